@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from asyncrl.models import exact_operators
-from asyncrl.models.packed_attention import Cut, cuts
-from asyncrl.models.packed_forward import Layout, rotate
+from asyncrl.models.packed_attention import QueryBlock, cut_queries
+from asyncrl.models.packed_forward import ModelLayout, rotate
 
 MASKED = -1e30
 BLOCK = 64  # steps between two looks at which columns are free; columns that attention takes more
@@ -30,10 +30,11 @@ Turns = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 class FusedWeights:
     """The weights in the shapes that decoding wants; norm weights are folded into the matrix that
-    follows them, and the columns of queries and keys are in pairs (`exact_operators.in_pairs`)
+    follows them, and the columns of queries and keys are in pairs
+    (`exact_operators.interleave_halves`)
     where the numbers are float32, which alone has complex ones."""
 
-    def __init__(self, lay: Layout, positions: int) -> None:
+    def __init__(self, lay: ModelLayout, positions: int) -> None:
         self.lay, hf = lay, lay.hf
         self.layers = len(hf.model.layers)
         self.dtype = hf.model.embed_tokens.weight.dtype
@@ -56,11 +57,11 @@ class FusedWeights:
         for i, store in enumerate(self.per_layer):
             fused = exact_operators.fuse_layer(lay, i, weights)
             if self.paired:
-                fused = exact_operators.in_pairs(lay, fused)
-            _keep(store, fused, self.dtype)
-        _keep(self.top, exact_operators.fuse_top(weights, self.tied), self.dtype)
+                fused = exact_operators.interleave_halves(lay, fused)
+            _copy_into(store, fused, self.dtype)
+        _copy_into(self.top, exact_operators.fuse_top(weights, self.tied), self.dtype)
 
-    def turns(self, positions: torch.Tensor) -> Turns:
+    def rotations(self, positions: torch.Tensor) -> Turns:
         """What `project` turns queries and keys at `positions` [n] by."""
         if self.paired:
             return self.turned.index_select(0, positions)
@@ -106,7 +107,7 @@ class FusedWeights:
         return logits
 
 
-def _keep(
+def _copy_into(
     store: dict[str, torch.Tensor], new: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> None:
     """Copy into the buffers of the last version, in the engine's precision: memory is touched
@@ -130,14 +131,15 @@ def _unit(x: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
 
 class ColumnCache:
     """Keys and values of all rows, and which columns each row may see (an additive bias [rows, 1,
-    columns]).  together: of exact mode (`exact_operators.together`); heads that lie side by side,
+    columns]).  together: of exact mode (`exact_operators.heads_per_product`); heads that lie side
+    by side,
     as one of as many times the columns, their keys column by column in memory, which a product of
     few queries reads in less time.
     """
 
     def __init__(
         self,
-        lay: Layout,
+        lay: ModelLayout,
         layers: int,
         rows: int,
         columns: int,
@@ -160,7 +162,7 @@ class ColumnCache:
     def forget(self, rows: torch.Tensor) -> None:
         self.bias[rows] = MASKED
 
-    def keep(self, rows: torch.Tensor) -> None:
+    def compact(self, rows: torch.Tensor) -> None:
         """Move `rows` (ascending) to the front."""
         n = len(rows)
         for t in self.stored:
@@ -194,7 +196,7 @@ class StepColumns:
         self.at[self.written[used] % count] = used
         self.free = []
 
-    def take(self, step: int, oldest: Callable[[], int]) -> int:
+    def allocate(self, step: int, oldest: Callable[[], int]) -> int:
         """A column for `step`; oldest(): the first step of the oldest live row, fewer than `count`
         steps ago."""
         if not self.free or step % BLOCK == 0:
@@ -207,13 +209,13 @@ class StepColumns:
         self.high = max(self.high, column + 1)
         return column
 
-    def of(self, first: int, end: int) -> np.ndarray:
+    def columns_of(self, first: int, end: int) -> np.ndarray:
         """The columns [end - first] of steps that a live row made."""
         found: np.ndarray = self.at[np.arange(first, end) % self.count]
         return found
 
 
-class KeptPrefixes:
+class PrefixCache:
     """Keys and values of what earlier rows were: token sequences from position 0, under the weights
     now loaded.
 
@@ -223,7 +225,7 @@ class KeptPrefixes:
 
     tokens: most that are kept; memory is taken as it is needed."""
 
-    def __init__(self, lay: Layout, layers: int, tokens: int, like: torch.Tensor) -> None:
+    def __init__(self, lay: ModelLayout, layers: int, tokens: int, like: torch.Tensor) -> None:
         self.most = tokens // KEPT_BLOCK  # blocks
         self.k = like.new_zeros((layers, lay.kv_heads, 0, lay.head_dim))
         self.v = self.k.clone()
@@ -241,14 +243,14 @@ class KeptPrefixes:
 
     def find(self, tokens: np.ndarray) -> list[int]:
         """The numbers of the blocks that `tokens` [L] begin with, which are used now."""
-        return [self.blocks[name] for name in self._path(_cut(tokens))]
+        return [self.blocks[name] for name in self._path(_split_blocks(tokens))]
 
-    def keep(
+    def store(
         self, tokens: np.ndarray, keys: torch.Tensor, values: torch.Tensor, columns: np.ndarray
     ) -> None:
         """Keep what is not kept yet of `tokens` [L], its whole blocks; keys, values [layers, kv
         heads, C, d], columns [L]: where each token's are among the C."""
-        cut = _cut(tokens)[: self.most]
+        cut = _split_blocks(tokens)[: self.most]
         path = self._path(cut)
         known = len(path)
         if known == len(cut):
@@ -256,7 +258,7 @@ class KeptPrefixes:
         before = self.blocks[path[-1]] if path else -1
         numbers = []
         for each in cut[known:]:
-            number = self._take()
+            number = self._allocate_block()
             self.blocks[before, each] = number
             path.append((before, each))
             numbers.append(number)
@@ -291,7 +293,7 @@ class KeptPrefixes:
         for name in reversed(path):
             self.blocks.move_to_end(name)
 
-    def _take(self) -> int:
+    def _allocate_block(self) -> int:
         """A block to fill.  No more are asked for together than `most` less the path's known ones,
         which were used last: what has to go is of other sequences."""
         made = self.k.shape[2] // KEPT_BLOCK
@@ -303,14 +305,14 @@ class KeptPrefixes:
         return self.free.pop() if self.free else self.blocks.popitem(last=False)[1]
 
 
-def _cut(tokens: np.ndarray) -> list[bytes]:
+def _split_blocks(tokens: np.ndarray) -> list[bytes]:
     """The whole blocks of `tokens` [L]."""
     data = tokens.astype("<i4").tobytes()
     width = 4 * KEPT_BLOCK
     return [data[at : at + width] for at in range(0, len(data) - width + 1, width)]
 
 
-class Begun(NamedTuple):
+class PrefilledPrefix(NamedTuple):
     """Keys and values that `encode` goes on from: k, v [layers, B, kv heads, M, d], of which row b
     has `known[b]` [B]."""
 
@@ -334,7 +336,7 @@ def decode(
     n = len(tokens)
     lay = w.lay
     share = lay.heads // lay.kv_heads
-    turns = w.turns(positions)
+    turns = w.rotations(positions)
     cache.bias[:n, :, column] = 0.0
     bias = cache.bias[:n, None, :, :seen]
     x = w.top["embed"].index_select(0, tokens)
@@ -356,14 +358,14 @@ def decode(
     return w.logits(x)
 
 
-def query_blocks(lay: Layout, b: int, n: int, past: int, device: str) -> list[Cut]:
+def query_blocks(lay: ModelLayout, b: int, n: int, past: int, device: str) -> list[QueryBlock]:
     """The runs of queries that attention takes of b rows of n tokens behind `past` others: the
     scores of one take SCORES numbers, so that memory grows with n and not with its square.
     """
-    return cuts(n, n, 0, device, max(1, SCORES // max(1, b * lay.heads * (past + n))))
+    return cut_queries(n, n, 0, device, max(1, SCORES // max(1, b * lay.heads * (past + n))))
 
 
-def future(blocks: Sequence[Cut], device: torch.device) -> torch.Tensor:
+def future(blocks: Sequence[QueryBlock], device: torch.device) -> torch.Tensor:
     """The bias [m, m] among the m tokens of a block, the longest of `blocks`; a shorter one takes
     its corner.
     """
@@ -372,7 +374,7 @@ def future(blocks: Sequence[Cut], device: torch.device) -> torch.Tensor:
 
 
 def encode(
-    w: FusedWeights, ids: torch.Tensor, begun: Begun | None = None
+    w: FusedWeights, ids: torch.Tensor, begun: PrefilledPrefix | None = None
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Keys and values [B, kv heads, L, d] of every layer for right-padded token rows ids [B, L],
     from position 0 or, with `begun`, behind what is known of each row.
@@ -390,7 +392,7 @@ def encode(
         known = torch.where(columns < begun.known[:, None, None, None], 0.0, MASKED)
     blocks = query_blocks(lay, b, n, past, ids.device.type)
     bias = future(blocks, ids.device)
-    turns = w.turns(positions)
+    turns = w.rotations(positions)
     x = w.top["embed"].index_select(0, ids.flatten())
     out = []
     for i in range(w.layers):
@@ -408,7 +410,7 @@ def _attend_blocks(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    blocks: Sequence[Cut],
+    blocks: Sequence[QueryBlock],
     bias: torch.Tensor,
     known: torch.Tensor | None,
 ) -> torch.Tensor:
@@ -487,7 +489,7 @@ def decode_exact(
     rows = torch.arange(n, device=tokens.device)
     columns = cache.bias.shape[2]
     positions = positions.clamp(max=columns - 1)
-    seen = min(exact_operators.up(longest + 1, exact_operators.KEYS), columns)
+    seen = min(exact_operators.round_up(longest + 1, exact_operators.KEYS), columns)
     cache.bias[rows, 0, positions] = 0.0
     bias = cache.bias[:n, None, :, :seen]
     turns = w.turned.index_select(0, exact_operators.pad_rows(positions))
@@ -512,7 +514,7 @@ def encode_exact(w: FusedWeights, ids: torch.Tensor) -> list[tuple[torch.Tensor,
     """
     b, n = ids.shape
     lay, share = w.lay, w.lay.heads // w.lay.kv_heads
-    groups = lay.kv_heads // exact_operators.together(lay)
+    groups = lay.kv_heads // exact_operators.heads_per_product(lay)
     turns = w.turned[:n].repeat(b, 1)
     blocks = query_blocks(lay, b, n, 0, ids.device.type)
     bias = future(blocks, ids.device)

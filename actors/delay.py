@@ -24,7 +24,7 @@ def decode_steps(config: Config, ticket: Ticket, sample: int, tokens: int) -> fl
     return tokens * admission.delay(config.staleness.delay, ticket.seed, *whose)
 
 
-class Late(Generic[Item]):
+class DelayQueue(Generic[Item]):
     """What is held, by the time (in whatever unit the caller counts) at which it is due."""
 
     def __init__(self) -> None:
@@ -43,6 +43,6 @@ class Late(Generic[Item]):
         return out
 
     @property
-    def next(self) -> float:
+    def next_due(self) -> float:
         """When the earliest is due; inf: nothing is held."""
         return self._heap[0][0] if self._heap else float("inf")

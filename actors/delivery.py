@@ -8,9 +8,9 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from asyncrl.config.tree import Wires
+from asyncrl.config.tree import WiresConfig
 from asyncrl.contract import outcomes
-from asyncrl.contract.messages import EVAL_BASE, Acks, Deliver, Trajectory
+from asyncrl.contract.messages import EVAL_BASE, Delivery, DeliveryAcks, Trajectory
 
 Key = tuple[int, int, int]  # (ticket, sample, attempt)
 LINGER_S = 0.02  # how long a small frame waits for company
@@ -32,7 +32,7 @@ def size(sample: Trajectory) -> int:
     )
 
 
-class Drawn:
+class TokenReport:
     """How many tokens for training this process has told the buffer of, by a count of its own: the
     check on the buffer's ledger.
 
@@ -59,17 +59,17 @@ class Drawn:
             if len(self.attempts) > REMEMBERED:
                 self.attempts.popitem(last=False)
 
-    def reported(self, progress: Iterable[tuple[int, int, int]]) -> int:
+    def on_report(self, progress: Iterable[tuple[int, int, int]]) -> int:
         for ticket, attempt, tokens in progress:
             self._add(ticket, attempt, tokens, 0)
         return self.total
 
-    def delivered(self, ticket: int, attempt: int, tokens: int) -> int:
+    def on_delivery(self, ticket: int, attempt: int, tokens: int) -> int:
         self._add(ticket, attempt, 0, tokens)
         return self.total
 
 
-class Sent(NamedTuple):
+class UnackedSample(NamedTuple):
     """A sample that is not acknowledged, and when it was sent (CLOCK_MONOTONIC seconds)."""
 
     sample: Trajectory
@@ -86,7 +86,7 @@ class Outbox:
     ([], False)
     """
 
-    def __init__(self, wires: Wires, producer: str, session: int) -> None:
+    def __init__(self, wires: WiresConfig, producer: str, session: int) -> None:
         self.frame_bytes = wires.frame_bytes
         self.retry_s = wires.retry_s
         self.credit = wires.credit_bytes
@@ -95,14 +95,14 @@ class Outbox:
         self.sequence = 0
         self.fresh: list[Trajectory] = []
         self.fresh_since = 0.0
-        self.sent: dict[Key, Sent] = {}
+        self.sent: dict[Key, UnackedSample] = {}
         self.unacked_bytes = 0
         self.acked: dict[str, int] = {}  # disposition -> samples
         self.waited_s = 0.0  # from the first sending to the acknowledgement, a sum over samples
-        self.drawn = Drawn()
+        self.drawn = TokenReport()
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         """No credit left: nothing new is asked for until acknowledgements come."""
         return self.unacked_bytes >= self.credit
 
@@ -132,7 +132,9 @@ class Outbox:
             "link/ack_waited_s": self.waited_s,
         }
 
-    def on_acks(self, reply: Acks, now: float, unread: tuple[float, float] = (0.0, 0.0)) -> None:
+    def on_acks(
+        self, reply: DeliveryAcks, now: float, unread: tuple[float, float] = (0.0, 0.0)
+    ) -> None:
         """Take acknowledgements that were read at `now`.
 
         unread: when this process last stopped reading, and when it began again.  What it spent
@@ -145,7 +147,7 @@ class Outbox:
                 self.waited_s += now - entry.first - busy_s
                 self.acked[disposition] = self.acked.get(disposition, 0) + 1
 
-    def frames(self, now: float, *, flush: bool) -> Iterator[Deliver]:
+    def frames(self, now: float, *, flush: bool) -> Iterator[Delivery]:
         """Frames to send now: new samples, and those unanswered for `retry_s`."""
         late = [each.sample for each in self.sent.values() if now - each.last > self.retry_s]
         if self.fresh and not self.fresh_since:
@@ -155,15 +157,15 @@ class Outbox:
             or now - self.fresh_since > LINGER_S
             or sum(map(size, self.fresh)) >= self.frame_bytes
         )
-        if self.fresh and due and not self.full:
+        if self.fresh and due and not self.is_full:
             for sample in self.fresh:
                 self.unacked_bytes += size(sample)
             late = late + self.fresh
             self.fresh = []
             self.fresh_since = 0.0
-        yield from self._packed(late, now)
+        yield from self._make_frames(late, now)
 
-    def _packed(self, samples: list[Trajectory], now: float) -> Iterator[Deliver]:
+    def _make_frames(self, samples: list[Trajectory], now: float) -> Iterator[Delivery]:
         frame: list[Trajectory] = []
         for sample in samples:
             if frame and sum(map(size, frame)) + size(sample) > self.frame_bytes:
@@ -173,13 +175,13 @@ class Outbox:
         if frame:
             yield self._frame(frame, now)
 
-    def _frame(self, samples: list[Trajectory], now: float) -> Deliver:
+    def _frame(self, samples: list[Trajectory], now: float) -> Delivery:
         self.sequence += 1
         for sample in samples:
             key = (sample.ticket, sample.sample, sample.attempt)
             before = self.sent.get(key)
             if before is None:
-                for attempt, tokens in sample.by_attempt:
-                    self.drawn.delivered(sample.ticket, attempt, tokens)
-            self.sent[key] = Sent(sample, now if before is None else before.first, now)
-        return Deliver(self.producer, self.session, self.sequence, samples, self.drawn.total)
+                for attempt, tokens in sample.tokens_by_attempt:
+                    self.drawn.on_delivery(sample.ticket, attempt, tokens)
+            self.sent[key] = UnackedSample(sample, now if before is None else before.first, now)
+        return Delivery(self.producer, self.session, self.sequence, samples, self.drawn.total)

@@ -13,14 +13,14 @@ import numpy as np
 
 from asyncrl.config.engines import ENGINES
 from asyncrl.config.tree import Config
-from asyncrl.contract.messages import Span
+from asyncrl.contract.messages import VersionSpan
 from asyncrl.contract.versions import Label
 
 Key = tuple[int, int, int]  # (ticket, sample, attempt)
 
 
 @dataclass(frozen=True)
-class Request:
+class CompletionRequest:
     """One answer to write.  prompt: int32 [P], P >= 1.  Requests with the same `group` have the
     same prompt.
     """
@@ -46,7 +46,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Completion:
     """A finished answer.  tokens int32 [T], the stop token included; logprobs float32 [T] of what
     was sampled from.
     """
@@ -55,7 +55,7 @@ class Answer:
     prompt: np.ndarray
     tokens: np.ndarray
     logprobs: np.ndarray
-    spans: list[Span]
+    spans: list[VersionSpan]
     finish: Literal["stop", "length"]
 
 
@@ -76,10 +76,10 @@ class Engine(Protocol):
         learner published with them.
         """
 
-    def add(self, requests: Iterable[Request]) -> None:
+    def add(self, requests: Iterable[CompletionRequest]) -> None:
         """Queue requests; they start at the next step with the weights then loaded."""
 
-    def step(self, steps: int = 8) -> list[Answer]:
+    def step(self, steps: int = 8) -> list[Completion]:
         """Up to n decode steps; the answers that ended on the way."""
 
     def abort(self, keys: Iterable[Key]) -> dict[Key, int]:

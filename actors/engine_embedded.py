@@ -5,7 +5,7 @@ free rows, or until few rows are live and they are moved together.  The last pro
 first decode input, so that admission only has to encode the rest of each prompt, once a group.
 
 Where samples are sessions, the keys and values of prompts and answers stay in blocks of their own
-after their rows have ended (`decoder.KeptPrefixes`), until the next weights: a prompt that begins
+after their rows have ended (`decoder.PrefixCache`), until the next weights: a prompt that begins
 with what was encoded or drawn with these weights is encoded behind that alone."""
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import numpy as np
 import torch
 
 from actors import decoder
-from actors.engine import Answer, Engine, Key, Request, uniform_rows
+from actors.engine import Completion, CompletionRequest, Engine, Key, uniform_rows
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
-from asyncrl.contract.messages import Span
+from asyncrl.contract.messages import VersionSpan
 from asyncrl.contract.versions import Label
 from asyncrl.models import exact_operators, memory
-from asyncrl.models.adapters import Base
+from asyncrl.models.adapters import AdapterBase
 from asyncrl.models.policy import PolicyModel, load_policy
 from asyncrl.records import machine_memory
 
@@ -36,11 +36,11 @@ SHRINK = 0.75  # live share of the rows in use below which they are moved togeth
 
 
 @dataclass
-class Row:
+class EngineRow:
     """What the host knows of a live row.  `born`: the step of its first decode input; `loads`: the
     weights that all its keys are of, counted."""
 
-    request: Request
+    request: CompletionRequest
     born: int
     loads: int
     # (first token, label, digest) of each span
@@ -67,7 +67,7 @@ class EmbeddedEngine:
         max_new_tokens: int = 64,
         fixed: bool = False,
         mantissa_bits: int = 0,
-        base: Base | None = None,
+        base: AdapterBase | None = None,
         kept_tokens: int = 0,
     ) -> None:
         assert model.fast is not None
@@ -79,7 +79,7 @@ class EmbeddedEngine:
         self.context = context
         self.weights = decoder.FusedWeights(
             model.fast,
-            exact_operators.up(context + 1, exact_operators.KEYS),
+            exact_operators.round_up(context + 1, exact_operators.KEYS),
         )
         self.fixed = fixed
         self.dtype = next(model.hf.parameters()).dtype
@@ -92,8 +92,8 @@ class EmbeddedEngine:
         self.cache: decoder.ColumnCache | None = None
         self.answer_needed = max_new_tokens
         self.prompt_needed = 8
-        self.queue: deque[Request] = deque()
-        self.rows: list[Row | None] = []
+        self.queue: deque[CompletionRequest] = deque()
+        self.rows: list[EngineRow | None] = []
         self.live = 0
         self.clock = 0  # decode steps since it was last empty
         self.steps_made = 0
@@ -101,7 +101,7 @@ class EmbeddedEngine:
         self.loads = 0
         like = torch.empty(0, dtype=self.dtype, device=self.device)
         self.kept = (
-            decoder.KeptPrefixes(self.lay, self.weights.layers, kept_tokens, like)
+            decoder.PrefixCache(self.lay, self.weights.layers, kept_tokens, like)
             if kept_tokens and not fixed
             else None
         )
@@ -151,9 +151,9 @@ class EmbeddedEngine:
         self, weights: Mapping[str, Any], label: Label, digest: str, probe: bytes = b""
     ) -> None:
         if self.base is not None:
-            weights = self.base.merged(weights, probe)
+            weights = self.base.merge(weights, probe)
         self.weights.load(
-            {name: rounded(weight, self.mantissa_bits) for name, weight in weights.items()}
+            {name: round_mantissa(weight, self.mantissa_bits) for name, weight in weights.items()}
             if self.mantissa_bits
             else weights
         )
@@ -170,7 +170,7 @@ class EmbeddedEngine:
         if self.in_flight == "recompute_kv" and self.live:
             self._recompute()
 
-    def add(self, requests: Iterable[Request]) -> None:
+    def add(self, requests: Iterable[CompletionRequest]) -> None:
         for request in requests:
             if len(request.prompt) + request.max_new_tokens > self.context:
                 raise ConfigError(
@@ -180,8 +180,8 @@ class EmbeddedEngine:
             self.queue.append(request)
 
     @torch.inference_mode()
-    def step(self, steps: int = 8) -> list[Answer]:
-        answers: list[Answer] = []
+    def step(self, steps: int = 8) -> list[Completion]:
+        answers: list[Completion] = []
         for _ in range(steps):
             self._arrange()
             if not self.live:
@@ -199,7 +199,7 @@ class EmbeddedEngine:
         for index, row in enumerate(self.rows):
             if row is not None and row.request.key in gone:
                 tokens[row.request.key] = self.clock - row.born
-                self._free(index)
+                self._release_row(index)
         return tokens
 
     def progress(self) -> dict[Key, int]:
@@ -216,7 +216,7 @@ class EmbeddedEngine:
 
     # ---- rows ------------------------------------------------------------------------------------
 
-    def _free(self, index: int) -> None:
+    def _release_row(self, index: int) -> None:
         self.rows[index] = None
         self.left[index] = 0
         self.live -= 1
@@ -239,7 +239,7 @@ class EmbeddedEngine:
         index = torch.tensor(keep, device=self.device)
         count = len(keep)
         assert self.cache is not None
-        self.cache.keep(index)
+        self.cache.compact(index)
         for tensor in (
             self.token,
             self.position,
@@ -256,7 +256,7 @@ class EmbeddedEngine:
             tensor[:count] = tensor[index]
         self.rows = [self.rows[slot] for slot in keep]
 
-    def _admit(self, requests: list[Request]) -> None:
+    def _admit(self, requests: list[CompletionRequest]) -> None:
         self._reserve(requests)
         assert self.cache is not None
         free = [slot for slot, request in enumerate(self.rows) if request is None]
@@ -267,7 +267,9 @@ class EmbeddedEngine:
         index = torch.tensor(free, device=self.device)
         self.cache.forget(index)
         for slot, request in zip(free, requests, strict=True):
-            self.rows[slot] = Row(request, self.clock, self.loads, [(0, self.label, self.digest)])
+            self.rows[slot] = EngineRow(
+                request, self.clock, self.loads, [(0, self.label, self.digest)]
+            )
         self._fill(index, requests)
         self._write_prompts(
             free, [request.prompt for request in requests], [request.group for request in requests]
@@ -280,7 +282,7 @@ class EmbeddedEngine:
         )
         self.cuts = any(request.top_p < 1 or request.top_k > 0 for request in rows)
 
-    def _fill(self, index: torch.Tensor, requests: list[Request]) -> None:
+    def _fill(self, index: torch.Tensor, requests: list[CompletionRequest]) -> None:
         def put(values: list[Any], dtype: torch.dtype) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype, device=self.device)
 
@@ -302,7 +304,7 @@ class EmbeddedEngine:
         )
         self.uniform[index] = torch.from_numpy(stream).to(self.device)
 
-    def _reserve(self, requests: list[Request]) -> None:
+    def _reserve(self, requests: list[CompletionRequest]) -> None:
         """Grow the cache and the tables when a longer prompt, a longer answer or more stop tokens
         come; rare.
         """
@@ -336,7 +338,7 @@ class EmbeddedEngine:
             self.slots,
             self._cache_columns(),
             like,
-            together=exact_operators.together(self.lay) if self.fixed else None,
+            together=exact_operators.heads_per_product(self.lay) if self.fixed else None,
         )
         if answer > self.columns.count:
             more = answer - self.columns.count
@@ -347,19 +349,21 @@ class EmbeddedEngine:
                 for tensor in (self.uniform, self.out_token, self.out_logprob)
             )
         if old is not None:
-            self._move(old, old_prompt)
+            self._copy_cache(old, old_prompt)
 
     def _cache_columns(self) -> int:
         """Of prompts and of steps; in exact mode they are all one axis, padded."""
         columns = self.prompt_needed + self.answer_needed
-        return exact_operators.up(columns, exact_operators.KEYS) if self.fixed else columns
+        return exact_operators.round_up(columns, exact_operators.KEYS) if self.fixed else columns
 
     def _encode(self, ids: np.ndarray) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Keys and values of padded rows, as wide as ids."""
         if not self.fixed:
             return decoder.encode(self.weights, torch.from_numpy(ids).to(self.device))
         width = ids.shape[1]
-        ids = np.pad(ids, ((0, 0), (0, exact_operators.up(width, exact_operators.KEYS) - width)))
+        ids = np.pad(
+            ids, ((0, 0), (0, exact_operators.round_up(width, exact_operators.KEYS) - width))
+        )
         return [
             (keys[:, :, :width], values[:, :, :width])
             for keys, values in decoder.encode_exact(
@@ -367,7 +371,7 @@ class EmbeddedEngine:
             )
         ]
 
-    def _move(self, old: decoder.ColumnCache, prompt: int) -> None:
+    def _copy_cache(self, old: decoder.ColumnCache, prompt: int) -> None:
         """Copy a smaller cache into the new one: columns of prompts, then those of steps."""
         assert self.cache is not None
         count = old.bias.shape[2]
@@ -409,7 +413,7 @@ class EmbeddedEngine:
         for at in one.values():
             slot, prompt = rows[at], prompts[at][:-1]
             columns = np.arange(len(prompt))
-            self.kept.keep(prompt, self.cache.k[:, slot], self.cache.v[:, slot], columns)
+            self.kept.store(prompt, self.cache.k[:, slot], self.cache.v[:, slot], columns)
 
     def _write_begun(
         self,
@@ -426,10 +430,10 @@ class EmbeddedEngine:
         columns = [self.kept.columns(numbers[at]) for at in first]
         known = np.array([len(each) for each in columns])
         rest = [prompts[at][start:-1] for at, start in zip(first, known, strict=True)]
-        past, ids = padded(columns), padded(rest)
+        past, ids = pad_token_rows(columns), pad_token_rows(rest)
         owner = np.array([place[group] for group in groups])
         place_of = torch.from_numpy(past).to(self.device)
-        begun = decoder.Begun(
+        begun = decoder.PrefilledPrefix(
             self.kept.k[:, :, place_of].transpose(1, 2),
             self.kept.v[:, :, place_of].transpose(1, 2),
             torch.from_numpy(known).to(self.device),
@@ -457,15 +461,15 @@ class EmbeddedEngine:
         seen = torch.from_numpy(np.arange(lengths.max())[None] < lengths[:, None]).to(self.device)
         self.cache.bias[row, 0, : int(lengths.max())] = torch.where(seen, 0.0, decoder.MASKED)
 
-    def _keep_answer(self, slot: int, row: Row, tokens: np.ndarray) -> None:
+    def _keep_answer(self, slot: int, row: EngineRow, tokens: np.ndarray) -> None:
         """Keep the keys and values of a row that has ended with `tokens`: none of its last token,
         which was never read."""
         if self.kept is None or row.loads != self.loads:
             return
         assert self.cache is not None
         prompt = row.request.prompt
-        steps = self.prompt_needed + self.columns.of(row.born, self.clock)
-        self.kept.keep(
+        steps = self.prompt_needed + self.columns.columns_of(row.born, self.clock)
+        self.kept.store(
             np.concatenate([prompt, tokens[:-1]]),
             self.cache.k[:, slot],
             self.cache.v[:, slot],
@@ -507,7 +511,7 @@ class EmbeddedEngine:
                 np.concatenate(
                     [
                         request.request.prompt,
-                        self._written(slot, request)[0][: self.clock - request.born],
+                        self._sampled_tokens(slot, request)[0][: self.clock - request.born],
                     ]
                 )[:-1]
                 for slot, request in part
@@ -524,7 +528,7 @@ class EmbeddedEngine:
                     [
                         np.arange(prompt),
                         self.prompt_needed
-                        + self.columns.of(request.born, request.born + known - prompt),
+                        + self.columns.columns_of(request.born, request.born + known - prompt),
                     ]
                 )
                 if self.fixed:
@@ -538,10 +542,10 @@ class EmbeddedEngine:
 
     # ---- decoding --------------------------------------------------------------------------------
 
-    def _decode(self) -> list[Answer]:
+    def _decode(self) -> list[Completion]:
         assert self.cache is not None
         count = len(self.rows)
-        column = self.columns.take(self.clock, self._oldest)
+        column = self.columns.allocate(self.clock, self._oldest_step)
         if self.fixed:
             longest = max(
                 len(request.request.prompt) - 1 + self.clock - request.born
@@ -558,7 +562,7 @@ class EmbeddedEngine:
                 self.token[:count],
                 self.position[:count],
                 self.prompt_needed + column,
-                self._seen(),
+                self._visible_columns(),
             )
         # a row's own count picks its uniform: what is drawn does not depend on who is written
         # beside it
@@ -581,25 +585,25 @@ class EmbeddedEngine:
         self.position[:count].add_(1).clamp_(max=self.context)
         return self._answers(ended.nonzero()[:, 0])
 
-    def _oldest(self) -> int:
+    def _oldest_step(self) -> int:
         return min(row.born for row in self.rows if row is not None)
 
-    def _seen(self) -> int:
+    def _visible_columns(self) -> int:
         """Columns that attention looks at: those behind the highest in use hold nothing.  In whole
         BLOCKs, so that short answers take one kernel for all steps.
         """
         assert self.cache is not None
         used = self.prompt_needed + self.columns.high
-        return min(exact_operators.up(used, decoder.BLOCK), self.cache.bias.shape[2])
+        return min(exact_operators.round_up(used, decoder.BLOCK), self.cache.bias.shape[2])
 
-    def _written(self, index: int, row: Row) -> tuple[np.ndarray, np.ndarray]:
+    def _sampled_tokens(self, index: int, row: EngineRow) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and logprobs of row i so far."""
-        columns = torch.from_numpy(self.columns.of(row.born, self.clock)).to(self.device)
+        columns = torch.from_numpy(self.columns.columns_of(row.born, self.clock)).to(self.device)
         return self.out_token[index, columns].cpu().numpy().astype(np.int32), self.out_logprob[
             index, columns
         ].cpu().numpy()
 
-    def _answers(self, ended: torch.Tensor) -> list[Answer]:
+    def _answers(self, ended: torch.Tensor) -> list[Completion]:
         """Those of the rows `ended` [n], read out of the columns together; the rows are free."""
         if not len(ended):
             return []
@@ -610,7 +614,7 @@ class EmbeddedEngine:
         for at, slot in enumerate(ended.tolist()):
             row = self.rows[slot]
             assert row is not None
-            columns = self.columns.of(row.born, self.clock)
+            columns = self.columns.columns_of(row.born, self.clock)
             tokens = written[at, columns]
             finish: Literal["stop", "length"] = (
                 "stop" if int(tokens[-1]) in row.request.stop else "length"
@@ -618,7 +622,7 @@ class EmbeddedEngine:
             self._keep_answer(slot, row, tokens)
             self.rows[slot] = None
             answers.append(
-                Answer(
+                Completion(
                     row.request.key,
                     row.request.prompt,
                     tokens,
@@ -660,7 +664,7 @@ def batches(lengths: Sequence[int]) -> list[list[int]]:
     return out
 
 
-def padded(rows: list[np.ndarray]) -> np.ndarray:
+def pad_token_rows(rows: list[np.ndarray]) -> np.ndarray:
     """int64 [rows, the longest's length], zeros at the right."""
     out = np.zeros((len(rows), max(map(len, rows))), np.int64)
     for each, row in zip(out, rows, strict=True):
@@ -668,7 +672,7 @@ def padded(rows: list[np.ndarray]) -> np.ndarray:
     return out
 
 
-def spans(row: Row, length: int, in_flight: str) -> list[Span]:
+def spans(row: EngineRow, length: int, in_flight: str) -> list[VersionSpan]:
     """Version spans of an answer of `length` tokens; under recompute_kv each span's keys are its
     own version's.
     """
@@ -677,7 +681,7 @@ def spans(row: Row, length: int, in_flight: str) -> list[Span]:
     for (start, label, digest), end in zip(row.marks, ends, strict=True):
         if end > start:
             out.append(
-                Span(
+                VersionSpan(
                     label,
                     digest,
                     start,
@@ -688,7 +692,7 @@ def spans(row: Row, length: int, in_flight: str) -> list[Span]:
     return out
 
 
-def rounded(weights: torch.Tensor, bits: int) -> torch.Tensor:
+def round_mantissa(weights: torch.Tensor, bits: int) -> torch.Tensor:
     """The nearest numbers with `bits` stored mantissa bits, whatever their exponent: bfloat16 has
     7, fp8 (e4m3) 3.
 
@@ -724,12 +728,12 @@ def make_engine(config: Config) -> Engine:
         context=settings.context,
         in_flight=config.weights.in_flight,
         max_new_tokens=settings.max_new_tokens,
-        base=Base(model, config.lora) if config.lora.rank else None,
+        base=AdapterBase(model, config.lora) if config.lora.rank else None,
         **(
             {
                 "fixed": bool(config.exact),
                 "mantissa_bits": settings.mantissa_bits,
-                "kept_tokens": settings.prefix_cache_tokens if config.agent.on else 0,
+                "kept_tokens": settings.prefix_cache_tokens if config.agent.uses_sessions else 0,
             }
             if kind is EmbeddedEngine
             else {}

@@ -16,16 +16,16 @@ import numpy as np
 import torch
 
 from actors.decoder import sample
-from actors.engine import Answer, Key, Request, uniforms
-from asyncrl.contract.messages import Span
+from actors.engine import Completion, CompletionRequest, Key, uniforms
+from asyncrl.contract.messages import VersionSpan
 from asyncrl.contract.versions import Label
-from asyncrl.models.adapters import Base
+from asyncrl.models.adapters import AdapterBase
 from asyncrl.models.policy import PolicyModel, load_weights
 
 
 @dataclass
-class Row:
-    request: Request
+class GenericRow:
+    request: CompletionRequest
     tokens: list[int]
     logprobs: list[float]
     marks: list[tuple[int, Label, str]]
@@ -43,14 +43,14 @@ class GenericEngine:
         context: int,
         in_flight: str = "recompute_kv",
         max_new_tokens: int = 64,
-        base: Base | None = None,
+        base: AdapterBase | None = None,
     ) -> None:
         self.base = base
         self.model = model
         self.slots = slots
         self.context = context
-        self.queue: deque[Request] = deque()
-        self.rows: list[Row] = []
+        self.queue: deque[CompletionRequest] = deque()
+        self.rows: list[GenericRow] = []
         self.label = Label(0, 0)
         self.digest = ""
         self.steps_made = 0
@@ -63,7 +63,7 @@ class GenericEngine:
         self, weights: Mapping[str, Any], label: Label, digest: str, probe: bytes = b""
     ) -> None:
         if self.base is not None:
-            weights = self.base.merged(weights, probe)
+            weights = self.base.merge(weights, probe)
         load_weights(self.model, weights)
         self.label = label
         self.digest = digest
@@ -72,17 +72,17 @@ class GenericEngine:
                 row.marks.pop()
             row.marks.append((len(row.tokens), label, digest))
 
-    def add(self, requests: Iterable[Request]) -> None:
+    def add(self, requests: Iterable[CompletionRequest]) -> None:
         self.queue.extend(requests)
 
     @torch.inference_mode()
-    def step(self, steps: int = 8) -> list[Answer]:
-        out: list[Answer] = []
+    def step(self, steps: int = 8) -> list[Completion]:
+        out: list[Completion] = []
         for _ in range(steps):
             while self.queue and len(self.rows) < self.slots:
                 request = self.queue.popleft()
                 self.rows.append(
-                    Row(
+                    GenericRow(
                         request,
                         [],
                         [],
@@ -137,17 +137,17 @@ class GenericEngine:
             row.tokens.append(token)
             row.logprobs.append(logprob)
 
-    def _answer(self, row: Row) -> Answer:
+    def _answer(self, row: GenericRow) -> Completion:
         ends = [m[0] for m in row.marks[1:]] + [len(row.tokens)]
         spans = [
-            Span(label, digest, start, end, label)
+            VersionSpan(label, digest, start, end, label)
             for (start, label, digest), end in zip(row.marks, ends, strict=True)
             if end > start
         ]
         finish: Literal["stop", "length"] = (
             "stop" if row.tokens[-1] in row.request.stop else "length"
         )
-        return Answer(
+        return Completion(
             row.request.key,
             row.request.prompt,
             np.array(row.tokens, np.int32),

@@ -28,14 +28,14 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from actors.engine import Answer, Key, Request, uniform_rows
-from actors.vllm_swap import Direct, Unknown, pack
-from asyncrl.config.tree import Config, Lora
+from actors.engine import Completion, CompletionRequest, Key, uniform_rows
+from actors.vllm_swap import DirectWriter, UnsupportedModel, pack
+from asyncrl.config.tree import Config, LoraConfig
 from asyncrl.contract.errors import ConfigError, ProtocolError
-from asyncrl.contract.importing import no_garbage
-from asyncrl.contract.messages import Span
+from asyncrl.contract.importing import collection_paused
+from asyncrl.contract.messages import VersionSpan
 from asyncrl.contract.versions import Label
-from asyncrl.models.adapters import Base
+from asyncrl.models.adapters import AdapterBase
 from asyncrl.models.installed import missing
 from asyncrl.models.policy import load_policy, probe_ids, probe_logprobs, text_config
 
@@ -68,14 +68,14 @@ class SwapExtension:
         worker: Any = self
         model = worker.model_runner.get_model()
         direct = getattr(worker, "asyncrl_direct", None)
-        if not isinstance(direct, Direct):
+        if not isinstance(direct, DirectWriter):
             worker.model_runner.reload_weights(weights_iterator=iter(weights.items()))
             repack(model)
         if direct is None:
             try:
-                direct = Direct(model, weights, worker.model_runner.model_config.dtype)
-                direct.same(weights)
-            except Unknown as error:
+                direct = DirectWriter(model, weights, worker.model_runner.model_config.dtype)
+                direct.check_same(weights)
+            except UnsupportedModel as error:
                 direct = str(error)
             worker.asyncrl_direct = direct
         if isinstance(direct, str):
@@ -173,7 +173,7 @@ class SeededSampler:
         self.last[name] = numbers.pop()
         return self.last[name]
 
-    def take_back(self, generator: torch.Generator) -> None:
+    def rewind(self, generator: torch.Generator) -> None:
         """What it has drawn last is drawn again."""
         name = id(generator)
         if name in self.last:
@@ -193,7 +193,7 @@ def probe_limits(expected: np.ndarray, dtype: torch.dtype, layers: int) -> np.nd
     return limits
 
 
-class Reference:
+class ReferenceWeights:
     """The published weights under plain transformers, for versions without a probe (those before a
     resume, which injected lag may name).
 
@@ -243,7 +243,7 @@ class VllmEngine:
         device: str = "auto",
         kv_bytes: int = 0,
         seed: int = 0,
-        lora: Lora | None = None,
+        lora: LoraConfig | None = None,
         kept_tokens: int | None = None,
     ) -> None:
         if why := missing("vllm"):
@@ -257,9 +257,9 @@ class VllmEngine:
         self.dtype = getattr(torch, dtype)
         self.path = path
         self.published = published or dtype
-        self.reference: Reference | None = None  # made when it is needed
-        self.base = Base(load_policy(path, dtype, "cpu"), lora) if lora is not None else None
-        with no_garbage():
+        self.reference: ReferenceWeights | None = None  # made when it is needed
+        self.base = AdapterBase(load_policy(path, dtype, "cpu"), lora) if lora is not None else None
+        with collection_paused():
             shape = text_config(path)
         self.ids = probe_ids(shape)
         self.layers = int(shape.num_hidden_layers)
@@ -276,9 +276,9 @@ class VllmEngine:
         )
         self.llm.collective_rpc("asyncrl_sampler")
         # id -> (request, label when it was added)
-        self.requests: dict[str, tuple[Request, Label]] = {}
+        self.requests: dict[str, tuple[CompletionRequest, Label]] = {}
         self.expected: np.ndarray | None = None  # of the probe that is under way
-        self.kept: deque[Answer] = deque()  # answers that wait for the probe
+        self.kept: deque[Completion] = deque()  # answers that wait for the probe
         self.label = Label(0, 0)
         self.digest = ""
         self.loads = 0
@@ -294,11 +294,11 @@ class VllmEngine:
         self, weights: Mapping[str, Any], label: Label, digest: str, probe: bytes = b""
     ) -> None:
         if self.base is not None:
-            merged = self.base.merged(weights, probe)
+            merged = self.base.merge(weights, probe)
             weights = {name: merged[name] for name in merged}
             probe = b""  # of adapters it names their base: what to expect is computed here
         if not probe and self.reference is None:
-            self.reference = Reference(self.path, self.published)
+            self.reference = ReferenceWeights(self.path, self.published)
         expected = (
             np.frombuffer(probe, "<f4")
             if probe or self.reference is None
@@ -325,7 +325,7 @@ class VllmEngine:
             self._id(PROBE, self.loads), self._prompt(self.ids, PROBE), ask, priority=-1
         )
 
-    def add(self, requests: Iterable[Request]) -> None:
+    def add(self, requests: Iterable[CompletionRequest]) -> None:
         requests = list(requests)
         for request, seed in zip(requests, seeds(requests), strict=True):
             if len(request.prompt) + request.max_new_tokens > self.context:
@@ -348,8 +348,8 @@ class VllmEngine:
             asked = self._prompt(request.prompt.tolist(), request.group)
             self.llm.add_request(name, asked, how)
 
-    def step(self, steps: int = 8) -> list[Answer]:
-        out: list[Answer] = []
+    def step(self, steps: int = 8) -> list[Completion]:
+        out: list[Completion] = []
         for _ in range(steps):
             if not self.llm.has_unfinished_requests():
                 break
@@ -446,7 +446,7 @@ class VllmEngine:
         self.expected = None
         self.probes = self.probes + 1
 
-    def _answer(self, done: Any) -> Answer:
+    def _answer(self, done: Any) -> Completion:
         request, born = self.requests.pop(done.request_id)
         output = done.outputs[0]
         self.hits += done.num_cached_tokens > 0
@@ -460,7 +460,7 @@ class VllmEngine:
         finish: Literal["stop", "length"] = (
             "stop" if output.token_ids[-1] in request.stop else "length"
         )
-        return Answer(
+        return Completion(
             request.key,
             request.prompt,
             np.array(output.token_ids, np.int32),
@@ -469,10 +469,12 @@ class VllmEngine:
             finish,
         )
 
-    def _span(self, version: str, start: int, end: int, born: Label) -> Span:
+    def _span(self, version: str, start: int, end: int, born: Label) -> VersionSpan:
         epoch, number, digest = version.split(".")
         label = Label(int(epoch), int(number))
-        return Span(label, digest, start, end, label if self.in_flight == "recompute_kv" else born)
+        return VersionSpan(
+            label, digest, start, end, label if self.in_flight == "recompute_kv" else born
+        )
 
 
 def params(**settings: Any) -> Any:
@@ -484,7 +486,7 @@ def params(**settings: Any) -> Any:
     )
 
 
-def seeds(requests: Sequence[Request]) -> list[int]:
+def seeds(requests: Sequence[CompletionRequest]) -> list[int]:
     """A seed of its own for every answer, so that what is drawn does not depend on its
     neighbours.
     """
@@ -494,7 +496,7 @@ def seeds(requests: Sequence[Request]) -> list[int]:
     return [int(each * 2**31) for each in drawn.tolist()]
 
 
-class Unneeded(ModuleType):
+class PlaceholderModule(ModuleType):
     """In the place of a module that `import vllm` begins with: it imports torch's whole compiler, a
     tenth of all that a start costs, to mend parts of it that an eager engine on a CPU never runs.
     Should something ask for one of its names, it is imported after all."""
@@ -525,8 +527,8 @@ def start(
     for name, value in (SETTINGS | (CPU_SETTINGS if cpu else {})).items():
         os.environ.setdefault(name, value)
     if cpu and "vllm" not in sys.modules:
-        sys.modules[Unneeded.NAME] = Unneeded(Unneeded.NAME)
-    with no_garbage():
+        sys.modules[PlaceholderModule.NAME] = PlaceholderModule(PlaceholderModule.NAME)
+    with collection_paused():
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -569,7 +571,7 @@ def start(
         worker_extension_cls="actors.engine_vllm.SwapExtension",
     )
     try:
-        with no_garbage():  # it imports as much again
+        with collection_paused():  # it imports as much again
             return LLMEngine.from_engine_args(args)
     except (ValueError, RuntimeError, NotImplementedError, AssertionError) as error:
         raise ConfigError(
@@ -594,5 +596,5 @@ def make_engine(config: Config) -> VllmEngine:
         kv_bytes=settings.kv_cache_mib << 20,
         seed=config.seed,
         lora=config.lora if config.lora.rank else None,
-        kept_tokens=settings.prefix_cache_tokens if config.agent.on else None,
+        kept_tokens=settings.prefix_cache_tokens if config.agent.uses_sessions else None,
     )

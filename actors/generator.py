@@ -19,18 +19,26 @@ from typing import NamedTuple
 
 from actors.delay import decode_steps
 from actors.delivery import Outbox
-from actors.engine import Answer, Engine, engine_for
-from actors.gateway.serving import CallPeer, CallTurn
-from actors.turn import DECODE_STEPS, IDLE_POLL_S, RENEW_S, NoRoom, Turn, trajectory, unwritten
-from actors.weights_receiver import Pulled, WeightsReceiver
+from actors.engine import Completion, Engine, engine_for
+from actors.gateway.generator_calls import CallPeer, CallTurn
+from actors.turn import (
+    DECODE_STEPS,
+    IDLE_POLL_S,
+    RENEW_S,
+    GeneratorTurn,
+    PromptTooLong,
+    failed_trajectory,
+    trajectory,
+)
+from actors.weights_receiver import PulledWeights, WeightsReceiver
 from asyncrl.config.tree import Config
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import AsyncrlError, NothingToDo, PeerUnreachable
 from asyncrl.contract.versions import Label
-from asyncrl.contract.waits import BUFFER, Wait, WaitLog
+from asyncrl.contract.waits import BUFFER, ProcessWait, WaitLog
 from asyncrl.models.devices import bind
-from asyncrl.records import terms
-from asyncrl.records.rundir import ended, found_address, note_longest_prompt, run_id
+from asyncrl.records import buffer_leadership
+from asyncrl.records.rundir import current_buffer_address, is_finished, note_longest_prompt, run_id
 from asyncrl.records.trace import Tracer
 from asyncrl.transport import chunks
 from asyncrl.transport.sockets import PeerSocket, wait
@@ -44,14 +52,14 @@ ENDED_S = 2.0  # of the buffer's silence, before it is looked up whether the run
 REWARD_POLL_S = 0.002
 
 
-class Loaded(NamedTuple):
+class LoadedWeights(NamedTuple):
     """The weights in the engine."""
 
     label: Label
     digest: str
 
 
-class Gone(NamedTuple):
+class MissingWeights(NamedTuple):
     """Where weights were announced and are not, and since when (CLOCK_MONOTONIC seconds)."""
 
     source: m.WeightsSource
@@ -59,7 +67,7 @@ class Gone(NamedTuple):
 
 
 @dataclass
-class Spent:
+class GeneratorUsage:
     """What this generator has made, and what its time went into: sums since its start."""
 
     tokens: float = 0.0
@@ -84,13 +92,13 @@ class Generator:
         self.run = run_id(run_dir)
         self.lockstep = config.staleness.limit == 0 and config.generators == 1
         self.calls: CallPeer | None = None  # what it draws when samples are sessions
-        self.turn: Turn
-        if config.agent.on:
+        self.turn: GeneratorTurn
+        if config.agent.uses_sessions:
             self.lockstep = False
             self.turn = turn = CallTurn(config, engine)
             self.calls = CallPeer(turn, run_dir, self.producer, self.session)
         else:
-            self.turn = Turn(config, engine, lockstep=self.lockstep, run_dir=run_dir)
+            self.turn = GeneratorTurn(config, engine, lockstep=self.lockstep, run_dir=run_dir)
         self.engine = engine
         self.schedule = self.turn.schedule
         self.rewards = self.turn.rewards
@@ -104,17 +112,20 @@ class Generator:
         self.outbox = Outbox(config.wires, self.producer, self.session)
         self.weights = WeightsReceiver(config, self.producer)
         self.socket = PeerSocket(
-            found_address(config, run_dir), config.wires.curve_dir, self.producer, run=self.run
+            current_buffer_address(config, run_dir),
+            config.wires.curve_dir,
+            self.producer,
+            run=self.run,
         )
-        self.socket.find = self.whereabouts
-        self.loaded: Loaded | None = None
+        self.socket.find = self.describe_buffer_address
+        self.loaded: LoadedWeights | None = None
         self.longest_prompt = 0
         self.steps = DECODE_STEPS  # of the next decode call
         self.want_sequence = 0
         self.want_sent = 0.0
         self.read_until = time.monotonic()  # the end of the last `read`
         self.lacking = False  # weights are to be loaded, and not to be had now
-        self.gone: Gone | None = None
+        self.gone: MissingWeights | None = None
         limits = config.wires.connect_s, config.watchdog.startup_s
         self.patience_s = math.inf if os.environ.get("ASYNCRL_SUPERVISED") else max(limits)
         self.asked = 0
@@ -123,7 +134,7 @@ class Generator:
         self.unanswered = 0.0
         self.ever_heard = False
         self.renewed = self.greeted = 0.0
-        self.spent = Spent()
+        self.spent = GeneratorUsage()
         self.idle_since = time.monotonic()
         self.waiting_for = "the buffer's first answer"
         self.waiting_since = time.monotonic()
@@ -145,7 +156,7 @@ class Generator:
             self.renew()  # first: what is held here is not granted again
             self.want()
         if not self.over:
-            self.leave()
+            self.shut_down()
         elif self.loaded is None:
             raise NothingToDo(
                 f"the run in {self.run_dir} has ended, all its {self.config.learner.steps} steps "
@@ -183,28 +194,28 @@ class Generator:
             timeout = 0.0
             self.unanswered = 0.0
             self.ever_heard = True
-            if isinstance(reply, m.Tickets):
+            if isinstance(reply, m.TicketGrant):
                 self.on_tickets(reply)
-            elif isinstance(reply, m.Acks) and reply.session == self.session:
+            elif isinstance(reply, m.DeliveryAcks) and reply.session == self.session:
                 self.outbox.on_acks(reply, time.monotonic(), unread)
                 self.schedule.announce(reply.announcement)
-            elif isinstance(reply, m.Heard):
+            elif isinstance(reply, m.HeartbeatReply):
                 self.schedule.announce(reply.announcement)
                 if self.calls is None:
-                    self.schedule.forgo(reply.attempts)
-            elif isinstance(reply, m.Unknown) and reply.session == self.session:
+                    self.schedule.refuse_up_to(reply.attempts)
+            elif isinstance(reply, m.UnknownSession) and reply.session == self.session:
                 self.greet()
-            elif isinstance(reply, m.Refused):
+            elif isinstance(reply, m.Refusal):
                 error = AsyncrlError(reply.reason)
                 error.exit_code = reply.exit_code
                 raise error
         self.read_until = time.monotonic()
         silent = time.monotonic() - self.unanswered if self.unanswered else 0.0
-        if self.socket.seek(silent):
+        if self.socket.find_moved_buffer(silent):
             self.unanswered = silent = 0.0
             self.asked = 0
             self.greet()
-        if silent > ENDED_S and ended(self.run_dir, self.config.learner.steps):
+        if silent > ENDED_S and is_finished(self.run_dir, self.config.learner.steps):
             # the buffer has gone without telling this one: it decoded, or was still starting
             self.over = True
             return
@@ -215,23 +226,23 @@ class Generator:
                 "start it with `asyncrl buffer`, or set wires.address"
             )
 
-    def whereabouts(self) -> str:
+    def describe_buffer_address(self) -> str:
         """Where the buffer is, by what others know: the run directory where it is shared, else the
         learner, who gives the weights.
         """
         said = self.schedule.announced
-        shared = terms.directory(self.run_dir).exists()
+        shared = buffer_leadership.directory(self.run_dir).exists()
         if shared or said is None or not said.source.address or self.weights.local(said.source):
-            return found_address(self.config, self.run_dir)
+            return current_buffer_address(self.config, self.run_dir)
         return chunks.buffer_of(self.config, said.source, self.producer)
 
-    def on_tickets(self, reply: m.Tickets) -> None:
+    def on_tickets(self, reply: m.TicketGrant) -> None:
         if reply.session != self.session:
             return
         self.schedule.announce(reply.announcement)
         if reply.sequence == self.want_sequence:
             self.asked = 0
-        self.turn.take(reply.tickets)
+        self.turn.accept_tickets(reply.tickets)
         self.over = self.over or reply.finished
 
     def swap(self) -> None:
@@ -241,8 +252,8 @@ class Generator:
         for held in self.schedule.outdated():
             self.engine.abort(self.schedule.drop(held))
             if self.calls is not None:
-                self.calls.turn.dropped(held.ticket.ticket)
-        goal = self.schedule.wanted(self.loaded.label if self.loaded else None)
+                self.calls.turn.drop_call(held.ticket.ticket)
+        goal = self.schedule.next_version(self.loaded.label if self.loaded else None)
         said = self.schedule.announced
         self.lacking = said is None
         if said is None and self.ever_heard:
@@ -261,11 +272,11 @@ class Generator:
                 return
             tensors, digest, probe = got
             self.engine.load(tensors, goal, digest, probe)
-        self.loaded = Loaded(goal, digest)
+        self.loaded = LoadedWeights(goal, digest)
         self.spent.swap_s += time.monotonic() - began
         self.spent.swaps += 1
 
-    def pull(self, said: m.Announcement, goal: Label) -> Pulled | None:
+    def pull(self, said: m.PolicyAnnouncement, goal: Label) -> PulledWeights | None:
         """Weights `goal` from where they were announced to be; None: not now.
 
         That place may be gone because its learner has died, and the next one needs its time to
@@ -275,7 +286,7 @@ class Generator:
             got = self.weights.pull(said.source, goal, said.digest if goal == said.label else None)
         except (PeerUnreachable, FileNotFoundError) as error:
             if self.gone is None or self.gone.source != said.source:
-                self.gone = Gone(said.source, time.monotonic())
+                self.gone = MissingWeights(said.source, time.monotonic())
             gone_s = time.monotonic() - self.gone.since
             if gone_s > self.patience_s:
                 raise PeerUnreachable(
@@ -331,7 +342,7 @@ class Generator:
         self.idle_since = time.monotonic()
         self.wait("")
 
-    def finished(self, answer: Answer) -> None:
+    def finished(self, answer: Completion) -> None:
         written = self.turn.finished(answer)
         if written is None:
             return
@@ -339,11 +350,11 @@ class Generator:
         step_s = self.spent.busy_s / max(self.engine.steps_made, 1)
         self.turn.late.hold(time.monotonic() + steps * step_s, answer.key)
 
-    def fail(self, refused: NoRoom) -> None:
+    def fail(self, refused: PromptTooLong) -> None:
         """A sample that cannot be written: delivered as failed."""
         assert self.loaded is not None
-        self.schedule.done(refused.key, 0)
-        self.outbox.add(unwritten(refused, *self.loaded))
+        self.schedule.finish_sample(refused.key, 0)
+        self.outbox.add(failed_trajectory(refused, *self.loaded))
 
     def collect(self) -> None:
         for written in self.turn.due(time.monotonic()):
@@ -358,7 +369,7 @@ class Generator:
 
     def deliver(self) -> None:
         if self.calls is not None:
-            self.calls.tell(time.monotonic(), self.engine.slots)
+            self.calls.send_report(time.monotonic(), self.engine.slots)
         for frame in self.outbox.frames(time.monotonic(), flush=not self.engine.active):
             self.socket.send(frame)
 
@@ -368,12 +379,12 @@ class Generator:
             self.waiting_for = what
             self.waiting_since = time.monotonic()
 
-    def waiting(self, now: float) -> Wait | None:
+    def waiting(self, now: float) -> ProcessWait | None:
         """What it waits for, as the others are told; None when it has work."""
         if not self.waiting_for:
             return None
         on = f"{self.producer}-rewards" if self.waiting_for == m.REWARDS_WAITED_FOR else BUFFER
-        return Wait(self.producer, self.waiting_for, on, now - self.waiting_since)
+        return ProcessWait(self.producer, self.waiting_for, on, now - self.waiting_since)
 
     def want(self) -> None:
         """Ask for samples (`actors.turn` says how many); one request at a time, repeated when
@@ -383,8 +394,8 @@ class Generator:
         if self.calls is not None:
             self.follow(now)
             return
-        free = self.turn.asks(unsent=bool(self.outbox.fresh))
-        if self.outbox.full:
+        free = self.turn.samples_to_request(unsent=bool(self.outbox.fresh))
+        if self.outbox.is_full:
             self.wait("credit: the buffer has not acknowledged what was delivered")
             return
         due = free > self.asked or (self.asked and now - self.want_sent > self.config.wires.retry_s)
@@ -393,7 +404,9 @@ class Generator:
             self.want_sent = now
             self.asked = free
             holding = self.loaded.label if self.loaded else None
-            self.socket.send(m.Want(self.producer, self.session, self.want_sequence, free, holding))
+            self.socket.send(
+                m.TicketRequest(self.producer, self.session, self.want_sequence, free, holding)
+            )
         if (
             not self.engine.active
             and not self.judged
@@ -410,7 +423,9 @@ class Generator:
             self.want_sequence += 1
             self.want_sent = now
             holding = self.loaded.label if self.loaded else None
-            self.socket.send(m.Want(self.producer, self.session, self.want_sequence, 0, holding))
+            self.socket.send(
+                m.TicketRequest(self.producer, self.session, self.want_sequence, 0, holding)
+            )
         if not self.engine.active and not self.schedule.waiting() and not self.lacking:
             self.wait("a call: sessions are with their environments, or there are none")
 
@@ -418,11 +433,11 @@ class Generator:
         """(ticket, attempt) of what is written and waits only for its rewards: nothing of it is in
         the engine or to come.
         """
-        if not self.rewards.working:
+        if not self.rewards.is_working:
             return []
         return sorted({(t, a) for t, _, a in self.judged if (t, a) not in self.schedule.held})
 
-    def written(self) -> list[tuple[int, int]]:
+    def unacknowledged(self) -> list[tuple[int, int]]:
         """(ticket, attempt) of all that is written and not acknowledged."""
         return sorted({(t, a) for t, _, a in self.judged} | self.outbox.tickets())
 
@@ -439,7 +454,7 @@ class Generator:
             print(line, file=sys.stderr, flush=True)
         progress = self.turn.progress()
         self.request(
-            m.Renew(
+            m.LeaseRenewal(
                 producer=self.producer,
                 session=self.session,
                 progress=progress,
@@ -450,14 +465,14 @@ class Generator:
                 | self.engine.numbers(),
                 waiting=waiting,
                 judging=self.judging(),
-                drawn=self.outbox.drawn.reported(progress),
-                written=self.written(),
+                drawn=self.outbox.drawn.on_report(progress),
+                written=self.unacknowledged(),
                 # calls are numbered otherwise
                 taken=self.schedule.newest_attempt if self.calls is None else 0,
             )
         )
 
-    def leave(self) -> None:
+    def shut_down(self) -> None:
         """Told to end: what is finished goes out, and how much was drawn of the rest, which is
         lost.
         """
@@ -478,7 +493,7 @@ class Generator:
         if self.calls is not None:
             self.calls.close()
         if not self.over:
-            self.socket.send(m.Leaving(self.producer, self.session))
+            self.socket.send(m.GeneratorGoodbye(self.producer, self.session))
         self.socket.close()
 
 

@@ -22,9 +22,9 @@ from typing import Any, Literal, TextIO
 
 import msgspec
 
-from actors.scorers.held import Held, Spent, of_this_call
+from actors.scorers.deadline_pause import DeadlinePause, JudgeBudgetSpent, of_this_call
 from actors.scorers.user_function import FailureLog, in_our_form, is_async, last_frame
-from asyncrl.config.tree import Reward, Task
+from asyncrl.config.tree import RewardConfig, TaskConfig
 from asyncrl.contract import importing, outcomes
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
@@ -38,18 +38,18 @@ BEAT_S = 1.0  # a process of coroutines says so often that its loop goes round
 PRINTED_CHARACTERS = 1 << 20  # by the function in the life of its process; the rest is dropped
 
 
-class Setup(msgspec.Struct, frozen=True):
+class RewardWorkerSetup(msgspec.Struct, frozen=True):
     """Runner to worker, once: who judges (a function, a judge, a model or the task), the bounds of
     a coroutine function, and the run's directory ("" for none).
     """
 
-    reward: Reward
-    task: Task
+    reward: RewardConfig
+    task: TaskConfig
     deadline_s: float = 10.0
     run_dir: str = ""
 
 
-class Call(msgspec.Struct, frozen=True, array_like=True):
+class RewardCall(msgspec.Struct, frozen=True, array_like=True):
     """Judge this answer; tokens: its ids, the stop token included."""
 
     prompt: Prompt
@@ -57,16 +57,16 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     tokens: list[int]
 
 
-class Unit(msgspec.Struct, frozen=True, array_like=True):
+class RewardUnit(msgspec.Struct, frozen=True, array_like=True):
     """Runner to worker: what one call of the function judges.  One answer, or several when the
     function takes lists.
     """
 
     id: int
-    calls: list[Call]
+    calls: list[RewardCall]
 
 
-class Reply(msgspec.Struct, frozen=True, array_like=True):
+class RewardReply(msgspec.Struct, frozen=True, array_like=True):
     """Worker to runner.  `results` has one entry for each answer of the unit: what was judged, or
     why it cannot be used.
 
@@ -83,15 +83,15 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
     window: int = 1  # ready: units under way at once
 
 
-def one_line(text: str) -> str:
+def first_line(text: str) -> str:
     """The first line of an exception's words, as `escape_line` shows it."""
     lines = (line.strip() for line in text.splitlines())
     return escape_line(next((line for line in lines if line), ""))
 
 
-def said(error: BaseException) -> str:
+def describe_exception(error: BaseException) -> str:
     """`raised KeyError: 'x'`, on one line; for an exit, that it was one."""
-    return one_line(
+    return first_line(
         f"called sys.exit({error.code!r})"
         if isinstance(error, SystemExit)
         else f"raised {type(error).__name__}: {error}"
@@ -101,7 +101,7 @@ def said(error: BaseException) -> str:
 # ---- what a function returned --------------------------------------------------------------------
 
 
-def checked(value: Any, tokens: int) -> Judged:
+def check_value(value: Any, tokens: int) -> Judged:
     """(reward, parts, token rewards) of what a reward function returned for an answer of `tokens`
     tokens; nan for a token given None.
 
@@ -114,7 +114,7 @@ def checked(value: Any, tokens: int) -> Judged:
         per_token = value.pop("token_rewards", None)
         if "reward" not in value:
             raise ValueError(f"a dict without `reward`: {sorted(map(str, value))}")
-        parts = {str(k): number(v, escape_line(str(k))) for k, v in value.items()}
+        parts = {str(k): check_number(v, escape_line(str(k))) for k, v in value.items()}
         outcomes.check_parts(parts)
         value = value["reward"]
     if per_token is not None:
@@ -122,11 +122,11 @@ def checked(value: Any, tokens: int) -> Judged:
         if not isinstance(per_token, list | tuple) or len(per_token) != tokens:
             raise ValueError(f"token_rewards must be a list of {tokens} numbers, one a token")
         # nan: nothing was said of this token
-        per_token = [math.nan if x is None else number(x, "token_rewards") for x in per_token]
-    return number(value, "reward"), parts, per_token
+        per_token = [math.nan if x is None else check_number(x, "token_rewards") for x in per_token]
+    return check_number(value, "reward"), parts, per_token
 
 
-def number(value: Any, name: str) -> float:
+def check_number(value: Any, name: str) -> float:
     """A float that a reward may be, also from a bool or a numpy number; ValueError otherwise."""
     if not (isinstance(value, bool | int | float) or hasattr(value, "__float__")):
         raise ValueError(f"{name} is a {type(value).__name__}, not a number")
@@ -138,18 +138,18 @@ def number(value: Any, name: str) -> float:
     return found
 
 
-def usable(value: Any, tokens: int) -> Judged | str:
-    """`checked`, or why not."""
+def check_or_explain(value: Any, tokens: int) -> Judged | str:
+    """`check_value`, or why not."""
     try:
-        return checked(value, tokens)
+        return check_value(value, tokens)
     except Exception as error:
-        return one_line(
+        return first_line(
             "what the reward function returned cannot be used: "
-            f"{error if type(error) is ValueError else said(error)}"
+            f"{error if type(error) is ValueError else describe_exception(error)}"
         )
 
 
-def each(values: Any, calls: list[Call]) -> list[Judged | str]:
+def split_results(values: Any, calls: list[RewardCall]) -> list[Judged | str]:
     """What a function that takes lists returned, answer by answer.  Raises ValueError unless it is
     one value for each.
     """
@@ -164,7 +164,7 @@ def each(values: Any, calls: list[Call]) -> list[Judged | str]:
             f"it takes lists (`batched`), and returned {got} for {len(calls)} answers: return a "
             "list of as many"
         )
-    return [usable(v, len(c.tokens)) for v, c in zip(values, calls, strict=True)]
+    return [check_or_explain(v, len(c.tokens)) for v, c in zip(values, calls, strict=True)]
 
 
 # ---- the function --------------------------------------------------------------------------------
@@ -179,7 +179,8 @@ def resolve(path: str) -> Callable[..., Any]:
         found = getattr(importing.module(module), name)
     except (Exception, SystemExit) as error:
         raise ConfigError(
-            f"reward.function = {path}: importing it {said(error)}; write module:function, "
+            f"reward.function = {path}: importing it {describe_exception(error)}; write "
+            "module:function, "
             "importable from here, or file.py:function"
         ) from error
     if not callable(found):
@@ -187,13 +188,13 @@ def resolve(path: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def function_of(setup: Setup) -> Callable[..., Any]:
+def load_judge(setup: RewardWorkerSetup) -> Callable[..., Any]:
     """What judges.  Raises ConfigError."""
     settings = setup.reward
     if settings.model.path:
-        from actors.scorers.reward_model import RewardModel
+        from actors.scorers.reward_model import RewardModelScorer
 
-        return RewardModel(settings.model)
+        return RewardModelScorer(settings.model)
     function = None
     if settings.function:
         given = ("judge",) if settings.judge.url else ()
@@ -231,7 +232,7 @@ def takes_tokens(function: Callable[..., Any]) -> bool:
         return False
 
 
-def called(function: Callable[..., Any], calls: list[Call]) -> Any:
+def call_function(function: Callable[..., Any], calls: list[RewardCall]) -> Any:
     """The function on these answers: on lists of them where it takes lists, with `tokens` where it
     has such a parameter.
     """
@@ -251,19 +252,25 @@ def called(function: Callable[..., Any], calls: list[Call]) -> Any:
     )
 
 
-def results(function: Callable[..., Any], value: Any, calls: list[Call]) -> list[Judged | str]:
-    return each(value, calls) if takes_lists(function) else [usable(value, len(calls[0].tokens))]
+def results(
+    function: Callable[..., Any], value: Any, calls: list[RewardCall]
+) -> list[Judged | str]:
+    return (
+        split_results(value, calls)
+        if takes_lists(function)
+        else [check_or_explain(value, len(calls[0].tokens))]
+    )
 
 
 def call(function: Callable[..., Any], prompt: Prompt, text: str, tokens: list[int]) -> Judged:
     """Judge one answer here, awaiting the function when it is async.  Raises what it raises, and
     ValueError for what it returns.
     """
-    calls = [Call(prompt, text, tokens)]
-    value = _awaited(called(function, calls))
+    calls = [RewardCall(prompt, text, tokens)]
+    value = _awaited(call_function(function, calls))
     if not takes_lists(function):
-        return checked(value, len(tokens))
-    (found,) = each(value, calls)
+        return check_value(value, len(tokens))
+    (found,) = split_results(value, calls)
     if isinstance(found, str):
         raise ValueError(found)
     return found
@@ -280,7 +287,7 @@ async def _wait_for(awaited: Any) -> Any:
 # ---- the loop ------------------------------------------------------------------------------------
 
 
-def encoded(reply: Reply) -> bytes:
+def encoded(reply: RewardReply) -> bytes:
     """One frame; a reply that cannot be sent says so instead."""
     try:
         payload = msgspec.msgpack.encode(reply)
@@ -288,59 +295,61 @@ def encoded(reply: Reply) -> bytes:
             raise ValueError(f"it makes {len(payload)} bytes, more than {FRAME_BYTES}")
     except Exception as error:
         payload = msgspec.msgpack.encode(
-            msgspec.structs.replace(reply, kind="failed", results=[], why=said(error))
+            msgspec.structs.replace(reply, kind="failed", results=[], why=describe_exception(error))
         )
     return frame(payload)
 
 
-def returned(unit: Unit, found: list[Judged | str], began: float, log: FailureLog) -> Reply:
+def returned(
+    unit: RewardUnit, found: list[Judged | str], began: float, log: FailureLog
+) -> RewardReply:
     """The reply to a call that returned; what cannot be used of it goes to the log."""
     for call_, value in zip(unit.calls, found, strict=True):
         if isinstance(value, str):
             log.note(call_.prompt, call_.text, value)
-    return Reply("ok", unit.id, found, "", began, time.monotonic())
+    return RewardReply("ok", unit.id, found, "", began, time.monotonic())
 
 
-def failed(unit: Unit, error: BaseException, began: float, log: FailureLog) -> Reply:
+def failed(unit: RewardUnit, error: BaseException, began: float, log: FailureLog) -> RewardReply:
     """The reply to a call that raised.  Of several answers each will be judged again, alone: which
     of them it was is said then.
     """
-    why = said(error) + last_frame(error)
+    why = describe_exception(error) + last_frame(error)
     if len(unit.calls) == 1:
         log.note(unit.calls[0].prompt, unit.calls[0].text, why, error)
-    return Reply("failed", unit.id, [], why, began, time.monotonic())
+    return RewardReply("failed", unit.id, [], why, began, time.monotonic())
 
 
-def judge(function: Callable[..., Any], unit: Unit, log: FailureLog) -> Reply:
+def judge(function: Callable[..., Any], unit: RewardUnit, log: FailureLog) -> RewardReply:
     """One call of the function, now.  Whatever it raises, an exit included, is the call's failure
     and not the process's.
     """
     began = time.monotonic()
     try:
-        found = results(function, _awaited(called(function, unit.calls)), unit.calls)
+        found = results(function, _awaited(call_function(function, unit.calls)), unit.calls)
         return returned(unit, found, began, log)
     except BaseException as error:
         return failed(unit, error, began, log)
 
 
 async def judge_later(
-    function: Callable[..., Any], unit: Unit, deadline_s: float, log: FailureLog
-) -> Reply:
+    function: Callable[..., Any], unit: RewardUnit, deadline_s: float, log: FailureLog
+) -> RewardReply:
     """The same beside others of its kind.  One that does not end by the deadline, nor when it is
     cancelled, is left behind.
     """
     began = time.monotonic()
 
-    async def guarded() -> Reply:
+    async def guarded() -> RewardReply:
         try:
-            found = results(function, await called(function, unit.calls), unit.calls)
+            found = results(function, await call_function(function, unit.calls), unit.calls)
             return returned(unit, found, began, log)
-        except Spent as error:  # every other call would say the same
-            return Reply("broken", unit.id, [], str(error), began, time.monotonic())
+        except JudgeBudgetSpent as error:  # every other call would say the same
+            return RewardReply("broken", unit.id, [], str(error), began, time.monotonic())
         except BaseException as error:  # an exit in a task would end the loop
             return failed(unit, error, began, log)
 
-    held = Held()
+    held = DeadlinePause()
     of_this_call.set(held)
     task = asyncio.create_task(guarded())
     left = deadline_s
@@ -351,24 +360,24 @@ async def judge_later(
         now = time.monotonic()
         left = began + deadline_s + held.seconds(now) - now
     task.cancel()
-    return Reply("hung", unit.id, [], "", began, time.monotonic())
+    return RewardReply("hung", unit.id, [], "", began, time.monotonic())
 
 
 def serve(wire: socket.socket) -> None:
     """Answer calls until the other side closes."""
     stream = wire.makefile("rb")
-    setup = msgspec.msgpack.decode(_read(stream) or b"", type=Setup)
+    setup = msgspec.msgpack.decode(_read(stream) or b"", type=RewardWorkerSetup)
     try:
-        function = function_of(setup)
+        function = load_judge(setup)
     except ConfigError as error:
-        wire.sendall(encoded(Reply("broken", why=str(error))))
+        wire.sendall(encoded(RewardReply("broken", why=str(error))))
         return
     window = setup.reward.concurrency if is_async(function) else 1
-    wire.sendall(encoded(Reply("ready", batched=takes_lists(function), window=window)))
+    wire.sendall(encoded(RewardReply("ready", batched=takes_lists(function), window=window)))
     if is_async(function):
         asyncio.run(_serve_async(wire, function, setup))
         return
-    decode = msgspec.msgpack.Decoder(list[Unit]).decode
+    decode = msgspec.msgpack.Decoder(list[RewardUnit]).decode
     log = FailureLog(setup.run_dir)
     while (payload := _read(stream)) is not None:
         for unit in decode(payload):
@@ -383,7 +392,9 @@ def _read(stream: Any) -> bytes | None:
     return payload if len(head) == 4 and len(payload) == size else None
 
 
-async def _serve_async(wire: socket.socket, function: Callable[..., Any], setup: Setup) -> None:
+async def _serve_async(
+    wire: socket.socket, function: Callable[..., Any], setup: RewardWorkerSetup
+) -> None:
     """Units begin in the order in which they came, at most `concurrency` at once."""
     reader, writer = await asyncio.open_unix_connection(sock=wire, limit=FRAME_BYTES)
     gate = asyncio.Semaphore(setup.reward.concurrency)
@@ -394,11 +405,11 @@ async def _serve_async(wire: socket.socket, function: Callable[..., Any], setup:
         """Waits for a turn have no end that the parent could know."""
         while True:
             await asyncio.sleep(BEAT_S)
-            writer.write(encoded(Reply("alive", ended=time.monotonic())))
+            writer.write(encoded(RewardReply("alive", ended=time.monotonic())))
 
-    decode = msgspec.msgpack.Decoder(list[Unit]).decode
+    decode = msgspec.msgpack.Decoder(list[RewardUnit]).decode
 
-    async def one(unit: Unit) -> None:
+    async def judge_unit(unit: RewardUnit) -> None:
         writer.write(encoded(await judge_later(function, unit, setup.deadline_s, log)))
         gate.release()
 
@@ -411,12 +422,12 @@ async def _serve_async(wire: socket.socket, function: Callable[..., Any], setup:
             return
         for unit in decode(payload):
             await gate.acquire()
-            task = asyncio.create_task(one(unit))
+            task = asyncio.create_task(judge_unit(unit))
             running.add(task)
             task.add_done_callback(running.discard)
 
 
-class Bounded(io.TextIOBase):
+class BoundedOutput(io.TextIOBase):
     """What a reward function prints: to the process's log, up to so many characters."""
 
     def __init__(self, to: TextIO, most: int = PRINTED_CHARACTERS) -> None:
@@ -447,4 +458,4 @@ class Bounded(io.TextIOBase):
 
 
 if __name__ == "__main__":
-    child.run(int(sys.argv[1]), int(sys.argv[2]), serve, Bounded)
+    child.run(int(sys.argv[1]), int(sys.argv[2]), serve, BoundedOutput)

@@ -38,12 +38,19 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from actors.reward_worker import Call, Reply, Setup, Unit, call, said
-from actors.scorers.account import ACCOUNT, totals
-from actors.scorers.user_function import LOG, shown
-from asyncrl.config.tree import Config, Reward
+from actors.reward_worker import (
+    RewardCall,
+    RewardReply,
+    RewardUnit,
+    RewardWorkerSetup,
+    call,
+    describe_exception,
+)
+from actors.scorers.judge_budget import ACCOUNT, totals
+from actors.scorers.user_function import LOG, format_text
+from asyncrl.config.tree import Config, RewardConfig
 from asyncrl.contract.errors import AsyncrlError, ConfigError
-from asyncrl.contract.messages import Failure, Prompt
+from asyncrl.contract.messages import Prompt, RewardFailure
 from asyncrl.transport import child
 from asyncrl.transport.child import frame
 
@@ -71,27 +78,27 @@ GROW_MOST_S = 10.0
 WORTH = 1.25  # a doubled pool must do so much more to be doubled again
 
 
-class Result(NamedTuple):
+class RewardResult(NamedTuple):
     """What an answer's reward came to."""
 
     key: Key
     reward: float
     parts: dict[str, float]
     token_rewards: list[float] | None
-    failed: Failure | Literal[""]
+    failed: RewardFailure | Literal[""]
 
 
 @dataclass
-class _Job:
+class _RewardJob:
     """One answer to be judged."""
 
     key: Key
-    call: Call
+    call: RewardCall
     at: float  # when it was handed in
 
 
 @dataclass
-class Timing:
+class RewardTiming:
     """What the calls took, since the start; the generator's numbers are made of it."""
 
     judged: int = 0
@@ -99,12 +106,12 @@ class Timing:
     called_s: float = 0.0  # in the function, its share of a list's call
 
 
-class _Process(child.Child):
+class _RewardProcess(child.ChildProcess):
     """A reward process and the units in its hands, in the order in which they were sent."""
 
     def __init__(self, setup: bytes) -> None:
         super().__init__("actors.reward_worker", setup)
-        self.units: dict[int, tuple[list[_Job], int]] = {}  # id -> (its answers, its bytes)
+        self.units: dict[int, tuple[list[_RewardJob], int]] = {}  # id -> (its answers, its bytes)
         self.bytes = 0
         self.alone = False  # it has one answer that nothing else may be blamed for
         self.ready = False
@@ -113,15 +120,15 @@ class _Process(child.Child):
         # its start; then when its oldest unit can have begun at the latest
         self.since = time.monotonic()
 
-    def under_way(self) -> list[_Job]:
+    def running_jobs(self) -> list[_RewardJob]:
         """The answers it is working on."""
         return [job for jobs, _ in list(self.units.values())[: self.window] for job in jobs]
 
-    def ahead(self) -> list[_Job]:
+    def queued_jobs(self) -> list[_RewardJob]:
         """Those it has not begun."""
         return [job for jobs, _ in list(self.units.values())[self.window :] for job in jobs]
 
-    def receive(self) -> tuple[list[Reply], bool]:
+    def receive(self) -> tuple[list[RewardReply], bool]:
         """The replies that have come, and whether it has closed.  Raises msgspec.MsgspecError for
         what is no reply.
         """
@@ -139,10 +146,10 @@ class _Process(child.Child):
             self.wire.close()
 
 
-_reply = msgspec.msgpack.Decoder(Reply).decode
+_reply = msgspec.msgpack.Decoder(RewardReply).decode
 
 
-def allowed_s(settings: Reward) -> float:
+def call_timeout_s(settings: RewardConfig) -> float:
     """Seconds of one call: a judge's requests have their own."""
     if not settings.judge.url:
         return settings.deadline_s
@@ -151,7 +158,7 @@ def allowed_s(settings: Reward) -> float:
     return max(settings.deadline_s, longest_s(settings.judge))
 
 
-def named(settings: Reward) -> str:
+def judge_name(settings: RewardConfig) -> str:
     """Who judges, as the config has it."""
     if settings.model.path:
         return f"reward.model.path = {settings.model.path}"
@@ -167,7 +174,7 @@ def idle_cores() -> Callable[[], float]:
     mine = sorted(os.sched_getaffinity(0))
     last = psutil.cpu_times(percpu=True)
 
-    def look() -> float:
+    def idle_share() -> float:
         nonlocal last
         before = last
         last = psutil.cpu_times(percpu=True)
@@ -178,10 +185,10 @@ def idle_cores() -> Callable[[], float]:
             idle += (last[core].idle - before[core].idle) / spent if spent > 0 else 0.0
         return idle
 
-    return look
+    return idle_share
 
 
-def grown(workers: int, cores: int, idle: float, rate: float, before: float) -> int:
+def next_pool_size(workers: int, cores: int, idle: float, rate: float, before: float) -> int:
     """Processes from now on, of a pool that had more to do than it could: twice as many, as idle
     cores allow, while that pays.
 
@@ -197,7 +204,7 @@ def grown(workers: int, cores: int, idle: float, rate: float, before: float) -> 
     return max(workers, min(cores, 2 * workers, workers + max(1, int(idle))))
 
 
-class _Pool(threading.Thread):
+class _RewardPool(threading.Thread):
     """The thread that feeds the processes.  `inbox`, `results` and `wake` are its doors; all else
     is its own.
     """
@@ -205,24 +212,28 @@ class _Pool(threading.Thread):
     def __init__(self, config: Config, run_dir: Path | None = None) -> None:
         super().__init__(name="rewards", daemon=True)
         settings = config.reward
-        self.named = named(settings)
-        self.deadline_s = allowed_s(settings)
+        self.named = judge_name(settings)
+        self.deadline_s = call_timeout_s(settings)
         self.batch = settings.batch
         place = str(run_dir.resolve()) if run_dir else ""
         self.log = f"; reward.log: {run_dir / LOG}" if run_dir else ""
-        self.setup = msgspec.msgpack.encode(Setup(settings, config.task, self.deadline_s, place))
-        self.inbox: deque[_Job] = deque()
-        self.results: deque[tuple[_Job, Result, float]] = deque()  # with when its call ended
+        self.setup = msgspec.msgpack.encode(
+            RewardWorkerSetup(settings, config.task, self.deadline_s, place)
+        )
+        self.inbox: deque[_RewardJob] = deque()
+        self.results: deque[tuple[_RewardJob, RewardResult, float]] = (
+            deque()
+        )  # with when its call ended
         self.spans: deque[tuple[float, float, int]] = deque()  # calls: began, ended, answers
-        self.queue: deque[_Job] = deque()
-        self.suspects: deque[_Job] = deque()  # to be judged alone
+        self.queue: deque[_RewardJob] = deque()
+        self.suspects: deque[_RewardJob] = deque()  # to be judged alone
         self.hangs = self.unborn = self.last_id = 0
         self.call_s = 0.0  # of one unit, smoothed; 0: not known
         self.error: BaseException | None = None
         self.closing = False
         self.turned = time.monotonic()
         self.processes = [
-            _Process(self.setup)
+            _RewardProcess(self.setup)
             for _ in range(
                 settings.workers if isinstance(settings.workers, int) and settings.workers else 1
             )
@@ -240,11 +251,11 @@ class _Pool(threading.Thread):
 
     # ---- the generator's side --------------------------------------------------------------------
 
-    def hand_over(self, jobs: Iterable[_Job]) -> None:
+    def submit(self, jobs: Iterable[_RewardJob]) -> None:
         self.inbox.extend(jobs)
-        self.rouse()
+        self.wake_up()
 
-    def rouse(self) -> None:
+    def wake_up(self) -> None:
         try:
             self.wake.send(b"x")
         except OSError:  # it has enough reasons to wake up
@@ -255,14 +266,14 @@ class _Pool(threading.Thread):
     def run(self) -> None:
         try:
             while not self.closing:
-                self.turn()
+                self.step()
         except BaseException as error:  # said by the next poll
             self.error = error
 
     def end(self) -> None:
         """Close what it has; when its thread runs, end that first."""
         self.closing = True
-        self.rouse()
+        self.wake_up()
         if self.is_alive():
             self.join()
         for process in self.processes:
@@ -270,7 +281,7 @@ class _Pool(threading.Thread):
         self.ours.close()
         self.wake.close()
 
-    def turn(self) -> None:
+    def step(self) -> None:
         """Wait for something, take in what came, give out what can be given."""
         self.turned = time.monotonic()
         self._wait()
@@ -303,7 +314,7 @@ class _Pool(threading.Thread):
         except BlockingIOError:
             pass
 
-    def _deadline(self, process: _Process) -> float:
+    def _deadline(self, process: _RewardProcess) -> float:
         if not process.ready:
             return process.since + max(GRACE_S, self.deadline_s)
         return (
@@ -312,7 +323,7 @@ class _Pool(threading.Thread):
             else math.inf
         )
 
-    def _receive(self, process: _Process) -> None:
+    def _receive(self, process: _RewardProcess) -> None:
         dead = (
             process.process.poll() is not None
         )  # looked at before the last of its replies is read
@@ -320,15 +331,16 @@ class _Pool(threading.Thread):
             replies, closed = process.receive()
         except msgspec.MsgspecError as error:
             self._replace(
-                process, Failure("machinery", f"what the reward process sent is no reply ({error})")
+                process,
+                RewardFailure("machinery", f"what the reward process sent is no reply ({error})"),
             )
             return
         for reply in replies:
             self._on_reply(process, reply)
         if closed or dead:
-            self._replace(process, Failure("machinery", "the reward process ended ({code})"))
+            self._replace(process, RewardFailure("machinery", "the reward process ended ({code})"))
 
-    def _on_reply(self, process: _Process, reply: Reply) -> None:
+    def _on_reply(self, process: _RewardProcess, reply: RewardReply) -> None:
         if reply.kind == "broken":
             raise ConfigError(reply.why)
         if reply.kind == "alive":
@@ -351,29 +363,32 @@ class _Pool(threading.Thread):
         if reply.kind == "ok":
             for job, found in zip(jobs, reply.results, strict=True):
                 if isinstance(found, str):
-                    self._fail(job, Failure("data", found), reply.ended, self.log)
+                    self._fail(job, RewardFailure("data", found), reply.ended, self.log)
                 else:
-                    self.results.append((job, Result(job.key, *found, ""), reply.ended))
+                    self.results.append((job, RewardResult(job.key, *found, ""), reply.ended))
         elif reply.kind == "hung":
             self.hangs += 1
             self._blame(jobs, self._hung(), reply.ended)
         else:
-            why = Failure("data", f"the reward {reply.why}")
+            why = RewardFailure("data", f"the reward {reply.why}")
             self._blame(jobs, why, reply.ended, self.log)
 
-    def _hung(self) -> Failure:
-        return Failure(
+    def _hung(self) -> RewardFailure:
+        return RewardFailure(
             "data", f"the reward hung for more than {self.deadline_s:g} s (reward.deadline_s)"
         )
 
-    def _fail(self, job: _Job, failure: Failure, ended: float, log: str = "") -> None:
+    def _fail(self, job: _RewardJob, failure: RewardFailure, ended: float, log: str = "") -> None:
         """log: where the worker has written more of it."""
         call = job.call
-        why = f"{failure.why}; prompt {shown(call.prompt.text)}, response {shown(call.text)}{log}"
-        result = Result(job.key, 0.0, {}, None, Failure(failure.kind, why))
+        prompt, response = format_text(call.prompt.text), format_text(call.text)
+        why = f"{failure.why}; prompt {prompt}, response {response}{log}"
+        result = RewardResult(job.key, 0.0, {}, None, RewardFailure(failure.kind, why))
         self.results.append((job, result, ended))
 
-    def _blame(self, jobs: list[_Job], why: Failure, ended: float, log: str = "") -> None:
+    def _blame(
+        self, jobs: list[_RewardJob], why: RewardFailure, ended: float, log: str = ""
+    ) -> None:
         """One of these answers is to blame: the only one, or who it is will be seen."""
         if len(jobs) == 1:
             self._fail(jobs[0], why, ended, log)
@@ -387,22 +402,22 @@ class _Pool(threading.Thread):
                 self.hangs += process.ready
                 self._replace(process, self._hung())
 
-    def _replace(self, process: _Process, failure: Failure) -> None:
+    def _replace(self, process: _RewardProcess, failure: RewardFailure) -> None:
         code = process.process.poll()
         if failure.kind == "machinery" and code is None:
             code = process.end()
         else:
             process.kill()
         why = failure.why.replace("{code}", str(code))
-        self._blame(process.under_way(), Failure(failure.kind, why), time.monotonic())
-        self.queue.extendleft(reversed(process.ahead()))
+        self._blame(process.running_jobs(), RewardFailure(failure.kind, why), time.monotonic())
+        self.queue.extendleft(reversed(process.queued_jobs()))
         self.unborn += not process.ready
         if self.unborn >= START_TRIES:
             raise ConfigError(
                 f"{self.named}: {self.unborn} processes ended or hung while importing it; try "
                 f"`python -c 'import {self.named.partition(' = ')[2].partition(':')[0]}'`"
             )
-        self.processes[self.processes.index(process)] = _Process(self.setup)
+        self.processes[self.processes.index(process)] = _RewardProcess(self.setup)
 
     # ---- giving out ------------------------------------------------------------------------------
 
@@ -416,7 +431,7 @@ class _Pool(threading.Thread):
                 jobs = [self.suspects.popleft()]
                 process.bytes += _size(jobs)
                 self._send(process, [jobs])
-        given: dict[_Process, list[list[_Job]]] = {}
+        given: dict[_RewardProcess, list[list[_RewardJob]]] = {}
         room = {process: self._capacity(process) - len(process.units) for process in free}
         while self.queue and (
             free := [
@@ -441,7 +456,7 @@ class _Pool(threading.Thread):
         for process, groups in given.items():
             self._send(process, groups)
 
-    def _capacity(self, process: _Process) -> int:
+    def _capacity(self, process: _RewardProcess) -> int:
         """Units that it may have in its hands: those under way, and some ahead when they are
         short.
         """
@@ -449,14 +464,14 @@ class _Pool(threading.Thread):
             min(MOST_AHEAD, int(AHEAD_S * process.window / self.call_s)) if self.call_s else 0
         )
 
-    def _send(self, process: _Process, groups: list[list[_Job]]) -> None:
+    def _send(self, process: _RewardProcess, groups: list[list[_RewardJob]]) -> None:
         if not process.units:
             process.since = time.monotonic()
         units = []
         for jobs in groups:
             self.last_id += 1
             process.units[self.last_id] = (jobs, _size(jobs))
-            units.append(Unit(self.last_id, [j.call for j in jobs]))
+            units.append(RewardUnit(self.last_id, [j.call for j in jobs]))
         process.outgoing += frame(msgspec.msgpack.encode(units))
 
     # ---- its size --------------------------------------------------------------------------------
@@ -485,15 +500,15 @@ class _Pool(threading.Thread):
         if spent < GROW_S or (self.done < GROW_CALLS * count and spent < GROW_MOST_S):
             return
         rate = self.done / spent
-        wanted = grown(count, self.cores, self.idle_cores(), rate, self.rate_before)
+        wanted = next_pool_size(count, self.cores, self.idle_cores(), rate, self.rate_before)
         self.looked = now
         self.done = 0
         if wanted > count:
             self.rate_before = rate
-            self.processes += [_Process(self.setup) for _ in range(wanted - count)]
+            self.processes += [_RewardProcess(self.setup) for _ in range(wanted - count)]
 
 
-def _size(jobs: list[_Job]) -> int:
+def _size(jobs: list[_RewardJob]) -> int:
     """About what they make in bytes."""
     return sum(
         64
@@ -512,12 +527,12 @@ def check(config: Config) -> None:
     """Import `reward.function`, or load what judges, in a process like those that will.  Raises
     ConfigError when that cannot be.
     """
-    pool = _Pool(
+    pool = _RewardPool(
         msgspec.structs.replace(config, reward=msgspec.structs.replace(config.reward, workers=1))
     )
     try:
         while not any(process.ready for process in pool.processes):
-            pool.turn()
+            pool.step()
     finally:
         pool.end()
 
@@ -532,9 +547,9 @@ class RewardRunner:
 
     def __init__(self, config: Config, task: Any, run_dir: Path | None = None) -> None:
         self.task = task
-        self.done: list[Result] = []
-        self.fresh: list[_Job] = []
-        self.timing = Timing()
+        self.done: list[RewardResult] = []
+        self.fresh: list[_RewardJob] = []
+        self.timing = RewardTiming()
         self.waiting = 0  # submitted, not yet given back
         # told of each call to a process: name, began, ended, answers
         self.timed: Callable[[str, float, float, int], None] | None = None
@@ -542,23 +557,24 @@ class RewardRunner:
         self.judge = settings.judge
         self.account = run_dir / ACCOUNT if run_dir is not None and self.judge.url else None
         self.pool = (
-            _Pool(config, run_dir)
-            if settings.apart or (isinstance(settings.workers, int) and settings.workers)
+            _RewardPool(config, run_dir)
+            if settings.uses_reward_processes
+            or (isinstance(settings.workers, int) and settings.workers)
             else None
         )
         if self.pool is not None:
             self.pool.start()
 
     @property
-    def processes(self) -> list[_Process]:
+    def processes(self) -> list[_RewardProcess]:
         return self.pool.processes if self.pool is not None else []
 
     @property
-    def hangs(self) -> int:
+    def hang_count(self) -> int:
         return self.pool.hangs if self.pool is not None else 0
 
     @property
-    def working(self) -> bool:
+    def is_working(self) -> bool:
         """Will what waits be judged, or fail at its deadline?  False only if the thread that sees
         to it is stuck.
         """
@@ -587,17 +603,19 @@ class RewardRunner:
         self.waiting += 1
         if self.pool is not None:
             self.fresh.append(
-                _Job(key, Call(prompt, text, [int(x) for x in tokens]), time.monotonic())
+                _RewardJob(
+                    key, RewardCall(prompt, text, [int(x) for x in tokens]), time.monotonic()
+                )
             )
             return
         try:
             judged = call(self.task.reward, prompt, text, [int(x) for x in tokens])
-            self.done.append(Result(key, *judged, ""))
+            self.done.append(RewardResult(key, *judged, ""))
         except Exception as error:
-            failure = Failure("data", f"the reward {said(error)}")
-            self.done.append(Result(key, 0.0, {}, None, failure))
+            failure = RewardFailure("data", f"the reward {describe_exception(error)}")
+            self.done.append(RewardResult(key, 0.0, {}, None, failure))
 
-    def poll(self) -> list[Result]:
+    def poll(self) -> list[RewardResult]:
         """What is done by now.  Raises ConfigError when no process can start."""
         if self.pool is not None:
             self._exchange(self.pool)
@@ -606,15 +624,15 @@ class RewardRunner:
         self.waiting -= len(out)
         return out
 
-    def _exchange(self, pool: _Pool) -> None:
+    def _exchange(self, pool: _RewardPool) -> None:
         if isinstance(pool.error, AsyncrlError):
             raise pool.error
         if pool.error is not None:
             raise AsyncrlError(
-                f"the thread that feeds the reward processes {said(pool.error)}"
+                f"the thread that feeds the reward processes {describe_exception(pool.error)}"
             ) from pool.error
         if self.fresh:
-            pool.hand_over(self.fresh)
+            pool.submit(self.fresh)
             self.fresh = []
         while pool.spans:
             began, ended, answers = pool.spans.popleft()
@@ -627,7 +645,7 @@ class RewardRunner:
             self.timing.waited_s += ended - job.at
             self.done.append(result)
 
-    def all(self) -> list[Result]:
+    def collect(self) -> list[RewardResult]:
         """What all that was submitted came to, by key."""
         out = self.poll()
         while self.waiting:
@@ -644,7 +662,7 @@ class RewardRunner:
 
 def judge_all(
     config: Config, task: Any, answers: Sequence[tuple[Prompt, str, list[int]]]
-) -> list[Result]:
+) -> list[RewardResult]:
     """Judge (prompt, text, token ids) as a run would, and wait for it; one result each, in their
     order.
     """
@@ -652,6 +670,6 @@ def judge_all(
     try:
         for index, (prompt, text, tokens) in enumerate(answers):
             runner.submit((index, 0, 0), prompt, text, tokens)
-        return runner.all()
+        return runner.collect()
     finally:
         runner.close()

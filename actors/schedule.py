@@ -20,14 +20,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl.contract.messages import Announcement, Ticket
+from asyncrl.contract.messages import PolicyAnnouncement, Ticket
 from asyncrl.contract.versions import Label
 
 Key = tuple[int, int, int]  # (ticket, sample, attempt)
 
 
 @dataclass
-class Held:
+class LeasedTicket:
     """A ticket that this generator has taken: samples not yet started, and rows in the engine."""
 
     ticket: Ticket
@@ -44,7 +44,7 @@ class Held:
     def epoch(self) -> int:
         return self.ticket.min_version.epoch
 
-    def ready(self, loaded: Label | None) -> bool:
+    def is_ready(self, loaded: Label | None) -> bool:
         """May a sample start with the weights `loaded`?"""
         if loaded is None:
             return False
@@ -53,7 +53,7 @@ class Held:
         return loaded.epoch == self.epoch and loaded >= self.ticket.min_version
 
 
-class Schedule:
+class TicketSchedule:
     """The tickets one generator holds, in the order in which they are served: evaluation first,
     then by number.
     """
@@ -61,11 +61,11 @@ class Schedule:
     def __init__(self, *, drain_first: bool, lockstep: bool = False) -> None:
         self.drain_first = drain_first  # weights.in_flight = between_groups
         self.lockstep = lockstep  # evaluation and training never share the engine
-        self.held: dict[tuple[int, int], Held] = {}  # (ticket, attempt)
+        self.held: dict[tuple[int, int], LeasedTicket] = {}  # (ticket, attempt)
         self.newest_attempt = 0
-        self.announced: Announcement | None = None
+        self.announced: PolicyAnnouncement | None = None
 
-    def announce(self, said: Announcement | None) -> bool:
+    def announce(self, said: PolicyAnnouncement | None) -> bool:
         """Remember the newest announcement; True when it is news."""
         if said is None or (
             self.announced is not None and said.announcement_key <= self.announced.announcement_key
@@ -74,23 +74,23 @@ class Schedule:
         self.announced = said
         return True
 
-    def take(self, tickets: Iterable[Ticket]) -> list[Ticket]:
+    def add_tickets(self, tickets: Iterable[Ticket]) -> list[Ticket]:
         """Take each ticket reply once (an attempt number is never used twice); returns those that
         are new.
         """
         new = [ticket for ticket in tickets if ticket.attempt > self.newest_attempt]
         for ticket in new:
             self.newest_attempt = max(self.newest_attempt, ticket.attempt)
-            self.held[ticket.ticket, ticket.attempt] = Held(ticket, list(ticket.samples))
+            self.held[ticket.ticket, ticket.attempt] = LeasedTicket(ticket, list(ticket.samples))
         return new
 
-    def forgo(self, attempts: int) -> None:
+    def refuse_up_to(self, attempts: int) -> None:
         """Take no ticket up to this attempt any more: one that has not come by now is granted
         again, and would be written twice.
         """
         self.newest_attempt = max(self.newest_attempt, attempts)
 
-    def order(self) -> list[Held]:
+    def order(self) -> list[LeasedTicket]:
         return sorted(
             (held for held in self.held.values() if held.waiting),
             key=lambda held: (held.ticket.kind == "train", held.ticket.ticket),
@@ -99,23 +99,23 @@ class Schedule:
     def waiting(self) -> int:
         return sum(len(held.waiting) for held in self.held.values())
 
-    def outdated(self) -> list[Held]:
+    def outdated(self) -> list[LeasedTicket]:
         """Held tickets of an epoch older than the announced one: end them."""
         if self.announced is None:
             return []
         return [held for held in self.held.values() if held.epoch < self.announced.label.epoch]
 
-    def pinned(self) -> bool:
+    def is_pinned(self) -> bool:
         return any(held.live and held.exact is not None for held in self.held.values())
 
     def live(self) -> int:
         return sum(len(held.live) for held in self.held.values())
 
-    def wanted(self, loaded: Label | None) -> Label | None:
+    def next_version(self, loaded: Label | None) -> Label | None:
         """The version to load now, None to stay.  Exact needs come in order; otherwise the newest
         announced.
         """
-        if self.announced is None or self.pinned():
+        if self.announced is None or self.is_pinned():
             return None
         need = next((held.exact for held in self.order() if held.exact is not None), None)
         goal = need or self.announced.label
@@ -126,11 +126,11 @@ class Schedule:
             return None
         return goal
 
-    def admit(self, loaded: Label | None, room: int) -> list[tuple[Held, int]]:
+    def admit(self, loaded: Label | None, room: int) -> list[tuple[LeasedTicket, int]]:
         """Samples to start now, at most `room`, marked live.  Nothing unpinned starts while a drain
         is awaited.
         """
-        out: list[tuple[Held, int]] = []
+        out: list[tuple[LeasedTicket, int]] = []
         goal = self._drain_goal(loaded)
         for held in self.order():
             if goal is not None and held.exact != loaded:
@@ -141,7 +141,7 @@ class Schedule:
                 and any(x.ticket.kind != "train" for x in self.held.values())
             ):
                 break
-            while held.waiting and len(out) < room and held.ready(loaded):
+            while held.waiting and len(out) < room and held.is_ready(loaded):
                 sample = held.waiting.pop(0)
                 held.live.add(sample)
                 out.append((held, sample))
@@ -159,11 +159,11 @@ class Schedule:
             ),
             None,
         )
-        if need is not None and (need < loaded or self.drain_first or self.pinned()):
+        if need is not None and (need < loaded or self.drain_first or self.is_pinned()):
             return need
         return self.announced.label if self.drain_first and self.announced.label > loaded else None
 
-    def done(self, key: Key, tokens: int) -> None:
+    def finish_sample(self, key: Key, tokens: int) -> None:
         """A sample left the engine: its row is free; the ticket is forgotten when nothing of it is
         left.
         """
@@ -175,7 +175,7 @@ class Schedule:
         if not held.waiting and not held.live:
             del self.held[key[0], key[2]]
 
-    def drop(self, held: Held) -> list[Key]:
+    def drop(self, held: LeasedTicket) -> list[Key]:
         """Forget a ticket; returns the keys of its live rows, to abort in the engine."""
         self.held.pop((held.ticket.ticket, held.ticket.attempt), None)
         return [(held.ticket.ticket, s, held.ticket.attempt) for s in sorted(held.live)]

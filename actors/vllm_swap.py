@@ -25,12 +25,12 @@ PLAIN = 256 * 768
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 
-class Unknown(Exception):
+class UnsupportedModel(Exception):
     """A model that cannot be written directly; the text says why."""
 
 
 @dataclass(frozen=True)
-class Part:
+class StackedTensor:
     """One tensor of a vLLM layer, and the published weights that it consists of, stacked."""
 
     layer: Any
@@ -40,7 +40,7 @@ class Part:
     tied: bool  # its tensor is another part's too, which fills it
 
 
-def fused(weights: Weights, names: Sequence[str]) -> torch.Tensor | None:
+def fused_view(weights: Weights, names: Sequence[str]) -> torch.Tensor | None:
     """The stacked tensor as a view, where the published ones lie one behind the other in memory."""
     first, *rest = (weights[name] for name in names)
     end = first.storage_offset() + first.numel()
@@ -56,16 +56,16 @@ def fused(weights: Weights, names: Sequence[str]) -> torch.Tensor | None:
     return first.as_strided((rows, *first.shape[1:]), first.stride())
 
 
-class Direct:
+class DirectWriter:
     """The parts of one model.  Raises Unknown.  dtype: the engine's."""
 
     def __init__(self, model: torch.nn.Module, weights: Weights, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.cpu = next(model.parameters()).device.type == "cpu"
-        self.parts = list(parts(model, weights))
+        self.parts = list(stacked_tensors(model, weights))
         found = [name for part in self.parts if not part.tied for name in part.names]
         if (missing := weights.keys() - set(found)) or len(found) > len(weights):
-            raise Unknown(
+            raise UnsupportedModel(
                 f"no layer of vLLM's takes {min(missing)}"
                 if missing
                 else "a weight belongs to several layers"
@@ -81,15 +81,15 @@ class Direct:
         # by part: matrices kept plain where vLLM has let go of its own
         self.plain: dict[int, torch.Tensor] = {}
 
-    def same(self, weights: Weights) -> None:
+    def check_same(self, weights: Weights) -> None:
         """Compare with what vLLM's own reload has just made of these weights.  Raises Unknown."""
         for part in self.parts:
-            want = self.stacked(weights, part)
+            want = self.stack(weights, part)
             live = getattr(part.layer, part.kind)
             if live.numel() and not torch.equal(
                 live[: len(want)].float(), want.to(live.device, self.dtype).float()
             ):
-                raise Unknown(f"vLLM's own loading changes {part.names[0]}")
+                raise UnsupportedModel(f"vLLM's own loading changes {part.names[0]}")
             if live.numel() == 0 or (part.product and self.cpu):
                 probe = torch.randn(
                     4, want.shape[1], generator=torch.Generator().manual_seed(0)
@@ -102,13 +102,13 @@ class Direct:
                     got.shape != plain.shape
                     or not (got - plain).abs().max() <= CLOSE[self.dtype] * plain.abs().max()
                 ):
-                    raise Unknown(f"vLLM's own loading changes {part.names[0]}")
+                    raise UnsupportedModel(f"vLLM's own loading changes {part.names[0]}")
 
-    def stacked(self, weights: Weights, part: Part) -> torch.Tensor:
+    def stack(self, weights: Weights, part: StackedTensor) -> torch.Tensor:
         """The tensor of one part in the engine's dtype, until the next call; a view of the
         published bytes where that will do.
         """
-        whole = fused(weights, part.names)
+        whole = fused_view(weights, part.names)
         if whole is not None and (whole.dtype == self.dtype or not part.product):
             return whole
         size = sum(weights[name].numel() for name in part.names)
@@ -137,7 +137,7 @@ class Direct:
                 # else the output head, which keeps its plain weight, padded and perhaps tied
                 if not getattr(part.layer, part.kind).numel():
                     part.layer.weight = torch.nn.Parameter(
-                        self.stacked(weights, part), requires_grad=False
+                        self.stack(weights, part), requires_grad=False
                     )
                     pack(part.layer, remove_weight=True)
                     continue
@@ -145,7 +145,7 @@ class Direct:
                 own = (
                     self.plain[number]
                     if number in self.plain
-                    else self.plain.setdefault(number, self.stacked(weights, part).clone())
+                    else self.plain.setdefault(number, self.stack(weights, part).clone())
                 )
                 part.layer.cpu_linear = lambda probe, _weight, bias, own=own: linear(
                     probe, own, bias
@@ -160,7 +160,7 @@ class Direct:
                 pack(part.layer, remove_weight=False)
 
     @staticmethod
-    def copy(weights: Weights, part: Part, live: torch.Tensor) -> None:
+    def copy(weights: Weights, part: StackedTensor, live: torch.Tensor) -> None:
         """Fill the rows of `live` that are published; those beyond, of a padded vocabulary, stay
         zero.
         """
@@ -177,7 +177,7 @@ def pack(layer: Any, *, remove_weight: bool) -> None:
     dispatch_cpu_unquantized_gemm(layer, remove_weight=remove_weight)
 
 
-def parts(model: torch.nn.Module, weights: Weights) -> Iterator[Part]:
+def stacked_tensors(model: torch.nn.Module, weights: Weights) -> Iterator[StackedTensor]:
     """Every parameter of the model and its sources.  Raises Unknown for a layer that is not
     plain.
     """
@@ -202,7 +202,7 @@ def parts(model: torch.nn.Module, weights: Weights) -> Iterator[Part]:
             method is not None
             or (hasattr(layer, "process_weights_after_loading") and type(layer) is not Attention)
         ):
-            raise Unknown(f"{path} ({type(layer).__name__}) is not plain")
+            raise UnsupportedModel(f"{path} ({type(layer).__name__}) is not plain")
         prefix, _, leaf = path.rpartition(".")
         for kind, tensor in layer.named_parameters(recurse=False):
             head = (
@@ -213,17 +213,17 @@ def parts(model: torch.nn.Module, weights: Weights) -> Iterator[Part]:
             if tied:
                 names = seen[id(tensor)]
             elif any(name not in weights for name in names):
-                raise Unknown(
+                raise UnsupportedModel(
                     "no published weight is called "
                     f"{next(name for name in names if name not in weights)}"
                 )
-            elif not _fits(tensor, [weights[name] for name in names], padded=table):
-                raise Unknown(f"{path}.{kind} has another shape than {names[0]}")
+            elif not _shapes_fit(tensor, [weights[name] for name in names], padded=table):
+                raise UnsupportedModel(f"{path}.{kind} has another shape than {names[0]}")
             seen[id(tensor)] = names
-            yield Part(layer, kind, names, kind == "weight" and (square or head), tied)
+            yield StackedTensor(layer, kind, names, kind == "weight" and (square or head), tied)
 
 
-def _fits(tensor: torch.Tensor, sources: Sequence[torch.Tensor], *, padded: bool) -> bool:
+def _shapes_fit(tensor: torch.Tensor, sources: Sequence[torch.Tensor], *, padded: bool) -> bool:
     rows = sum(len(s) for s in sources)
     if any(s.shape[1:] != sources[0].shape[1:] or not s.is_contiguous() for s in sources):
         return False

@@ -18,14 +18,14 @@ from asyncrl.contract.errors import PeerUnreachable
 from asyncrl.contract.messages import WeightsSource
 from asyncrl.contract.versions import Label
 from asyncrl.models.policy import flat_bytes, read_flat, views
-from asyncrl.transport import ways
+from asyncrl.transport import weight_transport
 from asyncrl.transport.ring import RingReader
 
 if TYPE_CHECKING:
     from asyncrl.transport.gpu_pairs import PairClient
 
 
-class Pulled(NamedTuple):
+class PulledWeights(NamedTuple):
     """The weights of a version: tensors that view a private buffer, their digest, and what the
     learner published to probe an engine with.
     """
@@ -49,7 +49,7 @@ class WeightsReceiver:
         self.manifest: Any = None
         self.into = np.empty(0, np.uint8)
         self.tensors: dict[str, Any] = {}  # views of `into`
-        self.client: ways.Client | None = None
+        self.client: weight_transport.WeightsClient | None = None
         self.pair: PairClient | None = None
         self.bytes_over_socket = 0
         self.fetch_s = self.fetched_mb = 0.0  # sums: over a socket, and what came in that time
@@ -63,7 +63,7 @@ class WeightsReceiver:
             return source.host == socket.gethostname() and Path(source.directory).is_dir()
         return self.transport == "shared_memory"
 
-    def pull(self, source: WeightsSource, label: Label, digest: str | None) -> Pulled | None:
+    def pull(self, source: WeightsSource, label: Label, digest: str | None) -> PulledWeights | None:
         """Version `label`; None when it is not to be had right now."""
         if source.epoch != self.epoch:
             self.open(source)
@@ -72,7 +72,7 @@ class WeightsReceiver:
         if self.reader is not None:
             digest = digest or self.reader.labels().get(label)
             if digest is None or not self.reader.read(label, digest, self.into.data):
-                if self.reader.replaced():
+                if self.reader.is_replaced():
                     self.close()  # the next pull opens what is there then
                 return None
             probe = self.reader.probe
@@ -88,15 +88,15 @@ class WeightsReceiver:
             if not digest:
                 return None
             probe = self.client.probe
-        return Pulled(self.tensors, digest, probe)
+        return PulledWeights(self.tensors, digest, probe)
 
-    def _receive(self, pair: PairClient, label: Label, digest: str | None) -> Pulled | None:
+    def _receive(self, pair: PairClient, label: Label, digest: str | None) -> PulledWeights | None:
         try:
             digest = pair.fetch(label, digest or "")
         except PeerUnreachable:
             self.close()  # the next pull makes a new pair
             raise
-        return Pulled(views(pair.flat, pair.layout), digest, pair.probe) if digest else None
+        return PulledWeights(views(pair.flat, pair.layout), digest, pair.probe) if digest else None
 
     def open(self, source: WeightsSource) -> None:
         self.close()
@@ -110,7 +110,9 @@ class WeightsReceiver:
             self.reader = RingReader(Path(source.directory), self.reader_id)
             self.manifest = self.reader.manifest
         else:
-            self.client = ways.maker(self.transport).connect(self.config, source, self.reader_id)
+            self.client = weight_transport.maker(self.transport).connect(
+                self.config, source, self.reader_id
+            )
             self.manifest = self.client.manifest()
         # written in full by every pull, so its pages are touched once; numpy asks for large ones
         self.into = np.empty(flat_bytes(self.manifest), np.uint8)

@@ -78,9 +78,9 @@ if _by_name:
 
 from asyncrl.contract import importing as _importing  # noqa: E402
 
-_importing.ours_first()
+_importing.install_finder()
 if _by_name:
-    _importing.found_here()
+    _importing.export_checkout_path()
 
 if _TYPE_CHECKING:
     from asyncrl.supervise.notebook import LoadedRun, load_run, run

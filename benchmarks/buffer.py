@@ -50,7 +50,7 @@ AHEAD = 2  # batches written before they are asked for: lag 2, as the limit has 
 LOOKS = 5  # batches between two looks of a live view
 PATIENCE_S = 600.0  # for an answer of the buffer, whose start may be slow
 STATS = {f"generator/{name}": 1.0 for name in ("tokens", "busy_s", "idle_s", "swap_s")}
-TO_LEARNER = (m.Welcome, m.Batch, m.Committed, m.Status)
+TO_LEARNER = (m.Welcome, m.Batch, m.CommitReply, m.RunStatus)
 GOALS = {"memory": 12_000, "process": 6_400, "disk": 6_400}
 
 
@@ -186,8 +186,8 @@ class Buffer:
         while left > 0:
             self.sequence += 1
             most = min(64, left)
-            self.socket.send(m.Want("generator-0", 1, self.sequence, most, self.label))
-            tickets = self.wait(m.Tickets).tickets
+            self.socket.send(m.TicketRequest("generator-0", 1, self.sequence, most, self.label))
+            tickets = self.wait(m.TicketGrant).tickets
             self.out += tickets
             left -= sum(len(ticket.samples) for ticket in tickets if ticket.kind == "train")
 
@@ -203,37 +203,37 @@ class Buffer:
         unanswered = 0
         for at in range(0, len(made), self.frame):
             if unanswered == self.window:
-                self.wait(m.Acks)
+                self.wait(m.DeliveryAcks)
                 unanswered -= 1
             frame = made[at : at + self.frame]
-            self.socket.send(m.Deliver("generator-0", 1, at, frame, self.drawn))
+            self.socket.send(m.Delivery("generator-0", 1, at, frame, self.drawn))
             unanswered += 1
         for _ in range(unanswered):
-            self.wait(m.Acks)
+            self.wait(m.DeliveryAcks)
 
     def batches(self, count: int) -> None:
         """`count` batches: answers, ask, commit, and a checkpoint now and then."""
         for _ in range(count):
             began = time.perf_counter()
             cpu = rounds.cpu_of(self.process.pid)
-            self.learner.send(m.Ask(1, self.number))
+            self.learner.send(m.BatchRequest(1, self.number))
             self.batch = batch = self.wait(m.Batch)
             assert len(batch.samples) == self.groups * SIZE
             self.taken += len(batch.samples)
-            self.socket.send(m.Renew("generator-0", 1, [], STATS, None, drawn=self.drawn))
-            self.learner.send(m.Progress("learner", None, {}, os.getpid(), 1))
+            self.socket.send(m.LeaseRenewal("generator-0", 1, [], STATS, None, drawn=self.drawn))
+            self.learner.send(m.LearnerProgress("learner", None, {}, os.getpid(), 1))
             self.number += 1
             self.label = Label(1, self.number)
             self.learner.send(m.Commit(1, batch.number, self.label, f"d{self.number}", self.values))
-            self.wait(m.Committed)
+            self.wait(m.CommitReply)
             self.hand_over()
             self.take()
             if self.number % self.every == 0:
                 kept = max(0, self.number - self.every * (KEPT - 1))
-                self.learner.send(m.Checkpointed(1, kept))
+                self.learner.send(m.CheckpointNotice(1, kept))
             if self.number % LOOKS == 0:
-                self.learner.send(m.Watch())
-                self.wait(m.Status)
+                self.learner.send(m.StatusRequest())
+                self.wait(m.RunStatus)
             self.wall.append(time.perf_counter() - began)
             self.cpu.append(rounds.cpu_of(self.process.pid) - cpu)
 
@@ -260,12 +260,22 @@ class Queue:
         context = multiprocessing.get_context("spawn")
         self.inbox = context.Queue()
         self.back = context.Queue()
-        self.process = context.Process(target=consume, args=(self.inbox, self.back), daemon=True)
+        self.process = context.ProcessHandle(
+            target=consume, args=(self.inbox, self.back), daemon=True
+        )
         self.process.start()
 
     def batches(self, count: int) -> None:
         ticket = m.Ticket(
-            0, 1, "train", m.Prompt(0, "p"), list(range(SIZE)), m.Sampling(), Label(1, 0), None, 0
+            0,
+            1,
+            "train",
+            m.Prompt(0, "p"),
+            list(range(SIZE)),
+            m.SamplingSettings(),
+            Label(1, 0),
+            None,
+            0,
         )
         for _ in range(count):
             zero = Label(1, 0)

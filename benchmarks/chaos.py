@@ -145,7 +145,7 @@ class Run:
         )
         self.pid = 0
         self.over = False
-        self.resumed = 0
+        self.load_resumed = 0
         self.disk_full = False  # it has been, for one of its processes
         self.flip_next = False
         self.flipped: tuple[Path, int, bytes] | None = None
@@ -154,7 +154,7 @@ class Run:
     def spawn(self) -> None:
         """The supervisor, as `asyncrl run` and `asyncrl run --resume` start it."""
         from asyncrl.supervise import run as supervised
-        from asyncrl.supervise.hosts.local import Local
+        from asyncrl.supervise.hosts.local import LocalLauncher
 
         tied = die_with_parent()
 
@@ -169,8 +169,8 @@ class Run:
             forks.install(self.board, self.notes, self.config, self.hook)
             os.environ["NO_COLOR"] = "1"
             try:
-                watcher = supervised.Watcher(self.dir, supervised.say)
-                return supervised.supervise(self.config, self.dir, watcher, Local())
+                watcher = supervised.HealthWatcher(self.dir, supervised.say)
+                return supervised.supervise(self.config, self.dir, watcher, LocalLauncher())
             except AsyncrlError as error:
                 print(f"ended with {error.exit_code}: {error}", file=sys.stderr, flush=True)
                 return error.exit_code
@@ -212,8 +212,8 @@ class Run:
             self.flip_next = False
             segments = sorted((self.dir / "journal").glob("*.log"))
             if segments:
-                self.flipped = b.flip(segments[-1], random.Random(self.resumed))
-        self.resumed += 1
+                self.flipped = b.flip(segments[-1], random.Random(self.load_resumed))
+        self.load_resumed += 1
         self.spawn()
 
     def all_gone(self) -> None:
@@ -358,7 +358,7 @@ def chaos(
             name: sum(run.board.number(role, offset) for role in b.ROLES)
             for name, offset in (("lost", b.LOST), ("doubled", b.DOUBLED), ("held", b.HELD))
         },
-        "resumed": run.resumed,
+        "resumed": run.load_resumed,
         "flips_refused": run.noticed,
         "flips_without_consequence": run.unnoticed,
         "seconds": round(time.perf_counter() - began, 1),

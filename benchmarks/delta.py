@@ -47,7 +47,7 @@ COLUMNS = ("changed", "words", "xor", "zlib_s_a_mb")
 Words = np.ndarray[Any, Any]  # (words of a version,) uint32 or uint16
 
 
-class Kept(serial.Run):
+class Kept(serial.SerialRun):
     """A run that keeps every version's weights."""
 
     def __init__(self, config: Any) -> None:
@@ -143,7 +143,7 @@ def run(model: str, dtype: str, rate: float, steps: int) -> list[torch.Tensor]:
         "evaluation.ood_prompts=0",
     ]
     kept = Kept(load.load(results_file.ROOT / "configs" / "demo.toml", sets))
-    kept.go()
+    kept.run()
     return kept.versions
 
 

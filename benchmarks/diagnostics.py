@@ -27,7 +27,7 @@ from lib.learner_batch import config
 
 from asyncrl.algorithms import diagnostics
 from asyncrl.config.tree import Config
-from asyncrl.contract.messages import Batch, Span
+from asyncrl.contract.messages import Batch, VersionSpan
 from asyncrl.contract.versions import Label
 from asyncrl.models import policy
 from learner.step import LearnerCore
@@ -44,7 +44,7 @@ def batch() -> Batch:
     for i, sample in enumerate(base.samples):
         n, half = sample.length, sample.length // 2
         old, new = Label(1, i % VERSIONS), Label(1, min(VERSIONS - 1, i % VERSIONS + 1))
-        spans = [Span(old, "", 0, half, old), Span(new, "", half, n, old)]
+        spans = [VersionSpan(old, "", 0, half, old), VersionSpan(new, "", half, n, old)]
         samples.append(msgspec.structs.replace(sample, spans=spans))
         least = VERSIONS - 1
         lags.append([(0, half, least - old.number), (half, n, least - new.number)])
@@ -93,7 +93,8 @@ def main() -> None:
 
             def run() -> None:
                 nothing = name == "without"
-                diagnostics.sums = (lambda _view: {}) if nothing else SUMS  # type: ignore[assignment]
+                # type: ignore[assignment]
+                diagnostics.sums = (lambda _view: {}) if nothing else SUMS
                 for number in range(every):
                     core.state.number = number
                     found = core.train(msgspec.structs.replace(answers, number=number))

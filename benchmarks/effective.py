@@ -39,8 +39,8 @@ import kills
 from lib import results_file, useful_time
 
 from asyncrl.config import load
-from asyncrl.contract.messages import Status
-from asyncrl.records import lives, rundir
+from asyncrl.contract.messages import RunStatus
+from asyncrl.records import process_log, rundir
 from asyncrl.supervise import live
 
 # victim, state of its work in which it dies
@@ -79,7 +79,7 @@ class Tail:
         if not self.path.exists():
             return
         with self.path.open("rb") as file:
-            file.seek(self.seen)
+            file.find_moved_buffer(self.seen)
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
         self.seen += len(whole)
@@ -135,7 +135,7 @@ class Run:
         elif code is not None:
             raise RuntimeError(f"the run ended with {code}: {self.log.name}")
 
-    def status(self) -> Status | None:
+    def status(self) -> RunStatus | None:
         if not (self.dir / "config.toml").exists():
             return None
         config = load.load(self.dir / "config.toml")
@@ -194,7 +194,9 @@ class Run:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
-        while any(lives.alive(self.dir, name) for name in ("buffer", "learner", "generator-0")):
+        while any(
+            process_log.is_alive(self.dir, name) for name in ("buffer", "learner", "generator-0")
+        ):
             time.sleep(POLL_S)  # they die with it, in the kernel's own time
         rundir.clean(self.dir)
         self.log.close()

@@ -27,7 +27,7 @@ import torch
 from lib import rounds
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
-from actors.engine import Request
+from actors.engine import CompletionRequest
 from actors.engine_embedded import EmbeddedEngine
 from asyncrl.contract.versions import Label
 from asyncrl.models import memory, policy
@@ -82,7 +82,9 @@ def by_engine(
     engine.load(dict(policy.named_weights(model)), Label(1, 0), "d")
     rows = prompts.numpy().astype(np.int32)
     requests = [
-        Request((i // GROUP, i % GROUP, 1), rows[i], i // GROUP, int(n), 1.0, 1.0, 0, (), 7)
+        CompletionRequest(
+            (i // GROUP, i % GROUP, 1), rows[i], i // GROUP, int(n), 1.0, 1.0, 0, (), 7
+        )
         for i, n in enumerate(lens)
     ]
 
@@ -197,7 +199,8 @@ def measure(
     name: str, spread: int, n_rounds: int, work: str, *, quick: bool
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     shape, slots = SIZES[name]
-    model = policy.build_model(Path(work) / name, "0123456789abcdefghij", **shape)  # type: ignore[arg-type]
+    # type: ignore[arg-type]
+    model = policy.build_model(Path(work) / name, "0123456789abcdefghij", **shape)
     r = np.random.default_rng(0)
     n = slots * (3 if quick or spread == 1 else A_SLOT)
     prompts = torch.from_numpy(np.repeat(r.integers(3, 23, (n // GROUP, PROMPT)), GROUP, 0))
@@ -251,14 +254,14 @@ def main() -> None:
     goals = []
     details = {}
     with tempfile.TemporaryDirectory() as work:
-        for name in args.sizes[:1] if args.quick else args.sizes:
+        for name in args.sample_tokens[:1] if args.quick else args.sample_tokens:
             for spread in (3, 1):
                 found, details[f"{name} spread {spread}"] = measure(
                     name, spread, 2 if args.quick else args.rounds, work, quick=args.quick
                 )
                 goals += found
     rounds.report(
-        "_".join(["engine", *(args.sizes if len(args.sizes) < len(SIZES) else [])]),
+        "_".join(["engine", *(args.sample_tokens if len(args.sample_tokens) < len(SIZES) else [])]),
         goals,
         {"what": "engine against generate, one core, wall time by turns", "runs": details},
         args,

@@ -23,7 +23,7 @@ from engine import A_SLOT, GROUP, MOST, PROMPT, SIZES, lengths
 from lib import rounds
 from lib.learner_batch import batch, config
 
-from actors.engine import Answer, Request
+from actors.engine import Completion, CompletionRequest
 from actors.engine_embedded import EmbeddedEngine
 from asyncrl.contract.versions import Label
 from asyncrl.models import policy
@@ -40,13 +40,15 @@ def generation(
     )
     engine.load(dict(policy.named_weights(model)), Label(1, 0), "d")
     requests = [
-        Request((i // GROUP, i % GROUP, 1), prompts[i], i // GROUP, int(n), 1.0, 1.0, 0, (), 7)
+        CompletionRequest(
+            (i // GROUP, i % GROUP, 1), prompts[i], i // GROUP, int(n), 1.0, 1.0, 0, (), 7
+        )
         for i, n in enumerate(lens)
     ]
 
-    def run() -> list[Answer]:
+    def run() -> list[Completion]:
         engine.add(requests)
-        out: list[Answer] = []
+        out: list[Completion] = []
         while engine.active:
             out += engine.step()
         return out
@@ -54,7 +56,7 @@ def generation(
     return run
 
 
-def differing(model: policy.PolicyModel, answers: list[Answer], fixed: bool) -> float:
+def differing(model: policy.PolicyModel, answers: list[Completion], fixed: bool) -> float:
     """Share of tokens whose logprob the learner computes to other bits than the engine."""
     model.exact = fixed
     part = answers[:512]
@@ -128,7 +130,7 @@ def main() -> None:
     goals = []
     details = {}
     with tempfile.TemporaryDirectory() as work:
-        for name in args.sizes[:1] if args.quick else args.sizes:
+        for name in args.sample_tokens[:1] if args.quick else args.sample_tokens:
             found, details[name] = measure(
                 name, 3 if args.quick else args.rounds, Path(work), quick=args.quick
             )

@@ -16,7 +16,7 @@ from typing import Any
 
 from lib import results_file
 
-from asyncrl.experiments.compare.sweep_page import Line, svg
+from asyncrl.experiments.compare.sweep_page import PlotLine, svg
 from asyncrl.records import metrics
 
 IMAGES = results_file.ROOT / "docs" / "img"
@@ -49,8 +49,8 @@ def framed(plot: str, width: int, height: int) -> str:
 
 def demo(result: dict[str, Any]) -> str:
     """A run of the demo: training reward of each batch, accuracy on held-out prompts."""
-    heldout = Line("held-out accuracy", "#2563eb", [tuple(p) for p in result["heldout"]], True)
-    reward = Line("training reward", "#9ca3af", [tuple(p) for p in result["reward"]], True)
+    heldout = PlotLine("held-out accuracy", "#2563eb", [tuple(p) for p in result["heldout"]], True)
+    reward = PlotLine("training reward", "#9ca3af", [tuple(p) for p in result["reward"]], True)
     start, end = result["heldout"][0][1], result["heldout"][-1][1]
     title = (
         f"held-out accuracy {start:.2f} to {end:.2f} in {result['wall_s']:.0f} s of RL, "
@@ -68,10 +68,10 @@ def demo(result: dict[str, Any]) -> str:
 def lag(result: dict[str, Any]) -> str:
     """Accuracy at the end against injected lag, a line a correction, mean of the seeds."""
     cells = result["tasks"][GRID_TASK]["cells"]
-    lines: list[Line] = []
+    lines: list[PlotLine] = []
     for arm, (name, colour) in ARMS.items():
         points = sorted((float(c["limit"]), c["final"]) for c in cells if c["correction"] == arm)
-        lines.append(Line(name, colour, points, True))
+        lines.append(PlotLine(name, colour, points, True))
     title = "task rle, five seeds: what lag costs, by correction"
     labels = [(x, y, ARMS[arm][0]) for arm, (x, y) in zip(ARMS, AT, strict=True)]
     plot = svg(title, lines, "injected lag, versions", "held-out accuracy", labels=labels)
@@ -83,10 +83,10 @@ def high(result: dict[str, Any]) -> str:
     mean of the seeds.
     """
     by_lag = result["tasks"][GRID_TASK]["1"]["by_lag"]
-    lines: list[Line] = []
+    lines: list[PlotLine] = []
     for arm, (name, colour) in HIGH_ARMS.items():
         wrong = sorted((float(lag), 1 - row[arm]["area"]) for lag, row in by_lag.items())
-        lines.append(Line(name, colour, wrong, True))
+        lines.append(PlotLine(name, colour, wrong, True))
     title = "task rle, each method at its own rate"
     labels = [(x, y, HIGH_ARMS[arm][0]) for arm, (x, y) in zip(HIGH_ARMS, HIGH_AT, strict=True)]
     name = "held-out answers, wrong, mean of the run"

@@ -375,10 +375,10 @@ def compared(name: str, rows: list[Row], more: dict[str, float]) -> dict[str, An
 
 def larger(bench: Bench) -> Judged:
     from asyncrl.models.policy import build_model
-    from asyncrl.tasks.calc import Calc
+    from asyncrl.tasks.calc import CalcTask
 
     bench.end()
-    build_model(bench.work / "larger", Calc.symbols, **LARGER)
+    build_model(bench.work / "larger", CalcTask.symbols, **LARGER)
     steps = contenders.SKIP + (2 if bench.size is QUICK else 8)
     smaller = "learner.groups=8"
 

@@ -28,7 +28,7 @@ import torch
 from lib import rounds
 from lib.learner_batch import config
 
-from actors.engine import Request
+from actors.engine import CompletionRequest
 from actors.engine_embedded import EmbeddedEngine
 from asyncrl.contract.messages import Batch, Trajectory
 from asyncrl.contract.versions import Label
@@ -76,7 +76,8 @@ def engine_round(model: policy.PolicyModel, rows: int, lengths: list[int]) -> di
     engine.load(dict(policy.named_weights(model)), Label(1, 0), "d")
     prompt = np.arange(3, 3 + PROMPT, dtype=np.int32)
     engine.add(
-        Request((row, 0, 1), prompt, row, longest, 1.0, 1.0, 0, (), 7) for row in range(rows)
+        CompletionRequest((row, 0, 1), prompt, row, longest, 1.0, 1.0, 0, (), 7)
+        for row in range(rows)
     )
     steps = []
     while engine.active:

@@ -48,7 +48,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.experiments.compare import sweep, sweep_analysis, verdict
 from asyncrl.experiments.compare.page import clean
-from asyncrl.experiments.compare.warm_pool import Cells
+from asyncrl.experiments.compare.warm_pool import CellStore
 from asyncrl.supervise.preflight import preflight, say
 
 BASE = "ppo"
@@ -103,7 +103,7 @@ class Plan:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.out = Path(f"{args.out}-quick") if args.quick else args.out
-        self.cells = Cells(self.out)
+        self.cells = CellStore(self.out)
         self.refused: dict[str, str] = {}
         self.deadline = time.monotonic() + 60 * args.budget_minutes
 
@@ -253,8 +253,10 @@ def facts(records: Mapping[int, dict[str, Any]], steps: int) -> dict[str, Any]:
         "area": statistics.fmean(heights),
         "ess": min(sweep_analysis.ess(r["curve"]) for r in runs),
         "given_up": sum(bool(r["abandoned"]) for r in runs),
-        "trouble": sorted({x.split(":")[0] for r in runs for x in sweep_analysis.trouble(r)}),
-        "unstable": sum(bool(sweep_analysis.trouble(r)) for r in runs),
+        "trouble": sorted(
+            {x.split(":")[0] for r in runs for x in sweep_analysis.instability_reasons(r)}
+        ),
+        "unstable": sum(bool(sweep_analysis.instability_reasons(r)) for r in runs),
     }
     for name, key in (("kl_behavior", "kl/behavior_target_k3"), ("kl_moved", "kl/moved")):
         each = [x for r in runs for x in verdict.series(r["curve"], key)]
@@ -264,7 +266,7 @@ def facts(records: Mapping[int, dict[str, Any]], steps: int) -> dict[str, Any]:
 
 def against(
     cells: Mapping[tuple[int, str], dict[str, Any]], prompts: int, measure: str = "each"
-) -> dict[tuple[int, str], verdict.Difference]:
+) -> dict[tuple[int, str], verdict.PairedDifference]:
     """(lag, method) -> difference of `measure` from BASE's at the same lag over the seeds of both;
     Holm over all of them.
     """
@@ -348,7 +350,7 @@ def analyse(plan: Plan) -> dict[str, Any]:
                 "interval_other_prompts": [d.prompt_low, d.prompt_high],
                 "p_holm": d.adjusted,
                 "seeds": d.seeds,
-                "word": d.word() if d.seeds > 1 else "no verdict",
+                "word": d.verdict_word() if d.seeds > 1 else "no verdict",
                 "detectable": verdict.detectable(d.sd, d.seeds),
             }
         for key, d in against(cells, 0, "heights").items():

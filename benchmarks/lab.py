@@ -16,7 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from lib import results_file, rounds
 
-from asyncrl.cli.base import say
+from asyncrl.cli.base import print_progress
 from asyncrl.experiments.lab import (
     bias,
     bias_page,
@@ -25,19 +25,25 @@ from asyncrl.experiments.lab import (
     reshape,
     reshape_page,
 )
-from asyncrl.experiments.lab.page import Findings
+from asyncrl.experiments.lab.page import LabFindings
 
 RATES = {"sgd": 5.0, "adam": 0.1}
 
 
-def run(name: str, quick: bool) -> Findings:
+def run(name: str, quick: bool) -> LabFindings:
     if name == "bias":
         return bias_page.findings(
-            bias.measure(*((2, 3, 2) if quick else (3, 4, 5)), 0.05, 0.1, 60 if quick else 200, say)
+            bias.measure(
+                *((2, 3, 2) if quick else (3, 4, 5)),
+                0.05,
+                0.1,
+                60 if quick else 200,
+                print_progress,
+            )
         )
     if name == "corrections":
         return corrections_page.findings(
-            corrections.measure(*((2, 4, 2) if quick else (3, 8, 5)), say)
+            corrections.measure(*((2, 4, 2) if quick else (3, 8, 5)), print_progress)
         )
     batches = 5 if name == "reshape_5_batches" else 1
     return reshape_page.findings(
@@ -50,7 +56,7 @@ def run(name: str, quick: bool) -> Findings:
             1,
             128 if quick else 256,
             RATES,
-            say,
+            print_progress,
         )
     )
 
@@ -72,12 +78,14 @@ def main() -> None:
         wrong += sum(c.holds is False for c in found.claims)
         print(
             found.setting,
-            *(f"  {c.line}" for c in found.claims),
+            *(f"  {c.as_line}" for c in found.claims),
             sep="\n",
             file=sys.stderr if args.json else sys.stdout,
         )
         if not args.quick:
-            say(str(results_file.write(f"lab_{name}", {"beside": args.beside} | out[name])))
+            print_progress(
+                str(results_file.write(f"lab_{name}", {"beside": args.beside} | out[name]))
+            )
     if args.json:
         print(
             json.dumps({n: {"verdict": x["verdict"]} for n, x in out.items()} | {"met": not wrong})

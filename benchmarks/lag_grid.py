@@ -65,7 +65,7 @@ def corrections(lr: str) -> dict[str, list[str]]:
     }
 
 
-def updates(what: sweep.Plan) -> dict[str, int]:
+def updates(what: sweep.SweepPlan) -> dict[str, int]:
     """Arm -> optimizer steps a batch."""
     configs = {n: what.arms[arm].learner for (n, _), arm in what.cell.items()}
     return {n: c.minibatches * c.epochs for n, c in configs.items()}
@@ -220,7 +220,7 @@ def write(made: dict[str, sweep.Sweep], args: argparse.Namespace) -> None:
         )
         print(
             "suggested: "
-            f"{found['suggestion']['reason']}\n{found['suggestion']['set']}\n{found['suggestion']['by_correction']}"
+            + "\n".join(str(found["suggestion"][key]) for key in ("reason", "set", "by_correction"))
         )
         args.pages.append((task, page))
     if args.quick:

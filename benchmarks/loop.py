@@ -61,7 +61,7 @@ from lib.contenders import (
     trl,
 )
 
-from asyncrl.config.tree import Task
+from asyncrl.config.tree import TaskConfig
 from asyncrl.tasks import get_task
 
 PEER_S = 4.0
@@ -130,7 +130,7 @@ def checked(shares: list[float]) -> list[float]:
 
 def file_task(work: Path) -> list[str]:
     """`sort` as prompts in a file: what a run must be told to use them."""
-    task = get_task(Task(name="sort"))
+    task = get_task(TaskConfig(name="sort"))
     prompts = [task.prompt("train", i, 10**6) for i in range(FILE_PROMPTS)]
     path = work / "sort.jsonl"
     path.write_text(
@@ -438,7 +438,7 @@ def publication(work: Path, n: int) -> tuple[list[dict[str, Any]], dict[str, Any
 
     from asyncrl.contract.versions import Label
     from asyncrl.models import policy as models
-    from asyncrl.transport.ring import Ring
+    from asyncrl.transport.ring import WeightRing
     from learner.step import LearnerCore
 
     torch.set_num_threads(1)
@@ -448,7 +448,7 @@ def publication(work: Path, n: int) -> tuple[list[dict[str, Any]], dict[str, Any
     core = LearnerCore(config(work / "big"), work / "big")
     layout = models.manifest(core.model)
     size = models.flat_bytes(layout)
-    ring = Ring(Path("/dev/shm") / f"asyncrl-bench-{os.getpid()}", size, 4, layout, 1)
+    ring = WeightRing(Path("/dev/shm") / f"asyncrl-bench-{os.getpid()}", size, 4, layout, 1)
     steps = []
     writes = []
     try:

@@ -106,7 +106,7 @@ def publishes(path: Path, dtype: str, work: Path) -> None:
 
 
 def writes(path: Path, dtype: str, work: Path, source: dict[str, Any]) -> None:
-    from actors.engine import Request
+    from actors.engine import CompletionRequest
     from actors.engine_embedded import make_engine
     from actors.weights_receiver import WeightsReceiver
     from asyncrl.contract.messages import WeightsSource
@@ -122,7 +122,9 @@ def writes(path: Path, dtype: str, work: Path, source: dict[str, Any]) -> None:
         engine.load(pulled.tensors, Label(1, number), digest)
         for at, sample in enumerate(b.samples[: 2 * SLOTS]):
             ids = torch.frombuffer(bytearray(sample.prompt_tokens), dtype=torch.int32).numpy()
-            engine.add([Request((at // 8, at, number), ids, at // 8, 24, 1.0, 1.0, 0, (), 7)])
+            engine.add(
+                [CompletionRequest((at // 8, at, number), ids, at // 8, 24, 1.0, 1.0, 0, (), 7)]
+            )
         while engine.active:
             engine.step()
     receiver.close()
@@ -189,7 +191,7 @@ def main() -> None:
         if who == "generator":
             return writes(Path(path), dtype, Path(work), json.loads(more[0]))
         return {"learner": learns, "publisher": publishes}[who](Path(path), dtype, Path(work))
-    sizes = args.sizes[:1] if args.quick else args.sizes
+    sizes = args.sample_tokens[:1] if args.quick else args.sample_tokens
     if "135M" in sizes and not args.model:
         p.error("name the model's directory, or leave 135M out of --sizes")
     goals = []
@@ -198,11 +200,12 @@ def main() -> None:
         for name in sizes:
             path = args.model.resolve() if name == "135M" else Path(tmp) / name
             if name in MODELS:
-                policy.build_model(path, "0123456789abcdefghij", **MODELS[name])  # type: ignore[arg-type]
+                # type: ignore[arg-type]
+                policy.build_model(path, "0123456789abcdefghij", **MODELS[name])
             for dtype in args.dtypes[:1] if args.quick else args.dtypes:
                 found, result[f"{name}, {dtype}"] = measure(name, path, dtype)
                 goals += found
-    extra = args.sizes if len(args.sizes) < len(SIZES) else []
+    extra = args.sample_tokens if len(args.sample_tokens) < len(SIZES) else []
     extra = extra + (args.dtypes if len(args.dtypes) < len(DTYPES) else [])
     rounds.report("_".join(["memory_sizes", *extra]), goals, result, args)
 

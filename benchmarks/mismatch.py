@@ -274,8 +274,8 @@ def learners(args: Any, study: studies.Study) -> list[dict[str, Any]]:
             continue
         config = study.cells.configs[names[0]]
         record = study.cells.read(names[0])
-        run = serial.Run(config)
-        again = run.go()
+        run = serial.SerialRun(config)
+        again = run.run()
         run.core.model.tokenizer_dir = config.model.path
         rows.append(
             {

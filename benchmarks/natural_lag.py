@@ -40,7 +40,7 @@ from asyncrl.config import load
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.experiments.compare import sweep, sweep_analysis, verdict
 from asyncrl.experiments.compare.page import clean
-from asyncrl.experiments.compare.warm_pool import Cells
+from asyncrl.experiments.compare.warm_pool import CellStore
 from asyncrl.supervise.preflight import preflight, say
 
 TASKS = {"rle-5e-4": ("rle", 5e-4), "sort-3e-4": ("demo", 3e-4), "cancel-3e-4": ("cancel", 3e-4)}
@@ -108,7 +108,7 @@ class Plan:
     def __init__(self, args: Namespace) -> None:
         self.args = args
         self.out = Path(f"{args.out}-quick") if args.quick else args.out
-        self.cells = Cells(self.out)
+        self.cells = CellStore(self.out)
         self.arms = PARTS[args.part]
         for seed in range(args.seeds):
             for task in args.tasks:
@@ -212,8 +212,8 @@ def facts(runs: Mapping[int, dict[str, Any]], time: float) -> dict[str, Any]:
         "lag_largest": max(int(lag) for record in many for lag in record["lag_histogram"]),
         "ess": statistics.fmean(row["is/ess"] for r in rows for row in r),
         "given_up": sum(bool(record["abandoned"]) for record in many),
-        "unstable": sum(bool(sweep_analysis.trouble(record)) for record in many),
-        "lost": statistics.fmean(sweep_analysis.lost(record) for record in many),
+        "unstable": sum(bool(sweep_analysis.instability_reasons(record)) for record in many),
+        "lost": statistics.fmean(sweep_analysis.lost_share(record) for record in many),
     }
     if any("limit/now" in row for row in rows[0]):
         out["limit"] = [[row["limit/now"] for row in r][::10] for r in rows]

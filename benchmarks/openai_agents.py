@@ -56,7 +56,8 @@ def calculate(call: str) -> str:
 
 def solved(text: str) -> str:
     """What `37*8+45=` comes to, as an answer."""
-    left, factor, sign, last = re.fullmatch(r"(\d+)\*(\d+)([+-])(\d+)=", text).groups()  # type: ignore[union-attr]
+    # type: ignore[union-attr]
+    left, factor, sign, last = re.fullmatch(r"(\d+)\*(\d+)([+-])(\d+)=", text).groups()
     product = int(left) * int(factor)
     return f"#{product + int(last) if sign == '+' else product - int(last)}"
 

@@ -100,7 +100,7 @@ def facts(cell: dict[str, Any], records: list[dict[str, Any]]) -> dict[str, Any]
     """One arm over its seeds: time in decode steps a batch, lag, and where its tokens went (shares
     of all written).
     """
-    lines = sweep_analysis.summed(records)
+    lines = sweep_analysis.sum_ledgers(records)
     total = sum(x["tokens"] for x in lines.values())
     faded = sum(v for k, v in lines["trained"].items() if k.startswith("faded_"))
     return {

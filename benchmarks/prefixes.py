@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from lib import rounds
 
-from actors.engine import Request
+from actors.engine import CompletionRequest
 from actors.engine_embedded import EmbeddedEngine
 from asyncrl.contract.versions import Label
 from asyncrl.models import memory, policy
@@ -81,7 +81,7 @@ def drawn(
 ) -> dict[tuple[int, int, int], np.ndarray]:
     """The answers to prompts, by (turn, number, 1)."""
     engine.add(
-        Request(
+        CompletionRequest(
             (turn, at, 1), prompt.astype(np.int32), (turn, at), ANSWER, 1.0, 1.0, 0, stop=(), seed=7
         )
         for at, prompt in enumerate(prompts)

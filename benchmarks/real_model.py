@@ -45,7 +45,7 @@ from lib.plain_step import Plain
 from lib.real_answers import tiny
 from loop import fastest
 
-from asyncrl.config.tree import Task
+from asyncrl.config.tree import TaskConfig
 from asyncrl.models import memory, policy
 from asyncrl.models.tokenizer import encode_prompt, load_tokenizer
 from asyncrl.tasks import get_task
@@ -98,7 +98,7 @@ def asked(path: Path, size: Size) -> torch.Tensor:
     """int64 [answers, prompt]: the ends of prompts of the task, of one length (the shortest one's,
     `prompt` at most), so that no rival computes padding; GROUP rows each.
     """
-    task, tokenizer = get_task(Task(name="sort_names")), load_tokenizer(path)
+    task, tokenizer = get_task(TaskConfig(name="sort_names")), load_tokenizer(path)
     many = size.answers // GROUP
     rows = [encode_prompt(tokenizer, task.prompt("train", i, 0)) for i in range(many)]
     ends = np.stack([row[-min(size.prompt, *map(len, rows)) :] for row in rows])
@@ -215,7 +215,8 @@ def run(path: Path, size: Size, n_rounds: int, cores: list[int]) -> Found:
         def one(name: str, on: list[int], seed: int, *sets: str) -> dict[str, float]:
             words = (f"seed={seed}", STILL, *size.sets, *sets)
             how = {"config": CONFIG, "skip": size.skip, "samples": SAMPLES}
-            return asyncrl(work, f"{name}-{seed}", path, on, size.steps, *words, **how)  # type: ignore[arg-type]
+            # type: ignore[arg-type]
+            return asyncrl(work, f"{name}-{seed}", path, on, size.steps, *words, **how)
 
         still = "staleness.max_lag=0"
         single = ("generator.threads=1", "learner.threads=1")

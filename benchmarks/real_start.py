@@ -34,7 +34,7 @@ from lib import rounds
 from lib.results_file import ROOT
 
 import asyncrl
-from asyncrl.config.tree import Task
+from asyncrl.config.tree import TaskConfig
 from asyncrl.tasks import get_task
 
 CONFIG = ROOT / "configs" / "smollm2_sort.toml"
@@ -47,7 +47,7 @@ ENDS = 10  # batches at each end over which the KL is averaged
 
 def write_solved(path: Path, split: str, count: int) -> None:
     """Prompts and answers, as a run of the task has them; an answer ends with its line."""
-    task = get_task(Task(name="sort_names"))
+    task = get_task(TaskConfig(name="sort_names"))
     problems = [task.prompt(split, number, 0) for number in range(count)]
     rows = [{"prompt": one.text, "answer": f" {one.answer}\n"} for one in problems]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

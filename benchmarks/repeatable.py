@@ -151,7 +151,8 @@ def main() -> None:
                     "equal": found["equal"],
                 }
                 print(
-                    f"{lag}, {case}: {'bitwise equal' if found['equal'] else diff.text(found)}, "
+                    f"{lag}, {case}: "
+                    f"{'bitwise equal' if found['equal'] else diff.format_diff(found)}, "
                     f"{killed} killed",
                     file=sys.stderr,
                 )

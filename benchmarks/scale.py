@@ -36,7 +36,7 @@ from lib.crowd_of_peers import GROUPS, SIZE, TOKENS, Crowd, Measured, Peers, a_c
 from asyncrl.config import load
 from asyncrl.contract import messages as m
 from asyncrl.records import rundir
-from buffer.service import OUTGOING, SYNC_POLL_S, Service
+from buffer.service import OUTGOING, SYNC_POLL_S, BufferService
 
 MANY = (1, 10, 100, 1000)
 FEW = 10  # generators that the goal compares the most with
@@ -56,7 +56,7 @@ class Loop:
         config = a_config(mode, LAG)
         self.dir = work / f"{mode}-{many}"
         rundir.ensure(config, load.dump(config), self.dir)
-        self.service = Service(config, self.dir)
+        self.service = BufferService(config, self.dir)
         self.service.socket.send = self.hear  # type: ignore[method-assign]
         self.inbox: deque[tuple[bytes, Any]] = deque()
         self.heard: deque[tuple[bytes, Any]] = deque()
@@ -72,7 +72,7 @@ class Loop:
     def answer(self, peer: bytes, message: Any) -> None:
         """What a generator or the learner does with a reply."""
         name = peer.decode()
-        if isinstance(message, m.Tickets) and message.tickets:
+        if isinstance(message, m.TicketGrant) and message.tickets:
             self.peers.deliver(name, message.tickets)
             if self.peers.written[name] % TELLS == 0:
                 self.peers.renew(name)
@@ -112,7 +112,7 @@ class Loop:
         for index in range(count):
             name = names[index % len(names)]
             self.service.handle(
-                name.encode(), m.Renew(name, 1, [], {"generator/busy_s": 1.0}, None)
+                name.encode(), m.LeaseRenewal(name, 1, [], {"generator/busy_s": 1.0}, None)
             )
             if index % MESSAGES == 0:
                 self.service.answer()

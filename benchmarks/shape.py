@@ -32,6 +32,22 @@ MATHEMATICS = (
     "asyncrl/models/packed_forward.py",
     "actors/decoder.py",
 )
+# Bare participles, pronouns and particles say nothing in a stack trace: a class is a noun phrase
+# and a
+# function starts with a verb.
+BARE_WORDS = """
+abandoned about above across adopted after again all along anew announced answered apart arrived
+at back before behind below beyond called changed checked chosen committed compared completed
+drawn drew dropped each elsewhere ended everything everywhere faded gone granted grown happened
+heard held here judged kept known knows lacks left lent lived look lost luck made merged moved
+named need newest news nobody now of off older oldest on one ones opened others ours out over
+packed padded paid parked placed plain published pulled reached received recorded refused
+removed replaced reported resolved resumed rounded said same sampled scaled seen settle settled
+several shaped shared shown sized somebody spent spoken stands stored stranger summed taken
+takes there together told traded trained tried turned two unbegun under unheard until up updated
+wanted weighed which who whole why written wrong
+"""
+BARE_NAMES = frozenset(BARE_WORDS.split())
 CODE = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)
 
@@ -88,8 +104,17 @@ def density(text: str) -> Counter[int]:
     return Counter(token.start[0] for token in found if token.type in CODE)
 
 
+def named(tree: ast.AST) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Every class and function, those of other functions included."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
 def figures() -> list[Figure]:
     tokens = lines = 0
+    classes: dict[str, list[str]] = {}
+    bare: list[str] = []
     folders: Counter[str] = Counter()
     wide: list[str] = []
     skips: list[str] = []
@@ -112,6 +137,12 @@ def figures() -> list[Figure]:
         for function in functions(tree):
             size = (function.end_lineno or 0) - function.lineno + 1
             long.append((size, f"{where(path, function.lineno)} {function.name}, {size} lines"))
+        for node in named(tree):
+            place = where(path, node.lineno)
+            if isinstance(node, ast.ClassDef):
+                classes.setdefault(node.name, []).append(place)
+            if node.name.strip("_").lower() in BARE_NAMES:
+                bare.append(f"{place} {node.name}")
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and len(node.args) > 6:
                 what = f"{where(path, node.lineno)} {len(node.args)} arguments by position"
@@ -120,6 +151,7 @@ def figures() -> list[Figure]:
             short += [f"{where(path, line)} {name}" for line, name in letters(tree)]
     long.sort(reverse=True)
     calls.sort(reverse=True)
+    twice = [f"{places[0]} {name}" for name, places in classes.items() if places[1:]]
     full = [f"{folder}: {count}" for folder, count in folders.most_common()]
     return [
         Figure("modules in a folder, most", max(folders.values()), 14, full[:3]),
@@ -134,6 +166,8 @@ def figures() -> list[Figure]:
         ),
         Figure("calls with over 6 arguments by position", len(calls), 0, [c for _, c in calls]),
         Figure("one-letter names", len(short), 0, short),
+        Figure("class names used twice", len(twice), 0, twice),
+        Figure("bare participles and pronouns as names", len(bare), 0, bare),
     ]
 
 

@@ -122,9 +122,9 @@ def reward_times(work: Path, model: Path) -> list[float]:
 
 
 def predicted(config: Any, times: Any, seeds: int) -> dict[str, Any]:
-    from asyncrl.experiments.simulate.questions import several, together
+    from asyncrl.experiments.simulate.questions import average_outcomes, simulate_seeds
 
-    o = together(several(config, times, seeds))
+    o = average_outcomes(simulate_seeds(config, times, seeds))
     return {
         "lag": {int(k): x for k, x in o["lag_histogram"].items()},
         "idle_generator": o["idle_generator"],

@@ -28,7 +28,7 @@ from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments.compare import sweep, sweep_analysis, sweep_page, verdict
 from asyncrl.experiments.compare.page import clean
-from asyncrl.experiments.compare.warm_pool import Cells
+from asyncrl.experiments.compare.warm_pool import CellStore
 from asyncrl.supervise.preflight import preflight, say
 
 PPO = "ppo"
@@ -132,7 +132,7 @@ def calibrate(args: Any) -> tuple[dict[str, list[tuple[float, float]]], float]:
     """arm -> (rate, KL moved) of its short runs, the chosen one last; and the target.  Raises
     AsyncrlError when a run fails.
     """
-    cells = Cells(args.out / "calibration")
+    cells = CellStore(args.out / "calibration")
     short = [
         f"learner.steps={args.calibration}",
         "record.kl_moved=1",

@@ -75,9 +75,9 @@ class Buffer:
     def send(self, message: Any) -> None:
         m = self.m
         self.encode(message)
-        if isinstance(message, m.Want):
+        if isinstance(message, m.TicketRequest):
             n = min(self.total - self.granted, -(-message.samples // GROUP))
-            how = m.Sampling(temperature=1.0, max_new_tokens=self.tokens)
+            how = m.SamplingSettings(temperature=1.0, max_new_tokens=self.tokens)
             label = m.Label(1, 1)
             tickets = [
                 m.Ticket(
@@ -97,14 +97,14 @@ class Buffer:
             self.session = message.session
             self.sequence = message.sequence
             self.inbox.append(
-                self.encode(m.Tickets(message.session, message.sequence, tickets, None))
+                self.encode(m.TicketGrant(message.session, message.sequence, tickets, None))
             )
-        elif isinstance(message, m.Deliver):
+        elif isinstance(message, m.Delivery):
             assert all(s.length == self.tokens and not s.failed for s in message.samples)
             self.got += len(message.samples)
             self.inbox.append(
                 self.encode(
-                    m.Acks(
+                    m.DeliveryAcks(
                         message.session,
                         [(s.ticket, s.sample, s.attempt, "accepted") for s in message.samples],
                         1 << 23,
@@ -114,13 +114,13 @@ class Buffer:
             )
             if self.got >= self.samples:
                 self.inbox.append(
-                    self.encode(m.Tickets(self.session, self.sequence, [], None, finished=True))
+                    self.encode(m.TicketGrant(self.session, self.sequence, [], None, finished=True))
                 )
 
     def recv(self, timeout: float) -> Any:
         return self.decode(self.inbox.popleft()) if self.inbox else None
 
-    def seek(self, silent: float) -> bool:
+    def find_moved_buffer(self, silent: float) -> bool:
         return False  # it is always here
 
     def close(self) -> None:
@@ -165,7 +165,7 @@ class Ours:
         self.layout = layout
         self.version = 0
         self.swap()
-        self.generator.loaded = g.Loaded(Label(1, 1), "d")
+        self.generator.loaded = g.LoadedWeights(Label(1, 1), "d")
         self.socket = Buffer(self.generator.turn.task, tokens)
         self.generator.socket = self.socket  # type: ignore[assignment]
 
@@ -191,16 +191,16 @@ class Ours:
         import torch
 
         from actors import engine_vllm, vllm_swap
-        from actors.engine import Request
+        from actors.engine import CompletionRequest
         from asyncrl.transport import ring as weight_ring
 
         into = np.zeros(self.bytes, np.uint8)
         source = np.frombuffer(self.source, np.uint8)
         worker = self.engine.llm.model_executor.driver_worker.worker
         assert not isinstance(worker.asyncrl_direct, str), worker.asyncrl_direct
-        reference = engine_vllm.Reference(self.path, "float32")
+        reference = engine_vllm.ReferenceWeights(self.path, "float32")
         where = Path("/dev/shm") / f"asyncrl-bench-{os.getpid()}"
-        ring = weight_ring.Ring(where, self.bytes, 2, self.layout, 1)
+        ring = weight_ring.WeightRing(where, self.bytes, 2, self.layout, 1)
         digest = ring.write(
             self.label(1, 0), lambda buffer: buffer.__setitem__(slice(None), bytes(self.source))
         )
@@ -228,7 +228,7 @@ class Ours:
             for p in packed:
                 p.layer.cpu_linear, p.layer.weight = (
                     None,
-                    torch.nn.Parameter(direct.stacked(self.weights, p), requires_grad=False),
+                    torch.nn.Parameter(direct.stack(self.weights, p), requires_grad=False),
                 )
                 vllm_swap.pack(p.layer, remove_weight=True)
 
@@ -237,7 +237,7 @@ class Ours:
                 prompt = np.arange(3, 11, dtype=np.int32)
                 self.engine.add(
                     [
-                        Request((t, 0, 1), prompt, t, CONTEXT - 8, 1.0, 1.0, 0, (), 7)
+                        CompletionRequest((t, 0, 1), prompt, t, CONTEXT - 8, 1.0, 1.0, 0, (), 7)
                         for t in range(SLOTS)
                     ]
                 )

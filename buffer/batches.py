@@ -13,13 +13,13 @@ from asyncrl.contract.errors import ProtocolError
 from asyncrl.contract.messages import Batch
 from asyncrl.contract.waits import BUFFER
 from buffer import checks
-from buffer.groups import MAX_DROPS, Group, Stored
+from buffer.groups import MAX_DROPS, Group, StoredSample
 
 if TYPE_CHECKING:
     from buffer.store import Store
 
 
-class Lack(NamedTuple):
+class BatchWait(NamedTuple):
     """Why a batch cannot be handed out: what it waits for, the process that holds it, and the
     ticket, where it is one.
     """
@@ -32,15 +32,15 @@ class Lack(NamedTuple):
         return self.what
 
 
-def pick(store: Store, number: int) -> tuple[list[Group], Lack | None]:
-    if store.in_order and not math.isinf(store.max_lag):
+def pick_groups(store: Store, number: int) -> tuple[list[Group], BatchWait | None]:
+    if store.uses_ticket_order and not math.isinf(store.max_lag):
         # in ticket order, as `alive` is; asked for again and again, of thousands
-        picked = list(itertools.islice(store.to_compose(), store.settings.batch))
+        picked = list(itertools.islice(store.uncomposed_groups(), store.settings.batch))
         late = next((group for group in picked if not group.complete), None)
         if late is not None:
-            return [], why(late)
+            return [], explain_wait(late)
     else:
-        line = list(store.to_compose())
+        line = list(store.uncomposed_groups())
         if store.settings.on_exceed == "drop":
             drop_stale(store, line, number)
         ready = sorted(
@@ -50,7 +50,7 @@ def pick(store: Store, number: int) -> tuple[list[Group], Lack | None]:
         picked = ready[: store.settings.batch]
     if len(picked) < store.settings.batch:
         more = store.settings.batch - len(picked)
-        return [], Lack(f"{more} more groups: tickets are out or wait for room")
+        return [], BatchWait(f"{more} more groups: tickets are out or wait for room")
     return picked, None
 
 
@@ -60,17 +60,19 @@ def rank(store: Store, group: Group, number: int) -> int:
     """
     if store.settings.order != "freshest":
         return 0
-    return max(admission.sample_lag(runs_of(store, stored, number)) for stored in group.stored())
+    return max(
+        admission.sample_lag(lag_runs(store, stored, number)) for stored in group.stored_samples()
+    )
 
 
-def why(group: Group) -> Lack:
+def explain_wait(group: Group) -> BatchWait:
     lacks = f"ticket {group.ticket}: {len(group.missing())} samples"
     if group.lease is None:
-        return Lack(f"{lacks} to be granted again")
-    return Lack(f"{lacks} at {group.lease.producer}", group.lease.producer, group.ticket)
+        return BatchWait(f"{lacks} to be granted again")
+    return BatchWait(f"{lacks} at {group.lease.producer}", group.lease.producer, group.ticket)
 
 
-def runs_of(store: Store, stored: Stored, number: int) -> list[tuple[int, int, int]]:
+def lag_runs(store: Store, stored: StoredSample, number: int) -> list[tuple[int, int, int]]:
     assert store.policy is not None
     return admission.span_lags(store.tree, stored.trajectory.all_spans(), store.policy, number)
 
@@ -79,24 +81,24 @@ def drop_stale(store: Store, line: list[Group], number: int) -> None:
     """`drop`: a complete group past the limit is sent again; the third time it is abandoned."""
     for group in line:
         if not group.complete or all(
-            admission.sample_lag(runs_of(store, stored, number)) <= store.max_lag
-            for stored in group.stored()
+            admission.sample_lag(lag_runs(store, stored, number)) <= store.max_lag
+            for stored in group.stored_samples()
         ):
             continue
         group.drops += 1
         store.changes += 1
         if group.drops >= MAX_DROPS:
-            store.leave(group, "abandoned")
+            store.remove_group(group, "abandoned")
             continue
-        store.stored_bytes -= group.free()
-        for index, stored in enumerate(group.stored()):
+        store.stored_bytes -= group.release_samples()
+        for index, stored in enumerate(group.stored_samples()):
             group.other.append(("dropped_stale", stored.length, stored.trajectory.reward))
             group.finals[index, stored.trajectory.attempt] = "dropped_stale"
         group.empty()
         store.lacking = True
 
 
-def announced(store: Store, group: Group, stored: Stored) -> list[float]:
+def announced_limits(store: Store, group: Group, stored: StoredSample) -> list[float]:
     """The lag up to which each span of a sample may be trained: the run's limit, or the one that
     its ticket announced.  Of an adopted session what a grant announced that the span's version may
     have written under, the largest of them: of two grants in one epoch a token keeps to its own by
@@ -117,7 +119,7 @@ def announced(store: Store, group: Group, stored: Stored) -> list[float]:
     return [
         min(
             store.max_lag,
-            max((x.limit for x in grants if checks.granted(x, span.label)), default=math.inf),
+            max((x.limit for x in grants if checks.is_granted(x, span.label)), default=math.inf),
         )
         for span in spans
     ]
@@ -134,7 +136,7 @@ def judge(store: Store, groups: list[Group], number: int) -> list[list[tuple[int
         for index, stored in enumerate(group.samples):
             if stored is None:
                 continue
-            runs = runs_of(store, stored, number)
+            runs = lag_runs(store, stored, number)
             masked = 0
             if on_exceed == "mask":
                 masked = sum(e - b for b, e, lag in runs if lag > store.max_lag)
@@ -147,7 +149,7 @@ def judge(store: Store, groups: list[Group], number: int) -> list[list[tuple[int
                     * (1 - 0.5 ** (max(0.0, lag - store.max_lag) / store.settings.half_life))
                     for b, e, lag in runs
                 )
-            limits = announced(store, group, stored) if hard else []
+            limits = announced_limits(store, group, stored) if hard else []
             late = [
                 (lag, limit)
                 for (_, _, lag), limit in zip(runs if hard else [], limits, strict=True)
@@ -166,7 +168,7 @@ def judge(store: Store, groups: list[Group], number: int) -> list[list[tuple[int
                 )
             group.other.append(("orphaned", stored.length, stored.trajectory.reward))
             group.finals[index, stored.trajectory.attempt] = "orphaned"
-            group.keep(index, None)
+            group.set_sample(index, None)
             store.lacking = True
             store.stored_bytes -= stored.size
             store.changes += 1
@@ -175,8 +177,8 @@ def judge(store: Store, groups: list[Group], number: int) -> list[list[tuple[int
 
 def message(store: Store, groups: list[Group], epoch: int, number: int) -> Batch:
     """The message for composed, complete groups."""
-    stored = [s for group in groups for s in group.stored()]
-    runs = [runs_of(store, s, number) if s.runs is None else s.runs for s in stored]
+    stored = [s for group in groups for s in group.stored_samples()]
+    runs = [lag_runs(store, s, number) if s.runs is None else s.runs for s in stored]
     lags = [admission.sample_lag(r) for r in runs]
     in_flight = [min(s.in_flight, lag) for s, lag in zip(stored, lags, strict=True)]
     trained = {t for comp in store.comps[: number + 1 - store.base] for t in comp}

@@ -19,17 +19,17 @@ from asyncrl.contract.messages import (
     DISPOSITIONS,
     EVAL_BASE,
     LearnerHello,
-    Renew,
-    Row,
-    Span,
+    LeaseRenewal,
+    TicketRequest,
+    TrainingSequence,
     Trajectory,
-    Want,
+    VersionSpan,
 )
 from asyncrl.contract.outcomes import MOST_PARTS, NAME_LENGTH, REASON_LENGTH
 from asyncrl.contract.versions import Label
 from asyncrl.contract.waits import BUFFER
 from asyncrl.transport import arrays
-from buffer.groups import Grant, Settings
+from buffer.groups import Grant, StoreSettings
 from buffer.ledger import Key, Ledger
 
 if TYPE_CHECKING:
@@ -45,20 +45,20 @@ MOST_ROWS = 4096  # of a session
 WANTED = 1 << 30  # samples, which is how a generator in lockstep asks for all there are
 
 
-def need(ok: bool, what: str, reason: str = "message") -> None:
+def require(ok: bool, what: str, reason: str = "message") -> None:
     if not ok:
         raise BadMessage(what, reason)
 
 
 def producer(name: str) -> None:
     """A generator's name: it stands in logs and in the live view."""
-    need(
+    require(
         0 < len(name) <= NAME_LENGTH and name.isprintable(),
         f"a generator's name is printable and has 1 to {NAME_LENGTH} characters, not {name[:40]!r}",
     )
 
 
-def delivered(
+def check_delivery(
     store: Store, samples: Sequence[Trajectory], vocabulary: int
 ) -> tuple[Sequence[Trajectory], dict[Key, BadMessage]]:
     """Check a message of answers; return them as they are to be taken, and why some are refused.
@@ -91,9 +91,10 @@ def delivered(
 def _delivered(store: Store, samples: Sequence[Trajectory], vocabulary: int) -> None:
     """All that a message of answers must be: `sample`, `versions` and `answers` of each.
 
-    Nearly all are `plain`, which looks at the same in one pass; whenever one is not, the functions
+    Nearly all are `are_plain_samples`, which looks at the same in one pass; whenever one is not,
+    the functions
     that know why, and every case there is, look at all of them."""
-    if plain(store, samples):
+    if are_plain_samples(store, samples):
         arrays.numbers(samples, vocabulary)
         return
     for answer in samples:
@@ -102,7 +103,7 @@ def _delivered(store: Store, samples: Sequence[Trajectory], vocabulary: int) -> 
     answers(samples, vocabulary, store.settings)
 
 
-def plain(store: Store, samples: Sequence[Trajectory]) -> bool:
+def are_plain_samples(store: Store, samples: Sequence[Trajectory]) -> bool:
     """Is each a single answer of the usual kind, to a group that is here, which `sample`,
     `versions` and `answers` would take, the numbers in its arrays apart?  False says nothing.
     """
@@ -145,12 +146,16 @@ def plain(store: Store, samples: Sequence[Trajectory]) -> bool:
         at = 0
         for span in answer.spans:
             label = span.label
-            if span.start != at or span.end <= at or not (grant is None or granted(grant, label)):
+            if (
+                span.start != at
+                or span.end <= at
+                or not (grant is None or is_granted(grant, label))
+            ):
                 return False
             at = span.end
             weights = (label, span.digest, span.kv)
             if weights not in registered:
-                if not _known(store, span):
+                if not _is_known_version(store, span):
                     return False
                 registered.add(weights)
         if at != length:
@@ -181,7 +186,7 @@ def _plain_segments(segments: list[tuple[str, int, int]], length: int) -> bool:
     return len(segments) <= length + 1
 
 
-def _known(store: Store, span: Span) -> bool:
+def _is_known_version(store: Store, span: VersionSpan) -> bool:
     """What `_registered` demands."""
     label = span.label
     return (
@@ -221,7 +226,7 @@ def sample(store: Store, answer: Trajectory) -> None:
         raise BadMessage(
             f"ticket {answer.ticket} was never granted; the next one is {store.cursor}", "ticket"
         )
-    _adopted(answer)
+    _check_adopted_attempts(answer)
     group = store.alive.get(answer.ticket) or store.retained.get(answer.ticket)
     for attempt in (answer.attempt, *(attempt for attempt, _ in answer.adopted)):
         if group is not None and attempt not in group.attempts:
@@ -230,13 +235,13 @@ def sample(store: Store, answer: Trajectory) -> None:
             )
 
 
-def _adopted(answer: Trajectory) -> None:
+def _check_adopted_attempts(answer: Trajectory) -> None:
     """The earlier attempts of a session that went on: earlier ones, each once, and no more tokens
     than the session has.
     """
     attempts = [*(attempt for attempt, _ in answer.adopted), answer.attempt]
     rising = all(earlier < later for earlier, later in itertools.pairwise(attempts))
-    if not rising or any(tokens < 0 for _, tokens in answer.by_attempt):
+    if not rising or any(tokens < 0 for _, tokens in answer.tokens_by_attempt):
         raise BadMessage(
             f"ticket {answer.ticket}, attempt {answer.attempt}: it says that it went on from "
             f"{answer.adopted[:8]}, with {answer.length + answer.aside} tokens in all",
@@ -244,7 +249,7 @@ def _adopted(answer: Trajectory) -> None:
         )
 
 
-def _registered(store: Store, answer: Trajectory, span: Span) -> None:
+def _registered(store: Store, answer: Trajectory, span: VersionSpan) -> None:
     """The weights of a span are those that a learner has announced under this name; its keys and
     values are no newer.
     """
@@ -293,7 +298,7 @@ def versions(store: Store, answer: Trajectory) -> None:
     ]
     for span in answer.all_spans():
         label = span.label
-        if not any(granted(each, label) for each in (grant, *earlier)):
+        if not any(is_granted(each, label) for each in (grant, *earlier)):
             raise BadMessage(
                 f"ticket {answer.ticket}, attempt {answer.attempt}: weights {label} wrote tokens, "
                 f"its ticket asked for {'exactly ' if grant.exact else ''}{least}"
@@ -302,14 +307,14 @@ def versions(store: Store, answer: Trajectory) -> None:
             )
 
 
-def granted(grant: Grant, label: Label) -> bool:
+def is_granted(grant: Grant, label: Label) -> bool:
     """May this version write under the grant?"""
     least = grant.label
     newer = label.epoch == least.epoch and label.number >= least.number
     return label == least or (newer and not grant.exact)
 
 
-def answers(samples: Sequence[Trajectory], vocabulary: int, settings: Settings) -> None:
+def answers(samples: Sequence[Trajectory], vocabulary: int, settings: StoreSettings) -> None:
     """The answers of a message by themselves: arrays of one length, numbers where numbers are
     meant, tokens that the model has, no more than the config allows.
 
@@ -335,12 +340,12 @@ def _single(answer: Trajectory) -> None:
         )
 
 
-def _session(answer: Trajectory, settings: Settings) -> None:
+def _session(answer: Trajectory, settings: StoreSettings) -> None:
     """A session: rows of arrays of one length, whose spans are the tokens of their masks.  A failed
     one may be empty.
     """
-    drawn(answer.aside)
-    drawn(answer.calls)
+    check_token_count(answer.aside)
+    check_token_count(answer.calls)
     if answer.failed and not answer.mask and not answer.rows:
         _lengths(answer, settings)
         return
@@ -351,7 +356,7 @@ def _session(answer: Trajectory, settings: Settings) -> None:
             f"trained; a session has some and may have {most} (agent.max_tokens)",
             "length",
         )
-    for number, row in enumerate(arrays.parts(answer)):
+    for number, row in enumerate(arrays.array_parts(answer)):
         which = f"{arrays.name(answer)}, row {number}"
         length = len(row.mask)
         prompt = len(row.prompt_tokens)
@@ -371,7 +376,7 @@ def _session(answer: Trajectory, settings: Settings) -> None:
         _covered(row, which)
 
 
-def _covered(row: Trajectory | Row, which: str) -> None:
+def _covered(row: Trajectory | TrainingSequence, which: str) -> None:
     """The spans of a row are in order, and exactly its tokens of mask 1."""
     at = 0
     for span in row.spans:
@@ -389,7 +394,7 @@ def _covered(row: Trajectory | Row, which: str) -> None:
     )
 
 
-def _lengths(answer: Trajectory, settings: Settings) -> None:
+def _lengths(answer: Trajectory, settings: StoreSettings) -> None:
     """A failed answer may be empty: what cannot be begun has no tokens."""
     length = len(answer.mask)
     size = len(answer.tokens)
@@ -439,7 +444,7 @@ def _spans(answer: Trajectory) -> None:
     )
 
 
-def _texts(answer: Trajectory, settings: Settings) -> None:
+def _texts(answer: Trajectory, settings: StoreSettings) -> None:
     """What is only shown, or names something: of bounded length."""
     context = settings.context or ROWS
     if max(len(answer.text), len(answer.prompt_text)) > TEXT_PER_TOKEN * context + TEXT_MORE:
@@ -473,7 +478,7 @@ def _texts(answer: Trajectory, settings: Settings) -> None:
 
 def progress(store: Store, rows: list[tuple[int, int, int]]) -> None:
     """(ticket, attempt, tokens so far): no attempt has more tokens than its samples may have."""
-    need(len(rows) <= ROWS, f"{len(rows)} tickets in one message; up to {ROWS}", "text")
+    require(len(rows) <= ROWS, f"{len(rows)} tickets in one message; up to {ROWS}", "text")
     most = store.settings.group * store.settings.most_tokens
     for ticket, attempt, tokens in rows:
         if not 0 <= tokens <= most:
@@ -482,16 +487,16 @@ def progress(store: Store, rows: list[tuple[int, int, int]]) -> None:
             )
 
 
-def want(message: Want) -> None:
-    need(
+def want(message: TicketRequest) -> None:
+    require(
         0 <= message.samples <= WANTED,
         f"{message.producer[:40]!r} asks for {message.samples} samples",
     )
 
 
-def renew(message: Renew) -> None:
+def renew(message: LeaseRenewal) -> None:
     """A generator's own numbers and its wait: finite, not negative, and its own."""
-    need(
+    require(
         len(message.stats) <= NAMES and len(message.judging) + len(message.written) <= ROWS,
         f"{message.producer} tells {len(message.stats)} numbers and "
         f"{len(message.judging) + len(message.written)} tickets",
@@ -500,65 +505,67 @@ def renew(message: Renew) -> None:
     for name, value in message.stats.items():
         if not (0 <= value < math.inf and len(name) <= NAME_LENGTH):
             raise BadMessage(f"{message.producer}: {name[:40]!r} is {value}")
-    drawn(message.drawn)
+    check_token_count(message.drawn)
     sessions(message)
     wait = message.waiting
     if wait is None:
         return
-    need(
-        wait.who == message.producer and (wait.on == BUFFER or wait.within),
+    require(
+        wait.who == message.producer and (wait.on == BUFFER or wait.is_internal),
         f"{message.producer} tells of the wait of {wait.who[:40]!r} for {wait.on[:40]!r}",
     )
-    need(
+    require(
         len(wait.what) <= TEXT_LENGTH and len(wait.on) <= TEXT_LENGTH,
         f"{message.producer}: a wait's text has up to {TEXT_LENGTH} characters, not "
         f"{len(wait.what)} and {len(wait.on)}",
     )
-    need(
+    require(
         math.isfinite(wait.seconds) and wait.seconds >= 0,
         f"{message.producer}: a wait of {wait.seconds} s, for {wait.what[:40]!r}",
     )
 
 
-def sessions(message: Renew) -> None:
+def sessions(message: LeaseRenewal) -> None:
     """A few open sessions: words of a line, numbers that are some."""
-    need(
+    require(
         len(message.sessions) <= NAMES,
         f"{message.producer} tells of {len(message.sessions)} sessions, more than {NAMES}",
     )
     for one in message.sessions:
         words = (one.name, one.task, one.what, one.limit)
-        need(
+        require(
             all(len(word) <= TEXT_LENGTH and word.isprintable() for word in words),
             f"{message.producer}: a session's words are printable, up to {TEXT_LENGTH} characters",
             "text",
         )
         numbers = (one.turn, one.seconds, one.open_s, one.ends_s)
-        need(
+        require(
             all(0 <= number < math.inf for number in numbers),
             f"{message.producer}: session {one.name[:40]!r} tells {numbers}",
         )
 
 
-def drawn(tokens: int) -> None:
-    need(0 <= tokens < 1 << 60, f"{tokens} tokens cannot have been drawn")
+def check_token_count(tokens: int) -> None:
+    require(0 <= tokens < 1 << 60, f"{tokens} tokens cannot have been drawn")
 
 
 def hello(message: LearnerHello) -> None:
     """A learner's names are of its own epoch, its ring lies behind it, its totals are a ledger."""
     who = f"the learner of epoch {message.epoch}"
-    need(
+    require(
         message.epoch >= 1 and message.label.epoch == message.epoch and message.label.number >= 0,
         f"{who} says that it is at version {message.label}",
     )
-    need(
+    require(
         0 <= message.origin <= message.epoch,
         f"{who} says that it resumed from epoch {message.origin}",
     )
-    need(message.max_lag >= 0, f"{who} has the limit {message.max_lag}")
-    need(message.limit >= 0, f"{who} says that its limit stood at {message.limit}")
-    need(0 <= message.vocabulary < 1 << 31, f"{who} has a model with {message.vocabulary} tokens")
-    need(
+    require(message.max_lag >= 0, f"{who} has the limit {message.max_lag}")
+    require(message.limit >= 0, f"{who} says that its limit stood at {message.limit}")
+    require(
+        0 <= message.vocabulary < 1 << 31, f"{who} has a model with {message.vocabulary} tokens"
+    )
+    require(
         0 <= message.next_ticket < TICKET_END
         and all(0 <= ticket < TICKET_END for ticket in message.trained_above),
         f"{who} goes on at ticket {message.next_ticket}",
@@ -567,13 +574,13 @@ def hello(message: LearnerHello) -> None:
         label.epoch == message.epoch and 0 <= label.number < message.label.number
         for label, _ in message.ring
     )
-    need(
+    require(
         behind,
         f"{who} at version {message.label} holds weights that are not of its past: "
         f"{', '.join(str(x) for x, _ in message.ring[:8])}",
     )
     try:
-        need(
+        require(
             set(message.ledger) <= set(DISPOSITIONS),
             f"{who} has a ledger with other lines than {', '.join(DISPOSITIONS)}",
         )
@@ -585,7 +592,7 @@ def hello(message: LearnerHello) -> None:
 
 
 def ask(store: Store, number: int) -> None:
-    need(
+    require(
         number < store.settings.steps,
         f"batch {number} is asked for; the last one of {store.settings.steps} is "
         f"{store.settings.steps - 1} "
@@ -597,7 +604,7 @@ def commit(store: Store, number: int, label: Label, unused: Sequence[tuple[int, 
     """A batch that is told to be trained: it is composed and complete, and its update has the name
     that follows.
     """
-    need(
+    require(
         label == (store.epoch, number + 1),
         f"the commit of batch {number} in epoch {store.epoch} makes version "
         f"{store.epoch}.{number + 1}, not {label}",
@@ -605,7 +612,7 @@ def commit(store: Store, number: int, label: Label, unused: Sequence[tuple[int, 
     if number < store.committed:
         return
     at = number - store.base
-    need(
+    require(
         at < len(store.comps),
         f"batch {number} is committed and was not composed: known are batches up to "
         f"{store.base + len(store.comps) - 1}",
@@ -615,12 +622,12 @@ def commit(store: Store, number: int, label: Label, unused: Sequence[tuple[int, 
     fits = len(unused) in (0, samples) and all(
         0 <= x < 1 << 60 for counts in unused for x in counts
     )
-    need(
+    require(
         fits,
         f"batch {number} has {samples} samples; its commit counts unused tokens of {len(unused)}, "
         "or counts that cannot be",
     )
-    need(
+    require(
         not missing,
         f"batch {number} is committed and was never complete: ticket "
         f"{missing[0] if missing else ''} lacks samples",
@@ -630,4 +637,6 @@ def commit(store: Store, number: int, label: Label, unused: Sequence[tuple[int, 
 def goodbye(store: Store, number: int) -> None:
     """A learner that leaves has trained all there is."""
     done = f"{store.committed} of {store.settings.steps} batches are committed (learner.steps)"
-    need(store.committed >= store.settings.steps, f"the learner leaves at version {number}; {done}")
+    require(
+        store.committed >= store.settings.steps, f"the learner leaves at version {number}; {done}"
+    )

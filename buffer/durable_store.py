@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.contract.admission import Seen
-from asyncrl.contract.errors import AsyncrlError, Damaged
+from asyncrl.contract.admission import LimitEvidence
+from asyncrl.contract.errors import AsyncrlError, DamagedDataError
 from asyncrl.contract.messages import (
-    Deliver,
+    Delivery,
     Disposition,
     LearnerHello,
     Prompt,
@@ -24,17 +24,17 @@ from asyncrl.contract.messages import (
     Trajectory,
 )
 from asyncrl.contract.versions import Label
-from asyncrl.records.terms import Term
+from asyncrl.records.buffer_leadership import BufferTerm
 from buffer import checks
-from buffer.batches import Lack
+from buffer.batches import BatchWait
 from buffer.evaluation import Evaluations
-from buffer.groups import Group, Settings
+from buffer.groups import Group, StoreSettings
 from buffer.journal import Journal, read, segments
-from buffer.state import FORMAT, Head, Snapshot
+from buffer.state import FORMAT, SnapshotHead, StoreSnapshot
 from buffer.store import Store
 
 
-class Granted(msgspec.Struct, tag="grant", array_like=True):
+class GrantRecord(msgspec.Struct, tag="grant", array_like=True):
     producer: str
     session: int
     samples: int
@@ -42,7 +42,7 @@ class Granted(msgspec.Struct, tag="grant", array_like=True):
     attempts: int  # the counter afterwards: a fold that differs is found out
 
 
-class Renewed(msgspec.Struct, tag="renew", array_like=True):
+class RenewalRecord(msgspec.Struct, tag="renew", array_like=True):
     producer: str
     session: int
     progress: list[tuple[int, int, int]]
@@ -51,93 +51,93 @@ class Renewed(msgspec.Struct, tag="renew", array_like=True):
     gap: float = 0.0
 
 
-class Expired(msgspec.Struct, tag="expire", array_like=True):
+class ExpiryRecord(msgspec.Struct, tag="expire", array_like=True):
     now: float
 
 
-class Ended(msgspec.Struct, tag="end", array_like=True):
+class SessionsEndRecord(msgspec.Struct, tag="end", array_like=True):
     producer: str
     session: int
 
 
-class Delivered(msgspec.Struct, tag="deliver", array_like=True):
+class SampleRecord(msgspec.Struct, tag="deliver", array_like=True):
     trajectory: Trajectory
 
 
-class Frame(msgspec.Struct, tag="frame", array_like=True):
+class FrameRecord(msgspec.Struct, tag="frame", array_like=True):
     """Several samples at once: one record costs a third of one each."""
 
     trajectories: list[Trajectory]
 
 
-class Came(msgspec.Struct, tag="came", array_like=True):
+class DeliveryRecord(msgspec.Struct, tag="came", array_like=True):
     """A frame of samples as its generator encoded it, which is not encoded again."""
 
-    message: Deliver
+    message: Delivery
 
 
-class Greeted(msgspec.Struct, tag="hello", array_like=True):
+class HelloRecord(msgspec.Struct, tag="hello", array_like=True):
     hello: LearnerHello
 
 
-class Asked(msgspec.Struct, tag="ask", array_like=True):
+class BatchRequestRecord(msgspec.Struct, tag="ask", array_like=True):
     epoch: int
     number: int
 
 
-class Committed(msgspec.Struct, tag="commit", array_like=True):
+class CommitRecord(msgspec.Struct, tag="commit", array_like=True):
     number: int
     label: Label
     digest: str
     unused: list[tuple[int, int]] = []
-    seen: Seen | None = None  # which older journals lack
+    seen: LimitEvidence | None = None  # which older journals lack
 
 
-class Retired(msgspec.Struct, tag="checkpointed", array_like=True):
+class CheckpointRecord(msgspec.Struct, tag="checkpointed", array_like=True):
     oldest: int
 
 
-class Finished(msgspec.Struct, tag="finish", array_like=True):
+class FinishRecord(msgspec.Struct, tag="finish", array_like=True):
     pass
 
 
-class Told(msgspec.Struct, tag="told", array_like=True):
+class TokenReportRecord(msgspec.Struct, tag="told", array_like=True):
     producer: str
     session: int
     drawn: int
 
 
-class Freed(msgspec.Struct, tag="free", array_like=True):
+class FreedLeasesRecord(msgspec.Struct, tag="free", array_like=True):
     attempts: list[tuple[int, int]]  # (ticket, attempt)
 
 
 Record = (
-    Granted
-    | Renewed
-    | Expired
-    | Ended
-    | Delivered
-    | Frame
-    | Came
-    | Greeted
-    | Asked
-    | Committed
-    | Retired
-    | Finished
-    | Told
-    | Freed
+    GrantRecord
+    | RenewalRecord
+    | ExpiryRecord
+    | SessionsEndRecord
+    | SampleRecord
+    | FrameRecord
+    | DeliveryRecord
+    | HelloRecord
+    | BatchRequestRecord
+    | CommitRecord
+    | CheckpointRecord
+    | FinishRecord
+    | TokenReportRecord
+    | FreedLeasesRecord
 )
 _encode = msgspec.msgpack.Encoder().encode
 # the beginning of a Came, behind which the message stands
-_CAME = _encode(Came(Deliver("", 0, 0, [])))
-_CAME = _CAME[: -len(_encode(Deliver("", 0, 0, [])))]
+_CAME = _encode(DeliveryRecord(Delivery("", 0, 0, [])))
+_CAME = _CAME[: -len(_encode(Delivery("", 0, 0, [])))]
 _decode = msgspec.msgpack.Decoder(Record).decode
 
 
-def _samples(record: Delivered | Frame | Came) -> list[Trajectory]:
-    if isinstance(record, Delivered):
+def _samples(record: SampleRecord | FrameRecord | DeliveryRecord) -> list[Trajectory]:
+    if isinstance(record, SampleRecord):
         return [record.trajectory]
-    return record.message.samples if isinstance(record, Came) else record.trajectories
+    return record.message.samples if isinstance(record, DeliveryRecord) else record.trajectories
 
 
 class RecordedStore(Store):
@@ -156,12 +156,12 @@ class RecordedStore(Store):
         directory: Path,
         *,
         sync: bool,
-        settings: Settings,
+        settings: StoreSettings,
         prompt: Callable[[int], Prompt],
         evaluations: Evaluations,
         now: float,
         segment_bytes: int = 0,
-        term: Term | None = None,
+        term: BufferTerm | None = None,
     ) -> RecordedStore:
         store = cls(settings, prompt, evaluations)
         plan = evaluations.plan
@@ -175,7 +175,7 @@ class RecordedStore(Store):
         store.settings = settings
         store.finished = store.finished and store.committed >= settings.steps
         evaluations.fresh = []
-        store.leases_anew(now)
+        store.renew_all_leases(now)
         store.journal = Journal(
             directory,
             sync=sync,
@@ -200,38 +200,38 @@ class RecordedStore(Store):
         records = read(path)
         try:
             first = next(records)
-            found = msgspec.msgpack.decode(first, type=Head).format
+            found = msgspec.msgpack.decode(first, type=SnapshotHead).format
             if found != FORMAT:
-                raise Damaged(
+                raise DamagedDataError(
                     f"{path} has format {found}, this version reads {FORMAT}: go on with "
                     "the version that wrote it"
                 )
-            self.restore(msgspec.msgpack.decode(first, type=Snapshot))
+            self.restore(msgspec.msgpack.decode(first, type=StoreSnapshot))
             for payload in records:
                 self._apply(_decode(payload))
         except (StopIteration, msgspec.MsgspecError, KeyError) as error:
-            raise Damaged(
+            raise DamagedDataError(
                 f"{path} does not fold: {error or 'it is empty'}; start a new run, or restore the "
                 "file"
             ) from error
 
     def _apply(self, record: Record) -> None:
         """One record again, by the plain store's own methods."""
-        if isinstance(record, Granted):
+        if isinstance(record, GrantRecord):
             super().grant(record.producer, record.session, record.samples, record.now)
             if self.attempts != record.attempts:
-                raise Damaged(
+                raise DamagedDataError(
                     f"the journal does not fold: a grant gives attempt {self.attempts}, it gave "
                     f"{record.attempts}; was the task or the code changed?"
                 )
-        elif isinstance(record, Delivered | Frame | Came):
+        elif isinstance(record, SampleRecord | FrameRecord | DeliveryRecord):
             try:
                 for sample in _samples(record):
                     checks.sample(self, sample)
-                    super().take(sample)
+                    super().accept_sample(sample)
             except AsyncrlError as error:
-                raise Damaged(f"the journal does not fold: {error}") from error
-        elif isinstance(record, Renewed):
+                raise DamagedDataError(f"the journal does not fold: {error}") from error
+        elif isinstance(record, RenewalRecord):
             super().renew(
                 record.producer,
                 record.session,
@@ -240,33 +240,33 @@ class RecordedStore(Store):
                 record.judging,
                 gap=record.gap,
             )
-        elif isinstance(record, Expired):
+        elif isinstance(record, ExpiryRecord):
             super().expire(record.now)
-        elif isinstance(record, Ended):
+        elif isinstance(record, SessionsEndRecord):
             super().end_sessions(record.producer, record.session)
-        elif isinstance(record, Greeted):
+        elif isinstance(record, HelloRecord):
             super().hello(record.hello)
-        elif isinstance(record, Asked):
+        elif isinstance(record, BatchRequestRecord):
             super().ask(record.epoch, record.number)
-        elif isinstance(record, Committed):
+        elif isinstance(record, CommitRecord):
             super().commit(record.number, record.label, record.digest, record.unused, record.seen)
-        elif isinstance(record, Retired):
+        elif isinstance(record, CheckpointRecord):
             super().checkpointed(record.oldest)
-        elif isinstance(record, Told):
-            super().told(record.producer, record.session, record.drawn)
-        elif isinstance(record, Freed):
-            super().free(record.attempts)
+        elif isinstance(record, TokenReportRecord):
+            super().report_tokens(record.producer, record.session, record.drawn)
+        elif isinstance(record, FreedLeasesRecord):
+            super().free_leases(record.attempts)
         else:
             self.finished = True
 
     def _record(self, record: Any) -> None:
         self.journal.append(_encode(record))
 
-    def settle(self) -> None:
+    def flush_journal(self) -> None:
         """End of a pass of the loop: write what was appended; begin a new segment when this one is
         full.
         """
-        if self.journal.full:
+        if self.journal.is_full:
             self.journal.rotate(_encode(self.snapshot()), wait=False)
         self.journal.write()
 
@@ -275,7 +275,7 @@ class RecordedStore(Store):
     def grant(self, producer: str, session: int, samples: int, now: float) -> list[Ticket]:
         tickets = super().grant(producer, session, samples, now)
         if tickets:
-            self._record(Granted(producer, session, samples, now, self.attempts))
+            self._record(GrantRecord(producer, session, samples, now, self.attempts))
         return tickets
 
     def renew(
@@ -290,54 +290,54 @@ class RecordedStore(Store):
         before = self.patience.get(producer)
         super().renew(producer, session, progress, now, judging, gap)
         if progress or judging or before != self.patience.get(producer):
-            self._record(Renewed(producer, session, progress, now, list(judging), gap))
+            self._record(RenewalRecord(producer, session, progress, now, list(judging), gap))
 
-    def told(self, producer: str, session: int, drawn: int) -> None:
+    def report_tokens(self, producer: str, session: int, drawn: int) -> None:
         if drawn > self.drawn.get((producer, session), 0):
-            super().told(producer, session, drawn)
-            self._record(Told(producer, session, drawn))
+            super().report_tokens(producer, session, drawn)
+            self._record(TokenReportRecord(producer, session, drawn))
 
     def expire(self, now: float) -> int:
         ended = super().expire(now)
         if ended:
-            self._record(Expired(now))
+            self._record(ExpiryRecord(now))
         return ended
 
     def end_sessions(self, producer: str, session: int) -> None:
         super().end_sessions(producer, session)
-        self._record(Ended(producer, session))
+        self._record(SessionsEndRecord(producer, session))
 
-    def free(self, attempts: Sequence[tuple[int, int]]) -> None:
-        super().free(attempts)
-        self._record(Freed(list(attempts)))
+    def free_leases(self, attempts: Sequence[tuple[int, int]]) -> None:
+        super().free_leases(attempts)
+        self._record(FreedLeasesRecord(list(attempts)))
 
-    def take_all(
+    def accept_samples(
         self, samples: Sequence[Trajectory], came: bytes | memoryview = b""
     ) -> list[Disposition]:
-        what = [super(RecordedStore, self).take(sample) for sample in samples]
+        what = [super(RecordedStore, self).accept_sample(sample) for sample in samples]
         if came:
             self.journal.append(_CAME, came)
         else:
-            self._record(Frame(list(samples)))
+            self._record(FrameRecord(list(samples)))
         return what
 
-    def take(self, sample: Trajectory) -> Disposition:
-        what = super().take(sample)
-        self._record(Delivered(sample))
+    def accept_sample(self, sample: Trajectory) -> Disposition:
+        what = super().accept_sample(sample)
+        self._record(SampleRecord(sample))
         return what
 
     def hello(self, hello: LearnerHello) -> bool:
         new = hello.epoch != self.epoch
         followed = super().hello(hello)
         if followed and new:
-            self._record(Greeted(hello))
+            self._record(HelloRecord(hello))
         return followed
 
-    def ask(self, epoch: int, number: int) -> tuple[list[Group], Lack | None]:
+    def ask(self, epoch: int, number: int) -> tuple[list[Group], BatchWait | None]:
         before = self.changes
         answer = super().ask(epoch, number)
         if self.changes != before:
-            self._record(Asked(epoch, number))
+            self._record(BatchRequestRecord(epoch, number))
         return answer
 
     def commit(
@@ -346,20 +346,20 @@ class RecordedStore(Store):
         label: Label,
         digest: str,
         unused: Sequence[tuple[int, int]] = (),
-        seen: Seen | None = None,
+        seen: LimitEvidence | None = None,
     ) -> bool | None:
         done = super().commit(number, label, digest, unused, seen)
         if done:
-            self._record(Committed(number, label, digest, list(unused), seen))
+            self._record(CommitRecord(number, label, digest, list(unused), seen))
         return done
 
     def checkpointed(self, oldest: int) -> None:
         before = self.base
         super().checkpointed(oldest)
         if self.base != before:
-            self._record(Retired(oldest))
+            self._record(CheckpointRecord(oldest))
 
     def finish(self) -> None:
         """The run is over; a buffer that starts again says so."""
         super().finish()
-        self._record(Finished())
+        self._record(FinishRecord())

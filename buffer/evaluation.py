@@ -10,16 +10,23 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from asyncrl.contract.messages import EVAL_BASE, Disposition, Prompt, Sampling, Ticket, Trajectory
+from asyncrl.contract.messages import (
+    EVAL_BASE,
+    Disposition,
+    Prompt,
+    SamplingSettings,
+    Ticket,
+    Trajectory,
+)
 from asyncrl.contract.versions import Label
-from buffer.groups import Leases, Settings
+from buffer.groups import LeaseTable, StoreSettings
 
 OOD_BASE = EVAL_BASE + (1 << 32)
 MAX_FAILURES = 3
 
 
 @dataclass
-class Job:
+class EvaluationJob:
     """One prompt at one version."""
 
     label: Label
@@ -33,7 +40,7 @@ class Job:
 
 
 @dataclass
-class Round:
+class EvaluationRound:
     """One version's evaluation of one split."""
 
     label: Label
@@ -44,7 +51,7 @@ class Round:
     failed: int = 0
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         return len(self.rewards) + self.failed >= self.size
 
     def metrics(self) -> dict[str, float]:
@@ -57,7 +64,7 @@ class Round:
         }
 
 
-class Plan(NamedTuple):
+class EvaluationPlan(NamedTuple):
     """What a run evaluates: every so many versions, how many prompts."""
 
     every: int = 0
@@ -68,12 +75,12 @@ class Plan(NamedTuple):
     ood_every: int = 0
 
 
-class Out(NamedTuple):
+class LeasedJob(NamedTuple):
     """A job at a generator.  lapsed: its lease ran out, and the job is in the queue again, but no
     other generator has it yet.
     """
 
-    job: Job
+    job: EvaluationJob
     producer: str
     session: int
     expires: float
@@ -83,10 +90,10 @@ class Out(NamedTuple):
 class EvaluationsState(NamedTuple):
     """Evaluations, to be kept."""
 
-    plan: Plan
-    queue: list[Job]
-    out: list[tuple[int, Out]]
-    rounds: list[Round]
+    plan: EvaluationPlan
+    queue: list[EvaluationJob]
+    out: list[tuple[int, LeasedJob]]
+    rounds: list[EvaluationRound]
     results: list[tuple[tuple[str, int], dict[str, float]]]
 
 
@@ -105,7 +112,7 @@ class Evaluations:
         prompt: Callable[[str, int], Prompt] | None = None,
         ood_every: int = 0,
     ) -> None:
-        self.plan = Plan(
+        self.plan = EvaluationPlan(
             every=every,
             prompts=prompts,
             final_prompts=final_prompts,
@@ -114,10 +121,10 @@ class Evaluations:
             ood_every=ood_every,
         )
         self.prompt = prompt
-        self.queue: deque[Job] = deque()
-        self.out: dict[int, Out] = {}  # by attempt
-        self.leases = Leases()  # of `out`
-        self.rounds: list[Round] = []
+        self.queue: deque[EvaluationJob] = deque()
+        self.out: dict[int, LeasedJob] = {}  # by attempt
+        self.leases = LeaseTable()  # of `out`
+        self.rounds: list[EvaluationRound] = []
         self.results: dict[tuple[str, int], dict[str, float]] = {}
         # finished, not yet written to the metrics
         self.fresh: list[tuple[int, dict[str, float]]] = []
@@ -138,13 +145,13 @@ class Evaluations:
         self.plan = state.plan
         self.queue = deque(state.queue)
         self.out = dict(state.out)
-        self.leases = Leases()
+        self.leases = LeaseTable()
         for attempt, out in self.out.items():
             self.leases.add(out.producer, out.session, attempt, out.job.ticket)
         self.rounds = state.rounds
         self.results = dict(state.results)
 
-    def leases_anew(self, expires: float) -> None:
+    def renew_all_leases(self, expires: float) -> None:
         self.out = {attempt: out._replace(expires=expires) for attempt, out in self.out.items()}
 
     def restart(self, label: Label, steps: int) -> None:
@@ -153,11 +160,11 @@ class Evaluations:
         """
         self.queue.clear()
         self.out.clear()
-        self.leases = Leases()
+        self.leases = LeaseTable()
         self.rounds = []
         self.results = {k: v for k, v in self.results.items() if k[1] <= label.number}
         self.fresh = [x for x in self.fresh if x[0] <= label.number]
-        self.committed(label, steps)
+        self.on_commit(label, steps)
 
     def forget(self, base: int) -> None:
         """No learner begins behind version `base` any more: of the results behind it only the first
@@ -170,7 +177,7 @@ class Evaluations:
             if number >= base or number in (0, newest[split])
         }
 
-    def committed(self, label: Label, steps: int) -> None:
+    def on_commit(self, label: Label, steps: int) -> None:
         """Start the rounds that are due at this version."""
         ends = label.number in (0, steps)
         plan = self.plan
@@ -183,8 +190,8 @@ class Evaluations:
 
     def _start(self, label: Label, split: str, size: int) -> None:
         if size and self.prompt is not None and (split, label.number) not in self.results:
-            self.rounds.append(Round(label, split, size))
-            self.queue.extend(Job(label, split, i) for i in range(size))
+            self.rounds.append(EvaluationRound(label, split, size))
+            self.queue.extend(EvaluationJob(label, split, i) for i in range(size))
 
     def labels(self) -> list[Label]:
         return [r.label for r in self.rounds]
@@ -194,14 +201,14 @@ class Evaluations:
         return bool(self.rounds)
 
     def grant(
-        self, attempt: int, settings: Settings, *, producer: str, session: int, expires: float
+        self, attempt: int, settings: StoreSettings, *, producer: str, session: int, expires: float
     ) -> Ticket:
         """The next job of `queue` as a ticket."""
         assert self.prompt is not None
         job = self.queue.popleft()
         for before in [old for old, out in self.out.items() if out.lapsed and out.job == job]:
-            self._back(before)
-        self.out[attempt] = Out(job, producer, session, expires)
+            self._take_back_job(before)
+        self.out[attempt] = LeasedJob(job, producer, session, expires)
         self.leases.add(producer, session, attempt, job.ticket)
         limit = settings.sampling.max_new_tokens
         return Ticket(
@@ -210,7 +217,7 @@ class Evaluations:
             kind="eval",
             prompt=self.prompt(job.split, job.index),
             samples=[0],
-            sampling=Sampling(self.plan.temperature, 1.0, 0, limit),
+            sampling=SamplingSettings(self.plan.temperature, 1.0, 0, limit),
             min_version=Label(job.label.epoch, 0),
             exact_version=job.label,
             seed=settings.seed,
@@ -234,7 +241,7 @@ class Evaluations:
         return len(late)
 
     def end_sessions(self, producer: str, session: int) -> None:
-        self._again(
+        self._requeue_jobs(
             [
                 attempt
                 for attempt, out in self.out.items()
@@ -242,18 +249,18 @@ class Evaluations:
             ]
         )
 
-    def free(self, attempt: int) -> None:
+    def requeue_job(self, attempt: int) -> None:
         """A job that is out is due again."""
         if attempt in self.out:
-            self._again([attempt])
+            self._requeue_jobs([attempt])
 
-    def _again(self, attempts: list[int]) -> None:
+    def _requeue_jobs(self, attempts: list[int]) -> None:
         for attempt in attempts:
-            entry = self._back(attempt)
+            entry = self._take_back_job(attempt)
             if not entry.lapsed:
                 self.queue.appendleft(entry.job)
 
-    def _back(self, attempt: int) -> Out:
+    def _take_back_job(self, attempt: int) -> LeasedJob:
         out = self.out.pop(attempt)
         self.leases.end(out.producer, out.session, attempt)
         return out
@@ -261,7 +268,7 @@ class Evaluations:
     def deliver(self, sample: Trajectory) -> Disposition:
         if sample.attempt not in self.out:
             return "duplicate"
-        entry = self._back(sample.attempt)
+        entry = self._take_back_job(sample.attempt)
         job = entry.job
         if entry.lapsed:
             self.queue.remove(job)
@@ -274,7 +281,7 @@ class Evaluations:
         else:
             current.rewards.append(sample.reward)
             current.lengths.append(sample.length)
-        if current.done:
+        if current.is_done:
             self.rounds.remove(current)
             self.results[current.split, job.label.number] = current.metrics()
             self.fresh.append((job.label.number, current.metrics()))

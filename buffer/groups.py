@@ -10,21 +10,21 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from asyncrl.config.tree import Config
-from asyncrl.contract.messages import Disposition, LedgerLine, Sampling, Trajectory
+from asyncrl.contract.messages import Disposition, LedgerLine, SamplingSettings, Trajectory
 from asyncrl.contract.versions import Label
-from buffer.ledger import Ledger, Line
+from buffer.ledger import Ledger, LedgerSums
 
 MAX_DROPS = 3  # the third drop, or failure, of a group abandons it
 
 
 @dataclass
-class Settings:
+class StoreSettings:
     """What the store needs of the config."""
 
     batch: int
     group: int
     steps: int
-    sampling: Sampling
+    sampling: SamplingSettings
     seed: int = 0
     on_exceed: str = "pace"
     order: str = "auto"
@@ -45,20 +45,20 @@ class Settings:
         return self.session_tokens or self.sampling.max_new_tokens
 
     @property
-    def in_order(self) -> bool:
+    def uses_ticket_order(self) -> bool:
         """Do groups stand in ticket order, as the bound of `pace` needs it?"""
         return self.on_exceed == "pace" and self.order in ("auto", "ticket")
 
 
-def settings(config: Config) -> Settings:
+def settings(config: Config) -> StoreSettings:
     """The store's settings of a run."""
     generator = config.generator
     staleness = config.staleness
-    return Settings(
+    return StoreSettings(
         batch=config.learner.groups,
         group=config.learner.group_size,
         steps=config.learner.steps,
-        sampling=Sampling(
+        sampling=SamplingSettings(
             generator.temperature,
             generator.top_p,
             generator.top_k,
@@ -76,7 +76,7 @@ def settings(config: Config) -> Settings:
         error_budget=config.reward.error_budget,
         machinery_budget=config.reward.machinery_budget,
         context=generator.context,
-        session_tokens=config.agent.max_tokens if config.agent.on else 0,
+        session_tokens=config.agent.max_tokens if config.agent.uses_sessions else 0,
     )
 
 
@@ -91,7 +91,7 @@ class Lease:
 
 
 @dataclass
-class Leases:
+class LeaseTable:
     """Which attempts a session holds, of the leases that stand.
 
     >>> leases = Leases()
@@ -113,7 +113,7 @@ class Leases:
         if not mine:
             del self.held[producer, session]
 
-    def unnamed(
+    def unnamed_attempts(
         self, producer: str, session: int, taken: int, named: Set[int]
     ) -> list[tuple[int, int]]:
         """(ticket, attempt) up to the attempt `taken` that are not among those `named`."""
@@ -132,7 +132,7 @@ class Grant(NamedTuple):
 
 
 @dataclass
-class Stored:
+class StoredSample:
     trajectory: Trajectory
     in_flight: int  # lag at delivery
     masked: int = 0  # tokens past the limit (mask)
@@ -148,7 +148,7 @@ class Stored:
         self.size = size(self.trajectory)
 
     @property
-    def in_parts(self) -> bool:
+    def is_partly_trained(self) -> bool:
         """Trained, and not every token of it counted whole."""
         return bool(self.skipped or self.rejected or self.masked or self.faded)
 
@@ -156,7 +156,7 @@ class Stored:
 @dataclass
 class Group:
     ticket: int
-    samples: list[Stored | None]
+    samples: list[StoredSample | None]
     lease: Lease | None = None
     drops: int = 0
     failures: int = 0
@@ -174,9 +174,9 @@ class Group:
     def __post_init__(self) -> None:
         # the line of its samples when it is complete, all their tokens in it: folded at every batch
         # (no field: a snapshot has the samples)
-        self.whole: Line | None = None
+        self.whole: LedgerSums | None = None
 
-    def keep(self, index: int, stored: Stored | None) -> None:
+    def set_sample(self, index: int, stored: StoredSample | None) -> None:
         """A sample comes, or leaves (None)."""
         self.samples[index] = stored
         self.whole = None
@@ -187,7 +187,7 @@ class Group:
         self.whole = None
 
     @property
-    def place(self) -> int:
+    def position(self) -> int:
         """Where it stands in ticket order."""
         return self.ticket if self.stands < 0 else self.stands
 
@@ -201,13 +201,13 @@ class Group:
                 return False
         return True
 
-    def stored(self) -> list[Stored]:
+    def stored_samples(self) -> list[StoredSample]:
         return [stored for stored in self.samples if stored is not None]
 
     @property
-    def in_parts(self) -> bool:
+    def has_partly_trained(self) -> bool:
         """Has it a sample of which not every token counted whole?"""
-        for stored in self.stored():
+        for stored in self.stored_samples():
             if stored.skipped or stored.rejected or stored.masked or stored.faded:
                 return True
         return False
@@ -219,15 +219,15 @@ class Group:
         for what, tokens, reward in self.other:
             into.add(what, tokens, 1, tokens, reward)
         line = into.lines["trained" if trained else rest]
-        if self.complete and not (trained and self.in_parts):
+        if self.complete and not (trained and self.has_partly_trained):
             if self.whole is None:
-                self.whole = Line()
-                for stored in self.stored():
+                self.whole = LedgerSums()
+                for stored in self.stored_samples():
                     self.whole.add_whole(stored.length, stored.trajectory.reward)
             line.merge(self.whole)
         else:
-            for stored in self.stored():
-                if trained and stored.in_parts:
+            for stored in self.stored_samples():
+                if trained and stored.is_partly_trained:
                     self._fold_parts(stored, into)
                 else:  # it ends in one line with all its tokens
                     line.add_whole(stored.length, stored.trajectory.reward)
@@ -236,7 +236,7 @@ class Group:
                 into.add("lost_with_process" if ended else rest, reported - delivered)
 
     @staticmethod
-    def _fold_parts(stored: Stored, into: Ledger) -> None:
+    def _fold_parts(stored: StoredSample, into: Ledger) -> None:
         """The lines of a trained sample of which not every token counted whole."""
         length, reward = stored.length, stored.trajectory.reward
         if not stored.skipped:
@@ -249,9 +249,9 @@ class Group:
         if stored.masked:
             into.add("masked_stale", stored.masked, 1, length, reward)
 
-    def free(self) -> int:
+    def release_samples(self) -> int:
         """Bytes that its stored samples take."""
-        return sum([stored.size for stored in self.stored()])
+        return sum([stored.size for stored in self.stored_samples()])
 
 
 def size(sample: Trajectory) -> int:

@@ -6,7 +6,8 @@ journal/00000002-00000007.log   [mark 4 | length 4 | sure 8 | xxh3-64 8 | payloa
 journal/00000002.sure           [segment 8 | sure 8 | xxh3-64 8]
 ```
 
-2 is the term of the buffer that writes it (`asyncrl/records/terms.py`; without one, 00000007.log
+2 is the term of the buffer that writes it (`asyncrl/records/buffer_leadership.py`; without one,
+00000007.log
 and sure), 7 counts segments.  A buffer reads what terms before its own have written, and writes
 under its own alone: one that is over, and does not know yet, harms nothing.
 
@@ -35,9 +36,9 @@ from pathlib import Path
 
 import xxhash
 
-from asyncrl.contract.errors import Damaged
+from asyncrl.contract.errors import DamagedDataError
 from asyncrl.records import atomic_write
-from asyncrl.records.jsonl import full
+from asyncrl.records.jsonl import disk_full_error
 
 MARK = b"aRJ1"
 HEAD = struct.Struct("<4sIQQ")
@@ -69,7 +70,7 @@ def frame(payload: bytes, sure: int) -> bytes:
     return head([payload], sure) + payload
 
 
-def _at(data: bytes, offset: int) -> tuple[int, bytes] | None:
+def _read_frame(data: bytes, offset: int) -> tuple[int, bytes] | None:
     """(sure, payload) of a whole, undamaged frame at `offset`, or None."""
     if offset + HEAD.size > len(data):
         return None
@@ -81,7 +82,7 @@ def _at(data: bytes, offset: int) -> tuple[int, bytes] | None:
     return (sure, payload) if _sum(length, sure, [payload]) == checksum else None
 
 
-def place(path: Path) -> tuple[int, int]:
+def segment_position(path: Path) -> tuple[int, int]:
     """Term and number of a segment, which order them.
 
     >>> place(Path("journal/00000002-00000007.log")), place(Path("journal/00000008.log"))
@@ -91,7 +92,7 @@ def place(path: Path) -> tuple[int, int]:
     return int(term or 0), int(number)
 
 
-def named(directory: Path, term: int, number: int) -> Path:
+def segment_path(directory: Path, term: int, number: int) -> Path:
     """The segment of that place."""
     return directory / (f"{term:08d}-{number:08d}.log" if term else f"{number:08d}.log")
 
@@ -99,7 +100,9 @@ def named(directory: Path, term: int, number: int) -> Path:
 def segments(directory: Path, before: int = 0) -> list[Path]:
     """Oldest first; before: those of earlier terms alone, where it is one."""
     found = (path for path in directory.glob("[0-9]*.log"))
-    return sorted((p for p in found if not before or place(p)[0] < before), key=place)
+    return sorted(
+        (p for p in found if not before or segment_position(p)[0] < before), key=segment_position
+    )
 
 
 def sure_file(directory: Path, term: int) -> Path:
@@ -113,24 +116,24 @@ def read(path: Path) -> Iterator[bytes]:
     data = path.read_bytes()
     offset = 0
     while offset < len(data):
-        found = _at(data, offset)
+        found = _read_frame(data, offset)
         if found is None:
             _judge_tail(path, data, offset)
             return
         offset += HEAD.size + len(found[1])
         yield found[1]
-    if _sure(path) > offset:
+    if _durable_count(path) > offset:
         raise _damaged(path, offset, len(data))
 
 
-def _sure(path: Path) -> int:
+def _durable_count(path: Path) -> int:
     """What the files `sure` say of this segment; 0: nothing.  Raises Damaged when one knows a newer
     one.
     """
     known = max(map(_noted, path.parent.glob("*sure")), default=(0, 0, 0))
-    if known[:2] > place(path):
-        raise Damaged(f"{named(path.parent, *known[:2])} is missing: restore it")
-    return known[2] if known[:2] == place(path) else 0
+    if known[:2] > segment_position(path):
+        raise DamagedDataError(f"{segment_path(path.parent, *known[:2])} is missing: restore it")
+    return known[2] if known[:2] == segment_position(path) else 0
 
 
 def _noted(path: Path) -> tuple[int, int, int]:
@@ -149,8 +152,8 @@ def _term_of(path: Path) -> int:
     return int(path.stem) if path.suffix else 0
 
 
-def _damaged(path: Path, bad: int, size: int) -> Damaged:
-    return Damaged(
+def _damaged(path: Path, bad: int, size: int) -> DamagedDataError:
+    return DamagedDataError(
         f"{path} is damaged at byte {bad} of {size}, where it had been whole: restore it, or start "
         "a new run (a power cut does this under durability.mode = process; disk survives one)"
     )
@@ -160,11 +163,11 @@ def _judge_tail(path: Path, data: bytes, bad: int) -> None:
     """Cut `path` at `bad`, or raise Damaged when a later frame proves that the place had been
     durable.
     """
-    if not bad or _sure(path) > bad:
+    if not bad or _durable_count(path) > bad:
         raise _damaged(path, bad, len(data))
     at = data.find(MARK, bad + 1)
     while at >= 0:
-        found = _at(data, at)
+        found = _read_frame(data, at)
         if found is not None and found[0] > bad:
             raise _damaged(path, bad, len(data))
         at = data.find(MARK, at + 1)
@@ -199,19 +202,19 @@ class Next:
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
             self.fd = os.open(self.part, flags, 0o600)
-            self.put([[self.snapshot]])
+            self.write_records([[self.snapshot]])
             self.snapshot = b""
             while not self.ready:
                 with self._lock:
                     left = sum(_length(record) for record in self.tail)
                     self.ready = left <= TAIL_BYTES
                     some, self.tail = ([], self.tail) if self.ready else (self.tail, [])
-                self.put(some)
+                self.write_records(some)
         except OSError as error:
             self.error = error
             self.ready = True
 
-    def put(self, records: list[Record]) -> None:
+    def write_records(self, records: list[Record]) -> None:
         """Write records, as durable as the mode promises.  Raises OSError."""
         for record in records:
             self.size += _write(self.fd, [head(record, self.size), *record])
@@ -224,7 +227,7 @@ class Next:
         """
         if self.error is not None:
             raise self.error
-        self.put(self.tail)
+        self.write_records(self.tail)
         self.tail = []
         os.replace(self.part, self.path)
         if self.sync:
@@ -254,12 +257,12 @@ class Journal:
         self.segment_bytes = segment_bytes
         atomic_write.directory(directory)
         for left in directory.glob("*.part"):
-            if place(left)[0] <= term:
+            if segment_position(left)[0] <= term:
                 atomic_write.remove(left)
         self.next: Next | None = None
         self._remover: threading.Thread | None = None
         self._sure_fd = os.open(sure_file(directory, term), os.O_WRONLY | os.O_CREAT, 0o600)
-        self.number = place(found[-1])[1] if (found := segments(directory, term)) else 0
+        self.number = segment_position(found[-1])[1] if (found := segments(directory, term)) else 0
         self.fd = -1
         self.appended = self.durable = self.size = self.sure = self.first = 0
         self.waiting: list[Record] = []
@@ -282,7 +285,7 @@ class Journal:
     def write(self) -> None:
         """Hand everything appended to the kernel; under `disk` the syncer takes it from there."""
         if self.failure is not None:
-            raise full(self.directory, self.failure) from self.failure
+            raise disk_full_error(self.directory, self.failure) from self.failure
         if self.next is not None and self.next.ready:
             self._switch()
         if not self.waiting:
@@ -300,11 +303,11 @@ class Journal:
             self.failure = (
                 error  # what was written of it is a torn tail: nothing may come behind it
             )
-            raise full(self.directory, error) from error
+            raise disk_full_error(self.directory, error) from error
         if not self.sync:
             self.durable = self.appended
             self.sure = self.size
-            self._note()
+            self._write_sure()
             return
         with self._wake:
             self._goal = (self.appended, self.size)
@@ -331,23 +334,23 @@ class Journal:
             with self._wake:
                 self.durable = goal[0]
                 self.sure = goal[1]
-                self._note()
+                self._write_sure()
                 self._busy = False
                 self._wake.notify_all()
 
-    def _note(self) -> None:
+    def _write_sure(self) -> None:
         """Write `sure` down.  It proves more where it can be written; nothing rests on it."""
         head = struct.pack("<QQ", self.number, self.sure)
         with contextlib.suppress(OSError):
             os.pwrite(self._sure_fd, head + struct.pack("<Q", xxhash.xxh3_64_intdigest(head)), 0)
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         """Time for a new segment: it would be smaller than what this one has become."""
         return self.next is None and self.size > max(self.segment_bytes, 2 * self.first)
 
     def _next_path(self) -> Path:
-        return named(self.directory, self.term, self.number + 1)
+        return segment_path(self.directory, self.term, self.number + 1)
 
     def rotate(self, snapshot: bytes, *, wait: bool = True) -> None:
         """Start a new segment with a snapshot that contains everything appended so far; older
@@ -356,7 +359,7 @@ class Journal:
         Raises AsyncrlError when the disk is full: the older segment is then as it was, and goes on
         to count."""
         if self.failure is not None:
-            raise full(self.directory, self.failure) from self.failure
+            raise disk_full_error(self.directory, self.failure) from self.failure
         if self.next is not None:
             self.next.abandon()
             self.next = None
@@ -381,7 +384,7 @@ class Journal:
                 new.name()
             except OSError as error:
                 new.abandon()
-                raise full(new.part, error) from error
+                raise disk_full_error(new.part, error) from error
             old = self.fd
             self.fd = new.fd
             self.number = self.number + 1
@@ -389,7 +392,7 @@ class Journal:
             self.first = first
             self.durable = self.appended - len(self.waiting)
             self._goal = (self.durable, self.size)
-            self._note()
+            self._write_sure()
         # in a thread, as the system takes its time to free what was large
         self._remover = threading.Thread(target=self._remove, args=(old, new.path), daemon=True)
         self._remover.start()
@@ -399,7 +402,7 @@ class Journal:
         try:
             with contextlib.suppress(OSError):  # the run directory may be gone
                 for other in segments(self.directory):
-                    if place(other) < place(keep):
+                    if segment_position(other) < segment_position(keep):
                         atomic_write.remove(other)
                 for note in self.directory.glob("*sure"):
                     if _term_of(note) < self.term:
@@ -408,7 +411,7 @@ class Journal:
             if old >= 0:
                 os.close(old)
 
-    def leave(self) -> None:
+    def abandon(self) -> None:
         """Another buffer's journal counts: what was appended here and is not written stays away."""
         self.waiting = []
         self.close()
@@ -424,7 +427,7 @@ class Journal:
             if self.sync:
                 os.fdatasync(self.fd)
                 self.sure = self.size
-                self._note()
+                self._write_sure()
                 os.fsync(self._sure_fd)
         with self._wake:
             self._end = True

@@ -15,7 +15,7 @@ from asyncrl.contract.messages import DISPOSITIONS, Disposition, LedgerLine
 
 
 @dataclass
-class Line:
+class LedgerSums:
     """Sums over the samples that ended in one way; means follow from them."""
 
     tokens: int = 0
@@ -55,8 +55,8 @@ class Line:
         self.length_sum += tokens
         self.reward_sum += reward
 
-    def copy(self) -> Line:
-        return Line(
+    def copy(self) -> LedgerSums:
+        return LedgerSums(
             self.tokens,
             self.samples,
             self.length_sum,
@@ -65,7 +65,7 @@ class Line:
             self.faded.copy(),
         )
 
-    def merge(self, other: Line) -> None:
+    def merge(self, other: LedgerSums) -> None:
         self.tokens += other.tokens
         self.samples += other.samples
         self.length_sum += other.length_sum
@@ -96,11 +96,11 @@ class Ledger:
     `Store.ledger`).
     """
 
-    lines: dict[str, Line] = field(default_factory=dict)
+    lines: dict[str, LedgerSums] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Every line is there, also of a snapshot that an older version wrote."""
-        self.lines = {name: self.lines.get(name) or Line() for name in DISPOSITIONS}
+        self.lines = {name: self.lines.get(name) or LedgerSums() for name in DISPOSITIONS}
 
     def copy(self) -> Ledger:
         return Ledger({name: x.copy() for name, x in self.lines.items()})
@@ -129,7 +129,7 @@ class Ledger:
         out = cls()
         for name, line in totals.items():
             samples = line["samples"]
-            out.lines[name] = Line(
+            out.lines[name] = LedgerSums(
                 int(line["tokens"]),
                 int(samples),
                 line["mean_length"] * samples,
@@ -149,7 +149,7 @@ def binned(line: dict[str, float], prefix: str) -> dict[int, float]:
     return {int(k.removeprefix(prefix)): x for k, x in line.items() if k.startswith(prefix)}
 
 
-def tokens_of(totals: dict[str, dict[str, float]], names: Iterable[str] = DISPOSITIONS) -> int:
+def total_tokens(totals: dict[str, dict[str, float]], names: Iterable[str] = DISPOSITIONS) -> int:
     return sum(int(totals[n]["tokens"]) for n in names if n in totals)
 
 
@@ -161,7 +161,7 @@ Key = tuple[int, int, int]  # ticket, sample, attempt
 CODE_OF: dict[str, int] = {what: code for code, what in enumerate(CODES)}
 
 
-class Block:
+class RowBlock:
     """Up to ROWS rows of whole numbers, packed; those before `first` are gone."""
 
     __slots__ = (
@@ -191,17 +191,17 @@ class Block:
         self.tickets.append(ticket)
         self.packed += self.form.pack(*others)
 
-    def row(self, at: int) -> tuple[int, ...]:
+    def row_at(self, at: int) -> tuple[int, ...]:
         offset = at * self.form.size
         others = self.form.unpack_from(self.packed, offset)
         return self.tickets[at], *others
 
-    def put(self, at: int, row: tuple[int, ...]) -> None:
+    def replace_row(self, at: int, row: tuple[int, ...]) -> None:
         """In the place of one with the same first number."""
         offset = at * self.form.size
         self.form.pack_into(self.packed, offset, *row[1:])
 
-    def places(self, ticket: int) -> Iterator[int]:
+    def row_positions(self, ticket: int) -> Iterator[int]:
         at = self.first
         while True:
             try:
@@ -212,7 +212,7 @@ class Block:
             at += 1
 
 
-class Rows:
+class RowTable:
     """Rows in the order in which they came, found by their first number, a ticket.  form: of the
     others.
 
@@ -221,7 +221,7 @@ class Rows:
 
     def __init__(self, form: str) -> None:
         self.form = Struct(form)
-        self.blocks: deque[Block] = deque()
+        self.blocks: deque[RowBlock] = deque()
         self.size = 0
 
     def __len__(self) -> int:
@@ -230,11 +230,11 @@ class Rows:
     def __iter__(self) -> Iterator[tuple[int, ...]]:
         for block in self.blocks:
             for at in range(block.first, len(block)):
-                yield block.row(at)
+                yield block.row_at(at)
 
     def append(self, row: tuple[int, ...]) -> None:
         if not self.blocks or len(self.blocks[-1]) == ROWS:
-            block = Block(self.form, row[0])
+            block = RowBlock(self.form, row[0])
             self.blocks.append(block)
         self.blocks[-1].append(row)
         self.size += 1
@@ -247,15 +247,15 @@ class Rows:
         if block.first == len(block):
             self.blocks.popleft()
 
-    def find(self, ticket: int) -> Iterator[tuple[Block, int]]:
+    def find(self, ticket: int) -> Iterator[tuple[RowBlock, int]]:
         """Where its rows are, the newest first."""
         for block in reversed(self.blocks):
             if block.low <= ticket <= block.high:
-                for at in reversed(list(block.places(ticket))):
+                for at in reversed(list(block.row_positions(ticket))):
                     yield block, at
 
 
-class Run(NamedTuple):
+class SampleRun(NamedTuple):
     """Samples of a group in a row that one attempt wrote, and that ended alike."""
 
     ticket: int
@@ -264,12 +264,12 @@ class Run(NamedTuple):
     size: int
     code: int  # of what became of them
 
-    def each(self) -> Iterator[Key]:
+    def sample_keys(self) -> Iterator[Key]:
         for sample in range(self.first, self.first + self.size):
             yield self.ticket, sample, self.attempt
 
 
-class Gone:
+class SampleFates:
     """(ticket, sample, attempt) -> what became of it, of the last `limit` samples.
 
     >>> gone = Gone(3)
@@ -283,7 +283,7 @@ class Gone:
     def __init__(self, limit: int, items: Iterable[tuple[Key, Disposition]] = ()) -> None:
         self.limit = limit
         self.samples = 0
-        self.rows = Rows("=qiib")
+        self.rows = RowTable("=qiib")
         finals: dict[tuple[int, int], Disposition] = {}
         before = -1, -1, -1
         for key, what in items:
@@ -296,7 +296,7 @@ class Gone:
         self.add_all(before[0], finals)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Gone):
+        if not isinstance(other, SampleFates):
             return NotImplemented
         return list(self.items()) == list(other.items())
 
@@ -307,16 +307,16 @@ class Gone:
 
     def items(self) -> Iterator[tuple[Key, Disposition]]:
         for row in self.rows:
-            run = Run(*row)
-            for key in run.each():
+            run = SampleRun(*row)
+            for key in run.sample_keys():
                 yield key, CODES[run.code]
 
     def get(self, key: Key) -> Disposition | None:
         """The last that was added of this one."""
         for block, at in self.rows.find(key[0]):
-            row = block.row(at)
-            run = Run(*row)
-            if key in run.each():
+            row = block.row_at(at)
+            run = SampleRun(*row)
+            if key in run.sample_keys():
                 return CODES[run.code]
         return None
 
@@ -350,17 +350,17 @@ class Gone:
     def _forget(self, most: int) -> None:
         """The oldest samples, of one row."""
         block = self.rows.blocks[0]
-        run = Run(*block.row(block.first))
+        run = SampleRun(*block.row_at(block.first))
         if run.size > most:
             rest = run._replace(first=run.first + most, size=run.size - most)
-            block.put(block.first, rest)
+            block.replace_row(block.first, rest)
             self.samples -= most
         else:
             self.rows.drop()
             self.samples -= run.size
 
 
-class Stray(NamedTuple):
+class StrayAttempt(NamedTuple):
     """An attempt of a gone group: tokens that were reported of it, and delivered."""
 
     ticket: int
@@ -369,7 +369,7 @@ class Stray(NamedTuple):
     delivered: int
 
 
-class Strays:
+class StrayAttempts:
     """(ticket, attempt) -> Stray, of the last `limit` attempts.
 
     >>> strays = Strays(2)
@@ -382,12 +382,12 @@ class Strays:
         self, limit: int, items: Iterable[tuple[tuple[int, int], Iterable[int]]] = ()
     ) -> None:
         self.limit = limit
-        self.rows = Rows("=qqq")
+        self.rows = RowTable("=qqq")
         for key, counts in items:
-            self.add(Stray(*key, *counts))
+            self.add(StrayAttempt(*key, *counts))
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Strays):
+        if not isinstance(other, StrayAttempts):
             return NotImplemented
         return list(self.items()) == list(other.items())
 
@@ -398,26 +398,26 @@ class Strays:
 
     def items(self) -> Iterator[tuple[tuple[int, int], list[int]]]:
         for row in self.rows:
-            stray = Stray(*row)
+            stray = StrayAttempt(*row)
             key = stray.ticket, stray.attempt
             yield key, [stray.reported, stray.delivered]
 
-    def add(self, stray: Stray) -> None:
+    def add(self, stray: StrayAttempt) -> None:
         self.rows.append(stray)
         while len(self.rows) > self.limit:
             self.rows.drop()
 
-    def get(self, ticket: int, attempt: int) -> Stray | None:
+    def get(self, ticket: int, attempt: int) -> StrayAttempt | None:
         for block, at in self.rows.find(ticket):
-            row = block.row(at)
-            stray = Stray(*row)
+            row = block.row_at(at)
+            stray = StrayAttempt(*row)
             if stray.attempt == attempt:
                 return stray
         return None
 
-    def put(self, stray: Stray) -> None:
+    def update(self, stray: StrayAttempt) -> None:
         """What `get` gave, with other counts."""
         for block, at in self.rows.find(stray.ticket):
-            if Stray(*block.row(at)).attempt == stray.attempt:
-                block.put(at, stray)
+            if StrayAttempt(*block.row_at(at)).attempt == stray.attempt:
+                block.replace_row(at, stray)
                 return

@@ -7,11 +7,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from asyncrl.config.tree import Record
-from asyncrl.contract.admission import Limit
+from asyncrl.config.tree import RecordConfig
+from asyncrl.contract.admission import AdaptiveLimit
 from asyncrl.contract.messages import Batch, Trajectory
 from buffer.store import Store
-from buffer.trained import Trained, mean, quantile
+from buffer.training_log import TrainingLog, mean, quantile
 
 # sums that a generator tells since its start
 SUMS = (
@@ -29,7 +29,7 @@ SUMS = (
 )
 
 
-def of_batch(batch: Batch, counts: dict[int, int]) -> dict[str, float]:
+def batch_metrics(batch: Batch, counts: dict[int, int]) -> dict[str, float]:
     """Lag over the batch's trained tokens (`counts`: tokens by lag), and what its samples were made
     of.
     """
@@ -48,7 +48,7 @@ def of_batch(batch: Batch, counts: dict[int, int]) -> dict[str, float]:
     } | {name: sum(values) / len(values) for name, values in parts.items()}
 
 
-def of_limit(store: Store, before: Limit) -> dict[str, float]:
+def limit_metrics(store: Store, before: AdaptiveLimit) -> dict[str, float]:
     """A limit that sets itself, after a commit; where the commit moved it, why.  {}: it is
     constant."""
     now = store.limit
@@ -58,16 +58,16 @@ def of_limit(store: Store, before: Limit) -> dict[str, float]:
     return {"limit/now": now.now} | (moved if now.now != before.now else {})
 
 
-def shown(batch: Batch, record: Record) -> Iterator[dict[str, Any]]:
+def sample_rows(batch: Batch, record: RecordConfig) -> Iterator[dict[str, Any]]:
     """Rows of samples.jsonl: some samples of every `samples_every`-th batch, spread over it."""
     if not record.samples_every or batch.number % record.samples_every:
         return
     many = record.samples or len(batch.samples)
     apart = max(1, len(batch.samples) // many)
-    yield from rows(batch, range(len(batch.samples))[::apart][:many])
+    yield from batch_rows(batch, range(len(batch.samples))[::apart][:many])
 
 
-def rows(batch: Batch, which: Iterable[int] | None = None) -> list[dict[str, Any]]:
+def batch_rows(batch: Batch, which: Iterable[int] | None = None) -> list[dict[str, Any]]:
     """These samples of a batch, by default all, for people who look; a number by itself takes many
     times the memory that it came in.
     """
@@ -90,12 +90,12 @@ def rows(batch: Batch, which: Iterable[int] | None = None) -> list[dict[str, Any
             "tokens": memoryview(sample.tokens).cast("i").tolist(),
             "logprobs": memoryview(sample.behavior_logprobs).cast("f").tolist(),
         }
-        | (_of_session(sample) if sample.calls else {})
+        | (_session_fields(sample) if sample.calls else {})
         for sample, lag in ((batch.samples[at], batch.lags[at]) for at in which)
     ]
 
 
-def _of_session(sample: Trajectory) -> dict[str, Any]:
+def _session_fields(sample: Trajectory) -> dict[str, Any]:
     """What a session has more than an answer: its calls, whose tokens are its own (mask 1), and
     the rows after the first, shown like it.
     """
@@ -117,7 +117,7 @@ def _of_session(sample: Trajectory) -> dict[str, Any]:
     }
 
 
-def news(generators: Iterable[dict[str, Any]]) -> dict[str, float]:
+def new_totals(generators: Iterable[dict[str, Any]]) -> dict[str, float]:
     """Each of SUMS over the generators since they were counted last; notes in each that it is
     counted.
     """
@@ -131,7 +131,7 @@ def news(generators: Iterable[dict[str, Any]]) -> dict[str, float]:
     return {name.partition("/")[2]: value for name, value in totals.items()}
 
 
-def of_rewards(
+def reward_metrics(
     stats: Sequence[Mapping[str, float]], totals: Mapping[str, float], spent: float
 ) -> dict[str, float]:
     """Of the reward processes, where there are any: `totals` since the last step, in which the
@@ -154,7 +154,7 @@ def of_rewards(
     return now | means | {"time/reward_wait_share": min(1.0, totals["reward_idle_s"] / spent)}
 
 
-def of_prefixes(
+def prefix_metrics(
     stats: Sequence[Mapping[str, float]], totals: Mapping[str, float]
 ) -> dict[str, float]:
     """Of the engines that keep keys and values for later calls, if any do: `totals` since the last
@@ -166,7 +166,7 @@ def of_prefixes(
     return {f"prefix/{name}": totals[name] for name in names}
 
 
-def of_judges(machines: Iterable[tuple[str, Mapping[str, float]]]) -> dict[str, float]:
+def judge_metrics(machines: Iterable[tuple[str, Mapping[str, float]]]) -> dict[str, float]:
     """What a judge was asked in the whole run: (machine, numbers) of each generator.  Those of one
     machine tell of the same account, the newest of which counts.
 
@@ -186,7 +186,7 @@ def of_judges(machines: Iterable[tuple[str, Mapping[str, float]]]) -> dict[str, 
     return out
 
 
-def of_links(totals: Mapping[str, float], spent: float) -> dict[str, float]:
+def link_metrics(totals: Mapping[str, float], spent: float) -> dict[str, float]:
     """Of the ways to the generators, since the last step, in which they have `spent` so many
     seconds; of the weights, where they come over a socket.
     """
@@ -199,7 +199,7 @@ def of_links(totals: Mapping[str, float], spent: float) -> dict[str, float]:
     return out
 
 
-def summary(store: Store, trained: Trained, wall_s: float) -> dict[str, Any]:
+def summary(store: Store, trained: TrainingLog, wall_s: float) -> dict[str, Any]:
     """What the store and the rows of trained batches say of the whole run."""
     results = store.evaluations.results
     evaluated = sorted(number for split, number in results if split == "heldout")
@@ -221,7 +221,7 @@ def summary(store: Store, trained: Trained, wall_s: float) -> dict[str, Any]:
         "ood_start": value("ood", 0),
         "ood_end": value("ood", store.settings.steps),
         "lag": {"mean": mean(lags), "p95": quantile(lags, 0.95), "max": max(lags, default=0)},
-        "ledger": {"generated": store.generated()}
+        "ledger": {"generated": store.generated_tokens()}
         | {name: int(line["tokens"]) for name, line in ledger.items()},
         "ledger_lines": ledger,
         "trained_ids": trained.ids(),

@@ -27,14 +27,20 @@ from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract import admission
 from asyncrl.contract import messages as m
-from asyncrl.contract.errors import AsyncrlError, BadMessage, Damaged, TakenOver
+from asyncrl.contract.errors import AsyncrlError, BadMessage, BufferTakenOver, DamagedDataError
 from asyncrl.contract.printable import LONGEST_LINE, escape_line
 from asyncrl.contract.versions import Label
-from asyncrl.contract.waits import KEPT, HeldUp, Wait, WaitLog, held_up
+from asyncrl.contract.waits import (
+    KEPT,
+    BlockingSession,
+    ProcessWait,
+    WaitLog,
+    find_blocking_session,
+)
 from asyncrl.models import memory
-from asyncrl.records import atomic_write, jsonl, metrics, terms
+from asyncrl.records import atomic_write, buffer_leadership, jsonl, metrics
 from asyncrl.records.metrics import MetricsWriter, RunClock
-from asyncrl.records.rundir import Lock, buffer_address, run_id, take_back
+from asyncrl.records.rundir import RunLock, buffer_address, clear_end, run_id
 from asyncrl.tasks import Task, get_task
 from asyncrl.transport.sockets import BufferSocket
 from buffer import batches, checks, numbers
@@ -42,9 +48,9 @@ from buffer.durable_store import RecordedStore
 from buffer.evaluation import Evaluations
 from buffer.groups import settings
 from buffer.ledger import Key
-from buffer.sessions import Sessions
+from buffer.sessions import PeerSessions
 from buffer.store import ENOUGH, Store
-from buffer.trained import Trained
+from buffer.training_log import TrainingLog
 
 POLL_S = 0.25
 TICK_S = 0.25
@@ -85,7 +91,9 @@ def evaluations(config: Config, task: Task) -> Evaluations:
     )
 
 
-def open_store(config: Config, run_dir: Path, task: Task, term: terms.Term | None = None) -> Store:
+def open_store(
+    config: Config, run_dir: Path, task: Task, term: buffer_leadership.BufferTerm | None = None
+) -> Store:
     """A new store (`memory`), or the journal's, folded (`process`, `disk`)."""
 
     def prompt(index: int) -> m.Prompt:
@@ -104,7 +112,7 @@ def open_store(config: Config, run_dir: Path, task: Task, term: terms.Term | Non
     )
 
 
-def largest(config: Config) -> int:
+def max_message_bytes(config: Config) -> int:
     """Bytes of the largest message that a peer of this run has reason to send: some frames of
     answers, each as long as its context allows, with texts.
     """
@@ -112,13 +120,13 @@ def largest(config: Config) -> int:
     return min(m.MAX_FRAME_BYTES, MORE_BYTES + frame)
 
 
-def say(line: str) -> None:
+def log(line: str) -> None:
     """One line to the log; on a full disk there is none."""
     with contextlib.suppress(OSError):
         print(escape_line(line, LONGEST_LINE), file=sys.stderr, flush=True)
 
 
-class Service:
+class BufferService:
     """The loop over one ROUTER socket.
 
     moved: it takes the run over, at `wires.address`, which is not where the run's config says."""
@@ -131,11 +139,11 @@ class Service:
             buffer_address(config, run_dir),
             config.wires.curve_dir,
             run=self.run,
-            most=largest(config),
+            most=max_message_bytes(config),
         )
         self.socket.refused = self.refuse
         try:
-            self.term = terms.take(
+            self.term = buffer_leadership.take_leadership(
                 run_dir,
                 self.socket.address,
                 moved=moved,
@@ -148,25 +156,27 @@ class Service:
         # replies that wait for the journal, with the record they rest on
         self.outgoing: deque[tuple[int, bytes, m.FromBuffer]] = deque()
         self.metrics = MetricsWriter(run_dir)
-        self.samples = jsonl.Appender(run_dir / "samples.jsonl")
-        self.wants: dict[str, tuple[bytes, m.Want]] = {}
+        self.samples = jsonl.JsonlAppender(run_dir / "samples.jsonl")
+        self.wants: dict[str, tuple[bytes, m.TicketRequest]] = {}
         # the same of those that want no sample: they draw the calls of sessions, and are told of
         # every version and of the end
-        self.followers: dict[str, tuple[bytes, m.Want]] = {}
+        self.followers: dict[str, tuple[bytes, m.TicketRequest]] = {}
         self.fresh: dict[str, None] = {}  # of all these, who may not know of the newest version
         self.told: Label | None = None  # the version that those waiting were told of last
         self.reported: set[str] = set()  # who has told of its work since the last commit
-        self.early: dict[str, tuple[bytes, m.Want]] = {}  # of those who have not said hello
-        self.asks: deque[tuple[bytes, m.Ask]] = deque()
-        self.goodbyes: dict[bytes, m.Goodbye] = {}
+        self.early: dict[
+            str, tuple[bytes, m.TicketRequest]
+        ] = {}  # of those who have not said hello
+        self.asks: deque[tuple[bytes, m.BatchRequest]] = deque()
+        self.goodbyes: dict[bytes, m.LearnerGoodbye] = {}
         self.generators: dict[str, dict[str, Any]] = {}
-        self.sessions = Sessions(config.wires.lease_s)
+        self.sessions = PeerSessions(config.wires.lease_s)
         self.next_joined = JOINED  # the number of the next one that joins without a key
         self.toml = load.dump(config)  # for those who join
         self.vocabulary = 0  # of the model, as the learner says; 0: not heard in this life
         self.refused = Counter[str]()  # messages that were, by reason
         self.learner: dict[str, Any] = {}
-        self.learner_waits: tuple[batches.Lack, float] | None = None  # since when
+        self.learner_waits: tuple[batches.BatchWait, float] | None = None  # since when
         self.wait_log = WaitLog(min(10.0, config.watchdog.floor_s / 2))
         # seconds of the learner's last steps, without its waits
         self.step_s: deque[float] = deque(maxlen=KEPT)
@@ -174,7 +184,7 @@ class Service:
         self.leased: dict[int, m.Batch] = {}
         self.clock = RunClock(run_dir)
         self.last_commit = self.last_metrics = 0.0
-        self.trained = Trained(run_dir / "trained.jsonl")
+        self.trained = TrainingLog(run_dir / "trained.jsonl")
         self.error = ""
         self.stop = self.taken_over = False
         # taken: samples that counted as progress since the last commit
@@ -193,20 +203,20 @@ class Service:
     def loop(self) -> None:
         ticked = 0.0
         while not self.stop:
-            self.take_in()
+            self.receive_messages()
             self.answer()
             now = time.monotonic()
             if now - ticked > TICK_S:
                 ticked = now
                 self.store.expire(now)
                 self.forget(now)
-                self.say_waits()
+                self.log_waits()
             self.flush()
             all_told = not self.generators and not self.told_before
             if self.ended_at and not self.outgoing and (all_told or now - self.ended_at > LINGER_S):
                 return
 
-    def take_in(self) -> None:
+    def receive_messages(self) -> None:
         """What has come, up to PASS messages; nothing while the disk holds up OUTGOING replies.
         Raises TakenOver: whatever has come since another buffer speaks is not looked at.
         """
@@ -235,11 +245,11 @@ class Service:
     def flush(self) -> None:
         if not isinstance(self.store, RecordedStore):
             return
-        self.store.settle()
+        self.store.flush_journal()
         durable = self.store.journal.durable
         if not self.outgoing or self.outgoing[0][0] > durable:
             return
-        self.term.check()  # behind what is durable: see asyncrl/records/terms.py
+        self.term.check()  # behind what is durable: see asyncrl/records/buffer_leadership.py
         while self.outgoing and self.outgoing[0][0] <= durable:
             self.socket.send(*self.outgoing.popleft()[1:])
 
@@ -250,7 +260,7 @@ class Service:
             getattr(self, f"on_{kind}")(peer, message)
         except BadMessage as error:
             self.refuse(error.reason, f"refused a {kind}: {error}")
-            self.send(peer, m.Refused(str(error), error.exit_code))
+            self.send(peer, m.Refusal(str(error), error.exit_code))
 
     def refuse(self, reason: str, line: str) -> None:
         """Count it, by reason, for the metrics, `asyncrl doctor` and the report; the first ones
@@ -259,11 +269,11 @@ class Service:
         self.refused[reason] += 1
         self.latest[f"refused/{reason}"] = float(self.refused[reason])
         if self.refused.total() <= REFUSALS_SAID:
-            say(line)
+            log(line)
 
     # ---- generators ------------------------------------------------------------------------------
 
-    def heard(self, name: str, peer: bytes, session: int) -> dict[str, Any] | None:
+    def generator_state(self, name: str, peer: bytes, session: int) -> dict[str, Any] | None:
         """What is known of the generator, when this session holds its name.  Another one waits, or
         is told that it must end.
         """
@@ -271,7 +281,7 @@ class Service:
         known = self.sessions.token(name)
         if known is None:
             checks.producer(name)
-        said = self.sessions.speak(
+        said = self.sessions.on_message(
             name, session, now, gone=known not in (None, session) and self.process_gone(name)
         )
         if said == "new":
@@ -283,8 +293,9 @@ class Service:
         elif said == "refused":
             self.send(
                 peer,
-                m.Refused(
-                    f"another generator named {name} is running{self.where(name)}: give this one "
+                m.Refusal(
+                    f"another generator named {name} is running{self.peer_address(name)}: "
+                    "give this one "
                     "another --index, or end that one first",
                     2,
                 ),
@@ -292,8 +303,9 @@ class Service:
         elif said == "over":
             self.send(
                 peer,
-                m.Refused(
-                    f"another process has taken the name {name} over{self.where(name)}, as this "
+                m.Refusal(
+                    f"another process has taken the name {name} over{self.peer_address(name)}, "
+                    "as this "
                     "one was silent: end one of them",
                     2,
                 ),
@@ -301,7 +313,7 @@ class Service:
         elif said == "full":
             self.send(
                 peer,
-                m.Refused(
+                m.Refusal(
                     f"{len(self.sessions.names)} names of generators are known, and {name} is one "
                     "too many",
                     2,
@@ -315,7 +327,7 @@ class Service:
         entry |= {"at": now, "peer": peer}
         return entry
 
-    def where(self, name: str) -> str:
+    def peer_address(self, name: str) -> str:
         entry = self.generators.get(name, {})
         return f" (process {entry['pid']} on {entry['host']})" if entry.get("pid") else ""
 
@@ -340,11 +352,11 @@ class Service:
             self.generators.pop(name, None)
             self.forget_wants(name)
 
-    def stranger(self, peer: bytes, protocol: int, run: str) -> bool:
+    def refuse_foreign_peer(self, peer: bytes, protocol: int, run: str) -> bool:
         if protocol != m.PROTOCOL:
             self.send(
                 peer,
-                m.Refused(
+                m.Refusal(
                     f"the buffer speaks protocol {m.PROTOCOL}, this process {protocol}: install "
                     "the same version on all hosts"
                 ),
@@ -352,7 +364,7 @@ class Service:
         elif run != self.run:
             self.send(
                 peer,
-                m.Refused(
+                m.Refusal(
                     f"the buffer belongs to run {self.run}, this process to run {run}: give it the "
                     "same run directory",
                     2,
@@ -363,20 +375,20 @@ class Service:
         return True
 
     def on_GeneratorHello(self, peer: bytes, hello: m.GeneratorHello) -> None:
-        if self.stranger(peer, hello.protocol, hello.run):
+        if self.refuse_foreign_peer(peer, hello.protocol, hello.run):
             return
-        if (entry := self.heard(hello.producer, peer, hello.session)) is not None:
+        if (entry := self.generator_state(hello.producer, peer, hello.session)) is not None:
             entry |= {"pid": hello.pid, "host": hello.host, "greeted": True}
             if (early := self.early.pop(hello.producer, None)) is not None:
                 self.wait_for_tickets(*early)
 
-    def on_Join(self, peer: bytes, message: m.Join) -> None:
+    def on_JoinRequest(self, peer: bytes, message: m.JoinRequest) -> None:
         """What a generator on another machine begins with.  Nothing changes by it: it speaks as a
         generator once it says hello.
         """
-        if self.config.agent.on:
+        if self.config.agent.uses_sessions:
             why = "agent: the samples are sessions, drawn on the gateway's machine alone"
-            self.send(peer, m.Refused(f"{why}: nobody can join", 2))
+            self.send(peer, m.Refusal(f"{why}: nobody can join", 2))
             return
         if message.producer:
             checks.producer(message.producer)
@@ -388,21 +400,21 @@ class Service:
             self.next_joined = number + 1
             name = f"generator-{number}"
         weights = "" if said is None else said.source.address
-        self.send(peer, m.Joined(self.run, name, self.toml, weights))
+        self.send(peer, m.JoinReply(self.run, name, self.toml, weights))
 
-    def on_Want(self, peer: bytes, want: m.Want) -> None:
+    def on_TicketRequest(self, peer: bytes, want: m.TicketRequest) -> None:
         """Tickets go to those who have said hello to this life of the buffer."""
         checks.want(want)
-        entry = self.heard(want.producer, peer, want.session)
+        entry = self.generator_state(want.producer, peer, want.session)
         if entry is None:
             return
         if "greeted" in entry:
             self.wait_for_tickets(peer, want)
         else:
             self.early[want.producer] = (peer, want)
-            self.send(peer, m.Unknown(want.producer, want.session))
+            self.send(peer, m.UnknownSession(want.producer, want.session))
 
-    def wait_for_tickets(self, peer: bytes, want: m.Want) -> None:
+    def wait_for_tickets(self, peer: bytes, want: m.TicketRequest) -> None:
         waiting = self.wants if want.samples else self.followers
         waiting[want.producer] = (peer, want)
         self.fresh[want.producer] = None
@@ -412,25 +424,28 @@ class Service:
         self.followers.pop(name, None)
         self.early.pop(name, None)
 
-    def on_Deliver(self, peer: bytes, message: m.Deliver) -> None:
+    def on_Delivery(self, peer: bytes, message: m.Delivery) -> None:
         """Finished samples are taken whoever brings them: also from a session that is over."""
-        checks.drawn(message.drawn)
-        samples, refused = checks.delivered(self.store, message.samples, self.vocabulary)
-        entry = self.heard(message.producer, peer, message.session)
+        checks.check_token_count(message.drawn)
+        samples, refused = checks.check_delivery(self.store, message.samples, self.vocabulary)
+        entry = self.generator_state(message.producer, peer, message.session)
         if refused or (entry is not None and entry.get("refused")):
             self.count_refused(message.producer, samples, refused, entry)
-        if entry is not None or self.sessions.over(message.producer, message.session):
-            self.store.told(message.producer, message.session, message.drawn)
-        became = self.store.take_all(samples, b"" if refused else self.socket.payload)
+        if entry is not None or self.sessions.is_over(message.producer, message.session):
+            self.store.report_tokens(message.producer, message.session, message.drawn)
+        became = self.store.accept_samples(samples, b"" if refused else self.socket.payload)
         acks = [
             (sample.ticket, sample.sample, sample.attempt, what)
             for sample, what in zip(samples, became, strict=True)
         ]
         self.progress += sum(
             sample.ticket >= m.EVAL_BASE for sample in samples
-        ) + self.news_for_a_batch(acks)
+        ) + self.progress_samples(acks)
         self.send(
-            peer, m.Acks(message.session, acks, self.config.wires.credit_bytes, self.announcement())
+            peer,
+            m.DeliveryAcks(
+                message.session, acks, self.config.wires.credit_bytes, self.announcement()
+            ),
         )
 
     def count_refused(
@@ -445,7 +460,7 @@ class Service:
 
         entry: what is known of the sender; None: it is over, and is told so anyway."""
         keys = [(each.ticket, each.sample, each.attempt) for each in samples]
-        new = [key for key in keys if not self.store.knows(key)]
+        new = [key for key in keys if not self.store.is_delivered(key)]
         bad = [refused[key] for key in new if key in refused]
         total = 0 if entry is None else max(0, entry.get("refused", 0) + 2 * len(bad) - len(new))
         if bad and total > MOST_REFUSED:
@@ -459,7 +474,7 @@ class Service:
         for error in bad:
             self.refuse(error.reason, f"failed a sample of {producer}: {error}")
 
-    def news_for_a_batch(self, acks: list[tuple[int, int, int, m.Disposition]]) -> int:
+    def progress_samples(self, acks: list[tuple[int, int, int, m.Disposition]]) -> int:
         """Samples taken, as progress of a step that takes long: a batch of them, no more, as a
         learner that hangs would be hidden otherwise.
         """
@@ -470,13 +485,13 @@ class Service:
         self.taken += fresh
         return fresh
 
-    def on_Renew(self, peer: bytes, message: m.Renew) -> None:
+    def on_LeaseRenewal(self, peer: bytes, message: m.LeaseRenewal) -> None:
         checks.renew(message)
         checks.progress(self.store, message.progress)
-        entry = self.heard(message.producer, peer, message.session)
-        if entry is None and not self.sessions.over(message.producer, message.session):
+        entry = self.generator_state(message.producer, peer, message.session)
+        if entry is None and not self.sessions.is_over(message.producer, message.session):
             return
-        self.store.told(message.producer, message.session, message.drawn)
+        self.store.report_tokens(message.producer, message.session, message.drawn)
         now = time.monotonic()
         gap = 0.0
         if entry is not None:  # what was long is forgotten by and by
@@ -486,32 +501,32 @@ class Service:
             message.producer, message.session, message.progress, now, message.judging, gap=gap
         )
         if entry is not None:
-            self.free_unheld(message)
+            self.free_unheld_leases(message)
             entry["stats"], entry["waiting"] = message.stats, message.waiting
             entry["sessions"] = message.sessions
             self.reported.add(message.producer)
             said = self.announcement()
-            self.send(peer, m.Heard(self.store.epoch, said, attempts=self.store.attempts))
+            self.send(peer, m.HeartbeatReply(self.store.epoch, said, attempts=self.store.attempts))
 
-    def free_unheld(self, message: m.Renew) -> None:
+    def free_unheld_leases(self, message: m.LeaseRenewal) -> None:
         """Tickets whose reply died with a connection, or with the buffer's life before, are due
         again: the generator says up to which attempt it takes none, and names those that it has.
         """
         each = (message.progress, message.judging, message.written)
         named = {row[1] for rows in each for row in rows}
-        unheld = self.store.unheld(message.producer, message.session, message.taken, named)
+        unheld = self.store.unheld_attempts(message.producer, message.session, message.taken, named)
         if unheld:
-            self.store.free(unheld)
+            self.store.free_leases(unheld)
 
-    def on_Leaving(self, peer: bytes, message: m.Leaving) -> None:
+    def on_GeneratorGoodbye(self, peer: bytes, message: m.GeneratorGoodbye) -> None:
         """A generator ends: what it holds is due again now, and nobody waits for it."""
-        if not self.sessions.leave(message.producer, message.session):
+        if not self.sessions.end_session(message.producer, message.session):
             return  # another session holds its name, and the leases with it
         self.store.end_sessions(message.producer, NOBODY)
         self.forget_wants(message.producer)
         self.generators.pop(message.producer, None)
 
-    def announcement(self) -> m.Announcement | None:
+    def announcement(self) -> m.PolicyAnnouncement | None:
         """What the store announces, once the learner of that epoch has been heard in this life of
         the buffer: a journal also names dead ones.
         """
@@ -520,33 +535,33 @@ class Service:
     # ---- the learner -----------------------------------------------------------------------------
 
     def on_LearnerHello(self, peer: bytes, hello: m.LearnerHello) -> None:
-        if self.stranger(peer, hello.protocol, hello.run):
+        if self.refuse_foreign_peer(peer, hello.protocol, hello.run):
             return
         checks.hello(hello)
         new = hello.epoch != self.store.epoch
-        unheard = self.unheard(hello.label.number) if new else []
-        aside = self.keep_suspect(hello) if new else ""
+        unheard = self.unreported_batches(hello.label.number) if new else []
+        aside = self.store_suspect_batch(hello) if new else ""
         before = self.store.aside
         if not self.store.hello(hello):
             behind = self.store.is_behind(hello)
             self.send(
                 peer,
-                m.Refused(self.damage(hello.label.number), Damaged.exit_code)
+                m.Refusal(self.damage(hello.label.number), DamagedDataError.exit_code)
                 if behind
-                else m.FencedOff(hello.epoch, self.store.epoch),
+                else m.FencedReply(hello.epoch, self.store.epoch),
             )
             return
         if self.ended_at and not self.store.finished:
             self.ended_at, self.told_before = 0.0, False
         self.vocabulary = hello.vocabulary
         if self.store.aside > before:
-            say(aside)
+            log(aside)
             self.latest["buffer/set_aside"] = float(self.store.aside)
         if new:
             self.leased = {}
-            self.trained.begin(hello.label.number)
+            self.trained.begin_at(hello.label.number)
             for batch in unheard:
-                if not self.trained.knows(batch.number):
+                if not self.trained.has_batch(batch.number):
                     self.trained.add(batch, self.mask_limit)
             self.asks.clear()
             self.goodbyes.clear()
@@ -574,12 +589,12 @@ class Service:
             f"are damaged, and the buffer holds nothing before version {self.store.base}: {todo}"
         )
 
-    def keep_suspect(self, hello: m.LearnerHello) -> str:
+    def store_suspect_batch(self, hello: m.LearnerHello) -> str:
         """The batch that this hello sets aside, written for a look before it leaves the store; what
         to say then.  "": none.
         """
         store = self.store
-        tickets, count = store.suspected(hello)
+        tickets, count = store.suspect_batch(hello)
         if count < ENOUGH or store.policy is None or not all(t in store.alive for t in tickets):
             return ""
         number = store.committed
@@ -588,10 +603,10 @@ class Service:
         path = self.run_dir / "set_aside" / f"batch_{number}_epoch_{store.epoch}.jsonl"
         try:
             path.parent.mkdir(exist_ok=True)
-            lines = (json.dumps(row) + "\n" for row in numbers.rows(batch))
+            lines = (json.dumps(row) + "\n" for row in numbers.batch_rows(batch))
             atomic_write.write(path, "".join(lines))
         except OSError as error:
-            raise jsonl.full(path, error) from error
+            raise jsonl.disk_full_error(path, error) from error
         tokens = sum(sample.length for sample in batch.samples)
         return (
             f"batch {number} is set aside: the learner's last lives ended on it; its "
@@ -599,7 +614,7 @@ class Service:
             f"in {path}, the run goes on without them"
         )
 
-    def unheard(self, number: int) -> list[m.Batch]:
+    def unreported_batches(self, number: int) -> list[m.Batch]:
         """Batches before `number` whose rows are missing and whose samples are here: their commits
         were lost, or their rows torn.
         """
@@ -614,7 +629,7 @@ class Service:
             ]
             if (
                 trained < number
-                and not self.trained.knows(trained)
+                and not self.trained.has_batch(trained)
                 and len(groups) == len(comp)
                 and store.policy is not None
             ):
@@ -626,18 +641,18 @@ class Service:
         """Tokens past this lag are left out of the loss."""
         return self.store.max_lag if self.config.staleness.on_exceed == "mask" else float("inf")
 
-    def fenced(self, peer: bytes, epoch: int) -> bool:
+    def is_fenced(self, peer: bytes, epoch: int) -> bool:
         """Is this not of the learner that is followed?  Before any hello there is none."""
         if self.store.policy is None:
             return True
         if epoch < self.store.epoch:
-            self.send(peer, m.FencedOff(epoch, self.store.epoch))
+            self.send(peer, m.FencedReply(epoch, self.store.epoch))
         elif epoch == self.store.epoch:
             self.learner["at"] = time.monotonic()
         return epoch != self.store.epoch
 
-    def on_Ask(self, peer: bytes, ask: m.Ask) -> None:
-        if not self.fenced(peer, ask.epoch):
+    def on_BatchRequest(self, peer: bytes, ask: m.BatchRequest) -> None:
+        if not self.is_fenced(peer, ask.epoch):
             checks.ask(self.store, ask.number)
             if all(a.number != ask.number for _, a in self.asks):
                 self.asks.append((peer, ask))
@@ -649,10 +664,10 @@ class Service:
                 )
 
     def on_Commit(self, peer: bytes, commit: m.Commit) -> None:
-        if self.fenced(peer, commit.epoch):
+        if self.is_fenced(peer, commit.epoch):
             return
         checks.commit(self.store, commit.number, commit.label, commit.unused)
-        if unknown := [n for n in commit.metrics if not metrics.known(n)]:
+        if unknown := [n for n in commit.metrics if not metrics.is_known_metric(n)]:
             raise BadMessage(
                 "metrics not in the table of asyncrl/records/metrics.py: "
                 f"{', '.join(unknown)[:200]}"
@@ -664,28 +679,28 @@ class Service:
             ]
             self.leased[commit.number] = self.store.batch(groups, commit.epoch, commit.number)
         before = self.store.limit
-        seen = admission.seen(commit.metrics, self.store.settings.ess_floor)
+        seen = admission.limit_evidence(commit.metrics, self.store.settings.ess_floor)
         done = self.store.commit(commit.number, commit.label, commit.digest, commit.unused, seen)
         if done is None:
             return
         if done:
-            self.committed(commit, numbers.of_limit(self.store, before))
-        self.send(peer, m.Committed(commit.epoch, commit.number, self.store.keep()))
+            self.record_commit(commit, numbers.limit_metrics(self.store, before))
+        self.send(peer, m.CommitReply(commit.epoch, commit.number, self.store.pinned_versions()))
 
-    def on_Checkpointed(self, peer: bytes, message: m.Checkpointed) -> None:
-        if not self.fenced(peer, message.epoch):
+    def on_CheckpointNotice(self, peer: bytes, message: m.CheckpointNotice) -> None:
+        if not self.is_fenced(peer, message.epoch):
             self.store.checkpointed(message.oldest)
-            self.trained.settle(self.store.base)
+            self.trained.fold_below(self.store.base)
 
-    def on_Goodbye(self, peer: bytes, message: m.Goodbye) -> None:
-        if not self.fenced(peer, message.epoch):
+    def on_LearnerGoodbye(self, peer: bytes, message: m.LearnerGoodbye) -> None:
+        if not self.is_fenced(peer, message.epoch):
             checks.goodbye(self.store, message.number)
             self.goodbyes = {peer: message}  # of one learner, however often it connects
 
-    def on_Progress(self, peer: bytes, message: m.Progress) -> None:
-        if self.fenced(peer, message.epoch):
+    def on_LearnerProgress(self, peer: bytes, message: m.LearnerProgress) -> None:
+        if self.is_fenced(peer, message.epoch):
             return
-        self.send(peer, m.Heard(message.epoch))
+        self.send(peer, m.HeartbeatReply(message.epoch))
         self.learner |= {
             "at": time.monotonic(),
             "waiting": message.waiting,
@@ -693,7 +708,7 @@ class Service:
             "pid": message.pid,
         }
 
-    def on_Watch(self, peer: bytes, message: m.Watch) -> None:
+    def on_StatusRequest(self, peer: bytes, message: m.StatusRequest) -> None:
         self.send(peer, self.status())
 
     # ---- answers that wait for the state ---------------------------------------------------------
@@ -708,7 +723,7 @@ class Service:
             if groups:
                 batch = self.store.batch(groups, ask.epoch, ask.number)
                 self.leased[ask.number] = batch
-                self.trained.lend(batch, self.mask_limit)
+                self.trained.record_lease(batch, self.mask_limit)
                 # after a restart the first batch may need no ticket
                 self.clock.start(time.monotonic())
                 self.send(peer, batch)
@@ -721,7 +736,7 @@ class Service:
         if not self.store.evaluations.pending:
             for peer, goodbye in self.goodbyes.items():
                 self.write_evaluations()
-                self.send(peer, m.Finished(goodbye.epoch))
+                self.send(peer, m.RunFinished(goodbye.epoch))
                 if not self.ended_at:
                     self.ended_at = time.monotonic()
                     self.store.finish()
@@ -750,14 +765,14 @@ class Service:
                 self.send_tickets(peer, want, [])
                 self.generators.pop(name, None)
             self.followers.clear()
-        self.tell_news()
+        self.announce_version()
 
-    def send_tickets(self, peer: bytes, want: m.Want, tickets: list[m.Ticket]) -> None:
+    def send_tickets(self, peer: bytes, want: m.TicketRequest, tickets: list[m.Ticket]) -> None:
         said = self.announcement()
         over = self.store.finished
-        self.send(peer, m.Tickets(want.session, want.sequence, tickets, said, over))
+        self.send(peer, m.TicketGrant(want.session, want.sequence, tickets, said, over))
 
-    def tell_news(self) -> None:
+    def announce_version(self) -> None:
         """Those that wait hear of a new version, to load it meanwhile: who has just asked, who is
         next in line, and who draws for sessions.  The others hear of it with their next renewal.
         """
@@ -781,7 +796,7 @@ class Service:
 
     # ---- numbers ---------------------------------------------------------------------------------
 
-    def committed(self, commit: m.Commit, limit: dict[str, float]) -> None:
+    def record_commit(self, commit: m.Commit, limit: dict[str, float]) -> None:
         """A batch is trained: its metrics, its lags, the limit from now on, some of its samples."""
         now = time.monotonic()
         self.progress += 1
@@ -800,9 +815,9 @@ class Service:
         )
         histogram: dict[str, list[float]] = {}
         if batch is not None:
-            values |= numbers.of_batch(batch, self.trained.add(batch, self.mask_limit))
+            values |= numbers.batch_metrics(batch, self.trained.add(batch, self.mask_limit))
             histogram["lag/samples"] = [float(x) for x in batch.lags]
-            for row in numbers.shown(batch, self.config.record):
+            for row in numbers.sample_rows(batch, self.config.record):
                 self.samples.write(row)
         values |= (
             self.generator_numbers(now)
@@ -817,17 +832,17 @@ class Service:
             }
         )
         self.latest |= values
-        self.metrics.write(commit.number, values, self.clock.at(now), histogram)
+        self.metrics.write(commit.number, values, self.clock.seconds_at(now), histogram)
 
     def judge_numbers(self) -> dict[str, float]:
         """What a judge was asked so far; names of ours alone, whoever tells them."""
         each = [(entry["host"], entry["stats"]) for entry in self.generators.values()]
-        return {k: v for k, v in numbers.of_judges(each).items() if k in metrics.METRICS}
+        return {k: v for k, v in numbers.judge_metrics(each).items() if k in metrics.METRICS}
 
     def generator_numbers(self, now: float) -> dict[str, float]:
         """Sums over the generators since the last step."""
         reported = [self.generators[name] for name in self.reported if name in self.generators]
-        totals = numbers.news(reported)
+        totals = numbers.new_totals(reported)
         self.reported.clear()
         spent = totals["busy_s"] + totals["idle_s"]
         if not spent:
@@ -843,9 +858,9 @@ class Service:
                 "time/generator_idle_share": totals["idle_s"] / spent,
                 "time/swap": totals["swap_s"],
             }
-            | numbers.of_rewards(stats, totals, spent)
-            | numbers.of_prefixes(stats, totals)
-            | numbers.of_links(totals, spent)
+            | numbers.reward_metrics(stats, totals, spent)
+            | numbers.prefix_metrics(stats, totals)
+            | numbers.link_metrics(totals, spent)
         )
 
     def write_evaluations(self) -> None:
@@ -853,28 +868,30 @@ class Service:
         self.store.evaluations.fresh = []
         for number, values in fresh:
             self.latest |= values
-            self.metrics.write(number, values, self.clock.at(time.monotonic()))
+            self.metrics.write(number, values, self.clock.seconds_at(time.monotonic()))
 
-    def waits(self) -> list[Wait]:
+    def waits(self) -> list[ProcessWait]:
         """All there are: the learner's for its batch, and what the generators say."""
         waits = []
         if self.learner_waits is not None:
             lack, since = self.learner_waits
-            waits.append(Wait("learner", lack.what, lack.on, time.monotonic() - since))
+            waits.append(ProcessWait("learner", lack.what, lack.on, time.monotonic() - since))
         return waits + [
             entry["waiting"] for entry in self.generators.values() if entry["waiting"] is not None
         ]
 
-    def say_waits(self) -> None:
+    def log_waits(self) -> None:
         """Waits that have grown long, for the log; the learner's with the session it is for."""
         lines = self.wait_log.lines(self.waits())
         for line in lines:
-            say(line)
-        held = self.held_up() if any(line.startswith("learner ") for line in lines) else None
+            log(line)
+        held = (
+            self.blocking_session() if any(line.startswith("learner ") for line in lines) else None
+        )
         if held is not None:
-            say(held.said())
+            log(held.describe())
 
-    def held_up(self) -> HeldUp | None:
+    def blocking_session(self) -> BlockingSession | None:
         """The session that the learner waits for; None while it has work, or waits for something
         else.  A gateway that is silent vouches for none.
         """
@@ -886,7 +903,7 @@ class Service:
             for name, entry in self.generators.items()
             if entry.get("sessions") and now - entry["at"] < SESSIONS_S
         }
-        return held_up(
+        return find_blocking_session(
             {name: entry["sessions"] for name, entry in heard.items()},
             self.learner_waits[0].ticket,
             usual_s=max((x["stats"].get(m.SESSION_P95, 0.0) for x in heard.values()), default=0.0),
@@ -894,12 +911,12 @@ class Service:
             max_lag=self.store.max_lag,
         )
 
-    def status(self) -> m.Status:
+    def status(self) -> m.RunStatus:
         now = time.monotonic()
         peers = {name: now - entry["at"] for name, entry in self.generators.items()}
         if self.learner:
             peers["learner"] = now - self.learner["at"]
-        return m.Status(
+        return m.RunStatus(
             run=self.run,
             committed=self.store.committed,
             steps=self.store.settings.steps,
@@ -911,12 +928,14 @@ class Service:
             finished=bool(self.ended_at),
             error=self.error,
             progress=self.progress,
-            held_up=self.held_up(),
+            held_up=self.blocking_session(),
         )
 
     def summary(self) -> dict[str, Any]:
         """What only the buffer knows of the run."""
-        return numbers.summary(self.store, self.trained, self.clock.at(self.last_commit)) | {
+        return numbers.summary(
+            self.store, self.trained, self.clock.seconds_at(self.last_commit)
+        ) | {
             "mismatch_k3_max": self.mismatch,
             "refused": dict(self.refused),
             "finished": bool(self.ended_at),
@@ -931,7 +950,7 @@ class Service:
         try:
             atomic_write.write(path, json.dumps(self.summary()))
         except OSError as error:
-            raise jsonl.full(path, error) from error
+            raise jsonl.disk_full_error(path, error) from error
 
     def close(self) -> str:
         """End everything; returns what could not be written, "" when all is well.  One that was
@@ -945,7 +964,7 @@ class Service:
             self.metrics.close,
             self.samples.close,
             self.trained.close,
-            *(journal.leave if self.taken_over else journal.close for journal in kept),
+            *(journal.abandon if self.taken_over else journal.close for journal in kept),
             self.term.end,
         ):
             try:
@@ -961,10 +980,10 @@ def main(config: Config, run_dir: Path, *, moved: bool = False) -> bool:
     over from a buffer elsewhere.  Raises AsyncrlError when the run must stop, TakenOver when
     another buffer speaks for it.
     """
-    lock = Lock(run_dir, "buffer")
+    lock = RunLock(run_dir, "buffer")
     memory.keep_freed()
-    service = Service(config, run_dir, moved=moved)
-    take_back(run_dir)
+    service = BufferService(config, run_dir, moved=moved)
+    clear_end(run_dir)
     # thousands of stored samples and no cycles among them: looking for some took a sixth of its
     # time, and at 100,000 still a tenth, as what is kept up to a checkpoint is as many objects
     gc.set_threshold(1_000_000, 50, 50)
@@ -978,7 +997,7 @@ def main(config: Config, run_dir: Path, *, moved: bool = False) -> bool:
     try:
         service.loop()
         return bool(service.ended_at)
-    except TakenOver:
+    except BufferTakenOver:
         service.taken_over = True  # and not a word to the peers, who are the other's
         raise
     except AsyncrlError as error:
@@ -987,7 +1006,7 @@ def main(config: Config, run_dir: Path, *, moved: bool = False) -> bool:
             *service.generators.values(),
             *([service.learner] if "peer" in service.learner else []),
         ]:
-            service.socket.send(entry["peer"], m.Refused(str(error), error.exit_code))
+            service.socket.send(entry["peer"], m.Refusal(str(error), error.exit_code))
         raise
     finally:
         wrong = service.close()

@@ -31,20 +31,20 @@ FORGET = 30  # silences after which a name is forgotten
 
 
 @dataclass
-class Claim:
+class NameClaim:
     heard: float  # when it began, then when the holder was heard of last, MARGIN_S later at least
     proofs: int = 0
 
 
 @dataclass
-class Holder:
+class NameHolder:
     token: int | None  # None: it has left
     heard: float
     ended: deque[int] = field(default_factory=lambda: deque(maxlen=ENDED))
-    claims: dict[int, Claim] = field(default_factory=dict)
+    claims: dict[int, NameClaim] = field(default_factory=dict)
 
 
-class Sessions:
+class PeerSessions:
     """name -> the session that holds it.
 
     >>> s = Sessions(silent_s=20.0)
@@ -61,9 +61,9 @@ class Sessions:
 
     def __init__(self, silent_s: float) -> None:
         self.silent_s = silent_s
-        self.names: dict[str, Holder] = {}
+        self.names: dict[str, NameHolder] = {}
 
-    def speak(self, name: str, token: int, now: float, *, gone: bool = False) -> str:
+    def on_message(self, name: str, token: int, now: float, *, gone: bool = False) -> str:
         """A session of `name` is heard: "new" (it holds the name from now on), "holds", "waits",
         "refused", "over" or "full".
 
@@ -73,7 +73,7 @@ class Sessions:
         if holder is None:
             if len(self.names) >= NAMES:
                 return "full"
-            self.names[name] = Holder(token, now)
+            self.names[name] = NameHolder(token, now)
             return "new"
         if token == holder.token:
             self._proof(holder, now)
@@ -81,36 +81,36 @@ class Sessions:
         if token in holder.ended:
             return "over"
         if holder.token is None or gone or now - holder.heard > self.silent_s:
-            self._over(holder)
-            self.names[name] = Holder(token, now, holder.ended)
+            self._end_holder(holder)
+            self.names[name] = NameHolder(token, now, holder.ended)
             return "new"
         if token not in holder.claims and len(holder.claims) >= CLAIMS:
             del holder.claims[next(iter(holder.claims))]
-        claim = holder.claims.setdefault(token, Claim(now))
+        claim = holder.claims.setdefault(token, NameClaim(now))
         return "refused" if claim.proofs >= PROOFS else "waits"
 
-    def over(self, name: str, token: int) -> bool:
+    def is_over(self, name: str, token: int) -> bool:
         """Has this session held the name, and does not any more?"""
         return name in self.names and token in self.names[name].ended
 
-    def leave(self, name: str, token: int) -> bool:
+    def end_session(self, name: str, token: int) -> bool:
         """The holder says that it ends; False: it is another that holds the name."""
         holder = self.names.get(name)
         if holder is None:
             return True
         if holder.token != token:
             return False
-        self._over(holder)
+        self._end_holder(holder)
         return True
 
     @staticmethod
-    def _over(holder: Holder) -> None:
+    def _end_holder(holder: NameHolder) -> None:
         if holder.token is not None:
             holder.ended.append(holder.token)
         holder.token = None
 
     @staticmethod
-    def _proof(holder: Holder, now: float) -> None:
+    def _proof(holder: NameHolder, now: float) -> None:
         holder.heard = now
         for claim in holder.claims.values():
             if now - claim.heard >= MARGIN_S:

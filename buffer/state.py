@@ -6,27 +6,27 @@ from __future__ import annotations
 
 import msgspec
 
-from asyncrl.contract.admission import Limit
+from asyncrl.contract.admission import AdaptiveLimit
 from asyncrl.contract.messages import Disposition, WeightsSource
-from asyncrl.contract.versions import Label, TreeState
+from asyncrl.contract.versions import Label, PolicyTreeState
 from buffer.evaluation import EvaluationsState
-from buffer.groups import Group, Settings
+from buffer.groups import Group, StoreSettings
 from buffer.ledger import Ledger
 
 FORMAT = 2
 
 
-class Head(msgspec.Struct, tag="snapshot"):
+class SnapshotHead(msgspec.Struct, tag="snapshot"):
     """What a snapshot of any format begins with."""
 
     format: int
 
 
-class Snapshot(msgspec.Struct, tag="snapshot", kw_only=True):
+class StoreSnapshot(msgspec.Struct, tag="snapshot", kw_only=True):
     """See `Store.__init__` for what the fields are."""
 
     format: int = FORMAT
-    settings: Settings
+    settings: StoreSettings
     epoch: int
     active: int
     cursor: int
@@ -53,10 +53,10 @@ class Snapshot(msgspec.Struct, tag="snapshot", kw_only=True):
     skip: list[int]
     failures: dict[str, int]
     drawn: list[tuple[tuple[str, int], int]]
-    tree: TreeState
+    tree: PolicyTreeState
     evaluations: EvaluationsState
     # which older snapshots lack
     suspect: tuple[list[int], float] = ([], 0.0)
     patience: dict[str, float] = {}
     aside: int = 0
-    limit: Limit = Limit()
+    limit: AdaptiveLimit = AdaptiveLimit()

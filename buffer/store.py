@@ -21,13 +21,13 @@ from asyncrl.contract import admission
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import (
     EVAL_BASE,
-    Announcement,
     Batch,
     Disposition,
-    Failure,
     LearnerHello,
     LedgerLine,
+    PolicyAnnouncement,
     Prompt,
+    RewardFailure,
     Ticket,
     Trajectory,
     WeightsSource,
@@ -36,9 +36,9 @@ from asyncrl.contract.printable import escape_line
 from asyncrl.contract.versions import Label, PolicyTree
 from buffer import batches, checks
 from buffer.evaluation import Evaluations
-from buffer.groups import MAX_DROPS, Grant, Group, Lease, Leases, Settings, Stored
-from buffer.ledger import Gone, Key, Ledger, Stray, Strays, tokens_of
-from buffer.state import Snapshot
+from buffer.groups import MAX_DROPS, Grant, Group, Lease, LeaseTable, StoredSample, StoreSettings
+from buffer.ledger import Key, Ledger, SampleFates, StrayAttempt, StrayAttempts, total_tokens
+from buffer.state import StoreSnapshot
 
 # rewards that differ by this share of the larger one are equal, as in
 # asyncrl/algorithms/advantages.py (which needs torch)
@@ -61,7 +61,7 @@ class Store:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: StoreSettings,
         prompt: Callable[[int], Prompt],
         evaluations: Evaluations | None = None,
     ) -> None:
@@ -70,12 +70,14 @@ class Store:
         self.tree = PolicyTree()
         self.epoch = self.active = 0
         self.max_lag = math.inf  # where the limit sets itself: its hard bound
-        self.limit = admission.Limit()  # where it sets itself: the one for tickets from now on
+        self.limit = (
+            admission.AdaptiveLimit()
+        )  # where it sets itself: the one for tickets from now on
         self.cursor = self.attempts = self.committed = self.base = 0
         self.policy: Label | None = None
         self.source: WeightsSource | None = None
         self.alive: dict[int, Group] = {}  # in ticket order
-        self.leases = Leases()  # of `alive`
+        self.leases = LeaseTable()  # of `alive`
         self.retained: dict[int, Group] = {}  # committed, needed by a checkpoint kept
         self.comps: list[list[int]] = []  # tickets of batch base, base + 1, ...
         self.composed: set[int] = set()
@@ -86,8 +88,8 @@ class Store:
         self.carried = Ledger()
         # the lines of `retained`, summed; None: to be summed again (see `_lines_kept`)
         self._kept: Ledger | None = None
-        self.gone = Gone(REMEMBERED)
-        self.strays = Strays(STRAYS)
+        self.gone = SampleFates(REMEMBERED)
+        self.strays = StrayAttempts(STRAYS)
         # tickets at or above the cursor that a checkpoint had trained already (completion order)
         self.skip: set[int] = set()
         # counts what `ask` changed: the journal records an ask only when it did something
@@ -109,9 +111,9 @@ class Store:
 
     # ---- kept over a restart ---------------------------------------------------------------------
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> StoreSnapshot:
         """The whole state.  It shares what it holds with the store: encode it at once."""
-        return Snapshot(
+        return StoreSnapshot(
             settings=self.settings,
             epoch=self.epoch,
             active=self.active,
@@ -147,7 +149,7 @@ class Store:
             limit=self.limit,
         )
 
-    def restore(self, state: Snapshot) -> None:
+    def restore(self, state: StoreSnapshot) -> None:
         """Become the store that `state` was taken of; its prompts stay this one's."""
         self.settings = state.settings
         self.epoch = state.epoch
@@ -166,7 +168,7 @@ class Store:
         self.policy = state.policy
         self.source = state.source
         self.alive = {group.ticket: group for group in state.alive}
-        self.leases = Leases()
+        self.leases = LeaseTable()
         for group in state.alive:
             if (lease := group.lease) is not None:
                 self.leases.add(lease.producer, lease.session, lease.attempt, group.ticket)
@@ -177,8 +179,8 @@ class Store:
         self.past = state.past
         self.carried = state.carried
         self._kept = None
-        self.gone = Gone(REMEMBERED, state.gone)
-        self.strays = Strays(STRAYS, state.strays)
+        self.gone = SampleFates(REMEMBERED, state.gone)
+        self.strays = StrayAttempts(STRAYS, state.strays)
         self.skip = set(state.skip)
         self.failures = state.failures
         self.drawn = OrderedDict(state.drawn)
@@ -190,41 +192,41 @@ class Store:
         self.aside = state.aside
         self.limit = state.limit
 
-    def leases_anew(self, now: float) -> None:
+    def renew_all_leases(self, now: float) -> None:
         """The clock of the life before says nothing: every lease runs its full time from now."""
         for group in self.alive.values():
             if group.lease is not None:
                 group.lease.expires = now + self.settings.lease_s
-        self.evaluations.leases_anew(now + self.settings.lease_s)
+        self.evaluations.renew_all_leases(now + self.settings.lease_s)
 
     # ---- the rules, each of them needed: tests override them one by one --------------------------
 
     @property
-    def in_order(self) -> bool:
+    def uses_ticket_order(self) -> bool:
         """Do batches take groups in ticket order?"""
-        return self.settings.in_order
+        return self.settings.uses_ticket_order
 
-    def in_room(self, place: int, room: float) -> bool:
+    def has_room(self, place: int, room: float) -> bool:
         """May a group with so many before it be granted again?"""
         return place < room
 
-    def announced(self) -> float:
+    def current_limit(self) -> float:
         """The limit of a ticket granted now."""
         return self.limit.now if self.settings.ess_floor else self.max_lag
 
     def admits_to(self) -> float:
         """The limit that room is reckoned by: the announced one."""
-        return self.announced()
+        return self.current_limit()
 
-    def places_taken(self) -> int:
+    def groups_ahead(self) -> int:
         """How many groups stand before a new one: the leased batches' too, until their commit."""
         return len(self.alive)
 
-    def to_train(self) -> int:
+    def groups_to_train(self) -> int:
         """How many groups alive will be trained, if nothing befalls them."""
         return len(self.alive)
 
-    def to_compose(self) -> Iterator[Group]:
+    def uncomposed_groups(self) -> Iterator[Group]:
         """Groups that no batch has yet, in ticket order."""
         return (group for group in self.alive.values() if group.ticket not in self.composed)
 
@@ -240,16 +242,16 @@ class Store:
         """Under a hard limit, as the batch is handed out."""
         return lag <= limit
 
-    def without_spread(self, group: Group) -> None:
+    def on_zero_variance(self, group: Group) -> None:
         """A complete group teaches nothing."""
-        self.leave(group, "filtered")
+        self.remove_group(group, "filtered")
 
     # ---- tickets ---------------------------------------------------------------------------------
 
-    def announcement(self) -> Announcement | None:
+    def announcement(self) -> PolicyAnnouncement | None:
         if self.policy is None or self.source is None:
             return None
-        return Announcement(self.policy, self.tree.digest(self.policy), self.source)
+        return PolicyAnnouncement(self.policy, self.tree.digest(self.policy), self.source)
 
     def grant(self, producer: str, session: int, samples: int, now: float) -> list[Ticket]:
         """Tickets for at most about `samples` free engine slots; evaluation first."""
@@ -273,7 +275,7 @@ class Store:
             samples -= len(granted.samples)
         return out
 
-    def _line(self) -> Iterator[tuple[int, Group]]:
+    def _positions(self) -> Iterator[tuple[int, Group]]:
         """(place, group) of those alive: how many train before it.
 
         Composed batches come first, as they train: under `pace` they are the first in ticket order
@@ -294,11 +296,11 @@ class Store:
         """Tickets in the order in which they are due: what is missing of groups alive, then new
         ones, as long as there is room.  It ends where lag injection wants a version to come.
         """
-        room = admission.room(
+        room = admission.group_limit(
             self.admits_to(), self.settings.batch, self.stored_bytes, self.settings.byte_limit
         )
-        for place, group in self._line() if self.lacking else ():
-            if not self.in_room(place, room):
+        for place, group in self._positions() if self.lacking else ():
+            if not self.has_room(place, room):
                 break
             if group.lease is None and not group.complete:
                 ticket = self._lease(group, place, producer, session, now)
@@ -309,8 +311,11 @@ class Store:
             # with many that wait, most grants find nothing: they must not look at every group
             self.lacking = False
         while True:
-            enough = self.committed + self.to_train() // self.settings.batch >= self.settings.steps
-            if self.places_taken() >= room or enough:
+            enough = (
+                self.committed + self.groups_to_train() // self.settings.batch
+                >= self.settings.steps
+            )
+            if self.groups_ahead() >= room or enough:
                 return
             self._skip_trained()
             new = Group(self.cursor, [None] * self.settings.group)
@@ -349,7 +354,7 @@ class Store:
         )
         self.leases.add(producer, session, self.attempts, group.ticket)
         group.attempts[self.attempts] = [0, 0, 0]
-        limit = self.announced()
+        limit = self.current_limit()
         group.grants[self.attempts] = Grant(
             exact or least, exact is not None, limit if self.settings.ess_floor else math.inf
         )
@@ -424,7 +429,7 @@ class Store:
         for lease in queued if moved else ():
             lease.expires = expires
 
-    def told(self, producer: str, session: int, drawn: int) -> None:
+    def report_tokens(self, producer: str, session: int, drawn: int) -> None:
         """A session's own count of the tokens that it has told of; counts only grow."""
         key = producer, session
         self.drawn[key] = max(drawn, self.drawn.get(key, 0))
@@ -432,11 +437,11 @@ class Store:
         if len(self.drawn) > SESSIONS:
             self.drawn_before += self.drawn.popitem(last=False)[1]
 
-    def generated(self) -> int:
+    def generated_tokens(self) -> int:
         """Tokens drawn for training, as the generators count them, the dead ones up to their last
         word; what the ledger's lines must sum to.
         """
-        return tokens_of(self.carried.totals()) + self.drawn_before + sum(self.drawn.values())
+        return total_tokens(self.carried.totals()) + self.drawn_before + sum(self.drawn.values())
 
     def _stray(self, ticket: int, attempt: int, reported: int, delivered: int) -> None:
         """A gone group's attempt reports or delivers: its tokens that were counted as lost are
@@ -447,7 +452,7 @@ class Store:
             lost = max(0, stray.reported - stray.delivered)
             delivered += stray.delivered
             reported = max(delivered, reported)
-            self.strays.put(Stray(ticket, attempt, reported, delivered))
+            self.strays.update(StrayAttempt(ticket, attempt, reported, delivered))
             self.past.add("lost_with_process", reported - delivered - lost)
 
     def expire(self, now: float) -> int:
@@ -472,20 +477,20 @@ class Store:
                 self._end_lease(group)
         self.evaluations.end_sessions(producer, session)
 
-    def unheld(
+    def unheld_attempts(
         self, producer: str, session: int, taken: int, named: Set[int]
     ) -> list[tuple[int, int]]:
         """(ticket, attempt) granted to a session that it has not, and will not take: those up to
         `taken`, the attempt up to which it takes none any more, that are not `named`.
         """
-        mine = self.leases.unnamed(producer, session, taken, named)
-        return mine + self.evaluations.leases.unnamed(producer, session, taken, named)
+        mine = self.leases.unnamed_attempts(producer, session, taken, named)
+        return mine + self.evaluations.leases.unnamed_attempts(producer, session, taken, named)
 
-    def free(self, attempts: Sequence[tuple[int, int]]) -> None:
+    def free_leases(self, attempts: Sequence[tuple[int, int]]) -> None:
         """End the leases of these (ticket, attempt)."""
         for ticket, attempt in attempts:
             if ticket >= EVAL_BASE:
-                self.evaluations.free(attempt)
+                self.evaluations.requeue_job(attempt)
             elif (group := self.alive.get(ticket)) is not None and (
                 group.lease is not None and group.lease.attempt == attempt
             ):
@@ -505,9 +510,9 @@ class Store:
         for, or of weights that no learner registered.
         """
         checks.sample(self, sample)
-        return self.take(sample)
+        return self.accept_sample(sample)
 
-    def knows(self, key: Key) -> bool:
+    def is_delivered(self, key: Key) -> bool:
         """Was (ticket, sample, attempt) delivered before?"""
         ticket, sample, attempt = key
         if ticket >= EVAL_BASE:
@@ -517,15 +522,16 @@ class Store:
             return self.gone.get(key) is not None
         return (sample, attempt) in group.finals
 
-    def take_all(
+    def accept_samples(
         self, samples: Sequence[Trajectory], came: bytes | memoryview = b""
     ) -> list[Disposition]:
-        """`take` of a frame's samples, in their order; came: the `Deliver` that brought them, as it
+        """`accept_sample` of a frame's samples, in their order; came: the `Delivery` that brought
+        them, as it
         was encoded, for a store that keeps a record.
         """
-        return [self.take(sample) for sample in samples]
+        return [self.accept_sample(sample) for sample in samples]
 
-    def take(self, sample: Trajectory) -> Disposition:
+    def accept_sample(self, sample: Trajectory) -> Disposition:
         """`deliver` of a sample that `checks.sample` has passed."""
         if sample.ticket >= EVAL_BASE:
             return self.evaluations.deliver(sample)
@@ -542,7 +548,7 @@ class Store:
         """A sample of a group that is gone, not known or no longer remembered."""
         self.past.add("duplicate", sample.length, 1, sample.length, sample.reward)
         self.past.add("set_aside", sample.aside, int(sample.aside > 0), sample.aside)
-        for attempt, tokens in sample.by_attempt:
+        for attempt, tokens in sample.tokens_by_attempt:
             stray = self.strays.get(sample.ticket, attempt)
             if stray is not None:
                 self._stray(sample.ticket, attempt, stray.reported, tokens)
@@ -552,7 +558,7 @@ class Store:
     def _accept(self, group: Group, sample: Trajectory) -> Disposition:
         what: Disposition
         self._touched(group.ticket)
-        for attempt, tokens in sample.by_attempt:
+        for attempt, tokens in sample.tokens_by_attempt:
             count = group.attempts.setdefault(attempt, [0, 0, 1])
             count[1] += tokens
             count[0] = max(count[0], count[1])
@@ -572,23 +578,23 @@ class Store:
             lag = admission.sample_lag(
                 admission.span_lags(self.tree, sample.all_spans(), self.policy, self.committed)
             )
-            stored = Stored(sample, lag)
-            group.keep(sample.sample, stored)
+            stored = StoredSample(sample, lag)
+            group.set_sample(sample.sample, stored)
             self.stored_bytes += stored.size
         group.finals[sample.sample, sample.attempt] = what
         if group.lease is not None and not group.lease.todo:
             self._end_lease(group)
         if what == "accepted" and group.complete:
-            self._completed(group)
+            self._on_complete(group)
         if (
             group.failures >= MAX_DROPS
             and group.ticket in self.alive
             and group.ticket not in self.composed
         ):
-            self.leave(group, "abandoned")
+            self.remove_group(group, "abandoned")
         return what
 
-    def _fail(self, group: Group, sample: Trajectory, failure: Failure) -> None:
+    def _fail(self, group: Group, sample: Trajectory, failure: RewardFailure) -> None:
         group.failures += 1
         group.other.append(("failed", sample.length, 0.0))
         kind = failure.kind
@@ -612,11 +618,11 @@ class Store:
                 f"ticket {group.ticket}, {escape_line(str(failure))}"
             )
 
-    def _completed(self, group: Group) -> None:
+    def _on_complete(self, group: Group) -> None:
         self._end_lease(group)
         self.completions += 1
         group.completed = self.completions
-        rewards = [stored.trajectory.reward for stored in group.stored()]
+        rewards = [stored.trajectory.reward for stored in group.stored_samples()]
         equal = math.isclose(min(rewards), max(rewards), rel_tol=EQUAL)
         if (
             self.settings.filter_no_spread
@@ -625,18 +631,18 @@ class Store:
             and group.ticket not in self.composed
             and group.ticket in self.alive
         ):
-            self.without_spread(group)
+            self.on_zero_variance(group)
 
-    def leave(self, group: Group, what: LedgerLine) -> None:
+    def remove_group(self, group: Group, what: LedgerLine) -> None:
         """A group leaves the stream: filtered, abandoned, or of a branch that is not followed."""
         if self.settings.inject is not None and what in ("abandoned", "fatal"):
             self._succeed(group)
         self.alive.pop(group.ticket, None)
         self._end_lease(group)
-        for stored in group.stored():
+        for stored in group.stored_samples():
             group.other.append((what, stored.length, stored.trajectory.reward))
             group.finals[stored.trajectory.sample, stored.trajectory.attempt] = what
-        self.stored_bytes -= group.free()
+        self.stored_bytes -= group.release_samples()
         group.empty()
         self._retire(group, trained=False)
 
@@ -645,7 +651,7 @@ class Store:
         those behind keep their batches.
         """
         self._skip_trained()
-        new = Group(self.cursor, [None] * self.settings.group, stands=group.place)
+        new = Group(self.cursor, [None] * self.settings.group, stands=group.position)
         self.alive = {
             x.ticket: x for y in self.alive.values() for x in ((y, new) if y is group else (y,))
         }
@@ -664,7 +670,7 @@ class Store:
         group.fold(self.past, trained=trained)
         self.gone.add_all(group.ticket, group.finals)
         for attempt, (reported, delivered, _) in group.attempts.items():
-            self.strays.add(Stray(group.ticket, attempt, reported, delivered))
+            self.strays.add(StrayAttempt(group.ticket, attempt, reported, delivered))
 
     # ---- the learner -----------------------------------------------------------------------------
 
@@ -678,12 +684,12 @@ class Store:
         if hello.epoch < self.epoch or hello.label.number < self.base or hello.origin < self.active:
             return False
         last = self.committed
-        self.suspect = self.suspected(hello)
+        self.suspect = self.suspect_batch(hello)
         set_aside = self.suspect[1] >= ENOUGH
         for label, digest in sorted(hello.ring):
             was = Label(hello.origin, label.number)
             if was in self.tree and self.tree.digest(was) == digest:
-                self.tree.alias(label, was)
+                self.tree.add_alias(label, was)
             else:
                 before = Label(label.epoch, label.number - 1)
                 self.tree.register(label, before if before in self.tree else None, digest)
@@ -695,8 +701,10 @@ class Store:
             hello.digest,
         )
         # a buffer that has followed nobody yet takes the limit of the learner's checkpoint
-        known = self.limit if self.epoch or not hello.limit else admission.Limit(hello.limit)
-        self.limit = admission.within(known, int(min(hello.max_lag, 1 << 30)))
+        known = (
+            self.limit if self.epoch or not hello.limit else admission.AdaptiveLimit(hello.limit)
+        )
+        self.limit = admission.clamp_limit(known, int(min(hello.max_lag, 1 << 30)))
         self.epoch = hello.epoch
         self.max_lag = hello.max_lag
         self.source = hello.source
@@ -718,7 +726,7 @@ class Store:
         newest = hello.epoch > self.epoch and hello.origin >= self.active
         return newest and hello.label.number < self.base
 
-    def suspected(self, hello: LearnerHello) -> tuple[list[int], float]:
+    def suspect_batch(self, hello: LearnerHello) -> tuple[list[int], float]:
         """`suspect` with what the hello of a new life tells of the one before: it ended on the
         batch after its last commit, if that had been handed out.
 
@@ -736,7 +744,7 @@ class Store:
         """
         for ticket in self.comps.pop(number - self.base):
             self.composed.discard(ticket)
-            self.leave(self.alive[ticket], "fatal")
+            self.remove_group(self.alive[ticket], "fatal")
         self.suspect = ([], 0.0)
         self.aside += 1
 
@@ -756,11 +764,11 @@ class Store:
                     self.retained[ticket] = self.alive.pop(ticket)
                 if batch >= number and ticket in self.retained:
                     self.alive[ticket] = self.retained.pop(ticket)
-                    for stored in self.alive[ticket].stored():
+                    for stored in self.alive[ticket].stored_samples():
                         stored.skipped = stored.rejected = (
                             0  # it is trained again, perhaps otherwise
                         )
-        self.alive = dict(sorted(self.alive.items(), key=lambda x: x[1].place))
+        self.alive = dict(sorted(self.alive.items(), key=lambda x: x[1].position))
         self.committed = number
 
     def _follow_beyond(self, hello: LearnerHello) -> None:
@@ -769,14 +777,14 @@ class Store:
         """
         for group in self.retained.values():
             self._retire(group, trained=True)
-            self.stored_bytes -= group.free()
+            self.stored_bytes -= group.release_samples()
         above = set(hello.trained_above)
         for group in [
             group
             for ticket, group in self.alive.items()
             if ticket < hello.next_ticket or ticket in above
         ]:
-            self.leave(group, "orphaned")
+            self.remove_group(group, "orphaned")
         self.base = hello.label.number
         self.comps = []
         self.composed = set()
@@ -786,7 +794,7 @@ class Store:
         if hello.ledger:
             self.carried = Ledger.restore(hello.ledger)
 
-    def ask(self, epoch: int, number: int) -> tuple[list[Group], batches.Lack | None]:
+    def ask(self, epoch: int, number: int) -> tuple[list[Group], batches.BatchWait | None]:
         """(the groups of batch `number`, None), or ([], what it waits for); ([], None) for a late
         copy of a request: it is trained.  Composes it when it is asked for the first time.
 
@@ -797,9 +805,9 @@ class Store:
             return [], None
         at = number - self.base
         if at > len(self.comps):
-            return [], batches.Lack(f"batch {number - 1} to be composed")
+            return [], batches.BatchWait(f"batch {number - 1} to be composed")
         if at == len(self.comps):
-            picked, why = batches.pick(self, number)
+            picked, why = batches.pick_groups(self, number)
             if not picked:
                 return [], why
             self.comps.append([group.ticket for group in picked])
@@ -814,10 +822,10 @@ class Store:
         runs = batches.judge(self, groups, number)
         late = next((group for group in groups if not group.complete), None)
         if late is not None:
-            return [], batches.why(late)
+            return [], batches.explain_wait(late)
         self.leased.add(number)
         self.changes += 1
-        each = (stored for group in groups for stored in group.stored())
+        each = (stored for group in groups for stored in group.stored_samples())
         for stored, of_it in zip(each, runs, strict=True):
             stored.runs = of_it
         return groups, None
@@ -832,7 +840,7 @@ class Store:
         label: Label,
         digest: str,
         unused: Sequence[tuple[int, int]] = (),
-        seen: admission.Seen | None = None,
+        seen: admission.LimitEvidence | None = None,
     ) -> bool | None:
         """Batch `number` is trained: True; False: told before; None: an earlier commit is still on
         its way.
@@ -853,7 +861,7 @@ class Store:
         of_batch = [
             stored
             for ticket in self.comps[number - self.base]
-            for stored in self.alive[ticket].stored()
+            for stored in self.alive[ticket].stored_samples()
         ]
         for stored, (skipped, rejected) in zip(
             of_batch, unused or [(0, 0)] * len(of_batch), strict=True
@@ -864,7 +872,7 @@ class Store:
         for ticket in self.comps[number - self.base]:
             group = self.retained[ticket] = self.alive.pop(ticket)
             group.fold(kept, trained=True)
-            for stored in group.stored():
+            for stored in group.stored_samples():
                 stored.runs = None
         self.committed = number + 1
         self.policy = label
@@ -874,7 +882,7 @@ class Store:
             self.limit = admission.next_limit(
                 self.limit, seen, self.settings.ess_floor, int(self.max_lag)
             )
-        self.evaluations.committed(label, self.settings.steps)
+        self.evaluations.on_commit(label, self.settings.steps)
         if len(self.tree) > 2 * VERSIONS:
             self._prune()
         return True
@@ -887,7 +895,7 @@ class Store:
         used = {
             span.label
             for group in groups
-            for stored in group.stored()
+            for stored in group.stored_samples()
             for span in stored.trajectory.all_spans()
         }
         self.tree.prune(
@@ -904,7 +912,7 @@ class Store:
                 self.composed.discard(ticket)
                 if (group := self.retained.pop(ticket, None)) is not None:
                     self._retire(group, trained=True)
-                    self.stored_bytes -= group.free()
+                    self.stored_bytes -= group.release_samples()
             self.base = self.base + 1
             self._kept = None
         if self.base != before:
@@ -914,7 +922,7 @@ class Store:
         """The run is over: no more tickets."""
         self.finished = True
 
-    def keep(self) -> list[Label]:
+    def pinned_versions(self) -> list[Label]:
         """Versions that the ring must hold: those that tickets, out or to come, name exactly."""
         out = set(self.evaluations.labels())
         if self.settings.inject is not None:
@@ -933,9 +941,9 @@ class Store:
 
     def ledger(self) -> dict[str, dict[str, float]]:
         """Totals of every generated token known to the buffer, each in one line."""
-        return self.folded().totals()
+        return self.current_ledger().totals()
 
-    def folded(self) -> Ledger:
+    def current_ledger(self) -> Ledger:
         """What is final, with what may still change, as it stands now."""
         out = self.carried.copy()
         out.merge(self.past)

@@ -3,7 +3,7 @@
 The learner's mathematics (learner/step.py) is the same on every rank and sees the whole batch; a
 backend says which samples' forward and backward passes are this rank's, adds up what ranks
 computed, and makes the optimizer step.  Rank 0 alone talks to the buffer: it tells the others what
-to do (`tell`), they `hear` it."""
+to do (`broadcast`), they `hear` it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ import torch
 from asyncrl.config.engines import ENGINES
 from asyncrl.config.tree import Config
 from asyncrl.models.policy import PolicyModel, copy_flat, manifest, named_weights, probe_logprobs
-from learner.gradients import Alignment
+from learner.gradients import GradientAlignment
 
 
-class AdamW(torch.optim.AdamW):
+class PlainAdamW(torch.optim.AdamW):
     """torch's AdamW without what wraps its methods for torch.compile: the first call of each would
     import the compiler, seconds of CPU.
     """
@@ -41,7 +41,7 @@ def optimizer_for(
     settings = config.learner
     if settings.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=settings.lr, weight_decay=settings.weight_decay)
-    return AdamW(
+    return PlainAdamW(
         parameters,
         lr=settings.lr,
         betas=(settings.beta1, settings.beta2),
@@ -78,12 +78,12 @@ class TorchBackend:
         self.alignment = (
             None
             if how == "off"
-            else Alignment(config.learner.cosine_max if how == "project" else None)
+            else GradientAlignment(config.learner.cosine_max if how == "project" else None)
         )
 
     # ---- ranks -----------------------------------------------------------------------------------
 
-    def tell(self, what: str, payload: Any = None) -> None:
+    def broadcast(self, what: str, payload: Any = None) -> None:
         """Rank 0: what the other ranks do now."""
 
     def keep_alive(self) -> None:
@@ -97,15 +97,15 @@ class TorchBackend:
         """
         return nullcontext()
 
-    def share(self, samples: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
+    def split_samples(self, samples: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
         """`samples` dealt to the ranks; lengths of all samples of the batch, in tokens."""
         return [list(samples)]
 
-    def total(self, value: torch.Tensor) -> torch.Tensor:
+    def sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
         """Sum of x over the ranks."""
         return value
 
-    def largest(self, value: torch.Tensor) -> torch.Tensor:
+    def max_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
         """Elementwise maximum over the ranks."""
         return value
 
@@ -131,7 +131,7 @@ class TorchBackend:
         seen = []
         if self.alignment is not None:
             given = [p.grad for p in self.model.hf.parameters() if p.grad is not None]
-            seen = [self.alignment.look(given)]
+            seen = [self.alignment.measure(given)]
         found = torch.nn.utils.clip_grad_norm_(
             self.model.hf.parameters(), self.config.learner.clip_norm or math.inf
         )
@@ -146,14 +146,14 @@ class TorchBackend:
             group["lr"] = rate
         self.optimizer.step()
         if self.alignment is not None:
-            self.alignment.keep()
+            self.alignment.remember()
             self.cosine = cosines[0]
         return norm
 
     # ---- weights and state -----------------------------------------------------------------------
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
+    def full_parameters(self) -> Iterator[None]:
         """Inside, rank 0's model holds every parameter in full."""
         yield
 

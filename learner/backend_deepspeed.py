@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.config.tree import Config
-from asyncrl.contract.errors import AsyncrlError, ConfigError, Damaged
+from asyncrl.contract.errors import AsyncrlError, ConfigError, DamagedDataError
 from asyncrl.contract.messages import Batch
 from asyncrl.contract.parent import die_with_parent
 from asyncrl.models.policy import (
@@ -40,7 +40,7 @@ from asyncrl.models.policy import (
     recompute_modules,
 )
 from learner.backend import TorchBackend, optimizer_for
-from learner.state import State
+from learner.state import LearnerState
 
 # more than learner.rank_timeout_s to come together, imports and all; to end
 START_S = 60.0
@@ -188,7 +188,7 @@ class DeepSpeedBackend(TorchBackend):
 
     # ---- ranks -----------------------------------------------------------------------------------
 
-    def tell(self, what: str, payload: Any = None) -> None:
+    def broadcast(self, what: str, payload: Any = None) -> None:
         if self.ranks > 1 and self.rank == 0:
             data = msgspec.msgpack.encode((what, msgspec.Raw(msgspec.msgpack.encode(payload))))
             with self.guard():
@@ -196,7 +196,7 @@ class DeepSpeedBackend(TorchBackend):
                 dist.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8), src=0)
             self.heard_at = time.monotonic()
 
-    def hear(self) -> tuple[str, Any]:
+    def receive_broadcast(self) -> tuple[str, Any]:
         """A rank above 0: what rank 0 tells."""
         size = torch.zeros(1, dtype=torch.int64)
         with self.guard():
@@ -214,7 +214,7 @@ class DeepSpeedBackend(TorchBackend):
                     f"({signal.Signals(-code).name if code < 0 else f'exit code {code}'})"
                 )
         if time.monotonic() - self.heard_at > self.config.learner.rank_timeout_s / 4:
-            self.tell("wait")
+            self.broadcast("wait")
 
     def _watch(self) -> None:
         """A thread: ends this process, and with it its ranks, when a collective lasts too long.
@@ -273,7 +273,7 @@ class DeepSpeedBackend(TorchBackend):
         finally:
             self.inside = outer
 
-    def share(self, samples: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
+    def split_samples(self, samples: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
         order = sorted(samples, key=lambda i: (lengths[i], i))
         return (
             [order[r :: self.ranks] for r in range(self.ranks)]
@@ -281,13 +281,13 @@ class DeepSpeedBackend(TorchBackend):
             else [list(samples)]
         )
 
-    def total(self, value: torch.Tensor) -> torch.Tensor:
+    def sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
         if self.ranks > 1:
             with self.guard():
                 dist.all_reduce(value)
         return value
 
-    def largest(self, value: torch.Tensor) -> torch.Tensor:
+    def max_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
         if self.ranks > 1:
             with self.guard():
                 dist.all_reduce(value, op=dist.ReduceOp.MAX)
@@ -297,7 +297,7 @@ class DeepSpeedBackend(TorchBackend):
         if self.ranks == 1:
             return [value]
         mine = msgspec.msgpack.encode(value)
-        size = int(self.largest(torch.tensor([len(mine)])))
+        size = int(self.max_over_ranks(torch.tensor([len(mine)])))
         padded = torch.zeros(size, dtype=torch.uint8)
         padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         every = [torch.zeros_like(padded) for _ in range(self.ranks)]
@@ -324,7 +324,7 @@ class DeepSpeedBackend(TorchBackend):
             self.engine.backward(loss * self.ranks)
 
     def step(self, rate: float, loss: torch.Tensor) -> float | None:
-        flag = self.total(torch.tensor([0.0 if math.isfinite(float(loss)) else 1.0]))
+        flag = self.sum_over_ranks(torch.tensor([0.0 if math.isfinite(float(loss)) else 1.0]))
         for group in self.optimizer.param_groups:
             group["lr"] = rate if not flag.item() else 0.0
         if flag.item():
@@ -363,7 +363,7 @@ class DeepSpeedBackend(TorchBackend):
     # ---- weights and state -----------------------------------------------------------------------
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
+    def full_parameters(self) -> Iterator[None]:
         with (
             self.guard(),
             self.gathered(
@@ -416,12 +416,12 @@ class DeepSpeedBackend(TorchBackend):
     def load_state(self, state: dict[str, Any], directory: Path) -> None:
         stage = self.config.learner.zero_stage
         if "deepspeed" not in state:
-            raise Damaged(
+            raise DamagedDataError(
                 f"checkpoint {directory} holds the optimizer of learner.backend = torch; resume it "
                 "with that backend"
             )
         if state["zero_stage"] != stage:
-            raise Damaged(
+            raise DamagedDataError(
                 f"checkpoint {directory} is of {state['deepspeed']} ranks at ZeRO stage "
                 f"{state['zero_stage']}, this learner's is {stage}: "
                 "resume with the same learner.zero_stage (the number of ranks may change)"
@@ -433,7 +433,7 @@ class DeepSpeedBackend(TorchBackend):
                 self.engine.load_checkpoint(str(saved), tag="state", load_module_strict=True)
             return
         if self.config.learner.optimizer != "adamw":
-            raise Damaged(
+            raise DamagedDataError(
                 f"checkpoint {directory} is of {state['deepspeed']} ranks, this learner has "
                 f"{self.ranks}: only the state of learner.optimizer = "
                 "adamw can be dealt out anew; resume with the same learner.ranks"
@@ -463,7 +463,7 @@ class DeepSpeedBackend(TorchBackend):
                 if sys.exc_info()[0] is None and all(
                     process.poll() is None for process in self.others
                 ):
-                    self.tell("end")
+                    self.broadcast("end")
             except AsyncrlError:
                 pass
             deadline = time.monotonic() + END_S
@@ -505,7 +505,7 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
 
 
-def leave() -> NoReturn:
+def exit_rank() -> NoReturn:
     """The end of a rank above 0, without the interpreter's own: a thread of Gloo's may still let go
     of the last broadcast's tensors, which then aborts the process, and torchrun ends rank 0 for it.
     """
@@ -515,13 +515,13 @@ def leave() -> NoReturn:
 
 
 def follow(core: Any) -> None:
-    """A rank above 0: do what rank 0 tells, until it tells the end; `leave` comes next."""
+    """A rank above 0: do what rank 0 tells, until it tells the end; `exit_rank` comes next."""
     # the order of rank 0's own imports
     from learner import checkpoint
 
     backend: DeepSpeedBackend = core.backend
     while True:
-        what, payload = backend.hear()
+        what, payload = backend.receive_broadcast()
         if what == "end":
             backend.close()
             return
@@ -533,11 +533,11 @@ def follow(core: Any) -> None:
         elif what in ("save", "export"):
             if what == "save":
                 backend.state(Path(payload))
-            with backend.whole():
+            with backend.full_parameters():
                 pass
         elif what == "restore":
             path = Path(payload)
             checkpoint.restore_weights(core, path)
             data = torch.load(path / "state.pt", weights_only=True)
             backend.load_state(data["optimizer"], path)
-            core.state = State(**data["state"])
+            core.state = LearnerState(**data["state"])

@@ -18,7 +18,7 @@ ROWS = 96
 
 
 @dataclass
-class Packed:
+class PackedBatch:
     """A batch of B samples, R rows and N response tokens.  offsets int64 [B + 1] bound each
     sample's tokens; a single answer is a sample of one row, a session may have several.
 
@@ -41,7 +41,7 @@ class Packed:
         """Samples B."""
         return len(self.groups)
 
-    def rows(self, samples: Sequence[int]) -> list[int]:
+    def rows_of(self, samples: Sequence[int]) -> list[int]:
         """The rows of `samples`, in their order."""
         bounds = self.row_offsets
         return [row for i in samples for row in range(bounds[i], bounds[i + 1])]
@@ -53,20 +53,20 @@ class Packed:
             [len(p) + len(r) for p, r in zip(self.prompts, self.responses, strict=True)]
         )
 
-    def sizes(self) -> list[int]:
+    def sample_tokens(self) -> list[int]:
         """Tokens of each sample in the forward pass: prompts and responses of its rows."""
         found: list[int] = np.add.reduceat(self.row_lengths, self.row_offsets[:-1]).tolist()
         return found
 
-    def part(self, samples: Sequence[int]) -> torch.Tensor:
+    def token_positions(self, samples: Sequence[int]) -> torch.Tensor:
         """Places among N of the tokens of `samples`, in their order."""
         return torch.from_numpy(
             np.concatenate([np.arange(self.offsets[i], self.offsets[i + 1]) for i in samples])
         ).to(self.loss.seq.device)
 
-    def of_rows(self, samples: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    def row_arrays(self, samples: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """(prompts, responses) of the rows of `samples`."""
-        rows = self.rows(samples)
+        rows = self.rows_of(samples)
         return [self.prompts[row] for row in rows], [self.responses[row] for row in rows]
 
     def row_temperature(self, samples: Sequence[int]) -> torch.Tensor:
@@ -74,7 +74,7 @@ class Packed:
         count = torch.from_numpy(np.diff(self.row_offsets)[list(samples)])
         return self.temperature[list(samples)].repeat_interleave(count)
 
-    def to(self, device: torch.device) -> Packed:
+    def to_device(self, device: torch.device) -> PackedBatch:
         """The same with the loss's tensors on `device`."""
         for name, value in vars(self.loss).items():
             if isinstance(value, torch.Tensor):
@@ -82,7 +82,7 @@ class Packed:
         return self
 
 
-def pack(batch: Batch, *, greedy: bool = False) -> Packed:
+def pack(batch: Batch, *, greedy: bool = False) -> PackedBatch:
     """Decode a batch.  Token ids are used exactly as they were sampled.
 
     greedy: sample 0 of each group is a baseline (remax): left out, its reward kept for the others.
@@ -93,7 +93,7 @@ def pack(batch: Batch, *, greedy: bool = False) -> Packed:
     baseline = {sample.ticket: sample for sample in batch.samples if sample.sample == 0}
     rows = [sample.all_rows() for sample in samples]
     every = [row for of_sample in rows for row in of_sample]
-    lengths = np.array([sample.places for sample in samples])
+    lengths = np.array([sample.token_count for sample in samples])
     tickets = dict.fromkeys(sample.ticket for sample in samples)
     order = {ticket: place for place, ticket in enumerate(tickets)}
     groups = [order[sample.ticket] for sample in samples]
@@ -132,7 +132,7 @@ def pack(batch: Batch, *, greedy: bool = False) -> Packed:
     if names and all(sorted(sample.reward_parts) == names for sample in samples):
         loss.part_names = tuple(names)
         loss.parts = torch.tensor([[s.reward_parts[name] for name in names] for s in samples])
-    return Packed(
+    return PackedBatch(
         prompts=[np.frombuffer(row.prompt_tokens, "<i4") for row in every],
         responses=[np.frombuffer(row.tokens, "<i4") for row in every],
         shared=[
@@ -160,12 +160,12 @@ def _per_token(samples: Sequence[Trajectory]) -> tuple[torch.Tensor, torch.Tenso
     steps = []
     for sample in samples:
         given = np.frombuffer(sample.token_rewards, "<f4") if not sample.rows else np.zeros(0)
-        if len(given) not in (0, sample.places):
+        if len(given) not in (0, sample.token_count):
             raise AsyncrlError(
                 f"ticket {sample.ticket}, sample {sample.sample}: {len(given)} token rewards "
-                f"for {sample.places} tokens"
+                f"for {sample.token_count} tokens"
             )
-        last = np.arange(sample.places) == sample.places - 1
+        last = np.arange(sample.token_count) == sample.token_count - 1
         if not len(given):
             given = np.where(last, np.float32(sample.reward), np.float32(0.0))
         said = ~np.isnan(given)
@@ -175,7 +175,7 @@ def _per_token(samples: Sequence[Trajectory]) -> tuple[torch.Tensor, torch.Tenso
 
 
 def micro_batches(
-    packed: Packed,
+    packed: PackedBatch,
     samples: Sequence[int],
     tokens: int,
     rows: int = ROWS,
@@ -183,7 +183,7 @@ def micro_batches(
     by_group: bool = False,
 ) -> list[list[int]]:
     """`samples` sorted by length and cut so that none holds more than `tokens` padded tokens or
-    `rows` rows.  A sample is never cut: what belongs to a sequence needs all of it.
+    `rows_of` rows.  A sample is never cut: what belongs to a sequence needs all of it.
 
     by_group: those of a group beside each other, groups by their longest: for a forward pass that
     encodes a prompt once and pads rows of like lengths only."""

@@ -28,11 +28,11 @@ from typing import Any
 import torch
 import xxhash
 
-from asyncrl.contract.errors import AsyncrlError, Damaged, Fenced
+from asyncrl.contract.errors import AsyncrlError, DamagedDataError, LearnerFenced
 from asyncrl.models import adapters
 from asyncrl.models.policy import export, load_policy, load_weights, manifest, named_weights
 from asyncrl.records import atomic_write
-from learner.state import State
+from learner.state import LearnerState
 from learner.step import LearnerCore
 
 
@@ -54,7 +54,7 @@ def numbers(directory: Path) -> list[int]:
     )
 
 
-def begin(root: Path) -> tuple[int, int, Path]:
+def start_epoch(root: Path) -> tuple[int, int, Path]:
     """A new life: (epoch, origin, its directory), with links to the origin's checkpoints; they
     survive a power cut.  Others may begin and claim at the same time.
     """
@@ -88,9 +88,9 @@ def begin(root: Path) -> tuple[int, int, Path]:
         return epoch, origin, mine
 
 
-def overtaken(directory: Path) -> Fenced:
+def fenced_error(directory: Path) -> LearnerFenced:
     """The error for a directory that the claim of a greater epoch has removed."""
-    return Fenced(f"{directory} is gone: a newer life of the learner has claimed its place")
+    return LearnerFenced(f"{directory} is gone: a newer life of the learner has claimed its place")
 
 
 def claim(mine: Path, checkpointed: int) -> Path:
@@ -104,7 +104,7 @@ def claim(mine: Path, checkpointed: int) -> Path:
                 shutil.rmtree(mine / f"number_{number}")
         os.rename(mine, final)
     except FileNotFoundError as error:
-        raise overtaken(mine) from error
+        raise fenced_error(mine) from error
     atomic_write.sync_path(final.parent)
     epoch = int(final.name.removeprefix("epoch_"))
     for lower in final.parent.glob("epoch_*"):
@@ -154,9 +154,9 @@ def _fill(
 ) -> None:
     """Everything of a checkpoint into the new directory `part`, with sizes and checksums."""
     part.mkdir()
-    core.backend.tell("save", str(part))
+    core.backend.broadcast("save", str(part))
     optimizer = core.backend.state(part)
-    with core.backend.whole():
+    with core.backend.full_parameters():
         export(core.model, part / "model")
     critic = core.critic.state() if core.critic is not None else None
     torch.save(
@@ -201,26 +201,26 @@ def verify(path: Path) -> str:
     return ""
 
 
-def newest(directory: Path) -> Path | None:
+def newest_checkpoint(directory: Path) -> Path | None:
     """The newest whole checkpoint; a damaged one is passed over, and said.  Raises Damaged when
     none is whole, Fenced.
     """
     found = numbers(directory)
     if not found and not directory.exists():
-        raise overtaken(directory)
+        raise fenced_error(directory)
     for number in reversed(found):
         path = directory / f"number_{number}"
         if not (wrong := verify(path)):
             return path
         if not directory.exists():
-            raise overtaken(directory)
+            raise fenced_error(directory)
         print(
             f"checkpoint {path} is damaged ({wrong}); falling back to the one before it",
             file=sys.stderr,
         )
         shutil.rmtree(path)
     if found:
-        raise Damaged(f"no checkpoint in {directory} is whole; start a new run")
+        raise DamagedDataError(f"no checkpoint in {directory} is whole; start a new run")
     return None
 
 
@@ -228,13 +228,13 @@ def restore(core: LearnerCore, path: Path) -> dict[str, Any]:
     """Load weights, optimizer and state; returns what the loop keeps (`extra`).  Raises Damaged for
     another model's checkpoint.
     """
-    core.backend.tell("restore", str(path))
+    core.backend.broadcast("restore", str(path))
     restore_weights(core, path)
     data = torch.load(path / "state.pt", weights_only=True)
     core.backend.load_state(data["optimizer"], path)
     if core.critic is not None:
         core.critic.load_state(data.get("critic"), path)
-    core.state = State(**data["state"])
+    core.state = LearnerState(**data["state"])
     # only the adaptive controller has a coefficient of its own to go on with
     if core.config.kl.reward.controller == "fixed":
         core.state.beta = core.config.kl.reward.coefficient
@@ -250,15 +250,15 @@ def restore_weights(core: LearnerCore, path: Path) -> None:
     theirs = [row[:3] for row in manifest(saved)]
     ours = [row[:3] for row in core.layout]
     if theirs != ours:
-        raise Damaged(
+        raise DamagedDataError(
             f"checkpoint {path} is of another model than model.path = {core.config.model.path}: "
             "start a new run, or point model.path at its model"
         )
-    with core.backend.whole():
+    with core.backend.full_parameters():
         load_weights(core.model, dict(named_weights(saved)))
 
 
-def older(path: Path) -> dict[int, bytes]:
+def read_earlier_versions(path: Path) -> dict[int, bytes]:
     """Flat weights of earlier versions that a checkpoint holds."""
     return {
         int(p.stem.removeprefix("older_")): p.read_bytes() for p in sorted(path.glob("older_*.bin"))

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from asyncrl.config.tree import Config
-from asyncrl.contract.errors import ConfigError, Damaged
+from asyncrl.contract.errors import ConfigError, DamagedDataError
 from asyncrl.models.policy import PolicyModel, load_policy
 from learner.backend import optimizer_for
-from learner.batch import Packed
+from learner.batch import PackedBatch
 
 # names of a reward model's head in its weight files
 HEADS = ("score.weight", "v_head.weight", "value_head.weight")
@@ -88,19 +88,19 @@ class Critic:
     # ---- values ----------------------------------------------------------------------------------
 
     def values(
-        self, packed: Packed, samples: Sequence[int], hidden: torch.Tensor | None
+        self, packed: PackedBatch, samples: Sequence[int], hidden: torch.Tensor | None
     ) -> torch.Tensor:
         """V [n] before each response token of `samples`, with gradient; hidden [n, H]: the policy's
         states, for a shared trunk.
         """
         if self.trunk is not None:
-            hidden = self._states(self.trunk, packed, samples, packed.of_rows(samples)[1])
+            hidden = self._states(self.trunk, packed, samples, packed.row_arrays(samples)[1])
         assert hidden is not None
-        return self._of(hidden)
+        return self._values_of(hidden)
 
     @torch.no_grad()
     def start(
-        self, packed: Packed, parts: Sequence[Sequence[int]]
+        self, packed: PackedBatch, parts: Sequence[Sequence[int]]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(V [N], bootstrap [B]) as the batch begins: bootstrap is V after the last token of a
         truncated answer, elsewhere 0.  Every sample is one row: `LearnerCore` refuses others.
@@ -116,7 +116,7 @@ class Critic:
                 np.append(r, r[-1:]) if cut[place] else r
                 for place, r in ((place, packed.responses[place]) for place in part)
             ]
-            learned = self._of(self._states(trunk, packed, part, answers)).cpu()
+            learned = self._values_of(self._states(trunk, packed, part, answers)).cpu()
             at = 0
             for place, answer in zip(part, answers, strict=True):
                 length = len(packed.responses[place])
@@ -128,18 +128,22 @@ class Critic:
                 at += len(answer)
         return values, bootstrap
 
-    def _of(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _values_of(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.head(hidden.float())[:, 0]  # type: ignore[no-any-return]
 
     def _states(
-        self, model: PolicyModel, packed: Packed, samples: Sequence[int], answers: list[np.ndarray]
+        self,
+        model: PolicyModel,
+        packed: PackedBatch,
+        samples: Sequence[int],
+        answers: list[np.ndarray],
     ) -> torch.Tensor:
         """The state [n, H] that predicts each token of `answers`."""
         out = model.logprobs(
-            packed.of_rows(samples)[0],
+            packed.row_arrays(samples)[0],
             answers,
             packed.row_temperature(samples),
-            groups=[packed.shared[row] for row in packed.rows(samples)],
+            groups=[packed.shared[row] for row in packed.rows_of(samples)],
             want_hidden=True,
         )
         assert out.hidden is not None
@@ -177,7 +181,7 @@ class Critic:
     def load_state(self, state: dict[str, Any] | None, path: Path) -> None:
         """Raises Damaged for a checkpoint without a value head, or with one of another kind."""
         if not state or bool(state["trunk"]) != (self.trunk is not None):
-            raise Damaged(
+            raise DamagedDataError(
                 f"checkpoint {path} has no value head with value.trunk = "
                 f"{self.config.value.trunk}: resume it with the settings it was made with"
             )

@@ -8,10 +8,10 @@ import torch
 
 from asyncrl.models import packed_forward
 from asyncrl.models.policy import PolicyModel
-from learner.batch import Packed
+from learner.batch import PackedBatch
 
 
-class Alignment:
+class GradientAlignment:
     """Keeps the last gradient, in bfloat16: one more copy of the weights at half their size.
 
     Gradients of stale batches stay aligned from step to step where those of fresh ones are near
@@ -23,11 +23,11 @@ class Alignment:
         self.previous: list[torch.Tensor] = []
 
     @torch.no_grad()
-    def look(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    def measure(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """The cosine with the previous gradient, nan without one; with `most`, the gradients are
         changed in place so that it is at most that.
 
-        Call with what all ranks have summed, before clipping; then `keep`, unless the step is
+        Call with what all ranks have summed, before clipping; then `remember`, unless the step is
         dropped."""
         raw = [gradient.to(torch.bfloat16, copy=True) for gradient in gradients]
         cosine = torch.full((), torch.nan, dtype=torch.float64, device=raw[0].device)
@@ -43,7 +43,7 @@ class Alignment:
         self._next = raw
         return cosine
 
-    def keep(self) -> None:
+    def remember(self) -> None:
         """The gradient that was looked at is the previous one of the next step: as it was, before
         any projection."""
         self.previous = self._next
@@ -67,16 +67,16 @@ def _dot(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> torch.T
 
 
 # output of the model for these samples, with its states or without: see `LearnerCore._run`
-Run = Callable[[Sequence[int], bool], packed_forward.ForwardOut]
+Run = Callable[[Sequence[int], bool], packed_forward.ForwardOutput]
 
 
-def squared_norms(packed: Packed, model: PolicyModel, run: Run) -> torch.Tensor:
+def squared_norms(packed: PackedBatch, model: PolicyModel, run: Run) -> torch.Tensor:
     """|grad log pi_theta(y)|^2 of each sample over all parameters, of the sum over its tokens in
     the mask: [B].  A forward and a backward pass a sample; leaves no gradient behind."""
     parameters = [p for p in model.hf.parameters() if p.requires_grad]
     each = []
     for sample in range(packed.count):
-        part = packed.part([sample])
+        part = packed.token_positions([sample])
         lp = run([sample], False).logprobs.to(packed.loss.mask.device)
         total = torch.where(packed.loss.mask[part], lp, 0.0).sum()
         found = torch.autograd.grad(total, parameters, allow_unused=True)
@@ -86,7 +86,7 @@ def squared_norms(packed: Packed, model: PolicyModel, run: Run) -> torch.Tensor:
 
 @torch.no_grad()
 def energies(
-    packed: Packed, model: PolicyModel, run: Run, micros: Sequence[Sequence[int]]
+    packed: PackedBatch, model: PolicyModel, run: Run, micros: Sequence[Sequence[int]]
 ) -> torch.Tensor:
     """1 - 2 p + sum_v p_v^2 of each token [N]: |grad log pi_theta|^2 with respect to the logits
     alone (the proxy of arXiv 2602.07078).  A forward pass without gradient."""
@@ -94,7 +94,7 @@ def energies(
     out = torch.zeros_like(loss.behavior)
     assert model.fast is not None
     for micro in micros:
-        part = packed.part(micro)
+        part = packed.token_positions(micro)
         made = run(micro, True)
         assert made.hidden is not None
         temperature = packed.temperature.to(loss.seq.device)[loss.seq[part]]

@@ -18,21 +18,21 @@ import psutil
 
 from asyncrl.config.tree import Config
 from asyncrl.contract import messages as m
-from asyncrl.contract.errors import AsyncrlError, Fenced, NothingToDo, PeerUnreachable
+from asyncrl.contract.errors import AsyncrlError, LearnerFenced, NothingToDo, PeerUnreachable
 from asyncrl.contract.versions import Label
-from asyncrl.contract.waits import BUFFER, Wait, WaitLog
+from asyncrl.contract.waits import BUFFER, ProcessWait, WaitLog
 from asyncrl.models import adapters, memory, policy
 from asyncrl.models.devices import bind_learner
 from asyncrl.models.policy import export, weights_digest
-from asyncrl.records import atomic_write, lives
-from asyncrl.records.rundir import ended, found_address, run_id
+from asyncrl.records import atomic_write, process_log
+from asyncrl.records.rundir import current_buffer_address, is_finished, run_id
 from asyncrl.records.trace import Tracer
-from asyncrl.transport import inbound, keys
+from asyncrl.transport import keys, message_checks
 from asyncrl.transport.sockets import PeerSocket
 from learner import checkpoint
 from learner.publisher import Publisher
 from learner.recorder import Recorder, StepLog
-from learner.state import Cursor
+from learner.state import BatchCursor
 from learner.step import LearnerCore
 
 POLL_S = 0.1
@@ -49,12 +49,12 @@ class Learner:
         self.core = LearnerCore(config, config.model.path, run_dir)
         adapter = self.core.model.adapter
         self.full_bytes = adapter.base_bytes if adapter else policy.flat_bytes(self.core.layout)
-        self.epoch, self.origin, self.directory = checkpoint.begin(run_dir / "checkpoints")
-        self.cursor = Cursor()
+        self.epoch, self.origin, self.directory = checkpoint.start_epoch(run_dir / "checkpoints")
+        self.cursor = BatchCursor()
         older: dict[int, bytes] = {}
-        if (path := checkpoint.newest(self.directory)) is not None:
-            self.cursor = Cursor.read(checkpoint.restore(self.core, path))
-            older = checkpoint.older(path)
+        if (path := checkpoint.newest_checkpoint(self.directory)) is not None:
+            self.cursor = BatchCursor.read(checkpoint.restore(self.core, path))
+            older = checkpoint.read_earlier_versions(path)
             print(
                 f"learner: resumed from {path} at version {self.number}, "
                 f"{config.learner.steps - self.number} steps left",
@@ -64,12 +64,15 @@ class Learner:
         for version, data in sorted(older.items()):
             self.publisher.publish_bytes(version, data)
         self.digest = self.publisher.publish(self.number)
-        self.ring = self.publisher.held(older)
+        self.ring = self.publisher.held_versions(older)
         self.core.measure.weights_of = self.publisher.weights_of
         self.socket = PeerSocket(
-            found_address(config, run_dir), config.wires.curve_dir, keys.LEARNER, run=self.run
+            current_buffer_address(config, run_dir),
+            config.wires.curve_dir,
+            keys.LEARNER,
+            run=self.run,
         )
-        self.socket.find = lambda: found_address(config, run_dir)
+        self.socket.find = lambda: current_buffer_address(config, run_dir)
         self.vocabulary = int(self.core.model.hf.config.get_text_config().vocab_size)
         self.socket.check = self.check
         self.tracer = Tracer(run_dir, "learner")
@@ -104,7 +107,7 @@ class Learner:
             self.sent[key] = now
             self.socket.send(message)
 
-    def pump(self, timeout: float) -> None:
+    def handle_messages(self, timeout: float) -> None:
         """Handle what has arrived within `timeout` seconds; repeat what is unanswered; say what it
         waits for; judge the buffer's silence.
         """
@@ -122,11 +125,11 @@ class Learner:
             and min(self.commits, default=self.number) >= self.checkpointed
         ):
             # never ahead of a commit that it would make void
-            self.socket.send(m.Checkpointed(self.epoch, self.checkpointed))
+            self.socket.send(m.CheckpointNotice(self.epoch, self.checkpointed))
             self.checkpointed = None
         self.core.backend.keep_alive()
         now = time.monotonic()
-        if self.waiting and self.socket.seek(now - self.heard):
+        if self.waiting and self.socket.find_moved_buffer(now - self.heard):
             self.heard = now
             self.sent.clear()  # every request goes to the other one, too
         self.report(now)
@@ -136,11 +139,11 @@ class Learner:
         """What it waits for: to the buffer now and then, and on stderr when that takes long."""
         waiting = None
         if self.waiting:
-            waiting = Wait("learner", self.waiting, BUFFER, now - self.waiting_since)
+            waiting = ProcessWait("learner", self.waiting, BUFFER, now - self.waiting_since)
         if now - self.sent.get("progress", 0.0) > PROGRESS_S and self.welcomed:
             self.sent["progress"] = now
-            self.publisher.mend()
-            self.socket.send(m.Progress("learner", waiting, {}, os.getpid(), self.epoch))
+            self.publisher.recreate_ring()
+            self.socket.send(m.LearnerProgress("learner", waiting, {}, os.getpid(), self.epoch))
         buffer = f"the buffer at {self.socket.address}"
         for line in self.wait_log.lines([waiting._replace(on=buffer)] if waiting else []):
             print(line, file=sys.stderr, flush=True)
@@ -149,7 +152,11 @@ class Learner:
         """The buffer has sent nothing for `silent` seconds: the run has ended without its last word
         having come, or the buffer is gone.  Raises NothingToDo, PeerUnreachable.
         """
-        if silent > ENDED_S and self.waiting and ended(self.run_dir, self.config.learner.steps):
+        if (
+            silent > ENDED_S
+            and self.waiting
+            and is_finished(self.run_dir, self.config.learner.steps)
+        ):
             if self.number < self.config.learner.steps or not self.welcomed:
                 raise NothingToDo(
                     f"the run in {self.run_dir} has ended, all its {self.config.learner.steps} "
@@ -165,20 +172,22 @@ class Learner:
 
     def check(self, reply: m.FromBuffer) -> None:
         """Raises BadMessage for what this learner would end on, or lose checkpoints by."""
-        inbound.check(reply, vocabulary=self.vocabulary)
+        message_checks.check(reply, vocabulary=self.vocabulary)
         if isinstance(reply, m.Welcome) and reply.epoch == self.epoch:
-            inbound.need(
+            message_checks.require(
                 reply.checkpointed <= self.number,
                 f"checkpoints are kept from {reply.checkpointed}, and this one is {self.number}",
             )
 
     def handle(self, reply: m.FromBuffer) -> None:
-        if isinstance(reply, m.Refused):
+        if isinstance(reply, m.Refusal):
             error = AsyncrlError(reply.reason)
             error.exit_code = reply.exit_code
             raise error
-        if isinstance(reply, m.FencedOff) and reply.epoch == self.epoch:
-            raise Fenced(f"epoch {reply.by} of the learner has taken over from epoch {self.epoch}")
+        if isinstance(reply, m.FencedReply) and reply.epoch == self.epoch:
+            raise LearnerFenced(
+                f"epoch {reply.by} of the learner has taken over from epoch {self.epoch}"
+            )
         if isinstance(reply, m.Welcome) and reply.epoch == self.epoch and not self.welcomed:
             self.directory = checkpoint.claim(self.directory, reply.checkpointed)
             self.welcomed = True
@@ -192,10 +201,10 @@ class Learner:
             and self.number <= reply.number <= self.number + 1  # no other is asked for
         ):
             self.batches.setdefault(reply.number, reply)
-        elif isinstance(reply, m.Committed) and reply.epoch == self.epoch:
+        elif isinstance(reply, m.CommitReply) and reply.epoch == self.epoch:
             self.commits.pop(reply.number, None)
             self.publisher.keep = reply.keep
-        elif isinstance(reply, m.Finished) and reply.epoch == self.epoch:
+        elif isinstance(reply, m.RunFinished) and reply.epoch == self.epoch:
             self.finished = True
 
     def wait(self, what: str) -> None:
@@ -227,12 +236,12 @@ class Learner:
             pid=os.getpid(),
             vocabulary=self.vocabulary,
             limit=self.cursor.limit,
-            before=lives.before(self.run_dir, "learner", os.getpid()),
+            before=process_log.previous_end(self.run_dir, "learner", os.getpid()),
         )
         self.wait("the buffer's welcome")
         while not self.welcomed and not self.stopping:
             self.repeat("hello", message)
-            self.pump(POLL_S)
+            self.handle_messages(POLL_S)
 
     def loop(self) -> None:
         steps = self.config.learner.steps
@@ -250,7 +259,7 @@ class Learner:
                 self.step(batch)
         self.wait("the answers to its commits")
         while (self.commits or self.checkpointed is not None) and not self.stopping:
-            self.pump(POLL_S)
+            self.handle_messages(POLL_S)
         if not self.welcomed:
             return  # stopped before it began: nothing of it is worth keeping
         if self.number not in checkpoint.numbers(self.directory):
@@ -260,15 +269,15 @@ class Learner:
         self.export()
         self.wait("the last evaluation")
         while not self.finished and not self.stopping:
-            self.repeat("goodbye", m.Goodbye(self.epoch, self.number))
-            self.pump(POLL_S)
+            self.repeat("goodbye", m.LearnerGoodbye(self.epoch, self.number))
+            self.handle_messages(POLL_S)
 
     def export(self) -> None:
         """The final model, then its digest.  Before the goodbye: whoever hears that the run is over
         finds them, whatever dies next.
         """
-        self.core.backend.tell("export")
-        with self.core.backend.whole():
+        self.core.backend.broadcast("export")
+        with self.core.backend.full_parameters():
             model = self.core.model
             if model.adapter is not None and self.config.export.lora == "merged":
                 model = adapters.merged_model(model, self.config.model.device)
@@ -283,8 +292,8 @@ class Learner:
         began = time.monotonic()
         while self.number not in self.batches and not self.stopping:
             self.wait(f"batch {self.number}")
-            self.repeat(f"ask {self.number}", m.Ask(self.epoch, self.number))
-            self.pump(POLL_S)
+            self.repeat(f"ask {self.number}", m.BatchRequest(self.epoch, self.number))
+            self.handle_messages(POLL_S)
         if self.waiting:
             self.idle_s += time.monotonic() - began
             self.wait("")
@@ -294,7 +303,7 @@ class Learner:
             and self.config.learner.prefetch
             and self.number + 1 < self.config.learner.steps
         ):
-            self.repeat(f"ask {self.number + 1}", m.Ask(self.epoch, self.number + 1))
+            self.repeat(f"ask {self.number + 1}", m.BatchRequest(self.epoch, self.number + 1))
         return batch
 
     def step(self, batch: m.Batch) -> None:
@@ -321,7 +330,7 @@ class Learner:
         }
         self.mark = now
         self.last_batch = batch
-        self.cursor = Cursor(
+        self.cursor = BatchCursor(
             next_ticket=batch.next_ticket,
             ledger=batch.ledger,
             trained_above=batch.trained_above,
@@ -339,7 +348,7 @@ class Learner:
         self.commits[batch.number] = commit
         if min(self.commits) == batch.number:
             self.repeat(f"commit {batch.number}", commit)
-        self.pump(0)
+        self.handle_messages(0)
         # before a checkpoint could make a resumed learner begin behind this batch
         if self.recorder is not None:
             self.recorder.add(batch, metrics, self.digest)
@@ -350,11 +359,11 @@ class Learner:
         with self.tracer.span("checkpoint"):
             if self.step_log is not None:
                 self.step_log.sync()
-            older = self.publisher.older(self.number) if self.publisher.depth else {}
+            older = self.publisher.earlier_versions(self.number) if self.publisher.depth else {}
             oldest = checkpoint.save(
                 self.directory,
                 self.core,
-                self.cursor.kept(),
+                self.cursor.as_checkpoint(),
                 self.config.learner.keep_checkpoints,
                 older,
             )
@@ -380,12 +389,12 @@ def main(config: Config, run_dir: Path) -> bool:
     bind_learner(config)
     memory.keep_freed()
     if config.learner.backend == "deepspeed" and int(os.environ.get("RANK", "0")) > 0:
-        from learner.backend_deepspeed import follow, leave
+        from learner.backend_deepspeed import exit_rank, follow
 
         for signal_number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signal_number, signal.SIG_IGN)  # rank 0 tells when it is over
         follow(LearnerCore(config, config.model.path, run_dir))
-        leave()
+        exit_rank()
 
     def stop(number: int, _frame: object) -> None:
         asked.append(number)
@@ -401,7 +410,7 @@ def main(config: Config, run_dir: Path) -> bool:
             learner.stopping = bool(asked)
             learner.loop()
             return learner.finished
-        except Fenced as error:
+        except LearnerFenced as error:
             if (learner is not None and learner.welcomed) or not tries_left:
                 print(f"learner: {error}; this one ends", file=sys.stderr)
                 return True

@@ -16,15 +16,15 @@ import numpy as np
 import torch
 
 from asyncrl.config.tree import Config
-from asyncrl.contract.errors import NotFinite
+from asyncrl.contract.errors import NotFiniteError
 from asyncrl.contract.messages import WeightsSource
 from asyncrl.contract.versions import Label
 from asyncrl.models import policy
-from asyncrl.records import private, terms
+from asyncrl.records import buffer_leadership, private
 from asyncrl.records.rundir import ring_dir
-from asyncrl.transport import ways
+from asyncrl.transport import weight_transport
 from asyncrl.transport.chunks import ChunkServer
-from asyncrl.transport.ring import Ring
+from asyncrl.transport.ring import WeightRing
 from learner.step import LearnerCore
 
 # No weight of a language model in use is so large.  From LARGE on a forward pass tells whether they
@@ -51,13 +51,13 @@ class Publisher:
         private.directory(self.directory.parent)
         layout = core.layout
         slots = config.weights.slots + self.depth
-        self.ring = Ring(
+        self.ring = WeightRing(
             self.directory, policy.flat_bytes(layout), slots, layout, epoch, most=slots + 4
         )
         self.keep: list[Label] = []
-        self.server = ways.maker(config.weights.transport).serve(config, self.ring)
+        self.server = weight_transport.maker(config.weights.transport).serve(config, self.ring)
         if isinstance(self.server, ChunkServer):
-            self.server.buffer = lambda: terms.moved_to(run_dir)
+            self.server.buffer = lambda: buffer_leadership.current_address(run_dir)
 
     @property
     def source(self) -> WeightsSource:
@@ -78,11 +78,11 @@ class Publisher:
             ) < self.epoch:
                 shutil.rmtree(old, ignore_errors=True)
 
-    def mend(self) -> None:
+    def recreate_ring(self) -> None:
         """Somebody may have removed the ring's directory: generators that begin now would find no
         weights.
         """
-        if self.ring.mend():
+        if self.ring.recreate():
             print(
                 f"learner: {self.directory} was removed by somebody; it is made anew with all its "
                 "versions",
@@ -94,7 +94,7 @@ class Publisher:
         """Write the model's weights as version `number`; returns their digest.  Raises
         NotFinite.
         """
-        self.core.backend.tell("publish")
+        self.core.backend.broadcast("publish")
         probe = self.core.backend.probe()
 
         def fill(buffer: memoryview) -> None:
@@ -102,8 +102,8 @@ class Publisher:
             # as a rule: no weight comes near LARGE
             if bound is not None and float(bound) < LARGE**2:
                 return
-            if why := self.wrong(buffer):
-                raise NotFinite(
+            if why := self.find_problem(buffer):
+                raise NotFiniteError(
                     f"the weights {why} after {number} batches: learner.lr = "
                     f"{self.core.config.learner.lr:g} is too large, or the loss is; "
                     "nothing of them was published or kept: resume with a smaller one"
@@ -120,10 +120,10 @@ class Publisher:
     ) -> str:
         digest = self.ring.write(label, fill, keep, probe)
         if self.server is not None:
-            self.server.published(label, digest)
+            self.server.on_published(label, digest)
         return digest
 
-    def wrong(self, buffer: memoryview) -> str:
+    def find_problem(self, buffer: memoryview) -> str:
         """What keeps the flat weights in `buffer` from being used; "" as a rule."""
         weights = policy.read_flat(buffer, self.core.layout)
         largest = float(
@@ -149,7 +149,7 @@ class Publisher:
             Label(self.epoch, number), fill, [Label(self.epoch, n) for n in range(number + 1)]
         )
 
-    def older(self, number: int) -> dict[int, bytes]:
+    def earlier_versions(self, number: int) -> dict[int, bytes]:
         """Flat bytes of the versions before `number` that injection may still name."""
         out = {}
         for label, digest in self.ring.labels().items():
@@ -161,7 +161,7 @@ class Publisher:
         """Flat bytes of version `label`; empty when the ring does not hold it any more."""
         return self.ring.read_part(label, "", 0, self.ring.size)[1]
 
-    def held(self, numbers: Iterable[int]) -> list[tuple[Label, str]]:
+    def held_versions(self, numbers: Iterable[int]) -> list[tuple[Label, str]]:
         """(label, digest) of those of `numbers` that the ring holds."""
         wanted = set(numbers)
         return sorted(

@@ -18,7 +18,7 @@ from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import Batch
 from asyncrl.models import policy
 from asyncrl.records import atomic_write, jsonl, stream
-from asyncrl.records.stream import MIB, Life, Log, Step
+from asyncrl.records.stream import MIB, RecordedStep, RecordingHeader, RecordingWriter
 from learner import checkpoint
 from learner.step import LearnerCore
 
@@ -40,8 +40,8 @@ class StepLog:
         try:
             atomic_write.write(path, "".join(json.dumps(row) + "\n" for row in kept), sync=True)
         except OSError as error:
-            raise jsonl.full(path, error) from error
-        self.file = jsonl.Appender(path)
+            raise jsonl.disk_full_error(path, error) from error
+        self.file = jsonl.JsonlAppender(path)
 
     def write(self, rows: Sequence[dict[str, Any]]) -> None:
         for row in rows:
@@ -70,9 +70,11 @@ class Recorder:
         self.start = core.state.number
         self.said = False
         self.broken = ""
-        life = Life(stream.FORMAT, epoch, self.start, digest, load.dump(config))
+        life = RecordingHeader(stream.FORMAT, epoch, self.start, digest, load.dump(config))
         try:
-            self.log = Log(run_dir, life, stream.size(run_dir), config.record.stream_mib * MIB)
+            self.log = RecordingWriter(
+                run_dir, life, stream.size(run_dir), config.record.stream_mib * MIB
+            )
         except OSError as error:
             raise AsyncrlError(
                 f"record.stream: {stream.directory(run_dir)} cannot be written: {error}; free some "
@@ -95,7 +97,9 @@ class Recorder:
         if self.broken:
             return
         try:
-            added = self.log.add(batch.number, Step(stream.slim(batch), metrics, digest))
+            added = self.log.add(
+                batch.number, RecordedStep(stream.strip_batch(batch), metrics, digest)
+            )
         except OSError as error:
             return self.stop(f"{self.log.path} cannot be written: {error}")
         if not added:
@@ -103,11 +107,11 @@ class Recorder:
         every = self.config.record.weights_every
         if every and self.core.state.number % every == 0:
             self.weights()
-        self.say_size(batch.number)
+        self.report_size(batch.number)
 
     def weights(self) -> None:
         """Keep the weights and the optimizer as they are now."""
-        if self.log.room(self.weights_bytes):
+        if self.log.has_room(self.weights_bytes):
             self.directory.mkdir(parents=True, exist_ok=True)
             try:
                 checkpoint.save(self.directory, self.core, {}, sys.maxsize)
@@ -119,7 +123,7 @@ class Recorder:
             self.weights_bytes = max(written, self.weights_bytes)
             self.log.used += written
 
-    def say_size(self, number: int) -> None:
+    def report_size(self, number: int) -> None:
         """After the third batch: what the recording will come to."""
         if number - self.start != 2 or self.said:
             return

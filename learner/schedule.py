@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import torch
 
-from asyncrl.config.tree import Learner
+from asyncrl.config.tree import LearnerConfig
 
 
-def share(settings: Learner, number: int) -> float:
+def learning_rate_share(settings: LearnerConfig, number: int) -> float:
     """Share of `learner.lr` that batch `number` trains with: the schedule, after the warm-up."""
     left = 1.0 - number / settings.steps
     shape = {

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from asyncrl.config import load
-from asyncrl.config.sft import Sft
-from asyncrl.contract.errors import AsyncrlError, ConfigError, Damaged, NothingToDo
+from asyncrl.config.sft import SftConfig
+from asyncrl.contract.errors import AsyncrlError, ConfigError, DamagedDataError, NothingToDo
 from asyncrl.models import memory
 from asyncrl.models.policy import (
     export,
@@ -38,16 +38,16 @@ from asyncrl.models.policy import (
 )
 from asyncrl.models.tokenizer import load_tokenizer, model_stops
 from asyncrl.records import atomic_write, jsonl
-from asyncrl.records.rundir import Lock
+from asyncrl.records.rundir import RunLock
 from asyncrl.tasks import pairs
-from asyncrl.tasks.fit import Fitter, batch_at, share
+from asyncrl.tasks.fit import ModelFitter, batch_at, learning_rate_share
 from learner import checkpoint
 
 CONFIG = "sft.toml"
 Say = Callable[[str], None]
 
 
-def prepare(config: Sft, source: str) -> Path:
+def prepare(config: SftConfig, source: str) -> Path:
     """A new directory for the training.  Raises ConfigError where something is in it."""
     name = config.name or f"{Path(source).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     run_dir = Path(config.runs) / name
@@ -61,10 +61,10 @@ def prepare(config: Sft, source: str) -> Path:
     return run_dir
 
 
-class Run:
+class SftRun:
     """One life of a training: from its newest checkpoint, or from the model in model.path."""
 
-    def __init__(self, config: Sft, run_dir: Path, say: Say) -> None:
+    def __init__(self, config: SftConfig, run_dir: Path, say: Say) -> None:
         torch.set_num_threads(config.training.threads)
         memory.keep_freed()
         torch.manual_seed(config.seed)
@@ -87,14 +87,14 @@ class Run:
             f"{len(train.rows)} rows to learn from ({train.skipped} too long and left out), "
             f"{len(self.heldout)} held out"
         )
-        self.fitter = Fitter(self.model, config.training)
+        self.fitter = ModelFitter(self.model, config.training)
         self.tokens = 0
         self.checkpoints = run_dir / "checkpoints"
-        saved = checkpoint.newest(self.checkpoints)
+        saved = checkpoint.newest_checkpoint(self.checkpoints)
         if saved is not None:
             self.restore(saved)
         self.forget_after(self.fitter.number)
-        self.metrics = jsonl.Appender(run_dir / "metrics.jsonl")
+        self.metrics = jsonl.JsonlAppender(run_dir / "metrics.jsonl")
 
     def forget_after(self, number: int) -> None:
         """Rows of steps that are made again."""
@@ -103,7 +103,7 @@ class Run:
         if path.exists():
             atomic_write.write(path, "".join(json.dumps(row) + "\n" for row in kept))
 
-    def go(self, stopping: Callable[[], bool]) -> bool:
+    def run(self, stopping: Callable[[], bool]) -> bool:
         """Train to the last step; False where `stopping` ended it before, with a checkpoint."""
         training = self.config.training
         if self.fitter.number >= training.steps:
@@ -132,7 +132,7 @@ class Run:
             row["heldout"] = self.fitter.loss(self.heldout)
         batch = batch_at(self.rows, training, self.config.seed, number)
         row["loss"] = self.fitter.step(batch)
-        row["lr"] = training.lr * share(training, number)
+        row["lr"] = training.lr * learning_rate_share(training, number)
         self.tokens += sum(len(each.answer) for each in batch)
         self.metrics.write(row)
         if "heldout" in row:
@@ -174,7 +174,7 @@ class Run:
         """Go on from the checkpoint at `path`.  Raises Damaged for another model's."""
         saved = load_policy(path / "model", self.config.model.dtype, self.config.model.device)
         if [row[:3] for row in manifest(saved)] != [row[:3] for row in manifest(self.model)]:
-            raise Damaged(
+            raise DamagedDataError(
                 f"checkpoint {path} is of another model than model.path = {self.config.model.path}"
             )
         load_weights(self.model, dict(named_weights(saved)))
@@ -207,22 +207,22 @@ class Run:
         atomic_write.write(self.run_dir / "summary.json", json.dumps(what), sync=True)
 
 
-def run(config: Sft, run_dir: Path, say: Say) -> dict[str, Any] | None:
+def run(config: SftConfig, run_dir: Path, say: Say) -> dict[str, Any] | None:
     """Train, or go on training, in `run_dir`; the summary, None where SIGINT or SIGTERM ended it
     with a checkpoint.
     """
-    lock = Lock(run_dir, "sft")
+    lock = RunLock(run_dir, "sft")
     try:
-        with asked_to_stop() as stopping:
+        with catch_stop_signals() as stopping:
             began = (run_dir / "metrics.jsonl").exists()
             try:
-                training = Run(config, run_dir, say)
+                training = SftRun(config, run_dir, say)
             except ConfigError:
                 if not began:  # what is wrong is set right, and the same command given again
                     shutil.rmtree(run_dir, ignore_errors=True)
                 raise
             try:
-                done = training.go(stopping)
+                done = training.run(stopping)
             finally:
                 training.metrics.close()
         return json.loads((run_dir / "summary.json").read_text()) if done else None
@@ -230,7 +230,7 @@ def run(config: Sft, run_dir: Path, say: Say) -> dict[str, Any] | None:
         lock.close()
 
 
-def resumed(run_dir: Path, sets: tuple[str, ...]) -> Sft:
+def load_resumed(run_dir: Path, sets: tuple[str, ...]) -> SftConfig:
     """The config of the training in `run_dir`.  Raises ConfigError where there is none."""
     from asyncrl.config import sft
 
@@ -240,7 +240,7 @@ def resumed(run_dir: Path, sets: tuple[str, ...]) -> Sft:
 
 
 @contextmanager
-def asked_to_stop() -> Iterator[Callable[[], bool]]:
+def catch_stop_signals() -> Iterator[Callable[[], bool]]:
     """Whether SIGINT or SIGTERM has come: the step ends, then the training."""
     came: list[int] = []
     before = {

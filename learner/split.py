@@ -14,21 +14,21 @@ import numpy as np
 import torch
 
 from asyncrl.algorithms import kl, ratios, split
-from asyncrl.algorithms.loss import Prepared
+from asyncrl.algorithms.loss import PreparedBatch
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import Batch, Trajectory
 from asyncrl.contract.versions import Label
 from asyncrl.models import adapters
 from asyncrl.models.policy import Manifest, PolicyModel, load_policy, load_weights, read_flat
-from learner.batch import Packed
+from learner.batch import PackedBatch
 
-Forward = Callable[[PolicyModel, Packed, list[int]], torch.Tensor]  # logprobs [N], 0 elsewhere
+Forward = Callable[[PolicyModel, PackedBatch, list[int]], torch.Tensor]  # logprobs [N], 0 elsewhere
 # flat weights of a version, empty where it is not held any more
 WeightsOf = Callable[[Label], bytes]
 
 
-class Measure:
+class SplitMeter:
     """What one learner measures beside its loss; rank 0 alone does.  `weights_of` is set by whoever
     has a ring.
     """
@@ -56,12 +56,12 @@ class Measure:
     def __call__(
         self,
         batch: Batch,
-        packed: Packed,
-        prep: Prepared,
+        packed: PackedBatch,
+        prep: PreparedBatch,
         answers: tuple[list[int], list[int]],
         after: torch.Tensor | None,
     ) -> dict[str, float]:
-        """Metrics of this batch on its `answers`, as `chosen` names them.
+        """Metrics of this batch on its `answers`, as `choose_samples` names them.
 
         after: logprobs [N] under the policy that the batch's updates have made, where the split is
         due.  Raises AsyncrlError when `exact` is true and engine and learner differ at equal
@@ -70,10 +70,10 @@ class Measure:
         found: dict[str, float] = {}
         split_on, refer_on = answers
         if after is not None:
-            part = packed.part(split_on)
+            part = packed.token_positions(split_on)
             columns = (prep.start, after, prep.batch.behavior, prep.valid)
             if not self.config.record.kl_moved:  # else it is measured on whole batches
-                found["kl/moved"] = moved(*(x[part] for x in columns))
+                found["kl/moved"] = measure_move(*(x[part] for x in columns))
             if self.weights_of is not None:
                 samples = [batch.samples[i] for i in packed.places]
                 found |= self.split(packed, prep, after, split_on, samples, batch.number)
@@ -81,7 +81,9 @@ class Measure:
             found |= self.to_reference(packed, prep, refer_on)
         return found
 
-    def chosen(self, packed: Packed, prep: Prepared, number: int) -> tuple[list[int], list[int]]:
+    def choose_samples(
+        self, packed: PackedBatch, prep: PreparedBatch, number: int
+    ) -> tuple[list[int], list[int]]:
         """Answers for the split and for the KL to the reference, drawn by (seed, batch) of those
         whose start is known and that a pass of this rank has seen.
 
@@ -104,8 +106,8 @@ class Measure:
 
     def split(
         self,
-        packed: Packed,
-        prep: Prepared,
+        packed: PackedBatch,
+        prep: PreparedBatch,
         after: torch.Tensor,
         answers: list[int],
         samples: list[Trajectory],
@@ -123,16 +125,18 @@ class Measure:
                     spans.setdefault(Label(*span.label), []).append((answer, first, last))
         for label, places in sorted(spans.items()):
             if (
-                found := self.under(label, packed, sorted({answer for answer, _, _ in places}))
+                found := self.logprobs_under(
+                    label, packed, sorted({answer for answer, _, _ in places})
+                )
             ) is not None:
                 for _, first, last in places:
                     version[first:last] = found[first:last].to(version.dtype)
-        part = packed.part(answers)
+        part = packed.token_positions(answers)
         usable = part[prep.valid[part] & version[part].isfinite()]
         assert loss.age is not None
         after = after.to(prep.start.dtype)
         columns = (loss.behavior, version, prep.start, after, loss.token_lag, loss.age)
-        out = split.metrics(split.Split(*(x[usable] for x in columns)))
+        out = split.metrics(split.LogRatioSplit(*(x[usable] for x in columns)))
         out["split/coverage"] = len(usable) / max(int(prep.valid[part].sum()), 1)
         if self.config.exact is True and out.get("mismatch/max_one_version", 0.0) != 0:
             raise AsyncrlError(
@@ -142,7 +146,9 @@ class Measure:
             )
         return out
 
-    def under(self, label: Label, packed: Packed, answers: list[int]) -> torch.Tensor | None:
+    def logprobs_under(
+        self, label: Label, packed: PackedBatch, answers: list[int]
+    ) -> torch.Tensor | None:
         """Logprobs [N] of `answers` under version `label`; None when its weights are not held any
         more.
         """
@@ -152,10 +158,10 @@ class Measure:
             return None
         if self.model.adapter is not None:
             flat = read_flat(memoryview(bytearray(data)), self.layout)
-            with adapters.replaced(self.model, flat):
+            with adapters.adapters_replaced(self.model, flat):
                 return self.forward(self.model, packed, answers)
         if self.shadow is None:
-            self.shadow = frozen(
+            self.shadow = freeze(
                 load_policy(
                     self.config.model.path, self.config.model.dtype, self.config.model.device
                 )
@@ -166,7 +172,9 @@ class Measure:
 
     # ---- reference -------------------------------------------------------------------------------
 
-    def to_reference(self, packed: Packed, prep: Prepared, answers: list[int]) -> dict[str, float]:
+    def to_reference(
+        self, packed: PackedBatch, prep: PreparedBatch, answers: list[int]
+    ) -> dict[str, float]:
         """KL(target || reference) over the valid tokens of `answers`, where no KL term has its
         logprobs already.
         """
@@ -174,10 +182,10 @@ class Measure:
             settings = self.config.model
             path = Path(settings.reference or settings.path)
             if self.model.adapter is not None and path.resolve() == Path(settings.path).resolve():
-                self.reference = adapters.without(self.model)
+                self.reference = adapters.without_adapters(self.model)
             else:
-                self.reference = frozen(load_policy(path, settings.dtype, settings.device))
-        part = packed.part(answers)
+                self.reference = freeze(load_policy(path, settings.dtype, settings.device))
+        part = packed.token_positions(answers)
         part = part[prep.valid[part]]
         moved = ratios.log_ratio(
             prep.latest[part],
@@ -188,7 +196,7 @@ class Measure:
         } | {"kl/ref_target": mean(kl.forward_k3(moved))}
 
 
-def moved(
+def measure_move(
     before: torch.Tensor, after: torch.Tensor, behavior: torch.Tensor, valid: torch.Tensor
 ) -> float:
     """KL(before || after) of one batch's updates, nats a token, by k3 on the tokens `valid`.
@@ -203,7 +211,7 @@ def moved(
     )
 
 
-def frozen(model: PolicyModel) -> PolicyModel:
+def freeze(model: PolicyModel) -> PolicyModel:
     model.hf.requires_grad_(False)
     return model
 

@@ -9,7 +9,7 @@ import msgspec
 
 
 @dataclass
-class State:
+class LearnerState:
     """Every rank has the same one; a checkpoint keeps it.  number: of the next batch; baseline:
     running mean of the rewards; beta: of the KL term; prompts: the running mean of each prompt's
     rewards, by the prompt's digest, with advantage.baseline = prompt.
@@ -24,9 +24,9 @@ class State:
     prompts: dict[str, float] = field(default_factory=dict)
 
 
-class Cursor(msgspec.Struct, frozen=True):
+class BatchCursor(msgspec.Struct, frozen=True):
     """What a learner's hello tells the buffer, so that both go on from the same batch; a checkpoint
-    keeps it beside the `State`.
+    keeps it beside the `LearnerState`.
 
     next_ticket, ledger, trained_above, limit: as the last batch brought them; parent: epoch and
     number of the weights that it was trained on."""
@@ -37,11 +37,11 @@ class Cursor(msgspec.Struct, frozen=True):
     parent: list[int] | None = None
     limit: int = 0
 
-    def kept(self) -> dict[str, Any]:
+    def as_checkpoint(self) -> dict[str, Any]:
         """As a checkpoint keeps it, for `read`."""
         return msgspec.structs.asdict(self)
 
     @staticmethod
-    def read(kept: dict[str, Any]) -> Cursor:
+    def read(kept: dict[str, Any]) -> BatchCursor:
         """What a checkpoint kept; a name that an earlier program did not write has its default."""
-        return msgspec.convert(kept, Cursor)
+        return msgspec.convert(kept, BatchCursor)

@@ -18,16 +18,16 @@ from asyncrl.algorithms import advantages, kl, ratios, settings
 from asyncrl.algorithms import loss as step_loss
 from asyncrl.algorithms.settings import KLLoss, KLReward
 from asyncrl.config.tree import Config
-from asyncrl.contract.errors import AsyncrlError, ConfigError, NotFinite
+from asyncrl.contract.errors import AsyncrlError, ConfigError, NotFiniteError
 from asyncrl.contract.messages import Batch
 from asyncrl.models import adapters, memory, packed_forward
 from asyncrl.models.policy import PolicyModel, load_policy, manifest
 from learner import gradients, schedule
 from learner.backend import TorchBackend
-from learner.batch import Packed, micro_batches, pack
+from learner.batch import PackedBatch, micro_batches, pack
 from learner.critic import Critic
-from learner.split import Measure, moved
-from learner.state import State
+from learner.split import SplitMeter, measure_move
+from learner.state import LearnerState
 
 BAD_IN_A_ROW = 3
 
@@ -67,7 +67,7 @@ class Update(NamedTuple):
         }
 
 
-class Made(NamedTuple):
+class StepSums(NamedTuple):
     """The optimizer steps that were made on a batch: the sums behind their metrics, each by itself,
     and the last KL that early stopping looked at.
     """
@@ -105,7 +105,7 @@ class LearnerCore:
                 "kl.loss.off_policy: prefix_full needs a model of the packed forward (Llama, "
                 "Qwen2, Qwen3, Mistral), also as its reference; use prefix"
             )
-        if advantages.by_logits(config.advantage) and self.model.fast is None:
+        if advantages.needs_energy(config.advantage) and self.model.fast is None:
             raise ConfigError(
                 f"advantage.name: {config.advantage.name} by the logits needs a model of the "
                 "packed forward (Llama, Qwen2, Qwen3, Mistral); use another"
@@ -120,8 +120,8 @@ class LearnerCore:
             else torch.device("cpu")
         )
         self.critic = Critic(config, self.model) if config.advantage.name == "gae" else None
-        self.measure = Measure(config, self.model, self.layout, self._forward)
-        self.state = State(beta=config.kl.reward.coefficient)
+        self.measure = SplitMeter(config, self.model, self.layout, self._forward)
+        self.state = LearnerState(beta=config.kl.reward.coefficient)
         self.told: set[str] = set()
         self.made: set[int] = set()  # answers of the batch that an optimizer step was made on
         self.updates: list[dict[str, float]] = []  # of the last batch, one row an optimizer step
@@ -136,7 +136,7 @@ class LearnerCore:
         config = self.config
         loaded: dict[Path, PolicyModel] = {}
         if self.model.adapter is not None:
-            loaded[Path(self.model.tokenizer_dir).resolve()] = adapters.without(self.model)
+            loaded[Path(self.model.tokenizer_dir).resolve()] = adapters.without_adapters(self.model)
 
         def load(term: KLReward | KLLoss) -> PolicyModel | None:
             if term.coefficient <= 0:
@@ -159,9 +159,9 @@ class LearnerCore:
         """Train on one batch; returns its metrics.  Raises NotFinite after three batches whose
         loss is not finite.
         """
-        self.backend.tell("train", batch)
+        self.backend.broadcast("train", batch)
         config = self.config
-        packed = self._packed(batch)
+        packed = self._pack_batch(batch)
         everyone = range(packed.count)
         self.critic_norms: list[float] = []
         self.cosines: list[float] = []
@@ -181,7 +181,7 @@ class LearnerCore:
         measured = config.record.kl_moved and batch.number % config.record.kl_moved == 0
         before = self._forward(self.model, packed, everyone) if measured else None
         steps = self._epochs(prep, packed)
-        self.unused = self._unused(prep, packed, len(batch.samples))
+        self.unused = self._unused_tokens(prep, packed, len(batch.samples))
         found, *each = step_loss.finish_each([steps.sums, *(u.sums for u in steps.updates)])
         metrics = prep.metrics | found
         again = config.learner.epochs > 1 or packed.loss.start is not None
@@ -205,7 +205,7 @@ class LearnerCore:
             metrics["optim/gradient_cosine_max"] = max(self.cosines)
         if before is not None:
             after = self._forward(self.model, packed, everyone)
-            metrics["kl/moved"] = moved(before, after, packed.loss.behavior, prep.valid)
+            metrics["kl/moved"] = measure_move(before, after, packed.loss.behavior, prep.valid)
         used_beta = self.state.beta
         self._carry(packed, metrics)
         if by_prompt:
@@ -222,25 +222,29 @@ class LearnerCore:
             "kl/loss_beta": config.kl.loss.coefficient,
         }
 
-    def _measures(self, batch: Batch, packed: Packed, prep: step_loss.Prepared) -> dict[str, float]:
+    def _measures(
+        self, batch: Batch, packed: PackedBatch, prep: step_loss.PreparedBatch
+    ) -> dict[str, float]:
         """What is measured on some answers of the batch, at rank 0; all ranks make the pass under
         the policy that the updates have made.
         """
         split, reference = self.measure.due(batch.number)
         if not split and not reference:
             return {}
-        split_on, refer_on = self.backend.gather(self.measure.chosen(packed, prep, batch.number))[0]
+        split_on, refer_on = self.backend.gather(
+            self.measure.choose_samples(packed, prep, batch.number)
+        )[0]
         after = self._forward(self.model, packed, split_on) if split and split_on else None
         if self.backend.rank:
             return {}
         return self.measure(batch, packed, prep, (split_on, refer_on), after)
 
-    def _packed(self, batch: Batch) -> Packed:
+    def _pack_batch(self, batch: Batch) -> PackedBatch:
         """The batch, with what other models and the critic make of it: the anchor, the references'
         logprobs, the values.
         """
         config = self.config
-        packed = pack(batch, greedy=config.advantage.name == "remax").to(self.where)
+        packed = pack(batch, greedy=config.advantage.name == "remax").to_device(self.where)
         everyone = range(packed.count)
         if len(packed.responses) > packed.count and (keys := settings.ordered(config)):
             raise ConfigError(
@@ -251,7 +255,7 @@ class LearnerCore:
             packed.loss.token_rewards is not None
             and config.advantage.name not in advantages.BY_TOKEN
         ):
-            self._tell(
+            self._report(
                 f"advantage.name = {config.advantage.name} takes one reward an answer, so the "
                 "reward function's token_rewards are not trained on; "
                 f"{', '.join(advantages.BY_TOKEN)} take them"
@@ -264,11 +268,12 @@ class LearnerCore:
             packed.loss.reward_reference = self._forward(self.reward_reference, packed, everyone)
         if self.critic is not None:
             packed.loss.values, packed.loss.bootstrap = (
-                x.to(self.where) for x in self.critic.start(packed, self._mine(packed, everyone)[0])
+                x.to(self.where)
+                for x in self.critic.start(packed, self._own_micro_batches(packed, everyone)[0])
             )
         return packed
 
-    def _measured(self, packed: Packed) -> None:
+    def _measured(self, packed: PackedBatch) -> None:
         """Norms of gradients, where the advantage asks for them."""
         advantage = self.config.advantage
 
@@ -277,12 +282,13 @@ class LearnerCore:
 
         if isinstance(advantage, settings.OpobAdvantage) and advantage.squared_norm == "gradient":
             packed.loss.squared_norms = gradients.squared_norms(packed, self.model, run)
-        if advantages.by_logits(advantage):
-            mine, _ = self._mine(packed, range(packed.count))
+        if advantages.needs_energy(advantage):
+            mine, _ = self._own_micro_batches(packed, range(packed.count))
             packed.loss.energy = gradients.energies(packed, self.model, run, mine)
 
-    def _known_prompts(self, batch: Batch, packed: Packed) -> list[str]:
-        """Of each sample: its prompt's name in `State.prompts`; their running means go to the
+    def _known_prompts(self, batch: Batch, packed: PackedBatch) -> list[str]:
+        """Of each sample: its prompt's name in `LearnerState.prompts`; their running means go to
+        the
         loss."""
         digests = [
             xxhash.xxh3_64_hexdigest(batch.samples[place].prompt_tokens) for place in packed.places
@@ -309,13 +315,13 @@ class LearnerCore:
             advantage = settings.ReinforceAdvantage()
         return advantage.ema_decay
 
-    def _tell(self, what: str) -> None:
+    def _report(self, what: str) -> None:
         """Say something of the data on stderr, once, by rank 0."""
         if what not in self.told and self.backend.rank == 0:
             print(f"learner: {what}", file=sys.stderr, flush=True)
         self.told.add(what)
 
-    def _epochs(self, prep: step_loss.Prepared, packed: Packed) -> Made:
+    def _epochs(self, prep: step_loss.PreparedBatch, packed: PackedBatch) -> StepSums:
         """All optimizer steps of a batch, until KL early stopping ends them."""
         total: dict[str, torch.Tensor] = {}
         updates: list[Update] = []
@@ -336,7 +342,9 @@ class LearnerCore:
                 if first and current is not None and not stopped:
                     stop_kl = self._stop_kl(
                         *step_loss.stop_statistic(
-                            prep, packed.part(samples), current[packed.part(samples)]
+                            prep,
+                            packed.token_positions(samples),
+                            current[packed.token_positions(samples)],
                         )
                     )
                     stopped = (
@@ -356,24 +364,26 @@ class LearnerCore:
                         total = self._untrained(prep, step, packed, samples)
                     self.state.early_stops += 1
                     self._zero_grad()
-                    return Made(total, updates, stop_kl)
+                    return StepSums(total, updates, stop_kl)
                 step_loss.add_sums(total, sums)
-                share = step_loss.rate_share(prep, step, sums)
+                share = step_loss.learning_rate_share(prep, step, sums)
                 norm = self._apply(packed, sums, share)
                 if norm is not None:
-                    step_loss.step_made(prep)
+                    step_loss.mark_step_made(prep)
                     self.made.update(samples)
                     updates.append(Update(norm, self._rate() * share, sums, step.metrics))
-        return Made(total, updates, stop_kl)
+        return StepSums(total, updates, stop_kl)
 
-    def _unused(
-        self, prep: step_loss.Prepared, packed: Packed, samples: int
+    def _unused_tokens(
+        self, prep: step_loss.PreparedBatch, packed: PackedBatch, samples: int
     ) -> list[tuple[int, int]]:
         """Per sample of the batch: its tokens where no optimizer step was made on it, else those
         rejected or vetoed in every step; [] when there are none.
         """
         # each rank has seen its own
-        used = self.backend.total(prep.used.float()) if self.backend.ranks > 1 else prep.used
+        used = (
+            self.backend.sum_over_ranks(prep.used.float()) if self.backend.ranks > 1 else prep.used
+        )
         lost = (prep.valid & (used == 0)).double()
         counts = (
             torch.zeros(packed.count, dtype=torch.double, device=lost.device)
@@ -387,18 +397,22 @@ class LearnerCore:
         return out if any(map(any, out)) else []
 
     def _untrained(
-        self, prep: step_loss.Prepared, step: step_loss.Step, packed: Packed, samples: Sequence[int]
+        self,
+        prep: step_loss.PreparedBatch,
+        step: step_loss.StepPlan,
+        packed: PackedBatch,
+        samples: Sequence[int],
     ) -> dict[str, torch.Tensor]:
         """The sums of a batch whose first step was stopped, so that its metrics say why; its
         gradient, if one was made, is dropped.
         """
         if not self.backend.stops_first:
             return self._gradient(prep, step, packed, samples)[0]
-        part = packed.part(samples)
+        part = packed.token_positions(samples)
         with torch.no_grad():
             return step_loss.micro_loss(prep, step, part, prep.start[part])[1]
 
-    def _minibatches(self, packed: Packed, epoch: int) -> list[list[int]]:
+    def _minibatches(self, packed: PackedBatch, epoch: int) -> list[list[int]]:
         """Answers of each optimizer step of the epoch."""
         return schedule.minibatches(
             packed.groups,
@@ -409,7 +423,11 @@ class LearnerCore:
         )
 
     def _gradient(
-        self, prep: step_loss.Prepared, step: step_loss.Step, packed: Packed, samples: Sequence[int]
+        self,
+        prep: step_loss.PreparedBatch,
+        step: step_loss.StepPlan,
+        packed: PackedBatch,
+        samples: Sequence[int],
     ) -> tuple[dict[str, torch.Tensor], float]:
         """Accumulate the gradient of one optimizer step; returns its sums and the KL that early
         stopping looks at.
@@ -417,7 +435,7 @@ class LearnerCore:
         sums: dict[str, torch.Tensor] = {}
         stop = [torch.zeros((), device=self.where), torch.zeros((), device=self.where)]
         self._zero_grad()
-        mine, rounds = self._mine(packed, samples)
+        mine, rounds = self._own_micro_batches(packed, samples)
         for at in range(rounds):
             micro, real = (mine[at], True) if at < len(mine) else ([samples[0]], False)
             out = self._run(
@@ -427,7 +445,7 @@ class LearnerCore:
                 entropy=True,
                 hidden=self.full_kl or (self.critic is not None and self.critic.trunk is None),
             )
-            part = packed.part(micro)
+            part = packed.token_positions(micro)
             if not real:  # every rank makes as many passes as the busiest
                 self.backend.backward(out.logprobs.sum() * 0.0, last=at == rounds - 1)
                 continue
@@ -453,23 +471,27 @@ class LearnerCore:
                 statistic, weight = step_loss.stop_statistic(prep, part, lp.detach())
                 stop = [stop[0] + statistic, stop[1] + weight]
         if self.backend.ranks > 1:
-            sums = self._summed(sums)
-            stop = [self.backend.total(x.clone()) for x in stop]
+            sums = self._sum_over_ranks(sums)
+            stop = [self.backend.sum_over_ranks(x.clone()) for x in stop]
         return sums, self._stop_kl(*stop)
 
     def _stop_kl(self, total: torch.Tensor, weight: torch.Tensor) -> float:
         """The KL that early stopping looks at, from the sums of `step_loss.stop_statistic`."""
         return max(0.0, float(total / weight.clamp(min=1e-12))) if self.config.stop.kl_max else 0.0
 
-    def _mine(self, packed: Packed, samples: Sequence[int]) -> tuple[list[list[int]], int]:
+    def _own_micro_batches(
+        self, packed: PackedBatch, samples: Sequence[int]
+    ) -> tuple[list[list[int]], int]:
         """This rank's micro-batches of `samples`, and how many the busiest rank has."""
         each = [
-            self._cut(self.model, packed, share) if share else []
-            for share in self.backend.share(samples, packed.sizes())
+            self._split_micro_batches(self.model, packed, share) if share else []
+            for share in self.backend.split_samples(samples, packed.sample_tokens())
         ]
         return each[self.backend.rank], max(map(len, each))
 
-    def _cut(self, model: PolicyModel, packed: Packed, samples: Sequence[int]) -> list[list[int]]:
+    def _split_micro_batches(
+        self, model: PolicyModel, packed: PackedBatch, samples: Sequence[int]
+    ) -> list[list[int]]:
         """The micro-batches of `samples` under `model`."""
         return micro_batches(
             packed,
@@ -478,7 +500,7 @@ class LearnerCore:
             by_group=model.fast is not None,
         )
 
-    def _summed(self, sums: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _sum_over_ranks(self, sums: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The sums of all ranks.  A rank without samples has none of its own: it takes the names
         from the others.
         """
@@ -491,14 +513,14 @@ class LearnerCore:
             shape, dtype = every[name]
             mine = sums.get(name, torch.zeros(shape, dtype=getattr(torch, dtype)))
             out[name] = (
-                self.backend.total(mine.clone())
+                self.backend.sum_over_ranks(mine.clone())
                 if not name.startswith("max/")
-                else self.backend.largest(mine.clone())
+                else self.backend.max_over_ranks(mine.clone())
             )
         return out
 
     def _apply(
-        self, packed: Packed, sums: dict[str, torch.Tensor], lr_scale: float = 1.0
+        self, packed: PackedBatch, sums: dict[str, torch.Tensor], lr_scale: float = 1.0
     ) -> float | None:
         """The optimizer step; None when the gradient is not finite: skipped, counted, and the third
         in a row ends the run.
@@ -516,13 +538,13 @@ class LearnerCore:
         self.state.skipped += 1
         self.state.bad_in_a_row += 1
         if self.state.bad_in_a_row >= BAD_IN_A_ROW:
-            raise NotFinite(
+            raise NotFiniteError(
                 f"the loss or its gradient was not finite {BAD_IN_A_ROW} times in a row, last in "
                 f"batch {self.state.number}{self._save(packed)}"
             )
         return None
 
-    def _save(self, packed: Packed) -> str:
+    def _save(self, packed: PackedBatch) -> str:
         if self.run_dir is None:
             return ""
         path = self.run_dir / "bad_batch.msgpack"
@@ -533,7 +555,7 @@ class LearnerCore:
                 "reward": reward,
             }
             for sample, reward in enumerate(packed.loss.rewards.tolist())
-            for row in packed.rows([sample])
+            for row in packed.rows_of([sample])
         ]
         path.write_bytes(msgspec.msgpack.encode(rows))
         return f"; the batch is saved in {path}"
@@ -543,7 +565,7 @@ class LearnerCore:
     def _run(
         self,
         model: PolicyModel,
-        packed: Packed,
+        packed: PackedBatch,
         samples: Sequence[int],
         *,
         entropy: bool,
@@ -551,15 +573,15 @@ class LearnerCore:
     ) -> Any:
         with self.backend.guard():
             return model.logprobs(
-                *packed.of_rows(samples),
+                *packed.row_arrays(samples),
                 packed.row_temperature(samples),
-                groups=[packed.shared[row] for row in packed.rows(samples)],
+                groups=[packed.shared[row] for row in packed.rows_of(samples)],
                 want_entropy=entropy,
                 want_hidden=hidden,
             )
 
     def _step_kl(
-        self, packed: Packed, samples: Sequence[int], hidden: torch.Tensor
+        self, packed: PackedBatch, samples: Sequence[int], hidden: torch.Tensor
     ) -> torch.Tensor:
         """KL(theta || ref) over the vocabulary at each state of `samples`, [n] with gradient;
         hidden [n, H]: the policy's states.
@@ -576,7 +598,7 @@ class LearnerCore:
             hidden,
             self.reference.fast,
             ref,
-            packed.temperature.to(self.where)[packed.loss.seq[packed.part(samples)]],
+            packed.temperature.to(self.where)[packed.loss.seq[packed.token_positions(samples)]],
         )
 
     def _zero_grad(self) -> None:
@@ -585,24 +607,26 @@ class LearnerCore:
             self.critic.zero_grad()
 
     @torch.no_grad()
-    def _forward(self, model: PolicyModel, packed: Packed, samples: Sequence[int]) -> torch.Tensor:
+    def _forward(
+        self, model: PolicyModel, packed: PackedBatch, samples: Sequence[int]
+    ) -> torch.Tensor:
         """Logprobs [N] under `model`, without gradient, by the micro-batches that training uses."""
         out = torch.zeros(int(packed.offsets[-1]), device=self.where)
         mine, rounds = (
-            self._mine(packed, samples)
+            self._own_micro_batches(packed, samples)
             if model is self.model
-            else (self._cut(model, packed, samples), 0)
+            else (self._split_micro_batches(model, packed, samples), 0)
         )
         for micro in mine:
-            out[packed.part(micro)] = (
+            out[packed.token_positions(micro)] = (
                 self._run(model, packed, micro, entropy=False).logprobs.float().to(self.where)
             )
         # with partitioned parameters every rank makes as many passes as the busiest
         for _ in range(rounds - len(mine)):
             self._run(model, packed, [samples[0]], entropy=False)
-        return self.backend.total(out) if model is self.model else out
+        return self.backend.sum_over_ranks(out) if model is self.model else out
 
-    def _anchor(self, packed: Packed, samples: Sequence[int]) -> None:
+    def _anchor(self, packed: PackedBatch, samples: Sequence[int]) -> None:
         """The anchor by correction.proximal, and the learner's start wherever a forward is made for
         one of them.
 
@@ -635,9 +659,9 @@ class LearnerCore:
 
     def _schedule(self) -> float:
         """Share of the learning rate."""
-        return schedule.share(self.config.learner, self.state.number)
+        return schedule.learning_rate_share(self.config.learner, self.state.number)
 
-    def _carry(self, packed: Packed, metrics: dict[str, float]) -> None:
+    def _carry(self, packed: PackedBatch, metrics: dict[str, float]) -> None:
         """Running mean of the rewards as the advantage took them, and the adaptive KL
         coefficient.
         """
@@ -648,7 +672,7 @@ class LearnerCore:
         )
         terms = self.config.kl.reward
         if "kl/answer" in metrics:
-            controller = kl.Controller(
+            controller = kl.KLController(
                 self.state.beta, terms.controller, terms.target, terms.horizon
             )
             self.state.beta = controller.update(metrics["kl/answer"], len(packed.groups))

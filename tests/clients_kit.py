@@ -18,11 +18,11 @@ from gateway_kit import Served
 from test_pushed import Commands
 
 from actors.gateway import web
+from actors.gateway.agents.session_messages import SessionAccess, SessionResult
 from actors.gateway.chat import hermes
-from actors.gateway.pushed.seats import Left, Seat
-from actors.gateway.requests import Wanted
-from actors.gateway.web import Opened
-from asyncrl.config.agents import Agent
+from actors.gateway.requests import ParsedRequest
+from actors.gateway.web import OpenedSession
+from asyncrl.config.agents import AgentConfig
 from asyncrl.contract.messages import Prompt
 
 PAGES = ROOT / "docs" / "clients"
@@ -60,15 +60,15 @@ def python_of(environment: str) -> str:
 class Ended:
     """What came of a session.  ignored: what its requests asked for in vain."""
 
-    opened: Opened
-    left: Left
+    opened: OpenedSession
+    left: SessionResult
     ignored: set[str] = field(default_factory=set)
 
     @property
     def prompts(self) -> list[str]:
         """Of its calls."""
         session = self.opened.session
-        text = self.opened.chat.text
+        text = self.opened.chat.decode_text
         return [text(node.prompt().tolist()) for node in session.forest.nodes]
 
 
@@ -78,7 +78,7 @@ class Runner:
     def __init__(self, path: Path, command: Sequence[str]) -> None:
         self.path = path
         self.served = Served(parser=hermes)
-        agent = Agent(command=[*command])
+        agent = AgentConfig(command=[*command])
         self.commands = Commands(path, agent)
         self.number = 0
 
@@ -89,12 +89,12 @@ class Runner:
         program = self.path / f"{page}.program"
         program.write_text(block_of(page))
         opened = self.served.do(self.served.service.open)
-        ended = Ended(opened, Left(0, "failed"))
+        ended = Ended(opened, SessionResult(0, "failed"))
         self.served.service.say = lambda call: answers[min(call.number, len(answers) - 1)]
         self.number += 1
         prompt = msgspec.structs.replace(TASK, meta={**TASK.meta, "program": str(program)})
         url = f"{self.served.url}/s/{opened.session.name}"
-        seat = Seat(
+        seat = SessionAccess(
             *(self.number, opened.session.name, url, opened.key, "policy", prompt),
             *(9, 1, True, 600.0),
         )
@@ -115,14 +115,16 @@ class Runner:
 @contextmanager
 def recorded(ended: Ended) -> Iterator[None]:
     """Note what the endpoint ignores of each request."""
-    request = web.Web._request
+    request = web.WebApp._request
 
-    def noted(self: Any, http: Any, opened: Opened, asked: Wanted, body: bytes) -> Any:
+    def noted(
+        self: Any, http: Any, opened: OpenedSession, asked: ParsedRequest, body: bytes
+    ) -> Any:
         ended.ignored.update(asked.ignored)
         return request(self, http, opened, asked, body)
 
-    web.Web._request = noted  # type: ignore[method-assign]
+    web.WebApp._request = noted  # type: ignore[method-assign]
     try:
         yield
     finally:
-        web.Web._request = request  # type: ignore[method-assign]
+        web.WebApp._request = request  # type: ignore[method-assign]

@@ -264,12 +264,14 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An untrained model for the task `sort`: two layers, two key/value heads."""
-    from asyncrl.config.tree import Task
+    from asyncrl.config.tree import TaskConfig
     from asyncrl.models import policy
     from asyncrl.tasks import get_task
 
     path = tmp_path_factory.mktemp("small") / "model"
-    policy.build_model(path, get_task(Task(name="sort")).symbols, hidden=32, kv_heads=2, seed=1)
+    policy.build_model(
+        path, get_task(TaskConfig(name="sort")).symbols, hidden=32, kv_heads=2, seed=1
+    )
     return path
 
 

@@ -85,7 +85,7 @@ def main() -> None:
             ),
             file=sys.stderr,
         )
-        backend_deepspeed.leave()
+        backend_deepspeed.exit_rank()
     if "restore" in job:
         checkpoint.restore(core, Path(job["restore"]))
     losses, norms, steps = [], [], []
@@ -112,7 +112,7 @@ def main() -> None:
             if "stand" in job:
                 stand(core, Path(job["stand"][0]), job["stand"][1])
     buffer = bytearray(flat_bytes(core.layout))
-    core.backend.tell("publish")
+    core.backend.broadcast("publish")
     raw = core.backend.probe()
     core.backend.write_flat(memoryview(buffer))
     tensors = read_flat(memoryview(buffer), core.layout)

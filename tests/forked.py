@@ -46,7 +46,8 @@ def part(name: str, run_dir: Path, die: int, slow: float, stop: int) -> None:
         from learner import loop, step
 
         train = dying(step.LearnerCore.train, die, 0.0)
-        step.LearnerCore.train = standing(train, stop + 2) if stop else train  # type: ignore[method-assign]
+        # type: ignore[method-assign]
+        step.LearnerCore.train = standing(train, stop + 2) if stop else train
         return loop.main(config, run_dir)
     from actors import generator
     from actors.engine_embedded import EmbeddedEngine

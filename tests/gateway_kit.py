@@ -15,12 +15,12 @@ import numpy as np
 import tokenizers
 import transformers
 
-from actors.gateway.chat import Chat, Parser
-from actors.gateway.forest import Node
-from actors.gateway.requests import Manners
-from actors.gateway.sessions import Call, Limits, Session
-from actors.gateway.web import Bind, Endpoint, Opened
-from asyncrl.contract.messages import Prompt, Sampling, Span, Ticket
+from actors.gateway.call_tree import CallNode
+from actors.gateway.chat import ChatFormat, Parser
+from actors.gateway.requests import RequestPolicy
+from actors.gateway.sessions import Session, SessionCall, SessionLimits
+from actors.gateway.web import Endpoint, ListenAddress, OpenedSession
+from asyncrl.contract.messages import Prompt, SamplingSettings, Ticket, VersionSpan
 from asyncrl.contract.versions import Label
 
 SPECIAL = [
@@ -67,7 +67,7 @@ class Scripted:
     def __init__(
         self,
         *,
-        limits: Limits,
+        limits: SessionLimits,
         parser: Parser | None = None,
         tokens: Any = None,
         **manners: Any,
@@ -76,13 +76,13 @@ class Scripted:
         self.over = self.ending = False
         self.tokenizer = tokens or tokenizer(CHATML)
         stop = self.tokenizer.convert_tokens_to_ids([self.tokenizer.eos_token, "<|im_end|>"])
-        self.manners = Manners(stops=frozenset(stop), **manners)
-        self.chat = Chat(self.tokenizer, stop, parser=parser)
+        self.manners = RequestPolicy(stops=frozenset(stop), **manners)
+        self.chat = ChatFormat(self.tokenizer, stop, parser=parser)
         self.limits = limits
-        self.sessions: dict[str, Opened] = {}
-        self.leases: dict[str, Opened] = {}
+        self.sessions: dict[str, OpenedSession] = {}
+        self.leases: dict[str, OpenedSession] = {}
         self.free = 0  # samples that may be leased
-        self.say: Callable[[Call], str | list[str]] = lambda call: f"answer {call.number}"
+        self.say: Callable[[SessionCall], str | list[str]] = lambda call: f"answer {call.number}"
         self.gate = asyncio.Event()
         self.gate.set()
         self.drawn: list[int] = []
@@ -90,25 +90,25 @@ class Scripted:
         self.skew = 0.0  # seconds by which the clock was put on
         self.looked_at: list[str] = []
 
-    def now(self) -> float:
+    def current_time(self) -> float:
         return self.clock() + self.skew
 
-    def open(self) -> Opened:
+    def open(self) -> OpenedSession:
         """A session."""
         number = len(self.sessions)
         prompt = Prompt(number, "2+2=", answer="4")
-        sampling = Sampling(max_new_tokens=200)
+        sampling = SamplingSettings(max_new_tokens=200)
         ticket = Ticket(number, 1, "train", prompt, [0], sampling, Label(1, 0), None, 0)
         session = Session(ticket, 0, 1, self.limits, self.chat, opened=self.now())
         task = {"id": number, "text": prompt.text}
-        made = Opened(session, self.chat, f"key-{number}", task, seed=number)
+        made = OpenedSession(session, self.chat, f"key-{number}", task, seed=number)
         self.sessions[session.name] = made
         return made
 
-    def find(self, name: str) -> Opened | None:
+    def find(self, name: str) -> OpenedSession | None:
         return self.sessions.get(name)
 
-    async def lease(self, lease: str, wait_s: float) -> Opened | None:
+    async def lease(self, lease: str, wait_s: float) -> OpenedSession | None:
         if lease not in self.leases:
             if not self.free:
                 await asyncio.sleep(min(wait_s, 0.01))
@@ -117,7 +117,7 @@ class Scripted:
             self.leases[lease] = self.open()
         return self.leases[lease]
 
-    async def draw(self, session: Session, call: Call) -> Node | None:
+    async def draw(self, session: Session, call: SessionCall) -> CallNode | None:
         while not self.gate.is_set() and not call.cut:
             await asyncio.sleep(0.002)
         text = self.say(call)
@@ -134,10 +134,11 @@ class Scripted:
             ids.append(self.tokenizer.convert_tokens_to_ids("<|im_end|>"))
         self.drawn.append(call.number)
         logprobs = np.linspace(-1, 0, len(ids), dtype=np.float32)
-        spans = [Span(Label(1, 2), "d", 0, len(ids), Label(1, 2))]
-        return session.drawn(call, np.array(ids), logprobs, spans, finish, now=self.now())  # type: ignore[arg-type]
+        spans = [VersionSpan(Label(1, 2), "d", 0, len(ids), Label(1, 2))]
+        # type: ignore[arg-type]
+        return session.on_result(call, np.array(ids), logprobs, spans, finish, now=self.now())
 
-    def changed(self, session: Session) -> None:
+    def on_change(self, session: Session) -> None:
         session.tick(self.now())
         self.looked_at.append(session.name)
 
@@ -149,8 +150,8 @@ class Served:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
-        bind = more.pop("bind", Bind())
-        limits = more.pop("limits", Limits(max_calls=0, rows=0))
+        bind = more.pop("bind", ListenAddress())
+        limits = more.pop("limits", SessionLimits(max_calls=0, rows=0))
 
         async def make() -> tuple[Scripted, Endpoint]:
             service = Scripted(limits=limits, **more)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from asyncrl.config.tree import Task as TaskConfig
+from asyncrl.config.tree import TaskConfig as TaskConfig
 from asyncrl.contract.messages import Prompt
 from asyncrl.tasks import Task, get_task
 

@@ -13,19 +13,19 @@ from typing import Any
 
 from weakened import weakened
 
-from asyncrl.contract.admission import Seen
+from asyncrl.contract.admission import LimitEvidence
 from asyncrl.contract.messages import (
     Batch,
     LearnerHello,
     Prompt,
-    Sampling,
-    Span,
+    SamplingSettings,
     Ticket,
     Trajectory,
+    VersionSpan,
     WeightsSource,
 )
 from asyncrl.contract.versions import Label
-from buffer.groups import Settings
+from buffer.groups import StoreSettings
 from buffer.store import Store
 
 LEASE_S = 10.0
@@ -50,7 +50,7 @@ def far(token: tuple[str, ...], train: tuple[str, ...]) -> int:
     return len(token) - common + len(train) - common
 
 
-def plain(settings: Settings) -> Store:
+def plain(settings: StoreSettings) -> Store:
     return Store(settings, PROMPTS.__getitem__)
 
 
@@ -98,7 +98,7 @@ class World:
         self,
         seed: int,
         off: frozenset[str] = frozenset(),
-        make: Callable[[Settings], Store] = plain,
+        make: Callable[[StoreSettings], Store] = plain,
         **more: Any,
     ) -> None:
         r = self.r = random.Random(seed)
@@ -108,16 +108,16 @@ class World:
         # settings that a resumed run may have instead
         self.variants: list[dict[str, Any]] = more.pop("variants", [])
         filters = r.random() < 0.4 and "inject" not in more
-        self.settings = Settings(
+        self.settings = StoreSettings(
             r.choice((1, 1, 2, 3)),
             r.choice((1, 2)),
             more.pop("steps", r.randint(3, 6)),
-            Sampling(),
+            SamplingSettings(),
             lease_s=LEASE_S,
             filter_no_spread=filters,
             **more,
         )
-        self.off = off
+        self.adapters_disabled = off
         self.store = (
             weakened(off)(self.settings, PROMPTS.__getitem__) if off else make(self.settings)
         )
@@ -255,10 +255,12 @@ class World:
         self.moves += self.store.limit.now != before.now
         return True
 
-    def seen(self) -> Seen:
+    def seen(self) -> LimitEvidence:
         """Ratios and idle times that move the limit up and down."""
         r = self.r
-        return Seen(r.choice((0.2, 0.9, 0.9)), r.choice((0, 1, math.inf)), r.choice((0.0, 0.3)))
+        return LimitEvidence(
+            r.choice((0.2, 0.9, 0.9)), r.choice((0, 1, math.inf)), r.choice((0.0, 0.3))
+        )
 
     def checkpoint(self) -> bool:
         x = self.learner
@@ -329,7 +331,7 @@ class World:
         version.
         """
         least = x.ticket.exact_version or x.ticket.min_version
-        enough = bool(x.runs) or "min_version" in self.off
+        enough = bool(x.runs) or "min_version" in self.adapters_disabled
         return (
             g.weights is not None
             and g.weights.epoch == least.epoch
@@ -358,7 +360,7 @@ class World:
     def answer(self, x: Row) -> Trajectory:
         spans, at = [], 0
         for label, n in x.runs:
-            spans.append(Span(label, "", at, at + n, label))
+            spans.append(VersionSpan(label, "", at, at + n, label))
             at += n
         same = x.ticket.ticket % 3 == 1  # every third group has no reward spread
         reward = 0.0 if same else float(x.sample)
@@ -411,7 +413,7 @@ class World:
     # ---- the schedule ----------------------------------------------------------------------------
 
     def check(self) -> None:
-        lines = self.store.folded().lines
+        lines = self.store.current_ledger().lines
         written, held = (
             sum(map(max, self.counts.values())),
             sum(line.tokens for line in lines.values()),

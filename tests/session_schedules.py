@@ -28,9 +28,9 @@ import msgspec
 import numpy as np
 from schedules import LEASE_S, Broken, World, need
 
-from actors.gateway import forest, service
-from actors.gateway.drive import At
-from actors.gateway.env_worker import Happened, Op
+from actors.gateway import call_tree, service
+from actors.gateway.environment_pool import EnvironmentPlace
+from actors.gateway.environment_worker import EnvironmentEvent, EnvironmentOperation
 from actors.gateway.sessions import Session
 from asyncrl.config import load
 from asyncrl.contract import messages as m
@@ -51,7 +51,7 @@ def prompt(index: int) -> m.Prompt:
     return m.Prompt(index, "ab=")
 
 
-def numbers_of(row: m.Row) -> Iterator[tuple[int, Label]]:
+def numbers_of(row: m.TrainingSequence) -> Iterator[tuple[int, Label]]:
     """(draw, label of its span) of what is trained in the row."""
     logprobs = np.frombuffer(row.behavior_logprobs, "<f4")
     for span in row.spans:
@@ -74,7 +74,7 @@ class Wire:
     def recv(self, timeout: float) -> Any:
         return self.replies.popleft() if self.replies else None
 
-    def seek(self, silent: float) -> bool:
+    def find_moved_buffer(self, silent: float) -> bool:
         return False
 
     def close(self) -> None:
@@ -86,19 +86,19 @@ class Drive:
 
     def __init__(self, _: Any) -> None:
         self.descriptors: list[int] = []
-        self.open: dict[int, Op] = {}  # session -> what it is at
+        self.open: dict[int, EnvironmentOperation] = {}  # session -> what it is at
         self.places: set[int] = set()
-        self.happened: list[Happened] = []
+        self.apply: list[EnvironmentEvent] = []
         self.replaced = ""
 
-    def at(self, session: int, _: float) -> At:
-        return At(session, 0.0, "", math.inf)
+    def locate(self, session: int, _: float) -> EnvironmentPlace:
+        return EnvironmentPlace(session, 0.0, "", math.inf)
 
-    def reset(self, op: Op) -> None:
+    def reset(self, op: EnvironmentOperation) -> None:
         self.places.add(op.session)
         self.open[op.session] = op
 
-    def step(self, op: Op) -> None:
+    def step(self, op: EnvironmentOperation) -> None:
         need(op.session in self.places, f"a step of session {op.session}, which has no environment")
         self.open[op.session] = op
 
@@ -106,9 +106,9 @@ class Drive:
         self.places.discard(session)
         self.open.pop(session, None)
 
-    def poll(self) -> list[Happened]:
-        out = [x for x in self.happened if x.session in self.places]
-        self.happened = []
+    def poll(self) -> list[EnvironmentEvent]:
+        out = [x for x in self.apply if x.session in self.places]
+        self.apply = []
         return out
 
     def close(self) -> None:
@@ -121,7 +121,7 @@ class Gateway(service.Gateway):
     world: SessionWorld
     answered: dict[Session, list[int]]
 
-    def drawn(self, message: m.Called) -> None:
+    def drawn(self, message: m.CallResult) -> None:
         episode = self.drawing.get(message.id)
         if episode is not None:
             logprobs = np.frombuffer(message.logprobs, "<f4")
@@ -132,11 +132,11 @@ class Gateway(service.Gateway):
                 key = (episode.session.ticket.ticket, episode.session.sample)
                 need(drawn_for == key, f"draw {number} of {drawn_for} came to {key}")
             self.answered.setdefault(episode.session, []).extend(mine)
-        super().drawn(message)
+        super().on_result(message)
 
-    def place(self, call: m.Call, ticket: m.Ticket) -> None:
+    def place(self, call: m.GenerationCall, ticket: m.Ticket) -> None:
         self.world.placed[call.id] = ticket.attempt
-        super().place(call, ticket)
+        super().submit_call(call, ticket)
 
     def deliver(self, episode: service.Episode) -> None:
         before = len(self.outbox.fresh)
@@ -153,7 +153,7 @@ class Gateway(service.Gateway):
         nodes = [node for node in episode.session.forest.nodes if node.ids is not None]
         r = self.world.r
         if nodes and r.random() < self.world.fork_share:
-            before = r.choice([node.whole for node in nodes] + [nodes[0].prompt])
+            before = r.choice([node.token_ids for node in nodes] + [nodes[0].prompt])
             episode.sides.now.last = SimpleNamespace(whole=before)  # type: ignore[assignment]
             obs = obs or "="
         super().call(episode, obs)
@@ -161,7 +161,7 @@ class Gateway(service.Gateway):
 
 @dataclass
 class Drawing:
-    call: m.Call
+    call: m.GenerationCall
     runs: list[tuple[Label, list[int]]] = field(default_factory=list)  # (weights, draws)
 
     @property
@@ -171,7 +171,7 @@ class Drawing:
 
 @dataclass
 class Engine:
-    """A generator that draws calls: actors/gateway/serving.py, with the engine reckoned."""
+    """A generator that draws calls: actors/gateway/generator_calls.py, with the engine reckoned."""
 
     name: str
     session: int = 1
@@ -179,7 +179,7 @@ class Engine:
     said: Label | None = None  # the newest that it was told of
     calls: dict[int, Drawing] = field(default_factory=dict)
     heard: int = 0
-    inbox: deque[m.Calls] = field(default_factory=deque)
+    inbox: deque[m.CallAssignments] = field(default_factory=deque)
 
 
 class SessionWorld(World):
@@ -206,7 +206,7 @@ class SessionWorld(World):
         r = self.r
         self.faults = 4 if fault else self.faults
         self.load_share = 0.1 if slow else r.choice((0.2, 1, 3))
-        self.settings.sampling = m.Sampling(max_new_tokens=CALL_TOKENS)
+        self.settings.sampling = m.SamplingSettings(max_new_tokens=CALL_TOKENS)
         self.fork_share = r.choice((0.0, 0.0, 0.3))
         self.end_share, self.fail_share = r.choice((0.2, 0.5)), r.choice((0.0, 0.0, 0.05))
         self.agent = {
@@ -224,7 +224,7 @@ class SessionWorld(World):
         self.rows = self.trained_draws = 0
         self.answered = 0  # tokens that gateways were given or told of
         self.engines = [Engine(f"generator-{i}") for i in range(r.randint(1, 2))]
-        self.wanted: m.Want | None = None
+        self.wanted: m.TicketRequest | None = None
         self.said: Counter[str] = Counter()
         self.now = 1000.0
         self.lives = 0
@@ -254,7 +254,7 @@ class SessionWorld(World):
         self.store.end_sessions(gateway.producer, gateway.session)
         self.wanted = None
 
-    def announcement(self) -> m.Announcement | None:
+    def announcement(self) -> m.PolicyAnnouncement | None:
         return self.store.announcement()
 
     def turn(self) -> bool:
@@ -266,7 +266,7 @@ class SessionWorld(World):
         twice = [name for name, count in open_now.items() if count > 1]
         need(not twice, f"samples {twice} are written twice at once")
         before = len(gateway.calls_socket.sent)
-        gateway.turn()
+        gateway.step()
         for peer, message in gateway.calls_socket.sent:  # type: ignore[attr-defined]
             for engine in self.engines:
                 if engine.name.encode() == peer:
@@ -284,27 +284,27 @@ class SessionWorld(World):
 
     def handle(self, message: Any) -> bool:
         reply: Any = None
-        if isinstance(message, m.Want):
+        if isinstance(message, m.TicketRequest):
             checks.want(message)
             self.wanted = message
-        elif isinstance(message, m.Deliver):
+        elif isinstance(message, m.Delivery):
             reply = self.on_deliver(message)
-        elif isinstance(message, m.Renew):
+        elif isinstance(message, m.LeaseRenewal):
             reply = self.on_renew(message)
         # an acknowledgement that is lost has the samples come again
-        lost = isinstance(reply, m.Acks) and self.r.random() < self.late_share / 4
+        lost = isinstance(reply, m.DeliveryAcks) and self.r.random() < self.late_share / 4
         if reply is not None and not lost:
             self.gateway.socket.replies.append(reply)  # type: ignore[attr-defined]
         self.check()
-        return not isinstance(message, m.Renew)
+        return not isinstance(message, m.LeaseRenewal)
 
-    def on_deliver(self, message: m.Deliver) -> m.Acks:
+    def on_deliver(self, message: m.Delivery) -> m.DeliveryAcks:
         for sample in message.samples:
             checks.sample(self.store, sample)
             checks.versions(self.store, sample)
         checks.answers(message.samples, len(SYMBOLS) + 9, self.settings)
-        self.store.told(message.producer, message.session, message.drawn)
-        became = self.store.take_all(message.samples)
+        self.store.report_tokens(message.producer, message.session, message.drawn)
+        became = self.store.accept_samples(message.samples)
         self.said.update(became)
         for sample, what in zip(message.samples, became, strict=True):
             self.said["adopted, accepted"] += bool(sample.adopted) and what == "accepted"
@@ -313,21 +313,21 @@ class SessionWorld(World):
             )
         keys = [(x.ticket, x.sample, x.attempt) for x in message.samples]
         acks = [(*key, what) for key, what in zip(keys, became, strict=True)]
-        return m.Acks(message.session, acks, 1 << 20, self.announcement())
+        return m.DeliveryAcks(message.session, acks, 1 << 20, self.announcement())
 
-    def on_renew(self, message: m.Renew) -> m.Heard:
+    def on_renew(self, message: m.LeaseRenewal) -> m.HeartbeatReply:
         checks.renew(message)
         checks.progress(self.store, message.progress)
-        self.store.told(message.producer, message.session, message.drawn)
+        self.store.report_tokens(message.producer, message.session, message.drawn)
         self.store.renew(
             message.producer, message.session, message.progress, self.now, message.judging
         )
         rows = (*message.progress, *message.judging, *message.written)
         named = {row[1] for row in rows}
         # no reply is lost here: whatever it was granted and took, it has
-        unheld = self.store.unheld(message.producer, message.session, message.taken, named)
+        unheld = self.store.unheld_attempts(message.producer, message.session, message.taken, named)
         need(not unheld, f"tickets {unheld} are held, and not named")
-        return m.Heard(self.store.epoch, self.announcement(), attempts=self.store.attempts)
+        return m.HeartbeatReply(self.store.epoch, self.announcement(), attempts=self.store.attempts)
 
     def answer_want(self) -> bool:
         """Tickets, as soon as there are some."""
@@ -338,7 +338,7 @@ class SessionWorld(World):
         if not tickets:
             return False
         self.announced |= {(each.ticket, each.attempt): each.limit for each in tickets}
-        said = m.Tickets(want.session, want.sequence, tickets, self.announcement())
+        said = m.TicketGrant(want.session, want.sequence, tickets, self.announcement())
         self.gateway.socket.replies.append(said)  # type: ignore[attr-defined]
         self.wanted = None
         return True
@@ -353,14 +353,14 @@ class SessionWorld(World):
         if self.r.random() < self.fail_share:
             what = self.r.choice(("failed", "lost"))
             drive.places.discard(number)
-            drive.happened.append(Happened(number, what, why="it was to"))
+            drive.apply.append(EnvironmentEvent(number, what, why="it was to"))
             return True
         session = self.gateway.episodes[number].session
         ends = op.kind == "step" and self.r.random() < self.end_share
         same = session.ticket.ticket % 3 == 1  # every third group has no reward spread
         reward = 0.0 if same or not ends else float(session.sample)
         obs = self.r.choice(("", "3=", "ab")) if op.kind == "step" else "ab="
-        drive.happened.append(Happened(number, "ok", obs=obs, reward=reward, ended=ends))
+        drive.apply.append(EnvironmentEvent(number, "ok", obs=obs, reward=reward, ended=ends))
         return True
 
     # ---- engines ---------------------------------------------------------------------------------
@@ -380,7 +380,7 @@ class SessionWorld(World):
             engine.calls.setdefault(call.id, Drawing(call))
         for number in message.cut:
             if (cut := engine.calls.pop(number, None)) is not None:
-                self.tell(engine, m.Called(number, b"", b"", [], "length", cut.tokens))
+                self.tell(engine, m.CallResult(number, b"", b"", [], "length", cut.tokens))
         return True
 
     def engine_loads(self) -> bool:
@@ -437,22 +437,27 @@ class SessionWorld(World):
             ids[-1] = STOP
         spans, at = [], 0
         for label, draws in each.runs:
-            spans.append(m.Span(label, self.store.tree.digest(label), at, at + len(draws), label))
+            spans.append(
+                m.VersionSpan(label, self.store.tree.digest(label), at, at + len(draws), label)
+            )
             at += len(draws)
         tokens = np.array(ids, "<i4").tobytes()
         logprobs = (-np.array(numbers, "<f4") / np.float32(STEP)).astype("<f4").tobytes()
         finish = "length" if whole else "stop"
-        said = m.Called(each.call.id, tokens, logprobs, spans, finish)  # type: ignore[arg-type]
+        said = m.CallResult(each.call.id, tokens, logprobs, spans, finish)  # type: ignore[arg-type]
         self.tell(engine, said)
 
     def tell(self, engine: Engine, message: Any) -> None:
-        self.gateway.calls_socket.replies.append((engine.name.encode(), message))  # type: ignore[attr-defined]
+        # type: ignore[attr-defined]
+        self.gateway.calls_socket.replies.append((engine.name.encode(), message))
 
     def serving(self) -> bool:
         """A generator tells of itself."""
         engine = self.r.choice(self.engines)
         held = sorted(engine.calls)
-        said = m.Serving(m.PROTOCOL, "run", engine.name, engine.session, 4, held, engine.heard)
+        said = m.ServingReport(
+            m.PROTOCOL, "run", engine.name, engine.session, 4, held, engine.heard
+        )
         self.tell(engine, said)
         return False
 
@@ -516,9 +521,9 @@ class SessionWorld(World):
         return least
 
     def check(self) -> None:
-        lines = self.store.folded().lines
+        lines = self.store.current_ledger().lines
         held = sum(line.tokens for line in lines.values())
-        told = self.store.generated()
+        told = self.store.generated_tokens()
         need(held == told, f"the ledger holds {held} tokens, the gateways told of {told}: {lines}")
         need(
             held <= len(self.draws), f"the ledger holds {held} tokens, {len(self.draws)} were drawn"
@@ -529,7 +534,7 @@ class SessionWorld(World):
         self.now += 1.0
         self.turn()
         self.post()
-        told = self.store.generated()
+        told = self.store.generated_tokens()
         whole = told == self.answered or (self.lives > 1 and told < self.answered)
         need(whole, f"{self.answered} tokens were answered, {told} are told of")
 
@@ -574,7 +579,7 @@ class SessionWorld(World):
 
 # ---- rules that can be switched off --------------------------------------------------------------
 
-ROW = forest._row
+ROW = call_tree._make_row
 
 
 class Unjudged(Store):
@@ -582,19 +587,19 @@ class Unjudged(Store):
         return bool(sample.adopted) or super().may_train(sample, lag, limit)
 
 
-def every_row(start: Any, follower: Any, shares: Any) -> m.Row:
-    """`forest._row`, with all that the row's first call continues trained in it again."""
+def every_row(start: Any, follower: Any, shares: Any) -> m.TrainingSequence:
+    """`call_tree._make_row`, with all that the row's first call continues trained in it again."""
     chain = [start]
     while chain[0].parent is not None:
         chain.insert(0, chain[0].parent)
     return ROW(chain[0], dict(itertools.pairwise(chain)) | dict(follower), shares)
 
 
-def placed_at_any(self: service.Gateway, call: m.Call, ticket: m.Ticket) -> None:
+def placed_at_any(self: service.Gateway, call: m.GenerationCall, ticket: m.Ticket) -> None:
     """The minimum version holds for a session's first call alone."""
     least = ticket.min_version
     least = least if call.stream == 0 else Label(least.epoch, 0)
-    self.board.place(msgspec.structs.replace(call, min_version=least))
+    self.board.submit(msgspec.structs.replace(call, min_version=least))
 
 
 def drawn_at_once(self: service.Gateway, episode: service.Episode) -> None:
@@ -604,7 +609,7 @@ def drawn_at_once(self: service.Gateway, episode: service.Episode) -> None:
     for number in [x for x, each in self.drawing.items() if each is episode]:
         call = self.put_off.pop(number)
         self.world.placed[call.id] = episode.session.ticket.attempt  # type: ignore[attr-defined]
-        self.board.place(msgspec.structs.replace(call, min_version=self.announced.label))
+        self.board.submit(msgspec.structs.replace(call, min_version=self.announced.label))
 
 
 PARK = service.Gateway.park
@@ -615,10 +620,12 @@ def uncounted(self: Session, ticket: m.Ticket) -> None:
     self.adopted[-1] = (self.adopted[-1][0], 0)
 
 
-ADOPT = Session.adopt
+ADOPT = Session.resume_under
 
 
-def adopted_never(self: service.Gateway, held: service.Held, new: service.Held) -> None:
+def adopted_never(
+    self: service.Gateway, held: service.GatewayTicket, new: service.GatewayTicket
+) -> None:
     """A sample that is open, or waits, begins anew under the new grant."""
 
 
@@ -647,7 +654,7 @@ RULES = {
         {"fault": "kill_learner"},
     ),
     "judge_adopted": Rule(None, "versions late", {"fault": "kill_learner", "limits": (2, 0)}),
-    "row_once": Rule((forest, "_row", every_row), "drawn .* trained"),
+    "row_once": Rule((call_tree, "_row", every_row), "drawn .* trained"),
     "count_once": Rule((Session, "adopt", uncounted), "were drawn", {"fault": "stall"}),
     "own_numbers": Rule(None, "came to|tokens, and spans|is another's", {"fault": "kill_gateway"}),
     "hand_over": Rule(

@@ -51,7 +51,7 @@ def answers(
 
 def prepared(
     b: LossBatch, *, baseline: float = 0.0, new_tokens: int = 8, **sections: Any
-) -> sl.Prepared:
+) -> sl.PreparedBatch:
     c = config(generator={"max_new_tokens": new_tokens, "context": 64}, **sections)
     return sl.prepare(b, c, baseline=baseline)
 
@@ -76,7 +76,7 @@ def test_rewards_that_are_equal_to_rounding_teach_exactly_nothing(value: float, 
         r[::3] = torch.nextafter(r[::3], torch.tensor(torch.inf)) if value else 0.0
     groups, zero = torch.arange(24) // 8, torch.zeros(24)
     lengths = torch.arange(24) % 5 + 1
-    assert bool(adv.no_spread(r, groups).all())
+    assert bool(adv.zero_variance(r, groups).all())
     for a in (
         adv.rloo(r, groups),
         adv.grpo(r, groups),
@@ -85,7 +85,7 @@ def test_rewards_that_are_equal_to_rounding_teach_exactly_nothing(value: float, 
         adv.gpg(r, groups),
         adv.opo(r, groups, lengths),
         adv.whiten(r),
-        adv.to_unit(r),
+        adv.scale_to_unit(r),
         adv.remax(r, torch.full_like(r, value)),
         adv.reinforce(r, value),
     ):
@@ -117,7 +117,7 @@ def test_equal_rewards_are_nothing_through_the_whole_pre_pass(name: str, rewards
 def test_a_spread_of_more_than_a_millionth_is_one() -> None:
     groups = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
     r = vec(1, 1 - 1.1e-6, 1, 1 - 0.9e-6, -1, -1 + 1.1e-6, 0, 1e-30)
-    assert adv.no_spread(r, groups).tolist() == [
+    assert adv.zero_variance(r, groups).tolist() == [
         False,
         False,
         True,
@@ -127,7 +127,7 @@ def test_a_spread_of_more_than_a_millionth_is_one() -> None:
         False,
         False,
     ]
-    assert adv.no_spread(vec(-1, -1 + 0.9e-6, -1e-6, 1e-6), groups[:4]).tolist() == [
+    assert adv.zero_variance(vec(-1, -1 + 0.9e-6, -1e-6, 1e-6), groups[:4]).tolist() == [
         True,
         True,
         False,
@@ -144,7 +144,7 @@ def test_a_spread_of_more_than_a_millionth_is_one() -> None:
     assert adv.whiten(vec(1, 1 - 1.1e-6), eps=0.0).tolist() == pytest.approx(
         [math.sqrt(0.5), -math.sqrt(0.5)]
     )
-    assert adv.to_unit(vec(1, 1 - 1.1e-6)).tolist() == [1, 0] and adv.to_unit(
+    assert adv.scale_to_unit(vec(1, 1 - 1.1e-6)).tolist() == [1, 0] and adv.scale_to_unit(
         vec(1, 1 - 0.9e-6)
     ).tolist() == [0, 0]
     assert adv.whiten(vec(1, 1 - 0.9e-6)).tolist() == [0, 0] and adv.whiten(vec(3.0)).tolist() == [
@@ -158,7 +158,7 @@ def test_a_spread_of_more_than_a_millionth_is_one() -> None:
 
 def test_not_a_number_stays_one_and_is_seen() -> None:
     r, groups = vec(math.nan, 1, 1, 1), torch.tensor([0, 0, 1, 1])
-    assert adv.no_spread(r, groups).tolist() == [False, False, True, True]
+    assert adv.zero_variance(r, groups).tolist() == [False, False, True, True]
     assert bool(adv.grpo(r, groups)[:2].isnan().all()) and adv.grpo(r, groups)[2:].tolist() == [
         0,
         0,
@@ -166,11 +166,11 @@ def test_not_a_number_stays_one_and_is_seen() -> None:
 
 
 def test_scaling_by_the_spread_of_others() -> None:
-    assert adv.to_unit(vec(5, 0), vec(1, 3)).tolist() == [2, -0.5]
+    assert adv.scale_to_unit(vec(5, 0), vec(1, 3)).tolist() == [2, -0.5]
     assert adv.whiten(vec(5, 0), eps=0.0, over=vec(1, 3)).tolist() == pytest.approx(
         [3 / math.sqrt(2), -2 / math.sqrt(2)]
     )
-    assert adv.to_unit(vec(5, 0), vec(2, 2)).tolist() == [0, 0] and adv.whiten(
+    assert adv.scale_to_unit(vec(5, 0), vec(2, 2)).tolist() == [0, 0] and adv.whiten(
         vec(5, 0), over=vec(2, 2)
     ).tolist() == [0, 0]
 
@@ -299,7 +299,7 @@ def test_one_step_an_answer_is_the_outcome_form(kl: dict[str, Any]) -> None:
     logs = {k: -torch.rand(sum(lengths), generator=g, dtype=D) for k in ("start", "reference")}
     b = answers(lengths, rewards, groups=[0, 0, 0, 1, 1, 1], **logs)
     whole = got(b, advantage={"name": "grpo"}, kl=kl)
-    b.token_rewards = adv.on_last_token(b.rewards, b.mask, b.seq)
+    b.token_rewards = adv.place_on_last_token(b.rewards, b.mask, b.seq)
     assert (
         got(b, advantage={"name": "grpo"}, kl=kl) == pytest.approx(whole)
         and max(map(abs, whole)) > 0.5
@@ -309,9 +309,17 @@ def test_one_step_an_answer_is_the_outcome_form(kl: dict[str, Any]) -> None:
 def test_what_comes_on_skipped_tokens_counts_for_the_one_before() -> None:
     seq = torch.tensor([0, 0, 0, 0, 1, 1, 2])
     m = torch.tensor([True, False, True, False, False, True, False])
-    assert adv.on_trained(vec(1, 2, 3, 4, 5, 6, 7), m, seq).tolist() == [3, 0, 7, 0, 0, 6, 0]
+    assert adv.credit_trained_tokens(vec(1, 2, 3, 4, 5, 6, 7), m, seq).tolist() == [
+        3,
+        0,
+        7,
+        0,
+        0,
+        6,
+        0,
+    ]
     step = torch.tensor([False, True, False, False, False, True, False])
-    assert adv.by_step(vec(1, 2, 3, 4, 5, 6, 7), step, seq).tolist() == [0, 10, 0, 0, 0, 11, 0]
+    assert adv.sum_by_step(vec(1, 2, 3, 4, 5, 6, 7), step, seq).tolist() == [0, 10, 0, 0, 0, 11, 0]
     assert adv.steps(vec(0, 0, 2, 0, 0, 0, 0), m, seq, 3).tolist() == [
         False,
         False,
@@ -330,7 +338,7 @@ def test_what_comes_on_skipped_tokens_counts_for_the_one_before() -> None:
         True,
         False,
     ]
-    assert adv.on_trained(vec(), m[:0], seq[:0]).tolist() == []
+    assert adv.credit_trained_tokens(vec(), m[:0], seq[:0]).tolist() == []
 
 
 def gae(b: LossBatch, **more: Any) -> list[float]:

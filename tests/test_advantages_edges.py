@@ -71,12 +71,12 @@ def test_baselines_that_weigh_or_come_from_elsewhere() -> None:
     # three of five are in groups with a spread
     assert adv.gpg(flat, GROUPS).tolist() == pytest.approx([-2 * 5 / 3, -5 / 3, 5, 0, 0])
     assert adv.gpg(vec(5, 5), torch.tensor([0, 0])).tolist() == [0, 0]
-    assert adv.no_spread(flat, GROUPS).tolist() == [False, False, False, True, True]
+    assert adv.zero_variance(flat, GROUPS).tolist() == [False, False, False, True, True]
 
 
 def test_the_last_token_is_that_of_the_mask_and_an_answer_without_one_gets_nothing() -> None:
     seq = torch.tensor([0, 0, 1, 1, 1, 2])
-    assert adv.on_last_token(vec(5, 7, 9), yes(0, 0, 1, 1, 0, 1), seq).tolist() == [
+    assert adv.place_on_last_token(vec(5, 7, 9), yes(0, 0, 1, 1, 0, 1), seq).tolist() == [
         0,
         0,
         0,
@@ -84,7 +84,7 @@ def test_the_last_token_is_that_of_the_mask_and_an_answer_without_one_gets_nothi
         0,
         9,
     ]
-    assert adv.on_last_token(vec(5, 7, 9), yes(1, 0, 0, 0, 0, 1), seq).tolist() == [
+    assert adv.place_on_last_token(vec(5, 7, 9), yes(1, 0, 0, 0, 0, 1), seq).tolist() == [
         5,
         0,
         0,
@@ -115,22 +115,22 @@ def test_steps_end_where_something_is_given_and_with_the_answer() -> None:
 def test_rewards_move_to_the_step_or_the_token_that_earned_them() -> None:
     seq = torch.tensor([0, 0, 0, 0, 1, 1])
     x = vec(1, 2, 4, 8, 16, 32)
-    assert adv.by_step(x, yes(0, 1, 0, 1, 1, 0), seq).tolist() == [0, 3, 0, 12, 48, 0]
+    assert adv.sum_by_step(x, yes(0, 1, 0, 1, 1, 0), seq).tolist() == [0, 3, 0, 12, 48, 0]
     # no step in the last answer: what it got is nobody's
-    assert adv.by_step(x, yes(0, 1, 0, 0, 0, 0), seq).tolist() == [0, 15, 0, 0, 0, 0]
-    assert adv.by_step(x, yes(0, 0, 0, 0, 0, 1), seq).tolist() == [0, 0, 0, 0, 0, 48]
-    assert adv.on_trained(x, yes(0, 1, 0, 0, 1, 0), seq).tolist() == [0, 14, 0, 0, 48, 0]
-    assert adv.on_trained(x, yes(0, 0, 0, 1, 0, 1), seq).tolist() == [0, 0, 0, 8, 0, 32]
+    assert adv.sum_by_step(x, yes(0, 1, 0, 0, 0, 0), seq).tolist() == [0, 15, 0, 0, 0, 0]
+    assert adv.sum_by_step(x, yes(0, 0, 0, 0, 0, 1), seq).tolist() == [0, 0, 0, 0, 0, 48]
+    assert adv.credit_trained_tokens(x, yes(0, 1, 0, 0, 1, 0), seq).tolist() == [0, 14, 0, 0, 48, 0]
+    assert adv.credit_trained_tokens(x, yes(0, 0, 0, 1, 0, 1), seq).tolist() == [0, 0, 0, 8, 0, 32]
     one = torch.tensor([0, 0])
     assert (
-        adv.by_step(vec(1, 2), yes(0, 0), one).tolist()
+        adv.sum_by_step(vec(1, 2), yes(0, 0), one).tolist()
         == [0, 0]
-        == adv.on_trained(vec(1, 2), yes(0, 0), one).tolist()
+        == adv.credit_trained_tokens(vec(1, 2), yes(0, 0), one).tolist()
     )
     assert (
-        adv.on_trained(x[:0], yes(), seq[:0]).tolist()
+        adv.credit_trained_tokens(x[:0], yes(), seq[:0]).tolist()
         == []
-        == adv.by_step(x[:0], yes(), seq[:0]).tolist()
+        == adv.sum_by_step(x[:0], yes(), seq[:0]).tolist()
     )
 
 
@@ -217,10 +217,12 @@ def test_whitening_takes_its_constant_and_its_population() -> None:
 
 
 def test_rewards_in_the_unit_interval() -> None:
-    assert adv.to_unit(vec(2, 4, 6)).tolist() == [0, 0.5, 1] and adv.to_unit(
+    assert adv.scale_to_unit(vec(2, 4, 6)).tolist() == [0, 0.5, 1] and adv.scale_to_unit(
         vec(5, 8), over=vec(2, 6)
     ).tolist() == [0.75, 1.5]
-    assert adv.to_unit(vec(3, 3)).tolist() == [0, 0] and adv.to_unit(vec()).tolist() == []
+    assert (
+        adv.scale_to_unit(vec(3, 3)).tolist() == [0, 0] and adv.scale_to_unit(vec()).tolist() == []
+    )
 
 
 def test_the_ramp_before_the_limit() -> None:

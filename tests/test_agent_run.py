@@ -23,12 +23,12 @@ from asyncrl.cli import main
 from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
-from asyncrl.contract.waits import HeldUp
-from asyncrl.experiments.one_process import cold
+from asyncrl.contract.waits import BlockingSession
+from asyncrl.experiments.one_process import needs_own_process
 from asyncrl.models.policy import build_model
 from asyncrl.records.rundir import buffer_address
 from asyncrl.supervise import live
-from asyncrl.tasks.calc import Calc
+from asyncrl.tasks.calc import CalcTask
 
 PATIENCE_S = 1800.0
 
@@ -36,7 +36,7 @@ PATIENCE_S = 1800.0
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("agent") / "m"
-    build_model(path, Calc.symbols, hidden=32, layers=1)
+    build_model(path, CalcTask.symbols, hidden=32, layers=1)
     return path
 
 
@@ -224,7 +224,7 @@ def test_a_learner_held_up_by_an_endless_tool_is_told_of_it_and_freed_at_the_dea
         stderr=subprocess.PIPE,
         text=True,
     )
-    named: list[HeldUp] = []
+    named: list[BlockingSession] = []
     said: list[str] = []
     log = run / "logs" / "attempt_1" / "buffer.log"
 
@@ -320,7 +320,7 @@ def test_an_agent_and_a_gateway_killed_amid_calls_cost_no_sample(
     assert json.loads((run / "summary.json").read_text())["ledger"]["duplicate"] == 0
 
 
-def held_up(run: Path) -> HeldUp | None:
+def held_up(run: Path) -> BlockingSession | None:
     """What the buffer says of it now."""
     status = live.ask(buffer_address(load.load("calc"), run), "", 10.0)
     return status.held_up if status is not None else None
@@ -371,5 +371,5 @@ def test_what_needs_order_works_where_a_fork_ends_the_session() -> None:
 
 def test_a_warm_process_refuses_sessions() -> None:
     config: Config = load.load("calc")
-    assert "sessions need a gateway" in cold(config)
-    assert not cold(msgspec.structs.replace(config, agent=type(config.agent)()))
+    assert "sessions need a gateway" in needs_own_process(config)
+    assert not needs_own_process(msgspec.structs.replace(config, agent=type(config.agent)()))

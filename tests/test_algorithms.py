@@ -188,7 +188,9 @@ def test_box_cox_at_gamma_zero_is_weighted_log_likelihood() -> None:
 
 def test_gamma_v31_is_three_quarters_on_policy() -> None:
     g = reshape.gamma_v31(
-        torch.zeros(3, dtype=D), torch.tensor([-1.0, 0.0, 2.0], dtype=D), torch.ones((), dtype=D)
+        torch.zeros(3, dtype=D),
+        torch.tensor([-1.0, 0.0, 2.0], dtype=D),
+        torch.ones((), dtype=D),
     )
     assert torch.allclose(g, torch.full((3,), 0.75, dtype=D))
 
@@ -205,7 +207,7 @@ def test_gae_at_its_ends() -> None:
     b.mask[:] = True
     n, g = len(b.rewards), torch.Generator().manual_seed(4)
     values, zero = torch.randn(len(b.seq), generator=g, dtype=D), torch.zeros(n, dtype=D)
-    r = advantages.on_last_token(b.rewards, b.mask, b.seq)
+    r = advantages.place_on_last_token(b.rewards, b.mask, b.seq)
     adv, returns = advantages.gae(r, values, b.mask, b.seq, zero, gamma=1.0, lam=1.0)
     assert torch.allclose(adv, b.rewards[b.seq] - values) and torch.allclose(
         returns, b.rewards[b.seq]
@@ -284,21 +286,25 @@ def test_rejection_and_veto_drop_whole_answers() -> None:
         torch.tensor([0, 0, 1]),
         torch.ones(3, dtype=torch.bool),
     )
-    assert correction.kept("ratio", "token", None, None, x, m, seq, 2).tolist() == [
+    assert correction.rejection_mask("ratio", "token", None, None, x, m, seq, 2).tolist() == [
         True,
         False,
         True,
     ]
-    assert correction.kept("ratio", "mean", None, None, x, m, seq, 2).tolist() == [
+    assert correction.rejection_mask("ratio", "mean", None, None, x, m, seq, 2).tolist() == [
         False,
         False,
         True,
     ]
-    assert correction.kept("k3", "max", None, 0.1, x, m, seq, 2).tolist() == [False, False, True]
+    assert correction.rejection_mask("k3", "max", None, 0.1, x, m, seq, 2).tolist() == [
+        False,
+        False,
+        True,
+    ]
     low = torch.tensor([0.0, -10.0, 0.0], dtype=D)
     assert correction.vetoed("ratio", None, low, low, m, seq, 2).tolist() == [True, True, False]
     with pytest.raises(ConfigError, match="k3 has no default bound"):
-        correction.kept("k3", "token", None, None, x, m, seq, 2)
+        correction.rejection_mask("k3", "token", None, None, x, m, seq, 2)
 
 
 def test_reductions_by_hand() -> None:
@@ -313,12 +319,12 @@ def test_reductions_by_hand() -> None:
 
 
 def test_a_kl_budget_spends_like_a_distance() -> None:
-    b = stopping.Budget(0.04)
+    b = stopping.KLBudget(0.04)
     assert (
-        b.next(0.0) == 1.0
-        and b.next(0.0225) == pytest.approx(1 / 3)
-        and b.next(0.04) == 0.0
-        and b.next(0.09) == 0.0
+        b.next_share(0.0) == 1.0
+        and b.next_share(0.0225) == pytest.approx(1 / 3)
+        and b.next_share(0.04) == 0.0
+        and b.next_share(0.09) == 0.0
     )
 
 

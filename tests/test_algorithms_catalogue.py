@@ -110,7 +110,12 @@ def test_topr_cispo_sapo_and_covariances_by_hand() -> None:
     cov = surrogates.covariance(lp, adv, m)  # means -2.5 and 0
     assert cov.tolist() == pytest.approx([1.5, 0.5, 0.5, 1.5])
     assert surrogates.highest(cov, m, 0.5).tolist() == [True, False, False, True]
-    assert surrogates.drawn(cov, m, 1.0, 1.0, 5.0, 0).tolist() == [True, False, False, True]
+    assert surrogates.sample_by_covariance(cov, m, 1.0, 1.0, 5.0, 0).tolist() == [
+        True,
+        False,
+        False,
+        True,
+    ]
     pulled = surrogates.kl_cov(x, adv, surrogates.highest(cov, m, 0.5), coefficient=0.1)
     assert pulled.coefficient.tolist() == pytest.approx([0.5 + 0.1, 2, -0.5, -0.5 + 0.1])
     held = surrogates.clip_cov(
@@ -197,7 +202,7 @@ def test_scale_stops_by_kl_by_ess_and_by_budget() -> None:
         and scale(0.05, 1.0, kl_max=0.05) == 1
     )
     assert scale(0.0, 0.2, ess_min=0.3) == 0 and scale(0.0, 0.3, ess_min=0.3) == 1
-    assert scale(0.0125, 1.0, kl_max=0.05, budget=stopping.Budget(0.05)) == pytest.approx(0.5)
+    assert scale(0.0125, 1.0, kl_max=0.05, budget=stopping.KLBudget(0.05)) == pytest.approx(0.5)
 
 
 def test_the_adaptive_controller_moves_at_most_a_fifth() -> None:
@@ -205,14 +210,14 @@ def test_the_adaptive_controller_moves_at_most_a_fifth() -> None:
         1.0, 60, 6.0, 1000, 10000
     ) == pytest.approx(1.02)
     assert kl.adaptive(1.0, 0.0, 6.0, 1000, 10000) == pytest.approx(0.98)
-    c = kl.Controller(0.5, "adaptive")
+    c = kl.KLController(0.5, "adaptive")
     assert (
         c.update(math.nan, 10) == 0.5
         and c.update(math.inf, 10) == 0.5
-        and kl.Controller(0.5).update(99.0, 10**6) == 0.5
+        and kl.KLController(0.5).update(99.0, 10**6) == 0.5
     )
     with pytest.raises(ConfigError, match="adaptive"):
-        kl.Controller(0.5, "pid").update(1.0, 1)
+        kl.KLController(0.5, "pid").update(1.0, 1)
 
 
 # ---- rewards -------------------------------------------------------------------------------------
@@ -300,7 +305,11 @@ def test_a_discount_has_the_precision_of_the_rewards(dtype: torch.dtype) -> None
 
 
 def test_gae_bootstraps_truncated_answers_only() -> None:
-    seq, m, zero = torch.tensor([0, 0, 1, 1]), torch.ones(4, dtype=torch.bool), vec(0, 0, 0, 0)
+    seq, m, zero = (
+        torch.tensor([0, 0, 1, 1]),
+        torch.ones(4, dtype=torch.bool),
+        vec(0, 0, 0, 0),
+    )
     adv, returns = advantages.gae(zero, vec(1, 2, 1, 2), m, seq, vec(0, 5), gamma=1.0, lam=0.5)
     assert adv.tolist() == pytest.approx(
         [1 - 1, -2, 1 + 1.5, 3]
@@ -330,7 +339,7 @@ def test_diagnostics_by_hand() -> None:
     """
     rho, r = vec(2, 0.5, 4, 77).log(), vec(1, 1.5, 0.5, 77).log()
     mu = vec(-1, -2, -3, -5)
-    v = diagnostics.View(
+    v = diagnostics.DiagnosticTokens(
         torch.tensor([0, 0, 1, 1]),
         torch.tensor([0, 3, 12, 0]),
         torch.tensor([True, True, True, False]),

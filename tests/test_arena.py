@@ -10,9 +10,13 @@ from typing import Any
 
 import pytest
 
-from actors.gateway.env_worker import Environments, Op, Setup
+from actors.gateway.environment_worker import (
+    EnvironmentHost,
+    EnvironmentOperation,
+    EnvironmentSetup,
+)
 from asyncrl.config.rules import check
-from asyncrl.config.tree import Task
+from asyncrl.config.tree import TaskConfig
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 from asyncrl.tasks import arena, get_task
@@ -62,7 +66,7 @@ def dice(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_sessions_of_one_process_have_a_luck_of_their_own(dice: list[str]) -> None:
     """The games draw from the global generator: two sessions by turns see what each sees alone."""
 
-    def played(env: arena.Game, seed: int) -> Any:
+    def played(env: arena.ArenaGame, seed: int) -> Any:
         yield env.reset(seed=seed, options={})[0]
         while True:
             obs, reward, ended, truncated, info = env.step("go")
@@ -71,11 +75,11 @@ def test_sessions_of_one_process_have_a_luck_of_their_own(dice: list[str]) -> No
                 yield reward, truncated, info
                 return
 
-    alone = [list(played(arena.Game("Dice-v0"), seed)) for seed in (7, 8)]
+    alone = [list(played(arena.ArenaGame("Dice-v0"), seed)) for seed in (7, 8)]
     random.seed(1)
     before = random.getstate()
     one, other = (
-        played(arena.Game(f"Dice-v0{raw}"), 7 + at) for at, raw in enumerate(("", "-raw"))
+        played(arena.ArenaGame(f"Dice-v0{raw}"), 7 + at) for at, raw in enumerate(("", "-raw"))
     )
     turns = list(zip(one, other, strict=True))
     assert random.getstate() == before, "nor is anybody else's changed"
@@ -88,17 +92,17 @@ def test_sessions_of_one_process_have_a_luck_of_their_own(dice: list[str]) -> No
 
 
 def test_one_line_of_config(dice: list[str]) -> None:
-    made = Environments(Setup("textarena:Dice-v0", []))
-    got = made.happened(Op(3, "reset", prompt=Prompt(0, "0"), seed=5))
+    made = EnvironmentHost(EnvironmentSetup("textarena:Dice-v0", []))
+    got = made.apply(EnvironmentOperation(3, "reset", prompt=Prompt(0, "0"), seed=5))
     assert got is not None and got.kind == "ok" and str(got.obs).startswith("Roll.\n")
     with pytest.raises(ConfigError, match=r"^agent.env = textarena:Chess-v9: Environment .* not f"):
-        Environments(Setup("textarena:Chess-v9", []))
+        EnvironmentHost(EnvironmentSetup("textarena:Chess-v9", []))
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "textarena", None)
     with pytest.raises(ConfigError, match=r"pip install 'asyncrl\[arena\]'"):
-        arena.Game("GuessTheNumber-v0")
+        arena.ArenaGame("GuessTheNumber-v0")
 
 
 def test_the_real_game() -> None:
@@ -106,11 +110,11 @@ def test_the_real_game() -> None:
     guess, twice, ends it without pay.
     """
     pytest.importorskip("textarena")
-    from asyncrl.tasks.guess import Guess
+    from asyncrl.tasks.guess import GuessGame
 
     found = set()
     for seed in range(30):
-        env = Guess()
+        env = GuessGame()
         assert env.reset(seed=seed, options={})[0] == arena.GuessTask.asked
         low, high, reward = 1, 20, 0.0
         for _ in range(arena.FAIREST):
@@ -123,11 +127,11 @@ def test_the_real_game() -> None:
             assert obs in "<>"
         assert reward == 1.0 and ended
     assert len(found) > 10
-    env = Guess()
+    env = GuessGame()
     env.reset(seed=3, options={})
     assert env.step("x")[:3] == ("!", 0.0, False)
     assert env.step("")[1:3] == (0.0, True)
-    whole = arena.Game("GuessTheNumber-v0")
+    whole = arena.ArenaGame("GuessTheNumber-v0")
     first, _ = whole.reset(seed=3, options={})
     assert "between 1 and 20" in first and "[GAME]" not in first
     said, *_ = whole.step("I say [1]")
@@ -163,7 +167,7 @@ def test_demonstrated_guesses_stand_behind_what_the_game_says() -> None:
 def test_tasks_whose_environment_pays(name: str) -> None:
     from asyncrl.config import load
 
-    task = get_task(Task(name=name))
+    task = get_task(TaskConfig(name=name))
     assert task.prompt("train", 5, 0).id == 5 and task.size("train") is None
     assert task.size("heldout") and task.prompt("heldout", 1, 0).split == "heldout"
     with pytest.raises(ValueError, match="the environment pays"):

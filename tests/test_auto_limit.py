@@ -17,14 +17,23 @@ from test_warm_run import SMALL
 
 from asyncrl.config import load
 from asyncrl.contract import messages as m
-from asyncrl.contract.admission import AVERAGED, CLEAR, IDLE, Limit, Seen, next_limit, seen, within
+from asyncrl.contract.admission import (
+    AVERAGED,
+    CLEAR,
+    IDLE,
+    AdaptiveLimit,
+    LimitEvidence,
+    clamp_limit,
+    limit_evidence,
+    next_limit,
+)
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import (
     LearnerHello,
     Prompt,
-    Sampling,
-    Span,
+    SamplingSettings,
     Trajectory,
+    VersionSpan,
     WeightsSource,
 )
 from asyncrl.contract.versions import Label
@@ -33,17 +42,17 @@ from asyncrl.experiments.simulate.times import change
 from asyncrl.models.policy import build_model
 from asyncrl.records import metrics
 from asyncrl.supervise import live, run_page
-from buffer.groups import Settings
-from buffer.state import Snapshot
+from buffer.groups import StoreSettings
+from buffer.state import StoreSnapshot
 from buffer.store import Store
 
 FLOOR = 0.5
 MOST = 16
-STARVED = Seen(0.95, math.inf, 0.3)
+STARVED = LimitEvidence(0.95, math.inf, 0.3)
 AUTO = "staleness.max_lag={auto='ess',floor=0.5,most=4}"
 
 
-def after(limit: Limit, *batches: Seen, most: int = MOST) -> Limit:
+def after(limit: AdaptiveLimit, *batches: LimitEvidence, most: int = MOST) -> AdaptiveLimit:
     for batch in batches:
         limit = next_limit(limit, batch, FLOOR, most)
     return limit
@@ -53,49 +62,51 @@ def after(limit: Limit, *batches: Seen, most: int = MOST) -> Limit:
 
 
 def test_it_rises_by_one_when_the_learner_has_waited_and_rests_as_long_as_the_limit() -> None:
-    start = Limit(now=4)
+    start = AdaptiveLimit(now=4)
     assert after(start, *[STARVED] * (AVERAGED - 1)).now == 4, "not by two batches"
     risen = after(start, *[STARVED] * AVERAGED)
-    assert risen == Limit(5, 5, (), 4, pytest.approx(0.95), pytest.approx(0.3))
+    assert risen == AdaptiveLimit(5, 5, (), 4, pytest.approx(0.95), pytest.approx(0.3))
     rested = after(risen, *[STARVED] * 5)
     assert (rested.now, rested.settling, rested.seen) == (5, 0, ())
     assert after(rested, *[STARVED] * AVERAGED).now == 6
-    assert after(Limit(now=MOST), *[STARVED] * 9).now == MOST
+    assert after(AdaptiveLimit(now=MOST), *[STARVED] * 9).now == MOST
 
 
 def test_it_falls_to_the_lag_that_holds_and_rests_until_the_old_tickets_are_through() -> None:
-    start = Limit(now=9)
-    stale = Seen(0.4, 4.0, 0.9)
+    start = AdaptiveLimit(now=9)
+    stale = LimitEvidence(0.4, 4.0, 0.9)
     fallen = after(start, *[stale] * AVERAGED)
-    assert fallen == Limit(4, 9, (), 9, pytest.approx(0.4), pytest.approx(0.9))
+    assert fallen == AdaptiveLimit(4, 9, (), 9, pytest.approx(0.4), pytest.approx(0.9))
     # the lag that holds in the best of the batches, and at least one less
-    assert after(start, stale, stale, Seen(0.4, 6.0, 0.0)).now == 6
-    assert after(start, *[Seen(0.4, math.inf, 0.0)] * AVERAGED).now == 8
-    assert after(start, *[Seen(0.4, 0.0, 0.0)] * AVERAGED).now == 1
-    assert after(Limit(now=1), *[Seen(0.1, 0.0, 0.9)] * 9).now == 1, "never synchronous"
+    assert after(start, stale, stale, LimitEvidence(0.4, 6.0, 0.0)).now == 6
+    assert after(start, *[LimitEvidence(0.4, math.inf, 0.0)] * AVERAGED).now == 8
+    assert after(start, *[LimitEvidence(0.4, 0.0, 0.0)] * AVERAGED).now == 1
+    assert after(AdaptiveLimit(now=1), *[LimitEvidence(0.1, 0.0, 0.9)] * 9).now == 1, (
+        "never synchronous"
+    )
 
 
 def test_it_stays_between_the_floor_and_what_a_rise_needs_and_judges_the_last_batches() -> None:
     clear = FLOOR + CLEAR * (1 - FLOOR)
-    assert after(Limit(now=3), *[Seen(clear, math.inf, 0.9)] * AVERAGED).now == 4
-    assert after(Limit(now=3), *[Seen(clear - 1e-6, math.inf, 0.9)] * 9).now == 3
-    assert after(Limit(now=3), *[Seen(FLOOR, 0.0, 0.0)] * 9).now == 3
-    assert after(Limit(now=3), *[Seen(0.95, math.inf, 0.99 * IDLE)] * 9).now == 3
-    calm = Seen(0.95, math.inf, 0.0)
-    kept = after(Limit(now=3), *[calm] * 50)
+    assert after(AdaptiveLimit(now=3), *[LimitEvidence(clear, math.inf, 0.9)] * AVERAGED).now == 4
+    assert after(AdaptiveLimit(now=3), *[LimitEvidence(clear - 1e-6, math.inf, 0.9)] * 9).now == 3
+    assert after(AdaptiveLimit(now=3), *[LimitEvidence(FLOOR, 0.0, 0.0)] * 9).now == 3
+    assert after(AdaptiveLimit(now=3), *[LimitEvidence(0.95, math.inf, 0.99 * IDLE)] * 9).now == 3
+    calm = LimitEvidence(0.95, math.inf, 0.0)
+    kept = after(AdaptiveLimit(now=3), *[calm] * 50)
     assert kept.seen == (calm,) * AVERAGED
     # (0.95 + 0.2 + 0.2) / 3 < 0.5, and the first of the three holds at any lag
-    assert after(kept, *[Seen(0.2, 1.0, 0.0)] * 2).now == 2
+    assert after(kept, *[LimitEvidence(0.2, 1.0, 0.0)] * 2).now == 2
 
 
 def test_what_a_commit_says() -> None:
     by_lag = {f"by_lag/ess_{b}": x for b, x in (("0", 1.0), ("1", 0.9), ("3to4", 0.6))}
     told = {"is/ess": 0.8, "time/learner_idle_share": 0.2, **by_lag}
-    assert seen(told, 0.5) == Seen(0.8, math.inf, 0.2)
-    assert seen(told | {"by_lag/ess_5to8": 0.49}, 0.5) == Seen(0.8, 4.0, 0.2)
-    assert seen(told, 0.7) == Seen(0.8, 2.0, 0.2)
-    assert seen({"is/ess": 0.8, "by_lag/ess_0": 0.1}, 0.5) == Seen(0.8, 0.0, 0.0)
-    assert seen({}, 0.5) is None and seen({"is/ess": math.nan}, 0.5) is None
+    assert limit_evidence(told, 0.5) == LimitEvidence(0.8, math.inf, 0.2)
+    assert limit_evidence(told | {"by_lag/ess_5to8": 0.49}, 0.5) == LimitEvidence(0.8, 4.0, 0.2)
+    assert limit_evidence(told, 0.7) == LimitEvidence(0.8, 2.0, 0.2)
+    assert limit_evidence({"is/ess": 0.8, "by_lag/ess_0": 0.1}, 0.5) == LimitEvidence(0.8, 0.0, 0.0)
+    assert limit_evidence({}, 0.5) is None and limit_evidence({"is/ess": math.nan}, 0.5) is None
 
 
 # ---- the store ---------------------------------------------------------------------------------
@@ -110,7 +121,7 @@ def hello(epoch: int, number: int = 0, bound: float = 8.0, limit: int = 0) -> Le
 
 
 def new_store(floor: float = FLOOR) -> Store:
-    settings = Settings(1, 1, 99, Sampling(), ess_floor=floor)
+    settings = StoreSettings(1, 1, 99, SamplingSettings(), ess_floor=floor)
     return Store(settings, lambda number: Prompt(number, ""))
 
 
@@ -118,7 +129,7 @@ def test_tickets_announce_the_limit_of_their_grant_and_room_follows_it() -> None
     store = new_store()
     store.hello(hello(1))
     assert [t.limit for t in store.grant("g", 1, 99, 0.0)] == [1, 1]
-    store.limit = Limit(3)
+    store.limit = AdaptiveLimit(3)
     assert [t.limit for t in store.grant("g", 1, 99, 0.0)] == [3, 3]
     assert [group.grants[n + 1].limit for n, group in enumerate(store.alive.values())] == [
         1,
@@ -126,7 +137,7 @@ def test_tickets_announce_the_limit_of_their_grant_and_room_follows_it() -> None
         3,
         3,
     ]
-    store.limit = Limit(1)
+    store.limit = AdaptiveLimit(1)
     assert store.grant("g", 1, 99, 0.0) == []
     constant = new_store(0.0)
     constant.hello(hello(1, bound=2.0))
@@ -139,16 +150,16 @@ def test_tickets_announce_the_limit_of_their_grant_and_room_follows_it() -> None
 def test_the_limit_outlives_learners_buffers_and_snapshots() -> None:
     store = new_store()
     store.hello(hello(1, limit=5))
-    assert store.limit == Limit(5, 5), "a new buffer takes the checkpoint's"
-    store.limit = Limit(6, 2, (STARVED,), 5, 0.9, 0.2)
+    assert store.limit == AdaptiveLimit(5, 5), "a new buffer takes the checkpoint's"
+    store.limit = AdaptiveLimit(6, 2, (STARVED,), 5, 0.9, 0.2)
     again = new_store()
     packed = msgspec.msgpack.encode(store.snapshot())
-    again.restore(msgspec.msgpack.decode(packed, type=Snapshot))
+    again.restore(msgspec.msgpack.decode(packed, type=StoreSnapshot))
     assert again.limit == store.limit
     again.hello(hello(2, limit=3))
-    assert again.limit == Limit(6, 6, (), 5, 0.9, 0.2), "this buffer knows better"
+    assert again.limit == AdaptiveLimit(6, 6, (), 5, 0.9, 0.2), "this buffer knows better"
     again.hello(hello(3, bound=4.0))
-    assert again.limit.now == 4 and within(Limit(2), 4).now == 2
+    assert again.limit.now == 4 and clamp_limit(AdaptiveLimit(2), 4).now == 2
 
 
 @pytest.mark.parametrize(("first", "trains"), [(1, False), (2, True)])
@@ -159,14 +170,14 @@ def test_an_adopted_sessions_tokens_keep_to_the_limit_of_the_grant_they_were_dra
     them, and what its own grant allowed is trained."""
     store = new_store()
     store.hello(hello(1))
-    store.limit = Limit(first)
+    store.limit = AdaptiveLimit(first)
     granted = store.grant("g", 1, 2, 0.0)
     assert [(t.attempt, t.limit) for t in granted] == [(1, first), (2, first)]
-    span = Span(Label(1, 0), "", 0, 4, Label(1, 0))
+    span = VersionSpan(Label(1, 0), "", 0, 4, Label(1, 0))
     session = Trajectory(0, 0, 1, b"", bytes(16), b"", b"", [span], 0.0, {}, "stop", 1.0)
     assert store.deliver(session, 0.0) == "accepted"
     assert store.ask(1, 0)[0] and store.commit(0, Label(1, 1), "one way") is True
-    store.limit = Limit(3)
+    store.limit = AdaptiveLimit(3)
     # the next life made the first update in another way: (1, 1) is two updates from it
     other = msgspec.structs.replace(hello(2, 1), parent=Label(1, 0), digest="another")
     assert store.hello(other) and store.limit.now == 3
@@ -178,8 +189,8 @@ def test_an_adopted_sessions_tokens_keep_to_the_limit_of_the_grant_they_were_dra
         attempt=again.attempt,
         adopted=[(2, 2)],
         spans=[
-            Span(Label(1, 1), "", 0, 2, Label(1, 1)),
-            Span(Label(2, 1), "", 2, 4, Label(2, 1)),
+            VersionSpan(Label(1, 1), "", 0, 2, Label(1, 1)),
+            VersionSpan(Label(2, 1), "", 2, 4, Label(2, 1)),
         ],
     )
     assert store.deliver(went_on, 0.0) == "accepted"
@@ -204,14 +215,14 @@ def test_a_commit_moves_it_and_the_metrics_say_why(tmp_path: Path) -> None:
         held: dict[int, m.Ticket] = {}
         rows = []
         for number in range(6):
-            for ticket in ask(generator, want(number + 1, 99), m.Tickets).tickets:
+            for ticket in ask(generator, want(number + 1, 99), m.TicketGrant).tickets:
                 held[ticket.ticket] = ticket
-            ask(generator, answers(held[number]), m.Acks)
-            batch = ask(learner, m.Ask(1, number), m.Batch)
+            ask(generator, answers(held[number]), m.DeliveryAcks)
+            batch = ask(learner, m.BatchRequest(1, number), m.Batch)
             told = {"is/ess": 0.9, "time/learner_idle_share": 0.25}
             commit = m.Commit(1, number, Label(1, number + 1), f"d{number + 1}", told)
-            ask(learner, commit, m.Committed)
-            status = ask(generator, m.Watch(), m.Status)
+            ask(learner, commit, m.CommitReply)
+            status = ask(generator, m.StatusRequest(), m.RunStatus)
             rows.append((batch.limit, status.metrics["limit/now"], live.limit(status.metrics)))
         # it rests for one batch after the hello, then three decide
         assert [now for _, now, _ in rows] == [1, 1, 1, 2, 2, 2]
@@ -223,8 +234,11 @@ def test_a_commit_moves_it_and_the_metrics_say_why(tmp_path: Path) -> None:
         run.end()
     written = [row for row in metrics.read(run.dir) if "limit/before" in row]
     assert [(row["step"], row["limit/now"], row["limit/before"]) for row in written] == [(3, 2, 1)]
-    assert run_page.moves(written) == "limit from step 3 on 2 (was 1: ESS 0.90, learner idle 25%)"
-    many = run_page.moves(written * (run_page.MOVES + 2))
+    assert (
+        run_page.describe_limit_moves(written)
+        == "limit from step 3 on 2 (was 1: ESS 0.90, learner idle 25%)"
+    )
+    many = run_page.describe_limit_moves(written * (run_page.MOVES + 2))
     assert many.startswith("limit 2 earlier moves, then from step 3")
     assert many.count(";") == run_page.MOVES - 1
 
@@ -234,14 +248,14 @@ def test_a_run_in_one_process_moves_it_and_no_token_passes_what_was_announced(
 ) -> None:
     build_model(tmp_path / "model", "0123456789=:,#", hidden=32, layers=1)
     sets = [f"model.path='{tmp_path / 'model'}'", *SMALL, "learner.steps=14"]
-    auto = serial.one(load.load("configs/demo.toml", [*sets, AUTO]), 3)
+    auto = serial.run_serial(load.load("configs/demo.toml", [*sets, AUTO]), 3)
     limits = [row["limit/now"] for row in auto["curve"]]
     assert limits[0] == 1 and max(limits) > 1 and max(limits) <= 4
     moved = [row for row in auto["curve"] if "limit/before" in row]
     assert len(moved) == sum(a != b for a, b in itertools.pairwise([1.0, *limits]))
     assert all(row["limit/idle"] > IDLE for row in moved if row["limit/now"] > row["limit/before"])
     assert max(map(int, auto["lag_histogram"])) <= max(limits)
-    constant = serial.one(load.load("configs/demo.toml", [*sets, "staleness.max_lag=1"]), 3)
+    constant = serial.run_serial(load.load("configs/demo.toml", [*sets, "staleness.max_lag=1"]), 3)
     assert "limit/now" not in constant["curve"][0]
     assert auto["clock"] < constant["clock"], "the learner waits less"
 

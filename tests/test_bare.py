@@ -22,8 +22,8 @@ from test_models import FAMILIES, sample_batch
 from asyncrl.contract.messages import Prompt
 from asyncrl.models import layout, policy, without_transformers
 from asyncrl.models.tokenizer import PlainTokenizer, encode_prompt, load_tokenizer
-from asyncrl.models.without_transformers import Bare
-from learner.backend import AdamW
+from asyncrl.models.without_transformers import BareModel
+from learner.backend import PlainAdamW
 
 TEXTS = ["932849=", "", "x9 y", "<eos>12<pad>3", "9<unk>", "αβ=1", " 1 ", "1\n2"]
 
@@ -78,8 +78,8 @@ def test_a_bare_model_is_transformers_model(
         policy.load_policy(path, dtype, "cpu", whole=True),
     )
     assert (
-        isinstance(ours.hf, Bare)
-        and not isinstance(theirs.hf, Bare)
+        isinstance(ours.hf, BareModel)
+        and not isinstance(theirs.hf, BareModel)
         and ours.fast is not None
         and theirs.fast is not None
     )
@@ -111,7 +111,7 @@ def test_a_bare_model_is_transformers_model(
     with torch.no_grad():
         assert torch.equal(ours.hf(input_ids=ids).logits, theirs.hf(input_ids=ids).logits)
     assert all(
-        a is b for a, b in zip(ours.hf.parameters(), ours.hf.whole().parameters(), strict=True)
+        a is b for a, b in zip(ours.hf.parameters(), ours.hf.full_model().parameters(), strict=True)
     )
 
     # And it is written as transformers writes it.
@@ -159,7 +159,8 @@ UNUSUAL: dict[str, Callable[[Path], None]] = {
         (p / "model.safetensors").write_bytes((p / "model.safetensors").read_bytes()[:500]) and None
     ),  # type: ignore[func-returns-value]
     "no safetensors": lambda p: (p / "model.safetensors").unlink(),
-    "a config that is no JSON": lambda p: (p / "config.json").write_text("{") and None,  # type: ignore[func-returns-value]
+    # type: ignore[func-returns-value]
+    "a config that is no JSON": lambda p: (p / "config.json").write_text("{") and None,
 }
 
 
@@ -264,28 +265,31 @@ def test_a_tokenizer_that_transformers_would_change_is_left_to_it(
     from asyncrl.models import tokenizer
 
     path = shutil.copytree(small_model, tmp_path / "m")
-    assert tokenizer.plain(path) is not None
+    assert tokenizer.read_plain_settings(path) is not None
     (path / file).touch()
     if not (path / file).read_text():
         (path / file).write_text("{}")
     edit(path, file, **keys)
-    assert tokenizer.plain(path) is None
+    assert tokenizer.read_plain_settings(path) is None
 
 
 def test_the_optimizer_is_torchs_bit_by_bit_and_so_are_its_states() -> None:
     torch.manual_seed(0)
     start, pairs = [torch.randn(7, 5), torch.randn(3)], []
-    for kind in (AdamW, torch.optim.AdamW):
+    for kind in (PlainAdamW, torch.optim.AdamW):
         parameters = [torch.nn.Parameter(x.clone()) for x in start]
         optimizer = kind(parameters, lr=1e-2, betas=(0.9, 0.99), weight_decay=0.01, fused=True)
         for n in range(6):
-            sum((p * (n + 1) - 1).square().sum() for p in parameters).backward()  # type: ignore[union-attr]
+            # type: ignore[union-attr]
+            sum((p * (n + 1) - 1).square().sum() for p in parameters).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             if n == 2:  # through a checkpoint of the other kind
                 state, optimizer = (
                     optimizer.state_dict(),
-                    (torch.optim.AdamW if kind is AdamW else AdamW)(parameters, lr=1.0, fused=True),
+                    (torch.optim.AdamW if kind is PlainAdamW else PlainAdamW)(
+                        parameters, lr=1.0, fused=True
+                    ),
                 )
                 optimizer.load_state_dict(state)
         pairs.append((parameters, optimizer.state_dict()))
@@ -306,7 +310,7 @@ import sys
 from pathlib import Path
 import numpy as np, torch
 import actors.generator, learner.loop, asyncrl.supervise.run
-from actors.engine import Request
+from actors.engine import CompletionRequest
 from asyncrl.config import load
 from asyncrl.models import policy
 from asyncrl.models.tokenizer import encode_prompt, load_tokenizer
@@ -317,12 +321,12 @@ config = load.load("configs/demo.toml", [f"model.path={sys.argv[1]!r}", "model.d
 core = learner.loop.LearnerCore(config, sys.argv[1])
 assert core.train(batch())["optim/steps"] == 1
 root = Path(sys.argv[2])
-saved = checkpoint.claim(checkpoint.begin(root)[2], 0)
+saved = checkpoint.claim(checkpoint.start_epoch(root)[2], 0)
 checkpoint.save(saved, core, {}, 2)
-checkpoint.restore(core, checkpoint.newest(saved))
+checkpoint.restore(core, checkpoint.newest_checkpoint(saved))
 engine, tokenizer = actors.generator.engine_for(config), load_tokenizer(sys.argv[1])
 engine.load(dict(policy.named_weights(core.model)), Label(1, 0), "d")
-engine.add([Request((0, 0, 1), np.array(tokenizer.encode("12="), np.int32), 0, 8, 1.0, 1.0, 0, (1,), 0)])
+engine.add([CompletionRequest((0, 0, 1), np.array(tokenizer.encode("12="), np.int32), 0, 8, 1.0, 1.0, 0, (1,), 0)])
 while engine.active:
     for a in engine.step():
         tokenizer.decode(a.tokens.tolist())

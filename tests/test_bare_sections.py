@@ -41,7 +41,7 @@ def with_values(b: LossBatch) -> LossBatch:
     return b
 
 
-def prepared(c: Any, per_token: bool) -> sl.Prepared:
+def prepared(c: Any, per_token: bool) -> sl.PreparedBatch:
     b = with_values(batch(3))
     if per_token:
         b.token_rewards = torch.rand(
@@ -165,4 +165,5 @@ def test_draws_of_bare_sections_are_those_of_the_configuration() -> None:
     for c in (bare({"name": "rloo", "whiten": False}, loss=loss), whole):
         prep = sl.prepare(batch(3), c, number=2)
         chosen.append(sl.begin_step(prep, torch.arange(12), theta(batch(3)).detach()).chosen)
-    assert chosen[0] is not None and torch.equal(chosen[0], chosen[1]) and chosen[0].any()  # type: ignore[arg-type]
+    # type: ignore[arg-type]
+    assert chosen[0] is not None and torch.equal(chosen[0], chosen[1]) and chosen[0].any()

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.config.tree import Task
+from asyncrl.config.tree import TaskConfig
 from asyncrl.contract import messages as m
 from asyncrl.models.policy import build_model
 from asyncrl.tasks import get_task
@@ -93,16 +93,18 @@ def test_the_stand_in_of_a_buffer_has_all_that_a_generator_asks_of_its_socket(
     bench = program("vllm_engine", monkeypatch)
     asked = set(re.findall(r"self\.socket\.(\w+)\(", (ROOT / "actors/generator.py").read_text()))
     assert {"send", "recv", "seek"} <= asked
-    missing = [name for name in sorted(asked) if not callable(getattr(bench.Buffer, name, None))]
+    missing = [
+        name for name in sorted(asked) if not callable(getattr(bench.SimulatedBuffer, name, None))
+    ]
     assert not missing
-    task = get_task(Task(name="sort"))
-    stand_in = bench.Buffer(task, 8)
-    assert stand_in.recv(0.0) is None and stand_in.seek(1e9) is False
+    task = get_task(TaskConfig(name="sort"))
+    stand_in = bench.SimulatedBuffer(task, 8)
+    assert stand_in.recv(0.0) is None and stand_in.find_moved_buffer(1e9) is False
     stand_in.want(bench.GROUP)
-    stand_in.send(m.Want("g", 1, 1, bench.GROUP, None))
+    stand_in.send(m.TicketRequest("g", 1, 1, bench.GROUP, None))
     tickets = stand_in.recv(0.0)  # decoded as a generator would
     assert [t.samples for t in tickets.tickets] == [list(range(bench.GROUP))]
     tokens = np.zeros(8, "<i4").tobytes()
     sample = m.Trajectory(0, 0, 1, tokens, tokens, tokens, b"\1" * 8, [], 1.0, {}, "length", 1.0)
-    stand_in.send(m.Deliver("g", 1, 1, [sample]))
+    stand_in.send(m.Delivery("g", 1, 1, [sample]))
     assert stand_in.recv(0.0).acks == [(0, 0, 1, "accepted")]

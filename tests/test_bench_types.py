@@ -46,8 +46,8 @@ from asyncrl.tasks.synthetic import TASKS
 
 def main(runner: RewardRunner) -> None:
     runner.timed = lambda name, began, ended: print(ended - began)
-    m.Want()
-    m.Leaving("generator-0", "7")
+    m.TicketRequest()
+    m.GeneratorGoodbye("generator-0", "7")
     TASKS["sort"].symbols
 """
 

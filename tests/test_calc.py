@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT
 
 from asyncrl.contract.messages import Prompt
-from asyncrl.tasks.calc import END, TURNS, Calc, Calculator, calculated
+from asyncrl.tasks.calc import END, TURNS, CalcTask, Calculator, calculated
 from asyncrl.tasks.synthetic import FIXED
 
 
@@ -19,7 +19,7 @@ def test_the_calculator_by_hand() -> None:
     assert calculated("?12+30") == "42=" and calculated("?99*99") == "9801="
     for none in ("12+30", "?12", "?12+", "?1+2+3", "?1-2", "?9999*9", "", "#4", "?12345+1"):
         assert calculated(none) == "e=", none
-    task = Calc()
+    task = CalcTask()
     assert task.solve("37*8+45") == "#341" and task.solve("12*3-20") == "#16"
     assert task.parts("37*8-45") == ("?37*8", "-45")
 
@@ -42,9 +42,9 @@ def test_an_episode_by_hand() -> None:
 
 
 def test_demonstrated_turns_stand_behind_what_the_calculator_says() -> None:
-    task = Calc()
+    task = CalcTask()
     pairs = task.demonstrations(3000, 0)
-    assert len(pairs) == 3000 and pairs == Calc().demonstrations(3000, 0)
+    assert len(pairs) == 3000 and pairs == CalcTask().demonstrations(3000, 0)
     right = whole = 0
     for before, written in pairs:
         problem, *turns = before.split("=", 1)[0], *before.split("=", 1)[1].split("=")[:-1]
@@ -59,7 +59,7 @@ def test_demonstrated_turns_stand_behind_what_the_calculator_says() -> None:
 
 
 def test_fixed_sets_share_no_problem_with_training() -> None:
-    task = Calc()
+    task = CalcTask()
     sets = [{task.prompt(split, i, 0).text for i in range(FIXED)} for split in ("heldout", "ood")]
     assert all(len(texts) == FIXED for texts in sets)
     train = {task.prompt("train", i, 3).text for i in range(2000)}
@@ -76,8 +76,8 @@ def test_a_framework_is_told_and_says_what_the_environment_does(first: str) -> N
     assert spec is not None and spec.loader is not None
     program = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(program)
-    assert program.solved("37*8+45=") == Calc().solve("37*8+45")
-    assert program.solved("37*8-45=") == Calc().solve("37*8-45")
+    assert program.solved("37*8+45=") == CalcTask().solve("37*8+45")
+    assert program.solved("37*8-45=") == CalcTask().solve("37*8-45")
     call = program.called(first)
     (made,) = call["tool_calls"]
     told = program.calculate(**made["function"]["arguments"])

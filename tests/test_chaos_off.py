@@ -22,18 +22,18 @@ from conftest import ROOT
 from schedules import PROMPTS, TOKENS
 
 from actors.delivery import Outbox
-from asyncrl.config.tree import Wires
+from asyncrl.config.tree import WiresConfig
 from asyncrl.contract import messages as m
 from asyncrl.contract.versions import Label
-from asyncrl.records import terms
+from asyncrl.records import buffer_leadership
 from buffer import batches, checks
 from buffer.durable_store import RecordedStore
 from buffer.evaluation import Evaluations
-from buffer.groups import Settings
+from buffer.groups import StoreSettings
 from buffer.journal import Record
-from buffer.service import Service
+from buffer.service import BufferService
 from buffer.store import Store
-from learner.state import Cursor
+from learner.state import BatchCursor
 
 sys.path.append(str(ROOT / "benchmarks"))  # last: benchmarks/learner.py must not hide the package
 from lib.chaos import checker, points
@@ -46,8 +46,8 @@ PATCHED = [
     (Store, "in_order"),
     (batches, "judge"),
     (checks, "commit"),
-    (Service, "fenced"),
-    (Cursor, "read"),
+    (BufferService, "fenced"),
+    (BatchCursor, "read"),
     (Outbox, "frames"),
     (RecordedStore, "settle"),
 ]
@@ -61,7 +61,7 @@ class Learner:
     number: int
     history: tuple[str, ...] = ()
     witness: list[tuple[int, ...]] = field(default_factory=list)
-    cursor: Cursor = field(default_factory=Cursor)
+    cursor: BatchCursor = field(default_factory=BatchCursor)
     checkpoints: list[Learner] = field(default_factory=list)
 
 
@@ -72,15 +72,15 @@ class Play:
         self.choice = random.Random(seed)
         self.directory = directory
         self.memory = memory
-        self.settings = Settings(GROUPS, SIZE, STEPS, m.Sampling(), lease_s=2.0)
+        self.settings = StoreSettings(GROUPS, SIZE, STEPS, m.SamplingSettings(), lease_s=2.0)
         self.history = checker.History()
         self.now = 0.0
         self.over = False
-        self.service: Any = object.__new__(Service)
+        self.service: Any = object.__new__(BufferService)
         self.service.outgoing = deque()
         self.service.learner = {}
         self.service.socket = SimpleNamespace(send=self.heard)
-        self.service.term = terms.take(directory, "here")
+        self.service.term = buffer_leadership.take_leadership(directory, "here")
         self.service.store = self.open()
         self.session = 0
         self.learners: list[Learner] = []
@@ -108,7 +108,7 @@ class Play:
 
     def begin_generator(self) -> None:
         self.session += 1
-        self.box = Outbox(Wires(retry_s=0.3), "g", self.session)
+        self.box = Outbox(WiresConfig(retry_s=0.3), "g", self.session)
         # when it is written, what it is
         self.held: list[tuple[float, m.Trajectory]] = []
         self.mine: set[tuple[int, ...]] = set()
@@ -121,7 +121,7 @@ class Play:
             assert label is not None
             for sample in ticket.samples:
                 tokens = choice.randint(1, 9)
-                spans = [m.Span(label, "", 0, tokens, label)]
+                spans = [m.VersionSpan(label, "", 0, tokens, label)]
                 at = self.now + (1.5 if choice.random() < 0.1 else choice.uniform(0.0, 0.2))
                 fixed = (b"", TOKENS[tokens], b"", b"", spans, float(sample), {}, "stop", 1.0)
                 self.held.append((at, m.Trajectory(ticket.ticket, sample, ticket.attempt, *fixed)))
@@ -136,15 +136,15 @@ class Play:
             for _ in range(choice.choice((0, 1, 1, 1, 1, 2))):
                 self.deliver(frame)
 
-    def deliver(self, frame: m.Deliver) -> None:
-        what = self.store.take_all(frame.samples, msgspec.msgpack.encode(frame))
+    def deliver(self, frame: m.Delivery) -> None:
+        what = self.store.accept_samples(frame.samples, msgspec.msgpack.encode(frame))
         said = zip(frame.samples, what, strict=True)
         acks = [(x.ticket, x.sample, x.attempt, disposition) for x, disposition in said]
-        Service.send(self.service, b"g", m.Acks(frame.session, acks, 1 << 20, None))
+        BufferService.send(self.service, b"g", m.DeliveryAcks(frame.session, acks, 1 << 20, None))
 
     def heard(self, _peer: bytes, reply: Any) -> None:
         """A message of the buffer; an acknowledgement may be lost."""
-        if not isinstance(reply, m.Acks) or self.choice.random() < 0.1:
+        if not isinstance(reply, m.DeliveryAcks) or self.choice.random() < 0.1:
             return
         for ticket, sample, attempt, said in reply.acks:
             self.history.acks.setdefault((ticket, sample, attempt), set()).add(said)
@@ -158,7 +158,7 @@ class Play:
         epoch = before.epoch + 1 if before else 1
         kept = before.checkpoints[-1] if before else Learner(1, 0)
         life = Learner(epoch, kept.number, kept.history, list(kept.witness))
-        life.cursor = Cursor.read(kept.cursor.kept()) if before else Cursor()
+        life.cursor = BatchCursor.read(kept.cursor.as_checkpoint()) if before else BatchCursor()
         life.checkpoints = [*before.checkpoints] if before else [copy.deepcopy(life)]
         origin = before.epoch if before else 0
         self.learners.append(life)
@@ -188,7 +188,7 @@ class Play:
 
     def learn(self, life: Learner) -> bool:
         """A step of one life, if its batch is there; False: it was fenced."""
-        if Service.fenced(self.service, b"l", life.epoch):
+        if BufferService.is_fenced(self.service, b"l", life.epoch):
             return False
         if life.number >= STEPS:
             return True
@@ -205,9 +205,9 @@ class Play:
         life.history += (f"{life.number}:{[row[:3] for row in rows]}",)
         parent = [life.epoch, life.number]
         life.number += 1
-        life.cursor = Cursor(batch.next_ticket, batch.ledger, batch.trained_above, parent)
+        life.cursor = BatchCursor(batch.next_ticket, batch.ledger, batch.trained_above, parent)
         self.published(life)
-        if Service.fenced(self.service, b"l", life.epoch):
+        if BufferService.is_fenced(self.service, b"l", life.epoch):
             return False
         label = Label(life.epoch, life.number)
         self.store.commit(batch.number, label, "/".join(life.history))
@@ -251,7 +251,7 @@ class Play:
             self.now += PASS_S
             self.generate()
             self.alive = [life for life in self.alive if self.learn(life)]
-            Service.flush(self.service)
+            BufferService.flush(self.service)
             self.store.expire(self.now)
             if self.choice.random() < 0.04 and self.store.committed < STEPS - 4:
                 self.choice.choice(faults)()
@@ -259,7 +259,7 @@ class Play:
                 break
         self.history.witness = self.learners[-1].witness
         self.history.made_by_survivors = self.mine
-        lines = self.store.folded().lines
+        lines = self.store.current_ledger().lines
         self.history.ledger = {name: line.tokens for name, line in lines.items()}
         limits = (STEPS, GROUPS, SIZE, LIMIT)
         found = checker.check(self.history, *limits, memory=self.memory)
@@ -318,7 +318,7 @@ def test_the_checker_falls_when_a_mechanism_is_off(
         monkeypatch.setattr(owner, name, vars(owner)[name])
     points.switch_off(mechanism)
     if mechanism == "sync":
-        RecordedStore.settle = unsettled  # type: ignore[method-assign]
+        RecordedStore.flush_journal = unsettled  # type: ignore[method-assign]
     assert set(points.MECHANISMS) == {
         "dedupe",
         "redelivery",

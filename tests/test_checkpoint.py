@@ -16,7 +16,7 @@ import torch
 from test_learner_step import batch, weights
 
 from asyncrl.config import load
-from asyncrl.contract.errors import AsyncrlError, Damaged, Fenced
+from asyncrl.contract.errors import AsyncrlError, DamagedDataError, LearnerFenced
 from asyncrl.models.policy import build_model
 from learner import checkpoint
 from learner.step import LearnerCore
@@ -46,7 +46,7 @@ def core(model_dir: Path) -> LearnerCore:
 
 
 def claimed(root: Path) -> tuple[int, Path]:
-    epoch, _, directory = checkpoint.begin(root)
+    epoch, _, directory = checkpoint.start_epoch(root)
     return epoch, checkpoint.claim(directory, 0)
 
 
@@ -56,8 +56,12 @@ def test_a_restored_learner_goes_on_bitwise(model_dir: Path, tmp_path: Path) -> 
         whole.train(batch(n, seed=n))
         if n == 1:
             assert checkpoint.save(directory, whole, EXTRA, 2, {1: b"older"}) == 2
-    path = checkpoint.newest(directory)
-    assert path is not None and path.name == "number_2" and checkpoint.older(path) == {1: b"older"}
+    path = checkpoint.newest_checkpoint(directory)
+    assert (
+        path is not None
+        and path.name == "number_2"
+        and checkpoint.read_earlier_versions(path) == {1: b"older"}
+    )
     second = core(model_dir)
     assert checkpoint.restore(second, path) == EXTRA
     second.train(batch(2, seed=2))
@@ -113,7 +117,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_said(
         victim.write_bytes(
             data[: len(data) // 2] if how == "cut" else bytes([data[0] ^ 1]) + data[1:]
         )
-    path = checkpoint.newest(directory)
+    path = checkpoint.newest_checkpoint(directory)
     assert path is not None and path.name == "number_1"
     said = capsys.readouterr().err
     assert "number_2 is damaged" in said and "falling back" in said
@@ -122,11 +126,11 @@ def test_a_damaged_checkpoint_is_passed_over_and_said(
 
 def test_no_whole_checkpoint_is_an_error(model_dir: Path, tmp_path: Path) -> None:
     _, directory = claimed(tmp_path)
-    assert checkpoint.newest(directory) is None
+    assert checkpoint.newest_checkpoint(directory) is None
     checkpoint.save(directory, core(model_dir), EXTRA, 1)
     (directory / "number_0" / "state.pt").unlink()
-    with pytest.raises(Damaged, match=r"no checkpoint in .* is whole"):
-        checkpoint.newest(directory)
+    with pytest.raises(DamagedDataError, match=r"no checkpoint in .* is whole"):
+        checkpoint.newest_checkpoint(directory)
 
 
 def test_another_models_checkpoint_is_refused(model_dir: Path, tmp_path: Path) -> None:
@@ -135,7 +139,7 @@ def test_another_models_checkpoint_is_refused(model_dir: Path, tmp_path: Path) -
     checkpoint.save(directory, core(tmp_path / "other"), EXTRA, 1)
     mine = core(model_dir)
     before = weights(mine)
-    with pytest.raises(Damaged, match=r"another model than model\.path"):
+    with pytest.raises(DamagedDataError, match=r"another model than model\.path"):
         checkpoint.restore(mine, directory / "number_0")
     assert torch.equal(weights(mine), before)
 
@@ -170,8 +174,8 @@ def test_a_new_life_links_its_origins_checkpoints_and_claims_once(
     for n in (2, 4):
         c.state.number = n
         checkpoint.save(directory, c, EXTRA, 3)
-    unwelcome, origin, abandoned = checkpoint.begin(tmp_path)
-    second, origin2, mine = checkpoint.begin(tmp_path)
+    unwelcome, origin, abandoned = checkpoint.start_epoch(tmp_path)
+    second, origin2, mine = checkpoint.start_epoch(tmp_path)
     assert (first, unwelcome, second) == (1, 2, 3) and origin == origin2 == 1
     assert (
         os.stat(mine / "number_4" / "state.pt").st_ino
@@ -191,7 +195,7 @@ def lives(root: Path, seed: int, out: Any) -> None:
     choice = random.Random(seed)
     for _ in range(40):
         try:
-            epoch, _, mine = checkpoint.begin(root)
+            epoch, _, mine = checkpoint.start_epoch(root)
             out.put(("began", epoch))
             if not checkpoint.numbers(mine):
                 made = mine / "number_0" / "model"
@@ -201,10 +205,10 @@ def lives(root: Path, seed: int, out: Any) -> None:
             if choice.random() < 0.6:
                 final = checkpoint.claim(mine, 0)
                 out.put(("claimed", int(final.name.removeprefix("epoch_"))))
-        except (Fenced, FileNotFoundError) as error:
+        except (LearnerFenced, FileNotFoundError) as error:
             # FileNotFoundError: this program's own writing into a directory that is overtaken
             at = traceback.extract_tb(error.__traceback__)[-1]
-            ours = isinstance(error, Fenced) or "checkpoint.py" not in at.filename
+            ours = isinstance(error, LearnerFenced) or "checkpoint.py" not in at.filename
             out.put(("fenced" if ours else f"{error} at line {at.lineno}", 0))
         except Exception as error:
             out.put((f"{type(error).__name__}: {error}", 0))
@@ -214,7 +218,9 @@ def lives(root: Path, seed: int, out: Any) -> None:
 def test_lives_that_begin_at_once_have_epochs_of_their_own_or_are_fenced(tmp_path: Path) -> None:
     fork = multiprocessing.get_context("fork")
     out = fork.Queue()
-    processes = [fork.Process(target=lives, args=(tmp_path / "c", seed, out)) for seed in range(4)]
+    processes = [
+        fork.ProcessHandle(target=lives, args=(tmp_path / "c", seed, out)) for seed in range(4)
+    ]
     for process in processes:
         process.start()
     told: list[tuple[str, int]] = []

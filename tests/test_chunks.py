@@ -24,7 +24,7 @@ from asyncrl.contract.errors import PeerUnreachable
 from asyncrl.contract.versions import Label
 from asyncrl.transport import chunks
 from asyncrl.transport.chunks import CHUNK_BYTES, ChunkClient, ChunkServer
-from asyncrl.transport.ring import Ring
+from asyncrl.transport.ring import WeightRing
 
 SIZE = 8 * CHUNK_BYTES
 LABEL = Label(1, 3)
@@ -32,8 +32,8 @@ WAIT_S = 600.0
 
 
 @pytest.fixture
-def ring(tmp_path: Path) -> Iterator[Ring]:
-    made = Ring(tmp_path / "ring", SIZE, 2, [("w", "uint8", [SIZE], 0, SIZE)], 1)
+def ring(tmp_path: Path) -> Iterator[WeightRing]:
+    made = WeightRing(tmp_path / "ring", SIZE, 2, [("w", "uint8", [SIZE], 0, SIZE)], 1)
 
     def fill(into: memoryview) -> None:
         into[:] = bytes(range(256)) * (SIZE // 256)
@@ -44,7 +44,7 @@ def ring(tmp_path: Path) -> Iterator[Ring]:
 
 
 @pytest.fixture
-def server(ring: Ring) -> Iterator[ChunkServer]:
+def server(ring: WeightRing) -> Iterator[ChunkServer]:
     made = ChunkServer("tcp://127.0.0.1:*", ring.rows, ring.read_part)
     yield made
     made.close()
@@ -76,7 +76,7 @@ def until(done: Any) -> None:
         time.sleep(0.01)
 
 
-def fetched(server: ChunkServer, ring: Ring) -> None:
+def fetched(server: ChunkServer, ring: WeightRing) -> None:
     """An honest client gets all of it."""
     client = ChunkClient(server.address, WAIT_S)
     try:
@@ -88,7 +88,7 @@ def fetched(server: ChunkServer, ring: Ring) -> None:
         client.close()
 
 
-ASK = msgspec.msgpack.encode(chunks._ChunkAsk(LABEL, "", 0, 16))
+ASK = msgspec.msgpack.encode(chunks._ChunkRequest(LABEL, "", 0, 16))
 NO_ASKS: list[list[bytes]] = [
     [b"a", b"b", ASK],
     [ASK, ASK],
@@ -105,7 +105,9 @@ NO_ASKS: list[list[bytes]] = [
 ]
 
 
-def test_what_is_no_ask_is_counted_and_the_rest_goes_on(server: ChunkServer, ring: Ring) -> None:
+def test_what_is_no_ask_is_counted_and_the_rest_goes_on(
+    server: ChunkServer, ring: WeightRing
+) -> None:
     peer = Peer(server)
     for frames in NO_ASKS:
         peer.socket.send_multipart(frames)
@@ -115,7 +117,9 @@ def test_what_is_no_ask_is_counted_and_the_rest_goes_on(server: ChunkServer, rin
     peer.close()
 
 
-def test_an_ask_that_is_too_large_costs_its_connection(server: ChunkServer, ring: Ring) -> None:
+def test_an_ask_that_is_too_large_costs_its_connection(
+    server: ChunkServer, ring: WeightRing
+) -> None:
     peer = Peer(server)
     peer.socket.send(b"\0" * (chunks.ASK_BYTES + 1))
     fetched(server, ring)
@@ -126,24 +130,24 @@ def test_an_ask_that_is_too_large_costs_its_connection(server: ChunkServer, ring
 @pytest.mark.parametrize("size", [-5000, -1, 0, 1, 2**40, -(2**62)])
 @pytest.mark.parametrize("offset", [0, SIZE - 5, SIZE, SIZE + 1, 2**62])
 def test_an_answer_is_a_chunk_at_most(
-    server: ChunkServer, ring: Ring, size: int, offset: int
+    server: ChunkServer, ring: WeightRing, size: int, offset: int
 ) -> None:
     peer = Peer(server)
-    ask = chunks._ChunkAsk(LABEL, "", offset, size)
+    ask = chunks._ChunkRequest(LABEL, "", offset, size)
     peer.socket.send(msgspec.msgpack.encode(ask))
     assert peer.socket.poll(int(WAIT_S * 1000))
-    answer = msgspec.msgpack.decode(peer.socket.recv(), type=chunks._Chunk)
+    answer = msgspec.msgpack.decode(peer.socket.recv(), type=chunks._ChunkReply)
     assert len(answer.data) == max(0, min(size, CHUNK_BYTES, SIZE - offset))
     peer.close()
 
 
-def test_one_who_asks_and_does_not_read_holds_little(server: ChunkServer, ring: Ring) -> None:
+def test_one_who_asks_and_does_not_read_holds_little(server: ChunkServer, ring: WeightRing) -> None:
     asks = 300
     process = psutil.Process()
     fetched(server, ring)
     answered, before = server.answered, process.memory_info().rss
     slow = Peer(server)
-    ask = msgspec.msgpack.encode(chunks._ChunkAsk(LABEL, "", 0, CHUNK_BYTES))
+    ask = msgspec.msgpack.encode(chunks._ChunkRequest(LABEL, "", 0, CHUNK_BYTES))
     for _ in range(asks):
         slow.socket.send(ask)
     until(lambda: server.answered == answered + asks)

@@ -21,7 +21,7 @@ from conftest import ENV, PATIENT, ROOT, RUN_SEED, Ended
 from asyncrl.config import load
 from asyncrl.experiments.compare import arms as arms_made
 from asyncrl.experiments.compare import comparison, methods, page, progress
-from asyncrl.experiments.compare.comparison import Cell, warm_cell
+from asyncrl.experiments.compare.comparison import CellResult, warm_cell
 from asyncrl.experiments.compare.comparison_analysis import (
     analyse,
     data_apart,
@@ -29,7 +29,7 @@ from asyncrl.experiments.compare.comparison_analysis import (
     signs_of,
     signs_told,
 )
-from buffer import trained
+from buffer import training_log
 
 SETS = (
     *PATIENT,
@@ -193,7 +193,7 @@ def test_a_comparison_from_start_to_verdict(sort_model: Path, tmp_path: Path) ->
     assert real["same_data"]["late"] == [True]
     warm, apart = (
         json.loads((out / "cells" / f"late-seed{RUN_SEED}.json").read_text())["batches"],
-        trained.read(tmp_path / "real" / "runs" / f"late-seed{RUN_SEED}" / "trained.jsonl"),
+        training_log.read(tmp_path / "real" / "runs" / f"late-seed{RUN_SEED}" / "trained.jsonl"),
     )
     assert (
         [b["tickets"] for b in warm]
@@ -212,7 +212,7 @@ def cell(
     ids: str = "",
     steps: tuple[float, ...] = (0, 2, 4),
     accuracy: tuple[float, ...] = (0.4, 0.6, 0.8),
-) -> Cell:
+) -> CellResult:
     rows = [{"step": n, "t": 10.0 * n} for n in range(4)]
     summary = {
         "trained_ids": ids or str(batches),
@@ -224,7 +224,7 @@ def cell(
         "lag": {"mean": 0.0, "max": 0},
         "weights_digest": arm,
     }
-    return Cell(
+    return CellResult(
         arm, 0, summary, list(steps), list(accuracy), rows, batches=[(str(b), b) for b in batches]
     )
 
@@ -287,9 +287,9 @@ def test_out_of_distribution_accuracy_and_kl_to_the_reference_of_every_arm() -> 
         and "out-of-distribution accuracy +0.300" in far["text"]
         and math.isfinite(far["interval_other_prompts"][0])
     )
-    row = dict(zip(page.HEAD, page.rows(found)[1], strict=True))
+    row = dict(zip(page.HEAD, page.arm_rows(found)[1], strict=True))
     assert (row["OOD start"], row["OOD end"], row["KL to ref"]) == ("0.200", "0.400", "-")
-    assert dict(zip(page.HEAD, page.rows(found)[0], strict=True))["KL to ref"] == "18"
+    assert dict(zip(page.HEAD, page.arm_rows(found)[0], strict=True))["KL to ref"] == "18"
     other = cell("base")
     # the last has no end
     other.seed, other.ood, gone.seed, gone.ood = 1, {0.0: 0.2, 4.0: 0.3}, 1, {0.0: 0.4, 2.0: 0.9}

@@ -31,7 +31,7 @@ def test_equal_arms_are_called_different_in_at_most_a_tenth(seeds: int) -> None:
         for name in ("a", "b", "c"):
             found[name] = cs.paired(arms(r, seeds, 0.0, 0.02)[0], base[1])
         cs.holm(found)
-        called += any(d.different for d in found.values())
+        called += any(d.is_different for d in found.values())
     assert called <= REPEATS / 10
 
 
@@ -43,7 +43,7 @@ def test_planted_differences_are_found_as_often_as_theory_says(seeds: int) -> No
     for _ in range(1000):
         d = cs.paired(*arms(r, seeds, effect, sd))
         cs.holm({"x": d})
-        called += d.different
+        called += d.is_different
     expected = cs.power(effect, sd, seeds)
     assert abs(called / 1000 - expected) < 4 * math.sqrt(expected * (1 - expected) / 1000)
 
@@ -93,7 +93,8 @@ def test_differences_that_are_all_the_same_are_no_certainty() -> None:
 
 def test_holm_by_hand() -> None:
     found = {
-        n: cs.Difference(0.1, 0.1, 3, p, 0, 0) for n, p in (("a", 0.01), ("b", 0.04), ("c", 0.03))
+        n: cs.PairedDifference(0.1, 0.1, 3, p, 0, 0)
+        for n, p in (("a", 0.01), ("b", 0.04), ("c", 0.03))
     }
     cs.holm(found)
     assert [round(found[n].adjusted, 3) for n in "abc"] == [0.03, 0.06, 0.06]

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from asyncrl.algorithms import settings
 from asyncrl.cli import main
-from asyncrl.config import layers, load, shipped
+from asyncrl.config import bundled_configs, layers, load
 from asyncrl.config.methods import METHODS
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
@@ -116,7 +116,7 @@ def test_an_arm_drops_what_an_earlier_item_gave(tmp_path: Path) -> None:
 @pytest.mark.parametrize("preset", ["tis", "mis", "m2po", "none"])
 def test_a_preset_may_be_set_on_every_shipped_config(preset: str) -> None:
     """As `asyncrl run --resume RUN --set correction.preset=mis` needs it."""
-    for name in shipped.names():
+    for name in bundled_configs.names():
         made = load.load(name, [f"correction.preset={preset}"])
         written_by_run = tomllib.loads(load.dump(load.load(name)))
         resumed = load.convert(written_by_run, "run", sets=[f"correction.preset={preset}"])
@@ -224,7 +224,7 @@ def test_methods_are_listed_with_source_and_evidence() -> None:
     for name, row in listed.items():
         assert row["source"] and row["keys"]["loss.surrogate"], name
         page, _, anchor = row["evidence"].partition("#")
-        text = (shipped.FOLDER.parent / page).read_text()
+        text = (bundled_configs.FOLDER.parent / page).read_text()
         titles = {line.lstrip("# ").lower() for line in text.splitlines() if line.startswith("#")}
         assert not anchor or anchor in {
             title.replace(",", "").replace(" ", "-") for title in titles

@@ -11,14 +11,14 @@ import msgspec
 import pytest
 from conftest import Ended
 
-from asyncrl.config import load, shipped
+from asyncrl.config import bundled_configs, load
 from asyncrl.records import metrics
 from asyncrl.supervise import run as runner
 
 MIS = "correction.preset=mis"
 
 
-@pytest.mark.parametrize("name", shipped.names())
+@pytest.mark.parametrize("name", bundled_configs.names())
 def test_a_run_of_every_shipped_config_can_go_on_with_mis(name: str, tmp_path: Path) -> None:
     """Its resolved config gives every key, so the preset must take the place of those it is about
     and of no other."""

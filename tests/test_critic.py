@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 
 from asyncrl.config import load
-from asyncrl.contract.errors import ConfigError, Damaged
+from asyncrl.contract.errors import ConfigError, DamagedDataError
 from asyncrl.contract.messages import Batch, Trajectory
 from asyncrl.experiments import serial
 from asyncrl.models.policy import build_model
@@ -174,8 +174,9 @@ def test_values_begin_before_the_first_token_and_a_cut_answer_has_one_more(model
             continue
         for further in (3, 9):
             longer = np.append(packed.responses[i], np.int32(further))
-            hidden = c.critic._states(c.critic.trunk, packed, [i], [longer])  # type: ignore[arg-type]
-            assert float(c.critic._of(hidden)[-1].detach()) == pytest.approx(
+            # type: ignore[arg-type]
+            hidden = c.critic._states(c.critic.trunk, packed, [i], [longer])
+            assert float(c.critic._values_of(hidden)[-1].detach()) == pytest.approx(
                 float(bootstrap[i]), abs=1e-6
             )
     assert int((bootstrap != 0).sum()) == 4
@@ -228,7 +229,7 @@ def test_a_checkpoint_holds_it(model_dir: Path, tmp_path: Path, trunk: str) -> N
         critic_weights(first), critic_weights(second)
     )
     other = gae(model_dir, {"trunk": "shared" if trunk == "own" else "own"})
-    with pytest.raises(Damaged, match="has no value head"):
+    with pytest.raises(DamagedDataError, match="has no value head"):
         checkpoint.restore(other, tmp_path / "number_1")
 
 
@@ -274,7 +275,7 @@ def test_a_real_run_with_a_value_head_repeats_bitwise(model_dir: Path) -> None:
     config = load.load(
         "configs/demo.toml", [f"model.path='{model_dir}'", "advantage.name=gae", *small]
     )
-    first, again = serial.one(config, 3), serial.one(config, 3)
+    first, again = serial.run_serial(config, 3), serial.run_serial(config, 3)
     assert (
         first["weights_digest"] == again["weights_digest"]
         and "failed" not in first

@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 from test_critic import batch, core, gae, model_dir
 
-from asyncrl.contract.errors import ConfigError, Damaged
+from asyncrl.contract.errors import ConfigError, DamagedDataError
 from asyncrl.models.policy import build_model
 from learner import critic as critic_module
 from learner.batch import pack
@@ -89,7 +89,8 @@ def test_biases_are_drawn_as_zero_also_those_of_norms() -> None:
 
     odd = Odd()
     odd.config = SimpleNamespace()  # type: ignore[assignment]  # says no spread: 0.02
-    critic_module._draw(SimpleNamespace(hf=odd), torch.Generator().manual_seed(1))  # type: ignore[arg-type]
+    # type: ignore[arg-type]
+    critic_module._draw(SimpleNamespace(hf=odd), torch.Generator().manual_seed(1))
     assert (
         odd.norm.weight.tolist() == [1.0] * 4
         and odd.norm.bias.tolist() == [0.0] * 4
@@ -253,7 +254,7 @@ def test_state_comes_back_and_another_kind_is_refused(model_dir: Path) -> None:
         (fresh, {}, "own"),
     ):
         with pytest.raises(
-            Damaged,
+            DamagedDataError,
             match=f"checkpoint there has no value head with value.trunk = {trunk}: resume it "
             "with the settings it was made with",
         ):

@@ -18,22 +18,22 @@ import pytest
 from conftest import ENV, ROOT
 
 from asyncrl.contract.errors import AsyncrlError
-from asyncrl.contract.messages import Status, Watch
-from asyncrl.transport import crowd
+from asyncrl.contract.messages import RunStatus, StatusRequest
+from asyncrl.transport import connection_guard
 from asyncrl.transport.sockets import PeerSocket
 
 ALLOWED = 400
 SERVER = f"""
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, ({ALLOWED}, {ALLOWED}))
-from asyncrl.contract.messages import Status
+from asyncrl.contract.messages import RunStatus
 from asyncrl.transport.sockets import BufferSocket
 buffer = BufferSocket(sys.argv[1])
 print(buffer.address, flush=True)
 while True:
     if (got := buffer.recv(0.02)) is not None:
         closed = buffer.crowd.closed
-        buffer.send(got[0], Status("r", closed, 1, 1, {{}}, {{}}, [], {{}}, False, "", 0))
+        buffer.send(got[0], RunStatus("r", closed, 1, 1, {{}}, {{}}, [], {{}}, False, "", 0))
 """
 
 
@@ -43,9 +43,9 @@ def closed(peer: PeerSocket) -> int:
     """
     until = time.monotonic() + 600
     while time.monotonic() < until:
-        peer.send(Watch())
+        peer.send(StatusRequest())
         reply = peer.recv(0.5)
-        if isinstance(reply, Status):
+        if isinstance(reply, RunStatus):
             return reply.committed
     raise AssertionError("the server does not answer any more")
 
@@ -119,26 +119,26 @@ class Bound:
         self.said.append("bind")
         self.tries -= 1
         if self.tries >= 0:
-            raise crowd.zmq.ZMQError(98)
+            raise connection_guard.zmq.ZMQError(98)
 
 
 def test_an_address_that_stays_taken_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: Callable[[], Any] = iter([0, 10**6, 0, 0, 0]).__next__
-    monkeypatch.setattr(crowd, "newest", opened)
+    monkeypatch.setattr(connection_guard, "next_descriptor", opened)
     bound = Bound(2)
-    watched = crowd.Crowd(bound)
-    assert watched.relieve("tcp://127.0.0.1:1") and bound.said == ["unbind", *["bind"] * 3]
-    monkeypatch.setattr(crowd, "newest", iter([10**6, *[0] * 10**5]).__next__)
-    monkeypatch.setattr(crowd, "LOOKS", 5)
+    watched = connection_guard.ConnectionGuard(bound)
+    assert watched.close_excess("tcp://127.0.0.1:1") and bound.said == ["unbind", *["bind"] * 3]
+    monkeypatch.setattr(connection_guard, "next_descriptor", iter([10**6, *[0] * 10**5]).__next__)
+    monkeypatch.setattr(connection_guard, "LOOKS", 5)
     bound.said.clear()
     bound.tries = 10**6
     with pytest.raises(AsyncrlError, match="cannot be opened again"):
-        watched.relieve("tcp://127.0.0.1:1")
+        watched.close_excess("tcp://127.0.0.1:1")
     assert watched.closed == 2 and bound.said == ["unbind", *["bind"] * 5]
 
 
 def test_a_process_that_may_open_nothing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (80, 80))
-    monkeypatch.setattr(crowd, "newest", lambda: 30)
+    monkeypatch.setattr(connection_guard, "next_descriptor", lambda: 30)
     with pytest.raises(AsyncrlError, match=r"may open 80 files and has 30.*ulimit -n"):
-        crowd.Crowd(None)
+        connection_guard.ConnectionGuard(None)

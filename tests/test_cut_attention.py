@@ -11,31 +11,35 @@ import pytest
 import torch
 
 from asyncrl.models import packed_attention, policy
-from asyncrl.models.packed_attention import Cut, cuts
+from asyncrl.models.packed_attention import QueryBlock, cut_queries
 
 
 def test_short_rows_are_not_cut() -> None:
-    assert cuts(64, 76, 12, "cpu") == [Cut(0, 64, 76)]
-    assert cuts(0, 12, 12, "cpu") == [Cut(0, 0, 12)]
-    assert cuts(256, 268, 12, "cuda") == [Cut(0, 256, 268)]
+    assert cut_queries(64, 76, 12, "cpu") == [QueryBlock(0, 64, 76)]
+    assert cut_queries(0, 12, 12, "cpu") == [QueryBlock(0, 0, 12)]
+    assert cut_queries(256, 268, 12, "cuda") == [QueryBlock(0, 256, 268)]
 
 
 def test_a_cut_sees_the_keys_up_to_its_last_query_rounded_up_and_the_last_one_all() -> None:
     # 65 queries in two runs of 33 rounded up to 48; 12 before: 60 keys, rounded up to 64
-    assert cuts(65, 77, 12, "cpu") == [Cut(0, 48, 64), Cut(48, 65, 77)]
-    assert cuts(257, 269, 12, "cuda") == [Cut(0, 144, 160), Cut(144, 257, 269)]
+    assert cut_queries(65, 77, 12, "cpu") == [QueryBlock(0, 48, 64), QueryBlock(48, 65, 77)]
+    assert cut_queries(257, 269, 12, "cuda") == [QueryBlock(0, 144, 160), QueryBlock(144, 257, 269)]
     # at most 32 runs, each a multiple of 16
-    many = cuts(8200, 8200, 0, "cpu")
+    many = cut_queries(8200, 8200, 0, "cpu")
     assert [cut.end - cut.first for cut in many] == [272] * 30 + [40]
     assert [cut.columns for cut in many] == [272 * (at + 1) for at in range(30)] + [8200]
     # never more keys than there are
-    assert cuts(96, 100, 30, "cpu") == [Cut(0, 48, 80), Cut(48, 96, 100)]
-    assert cuts(96, 96, 60, "cpu") == [Cut(0, 48, 96), Cut(48, 96, 96)]
+    assert cut_queries(96, 100, 30, "cpu") == [QueryBlock(0, 48, 80), QueryBlock(48, 96, 100)]
+    assert cut_queries(96, 96, 60, "cpu") == [QueryBlock(0, 48, 96), QueryBlock(48, 96, 96)]
     # and never more queries than asked for, down to a multiple of 16
-    assert cuts(64, 64, 0, "cpu", 64) == [Cut(0, 64, 64)]
-    assert cuts(64, 64, 0, "cpu", 47) == [Cut(0, 32, 32), Cut(32, 64, 64)]
-    assert cuts(40, 40, 0, "cpu", 1) == [Cut(0, 16, 16), Cut(16, 32, 32), Cut(32, 40, 40)]
-    assert {cut.end - cut.first for cut in cuts(32_000, 32_000, 0, "cpu", 100)} == {96, 32}
+    assert cut_queries(64, 64, 0, "cpu", 64) == [QueryBlock(0, 64, 64)]
+    assert cut_queries(64, 64, 0, "cpu", 47) == [QueryBlock(0, 32, 32), QueryBlock(32, 64, 64)]
+    assert cut_queries(40, 40, 0, "cpu", 1) == [
+        QueryBlock(0, 16, 16),
+        QueryBlock(16, 32, 32),
+        QueryBlock(32, 40, 40),
+    ]
+    assert {cut.end - cut.first for cut in cut_queries(32_000, 32_000, 0, "cpu", 100)} == {96, 32}
 
 
 def samples(*shape: tuple[int, int]) -> tuple[list[np.ndarray], list[np.ndarray], list[int]]:

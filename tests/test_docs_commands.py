@@ -146,7 +146,7 @@ def shape(line: str) -> str:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, small_model: Path) -> Path:
     """A directory as a clone looks to its user, with untrained models in place of warm starts."""
-    from asyncrl.config.tree import Task
+    from asyncrl.config.tree import TaskConfig
     from asyncrl.models import policy
     from asyncrl.tasks import get_task
 
@@ -156,7 +156,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, small_model: Path) -> Path:
     shutil.copytree(small_model, path / "models" / "sort")
     # all that the prompts of `asyncrl new` are written in
     policy.build_model(path / "models" / "sums", "0123456789+=", hidden=32, kv_heads=2, seed=1)
-    symbols = get_task(Task(name="rle")).symbols  # type: ignore[attr-defined]
+    symbols = get_task(TaskConfig(name="rle")).symbols  # type: ignore[attr-defined]
     policy.build_model(path / "models" / "rle", symbols, hidden=32, kv_heads=2, seed=1)
     return path
 

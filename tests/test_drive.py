@@ -10,10 +10,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from actors.gateway import env_worker
-from actors.gateway.drive import Drive
-from actors.gateway.env_worker import Environments, Happened, Op, Setup, ToolLoop, schema
-from asyncrl.config.agents import Agent
+from actors.gateway import environment_worker
+from actors.gateway.environment_pool import EnvironmentPool
+from actors.gateway.environment_worker import (
+    EnvironmentEvent,
+    EnvironmentHost,
+    EnvironmentOperation,
+    EnvironmentSetup,
+    ToolLoop,
+    schema,
+)
+from asyncrl.config.agents import AgentConfig
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 
@@ -24,23 +31,25 @@ def prompt(kind: str = "talks") -> Prompt:
     return Prompt(0, "ab=", meta={"kind": kind})
 
 
-def reset(session: int, kind: str = "talks") -> Op:
-    return Op(session, "reset", prompt=prompt(kind), seed=3)
+def reset(session: int, kind: str = "talks") -> EnvironmentOperation:
+    return EnvironmentOperation(session, "reset", prompt=prompt(kind), seed=3)
 
 
 @pytest.fixture()
-def drive(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Drive]:
+def drive(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[EnvironmentPool]:
     """With time enough for what is well; "grace_s" is of a process's import."""
     given = {"env": "agent_envs:Fails", "step_s": PATIENCE_S} | getattr(request, "param", {})
-    monkeypatch.setattr("actors.gateway.drive.GRACE_S", given.pop("grace_s", PATIENCE_S))
-    made = Drive(Agent(**given))
+    monkeypatch.setattr("actors.gateway.environment_pool.GRACE_S", given.pop("grace_s", PATIENCE_S))
+    made = EnvironmentPool(AgentConfig(**given))
     yield made
     made.close()
 
 
-def poll(drive: Drive, count: int) -> list[Happened]:
+def poll(drive: EnvironmentPool, count: int) -> list[EnvironmentEvent]:
     """So many events."""
-    out: list[Happened] = []
+    out: list[EnvironmentEvent] = []
     until = time.monotonic() + PATIENCE_S
     while len(out) < count:
         assert time.monotonic() < until, out
@@ -49,12 +58,12 @@ def poll(drive: Drive, count: int) -> list[Happened]:
     return out
 
 
-def test_sessions_share_a_process_and_nothing_else(drive: Drive) -> None:
+def test_sessions_share_a_process_and_nothing_else(drive: EnvironmentPool) -> None:
     drive.reset(reset(1))
     drive.reset(reset(2))
     assert {x.session: x.obs for x in poll(drive, 2)} == {1: "ab=", 2: "ab="}
     for session, text in ((1, "a"), (2, "abc"), (1, "ab"), (1, "")):
-        drive.step(Op(session, "step", text=text))
+        drive.step(EnvironmentOperation(session, "step", text=text))
     found = poll(drive, 4)
     assert [(x.session, x.obs, x.reward, x.ended) for x in found] == [
         (1, "1=", 0.1, False),
@@ -72,13 +81,13 @@ def test_sessions_share_a_process_and_nothing_else(drive: Drive) -> None:
     ("kind", "why"), [("raises", "raised KeyError: 'gone' in step"), ("nan", "the reward is nan")]
 )
 def test_what_an_environment_raises_fails_its_session_alone(
-    drive: Drive, kind: str, why: str
+    drive: EnvironmentPool, kind: str, why: str
 ) -> None:
     drive.reset(reset(1, kind))
     drive.reset(reset(2))
     poll(drive, 2)
-    drive.step(Op(1, "step", text="a"))
-    drive.step(Op(2, "step", text="a"))
+    drive.step(EnvironmentOperation(1, "step", text="a"))
+    drive.step(EnvironmentOperation(2, "step", text="a"))
     failed, well = poll(drive, 2)
     assert (failed.session, failed.kind) == (1, "failed") and why in failed.why
     assert (well.session, well.kind) == (2, "ok")
@@ -92,14 +101,14 @@ def test_what_an_environment_raises_fails_its_session_alone(
     ],
 )
 def test_one_that_hangs_or_dies_takes_the_others_along_and_they_are_lost_not_failed(
-    drive: Drive, kind: str, why: str
+    drive: EnvironmentPool, kind: str, why: str
 ) -> None:
     for session, what in ((1, "talks"), (2, kind), (3, "talks")):
         drive.reset(reset(session, what))
     poll(drive, 3)
-    drive.step(Op(1, "step", text="a"))
-    drive.step(Op(2, "step", text="a"))
-    drive.step(Op(3, "step", text="a"))
+    drive.step(EnvironmentOperation(1, "step", text="a"))
+    drive.step(EnvironmentOperation(2, "step", text="a"))
+    drive.step(EnvironmentOperation(3, "step", text="a"))
     first = poll(drive, 1)  # the first one's step is done, or its process has ended
     if kind == "hangs":
         drive.step_s = 1.0
@@ -129,7 +138,7 @@ def test_one_that_hangs_or_dies_takes_the_others_along_and_they_are_lost_not_fai
     indirect=["drive"],
 )
 def test_what_no_process_has_ever_done_in_time_ends_the_run(
-    drive: Drive, said: str, capfd: pytest.CaptureFixture[str]
+    drive: EnvironmentPool, said: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A reset that hangs, an import that does: each process is told of, and the third is the
     last.
@@ -145,7 +154,7 @@ def test_what_no_process_has_ever_done_in_time_ends_the_run(
     assert re.match("[23] lost in ", drive.replaced)
 
 
-def test_steps_that_were_done_before_are_only_counted(drive: Drive) -> None:
+def test_steps_that_were_done_before_are_only_counted(drive: EnvironmentPool) -> None:
     """A service that is away for a while ends no run: the budget of failures does."""
     drive.done.add("step")
     worker = drive.workers[0]
@@ -159,7 +168,7 @@ def test_steps_that_were_done_before_are_only_counted(drive: Drive) -> None:
 
 
 @pytest.mark.parametrize("drive", [{"env": "agent_envs:Nobody"}], indirect=True)
-def test_an_environment_that_is_not_there_is_named(drive: Drive) -> None:
+def test_an_environment_that_is_not_there_is_named(drive: EnvironmentPool) -> None:
     drive.reset(reset(1))
     with pytest.raises(ConfigError, match=r"agent\.env = agent_envs:Nobody: importing it raised"):
         poll(drive, 1)
@@ -196,18 +205,20 @@ def test_tools_are_called_until_an_answer_calls_none() -> None:
 
 
 def test_a_tool_session_asks_the_reward_at_its_end() -> None:
-    made = Environments(Setup("", ["agent_envs:add"]))
-    begun = made.happened(Op(1, "reset", prompt=Prompt(0, "2+2?")))
+    made = EnvironmentHost(EnvironmentSetup("", ["agent_envs:add"]))
+    begun = made.apply(EnvironmentOperation(1, "reset", prompt=Prompt(0, "2+2?")))
     assert begun is not None and begun.obs == [{"role": "user", "content": "2+2?"}]
     assert begun.tools[0]["function"]["name"] == "add"
     call = {"id": "c", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
-    told = made.happened(Op(1, "step", message={"content": "", "tool_calls": [call]}))
+    told = made.apply(
+        EnvironmentOperation(1, "step", message={"content": "", "tool_calls": [call]})
+    )
     assert told is not None and isinstance(told.obs, list) and told.obs[0]["content"] == "4"
-    last = made.happened(Op(1, "step", message={"content": "4"}))
+    last = made.apply(EnvironmentOperation(1, "step", message={"content": "4"}))
     assert last is not None and last.ended and last.judge
 
 
 @pytest.mark.parametrize("obs", [5, [], [3], [{"content": "x"}]])
 def test_an_observation_is_text_or_messages(obs: object) -> None:
     with pytest.raises(ValueError, match="an observation is text or a list of messages"):
-        env_worker.observed(obs)
+        environment_worker.check_observation(obs)

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from actors import decoder, engine_embedded
-from actors.engine import Answer, Request, uniform_rows, uniforms
-from actors.engine_embedded import EmbeddedEngine, rounded
+from actors.engine import Completion, CompletionRequest, uniform_rows, uniforms
+from actors.engine_embedded import EmbeddedEngine, round_mantissa
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.versions import Label
 from asyncrl.models import packed_attention, policy
@@ -26,22 +26,25 @@ from asyncrl.records import machine_memory
 EOS = 1
 
 
-def request(ticket: int, sample: int, prompt: list[int], limit: int = 20, **how: float) -> Request:
+def request(
+    ticket: int, sample: int, prompt: list[int], limit: int = 20, **how: float
+) -> CompletionRequest:
     cut = {"temperature": 1.0, "top_p": 1.0, "top_k": 0} | how
-    return Request(
+    return CompletionRequest(
         (ticket, sample, 1), np.array(prompt, np.int32), ticket, limit, stop=(EOS,), seed=7, **cut
     )  # type: ignore[arg-type]
 
 
 def engine(model: policy.PolicyModel, slots: int = 8, **more: object) -> EmbeddedEngine:
-    e = EmbeddedEngine(model, slots=slots, context=64, max_new_tokens=20, **more)  # type: ignore[arg-type]
+    # type: ignore[arg-type]
+    e = EmbeddedEngine(model, slots=slots, context=64, max_new_tokens=20, **more)
     e.load(dict(policy.named_weights(model)), Label(1, 0), "d0")
     return e
 
 
 def run(
-    e: EmbeddedEngine, requests: list[Request], n: int = 5
-) -> dict[tuple[int, int, int], Answer]:
+    e: EmbeddedEngine, requests: list[CompletionRequest], n: int = 5
+) -> dict[tuple[int, int, int], Completion]:
     e.add(requests)
     answers = []
     while e.active:
@@ -49,7 +52,7 @@ def run(
     return {a.key: a for a in answers}
 
 
-def expected(model: policy.PolicyModel, a: Answer, r: Request) -> torch.Tensor:
+def expected(model: policy.PolicyModel, a: Completion, r: CompletionRequest) -> torch.Tensor:
     """Log-probabilities of the answer by one plain transformers forward, truncated and scaled as
     sampled.
     """
@@ -103,7 +106,7 @@ def test_an_engine_with_rounded_weights_samples_from_those_and_records_it(tmp_pa
     before = [expected(model, answers[r.key], r) for r in requests]
     with torch.no_grad():
         for w in model.hf.parameters():
-            coarse = rounded(w, 3)
+            coarse = round_mantissa(w, 3)
             assert (coarse - w).abs().le(w.abs() / 16).all() and coarse.frexp().mantissa.mul(
                 16
             ).frac().eq(0).all()
@@ -237,7 +240,7 @@ def test_attention_looks_at_the_columns_in_use_alone(
         for start, most in ((0, 7), (4, 24), (8, 5), (12, 20), (16, 40), (20, 30)):
             prompt = np.array([3, 4, 5], np.int32)
             one.add(
-                Request((i, 0, 1), prompt, i, most - i % 3, 1.0, 1.0, 0, (), 0)
+                CompletionRequest((i, 0, 1), prompt, i, most - i % 3, 1.0, 1.0, 0, (), 0)
                 for i in range(start, start + 4)
             )
             for answer in one.step(6):  # the next ones come while these are being written
@@ -276,7 +279,7 @@ def test_a_generator_that_never_runs_dry_pays_for_its_answers_not_for_their_limi
 
     def more(first: int, count: int, most: Callable[[int], int]) -> None:
         one.add(
-            Request((i, 0, 1), prompt, i, most(i), 1.0, 1.0, 0, (), 0)
+            CompletionRequest((i, 0, 1), prompt, i, most(i), 1.0, 1.0, 0, (), 0)
             for i in range(first, first + count)
         )
 
@@ -307,22 +310,22 @@ def test_a_column_is_taken_again_when_no_live_row_has_keys_in_it(data: st.DataOb
                 del rows[row]
         rows[step] = step
         oldest = min(rows.values())
-        column = columns.take(step, lambda oldest=oldest: oldest)  # type: ignore[misc]
+        column = columns.allocate(step, lambda oldest=oldest: oldest)  # type: ignore[misc]
         live = {where[at] for at in range(oldest, step)}
         assert column not in live and 0 <= column < columns.count
         where[step] = column
-        assert columns.of(oldest, step + 1).tolist() == [
+        assert columns.columns_of(oldest, step + 1).tolist() == [
             where[at] for at in range(oldest, step + 1)
         ]
         assert columns.high > max(live | {column})
         if data.draw(st.booleans()) and count < 12:
             count += 1
             columns.grow(count)
-            assert columns.of(oldest, step + 1).tolist() == [
+            assert columns.columns_of(oldest, step + 1).tolist() == [
                 where[at] for at in range(oldest, step + 1)
             ]
     columns.clear()
-    assert columns.high == 0 and columns.take(0, lambda: 0) == 0
+    assert columns.high == 0 and columns.allocate(0, lambda: 0) == 0
 
 
 # ---- long prompts: memory grows with them, not with their square ---------------------------------
@@ -359,7 +362,7 @@ def test_a_long_prompt_is_encoded_in_blocks_of_queries(
     if begun:
         past = decoder.encode(e.weights, ids[:, :begun])
         keys, values = (torch.stack([layer[at] for layer in past]) for at in (0, 1))
-        start = decoder.Begun(keys, values, torch.tensor([begun, begun - 300]))
+        start = decoder.PrefilledPrefix(keys, values, torch.tensor([begun, begun - 300]))
 
     def encoded() -> tuple[int, list[Any]]:
         with torch.inference_mode(), LargestTensor() as largest:

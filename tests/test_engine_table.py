@@ -13,15 +13,15 @@ from conftest import ROOT
 
 from actors.engine import engine_for
 from asyncrl.config import load, rules, tree
-from asyncrl.config.engines import ENGINES, EngineName, EngineRow
+from asyncrl.config.engines import ENGINES, EngineInfo, EngineName
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
-from asyncrl.experiments.one_process import cold
+from asyncrl.experiments.one_process import needs_own_process
 from asyncrl.models import installed
 from asyncrl.models.policy import load_policy
 from learner.backend import TorchBackend
 
-OTHER = EngineRow(
+OTHER = EngineInfo(
     maker="other_engine", title="Other", package="other_engine", distributions=(), trial="pass"
 )
 
@@ -30,7 +30,7 @@ def config(*sets: str) -> Config:
     return load.load(ROOT / "configs" / "demo.toml", list(sets))
 
 
-def with_engine(monkeypatch: pytest.MonkeyPatch, row: EngineRow, *sets: str) -> Config:
+def with_engine(monkeypatch: pytest.MonkeyPatch, row: EngineInfo, *sets: str) -> Config:
     """The demo's config with an engine `other`, as `row` describes it."""
     monkeypatch.setitem(ENGINES, "other", row)
     whole = config(*sets)
@@ -92,10 +92,12 @@ def test_what_a_row_pins_and_brings_is_looked_for(monkeypatch: pytest.MonkeyPatc
 def test_one_process_and_the_probe_follow_from_the_row(
     monkeypatch: pytest.MonkeyPatch, small_model: Path
 ) -> None:
-    assert "does not run in a warm process; use embedded" in cold(with_engine(monkeypatch, OTHER))
+    assert "does not run in a warm process; use embedded" in needs_own_process(
+        with_engine(monkeypatch, OTHER)
+    )
     able = msgspec.structs.replace(OTHER, one_process=True, probed=True)
     whole = with_engine(monkeypatch, able)
-    assert cold(whole) == ""
+    assert needs_own_process(whole) == ""
     backend = TorchBackend(whole, load_policy(small_model))
     assert backend.probe()
     backend.config = config()
@@ -103,5 +105,5 @@ def test_one_process_and_the_probe_follow_from_the_row(
 
 
 def test_every_setting_of_a_row_is_one_of_the_section() -> None:
-    known = set(tree.Generator.__struct_fields__)
+    known = set(tree.GeneratorConfig.__struct_fields__)
     assert all(set(row.settings) <= known for row in ENGINES.values())

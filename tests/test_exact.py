@@ -16,10 +16,10 @@ import torch
 from conftest import ENV, ROOT, Ended, demo_command
 
 from asyncrl.config import load
-from asyncrl.config.tree import Task
+from asyncrl.config.tree import TaskConfig
 from asyncrl.contract.errors import ConfigError
 from asyncrl.models import exact_operators, packed_forward, policy
-from asyncrl.models.packed_forward import Layout
+from asyncrl.models.packed_forward import ModelLayout
 from asyncrl.supervise import exact_check
 from asyncrl.tasks import get_task
 
@@ -57,7 +57,7 @@ def test_answers_entering_and_leaving_the_engine_have_the_learners_logprobs_bitw
 ) -> None:
     model = policy.build_model(tmp_path, "abcdefgh", family=family, kv_heads=kv, tied=tied, seed=3)
     for slots, micro in ((24, 1), (7, 5), (40, 40)):
-        row = exact_check.whole(model, slots=slots, micro=micro, seed=micro)
+        row = exact_check.check_generation(model, slots=slots, micro=micro, seed=micro)
         assert row.values > 150 and row.differ == 0, row
     assert max(tables) == 1 or max(tables) > 4
 
@@ -76,7 +76,7 @@ def test_long_answers_have_the_learners_logprobs_bitwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = policy.build_model(tmp_path, "abcdefgh", kv_heads=2, max_positions=1024)
-    row = exact_check.whole(model, slots=7, longest=48, context=448, micro=5)
+    row = exact_check.check_generation(model, slots=7, longest=48, context=448, micro=5)
     assert row.values > 300 and row.differ == 0, row
     rows = exact_check.operators(model, context=1024)
     assert exact_check.failure(rows) == "" and rows[-1].cases == exact_check.POSITIONS
@@ -152,8 +152,8 @@ def test_the_exact_forward_is_the_model_in_value_and_gradient(
 def test_queries_that_share_a_product_have_the_bits_of_queries_alone(
     heads: int, kv: int, dim: int, side_by_side: int
 ) -> None:
-    lay = Layout(None, heads, kv, dim, 1e-6)
-    assert exact_operators.together(lay) == side_by_side
+    lay = ModelLayout(None, heads, kv, dim, 1e-6)
+    assert exact_operators.heads_per_product(lay) == side_by_side
     row = exact_check._attention(lay, (1, 1), torch.Generator().manual_seed(dim), 208)
     assert (row.cases, row.values, row.differ) == (64, 64 * heads * dim, 0)
 
@@ -168,13 +168,13 @@ def test_the_self_test_says_which_operator_differs(
     )
     wrong = exact_check.failure(exact_check.operators(model))
     assert wrong.startswith("norm (") and "qkv" not in wrong
-    assert exact_check.whole(model).differ > 0
+    assert exact_check.check_generation(model).differ > 0
 
 
 def run(tmp_path: Path, *words: str) -> Ended:
     """A small run on an untrained model."""
     if not (tmp_path / "m").exists():
-        policy.build_model(tmp_path / "m", get_task(Task(name="sort")).symbols, kv_heads=2)
+        policy.build_model(tmp_path / "m", get_task(TaskConfig(name="sort")).symbols, kv_heads=2)
     argv = demo_command("run", tmp_path, tmp_path / "m", "generator.max_new_tokens=24", *words)
     return Ended(
         subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=3600)

@@ -18,10 +18,10 @@ from asyncrl.contract.errors import ConfigError, PeerUnreachable
 from asyncrl.contract.messages import WeightsSource
 from asyncrl.contract.versions import Label
 from asyncrl.transport import chunks, fan_out, keys
-from asyncrl.transport.chunks import CHUNK_BYTES, ChunkClient, ChunkServer, NotYet
-from asyncrl.transport.fan_out import LEARNER, Relay, Trees
-from asyncrl.transport.relay import RelayClient, Shelf
-from asyncrl.transport.ring import Ring
+from asyncrl.transport.chunks import CHUNK_BYTES, ChunkClient, ChunkServer, VersionPending
+from asyncrl.transport.fan_out import LEARNER, RelayPeer, RelayTrees
+from asyncrl.transport.relay import RelayCache, RelayClient
+from asyncrl.transport.ring import WeightRing
 
 CHUNKS = 6
 SIZE = CHUNKS * CHUNK_BYTES - 5
@@ -39,18 +39,18 @@ def content(number: int) -> bytes:
 @pytest.mark.parametrize("fan_out_of", [1, 2, 3])
 def test_no_tree_has_a_circle_or_more_copies_than_it_may(fan_out_of: int) -> None:
     rng = random.Random(fan_out_of)
-    trees = Trees(fan_out_of)
+    trees = RelayTrees(fan_out_of)
     parents: dict[tuple[int, str], str] = {}
     failed: dict[tuple[int, str], list[str]] = {}
     for _ in range(3000):
         number, which = rng.randrange(3), rng.randrange(40)
         name = f"generator-{which}"
-        asking = Relay(name, f"10.0.0.{which % 9}", 5000 + (rng.random() < 0.02), "")
+        asking = RelayPeer(name, f"10.0.0.{which % 9}", 5000 + (rng.random() < 0.02), "")
         tried = failed.setdefault((number, name), [])
         before = parents.get((number, name))
         if before and rng.random() < 0.5:
             tried.append(before)
-        chosen = trees.place((Label(1, number), "d"), asking, tried)
+        chosen = trees.assign_source((Label(1, number), "d"), asking, tried)
         parents[number, name] = chosen
         assert chosen not in tried
         at, seen = chosen, {name}
@@ -67,32 +67,32 @@ def test_no_tree_has_a_circle_or_more_copies_than_it_may(fan_out_of: int) -> Non
 
 
 def test_a_thousand_cost_the_learner_its_copies_and_a_host_one() -> None:
-    trees = Trees(2)
+    trees = RelayTrees(2)
     hosts = [f"10.0.{n // 200}.{n % 200}" for n in range(250)]
     crossed: Counter[str] = Counter()
     where = {}
     for number in range(1000):
-        asking = Relay(f"generator-{number}", hosts[number % 250], 5000, "")
+        asking = RelayPeer(f"generator-{number}", hosts[number % 250], 5000, "")
         where[asking.name] = asking.host
-        giver = trees.place((Label(1, 1), "d"), asking)
+        giver = trees.assign_source((Label(1, 1), "d"), asking)
         crossed[asking.host] += where.get(giver, "") != asking.host
     assert trees._trees[Label(1, 1), "d"].far[LEARNER] == 2 and trees.beyond == 0
     assert set(crossed.values()) == {1}  # over each host's link, once
-    depth = max(len(trees._trees[Label(1, 1), "d"].above(name)) for name in where)
+    depth = max(len(trees._trees[Label(1, 1), "d"].ancestors(name)) for name in where)
     assert depth <= 12, depth
 
 
 def test_one_that_fails_others_comes_last_and_is_forgiven() -> None:
-    trees = Trees(1)
+    trees = RelayTrees(1)
 
     def place(version: int, name: str, *failed: str) -> str:
-        relay = Relay(name, f"10.0.0.{name}", 5000, "")
-        return trees.place((Label(1, version), "d"), relay, failed)
+        relay = RelayPeer(name, f"10.0.0.{name}", 5000, "")
+        return trees.assign_source((Label(1, version), "d"), relay, failed)
 
     assert [place(1, "1"), place(1, "2"), place(1, "3")] == [LEARNER, "1", "2"]
     assert place(1, "3", "1") == "2" and trees.strikes["1"] == 0  # not whom it was sent to
     assert place(1, "2", "1") == LEARNER and (trees.strikes["1"], trees.beyond) == (1, 1)
-    trees = Trees(2)
+    trees = RelayTrees(2)
     assert [place(1, name) for name in "1234"] == [LEARNER, LEARNER, "1", "1"]
     assert place(1, "3", "1") == "2"
     assert [place(2, name) for name in "2134"] == [LEARNER, LEARNER, "2", "2"]  # 1 has struck out
@@ -102,44 +102,59 @@ def test_one_that_fails_others_comes_last_and_is_forgiven() -> None:
 
 
 def test_who_came_by_loopback_gives_to_loopback_alone() -> None:
-    trees = Trees(1)
+    trees = RelayTrees(1)
     version = Label(1, 1), "d"
-    assert trees.place(version, Relay("generator-0", "127.0.0.1", 5000, "")) == LEARNER
-    assert trees.place(version, Relay("generator-1", "10.0.0.1", 5000, "")) == LEARNER
-    assert trees.place(version, Relay("generator-2", "127.0.0.1", 0, "")) == "generator-0"
-    assert trees.place(version, Relay("generator-3", "127.0.0.1", 5000, "")) == "generator-1"
+    assert trees.assign_source(version, RelayPeer("generator-0", "127.0.0.1", 5000, "")) == LEARNER
+    assert trees.assign_source(version, RelayPeer("generator-1", "10.0.0.1", 5000, "")) == LEARNER
+    assert (
+        trees.assign_source(version, RelayPeer("generator-2", "127.0.0.1", 0, "")) == "generator-0"
+    )
+    assert (
+        trees.assign_source(version, RelayPeer("generator-3", "127.0.0.1", 5000, ""))
+        == "generator-1"
+    )
     # one that hands nothing on, and one whose host nobody knows
-    assert trees.place((Label(1, 2), "d"), Relay("generator-2", "127.0.0.1", 0, "")) == LEARNER
-    assert trees.place((Label(1, 2), "d"), Relay("generator-4", "", 5000, "")) == LEARNER
-    assert trees.place((Label(1, 2), "d"), Relay("generator-0", "127.0.0.1", 5000, "")) == LEARNER
+    assert (
+        trees.assign_source((Label(1, 2), "d"), RelayPeer("generator-2", "127.0.0.1", 0, ""))
+        == LEARNER
+    )
+    assert (
+        trees.assign_source((Label(1, 2), "d"), RelayPeer("generator-4", "", 5000, "")) == LEARNER
+    )
+    assert (
+        trees.assign_source((Label(1, 2), "d"), RelayPeer("generator-0", "127.0.0.1", 5000, ""))
+        == LEARNER
+    )
     assert trees.beyond == 3
 
 
 def test_a_generator_started_again_hands_on_nothing_that_it_had() -> None:
-    trees = Trees(1)
+    trees = RelayTrees(1)
     version = Label(1, 1), "d"
     for number in range(2):
-        trees.place(version, Relay(f"generator-{number}", "10.0.0.1", 5000, ""))
-    trees.place((Label(1, 2), "d"), Relay("generator-1", "10.0.0.1", 5001, ""))
-    chosen = trees.place(version, Relay("generator-2", "10.0.0.1", 5000, ""))
+        trees.assign_source(version, RelayPeer(f"generator-{number}", "10.0.0.1", 5000, ""))
+    trees.assign_source((Label(1, 2), "d"), RelayPeer("generator-1", "10.0.0.1", 5001, ""))
+    chosen = trees.assign_source(version, RelayPeer("generator-2", "10.0.0.1", 5000, ""))
     assert chosen == "generator-0"
 
 
 def test_a_shelf_keeps_two_versions_and_what_has_come_of_them() -> None:
-    shelf = Shelf()
+    shelf = RelayCache()
     for number in range(3):
-        held = shelf.begin((Label(1, number), "d"), 8, b"p")
+        held = shelf.begin_version((Label(1, number), "d"), 8, b"p")
         held.data[:], held.bytes_there = bytes([number]) * 8, 4 + 4 * (number < 2)
-    with pytest.raises(NotYet):
+    with pytest.raises(VersionPending):
         shelf.read(Label(1, 0), "d", 0, 8)
-    with pytest.raises(NotYet):
+    with pytest.raises(VersionPending):
         shelf.read(Label(1, 1), "another", 0, 8)
     assert shelf.read(Label(1, 1), "d", 4, 100) == ("d", bytes([1]) * 4, b"p")
     assert shelf.read(Label(1, 2), "d", 0, 4) == ("d", bytes([2]) * 4, b"p")
-    with pytest.raises(NotYet):
+    with pytest.raises(VersionPending):
         shelf.read(Label(1, 2), "d", 0, 5)
-    assert shelf.begin((Label(1, 2), "d"), 8, b"p") is held
-    shelf.begin((Label(1, 0), "d"), 8, b"p")  # an older one, for an evaluation: the newest stays
+    assert shelf.begin_version((Label(1, 2), "d"), 8, b"p") is held
+    shelf.begin_version(
+        (Label(1, 0), "d"), 8, b"p"
+    )  # an older one, for an evaluation: the newest stays
     assert shelf.read(Label(1, 2), "d", 0, 4)
 
 
@@ -152,7 +167,7 @@ class Net:
     def __init__(self, tmp_path: Path, copies: int) -> None:
         self.keys = tmp_path / "keys"
         keys.make_keys(self.keys, 8)
-        self.ring = Ring(tmp_path / "ring", SIZE, 4, [("w", "uint8", [SIZE], 0, SIZE)], 1)
+        self.ring = WeightRing(tmp_path / "ring", SIZE, 4, [("w", "uint8", [SIZE], 0, SIZE)], 1)
         self.digests: dict[int, str] = {}
         self.server = ChunkServer(
             "tcp://127.0.0.1:*", self.ring.rows, self.ring.read_part, str(self.keys)
@@ -237,7 +252,7 @@ def test_who_knocks_before_the_relay_knows_its_guests_waits_for_them(
     run.publish(1)
     first, second = run.puller(0), run.puller(1)
     placed, knocked = threading.Event(), threading.Event()
-    place, allowed = first.learner.place, keys.Door.callback
+    place, allowed = first.learner.request_source, keys.RelayAuthenticator.callback
 
     def answered_late(*asked: Any) -> Any:
         answer = place(*asked)
@@ -245,12 +260,12 @@ def test_who_knocks_before_the_relay_knows_its_guests_waits_for_them(
         assert knocked.wait(WAIT_S)
         return answer
 
-    def asked(door: keys.Door, domain: str, key: bytes) -> bool:
+    def asked(door: keys.RelayAuthenticator, domain: str, key: bytes) -> bool:
         knocked.set()
         return allowed(door, domain, key)
 
-    monkeypatch.setattr(first.learner, "place", answered_late)
-    monkeypatch.setattr(keys.Door, "callback", asked)
+    monkeypatch.setattr(first.learner, "request_source", answered_late)
+    monkeypatch.setattr(keys.RelayAuthenticator, "callback", asked)
     fetching = threading.Thread(target=run.fetch, args=(first, 1))
     fetching.start()
     assert placed.wait(WAIT_S)
@@ -264,7 +279,7 @@ def test_who_knocks_before_the_relay_knows_its_guests_waits_for_them(
     address = third.server.address.replace("0.0.0.0", "127.0.0.1")
     client = ChunkClient(address, 0.5, str(run.keys), "generator-1", third.door.key)
     with pytest.raises(PeerUnreachable):
-        next(client.parts(Label(1, 1), run.digests[1], 0, SIZE))
+        next(client.fetch_chunks(Label(1, 1), run.digests[1], 0, SIZE))
     assert knocked.wait(WAIT_S)
     client.close()
     closing = threading.Thread(target=third.close)
@@ -286,7 +301,7 @@ def cut_after(puller: RelayClient, answers: int, heard: RelayClient) -> threadin
             until(lambda: heard.bytes_received >= answers * CHUNK_BYTES)  # else they die with it
             server._end = True
             dead.set()
-            raise NotYet(asked[1])
+            raise VersionPending(asked[1])
         return read(*asked)
 
     server.read = reads
@@ -323,13 +338,13 @@ def test_a_relay_that_has_nothing_itself_is_left(net: Callable[[int], Net]) -> N
     first, second, third = (run.puller(number) for number in range(3))
     digest = run.digests[1]
     # it asks for its place and stands still
-    placed = first._place(Label(1, 1), digest, [])
+    placed = first._request_source(Label(1, 1), digest, [])
     assert placed is not None and placed.name == LEARNER
-    first.shelf.begin((Label(1, 1), digest), SIZE, placed.probe)
+    first.shelf.begin_version((Label(1, 1), digest), SIZE, placed.probe)
     second.starved_s = 0.1
     assert run.fetch(second, 1) == content(1) and second.left == 1
     # one that has never begun says so
-    third._place(Label(1, 1), digest, [])
+    third._request_source(Label(1, 1), digest, [])
     assert third.server is not None and first.server is not None
     fourth = run.puller(3)
     fourth.starved_s = 0.1
@@ -369,7 +384,7 @@ def test_a_fetch_goes_on_after_the_learner_was_away(
 
     def breaks() -> Any:
         if not next(answers, True):
-            puller.learner.anew()
+            puller.learner.reconnect()
             raise PeerUnreachable("the cable")
         return receive()
 
@@ -399,7 +414,7 @@ def test_a_door_opens_for_generators_of_the_run_alone(
     def asks(curve_dir: Path, name: str, key: str, patience_s: float = 0.5) -> bytes:
         client = ChunkClient(address, patience_s, str(curve_dir), name, server_key=key)
         try:
-            found = client.parts(Label(1, 1), run.digests[1], 0, SIZE)
+            found = client.fetch_chunks(Label(1, 1), run.digests[1], 0, SIZE)
             return next(found).data
         except PeerUnreachable:
             return b""
@@ -415,7 +430,7 @@ def test_a_door_opens_for_generators_of_the_run_alone(
         asks(run.keys, "generator-1", "nonsense")
 
 
-def unanswered(run: Net, client: ChunkClient, asking: fan_out.Asking) -> None:
+def unanswered(run: Net, client: ChunkClient, asking: fan_out.RelayRequest) -> None:
     """It asks for its place, is heard, and gets no answer."""
     before, receive = run.server.refused, client._receive
 
@@ -426,7 +441,7 @@ def unanswered(run: Net, client: ChunkClient, asking: fan_out.Asking) -> None:
 
     client._receive = receives  # type: ignore[method-assign]
     with pytest.raises(PeerUnreachable):
-        client.place(Label(1, 1), "", asking)
+        client.request_source(Label(1, 1), "", asking)
     client._receive, client.timeout = receive, WAIT_S  # type: ignore[method-assign]
     assert run.server.refused == before + 1
 
@@ -437,15 +452,15 @@ def test_only_generators_have_a_place_and_only_where_the_run_says_so(
     run = net(1)
     run.publish(1)
     viewer = ChunkClient(run.server.address, WAIT_S, str(run.keys), "viewer")
-    asking = fan_out.Asking("generator-0")
+    asking = fan_out.RelayRequest("generator-0")
     unanswered(run, viewer, asking)
     viewer.close()
     mine = ChunkClient(run.server.address, WAIT_S, str(run.keys), "generator-3")
-    placed = mine.place(Label(1, 1), "", asking)
+    placed = mine.request_source(Label(1, 1), "", asking)
     assert placed is not None and placed.digest == run.digests[1] and placed.guests == {}
     assert run.server.trees is not None
     assert set(run.server.trees.relays) == {"generator-3"}  # whom the key says
-    for wrong in (fan_out.Asking("", port=1 << 16), fan_out.Asking("", port=-1)):
+    for wrong in (fan_out.RelayRequest("", port=1 << 16), fan_out.RelayRequest("", port=-1)):
         unanswered(run, mine, wrong)
     run.server.trees = None
     unanswered(run, mine, asking)
@@ -464,7 +479,7 @@ def test_the_config_says_which_client(tmp_path: Path) -> None:
         served = load.load(
             ROOT / "configs" / "demo.toml", [*sets, address, f"weights.fan_out={copies}"]
         )
-        ring = Ring(tmp_path / f"ring{copies}", 8, 2, [("w", "uint8", [8], 0, 8)], 1)
+        ring = WeightRing(tmp_path / f"ring{copies}", 8, 2, [("w", "uint8", [8], 0, 8)], 1)
         server = chunks.serve(served, ring)
         assert server is not None and (server.trees is not None) == (copies > 0)
         assert server.trees is None or server.trees.fan_out == 2

@@ -21,16 +21,29 @@ import pytest
 from agent_envs import Longer, answers
 from conftest import ENV, ROOT
 
-from actors.gateway.env_worker import Environments, Happened, Op, Setup, serve
+from actors.gateway.environment_worker import (
+    EnvironmentEvent,
+    EnvironmentHost,
+    EnvironmentOperation,
+    EnvironmentSetup,
+    serve,
+)
 from asyncrl.config import load
-from asyncrl.config.agents import Agent
+from asyncrl.config.agents import AgentConfig
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
-from asyncrl.experiments.play import ByHand, ByModel, play, ticket_of
+from asyncrl.experiments.play import HumanPlayer, ModelPlayer, play, ticket_of
 from asyncrl.models.policy import build_model
 from asyncrl.tasks import arena, games, nim
 from asyncrl.tasks.calc import END
-from asyncrl.tasks.games import Luck, Match, Told, by_text, check, random_move
+from asyncrl.tasks.games import (
+    GameMatch,
+    OpponentMove,
+    SeededRandom,
+    check,
+    random_move,
+    text_opponent,
+)
 from asyncrl.transport.child import frame
 
 LONGER = f"{ROOT}/tests/agent_envs.py:Longer"
@@ -40,8 +53,8 @@ def options(kind: str = "", text: str = "ab=") -> dict[str, Any]:
     return {"prompt": Prompt(0, text, meta={"kind": kind})}
 
 
-def match(opponent: games.Opponent | None, kind: str = "", seed: int = 0) -> tuple[Match, str]:
-    made = Match(Longer(), "them", opponent)
+def match(opponent: games.Opponent | None, kind: str = "", seed: int = 0) -> tuple[GameMatch, str]:
+    made = GameMatch(Longer(), "them", opponent)
     said, info = made.reset(seed=seed, options=options(kind))
     assert info == {}
     return made, said
@@ -58,27 +71,27 @@ def test_the_seed_says_which_side_the_policy_plays() -> None:
         read.append(text)
         return "ccc"
 
-    first, said = match(by_text(function), seed=4)
+    first, said = match(text_opponent(function), seed=4)
     assert (said, first.asked, first.told, read) == ("ab=", 0, [], [])
     assert first.step("a") == ("3=", 0.0, False, False, {})
-    assert first.told == [Told("1=", "ccc")] and read == ["1="]
+    assert first.told == [OpponentMove("1=", "ccc")] and read == ["1="]
     assert first.step("bb")[0] == "3=" and read[1:] == ["1=\nccc\n2="]
     won = first.step("abcdefgh")
     assert won == ("", 1.0, True, False, {"parts": {"won": 1.0, "length": 11.0}})
     assert len(first.told) == 1
 
-    second, said = match(by_text(function), seed=5)
-    assert said == "3=" and second.told == [Told("ab=", "ccc")] and not second.asked
+    second, said = match(text_opponent(function), seed=5)
+    assert said == "3=" and second.told == [OpponentMove("ab=", "ccc")] and not second.asked
     assert [second.step(text)[0] for text in ("a", "a")] == ["3=", "3="]
     lost = second.step("a")
     assert lost == ("", 0.0, True, False, {"parts": {"won": 0.0, "length": 3.0}})
     assert second.told == []
-    draw, _ = match(by_text(lambda _text: "a"))
+    draw, _ = match(text_opponent(lambda _text: "a"))
     assert [draw.step("a")[1] for _ in range(3)][-1] == 0.5
-    quiet = Match(SimpleNamespace(), "them", None)
+    quiet = GameMatch(SimpleNamespace(), "them", None)
     quiet.close()
     closed = []
-    Match(SimpleNamespace(close=lambda: closed.append(1)), "them", None).close()
+    GameMatch(SimpleNamespace(close=lambda: closed.append(1)), "them", None).close()
     assert closed == [1]
 
 
@@ -121,7 +134,7 @@ def test_a_game_that_ends_before_the_policys_turn_is_begun_again() -> None:
         def play(self, text: str) -> tuple[float, float]:
             return 1.0, 0.0
 
-    endless = Match(Ends(), "them", by_text(str))
+    endless = GameMatch(Ends(), "them", text_opponent(str))
     with pytest.raises(RuntimeError, match=f"{games.DEALT} games in a row ended before"):
         endless.reset(seed=7, options={})
     assert seeds == list(range(7, 7 + 2 * games.DEALT, 2))  # on the same side, of other luck
@@ -143,7 +156,7 @@ def test_random_moves_are_the_sessions_own_luck() -> None:
     assert [list(each) for each in zip(*together, strict=True)] == alone
     drawn = {told.move for game in alone for turn in game for told in turn}
     assert drawn == {"a", "bb"} and len({str(game) for game in alone[::2]}) > 2
-    with Luck(5), pytest.raises(KeyError):
+    with SeededRandom(5), pytest.raises(KeyError):
         raise KeyError
     assert random.getstate() == before
 
@@ -151,8 +164,13 @@ def test_random_moves_are_the_sessions_own_luck() -> None:
 @pytest.mark.parametrize(
     ("opponent", "kind", "text", "said"),
     [
-        (by_text(answers), "", "", "the opponent them raised KeyError: 'gone'"),
-        (by_text(answers), "", "a", "the opponent them gave NoneType, not the text of a move"),
+        (text_opponent(answers), "", "", "the opponent them raised KeyError: 'gone'"),
+        (
+            text_opponent(answers),
+            "",
+            "a",
+            "the opponent them gave NoneType, not the text of a move",
+        ),
         (random_move, "mute", "a", "raised ValueError: the game names no move to choose from"),
     ],
 )
@@ -192,20 +210,22 @@ def test_a_class_is_checked_before_a_session_begins() -> None:
 
 def test_a_process_of_environments_plays_it() -> None:
     names = ["agent_envs:answers", "random", "self"]
-    made = Environments(Setup("agent_envs:Longer", [], names))
+    made = EnvironmentHost(EnvironmentSetup("agent_envs:Longer", [], names))
 
-    def begun(opponent: str, seed: int, kind: str = "") -> Happened | None:
+    def begun(opponent: str, seed: int, kind: str = "") -> EnvironmentEvent | None:
         prompt = Prompt(0, "ab=", meta={"kind": kind})
-        return made.happened(Op(1, "reset", prompt=prompt, seed=seed, opponent=opponent))
+        return made.apply(
+            EnvironmentOperation(1, "reset", prompt=prompt, seed=seed, opponent=opponent)
+        )
 
-    def step(text: str) -> Happened | None:
-        return made.happened(Op(1, "step", text=text))
+    def step(text: str) -> EnvironmentEvent | None:
+        return made.apply(EnvironmentOperation(1, "step", text=text))
 
-    assert begun("self", 1) == Happened(1, "ok", "ab=", asked=1)
-    assert step("a") == Happened(1, "ok", "1=")
-    assert step("a") == Happened(1, "ok", "1=", asked=1)
-    assert begun(names[0], 1) == Happened(1, "ok", "2=", told=[("ab=", "cc")])
-    assert step("bb") == Happened(1, "ok", "3=", told=[("2=", "ccc")])
+    assert begun("self", 1) == EnvironmentEvent(1, "ok", "ab=", asked=1)
+    assert step("a") == EnvironmentEvent(1, "ok", "1=")
+    assert step("a") == EnvironmentEvent(1, "ok", "1=", asked=1)
+    assert begun(names[0], 1) == EnvironmentEvent(1, "ok", "2=", told=[("ab=", "cc")])
+    assert step("bb") == EnvironmentEvent(1, "ok", "3=", told=[("2=", "ccc")])
     got = step("")
     assert got is not None and got.kind == "failed"
     assert (
@@ -228,7 +248,7 @@ def test_what_cannot_be_played_is_said_at_the_import(
     env: str, opponents: list[str], said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        Environments(Setup(env, [], opponents))
+        EnvironmentHost(EnvironmentSetup(env, [], opponents))
 
 
 @pytest.mark.parametrize(
@@ -244,10 +264,10 @@ def test_what_cannot_be_played_is_said_at_the_import(
 def test_a_process_says_why_it_cannot_begin(env: str, why: str) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        ours.sendall(frame(msgspec.msgpack.encode(Setup(env, []))))
+        ours.sendall(frame(msgspec.msgpack.encode(EnvironmentSetup(env, []))))
         serve(theirs)
         (length,) = struct.unpack(">I", ours.recv(4))
-        got = msgspec.msgpack.decode(ours.recv(length), type=Happened)
+        got = msgspec.msgpack.decode(ours.recv(length), type=EnvironmentEvent)
     assert got.kind == "broken" and got.why.startswith(why)
     assert got.why.endswith("write module:name or file.py:name") == (env == "no_such:Env")
 
@@ -298,28 +318,30 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_game_of_two_by_one_line(cards: None) -> None:
     before = random.getstate()
-    made = Environments(Setup("textarena:Cards-v0", [], ["random", "self"]))
+    made = EnvironmentHost(EnvironmentSetup("textarena:Cards-v0", [], ["random", "self"]))
     assert random.getstate() == before
-    op = Op(1, "reset", prompt=Prompt(0, "0"), seed=6, opponent="self")
-    got = made.happened(op)
+    op = EnvironmentOperation(1, "reset", prompt=Prompt(0, "0"), seed=6, opponent="self")
+    got = made.apply(op)
     assert got is not None and not got.asked and str(got.obs).startswith("Card ")
-    got = made.happened(Op(1, "step", text="well"))
+    got = made.apply(EnvironmentOperation(1, "step", text="well"))
     assert got is not None and (got.obs, got.asked) == ("no number", 0)  # its own words are known
-    got = made.happened(Op(1, "step", text="[1]"))
+    got = made.apply(EnvironmentOperation(1, "step", text="[1]"))
     assert got is not None and got.asked == 1
     assert str(got.obs).endswith("'[2]'.\nNow!\n[Player 0] well\n[Player 0] [1]")
-    got = made.happened(Op(1, "step", text="[2]"))
+    got = made.apply(EnvironmentOperation(1, "step", text="[2]"))
     assert got is not None and got.ended and abs(got.reward) == 1
     assert got.parts == {"won": float(got.reward > 0), "invalid": 0.0}
 
     wins = set()
     for seed in range(1, 40, 2):  # random moves first
-        got = made.happened(Op(1, "reset", prompt=Prompt(0, "0"), seed=seed, opponent="random"))
+        got = made.apply(
+            EnvironmentOperation(1, "reset", prompt=Prompt(0, "0"), seed=seed, opponent="random")
+        )
         assert got is not None
         ((told, move),) = got.told
         assert told.startswith("Card ") and move in ("[1]", "[2]")
-        assert made.happened(Op(1, "step", text="")) is not None
-        got = made.happened(Op(1, "step", text=""))
+        assert made.apply(EnvironmentOperation(1, "step", text="")) is not None
+        got = made.apply(EnvironmentOperation(1, "step", text=""))
         assert got is not None and got.ended and got.parts["invalid"] == 1.0
         wins.add((move, got.reward))
     assert wins == {("[1]", -1.0), ("[2]", -1.0)}
@@ -329,7 +351,7 @@ def test_the_number_of_players_is_told_at_once(cards: None) -> None:
     with pytest.raises(
         ConfigError, match="with 1 player: AssertionError: two players, received 1; a"
     ):
-        Environments(Setup("textarena:Cards-v0", []))
+        EnvironmentHost(EnvironmentSetup("textarena:Cards-v0", []))
 
 
 def test_the_real_games() -> None:
@@ -337,9 +359,9 @@ def test_the_real_games() -> None:
     opponent.
     """
     pytest.importorskip("textarena")
-    made = arena.found("TicTacToe-v0", 2)
+    made = arena.find_game("TicTacToe-v0", 2)
     for seed in range(6):
-        env = Match(made(), "random", random_move)
+        env = GameMatch(made(), "random", random_move)
         said, _ = env.reset(seed=seed, options={})
         assert f"You are Player {seed % 2}" in said
         ended, told = False, list(env.told)
@@ -350,18 +372,18 @@ def test_the_real_games() -> None:
         assert info["parts"]["invalid"] == 0.0 and info["parts"]["won"] == float(reward > 0)
         assert len({each.move for each in told}) == len(told) >= 2
     with pytest.raises(ConfigError, match=r"with 2 players: .* of more none is played here"):
-        arena.found("ThreePlayerTicTacToe-v0", 2)
+        arena.find_game("ThreePlayerTicTacToe-v0", 2)
     with pytest.raises(ConfigError, match=r"has to be 1, received 2; agent\.opponent is for games"):
-        arena.found("GuessTheNumber-v0", 2)
+        arena.find_game("GuessTheNumber-v0", 2)
     with pytest.raises(ConfigError, match=r"has to be 2, received 1; a game of two needs agent\.o"):
-        arena.found("TicTacToe-v0", 1)
+        arena.find_game("TicTacToe-v0", 1)
 
 
 # ---- Nim -----------------------------------------------------------------------------------------
 
 
 def test_nim_by_hand() -> None:
-    game = nim.Nim()
+    game = nim.NimGame()
     game.reset(seed=0, options=options(text="201:"))
     assert game.turn() == (0, "201:") and game.moves() == ["a1", "a2", "c1"]
     assert game.play("a2") is None and game.turn() == (1, "001:")
@@ -377,14 +399,16 @@ def test_who_plays_its_best_moves_wins_whatever_is_won() -> None:
     @cache
     def won(heaps: tuple[int, ...]) -> bool:
         """By trying everything: can who is to move win?"""
-        return any(not won(tuple(nim.after(list(heaps), m))) for m in nim.legal(list(heaps)))
+        return any(
+            not won(tuple(nim.apply_move(list(heaps), m))) for m in nim.legal_moves(list(heaps))
+        )
 
     for heaps in itertools.product(range(nim.MOST + 1), repeat=3):
         if not any(heaps):
             continue
-        move = nim.best("a1\n" + "".join(map(str, heaps)) + ":")
-        assert move in nim.legal(list(heaps))
-        assert won(heaps) == (not won(tuple(nim.after(list(heaps), move))))
+        move = nim.best_move("a1\n" + "".join(map(str, heaps)) + ":")
+        assert move in nim.legal_moves(list(heaps))
+        assert won(heaps) == (not won(tuple(nim.apply_move(list(heaps), move))))
 
 
 def test_demonstrated_moves_stand_behind_what_the_game_says() -> None:
@@ -398,10 +422,10 @@ def test_demonstrated_moves_stand_behind_what_the_game_says() -> None:
         played = [said[4:] for said in past]
         assert now[3:] == ":" and set(before.replace(END, "") + move) <= set(task.symbols)
         for mine, left, then in zip(heaps, played, heaps[1:], strict=False):
-            assert left in nim.legal(mine)
-            theirs = nim.after(mine, left)
-            assert then in [nim.after(theirs, each) for each in nim.legal(theirs)]
-        legal += move in nim.legal(heaps[-1])
+            assert left in nim.legal_moves(mine)
+            theirs = nim.apply_move(mine, left)
+            assert then in [nim.apply_move(theirs, each) for each in nim.legal_moves(theirs)]
+        legal += move in nim.legal_moves(heaps[-1])
         if past:
             assert (before.rpartition(END)[0]) == "".join(pairs[number - 1])
         began += not past
@@ -440,7 +464,7 @@ def test_both_sides_are_shown_turn_by_turn() -> None:
     def shown(*sets: str) -> list[tuple[str, int, str, bool]]:
         settings = longer(*sets)
         lines = iter(texts)
-        player = ByHand(settings, lambda: next(lines, None))
+        player = HumanPlayer(settings, lambda: next(lines, None))
         found = list(play(settings, ticket_of(settings, 1), player))
         assert found[-1].kind == "ended" and found[-1].parts["won"] == found[-1].reward
         return [(x.kind, x.turn, x.text, x.other) for x in found[:-1]]
@@ -466,27 +490,30 @@ def test_a_model_plays_both_sides(tmp_path: Path) -> None:
     build_model(tmp_path, "0123456789*+-=?#e", hidden=32, layers=1, seed=3)
     settings = longer(*SELF, f"model.path='{tmp_path}'", "generator.max_new_tokens=3")
     ticket = ticket_of(settings, 0)
-    player = ByModel(settings, ticket)
+    player = ModelPlayer(settings, ticket)
     found = list(play(settings, ticket, player))
     drawn = {
         side: sum(x.tokens for x in found if x.kind == "answered" and x.other is side)
         for side in (True, False)
     }
     assert sum(x.kind == "asked" for x in found) == 6 and not any(x.row for x in found)
-    (row,) = player.session.rows()
+    (row,) = player.session.training_rows()
     assert int(np.frombuffer(row.mask, np.uint8).sum()) == drawn[False] > 0
     assert player.session.aside == drawn[True] > 0
 
 
 def test_the_command_shows_the_other_side() -> None:
-    from asyncrl.cli.config import _written
-    from asyncrl.experiments.play import Shown
+    from asyncrl.cli.config import _format_turn
+    from asyncrl.experiments.play import PlayEvent
 
-    assert _written(Shown("asked", 2, "312:", other=True)) == "--- turn 2, the other side\n312:"
-    named = Shown("asked", 2, "312:", tokens=9, other=True)
-    assert _written(named) == "--- turn 2, the other side (9 tokens)\n312:"
-    assert "a row of its own" in _written(Shown("asked", 2, "x", row=True))
-    assert "a row of its own" not in _written(Shown("asked", 2, "x"))
+    assert (
+        _format_turn(PlayEvent("asked", 2, "312:", other=True))
+        == "--- turn 2, the other side\n312:"
+    )
+    named = PlayEvent("asked", 2, "312:", tokens=9, other=True)
+    assert _format_turn(named) == "--- turn 2, the other side (9 tokens)\n312:"
+    assert "a row of its own" in _format_turn(PlayEvent("asked", 2, "x", row=True))
+    assert "a row of its own" not in _format_turn(PlayEvent("asked", 2, "x"))
 
 
 # ---- the config ----------------------------------------------------------------------------------
@@ -512,10 +539,10 @@ def test_what_opponents_may_be(sets: list[str], said: str) -> None:
 
 
 def test_who_plays_the_other_side() -> None:
-    made = Agent(env="e", opponent="m:f")
-    assert made.opposed_by("train") == made.opposed_by("eval") == "m:f"
-    made = Agent(env="e", opponent="self", eval_opponent="random")
-    assert [made.opposed_by(kind) for kind in ("train", "eval")] == ["self", "random"]
+    made = AgentConfig(env="e", opponent="m:f")
+    assert made.opponent_for("train") == made.opponent_for("eval") == "m:f"
+    made = AgentConfig(env="e", opponent="self", eval_opponent="random")
+    assert [made.opponent_for(kind) for kind in ("train", "eval")] == ["self", "random"]
     for name in ("random", "file.py:f", "self"):
         assert load.load("nim", [f"agent.opponent='{name}'"]).agent.opponent == name
 

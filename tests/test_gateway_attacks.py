@@ -18,9 +18,9 @@ from gateway_kit import Served
 
 from actors.delivery import Outbox
 from actors.gateway import service, web
-from actors.gateway.sessions import Limits
-from actors.gateway.web import Opened
-from asyncrl.config.tree import Agent, Wires
+from actors.gateway.sessions import SessionLimits
+from actors.gateway.web import OpenedSession
+from asyncrl.config.tree import AgentConfig, WiresConfig
 from asyncrl.contract import outcomes
 
 WAIT_S = 120.0
@@ -38,7 +38,7 @@ def patient() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Served]:
-    made = Served(limits=Limits(max_calls=0, rows=0, context=4096))
+    made = Served(limits=SessionLimits(max_calls=0, rows=0, context=4096))
     yield made
     made.close()
 
@@ -51,7 +51,7 @@ def served(shared: Served) -> Iterator[Served]:
 
 
 def post(
-    served: Served, opened: Opened, path: str, body: Any, key: str | None = None
+    served: Served, opened: OpenedSession, path: str, body: Any, key: str | None = None
 ) -> httpx.Response:
     return httpx.post(
         f"{served.url}/s/{opened.session.name}{path}",
@@ -61,16 +61,18 @@ def post(
     )
 
 
-def chat(served: Served, opened: Opened) -> httpx.Response:
+def chat(served: Served, opened: OpenedSession) -> httpx.Response:
     return post(served, opened, "/v1/chat/completions", {"model": "policy", "messages": GO})
 
 
-def finish(served: Served, opened: Opened) -> None:
+def finish(served: Served, opened: OpenedSession) -> None:
     """The session is still open, takes a call and a reward, and its sample can be sent."""
     assert chat(served, opened).status_code == 200
     assert post(served, opened, "/reward", {"reward": 0.5}).status_code == 200
-    made = served.do(lambda: service.trajectory(opened.session, served.service.tokenizer, Agent()))
-    box = Outbox(Wires(), "gateway-0", 1)
+    made = served.do(
+        lambda: service.trajectory(opened.session, served.service.tokenizer, AgentConfig())
+    )
+    box = Outbox(WiresConfig(), "gateway-0", 1)
     box.add(made)
     (frame,) = box.frames(0.0, flush=True)
     (sent,) = msgspec.msgpack.decode(msgspec.msgpack.encode(frame), type=type(frame)).samples
@@ -179,7 +181,9 @@ def test_a_session_remembers_what_was_refused(served: Served) -> None:
     state = post(served, opened, "/beat", {}).json()
     assert state["refused"] == 3 and state["refusal"]["code"] == "invalid_json"
     assert post(served, opened, "/reward", {"reward": 0.0}).status_code == 200
-    made = served.do(lambda: service.trajectory(opened.session, served.service.tokenizer, Agent()))
+    made = served.do(
+        lambda: service.trajectory(opened.session, served.service.tokenizer, AgentConfig())
+    )
     assert made.failed and made.failed.why.startswith(
         "the session ended without an answer; 3 of its calls were refused, the last one with "
         "invalid_json: the body is no JSON"
@@ -191,7 +195,9 @@ def test_a_failure_tells_what_was_refused_before_it(served: Served) -> None:
     bad = {"messages": GO, "n": 3}
     assert post(served, opened, "/v1/chat/completions", bad).status_code == 400
     assert post(served, opened, "/end", {"failed": "gave up"}).status_code == 200
-    made = served.do(lambda: service.trajectory(opened.session, served.service.tokenizer, Agent()))
+    made = served.do(
+        lambda: service.trajectory(opened.session, served.service.tokenizer, AgentConfig())
+    )
     assert made.failed and made.failed.why.startswith("gave up; 1 of its calls was refused")
     other = served.do(served.service.open)
     state = post(served, other, "/beat", {}).json()
@@ -271,7 +277,7 @@ def test_others_are_served_while_a_long_prompt_is_composed(
     slow = Slow.__new__(Slow)
     slow.__dict__.update(shared_chat.__dict__, context=0)
     opened.session.composer = slow
-    monkeypatch.setattr(opened.session, "limits", Limits(max_calls=0, rows=0, parallel=2))
+    monkeypatch.setattr(opened.session, "limits", SessionLimits(max_calls=0, rows=0, parallel=2))
 
     def ask(content: str) -> httpx.Response:
         body = {"model": "policy", "messages": [{"role": "user", "content": content}]}

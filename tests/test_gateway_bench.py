@@ -156,9 +156,9 @@ def test_the_first_token_tells_the_pause() -> None:
     takes = stage.pauses(0.2)
     assert len(set(takes)) == stage.SYMBOLS and sum(takes) / len(takes) == pytest.approx(0.2)
     assert min(takes) == pytest.approx(0.1) and max(takes) == pytest.approx(0.3)
-    how = m.Sampling(max_new_tokens=32)
+    how = m.SamplingSettings(max_new_tokens=32)
     for number in (0, 39, 40, 1234):
-        call = m.Call(number, 0, 0, "train", b"", 32, how, stage.AT, None, 7)
+        call = m.GenerationCall(number, 0, 0, "train", b"", 32, how, stage.AT, None, 7)
         called = stage.answer(call)
         tokens = np.frombuffer(called.tokens, "<i4")
         assert tokens[0] - stage.FIRST_TOKEN == number % stage.SYMBOLS
@@ -167,7 +167,7 @@ def test_the_first_token_tells_the_pause() -> None:
 
 
 def test_what_does_not_start_is_said_and_leaves_nothing(bench: Any, tmp_path: Path) -> None:
-    server = bench.servers.Server(tmp_path / "s")
+    server = bench.servers.WeightsServer(tmp_path / "s")
     server.start("other", ["sleep", "600"])
     server.start("one", [sys.executable, "-c", "print('no port'); raise SystemExit(3)"])
     other = server.processes["other"]
@@ -177,7 +177,7 @@ def test_what_does_not_start_is_said_and_leaves_nothing(bench: Any, tmp_path: Pa
 
 
 def test_what_ends_while_it_is_asked_is_said(bench: Any, tmp_path: Path) -> None:
-    server = bench.servers.Server(tmp_path / "rival")
+    server = bench.servers.WeightsServer(tmp_path / "rival")
     server.start("engine", ["sleep", "600"])
     server.start("endpoint", [sys.executable, "-c", "import sys; sys.exit('out of paper')"])
     try:
@@ -334,7 +334,7 @@ def test_the_agent_in_node_knows_the_task(tmp_path: Path) -> None:
     (package / "index.mjs").write_text("export default class OpenAI {}")
     (package / "version.mjs").write_text("export const VERSION = '0'")
     calls = ["?37*8", "?37*", "37*8", "?2-3", "?9999+1", "?9999-0", "?296+45", "?12345*1", "?1*2\n"]
-    prompts = [calc.Calc().prompt(split, n, 0) for split in ("train", "ood") for n in range(20)]
+    prompts = [calc.CalcTask().prompt(split, n, 0) for split in ("train", "ood") for n in range(20)]
     texts = [prompt.text for prompt in prompts]
     (tmp_path / "ask.mjs").write_text(
         "import { calculated, solved } from './agent.mjs';\n"

@@ -8,86 +8,90 @@ import msgspec
 import numpy as np
 import pytest
 
-from actors.engine import Request, uniforms
-from actors.gateway.switchboard import REMEMBERED, Switchboard
+from actors.engine import CompletionRequest, uniforms
+from actors.gateway.call_router import REMEMBERED, CallRouter
 from asyncrl.contract import messages as m
 from asyncrl.contract.versions import Label
 
-SAMPLING = m.Sampling(1.0, 1.0, 0, 4)
+SAMPLING = m.SamplingSettings(1.0, 1.0, 0, 4)
 AT = Label(1, 3)
 
 
-def call(number: int, *, least: Label = AT, exact: Label | None = None, stream: int = 0) -> m.Call:
+def call(
+    number: int, *, least: Label = AT, exact: Label | None = None, stream: int = 0
+) -> m.GenerationCall:
     prompt = np.array([3, 4], "<i4").tobytes()
-    return m.Call(number, 7, 1, "train", prompt, 4, SAMPLING, least, exact, 5, stream)
+    return m.GenerationCall(number, 7, 1, "train", prompt, 4, SAMPLING, least, exact, 5, stream)
 
 
-def said(name: str, session: int, held: list[int], heard: int = 0, slots: int = 4) -> m.Serving:
-    return m.Serving(m.PROTOCOL, "run", name, session, slots, held, heard)
+def said(
+    name: str, session: int, held: list[int], heard: int = 0, slots: int = 4
+) -> m.ServingReport:
+    return m.ServingReport(m.PROTOCOL, "run", name, session, slots, held, heard)
 
 
-def sent(board: Switchboard) -> dict[bytes, list[int]]:
+def sent(board: CallRouter) -> dict[bytes, list[int]]:
     return {peer: [c.id for c in message.calls] for peer, message in board.frames(None)}
 
 
-def board(*names: str) -> Switchboard:
-    made = Switchboard("run", 10.0)
+def board(*names: str) -> CallRouter:
+    made = CallRouter("run", 10.0)
     for name in names:
-        assert made.said(name.encode(), said(name, 1, []), 0.0) is None
+        assert made.on_report(name.encode(), said(name, 1, []), 0.0) is None
     assert sent(made) == {}
     return made
 
 
 def test_calls_go_where_most_room_is_and_never_beyond_it() -> None:
-    two = Switchboard("run", 10.0)
-    two.said(b"a", said("a", 1, [], slots=4), 0.0)
-    two.said(b"b", said("b", 1, [], slots=2), 0.0)
+    two = CallRouter("run", 10.0)
+    two.on_report(b"a", said("a", 1, [], slots=4), 0.0)
+    two.on_report(b"b", said("b", 1, [], slots=2), 0.0)
     for number in range(10):
-        two.place(call(number))
+        two.submit(call(number))
     first = sent(two)
     assert sorted(first[b"a"] + first[b"b"]) == list(range(8))  # 1.25 times the slots, each up
     assert len(first[b"a"]) == 5 and len(first[b"b"]) == 3
-    assert two.called(m.Called(first[b"b"][0], b"", b"", [], "stop")) is not None
+    assert two.on_result(m.CallResult(first[b"b"][0], b"", b"", [], "stop")) is not None
     assert sent(two) == {b"b": [8]}
 
 
 def test_a_sessions_calls_stay_with_the_generator_that_drew_the_last() -> None:
     """While it has a free row; who has gone is not waited for; what is remembered is bounded."""
 
-    def of(number: int, ticket: int, sample: int = 1) -> m.Call:
+    def of(number: int, ticket: int, sample: int = 1) -> m.GenerationCall:
         return msgspec.structs.replace(call(number), ticket=ticket, sample=sample)
 
     def answered(*numbers: int) -> None:
         for number in numbers:
-            b.called(m.Called(number, b"", b"", [], "stop"))
+            b.on_result(m.CallResult(number, b"", b"", [], "stop"))
 
     b = board("a", "b")
     for number in range(4):
-        b.place(of(number, ticket=number))
+        b.submit(of(number, ticket=number))
     first = sent(b)
     assert sorted(map(len, first.values())) == [2, 2]
     answered(0, 1, 2, 3)
     for number in range(3, -1, -1):  # alone they would go by turns
-        b.place(of(10 + number, ticket=number))
+        b.submit(of(10 + number, ticket=number))
     assert {peer: sorted(x - 10 for x in ids) for peer, ids in sent(b).items()} == first
     answered(10, 11, 12, 13)
     mine = first[b"a"][0]
     for number in range(20, 26):  # four slots: the others go where room is
-        b.place(of(number, ticket=mine))
+        b.submit(of(number, ticket=mine))
     both = sent(b)
     assert both == {b"a": [20, 21, 22, 23], b"b": [24, 25]}
     answered(*range(20, 26))  # b drew the last
-    b.place(of(30, ticket=mine))
-    b.place(of(31, ticket=mine, sample=2))  # another session of the ticket
+    b.submit(of(30, ticket=mine))
+    b.submit(of(31, ticket=mine, sample=2))  # another session of the ticket
     assert sent(b) == {b"b": [30], b"a": [31]}
     answered(30)
     del b.lines["b"]
-    b.place(of(40, ticket=mine))
+    b.submit(of(40, ticket=mine))
     assert sent(b) == {b"a": [40]}
     answered(40)
     for number in range(REMEMBERED + 3):
         b.drew[100 + number, 0] = "a"
-    b.place(of(50, ticket=7))
+    b.submit(of(50, ticket=7))
     sent(b)
     before = len(b.drew)
     answered(50)
@@ -96,20 +100,23 @@ def test_a_sessions_calls_stay_with_the_generator_that_drew_the_last() -> None:
 
 def test_a_call_is_answered_once() -> None:
     one = board("a")
-    one.place(call(1))
+    one.submit(call(1))
     assert sent(one) == {b"a": [1]}
-    answer = m.Called(1, b"", b"", [], "stop")
-    assert one.called(answer) == call(1)
-    assert one.called(answer) is None and one.called(m.Called(2, b"", b"", [], "stop")) is None
+    answer = m.CallResult(1, b"", b"", [], "stop")
+    assert one.on_result(answer) == call(1)
+    assert (
+        one.on_result(answer) is None
+        and one.on_result(m.CallResult(2, b"", b"", [], "stop")) is None
+    )
 
 
 def test_a_generator_started_anew_is_sent_its_calls_again() -> None:
     one = board("a")
-    one.place(call(1, stream=9))
-    one.place(call(2))
+    one.submit(call(1, stream=9))
+    one.submit(call(2))
     assert sent(one) == {b"a": [1, 2]}
-    one.called(m.Called(1, b"", b"", [], "stop"))
-    one.said(b"a2", said("a", 2, []), 1.0)
+    one.on_result(m.CallResult(1, b"", b"", [], "stop"))
+    one.on_report(b"a2", said("a", 2, []), 1.0)
     ((peer, message),) = one.frames(None)
     assert (peer, message.session, message.calls) == (b"a2", 2, [call(2)])
     assert one.again == 1
@@ -117,60 +124,62 @@ def test_a_generator_started_anew_is_sent_its_calls_again() -> None:
 
 def test_a_silent_generators_calls_go_to_another_and_its_late_answer_counts_if_first() -> None:
     one = board("a")
-    one.place(call(1))
+    one.submit(call(1))
     assert sent(one) == {b"a": [1]}
-    one.said(b"b", said("b", 1, []), 9.0)
+    one.on_report(b"b", said("b", 1, []), 9.0)
     one.tick(9.9)
     assert sent(one) == {}
     one.tick(10.1)
     assert sent(one) == {b"b": [1]}
-    assert one.called(m.Called(1, b"x", b"", [], "stop")) == call(1)  # a's
-    assert one.called(m.Called(1, b"y", b"", [], "stop")) is None  # b's
+    assert one.on_result(m.CallResult(1, b"x", b"", [], "stop")) == call(1)  # a's
+    assert one.on_result(m.CallResult(1, b"y", b"", [], "stop")) is None  # b's
 
 
 def test_a_lost_message_is_made_up_for() -> None:
     one = board("a")
-    one.place(call(1))
-    one.place(call(2))
+    one.submit(call(1))
+    one.submit(call(2))
     sent(one)
-    one.said(b"a", said("a", 1, [], heard=0), 1.0)  # on its way
+    one.on_report(b"a", said("a", 1, [], heard=0), 1.0)  # on its way
     assert sent(one) == {}
-    one.said(b"a", said("a", 1, [2], heard=1), 1.5)  # seen, and 1 is neither held nor answered
+    one.on_report(b"a", said("a", 1, [2], heard=1), 1.5)  # seen, and 1 is neither held nor answered
     assert sent(one) == {b"a": [1]}
-    one.said(b"a", said("a", 1, [1, 2], heard=2), 2.0)
+    one.on_report(b"a", said("a", 1, [1, 2], heard=2), 2.0)
     assert sent(one) == {}
 
 
 def test_a_cut_call_is_told_to_its_generator_and_one_that_waits_is_over() -> None:
     one = board("a")
-    one.place(call(1))
+    one.submit(call(1))
     sent(one)
-    assert not one.cut(1)
+    assert not one.cancel(1)
     ((_, message),) = one.frames(None)
     assert message.cut == [1] and not message.calls
-    one.place(call(2))
-    assert one.cut(2)
+    one.submit(call(2))
+    assert one.cancel(2)
     assert sent(one) == {}  # it is in no queue any more
 
 
 def test_another_runs_generator_is_refused() -> None:
     one = board()
-    refused = one.said(b"a", msgspec.structs.replace(said("a", 1, []), run="other"), 0.0)
+    refused = one.on_report(b"a", msgspec.structs.replace(said("a", 1, []), run="other"), 0.0)
     assert refused is not None and "of run run" in refused.reason
-    one.place(call(1))
+    one.submit(call(1))
     assert sent(one) == {}
 
 
 def test_new_weights_are_told_once() -> None:
     one = board("a")
     source = m.WeightsSource(1, "here", "", "")
-    news = m.Announcement(Label(1, 4), "d", source)
+    news = m.PolicyAnnouncement(Label(1, 4), "d", source)
     assert [message.announcement for _, message in one.frames(news)] == [news]
     assert one.frames(news) == []
 
 
-def request(stream: int, sample: int = 1) -> Request:
-    return Request((99, sample, 5), np.array([1]), 0, 8, 1.0, 1.0, 0, (), 5, stream, (7, sample))
+def request(stream: int, sample: int = 1) -> CompletionRequest:
+    return CompletionRequest(
+        (99, sample, 5), np.array([1]), 0, 8, 1.0, 1.0, 0, (), 5, stream, (7, sample)
+    )
 
 
 def test_a_calls_stream_is_the_plain_answers_or_one_beside_it() -> None:
@@ -181,13 +190,13 @@ def test_a_calls_stream_is_the_plain_answers_or_one_beside_it() -> None:
     ]
     seen = {tuple(x) for x in (plain, *beside)}
     assert len(seen) == 5
-    assert Request((7, 1, 5), np.array([1]), 0, 8, 1.0, 1.0, 0, (), 5).stream == (5, 7, 1)
+    assert CompletionRequest((7, 1, 5), np.array([1]), 0, 8, 1.0, 1.0, 0, (), 5).stream == (5, 7, 1)
 
 
 @pytest.fixture()
 def turn(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-def]
     from actors.engine import engine_for
-    from actors.gateway.serving import CallTurn
+    from actors.gateway.generator_calls import CallTurn
     from asyncrl.config import load
     from asyncrl.models.policy import build_model, named_weights
 
@@ -205,7 +214,8 @@ def turn(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-d
     return made
 
 
-def drawn(turn, calls: list[m.Call], loaded: Label) -> list[m.Called]:  # type: ignore[no-untyped-def]
+# type: ignore[no-untyped-def]
+def drawn(turn, calls: list[m.GenerationCall], loaded: Label) -> list[m.CallResult]:
     turn.take_calls(calls)
     requests, refused = turn.requests(loaded)
     assert not refused
@@ -217,7 +227,8 @@ def drawn(turn, calls: list[m.Call], loaded: Label) -> list[m.Called]:  # type: 
     return out
 
 
-def test_every_call_is_admitted_at_or_above_its_sessions_minimum(turn) -> None:  # type: ignore[no-untyped-def]
+# type: ignore[no-untyped-def]
+def test_every_call_is_admitted_at_or_above_its_sessions_minimum(turn) -> None:
     calls = [
         call(1, least=Label(1, 3)),
         call(2, least=Label(1, 4)),

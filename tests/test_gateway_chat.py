@@ -16,11 +16,18 @@ import numpy as np
 import pytest
 from gateway_kit import CHATML, tokenizer
 
-from actors.gateway.chat import Chat, call_id, hermes, normalised, parser_for, whole_text
-from actors.gateway.forest import rows_of
-from actors.gateway.sessions import CallRefused, Limits, Session, Sides
+from actors.gateway.call_tree import rows_of
+from actors.gateway.chat import (
+    ChatFormat,
+    call_id,
+    hermes,
+    normalised,
+    parse_plain_text,
+    parser_for,
+)
+from actors.gateway.sessions import CallRefused, Session, SessionLimits, SessionPlayers
 from asyncrl.contract.errors import ConfigError
-from asyncrl.contract.messages import Prompt, Sampling, Span, Ticket
+from asyncrl.contract.messages import Prompt, SamplingSettings, Ticket, VersionSpan
 from asyncrl.contract.versions import Label
 
 WHEN = datetime(2026, 2, 3)
@@ -123,11 +130,19 @@ class Play:
         self.kind = kind
         self.tokenizer = tokenizer(kind.template)
         stop = self.tokenizer.convert_tokens_to_ids(["</s>", "<|im_end|>", "<|eot_id|>"])
-        self.chat = Chat(self.tokenizer, stop, **more).at(WHEN)
+        self.chat = ChatFormat(self.tokenizer, stop, **more).with_date(WHEN)
         ticket = Ticket(
-            0, 1, "train", Prompt(0, ""), [0], Sampling(max_new_tokens=99), Label(1, 0), None, 0
+            0,
+            1,
+            "train",
+            Prompt(0, ""),
+            [0],
+            SamplingSettings(max_new_tokens=99),
+            Label(1, 0),
+            None,
+            0,
         )
-        free = Limits(max_calls=0, rows=0, deadline_s=0.0)
+        free = SessionLimits(max_calls=0, rows=0, deadline_s=0.0)
         self.session = Session(ticket, 0, 1, free, self.chat)
 
     def characters(self, text: str) -> list[int]:
@@ -138,12 +153,13 @@ class Play:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def ask(self, messages: list[dict[str, Any]], **more: Any) -> Any:
-        return self.session.place(messages=normalised(messages), now=0.0, **more)
+        return self.session.place_messages(messages=normalised(messages), now=0.0, **more)
 
     def draw(self, call: Any, ids: list[int], finish: str) -> dict[str, Any]:
-        spans = [Span(Label(1, 0), "d", 0, len(ids), Label(1, 0))]
+        spans = [VersionSpan(Label(1, 0), "d", 0, len(ids), Label(1, 0))]
         logprobs = np.zeros(len(ids), np.float32)
-        node = self.session.drawn(call, np.array(ids), logprobs, spans, finish)  # type: ignore[arg-type]
+        # type: ignore[arg-type]
+        node = self.session.on_result(call, np.array(ids), logprobs, spans, finish)
         assert node is not None and node.answer is not None
         return sent(node.answer)
 
@@ -226,13 +242,13 @@ def test_both_sides_of_a_game_may_be_told_and_say_the_same(templated: bool) -> N
     play = Play(ZOO["chatml"])
     end = play.tokenizer.convert_tokens_to_ids("<|im_end|>")
     ids = [*play.characters("low"), end]
-    sides = Sides(templated)
+    sides = SessionPlayers(templated)
 
     def turn(game: int, told: Any, chosen: list[int] = ids) -> Any:
-        sides.turn(game)
-        call = sides.now.place(play.session, told, (), 0.0)
+        sides.set_turn(game)
+        call = sides.now.place_observation(play.session, told, (), 0.0)
         play.draw(call, chosen, "stop")
-        sides.now.drew(call.node)
+        sides.now.on_answer(call.node)
         assert call.aside == (game > 0)
         return call
 
@@ -250,7 +266,7 @@ def test_both_sides_of_a_game_may_be_told_and_say_the_same(templated: bool) -> N
     assert again.parent is None and again.prompt_ids.tolist() == first[0].prompt_ids.tolist()
     assert turn(2, "slow").parent is again.node
     assert sides.policy.last is third[0].node and sides.policy.game == 0
-    (row,) = play.session.rows()
+    (row,) = play.session.training_rows()
     trained = np.frombuffer(row.tokens, "<i4")[np.frombuffer(row.mask, np.uint8) > 0]
     assert trained.tolist() == [*ids, *ids, *ids[1:]]
     assert play.session.aside == 5 * len(ids)
@@ -358,7 +374,7 @@ def test_a_session_past_midnight_keeps_its_date() -> None:
         "<|im_start|>system\nToday is 03 Feb 2026.<|im_end|>\n"
         "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
     )
-    other = play.chat.at(datetime(2027, 2, 3))
+    other = play.chat.with_date(datetime(2027, 2, 3))
     assert "2027" in other.write([{"role": "user", "content": "x"}], ())
     assert "2026" in play.chat.write([{"role": "user", "content": "x"}], ())
 
@@ -404,11 +420,11 @@ def test_what_lies_behind_a_stop_string_is_set_aside() -> None:
         call = play.ask(one, stop=["zzz", "TOP"])
         cuts = [0, 4, *([10] if len(ids) > 10 else []), len(ids)]
         spans = [
-            Span(Label(1, n), "", first, end, Label(1, 0))
+            VersionSpan(Label(1, n), "", first, end, Label(1, 0))
             for n, (first, end) in enumerate(itertools.pairwise(cuts))
         ]
         logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32)
-        node = play.session.drawn(call, ids, logprobs, spans, "length", past=1)
+        node = play.session.on_result(call, ids, logprobs, spans, "length", past=1)
         assert node is not None and node.finish == "stop" and not play.session.shortened
         answer = {"role": "assistant", "content": "slow S"}
         follow = play.ask([*one, answer, {"role": "user", "content": "er"}])
@@ -478,7 +494,7 @@ def mine(text: str) -> dict[str, Any]:
 
 
 def test_parsers() -> None:
-    assert parser_for("none") is whole_text and parser_for("hermes") is hermes
+    assert parser_for("none") is parse_plain_text and parser_for("hermes") is hermes
     play = Play(ZOO["chatml"], parser=parser_for(f"{__file__}:mine"))
     read = play.chat.read(np.array(play.characters("go")), (), "1.0.1-0")
     assert read["tool_calls"][0]["function"]["name"] == "go"

@@ -13,10 +13,10 @@ from gateway_kit import Served
 from test_gateway_web import client, post
 
 from actors.gateway import responses
+from actors.gateway.call_tree import chained
 from actors.gateway.chat import hermes
-from actors.gateway.forest import chained
 from actors.gateway.sessions import CallRefused
-from actors.gateway.web import Opened
+from actors.gateway.web import OpenedSession
 
 CALL = '<tool_call>{"name": "add", "arguments": {"b": 2, "a": 1}}</tool_call>'
 BOTH = f"<think>hm</think>so {CALL}"
@@ -42,7 +42,7 @@ def served(shared: Served) -> Served:
     return shared
 
 
-def claude(served: Served) -> tuple[anthropic.Anthropic, Opened]:
+def claude(served: Served) -> tuple[anthropic.Anthropic, OpenedSession]:
     opened = served.do(served.service.open)
     base = f"{served.url}/s/{opened.session.name}"
     return anthropic.Anthropic(base_url=base, api_key=opened.key), opened
@@ -62,16 +62,19 @@ def test_messages_with_tools_go_on_in_one_row(served: Served) -> None:
     said: list[Any] = [{"role": "user", "content": "go"}]
     first = talk.messages.create(messages=said, **ASK)
     assert [block.type for block in first.content] == ["thinking", "text", "tool_use"]
-    assert first.content[1].text == "so" and first.content[2].input == {"a": 1, "b": 2}  # type: ignore[union-attr]
+    # type: ignore[union-attr]
+    assert first.content[1].text == "so" and first.content[2].input == {"a": 1, "b": 2}
     assert first.stop_reason == "tool_use" and first.id == f"msg_{opened.session.name}-0"
     assert first.usage.output_tokens == len(BOTH) + 1 and first.usage.input_tokens > 0
-    result = {"type": "tool_result", "tool_use_id": first.content[2].id, "content": "3"}  # type: ignore[union-attr]
+    # type: ignore[union-attr]
+    result = {"type": "tool_result", "tool_use_id": first.content[2].id, "content": "3"}
     more = {"role": "user", "content": [result, {"type": "text", "text": "and?"}]}
     second = talk.messages.create(
         messages=[*said, {"role": "assistant", "content": first.content}, more], **ASK
     )
-    assert second.content[0].text == "answer 1" and second.stop_reason == "end_turn"  # type: ignore[union-attr]
-    assert len(opened.session.rows()) == 1 and opened.session.forks == {}
+    # type: ignore[union-attr]
+    assert second.content[0].text == "answer 1" and second.stop_reason == "end_turn"
+    assert len(opened.session.training_rows()) == 1 and opened.session.forks == {}
     text = served.service.tokenizer.decode(opened.session.forest.nodes[1].prompt())
     assert f"{BOTH}<|im_end|>\n<|im_start|>tool\n3<|im_end|>\n<|im_start|>user\nand?" in text
     assert text.startswith("<|im_start|>system\nbe<|im_end|>")
@@ -82,7 +85,8 @@ def test_a_stream_of_messages_adds_up(served: Served) -> None:
     with talk.messages.stream(messages=[{"role": "user", "content": "go"}], **ASK) as stream:
         whole = stream.get_final_message()
     assert [block.type for block in whole.content] == ["thinking", "text", "tool_use"]
-    assert whole.content[0].thinking == "hm" and whole.content[2].input == {"a": 1, "b": 2}  # type: ignore[union-attr]
+    # type: ignore[union-attr]
+    assert whole.content[0].thinking == "hm" and whole.content[2].input == {"a": 1, "b": 2}
     assert whole.stop_reason == "tool_use" and whole.usage.output_tokens == len(BOTH) + 1
 
 
@@ -91,7 +95,8 @@ def test_how_messages_end(served: Served) -> None:
     served.service.say = lambda call: "one two three"
     said: list[Any] = [{"role": "user", "content": "go"}]
     cut = talk.messages.create(model="policy", max_tokens=3, messages=said)
-    assert cut.stop_reason == "max_tokens" and cut.content[0].text == "one"  # type: ignore[union-attr]
+    # type: ignore[union-attr]
+    assert cut.stop_reason == "max_tokens" and cut.content[0].text == "one"
     stopped = talk.messages.create(
         model="policy", max_tokens=99, messages=said, stop_sequences=[" two"]
     )
@@ -198,7 +203,8 @@ FUNCTION: dict[str, Any] = {
 def test_responses_with_tools_go_on_in_one_row(served: Served) -> None:
     talk, opened = client(served)
     said: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "go"}]}]
-    first = talk.responses.create(model="policy", instructions="be", input=said, tools=[FUNCTION])  # type: ignore[list-item]
+    # type: ignore[list-item]
+    first = talk.responses.create(model="policy", instructions="be", input=said, tools=[FUNCTION])
     assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
     call = first.output[2]
     assert first.output_text == "so" and call.type == "function_call" and call.name == "add"
@@ -207,9 +213,10 @@ def test_responses_with_tools_go_on_in_one_row(served: Served) -> None:
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "3"}
     said += [item.to_dict() for item in first.output]
     said.append(result)
-    second = talk.responses.create(model="policy", instructions="be", input=said, tools=[FUNCTION])  # type: ignore[list-item]
+    # type: ignore[list-item]
+    second = talk.responses.create(model="policy", instructions="be", input=said, tools=[FUNCTION])
     assert second.output_text == "answer 1" and second.id == f"resp_{opened.session.name}-1"
-    assert len(opened.session.rows()) == 1 and opened.session.forks == {}
+    assert len(opened.session.training_rows()) == 1 and opened.session.forks == {}
     # its id is good for a reward
     body = {"reward": 1.0, "calls": {second.id: 0.5}}
     assert post(served, opened, "/reward", body).status_code == 200

@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 from test_gateway_service import AT, Wire
 
-from actors.gateway import door as doors
 from actors.gateway import service
-from actors.gateway.door import Door
+from actors.gateway import session_api as doors
+from actors.gateway.session_api import SessionApi
 from actors.gateway.sessions import CallRefused
-from asyncrl.config.agents import Agent
-from asyncrl.config.tree import Config, Model, Task
+from asyncrl.config.agents import AgentConfig
+from asyncrl.config.tree import Config, ModelConfig, TaskConfig
 from asyncrl.contract import messages as m
 from asyncrl.contract.versions import Label
 from asyncrl.models.policy import build_model
@@ -32,7 +32,9 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     path = tmp_path_factory.mktemp("door") / "m"
     build_model(path, "abcdefgh0123456789=", hidden=32, layers=1)
     return Config(
-        model=Model(path=str(path)), task=Task(name="sort"), agent=Agent(serve=True, sessions=2)
+        model=ModelConfig(path=str(path)),
+        task=TaskConfig(name="sort"),
+        agent=AgentConfig(serve=True, sessions=2),
     )
 
 
@@ -43,7 +45,7 @@ def ticket(number: int, kind: str = "train", samples: int = 2) -> m.Ticket:
         kind=kind,  # type: ignore[arg-type]
         prompt=m.Prompt(5, "ab=", answer="secret"),
         samples=list(range(samples)),
-        sampling=m.Sampling(max_new_tokens=6),
+        sampling=m.SamplingSettings(max_new_tokens=6),
         min_version=AT,
         exact_version=None,
         seed=3,
@@ -52,16 +54,16 @@ def ticket(number: int, kind: str = "train", samples: int = 2) -> m.Ticket:
 
 def test_the_config_says_what_clients_may_ask_for(config: Config, tmp_path: Path) -> None:
     (tmp_path / "run_id").write_text("run")
-    agent = Agent(
+    agent = AgentConfig(
         serve=True, model="mine", other_models="train", sampling="refuse", forced="refuse"
     )
     gateway = service.Gateway(msgspec.structs.replace(config, agent=agent), tmp_path)
     try:
-        manners = Door(gateway).manners
+        manners = SessionApi(gateway).manners
     finally:
         gateway.socket.close()
     for key in ("model", "other_models", "sampling", "forced"):
-        assert getattr(manners, key) == getattr(agent, key) != getattr(Agent(), key)
+        assert getattr(manners, key) == getattr(agent, key) != getattr(AgentConfig(), key)
     assert manners.stops == {*gateway.stops} and manners.stops
     assert manners.vocabulary == gateway.vocabulary > 0  # ids of the token route lie below it
 
@@ -73,14 +75,16 @@ def test_leases_calls_and_a_new_life_of_the_learner(config: Config, tmp_path: Pa
     wire = gateway.socket = Wire()  # type: ignore[assignment]
 
     async def play() -> None:
-        door = gateway.door = Door(gateway)
+        door = gateway.door = SessionApi(gateway)
         assert await door.lease("a", 0.0) is None
         waiting = asyncio.create_task(door.lease("a", 3600.0))
         await asyncio.sleep(0)
         gateway.want()
-        assert [x.samples for x in wire.sent if isinstance(x, m.Want)] == [1]  # as many as asked
-        gateway.take([ticket(1), ticket(2, "eval", 1)])
-        door.turned()
+        assert [x.samples for x in wire.sent if isinstance(x, m.TicketRequest)] == [
+            1
+        ]  # as many as asked
+        gateway.accept_tickets([ticket(1), ticket(2, "eval", 1)])
+        door.after_turn()
         first = await waiting
         assert first is not None and first.session.ticket.kind == "eval"  # evaluation goes first
         assert await door.lease("a", 0.0) is first
@@ -90,30 +94,30 @@ def test_leases_calls_and_a_new_life_of_the_learner(config: Config, tmp_path: Pa
         assert await door.lease("c", 0.0) is None  # agent.sessions
         # a call is drawn, an answer comes, the session is scored and delivered
         session = second.session
-        call = session.place_text("ab=", now=door.now())
+        call = session.place_text("ab=", now=door.current_time())
         drawing = asyncio.create_task(door.draw(session, call))
         await asyncio.sleep(0)
         (number,) = door.drawing
         assert gateway.board.open[number].stream == 0  # the plain answer's stream
-        spans = [m.Span(AT, "d", 0, 1, AT)]
+        spans = [m.VersionSpan(AT, "d", 0, 1, AT)]
         one = np.ones(1, "<i4").tobytes()
         logprob = np.zeros(1, "<f4").tobytes()
-        gateway.drawn(m.Called(number, one, logprob, spans, "stop"))
+        gateway.on_result(m.CallResult(number, one, logprob, spans, "stop"))
         assert await drawing is session.forest.nodes[0]
-        session.reward(1.0, now=door.now())
-        gateway.tick(door.now())
+        session.reward(1.0, now=door.current_time())
+        gateway.tick(door.current_time())
         (sample,) = gateway.outbox.fresh
         assert (sample.ticket, sample.reward, sample.calls) == (1, 1.0, 1)
         assert door.find(session.name) is second  # it is told that it has ended
         # the learner's next life: an open session waits, its call too, until its sample is granted
         third = await door.lease("c", 0.0)
         assert third is not None
-        call = third.session.place_text("ab=", now=door.now())
+        call = third.session.place_text("ab=", now=door.current_time())
         drawing = asyncio.create_task(door.draw(third.session, call))
         await asyncio.sleep(0)
         (was,) = door.drawing
         source = m.WeightsSource(2, "", "", "")
-        gateway.announce(m.Announcement(Label(2, 0), "d", source))
+        gateway.announce(m.PolicyAnnouncement(Label(2, 0), "d", source))
         await asyncio.sleep(0)
         (number,) = door.drawing
         assert number != was and not drawing.done() and third.session.state == "open"
@@ -121,17 +125,19 @@ def test_leases_calls_and_a_new_life_of_the_learner(config: Config, tmp_path: Pa
         granted = third.session.attempt
         sample = third.session.sample
         again = msgspec.structs.replace(ticket(3), ticket=1, samples=[sample])
-        gateway.take([msgspec.structs.replace(again, min_version=Label(2, 0))])
+        gateway.accept_tickets([msgspec.structs.replace(again, min_version=Label(2, 0))])
         assert gateway.board.open[number].min_version == Label(2, 0)
-        gateway.drawn(m.Called(number, one, logprob, [m.Span(Label(2, 0), "d", 0, 1, AT)], "stop"))
+        gateway.on_result(
+            m.CallResult(number, one, logprob, [m.VersionSpan(Label(2, 0), "d", 0, 1, AT)], "stop")
+        )
         assert await drawing is third.session.forest.nodes[0]
         assert third.session.adopted == [(granted, 0)] and door.find(third.session.name) is third
         # one that nothing adopts ends by its deadline, and whoever waits for it hears of that
-        call = third.session.place_text("ab=", now=door.now())
+        call = third.session.place_text("ab=", now=door.current_time())
         drawing = asyncio.create_task(door.draw(third.session, call))
         await asyncio.sleep(0)
-        gateway.announce(m.Announcement(Label(3, 0), "d", source))
-        gateway.drop(gateway.parked()[0])
+        gateway.announce(m.PolicyAnnouncement(Label(3, 0), "d", source))
+        gateway.drop(gateway.parked_episodes()[0])
         with pytest.raises(CallRefused) as caught:
             await drawing
         assert caught.value.status == 410 and third.session.state == "ended"
@@ -140,7 +146,7 @@ def test_leases_calls_and_a_new_life_of_the_learner(config: Config, tmp_path: Pa
             await door.draw(third.session, call)
         # the same sample again: it may have acted before
         last = msgspec.structs.replace(ticket(4), ticket=1, samples=[sample])
-        gateway.take([msgspec.structs.replace(last, min_version=Label(3, 0))])
+        gateway.accept_tickets([msgspec.structs.replace(last, min_version=Label(3, 0))])
         again_leased = await door.lease("d", 0.0)
         assert again_leased is not None and not again_leased.first
 
@@ -180,11 +186,11 @@ def test_a_turn_is_due_when_something_has_come(monkeypatch: pytest.MonkeyPatch) 
         due = asyncio.Event()
         wires: list[socket.socket] = []
         door: Any = SimpleNamespace(due=due, wake=due.set, pushing=SimpleNamespace(wires=wires))
-        ears = doors.Ears(gateway, door)
+        ears = doors.SocketWatcher(gateway, door)
 
         async def told_by(send: Any, what: socket.socket) -> None:
             """A turn is not due before `send` has written to what is heard as `what`, and then."""
-            turn = asyncio.create_task(ears.news())
+            turn = asyncio.create_task(ears.notify())
             for _ in range(5):
                 await asyncio.sleep(0)
             assert not turn.done()
@@ -206,9 +212,9 @@ def test_a_turn_is_due_when_something_has_come(monkeypatch: pytest.MonkeyPatch) 
         wire.close()
         other.close()
         two.taken = True  # zmq has it already, and its descriptor says nothing more
-        await asyncio.wait_for(ears.news(), 600)
+        await asyncio.wait_for(ears.notify(), 600)
         two.taken = False
-        turn = asyncio.create_task(ears.news())
+        turn = asyncio.create_task(ears.notify())
         two.sent = True
         two.other.send(b"x")
         for _ in range(5):
@@ -231,7 +237,7 @@ def test_templates_are_imported_before_anybody_waits(config: Config, tmp_path: P
     gateway = service.Gateway(config, tmp_path)
     gateway.templated = True
     try:
-        gateway.warm()
+        gateway.warm_up()
         assert "whole" in vars(gateway.tokenizer) and gc.get_freeze_count() > 0
     finally:
         gc.unfreeze()
@@ -248,16 +254,16 @@ def test_a_call_that_a_generator_refuses_is_answered_by_a_failure(
     gateway.socket = Wire()  # type: ignore[assignment]
 
     async def play() -> None:
-        door = gateway.door = Door(gateway)
-        gateway.take([ticket(1)])
+        door = gateway.door = SessionApi(gateway)
+        gateway.accept_tickets([ticket(1)])
         opened = await door.lease("a", 0.0)
         assert opened is not None
-        call = opened.session.place_text("ab=", now=door.now())
+        call = opened.session.place_text("ab=", now=door.current_time())
         drawing = asyncio.create_task(door.draw(opened.session, call))
         await asyncio.sleep(0)
         (number,) = door.drawing
         why = "tokens from 3 to 99\n\x1b[2J"
-        gateway.hear(b"g", m.Called(number, b"", b"", [], "length", failed=why))
+        gateway.on_generator_message(b"g", m.CallResult(number, b"", b"", [], "length", failed=why))
         with pytest.raises(CallRefused) as caught:
             await drawing
         assert caught.value.status == 500 and "tokens from 3 to 99\\n" in str(caught.value)

@@ -12,7 +12,7 @@ from pathlib import Path
 from conftest import ENV, ROOT, RUN_SEED
 
 from asyncrl.models.policy import build_model
-from asyncrl.tasks.calc import Calc
+from asyncrl.tasks.calc import CalcTask
 
 # The run, with as much patience as a busy machine may need with a harness that ends.
 PATIENT = (
@@ -39,7 +39,7 @@ SETS = (
 
 
 def test_a_harness_is_trained_over_http(tmp_path: Path) -> None:
-    build_model(tmp_path / "m", Calc.symbols, hidden=32, layers=1)
+    build_model(tmp_path / "m", CalcTask.symbols, hidden=32, layers=1)
     sets = [word for each in (*SETS, "model.path=m") for word in ("--set", each)]
     config = str(ROOT / "configs" / "calc.toml")
     run = [sys.executable, "-c", PATIENT, "run", config, *sets]

@@ -47,7 +47,7 @@ class Wire:
     def send(self, message: Any) -> None:
         self.sent.append(message)
 
-    def seek(self, silent: float) -> bool:
+    def find_moved_buffer(self, silent: float) -> bool:
         moved, self.moved = self.moved, False
         return moved
 
@@ -67,8 +67,8 @@ class World:
         self.gateway.socket.close()
         self.wire = Wire()
         self.gateway.socket = self.wire  # type: ignore[assignment]
-        serving = m.Serving(m.PROTOCOL, "run", "generator-0", 1, 64, [], 0)
-        self.gateway.board.said(b"g", serving, time.monotonic())
+        serving = m.ServingReport(m.PROTOCOL, "run", "generator-0", 1, 64, [], 0)
+        self.gateway.board.on_report(b"g", serving, time.monotonic())
         self.tickets = 0
         self.cut: list[int] = []
 
@@ -81,19 +81,21 @@ class World:
             kind="train",
             prompt=prompt,
             samples=list(range(samples)),
-            sampling=m.Sampling(max_new_tokens=self.gateway.config.generator.max_new_tokens),
+            sampling=m.SamplingSettings(
+                max_new_tokens=self.gateway.config.generator.max_new_tokens
+            ),
             min_version=at,
             exact_version=None,
             seed=3,
         )
 
     def take(self, *tickets: m.Ticket) -> None:
-        self.gateway.take(list(tickets))
-        self.gateway.begin()
+        self.gateway.accept_tickets(list(tickets))
+        self.gateway.open_sessions()
 
-    def calls(self, count: int) -> list[m.Call]:
+    def calls(self, count: int) -> list[m.GenerationCall]:
         """The next so many calls."""
-        out: list[m.Call] = []
+        out: list[m.GenerationCall] = []
 
         def look() -> bool:
             self.gateway.read_environments()
@@ -112,15 +114,15 @@ class World:
             assert time.monotonic() < end
             time.sleep(0.002)
 
-    def answer(self, call: m.Call, text: str, *, at: Label = AT) -> None:
+    def answer(self, call: m.GenerationCall, text: str, *, at: Label = AT) -> None:
         ids = [*self.gateway.chat.encode(text), 1][: call.max_new_tokens]
         finish = "stop" if ids[-1] == 1 else "length"
         logprobs = np.full(len(ids), -0.5, "<f4").tobytes()
-        spans = [m.Span(at, "", 0, len(ids), at)]
+        spans = [m.VersionSpan(at, "", 0, len(ids), at)]
         tokens = np.array(ids, "<i4").tobytes()
-        called = m.Called(call.id, tokens, logprobs, spans, finish)  # type: ignore[arg-type]
-        if self.gateway.board.called(called) is not None:
-            self.gateway.drawn(called)
+        called = m.CallResult(call.id, tokens, logprobs, spans, finish)  # type: ignore[arg-type]
+        if self.gateway.board.on_result(called) is not None:
+            self.gateway.on_result(called)
 
     def ended(self, count: int = 1) -> list[m.Trajectory]:
         """The next so many trajectories."""
@@ -344,15 +346,15 @@ def test_the_deadline_ends_a_session_whose_call_is_being_drawn(
     w.answer(w.calls(1)[0], "ab")
     (call,) = w.calls(1)
     late = time.monotonic() + 5001
-    holding = m.Serving(m.PROTOCOL, "run", "generator-0", 1, 64, [call.id], 9)
-    w.gateway.board.said(b"g", holding, late)
+    holding = m.ServingReport(m.PROTOCOL, "run", "generator-0", 1, 64, [call.id], 9)
+    w.gateway.board.on_report(b"g", holding, late)
     w.gateway.tick(late)
     w.gateway.ticked = 0.0
     ((_, message),) = w.gateway.board.frames(None)
     assert message.cut == [call.id] and not w.gateway.outbox.fresh
-    lost = m.Called(call.id, b"", b"", [], "length", 2)
-    assert w.gateway.board.called(lost) is not None
-    w.gateway.drawn(lost)
+    lost = m.CallResult(call.id, b"", b"", [], "length", 2)
+    assert w.gateway.board.on_result(lost) is not None
+    w.gateway.on_result(lost)
     (s,) = w.ended()
     assert (s.length, s.aside, s.finish) == (3, 2, "length") and not s.failed
     assert s.reward == pytest.approx(0.2)
@@ -408,14 +410,18 @@ def test_sessions_of_an_epoch_that_is_over_wait_and_go_on_under_the_next_grant(
     gateway = w.gateway
     assert gateway.progress() == [(11, 1, 3)]
     source = m.WeightsSource(2, "here", "", "")
-    gateway.announce(m.Announcement(Label(2, 1), "d", source))
-    assert len(gateway.parked()) == 2 and not gateway.board.open and gateway.room == 256
+    gateway.announce(m.PolicyAnnouncement(Label(2, 1), "d", source))
+    assert (
+        len(gateway.parked_episodes()) == 2
+        and not gateway.board.open
+        and gateway.free_sessions == 256
+    )
     assert gateway.progress() == [(11, 1, 3)]
     gateway.renewed = 0.0
     gateway.renew()
-    assert [x.judging for x in w.wire.sent if isinstance(x, m.Renew)] == [[]]
-    gateway.take([msgspec.structs.replace(first, attempt=2, min_version=Label(2, 1))])
-    assert not gateway.parked() and not gateway.put_off
+    assert [x.judging for x in w.wire.sent if isinstance(x, m.LeaseRenewal)] == [[]]
+    gateway.accept_tickets([msgspec.structs.replace(first, attempt=2, min_version=Label(2, 1))])
+    assert not gateway.parked_episodes() and not gateway.put_off
     assert sorted(gateway.progress()) == [(11, 1, 3), (11, 2, 0)]
     first_done = next(x.session.sample for x in gateway.episodes.values() if x.session.tokens)
     texts = {first_done: ["abc", "a"], 1 - first_done: ["ab", "abc", "a"]}
@@ -429,7 +435,7 @@ def test_sessions_of_an_epoch_that_is_over_wait_and_go_on_under_the_next_grant(
     early = next(s for s in samples.values() if s.spans[0].label == AT)
     late = next(s for s in samples.values() if s is not early)
     assert (early.attempt, early.adopted, early.length) == (2, [(1, 3)], 9)
-    assert early.by_attempt == [(2, 6), (1, 3)] and late.adopted == [(1, 0)]
+    assert early.tokens_by_attempt == [(2, 6), (1, 3)] and late.adopted == [(1, 0)]
     assert [x.label for x in early.spans] == [AT, Label(2, 1), Label(2, 1)]
 
 
@@ -464,7 +470,7 @@ def test_what_nothing_adopts_is_given_up_and_told_of(world: Callable[..., World]
     w.take(w.ticket(2))
     w.answer(w.calls(2)[0], "ab")
     gateway = w.gateway
-    gateway.announce(m.Announcement(Label(2, 1), "d", m.WeightsSource(2, "here", "", "")))
+    gateway.announce(m.PolicyAnnouncement(Label(2, 1), "d", m.WeightsSource(2, "here", "", "")))
     now = time.monotonic()
     gateway.tick(now)
     assert len(gateway.episodes) == 2
@@ -481,7 +487,7 @@ def test_a_sample_granted_again_while_it_waits_or_is_open_is_written_once(
     first = w.ticket(2)
     w.take(first)
     (call,) = w.calls(1)
-    w.gateway.take([msgspec.structs.replace(first, attempt=2)])
+    w.gateway.accept_tickets([msgspec.structs.replace(first, attempt=2)])
     assert list(w.gateway.held) == [(11, 2)] and len(w.gateway.episodes) == 1
     assert w.gateway.held[11, 2].waiting == [1]
     w.answer(call, "ab")  # of the same epoch: it is still drawn
@@ -514,11 +520,11 @@ def test_it_vouches_for_open_sessions_and_asks_for_as_many_as_it_may_hold(
     w.gateway.want()
     assert not w.wire.sent  # one waits already
     w.gateway.renew()
-    (renewed,) = [x for x in w.wire.sent if isinstance(x, m.Renew)]
+    (renewed,) = [x for x in w.wire.sent if isinstance(x, m.LeaseRenewal)]
     assert renewed.judging == [(11, 1), (12, 2)] and renewed.drawn == 3
     assert renewed.progress == [(11, 1, 3), (12, 2, 0)]
     assert (renewed.taken, renewed.written) == (2, [])
-    w.wire.replies.append(m.Tickets(w.gateway.session, 1, [], None, True))
+    w.wire.replies.append(m.TicketGrant(w.gateway.session, 1, [], None, True))
     w.gateway.read()
     assert w.gateway.over
 
@@ -528,14 +534,14 @@ def test_what_was_granted_and_has_not_come_is_forgone_and_said_to_be(
 ) -> None:
     w = world(sessions=3, env="agent_envs:Fails")
     lost = w.ticket(kind="raises")
-    w.wire.replies.append(m.Heard(1, None, attempts=1))
+    w.wire.replies.append(m.HeartbeatReply(1, None, attempts=1))
     w.gateway.read()
     w.take(lost, w.ticket(kind="raises"))
     assert set(w.gateway.held) == {(12, 2)}
     w.answer(w.calls(1)[0], "ab")
     w.gateway.outbox.fresh = w.ended()  # on its way, and no session's any more
     w.gateway.renew()
-    (renewed,) = [x for x in w.wire.sent if isinstance(x, m.Renew)]
+    (renewed,) = [x for x in w.wire.sent if isinstance(x, m.LeaseRenewal)]
     assert not w.gateway.held and (renewed.taken, renewed.written) == (2, [(12, 2)])
 
 
@@ -557,7 +563,7 @@ def test_it_tells_what_the_oldest_sessions_wait_for(world: Callable[..., World])
     w.take(w.ticket(2, kind="hangs"), w.ticket(2))
 
     def told(after: float = 0.0) -> list[OpenSession]:
-        return gateway.oldest(time.monotonic() + after)
+        return gateway.oldest_sessions(time.monotonic() + after)
 
     assert [x.ticket for x in told()] == [11, 12]
     assert [(x.name, x.kind, x.what) for x in told() if x.kind == "place"] == [
@@ -582,10 +588,10 @@ def test_it_tells_what_the_oldest_sessions_wait_for(world: Callable[..., World])
     assert first.limit == "agent.deadline_s" and first.bounded
     w.answer(behind, "ab")
     one = next(x for x in gateway.episodes.values() if x.session.name == f"11.{behind.sample}.1")
-    second = gateway.stands(one, time.monotonic())
+    second = gateway.session_state(one, time.monotonic())
     assert second.what.endswith(f"behind that of session {name} in the same process")
     source = m.WeightsSource(2, "here", "", "")
-    gateway.announce(m.Announcement(Label(2, 1), "d", source))
+    gateway.announce(m.PolicyAnnouncement(Label(2, 1), "d", source))
     assert {x.kind for x in told()} == {"grant"}
 
 
@@ -643,9 +649,9 @@ def test_a_harness_that_fails_is_waited_for(world: Callable[..., World]) -> None
 
 def test_what_an_answer_asks_of_its_environment() -> None:
     calls = [{"function": {"name": name}} for name in ("add", "se\x1barch")]
-    assert service.asked_of({"tool_calls": calls}) == "its tool add, se\\x1barch"
-    assert service.asked_of({"content": "x"}) == service.asked_of(None)
-    assert service.asked_of(None) == "the step of its environment"
+    assert service.describe_request({"tool_calls": calls}) == "its tool add, se\\x1barch"
+    assert service.describe_request({"content": "x"}) == service.describe_request(None)
+    assert service.describe_request(None) == "the step of its environment"
 
 
 def test_its_numbers_are_its_rewards_and_how_long_sessions_take(

@@ -13,15 +13,29 @@ import msgspec
 import numpy as np
 import pytest
 
-from actors.gateway.forest import Node, canonical, chained, plain_text
-from actors.gateway.sessions import Call, CallRefused, Limits, Outcome, Session
+from actors.gateway.call_tree import CallNode, canonical, chained, plain_text
+from actors.gateway.sessions import CallRefused, Session, SessionCall, SessionLimits, SessionOutcome
 from asyncrl.contract.errors import ProtocolError
-from asyncrl.contract.messages import Prompt, Row, Sampling, Span, Ticket
+from asyncrl.contract.messages import (
+    Prompt,
+    SamplingSettings,
+    Ticket,
+    TrainingSequence,
+    VersionSpan,
+)
 from asyncrl.contract.versions import Label
 
-FREE = Limits(max_calls=0, rows=0, parallel=0, deadline_s=0.0)
+FREE = SessionLimits(max_calls=0, rows=0, parallel=0, deadline_s=0.0)
 TICKET = Ticket(
-    7, 3, "train", Prompt(0, "2+2="), [0, 1], Sampling(max_new_tokens=9), Label(1, 0), None, 5
+    7,
+    3,
+    "train",
+    Prompt(0, "2+2="),
+    [0, 1],
+    SamplingSettings(max_new_tokens=9),
+    Label(1, 0),
+    None,
+    5,
 )
 
 
@@ -29,21 +43,21 @@ def ids(*tokens: int) -> np.ndarray:
     return np.array(tokens, np.int32)
 
 
-def session(limits: Limits = FREE, **more: object) -> Session:
+def session(limits: SessionLimits = FREE, **more: object) -> Session:
     return Session(TICKET, 1, 3, limits, **more)  # type: ignore[arg-type]
 
 
 def answer(
     made: Session,
-    call: Call,
+    call: SessionCall,
     tokens: np.ndarray,
     number: int = 0,
     finish: str = "stop",
     **more: object,
-) -> Node | None:
+) -> CallNode | None:
     logprobs = -np.arange(1, len(tokens) + 1, dtype=np.float32) - 10 * call.number
-    spans = [Span(Label(1, number), f"d{number}", 0, len(tokens), Label(1, number))]
-    return made.drawn(call, tokens, logprobs, spans, finish, **more)  # type: ignore[arg-type]
+    spans = [VersionSpan(Label(1, number), f"d{number}", 0, len(tokens), Label(1, number))]
+    return made.on_result(call, tokens, logprobs, spans, finish, **more)  # type: ignore[arg-type]
 
 
 # ---- the forest against a reference --------------------------------------------------------------
@@ -85,7 +99,7 @@ def reference_rows(
     return [(whole, trained) for _, whole, trained in sorted(rows, key=lambda row: row[0])]
 
 
-def opened(row: Row) -> tuple[tuple[int, ...], dict[int, tuple[int, float]]]:
+def opened(row: TrainingSequence) -> tuple[tuple[int, ...], dict[int, tuple[int, float]]]:
     prompt = np.frombuffer(row.prompt_tokens, "<i4")
     tokens = np.frombuffer(row.tokens, "<i4")
     logprobs = np.frombuffer(row.behavior_logprobs, "<f4")
@@ -115,7 +129,7 @@ def test_random_forests_train_each_drawn_token_once_behind_the_ids_it_saw(seed: 
     chance = random.Random(seed)
     made = session()
     calls: list[Drawn] = []
-    waiting: list[tuple[Call, Drawn]] = []
+    waiting: list[tuple[SessionCall, Drawn]] = []
 
     def draw() -> None:
         call, known = waiting.pop(chance.randrange(len(waiting)))
@@ -124,7 +138,7 @@ def test_random_forests_train_each_drawn_token_once_behind_the_ids_it_saw(seed: 
         assert (node is None) == (not known.tokens)
         if known.tokens:
             calls.append(known)
-            assert tuple(node.whole().tolist()) == known.whole  # type: ignore[union-attr]
+            assert tuple(node.token_ids().tolist()) == known.whole  # type: ignore[union-attr]
 
     for _ in range(chance.randrange(1, 20)):
         # two tokens and short tails: prompts meet by chance, too
@@ -146,23 +160,23 @@ def test_random_forests_train_each_drawn_token_once_behind_the_ids_it_saw(seed: 
             draw()
     while waiting:
         draw()
-    assert [opened(row) for row in made.rows()] == reference_rows(calls)
+    assert [opened(row) for row in made.training_rows()] == reference_rows(calls)
     assert made.aside == sum(len(c.tokens) for c in calls if c.aside)
     assert made.tokens == sum(len(c.tokens) for c in calls)
-    assert made.forest.rows_begun() == len(made.rows())
+    assert made.forest.rows_begun() == len(made.training_rows())
 
 
 def test_versions_and_keys_of_a_row_stay_with_their_tokens() -> None:
     made = session()
     first = made.place_ids(ids(4, 5), now=0.0)
     spans = [
-        Span(Label(1, 0), "a", 0, 1, Label(1, 0)),
-        Span(Label(1, 2), "b", 1, 3, Label(1, 0)),
+        VersionSpan(Label(1, 0), "a", 0, 1, Label(1, 0)),
+        VersionSpan(Label(1, 2), "b", 1, 3, Label(1, 0)),
     ]
-    made.drawn(first, ids(6, 7, 8), np.zeros(3, np.float32), spans, "stop")
+    made.on_result(first, ids(6, 7, 8), np.zeros(3, np.float32), spans, "stop")
     answer(made, made.place_ids(ids(4, 5, 6, 7, 8, 9, 9), now=0.0), ids(1), number=3)
-    (row,) = made.rows()
-    assert row.spans == [*spans, Span(Label(1, 3), "d3", 5, 6, Label(1, 3))]
+    (row,) = made.training_rows()
+    assert row.spans == [*spans, VersionSpan(Label(1, 3), "d3", 5, 6, Label(1, 3))]
     assert row.segments == [("model", 0, 3), ("context", 3, 5), ("model", 5, 6)]
 
 
@@ -172,7 +186,7 @@ def test_forks_are_counted_by_cause() -> None:
         answer(made, made.place_ids(ids(*prompt), now=0.0), ids(5))
     # (1, 5) goes on from the first call, (1, 5, 7) branches from it too
     assert made.forks == {"ids": 1, "branch": 2}
-    assert len(made.rows()) == 4
+    assert len(made.training_rows()) == 4
 
 
 # ---- random streams ------------------------------------------------------------------------------
@@ -209,7 +223,9 @@ def refused(made: Session, prompt: np.ndarray, now: float = 0.0) -> CallRefused:
         (replace(FREE, fork="end"), "fork"),
     ],
 )
-def test_a_limit_ends_the_calls_and_leaves_time_for_the_reward(limits: Limits, limit: str) -> None:
+def test_a_limit_ends_the_calls_and_leaves_time_for_the_reward(
+    limits: SessionLimits, limit: str
+) -> None:
     made = session(limits)
     answer(made, made.place_ids(ids(1), now=0.0), ids(5, 5))
     if limit != "fork":
@@ -222,7 +238,7 @@ def test_a_limit_ends_the_calls_and_leaves_time_for_the_reward(limits: Limits, l
     made.tick(39.9)
     assert made.state == "open"
     made.reward(0.5, now=39.9)
-    assert made.complete and made.finish == "length" and made.outcome == Outcome(0.5, {})
+    assert made.complete and made.finish == "length" and made.outcome == SessionOutcome(0.5, {})
 
 
 def test_no_reward_after_a_limit_fails_the_session() -> None:
@@ -323,9 +339,9 @@ def test_a_retry_of_an_answered_request_gets_the_stored_bytes() -> None:
     first = made.request(b"same")
     first.call = made.place_ids(ids(1), now=0.0)
     first.answer = b"bytes"
-    made.written(first)
+    made.on_response_sent(first)
     assert made.request(b"same", retry=True) is first
-    made.written(first)
+    made.on_response_sent(first)
     assert made.request(b"same") is not first  # asked again, not repeated
 
 
@@ -356,7 +372,7 @@ def test_a_call_whose_client_is_gone_lingers_is_cut_and_its_node_stays() -> None
     made.tick(66.0)
     assert made.cuts == [call]
     answer(made, call, ids(5, 6), finish="length", now=66.0)
-    assert len(made.rows()) == 1
+    assert len(made.training_rows()) == 1
     made.reward(1.0, now=67.0)
     assert made.finish == "length"
 
@@ -383,7 +399,7 @@ def test_a_reward_is_said_once_and_may_be_repeated() -> None:
         with pytest.raises(CallRefused) as caught:
             made.reward(value, parts, now=3.0)
         assert caught.value.status == 422
-    assert made.outcome == Outcome(1.0, {"style": 0.5})
+    assert made.outcome == SessionOutcome(1.0, {"style": 0.5})
     assert refused(made, ids(1)).status == 410
 
 
@@ -414,7 +430,7 @@ def test_what_shares_leave_of_a_reward_is_the_last_trained_calls_never_an_exclud
     answer(made, made.place_ids(ids(1, 5, 2), now=0.0), ids(6))
     answer(made, made.place_ids(ids(1, 5, 2, 6, 3), now=0.0, aside=True), ids(7))
     made.reward(1.0, calls={0: 0.25}, now=0.0)
-    (row,) = made.rows()
+    (row,) = made.training_rows()
     given = np.frombuffer(row.token_rewards, "<f4")
     drawn = np.frombuffer(row.mask, np.uint8) == 1
     # of tokens 5 and 6; the tool's 2 stands between them
@@ -430,7 +446,7 @@ def test_calls_that_still_draw_are_cut_and_waited_for() -> None:
     assert made.cuts == [late] and not made.complete
     answer(made, late, ids(6, 6), finish="length")
     # what is drawn is trained, read or not
-    assert made.complete and len(made.rows()) == 2
+    assert made.complete and len(made.training_rows()) == 2
 
 
 def test_the_rewards_of_calls_sit_on_their_last_tokens_and_sum_to_the_whole() -> None:
@@ -440,12 +456,12 @@ def test_the_rewards_of_calls_sit_on_their_last_tokens_and_sum_to_the_whole() ->
     made.reward(1.0, calls={0: 0.25, 2: 0.5}, now=0.0)
     nothing = float("nan")
     want = [[nothing, 0.25, nothing, nothing, nothing, 0.5], [nothing, 0.25]]
-    for row, rewards in zip(made.rows(), want, strict=True):
+    for row, rewards in zip(made.training_rows(), want, strict=True):
         np.testing.assert_array_equal(np.frombuffer(row.token_rewards, "<f4"), rewards)
     plain = session()
     answer(plain, plain.place_ids(ids(1), now=0.0), ids(5, 5))
     plain.reward(1.0, now=0.0)
-    assert plain.rows()[0].token_rewards == b""
+    assert plain.training_rows()[0].token_rewards == b""
 
 
 def test_judged_by_the_run_or_failed() -> None:
@@ -453,12 +469,12 @@ def test_judged_by_the_run_or_failed() -> None:
     answer(made, made.place_ids(ids(1), now=0.0), ids(5))
     assert made.judge(now=0.0) and not made.judge(now=1.0)
     assert refused(made, ids(1)).status == 410
-    made.judged(Outcome(0.5, {}))
+    made.on_judged(SessionOutcome(0.5, {}))
     assert made.complete and not made.judge(now=2.0)
     lost = session()
     lost.fail("the agent exited with 1", now=0.0)
     lost.fail("again", now=0.0)
-    assert lost.outcome == Outcome(0.0, {}, "the agent exited with 1")
+    assert lost.outcome == SessionOutcome(0.0, {}, "the agent exited with 1")
     for speak in (lost.judge, lambda now: lost.reward(1.0, now=now)):
         with pytest.raises(CallRefused) as caught:
             speak(now=0.0)
@@ -468,22 +484,22 @@ def test_judged_by_the_run_or_failed() -> None:
 def test_an_adopted_session_goes_on_under_the_new_attempt() -> None:
     made = session()
     answer(made, made.place_ids(ids(1), now=0.0), ids(5))
-    sampling = Sampling(max_new_tokens=2)
+    sampling = SamplingSettings(max_new_tokens=2)
     granted = msgspec.structs.replace(TICKET, attempt=9, samples=[1], sampling=sampling)
-    made.adopt(granted)
+    made.resume_under(granted)
     assert made.attempt == 9 and made.name == "7.1.3"
     assert made.place_ids(ids(1, 5), now=0.0).max_new_tokens == 2
     for wrong in ({"ticket": 8}, {"samples": [0]}):
         with pytest.raises(ProtocolError):
-            session().adopt(msgspec.structs.replace(granted, **wrong))
+            session().resume_under(msgspec.structs.replace(granted, **wrong))
 
 
 def test_a_draw_that_does_not_fit_its_call_is_refused() -> None:
     made = session()
     call = made.place_ids(ids(1), now=0.0)
     with pytest.raises(ProtocolError):
-        spans = [Span(Label(1, 0), "d", 0, 1, Label(1, 0))]
-        made.drawn(call, ids(5, 5), np.zeros(2, np.float32), spans, "stop")
+        spans = [VersionSpan(Label(1, 0), "d", 0, 1, Label(1, 0))]
+        made.on_result(call, ids(5, 5), np.zeros(2, np.float32), spans, "stop")
     again = session()
     call = again.place_ids(ids(1), now=0.0)
     answer(again, call, ids(5))

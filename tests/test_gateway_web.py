@@ -23,9 +23,9 @@ from actors.gateway import web
 from actors.gateway.chat import hermes
 from actors.gateway.requests import REFUSED
 from actors.gateway.service import trajectory
-from actors.gateway.sessions import Limits
-from actors.gateway.web import Bind, Opened
-from asyncrl.config.agents import Agent
+from actors.gateway.sessions import SessionLimits
+from actors.gateway.web import ListenAddress, OpenedSession
+from asyncrl.config.agents import AgentConfig
 from asyncrl.contract.errors import ConfigError
 
 WAIT_S = 600.0
@@ -62,13 +62,17 @@ def served(shared: Served) -> Iterator[Served]:
     shared.do(service.gate.set)
 
 
-def client(served: Served, opened: Opened | None = None, **more: Any) -> tuple[OpenAI, Opened]:
+def client(
+    served: Served, opened: OpenedSession | None = None, **more: Any
+) -> tuple[OpenAI, OpenedSession]:
     opened = opened or served.do(served.service.open)
     base = f"{served.url}/s/{opened.session.name}/v1"
     return OpenAI(base_url=base, api_key=opened.key, **more), opened
 
 
-def post(served: Served, opened: Opened, path: str, body: Any, **headers: str) -> httpx.Response:
+def post(
+    served: Served, opened: OpenedSession, path: str, body: Any, **headers: str
+) -> httpx.Response:
     return httpx.post(
         f"{served.url}/s/{opened.session.name}{path}",
         content=body if isinstance(body, bytes) else json.dumps(body),
@@ -132,15 +136,16 @@ def test_a_chat_goes_on_in_one_row(served: Served) -> None:
         assert answer.usage and answer.usage.completion_tokens == len("answer 0") + 1
         assert answer.usage.total_tokens == answer.usage.prompt_tokens + len("answer 0") + 1
         said += [choice.message, {"role": "user", "content": "more"}]
-    assert len(opened.session.rows()) == 1 and opened.session.forks == {}
-    assert opened.session.rows()[0].mask.count(1) == 3 * (len("answer 0") + 1)
+    assert len(opened.session.training_rows()) == 1 and opened.session.forks == {}
+    assert opened.session.training_rows()[0].mask.count(1) == 3 * (len("answer 0") + 1)
 
 
 def test_tools_and_thinking_reach_the_client_and_come_back(served: Served) -> None:
     talk, opened = client(served)
     call = '<tool_call>{"name": "add", "arguments": {"b": 2, "a": 1}}</tool_call>'
     served.service.say = lambda each: f"<think>hm</think>{call}" if not each.number else "3"
-    answer = talk.chat.completions.create(model="policy", messages=GO, tools=TOOLS)  # type: ignore[call-overload]
+    # type: ignore[call-overload]
+    answer = talk.chat.completions.create(model="policy", messages=GO, tools=TOOLS)
     choice = answer.choices[0]
     assert choice.finish_reason == "tool_calls" and choice.message.content is None
     (made,) = choice.message.tool_calls
@@ -150,7 +155,7 @@ def test_tools_and_thinking_reach_the_client_and_come_back(served: Served) -> No
     done = talk.chat.completions.create(model="policy", messages=more, tools=TOOLS)
     assert done.choices[0].message.content == "3"
     # CHATML writes no thinking: the drawn text is not the template's, and stays as drawn
-    assert len(opened.session.rows()) == 1
+    assert len(opened.session.training_rows()) == 1
 
 
 def test_a_stream_is_the_answer_in_chunks(served: Served) -> None:
@@ -174,7 +179,8 @@ def test_a_stream_is_the_answer_in_chunks(served: Served) -> None:
     assert chunks[-1].usage and chunks[-1].usage.completion_tokens == len(f"so {call}") + 1
     assert len({chunk.id for chunk in chunks}) == 1
     # the client's own accumulation
-    with talk.chat.completions.stream(model="policy", messages=GO, tools=TOOLS) as stream:  # type: ignore[arg-type]
+    # type: ignore[arg-type]
+    with talk.chat.completions.stream(model="policy", messages=GO, tools=TOOLS) as stream:
         whole = stream.get_final_completion()
     assert whole.choices[0].message.tool_calls and whole.choices[0].message.content == "so"
     texts = [
@@ -212,12 +218,12 @@ def test_text_and_token_routes(served: Served) -> None:
     first = talk.completions.create(model="policy", prompt="2+2=", max_tokens=4)
     assert first.choices[0].text == "answ" and first.choices[0].finish_reason == "length"
     talk.completions.create(model="policy", prompt=["2+2=answ and"])
-    assert len(opened.session.rows()) == 1
+    assert len(opened.session.training_rows()) == 1
     node = opened.session.forest.nodes[1]
-    ids = [*node.whole().tolist(), 5, 6]
+    ids = [*node.token_ids().tolist(), 5, 6]
     by_ids = talk.completions.create(model="policy", prompt=ids)
-    assert by_ids.choices[0].text == "answer 2" and len(opened.session.rows()) == 1
-    more = [*opened.session.forest.nodes[2].whole().tolist(), 7]
+    assert by_ids.choices[0].text == "answer 2" and len(opened.session.training_rows()) == 1
+    more = [*opened.session.forest.nodes[2].token_ids().tolist(), 7]
     body = {"token_ids": more, "sampling_params": {"max_tokens": 3, "logprobs": 0}}
     said = post(served, opened, "/inference/v1/generate", body).json()
     (choice,) = said["choices"]
@@ -225,17 +231,19 @@ def test_text_and_token_routes(served: Served) -> None:
     assert drawn.ids is not None and choice["token_ids"] == drawn.ids.tolist()
     assert choice["weight_versions"] == [{"version": "1.2", "start": 0, "end": 3}]
     assert [each["token_id"] for each in choice["logprobs"]["content"]] == choice["token_ids"]
-    assert choice["finish_reason"] == "length" and len(opened.session.rows()) == 1
+    assert choice["finish_reason"] == "length" and len(opened.session.training_rows()) == 1
 
 
 def test_stop_strings_and_lengths_cut(served: Served) -> None:
     talk, opened = client(served)
     served.service.say = lambda call: "one two three"
-    answer = talk.chat.completions.create(model="policy", messages=GO, stop=[" three", " two"])  # type: ignore[call-overload]
+    # type: ignore[call-overload]
+    answer = talk.chat.completions.create(model="policy", messages=GO, stop=[" three", " two"])
     assert answer.choices[0].message.content == "one"
     assert answer.choices[0].finish_reason == "stop"
     assert answer.usage.completion_tokens == len("one two")
-    short = talk.chat.completions.create(model="policy", messages=GO, max_completion_tokens=2)  # type: ignore[call-overload]
+    # type: ignore[call-overload]
+    short = talk.chat.completions.create(model="policy", messages=GO, max_completion_tokens=2)
     assert short.choices[0].message.content == "on"
     assert short.choices[0].finish_reason == "length" and opened.session.finish == "stop"
 
@@ -251,17 +259,21 @@ def test_models(served: Served) -> None:
 def test_other_names_and_marked_calls_are_set_aside(served: Served) -> None:
     talk, opened = client(served)
     talk.chat.completions.create(model="gpt-4o-mini", messages=GO)  # type: ignore[call-overload]
-    talk.chat.completions.create(model="policy", messages=GO, metadata={"asyncrl": "aside"})  # type: ignore[call-overload]
-    assert opened.session.rows() == () and opened.session.aside == 2 * (len("answer 0") + 1)
+    # type: ignore[call-overload]
+    talk.chat.completions.create(model="policy", messages=GO, metadata={"asyncrl": "aside"})
+    assert opened.session.training_rows() == () and opened.session.aside == 2 * (
+        len("answer 0") + 1
+    )
     opened.session.reward(1.0, now=0.0)
-    why = trajectory(opened.session, None, Agent(serve=True, model="tuned")).failed.why  # type: ignore[union-attr]
+    # type: ignore[union-attr]
+    why = trajectory(opened.session, None, AgentConfig(serve=True, model="tuned")).failed.why
     assert "all 2 answered calls of the session are excluded" in why and "model tuned" in why
     for others, status in (("train", 200), ("refuse", 404)):
         strict = Served(other_models=others)
         _, opened = client(strict)
         body = {"model": "gpt-4o-mini", "messages": GO}
         assert post(strict, opened, "/v1/chat/completions", body).status_code == status
-        assert len(opened.session.rows()) == (status == 200)
+        assert len(opened.session.training_rows()) == (status == 200)
         strict.close()
 
 
@@ -341,7 +353,8 @@ def test_every_refused_parameter_is_tried_here() -> None:
 def test_what_the_policy_cannot_follow_is_refused_by_name(name: str, served: Served) -> None:
     talk, opened = client(served)
     with pytest.raises(openai.BadRequestError) as caught:
-        talk.chat.completions.create(model="policy", messages=GO, extra_body={name: ASKED[name]})  # type: ignore[call-overload]
+        # type: ignore[call-overload]
+        talk.chat.completions.create(model="policy", messages=GO, extra_body={name: ASKED[name]})
     error = caught.value
     assert error.code == "unsupported_parameter"
     assert error.param == name and name in error.message and error.status_code == 400
@@ -372,7 +385,8 @@ def test_what_would_force_an_answer_is_ignored_by_name_or_refused(
     assert opened.session.aside == 0
     talk, opened = client(refusing)
     with pytest.raises(openai.BadRequestError) as caught:
-        talk.chat.completions.create(model="policy", messages=GO, extra_body={name: value})  # type: ignore[call-overload]
+        # type: ignore[call-overload]
+        talk.chat.completions.create(model="policy", messages=GO, extra_body={name: value})
     error = caught.value
     assert error.code == "unsupported_parameter" and error.param == name
     assert "agent.forced = refuse" in error.message and opened.session.calls == 0
@@ -518,18 +532,18 @@ def test_other_routes_are_not_there(method: str, path: str, served: Served) -> N
 def test_an_open_address_needs_tls_or_a_proxy(tmp_path: Any) -> None:
     for host in ("0.0.0.0", "::", "example.org", "10.0.0.1"):
         with pytest.raises(ConfigError, match=r"agent\.host"):
-            Bind(host).check()
-        Bind(host, behind_proxy=True).check()
-        Bind(host, certificate="c", private_key="k").check()
+            ListenAddress(host).check()
+        ListenAddress(host, behind_proxy=True).check()
+        ListenAddress(host, certificate="c", private_key="k").check()
     for host in ("127.0.0.1", "::1", "localhost", "127.0.0.2"):
-        Bind(host).check()
+        ListenAddress(host).check()
     with pytest.raises(ConfigError, match="both or none"):
-        Bind(certificate="c").check()
+        ListenAddress(certificate="c").check()
     taken = socket.socket()
     taken.bind(("127.0.0.1", 0))
     taken.listen()
     with pytest.raises(ConfigError, match=r"agent\.port"):
-        Served(bind=Bind(port=taken.getsockname()[1]))
+        Served(bind=ListenAddress(port=taken.getsockname()[1]))
     taken.close()
 
 
@@ -537,7 +551,7 @@ def test_an_open_address_needs_tls_or_a_proxy(tmp_path: Any) -> None:
 
 
 def test_limits_and_ends_as_a_client_sees_them() -> None:
-    served = Served(limits=Limits(max_calls=2, context=60))
+    served = Served(limits=SessionLimits(max_calls=2, context=60))
     talk, opened = client(served)
     with pytest.raises(openai.BadRequestError) as caught:
         talk.chat.completions.create(
@@ -560,11 +574,12 @@ def test_limits_and_ends_as_a_client_sees_them() -> None:
 
 
 def test_too_many_calls_at_once_are_told_to_come_again() -> None:
-    served = Served(limits=Limits(parallel=1))
+    served = Served(limits=SessionLimits(parallel=1))
     talk, opened = client(served, max_retries=0)
     served.do(served.service.gate.clear)
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(talk.chat.completions.create, model="policy", messages=GO)  # type: ignore[arg-type]
+        # type: ignore[arg-type]
+        first = pool.submit(talk.chat.completions.create, model="policy", messages=GO)
         served.until(lambda: opened.session.calls == 1)
         with pytest.raises(openai.RateLimitError) as caught:
             talk.chat.completions.create(model="policy", messages=GO)  # type: ignore[call-overload]
@@ -591,7 +606,7 @@ def test_a_run_that_ends_says_so(served: Served) -> None:
 # ---- retries and closed sockets ------------------------------------------------------------------
 
 
-def raw(opened: Opened, body: bytes, **headers: str) -> bytes:
+def raw(opened: OpenedSession, body: bytes, **headers: str) -> bytes:
     """A chat request as it goes over the wire."""
     lines = [
         f"POST /s/{opened.session.name}/v1/chat/completions HTTP/1.1",
@@ -608,7 +623,7 @@ def connected(served: Served) -> socket.socket:
     return socket.create_connection(("127.0.0.1", int(served.url.rpartition(":")[2])), WAIT_S)
 
 
-def ask(served: Served, opened: Opened, body: bytes, **headers: str) -> bytes:
+def ask(served: Served, opened: OpenedSession, body: bytes, **headers: str) -> bytes:
     """One request on a socket of its own; all that came back."""
     with connected(served) as line:
         line.sendall(raw(opened, body, **headers))
@@ -618,7 +633,7 @@ def ask(served: Served, opened: Opened, body: bytes, **headers: str) -> bytes:
     return got
 
 
-def leave(served: Served, opened: Opened, body: bytes) -> None:
+def leave(served: Served, opened: OpenedSession, body: bytes) -> None:
     """Ask, and close the socket while the endpoint draws."""
 
     def waiting() -> int:
@@ -637,14 +652,15 @@ def test_the_clients_own_retries_join_the_call_and_lose_nothing(served: Served) 
     talk, opened = client(served, timeout=0.3, max_retries=1000)
     served.do(served.service.gate.clear)
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(talk.chat.completions.create, model="policy", messages=GO)  # type: ignore[arg-type]
+        # type: ignore[arg-type]
+        asked = pool.submit(talk.chat.completions.create, model="policy", messages=GO)
         # the first attempt has given up and a second one has joined
         served.until(lambda: opened.session.requests and opened.session.requests[0].lost)
         served.until(lambda: not opened.session.requests[0].lost)
         served.do(served.service.gate.set)
         answer = asked.result(WAIT_S)
     assert answer.choices[0].message.content == "answer 0"
-    assert served.service.drawn == [0] and len(opened.session.rows()) == 1
+    assert served.service.drawn == [0] and len(opened.session.training_rows()) == 1
 
 
 def test_an_answer_that_came_while_the_client_was_away_is_given_to_its_retry(
@@ -713,7 +729,8 @@ def test_equal_bodies_at_once_are_draws_of_their_own(served: Served) -> None:
     served.do(served.service.gate.clear)
     with ThreadPoolExecutor(5) as pool:
         asked = [
-            pool.submit(talk.chat.completions.create, model="policy", messages=GO)  # type: ignore[arg-type]
+            # type: ignore[arg-type]
+            pool.submit(talk.chat.completions.create, model="policy", messages=GO)
             for _ in range(5)
         ]
         served.until(lambda: opened.session.calls == 5)
@@ -721,7 +738,7 @@ def test_equal_bodies_at_once_are_draws_of_their_own(served: Served) -> None:
         got = {each.result(WAIT_S).choices[0].message.content for each in asked}
     assert got == {f"answer {number}" for number in range(5)}
     keys = {node.number for node in opened.session.forest.nodes}
-    assert len(keys) == 5 and len(opened.session.rows()) == 5
+    assert len(keys) == 5 and len(opened.session.training_rows()) == 5
 
 
 def test_votes_of_which_one_loses_its_socket_keep_their_draws(served: Served) -> None:
@@ -756,7 +773,7 @@ def test_a_client_that_never_comes_back_leaves_what_was_drawn(served: Served) ->
     served.service.skew = 61.0
     served.do(lambda: served.service.changed(opened.session))
     served.until(lambda: not opened.session.open_calls)
-    assert len(opened.session.rows()) == 1 and opened.session.finish == "length"
+    assert len(opened.session.training_rows()) == 1 and opened.session.finish == "length"
 
 
 def test_a_draw_that_fails_is_said_and_may_be_asked_again(served: Served) -> None:
@@ -769,7 +786,8 @@ def test_a_draw_that_fails_is_said_and_may_be_asked_again(served: Served) -> Non
         return text
 
     served.service.say = say
-    answer = talk.chat.completions.create(model="policy", messages=GO)  # type: ignore[call-overload]
+    # type: ignore[call-overload]
+    answer = talk.chat.completions.create(model="policy", messages=GO)
     assert answer.choices[0].message.content == "fine"  # the client's retry of a 500
     assert served.do(lambda: served.endpoint.web.errors) == {}
 
@@ -796,7 +814,8 @@ def test_a_harness_leases_runs_and_scores(served: Served) -> None:
     }
     assert "answer" not in json.dumps(got["task"])
     talk = OpenAI(base_url=got["base_url"], api_key=got["api_key"])
-    answer = talk.chat.completions.create(model=got["model"], messages=GO)  # type: ignore[call-overload]
+    # type: ignore[call-overload]
+    answer = talk.chat.completions.create(model=got["model"], messages=GO)
     opened = served.service.leases["a"]
     assert post(served, opened, "/beat", {}).json()["state"] == "open"
     score = {"reward": 1, "parts": {"style": 0.5}, "calls": {answer.id: 0.25}}

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from actors.engine import Answer, Request
+from actors.engine import Completion, CompletionRequest
 from actors.generator import Generator
-from actors.turn import NoRoom, unwritten
+from actors.turn import PromptTooLong, failed_trajectory
 from asyncrl.config import load as config_load
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import NothingToDo, PeerUnreachable
@@ -40,7 +40,7 @@ class Engine:
     steps_made = 0
 
     def __init__(self) -> None:
-        self.rows: dict[tuple[int, int, int], Request] = {}
+        self.rows: dict[tuple[int, int, int], CompletionRequest] = {}
         self.loads: list[Label] = []
         self.aborted: list[tuple[int, int, int]] = []
 
@@ -51,7 +51,7 @@ class Engine:
     def load(self, tensors: Any, label: Label, digest: str, probe: bytes) -> None:
         self.loads.append(label)
 
-    def add(self, requests: Sequence[Request]) -> None:
+    def add(self, requests: Sequence[CompletionRequest]) -> None:
         self.rows |= {r.key: r for r in requests}
 
     def abort(self, keys: Sequence[tuple[int, int, int]]) -> None:
@@ -59,7 +59,7 @@ class Engine:
         for key in keys:
             self.rows.pop(key)
 
-    def step(self, steps: int) -> list[Answer]:
+    def step(self, steps: int) -> list[Completion]:
         return []
 
     def progress(self) -> dict[tuple[int, int, int], int]:
@@ -86,7 +86,7 @@ class Wire:
         assert not self.closed
         self.said.append(message)
 
-    def seek(self, silent: float) -> bool:
+    def find_moved_buffer(self, silent: float) -> bool:
         moved, self.moved = self.moved, False
         return moved
 
@@ -117,8 +117,8 @@ class Weights:
         pass
 
 
-def announcement(epoch: int, number: int = 0) -> m.Announcement:
-    return m.Announcement(
+def announcement(epoch: int, number: int = 0) -> m.PolicyAnnouncement:
+    return m.PolicyAnnouncement(
         Label(epoch, number),
         f"d{epoch}.{number}",
         m.WeightsSource(epoch, "here", f"ring_{epoch}", ""),
@@ -133,7 +133,7 @@ def ticket(number: int, attempt: int, epoch: int, samples: int = 2) -> m.Ticket:
         "train",
         prompt,
         list(range(samples)),
-        m.Sampling(max_new_tokens=12),
+        m.SamplingSettings(max_new_tokens=12),
         Label(epoch, 0),
         None,
         0,
@@ -169,9 +169,9 @@ def one_pass(g: Generator) -> None:
 
 
 def tickets(
-    g: Generator, said: m.Announcement | None, *given: m.Ticket, finished: bool = False
-) -> m.Tickets:
-    return m.Tickets(g.session, g.want_sequence, list(given), said, finished)
+    g: Generator, said: m.PolicyAnnouncement | None, *given: m.Ticket, finished: bool = False
+) -> m.TicketGrant:
+    return m.TicketGrant(g.session, g.want_sequence, list(given), said, finished)
 
 
 def test_an_outdated_attempt_takes_nothing_from_the_next_one(
@@ -181,12 +181,15 @@ def test_an_outdated_attempt_takes_nothing_from_the_next_one(
     before the first one is dropped.
     """
     g = make()
-    g.socket.inbox.append(tickets(g, announcement(1), ticket(0, 1, epoch=1)))  # type: ignore[attr-defined]
+    # type: ignore[attr-defined]
+    g.socket.inbox.append(tickets(g, announcement(1), ticket(0, 1, epoch=1)))
     one_pass(g)
     assert set(g.engine.rows) == {(0, 0, 1), (0, 1, 1)}  # type: ignore[attr-defined]
-    g.socket.inbox.append(tickets(g, announcement(2), ticket(0, 2, epoch=2)))  # type: ignore[attr-defined]
+    # type: ignore[attr-defined]
+    g.socket.inbox.append(tickets(g, announcement(2), ticket(0, 2, epoch=2)))
     one_pass(g)
-    assert g.engine.aborted == [(0, 0, 1), (0, 1, 1)] and g.engine.loads == [(1, 0), (2, 0)]  # type: ignore[attr-defined]
+    # type: ignore[attr-defined]
+    assert g.engine.aborted == [(0, 0, 1), (0, 1, 1)] and g.engine.loads == [(1, 0), (2, 0)]
     rows = g.engine.rows  # type: ignore[attr-defined]
     assert set(rows) == {(0, 0, 2), (0, 1, 2)} and all(len(r.prompt) == 3 for r in rows.values())
 
@@ -214,20 +217,20 @@ def test_answers_that_wait_for_their_reward_keep_their_lease(
         for key in keys:
             tokens = np.zeros(2, np.int32)
             g.finished(
-                Answer(
+                Completion(
                     key,
                     rows.pop(key).prompt,
                     tokens,
                     np.zeros(2, np.float32),
-                    [m.Span(Label(1, 0), "d", 0, 2, Label(1, 0))],
+                    [m.VersionSpan(Label(1, 0), "d", 0, 2, Label(1, 0))],
                     "length",
                 )
             )
 
-    def told() -> m.Renew:
+    def told() -> m.LeaseRenewal:
         g.renewed = 0.0
         one_pass(g)
-        return next(x for x in reversed(said) if isinstance(x, m.Renew))
+        return next(x for x in reversed(said) if isinstance(x, m.LeaseRenewal))
 
     ends((0, 0, 1), (0, 1, 1), (1, 0, 2))
     renew = told()
@@ -242,7 +245,7 @@ def test_answers_that_wait_for_their_reward_keep_their_lease(
     ends((1, 1, 2))
     renew = told()
     assert renew.judging == [(0, 1), (1, 2)] and renew.waiting.what == m.REWARDS_WAITED_FOR
-    monkeypatch.setattr(type(g.rewards), "working", property(lambda self: False))
+    monkeypatch.setattr(type(g.rewards), "is_working", property(lambda self: False))
     assert told().judging == [], "nobody sees to their end"
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
@@ -257,7 +260,7 @@ def test_answers_that_wait_for_their_reward_keep_their_lease(
         and told().stats["generator/reward_idle_s"] > 0
         and {"link/acked", "link/fetch_s"} < set(told().stats)
     )
-    assert sum(len(x.samples) for x in said if isinstance(x, m.Deliver)) == 4
+    assert sum(len(x.samples) for x in said if isinstance(x, m.Delivery)) == 4
 
 
 def test_what_was_granted_and_has_not_come_is_forgone_and_said_to_be(
@@ -271,15 +274,15 @@ def test_what_was_granted_and_has_not_come_is_forgone_and_said_to_be(
     )
     one_pass(g)
 
-    def told() -> m.Renew:
+    def told() -> m.LeaseRenewal:
         g.renewed = 0.0
         one_pass(g)
-        return next(x for x in reversed(said) if isinstance(x, m.Renew))
+        return next(x for x in reversed(said) if isinstance(x, m.LeaseRenewal))
 
-    span = m.Span(Label(1, 0), "d", 0, 2, Label(1, 0))
+    span = m.VersionSpan(Label(1, 0), "d", 0, 2, Label(1, 0))
     for key in ((0, 0, 1), (1, 0, 2)):
         row = g.engine.rows.pop(key)  # type: ignore[attr-defined]
-        answer = Answer(
+        answer = Completion(
             key, row.prompt, np.zeros(2, np.int32), np.zeros(2, np.float32), [span], "length"
         )
         g.finished(answer)
@@ -289,19 +292,23 @@ def test_what_was_granted_and_has_not_come_is_forgone_and_said_to_be(
     assert [name[:2] for name in renew.progress] == [(2, 3)]
     written = g.judged.pop((0, 0, 1))
     g.outbox.add(
-        unwritten(NoRoom(written.ticket, (0, 0, 1), m.Failure("data", "no")), Label(1, 0), "d")
+        failed_trajectory(
+            PromptTooLong(written.ticket, (0, 0, 1), m.RewardFailure("data", "no")),
+            Label(1, 0),
+            "d",
+        )
     )
     assert told().written == [(0, 1), (1, 2)]  # fresh, then sent, and not acknowledged
     g.outbox.fresh_since = -1.0  # it has waited for company
     assert told().written == [(0, 1), (1, 2)] and g.outbox.sent and not g.outbox.fresh
-    inbox.append(m.Acks(g.session, [(0, 0, 1, "failed")], 1 << 20, None))
+    inbox.append(m.DeliveryAcks(g.session, [(0, 0, 1, "failed")], 1 << 20, None))
     assert told().written == [(1, 2)]
-    inbox.append(m.Heard(1, None, attempts=5))
+    inbox.append(m.HeartbeatReply(1, None, attempts=5))
     assert told().taken == 5
     inbox.append(tickets(g, None, ticket(4, 5, epoch=1), ticket(5, 6, epoch=1)))
     renew = told()
     assert set(g.schedule.held) == {(2, 3), (5, 6)} and renew.taken == 6
-    inbox.append(m.Heard(1, None, attempts=2))  # a late one
+    inbox.append(m.HeartbeatReply(1, None, attempts=2))  # a late one
     assert told().taken == 6
 
 
@@ -314,7 +321,7 @@ def test_one_that_draws_calls_forgoes_none_and_says_nothing_of_tickets(
     g.calls.close()
     monkeypatch.setattr("actors.generator.wait", lambda *_: None)
     monkeypatch.setattr(g.calls, "read", lambda: None)
-    g.socket.inbox.append(m.Heard(1, None, attempts=5))  # type: ignore[attr-defined]
+    g.socket.inbox.append(m.HeartbeatReply(1, None, attempts=5))  # type: ignore[attr-defined]
     g.read()
     assert g.schedule.newest_attempt == 0
     g.schedule.newest_attempt = 3
@@ -330,14 +337,15 @@ def test_a_slow_engine_makes_fewer_steps_in_a_call(
     """
     for sets, expected in (((), [8, 4, 2, 1, 1, 2, 3]), (("staleness.max_lag=0",), [8] * 7)):
         g = make(*sets)
-        g.socket.inbox.append(tickets(g, announcement(1), ticket(0, 1, epoch=1)))  # type: ignore[attr-defined]
+        # type: ignore[attr-defined]
+        g.socket.inbox.append(tickets(g, announcement(1), ticket(0, 1, epoch=1)))
         one_pass(g)
         clock, made, slow = [0.0], [], [4.0, 4.0, 4.0, 4.0, 0.1, 0.1, 0.1]
         g.steps = 8
 
         def step(
             n: int, clock: list[float] = clock, made: list[int] = made, slow: list[float] = slow
-        ) -> list[Answer]:
+        ) -> list[Completion]:
             made.append(n)
             clock[0] += slow.pop(0)
             return []
@@ -354,7 +362,8 @@ def test_told_to_end_it_says_what_it_drew_and_that_its_leases_are_free(
     make: Callable[..., Generator],
 ) -> None:
     g = make()
-    g.socket.inbox.append(tickets(g, announcement(1), ticket(0, 1, epoch=1)))  # type: ignore[attr-defined]
+    # type: ignore[attr-defined]
+    g.socket.inbox.append(tickets(g, announcement(1), ticket(0, 1, epoch=1)))
     one_pass(g)
     said = g.socket.said  # type: ignore[attr-defined]
     del said[:]
@@ -363,9 +372,10 @@ def test_told_to_end_it_says_what_it_drew_and_that_its_leases_are_free(
     g.close()
     *_, renew, leaving = said
     # 3 tokens of each of two answers: lost, and counted
-    assert isinstance(renew, m.Renew) and renew.progress == [(0, 1, 6)]
+    assert isinstance(renew, m.LeaseRenewal) and renew.progress == [(0, 1, 6)]
     assert renew.stats["prefix/hits"] == 4.0 and "generator/tokens" in renew.stats
-    assert leaving == m.Leaving(g.producer, g.session) and g.socket.closed  # type: ignore[attr-defined]
+    # type: ignore[attr-defined]
+    assert leaving == m.GeneratorGoodbye(g.producer, g.session) and g.socket.closed
 
 
 def test_told_that_the_run_is_over_it_ends_without_a_word(make: Callable[..., Generator]) -> None:
@@ -392,7 +402,8 @@ def end_run(run_dir: Path, steps: int) -> None:
 def test_one_that_comes_after_the_end_says_so(make: Callable[..., Generator], how: str) -> None:
     g = make("learner.steps=9")
     if how == "by the buffer":
-        g.socket.inbox.append(tickets(g, announcement(1), finished=True))  # type: ignore[attr-defined]
+        # type: ignore[attr-defined]
+        g.socket.inbox.append(tickets(g, announcement(1), finished=True))
     else:
         end_run(g.run_dir, 9)
         g.unanswered = time.monotonic() - 3
@@ -401,7 +412,8 @@ def test_one_that_comes_after_the_end_says_so(make: Callable[..., Generator], ho
     ):
         g.loop()
     g.close()
-    assert not any(isinstance(x, m.Leaving) for x in g.socket.said)  # type: ignore[attr-defined]
+    # type: ignore[attr-defined]
+    assert not any(isinstance(x, m.GeneratorGoodbye) for x in g.socket.said)
 
 
 def test_one_that_took_part_and_was_not_told_ends_by_the_files_of_the_end(
@@ -425,7 +437,8 @@ def test_weights_whose_learner_is_gone_are_waited_for_by_name_until_others_are_a
 ) -> None:
     g = make()
     g.weights.missing = {1}  # type: ignore[attr-defined]
-    g.socket.inbox.append(tickets(g, announcement(1), ticket(0, 1, epoch=1)))  # type: ignore[attr-defined]
+    # type: ignore[attr-defined]
+    g.socket.inbox.append(tickets(g, announcement(1), ticket(0, 1, epoch=1)))
     for _ in range(3):
         one_pass(g)
     since = g.waiting_since
@@ -439,9 +452,11 @@ def test_weights_whose_learner_is_gone_are_waited_for_by_name_until_others_are_a
     # longer than wires.connect_s, shorter than a start may take
     g.gone = g.gone._replace(since=time.monotonic() - CONNECT_S - 1)
     one_pass(g)
-    g.socket.inbox.append(tickets(g, announcement(2), ticket(0, 2, epoch=2)))  # type: ignore[attr-defined]
+    # type: ignore[attr-defined]
+    g.socket.inbox.append(tickets(g, announcement(2), ticket(0, 2, epoch=2)))
     one_pass(g)
-    assert g.gone is None and g.engine.loads == [(2, 0)] and g.engine.active == 2  # type: ignore[attr-defined]
+    # type: ignore[attr-defined]
+    assert g.gone is None and g.engine.loads == [(2, 0)] and g.engine.active == 2
 
 
 def test_the_version_that_is_announced_is_pulled_by_the_digest_that_was_announced(
@@ -456,7 +471,8 @@ def test_the_version_that_is_announced_is_pulled_by_the_digest_that_was_announce
         return None if digest == "d1.0" else ({}, digest or "of the ring", b"")
 
     g.weights.pull = pull  # type: ignore[method-assign]
-    g.socket.inbox.append(tickets(g, announcement(1), ticket(0, 1, epoch=1)))  # type: ignore[attr-defined]
+    # type: ignore[attr-defined]
+    g.socket.inbox.append(tickets(g, announcement(1), ticket(0, 1, epoch=1)))
     one_pass(g)
     assert asked == [(Label(1, 0), "d1.0")] and g.loaded is None and g.lacking
     assert not g.engine.loads and "weights 1.0" in g.waiting_for  # type: ignore[attr-defined]
@@ -476,18 +492,19 @@ def test_hands_full_of_a_dead_learners_tickets_are_emptied_when_the_next_one_is_
     g = make()
     g.weights.missing = {1}  # type: ignore[attr-defined]
     full = [ticket(n, n + 1, epoch=1) for n in range(4)]  # two samples each, eight rows
-    g.socket.inbox.append(tickets(g, announcement(1) if ring == "gone" else None, *full))  # type: ignore[attr-defined]
+    # type: ignore[attr-defined]
+    g.socket.inbox.append(tickets(g, announcement(1) if ring == "gone" else None, *full))
     for _ in range(2):
         one_pass(g)
     assert g.schedule.waiting() == g.engine.slots and not g.engine.active
     said = g.socket.said  # type: ignore[attr-defined]
     del said[:]
-    g.socket.inbox.append(m.Heard(2, announcement(2)))  # type: ignore[attr-defined]
+    g.socket.inbox.append(m.HeartbeatReply(2, announcement(2)))  # type: ignore[attr-defined]
     one_pass(g)
     assert (
         not g.schedule.held
         and g.engine.loads == [(2, 0)]
-        and any(isinstance(x, m.Want) for x in said)
+        and any(isinstance(x, m.TicketRequest) for x in said)
     )  # type: ignore[attr-defined]
 
 
@@ -518,11 +535,11 @@ def test_a_buffer_that_falls_silent_is_given_up_and_one_that_answers_is_not(
     one_pass(g)
     assert g.unanswered  # its renewals are answered, so silence has a beginning
     g.unanswered = silent = g.unanswered - CONNECT_S - 1
-    g.socket.inbox.append(m.Heard(0))  # type: ignore[attr-defined]
+    g.socket.inbox.append(m.HeartbeatReply(0))  # type: ignore[attr-defined]
     one_pass(g)
     assert not g.unanswered or g.unanswered > silent
     assert g.waiting_for == "the learner: no weights have been announced yet"
-    g.request(m.Renew(g.producer, g.session, [], {}, None))
+    g.request(m.LeaseRenewal(g.producer, g.session, [], {}, None))
     g.unanswered -= CONNECT_S + 1
     with pytest.raises(
         PeerUnreachable, match=r"has not answered for 5\d\d\d s \(wires.connect_s\)"

@@ -16,7 +16,7 @@ import pytest
 from conftest import ENV, ROOT, RUN_SEED
 
 from asyncrl.models.policy import build_model
-from asyncrl.tasks.calc import Calc
+from asyncrl.tasks.calc import CalcTask
 
 TESTS = ROOT / "tests"
 SETS = (
@@ -42,7 +42,7 @@ SETS = (
 @pytest.fixture(scope="module")
 def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("golden")
-    build_model(path / "m", Calc.symbols, hidden=32, layers=1)
+    build_model(path / "m", CalcTask.symbols, hidden=32, layers=1)
     return path
 
 

@@ -15,7 +15,7 @@ from asyncrl.algorithms.ratios import seq_sum
 from asyncrl.config import load, methods
 from learner import checkpoint
 from learner.batch import pack
-from learner.gradients import Alignment
+from learner.gradients import GradientAlignment
 from learner.step import LearnerCore
 
 __all__ = ["model_dir"]
@@ -27,11 +27,11 @@ def vec(*x: float) -> torch.Tensor:
 
 def looked(most: float | None, *gradients: torch.Tensor) -> tuple[float, torch.Tensor]:
     """(cosine, gradient) of the last of `gradients`, each cut into tensors of one number."""
-    alignment = Alignment(most)
+    alignment = GradientAlignment(most)
     for gradient in gradients:
         parts = list(gradient.clone().split(1))
-        cosine = float(alignment.look(parts))
-        alignment.keep()
+        cosine = float(alignment.measure(parts))
+        alignment.remember()
     return cosine, torch.cat(parts)
 
 
@@ -53,11 +53,11 @@ def test_a_cosine_and_its_projection_by_hand() -> None:
 
 
 def test_a_gradient_of_no_step_is_not_the_one_before() -> None:
-    alignment = Alignment(None)
-    alignment.look([vec(1, 0)])
-    assert math.isnan(float(alignment.look([vec(1, 1)])))
-    alignment.keep()
-    assert float(alignment.look([vec(1, 1)])) == pytest.approx(1)
+    alignment = GradientAlignment(None)
+    alignment.measure([vec(1, 0)])
+    assert math.isnan(float(alignment.measure([vec(1, 1)])))
+    alignment.remember()
+    assert float(alignment.measure([vec(1, 1)])) == pytest.approx(1)
 
 
 def plain_gradients(learner: LearnerCore, count: int) -> list[torch.Tensor]:
@@ -111,7 +111,7 @@ def test_a_restored_learner_knows_the_gradient_before(model_dir: Path, tmp_path:
     for learner in (whole, first):
         learner.train(batch(0, seed=0))
     checkpoint.save(tmp_path, first, {}, 2)
-    path = checkpoint.newest(tmp_path)
+    path = checkpoint.newest_checkpoint(tmp_path)
     assert path is not None
     checkpoint.restore(second, path)
     rows = [learner.train(batch(1, seed=1)) for learner in (whole, second)]
@@ -137,7 +137,7 @@ def test_norms_of_answers_are_those_of_their_gradients(model_dir: Path) -> None:
         for p in parameters:
             p.grad = None
         out = learner._run(learner.model, packed, [answer], entropy=False)
-        out.logprobs[packed.loss.mask[packed.part([answer])]].sum().backward()
+        out.logprobs[packed.loss.mask[packed.token_positions([answer])]].sum().backward()
         exact = sum(float(p.grad.double().square().sum()) for p in parameters)
         assert float(found[answer]) == pytest.approx(exact, rel=1e-4)
 
@@ -163,7 +163,7 @@ def test_norms_by_the_logits_are_those_of_the_softmax(model_dir: Path) -> None:
             logits = learner.model.hf(ids).logits[0, len(prompt) - 1 : -1]
         logits = logits.double().requires_grad_(True)
         lp = (logits / 0.7).log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
-        lp[packed.loss.mask[packed.part([answer])]].sum().backward()
+        lp[packed.loss.mask[packed.token_positions([answer])]].sum().backward()
         # with respect to what the softmax is taken of: at temperature T, T times as much
         exact = float((logits.grad * 0.7).square().sum())
         assert float(found[answer]) == pytest.approx(exact, rel=1e-4)
@@ -230,7 +230,7 @@ def test_a_learner_remembers_each_prompts_rewards(model_dir: Path, tmp_path: Pat
     assert len(set(digests)) == GROUPS
     checkpoint.save(tmp_path, learner, {}, 2)
     again = core(model_dir, learner={"lr": 0.0}, advantage=advantage)
-    path = checkpoint.newest(tmp_path)
+    path = checkpoint.newest_checkpoint(tmp_path)
     assert path is not None
     checkpoint.restore(again, path)
     other = batch(1)  # the same prompts
@@ -274,12 +274,12 @@ def test_a_learner_trains_with_a_baseline_of_tokens(model_dir: Path) -> None:
 
 
 def test_a_gradient_in_bfloat16_is_kept_as_it_was() -> None:
-    alignment = Alignment(0.0)
+    alignment = GradientAlignment(0.0)
     first, second = (torch.tensor(x, dtype=torch.bfloat16) for x in ([1.0, 0.0], [1.0, 1.0]))
-    alignment.look([first])
-    alignment.keep()
-    alignment.look([second])
-    alignment.keep()
+    alignment.measure([first])
+    alignment.remember()
+    alignment.measure([second])
+    alignment.remember()
     assert second.tolist() == [0, 1] and alignment.previous[0].tolist() == [1, 1]
 
 

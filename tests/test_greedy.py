@@ -25,19 +25,19 @@ from asyncrl.records import rundir
 from asyncrl.transport import sockets
 from asyncrl.transport.sockets import BufferSocket
 from buffer import service as module
-from buffer.service import Service
+from buffer.service import BufferService
 
 WAIT_MS = 2000
 
 
 @pytest.fixture
 def begun(tmp_path: Path) -> Iterator[Any]:
-    made: list[Service] = []
+    made: list[BufferService] = []
 
-    def begin(*sets: str) -> Service:
+    def begin(*sets: str) -> BufferService:
         config = load.load(ROOT / "configs" / "demo.toml", [*SMALL, *sets])
         rundir.ensure(config, "", tmp_path / "run")
-        made.append(Service(config, tmp_path / "run"))
+        made.append(BufferService(config, tmp_path / "run"))
         return made[-1]
 
     yield begin
@@ -51,7 +51,7 @@ class Flood:
     `most`, and `sent` keeps what it says, each with the number of messages taken in before.
     """
 
-    def __init__(self, service: Service, message: Any, most: int) -> None:
+    def __init__(self, service: BufferService, message: Any, most: int) -> None:
         self.service, self.message, self.most = service, message, most
         self.taken = 0
         self.sent: list[tuple[int, bytes, Any]] = []
@@ -73,10 +73,10 @@ def test_who_sends_without_end_holds_up_nobody(begun: Any) -> None:
     service = begun()
     service.handle(b"learner", honest_hello(service.run))
     service.handle(b"honest", greeting(service))
-    service.handle(b"honest", m.Want("generator-0", 7, 1, 8, None))
-    flood = Flood(service, m.Watch(), 3 * module.PASS)
+    service.handle(b"honest", m.TicketRequest("generator-0", 7, 1, 8, None))
+    flood = Flood(service, m.StatusRequest(), 3 * module.PASS)
     service.loop()
-    granted = [at for at, peer, what in flood.sent if isinstance(what, m.Tickets)]
+    granted = [at for at, peer, what in flood.sent if isinstance(what, m.TicketGrant)]
     assert granted and granted[0] <= module.PASS + 1
 
 
@@ -85,9 +85,10 @@ def test_replies_that_wait_for_the_disk_are_bounded(
 ) -> None:
     monkeypatch.setattr(module, "OUTGOING", 1000)
     service = begun("durability.mode='disk'")
-    monkeypatch.setattr(service.store, "settle", lambda: None)  # a disk that does not come back
+    # a disk that does not come back
+    monkeypatch.setattr(service.store, "flush_journal", lambda: None)
     service.handle(b"learner", honest_hello(service.run))
-    flood = Flood(service, m.Watch(), 10**6)
+    flood = Flood(service, m.StatusRequest(), 10**6)
     passes = iter(range(50))
     answer = service.answer
 
@@ -104,12 +105,12 @@ def test_replies_that_wait_for_the_disk_are_bounded(
 def test_wants_and_asks_without_end_are_kept_once(begun: Any) -> None:
     service = begun("learner.steps=5000")
     for number in range(3000):  # before any learner is there, nobody can be told of weights
-        service.handle(b"g", m.Want("generator-0", 7, number, 8, None))
+        service.handle(b"g", m.TicketRequest("generator-0", 7, number, 8, None))
         service.handle(b"g", greeting(service))
     assert len(service.fresh) == len(service.wants) == 1
     service.handle(b"learner", honest_hello(service.run))
     for number in range(1, 3000):
-        service.handle(b"learner", m.Ask(1, number))
+        service.handle(b"learner", m.BatchRequest(1, number))
     assert len(service.asks) == module.ASKS
     assert service.asks[-1][1].number == 2999
 
@@ -124,10 +125,10 @@ def test_a_learner_that_stops_asking_ends_the_granting(begun: Any) -> None:
     service.socket.send = lambda peer, message: heard.append(message)
     room = 3 * service.store.settings.batch
     for number in range(20 * room):
-        service.handle(b"g", m.Want("generator-0", 7, number, 8, None))
+        service.handle(b"g", m.TicketRequest("generator-0", 7, number, 8, None))
         service.answer()
         for said in heard:
-            for ticket in said.tickets if isinstance(said, m.Tickets) else ():
+            for ticket in said.tickets if isinstance(said, m.TicketGrant) else ():
                 deliver = answers(ticket)
                 service.handle(b"g", msgspec.structs.replace(deliver, session=7))
         heard.clear()
@@ -155,9 +156,9 @@ def test_a_greedy_senders_messages_stay_at_its_side(monkeypatch: pytest.MonkeyPa
         greedy.send(bytes(size))
         sent += 1
     honest = dealer(buffer.address)  # and another's come through
-    honest.send_multipart([sockets.head(""), msgspec.msgpack.encode(m.Watch())])
+    honest.send_multipart([sockets.head(""), msgspec.msgpack.encode(m.StatusRequest())])
     until = time.monotonic() + 600
-    while not isinstance((buffer.recv(0.1) or (b"", None))[1], m.Watch):
+    while not isinstance((buffer.recv(0.1) or (b"", None))[1], m.StatusRequest):
         assert time.monotonic() < until
     for each in (greedy, honest, buffer):
         each.close()
@@ -169,11 +170,11 @@ def test_replies_to_who_does_not_read_are_dropped(monkeypatch: pytest.MonkeyPatc
     buffer = BufferSocket("tcp://127.0.0.1:*")
     buffer.socket.setsockopt(zmq.SNDBUF, 1 << 16)
     silent = dealer(buffer.address, RCVHWM=1)
-    silent.send_multipart([sockets.head(""), msgspec.msgpack.encode(m.Watch())])
+    silent.send_multipart([sockets.head(""), msgspec.msgpack.encode(m.StatusRequest())])
     until = time.monotonic() + 600
     while (got := buffer.recv(0.1)) is None:
         assert time.monotonic() < until
-    said = m.Refused("x" * (1 << 16))
+    said = m.Refusal("x" * (1 << 16))
     for _ in range(2000):
         buffer.send(got[0], said)
     read = 0
@@ -194,7 +195,7 @@ def test_a_hundred_thousand_stored_objects_are_not_searched_for_cycles(
     rundir.ensure(config, "", tmp_path / "run")
     looked: list[Any] = []
 
-    def loop(service: Service) -> None:
+    def loop(service: BufferService) -> None:
         gc.collect()
         gc.callbacks.append(look)
         kept = [[number] for number in range(100_000)]
@@ -204,7 +205,7 @@ def test_a_hundred_thousand_stored_objects_are_not_searched_for_cycles(
     def look(phase: str, info: dict[str, int]) -> None:
         looked.append((phase, info["generation"]))
 
-    monkeypatch.setattr(Service, "loop", loop)
+    monkeypatch.setattr(BufferService, "loop", loop)
     monkeypatch.setattr(module.signal, "signal", lambda *_: None)
     before = gc.get_threshold()
     try:

@@ -12,18 +12,28 @@ from conftest import ROOT
 from rich.console import Console
 
 from asyncrl.config import load
-from asyncrl.contract.messages import Status
-from asyncrl.contract.waits import HeldUp, OpenSession, SessionWait, Wait, held_up
+from asyncrl.contract.messages import RunStatus
+from asyncrl.contract.waits import (
+    BlockingSession,
+    OpenSession,
+    ProcessWait,
+    SessionWait,
+    find_blocking_session,
+)
 from asyncrl.supervise import launch, live
-from asyncrl.supervise.launch import Child, Supervisor
+from asyncrl.supervise.launch import SupervisedProcess, Supervisor
 
 ONE = OpenSession(
     17, 3, "17.3.41", "prompt 5 'ab='", 6, "environment", "its tool add", 209.0, 212.0
 )
 
 
-def among(ticket: int, *sessions: OpenSession, step_s: float = 35.0, max_lag: float = 2) -> HeldUp:
-    found = held_up({"gateway-0": sessions}, ticket, usual_s=100.0, step_s=step_s, max_lag=max_lag)
+def among(
+    ticket: int, *sessions: OpenSession, step_s: float = 35.0, max_lag: float = 2
+) -> BlockingSession:
+    found = find_blocking_session(
+        {"gateway-0": sessions}, ticket, usual_s=100.0, step_s=step_s, max_lag=max_lag
+    )
     assert found is not None
     return found
 
@@ -32,8 +42,8 @@ def test_it_is_the_tickets_own_or_the_oldest() -> None:
     later = msgspec.structs.replace(ONE, ticket=20, name="20.0.50")
     assert among(20, later, ONE).session is later
     assert among(-1, later, ONE).session is ONE
-    assert held_up({"gateway-0": [ONE]}, 18, usual_s=0, step_s=1, max_lag=0) is None
-    assert held_up({}, -1, usual_s=0, step_s=1, max_lag=0) is None
+    assert find_blocking_session({"gateway-0": [ONE]}, 18, usual_s=0, step_s=1, max_lag=0) is None
+    assert find_blocking_session({}, -1, usual_s=0, step_s=1, max_lag=0) is None
 
 
 @pytest.mark.parametrize(
@@ -50,7 +60,7 @@ def test_what_goes_on_as_it_should_holds_nobody_up(
     kind: SessionWait, open_s: float, seconds: float, named: bool
 ) -> None:
     one = msgspec.structs.replace(ONE, kind=kind, open_s=open_s, seconds=seconds)
-    found = held_up({"gateway-0": [one]}, 17, usual_s=0, step_s=1, max_lag=0)
+    found = find_blocking_session({"gateway-0": [one]}, 17, usual_s=0, step_s=1, max_lag=0)
     assert (found is not None) == named
 
 
@@ -75,32 +85,34 @@ def test_the_limit_that_would_not_wait(
 
 
 def test_the_words() -> None:
-    usual = HeldUp(msgspec.structs.replace(ONE, open_s=5.0), "gateway-0", 210.0, 35.0, 6).said()
+    usual = BlockingSession(
+        msgspec.structs.replace(ONE, open_s=5.0), "gateway-0", 210.0, 35.0, 6
+    ).describe()
     assert "would not wait (95 % of sessions end within 210 s, a step takes 35 s)" in usual
     assert "ends that" not in usual
-    nobody = HeldUp(msgspec.structs.replace(ONE, name=""), "gateway-0").said()
+    nobody = BlockingSession(msgspec.structs.replace(ONE, name=""), "gateway-0").describe()
     assert nobody == (
         "the learner is held up by sample 3 of ticket 17 (prompt 5 'ab='): it has waited 209 s for "
         "its tool add"
     )
 
 
-def status(kind: SessionWait, limit: str, *, wait_s: float = 9.0) -> Status:
+def status(kind: SessionWait, limit: str, *, wait_s: float = 9.0) -> RunStatus:
     one = msgspec.structs.replace(ONE, kind=kind, limit=limit, ends_s=88.0)
-    waits = [Wait("learner", "ticket 17: 1 samples at gateway-0", "gateway-0", wait_s)]
+    waits = [ProcessWait("learner", "ticket 17: 1 samples at gateway-0", "gateway-0", wait_s)]
     peers = {"learner": 0.1, "gateway-0": 0.1}
-    held = HeldUp(one, "gateway-0", 0.0, 35.0, 7)
-    return Status("r", 3, 9, 1, {}, {}, waits, peers, False, held_up=held)
+    held = BlockingSession(one, "gateway-0", 0.0, 35.0, 7)
+    return RunStatus("r", 3, 9, 1, {}, {}, waits, peers, False, held_up=held)
 
 
 def test_the_live_view_says_it() -> None:
     now = status("environment", "agent.step_s")
-    assert now.held_up is not None and now.held_up.said() in live.line(now)
-    brief = live.line(status("environment", "agent.step_s", wait_s=0.5))
+    assert now.held_up is not None and now.held_up.describe() in live.status_line(now)
+    brief = live.status_line(status("environment", "agent.step_s", wait_s=0.5))
     assert "held up" not in brief
     out = io.StringIO()
     Console(file=out, width=400).print(live.table(now))
-    assert now.held_up.said() in out.getvalue()
+    assert now.held_up.describe() in out.getvalue()
 
 
 class Killed:
@@ -134,11 +146,12 @@ def test_the_watchdog_leaves_a_session_to_its_own_deadline(
     supervisor.logs = tmp_path
     gateway = Killed()
     for name, process in (("buffer", Killed()), ("learner", Killed()), ("gateway-0", gateway)):
-        supervisor.children.append(Child(name, [], 1, True, process))  # type: ignore[arg-type]
+        # type: ignore[arg-type]
+        supervisor.children.append(SupervisedProcess(name, [], 1, True, process))
     supervisor.observe(status(kind, limit))
     supervisor.looked = now
     supervisor.watchdog.since = now - 1e6
-    supervisor.look()
+    supervisor.check_progress()
     assert gateway.killed == killed
     assert ("the learner is held up by session" in "".join(said)) == killed
     # the time until its deadline does not count later either

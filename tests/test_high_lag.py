@@ -73,7 +73,7 @@ def test_every_method_is_a_config_at_every_lag_with_one_update_and_with_four(
 ) -> None:
     plan = program.Plan(options(program, tmp_path))
     wanted = [
-        program.Cell(task, method, updates, lag, 0.5)
+        program.CellResult(task, method, updates, lag, 0.5)
         for task in ["rle-1e-3"]
         for method in program.ARMS
         for updates in (1, 4)
@@ -110,7 +110,7 @@ def test_the_rate_is_the_best_of_all_factors_and_unknown_until_all_are_there(
     assert plan.factor("rle-5e-4", "dis", 1) == 0.5
     put(plan, half, program.TUNING_SEED, [0.2, 0.4, 0.3])
     assert plan.factor("rle-5e-4", "dis", 1) == 0.5, "the lower of two as good"
-    assert plan.screen("rle-5e-4", 1, 64) == [program.Cell("rle-5e-4", "dis", 1, 64, 0.5)]
+    assert plan.screen("rle-5e-4", 1, 64) == [program.CellResult("rle-5e-4", "dis", 1, 64, 0.5)]
 
 
 def test_several_seeds_choose_a_rate_by_their_mean_and_none_is_left_out(
@@ -161,7 +161,7 @@ def test_a_pool_starts_no_run_once_the_time_is_over(
     monkeypatch.setattr(
         warm_pool.importing, "command", lambda *words: [sys.executable, "-c", worker]
     )
-    cells = warm_pool.Cells(tmp_path)
+    cells = warm_pool.CellStore(tmp_path)
     cells.configs = dict.fromkeys(["a", "b", "c", "d"], load.load(ROOT / "configs" / "rle.toml"))
     done: list[str] = []
     cells.run(1, lambda name, _: done.append(name), go_on=lambda: len(done) < 2)
@@ -185,7 +185,7 @@ def test_the_verdict_is_paired_after_holm_and_says_what_it_could_not_see(
     }
     for method, values in ends.items():
         for seed, end in enumerate(values):
-            cell = program.Cell("rle-5e-4", method, 1, 16, 1.0)
+            cell = program.CellResult("rle-5e-4", method, 1, 16, 1.0)
             put(plan, cell, seed, [0.2, end, end])
     found = program.analyse(plan)
     row = found["rle-5e-4"]["1"]["by_lag"]["16"]
@@ -213,7 +213,7 @@ def test_the_noise_is_between_methods_of_the_same_mathematics_alone(
     assert program.same(plan, "rle-5e-4") == [["ppo", "dis"]]  # gmpo averages otherwise
     for n, method in enumerate(names):
         for seed in range(2):
-            cell = program.Cell("rle-5e-4", method, 1, 0, 1.0)
+            cell = program.CellResult("rle-5e-4", method, 1, 0, 1.0)
             put(plan, cell, seed, [0.2, 0.5 + 0.01 * n * (seed + 1)])
     about = program.analyse(plan)["rle-5e-4"]["1"]["noise"]
     assert about["pairs"] == 2

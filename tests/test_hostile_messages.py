@@ -15,7 +15,7 @@ from conftest import ROOT
 from test_journal import state
 from test_service import SMALL
 
-from actors.turn import NoRoom, unwritten
+from actors.turn import PromptTooLong, failed_trajectory
 from asyncrl.config import load
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import BadMessage
@@ -24,8 +24,8 @@ from asyncrl.records import rundir
 from asyncrl.tasks import get_task
 from buffer import checks
 from buffer.evaluation import Evaluations
-from buffer.groups import Settings
-from buffer.service import Service, open_store
+from buffer.groups import StoreSettings
+from buffer.service import BufferService, open_store
 from buffer.store import Store
 
 NUMBERS = (-1, 0, 1, 2, 3, 4, 5, 7, 63, 2**31, 2**40, 2**40 + 1, 2**62, -(2**63))
@@ -49,7 +49,7 @@ TEXTS = (
 class Fuzz:
     """Values of a message's fields by their types, sometimes of the run as it is."""
 
-    def __init__(self, service: Service, r: random.Random) -> None:
+    def __init__(self, service: BufferService, r: random.Random) -> None:
         self.service, self.r = service, r
 
     def number(self) -> int:
@@ -114,7 +114,7 @@ def honest_hello(run: str, **more: Any) -> m.LearnerHello:
     )
 
 
-def greeting(service: Service) -> m.GeneratorHello:
+def greeting(service: BufferService) -> m.GeneratorHello:
     return m.GeneratorHello(
         protocol=m.PROTOCOL,
         run=service.run,
@@ -126,7 +126,7 @@ def greeting(service: Service) -> m.GeneratorHello:
     )
 
 
-def honest(service: Service, r: random.Random) -> m.FromPeer | None:
+def honest(service: BufferService, r: random.Random) -> m.FromPeer | None:
     """What a peer of the run would say next."""
     s = service.store
     if s.policy is None:
@@ -153,17 +153,17 @@ def honest(service: Service, r: random.Random) -> m.FromPeer | None:
             b"\0" * 8,
             b"\0" * 8,
             b"\1\1",
-            [m.Span(label, "", 0, 2, label)],
+            [m.VersionSpan(label, "", 0, 2, label)],
             float(k),
             {},
             "stop",
             1.0,
         )
-        return m.Deliver("generator-0", 7, 1, [t])
+        return m.Delivery("generator-0", 7, 1, [t])
     if what < 0.7:
-        return m.Want("generator-0", 7, 1, 8, None)
+        return m.TicketRequest("generator-0", 7, 1, 8, None)
     if what < 0.85 and s.committed < s.settings.steps:
-        return m.Ask(s.epoch, s.committed)
+        return m.BatchRequest(s.epoch, s.committed)
     return (
         m.Commit(
             s.epoch,
@@ -184,14 +184,14 @@ GOOD = {
     "behavior_logprobs": F4["half"] * 2,
     "mask": b"\1\1",
     "spans": [
-        m.Span(Label(1, 0), "", 0, 1, Label(1, 0)),
-        m.Span(Label(1, 0), "", 1, 2, Label(1, 0)),
+        m.VersionSpan(Label(1, 0), "", 0, 1, Label(1, 0)),
+        m.VersionSpan(Label(1, 0), "", 1, 2, Label(1, 0)),
     ],
     "token_rewards": F4["up"] * 2,
 }
-SPAN = m.Span(Label(1, 0), "", 0, 1, Label(1, 0))
+SPAN = m.VersionSpan(Label(1, 0), "", 0, 1, Label(1, 0))
 NAN, INF = float("nan"), float("inf")
-LIMITS = Settings(1, 2, 9, m.Sampling(max_new_tokens=2), context=3)
+LIMITS = StoreSettings(1, 2, 9, m.SamplingSettings(max_new_tokens=2), context=3)
 # what is changed, what is said of it, and the reason that it is counted under
 BAD = [
     ({"tokens": b"\0" * 7}, "7 bytes of tokens for 2 mask bytes", "shape"),
@@ -272,27 +272,27 @@ BAD = [
     ({"text": "x" * 100_000}, "texts of 100000 and 0 characters", "text"),
     ({"prompt_text": "x" * 100_000}, "texts of 0 and 100000 characters", "text"),
     ({"group_key": "x" * 201}, "a text without end", "text"),
-    ({"failed": m.Failure("data", "x" * 70_000)}, "a text without end", "text"),
+    ({"failed": m.RewardFailure("data", "x" * 70_000)}, "a text without end", "text"),
 ]
 
 
 def test_an_answer_that_could_not_be_begun_and_rewards_given_for_some_tokens_are_taken() -> None:
     """Nothing was drawn of the first; NaN among token rewards says that none was given."""
-    failed = unwritten(
-        NoRoom(
+    failed = failed_trajectory(
+        PromptTooLong(
             m.Ticket(
                 ticket=3,
                 attempt=1,
                 kind="train",
                 prompt=m.Prompt(3, "long"),
                 samples=[1],
-                sampling=m.Sampling(),
+                sampling=m.SamplingSettings(),
                 min_version=Label(1, 0),
                 exact_version=None,
                 seed=0,
             ),
             (3, 1, 1),
-            m.Failure("data", "the prompt is too long"),
+            m.RewardFailure("data", "the prompt is too long"),
         ),
         Label(1, 0),
         "d",
@@ -335,12 +335,12 @@ def test_an_answer_that_would_end_the_learner_is_refused(
 def test_a_refused_answer_leaves_its_lease_and_an_honest_one_ends_it(tmp_path: Path) -> None:
     config = load.load(ROOT / "configs" / "demo.toml", SMALL)
     rundir.ensure(config, "", tmp_path / "run")
-    service = Service(config, tmp_path / "run")
+    service = BufferService(config, tmp_path / "run")
     try:
         hello = honest(service, random.Random(0))
         service.handle(b"l", msgspec.structs.replace(hello, vocabulary=5))
         service.handle(b"g", greeting(service))
-        service.handle(b"g", m.Want("generator-0", 7, 1, 8, None))
+        service.handle(b"g", m.TicketRequest("generator-0", 7, 1, 8, None))
         service.answer()
         group = next(g for g in service.store.alive.values() if g.lease)
         todo = set(group.lease.todo)
@@ -356,9 +356,9 @@ def test_a_refused_answer_leaves_its_lease_and_an_honest_one_ends_it(tmp_path: P
             temperature=1.0,
         )
         high = msgspec.structs.replace(sample, tokens=b"\0\0\0\0\7\0\0\0")
-        service.handle(b"g", m.Deliver("generator-0", 7, 2, [high]))
+        service.handle(b"g", m.Delivery("generator-0", 7, 2, [high]))
         assert service.refused.total() == 1 and set(group.lease.todo) == todo
-        service.handle(b"g", m.Deliver("generator-0", 7, 3, [sample]))
+        service.handle(b"g", m.Delivery("generator-0", 7, 3, [sample]))
         assert service.refused.total() == 1 and set(group.lease.todo) == todo - {sample.sample}
     finally:
         service.close()
@@ -368,13 +368,13 @@ def test_a_refused_answer_leaves_its_lease_and_an_honest_one_ends_it(tmp_path: P
 def test_versions_that_a_ticket_did_not_ask_for_are_refused() -> None:
     """Older ones evade the limit; those of a newer epoch were never granted."""
     plan = Evaluations(final_prompts=1, prompt=lambda split, index: m.Prompt(index, "p"))
-    store = Store(Settings(1, 1, 9, m.Sampling()), lambda i: m.Prompt(i, "p"), plan)
+    store = Store(StoreSettings(1, 1, 9, m.SamplingSettings()), lambda i: m.Prompt(i, "p"), plan)
     greet = honest_hello("run", vocabulary=0)
     assert store.hello(greet)
     test, first = store.grant("g", 1, 2, 0.0)
 
     def answer(ticket: m.Ticket, *labels: Label, kv: Label | None = None) -> m.Trajectory:
-        spans = [m.Span(x, "", at, at + 1, kv or x) for at, x in enumerate(labels)]
+        spans = [m.VersionSpan(x, "", at, at + 1, kv or x) for at, x in enumerate(labels)]
         many = len(labels)
         return m.Trajectory(
             ticket=ticket.ticket,
@@ -443,7 +443,7 @@ def test_no_message_ends_the_run(mode: str, tmp_path: Path) -> None:
         )
         run_dir = tmp_path / str(seed)
         rundir.ensure(config, "", run_dir)
-        service = Service(config, run_dir)
+        service = BufferService(config, run_dir)
         # these end a run, and are meant to
         service.store.settings.error_budget = service.store.settings.machinery_budget = 1e9
         fuzz = Fuzz(service, r)
@@ -465,7 +465,7 @@ def test_no_message_ends_the_run(mode: str, tmp_path: Path) -> None:
                 committed + service.store.committed,
                 refused + service.refused.total(),
             )
-            assert all(line.tokens >= 0 for line in service.store.folded().lines.values())
+            assert all(line.tokens >= 0 for line in service.store.current_ledger().lines.values())
             before = state(service.store)
             assert service.close() == ""
             if mode == "process":

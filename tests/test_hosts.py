@@ -14,19 +14,19 @@ from conftest import ROOT
 
 from asyncrl.config import load
 from asyncrl.contract.errors import AsyncrlError, ConfigError, ProcessLost
-from asyncrl.contract.messages import Status
+from asyncrl.contract.messages import RunStatus
 from asyncrl.contract.printable import LONGEST_LINE
-from asyncrl.contract.waits import Wait
-from asyncrl.records import lives
+from asyncrl.contract.waits import ProcessWait
+from asyncrl.records import process_log
 from asyncrl.supervise import launch
-from asyncrl.supervise.hosts import TAIL_BYTES, Order, last_lines
+from asyncrl.supervise.hosts import TAIL_BYTES, ProcessSpec, last_lines
 from asyncrl.supervise.launch import Supervisor
 
 
 class Pretended:
     """A process of nobody: it runs until `code` is set."""
 
-    def __init__(self, order: Order, events: list[str]) -> None:
+    def __init__(self, order: ProcessSpec, events: list[str]) -> None:
         self.order = order
         self.events = events
         self.pid = 4711
@@ -47,7 +47,7 @@ class Pretended:
         self.events.append(f"{self.order.name} killed")
         self.code = -signal.SIGKILL
 
-    def refused(self) -> AsyncrlError | None:
+    def read_refusal(self) -> AsyncrlError | None:
         return self.refusal
 
     def tail(self, lines: int) -> list[str]:
@@ -68,11 +68,11 @@ class Pretender:
     def prepare(self) -> None:
         self.events.append("prepared")
 
-    def start(self, order: Order) -> Pretended:
+    def start(self, order: ProcessSpec) -> Pretended:
         self.made.append(Pretended(order, self.events))
         return self.made[-1]
 
-    def room(self) -> int | None:
+    def free_slots(self) -> int | None:
         return self.places
 
     def close(self) -> None:
@@ -128,7 +128,7 @@ def test_generators_come_back_to_a_run_that_goes_on_after_its_end(
     """Else it waits for evaluations that no process writes."""
     now = launch.time.monotonic()
     monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=lambda: now))
-    status = Status("r", 9, 9, 1, {}, {}, [], {}, True)
+    status = RunStatus("r", 9, 9, 1, {}, {}, [], {}, True)
     for name in ("generator-0", "generator-1"):
         maker(supervisor).newest(name).code = 0
     before = len(maker(supervisor).made)
@@ -162,19 +162,19 @@ def test_who_holds_the_run_up_is_ended_and_started_again(
     now = launch.time.monotonic()
     # a supervisor that was away for seconds blames nobody: its clock stands still here
     monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=lambda: now))
-    waits = [Wait("learner", "a batch", "generator-0", 900.0)]
+    waits = [ProcessWait("learner", "a batch", "generator-0", 900.0)]
     peers = {"generator-0": 900.0, "generator-1": 0.1, "learner": 0.1}
-    supervisor.observe(Status("r", 1, 9, 1, {}, {}, waits, peers, False))
+    supervisor.observe(RunStatus("r", 1, 9, 1, {}, {}, waits, peers, False))
     supervisor.looked = now
     supervisor.watchdog.restart(now - 1e6)
     held_up = maker(supervisor).newest("generator-0")
-    supervisor.look()
+    supervisor.check_progress()
     assert maker(supervisor).events == ["generator-0 killed"]
     assert not supervisor.poll() and maker(supervisor).newest("generator-0") is not held_up
     again = maker(supervisor).newest("generator-0")
     again.code = -signal.SIGKILL  # by somebody else
     assert not supervisor.poll()
-    ends = [row for row in lives.rows(supervisor.run_dir) if row["event"] == "died"]
+    ends = [row for row in process_log.read_events(supervisor.run_dir) if row["event"] == "died"]
     assert [row.get("held_up", False) for row in ends] == [True, False]
 
 

@@ -24,7 +24,7 @@ from asyncrl.contract import messages as m
 from asyncrl.contract.errors import BadMessage, PeerUnreachable
 from asyncrl.contract.versions import Label
 from asyncrl.supervise import live
-from asyncrl.transport import chunks, inbound, sockets
+from asyncrl.transport import chunks, message_checks, sockets
 from asyncrl.transport.chunks import ChunkClient
 from asyncrl.transport.sockets import PeerSocket
 from learner.loop import Learner
@@ -32,10 +32,10 @@ from learner.loop import Learner
 WAIT_S = 600.0
 NAN, INF = float("nan"), float("inf")
 AT = Label(1, 3)
-SAID = m.Announcement(AT, "d", m.WeightsSource(1, "here", "/nowhere", ""))
-SAMPLING = m.Sampling(1.0, 1.0, 0, 4)
+SAID = m.PolicyAnnouncement(AT, "d", m.WeightsSource(1, "here", "/nowhere", ""))
+SAMPLING = m.SamplingSettings(1.0, 1.0, 0, 4)
 TICKET = m.Ticket(3, 1, "train", m.Prompt(3, "p"), [0, 1], SAMPLING, AT, None, 0)
-CALL = m.Call(1, 7, 1, "train", b"\3\0\0\0\4\0\0\0", 4, SAMPLING, AT, None, 5)
+CALL = m.GenerationCall(1, 7, 1, "train", b"\3\0\0\0\4\0\0\0", 4, SAMPLING, AT, None, 5)
 replace = msgspec.structs.replace
 
 
@@ -55,23 +55,23 @@ def batch(**more: Any) -> m.Batch:
     return m.Batch(epoch=1, number=2, stats={}, next_ticket=4, **fields | more)
 
 
-def tickets(**more: Any) -> m.Tickets:
-    return m.Tickets(1, 1, [TICKET, replace(TICKET, **more)], SAID)
+def tickets(**more: Any) -> m.TicketGrant:
+    return m.TicketGrant(1, 1, [TICKET, replace(TICKET, **more)], SAID)
 
 
-def announced(**more: Any) -> m.Heard:
-    return m.Heard(1, replace(SAID, source=replace(SAID.source, **more)))
+def announced(**more: Any) -> m.HeartbeatReply:
+    return m.HeartbeatReply(1, replace(SAID, source=replace(SAID.source, **more)))
 
 
-def calls(**more: Any) -> m.Calls:
-    return m.Calls(1, 1, [replace(CALL, **more)], [], None)
+def calls(**more: Any) -> m.CallAssignments:
+    return m.CallAssignments(1, 1, [replace(CALL, **more)], [], None)
 
 
-def sampled(**more: Any) -> m.Sampling:
+def sampled(**more: Any) -> m.SamplingSettings:
     return replace(SAMPLING, **more)
 
 
-STATUS = m.Status("r", 1, 9, 1, {}, {}, [], {}, False)
+STATUS = m.RunStatus("r", 1, 9, 1, {}, {}, [], {}, False)
 REFUSED: list[tuple[Any, str]] = [
     (batch(samples=[]), "0 samples"),
     (batch(lags=[1]), "2 samples with 1 lags"),
@@ -88,7 +88,9 @@ REFUSED: list[tuple[Any, str]] = [
     (batch(samples=[answer(0), answer(1, prompt_tokens=b"\0" * 3)]), "3 of its prompt"),
     (batch(samples=[answer(0), answer(1, spans=GOOD["spans"][::-1])]), "not in order"),
     (
-        batch(samples=[answer(0), answer(1, spans=[m.Span(AT, "", 0, 2, Label(1, -(2**63)))])]),
+        batch(
+            samples=[answer(0), answer(1, spans=[m.VersionSpan(AT, "", 0, 2, Label(1, -(2**63)))])]
+        ),
         "weights 1.3 on keys of 1.-9223372036854775808",
     ),
     (batch(samples=[answer(0), answer(1, reward=NAN)]), "its reward is nan"),
@@ -98,9 +100,9 @@ REFUSED: list[tuple[Any, str]] = [
     (batch(ledger={"lost": {"tokens": 1.0}}), "its ledger is none"),
     (batch(ledger={"trained": {"tokens": NAN}}), "its ledger is none"),
     (m.Welcome(1, -1), "kept from -1"),
-    (m.Committed(1, 1, [Label(1, -1)]), "weights to keep: 1.-1"),
-    (m.Refused("x" * 70_000), "a refusal of 70000"),
-    (m.Refused("x", 300), "an exit code of 300"),
+    (m.CommitReply(1, 1, [Label(1, -1)]), "weights to keep: 1.-1"),
+    (m.Refusal("x" * 70_000), "a refusal of 70000"),
+    (m.Refusal("x", 300), "an exit code of 300"),
     (tickets(ticket=-1), "ticket -1"),
     (tickets(attempt=0), "attempt 0"),
     (tickets(samples=[]), r"samples \[\]"),
@@ -113,8 +115,8 @@ REFUSED: list[tuple[Any, str]] = [
     (tickets(sampling=sampled(max_new_tokens=0)), "max_new_tokens=0"),
     (tickets(min_version=Label(1, -1)), "versions: 1.-1"),
     (tickets(exact_version=Label(2, 0)), "exactly 2.0"),
-    (m.Acks(1, [], -1, None), "a credit of -1"),
-    (m.Acks(1, [], 0, replace(SAID, label=Label(-1, 0))), "an announcement: -1.0"),
+    (m.DeliveryAcks(1, [], -1, None), "a credit of -1"),
+    (m.DeliveryAcks(1, [], 0, replace(SAID, label=Label(-1, 0))), "an announcement: -1.0"),
     (announced(directory="a\0b"), "weights 1.3"),
     (announced(address="x" * 5000), "weights 1.3"),
     (announced(epoch=-1), "in epoch -1"),
@@ -133,21 +135,21 @@ REFUSED: list[tuple[Any, str]] = [
 ALLOWED = [
     batch(),
     tickets(samples=[5], exact_version=Label(1, 2)),
-    m.Acks(1, [(3, 0, 1, "accepted")], 0, SAID),
-    m.Heard(1, None),
+    m.DeliveryAcks(1, [(3, 0, 1, "accepted")], 0, SAID),
+    m.HeartbeatReply(1, None),
     calls(max_new_tokens=6),
     calls(stream=(1 << 64) - 1),
     m.Welcome(1, 0),
-    m.Committed(1, 1, [AT]),
+    m.CommitReply(1, 1, [AT]),
     STATUS,
-    m.Refused("no"),
+    m.Refusal("no"),
 ]
 
 
 def look(message: Any) -> None:
-    inbound.check(message, vocabulary=5)
+    message_checks.check(message, vocabulary=5)
     for call in getattr(message, "calls", ()):
-        inbound.call(call, 5, 8)
+        message_checks.call(call, 5, 8)
 
 
 @pytest.mark.parametrize(("message", "said"), REFUSED, ids=[said for _, said in REFUSED])
@@ -162,7 +164,7 @@ def test_what_cannot_be_is_refused(message: Any, said: str) -> None:
 @pytest.mark.parametrize("message", ALLOWED, ids=[type(x).__name__ for x in ALLOWED])
 def test_what_an_honest_server_says_is_taken(message: Any) -> None:
     look(message)
-    inbound.check(message)
+    message_checks.check(message)
 
 
 @pytest.mark.parametrize(
@@ -174,8 +176,8 @@ def test_what_an_honest_server_says_is_taken(message: Any) -> None:
         ({"lost": 5}, "5 lost"),
         ({"spans": []}, "not its 2 tokens"),
         ({"spans": GOOD["spans"][:1]}, "not its 2 tokens"),
-        ({"spans": [m.Span(Label(2, 0), "", 0, 2, Label(2, 0))]}, "of another epoch than 1"),
-        ({"spans": [m.Span(Label(1, -1), "", 0, 2, AT)]}, "versions: 1.-1"),
+        ({"spans": [m.VersionSpan(Label(2, 0), "", 0, 2, Label(2, 0))]}, "of another epoch than 1"),
+        ({"spans": [m.VersionSpan(Label(1, -1), "", 0, 2, AT)]}, "versions: 1.-1"),
         ({"tokens": b"\5\0\0\0" * 2}, "with 5 tokens"),
         ({"logprobs": np.float32([-1, NAN]).tobytes()}, "above 0 or not finite"),
         ({"logprobs": np.float32([-1, 0.5]).tobytes()}, "above 0 or not finite"),
@@ -183,19 +185,19 @@ def test_what_an_honest_server_says_is_taken(message: Any) -> None:
     ],
 )
 def test_an_answer_to_a_call_fits_it(more: dict[str, Any], said: str) -> None:
-    good = m.Called(1, b"\0" * 8, b"\0" * 8, GOOD["spans"], "stop")
-    inbound.called(good, CALL, 5)
-    inbound.called(m.Called(1, b"", b"", [], "length", 4), CALL, 5)
+    good = m.CallResult(1, b"\0" * 8, b"\0" * 8, GOOD["spans"], "stop")
+    message_checks.check_call_result(good, CALL, 5)
+    message_checks.check_call_result(m.CallResult(1, b"", b"", [], "length", 4), CALL, 5)
     with pytest.raises(BadMessage, match=said):
-        inbound.called(replace(good, **more), CALL, 5)
+        message_checks.check_call_result(replace(good, **more), CALL, 5)
 
 
 def test_a_generators_word_of_itself() -> None:
-    good = m.Serving(m.PROTOCOL, "run", "generator-0", 1, 8, [1], 3)
-    inbound.serving(good)
+    good = m.ServingReport(m.PROTOCOL, "run", "generator-0", 1, 8, [1], 3)
+    message_checks.serving(good)
     for more in ({"producer": ""}, {"producer": "\x1b[2J"}, {"slots": -1}, {"heard": -1}):
         with pytest.raises(BadMessage):
-            inbound.serving(replace(good, **more))  # type: ignore[arg-type]
+            message_checks.serving(replace(good, **more))  # type: ignore[arg-type]
 
 
 ROWS = [("a", "float32", [2, 3], 0, 24), ("b", "bfloat16", [4], 64, 8)]
@@ -274,7 +276,7 @@ def test_a_message_that_cannot_be_costs_a_counter_and_the_connection() -> None:
     server = Server(say)
     peer = PeerSocket(server.address)
     try:
-        assert heard(peer, m.Watch()) == m.Welcome(1, 0)
+        assert heard(peer, m.StatusRequest()) == m.Welcome(1, 0)
         assert peer.broken == len(bad) and peer.broken_in_a_row == 0
         assert len(set(server.peers)) == len(bad) + 1  # a connection each
     finally:
@@ -291,12 +293,12 @@ def test_who_says_nothing_else_is_given_up_by_its_peers_and_not_by_who_only_look
     viewer = PeerSocket(server.address)
     try:
         with pytest.raises(PeerUnreachable, match="3 messages in a row cannot be"):
-            heard(peer, m.Watch())
+            heard(peer, m.StatusRequest())
         until = time.monotonic() + WAIT_S
         while viewer.broken < 5:
             assert time.monotonic() < until
-            viewer.send(m.Watch())
-            assert live.said(viewer, 0.2) is None
+            viewer.send(m.StatusRequest())
+            assert live.receive_reply(viewer, 0.2) is None
     finally:
         peer.close()
         viewer.close()
@@ -319,10 +321,10 @@ def test_a_damaged_chunk_does_not_shift_those_of_the_next_fetch() -> None:
     digest = xxhash.xxh3_64_hexdigest(data)
 
     def say(number: int, frames: list[bytes]) -> list[bytes]:
-        ask = msgspec.msgpack.decode(frames[0], type=chunks._ChunkAsk)
+        ask = msgspec.msgpack.decode(frames[0], type=chunks._ChunkRequest)
         part = data[ask.offset : ask.offset + ask.size]
         checksum = xxhash.xxh3_64_intdigest(part) + (number == 0)
-        return [msgspec.msgpack.encode(chunks._Chunk(digest, part, checksum, b""))]
+        return [msgspec.msgpack.encode(chunks._ChunkReply(digest, part, checksum, b""))]
 
     server = Server(say)
     client = ChunkClient(server.address, WAIT_S)

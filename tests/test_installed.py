@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from conftest import ENV, ROOT, SMALL, Ended, shared
 
-from asyncrl.config import load, shipped
+from asyncrl.config import bundled_configs, load
 from asyncrl.contract import importing
 from asyncrl.contract.errors import ConfigError
 from asyncrl.tasks.warm_start import warm_start
@@ -171,7 +171,7 @@ def test_a_config_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             load.load(name)
         said = str(error.value)
         assert said.startswith(f"{name}: no such config file; shipped, by name: calc, calc_http,")
-    assert "demo" in shipped.names()
+    assert "demo" in bundled_configs.names()
 
 
 def test_here_is_the_configs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,16 +19,16 @@ from test_hosts import Pretender, maker, said, supervisor
 from test_several_hosts import free_address, other_machine
 
 from asyncrl.config import load
-from asyncrl.contract.errors import AsyncrlError, ConfigError, Damaged, PeerUnreachable
-from asyncrl.contract.messages import Joined, Status
-from asyncrl.records import lives, rundir
+from asyncrl.contract.errors import AsyncrlError, ConfigError, DamagedDataError, PeerUnreachable
+from asyncrl.contract.messages import JoinReply, RunStatus
+from asyncrl.records import process_log, rundir
 from asyncrl.supervise import join, launch, live, scaling
 from asyncrl.supervise.launch import Supervisor
 from asyncrl.tasks import get_task
-from asyncrl.transport import library
+from asyncrl.transport import file_server
 from asyncrl.transport.chunks import CHUNK_BYTES, ChunkClient, ChunkServer
+from asyncrl.transport.file_server import FileEntry, FileServer
 from asyncrl.transport.keys import make_keys
-from asyncrl.transport.library import Entry, Library
 
 __all__ = ["said", "supervisor"]  # fixtures
 WAIT_S = 1800.0
@@ -64,7 +64,7 @@ def served(place: Path) -> Iterator[Callable[..., ChunkClient]]:
     def serve(*sets: str) -> ChunkClient:
         config = load.load(ROOT / "configs" / "demo.toml", [*SETS, *sets])
         server = ChunkServer(
-            "tcp://127.0.0.1:*", [], lambda *_: ("", b"", b""), "", Library(config)
+            "tcp://127.0.0.1:*", [], lambda *_: ("", b"", b""), "", FileServer(config)
         )
         client = ChunkClient(server.address, WAIT_S)
         ends.extend((client, server))
@@ -91,17 +91,17 @@ def test_files_come_by_digest_and_stay_in_the_cache(
         ("reward", "mine.py", True),
     ]
     lines: list[str] = []
-    where = library.bring(client, entries[:2], tmp_path / "cache", lines.append)
+    where = file_server.fetch_files(client, entries[:2], tmp_path / "cache", lines.append)
     assert (where / "model.safetensors").read_bytes() == (
         place / "model" / "model.safetensors"
     ).read_bytes()
     assert (where.stat().st_mode & 0o777, len(lines)) == (0o700, 2)
     received = client.bytes_received
-    assert library.bring(client, entries[:2], tmp_path / "cache", lines.append) == where
+    assert file_server.fetch_files(client, entries[:2], tmp_path / "cache", lines.append) == where
     assert client.bytes_received == received and "from the cache" in lines[-1]
     # what was damaged there comes again
     (where / "config.json").write_text("[]")
-    library.bring(client, entries[:2], tmp_path / "cache", lines.append)
+    file_server.fetch_files(client, entries[:2], tmp_path / "cache", lines.append)
     assert (where / "config.json").read_text() == "{}" and client.bytes_received == received + 2
 
 
@@ -114,14 +114,14 @@ def test_code_that_the_run_does_not_allow_is_not_given(
     with pytest.raises(PeerUnreachable, match="does not give the file"):
         list(client.file(code.digest, 0, code.size))
     assert client.listing()[0].name == "config.json"  # it goes on
-    library.local_code("mine.py:reward", code)
-    library.local_code("package.module:reward", None)
+    file_server.local_code("mine.py:reward", code)
+    file_server.local_code("package.module:reward", None)
     (place / "mine.py").write_text("def reward(prompt, text): return 0.0\n")
     with pytest.raises(ConfigError, match=r"mine\.py differs from mine\.py.*reward\.share = true"):
-        library.local_code("mine.py:reward", code)
+        file_server.local_code("mine.py:reward", code)
     (place / "mine.py").unlink()
     with pytest.raises(ConfigError, match="is not here; copy it here"):
-        library.local_code("mine.py:reward", code)
+        file_server.local_code("mine.py:reward", code)
 
 
 class Broken:
@@ -139,33 +139,33 @@ class Broken:
             raise PeerUnreachable("gone")
 
 
-def entry(data: bytes, name: str = "a.json") -> Entry:
+def entry(data: bytes, name: str = "a.json") -> FileEntry:
     import hashlib
 
-    return Entry("model", name, len(data), hashlib.sha256(data).hexdigest(), True)
+    return FileEntry("model", name, len(data), hashlib.sha256(data).hexdigest(), True)
 
 
 def test_a_broken_connection_is_gone_on_with_where_it_broke(tmp_path: Path) -> None:
-    data = os.urandom(4 * library.TRIES)
+    data = os.urandom(4 * file_server.TRIES)
     source = Broken(data)
-    library.fetch(source, entry(data), tmp_path / "a.json")
+    file_server.fetch(source, entry(data), tmp_path / "a.json")
     assert (tmp_path / "a.json").read_bytes() == data
     assert source.begun == list(range(0, len(data), 4))
     longer = data + b"more"
     with pytest.raises(PeerUnreachable):
-        library.fetch(Broken(longer), entry(longer), tmp_path / "b.json")
-    library.fetch(source := Broken(longer), entry(longer), tmp_path / "b.json")
+        file_server.fetch(Broken(longer), entry(longer), tmp_path / "b.json")
+    file_server.fetch(source := Broken(longer), entry(longer), tmp_path / "b.json")
     assert source.begun == [len(data)] and (tmp_path / "b.json").read_bytes() == longer
 
 
 def test_wrong_bytes_and_names_that_lead_elsewhere_are_refused(tmp_path: Path) -> None:
     data = b"abcdefgh"
-    with pytest.raises(Damaged, match=r"a\.json does not match its digest"):
-        library.fetch(Broken(data, wrong=True), entry(data), tmp_path / "a.json")
+    with pytest.raises(DamagedDataError, match=r"a\.json does not match its digest"):
+        file_server.fetch(Broken(data, wrong=True), entry(data), tmp_path / "a.json")
     assert list(tmp_path.iterdir()) == []
     for name in ("../a", "/etc/passwd", "..", "", "a/b", "a\n"):
-        with pytest.raises(Damaged, match="no cache takes"):
-            library.bring(Broken(data), [entry(data, name)], tmp_path / "cache", print)
+        with pytest.raises(DamagedDataError, match="no cache takes"):
+            file_server.fetch_files(Broken(data), [entry(data, name)], tmp_path / "cache", print)
 
 
 def test_the_config_of_a_joined_generator(place: Path, tmp_path: Path) -> None:
@@ -173,8 +173,8 @@ def test_the_config_of_a_joined_generator(place: Path, tmp_path: Path) -> None:
     files = [entry(b"", "config.json"), msgspec.structs.replace(entry(b"", "p"), part="prompts")]
     reward = msgspec.structs.replace(entry(b"", "mine.py"), part="reward")
     folders = {"model": tmp_path / "m", "prompts": tmp_path / "p", "reward": tmp_path / "r"}
-    told = Joined("r", "generator-3", load.dump(config), "tcp://127.0.0.1:2")
-    found = join.settled(told, "tcp://127.0.0.1:1", "keys", folders, [*files, reward])
+    told = JoinReply("r", "generator-3", load.dump(config), "tcp://127.0.0.1:2")
+    found = join.localize_config(told, "tcp://127.0.0.1:1", "keys", folders, [*files, reward])
     assert found.model.path == str(tmp_path / "m")
     assert found.task.prompts == str(tmp_path / "p" / "p")
     assert found.reward.function == f"{tmp_path / 'r' / 'mine.py'}:reward"
@@ -184,19 +184,19 @@ def test_the_config_of_a_joined_generator(place: Path, tmp_path: Path) -> None:
     judged = load.load(ROOT / "configs" / "demo.toml", ["reward.model.path='judge'"])
     told = msgspec.structs.replace(told, config=load.dump(judged))
     folders = {"model": tmp_path / "m", "reward_model": tmp_path / "j"}
-    found = join.settled(told, "tcp://127.0.0.1:1", "keys", folders, files)
+    found = join.localize_config(told, "tcp://127.0.0.1:1", "keys", folders, files)
     assert found.reward.model.path == str(tmp_path / "j")
 
 
 def test_a_variable_of_the_joiner_goes_where_the_run_says_only_by_its_word(tmp_path: Path) -> None:
     judge = ["reward.judge.url='http://10.0.0.9/v1'", "reward.judge.model='x'"]
     asks = load.load(ROOT / "configs" / "demo.toml", [*judge, "reward.judge.key_env='AWS_KEY'"])
-    told = Joined("r", "generator-3", load.dump(asks), "tcp://127.0.0.1:2")
+    told = JoinReply("r", "generator-3", load.dump(asks), "tcp://127.0.0.1:2")
     args = (told, "tcp://127.0.0.1:1", "", {"model": tmp_path}, [entry(b"", "config.json")])
     for env in ((), ("AWS", "JUDGE_KEY")):
         with pytest.raises(ConfigError, match=r"'AWS_KEY' .* to 'http://10.0.0.9/v1': .* --env"):
-            join.settled(*args, join.Trust(env, code=True))
-    found = join.settled(*args, join.Trust(("OTHER", "AWS_KEY")))
+            join.localize_config(*args, join.Trust(env, code=True))
+    found = join.localize_config(*args, join.Trust(("OTHER", "AWS_KEY")))
     assert found.reward.judge.key_env == "AWS_KEY"
     # the machines of a run's own cluster are told to
     assert join.trusting(asks) == ["--env", "AWS_KEY"]
@@ -230,13 +230,16 @@ def test_code_of_the_run_is_fetched_and_run_only_by_the_joiners_word(
 
 def test_which_key_and_which_number(tmp_path: Path) -> None:
     make_keys(tmp_path / "keys", 1)
-    assert join.own_key(str(tmp_path / "keys" / "generator-0"), None) == ""
-    assert join.own_key(str(tmp_path / "keys"), 3) == "generator-3" and join.own_key("", None) == ""
+    assert join.find_own_key(str(tmp_path / "keys" / "generator-0"), None) == ""
+    assert (
+        join.find_own_key(str(tmp_path / "keys"), 3) == "generator-3"
+        and join.find_own_key("", None) == ""
+    )
     with pytest.raises(ConfigError, match=r"holds no client\.key_secret"):
-        join.own_key(str(tmp_path / "keys"), None)
-    assert join.number_of("generator-12") == 12
+        join.find_own_key(str(tmp_path / "keys"), None)
+    assert join.generator_number("generator-12") == 12
     with pytest.raises(ConfigError, match="only generators can join"):
-        join.number_of("viewer")
+        join.generator_number("viewer")
 
 
 # ---- the number of generators --------------------------------------------------------------------
@@ -249,7 +252,7 @@ def names(s: Supervisor) -> list[str]:
 def test_generators_are_added_and_leave_without_loss(
     supervisor: Supervisor, said: list[str]
 ) -> None:
-    supervisor.status = Status("r", 1, 9, 1, {}, {}, [], {"generator-2": 0.1}, False)
+    supervisor.status = RunStatus("r", 1, 9, 1, {}, {}, [], {"generator-2": 0.1}, False)
     assert supervisor.resize(4) == ""
     # 2 has joined by itself
     assert names(supervisor) == ["generator-0", "generator-1", "generator-3", "generator-4"]
@@ -301,7 +304,7 @@ def test_a_request_is_answered_once_and_by_its_id(
     (tmp_path / "config.toml").write_text("")
     with pytest.raises(ConfigError, match="no `asyncrl run` is going on"):
         scaling.ask(tmp_path, 3, 5.0)
-    lock = rundir.Lock(tmp_path)
+    lock = rundir.RunLock(tmp_path)
     turns = []
 
     def turn(_seconds: float) -> None:
@@ -321,7 +324,7 @@ def test_a_request_is_answered_once_and_by_its_id(
     lock.close()
     for text in ("{", "[]", '{"id": "a"}', '{"id": "a", "generators": 0}'):
         (tmp_path / "scale.asked").write_text(text)
-        assert scaling.asked(tmp_path) is None
+        assert scaling.read_request(tmp_path) is None
     assert isinstance(supervisor.maker, Pretender)
 
 
@@ -386,7 +389,7 @@ def test_a_machine_with_nothing_but_keys_joins_a_run_that_is_then_scaled(
     def log(name: str) -> str:
         return (tmp_path / f"{name}.log").read_text()
 
-    def status() -> Status:
+    def status() -> RunStatus:
         until = time.monotonic() + WAIT_S
         while (found := live.ask(address, str(tmp_path / "keys"), 5.0)) is None:
             assert time.monotonic() < until and run.poll() is None, log("run")
@@ -404,7 +407,7 @@ def test_a_machine_with_nothing_but_keys_joins_a_run_that_is_then_scaled(
     )
     try:
         wait_for(lambda: "generator-2" in status().peers, run, joined)
-        rows = lives.rows(here / "runs" / "r")
+        rows = process_log.read_events(here / "runs" / "r")
         alone = next(row["pid"] for row in rows if row["name"] == "generator-0")
         os.kill(alone, signal.SIGSTOP)
         before = status().committed

@@ -15,21 +15,21 @@ import pytest
 from schedules import PROMPTS, World
 from test_store import hello, judged, sample
 
-from asyncrl.contract.errors import AsyncrlError, Damaged
+from asyncrl.contract.errors import AsyncrlError, DamagedDataError
 from asyncrl.contract.messages import (
-    Deliver,
-    Failure,
+    Delivery,
     LearnerHello,
     Prompt,
-    Sampling,
+    RewardFailure,
+    SamplingSettings,
     WeightsSource,
 )
 from asyncrl.contract.versions import Label, PolicyTree
 from buffer import journal as j
 from buffer.durable_store import RecordedStore
 from buffer.evaluation import Evaluations
-from buffer.groups import Settings
-from buffer.state import Snapshot
+from buffer.groups import StoreSettings
+from buffer.state import StoreSnapshot
 from buffer.store import SESSIONS, Store
 
 PAYLOADS = [bytes([n + 1]) * (7 * n + 1) for n in range(6)]
@@ -99,7 +99,7 @@ def test_damage_before_durable_records_is_reported_at_any_byte(tmp_path: Path) -
     last = len(data) - j.HEAD.size - len(PAYLOADS[-1])
     for at in range(0, last, 3):
         path.write_bytes(data[:at] + bytes([data[at] ^ 0x40]) + data[at + 1 :])
-        with pytest.raises(Damaged, match=rf"{path.name} is damaged at byte"):
+        with pytest.raises(DamagedDataError, match=rf"{path.name} is damaged at byte"):
             list(j.read(path))
         assert path.stat().st_size == len(data)  # nothing was cut
 
@@ -132,12 +132,14 @@ def test_what_was_acknowledged_and_is_damaged_or_missing_is_reported_at_any_byte
         flipped = data[:at] + bytes([data[at] ^ 0x40]) + data[at + 1 :]
         for wrong in (flipped, data[:at]):
             path.write_bytes(wrong)
-            with pytest.raises(Damaged, match=rf"{path.name} is damaged at byte|is missing"):
+            with pytest.raises(
+                DamagedDataError, match=rf"{path.name} is damaged at byte|is missing"
+            ):
                 list(j.read(path))
             assert path.read_bytes() == wrong, "nothing was cut"
     path.write_bytes(data)
     path.rename(tmp_path / "00000000.log")
-    with pytest.raises(Damaged, match=r"00000001\.log is missing"):
+    with pytest.raises(DamagedDataError, match=r"00000001\.log is missing"):
         list(j.read(tmp_path / "00000000.log"))
 
 
@@ -146,7 +148,7 @@ def test_a_note_that_cannot_be_read_proves_nothing(tmp_path: Path) -> None:
     data = path.read_bytes()
     log = j.Journal(tmp_path, sync=False)
     log.number, log.sure = 1, len(data)
-    log._note()
+    log._write_sure()
     note = (tmp_path / "sure").read_bytes()
     for at in range(len(note)):
         for wrong in (note[:at], note[:at] + bytes([note[at] ^ 1]) + note[at + 1 :]):
@@ -162,7 +164,7 @@ def test_a_segment_is_replaced_while_it_goes_on_to_count(
     it once.
     """
     go = threading.Event()
-    put = j.Next.put
+    put = j.Next.write_records
 
     def slow(self: j.Next, payloads: list[bytes]) -> None:
         assert go.wait(timeout=600)
@@ -170,13 +172,13 @@ def test_a_segment_is_replaced_while_it_goes_on_to_count(
 
     log = j.Journal(tmp_path, sync=False, segment_bytes=100)
     log.rotate(b"one")
-    monkeypatch.setattr(j.Next, "put", slow)
+    monkeypatch.setattr(j.Next, "write_records", slow)
     log.append(b"x" * 100)
     log.write()
-    assert log.full
+    assert log.is_full
     log.append(b"before the snapshot")
     log.rotate(b"two", wait=False)
-    assert not log.full and log.next is not None
+    assert not log.is_full and log.next is not None
     for payload in (b"a", b"b"):
         log.append(payload)
         log.write()
@@ -204,7 +206,7 @@ def test_a_new_segment_that_cannot_be_written_leaves_the_old_one(
     def no_room(self: j.Next, payloads: list[bytes]) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(j.Next, "put", no_room)
+    monkeypatch.setattr(j.Next, "write_records", no_room)
     log.rotate(b"two", wait=False)
     assert log.next is not None
     log.next.thread.join()
@@ -221,10 +223,10 @@ def test_a_new_segment_replaces_the_old_ones(tmp_path: Path) -> None:
     log.rotate(b"one")
     log.append(b"x" * 100)
     log.write()
-    assert log.full
+    assert log.is_full
     log.append(b"not written: the snapshot has it")
     log.rotate(b"two")
-    assert log.durable == log.appended == 2 and not log.full
+    assert log.durable == log.appended == 2 and not log.is_full
     log.append(b"y")
     log.close()
     assert [p.name for p in j.segments(tmp_path)] == ["00000002.log"]
@@ -296,9 +298,9 @@ def evaluations() -> Evaluations:
     return Evaluations(2, 2, 3, 1, 0.7, lambda split, i: Prompt(i, split), ood_every=5)
 
 
-def state(store: Store) -> Snapshot:
+def state(store: Store) -> StoreSnapshot:
     """Everything the store knows, without the clocks of leases."""
-    x = msgspec.msgpack.decode(msgspec.msgpack.encode(store.snapshot()), type=Snapshot)
+    x = msgspec.msgpack.decode(msgspec.msgpack.encode(store.snapshot()), type=StoreSnapshot)
     for g in x.alive:
         if g.lease:
             g.lease.expires = 0.0
@@ -315,7 +317,7 @@ def test_a_killed_buffer_folds_to_the_same_state_and_the_run_goes_on(
     for seed in range(150):
         directory = tmp_path / str(seed)
 
-        def make(settings: Settings, directory: Path = directory, now: float = 0.0) -> Store:
+        def make(settings: StoreSettings, directory: Path = directory, now: float = 0.0) -> Store:
             return RecordedStore.open(
                 directory,
                 sync=False,
@@ -338,7 +340,7 @@ def test_a_killed_buffer_folds_to_the_same_state_and_the_run_goes_on(
             nonlocal kills
             kills += 1
             assert isinstance(world.store, RecordedStore)
-            world.store.settle()
+            world.store.flush_journal()
             before = state(world.store)
             os.close(world.store.journal.fd)  # as the kernel does
             world.store = make(world.settings, now=world.now)
@@ -374,8 +376,10 @@ def fields(owner: Any) -> dict[str, Any]:
     return out
 
 
-def new_store(settings: Settings | None = None) -> Store:
-    return Store(settings or Settings(9, 9, 9, Sampling()), PROMPTS.__getitem__, Evaluations())
+def new_store(settings: StoreSettings | None = None) -> Store:
+    return Store(
+        settings or StoreSettings(9, 9, 9, SamplingSettings()), PROMPTS.__getitem__, Evaluations()
+    )
 
 
 def unusual(store: Store) -> None:
@@ -387,12 +391,12 @@ def unusual(store: Store) -> None:
         LearnerHello(1, "", 1, label, None, "d", 4, 0, 2.0, source, [], totals, [6, 60])
     )
     for ticket in (t for t in store.grant("g", 1, 9, 0.0) if t.kind == "train"):
-        store.told("g", ticket.attempt, 5)
-        failed = Failure("data" if ticket.ticket % 2 else "machinery", "no")
+        store.report_tokens("g", ticket.attempt, 5)
+        failed = RewardFailure("data" if ticket.ticket % 2 else "machinery", "no")
         store.deliver(sample(ticket, 0, (label, 1), digest="d", failed=str(failed)), 0.0)
     store.finish()
     for session in range(SESSIONS + 100):
-        store.told("h", session, 1)
+        store.report_tokens("h", session, 1)
 
 
 def test_every_attribute_of_a_store_comes_back_from_a_snapshot() -> None:
@@ -404,7 +408,7 @@ def test_every_attribute_of_a_store_comes_back_from_a_snapshot() -> None:
         before = fields(store)
         again = new_store()
         again.restore(
-            msgspec.msgpack.decode(msgspec.msgpack.encode(store.snapshot()), type=Snapshot)
+            msgspec.msgpack.decode(msgspec.msgpack.encode(store.snapshot()), type=StoreSnapshot)
         )
         after = fields(again)
         assert after.keys() == before.keys()
@@ -423,14 +427,14 @@ def test_every_attribute_of_a_store_comes_back_from_a_snapshot() -> None:
         compare(world.store)
     for split in ("heldout", "ood"):
         store = Store(
-            Settings(1, 2, 9, Sampling(), error_budget=9, machinery_budget=9),
+            StoreSettings(1, 2, 9, SamplingSettings(), error_budget=9, machinery_budget=9),
             PROMPTS.__getitem__,
             Evaluations(2, 1, 1, int(split == "ood"), 0.7, lambda _, i: Prompt(i, ""), ood_every=5),
         )
         unusual(store)
         compare(store)
         assert hello(store, 2, 0) is False  # behind what is kept
-    deadly = new_store(Settings(1, 1, 9, Sampling()))
+    deadly = new_store(StoreSettings(1, 1, 9, SamplingSettings()))
     for epoch in (1, 2, 3):
         assert hello(deadly, epoch, 0, origin=epoch - 1, before="crashed")
         for ticket in deadly.grant("g", 1, 2, 0.0):
@@ -440,7 +444,9 @@ def test_every_attribute_of_a_store_comes_back_from_a_snapshot() -> None:
     deadly.renew("g", 3, [], 0.0, gap=1e3)
     compare(deadly)
     assert deadly.aside == 1
-    evaluated = Store(Settings(1, 1, 9, Sampling()), PROMPTS.__getitem__, evaluations())
+    evaluated = Store(
+        StoreSettings(1, 1, 9, SamplingSettings()), PROMPTS.__getitem__, evaluations()
+    )
     assert hello(evaluated, 1, 0)
     one, *_ = evaluated.grant("g", 1, 2, 0.0)
     judged(evaluated, one, 1.0)
@@ -453,12 +459,12 @@ def test_every_attribute_of_a_store_comes_back_from_a_snapshot() -> None:
 
 
 def recorded(directory: Path, steps: int = 3) -> RecordedStore:
-    from schedules import Sampling
+    from schedules import SamplingSettings
 
     return RecordedStore.open(
         directory,
         sync=False,
-        settings=Settings(1, 1, steps, Sampling()),
+        settings=StoreSettings(1, 1, steps, SamplingSettings()),
         prompt=PROMPTS.__getitem__,
         evaluations=evaluations(),
         now=0.0,
@@ -472,7 +478,7 @@ def test_evaluations_out_and_queued_survive(tmp_path: Path) -> None:
     assert hello(store, 1, 0)
     a, b = store.grant("g", 1, 2, 0.0)
     judged(store, a, 1.0)
-    store.settle()
+    store.flush_journal()
     again = recorded(tmp_path)
     assert (
         state(again) == state(store)
@@ -494,7 +500,7 @@ def test_leases_renewed_while_judging_survive(tmp_path: Path) -> None:
     assert len(granted) > 1
     store.renew("g", 1, [], 15.0, [(granted[0].ticket, granted[0].attempt)])
     assert store.expire(21.0) >= 1 and store.alive[granted[0].ticket].lease is not None
-    store.settle()
+    store.flush_journal()
     again = recorded(tmp_path)
     assert state(again) == state(store)
     assert (
@@ -512,12 +518,12 @@ def test_a_frame_is_one_record_and_folds_to_what_its_samples_were(
     train = [ticket for ticket in store.grant("g", 1, 9, 0.0) if ticket.kind == "train"]
     written = store.journal.appended
     frame = [sample(train[0]), sample(train[1], length=7), sample(train[0], length=5)]
-    came = msgspec.msgpack.encode(Deliver("g", 1, 1, frame)) if as_it_came else b""
-    assert store.take_all(frame, came) == ["accepted", "accepted", "accepted"]
+    came = msgspec.msgpack.encode(Delivery("g", 1, 1, frame)) if as_it_came else b""
+    assert store.accept_samples(frame, came) == ["accepted", "accepted", "accepted"]
     assert store.journal.appended == written + 1
     if as_it_came:  # its bytes, and no others
         assert store.journal.waiting[-1][1] is came
-    store.settle()
+    store.flush_journal()
     before = state(store)
     store.journal.close()
     assert state(recorded(tmp_path)) == before
@@ -529,7 +535,7 @@ def test_a_finished_buffer_says_so_again_unless_more_steps_are_wanted(tmp_path: 
     store = recorded(tmp_path, steps=0)
     assert hello(store, 1, 0)
     store.finish()
-    store.settle()
+    store.flush_journal()
     assert recorded(tmp_path, steps=0).finished and not recorded(tmp_path, steps=5).finished
 
 
@@ -539,9 +545,9 @@ def test_a_journal_without_its_snapshot_or_of_another_task_is_refused(tmp_path: 
     store = recorded(tmp_path)
     assert hello(store, 1, 0)
     store.grant("g", 1, 1, 0.0)
-    store.settle()
+    store.flush_journal()
     path = j.segments(tmp_path)[-1]
     data = path.read_bytes()
     path.write_bytes(data[:20])
-    with pytest.raises(Damaged, match=r"damaged at byte 0|does not fold"):
+    with pytest.raises(DamagedDataError, match=r"damaged at byte 0|does not fold"):
         recorded(tmp_path)

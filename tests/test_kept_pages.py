@@ -24,7 +24,8 @@ def kept(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
     return kept_pages
 
 
-def test_a_kept_page_has_its_plots_and_asks_for_the_library(kept, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+# type: ignore[no-untyped-def]
+def test_a_kept_page_has_its_plots_and_asks_for_the_library(kept, tmp_path: Path) -> None:
     plot = page_kit.plot(go.Figure().add_scatter(y=[1.25, 2.5], name="a line"))
     made = tmp_path / "report.html"
     made.write_text(f"<html>before{page_kit.library()}<p>between</p>{plot}after</html>")

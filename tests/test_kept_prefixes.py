@@ -15,7 +15,7 @@ from test_engine import engine, expected, request, run
 
 from actors import decoder
 from actors.decoder import KEPT_BLOCK
-from actors.engine import Answer, Request
+from actors.engine import Completion, CompletionRequest
 from actors.engine_embedded import EmbeddedEngine, make_engine
 from asyncrl.config import load
 from asyncrl.contract.versions import Label
@@ -67,11 +67,13 @@ def sessions(turns: int, seed: int) -> list[list[tuple[str, list[int]]]]:
 SYSTEM = [3, 4, 5, 6, 7, 8, 9, 10, 10, 9, 8]  # what every session begins with
 
 
-def talk(e: EmbeddedEngine, told: Told, seed: int) -> tuple[list[tuple[Request, Answer]], int]:
+def talk(
+    e: EmbeddedEngine, told: Told, seed: int
+) -> tuple[list[tuple[CompletionRequest, Completion]], int]:
     """Six sessions of four turns, each turn's calls at once: what was drawn, and how many tokens
     have to be encoded if nothing kept is encoded again."""
     histories: list[list[int]] = [list(SYSTEM) for _ in range(6)]
-    drawn: list[tuple[Request, Answer]] = []
+    drawn: list[tuple[CompletionRequest, Completion]] = []
     due = 0
     cuts = [{}, {"temperature": 0.7}, {"top_k": 4}]
     for turn, each in enumerate(sessions(4, seed)):
@@ -99,7 +101,7 @@ def talk(e: EmbeddedEngine, told: Told, seed: int) -> tuple[list[tuple[Request, 
     return drawn, due
 
 
-def check(model: policy.PolicyModel, drawn: list[tuple[Request, Answer]]) -> None:
+def check(model: policy.PolicyModel, drawn: list[tuple[CompletionRequest, Completion]]) -> None:
     for call, answer in drawn:
         torch.testing.assert_close(
             torch.from_numpy(answer.logprobs),
@@ -240,7 +242,7 @@ class Numbered:
 
     def __init__(self, model: policy.PolicyModel, tokens: int) -> None:
         assert model.fast is not None
-        self.store = decoder.KeptPrefixes(model.fast, 1, tokens, torch.zeros(0))
+        self.store = decoder.PrefixCache(model.fast, 1, tokens, torch.zeros(0))
         self.heads, self.width = model.fast.kv_heads, model.fast.head_dim
         self.names: dict[tuple[int, ...], float] = {}
 
@@ -252,10 +254,10 @@ class Numbered:
         ]
         return torch.tensor(ends)[None, None, :, None].expand(1, self.heads, -1, self.width)
 
-    def keep(self, tokens: list[int]) -> None:
+    def store(self, tokens: list[int]) -> None:
         keys = self.keys(tokens)
         backwards = np.arange(len(tokens))[::-1].copy()  # columns are in no order of their own
-        self.store.keep(np.array(tokens, np.int32), keys.flip(2), -keys.flip(2), backwards)
+        self.store.store(np.array(tokens, np.int32), keys.flip(2), -keys.flip(2), backwards)
 
     def find(self, tokens: list[int]) -> int:
         numbers = self.store.find(np.array(tokens, np.int32))
@@ -310,7 +312,7 @@ def test_the_least_recently_used_goes_first(model: policy.PolicyModel) -> None:
 def test_runs_of_sessions_keep_keys_and_no_others_do(tmp_path: Path) -> None:
     policy.build_model(tmp_path / "m", "0123456789+-*=() ?", hidden=32, layers=1)
 
-    def kept(config: str, *sets: str) -> decoder.KeptPrefixes | None:
+    def kept(config: str, *sets: str) -> decoder.PrefixCache | None:
         made = make_engine(load.load(config, [f"model.path='{tmp_path / 'm'}'", *sets]))
         assert isinstance(made, EmbeddedEngine)
         return made.kept

@@ -153,16 +153,16 @@ def test_the_controller_of_the_paper() -> None:
     assert kl.adaptive(2.0, 5.4, 6.0, 100, 1000) == pytest.approx(2 * 0.99) and kl.adaptive(
         2.0, -9, 6.0, 100, 1000
     ) == pytest.approx(2 * 0.98)
-    c = kl.Controller(1.0, "adaptive")
+    c = kl.KLController(1.0, "adaptive")
     assert c.update(6.6, 1000) == pytest.approx(1.01) == c.beta and c.update(
         -math.inf, 1000
     ) == c.beta == pytest.approx(1.01)
     assert (
         c.update(5.4, 1000) == pytest.approx(1.01 * 0.99)
-        and kl.Controller(1.0).update(99, 10**6) == 1.0
+        and kl.KLController(1.0).update(99, 10**6) == 1.0
     )
     with pytest.raises(ConfigError, match="controller = pid: choose one of fixed, adaptive"):
-        kl.Controller(1.0, "pid").update(1.0, 1)
+        kl.KLController(1.0, "pid").update(1.0, 1)
 
 
 # ---- reshape -------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ def test_gamma_of_a_token_by_hand() -> None:
     assert float(
         reshape.gamma_v31(vec(x), vec(a), vec(base)[0], tau=0.5, temperature=2.0)
     ) == pytest.approx(want)
-    s = reshape.Statistics(vec(4)[0], vec(base)[0], vec(0.2)[0])
+    s = reshape.ReshapeStatistics(vec(4)[0], vec(base)[0], vec(0.2)[0])
     v31 = reshape.gamma(vec(x, x), vec(a, -a), s, repaired(mode="v3.1", tau=0.5, temperature=2.0))
     assert v31.tolist() == pytest.approx(
         [want, base + (sigma(-2 * x) - base) * sigma(-a * x / 0.5)]
@@ -209,7 +209,7 @@ def test_gamma_of_a_token_by_hand() -> None:
 
 
 def test_repair_d_by_tokens_and_globally() -> None:
-    s = reshape.Statistics(vec(4)[0], vec(0.6)[0], vec(0.2)[0], share=0.25)
+    s = reshape.ReshapeStatistics(vec(4)[0], vec(0.6)[0], vec(0.2)[0], share=0.25)
     x, a = vec(0.3, -0.3, 0.3, 0.0), vec(1, 1, -1, 1)
     assert reshape.gamma(x, a, s, repaired(budget="tokens")).tolist() == pytest.approx(
         [0.125, 0.5, 0.5, 0.5]
@@ -301,7 +301,7 @@ def test_unknown_words_of_reshape(keys: dict[str, str], said: str) -> None:
             **keys,
         }
     )
-    s = reshape.Statistics(vec(1)[0], vec(1)[0], vec(1)[0])
+    s = reshape.ReshapeStatistics(vec(1)[0], vec(1)[0], vec(1)[0])
     with pytest.raises(ConfigError, match=said.replace(".", r"\.")):
         reshape.gamma(vec(1), vec(1), s, c)
         surrogates.reshape(vec(1), vec(1), vec(1), c)
@@ -314,28 +314,30 @@ def test_the_share_of_a_step_that_fits() -> None:
     """sqrt(KL) adds like a distance: of 0.2 (budget 0.04) 0.15 are spent (0.0225); a full step
     takes 0.1 (0.01), or all of it if unknown.
     """
-    assert stopping.share(0.0225, 0.04, 0.01) == pytest.approx(0.5) and stopping.share(
+    assert stopping.step_share(0.0225, 0.04, 0.01) == pytest.approx(0.5) and stopping.step_share(
         0.0225, 0.04
     ) == pytest.approx(0.25)
     assert (
-        stopping.share(0.0, 0.04, 0.01) == 1
-        and stopping.share(0.05, 0.04, 0.01) == 0
-        and stopping.share(0.04, 0.04) == 0
+        stopping.step_share(0.0, 0.04, 0.01) == 1
+        and stopping.step_share(0.05, 0.04, 0.01) == 0
+        and stopping.step_share(0.04, 0.04) == 0
     )
     # a step that moves nothing fits
-    assert stopping.share(-1.0, 0.04) == 1 and stopping.share(0.0225, 0.04, 0.0) == 1
-    assert stopping.share(0.0, 0.0) == 0 and stopping.share(1.0, -1.0, 1.0) == 0
+    assert stopping.step_share(-1.0, 0.04) == 1 and stopping.step_share(0.0225, 0.04, 0.0) == 1
+    assert stopping.step_share(0.0, 0.0) == 0 and stopping.step_share(1.0, -1.0, 1.0) == 0
 
 
 def test_a_budget_measures_its_first_step_alone() -> None:
-    b = stopping.Budget(0.09)
-    assert b.next(0.01) == pytest.approx(1 - 0.1 / 0.3) and b.step_kl is None
+    b = stopping.KLBudget(0.09)
+    assert b.next_share(0.01) == pytest.approx(1 - 0.1 / 0.3) and b.step_kl is None
     # two thirds of a step moved 0.1
-    assert b.next(0.04) == pytest.approx(0.1 / 0.15) and b.step_kl == pytest.approx(0.15**2)
-    assert b.next(0.0625) == pytest.approx(0.05 / 0.15) and b.step_kl == pytest.approx(0.15**2)
-    spent = stopping.Budget(0.01)
+    assert b.next_share(0.04) == pytest.approx(0.1 / 0.15) and b.step_kl == pytest.approx(0.15**2)
+    assert b.next_share(0.0625) == pytest.approx(0.05 / 0.15) and b.step_kl == pytest.approx(
+        0.15**2
+    )
+    spent = stopping.KLBudget(0.01)
     # no step was made: nothing is known of one
-    assert spent.next(0.02) == 0 and spent.next(0.03) == 0 and spent.step_kl is None
+    assert spent.next_share(0.02) == 0 and spent.next_share(0.03) == 0 and spent.step_kl is None
 
 
 def test_scales_at_their_limits() -> None:
@@ -344,7 +346,7 @@ def test_scales_at_their_limits() -> None:
         stopping.scale(0.51, 0.5, kl_max=0.5, ess_min=0.5, budget=None) == 0
         and stopping.scale(0.5, 0.49, kl_max=0.5, ess_min=0.5, budget=None) == 0
     )
-    assert stopping.scale(9.0, 0.0, kl_max=0.0, ess_min=0.0, budget=stopping.Budget(0.01)) == 1
+    assert stopping.scale(9.0, 0.0, kl_max=0.0, ess_min=0.0, budget=stopping.KLBudget(0.01)) == 1
     assert (
         stopping.scale(0.0, 0.5, kl_max=0.5, ess_min=1.0, budget=None) == 0
         and stopping.scale(2.0, 1.0, kl_max=1.0, ess_min=0.0, budget=None) == 0

@@ -16,12 +16,12 @@ from asyncrl.algorithms.settings import RecomputedCorrection
 from asyncrl.cli import main
 from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments.lab import bias, bias_page, corrections, reshape
-from asyncrl.experiments.lab.policy import Space, coefficients, exact_gradient
+from asyncrl.experiments.lab.policy import ResponseSpace, coefficients, exact_gradient
 
 
 @pytest.fixture(scope="module")
-def space() -> Space:
-    return Space(3, 3)
+def space() -> ResponseSpace:
+    return ResponseSpace(3, 3)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def measured() -> dict:
     return bias.measure(2, 3, 2, 0.05, 0.1, 100, lambda _: None)
 
 
-def test_every_answer_is_there_once_and_probabilities_sum_to_one(space: Space) -> None:
+def test_every_answer_is_there_once_and_probabilities_sum_to_one(space: ResponseSpace) -> None:
     assert len({tuple(a) for a in space.answers.tolist()}) == 27 and space.prefixes == 1 + 3 + 9
     assert float(space.probability(space.table(0)).sum()) == pytest.approx(1)
     rows = {}
@@ -41,7 +41,7 @@ def test_every_answer_is_there_once_and_probabilities_sum_to_one(space: Space) -
     assert len(rows) == space.prefixes
 
 
-def test_rows_are_the_gradients_that_autograd_finds(space: Space) -> None:
+def test_rows_are_the_gradients_that_autograd_finds(space: ResponseSpace) -> None:
     """A loss of one answer's tokens with coefficients c and step KLs with coefficients d."""
     theta, ref = space.table(0), space.table(1)
     c, d = (
@@ -54,16 +54,16 @@ def test_rows_are_the_gradients_that_autograd_finds(space: Space) -> None:
     )
     one = torch.zeros(space.n, dtype=torch.float64)
     one[7] = 1
-    assert torch.allclose(space.mean(space.rows(theta, c, d, ref), one), exact, atol=1e-12)
+    assert torch.allclose(space.mean(space.gradient_rows(theta, c, d, ref), one), exact, atol=1e-12)
 
 
 def test_moments_by_hand() -> None:
     """One symbol of two, p = (1/2, 1/2), coefficients 1 and 3: g = (1/2, -1/2) and 3 (-1/2, 1/2);
     mean (-1/2, 1/2), E|g|^2 = (0.5 + 4.5)/2.
     """
-    s = Space(2, 1)
+    s = ResponseSpace(2, 1)
     mean, variance = s.moments(
-        s.rows(
+        s.gradient_rows(
             torch.zeros(1, 2, dtype=torch.float64), torch.tensor([1.0, 3.0], dtype=torch.float64)
         ),
         torch.full((2,), 0.5).double(),
@@ -71,11 +71,11 @@ def test_moments_by_hand() -> None:
     assert mean.tolist() == [[-0.5, 0.5]] and variance == pytest.approx(2.5 - 0.5)
 
 
-def test_a_policy_at_a_given_distance(space: Space) -> None:
+def test_a_policy_at_a_given_distance(space: ResponseSpace) -> None:
     theta = space.table(0)
-    mu = space.at_distance(theta, 0.03, 5)
+    mu = space.policy_at_distance(theta, 0.03, 5)
     assert float(space.kl(mu, theta)) / 3 == pytest.approx(0.03, abs=1e-9)
-    assert torch.equal(space.at_distance(theta, 0.0, 5), theta)
+    assert torch.equal(space.policy_at_distance(theta, 0.0, 5), theta)
 
 
 def test_no_gradient_is_zero_coefficients() -> None:
@@ -144,7 +144,7 @@ def test_bias_as_json_and_a_page(tmp_path: Path) -> None:
 
 def test_too_many_answers_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"--vocabulary 50 --length 9: .* at most"):
-        Space(50, 9)
+        ResponseSpace(50, 9)
 
 
 @pytest.fixture(scope="module")
@@ -181,12 +181,12 @@ def test_the_endless_batch_is_the_limit_of_sampled_ones() -> None:
     """Weights of one big sample, by the learner's own path, average to the exact expectation: the
     third decimal at 40,000 answers.
     """
-    s = Space(2, 3)
+    s = ResponseSpace(2, 3)
     theta = s.table(0)
-    mu = s.at_distance(theta, 0.1, 1)
-    case = corrections.Stale(s, theta, mu, corrections.rewards(s, 2), 0)
+    mu = s.policy_at_distance(theta, 0.1, 1)
+    case = corrections.StaleSamples(s, theta, mu, corrections.rewards(s, 2), 0)
     c = RecomputedCorrection(level="sequence", bound="mask", self_normalize=True)
-    exact = case.corrected(c).weight.reshape(s.n, -1)[:, 0]
+    exact = case.correct(c).weight.reshape(s.n, -1)[:, 0]
     drawn = s.draw(mu, 40_000, 3)
     log_rho = case.log_rho.reshape(s.n, -1)[drawn].reshape(-1)
     seq = torch.arange(40_000).repeat_interleave(3)
@@ -221,9 +221,9 @@ def test_corrections_as_json(tmp_path: Path) -> None:
     assert (tmp_path / "corrections.html").exists()
 
 
-def trainer(arm: str, optimizer: str, rate: float) -> reshape.Trainer:
-    s = Space(3, 3)
-    return reshape.Trainer(
+def trainer(arm: str, optimizer: str, rate: float) -> reshape.TabularTrainer:
+    s = ResponseSpace(3, 3)
+    return reshape.TabularTrainer(
         s, s.table(0), corrections.rewards(s, 1), reshape.config(arm, 16, 1), optimizer, rate
     )
 
@@ -238,7 +238,7 @@ def test_reshape_its_first_step_is_the_policy_gradient_of_the_batch() -> None:
     adv = ((r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True) + 1e-4)).reshape(-1)
     each = torch.zeros(t.space.n, dtype=torch.float64).index_add_(0, drawn, adv)
     g = t.space.mean(
-        t.space.rows(t.start, torch.ones_like(t.space.seq, dtype=torch.float64)), each
+        t.space.gradient_rows(t.start, torch.ones_like(t.space.seq, dtype=torch.float64)), each
     ) / len(b.seq)
     t.c = reshape.config("vanilla", 2, 1)
     t._step(loss.prepare(b, t.c), drawn, torch.arange(32))

@@ -12,21 +12,27 @@ import pytest
 
 from asyncrl.contract import admission
 from asyncrl.contract.errors import ProtocolError
-from asyncrl.contract.messages import DISPOSITIONS, Failure, Span, Trajectory
+from asyncrl.contract.messages import DISPOSITIONS, RewardFailure, Trajectory, VersionSpan
 from asyncrl.contract.versions import Label, PolicyTree
-from buffer.ledger import Ledger, Line, binned, tokens_of
+from buffer.ledger import Ledger, LedgerSums, binned, total_tokens
 
 # ---- admission -----------------------------------------------------------------------------------
 
 
 def test_room_is_one_batch_more_than_the_limit_or_what_the_bytes_allow() -> None:
-    assert [admission.room(k, 4) for k in (0, 1, 5)] == [4, 8, 24]
-    assert admission.room(math.inf, 4) == math.inf == admission.room(math.inf, 4, 9, 10)
-    assert admission.room(math.inf, 4, 10, 10) == 0 == admission.room(math.inf, 4, 11, 10)
-    assert admission.room(2, 4, 10**12, 1) == 12  # with a limit the bytes do not matter
+    assert [admission.group_limit(k, 4) for k in (0, 1, 5)] == [4, 8, 24]
     assert (
-        admission.room(math.inf, 4, (1 << 30) - 1) == math.inf
-        and admission.room(math.inf, 4, 1 << 30) == 0
+        admission.group_limit(math.inf, 4) == math.inf == admission.group_limit(math.inf, 4, 9, 10)
+    )
+    assert (
+        admission.group_limit(math.inf, 4, 10, 10)
+        == 0
+        == admission.group_limit(math.inf, 4, 11, 10)
+    )
+    assert admission.group_limit(2, 4, 10**12, 1) == 12  # with a limit the bytes do not matter
+    assert (
+        admission.group_limit(math.inf, 4, (1 << 30) - 1) == math.inf
+        and admission.group_limit(math.inf, 4, 1 << 30) == 0
     )
 
 
@@ -56,9 +62,9 @@ def test_a_samples_lag_is_that_of_its_oldest_token() -> None:
     for n in range(5):
         tree.register(Label(1, n), Label(1, n - 1) if n else None, f"d{n}")
     spans = [
-        Span(Label(1, 3), "", 0, 4, Label(1, 3)),
-        Span(Label(1, 1), "", 4, 6, Label(1, 1)),
-        Span(Label(1, 4), "", 6, 9, Label(1, 4)),
+        VersionSpan(Label(1, 3), "", 0, 4, Label(1, 3)),
+        VersionSpan(Label(1, 1), "", 4, 6, Label(1, 1)),
+        VersionSpan(Label(1, 4), "", 6, 9, Label(1, 4)),
     ]
     lags = admission.span_lags(tree, spans, Label(1, 4), 6)
     assert (
@@ -121,7 +127,7 @@ def test_labels_name_policies_and_never_two() -> None:
         ProtocolError, match=r"two different weights carry the version 1\.2: a2 and other"
     ):
         tree.register(Label(1, 2), Label(1, 1), "other")
-    tree.alias(Label(9, 2), Label(1, 2))
+    tree.add_alias(Label(9, 2), Label(1, 2))
     assert tree.lag(Label(9, 2), Label(1, 2), 2) == 0 and tree.digest(Label(9, 2)) == "a2"
     # same parent and digest: the same node whatever the label; the same digest elsewhere is another
     tree.register(Label(3, 2), Label(1, 1), "a2")
@@ -138,7 +144,7 @@ def test_labels_name_policies_and_never_two() -> None:
 
 
 def test_a_line_sums_tokens_and_answers_by_length() -> None:
-    line = Line()
+    line = LedgerSums()
     for length, faded in ((1, 0.0), (2, 0.5), (3, 0.0), (4, 0.25), (5, 0.0), (8, 0.0), (9, 1.0)):
         line.add(length, 1, length, 0.5, faded)
     assert line.by_length == {1: 1, 2: 2, 4: 7, 8: 13, 16: 9} and line.faded == {
@@ -147,7 +153,7 @@ def test_a_line_sums_tokens_and_answers_by_length() -> None:
         16: 1.0,
     }
     assert (line.tokens, line.samples, line.length_sum, line.reward_sum) == (32, 7, 32.0, 3.5)
-    whole, by_parts = Line(), Line()
+    whole, by_parts = LedgerSums(), LedgerSums()
     for length, reward in ((5, 2.0), (1, 0.5), (0, 1.0)):
         whole.add_whole(length, reward)
         by_parts.add(length, 1, length, reward)
@@ -162,14 +168,19 @@ def test_a_line_sums_tokens_and_answers_by_length() -> None:
         7,
         1.0,
     )
-    assert Line().as_dict() == {"tokens": 0, "samples": 0, "mean_length": 0.0, "mean_reward": 0.0}
-    one = Line()
+    assert LedgerSums().as_dict() == {
+        "tokens": 0,
+        "samples": 0,
+        "mean_length": 0.0,
+        "mean_reward": 0.0,
+    }
+    one = LedgerSums()
     one.add(3, 1, 0, 1.0)
     assert one.by_length == {1: 3}  # a length of 0 is in the first bin
 
 
 def test_merged_lines_are_the_line_of_all_and_copies_are_apart() -> None:
-    whole, a, b = Line(), Line(), Line()
+    whole, a, b = LedgerSums(), LedgerSums(), LedgerSums()
     for i in range(1, 12):
         for line in (whole, a if i % 3 else b):
             line.add(i, 1, i, 0.25 * i, 0.5 * (i % 2))
@@ -189,23 +200,23 @@ def test_a_ledger_adds_merges_and_comes_back_from_its_totals() -> None:
     copy = one.copy()
     one.merge(two)
     assert (
-        one.lines["trained"] == Line(8, 2, 8.0, 3.0, {8: 5, 4: 3}, {8: 0.5})
+        one.lines["trained"] == LedgerSums(8, 2, 8.0, 3.0, {8: 5, 4: 3}, {8: 0.5})
         and copy.lines["trained"].tokens == 5
     )
     totals = one.totals()
     back = Ledger.restore(totals)
     assert back.totals() == totals and back.lines == one.lines
     assert (
-        tokens_of(totals) == 15
-        and tokens_of(totals, ["trained"]) == 8
-        and tokens_of({"trained": {"tokens": 4.0}}) == 4
+        total_tokens(totals) == 15
+        and total_tokens(totals, ["trained"]) == 8
+        and total_tokens({"trained": {"tokens": 4.0}}) == 4
     )
     assert binned(totals["trained"], "upto_") == {4: 3, 8: 5} and binned(
         totals["trained"], "faded_upto_"
     ) == {8: 0.5}
     assert Ledger.restore(
         {"trained": {"tokens": 2.0, "samples": 1.0, "mean_length": 2.0, "mean_reward": 0.5}}
-    ).lines["trained"] == Line(2, 1, 2.0, 0.5)
+    ).lines["trained"] == LedgerSums(2, 1, 2.0, 0.5)
 
 
 def test_a_failure_travels_as_its_kind_and_words_and_recordings_without_any_are_read() -> None:
@@ -215,7 +226,7 @@ def test_a_failure_travels_as_its_kind_and_words_and_recordings_without_any_are_
     assert raw[at] == "" and msgspec.convert(raw, Trajectory) == one
     # a recording from before sessions ends there
     assert msgspec.convert(raw[: at + 1], Trajectory) == one
-    failed = msgspec.structs.replace(one, failed=Failure("machinery", "it died"))
+    failed = msgspec.structs.replace(one, failed=RewardFailure("machinery", "it died"))
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(failed), type=Trajectory)
     assert again == failed and again.failed and str(again.failed) == "machinery: it died"
     with pytest.raises(msgspec.ValidationError):

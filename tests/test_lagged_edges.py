@@ -15,8 +15,8 @@ from test_lagged_methods import EVERY, GROUP, LP, MU, SEQ, SIGN, W, X, example, 
 
 from asyncrl.algorithms import advantages, correction, kl, ratios, settings, stopping, surrogates
 from asyncrl.algorithms import loss as sl
-from asyncrl.algorithms.trust import answers, tokens, view
-from asyncrl.config.tree import Lora
+from asyncrl.algorithms.trust import sequence_surrogates, token_surrogates, view
+from asyncrl.config.tree import LoraConfig
 from asyncrl.contract import admission
 from asyncrl.contract.errors import ConfigError
 from asyncrl.models import adapters
@@ -24,13 +24,13 @@ from asyncrl.models import adapters
 FULL = "seq-mean-token-mean"
 
 
-def trust(name: str, adv: torch.Tensor, **keys: Any) -> view.Trust:
+def trust(name: str, adv: torch.Tensor, **keys: Any) -> view.SurrogateTerm:
     """A surrogate on the example's tokens with these advantages [N]."""
     c = config(loss={"surrogate": name, **keys}, correction={"proximal": "behavior"})
-    whole = view.Whole(MU.log(), adv, EVERY, SEQ, GROUP, LP)
+    whole = view.StepBatch(MU.log(), adv, EVERY, SEQ, GROUP, LP)
     prepass = surrogates.PREPASS.get(name, lambda *_: {})(whole, c.loss)
     return surrogates.SURROGATES[name](
-        view.Tokens(X, adv, LP, MU.log(), EVERY, SEQ, 2, prepass=prepass), c.loss
+        view.SurrogateTokens(X, adv, LP, MU.log(), EVERY, SEQ, 2, prepass=prepass), c.loss
     )
 
 
@@ -71,44 +71,56 @@ def test_a_bound_that_is_met_exactly() -> None:
     """band is open; the others cut beyond their bounds only."""
     assert HALF_AND_TWO.exp().tolist() == [0.5, 2, 0.5, 2]
     lp = vec(0.25, 1, 0.25, 1).log()
-    found = tokens.band(HALF_AND_TWO, BOTH, lp, lo=0.5, hi=2.0, pull=0.0)
+    found = token_surrogates.band(HALF_AND_TWO, BOTH, lp, lo=0.5, hi=2.0, pull=0.0)
     assert found.coefficient.tolist() == [0] * 4
     assert found.clipped.tolist() == [view.LOW, view.HIGH] * 2
     whole = vec(0.5, 2, -0.5, -2)
     # pi - mu is -0.25, 0.25
     prob = vec(0.25, 0.5, 0.25, 0.5)
     for kept in (
-        tokens.ipo(HALF_AND_TWO, BOTH, prob, low=0.25, high=0.25),
+        token_surrogates.ipo(HALF_AND_TWO, BOTH, prob, low=0.25, high=0.25),
         surrogates.dppo(HALF_AND_TWO, BOTH, prob, threshold=0.25),
         surrogates.ppo(HALF_AND_TWO, BOTH, low=0.5, high=1.0),
-        tokens.minpro(HALF_AND_TWO, BOTH, lp, low=0.5, high=1.0),
-        tokens.bapo(HALF_AND_TWO, BOTH, vec(0.5)[0], vec(2)[0]),
+        token_surrogates.minpro(HALF_AND_TWO, BOTH, lp, low=0.5, high=1.0),
+        token_surrogates.bapo(HALF_AND_TWO, BOTH, vec(0.5)[0], vec(2)[0]),
     ):
         assert kept.coefficient.tolist() == whole.tolist()
         assert kept.clipped.tolist() == [view.OPEN] * 4
     seq, every = torch.tensor([0, 0, 1, 1]), torch.ones(4, dtype=torch.bool)
-    found = answers.gmpo(vec(0.25, 0, 0, -0.5), BOTH, every, seq, 2, low=0.5, high=0.25)
+    found = sequence_surrogates.gmpo(vec(0.25, 0, 0, -0.5), BOTH, every, seq, 2, low=0.5, high=0.25)
     assert found.clipped.tolist() == [view.OPEN] * 4
     for s, found_s in ((math.exp(0.125), 0), (math.exp(-0.25), 2)):
         assert abs(float(found.coefficient[found_s])) == pytest.approx(s)
 
 
 def test_a_statistic_that_meets_its_bounds_is_kept_and_an_advantage_of_0_is_not_negative() -> None:
-    one, seq, every = vec(0.5, 1, 2).log(), torch.tensor([0, 1, 2]), torch.ones(3, dtype=torch.bool)
+    one, seq, every = (
+        vec(0.5, 1, 2).log(),
+        torch.tensor([0, 1, 2]),
+        torch.ones(3, dtype=torch.bool),
+    )
 
     def kept(lo: float | None, hi: float | None) -> list[bool]:
-        return correction.kept("ratio", "token", lo, hi, one, every, seq, 3).tolist()
+        return correction.rejection_mask("ratio", "token", lo, hi, one, every, seq, 3).tolist()
 
     assert kept(0.5, 2.0) == [True] * 3 and kept(None, None) == [True] * 3
     assert kept(0.51, 1.99) == [False, True, False]
-    assert correction.kept("k2", "token", None, 0.0, one, every, seq, 3).tolist() == [0, 1, 0]
+    assert correction.rejection_mask("k2", "token", None, 0.0, one, every, seq, 3).tolist() == [
+        0,
+        1,
+        0,
+    ]
     keys = {"reject": "k2", "reject_hi": 0.01, "reject_when": "negative"}
     c = config(correction=keys).correction
     lp = vec(-1, -1, -1)
     found = correction.unrejected(one, lp, every, seq, 3, c=c, adv=vec(0, -1, -1e-9))
     assert found.tolist() == [True, True, False]
     # what does not move along its advantage pushes nowhere
-    assert correction.pushed_far(vec(0, 3, -3), vec(1, 1, 1), every, 0.1).tolist() == [0, 1, 0]
+    assert correction.masked_by_second_moment(vec(0, 3, -3), vec(1, 1, 1), every, 0.1).tolist() == [
+        0,
+        1,
+        0,
+    ]
 
 
 # ---- beyond the clamp ----------------------------------------------------------------------------
@@ -125,16 +137,16 @@ def test_far_ratios_count_as_the_clamp() -> None:
         ("ratio", edge.exp()),
     ):
         assert torch.allclose(correction.statistic(name, "token", far, every, seq, 2), of_edge)
-    whole = answers.vespo(far, vec(1, 1), positive=(1, 0))
+    whole = sequence_surrogates.vespo(far, vec(1, 1), positive=(1, 0))
     assert torch.allclose(whole, edge.exp())
-    assert torch.allclose(answers.gepo(far, vec(0, 0), vec(1, 1)), edge.exp())
-    found = answers.gmpo(far, vec(-1, 1), every, seq, 2, low=9e9, high=9e9)
+    assert torch.allclose(sequence_surrogates.gepo(far, vec(0, 0), vec(1, 1)), edge.exp())
+    found = sequence_surrogates.gmpo(far, vec(-1, 1), every, seq, 2, low=9e9, high=9e9)
     assert torch.allclose(found.coefficient, edge.exp() * vec(-1, 1))
     found = surrogates.gspo(far, vec(-1, 1), every, seq, 2, low=9e9, high=9e9)
     assert torch.allclose(found.coefficient, edge.exp() * vec(-1, 1))
     for level in ("sequence", "geometric"):
         c = config(loss={"surrogate": "ppo", "ratio": level, "eps_low": 1e9, "eps_high": 1e9})
-        given = view.Tokens(far, vec(-1, 1), far, far, every, seq, 2)
+        given = view.SurrogateTokens(far, vec(-1, 1), far, far, every, seq, 2)
         assert torch.allclose(
             surrogates.SURROGATES["ppo"](given, c.loss).coefficient, edge.exp() * vec(-1, 1)
         )
@@ -152,7 +164,7 @@ def test_tokens_outside_the_mask_change_no_answers_ratio() -> None:
     first, second = 1.2 * 1.5, 0.8 * 2
     found = stopping.answer_weights(log_w, mask, SEQ, 2).tolist()
     assert found == pytest.approx([2, first + second, first**2 + second**2])
-    given = view.Tokens(log_w, SIGN, LP, MU.log(), mask, SEQ, 2)
+    given = view.SurrogateTokens(log_w, SIGN, LP, MU.log(), mask, SEQ, 2)
     oapl = settings.OaplLoss(oapl_beta=0.5)
     apart = [0.5 * math.log(first) - 1, 0.5 * math.log(second) + 1]
     value = surrogates.SURROGATES["oapl"](given, oapl)
@@ -161,7 +173,7 @@ def test_tokens_outside_the_mask_change_no_answers_ratio() -> None:
     assert value.objective.tolist() == pytest.approx(mean)
     one = surrogates.SURROGATES["vespo"](given, settings.VespoLoss()).coefficient[mask].tolist()
     w = torch.tensor([first, second], dtype=D).log()[SEQ[mask]]
-    assert one == pytest.approx(answers.vespo(w, SIGN[mask]).tolist())
+    assert one == pytest.approx(sequence_surrogates.vespo(w, SIGN[mask]).tolist())
     c = config(loss={"surrogate": "ppo", "ratio": "sequence", "eps_low": 9.0, "eps_high": 9.0})
     got = surrogates.SURROGATES["ppo"](given, c.loss).coefficient
     assert got.tolist() == pytest.approx([first] * 3 + [-second] * 3)
@@ -174,7 +186,7 @@ def test_an_answer_with_nothing_in_the_loss_has_no_oapl_and_no_weight() -> None:
     prep = sl.prepare(b, c)
     step = sl.begin_step(prep, torch.arange(2))
     _, sums = sl.micro_loss(prep, step, torch.arange(6), LP)
-    assert sl.rate_share(prep, step, sums) == 1.0
+    assert sl.learning_rate_share(prep, step, sums) == 1.0
     assert prep.metrics["optim/answer_ess"] == 1.0
 
 
@@ -186,7 +198,7 @@ def test_the_share_of_a_stop_and_of_the_ess_multiply() -> None:
     _, sums = sl.micro_loss(prep, step, torch.arange(6), LP)
     w = vec(0.9, 0.4)
     ess = float(w.sum() ** 2 / (2 * w.square().sum()))
-    assert sl.rate_share(prep, step, sums) == pytest.approx(0.25 * ess / 0.9)
+    assert sl.learning_rate_share(prep, step, sums) == pytest.approx(0.25 * ess / 0.9)
     assert prep.metrics["optim/lr_scale"] == pytest.approx(0.25 * ess / 0.9)
 
 
@@ -261,7 +273,10 @@ def test_small_weights_and_means_of_0() -> None:
     assert small.tolist() == pytest.approx([0.910112] * 2, abs=1e-6)
     edge = ratios.running_min(vec(-ratios.FAR, ratios.FAR), torch.tensor([0, 1]))
     assert edge.tolist() == [-ratios.FAR, ratios.FAR]
-    assert admission.room(math.inf, 1, 4, 5) == math.inf and admission.room(math.inf, 1, 5, 5) == 0
+    assert (
+        admission.group_limit(math.inf, 1, 4, 5) == math.inf
+        and admission.group_limit(math.inf, 1, 5, 5) == 0
+    )
 
 
 def test_the_kl_of_the_loss_is_of_what_is_kept_and_prefix_fulls_value_is_its_own() -> None:
@@ -290,7 +305,7 @@ def test_adapters_without_peft_say_what_to_install(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "peft", None)
     words = re.escape("lora.rank: needs peft: pip install 'asyncrl[lora]'")
     with pytest.raises(ConfigError, match=words):
-        adapters.attach(None, Lora(rank=1), 0)  # type: ignore[arg-type]
+        adapters.attach(None, LoraConfig(rank=1), 0)  # type: ignore[arg-type]
 
 
 # ---- words ---------------------------------------------------------------------------------------
@@ -298,7 +313,7 @@ def test_adapters_without_peft_say_what_to_install(monkeypatch: pytest.MonkeyPat
 
 def test_errors_say_what_is_missing() -> None:
     none = torch.zeros(2)
-    a = advantages.Answers(none, GROUP, none, None, 0.0)
+    a = advantages.ResponseRewards(none, GROUP, none, None, 0.0)
     said = {
         "advantage.baseline = prompt needs the prompts' running means (LossBatch.baselines)": {
             "name": "reinforce",
@@ -320,7 +335,7 @@ def test_errors_say_what_is_missing() -> None:
     words = "advantage.name = otb needs each token's energy (LossBatch.energy)"
     c = config(advantage={"name": "otb"}).advantage
     with pytest.raises(ConfigError, match=f"^{re.escape(words)}$"):
-        advantages.BY_TOKEN["otb"](advantages.Tokens(none, EVERY, SEQ, GROUP), c)
+        advantages.BY_TOKEN["otb"](advantages.TokenRewards(none, EVERY, SEQ, GROUP), c)
     words = (
         "advantage.name = grpo with ddof = 1 needs more than 1 samples in a batch",
         "kl.loss.off_policy = prefix_full (needs the exact KL of each step over the vocabulary): "
@@ -332,4 +347,4 @@ def test_errors_say_what_is_missing() -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(words[1])}$"):
         kl.term(LP, LP, LP, SEQ, off_policy="prefix_full")
     with pytest.raises(ConfigError, match=f"^{re.escape(words[2])}$"):
-        correction.kept("kb", "token", None, None, X, EVERY, SEQ, 2)
+        correction.rejection_mask("kb", "token", None, None, X, EVERY, SEQ, 2)

@@ -16,8 +16,8 @@ from test_algorithms import D, batch, config, gradient, theta
 from asyncrl.algorithms import advantages, correction, ratios, stopping, surrogates
 from asyncrl.algorithms import loss as sl
 from asyncrl.algorithms.batch import LossBatch
-from asyncrl.algorithms.trust import answers, tokens, view
-from asyncrl.config import load, shipped
+from asyncrl.algorithms.trust import sequence_surrogates, token_surrogates, view
+from asyncrl.config import bundled_configs, load
 from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments.compare import arms, comparison, methods
 
@@ -48,14 +48,14 @@ def example() -> LossBatch:
     )
 
 
-def given(**more: Any) -> view.Tokens:
+def given(**more: Any) -> view.SurrogateTokens:
     """The example's tokens as a surrogate gets them."""
-    return view.Tokens(LP - MU.log(), SIGN, LP, MU.log(), EVERY, SEQ, 2, **more)
+    return view.SurrogateTokens(LP - MU.log(), SIGN, LP, MU.log(), EVERY, SEQ, 2, **more)
 
 
 def coefficient(name: str, **loss: Any) -> list[float]:
     c = config(loss={"surrogate": name, **loss}, correction={"proximal": "behavior"})
-    whole = view.Whole(MU.log(), SIGN, EVERY, SEQ, GROUP, LP)
+    whole = view.StepBatch(MU.log(), SIGN, EVERY, SEQ, GROUP, LP)
     prepass = surrogates.PREPASS.get(name, lambda *_: {})(whole, c.loss)
     return surrogates.SURROGATES[name](given(prepass=prepass), c.loss).coefficient.tolist()
 
@@ -176,16 +176,16 @@ def test_the_limits_of_vespo() -> None:
     """(k, l) = (1, 0) is the answer's importance weight, (0, 0) none."""
     x = torch.linspace(-3, 3, 25, dtype=D)
     adv = torch.where(torch.arange(25) % 2 == 0, 1.5, -0.5).to(D)
-    one = answers.vespo(x, adv, positive=(1, 0), negative=(1, 0))
+    one = sequence_surrogates.vespo(x, adv, positive=(1, 0), negative=(1, 0))
     assert torch.allclose(one, x.exp() * adv)
-    assert torch.allclose(answers.vespo(x, adv, positive=(0, 0), negative=(0, 0)), adv)
+    assert torch.allclose(sequence_surrogates.vespo(x, adv, positive=(0, 0), negative=(0, 0)), adv)
     for k, m, most in ((2.0, 3.0, 1.208), (3.0, 2.0, 1.242)):
         grid = torch.linspace(-4, 4, 8001, dtype=D)
-        phi = answers.vespo(grid, torch.ones(8001, dtype=D), positive=(k, m))
+        phi = sequence_surrogates.vespo(grid, torch.ones(8001, dtype=D), positive=(k, m))
         assert float(phi.max()) == pytest.approx(most, abs=1e-3)
         assert float(grid[phi.argmax()].exp()) == pytest.approx(k / m, rel=1e-3)
     # far away: nothing, and finite
-    assert answers.vespo(vec(900, -900), vec(1, -1)).abs().max() < 1e-20
+    assert sequence_surrogates.vespo(vec(900, -900), vec(1, -1)).abs().max() < 1e-20
 
 
 def test_minpro_on_answers_of_one_token_is_cispo() -> None:
@@ -208,7 +208,7 @@ def test_minpro_on_answers_of_one_token_is_cispo() -> None:
 def test_the_prefix_minimum_starts_anew_with_each_answer_and_skips_what_is_masked() -> None:
     x, seq = vec(0.3, -1, 2, 0.5, -3, 0.1), torch.tensor([7, 7, 7, 7, 2, 2])
     mask = torch.tensor([True, False, True, True, True, True])
-    got = tokens.prefix_minimum(x, mask, seq)[mask].tolist()
+    got = token_surrogates.prefix_minimum(x, mask, seq)[mask].tolist()
     assert got == pytest.approx([0.3, 2.3, 0.8, -3, -2.9])
     long = torch.randn(5000, generator=torch.Generator().manual_seed(0), dtype=D)
     rows = torch.arange(5000) // 50
@@ -234,7 +234,7 @@ def test_bapos_bounds_move_until_positive_tokens_have_their_share() -> None:
     adv, mu = SIGN, MU.log()
 
     def bounds(share: float, mask: torch.Tensor = EVERY) -> list[float]:
-        found = tokens.bapo_bounds(LP, mu, adv, mask, share)
+        found = token_surrogates.bapo_bounds(LP, mu, adv, mask, share)
         return [round(float(found[x]), 6) for x in ("lo", "hi")]
 
     def share(lo: float, hi: float) -> float:
@@ -303,10 +303,10 @@ def test_a_method_is_an_arm_by_its_name(name: str) -> None:
 
 def test_every_shipped_config_takes_the_default_arms() -> None:
     """Sessions have no injected lag: `asyncrl compare calc` leaves that arm out."""
-    for name in shipped.names():
+    for name in bundled_configs.names():
         source = load.load(name)
         found = comparison.resolve(name, [], comparison.default_arms(source))
-        injected = [] if source.agent.on else ["injected"]
+        injected = [] if source.agent.uses_sessions else ["injected"]
         assert list(found) == ["sync", "async", "async-uncorrected", *injected]
 
 
@@ -319,7 +319,7 @@ def test_binary_kl_by_hand() -> None:
     by_hand = [0.020411, 0.381909, 0.081093, 0.020411, 0.381909, 0.311239]
     kb = correction.statistic("kb", "token", X, EVERY, SEQ, 2, log_mu=MU.log())
     assert kb.tolist() == pytest.approx(by_hand, abs=1e-6)
-    kept = correction.kept("kb", "token", None, 0.3, X, EVERY, SEQ, 2, log_mu=MU.log())
+    kept = correction.rejection_mask("kb", "token", None, 0.3, X, EVERY, SEQ, 2, log_mu=MU.log())
     assert kept.tolist() == [True, False, True, True, False, False]
     mean = correction.statistic("kb_mu", "mean", X, EVERY, SEQ, 2, log_mu=MU.log())
     assert mean.tolist() == pytest.approx([0.145433] * 3 + [0.237853] * 3, abs=1e-6)
@@ -408,11 +408,11 @@ def test_at_the_anchor_the_same_statistics_leave_the_anchor_alone() -> None:
 
 
 def test_published_m2po_is_not_ours() -> None:
-    gone = correction.pushed_far(X, SIGN, EVERY, 0.04)
+    gone = correction.masked_by_second_moment(X, SIGN, EVERY, 0.04)
     assert gone.tolist() == [False, False, True, True, False, True]
     limit = correction.m2_threshold(X, EVERY, 0.04)
     assert (X.abs() < limit).tolist() == [True] + [False] * 5
-    assert not correction.pushed_far(X * 0, SIGN, EVERY, 0.04).any()
+    assert not correction.masked_by_second_moment(X * 0, SIGN, EVERY, 0.04).any()
 
 
 def test_a_mask_of_m2po_is_of_the_whole_batch_and_of_the_step() -> None:
@@ -428,7 +428,7 @@ def test_a_mask_of_m2po_is_of_the_whole_batch_and_of_the_step() -> None:
     assert torch.allclose(whole, gradient(b, c, lp, [[i] for i in range(12)])[1])
     half = list(range(4))
     inside = b.seq < 4
-    gone = correction.pushed_far(
+    gone = correction.masked_by_second_moment(
         (lp - b.behavior).detach(),
         advantages.rloo(b.rewards, b.groups)[b.seq],
         b.mask & inside,
@@ -537,7 +537,7 @@ def test_the_rate_follows_the_ess_of_whole_answers() -> None:
             for p in parts or [[0, 1]]:
                 at = torch.nonzero(torch.isin(SEQ, torch.tensor(p)))[:, 0]
                 sl.add_sums(sums, sl.micro_loss(prep, step, at, LP[at])[1])
-            assert sl.rate_share(prep, step, sums) == pytest.approx(scale, abs=1e-6)
+            assert sl.learning_rate_share(prep, step, sums) == pytest.approx(scale, abs=1e-6)
             if how != "off":
                 assert prep.metrics["optim/answer_ess"] == pytest.approx(0.871134, abs=1e-6)
                 assert prep.metrics["optim/lr_scale"] == pytest.approx(scale, abs=1e-6)
@@ -834,7 +834,7 @@ CUTS: list[tuple[str, dict[str, Any], list[int]]] = [
 @pytest.mark.parametrize(("name", "keys", "expected"), CUTS)
 def test_which_bound_cut_is_told(name: str, keys: dict[str, Any], expected: list[int]) -> None:
     c = config(loss={"surrogate": name, **keys}, correction={"proximal": "behavior"})
-    whole = view.Whole(MU.log(), SIGN, EVERY, SEQ, GROUP, LP)
+    whole = view.StepBatch(MU.log(), SIGN, EVERY, SEQ, GROUP, LP)
     prepass = surrogates.PREPASS.get(name, lambda *_: {})(whole, c.loss)
     found = surrogates.SURROGATES[name](given(prepass=prepass), c.loss)
     assert found.clipped.tolist() == expected and found.clipped.dtype == torch.int8
@@ -842,7 +842,7 @@ def test_which_bound_cut_is_told(name: str, keys: dict[str, Any], expected: list
 
 def objective(name: str, **keys: Any) -> torch.Tensor:
     c = config(loss={"surrogate": name, **keys}, correction={"proximal": "behavior"})
-    whole = view.Whole(MU.log(), SIGN, EVERY, SEQ, GROUP, LP)
+    whole = view.StepBatch(MU.log(), SIGN, EVERY, SEQ, GROUP, LP)
     prepass = surrogates.PREPASS.get(name, lambda *_: {})(whole, c.loss)
     return surrogates.SURROGATES[name](given(prepass=prepass), c.loss).objective
 
@@ -867,11 +867,11 @@ def test_the_objectives_value() -> None:
 
 def test_an_answer_without_a_token_in_the_loss_is_not_of_its_group() -> None:
     mask = torch.tensor([True, True, True, False, False, False])
-    log_q = answers.group_probability(MU.log(), mask, SEQ, GROUP)
+    log_q = sequence_surrogates.group_probability(MU.log(), mask, SEQ, GROUP)
     assert log_q.exp()[:3].tolist() == pytest.approx([0.542884] * 3, abs=1e-6)
-    both = answers.group_probability(MU.log(), EVERY, SEQ, GROUP)
+    both = sequence_surrogates.group_probability(MU.log(), EVERY, SEQ, GROUP)
     assert both.exp().tolist() == pytest.approx([0.493326] * 6, abs=1e-6)
-    apart = answers.group_probability(MU.log(), EVERY, SEQ, torch.tensor([0, 1]))
+    apart = sequence_surrogates.group_probability(MU.log(), EVERY, SEQ, torch.tensor([0, 1]))
     assert apart.exp().tolist() == pytest.approx([0.542884] * 3 + [0.430887] * 3, abs=1e-6)
 
 

@@ -20,7 +20,7 @@ from asyncrl.transport.sockets import IN_PLACE_BYTES, BufferSocket, PeerSocket
 def answer(number: int, size: int) -> m.Trajectory:
     tokens = bytes([number % 251]) * size
     label = Label(1, 0)
-    spans = [m.Span(label, "", 0, size // 4, label)]
+    spans = [m.VersionSpan(label, "", 0, size // 4, label)]
     return m.Trajectory(
         number, 0, 1, b"", tokens, tokens, b"\1" * (size // 4), spans, 0.0, {}, "stop", 1.0
     )
@@ -42,7 +42,7 @@ def test_what_is_sent_is_what_comes_though_its_sender_has_forgotten_it(
     peer = PeerSocket(buffer.address, folder, "generator-0", run="r")
     peer.check = lambda message: None
     for number in range(6):
-        peer.send(m.Deliver("generator-0", 1, number, [answer(number, size)], 0))
+        peer.send(m.Delivery("generator-0", 1, number, [answer(number, size)], 0))
         gc.collect()
         spare = [bytes(2 * size) for _ in range(4)]  # over what was freed
     for number in range(6):
@@ -64,6 +64,6 @@ def test_a_small_message_is_copied_and_a_large_one_is_not() -> None:
     sent: list[Any] = []
     socket = SimpleNamespace(send_multipart=lambda parts, flags, copy: sent.append((parts, copy)))
     for text in ("x", "x" * IN_PLACE_BYTES):
-        sockets.leave(socket, b"first", m.Refused(text))
+        sockets.send_message(socket, b"first", m.Refusal(text))
     assert [(parts[0], copy) for parts, copy in sent] == [(b"first", True), (b"first", False)]
     assert len(sent[1][0][1]) > IN_PLACE_BYTES

@@ -15,14 +15,14 @@ from conftest import ROOT
 
 from asyncrl.config import load
 from asyncrl.contract.errors import AsyncrlError, NothingToDo, ProcessLost
-from asyncrl.contract.messages import Status
+from asyncrl.contract.messages import RunStatus
 from asyncrl.supervise import launch
-from asyncrl.supervise.launch import Child, Supervisor
+from asyncrl.supervise.launch import SupervisedProcess, Supervisor
 
 REFUSE = (
     "import sys; from asyncrl.contract import refusal; from asyncrl.contract.errors import {kind}; "
     "refusal.listen(); "
-    "e = {kind}('{words}'); refusal.tell(e);"
+    "e = {kind}('{words}'); refusal.send_refusal(e);"
     "print('error: something else', file=sys.stderr); sys.exit(e.exit_code)"
 )
 WAIT = "import time; time.sleep(600)"
@@ -49,7 +49,7 @@ def make(tmp_path: Path) -> object:
         )  # type: ignore[attr-defined]
         s.said, s.logs = [], tmp_path  # type: ignore[attr-defined]
         s.children = [
-            Child(name.replace("_", "-"), [sys.executable, "-c", code], 1, True)
+            SupervisedProcess(name.replace("_", "-"), [sys.executable, "-c", code], 1, True)
             for name, code in codes.items()
         ]
         for child in s.children:
@@ -84,7 +84,8 @@ CRASHES = {
     "an error that ends as a kill would": "import sys; from asyncrl.contract import refusal; from "
     "asyncrl.contract.errors import AsyncrlError; "
     "refusal.listen();"
-    "e = AsyncrlError('rank 1 has ended'); e.exit_code = 137; refusal.tell(e); sys.exit(137)",
+    "e = AsyncrlError('rank 1 has ended'); e.exit_code = 137; "
+    "refusal.send_refusal(e); sys.exit(137)",
     "told to end by somebody": "import sys; sys.exit(130)",
 }
 
@@ -140,10 +141,11 @@ def test_a_child_of_a_child_cannot_speak_for_it(make: Make) -> None:
 def test_a_death_after_the_end_is_no_loss(make: Make, name: str) -> None:
     """The model was exported before the buffer could end: who dies now leaves nothing undone."""
     s = make(restarts=0, buffer="pass", **{name: WAIT})
-    run(s, lambda: s.ended)
+    run(s, lambda: s.is_ended)
     assert s.children[1].process is not None
     s.children[1].process.kill()
-    assert run(s) and "ended (SIGKILL) when the run was over" in s.said[-1]  # type: ignore[attr-defined]
+    # type: ignore[attr-defined]
+    assert run(s) and "ended (SIGKILL) when the run was over" in s.said[-1]
 
 
 def test_a_generator_that_has_heard_of_the_end_is_not_started_again(make: Make) -> None:
@@ -153,14 +155,14 @@ def test_a_generator_that_has_heard_of_the_end_is_not_started_again(make: Make) 
 
 def test_what_starts_too_late_is_ended_soon_and_a_learner_that_is_closing_late(make: Make) -> None:
     s = make(buffer="pass", learner=WAIT, generator_0=WAIT)
-    run(s, lambda: s.ended)
+    run(s, lambda: s.is_ended)
     codes = lambda: [c.code for c in s.children]  # noqa: E731
-    s.end_late(LATE_S - 0.1)
+    s.end_remaining(LATE_S - 0.1)
     assert codes() == [0, None, None]
-    s.status = Status("r", 1, 1, 1, {}, {}, [], {"learner": 0.1}, True)
-    s.end_late(LATE_S + 0.1)
+    s.status = RunStatus("r", 1, 1, 1, {}, {}, [], {"learner": 0.1}, True)
+    s.end_remaining(LATE_S + 0.1)
     assert codes() == [0, None, 0]
-    s.end_late(END_S + 0.1)
+    s.end_remaining(END_S + 0.1)
     assert codes() == [0, 0, 0] and run(s)
 
 
@@ -170,9 +172,9 @@ def test_who_is_asked_to_end_has_longer_where_steps_may_take_longer(make: Make) 
     assert s.end_s == END_S
     watchdog = msgspec.structs.replace(s.config.watchdog, floor_s=600.0)
     s.config = msgspec.structs.replace(s.config, watchdog=watchdog)
-    run(s, lambda: s.ended)
-    s.status = Status("r", 1, 1, 1, {}, {}, [], {"learner": 0.1}, True)
-    s.end_late(10 * END_S - 0.1)
+    run(s, lambda: s.is_ended)
+    s.status = RunStatus("r", 1, 1, 1, {}, {}, [], {"learner": 0.1}, True)
+    s.end_remaining(10 * END_S - 0.1)
     assert [c.code for c in s.children] == [0, None]
-    s.end_late(10 * END_S + 0.1)
+    s.end_remaining(10 * END_S + 0.1)
     assert [c.code for c in s.children] == [0, 0]

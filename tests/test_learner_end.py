@@ -19,7 +19,7 @@ from asyncrl.contract.versions import Label
 from asyncrl.records import rundir
 from asyncrl.transport.ring import RingReader
 from learner.loop import Learner
-from learner.state import Cursor
+from learner.state import BatchCursor
 
 
 class Buffer:
@@ -35,7 +35,7 @@ class Buffer:
         self.sent: list[m.FromPeer] = []
         self.moved = False  # it is elsewhere: told once
 
-    def seek(self, silent: float) -> bool:
+    def find_moved_buffer(self, silent: float) -> bool:
         moved, self.moved = self.moved, False
         return moved
 
@@ -46,8 +46,8 @@ class Buffer:
         ]
         if isinstance(message, m.LearnerHello):
             self.inbox.append(m.Welcome(message.epoch, 0))
-        if isinstance(message, m.Goodbye):
-            self.inbox.append(m.Finished(message.epoch))
+        if isinstance(message, m.LearnerGoodbye):
+            self.inbox.append(m.RunFinished(message.epoch))
 
     def recv(self, timeout: float) -> m.FromBuffer | None:
         return self.inbox.popleft() if self.inbox else None
@@ -85,7 +85,8 @@ def test_the_model_is_exported_before_the_buffer_hears_the_goodbye(
     one = learner()
     one.core.state.number = 2  # a life that finds the last checkpoint at the last step
     one.loop()
-    assert one.finished and one.socket.seen["Goodbye"] == ["model/config.json", "weights_digest"]  # type: ignore[attr-defined]
+    # type: ignore[attr-defined]
+    assert one.finished and one.socket.seen["Goodbye"] == ["model/config.json", "weights_digest"]
     assert one.socket.seen["LearnerHello"] == []  # type: ignore[attr-defined]
 
 
@@ -106,7 +107,7 @@ def test_a_learner_whose_ring_was_removed_makes_it_anew_while_it_waits(
     one.hello()
     shutil.rmtree(one.publisher.directory)
     one.sent["progress"] = 0.0
-    one.pump(0)
+    one.handle_messages(0)
     reader = RingReader(one.publisher.directory, "late")
     assert reader.labels() == {Label(one.epoch, 0): one.digest}
     reader.close()
@@ -117,14 +118,14 @@ def test_a_buffer_found_elsewhere_is_asked_at_once_for_all_that_was_not_answered
 ) -> None:
     one = learner()
     one.hello()
-    one.repeat("ask 0", m.Ask(one.epoch, 0))
+    one.repeat("ask 0", m.BatchRequest(one.epoch, 0))
     one.socket.sent.clear()  # type: ignore[attr-defined]
     one.waiting = "a batch"
     one.heard -= 1e6  # the one before would be given up
     one.socket.moved = True  # type: ignore[attr-defined]
-    one.pump(0)
-    one.repeat("ask 0", m.Ask(one.epoch, 0))
-    assert m.Ask(one.epoch, 0) in one.socket.sent  # type: ignore[attr-defined]
+    one.handle_messages(0)
+    one.repeat("ask 0", m.BatchRequest(one.epoch, 0))
+    assert m.BatchRequest(one.epoch, 0) in one.socket.sent  # type: ignore[attr-defined]
 
 
 def test_one_that_comes_after_the_end_says_so_and_one_whose_last_answer_was_lost_ends_well(
@@ -143,7 +144,7 @@ def test_one_that_comes_after_the_end_says_so_and_one_whose_last_answer_was_lost
         one.hello()
     two.core.state.number, two.welcomed, two.waiting = 2, True, "the last evaluation"
     two.heard -= 3
-    two.pump(0)
+    two.handle_messages(0)
     assert two.finished
 
 
@@ -167,7 +168,7 @@ def test_a_resumed_learner_tells_the_buffer_what_the_checkpoint_kept(
 ) -> None:
     one = learner()
     one.hello()
-    one.cursor = Cursor(7, {"trained": {"tokens": 5.0}}, [9], [1, 0])
+    one.cursor = BatchCursor(7, {"trained": {"tokens": 5.0}}, [9], [1, 0])
     one.checkpoint()
     two = learner()
     assert two.cursor == one.cursor
@@ -191,4 +192,4 @@ def test_a_resumed_learner_tells_the_buffer_what_the_checkpoint_kept(
 
 
 def test_what_an_earlier_program_did_not_keep_has_its_default() -> None:
-    assert Cursor.read({"next_ticket": 3, "no more": 1}) == Cursor(next_ticket=3)
+    assert BatchCursor.read({"next_ticket": 3, "no more": 1}) == BatchCursor(next_ticket=3)

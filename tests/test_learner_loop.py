@@ -25,8 +25,8 @@ from asyncrl.contract import messages as m
 from asyncrl.contract.errors import (
     AsyncrlError,
     BadMessage,
-    Fenced,
-    NotFinite,
+    LearnerFenced,
+    NotFiniteError,
     NothingToDo,
     PeerUnreachable,
 )
@@ -48,25 +48,25 @@ class ServingBuffer(Buffer):
 
     def __init__(self, run_dir: Path, lose: tuple[type, ...] = ()) -> None:
         super().__init__(run_dir)
-        self.lose = set(lose)
+        self.crash = set(lose)
         self.checkpointed = 0  # what its Welcome says
         self.keep: list[Label] = []  # what its Committed says
         self.held: dict[Label, str] = {}  # of the ring, as each commit came
         self.ring: Any = None
 
     def send(self, message: m.FromPeer) -> None:
-        if type(message) in self.lose:
-            self.lose.remove(type(message))
+        if type(message) in self.crash:
+            self.crash.remove(type(message))
             self.sent.append(message)
             return
         super().send(message)
         if isinstance(message, m.LearnerHello):
             self.inbox[-1] = m.Welcome(message.epoch, self.checkpointed)
-        if isinstance(message, m.Ask):
+        if isinstance(message, m.BatchRequest):
             self.inbox.append(made(message.epoch, message.number))
         if isinstance(message, m.Commit):
             self.held[message.label] = self.ring.labels().get(message.label, "")
-            self.inbox.append(m.Committed(message.epoch, message.number, self.keep))
+            self.inbox.append(m.CommitReply(message.epoch, message.number, self.keep))
 
     def of(self, kind: type) -> list[Any]:
         return [message for message in self.sent if isinstance(message, kind)]
@@ -135,7 +135,7 @@ def test_a_life_from_hello_to_goodbye(life: Made) -> None:
     assert (hello.next_ticket, hello.ledger, hello.trained_above) == (0, {}, [])
     assert hello.max_lag == one.config.staleness.limit and hello.run == rundir.run_id(one.run_dir)
     # each batch is asked for, the next one while this one is trained, and none past the last
-    assert [a.number for a in buffer.of(m.Ask)] == list(range(STEPS))
+    assert [a.number for a in buffer.of(m.BatchRequest)] == list(range(STEPS))
     at = {type(x).__name__ + str(getattr(x, "number", "")): n for n, x in enumerate(buffer.sent)}
     assert all(at[f"Ask{n + 1}"] < at[f"Commit{n}"] for n in range(STEPS - 1))
     commits = buffer.of(m.Commit)
@@ -147,8 +147,8 @@ def test_a_life_from_hello_to_goodbye(life: Made) -> None:
     assert len({start, *(c.digest for c in commits)}) == STEPS + 1
     # the first, every third, and the last one
     assert checkpoint.numbers(one.directory) == [3, 4] and one.directory.name == "epoch_1"
-    assert [c.oldest for c in buffer.of(m.Checkpointed)] == [0, 0, 3]
-    (goodbye,) = buffer.of(m.Goodbye)
+    assert [c.oldest for c in buffer.of(m.CheckpointNotice)] == [0, 0, 3]
+    (goodbye,) = buffer.of(m.LearnerGoodbye)
     assert (goodbye.epoch, goodbye.number) == (1, STEPS) and one.finished
     assert (one.run_dir / "weights_digest").read_text() == commits[-1].digest
     left = policy.load_policy(one.run_dir / "model", device="cpu")
@@ -207,7 +207,7 @@ def test_a_resumed_learner_goes_on_from_its_checkpoint_and_its_own_version_has_n
     assert tree.lag(Label(1, 3), hello.label, 3) == 0 and tree.lag(hello.label, hello.label, 3) == 0
     assert tree.lag(Label(1, 2), hello.label, 3) == 1
     two.loop()
-    assert [a.number for a in second.of(m.Ask)] == [3]
+    assert [a.number for a in second.of(m.BatchRequest)] == [3]
     assert [(c.number, c.label) for c in second.of(m.Commit)] == [(3, Label(2, 4))]
     assert two.finished
 
@@ -222,7 +222,7 @@ def test_a_lost_commit_is_repeated_in_order_while_training_goes_on(life: Made) -
     assert numbers.index(1) > numbers.index(0, 1) and one.finished
 
 
-@pytest.mark.parametrize("lost", [m.LearnerHello, m.Ask, m.Goodbye])
+@pytest.mark.parametrize("lost", [m.LearnerHello, m.BatchRequest, m.LearnerGoodbye])
 def test_a_lost_request_is_sent_again(life: Made, lost: type) -> None:
     one, buffer = life(lose=(lost,))
     one.loop()
@@ -233,9 +233,9 @@ def test_a_lost_request_is_sent_again(life: Made, lost: type) -> None:
 def test_a_request_is_not_repeated_before_its_time(life: Made) -> None:
     one, buffer = life("wires.retry_s=1000")
     for _ in range(3):
-        one.repeat("ask 0", m.Ask(1, 0))
-    one.repeat("ask 1", m.Ask(1, 1))
-    assert buffer.sent == [m.Ask(1, 0), m.Ask(1, 1)]
+        one.repeat("ask 0", m.BatchRequest(1, 0))
+    one.repeat("ask 1", m.BatchRequest(1, 1))
+    assert buffer.sent == [m.BatchRequest(1, 0), m.BatchRequest(1, 1)]
 
 
 def test_what_is_not_for_this_life_changes_nothing(life: Made) -> None:
@@ -243,9 +243,9 @@ def test_what_is_not_for_this_life_changes_nothing(life: Made) -> None:
     one.hello()
     one.commits = {0: "waits"}  # type: ignore[dict-item]
     for other in (
-        m.FencedOff(2, 3),
-        m.Finished(2),
-        m.Committed(2, 0, [Label(2, 0)]),
+        m.FencedReply(2, 3),
+        m.RunFinished(2),
+        m.CommitReply(2, 0, [Label(2, 0)]),
         made(2, 0),
         made(1, 2),  # only this number and the next one are asked for
         m.Welcome(2, 0),
@@ -257,12 +257,12 @@ def test_what_is_not_for_this_life_changes_nothing(life: Made) -> None:
     one.handle(second)
     one.handle(made(1, 0))
     assert set(one.batches) == {0, 1} and one.batches[0] is second
-    one.handle(m.Committed(1, 0, [Label(1, 0)]))
+    one.handle(m.CommitReply(1, 0, [Label(1, 0)]))
     assert not one.commits and one.publisher.keep == [Label(1, 0)]
-    with pytest.raises(Fenced, match="epoch 3 of the learner has taken over from epoch 1"):
-        one.handle(m.FencedOff(1, 3))
+    with pytest.raises(LearnerFenced, match="epoch 3 of the learner has taken over from epoch 1"):
+        one.handle(m.FencedReply(1, 3))
     with pytest.raises(AsyncrlError, match="of another run") as refused:
-        one.handle(m.Refused("of another run", 7))
+        one.handle(m.Refusal("of another run", 7))
     assert refused.value.exit_code == 7
 
 
@@ -292,7 +292,7 @@ def test_what_it_waits_for_goes_to_the_buffer_and_to_stderr(
     one, buffer = life("watchdog.floor_s=8")
     now = time.monotonic()
     one.report(now + 3)
-    assert not buffer.of(m.Progress), "it is not welcomed yet"
+    assert not buffer.of(m.LearnerProgress), "it is not welcomed yet"
     one.hello()
     buffer.sent.clear()
     one.sent["progress"] = now
@@ -301,7 +301,7 @@ def test_what_it_waits_for_goes_to_the_buffer_and_to_stderr(
     assert not buffer.sent
     one.waiting_since = now - 3
     one.report(now + 0.9)
-    (told,) = buffer.of(m.Progress)
+    (told,) = buffer.of(m.LearnerProgress)
     assert (told.who, told.pid, told.epoch, told.stats) == ("learner", os.getpid(), 1, {})
     assert told.waiting.what == "batch 0" and told.waiting.seconds == pytest.approx(3.9)
     assert told.waiting.on == "buffer"
@@ -312,7 +312,7 @@ def test_what_it_waits_for_goes_to_the_buffer_and_to_stderr(
     one.wait("")
     buffer.sent.clear()
     one.report(now + 9)
-    assert [p.waiting for p in buffer.of(m.Progress)] == [None]
+    assert [p.waiting for p in buffer.of(m.LearnerProgress)] == [None]
 
 
 def test_silence_counts_from_the_wait_and_ends_it_after_connect_s(life: Made) -> None:
@@ -351,7 +351,11 @@ def test_a_run_that_has_ended_without_it_is_nothing_to_do(
 def test_without_prefetch_one_batch_is_asked_for_at_a_time(life: Made) -> None:
     one, buffer = life("learner.prefetch=0", "learner.steps=2")
     one.loop()
-    order = [(type(x).__name__, x.number) for x in buffer.sent if isinstance(x, m.Ask | m.Commit)]
+    order = [
+        (type(x).__name__, x.number)
+        for x in buffer.sent
+        if isinstance(x, m.BatchRequest | m.Commit)
+    ]
     assert order == [("Ask", 0), ("Commit", 0), ("Ask", 1), ("Commit", 1)]
 
 
@@ -381,7 +385,7 @@ def test_injected_versions_survive_a_resume(life: Made) -> None:
         assert ready is not None
         one.step(ready)
         made_before[n + 1] = flat(one)
-    assert set(one.publisher.older(3)) == {1, 2}, "as far as the injection names them"
+    assert set(one.publisher.earlier_versions(3)) == {1, 2}, "as far as the injection names them"
     two, second = life(*sets)
     two.hello()
     (hello,) = second.of(m.LearnerHello)
@@ -395,7 +399,7 @@ def test_injected_versions_survive_a_resume(life: Made) -> None:
     reader = RingReader(two.publisher.directory, "one")
     assert reader.labels() == {Label(2, n): digests[n] for n in (1, 2, 3)}
     reader.close()
-    assert two.publisher.held([2, 9]) == [(Label(2, 2), digests[2])]
+    assert two.publisher.held_versions([2, 9]) == [(Label(2, 2), digests[2])]
 
 
 @pytest.mark.parametrize(
@@ -421,12 +425,14 @@ def test_weights_that_give_no_logprobs_are_not_published(life: Made) -> None:
             weight.copy_(kept)
             weight.view(-1)[0] = value
         flat_bytes = bytearray(flat(one))
-        return one.publisher.wrong(memoryview(flat_bytes))
+        return one.publisher.find_problem(memoryview(flat_bytes))
 
     assert with_first(float(kept.view(-1)[0])) == "" and with_first(2e3) == ""
     assert with_first(float("nan")) == with_first(float("-inf")) == "are not finite"
     assert with_first(publisher.HUGE) == "are up to 1.0e+06, too large for finite logprobs,"
-    with pytest.raises(NotFinite, match=r"after 7 batches: learner\.lr = .*nothing of them was"):
+    with pytest.raises(
+        NotFiniteError, match=r"after 7 batches: learner\.lr = .*nothing of them was"
+    ):
         one.publisher.publish(7)
     assert one.publisher.ring.labels() == before
 
@@ -447,7 +453,7 @@ def test_a_learner_told_to_stop_while_it_waits_has_no_batch(life: Made) -> None:
 
     buffer.recv = stop  # type: ignore[method-assign]
     buffer.inbox.clear()
-    buffer.lose = {m.Ask}
+    buffer.crash = {m.BatchRequest}
     assert one.next_batch() is None
     assert one.waiting == ""
 
@@ -456,7 +462,7 @@ def test_one_that_was_never_welcomed_leaves_nothing(life: Made) -> None:
     one, buffer = life(lose=(m.LearnerHello,))
     one.stopping = True
     one.loop()
-    assert not one.finished and not buffer.of(m.Goodbye)
+    assert not one.finished and not buffer.of(m.LearnerGoodbye)
     assert checkpoint.numbers(one.directory) == [] and not (one.run_dir / "model").exists()
 
 
@@ -505,10 +511,15 @@ def finish(one: FakeLearner) -> None:
 def test_a_life_that_is_overtaken_before_its_welcome_starts_over(
     lives: Callable[..., bool], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert lives(Fenced("overtaken"), Fenced("again"), finish) is True
+    assert lives(LearnerFenced("overtaken"), LearnerFenced("again"), finish) is True
     assert len(FakeLearner.made) == 3 and all(one.closed for one in FakeLearner.made)
     assert capsys.readouterr().err.count("it starts over from the newest checkpoint") == 2
-    assert lives(Fenced("overtaken"), Fenced("again"), Fenced("and again"), finish) is True
+    assert (
+        lives(
+            LearnerFenced("overtaken"), LearnerFenced("again"), LearnerFenced("and again"), finish
+        )
+        is True
+    )
     assert len(FakeLearner.made) == loop.TRIES
     assert "and again; this one ends" in capsys.readouterr().err
 
@@ -516,7 +527,7 @@ def test_a_life_that_is_overtaken_before_its_welcome_starts_over(
 def test_a_welcomed_life_that_is_fenced_ends(lives: Callable[..., bool]) -> None:
     def overtaken(one: FakeLearner) -> None:
         one.welcomed = True
-        raise Fenced("epoch 2 has taken over")
+        raise LearnerFenced("epoch 2 has taken over")
 
     assert lives(overtaken, finish) is True and len(FakeLearner.made) == 1
     with pytest.raises(NothingToDo):
@@ -539,7 +550,7 @@ def test_a_signal_stops_the_life_and_says_that_it_is_not_finished(
 
     def late(one: FakeLearner) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
-        raise Fenced("overtaken as well")
+        raise LearnerFenced("overtaken as well")
 
     def begins_stopping(one: FakeLearner) -> None:
         assert one.stopping
@@ -575,7 +586,7 @@ def test_a_recording_holds_each_batch_and_the_weights_that_were_asked_for(
     found = stream.read(one.run_dir)
     ((first, whole),) = found.lives
     assert (first, whole.epoch, whole.start) == (0, 1, 0)
-    assert found.cut(STEPS) == "" and whole.digest == buffer.of(m.LearnerHello)[0].digest
+    assert found.missing_part(STEPS) == "" and whole.digest == buffer.of(m.LearnerHello)[0].digest
     for commit, step in zip(buffer.of(m.Commit), found.steps(0, STEPS), strict=True):
         assert (step.digest, step.batch.number) == (commit.digest, commit.number)
         assert step.metrics["reward/mean"] == commit.metrics["reward/mean"]

@@ -95,7 +95,7 @@ def test_the_coefficient_of_now_and_not_of_the_configuration_is_charged(
 
 def test_other_ranks_are_told_of_the_batch_before_anything_else(model_dir: Path) -> None:
     c, told = core(model_dir), []
-    c.backend.tell = lambda *what: told.append(what)  # type: ignore[method-assign]
+    c.backend.broadcast = lambda *what: told.append(what)  # type: ignore[method-assign]
     b = batch(4)
     c.train(b)
     assert told == [("train", b)]

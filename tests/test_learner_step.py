@@ -142,14 +142,14 @@ def test_groups_stand_together_where_a_prompt_is_encoded_once(model_dir: Path) -
     c, packed = core(model_dir), pack(batch())
 
     def order() -> list[int]:
-        return [i for micro in c._mine(packed, range(packed.count))[0] for i in micro]
+        return [i for micro in c._own_micro_batches(packed, range(packed.count))[0] for i in micro]
 
     groups = [packed.groups[i] for i in order()]
     assert sum(a != b for a, b in itertools.pairwise(groups)) == GROUPS - 1
     c.model.exact = True
     assert [packed.groups[i] for i in order()] == groups
     c.model.fast = None  # encodes every row whole: by length
-    lengths = [packed.sizes()[i] for i in order()]
+    lengths = [packed.sample_tokens()[i] for i in order()]
     assert lengths == sorted(lengths) and order() != sorted(order(), key=lambda i: packed.groups[i])
 
 
@@ -314,7 +314,8 @@ def test_prefix_full_is_the_plain_formula_on_both_models_logits(
             total = total + ((log_w.cumsum(0) - log_w).exp() * step).sum()
         total = 0.5 * total / len(packed.loss.seq)
         total.backward()
-        exact = torch.cat([p.grad.flatten() for p in c.model.hf.parameters()])  # type: ignore[union-attr]
+        # type: ignore[union-attr]
+        exact = torch.cat([p.grad.flatten() for p in c.model.hf.parameters()])
         c.train(b)
         assert (
             torch.allclose(weights(c) - before, -0.1 * exact, atol=1e-6)
@@ -498,7 +499,7 @@ def test_several_minibatches_measure_the_first_ones_answers(model_dir: Path) -> 
     )
     packed = pack(batch())
     start = c._forward(c.model, packed, range(GROUPS * SIZE)).double()
-    first = packed.part(c._minibatches(packed, 0)[0])
+    first = packed.token_positions(c._minibatches(packed, 0)[0])
     x = (start - packed.loss.behavior.double())[first]
     m = c.train(batch())
     assert m["kl/behavior_start_k1"] == pytest.approx(float(-x.mean()), rel=1e-5)

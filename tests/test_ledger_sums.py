@@ -12,11 +12,11 @@ from test_journal import PROMPTS, evaluations
 from test_store import hello, sample, total
 
 from actors.delivery import Outbox
-from asyncrl.config.tree import Wires
-from asyncrl.contract.messages import DISPOSITIONS, LOST, Sampling, Ticket
+from asyncrl.config.tree import WiresConfig
+from asyncrl.contract.messages import DISPOSITIONS, LOST, SamplingSettings, Ticket
 from asyncrl.contract.versions import Label
 from buffer.durable_store import RecordedStore
-from buffer.groups import Settings
+from buffer.groups import StoreSettings
 from buffer.store import Store
 
 
@@ -27,7 +27,7 @@ class Generator:
 
     def __init__(self, store: Store, name: str, session: int, r: random.Random) -> None:
         self.store, self.name, self.session, self.r = store, name, session, r
-        self.outbox = Outbox(Wires(), name, session)
+        self.outbox = Outbox(WiresConfig(), name, session)
         # (ticket, sample, attempt) -> tokens so far
         self.rows: dict[tuple[int, int, int], tuple[Ticket, int]] = {}
         self.done: dict[tuple[int, int], int] = {}
@@ -51,13 +51,13 @@ class Generator:
         for (t, _, a), (_, n) in self.rows.items():
             tokens[t, a] += n
         progress = [(t, a, n + self.done.get((t, a), 0)) for (t, a), n in tokens.items()]
-        self.store.told(self.name, self.session, self.outbox.drawn.reported(progress))
+        self.store.report_tokens(self.name, self.session, self.outbox.drawn.on_report(progress))
         self.store.renew(self.name, self.session, progress, 0.0)
 
     def deliver(self) -> None:
         # those unanswered are sent again, and again
         for frame in self.outbox.frames(self.r.random() * 100, flush=True):
-            self.store.told(self.name, self.session, frame.drawn)
+            self.store.report_tokens(self.name, self.session, frame.drawn)
             for t in frame.samples:
                 self.store.deliver(t, 0.0)
 
@@ -67,17 +67,17 @@ def test_the_lines_sum_to_what_the_generators_say(mode: str, tmp_path: Path) -> 
     lines: set[str] = set()
     for seed in range(60):
         r = random.Random(seed)
-        settings = Settings(
+        settings = StoreSettings(
             2,
             2,
             500,
-            Sampling(max_new_tokens=10_000),
+            SamplingSettings(max_new_tokens=10_000),
             filter_no_spread=seed % 2 == 0,
             error_budget=99.0,
         )
         directory = tmp_path / str(seed)
 
-        def make(settings: Settings = settings, directory: Path = directory) -> Store:
+        def make(settings: StoreSettings = settings, directory: Path = directory) -> Store:
             if mode == "memory":
                 return Store(settings, PROMPTS.__getitem__, evaluations())
             return RecordedStore.open(
@@ -113,12 +113,12 @@ def test_the_lines_sum_to_what_the_generators_say(mode: str, tmp_path: Path) -> 
             if r.random() < 0.05:
                 store.checkpointed(max(0, store.committed - 2))
             if mode == "process" and r.random() < 0.02 and isinstance(store, RecordedStore):
-                store.settle()
+                store.flush_journal()
                 store.journal.close()
                 store = make()
                 for x in generators:
                     x.store = store
-            assert total(store) == store.generated(), (seed, step)
+            assert total(store) == store.generated_tokens(), (seed, step)
         lines |= {n for n, x in store.ledger().items() if x["tokens"]}
     assert lines >= {"trained", "failed", "filtered", "lost_with_process", "duplicate", "left_over"}
 

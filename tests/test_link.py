@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from actors.delivery import Outbox
-from asyncrl.config.tree import Wires
-from asyncrl.contract.messages import Acks, Status, Trajectory
+from asyncrl.config.tree import WiresConfig
+from asyncrl.contract.messages import DeliveryAcks, RunStatus, Trajectory
 from asyncrl.supervise import live
 from buffer import numbers
 
@@ -22,17 +22,17 @@ def sample(number: int) -> Trajectory:
 
 
 def test_an_acknowledgement_is_waited_for_from_the_first_sending() -> None:
-    box = Outbox(Wires(retry_s=1.0), "generator-0", 1)
+    box = Outbox(WiresConfig(retry_s=1.0), "generator-0", 1)
     first, second = sample(0), sample(1)
     for each in (first, second):
         box.add(each)
     assert len(list(box.frames(10.0, flush=True))) == 1
     assert len(list(box.frames(11.5, flush=True))) == 1  # sent again
-    acks = Acks(1, [(0, 0, first.attempt, "accepted")], 1000, None)
+    acks = DeliveryAcks(1, [(0, 0, first.attempt, "accepted")], 1000, None)
     box.on_acks(acks, 13.0)
     box.on_acks(acks, 99.0)  # twice said is once heard
     assert box.numbers() == {"link/acked": 1.0, "link/ack_waited_s": 3.0}
-    box.on_acks(Acks(1, [(0, 1, second.attempt, "accepted")], 1000, None), 12.0)
+    box.on_acks(DeliveryAcks(1, [(0, 1, second.attempt, "accepted")], 1000, None), 12.0)
     assert box.numbers() == {"link/acked": 2.0, "link/ack_waited_s": 5.0}
     assert box.empty and box.unacked_bytes == 0
 
@@ -47,31 +47,31 @@ def test_two_generators_links_become_a_line() -> None:
         "link/ack_waited_s": 20.0,
     }
     generators = [{"stats": sums}, {"stats": sums | {"link/fetch_s": 2.0}}]
-    totals = numbers.news(generators)
-    found = numbers.of_links(totals, totals["busy_s"] + totals["idle_s"])
+    totals = numbers.new_totals(generators)
+    found = numbers.link_metrics(totals, totals["busy_s"] + totals["idle_s"])
     assert found == {
         "link/ack_s": 2.0,
         "link/fetch_share": pytest.approx(0.3),
         "link/fetch_mb_per_s": 16.0,
     }
-    assert numbers.of_links(numbers.news(generators), 1.0) == {}  # nothing since then
-    status = Status("r", 1, 9, 1, found, {}, [], {}, False)
-    assert live.line(status).endswith(
+    assert numbers.link_metrics(numbers.new_totals(generators), 1.0) == {}  # nothing since then
+    status = RunStatus("r", 1, 9, 1, found, {}, [], {}, False)
+    assert live.status_line(status).endswith(
         "the link holds generators up: 30% of their time weights come over it, 16 MB/s each; "
         "the link holds deliveries up: acknowledged after 2 s"
     )
     near = found | {"link/fetch_share": 0.09, "link/ack_s": 0.9}
-    assert "link" not in live.line(Status("r", 1, 9, 1, near, {}, [], {}, False))
+    assert "link" not in live.status_line(RunStatus("r", 1, 9, 1, near, {}, [], {}, False))
 
 
 def test_what_a_generator_spends_on_a_long_step_is_no_wait_for_the_link() -> None:
     """It reads between steps alone: on busy cores a step takes seconds."""
 
     def waited(sent: float, unread: tuple[float, float], read: float) -> float:
-        box = Outbox(Wires(), "generator-0", 1)
+        box = Outbox(WiresConfig(), "generator-0", 1)
         box.add(sample(0))
         assert len(list(box.frames(sent, flush=True))) == 1
-        box.on_acks(Acks(1, [(0, 0, 1, "accepted")], 1000, None), read, unread)
+        box.on_acks(DeliveryAcks(1, [(0, 0, 1, "accepted")], 1000, None), read, unread)
         return box.numbers()["link/ack_waited_s"]
 
     assert waited(10.0, (9.0, 18.0), 18.0) == 0.0, "sent, then a step of eight seconds"

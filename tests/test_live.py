@@ -12,28 +12,28 @@ from rich.console import Console
 
 import asyncrl
 from asyncrl.cli import main
-from asyncrl.contract.messages import Status, Watch
+from asyncrl.contract.messages import RunStatus, StatusRequest
 from asyncrl.supervise import live
 
 
-def status(committed: int, steps: int = 100) -> Status:
-    return Status("r", committed, steps, 1, {"reward/mean": 0.5}, {}, [], {}, False)
+def status(committed: int, steps: int = 100) -> RunStatus:
+    return RunStatus("r", committed, steps, 1, {"reward/mean": 0.5}, {}, [], {}, False)
 
 
 def test_what_is_left_follows_the_last_batches() -> None:
     """Ten slow batches of 100 s, then twenty of 10 s: only those count.  A batch that takes long
     counts before it ends.
     """
-    pace, now = live.Pace(), 0.0
+    pace, now = live.ProgressPace(), 0.0
     pace.observe(0, now)
-    assert pace.left(100, now) is None, "one look says nothing of the pace"
+    assert pace.seconds_left(100, now) is None, "one look says nothing of the pace"
     for n in range(1, 31):
         now += 100.0 if n <= 10 else 10.0
         pace.observe(n, now)
         pace.observe(n, now + 1)  # a look without a new batch
-    assert pace.left(100, now) == 700.0 == pace.left(100, now + 10)
-    assert pace.left(100, now + 220) == 70 * 420 / 21
-    assert pace.left(30, now) == 0.0
+    assert pace.seconds_left(100, now) == 700.0 == pace.seconds_left(100, now + 10)
+    assert pace.seconds_left(100, now + 220) == 70 * 420 / 21
+    assert pace.seconds_left(30, now) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -52,8 +52,8 @@ def test_durations_for_a_reader(seconds: float, said: str) -> None:
 
 
 def test_the_line_and_the_table_say_it() -> None:
-    assert live.line(status(30), 700.0).startswith("step 30/100 (12 min left)  reward 0.500")
-    assert live.line(status(30)).startswith("step 30/100  reward")
+    assert live.status_line(status(30), 700.0).startswith("step 30/100 (12 min left)  reward 0.500")
+    assert live.status_line(status(30)).startswith("step 30/100  reward")
     for left, said in ((700.0, "12 min left"), (None, "")):
         out = io.StringIO()
         Console(file=out, width=160).print(live.table(status(30), left))
@@ -77,11 +77,13 @@ def test_rewards_are_named_when_they_hold_the_run_up() -> None:
     fine.metrics.update(now | {"time/reward_wait_share": 0.01})
     assert (
         "rewards hold the generators up: idle 42% of the time for them, 120 answers wait"
-        in live.line(slow)
+        in live.status_line(slow)
     )
-    assert "rewards hold" not in live.line(fine) and "rewards hold" not in live.line(none)
+    assert "rewards hold" not in live.status_line(fine) and "rewards hold" not in live.status_line(
+        none
+    )
     slow.metrics.update({"reward/call_s": 2e-5})  # the wait is for a core then
-    assert "rewards hold" not in live.line(slow)
+    assert "rewards hold" not in live.status_line(slow)
     shown = {}
     for name, s in (("fine", fine), ("none", none)):
         out = io.StringIO()
@@ -107,10 +109,10 @@ def test_a_run_is_followed_with_the_time_left(
         def __init__(self, address: str, curve_dir: str) -> None:
             self.now = 0.0
 
-        def send(self, message: Watch) -> None:
+        def send(self, message: StatusRequest) -> None:
             pass
 
-        def recv(self, timeout: float) -> Status:
+        def recv(self, timeout: float) -> RunStatus:
             return status(next(batches), 10)
 
         def close(self) -> None:
@@ -142,7 +144,7 @@ def test_the_version_is_said() -> None:
 
 
 def test_what_no_step_used_is_said_while_it_is_much() -> None:
-    def out(s: Status) -> str:
+    def out(s: RunStatus) -> str:
         text = io.StringIO()
         Console(file=text, width=160).print(live.table(s))
         return text.getvalue()
@@ -157,6 +159,6 @@ def test_what_no_step_used_is_said_while_it_is_much() -> None:
             }
         )
     said = "of the tokens of its batches 30% skipped by early stopping"
-    assert live.line(much).endswith(said) and said in out(much)
+    assert live.status_line(much).endswith(said) and said in out(much)
     for s in (little, status(30)):
-        assert "skipped" not in live.line(s) and "not used" not in out(s)
+        assert "skipped" not in live.status_line(s) and "not used" not in out(s)

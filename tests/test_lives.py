@@ -19,14 +19,14 @@ from conftest import ENV, ROOT
 from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
-from asyncrl.records import lives, rundir
+from asyncrl.records import process_log, rundir
 from asyncrl.supervise import doctor, run_page
 from asyncrl.supervise import run as runner
 
 SETS = ("learner.steps=4", "generators=2", "name='r'")
 HOLD = (
-    "import sys; from pathlib import Path; from asyncrl.records import lives;"
-    "life = lives.Life(Path(sys.argv[1]), sys.argv[2], alone=True); print('on', flush=True); "
+    "import sys; from pathlib import Path; from asyncrl.records import process_log;"
+    "life = process_log.Life(Path(sys.argv[1]), sys.argv[2], alone=True); print('on', flush=True); "
     "input()"
 )
 
@@ -63,13 +63,17 @@ def test_a_name_is_one_process_and_its_pid_is_told(run_dir: Path) -> None:
             match=f"generator-1 of .* is running already as process {p.pid}: give this one "
             "another --index",
         ):
-            lives.Life(run_dir, "generator-1", alone=True)
-        assert lives.alive(run_dir, "generator-1") and not lives.alive(run_dir, "generator-0")
+            process_log.ProcessIncarnation(run_dir, "generator-1", alone=True)
+        assert process_log.is_alive(run_dir, "generator-1") and not process_log.is_alive(
+            run_dir, "generator-0"
+        )
     finally:
         p.kill()
         p.wait()
-    assert not lives.alive(run_dir, "generator-1")  # the kernel frees it, however it ended
-    assert lives.Life(run_dir, "generator-1", alone=True, supervised=True).end(0)
+    assert not process_log.is_alive(run_dir, "generator-1")  # the kernel frees it, however it ended
+    assert process_log.ProcessIncarnation(run_dir, "generator-1", alone=True, supervised=True).end(
+        0
+    )
 
 
 @pytest.mark.parametrize("what", ["generator-1", "supervisor"])
@@ -89,18 +93,18 @@ def test_who_looks_at_a_process_does_not_keep_it_from_starting(
 
     monkeypatch.setattr(rundir, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=sleep))
     if what == "supervisor":
-        rundir.Lock(run_dir).close()
+        rundir.RunLock(run_dir).close()
     else:
-        lives.Life(run_dir, what, alone=True).free()
+        process_log.ProcessIncarnation(run_dir, what, alone=True).release()
     assert looking.closed
 
 
 def test_two_learners_live_side_by_side(run_dir: Path) -> None:
-    one, two = (lives.Life(run_dir, "learner", alone=False) for _ in range(2))
+    one, two = (process_log.ProcessIncarnation(run_dir, "learner", alone=False) for _ in range(2))
     assert (
-        lives.alive(run_dir, "learner")
+        process_log.is_alive(run_dir, "learner")
         and not one.end(0)
-        and lives.alive(run_dir, "learner")
+        and process_log.is_alive(run_dir, "learner")
         and two.end(0)
     )
 
@@ -109,57 +113,57 @@ def test_only_the_last_one_of_a_directory_is_the_last_and_those_who_come_wait_fo
     run_dir: Path,
 ) -> None:
     first, second = (
-        lives.Life(run_dir, "buffer", alone=True),
-        lives.Life(run_dir, "learner", alone=False),
+        process_log.ProcessIncarnation(run_dir, "buffer", alone=True),
+        process_log.ProcessIncarnation(run_dir, "learner", alone=False),
     )
     assert not first.end(0)
-    first.free()
+    first.release()
     assert second.end(0)
     came = threading.Event()
 
     def come() -> None:
-        third = lives.Life(run_dir, "buffer", alone=True)
+        third = process_log.ProcessIncarnation(run_dir, "buffer", alone=True)
         came.set()
         third.end(0)
-        third.free()
+        third.release()
 
     thread = threading.Thread(target=come)
     thread.start()
     assert not came.wait(0.2)  # the end of those before is being written
-    second.free()
+    second.release()
     assert came.wait(600)
     thread.join()
 
 
 def test_rows_survive_torn_lines_and_tell_who_did_not_end_well(run_dir: Path) -> None:
-    lives.note(run_dir, "buffer", 1, "began")
-    lives.note(run_dir, "buffer", 1, "ended", code=0, why="")
-    lives.note(run_dir, "generator-0", 3, "ended", code=6, why="the run has ended")
-    lives.note(run_dir, "generator-1", 4, "ended", code=130, why="")
-    lives.note(run_dir, "learner", 2, "began")
-    with lives.path(run_dir).open("a") as f:
+    process_log.append_event(run_dir, "buffer", 1, "began")
+    process_log.append_event(run_dir, "buffer", 1, "ended", code=0, why="")
+    process_log.append_event(run_dir, "generator-0", 3, "ended", code=6, why="the run has ended")
+    process_log.append_event(run_dir, "generator-1", 4, "ended", code=130, why="")
+    process_log.append_event(run_dir, "learner", 2, "began")
+    with process_log.path(run_dir).open("a") as f:
         f.write('{"at": 3.0, "name": "lear\n[1]\n{}\n')
-    assert [r["name"] for r in lives.ends(run_dir)] == ["generator-1", "learner"]
-    told, killed = map(lives.end_of, lives.ends(run_dir))
+    assert [r["name"] for r in process_log.failed_ends(run_dir)] == ["generator-1", "learner"]
+    told, killed = map(process_log.end_of, process_log.failed_ends(run_dir))
     assert told.startswith("generator-1 (process 4) was told to end") and killed.startswith(
         "learner (process 2) was killed without a word"
     )
-    lives.note(run_dir, "learner", 2, "died", code=-9, why="half a line")
-    assert lives.end_of(lives.ends(run_dir)[-1]).startswith(
+    process_log.append_event(run_dir, "learner", 2, "died", code=-9, why="half a line")
+    assert process_log.end_of(process_log.failed_ends(run_dir)[-1]).startswith(
         "learner (process 2) ended with SIGKILL: half a line at "
     )
 
 
 def test_a_directory_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
-    lives.note(tmp_path / "gone" / "r", "learner", 1, "began")
-    assert lives.rows(tmp_path / "gone" / "r") == []
+    process_log.append_event(tmp_path / "gone" / "r", "learner", 1, "began")
+    assert process_log.read_events(tmp_path / "gone" / "r") == []
 
 
 # ---- what doctor makes of it ---------------------------------------------------------------------
 
 
 def said(run_dir: Path) -> str:
-    return "\n".join(doctor.lines(config(), run_dir, doctor.look(config(), run_dir, None)))
+    return "\n".join(doctor.lines(config(), run_dir, doctor.examine_run(config(), run_dir, None)))
 
 
 def train(run_dir: Path, batches: int) -> None:
@@ -199,7 +203,7 @@ def test_with_some_there_it_says_what_is_missing(run_dir: Path) -> None:
             f"it waits for what is not there; start it: asyncrl buffer {where}; asyncrl learner "
             f"{where}"
         )
-        lock = rundir.Lock(run_dir)
+        lock = rundir.RunLock(run_dir)
         assert said(run_dir).endswith(
             "a supervisor looks after it: it starts again what dies, and ends the run when that "
             "does not help"
@@ -208,17 +212,19 @@ def test_with_some_there_it_says_what_is_missing(run_dir: Path) -> None:
     finally:
         p.kill()
         p.wait()
-    others = [lives.Life(run_dir, name, alone=True) for name in ("buffer", "learner")]
+    others = [
+        process_log.ProcessIncarnation(run_dir, name, alone=True) for name in ("buffer", "learner")
+    ]
     assert said(run_dir).endswith(
         f"start it: asyncrl generator {where} --index 0; asyncrl generator {where} --index 1"
     )
-    others.append(lives.Life(run_dir, "generator-0", alone=True))
+    others.append(process_log.ProcessIncarnation(run_dir, "generator-0", alone=True))
     assert said(run_dir).endswith(
         "all its processes are running: it is starting, or one of them hangs"
     )
     for x in others:
         x.end(0)
-        x.free()
+        x.release()
 
 
 def test_of_a_dead_run_it_says_who_died_how_and_where_to_go_on(run_dir: Path) -> None:
@@ -232,7 +238,7 @@ def test_of_a_dead_run_it_says_who_died_how_and_where_to_go_on(run_dir: Path) ->
     for number in (2, 3):
         (run_dir / "checkpoints" / "epoch_2" / f"number_{number}").mkdir(parents=True)
     (run_dir / "checkpoints" / "epoch_3.new" / "number_9").mkdir(parents=True)
-    lives.note(run_dir, "learner", 7, "died", code=-11, why="")
+    process_log.append_event(run_dir, "learner", 7, "died", code=-11, why="")
     text = said(run_dir)
     assert text.startswith("step 3/4  reward/mean 0.5  lag/mean 0.25  (the last one ")
     assert (
@@ -243,13 +249,15 @@ def test_of_a_dead_run_it_says_who_died_how_and_where_to_go_on(run_dir: Path) ->
         "newest checkpoint: version 3," in text
         and f"asyncrl run --resume {run_dir}` goes on" in text
     )
-    seen = doctor.look(config(), run_dir, None)
+    seen = doctor.examine_run(config(), run_dir, None)
     assert (
         not seen["running"]
         and not seen["ended"]
         and next(p for p in seen["processes"] if p["name"] == "learner")["code"] == -11
     )
-    lives.note(run_dir, "learner", 8, "ended", code=1, why="KeyError: 3", supervised=False)
+    process_log.append_event(
+        run_dir, "learner", 8, "ended", code=1, why="KeyError: 3", supervised=False
+    )
     # its words went to a terminal, not into that log
     assert "KeyError: 3" in said(run_dir) and "last words" not in said(run_dir)
 
@@ -259,8 +267,8 @@ def test_of_a_run_that_has_ended_it_says_where_its_results_are(run_dir: Path) ->
     (run_dir / "buffer_summary.json").write_text('{"finished": true, "steps": 4}')
     (run_dir / "weights_digest").write_text("d")
     assert f"the run has ended: {run_dir}/report.html, {run_dir}/model" in said(run_dir)
-    rundir.take_back(run_dir)
-    assert not doctor.look(config(), run_dir, None)["ended"]
+    rundir.clear_end(run_dir)
+    assert not doctor.examine_run(config(), run_dir, None)["ended"]
 
 
 # ---- one config for all --------------------------------------------------------------------------
@@ -280,7 +288,7 @@ def test_of_a_run_that_has_ended_it_says_where_its_results_are(run_dir: Path) ->
 )
 def test_a_set_that_differs_from_the_run_is_refused_with_both_values(item: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        load.agree(
+        load.require_same_config(
             config(item, "staleness.max_lag=4"),
             config("staleness.max_lag=4"),
             [item],
@@ -289,7 +297,7 @@ def test_a_set_that_differs_from_the_run_is_refused_with_both_values(item: str, 
 
 
 def test_the_same_values_and_other_files_are_no_contradiction() -> None:
-    load.agree(
+    load.require_same_config(
         config("learner.lr=0.01", "learner.clip_norm=2"),
         config("learner.lr=1e-2", "learner.clip_norm=2.0", "learner.groups=3"),
         ["learner.lr=0.01", "learner.clip_norm=2"],
@@ -307,7 +315,7 @@ def test_a_run_that_was_killed_has_a_report_of_what_there_is(run_dir: Path) -> N
         with (run_dir / name).open("a") as f:
             f.write('{"step": 3, "reward/me')
     (run_dir / "commit").unlink()
-    lives.note(run_dir, "buffer", 7, "died", code=-9, why="")
+    process_log.append_event(run_dir, "buffer", 7, "died", code=-9, why="")
     page = run_page.write(run_dir).read_text()
     assert (
         "<li>Not finished: 3 of 4 steps.</li>" in page
@@ -336,16 +344,16 @@ def test_the_last_process_writes_the_end_unless_somebody_else_does(
     monkeypatch.setattr(runner, "conclude", lambda config, run_dir, code: made.append(code))
 
     def last() -> None:
-        life = lives.Life(run_dir, "buffer", alone=True)
+        life = process_log.ProcessIncarnation(run_dir, "buffer", alone=True)
         assert life.end(0)
         runner.close_up(life)
-        life.free()
+        life.release()
 
     last()
     # no buffer has left anything: it was killed, or this is another machine's directory
     assert made == []
     (run_dir / "buffer_summary.json").write_text('{"finished": true, "steps": 3}')
-    supervisor = rundir.Lock(run_dir)
+    supervisor = rundir.RunLock(run_dir)
     last()
     assert made == []  # a supervisor writes it
     supervisor.close()

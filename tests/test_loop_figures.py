@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl.config.tree import Task
+from asyncrl.config.tree import TaskConfig
 from asyncrl.tasks import get_task
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -113,7 +113,8 @@ def test_the_file_holds_the_task(tmp_path: Path) -> None:
     rows = [json.loads(x) for x in (tmp_path / "sort.jsonl").read_text().splitlines()]
     assert len(rows) == loop.FILE_PROMPTS and sets[0] == "task.name='file'"
     prompt = SimpleNamespace(**rows[0])
-    assert get_task(Task(name="sort")).reward(prompt, prompt.answer) == 1.0  # type: ignore[arg-type]
+    # type: ignore[arg-type]
+    assert get_task(TaskConfig(name="sort")).reward(prompt, prompt.answer) == 1.0
 
 
 def test_trl_is_left_out_where_it_is_not_installed(tmp_path: Path) -> None:

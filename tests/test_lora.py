@@ -16,13 +16,13 @@ import pytest
 import torch
 from test_learner_step import batch, core, model_dir
 
-from actors.engine import Request
+from actors.engine import CompletionRequest
 from actors.engine_embedded import EmbeddedEngine
 from actors.engine_generic import GenericEngine
 from asyncrl.cli import main
 from asyncrl.config import load
-from asyncrl.config.tree import Lora
-from asyncrl.contract.errors import ConfigError, Damaged
+from asyncrl.config.tree import LoraConfig
+from asyncrl.contract.errors import ConfigError, DamagedDataError
 from asyncrl.contract.versions import Label
 from asyncrl.models import adapters, model_check, policy
 from asyncrl.models.policy import PolicyModel, build_model, load_policy, named_weights
@@ -40,7 +40,7 @@ ANSWERS = [np.array([5, 6, 7, 1], np.int32), np.array([3, 1], np.int32)]
 def adapted(path: Path, *, whole: bool = False, seed: int = 7, **keys: Any) -> PolicyModel:
     """A model with adapters that are not zero."""
     model = load_policy(path, keys.pop("dtype", "float32"), "cpu", whole=whole)
-    adapters.attach(model, Lora(**(LORA | keys)), 3)
+    adapters.attach(model, LoraConfig(**(LORA | keys)), 3)
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for _, tensor in adapters.weights(model.hf):
@@ -96,7 +96,7 @@ def test_at_first_an_adapter_changes_nothing_and_is_drawn_by_the_seed(model_dir:
     before = torch.get_rng_state()
     models = [load_policy(model_dir, device="cpu") for _ in range(3)]
     for model, seed in zip(models, (0, 0, 1), strict=True):
-        adapters.attach(model, Lora(rank=2, target_modules=["q_proj"]), seed)
+        adapters.attach(model, LoraConfig(rank=2, target_modules=["q_proj"]), seed)
     assert torch.equal(before, torch.get_rng_state())
     assert torch.equal(logprobs(models[0]), logprobs(base))
     first, same, other = (policy.weights_digest(model) for model in models)
@@ -144,12 +144,12 @@ def engine_of(path: Path, kind: Any, **keys: Any) -> Any:
     model = load_policy(path, device="cpu", whole=kind is GenericEngine)
     if kind is GenericEngine:
         model.fast = None
-    base = adapters.Base(model, Lora(**(LORA | keys)))
+    base = adapters.AdapterBase(model, LoraConfig(**(LORA | keys)))
     return kind(model, slots=4, context=32, max_new_tokens=8, base=base)
 
 
 def drawn(engine: Any) -> tuple[np.ndarray, np.ndarray]:
-    engine.add([Request((0, 0, 0), PROMPTS[0], 0, 8, 1.0, 1.0, 0, (1,), 5)])
+    engine.add([CompletionRequest((0, 0, 0), PROMPTS[0], 0, 8, 1.0, 1.0, 0, (1,), 5)])
     answers = []
     while not answers:
         answers = engine.step(4)
@@ -260,7 +260,7 @@ def test_an_earlier_version_is_measured_in_place(model_dir: Path) -> None:
     learner.train(batch(0))
     digest = policy.weights_digest(learner.model)
     learner.measure.weights_of = lambda label: bytes(flat)
-    found = learner.measure.under(Label(1, 0), packed, everyone)
+    found = learner.measure.logprobs_under(Label(1, 0), packed, everyone)
     assert found is not None and torch.equal(found, before)
     assert policy.weights_digest(learner.model) == digest and learner.measure.shadow is None
     assert not torch.equal(learner._forward(learner.model, packed, everyone), before)
@@ -276,7 +276,7 @@ def test_a_checkpoint_is_the_adapter_and_goes_on_bit_for_bit(
     whole = lora_core(model_dir, **adam)
     whole.train(batch(0))
     checkpoint.save(tmp_path, whole, {"a": 1}, 2)
-    path = checkpoint.newest(tmp_path)
+    path = checkpoint.newest_checkpoint(tmp_path)
     assert path is not None
     held = {p.name for p in (path / "model").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= held
@@ -286,18 +286,18 @@ def test_a_checkpoint_is_the_adapter_and_goes_on_bit_for_bit(
     for learner in (whole, again):
         learner.train(batch(1))
     assert policy.weights_digest(whole.model) == policy.weights_digest(again.model)
-    with pytest.raises(Damaged, match=r"another lora.rank or other lora.target_modules"):
+    with pytest.raises(DamagedDataError, match=r"another lora.rank or other lora.target_modules"):
         checkpoint.restore(lora_core(model_dir, lora={"rank": 2}, **adam), path)
     build_model(tmp_path / "other", "abcdefgh", hidden=32, layers=2, seed=1)
-    with pytest.raises(Damaged, match="belongs to another base"):
+    with pytest.raises(DamagedDataError, match="belongs to another base"):
         checkpoint.restore(lora_core(tmp_path / "other", **adam), path)
-    with pytest.raises(Damaged, match="belongs to another base"):
+    with pytest.raises(DamagedDataError, match="belongs to another base"):
         base = load_policy(tmp_path / "other", device="cpu")
         adapters.merged_directory(base, path / "model")
     full = core(model_dir, **adam)
     (tmp_path / "full").mkdir()
     checkpoint.save(tmp_path / "full", full, {}, 2)
-    with pytest.raises(Damaged, match="holds no adapter"):
+    with pytest.raises(DamagedDataError, match="holds no adapter"):
         checkpoint.restore(whole, tmp_path / "full" / "number_0")
 
 

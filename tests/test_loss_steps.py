@@ -31,7 +31,7 @@ BYPASS = {"correction": {"proximal": "behavior"}}
 
 def begun(
     b: LossBatch, c: Any, current: torch.Tensor | None = None, samples: list[int] | None = None
-) -> tuple[sl.Prepared, sl.Step]:
+) -> tuple[sl.PreparedBatch, sl.StepPlan]:
     prep = sl.prepare(b, c)
     return prep, sl.begin_step(
         prep, torch.tensor(list(range(len(b.rewards))) if samples is None else samples), current
@@ -215,15 +215,18 @@ def test_covariances_choose_their_tokens_of_the_whole_batch() -> None:
     prep, step = begun(b, config(loss=how, seed=5), now)
     seed = 5 * 1_000_003 * 1009
     assert step.chosen is not None and torch.equal(
-        step.chosen, surrogates.drawn(cov, prep.valid, 0.2, -1.0, 1.0, seed)
+        step.chosen, surrogates.sample_by_covariance(cov, prep.valid, 0.2, -1.0, 1.0, seed)
     )
     later = sl.begin_step(prep, torch.arange(12), now)
     assert later.chosen is not None and torch.equal(
-        later.chosen, surrogates.drawn(cov, prep.valid, 0.2, -1.0, 1.0, seed + 1)
+        later.chosen, surrogates.sample_by_covariance(cov, prep.valid, 0.2, -1.0, 1.0, seed + 1)
     )
     other = sl.begin_step(sl.prepare(b, config(loss=how, seed=5), number=3), torch.arange(12), now)
     assert other.chosen is not None and torch.equal(
-        other.chosen, surrogates.drawn(cov, prep.valid, 0.2, -1.0, 1.0, (5 * 1_000_003 + 3) * 1009)
+        other.chosen,
+        surrogates.sample_by_covariance(
+            cov, prep.valid, 0.2, -1.0, 1.0, (5 * 1_000_003 + 3) * 1009
+        ),
     )
 
 
@@ -602,7 +605,7 @@ def test_sums_of_ranks_add_up_and_a_rank_without_samples_takes_part(model_dir: P
         largest=lambda x: torch.maximum(x, theirs[next(names)]),
     )  # type: ignore[assignment]
     mine = {"loss/policy": torch.tensor(1.0), "max/ratio": torch.tensor(7.0, dtype=D)}
-    out = c._summed(mine)
+    out = c._sum_over_ranks(mine)
     assert (
         float(out["loss/policy"]) == 3
         and float(out["max/ratio"]) == 7
@@ -614,7 +617,7 @@ def test_sums_of_ranks_add_up_and_a_rank_without_samples_takes_part(model_dir: P
         and float(mine["loss/policy"]) == 1
     )
     names = iter(sorted(theirs))
-    assert float(c._summed({})["max/ratio"]) == 5
+    assert float(c._sum_over_ranks({})["max/ratio"]) == 5
 
 
 def test_the_stop_sees_a_quotient_that_is_never_negative(model_dir: Path) -> None:

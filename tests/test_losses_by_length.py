@@ -15,7 +15,7 @@ from test_store import sample, stale
 
 from asyncrl.contract.versions import Label
 from asyncrl.supervise import run_page
-from buffer.ledger import Ledger, Line, binned
+from buffer.ledger import Ledger, LedgerSums, binned
 
 
 def line(store: Any, name: str) -> dict[str, float]:
@@ -54,16 +54,16 @@ def test_downweight_counts_what_faded() -> None:
 
 
 def test_the_report_shows_each_length_with_its_shares() -> None:
-    kept, lost = Line(), Line()
+    kept, lost = LedgerSums(), LedgerSums()
     for length in (4, 4, 9):
         kept.add(length, 1, length, 1.0, faded=length / 2 if length == 9 else 0.0)
     lost.add(7, 1, 16, 0.0)
-    rows = run_page.by_length(
+    rows = run_page.ledger_by_length(
         {
             "ledger_lines": {
                 "trained": kept.as_dict(),
                 "masked_stale": lost.as_dict(),
-                "filtered": Line().as_dict(),
+                "filtered": LedgerSums().as_dict(),
             }
         }
     )
@@ -105,7 +105,7 @@ def test_real_runs_keep_what_each_choice_promises(
             assert sum(binned(x, "upto_").values()) <= x["tokens"] and (
                 name != "trained" or sum(binned(x, "upto_").values()) == x["tokens"]
             )
-    rows = run_page.by_length(json.loads((Path(s["run_dir"]) / "summary.json").read_text()))
+    rows = run_page.ledger_by_length(json.loads((Path(s["run_dir"]) / "summary.json").read_text()))
     assert len(rows) > 1 and all(
         f"<td>{row[0]}</td>" in (Path(s["run_dir"]) / "report.html").read_text() for row in rows[1:]
     )

@@ -8,9 +8,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from asyncrl.config.tree import Config, Model, Task
-from asyncrl.records import lives, machine_memory, rundir
-from asyncrl.supervise.launch import Child, Supervisor
+from asyncrl.config.tree import Config, ModelConfig, TaskConfig
+from asyncrl.records import machine_memory, process_log, rundir
+from asyncrl.supervise.launch import SupervisedProcess, Supervisor
 
 
 @pytest.mark.parametrize(
@@ -62,13 +62,15 @@ def test_kills_for_memory_are_the_machines_and_the_groups(
 def test_a_process_that_was_killed_for_memory_is_named_with_its_longest_prompt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    supervisor = Supervisor(Config(model=Model(path="m"), task=Task(name="sort")), tmp_path, print)
+    supervisor = Supervisor(
+        Config(model=ModelConfig(path="m"), task=TaskConfig(name="sort")), tmp_path, print
+    )
 
     def cause(
         code: int, before: list[str | int], now: list[str | int], held_up: bool = False
     ) -> str:
-        monkeypatch.setattr(lives, "memory_kills", lambda: now)
-        child = Child("generator-0", [], 1, True, memory_kills=before, held_up=held_up)
+        monkeypatch.setattr(process_log, "memory_kills", lambda: now)
+        child = SupervisedProcess("generator-0", [], 1, True, memory_kills=before, held_up=held_up)
         return supervisor.cause(child, code)
 
     assert cause(-9, ["boot", 1], ["boot", 2]) == " (killed for want of memory)"

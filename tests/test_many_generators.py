@@ -18,7 +18,7 @@ from asyncrl.contract.versions import Label
 from asyncrl.records import rundir
 from buffer import service
 from buffer.groups import Group
-from buffer.service import Service
+from buffer.service import BufferService
 from buffer.sessions import NAMES
 from buffer.store import SESSIONS, Store
 
@@ -28,8 +28,8 @@ class Counted(Store):
 
     looked = 0
 
-    def _line(self) -> Iterator[tuple[int, Group]]:
-        for place in super()._line():
+    def _positions(self) -> Iterator[tuple[int, Group]]:
+        for place in super()._positions():
             self.looked += 1
             yield place
 
@@ -79,8 +79,8 @@ def test_sessions_that_may_hold_a_name_are_all_counted_by_themselves() -> None:
     store = make()
     for _ in range(2):
         for number in range(NAMES):
-            store.told(f"generator-{number}", 1, 5)
-    assert store.generated() == 5 * NAMES and SESSIONS > NAMES
+            store.report_tokens(f"generator-{number}", 1, 5)
+    assert store.generated_tokens() == 5 * NAMES and SESSIONS > NAMES
 
 
 @pytest.fixture
@@ -88,17 +88,17 @@ def waiting(tmp_path: Path) -> Iterator[Any]:
     """A service with so many generators waiting, and what it sends."""
     config = load.load(ROOT / "configs" / "demo.toml", [*SMALL, "learner.steps=9"])
     rundir.ensure(config, "", tmp_path / "run")
-    made = Service(config, tmp_path / "run")
+    made = BufferService(config, tmp_path / "run")
     sent: list[tuple[bytes, Any]] = []
     made.send = lambda peer, message: sent.append((peer, message))  # type: ignore[method-assign]
 
-    def wait(many: int) -> tuple[Service, list[tuple[bytes, Any]]]:
+    def wait(many: int) -> tuple[BufferService, list[tuple[bytes, Any]]]:
         made.handle(b"l", honest_hello(made.run))
         made.store.max_lag = 0
         for number in range(many):
             name = f"generator-{number}"
             made.handle(name.encode(), greet(made.run, name, 1))
-            made.handle(name.encode(), m.Want(name, 1, 1, 4, Label(1, 0)))
+            made.handle(name.encode(), m.TicketRequest(name, 1, 1, 4, Label(1, 0)))
         return made, sent
 
     yield wait
@@ -117,7 +117,7 @@ def test_one_question_to_the_store_serves_all_that_wait(waiting: Any) -> None:
 
     made.store.grant = counted
     made.answer()
-    first = [(peer, x) for peer, x in sent if isinstance(x, m.Tickets)]
+    first = [(peer, x) for peer, x in sent if isinstance(x, m.TicketGrant)]
     # who asked first: both kinds of ticket fit into its four rows, then nothing is left for anybody
     assert [peer for peer, _ in first] == [b"generator-0"]
     assert {t.kind for t in first[0][1].tickets} == {"train", "eval"}
@@ -129,12 +129,12 @@ def test_one_question_to_the_store_serves_all_that_wait(waiting: Any) -> None:
     sent.clear()
     for ticket in first[0][1].tickets:
         made.handle(b"generator-0", answers(ticket))
-    made.handle(b"l", m.Ask(1, 0))
+    made.handle(b"l", m.BatchRequest(1, 0))
     made.answer()
     made.handle(b"l", m.Commit(1, 0, Label(1, 1), "d1", {}))
     for _ in range(5):
         made.answer()
-    told = [(peer, x) for peer, x in sent if isinstance(x, m.Tickets)]
+    told = [(peer, x) for peer, x in sent if isinstance(x, m.TicketGrant)]
     assert told[0][0] == b"generator-1" and told[0][1].tickets
     assert [peer for peer, _ in told[1:]] == [
         f"generator-{n}".encode() for n in range(2, 2 + service.NEWS)
@@ -143,10 +143,10 @@ def test_one_question_to_the_store_serves_all_that_wait(waiting: Any) -> None:
     assert all(x.announcement.label == (1, 1) for _, x in told)
     # who asks later with older weights is told at once, once
     sent.clear()
-    made.handle(b"generator-499", m.Want("generator-499", 1, 2, 4, Label(1, 0)))
+    made.handle(b"generator-499", m.TicketRequest("generator-499", 1, 2, 4, Label(1, 0)))
     made.answer()
     made.answer()
-    assert [peer for peer, x in sent if isinstance(x, m.Tickets)] == [b"generator-499"]
+    assert [peer for peer, x in sent if isinstance(x, m.TicketGrant)] == [b"generator-499"]
 
 
 def test_who_wants_no_sample_is_told_of_versions_and_the_end_and_holds_nobody_up(
@@ -155,12 +155,12 @@ def test_who_wants_no_sample_is_told_of_versions_and_the_end_and_holds_nobody_up
     made, sent = waiting(0)
     for name in ("drawing", "writing"):
         made.handle(name.encode(), greet(made.run, name, 1))
-        made.handle(name.encode(), m.Want(name, 1, 1, 0 if name == "drawing" else 4, None))
+        made.handle(name.encode(), m.TicketRequest(name, 1, 1, 0 if name == "drawing" else 4, None))
     made.answer()
     made.answer()
-    granted = {peer: x for peer, x in sent if isinstance(x, m.Tickets) and x.tickets}
+    granted = {peer: x for peer, x in sent if isinstance(x, m.TicketGrant) and x.tickets}
     assert list(granted) == [b"writing"]
-    told = [x for peer, x in sent if isinstance(x, m.Tickets) and peer == b"drawing"]
+    told = [x for peer, x in sent if isinstance(x, m.TicketGrant) and peer == b"drawing"]
     assert [(x.tickets, x.finished) for x in told] == [([], False)]
     assert told[0].announcement.label == (1, 0)
     sent.clear()
@@ -168,15 +168,15 @@ def test_who_wants_no_sample_is_told_of_versions_and_the_end_and_holds_nobody_up
     made.answer()
     assert [x.finished for peer, x in sent if peer == b"drawing"] == [True]
     assert "drawing" not in made.generators and not made.followers
-    made.handle(b"drawing", m.Want("drawing", 1, 2, -1, None))
+    made.handle(b"drawing", m.TicketRequest("drawing", 1, 2, -1, None))
     assert made.store  # a number below nothing is refused, as any broken message
 
 
 def test_only_generators_that_told_something_are_counted_at_a_commit(waiting: Any) -> None:
     made, _ = waiting(20)
     stats = {"generator/tokens": 100.0, "generator/busy_s": 3.0, "generator/idle_s": 1.0}
-    made.handle(b"generator-3", m.Renew("generator-3", 1, [], stats, None))
-    made.handle(b"generator-4", m.Renew("generator-4", 1, [], stats, None))
+    made.handle(b"generator-3", m.LeaseRenewal("generator-3", 1, [], stats, None))
+    made.handle(b"generator-4", m.LeaseRenewal("generator-4", 1, [], stats, None))
     assert made.reported == {"generator-3", "generator-4"}
     found = made.generator_numbers(1.0)
     assert found["time/generator_idle_share"] == 0.25 and not made.reported

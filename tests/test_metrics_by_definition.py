@@ -25,7 +25,7 @@ LAGS = {
 }
 
 
-def view(seed: int, part: slice = slice(None), **more: Any) -> diagnostics.View:
+def view(seed: int, part: slice = slice(None), **more: Any) -> diagnostics.DiagnosticTokens:
     """60 answers of 1 to 8 tokens, whole or (part) those of a range; some masked, rejected, vetoed,
     of weight 0, not known.
     """
@@ -56,13 +56,13 @@ def view(seed: int, part: slice = slice(None), **more: Any) -> diagnostics.View:
         "known": (torch.rand(60, generator=g) < 0.7)[seq],
     }
     at = (seq >= (part.start or 0)) & (seq < (part.stop or 60))
-    return diagnostics.View(
+    return diagnostics.DiagnosticTokens(
         **({k: x[at] for k, x in fields.items()} | more),
         rewards=torch.rand(60, generator=g, dtype=D),
     )
 
 
-def tokens_of(v: diagnostics.View) -> list[dict[str, Any]]:
+def tokens_of(v: diagnostics.DiagnosticTokens) -> list[dict[str, Any]]:
     """The valid tokens as dictionaries."""
     out = []
     for i in range(len(v.seq)):
@@ -102,7 +102,7 @@ def share(xs: list[bool]) -> float:
     return sum(xs) / len(xs)
 
 
-def wanted(v: diagnostics.View) -> dict[str, float]:
+def wanted(v: diagnostics.DiagnosticTokens) -> dict[str, float]:
     ts = tokens_of(v)
     ks = [x for x in ts if x["known"]]
     rejected, masked = (
@@ -182,7 +182,7 @@ def wanted(v: diagnostics.View) -> dict[str, float]:
     return out | by_answer(v, ts)
 
 
-def by_answer(v: diagnostics.View, ts: list[dict[str, Any]]) -> dict[str, float]:
+def by_answer(v: diagnostics.DiagnosticTokens, ts: list[dict[str, Any]]) -> dict[str, float]:
     answers: dict[int, list[dict[str, Any]]] = {}
     for x in ts:
         answers.setdefault(x["seq"], []).append(x)
@@ -297,14 +297,14 @@ def test_maxima_below_one_and_behind_the_mask() -> None:
 
 def test_nothing_at_all_is_no_error() -> None:
     empty = diagnostics.sums(view(0, slice(60, 60)))
-    assert diagnostics.metrics({}) == {} and diagnostics.to_host({}) == {}
+    assert diagnostics.metrics({}) == {} and diagnostics.copy_to_host({}) == {}
     got = diagnostics.metrics(empty)
     assert (
         got["is/mean_weight"] == 0
         and got["clip/share"] == 0
         and not [k for k in got if k.startswith("by_lag")]
     )
-    host = diagnostics.to_host(
+    host = diagnostics.copy_to_host(
         {
             "a": torch.tensor([[1.0, 2.0], [3.0, 4.0]]),
             "b": torch.tensor(5),
@@ -394,7 +394,7 @@ def test_the_split_is_its_definition_by_lag_and_by_age() -> None:
         torch.randint(0, 12, (n,), generator=g),
     )
     age = torch.randint(0, 12, (n,), generator=g)
-    got = split.metrics(split.Split(mu, version, start, target, lag, age))
+    got = split.metrics(split.LogRatioSplit(mu, version, start, target, lag, age))
     parts = {"mismatch": version - mu, "staleness": start - version, "update": target - start}
     want: dict[str, float] = {"split/total": fmean((mu - target).tolist())}
     for name, x in parts.items():
@@ -429,9 +429,13 @@ def test_the_split_is_its_definition_by_lag_and_by_age() -> None:
         got["split/total"]
     )
     none = torch.zeros(0, dtype=D)
-    assert split.metrics(split.Split(none, none, none, none, none.long(), none.long())) == {}
+    assert (
+        split.metrics(split.LogRatioSplit(none, none, none, none, none.long(), none.long())) == {}
+    )
     old = split.metrics(
-        split.Split(mu[:1], version[:1], start[:1], target[:1], lag[:1] * 0 + 1, age[:1] * 0 + 2)
+        split.LogRatioSplit(
+            mu[:1], version[:1], start[:1], target[:1], lag[:1] * 0 + 1, age[:1] * 0 + 2
+        )
     )
     assert "mismatch/k3_one_version" not in old and {k for k in old if "by_" in k} == {
         "by_lag/mismatch_1",

@@ -34,15 +34,15 @@ def test_an_unhealthy_mismatch_is_said_once(
         load.load(ROOT / "configs" / "demo.toml", [f"model.path='{tmp_path}'"]),
         list[str](),
     )
-    watcher = runner.Watcher(tmp_path, lines.append, runner.about(config))
+    watcher = runner.HealthWatcher(tmp_path, lines.append, runner.run_facts(config))
     for n, k3 in enumerate((1e-4, 1e-3, 2e-3, 0.2, 0.3, 0.4, 0.5, 0.6), 1):
         for step in range(3):
-            watcher.look(1, {"mismatch/k3_at_lag_0": k3, "time/step": step})
-        watcher.look(1, {})
+            watcher.check(1, {"mismatch/k3_at_lag_0": k3, "time/step": step})
+        watcher.check(1, {})
         assert len(lines) == (n >= at), n
     assert f"k3 = {said:.1e}" in lines[0] and "generator.dtype" in lines[0]
     first = list[str]()
-    runner.Watcher(tmp_path, first.append, runner.about(config)).look(
+    runner.HealthWatcher(tmp_path, first.append, runner.run_facts(config)).check(
         1, {"mismatch/k3_at_lag_0": 0.7}
     )
     assert len(first) == 1, "in the first batch already"
@@ -120,7 +120,7 @@ def test_bypass_is_recompute_at_lag_0_in_exact_mode(sort_model: Path) -> None:
         ("behavior", ["correction.proximal=behavior", "loss.surrogate=ppo"]),
         ("recompute", recompute),
     ):
-        found[name] = warm.one(load.load(ROOT / "configs" / "demo.toml", [*small, *sets]), 0)
+        found[name] = warm.run_serial(load.load(ROOT / "configs" / "demo.toml", [*small, *sets]), 0)
     assert found["behavior"]["weights_digest"] == found["recompute"]["weights_digest"]
     assert sum(r["optim/grad_norm"] for r in found["recompute"]["curve"]) > 0
 

@@ -16,9 +16,9 @@ from conftest import ROOT, SMALL
 from holding import allow, held
 from test_several_hosts import free_address, other_machine
 
-from asyncrl.contract.errors import TakenOver
-from asyncrl.contract.messages import Status
-from asyncrl.records import rundir, terms
+from asyncrl.contract.errors import BufferTakenOver
+from asyncrl.contract.messages import RunStatus
+from asyncrl.records import buffer_leadership, rundir
 from asyncrl.supervise import live
 from asyncrl.transport.keys import make_keys
 
@@ -50,8 +50,8 @@ class Hosts:
         make_keys(where / "keys", 2)
         self.keys = str(where / "keys")
         self.sets = [*SETS, f"model.path={str(model)!r}"]
-        self.allowed = where / "allowed"
-        allow(self.allowed, BEFORE)
+        self.is_allowed = where / "allowed"
+        allow(self.is_allowed, BEFORE)
 
     def start(self, name: str, part: str, run_dir: Path, keys: str, *words: str) -> None:
         sets = [*self.sets, f"wires.curve_dir={keys!r}"]
@@ -59,7 +59,7 @@ class Hosts:
         argv += ["--run-dir", str(run_dir), *words, *(x for each in sets for x in ("--set", each))]
         log = (self.where / f"{name}.log").open("w")
         self.all[name] = subprocess.Popen(
-            argv, cwd=ROOT, env=held(batches=self.allowed), stderr=log, text=True
+            argv, cwd=ROOT, env=held(batches=self.is_allowed), stderr=log, text=True
         )
 
     def log(self, name: str) -> str:
@@ -67,7 +67,7 @@ class Hosts:
 
     def committed(self, address: str) -> int:
         found = live.ask(address, self.keys, ASK_S)
-        return found.committed if isinstance(found, Status) else -1
+        return found.committed if isinstance(found, RunStatus) else -1
 
     def wait_for(self, what: Callable[[], bool]) -> None:
         until = time.monotonic() + WAIT_S
@@ -112,15 +112,15 @@ def test_a_buffer_that_stands_still_is_replaced_elsewhere_and_is_over_when_it_wa
         words = ["--take-over", second]
         hosts.start("new", "buffer", hosts.run_dir, hosts.keys, *words)
         hosts.wait_for(lambda: hosts.committed(second) >= 0)
-        allow(hosts.allowed, MEANWHILE)
+        allow(hosts.is_allowed, MEANWHILE)
         hosts.wait_for(lambda: hosts.committed(second) >= BEFORE + 3)
         old = hosts.all.pop("old")
         old.send_signal(signal.SIGCONT)
-        assert old.wait(WAIT_S) == TakenOver.exit_code
+        assert old.wait(WAIT_S) == BufferTakenOver.exit_code
         others = ("learner", "generator", "far")
         found_it = f"the run's buffer is at {second} now"
         hosts.wait_for(lambda: all(found_it in hosts.log(name) for name in others))
-        allow(hosts.allowed, STEPS)
+        allow(hosts.is_allowed, STEPS)
         codes = {name: process.wait(WAIT_S) for name, process in hosts.all.items()}
         assert codes == dict.fromkeys(("learner", "generator", "far", "new"), 0), {
             name: hosts.log(name)[-1500:] for name in codes
@@ -145,6 +145,6 @@ def test_a_buffer_that_stands_still_is_replaced_elsewhere_and_is_over_when_it_wa
         for ticket in range(begin, end + 1)
     ]
     assert len(tickets) == len(set(tickets)) == STEPS * 2, "nothing is trained twice"
-    whose = [terms.read(path) for path in terms.files(hosts.run_dir)]
+    whose = [buffer_leadership.read(path) for path in buffer_leadership.term_files(hosts.run_dir)]
     assert [began.moved for began, _ in whose if began] == [False, True]
     assert "term 00000002 is process" in whose[0][1] and whose[1][1] == "ended"

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config import load
-from asyncrl.records import metrics, signs
+from asyncrl.records import health_checks, metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 ALGORITHMS = (ROOT / "docs" / "algorithms.md").read_text()
 NAMES = ALGORITHMS.split("## By the names you may know")[1].split("\n## ")[0]
 RUNNING = (ROOT / "docs" / "running.md").read_text()
-RULES = (*signs.RULES, *signs.END_RULES, *signs.KNOWN_RULES)
+RULES = (*health_checks.RULES, *health_checks.END_RULES, *health_checks.KNOWN_RULES)
 
 
 @pytest.mark.parametrize(
@@ -53,4 +53,6 @@ def test_every_sign_is_named_with_what_it_is() -> None:
     # answers_missing is no rule over rows
     assert len(said) == len(RULES) + 1 and said <= named, said - named
     read = set(re.findall(r'"((?:kl|split|mismatch|reward|answer|eval)/\w+)"', code))
-    assert len(read) > 8 and all(metrics.known(x) for x in read), "a rule reads what no run writes"
+    assert len(read) > 8 and all(metrics.is_known_metric(x) for x in read), (
+        "a rule reads what no run writes"
+    )

@@ -18,7 +18,7 @@ from conftest import ENV, ROOT, RUN_SEED, Ended
 from actors.rewards import check
 from asyncrl.cli import new
 from asyncrl.config import load, rules
-from asyncrl.config.tree import Task
+from asyncrl.config.tree import TaskConfig
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.importing import module
 from asyncrl.contract.messages import Prompt
@@ -229,7 +229,7 @@ def test_the_model_knows_every_character_and_has_room(tmp_path: Path) -> None:
         new.TEMPLATE / "config.toml",
         [f"task.prompts='{tmp_path / 'p.jsonl'}'", "task.heldout=''", "generator.context=400"],
     )
-    assert config.task == Task(name="file", prompts=str(tmp_path / "p.jsonl"))
+    assert config.task == TaskConfig(name="file", prompts=str(tmp_path / "p.jsonl"))
     said = warm_start(config, tmp_path / "model", steps=3, threads=1)
     assert said["steps"] == 3 and said["task"] == "file" and 0 <= said["accuracy"] <= 1
     made = json.loads((tmp_path / "model" / "config.json").read_text())

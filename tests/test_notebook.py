@@ -18,7 +18,7 @@ import asyncrl
 from asyncrl.config import load
 from asyncrl.contract import errors, importing
 from asyncrl.contract.errors import AsyncrlError, ConfigError
-from asyncrl.records import jsonl, lives, metrics, rundir
+from asyncrl.records import jsonl, metrics, process_log, rundir
 from asyncrl.supervise import notebook
 
 # a process may stand still for a minute
@@ -103,7 +103,7 @@ ENDS = [
     (2, '{"error": "said"}', ConfigError, "^said$"),
     (3, '{"error": "said"}', errors.ProcessLost, "^said$"),
     (4, '{"error": "said"}', errors.PeerUnreachable, "^said$"),
-    (5, '{"error": "said"}', errors.Damaged, "^said$"),
+    (5, '{"error": "said"}', errors.DamagedDataError, "^said$"),
     (6, '{"error": "said"}', errors.NothingToDo, "^said$"),
     (130, '{"error": "interrupted"}', KeyboardInterrupt, "^$"),
     (130, '{"run_dir": "runs/a"}', KeyboardInterrupt, r"asyncrl.load_run\('runs/a'\)"),
@@ -165,10 +165,10 @@ def test_a_run_does_not_outlive_the_notebook(tmp_path: Path, small_model: Path) 
     process.wait()
     until = time.monotonic() + 1800
     names = ("supervisor", "buffer", "learner", "generator-0")
-    while any(lives.alive(run_dir, name) for name in names):
+    while any(process_log.is_alive(run_dir, name) for name in names):
         assert time.monotonic() < until
         time.sleep(0.05)
-    rundir.Lock(run_dir).close()
+    rundir.RunLock(run_dir).close()
     assert asyncrl.load_run(run_dir).summary["partial"]
 
 

@@ -19,7 +19,7 @@ from conftest import ENV, ROOT, SMALL, Ended, demo_command
 from test_bad_input import refused
 from test_run import start, steps_done, wait_until
 
-from asyncrl.cli import Group, result
+from asyncrl.cli import CommandGroup, result
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
@@ -55,8 +55,8 @@ class FullDisk(io.StringIO):
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def writes_nothing(error: OSError) -> Group:
-    group = Group("asyncrl")
+def writes_nothing(error: OSError) -> CommandGroup:
+    group = CommandGroup("asyncrl")
 
     @group.command()
     def run() -> None:
@@ -221,7 +221,7 @@ def test_a_run_directory_that_is_removed_ends_the_run(tmp_path: Path, small_mode
     )
     run_dir = tmp_path / "runs" / "gone"
     wait_until(lambda: steps_done(run_dir) >= 2, process)
-    outside = rundir.outside(run_dir)
+    outside = rundir.outside_directories(run_dir)
     assert all(p.exists() for p in outside)
     run_dir.rename(tmp_path / "elsewhere")
     code = process.wait(timeout=600)
@@ -361,10 +361,10 @@ def test_a_result_stays_the_last_line_when_an_error_follows(
         @click.option("--json", "as_json", is_flag=True)
         def one(as_json: bool) -> None:
             if given:
-                result.put({"numbers": [1]})
+                result.print_result({"numbers": [1]})
             raise ConfigError("no")
 
-        group = Group(commands={"one": one})
+        group = CommandGroup(commands={"one": one})
         with pytest.raises(SystemExit) as e:
             group.main(["one", *words])
         assert e.value.code == 2

@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT, RUN_SEED
 from test_store import make, train, write
 
-from actors.delay import Late, decode_steps
+from actors.delay import DelayQueue, decode_steps
 from asyncrl.config import load
 from asyncrl.contract import admission
 from asyncrl.contract.errors import ConfigError
@@ -120,15 +120,15 @@ def test_answers_of_a_ticket_are_late_together_or_each_by_itself() -> None:
 
 
 def test_late_answers_come_back_by_their_time() -> None:
-    late: Late[str] = Late()
-    assert late.next == float("inf") and late.due(1e9) == []
+    late: DelayQueue[str] = DelayQueue()
+    assert late.next_due == float("inf") and late.due(1e9) == []
     for until, what in ((3.0, "b"), (1.0, "a"), (3.0, "c"), (9.0, "d")):
         late.hold(until, what)
     assert (
-        late.next == 1.0
+        late.next_due == 1.0
         and late.due(0.5) == []
         and late.due(3.0) == ["a", "b", "c"]
-        and late.next == 9.0
+        and late.next_due == 9.0
     )
 
 
@@ -149,7 +149,7 @@ SMALL = (
 @pytest.fixture(scope="module")
 def late_runs(sort_model: Path) -> dict[str, dict[str, Any]]:
     def run(*sets: str) -> dict[str, Any]:
-        return serial.one(
+        return serial.run_serial(
             load.load(
                 ROOT / "configs" / "demo.toml", [f"model.path='{sort_model}'", *SMALL, *sets]
             ),
@@ -227,7 +227,7 @@ def test_what_a_rule_took_is_a_share_of_what_it_judged(monkeypatch: pytest.Monke
 
 def test_every_evaluation_along_the_way_is_in_the_record(sort_model: Path) -> None:
     sets = [f"model.path='{sort_model}'", *SMALL, "evaluation.every=2", "learner.lr=1e-3"]
-    record = serial.one(load.load(ROOT / "configs" / "demo.toml", sets), 3 + RUN_SEED)
+    record = serial.run_serial(load.load(ROOT / "configs" / "demo.toml", sets), 3 + RUN_SEED)
     steps, accuracy = record["accuracy"]
     assert steps == [0.0, 2.0, 4.0, 6.0, 8.0] and len(accuracy) == 5
     rewards = record["evals"]["heldout"]

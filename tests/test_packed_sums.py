@@ -40,14 +40,16 @@ def test_sums_means_and_maxima_of_answers_with_a_mask_and_an_empty_one() -> None
 
 
 def test_rows_and_back() -> None:
-    rows = ratios.Rows(SEQ)
+    rows = ratios.PaddedRows(SEQ)
     m = rows.matrix(vec(1, 2, 3, 4, 5))
     assert (
         m.tolist() == [[1, 2, 3], [4, 5, 0]]
-        and rows.packed(m).tolist() == [1, 2, 3, 4, 5]
+        and rows.pack(m).tolist() == [1, 2, 3, 4, 5]
         and rows.shape == (2, 3)
     )
-    assert ratios.Rows(SEQ[:0]).shape == (0, 0) and ratios.Rows(torch.tensor([4])).shape == (1, 1)
+    assert ratios.PaddedRows(SEQ[:0]).shape == (0, 0) and ratios.PaddedRows(
+        torch.tensor([4])
+    ).shape == (1, 1)
 
 
 def test_running_sums_and_discounted_suffixes_stay_in_their_answer() -> None:
@@ -282,17 +284,21 @@ def test_covariances_and_who_is_chosen_by_them() -> None:
         and not surrogates.highest(c, m & False, 0.5).any()
     )
     for seed in range(20):
-        one = surrogates.drawn(c, m, 0.0, 1.0, 5.0, seed)
+        one = surrogates.sample_by_covariance(c, m, 0.0, 1.0, 5.0, seed)
         # the bounds themselves are outside
         assert int(one.sum()) == 1 and not bool(one[[0, 1, 2]].any())
-        assert surrogates.drawn(c, m, 0.5, 0.0, 9.0, seed).sum() == 2
-    assert {int(surrogates.drawn(c, m, 0.0, 1.0, 5.0, s).int().argmax()) for s in range(20)} == {
+        assert surrogates.sample_by_covariance(c, m, 0.5, 0.0, 9.0, seed).sum() == 2
+    assert {
+        int(surrogates.sample_by_covariance(c, m, 0.0, 1.0, 5.0, s).int().argmax())
+        for s in range(20)
+    } == {
         3,
         4,
     }
-    assert not surrogates.drawn(c, m, 1.0, 6.0, 7.0, 0).any()
+    assert not surrogates.sample_by_covariance(c, m, 1.0, 6.0, 7.0, 0).any()
     assert torch.equal(
-        surrogates.drawn(c, m, 0.5, 0.0, 9.0, 4), surrogates.drawn(c, m, 0.5, 0.0, 9.0, 4)
+        surrogates.sample_by_covariance(c, m, 0.5, 0.0, 9.0, 4),
+        surrogates.sample_by_covariance(c, m, 0.5, 0.0, 9.0, 4),
     )
 
 

@@ -10,7 +10,7 @@ import torch
 
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import Batch, Trajectory
-from learner.batch import ROWS, Packed, micro_batches, pack
+from learner.batch import ROWS, PackedBatch, micro_batches, pack
 
 
 def answer(
@@ -96,8 +96,10 @@ def test_every_field_lies_at_its_tokens_place() -> None:
         and loss.token_rewards is None
         and loss.steps is None
     )
-    assert p.part([2, 0]).tolist() == [4, 5, 0, 1, 2] and p.part([3]).tolist() == [6, 7, 8, 9]
-    assert p.to(torch.device("cpu")) is p
+    assert p.token_positions([2, 0]).tolist() == [4, 5, 0, 1, 2] and p.token_positions(
+        [3]
+    ).tolist() == [6, 7, 8, 9]
+    assert p.to_device(torch.device("cpu")) is p
 
 
 def test_the_first_of_a_group_is_left_out_where_it_is_the_baseline() -> None:
@@ -156,7 +158,7 @@ def test_rewards_per_token_of_those_that_have_them_and_of_those_that_do_not() ->
         pack(batch([answer(1, 0, [1], [2, 3, 4], token_rewards=[0, 2])]))
 
 
-def packed(lengths: list[tuple[int, int]]) -> Packed:
+def packed(lengths: list[tuple[int, int]]) -> PackedBatch:
     return pack(batch([answer(i, 0, [1] * p, [2] * r) for i, (p, r) in enumerate(lengths)]))
 
 

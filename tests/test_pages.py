@@ -14,10 +14,10 @@ from asyncrl.cli import run as cli
 from asyncrl.config.load import load
 from asyncrl.config.tree import Config
 from asyncrl.experiments.compare import page as compare_page
-from asyncrl.experiments.compare.comparison import Cell
+from asyncrl.experiments.compare.comparison import CellResult
 from asyncrl.experiments.compare.svg import svg, ticks
 from asyncrl.experiments.lab import page as lab_page
-from asyncrl.experiments.serial import one
+from asyncrl.experiments.serial import run_serial
 from asyncrl.records import page_kit
 from asyncrl.supervise import run_page
 
@@ -141,10 +141,10 @@ def test_an_axis_of_a_plot_is_labelled_with_them() -> None:
     assert ">0.20</text>" not in drawn and ">0.61</text>" not in drawn
 
 
-def warm(config: Config, arm: str, seed: int) -> Cell:
-    record = one(config, seed)
+def warm(config: Config, arm: str, seed: int) -> CellResult:
+    record = run_serial(config, seed)
     rows = [r | {"step": r["version"]} for r in record["curve"]]
-    return Cell(arm, seed, {"heldout_end": 0.5}, [0.0, 6.0], [0.4, 0.5], rows, warm=True)
+    return CellResult(arm, seed, {"heldout_end": 0.5}, [0.0, 6.0], [0.4, 0.5], rows, warm=True)
 
 
 def test_a_warm_run_has_answer_lengths(small_model: Path) -> None:

@@ -18,7 +18,7 @@ from asyncrl.contract.errors import BadMessage
 from asyncrl.contract.printable import escape_line
 from asyncrl.contract.versions import Label
 from buffer import checks
-from buffer.groups import Group, Settings, Stored, size
+from buffer.groups import Group, StoredSample, StoreSettings, size
 from buffer.ledger import Ledger
 from buffer.store import Store
 
@@ -34,11 +34,11 @@ OUTCOME |= {"token_rewards", "temperature", "generated_at"}
 
 def store(context: int = LONG + 1, session_tokens: int = 0) -> Store:
     """Group 0 is trained and kept, group 1 is being written, at version 1."""
-    settings = Settings(
+    settings = StoreSettings(
         1,
         2,
         9,
-        m.Sampling(max_new_tokens=LONG),
+        m.SamplingSettings(max_new_tokens=LONG),
         context=context,
         session_tokens=session_tokens,
     )
@@ -53,8 +53,10 @@ def store(context: int = LONG + 1, session_tokens: int = 0) -> Store:
     return made
 
 
-def span(label: Label, start: int = 0, end: int = 2, digest: str = "", **more: Any) -> m.Span:
-    return m.Span(label, digest, start, end, more.get("kv", label))
+def span(
+    label: Label, start: int = 0, end: int = 2, digest: str = "", **more: Any
+) -> m.VersionSpan:
+    return m.VersionSpan(label, digest, start, end, more.get("kv", label))
 
 
 def answer(**more: Any) -> m.Trajectory:
@@ -104,11 +106,11 @@ REFUSED: list[dict[str, Any]] = [
     {"attempt": 3},
     {"attempt": 1},  # of another group
     {"adopted": [(1, -1)]},
-    {"rows": [m.Row(b"", b"", b"", b"", [])]},
+    {"rows": [m.TrainingSequence(b"", b"", b"", b"", [])]},
     {"aside": 1},
     {"calls": 1},
-    {"failed": m.Failure("data", "x" * 70_000)},
-    {"failed": m.Failure("refused", "what the buffer alone says")},
+    {"failed": m.RewardFailure("data", "x" * 70_000)},
+    {"failed": m.RewardFailure("refused", "what the buffer alone says")},
     {"mask": b"\1"},
     {"mask": b"\1\2"},
     {"mask": b"", "tokens": b"", "behavior_logprobs": b"", "spans": [], "segments": []},
@@ -182,7 +184,7 @@ def test_the_usual_answer_needs_the_short_look_alone(
     at = store()
     assert in_full(at, [sample]) == ("", "")
     monkeypatch.setattr(checks, "sample", None)
-    checks.delivered(at, [answer(), sample], VOCABULARY)
+    checks.check_delivery(at, [answer(), sample], VOCABULARY)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +199,7 @@ def test_what_is_refused_in_full_is_refused_in_the_same_words(bad: m.Trajectory)
     for samples in ([bad], [answer(), bad, answer(sample=0)]):
         why = in_full(at, samples)
         try:
-            taken, refused = checks.delivered(at, samples, VOCABULARY)
+            taken, refused = checks.check_delivery(at, samples, VOCABULARY)
         except BadMessage as error:
             assert why == (str(error), error.reason) and not alone
             continue
@@ -205,11 +207,12 @@ def test_what_is_refused_in_full_is_refused_in_the_same_words(bad: m.Trajectory)
         (error,) = refused.values()
         assert why == (str(error), error.reason) and len(taken) == len(samples)
         said_so = [
-            replace(x, failed=m.Failure("data", x.failed.why)) if x.failed else x for x in taken
+            replace(x, failed=m.RewardFailure("data", x.failed.why)) if x.failed else x
+            for x in taken
         ]
         assert in_full(at, said_so) == ("", "")
         for sample, was in zip(taken, samples, strict=True):
-            failed = m.Failure("refused", escape_line(str(error)))
+            failed = m.RewardFailure("refused", escape_line(str(error)))
             assert sample is was if was is not bad else sample.failed == failed
             assert (sample.tokens, sample.mask, sample.spans) == (was.tokens, was.mask, was.spans)
 
@@ -223,16 +226,18 @@ def test_a_groups_line_is_of_the_samples_that_it_has() -> None:
         found = into.lines["left_over"]
         return found.tokens, found.reward_sum, found.by_length
 
-    group = Group(1, [Stored(answer(reward=0.5), 0), Stored(of_length(4), 0)])
+    group = Group(1, [StoredSample(answer(reward=0.5), 0), StoredSample(of_length(4), 0)])
     assert line(group) == line(group) == (6, 1.5, {2: 2, 4: 4})
-    group.keep(1, None)
+    group.set_sample(1, None)
     assert line(group) == (2, 0.5, {2: 2})
-    group.keep(1, Stored(of_length(9, mask=b"\1" * 8 + b"\0"), 0))
+    group.set_sample(1, StoredSample(of_length(9, mask=b"\1" * 8 + b"\0"), 0))
     assert line(group) == (10, 1.5, {2: 2, 8: 8})
-    assert group.free() == sum(size(stored.trajectory) for stored in group.stored())
+    assert group.release_samples() == sum(
+        size(stored.trajectory) for stored in group.stored_samples()
+    )
     group.empty()
     assert line(group) == (0, 0.0, {}) and group.samples == [None, None]
-    group.samples = [Stored(answer(), 0, rejected=1), Stored(answer(), 0)]
+    group.samples = [StoredSample(answer(), 0, rejected=1), StoredSample(answer(), 0)]
     trained = Ledger()
     group.fold(trained, trained=True)
     assert (trained.lines["trained"].tokens, trained.lines["rejected"].tokens) == (3, 1)
@@ -240,24 +245,26 @@ def test_a_groups_line_is_of_the_samples_that_it_has() -> None:
 
 def test_what_is_rare_is_looked_at_in_full() -> None:
     at = store()
-    at.leave(at.alive[1], "abandoned")  # the group is gone
-    assert not checks.plain(at, [answer()])
-    checks.delivered(at, [answer()], VOCABULARY)
+    at.remove_group(at.alive[1], "abandoned")  # the group is gone
+    assert not checks.are_plain_samples(at, [answer()])
+    checks.check_delivery(at, [answer()], VOCABULARY)
     # a learner whose tickets run into those of evaluations
     beyond = store()
     beyond.alive[m.EVAL_BASE] = beyond.alive[1]
-    assert not checks.plain(beyond, [answer(ticket=m.EVAL_BASE)])
+    assert not checks.are_plain_samples(beyond, [answer(ticket=m.EVAL_BASE)])
     # a session's run: its answers are rows of calls
     sessions = store(session_tokens=9)
     one = answer(calls=1)
-    assert not checks.plain(sessions, [answer()])
-    assert in_full(sessions, [one]) == said(lambda: checks.delivered(sessions, [one], VOCABULARY))
-    failed = answer(failed=m.Failure("data", "no"))
-    checks.delivered(store(), [failed, answer(sample=0)], VOCABULARY)
+    assert not checks.are_plain_samples(sessions, [answer()])
+    assert in_full(sessions, [one]) == said(
+        lambda: checks.check_delivery(sessions, [one], VOCABULARY)
+    )
+    failed = answer(failed=m.RewardFailure("data", "no"))
+    checks.check_delivery(store(), [failed, answer(sample=0)], VOCABULARY)
     # no limit of context: that of tokens is left
-    assert checks.plain(store(context=0), [of_length(LONG, prompt_tokens=bytes(400))])
+    assert checks.are_plain_samples(store(context=0), [of_length(LONG, prompt_tokens=bytes(400))])
     # injected lag: exactly the version that the ticket names
     exact = store()
     exact.alive[1].grants[2] = checks.Grant(ZERO, True)
     assert in_full(exact, [answer()])[1] == "limit"
-    assert said(lambda: checks.delivered(exact, [answer()], VOCABULARY))[1] == "limit"
+    assert said(lambda: checks.check_delivery(exact, [answer()], VOCABULARY))[1] == "limit"

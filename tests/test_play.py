@@ -18,18 +18,18 @@ from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract import importing
 from asyncrl.contract.errors import AsyncrlError
-from asyncrl.experiments.play import ByHand, ByModel, Shown, play, ticket_of
+from asyncrl.experiments.play import HumanPlayer, ModelPlayer, PlayEvent, play, ticket_of
 from asyncrl.models.policy import build_model
-from asyncrl.tasks.calc import Calc
+from asyncrl.tasks.calc import CalcTask
 
 
 def config(*sets: str) -> Config:
     return load.load(ROOT / "configs" / "calc.toml", sets)
 
 
-def by_hand(settings: Config, *lines: str) -> list[Shown]:
+def by_hand(settings: Config, *lines: str) -> list[PlayEvent]:
     left = iter(lines)
-    player = ByHand(settings, lambda: next(left, None))
+    player = HumanPlayer(settings, lambda: next(left, None))
     return list(play(settings, ticket_of(settings, 0), player))
 
 
@@ -39,7 +39,7 @@ ENVS = ["agent.tools=[]", f"agent.env='{ROOT}/tests/agent_envs.py:Talks'"]
 def test_the_command_by_hand() -> None:
     """The calculator's sum, called, answered wrongly and rightly; each turn is a line."""
     prompt = ticket_of(config(), 0).prompt
-    first, _ = Calc().parts(prompt.text[:-1])
+    first, _ = CalcTask().parts(prompt.text[:-1])
 
     def said(*words: str, line: str) -> Any:
         argv = [*importing.command("asyncrl.cli"), "task", "try", "configs/calc.toml", *words]
@@ -94,19 +94,19 @@ def test_tools_are_called_and_the_reward_judges() -> None:
     assert by_hand(settings, "5")[-1].reward == 0.0
 
 
-def with_model(settings: Config, index: int = 0) -> tuple[ByModel, list[Shown]]:
+def with_model(settings: Config, index: int = 0) -> tuple[ModelPlayer, list[PlayEvent]]:
     ticket = ticket_of(settings, index)
-    player = ByModel(settings, ticket)
+    player = ModelPlayer(settings, ticket)
     return player, list(play(settings, ticket, player))
 
 
-def whole(player: ByModel) -> Sequence[int]:
-    (row,) = player.session.rows()
+def whole(player: ModelPlayer) -> Sequence[int]:
+    (row,) = player.session.training_rows()
     return [int(x) for part in (row.prompt_tokens, row.tokens) for x in np.frombuffer(part, "<i4")]
 
 
 def test_a_model_plays_on_the_ids_that_a_run_would_train(tmp_path: Path) -> None:
-    build_model(tmp_path, Calc.symbols, hidden=32, layers=1, seed=3)
+    build_model(tmp_path, CalcTask.symbols, hidden=32, layers=1, seed=3)
     settings = config(*ENVS, f"model.path='{tmp_path}'")
     player, shown = with_model(settings)
     asked = [x for x in shown if x.kind == "asked"]

@@ -69,9 +69,9 @@ def test_what_is_remembered_of_lags_follows_the_labels_and_stays_small(
         assert [tree.lag(Label(1, n), newest, 6) for n in range(6)] == [6, 5, 4, 3, 2, 1]
         assert [tree.lag(Label(1, n), Label(1, 4), 4) for n in range(5)] == [4, 3, 2, 1, 0]
         assert len(tree._known) <= 8
-    tree.alias(Label(2, 0), Label(1, 0))
+    tree.add_alias(Label(2, 0), Label(1, 0))
     assert tree.lag(Label(2, 0), newest, 5) == 5
-    tree.alias(Label(2, 0), Label(1, 3))
+    tree.add_alias(Label(2, 0), Label(1, 3))
     assert tree.lag(Label(2, 0), newest, 5) == 2
     tree.prune(3, [])
     with pytest.raises(KeyError):

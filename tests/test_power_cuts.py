@@ -21,7 +21,7 @@ from asyncrl.records import atomic_write, rundir
 from buffer import journal as j
 from buffer.durable_store import RecordedStore
 from buffer.evaluation import Evaluations
-from buffer.groups import Settings
+from buffer.groups import StoreSettings
 from buffer.store import Store
 from learner import checkpoint, loop
 
@@ -91,7 +91,7 @@ def test_no_acknowledged_record_is_lost_at_any_sync_of_the_journal(
         log.write()
         with log._wake:
             assert log._wake.wait_for(lambda: log.durable == log.appended, timeout=600)
-        if log.full:
+        if log.is_full:
             log.rotate(b"%d" % number, wait=wait)
             if log.next is not None:
                 log.next.thread.join()
@@ -108,7 +108,7 @@ def test_a_store_comes_back_from_what_was_synced(disk: Disk, tmp_path: Path) -> 
         where = [tmp_path / f"{seed}"]
         where[0].mkdir()
 
-        def make(settings: Settings, now: float = 0.0, where: list[Path] = where) -> Store:
+        def make(settings: StoreSettings, now: float = 0.0, where: list[Path] = where) -> Store:
             return RecordedStore.open(
                 where[-1] / "journal",
                 sync=True,
@@ -127,7 +127,7 @@ def test_a_store_comes_back_from_what_was_synced(disk: Disk, tmp_path: Path) -> 
             nonlocal cuts
             store = world.store
             assert isinstance(store, RecordedStore)
-            store.settle()
+            store.flush_journal()
             log = store.journal
             with log._wake:
                 assert log._wake.wait_for(lambda: log.durable == log.appended, timeout=600)
@@ -180,7 +180,7 @@ def test_a_checkpoint_that_was_told_of_is_there_at_every_later_sync(
     disk.at_sync = look
     learner = core(model_dir)
     for life in range(3):
-        _, origin, mine = checkpoint.begin(root)
+        _, origin, mine = checkpoint.start_epoch(root)
         assert origin == life
         directory = checkpoint.claim(mine, max(promised - 1, 0))
         for number in range(promised + 1, promised + 3):

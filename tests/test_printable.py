@@ -16,12 +16,12 @@ from test_refused_samples import Bench, bench, sample
 
 from actors.gateway import service
 from asyncrl.cli import base
-from asyncrl.config.agents import Agent
+from asyncrl.config.agents import AgentConfig
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.printable import escape_line
-from asyncrl.contract.waits import Wait, WaitLog
-from asyncrl.records import lives
+from asyncrl.contract.waits import ProcessWait, WaitLog
+from asyncrl.records import process_log
 from asyncrl.supervise import doctor, hosts, live
 
 __all__ = ["bench"]
@@ -60,24 +60,24 @@ def test_a_peer_cannot_write_into_the_log_or_the_terminal(
     # a failure that ends the run, by its budget
     with pytest.raises(Exception, match=r"reward\.error_budget") as caught:
         for ticket in at.tickets(60):
-            at.deliver(sample(ticket, 0, failed=m.Failure("data", evil)))
+            at.deliver(sample(ticket, 0, failed=m.RewardFailure("data", evil)))
     assert str(caught.value).isprintable()
 
 
 def test_what_is_shown_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    wait = Wait(EVIL, EVIL, "buffer", 99.0)
+    wait = ProcessWait(EVIL, EVIL, "buffer", 99.0)
     assert all(line.isprintable() for line in WaitLog(1.0).lines([wait]))
     log = tmp_path / "log"
     log.write_bytes(EVIL.encode("utf-8", "replace") + b"\n")
     assert doctor.last_line(log).isprintable()
     assert all(line.isprintable() for line in hosts.last_lines(log, 9))
     row = {"at": 0.0, "name": "gateway-0", "pid": 7, "event": "ended", "code": 1, "why": EVIL}
-    assert lives.end_of(row).isprintable()
+    assert process_log.end_of(row).isprintable()
     with pytest.raises(SystemExit):
         base.fail(EVIL, 1, False)
     shown = capsys.readouterr().err
     assert shown.count("\n") == 1 and harmless(shown)
-    status = m.Status(
+    status = m.RunStatus(
         run="r",
         committed=1,
         steps=9,
@@ -88,27 +88,27 @@ def test_what_is_shown_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[st
         peers={},
         finished=False,
     )
-    assert live.line(status).isprintable()
+    assert live.status_line(status).isprintable()
 
 
 def test_a_reason_from_an_agent_is_one_line_of_the_log(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     gateway: Any = SimpleNamespace(
-        config=SimpleNamespace(agent=Agent(serve=True)),
+        config=SimpleNamespace(agent=AgentConfig(serve=True)),
         failed=0,
         recent=deque(maxlen=64),
         producer="gateway-0",
         took=[1.0],
     )
     session: Any = SimpleNamespace(name="1.0.1")
-    service.Gateway.count(gateway, session, m.Failure("data", EVIL))
+    service.Gateway.count(gateway, session, m.RewardFailure("data", EVIL))
     shown = capsys.readouterr().err
     assert shown.startswith("gateway-0: session 1.0.1: data: no") and shown.count("\n") == 1
     assert harmless(shown)
     # and one that ends the run
-    gateway.config.agent = Agent(function="a:b")
+    gateway.config.agent = AgentConfig(function="a:b")
     gateway.failed, gateway.took, gateway.numbered, gateway.run_dir = 99, [], 99, Path("r")
     with pytest.raises(ConfigError) as caught:
-        service.Gateway.count(gateway, session, m.Failure("data", EVIL))
+        service.Gateway.count(gateway, session, m.RewardFailure("data", EVIL))
     assert str(caught.value).isprintable()

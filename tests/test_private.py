@@ -21,7 +21,7 @@ from asyncrl.cli import processes
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
 from asyncrl.records import private, rundir
-from asyncrl.transport.ring import Ring, RingReader
+from asyncrl.transport.ring import RingReader, WeightRing
 from asyncrl.transport.sockets import BufferSocket
 
 NOBODY = 65534
@@ -53,7 +53,7 @@ def test_a_run_and_its_sockets_are_of_mode_0700(
         assert mode(run_dir) == mode(Path(address.removeprefix("ipc://"))) == 0o700
         assert mode(rundir.socket_dir(run_dir)) == mode(rundir.socket_dir(run_dir).parent) == 0o700
         socket.close()
-        ring = Ring(tmp_path / "shm" / "epoch_1", 16, 2, ROWS, 1)  # type: ignore[arg-type]
+        ring = WeightRing(tmp_path / "shm" / "epoch_1", 16, 2, ROWS, 1)  # type: ignore[arg-type]
         assert mode(tmp_path / "shm") == mode(ring.directory) == 0o700
         assert {mode(p) for p in ring.directory.glob("slot_*")} == {0o600}
         ring.close()
@@ -77,7 +77,7 @@ def test_a_directory_of_somebody_else_is_not_used(
         if what == "sockets":
             rundir.buffer_address(config, run_dir)
         elif what == "ring":
-            Ring(foreign, 16, 2, ROWS, 1)  # type: ignore[arg-type]
+            WeightRing(foreign, 16, 2, ROWS, 1)  # type: ignore[arg-type]
         else:
             RingReader(foreign, "generator-0")
     assert not list(foreign.iterdir())
@@ -111,7 +111,7 @@ def test_the_ring_follows_no_link(name: str, how: str, tmp_path: Path) -> None:
     victim.write_text("somebody's keys\n")
     ring = tmp_path / "ring"
     if name != "slot_0":
-        Ring(ring, 16, 2, ROWS, 1).close(remove=False)  # type: ignore[arg-type]
+        WeightRing(ring, 16, 2, ROWS, 1).close(remove=False)  # type: ignore[arg-type]
     private.directory(ring)
     if how == "symbolic":
         (ring / name).symlink_to(victim)
@@ -119,7 +119,7 @@ def test_the_ring_follows_no_link(name: str, how: str, tmp_path: Path) -> None:
         os.link(victim, ring / name)
     with pytest.raises(ConfigError, match=rf"{name} is (a link|no plain file)"):
         if name == "slot_0":
-            Ring(ring, 16, 2, ROWS, 1)  # type: ignore[arg-type]
+            WeightRing(ring, 16, 2, ROWS, 1)  # type: ignore[arg-type]
         else:
             RingReader(ring, "generator-0")
     assert victim.read_text() == "somebody's keys\n"
@@ -268,6 +268,6 @@ def test_a_buffer_sweeps_before_it_serves(tmp_path: Path, monkeypatch: pytest.Mo
 
         monkeypatch.setattr(processes, "lived", served)
         monkeypatch.setattr("asyncrl.supervise.run.close_up", lambda _: None)
-        assert processes.recorded(name, None, tmp_path, 0) == 0
+        assert processes.run_recorded(name, None, tmp_path, 0) == 0
         assert seen == [name == "generator"]
         assert rundir.sweep_memory() == [rundir.shm_dir(tmp_path).name]

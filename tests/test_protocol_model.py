@@ -12,19 +12,19 @@ import protocol_model as pm
 import pytest
 from weakened import weakened
 
-from asyncrl.contract.admission import Limit
+from asyncrl.contract.admission import AdaptiveLimit
 from asyncrl.contract.errors import ProtocolError
 from asyncrl.contract.messages import (
     LearnerHello,
     Prompt,
-    Sampling,
-    Span,
+    SamplingSettings,
     Trajectory,
+    VersionSpan,
     WeightsSource,
 )
 from asyncrl.contract.versions import Label
 from buffer import batches
-from buffer.groups import Group, Settings, Stored
+from buffer.groups import Group, StoredSample, StoreSettings
 from buffer.store import Store
 
 
@@ -61,11 +61,11 @@ class SideBySide:
 
     def __init__(self, c: pm.Bounds, seed: int, off: frozenset[str] = frozenset()) -> None:
         self.c, self.r, self.w = c, random.Random(seed), pm.initial(c)
-        settings = Settings(
+        settings = StoreSettings(
             c.batch,
             c.group,
             c.steps,
-            Sampling(),
+            SamplingSettings(),
             filter_no_spread=bool(c.filtered),
             lease_s=1e9,
             ess_floor=0.5 if c.moves else 0.0,
@@ -111,7 +111,7 @@ class SideBySide:
     def do_deliver(self, before: pm.World, m: tuple[Any, ...], keep: bool) -> None:
         _, _, (t, s, a), tokens = m
         spans = [
-            Span(Label(*label), str(policy), n, n + 1, Label(*label))
+            VersionSpan(Label(*label), str(policy), n, n + 1, Label(*label))
             for n, (label, policy, _) in enumerate(tokens)
         ]
         reward = 1.0 if t in self.c.filtered else float(s)
@@ -153,7 +153,7 @@ class SideBySide:
             policy = pm.ancestor(x.policy, x.told + 1)
             assert self.store.commit(x.told, Label(x.epoch, x.told + 1), str(policy))
             if to > 0:  # by whatever rule
-                self.store.limit = Limit(to)
+                self.store.limit = AdaptiveLimit(to)
 
     def do_checkpoint(self, before: pm.World, x: pm.Learner) -> None:
         self.store.checkpointed(pm.DEPTH[self.w.kept[1][0]])
@@ -163,7 +163,9 @@ class SideBySide:
 
     def do_answer(self, before: pm.World, letter: tuple[Any, ...]) -> None:
         _, i, taken, named = letter
-        self.store.free(self.store.unheld(f"g{i}", before.gens[i].session, taken, named))
+        self.store.free_leases(
+            self.store.unheld_attempts(f"g{i}", before.gens[i].session, taken, named)
+        )
 
     def do_kill_generator(self, before: pm.World, i: int) -> None:
         self.store.end_sessions(f"g{i}", self.w.gens[i].session)
@@ -310,11 +312,11 @@ def test_a_store_that_excuses_what_a_life_before_drew_is_told_from_the_model(
 ) -> None:
     """Where the limit sets itself, by the limit of the grant that adopted a session."""
 
-    def largest(store: Store, group: Group, stored: Stored) -> list[float]:
+    def largest(store: Store, group: Group, stored: StoredSample) -> list[float]:
         limit = max(grant.limit for grant in group.grants.values())
         return [min(store.max_lag, limit)] * len(stored.trajectory.all_spans())
 
-    monkeypatch.setattr(batches, "announced", largest)
+    monkeypatch.setattr(batches, "announced_limits", largest)
     (walk,) = [more for more in WALKS if "moves" in more and "sessions" in more]
     for seed in range(300):
         try:

@@ -19,14 +19,14 @@ from gateway_kit import Served
 from test_gateway_service import AT, PATIENCE_S, Wire
 
 from actors.gateway import service
-from actors.gateway.door import Door
-from actors.gateway.pushed import log, pushing
-from actors.gateway.pushed.commands import MODEL_VARIABLES, judged
-from actors.gateway.pushed.pushing import Pushing, _decode, _Worker
-from actors.gateway.pushed.seats import Left, Seat, Setup
+from actors.gateway.agents import agent_log, agent_pool
+from actors.gateway.agents.agent_pool import AgentPool, _AgentProcess, _decode
+from actors.gateway.agents.agent_programs import MODEL_VARIABLES, judge_exit
+from actors.gateway.agents.session_messages import AgentSetup, SessionAccess, SessionResult
+from actors.gateway.session_api import SessionApi
 from asyncrl.config import load
-from asyncrl.config.agents import Agent
-from asyncrl.config.tree import Config, Model, Task
+from asyncrl.config.agents import AgentConfig
+from asyncrl.config.tree import Config, ModelConfig, TaskConfig
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import ConfigError
 from asyncrl.models.policy import build_model
@@ -48,11 +48,17 @@ def until(what: Callable[[], Any]) -> Any:
 @pytest.mark.parametrize(
     ("code", "out", "err", "written", "expected"),
     [
-        (0, "a\n0.5\n\n", "", None, Left(7, "scored", 0.5)),
-        (0, "x", "", "3", Left(7, "scored", 3.0)),
-        (0, '{"reward": 1, "a": 2}', "", None, Left(7, "scored", 1.0, {"reward": 1.0, "a": 2.0})),
-        (0, "1", "", " \n", Left(7, "scored", 1.0)),
-        (0, "null", "", None, Left(7, "judge")),
+        (0, "a\n0.5\n\n", "", None, SessionResult(7, "scored", 0.5)),
+        (0, "x", "", "3", SessionResult(7, "scored", 3.0)),
+        (
+            0,
+            '{"reward": 1, "a": 2}',
+            "",
+            None,
+            SessionResult(7, "scored", 1.0, {"reward": 1.0, "a": 2.0}),
+        ),
+        (0, "1", "", " \n", SessionResult(7, "scored", 1.0)),
+        (0, "null", "", None, SessionResult(7, "judge")),
         (0, "\n", "oh", None, "gave no reward"),
         (0, "well done", "", None, "gave what is no reward, a number or JSON: 'well done'"),
         (0, "NaN", "", None, "reward is nan, not a finite number"),
@@ -64,12 +70,12 @@ def until(what: Callable[[], Any]) -> Any:
     ],
 )
 def test_a_programs_end_is_a_reward_or_says_why_not(
-    code: int, out: str, err: str, written: str | None, expected: Left | str
+    code: int, out: str, err: str, written: str | None, expected: SessionResult | str
 ) -> None:
-    found = judged(
+    found = judge_exit(
         7, code, out.encode(), err.encode(), None if written is None else written.encode()
     )
-    if isinstance(expected, Left):
+    if isinstance(expected, SessionResult):
         assert found == expected
     else:
         assert found.kind == "failed" and expected in found.why and "\n" not in found.why
@@ -78,39 +84,39 @@ def test_a_programs_end_is_a_reward_or_says_why_not(
 def test_the_log_is_bounded_and_a_disk_that_fails_stops_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log, "MOST_BYTES", 30)
-    kept = log.Log(tmp_path / "agent-0.log")
+    monkeypatch.setattr(agent_log, "MOST_BYTES", 30)
+    kept = agent_log.AgentLog(tmp_path / "agent-0.log")
     for number in range(3):
         kept.write(f"session {number}", b"said", b"", b"more\n")
     assert (tmp_path / "agent-0.log.old").read_text().startswith("--- session 0\nsaid\nmore\n---")
     assert (tmp_path / "agent-0.log").read_text() == "--- session 2\nsaid\nmore\n"
-    log.Log(tmp_path / "nowhere" / "agent-0.log").write("session 3")
+    agent_log.AgentLog(tmp_path / "nowhere" / "agent-0.log").write("session 3")
 
 
 # ---- programs ------------------------------------------------------------------------------------
 
-PROGRAM = Agent(command=["sh", str(HERE / "agent_command.sh")])
+PROGRAM = AgentConfig(command=["sh", str(HERE / "agent_command.sh")])
 
 
 class Commands:
     """A process that starts programs, or calls a function, and what it said."""
 
-    def __init__(self, path: Path, agent: Agent = PROGRAM) -> None:
+    def __init__(self, path: Path, agent: AgentConfig = PROGRAM) -> None:
         self.log = path / "agent-0.log"
         passed = ["PIDS", "PYTHON", "ASKS", "GIVEN_*"]
-        setup = Setup(agent.command, agent.function, str(self.log), passed)
-        self.worker = _Worker(agent, msgspec.msgpack.encode(setup))
-        self.lefts: dict[int, Left] = {}
+        setup = AgentSetup(agent.command, agent.function, str(self.log), passed)
+        self.worker = _AgentProcess(agent, msgspec.msgpack.encode(setup))
+        self.lefts: dict[int, SessionResult] = {}
 
     def begin(self, number: int, kind: str, url: str = "http://a/s/1.2.3", key: str = "k") -> None:
         prompt = m.Prompt(5, "ab=", answer="secret", meta={"kind": kind})
-        seat = Seat(number, f"{number}.2.3", url, key, "policy", prompt, 9, 1, True, 60.0)
+        seat = SessionAccess(number, f"{number}.2.3", url, key, "policy", prompt, 9, 1, True, 60.0)
         self.worker.fresh.append(seat)
 
-    def left(self, number: int) -> Left:
+    def left(self, number: int) -> SessionResult:
         def look() -> bool:
             self.worker.flush()
-            found, closed = self.worker.received(_decode)
+            found, closed = self.worker.receive_messages(_decode)
             assert not closed
             self.lefts |= {each.number: each for each in found}
             return number in self.lefts
@@ -148,11 +154,11 @@ def test_programs_are_told_their_session_and_their_last_line_is_its_reward(
         commands.begin(number, kind)
     commands.begin(9, "asks", url, opened.key)
     try:
-        assert commands.left(0) == Left(0, "scored", 0.5)
-        assert commands.left(1) == Left(1, "scored", 2.0, {"reward": 2.0, "neat": 1.0})
+        assert commands.left(0) == SessionResult(0, "scored", 0.5)
+        assert commands.left(1) == SessionResult(1, "scored", 2.0, {"reward": 2.0, "neat": 1.0})
         assert commands.left(2).reward == 1.0
-        assert commands.left(3) == Left(3, "failed", why="ended with 3: because")
-        assert commands.left(9) == Left(9, "scored", float(len("answer 0")))
+        assert commands.left(3) == SessionResult(3, "failed", why="ended with 3: because")
+        assert commands.left(9) == SessionResult(9, "scored", float(len("answer 0")))
         assert opened.session.calls == 1
     finally:
         served.close()
@@ -176,11 +182,11 @@ def test_what_a_program_starts_ends_with_it_and_no_sooner(
     commands.worker.flush()
     until((tmp_path / "pids.keeps").exists)
     commands.begin(2, "hides")
-    assert commands.left(2) == Left(2, "scored", 1.0)
+    assert commands.left(2) == SessionResult(2, "scored", 1.0)
     kept, hidden = (int((tmp_path / f"pids.{kind}").read_text()) for kind in ("keeps", "hides"))
     assert alive(kept) and not alive(hidden)
     (tmp_path / "pids.go").touch()
-    assert commands.left(1) == Left(1, "scored", 1.0)
+    assert commands.left(1) == SessionResult(1, "scored", 1.0)
     assert not alive(kept)
 
 
@@ -220,7 +226,7 @@ def test_a_program_that_is_to_stop_is_ended_and_all_end_with_the_gateway(
     commands.worker.flush()
     until(pids.exists)
     commands.worker.stop.append(1)
-    assert commands.left(1) == Left(1, "failed", why="was ended: its session was over")
+    assert commands.left(1) == SessionResult(1, "failed", why="was ended: its session was over")
     pids.unlink()
     commands.begin(2, "stubborn")
     commands.worker.flush()
@@ -259,7 +265,7 @@ def test_coroutines_of_a_process_share_a_loop_and_end_their_own_session_alone(
     """With OpenAI's client over connections that the agent's module made: with a loop for each
     session, every one after the first failed.
     """
-    functions = Commands(tmp_path, Agent(function="agent_async:plays"))
+    functions = Commands(tmp_path, AgentConfig(function="agent_async:plays"))
     served = Served()
     try:
         kinds = ["asks", "together", "together", "exits", "task exits", "waits", "asks"]
@@ -269,7 +275,7 @@ def test_coroutines_of_a_process_share_a_loop_and_end_their_own_session_alone(
             functions.begin(number, kind, url, opened.key)
             if kind in ("asks", "task exits"):  # one after the other
                 functions.left(number)
-        paid = Left(0, "scored", float(len("answer 0")))
+        paid = SessionResult(0, "scored", float(len("answer 0")))
         for number in (0, 1, 2, 6):
             assert functions.left(number) == msgspec.structs.replace(paid, number=number)
         assert functions.left(3).why == "called sys.exit(3)"
@@ -291,14 +297,18 @@ class World:
     def __init__(self, run_dir: Path, model: Path, **agent: Any) -> None:
         (run_dir / "run_id").write_text("run")
         given: dict[str, Any] = {"function": "agent_envs:plays"} | agent
-        config = Config(model=Model(path=str(model)), task=Task(name="sort"), agent=Agent(**given))
+        config = Config(
+            model=ModelConfig(path=str(model)),
+            task=TaskConfig(name="sort"),
+            agent=AgentConfig(**given),
+        )
         self.gateway = service.Gateway(config, run_dir)
         self.gateway.socket.close()
         self.gateway.socket = self.wire = Wire()  # type: ignore[assignment]
-        self.door = self.gateway.door = Door(self.gateway)
+        self.door = self.gateway.door = SessionApi(self.gateway)
         self.tickets = 0
         try:
-            self.door.pushing = self.pushing = Pushing(self.door, "http://here")
+            self.door.pushing = self.pushing = AgentPool(self.door, "http://here")
         except ConfigError:
             self.close()
             raise
@@ -307,14 +317,14 @@ class World:
         """A ticket of one sample; its session's name."""
         self.tickets += 1
         prompt = m.Prompt(5, "ab=", "secret", meta={"kind": kind, **meta})
-        sampling = m.Sampling(max_new_tokens=6)
+        sampling = m.SamplingSettings(max_new_tokens=6)
         number = self.tickets
         ticket = m.Ticket(number, number, "train", prompt, [0], sampling, AT, None, 3)
-        self.gateway.take([ticket])
+        self.gateway.accept_tickets([ticket])
         return f"{number}.0.{number}"
 
     def turn(self) -> None:
-        self.pushing.turn()
+        self.pushing.step()
         self.gateway.read_rewards()
         self.gateway.tick(time.monotonic())
 
@@ -355,7 +365,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def world(
     tmp_path: Path, model: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[World]:
-    monkeypatch.setattr(pushing, "GRACE_S", PATIENCE_S)  # of an import, also on a busy machine
+    monkeypatch.setattr(agent_pool, "GRACE_S", PATIENCE_S)  # of an import, also on a busy machine
     made = World(tmp_path, model, **getattr(request, "param", {}))
     yield made
     made.close()
@@ -364,10 +374,10 @@ def world(
 def answered(world: World, opened: Any) -> None:
     """A call of the session is drawn."""
     session = opened.session
-    call = session.place_text("ab=", now=world.door.now())
+    call = session.place_text("ab=", now=world.door.current_time())
     world.door.episodes[session.name].last = call
     logprob = np.zeros(1, np.float32)
-    session.drawn(call, np.ones(1, np.int32), logprob, [m.Span(AT, "d", 0, 1, AT)], "stop")
+    session.drawn(call, np.ones(1, np.int32), logprob, [m.VersionSpan(AT, "d", 0, 1, AT)], "stop")
 
 
 @pytest.mark.parametrize(("step_s", "allowed_s"), [(5.0, 60.0), (5000.0, 5000.0)])
@@ -377,7 +387,7 @@ def test_the_import_of_a_function_has_the_time_of_a_step_and_a_minute_at_least(
     w = World(tmp_path, model, step_s=step_s)
     try:
         (worker,) = w.pushing.workers
-        worker.received = lambda _: ([], False)  # type: ignore[method-assign]
+        worker.receive_messages = lambda _: ([], False)  # type: ignore[method-assign]
         worker.since = time.monotonic()
         w.pushing.import_s += 1000.0
         w.turn()
@@ -397,7 +407,7 @@ def test_what_functions_return_ends_their_sessions(world: World, tmp_path: Path)
     until(lambda: world.turn() or world.pushing.workers[0].ready)
     world.turn()
     world.gateway.want()
-    assert [x.samples for x in world.wire.sent if isinstance(x, m.Want)] == [3]
+    assert [x.samples for x in world.wire.sent if isinstance(x, m.TicketRequest)] == [3]
     waits = world.take("judge", gate=str(gate))
     opened = world.begun(waits)
     assert world.door.asks == 2  # as many as have room
@@ -433,14 +443,14 @@ def test_an_agent_that_fails_at_a_limit_of_its_session_is_judged(
 def test_a_function_that_does_not_stop_loses_its_process_and_the_others_begin_again(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pushing, "STOP_S", 0.2)
+    monkeypatch.setattr(agent_pool, "STOP_S", 0.2)
     gate = tmp_path / "gate"
     hangs = world.begun(world.take("pays", gate=str(tmp_path / "never")))
     other = world.take("pays", gate=str(gate))
     before = world.begun(other)
     assert before.first
     process = world.pushing.workers[0].process.pid
-    hangs.session.fail("the learner was started again", world.door.now())
+    hangs.session.fail("the learner was started again", world.door.current_time())
     until(lambda: world.turn() or world.pushing.workers[0].process.pid != process)
     again = until(lambda: world.begun(other) is not before and world.begun(other))
     assert not again.first and again.key != before.key and before.session.outcome.failed

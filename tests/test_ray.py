@@ -24,11 +24,17 @@ from conftest import ENV, ROOT
 
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
-from asyncrl.contract.messages import Status
-from asyncrl.records import lives
+from asyncrl.contract.messages import RunStatus
+from asyncrl.records import process_log
 from asyncrl.supervise import live
-from asyncrl.supervise.hosts import Order, on_ray
-from asyncrl.supervise.hosts.on_ray import Host, HostHandle, OnRay, RayProcess, Seen
+from asyncrl.supervise.hosts import ProcessSpec, on_ray
+from asyncrl.supervise.hosts.on_ray import (
+    ProcessState,
+    RayHost,
+    RayHostHandle,
+    RayLauncher,
+    RayProcess,
+)
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("Ray is not installed", allow_module_level=True)
@@ -130,7 +136,7 @@ def test_a_run_on_three_hosts_outlives_one_of_them(
         wait_for(lambda: (run_dir / "hosts.json").exists(), run, log)
         hosts = json.loads((run_dir / "hosts.json").read_text())
 
-        def status() -> Status:
+        def status() -> RunStatus:
             until = time.monotonic() + WAIT_S
             while (found := live.ask(hosts["wires"][0], str(run_dir / "keys"), 5.0)) is None:
                 assert time.monotonic() < until and run.poll() is None, log.read_text()[-3000:]
@@ -160,7 +166,11 @@ def test_a_run_on_three_hosts_outlives_one_of_them(
     )
     ledger = json.loads((run_dir / "summary.json").read_text())["ledger"]
     assert ledger["generated"] == sum(ledger.values()) - ledger["generated"] > 0
-    pids = [row["pid"] for row in lives.rows(run_dir) if row["name"] in ("buffer", "learner")]
+    pids = [
+        row["pid"]
+        for row in process_log.read_events(run_dir)
+        if row["name"] in ("buffer", "learner")
+    ]
     assert pids and not any(psutil.pid_exists(pid) for pid in pids)
 
 
@@ -169,13 +179,15 @@ import sys, time
 from pathlib import Path
 import msgspec
 from asyncrl.config import load
-from asyncrl.supervise.hosts import Order, on_ray
+from asyncrl.supervise.hosts import ProcessSpec, on_ray
 config = load.load(sys.argv[1])
 where = Path(sys.argv[2])
-with on_ray.placed(on_ray.fitting(config), where, "ray", print) as (config, maker):
+config = on_ray.cluster_config(config)
+with on_ray.placed_on_cluster(config, where, "ray", print) as (config, maker):
     code = "import os, time; print(os.getpid(), flush=True); time.sleep(7200)"
-    maker.start(Order("buffer", [sys.executable, "-c", code], 1, where / "buffer.log"))
-    bad = maker.start(Order("learner", [sys.executable, "-c", "raise KeyError(3)"], 1, where / "l"))
+    maker.start(ProcessSpec("buffer", [sys.executable, "-c", code], 1, where / "buffer.log"))
+    words = [sys.executable, "-c", "raise KeyError(3)"]
+    bad = maker.start(ProcessSpec("learner", words, 1, where / "l"))
     while bad.poll() is None:
         time.sleep(0.05)
     (where / "part").write_text(f"{bad.poll()} {bad.pid > 0} {bad.tail(1)}")
@@ -219,12 +231,12 @@ def test_no_room_is_said_with_what_is_wanted_and_what_is_there(
 
 def test_what_is_asked_of_the_cluster() -> None:
     sets = ["placement.learner={cpus=4, gpus=2}", "placement.generator={count=3, cpus=2, gpus=0.5}"]
-    config = on_ray.fitting(load.load(DEMO, sets))
+    config = on_ray.cluster_config(load.load(DEMO, sets))
     assert config.generators == 3
     assert on_ray.bundles(config) == [{"CPU": 4, "GPU": 2}] + 3 * [{"CPU": 2, "GPU": 0.5}]
-    assert on_ray.fitting(load.load(DEMO, ["generators=5"])).generators == 5
+    assert on_ray.cluster_config(load.load(DEMO, ["generators=5"])).generators == 5
     with pytest.raises(ConfigError, match="does not leave a machine"):
-        on_ray.fitting(load.load(DEMO, ["weights.transport='shared_memory'"]))
+        on_ray.cluster_config(load.load(DEMO, ["weights.transport='shared_memory'"]))
 
 
 def test_results_are_not_left_in_the_copy_that_a_job_runs_in(tmp_path: Path) -> None:
@@ -232,10 +244,10 @@ def test_results_are_not_left_in_the_copy_that_a_job_runs_in(tmp_path: Path) -> 
     config = load.load(DEMO)
     with (
         pytest.raises(ConfigError, match=r"runs: .*_ray_pkg_1/runs/r is in the copy"),
-        on_ray.placed(config, copy / "runs" / "r", "ray", print),
+        on_ray.placed_on_cluster(config, copy / "runs" / "r", "ray", print),
     ):
         raise AssertionError("nothing is asked of a cluster")
-    on_ray.kept(tmp_path / "runs" / "r")
+    on_ray.require_kept_directory(tmp_path / "runs" / "r")
 
 
 def test_the_cluster_of_a_job_is_the_one_that_ray_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,9 +264,9 @@ def test_the_cluster_of_a_job_is_the_one_that_ray_names(monkeypatch: pytest.Monk
 
 
 def test_addresses_of_the_life_before_are_known(tmp_path: Path) -> None:
-    assert on_ray.chosen(tmp_path) == []
+    assert on_ray.previous_addresses(tmp_path) == []
     (tmp_path / "hosts.json").write_text(json.dumps({"wires": ["tcp://a:1", "tcp://a:2"]}))
-    assert on_ray.chosen(tmp_path) == ["tcp://a:1", "tcp://a:2"]
+    assert on_ray.previous_addresses(tmp_path) == ["tcp://a:1", "tcp://a:2"]
 
 
 def test_a_host_tells_log_end_and_refusal_of_what_it_started(
@@ -265,26 +277,27 @@ def test_a_host_tells_log_end_and_refusal_of_what_it_started(
         on_ray.importing, "command", lambda module, *words: [sys.executable, "-c", *words]
     )
     monkeypatch.chdir(tmp_path)
-    host = Host(str(tmp_path))
+    host = RayHost(str(tmp_path))
     code = (
         "import sys; from asyncrl.contract import refusal; from asyncrl.contract.errors import "
-        "ConfigError; refusal.listen(); e = ConfigError('no'); refusal.tell(e); print('x' * 24);"
+        "ConfigError; refusal.listen(); e = ConfigError('no'); refusal.send_refusal(e); "
+        "print('x' * 24);"
         "print(sys.argv[1:], open(sys.argv[2] + '/client.key_secret').read()); sys.exit(2)"
     )
-    order = Order("generator-0", [code], 1, tmp_path / "there.log")
+    order = ProcessSpec("generator-0", [code], 1, tmp_path / "there.log")
     host.start(7, order, {"client.key_secret": b"secret"})
-    said: list[Seen] = []
+    said: list[ProcessState] = []
     while not said or said[-1].code is None:
-        said += host.look()
+        said += host.poll_processes()
         time.sleep(0.01)
     text = b"".join(each.log for each in said).decode()
     assert text == "x" * 24 + f"\n['--keys', '{host.own / 'generator-0'}'] secret\n"
-    assert said[-1][2:4] == (2, (2, "no")) and said[0].life == 7 and host.look() == []
+    assert said[-1][2:4] == (2, (2, "no")) and said[0].life == 7 and host.poll_processes() == []
     assert (host.own / "generator-0" / "client.key_secret").stat().st_mode & 0o777 == 0o600
-    process = RayProcess(HostHandle(None), 7, order)
+    process = RayProcess(RayHostHandle(None), 7, order)
     for each in said:
-        process.seen(each)
-    assert process.poll() == 2 and str(process.refused()) == "no" and process.tail(1)[0] != ""
+        process.update_state(each)
+    assert process.poll() == 2 and str(process.read_refusal()) == "no" and process.tail(1)[0] != ""
     assert process.order.log.read_text() == text
     host.clean(str(tmp_path))
     assert not host.own.exists()
@@ -309,14 +322,14 @@ class Actor:
 def test_a_process_that_waits_for_a_host_ends_at_once_and_a_deaf_host_with_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    order = Order("generator-0", [], 1, tmp_path / "log")
-    waiting = HostHandle(Actor())
+    order = ProcessSpec("generator-0", [], 1, tmp_path / "log")
+    waiting = RayHostHandle(Actor())
     process = waiting.processes[1] = RayProcess(waiting, 1, order)
     process.signal(signal.SIGTERM)
     assert (
         waiting.gone and process.code == -signal.SIGTERM and "before it began" in process.tail(1)[0]
     )
-    up = HostHandle(actor := Actor(), up=True)
+    up = RayHostHandle(actor := Actor(), up=True)
     process = up.processes[1] = RayProcess(up, 1, order)
     other = up.processes[2] = RayProcess(up, 2, order)
     process.signal(signal.SIGTERM)
@@ -337,21 +350,23 @@ def test_a_generator_joins_with_its_key_and_has_its_own_place(
         f"wires.curve_dir={str(tmp_path)!r}",
     ]
     config = load.load(DEMO, sets)
-    maker = OnRay(config, tmp_path, type("Group", (), {"bundle_specs": on_ray.bundles(config)}))
-    assert maker.room() == 2
+    maker = RayLauncher(
+        config, tmp_path, type("Group", (), {"bundle_specs": on_ray.bundles(config)})
+    )
+    assert maker.free_slots() == 2
     started: list[Any] = []
     actor = type("Started", (), {"start": Asked(started)})
     taken: list[int] = []
-    monkeypatch.setattr(maker, "host", lambda n: taken.append(n) or HostHandle(actor))
+    monkeypatch.setattr(maker, "host", lambda n: taken.append(n) or RayHostHandle(actor))
     (tmp_path / "generator-1").mkdir()
     for name in on_ray.KEY_FILES:
         (tmp_path / "generator-1" / name).write_bytes(name.encode())
-    maker.start(Order("generator-1", ["as here"], 3, tmp_path / "log"))
-    maker.start(Order("learner", ["as here"], 3, tmp_path / "log"))
+    maker.start(ProcessSpec("generator-1", ["as here"], 3, tmp_path / "log"))
+    maker.start(ProcessSpec("learner", ["as here"], 3, tmp_path / "log"))
     joins = ["join", "tcp://10.0.0.1:1", "--index", "1", "--wait", "300"]
     assert taken == [2, 0]
     assert started[0][1].argv == joins and started[0][2]["server.key"] == b"server.key"
     assert started[1][1].argv == ["as here"] and started[1][2] is None
     with pytest.raises(ConfigError, match="generator-2 has no place: placement has 2"):
-        maker.start(Order("generator-2", [], 1, tmp_path / "log"))
+        maker.start(ProcessSpec("generator-2", [], 1, tmp_path / "log"))
     assert msgspec.to_builtins(config)["placement"]["strategy"] == "PACK"

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from conftest import ENV, ROOT
 
-from asyncrl.records import lives, metrics
+from asyncrl.records import metrics, process_log
 
 # ray[default]: the dashboard's agent is what takes a job
 NEEDED = ("ray", "aiohttp_cors", "opencensus", "smart_open")
@@ -143,7 +143,7 @@ def test_a_run_is_submitted_followed_and_stopped(
     wait_for(goes_on, said)
     shown = said()
     assert "ray: buffer and learner on" in shown and f"run {run_dir}: 1 generator(s)" in shown
-    pids = [row["pid"] for row in lives.rows(run_dir) if row["event"] == "began"]
+    pids = [row["pid"] for row in process_log.read_events(run_dir) if row["event"] == "began"]
     assert len(pids) >= 3 and all(psutil.pid_exists(pid) for pid in pids)
     ended = job(dashboard, "stop", "r")
     assert ended.returncode == 0, ended.stderr[-3000:]

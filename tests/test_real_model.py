@@ -22,7 +22,7 @@ import pytest
 import torch
 from conftest import ENV, ROOT, SMALL
 
-from actors.engine import Request
+from actors.engine import CompletionRequest
 from actors.engine_embedded import make_engine
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
@@ -124,7 +124,7 @@ def test_the_engine_draws_by_the_same_probabilities_and_says_paris(
     prompt = encode_prompt(tokenizer, Prompt(0, "", messages=[question]))
     stop = stop_tokens(tokenizer, config)
     engine.add(
-        Request((0, i, 0), prompt, 0, 12, temperature, 1.0, 0, stop, 1)
+        CompletionRequest((0, i, 0), prompt, 0, 12, temperature, 1.0, 0, stop, 1)
         for i, temperature in enumerate((1.0, 1.0, 0.05))
     )
     answers: dict[Any, Any] = {}

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from asyncrl.config import load
-from asyncrl.config.tree import Task
+from asyncrl.config.tree import TaskConfig
 from asyncrl.contract.errors import ConfigError
 from asyncrl.tasks import get_task
 from asyncrl.tasks.synthetic import FIXED
@@ -52,7 +52,7 @@ def gym(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_problem_is_in_two_splits(gym: None) -> None:
-    task = get_task(Task(name="reasoning_gym:halves"))
+    task = get_task(TaskConfig(name="reasoning_gym:halves"))
     sets = {
         split: [task.prompt(split, index, seed) for seed in (0, 1) for index in range(300)]
         for split in ("train", "heldout", "ood")
@@ -68,14 +68,14 @@ def test_no_problem_is_in_two_splits(gym: None) -> None:
 
 
 def test_the_generators_own_judge_pays(gym: None) -> None:
-    task = get_task(Task(name="reasoning_gym:halves"))
+    task = get_task(TaskConfig(name="reasoning_gym:halves"))
     prompt = task.prompt("train", 3, 0)
     assert task.reward(prompt, f" {prompt.answer}\n") == 1.0
     assert task.reward(prompt, f"it is {prompt.answer}") == 0.5 and task.reward(prompt, "") == 0.0
 
 
 def test_a_generator_of_few_problems_still_gives_some(gym: None) -> None:
-    task = get_task(Task(name="reasoning_gym:halves", options={"most": 4}))
+    task = get_task(TaskConfig(name="reasoning_gym:halves", options={"most": 4}))
     assert {task.prompt("train", index, 0).text for index in range(50)} <= {
         "half of 0?",
         "half of 2?",
@@ -84,9 +84,9 @@ def test_a_generator_of_few_problems_still_gives_some(gym: None) -> None:
 
 def test_refusals(gym: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="'nope' not registered"):
-        get_task(Task(name="reasoning_gym:nope"))
+        get_task(TaskConfig(name="reasoning_gym:nope"))
     with pytest.raises(ConfigError, match="most must be positive"):
-        get_task(Task(name="reasoning_gym:halves", options={"most": 0}))
+        get_task(TaskConfig(name="reasoning_gym:halves", options={"most": 0}))
     file = tmp_path / "c.toml"
     head = 'model.path = "m"\n'
     file.write_text(head + '[task]\nname = "reasoning_gym:halves"\noptions = { most = 8 }\n')
@@ -99,13 +99,13 @@ def test_refusals(gym: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         load.load(file, ["task.name=sort"])
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(ConfigError, match=r"pip install 'asyncrl\[reasoning\]'"):
-        get_task(Task(name="reasoning_gym:halves"))
+        get_task(TaskConfig(name="reasoning_gym:halves"))
 
 
 @pytest.mark.parametrize("name", SHORT)
 def test_the_real_generators(name: str) -> None:
     pytest.importorskip("reasoning_gym")
-    task = get_task(Task(name=f"reasoning_gym:{name}"))
+    task = get_task(TaskConfig(name=f"reasoning_gym:{name}"))
     for split in ("train", "heldout", "ood"):
         for index in range(20):
             prompt = task.prompt(split, index, 3)

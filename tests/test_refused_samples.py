@@ -16,17 +16,17 @@ from test_hostile_messages import greeting, honest_hello
 from test_service import SMALL
 
 from actors.delivery import Outbox
-from actors.reward_worker import usable
+from actors.reward_worker import check_or_explain
 from asyncrl.config import load
-from asyncrl.config.tree import Wires
+from asyncrl.config.tree import WiresConfig
 from asyncrl.contract import messages as m
 from asyncrl.contract import outcomes
 from asyncrl.contract.errors import BadMessage
 from asyncrl.contract.versions import Label
 from asyncrl.records import rundir
 from buffer import service as module
-from buffer.ledger import tokens_of
-from buffer.service import Service, open_store
+from buffer.ledger import total_tokens
+from buffer.service import BufferService, open_store
 
 NAN = float("nan")
 BAD: list[dict[str, Any]] = [
@@ -35,8 +35,8 @@ BAD: list[dict[str, Any]] = [
     {"reward_parts": {f"p{i}": 0.0 for i in range(300)}},
     {"reward_parts": {"x" * 300: 0.0}},
     {"reward_parts": {"a": -1e19}},
-    {"failed": m.Failure("data", "x" * 100_000)},
-    {"failed": m.Failure("refused", "evades the budget")},
+    {"failed": m.RewardFailure("data", "x" * 100_000)},
+    {"failed": m.RewardFailure("refused", "evades the budget")},
     {"text": "x" * (1 << 23)},
     {"group_key": "x" * 201},
     {"token_rewards": np.float32([0.0, np.inf]).tobytes()},
@@ -52,28 +52,29 @@ class Bench:
         )
         self.dir = at
         rundir.ensure(self.config, "", at)
-        self.service = Service(self.config, at)
+        self.service = BufferService(self.config, at)
         self.replies: list[m.FromBuffer] = []
-        self.service.send = lambda peer, message: self.replies.append(message)  # type: ignore[method-assign]
+        # type: ignore[method-assign]
+        self.service.send = lambda peer, message: self.replies.append(message)
         self.service.handle(b"l", honest_hello(self.service.run, vocabulary=50))
         self.service.handle(b"g", greeting(self.service))
         self.drawn = self.wants = 0
 
     def tickets(self, samples: int) -> list[m.Ticket]:
         self.wants += 1
-        self.service.handle(b"g", m.Want("generator-0", 7, self.wants, samples, None))
+        self.service.handle(b"g", m.TicketRequest("generator-0", 7, self.wants, samples, None))
         self.service.answer()
-        found = [x for x in self.replies if isinstance(x, m.Tickets)]
+        found = [x for x in self.replies if isinstance(x, m.TicketGrant)]
         return [t for reply in found for t in reply.tickets if t.kind == "train"]
 
-    def deliver(self, *samples: m.Trajectory, again: bool = False) -> m.Acks | m.Refused:
+    def deliver(self, *samples: m.Trajectory, again: bool = False) -> m.DeliveryAcks | m.Refusal:
         self.drawn += 0 if again else sum(sample.length for sample in samples)
         self.replies.clear()
-        message = m.Deliver("generator-0", 7, 1, list(samples), self.drawn)
+        message = m.Delivery("generator-0", 7, 1, list(samples), self.drawn)
         self.service.socket.payload = msgspec.msgpack.encode(message)
         self.service.handle(b"g", message)
         (reply,) = self.replies
-        assert isinstance(reply, m.Acks | m.Refused)
+        assert isinstance(reply, m.DeliveryAcks | m.Refusal)
         return reply
 
     def close(self) -> None:
@@ -103,7 +104,7 @@ def sample(ticket: m.Ticket, number: int, **change: Any) -> m.Trajectory:
         "tokens": b"\4\0\0\0\5\0\0\0",
         "behavior_logprobs": b"\0" * 8,
         "mask": b"\1\1",
-        "spans": [m.Span(ticket.min_version, "", 0, 2, ticket.min_version)],
+        "spans": [m.VersionSpan(ticket.min_version, "", 0, 2, ticket.min_version)],
         "reward": 1.0,
         "reward_parts": {},
         "finish": "stop",
@@ -120,17 +121,17 @@ def test_a_sample_that_cannot_be_fails_alone_and_its_sender_goes_on(
     service, tickets, failed = at.service, at.tickets(40), 0
     for change, ticket in zip(BAD, tickets, strict=False):
         reply = at.deliver(sample(ticket, 0), sample(ticket, 1, **change))
-        assert isinstance(reply, m.Acks), reply
+        assert isinstance(reply, m.DeliveryAcks), reply
         assert [what for *_, what in reply.acks] == ["accepted", "failed"]
         failed += 1
         assert service.refused.total() == failed
         # a copy of the message hears the same, and counts nothing
         again = at.deliver(sample(ticket, 0), sample(ticket, 1, **change), again=True)
-        assert isinstance(again, m.Acks) and again.acks == reply.acks
+        assert isinstance(again, m.DeliveryAcks) and again.acks == reply.acks
         assert service.refused.total() == failed
         lines = service.store.ledger()
         assert (lines["failed"]["tokens"], lines["failed"]["samples"]) == (2 * failed, failed)
-        assert tokens_of(lines) == service.store.generated() == 4 * failed
+        assert total_tokens(lines) == service.store.generated_tokens() == 4 * failed
         # and the sample is due again
         assert 1 in service.store.alive[ticket.ticket].missing()
     assert failed == len(BAD)
@@ -152,12 +153,12 @@ def test_a_sender_of_nothing_else_ends_and_good_samples_make_up_for_bad_ones(
     for _ in range(3):  # as many good ones as bad ones: for ever
         ticket = next(tickets)
         reply = at.deliver(sample(ticket, 0, reward=NAN), sample(ticket, 1))
-        assert isinstance(reply, m.Acks)
+        assert isinstance(reply, m.DeliveryAcks)
     for _ in range(3):
-        assert isinstance(at.deliver(sample(next(tickets), 0, reward=NAN)), m.Acks)
+        assert isinstance(at.deliver(sample(next(tickets), 0, reward=NAN)), m.DeliveryAcks)
     before = at.service.store.ledger()
     reply = at.deliver(sample(next(tickets), 0, reward=NAN))
-    assert isinstance(reply, m.Refused)
+    assert isinstance(reply, m.Refusal)
     assert "4 more samples of generator-0 could not be used" in reply.reason
     assert "its reward is nan" in reply.reason
     assert at.service.store.ledger() == before
@@ -167,7 +168,7 @@ def test_broken_arrays_still_end_their_sender(bench: Callable[..., Bench]) -> No
     at = bench("durability.mode='memory'")
     (ticket, *_) = at.tickets(8)
     reply = at.deliver(sample(ticket, 0), sample(ticket, 1, tokens=b"\0" * 7, reward=NAN))
-    assert isinstance(reply, m.Refused) and "7 bytes of tokens" in reply.reason
+    assert isinstance(reply, m.Refusal) and "7 bytes of tokens" in reply.reason
     assert not any(line["tokens"] for line in at.service.store.ledger().values())
 
 
@@ -181,10 +182,10 @@ def test_an_older_learner_does_not_switch_the_vocabulary_check_off(
     at.service.handle(b"l", newer)
     at.replies.clear()
     at.service.handle(b"o", honest_hello(at.service.run))  # of epoch 1, and says no vocabulary
-    assert at.replies == [m.FencedOff(1, 2)] and at.service.vocabulary == 50
+    assert at.replies == [m.FencedReply(1, 2)] and at.service.vocabulary == 50
     (ticket, *_) = at.tickets(8)
     reply = at.deliver(sample(ticket, 0, tokens=b"\4\0\0\0\x32\0\0\0"))
-    assert isinstance(reply, m.Refused) and "of a model with 50 tokens" in reply.reason
+    assert isinstance(reply, m.Refusal) and "of a model with 50 tokens" in reply.reason
 
 
 # ---- at the source -------------------------------------------------------------------------------
@@ -197,14 +198,14 @@ HALF = "\ud800"
     "change",
     [
         {"reward_parts": {HALF: 1.0}},
-        {"failed": m.Failure("data", f"no {HALF}")},
+        {"failed": m.RewardFailure("data", f"no {HALF}")},
         {"text": HALF},
         {"prompt_text": f"a{HALF}"},
         {"group_key": HALF},
         {"reward": NAN},
         {"reward": 2e15},
         {"reward_parts": {f"p{i}": 0.0 for i in range(257)}},
-        {"failed": m.Failure("data", "x" * 65_537)},
+        {"failed": m.RewardFailure("data", "x" * 65_537)},
     ],
 )
 def test_what_cannot_be_encoded_or_would_be_refused_is_sent_as_failed(
@@ -217,17 +218,17 @@ def test_what_cannot_be_encoded_or_would_be_refused_is_sent_as_failed(
         kind="train",
         prompt=m.Prompt(1, "p"),
         samples=[0, 1],
-        sampling=m.Sampling(),
+        sampling=m.SamplingSettings(),
         min_version=Label(1, 0),
         exact_version=None,
         seed=0,
     )
-    box = Outbox(Wires(), "generator-0", 7)
+    box = Outbox(WiresConfig(), "generator-0", 7)
     good, bad = sample(ticket, 0), sample(ticket, 1, **change)
     box.add(good)
     box.add(bad)
     (frame,) = box.frames(0.0, flush=True)
-    kept, failed = msgspec.msgpack.decode(msgspec.msgpack.encode(frame), type=m.Deliver).samples
+    kept, failed = msgspec.msgpack.decode(msgspec.msgpack.encode(frame), type=m.Delivery).samples
     assert kept == good and failed.failed and failed.failed.kind == "data"
     assert failed.failed.why.startswith("it cannot be delivered: ") and failed.tokens == bad.tokens
     assert failed.failed.why.isprintable() and len(failed.failed.why) <= 303
@@ -244,7 +245,7 @@ def test_what_cannot_be_encoded_or_would_be_refused_is_sent_as_failed(
     ],
 )
 def test_a_reward_function_is_checked_for_the_same(value: Any, why: str) -> None:
-    found = usable(value, 1)
+    found = check_or_explain(value, 1)
     assert isinstance(found, str) and why in found and found.isprintable()
 
 

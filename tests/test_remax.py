@@ -12,7 +12,7 @@ import torch
 
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
-from asyncrl.contract.messages import Batch, Sampling
+from asyncrl.contract.messages import Batch, SamplingSettings
 from asyncrl.experiments import serial
 from asyncrl.models.policy import build_model, load_policy
 from learner.batch import pack
@@ -20,9 +20,9 @@ from learner.step import LearnerCore
 
 
 def test_only_the_first_sample_of_a_group_is_greedy() -> None:
-    s = Sampling(1.0, 1.0, 5, 8, True)
-    assert [s.kept(i) for i in range(3)] == [1, 5, 5] and [
-        Sampling().kept(i) for i in range(3)
+    s = SamplingSettings(1.0, 1.0, 5, 8, True)
+    assert [s.top_k_of(i) for i in range(3)] == [1, 5, 5] and [
+        SamplingSettings().top_k_of(i) for i in range(3)
     ] == [0, 0, 0]
 
 
@@ -52,7 +52,7 @@ def test_in_a_real_run_the_baseline_is_the_likeliest_answer_and_left_out_of_the_
     config = load.load(
         "configs/demo.toml", [f"model.path='{tmp_path / 'm'}'", "advantage.name=remax", *small]
     )
-    serial.one(config, 3)
+    serial.run_serial(config, 3)
     first = seen[0]
     model = load_policy(tmp_path / "m", device="cpu")
     for s in first.samples:

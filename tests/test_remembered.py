@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from buffer import ledger
-from buffer.ledger import Gone, Stray, Strays
+from buffer.ledger import SampleFates, StrayAttempt, StrayAttempts
 
 WHATS = ("accepted", "trained", "duplicate", "failed", "evaluated")
 SMALL = st.integers(0, 6)
@@ -37,14 +37,14 @@ def test_gone_samples_are_what_the_last_of_them_became(
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ledger, "ROWS", 4)
-        gone = Gone(limit)
+        gone = SampleFates(limit)
         for ticket, finals in groups:
             gone.add_all(ticket, finals)
         kept = added[-limit:]
         assert list(gone.items()) == kept and list(gone) == [key for key, _ in kept]
         assert gone.samples == len(kept)
-        again = Gone(limit, gone.items())
-        assert again == gone and (len(kept) < 2 or Gone(limit, kept[1:]) != gone)
+        again = SampleFates(limit, gone.items())
+        assert again == gone and (len(kept) < 2 or SampleFates(limit, kept[1:]) != gone)
     for ticket in range(8):
         for sample in range(8):
             for attempt in range(8):
@@ -58,29 +58,29 @@ def test_stray_attempts_are_the_last_of_them(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ledger, "ROWS", 4)
-        strays = Strays(limit)
+        strays = StrayAttempts(limit)
         for row in rows:
-            strays.add(Stray(*row))
+            strays.add(StrayAttempt(*row))
     model = {row[:2]: row for row in rows[-limit:]}
     assert list(strays) == [row[:2] for row in rows[-limit:]]
     assert list(strays.items()) == [(row[:2], list(row[2:])) for row in rows[-limit:]]
-    assert Strays(limit, strays.items()) == strays
+    assert StrayAttempts(limit, strays.items()) == strays
     for ticket in range(8):
         for attempt in range(8):
             known = model.get((ticket, attempt))
             assert strays.get(ticket, attempt) == known
-            other = Stray(ticket, attempt, 70, 60)
-            strays.put(other)
+            other = StrayAttempt(ticket, attempt, 70, 60)
+            strays.update(other)
             assert strays.get(ticket, attempt) == (None if known is None else other)
 
 
 def test_a_group_that_one_attempt_wrote_takes_one_row() -> None:
-    gone = Gone(100)
+    gone = SampleFates(100)
     gone.add_all(5, {(s, 12): "trained" for s in (2, 0, 1, 3)})
     assert list(gone.rows) == [(5, 12, 0, 4, ledger.CODE_OF["trained"])]
     gone.add_all(6, {(0, 13): "trained", (1, 14): "trained", (1, 13): "failed", (3, 14): "trained"})
     assert len(gone.rows) == 5
-    assert len(Gone(100, gone.items()).rows) == 5
+    assert len(SampleFates(100, gone.items()).rows) == 5
 
 
 def test_a_sample_takes_a_few_bytes() -> None:
@@ -88,10 +88,10 @@ def test_a_sample_takes_a_few_bytes() -> None:
     tracemalloc.start()
     try:
         before, _ = tracemalloc.get_traced_memory()
-        gone, strays = Gone(200_000), Strays(20_000)
+        gone, strays = SampleFates(200_000), StrayAttempts(20_000)
         for ticket in range(4000):
             gone.add_all(ticket, {(s, ticket + 9): "trained" for s in range(4)})
-            strays.add(Stray(ticket, ticket + 9, 50, 50))
+            strays.add(StrayAttempt(ticket, ticket + 9, 50, 50))
         after, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -102,7 +102,7 @@ def test_a_sample_takes_a_few_bytes() -> None:
 
 
 def test_a_row_is_forgotten_sample_by_sample() -> None:
-    gone = Gone(3)
+    gone = SampleFates(3)
     gone.add_all(4, {(s, 8): "trained" for s in range(2, 5)})
     gone.add((9, 0, 10), "filtered")
     assert list(gone) == [(4, 3, 8), (4, 4, 8), (9, 0, 10)]
@@ -113,6 +113,6 @@ def test_a_row_is_forgotten_sample_by_sample() -> None:
 
 def test_a_sample_told_twice_comes_back_twice() -> None:
     twice: list[Any] = [((5, 1, 6), "failed"), ((5, 1, 6), "duplicate"), ((5, 0, 6), "failed")]
-    gone = Gone(9, twice)
+    gone = SampleFates(9, twice)
     assert list(gone.items()) == twice and gone.samples == 3
     assert gone.get((5, 1, 6)) == "duplicate"

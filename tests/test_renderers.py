@@ -16,8 +16,8 @@ from renderers import create_renderer
 from renderers.client import OverlongPromptError, generate
 from renderers.configs import DefaultRendererConfig, Qwen3RendererConfig
 
-from actors.gateway.sessions import Limits
-from actors.gateway.web import Opened
+from actors.gateway.sessions import SessionLimits
+from actors.gateway.web import OpenedSession
 
 MARKS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "</think>"]
 TOOL = {"name": "add", "description": "adds", "parameters": {"type": "object"}}
@@ -37,11 +37,11 @@ def shared() -> Iterator[Served]:
 @pytest.fixture()
 def served(shared: Served) -> Iterator[Served]:
     yield shared
-    shared.service.limits = Limits(max_calls=0, rows=0)
+    shared.service.limits = SessionLimits(max_calls=0, rows=0)
     shared.service.say = lambda call: f"answer {call.number}"
 
 
-def asked(served: Served, opened: Opened, config: Any, **more: Any) -> dict[str, Any]:
+def asked(served: Served, opened: OpenedSession, config: Any, **more: Any) -> dict[str, Any]:
     """One call, by a client with the session's URL and key and nothing else."""
 
     async def ask() -> dict[str, Any]:
@@ -86,7 +86,7 @@ def test_a_tool_call_and_a_bridged_turn_are_one_row(served: Served) -> None:
 
 
 def test_the_client_knows_the_context_before_it_asks(served: Served) -> None:
-    served.service.limits = Limits(max_calls=0, rows=0, context=10)
+    served.service.limits = SessionLimits(max_calls=0, rows=0, context=10)
     opened = served.do(served.service.open)
     with pytest.raises(OverlongPromptError, match="exceeds maximum context length \\(10\\)"):
         asked(served, opened, Qwen3RendererConfig())

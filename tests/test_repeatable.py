@@ -16,14 +16,14 @@ from conftest import RUN_SEED
 from safetensors.torch import load_file
 from shared_reward import reward
 
-from asyncrl.config.tree import Task
+from asyncrl.config.tree import TaskConfig
 from asyncrl.contract.versions import Label
 from asyncrl.experiments.replay.diff import MACHINE
 from asyncrl.tasks import get_task
-from buffer.evaluation import Round
+from buffer.evaluation import EvaluationRound
 
 STEPS, GROUPS, SIZE, MOST, LR = 6, 4, 4, 12, 3e-3  # as conftest.SMALL has them
-SORT = get_task(Task(name="sort"))
+SORT = get_task(TaskConfig(name="sort"))
 Run = Callable[..., dict[str, Any]]
 
 
@@ -142,7 +142,7 @@ def test_a_constant_lag_is_that_lag_and_other_training(
 def test_an_evaluation_does_not_hang_on_the_order_of_arrival() -> None:
     rewards = [0.1, 0.7, 0.3, 0.2, 1e16, -1e16]
     means = {
-        Round(Label(1, 0), "heldout", 6, list(r), [1] * 6).metrics()["eval/heldout"]
+        EvaluationRound(Label(1, 0), "heldout", 6, list(r), [1] * 6).metrics()["eval/heldout"]
         for r in itertools.permutations(rewards)
     }
     assert means == {1.3 / 6}

@@ -19,7 +19,7 @@ from asyncrl.experiments.replay import offline_eval
 from asyncrl.experiments.replay import replay as replaying
 from asyncrl.models.policy import load_policy, weights_digest
 from asyncrl.records import metrics, stream
-from asyncrl.records.stream import Life, Log, Step
+from asyncrl.records.stream import RecordedStep, RecordingHeader, RecordingWriter
 
 Run = Callable[..., dict[str, Any]]
 STREAM = ("record.stream=true", "record.weights_every=2", "staleness.max_lag=2", "generators=2")
@@ -98,12 +98,12 @@ def test_evaluations_are_those_of_a_run(small_model: Path) -> None:
         f"evaluation.{k}"
         for k in ("every=2", "ood_every=3", "prompts=4", "final_prompts=9", "ood_prompts=6")
     ]
-    e = object.__new__(offline_eval.Evaluator)
+    e = object.__new__(offline_eval.OfflineEvaluator)
     e.config = load.load("configs/demo.toml", sets)
     e.engine = SimpleNamespace(load=lambda *_: None)  # type: ignore[assignment]
     e.split = lambda split, n: {split: float(n)}  # type: ignore[method-assign]
     model = load_policy(small_model)
-    assert [e.at(model, n, last=n == 7) for n in range(8)] == [
+    assert [e.evaluate(model, n, last=n == 7) for n in range(8)] == [
         {"heldout": 9, "ood": 6},
         {},
         {"heldout": 4},
@@ -304,26 +304,26 @@ def test_a_preset_replaces_what_the_resolved_config_had_filled_in(recorded: dict
 def test_the_bound_on_the_size_holds(recorded: dict[str, Any], tmp_path: Path) -> None:
     steps = list(stream.read(recorded["run_dir"]).steps(0, 6))
     (tmp_path / "config.toml").write_text("")
-    log = Log(tmp_path, Life(stream.FORMAT, 1, 0, "", ""), 0, 8000)
+    log = RecordingWriter(tmp_path, RecordingHeader(stream.FORMAT, 1, 0, "", ""), 0, 8000)
     kept = [log.add(n, step) for n, step in enumerate(steps)]
     log.close()
     assert kept[0] and not kept[-1] and sorted(kept, reverse=True) == kept
     assert stream.size(tmp_path) <= 8000
     read = stream.read(tmp_path)
-    assert read.full and read.end == sum(kept) and "record.stream_mib" in read.cut(6)
+    assert read.full and read.end == sum(kept) and "record.stream_mib" in read.missing_part(6)
     # a resumed run with a larger bound: its batches cannot be reached
-    later = Log(tmp_path, Life(stream.FORMAT, 2, 5, "", ""), 0, 10**9)
+    later = RecordingWriter(tmp_path, RecordingHeader(stream.FORMAT, 2, 5, "", ""), 0, 10**9)
     assert later.add(5, steps[5])
     later.close()
     read = stream.read(tmp_path)
     assert (
         read.end == sum(kept)
         and len(read.lives) == 1
-        and f"batch {read.end} was not recorded" in read.cut(6)
+        and f"batch {read.end} was not recorded" in read.missing_part(6)
     )
     again = read.step(0)
     assert (
-        isinstance(again, Step)
+        isinstance(again, RecordedStep)
         and again == steps[0]
         and all(s.text == "" for s in again.batch.samples)
     )

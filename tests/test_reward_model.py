@@ -23,9 +23,9 @@ from transformers import (
 )
 
 from actors.rewards import judge_all
-from actors.scorers.reward_model import RewardModel, together
+from actors.scorers.reward_model import RewardModelScorer, group_by_length
 from asyncrl.config import load
-from asyncrl.config.scorers import RewardModel as Settings
+from asyncrl.config.scorers import RewardModelConfig as Settings
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 from asyncrl.tasks import get_task
@@ -111,7 +111,7 @@ def test_a_batch_gets_what_each_answer_gets_alone(tmp_path: Path) -> None:
 
 
 def test_an_encoder_reads_pairs(tmp_path: Path) -> None:
-    scorer = RewardModel(Settings(path=str(saved(tmp_path / "rm"))))
+    scorer = RewardModelScorer(Settings(path=str(saved(tmp_path / "rm"))))
     prompts = [Prompt(1, "1+1=", "2")] * len(TEXTS)
     assert scorer(prompts, TEXTS) == pytest.approx(alone(tmp_path / "rm", "bert"), abs=1e-5)
 
@@ -119,7 +119,7 @@ def test_an_encoder_reads_pairs(tmp_path: Path) -> None:
 def test_directories_that_cannot_judge(tmp_path: Path) -> None:
     def why(place: Path) -> str:
         with pytest.raises(ConfigError) as error:
-            RewardModel(Settings(path=str(place)))
+            RewardModelScorer(Settings(path=str(place)))
         assert str(error.value).startswith(f"reward.model.path = {place}: ")
         assert "\n" not in str(error.value)
         return str(error.value)
@@ -142,7 +142,7 @@ def test_directories_that_cannot_judge(tmp_path: Path) -> None:
 
 def test_a_config_that_says_no_padding_takes_the_tokenizers(tmp_path: Path) -> None:
     place = saved(tmp_path / "rm", "qwen2", pad_token_id=None)
-    scorer = RewardModel(Settings(path=str(place), context=20))
+    scorer = RewardModelScorer(Settings(path=str(place), context=20))
     prompt = Prompt(1, "1+1=", "2")
     both = scorer([prompt, prompt], ["2", "0" * 9])
     assert both[0] == pytest.approx(scorer([prompt], ["2"])[0], abs=1e-6)
@@ -151,4 +151,8 @@ def test_a_config_that_says_no_padding_takes_the_tokenizers(tmp_path: Path) -> N
 
 
 def test_groups_hold_what_fits_with_their_padding() -> None:
-    assert together([]) == [] and together([4000, 4000, 10, 5000]) == [[2, 0], [1], [3]]
+    assert group_by_length([]) == [] and group_by_length([4000, 4000, 10, 5000]) == [
+        [2, 0],
+        [1],
+        [3],
+    ]

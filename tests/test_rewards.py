@@ -20,10 +20,17 @@ import pytest
 from conftest import ENV, ROOT
 
 from actors import rewards
-from actors.reward_worker import PRINTED_CHARACTERS, Bounded, Call, call, checked, each
-from actors.rewards import Result, RewardRunner, grown
+from actors.reward_worker import (
+    PRINTED_CHARACTERS,
+    BoundedOutput,
+    RewardCall,
+    call,
+    check_value,
+    split_results,
+)
+from actors.rewards import RewardResult, RewardRunner, next_pool_size
 from asyncrl.config import load
-from asyncrl.config.tree import Task as TaskConfig
+from asyncrl.config.tree import TaskConfig as TaskConfig
 from asyncrl.contract import importing
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.contract.messages import Prompt
@@ -145,21 +152,21 @@ def ended_for(runner: RewardRunner, *texts: str) -> RewardRunner:
     deadline = runner.pool._deadline
 
     def held(process: Any) -> float:
-        at = {job.call.text for job in process.under_way()}
+        at = {job.call.text for job in process.running_jobs()}
         return deadline(process) if at & set(texts) or not process.ready else math.inf
 
     runner.pool._deadline = held  # type: ignore[method-assign]
     return runner
 
 
-def judge(runner: RewardRunner, *texts: str, prompt: Prompt = RIGHT) -> list[Result]:
+def judge(runner: RewardRunner, *texts: str, prompt: Prompt = RIGHT) -> list[RewardResult]:
     """Results in the order of `texts`, each of two tokens."""
     for i, text in enumerate(texts):
         runner.submit((i, 0, 0), prompt, text, [1, 2])
     return collected(runner, len(texts))
 
 
-def collected(runner: RewardRunner, n: int, had: Sequence[Result] = ()) -> list[Result]:
+def collected(runner: RewardRunner, n: int, had: Sequence[RewardResult] = ()) -> list[RewardResult]:
     results = list(had)
 
     def all_there() -> bool:
@@ -204,7 +211,7 @@ def test_what_raises_or_returns_no_number_is_a_failure(runner: Callable[..., Rew
 def test_a_process_that_hangs_or_dies_is_replaced(runner: Callable[..., RewardRunner]) -> None:
     r = ended_for(runner("mine:reward", deadline_s=2.0), "hang")
     got = judge(r, "2", "hang", "a", "die", "b", "2")
-    assert "hung for more than 2 s" in got[1][4] and r.hangs == 1
+    assert "hung for more than 2 s" in got[1][4] and r.hang_count == 1
     assert got[3][4].startswith("machinery: the reward process ended (3); prompt '1+1='")
     assert [x[1] for x in got] == [1.0, 0.0, 0.0, 0.0, 0.0, 1.0] and [bool(x[4]) for x in got] == [
         False,
@@ -300,12 +307,12 @@ def test_one_answer_in_a_list_spoils_no_other(
 
 
 def test_lists_are_checked_answer_by_answer() -> None:
-    calls = [Call(RIGHT, "a", [1]), Call(RIGHT, "b", [1, 2])]
-    good, bad = each(np.array([1.0, math.nan]), calls)
+    calls = [RewardCall(RIGHT, "a", [1]), RewardCall(RIGHT, "b", [1, 2])]
+    good, bad = split_results(np.array([1.0, math.nan]), calls)
     assert good == (1.0, {}, None) and isinstance(bad, str) and "nan" in bad
     for wrong in (1.0, [1.0], {"reward": 1}, None, "ab"):
         with pytest.raises(ValueError, match="for 2 answers"):
-            each(wrong, calls)
+            split_results(wrong, calls)
 
 
 def test_async_calls_are_under_way_together_and_bounded(
@@ -377,7 +384,7 @@ def test_exits_prints_and_reads_are_no_harm(
 
 def test_what_is_printed_is_bounded() -> None:
     to = io.TextIOWrapper(io.BytesIO())
-    bounded = Bounded(to, 10)
+    bounded = BoundedOutput(to, 10)
     assert [print(x, file=bounded, flush=True) for x in ("12345", "6789", "more", "and more")]
     assert (
         to.buffer.getvalue().decode().startswith("12345\n6789")
@@ -461,11 +468,13 @@ def test_the_pool_grows_while_answers_wait_and_cores_are_idle(
 
 
 def test_a_pool_grows_as_long_as_that_pays() -> None:
-    assert grown(1, 8, 6.0, 10.0, 0.0) == 2 and grown(2, 8, 6.0, 20.0, 10.0) == 4, "twice as many"
-    assert grown(4, 8, 1.9, 40.0, 20.0) == 5, "but no more than cores are idle"
-    assert grown(6, 8, 6.0, 80.0, 40.0) == 8, "nor than there are"
-    assert grown(2, 8, 6.0, 12.0, 10.0) == 2, "the last time did not pay"
-    assert grown(2, 8, 0.4, 20.0, 10.0) == 2, "no core is idle"
+    assert (
+        next_pool_size(1, 8, 6.0, 10.0, 0.0) == 2 and next_pool_size(2, 8, 6.0, 20.0, 10.0) == 4
+    ), "twice as many"
+    assert next_pool_size(4, 8, 1.9, 40.0, 20.0) == 5, "but no more than cores are idle"
+    assert next_pool_size(6, 8, 6.0, 80.0, 40.0) == 8, "nor than there are"
+    assert next_pool_size(2, 8, 6.0, 12.0, 10.0) == 2, "the last time did not pay"
+    assert next_pool_size(2, 8, 0.4, 20.0, 10.0) == 2, "no core is idle"
 
 
 def test_reward_processes_end_with_their_generator(runner: Callable[..., RewardRunner]) -> None:
@@ -503,7 +512,7 @@ def test_a_thread_that_breaks_is_said_at_the_next_look(
     monkeypatch.setattr(rewards, "STUCK_S", 600.0)
     r = runner("mine:reward")
     judge(r, "2")
-    assert r.working and r.pool is not None
+    assert r.is_working and r.pool is not None
 
     def broken() -> None:
         raise OSError("no more processes")
@@ -512,7 +521,7 @@ def test_a_thread_that_breaks_is_said_at_the_next_look(
     with pytest.raises(AsyncrlError, match="raised OSError: no more processes"):
         until(lambda: bool(r.poll()))
     monkeypatch.setattr(rewards, "STUCK_S", -1.0)
-    assert not r.working
+    assert not r.is_working
 
 
 @pytest.mark.parametrize("path", ["mine:absent", "absent:reward", "mine:number", "mine"])
@@ -543,8 +552,8 @@ def test_a_tasks_own_reward_runs_in_place_or_in_workers(
 
 @pytest.mark.parametrize("value", [1, True, 1.0, np.float32(1), np.array(1.0)])
 def test_numbers_of_all_kinds_count(value: Any) -> None:
-    assert checked(value, 3) == (1.0, {}, None)
-    assert checked({"reward": value, "token_rewards": np.ones(3)}, 3) == (
+    assert check_value(value, 3) == (1.0, {}, None)
+    assert check_value({"reward": value, "token_rewards": np.ones(3)}, 3) == (
         1.0,
         {"reward": 1.0},
         [1.0] * 3,
@@ -600,4 +609,4 @@ LARGE = [
 )
 def test_anything_else_is_refused(value: Any) -> None:
     with pytest.raises(ValueError):
-        checked(value, 3)
+        check_value(value, 3)

@@ -37,19 +37,19 @@ LEARNER_HELLO = m.LearnerHello(
 )
 OF_THE_LEARNER: list[Any] = [
     LEARNER_HELLO,
-    m.Ask(1, 0),
+    m.BatchRequest(1, 0),
     m.Commit(1, 0, Label(1, 1), "d", {}),
-    m.Checkpointed(1, 0),
-    m.Goodbye(1, 0),
-    m.Progress("learner", None, {}),
+    m.CheckpointNotice(1, 0),
+    m.LearnerGoodbye(1, 0),
+    m.LearnerProgress("learner", None, {}),
 ]
 OF_GENERATOR_0: list[Any] = [
     m.GeneratorHello(m.PROTOCOL, "run", "generator-0", 7, 8, "here", 1),
-    m.Want("generator-0", 7, 1, 8, None),
-    m.Deliver("generator-0", 7, 1, []),
-    m.Renew("generator-0", 7, [], {}, None),
-    m.Leaving("generator-0", 7),
-    m.Join("generator-0"),
+    m.TicketRequest("generator-0", 7, 1, 8, None),
+    m.Delivery("generator-0", 7, 1, []),
+    m.LeaseRenewal("generator-0", 7, [], {}, None),
+    m.GeneratorGoodbye("generator-0", 7),
+    m.JoinRequest("generator-0"),
 ]
 
 
@@ -87,31 +87,33 @@ def said(key_dir: Path) -> Iterator[Callable[[str, Any], Any]]:
 
 
 def test_every_message_belongs_to_one_role() -> None:
-    named = {type(x) for x in OF_THE_LEARNER + OF_GENERATOR_0} | {m.Watch}
+    named = {type(x) for x in OF_THE_LEARNER + OF_GENERATOR_0} | {m.StatusRequest}
     assert named == set(m.FromPeer.__args__)
     for message in OF_THE_LEARNER:
         assert [
-            n for n in ("learner", "viewer", "generator-0", "") if keys.allowed(n, message)
+            n for n in ("learner", "viewer", "generator-0", "") if keys.is_allowed(n, message)
         ] == ["learner"]
     for message in OF_GENERATOR_0:
         told = ("learner", "viewer", "generator-0", "generator-1", "generator-00", "")
-        assert [n for n in told if keys.allowed(n, message)] == ["generator-0"]
+        assert [n for n in told if keys.is_allowed(n, message)] == ["generator-0"]
         posing = msgspec.structs.replace(message, producer="learner")
-        assert not keys.allowed("learner", posing)
+        assert not keys.is_allowed("learner", posing)
 
 
 def test_a_key_says_what_its_role_says_and_no_more(said: Callable[[str, Any], Any]) -> None:
     assert said("learner", LEARNER_HELLO) == LEARNER_HELLO
     want = OF_GENERATOR_0[1]
-    assert said("generator-0", want) == want and said("viewer", m.Watch()) == m.Watch()
+    assert (
+        said("generator-0", want) == want and said("viewer", m.StatusRequest()) == m.StatusRequest()
+    )
     refused = said("generator-0", LEARNER_HELLO)
-    assert isinstance(refused, m.Refused) and refused.exit_code == 2
+    assert isinstance(refused, m.Refusal) and refused.exit_code == 2
     assert "the key of generator-0 may not send a LearnerHello" in refused.reason
     refused = said("generator-1", want)
     assert "the key of generator-1 may not send a Want of 'generator-0'" in refused.reason
-    assert "the key of viewer may not send a Ask" in said("viewer", m.Ask(1, 0)).reason
+    assert "the key of viewer may not send a Ask" in said("viewer", m.BatchRequest(1, 0)).reason
     # and they go on
-    assert said("generator-1", m.Watch()) == m.Watch()
+    assert said("generator-1", m.StatusRequest()) == m.StatusRequest()
 
 
 def test_weights_go_to_generators_alone(key_dir: Path, tmp_path: Path) -> None:

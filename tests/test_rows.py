@@ -16,12 +16,19 @@ from test_store import make
 from asyncrl.algorithms import loss as step_loss
 from asyncrl.algorithms.reductions import REDUCTIONS
 from asyncrl.contract.errors import BadMessage, ConfigError
-from asyncrl.contract.messages import Batch, Failure, Row, Sampling, Span, Trajectory
+from asyncrl.contract.messages import (
+    Batch,
+    RewardFailure,
+    SamplingSettings,
+    TrainingSequence,
+    Trajectory,
+    VersionSpan,
+)
 from asyncrl.contract.versions import Label
 from asyncrl.models.policy import build_model
 from buffer import checks
-from buffer.groups import Settings, size
-from buffer.ledger import tokens_of
+from buffer.groups import StoreSettings, size
+from buffer.ledger import total_tokens
 from learner.batch import micro_batches, pack
 
 GROUPS, SIZE = 3, 3
@@ -39,18 +46,22 @@ def ids(values: Any) -> bytes:
     return np.asarray(values, "<i4").tobytes()
 
 
-def spans(mask: list[int]) -> list[Span]:
+def spans(mask: list[int]) -> list[VersionSpan]:
     """One span for each run of ones."""
     edges = np.flatnonzero(np.diff([0, *mask, 0]))
-    return [Span(AT, "", int(a), int(b), AT) for a, b in edges.reshape(-1, 2)]
+    return [VersionSpan(AT, "", int(a), int(b), AT) for a, b in edges.reshape(-1, 2)]
 
 
-def row(prompt: list[int], tokens: list[int], logprobs: list[float], mask: list[int]) -> Row:
+def row(
+    prompt: list[int], tokens: list[int], logprobs: list[float], mask: list[int]
+) -> TrainingSequence:
     given = np.where(np.array(mask) > 0, np.array(logprobs, np.float32), np.float32(0))
-    return Row(ids(prompt), ids(tokens), given.astype("<f4").tobytes(), bytes(mask), spans(mask))
+    return TrainingSequence(
+        ids(prompt), ids(tokens), given.astype("<f4").tobytes(), bytes(mask), spans(mask)
+    )
 
 
-def sample(ticket: int, number: int, rows: list[Row], **fields: Any) -> Trajectory:
+def sample(ticket: int, number: int, rows: list[TrainingSequence], **fields: Any) -> Trajectory:
     first, *more = rows
     return Trajectory(
         ticket,
@@ -157,7 +168,7 @@ def test_rows_stand_one_after_another_and_share_prompts_by_their_ids() -> None:
     marked = msgspec.structs.replace(rows[1].spans[0], label=Label(1, 5), kv=Label(1, 3))
     first.rows[0] = msgspec.structs.replace(rows[1], spans=[marked])
     p = pack(batch([first, sample(4, 1, [alone]), sample(3, 0, [other])], [0, 4, 7]))
-    assert first.length == 4 and first.places == 6
+    assert first.length == 4 and first.token_count == 6
     assert p.count == 3 and p.row_offsets.tolist() == [0, 3, 4, 5]
     assert p.shared == [0, 0, 1, 0, 2]  # not over tickets
     assert p.offsets.tolist() == [0, 6, 8, 9] and p.loss.seq.tolist() == [0] * 6 + [1, 1, 2]
@@ -165,7 +176,7 @@ def test_rows_stand_one_after_another_and_share_prompts_by_their_ids() -> None:
     assert p.loss.token_lag.tolist() == [0, 0, 1, 0, 1, 1, 4, 4, 7]
     assert p.loss.age.tolist() == [0, 0, 0, 0, 2, 0, 0, 0, 0]
     assert p.loss.behavior.tolist() == [-1, 0, -3, 0, -4, -5, -6, -7, -8]
-    assert p.rows([1, 0]) == [3, 0, 1, 2] and p.sizes() == [5 + 4 + 4, 4, 3]
+    assert p.rows_of([1, 0]) == [3, 0, 1, 2] and p.sample_tokens() == [5 + 4 + 4, 4, 3]
     assert p.row_temperature([0, 2]).tolist() == [1.0] * 4
 
 
@@ -216,17 +227,17 @@ def test_skipped_tokens_are_counted_where_they_were_drawn(model_dir: Path) -> No
     c = core(model_dir, learner={"groups": GROUPS, "group_size": SIZE})
     for how in ("split", "shared"):
         data = sessions(how)
-        packed = c._packed(data)
+        packed = c._pack_batch(data)
         prep = step_loss.prepare(packed.loss, c.config)
         c.made = set()
-        unused = c._unused(prep, packed, len(data.samples))
+        unused = c._unused_tokens(prep, packed, len(data.samples))
         assert unused == [(s.length, 0) for s in data.samples]
 
 
 # ---- the buffer ----------------------------------------------------------------------------------
 
 
-SETTINGS = Settings(1, 2, 3, Sampling(), context=64, session_tokens=100)
+SETTINGS = StoreSettings(1, 2, 3, SamplingSettings(), context=64, session_tokens=100)
 
 
 def delivered(**fields: Any) -> Trajectory:
@@ -238,7 +249,7 @@ def test_the_ledger_counts_what_was_drawn_once_and_what_was_set_aside() -> None:
     store = make(group=2, steps=3)
     (ticket,) = store.grant("gateway-0", 1, 1, 0.0)
     assert ticket.samples == [0, 1]
-    store.told("gateway-0", 1, 4 + 7 + 1)
+    store.report_tokens("gateway-0", 1, 4 + 7 + 1)
     assert store.deliver(delivered(aside=7), 0.0) == "accepted"
     store.deliver(sample(0, 1, [row([1], [2], [-1], [1])]), 0.0)
     groups, _ = store.ask(1, 0)
@@ -248,24 +259,36 @@ def test_the_ledger_counts_what_was_drawn_once_and_what_was_set_aside() -> None:
     store.commit(0, Label(1, 1), "d1")
     lines = store.ledger()
     assert lines["trained"]["tokens"] == 5 and lines["set_aside"]["tokens"] == 7
-    assert tokens_of(lines) == store.generated() == 12
+    assert total_tokens(lines) == store.generated_tokens() == 12
     late = delivered(aside=2)
     late.attempt = 1
     assert store.deliver(late, 0.0) == "accepted"  # told before: a copy
-    assert tokens_of(store.ledger()) == 12
+    assert total_tokens(store.ledger()) == 12
 
 
 def test_a_failed_sessions_tokens_are_counted_and_its_rows_checked() -> None:
     store = make(group=2, steps=3)
     store.grant("gateway-0", 1, 1, 0.0)
-    failed = delivered(failed=Failure("data", "the agent ended"), aside=3)
+    failed = delivered(failed=RewardFailure("data", "the agent ended"), aside=3)
     checks.answers([failed], 9, SETTINGS)
     store.settings.error_budget = 9.0
     assert store.deliver(failed, 0.0) == "failed"
     lines = store.ledger()
     assert lines["failed"]["tokens"] == 4 and lines["set_aside"]["tokens"] == 3
     empty = Trajectory(
-        0, 1, 1, b"", b"", b"", b"", [], 0.0, {}, "stop", 1.0, failed=Failure("data", "no call")
+        0,
+        1,
+        1,
+        b"",
+        b"",
+        b"",
+        b"",
+        [],
+        0.0,
+        {},
+        "stop",
+        1.0,
+        failed=RewardFailure("data", "no call"),
     )
     checks.answers([empty], 9, SETTINGS)
     assert store.deliver(empty, 0.0) == "failed"
@@ -279,11 +302,11 @@ def test_a_failed_sessions_tokens_are_counted_and_its_rows_checked() -> None:
     [
         ({"mask": b"\1\0"}, "row 1: its spans are not its 1 tokens of mask 1 in order"),
         (
-            {"spans": [Span(AT, "", 0, 1, AT)]},
+            {"spans": [VersionSpan(AT, "", 0, 1, AT)]},
             "row 1: its spans are not its 2 tokens of mask 1 in order",
         ),
         (
-            {"spans": [Span(AT, "", 0, 3, AT)]},
+            {"spans": [VersionSpan(AT, "", 0, 3, AT)]},
             "row 1: its spans are not its 2 tokens of mask 1 in order",
         ),
         (
@@ -305,14 +328,14 @@ def test_a_row_that_would_end_the_learner_is_refused(change: dict[str, Any], sai
 
 
 def test_a_session_of_which_nothing_is_to_be_trained_is_refused() -> None:
-    nothing = Row(ids([1]), ids([2]), b"\0\0\0\0", b"\0", [])
+    nothing = TrainingSequence(ids([1]), ids([2]), b"\0\0\0\0", b"\0", [])
     with pytest.raises(BadMessage, match="2 rows with 0 tokens to be trained"):
         checks.answers([sample(0, 0, [nothing, nothing])], 9, SETTINGS)
 
 
 def test_a_run_without_sessions_takes_none() -> None:
     plain = msgspec.structs.replace(delivered(), rows=[])
-    settings = Settings(1, 2, 3, Sampling(), context=64)
+    settings = StoreSettings(1, 2, 3, SamplingSettings(), context=64)
     for bad in (delivered(), delivered(aside=1)):
         with pytest.raises(BadMessage, match=r"the run has no \[agent\]"):
             checks.answers([bad], 9, settings)

@@ -84,7 +84,7 @@ def wait_until(
 
 
 def start(tmp_path: Path, model: Path, *words: str, hold: int = 0) -> subprocess.Popen[str]:
-    """hold: before this batch the run stands still until `let_go` (0: it does not)."""
+    """hold: before this batch the run stands still until `finish_scale_down` (0: it does not)."""
     out = (tmp_path / "stdout").open("w+")
     env = ENV
     if hold:

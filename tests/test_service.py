@@ -22,14 +22,14 @@ from test_journal import state
 from asyncrl.config import load
 from asyncrl.contract import messages as m
 from asyncrl.contract.versions import Label
-from asyncrl.contract.waits import HeldUp, OpenSession, Wait
+from asyncrl.contract.waits import BlockingSession, OpenSession, ProcessWait
 from asyncrl.records import rundir
 from asyncrl.tasks import get_task
 from asyncrl.transport import sockets
 from asyncrl.transport.sockets import PeerSocket
 from buffer import service as module
-from buffer import sessions, trained
-from buffer.service import Service, largest, open_store
+from buffer import sessions, training_log
+from buffer.service import BufferService, max_message_bytes, open_store
 
 SMALL = (
     "learner.steps=2",
@@ -50,8 +50,9 @@ class Run:
         self.config = load.load(ROOT / "configs" / "demo.toml", [*SMALL, *sets])
         self.dir = tmp_path / "run"
         rundir.ensure(self.config, "", self.dir)
-        self.id, self.error, self.peers = rundir.run_id(self.dir), None, []  # type: ignore[var-annotated]
-        self.service = Service(self.config, self.dir)
+        # type: ignore[var-annotated]
+        self.id, self.error, self.peers = rundir.run_id(self.dir), None, []
+        self.service = BufferService(self.config, self.dir)
         self.thread = threading.Thread(target=self._loop)
         self.thread.start()
 
@@ -125,7 +126,7 @@ def wait(peer: PeerSocket, kind: type[Any]) -> Any:
     while (reply := peer.recv(600)) is not None:
         if isinstance(reply, kind):
             return reply
-        if isinstance(reply, m.Unknown):  # as a generator does
+        if isinstance(reply, m.UnknownSession):  # as a generator does
             peer.send(greet(peer.run, reply.producer, reply.session))
     raise AssertionError(f"no {kind.__name__} came")
 
@@ -142,13 +143,13 @@ def greet(run: str, producer: str, session: int) -> m.GeneratorHello:
     )
 
 
-def want(n: int, samples: int = 4) -> m.Want:
-    return m.Want("generator-0", 1, n, samples, None)
+def want(n: int, samples: int = 4) -> m.TicketRequest:
+    return m.TicketRequest("generator-0", 1, n, samples, None)
 
 
-def answers(t: m.Ticket, digest: str = "") -> m.Deliver:
+def answers(t: m.Ticket, digest: str = "") -> m.Delivery:
     label = t.exact_version or t.min_version
-    return m.Deliver(
+    return m.Delivery(
         "generator-0",
         1,
         1,
@@ -161,7 +162,7 @@ def answers(t: m.Ticket, digest: str = "") -> m.Deliver:
                 b"\0" * 8,
                 b"\0" * 8,
                 b"\1\1",
-                [m.Span(label, digest, 0, 2, label)],
+                [m.VersionSpan(label, digest, 0, 2, label)],
                 float(s),
                 {},
                 "stop",
@@ -180,16 +181,16 @@ def test_a_run_from_hello_to_its_end(begin: Any) -> None:
     evaluated, number = 0, 0
     while number < 2:
         # the first answers the want that came before the learner
-        reply = wait(generator, m.Tickets)
+        reply = wait(generator, m.TicketGrant)
         assert reply.announcement.label == (1, number)
         for t in reply.tickets:
-            acks = ask(generator, answers(t), m.Acks)
+            acks = ask(generator, answers(t), m.DeliveryAcks)
             evaluated += t.kind == "eval"
             assert {a[3] for a in acks.acks} == (
                 {"evaluated"} if t.kind == "eval" else {"accepted"}
             )
             if t.kind == "train":
-                batch = ask(learner, m.Ask(1, number), m.Batch)
+                batch = ask(learner, m.BatchRequest(1, number), m.Batch)
                 assert [(s.ticket, s.sample) for s in batch.samples] == [
                     (number, 0),
                     (number, 1),
@@ -201,19 +202,19 @@ def test_a_run_from_hello_to_its_end(begin: Any) -> None:
                         m.Commit(
                             1, number - 1, Label(1, number), f"d{number}", {"reward/mean": 0.5}
                         ),
-                        m.Committed,
+                        m.CommitReply,
                     ).number
                     == number - 1
                 )
         generator.send(want(2 + number))
-    learner.send(m.Goodbye(1, 2))
-    (t,) = wait(generator, m.Tickets).tickets
+    learner.send(m.LearnerGoodbye(1, 2))
+    (t,) = wait(generator, m.TicketGrant).tickets
     # the last evaluation comes before the goodbye's answer
     assert t.kind == "eval" and t.exact_version == (1, 2)
-    ask(generator, answers(t), m.Acks)
-    assert wait(learner, m.Finished) == m.Finished(1)
+    ask(generator, answers(t), m.DeliveryAcks)
+    assert wait(learner, m.RunFinished) == m.RunFinished(1)
     generator.send(want(9))
-    while not wait(generator, m.Tickets).finished:
+    while not wait(generator, m.TicketGrant).finished:
         pass
     run.thread.join(600)
     summary = run.service.summary()
@@ -230,11 +231,11 @@ def test_a_run_from_hello_to_its_end(begin: Any) -> None:
     )
 
 
-def until_status(peer: PeerSocket) -> tuple[list[Any], m.Status]:
+def until_status(peer: PeerSocket) -> tuple[list[Any], m.RunStatus]:
     """What else comes before the answer to a Watch, and that."""
-    peer.send(m.Watch())
+    peer.send(m.StatusRequest())
     came: list[Any] = []
-    while not isinstance(reply := peer.recv(600), m.Status):
+    while not isinstance(reply := peer.recv(600), m.RunStatus):
         came.append(reply)
     return came, reply
 
@@ -246,10 +247,10 @@ def test_a_commit_that_is_told_again_is_answered_again_and_counted_once(begin: A
     ask(learner, run.hello(1), m.Welcome)
     number, wants = 0, itertools.count(1)
     while number < 2:
-        for t in ask(generator, want(next(wants)), m.Tickets).tickets:
-            ask(generator, answers(t), m.Acks)
+        for t in ask(generator, want(next(wants)), m.TicketGrant).tickets:
+            ask(generator, answers(t), m.DeliveryAcks)
             if t.kind == "train":
-                ask(learner, m.Ask(1, number), m.Batch)
+                ask(learner, m.BatchRequest(1, number), m.Batch)
                 commits = [
                     m.Commit(1, n, Label(1, n + 1), f"d{n + 1}", {"time/step": 1.0 + n})
                     for n in range(number + 1)
@@ -258,7 +259,7 @@ def test_a_commit_that_is_told_again_is_answered_again_and_counted_once(begin: A
                     learner.send(commit)
                 came, status = until_status(learner)
                 number += 1
-                told = [c.number for c in came if isinstance(c, m.Committed)]
+                told = [c.number for c in came if isinstance(c, m.CommitReply)]
                 assert told == [number - 1] * 2 + list(range(number))
                 assert status.committed == number and status.progress >= number
                 assert status.metrics["time/step"] == number
@@ -276,8 +277,8 @@ def test_a_learner_whose_newer_checkpoints_are_damaged_is_told_what_to_do(
     run = begin(f"durability.mode={mode!r}")
     peer = run.peer()
     ask(peer, run.hello(1, number=5), m.Welcome)
-    assert ask(run.peer(), run.hello(3, number=4, origin=1), m.Refused).exit_code == 5
-    said = ask(run.peer(), run.hello(2, number=3, origin=1), m.Refused).reason
+    assert ask(run.peer(), run.hello(3, number=4, origin=1), m.Refusal).exit_code == 5
+    said = ask(run.peer(), run.hello(2, number=3, origin=1), m.Refusal).reason
     assert re.search(r"version 3, .* nothing before version 5: .*" + todo, said)
     assert ask(run.peer(), run.hello(1, number=3), m.Welcome).epoch == 1  # itself, once more
     assert ask(run.peer(), run.hello(4, number=5, origin=1), m.Welcome).epoch == 4
@@ -303,15 +304,15 @@ def test_a_new_buffer_takes_a_learner_from_any_checkpoint(begin: Any) -> None:
 def test_strangers_and_old_learners_are_told_so(begin: Any) -> None:
     run = begin()
     peer = run.peer()
-    assert run.id in ask(peer, run.hello(1, run="another"), m.Refused).reason
-    assert "protocol" in ask(peer, run.hello(1, protocol=99), m.Refused).reason
+    assert run.id in ask(peer, run.hello(1, run="another"), m.Refusal).reason
+    assert "protocol" in ask(peer, run.hello(1, protocol=99), m.Refusal).reason
     assert ask(peer, run.hello(2), m.Welcome).epoch == 2
     old = run.peer()
-    assert ask(old, run.hello(1), m.FencedOff) == m.FencedOff(1, 2)
+    assert ask(old, run.hello(1), m.FencedReply) == m.FencedReply(1, 2)
     assert (
-        ask(old, m.Ask(1, 0), m.FencedOff)
-        == ask(old, m.Commit(1, 0, Label(1, 1), "x", {}), m.FencedOff)
-        == m.FencedOff(1, 2)
+        ask(old, m.BatchRequest(1, 0), m.FencedReply)
+        == ask(old, m.Commit(1, 0, Label(1, 1), "x", {}), m.FencedReply)
+        == m.FencedReply(1, 2)
     )
 
 
@@ -319,20 +320,20 @@ def test_other_weights_are_refused_with_both_names_and_the_run_goes_on(begin: An
     run = begin("evaluation.final_prompts=1")
     generator, learner = run.peer(), run.peer()
     ask(learner, run.hello(1), m.Welcome)
-    t = ask(generator, want(1), m.Tickets).tickets[0]
-    reason = ask(generator, answers(t, digest="stale"), m.Refused).reason
+    t = ask(generator, want(1), m.TicketGrant).tickets[0]
+    reason = ask(generator, answers(t, digest="stale"), m.Refusal).reason
     assert "digest stale" in reason and "d0" in reason
-    assert {a[3] for a in ask(generator, answers(t), m.Acks).acks} == {"evaluated"}
+    assert {a[3] for a in ask(generator, answers(t), m.DeliveryAcks).acks} == {"evaluated"}
 
 
 def test_status_says_who_waits_for_whom(begin: Any) -> None:
     run = begin("evaluation.final_prompts=1")
     generator, learner, viewer = run.peer(), run.peer(), run.peer()
     ask(learner, run.hello(1), m.Welcome)
-    while not any(t.kind == "train" for t in ask(generator, want(1), m.Tickets).tickets):
+    while not any(t.kind == "train" for t in ask(generator, want(1), m.TicketGrant).tickets):
         pass
-    learner.send(m.Ask(1, 0))
-    while not (status := ask(viewer, m.Watch(), m.Status)).waits:
+    learner.send(m.BatchRequest(1, 0))
+    while not (status := ask(viewer, m.StatusRequest(), m.RunStatus)).waits:
         pass
     assert status.waits[0][:3] == ("learner", "ticket 0: 2 samples at generator-0", "generator-0")
 
@@ -347,33 +348,37 @@ def test_the_session_that_a_learner_waits_for_is_named(begin: Any) -> None:
 
     def ticket(number: int) -> m.Ticket:
         while True:
-            for t in ask(gateway, want(number), m.Tickets).tickets:
+            for t in ask(gateway, want(number), m.TicketGrant).tickets:
                 if t.kind == "train":
                     return t
-                ask(gateway, answers(t), m.Acks)
+                ask(gateway, answers(t), m.DeliveryAcks)
 
     def told(t: m.Ticket, **stats: float) -> None:
         one = OpenSession(t.ticket, 1, "0.1.1", "prompt 5 'ab='", 6, "agent", "x", 21.0, 30.0)
         other = msgspec.structs.replace(one, ticket=t.ticket + 1, name="1.0.2")
         named = {key.replace("_", "/", 1): value for key, value in stats.items()}
-        ask(gateway, m.Renew("generator-0", 1, [], named, None, sessions=[other, one]), m.Heard)
+        ask(
+            gateway,
+            m.LeaseRenewal("generator-0", 1, [], named, None, sessions=[other, one]),
+            m.HeartbeatReply,
+        )
 
     def waits(what: str) -> None:
-        waiting = Wait("learner", what, "buffer", 3.0) if what else None
-        ask(learner, m.Progress("learner", waiting, {}, 1, 1), m.Heard)
+        waiting = ProcessWait("learner", what, "buffer", 3.0) if what else None
+        ask(learner, m.LearnerProgress("learner", waiting, {}, 1, 1), m.HeartbeatReply)
 
-    def held_up() -> HeldUp | None:
-        return ask(viewer, m.Watch(), m.Status).held_up  # type: ignore[no-any-return]
+    def held_up() -> BlockingSession | None:
+        return ask(viewer, m.StatusRequest(), m.RunStatus).held_up  # type: ignore[no-any-return]
 
     first = ticket(1)
-    ask(gateway, answers(first), m.Acks)
-    ask(learner, m.Ask(1, 0), m.Batch)
+    ask(gateway, answers(first), m.DeliveryAcks)
+    ask(learner, m.BatchRequest(1, 0), m.Batch)
     numbers = {"time/step": 20.0, "time/learner_idle_share": 0.5}
-    ask(learner, m.Commit(1, 0, Label(1, 1), "d1", numbers), m.Committed)
+    ask(learner, m.Commit(1, 0, Label(1, 1), "d1", numbers), m.CommitReply)
     second = ticket(2)
-    learner.send(m.Ask(1, 1))
+    learner.send(m.BatchRequest(1, 1))
     told(second)
-    while not ask(viewer, m.Watch(), m.Status).waits:
+    while not ask(viewer, m.StatusRequest(), m.RunStatus).waits:
         pass
     assert held_up() is None  # it asks ahead, and has work
     waits("batch 1")
@@ -383,7 +388,7 @@ def test_the_session_that_a_learner_waits_for_is_named(begin: Any) -> None:
     assert held.max_lag == 3  # open for 30 s
     told(second, session_p95_s=41.0)
     assert (held := held_up()) is not None and (held.usual_s, held.max_lag) == (41.0, 5)
-    ask(gateway, answers(second), m.Acks)
+    ask(gateway, answers(second), m.DeliveryAcks)
     wait(learner, m.Batch)
     assert held_up() is None
 
@@ -397,33 +402,33 @@ def test_reward_processes_in_the_metrics_and_among_the_waits(begin: Any) -> None
     ask(learner, msgspec.structs.replace(run.hello(1), max_lag=2.0), m.Welcome)
     tickets = {}
     while len(tickets) < 3:
-        for t in ask(generator, want(1 + len(tickets)), m.Tickets).tickets:
+        for t in ask(generator, want(1 + len(tickets)), m.TicketGrant).tickets:
             if t.kind == "train":
                 tickets[t.ticket] = t
             else:
-                ask(generator, answers(t), m.Acks)
+                ask(generator, answers(t), m.DeliveryAcks)
 
     def step(number: int, **stats: float) -> dict[str, float]:
         stats |= {"judge_requests": 10.0 + number, "judge_stolen": 1.0}
         ask(
             generator,
-            m.Renew(
+            m.LeaseRenewal(
                 "generator-0",
                 1,
                 [],
                 {k.replace("_", "/", 1): v for k, v in stats.items()},
-                Wait("generator-0", m.REWARDS_WAITED_FOR, "generator-0-rewards", 3.5),
+                ProcessWait("generator-0", m.REWARDS_WAITED_FOR, "generator-0-rewards", 3.5),
             ),
-            m.Heard,
+            m.HeartbeatReply,
         )
-        ask(generator, answers(tickets[number]), m.Acks)
-        ask(learner, m.Ask(1, number), m.Batch)
+        ask(generator, answers(tickets[number]), m.DeliveryAcks)
+        ask(learner, m.BatchRequest(1, number), m.Batch)
         ask(
             learner,
             m.Commit(1, number, Label(1, number + 1), f"d{number + 1}", {"reward/mean": 0.5}),
-            m.Committed,
+            m.CommitReply,
         )
-        status = ask(viewer, m.Watch(), m.Status)
+        status = ask(viewer, m.StatusRequest(), m.RunStatus)
         assert ("generator-0", m.REWARDS_WAITED_FOR, "generator-0-rewards", 3.5) in status.waits
         return dict(status.metrics)
 
@@ -471,17 +476,19 @@ def test_samples_are_progress_up_to_a_batch_of_them(begin: Any) -> None:
     ask(learner, msgspec.structs.replace(run.hello(1), max_lag=2.0), m.Welcome)
     tickets = []
     while len(tickets) < 3:
-        for t in ask(generator, want(1 + len(tickets)), m.Tickets).tickets:
+        for t in ask(generator, want(1 + len(tickets)), m.TicketGrant).tickets:
             if t.kind == "train":
                 tickets.append(t)
             else:
-                ask(generator, answers(t), m.Acks)
+                ask(generator, answers(t), m.DeliveryAcks)
 
     def progress() -> int:
-        return int(ask(viewer, m.Watch(), m.Status).progress)
+        return int(ask(viewer, m.StatusRequest(), m.RunStatus).progress)
 
     def deliver(t: m.Ticket, sample: int) -> None:
-        ask(generator, m.Deliver("generator-0", 1, 1, [answers(t).samples[sample]]), m.Acks)
+        ask(
+            generator, m.Delivery("generator-0", 1, 1, [answers(t).samples[sample]]), m.DeliveryAcks
+        )
 
     seen = [progress()]
     for t, sample in ((tickets[0], 0), (tickets[1], 0), (tickets[1], 1)):
@@ -489,8 +496,8 @@ def test_samples_are_progress_up_to_a_batch_of_them(begin: Any) -> None:
         seen.append(progress())
     assert [b - a for a, b in itertools.pairwise(seen)] == [1, 1, 0], "a batch of two"
     deliver(tickets[0], 1)
-    ask(learner, m.Ask(1, 0), m.Batch)
-    ask(learner, m.Commit(1, 0, Label(1, 1), "d1", {"reward/mean": 0.5}), m.Committed)
+    ask(learner, m.BatchRequest(1, 0), m.Batch)
+    ask(learner, m.Commit(1, 0, Label(1, 1), "d1", {"reward/mean": 0.5}), m.CommitReply)
     before = progress()
     deliver(tickets[2], 0)
     assert before == seen[-1] + 1 and progress() == before + 1
@@ -540,11 +547,11 @@ def test_what_a_dead_generator_had_asked_for_is_granted_to_nobody(begin: Any) ->
     dead, reborn, learner = run.peer(), run.peer(), run.peer()
     dead.send(greeting(run, 1, ended_process()))
     dead.send(want(1))
-    ask(dead, m.Watch(), m.Status)  # the want has been read
+    ask(dead, m.StatusRequest(), m.RunStatus)  # the want has been read
     reborn.send(greeting(run, 2, os.getpid()))
-    ask(reborn, m.Watch(), m.Status)
+    ask(reborn, m.StatusRequest(), m.RunStatus)
     ask(learner, run.hello(1), m.Welcome)  # from here on there are tickets to grant
-    got = ask(reborn, m.Want("generator-0", 2, 1, 4, None), m.Tickets)
+    got = ask(reborn, m.TicketRequest("generator-0", 2, 1, 4, None), m.TicketGrant)
     assert got.session == 2 and {t.kind for t in got.tickets} == {"train", "eval"}
     assert dead.recv(0.1) is None
 
@@ -554,10 +561,12 @@ def first_ticket(run: Run, generator: PeerSocket, session: int = 1) -> m.Ticket:
     number = 0
     while True:
         number += 1
-        for t in ask(generator, m.Want("generator-0", session, number, 4, None), m.Tickets).tickets:
+        for t in ask(
+            generator, m.TicketRequest("generator-0", session, number, 4, None), m.TicketGrant
+        ).tickets:
             if t.kind == "train":
                 return t  # type: ignore[no-any-return]
-            ask(generator, answers(t), m.Acks)
+            ask(generator, answers(t), m.DeliveryAcks)
 
 
 @pytest.mark.parametrize("mode", ["memory", "process"])
@@ -569,18 +578,20 @@ def test_a_generator_that_leaves_gives_its_leases_back_at_once(begin: Any, mode:
     held = first_ticket(run, leaver)
     assert (
         ask(
-            leaver, m.Renew("generator-0", 1, [(held.ticket, held.attempt, 5)], {}, None), m.Heard
+            leaver,
+            m.LeaseRenewal("generator-0", 1, [(held.ticket, held.attempt, 5)], {}, None),
+            m.HeartbeatReply,
         ).epoch
         == 1
     )
-    leaver.send(m.Leaving("generator-0", 1))
-    ask(leaver, m.Watch(), m.Status)  # the buffer has read it
-    again = ask(other, m.Want("generator-1", 1, 1, 4, None), m.Tickets).tickets[0]
+    leaver.send(m.GeneratorGoodbye("generator-0", 1))
+    ask(leaver, m.StatusRequest(), m.RunStatus)  # the buffer has read it
+    again = ask(other, m.TicketRequest("generator-1", 1, 1, 4, None), m.TicketGrant).tickets[0]
     assert (again.ticket, again.samples) == (
         held.ticket,
         held.samples,
     ) and again.attempt > held.attempt
-    status = ask(other, m.Watch(), m.Status)
+    status = ask(other, m.StatusRequest(), m.RunStatus)
     assert "generator-0" not in status.peers and status.ledger["lost_with_process"]["tokens"] == 5
 
 
@@ -592,10 +603,10 @@ def test_the_last_word_of_a_session_that_was_replaced_takes_nothing_from_the_new
     ask(learner, run.hello(1), m.Welcome)
     newer.send(m.GeneratorHello(m.PROTOCOL, run.id, "generator-0", 2, 4, "here", 1))
     first_ticket(run, newer, session=2)
-    older.send(m.Leaving("generator-0", 1))
-    assert "generator-0" in ask(older, m.Watch(), m.Status).peers
-    other.send(m.Want("generator-1", 1, 1, 4, None))
-    ask(other, m.Watch(), m.Status)
+    older.send(m.GeneratorGoodbye("generator-0", 1))
+    assert "generator-0" in ask(older, m.StatusRequest(), m.RunStatus).peers
+    other.send(m.TicketRequest("generator-1", 1, 1, 4, None))
+    ask(other, m.StatusRequest(), m.RunStatus)
     assert run.service.store.alive[0].lease.producer == "generator-0"
 
 
@@ -608,16 +619,16 @@ def test_after_a_restart_weights_are_announced_once_their_learner_is_heard(begin
     run.end()
     run = begin("durability.mode='process'")
     generator, learner = run.peer(), run.peer()
-    got = ask(generator, want(1), m.Tickets)
+    got = ask(generator, want(1), m.TicketGrant)
     assert got.announcement is None and run.service.store.policy == (1, 0)
-    renew = m.Renew("generator-0", 1, [], {}, None)
-    assert ask(generator, renew, m.Heard).announcement is None
+    renew = m.LeaseRenewal("generator-0", 1, [], {}, None)
+    assert ask(generator, renew, m.HeartbeatReply).announcement is None
     generator.send(want(2))
-    ask(generator, m.Watch(), m.Status)
+    ask(generator, m.StatusRequest(), m.RunStatus)
     # the same life goes on: only the buffer was away
-    ask(learner, m.Progress("learner", None, {}, 1, 1), m.Heard)
-    assert wait(generator, m.Tickets).announcement.label == (1, 0)
-    assert ask(generator, renew, m.Heard).announcement.label == (1, 0)
+    ask(learner, m.LearnerProgress("learner", None, {}, 1, 1), m.HeartbeatReply)
+    assert wait(generator, m.TicketGrant).announcement.label == (1, 0)
+    assert ask(generator, renew, m.HeartbeatReply).announcement.label == (1, 0)
 
 
 def test_two_generators_of_one_name(begin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -630,14 +641,14 @@ def test_two_generators_of_one_name(begin: Any, monkeypatch: pytest.MonkeyPatch)
     ask(learner, run.hello(1), m.Welcome)
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     first.send(greeting(run, 50, process.pid))
-    held = ask(first, m.Want("generator-0", 50, 1, 9, None), m.Tickets).tickets
+    held = ask(first, m.TicketRequest("generator-0", 50, 1, 9, None), m.TicketGrant).tickets
     assert {t.kind for t in held} == {"train", "eval"}
     second.send(greeting(run, 60, os.getpid()))
-    ask(second, m.Watch(), m.Status)
+    ask(second, m.StatusRequest(), m.RunStatus)
     for _ in range(2):
-        first.send(m.Renew("generator-0", 50, [], {}, None))
-        ask(first, m.Watch(), m.Status)
-    refused = ask(second, m.Want("generator-0", 60, 1, 9, None), m.Refused)
+        first.send(m.LeaseRenewal("generator-0", 50, [], {}, None))
+        ask(first, m.StatusRequest(), m.RunStatus)
+    refused = ask(second, m.TicketRequest("generator-0", 60, 1, 9, None), m.Refusal)
     assert (
         refused.exit_code == 2
         and f"process {process.pid} on {socket.gethostname()}" in refused.reason
@@ -645,15 +656,18 @@ def test_two_generators_of_one_name(begin: Any, monkeypatch: pytest.MonkeyPatch)
     )
     process.communicate(b"\n")
     third.send(greeting(run, 3, os.getpid()))  # as after a clock that was set back
-    again = ask(third, m.Want("generator-0", 3, 1, 9, None), m.Tickets).tickets
+    again = ask(third, m.TicketRequest("generator-0", 3, 1, 9, None), m.TicketGrant).tickets
     # the leases were given back
     assert {(t.ticket, t.kind) for t in again} == {(t.ticket, t.kind) for t in held}
-    late = m.Deliver(
+    late = m.Delivery(
         "generator-0", 50, 1, answers(next(t for t in held if t.kind == "train")).samples
     )
     # what it had finished is taken
-    assert ask(first, late, m.Acks).acks and run.service.sessions.token("generator-0") == 3
-    assert "taken the name" in ask(first, m.Want("generator-0", 50, 2, 9, None), m.Refused).reason
+    assert ask(first, late, m.DeliveryAcks).acks and run.service.sessions.token("generator-0") == 3
+    assert (
+        "taken the name"
+        in ask(first, m.TicketRequest("generator-0", 50, 2, 9, None), m.Refusal).reason
+    )
 
 
 def handed_out(
@@ -663,14 +677,14 @@ def handed_out(
     batches, sequence = [], 0
     generator.send(greet(run.id, "generator-0", 1))
     for n in numbers:
-        learner.send(m.Ask(1, n))
+        learner.send(m.BatchRequest(1, n))
         while len(batches) == n:
             assert sequence < 200, "no batch came"
             sequence += 1
             generator.send(want(sequence, 9))
             reply = generator.recv(0.3)
             while reply is not None:
-                for t in reply.tickets if isinstance(reply, m.Tickets) else ():
+                for t in reply.tickets if isinstance(reply, m.TicketGrant) else ():
                     generator.send(answers(t))
                 reply = generator.recv(0.05)
             if isinstance(got := learner.recv(0.3), m.Batch):
@@ -704,9 +718,9 @@ def test_a_batch_whose_commit_was_lost_is_trained_when_a_checkpoint_lies_behind_
         parent=Label(1, 1),
     )
     ask(learner, hello, m.Welcome)
-    rows = trained.read(run.dir / "trained.jsonl")
+    rows = training_log.read(run.dir / "trained.jsonl")
     assert {n: (r.samples, r.tickets, r.ids) for n, r in rows.items()} == {
-        b.number: (2, [[b.number] * 2], trained.digest(b.samples)) for b in batches
+        b.number: (2, [[b.number] * 2], training_log.digest(b.samples)) for b in batches
     }
     summary = run.service.summary()
     assert (summary["trajectories"], summary["tokens"], summary["steps"]) == (4, 8, 2) and summary[
@@ -718,7 +732,7 @@ def test_a_batch_whose_commit_was_lost_is_trained_when_a_checkpoint_lies_behind_
         m.Welcome,
     )
     # and a roll-back takes it out again
-    assert len(trained.read(run.dir / "trained.jsonl")) == (1 if killed == "learner" else 2)
+    assert len(training_log.read(run.dir / "trained.jsonl")) == (1 if killed == "learner" else 2)
 
 
 def test_a_process_of_another_machine_is_not_looked_up_here(begin: Any) -> None:
@@ -726,9 +740,9 @@ def test_a_process_of_another_machine_is_not_looked_up_here(begin: Any) -> None:
     run = begin()
     first, second = run.peer(), run.peer()
     first.send(msgspec.structs.replace(greeting(run, 1, ended_process()), host="elsewhere"))
-    ask(first, m.Watch(), m.Status)
+    ask(first, m.StatusRequest(), m.RunStatus)
     second.send(greeting(run, 2, os.getpid()))
-    ask(second, m.Watch(), m.Status)
+    ask(second, m.StatusRequest(), m.RunStatus)
     assert run.service.sessions.token("generator-0") == 1
 
 
@@ -747,13 +761,13 @@ BAD_FRAMES = {
 def test_a_frame_that_does_not_decode_costs_its_sender(begin: Any) -> None:
     run = begin()
     stranger, learner = run.peer(), run.peer()
-    good = msgspec.msgpack.encode(m.Watch())
+    good = msgspec.msgpack.encode(m.StatusRequest())
     for frame in BAD_FRAMES.values():
         stranger.socket.send_multipart([stranger.head, frame])
-        assert wait(stranger, m.Refused).exit_code == 4
+        assert wait(stranger, m.Refusal).exit_code == 4
     for frames in ([stranger.head], [stranger.head, good, b""], [stranger.head] + [good] * 50):
         stranger.socket.send_multipart(frames)
-        assert wait(stranger, m.Refused).exit_code == 4
+        assert wait(stranger, m.Refusal).exit_code == 4
     assert run.service.refused == {"frame": len(BAD_FRAMES) + 3}
     assert ask(learner, run.hello(1), m.Welcome) == m.Welcome(1, 0)
 
@@ -765,11 +779,16 @@ def test_messages_of_another_run_or_protocol_are_refused_unread(begin: Any) -> N
     run = begin()
     generator, learner = run.peer(), run.peer()
     ask(learner, run.hello(1), m.Welcome)
-    tickets = ask(generator, want(1, 9), m.Tickets).tickets
+    tickets = ask(generator, want(1, 9), m.TicketGrant).tickets
     before = state(run.service.store)
     address = rundir.buffer_address(run.config, run.dir)
-    kinds = [*map(answers, tickets), want(2, 9), m.Renew("generator-0", 1, [], {}, None)]
-    kinds += [m.Leaving("generator-0", 1), m.Ask(1, 0), m.Checkpointed(1, 9), run.hello(2)]
+    kinds = [*map(answers, tickets), want(2, 9), m.LeaseRenewal("generator-0", 1, [], {}, None)]
+    kinds += [
+        m.GeneratorGoodbye("generator-0", 1),
+        m.BatchRequest(1, 0),
+        m.CheckpointNotice(1, 9),
+        run.hello(2),
+    ]
     for head, said in (
         (sockets.head("another"), f"belongs to run {run.id}, this process to run another"),
         (sockets.head(run.id, m.PROTOCOL - 1), f"speaks protocol {m.PROTOCOL}, this process 2"),
@@ -781,23 +800,25 @@ def test_messages_of_another_run_or_protocol_are_refused_unread(begin: Any) -> N
         run.peers.append(stray)
         for message in kinds:
             stray.socket.send_multipart([head, msgspec.msgpack.encode(message)])
-            assert said in wait(stray, m.Refused).reason
+            assert said in wait(stray, m.Refusal).reason
     assert run.service.refused == {"stranger": 5 * len(kinds)}
     assert state(run.service.store) == before
     watcher = PeerSocket(address)  # who watches need not know the run, and is told it
     run.peers.append(watcher)
-    assert ask(watcher, m.Watch(), m.Status).run == run.id
-    assert ask(watcher, m.Watch(), m.Status).metrics["refused/stranger"] == 5 * len(kinds)
+    assert ask(watcher, m.StatusRequest(), m.RunStatus).run == run.id
+    assert ask(watcher, m.StatusRequest(), m.RunStatus).metrics["refused/stranger"] == 5 * len(
+        kinds
+    )
 
 
 def test_frames_of_a_message_are_bounded_together(begin: Any) -> None:
     """Also where each of them is small enough."""
     run = begin("wires.frame_bytes=65536", "generator.context=128")
-    most = largest(run.config)
+    most = max_message_bytes(run.config)
     assert most < 20 * 2**20 and run.service.socket.most == most
     stranger, learner = run.peer(), run.peer()
     stranger.socket.send_multipart([stranger.head, *[bytes(most // 2)] * 3])
-    assert f"more than {most} bytes" in wait(stranger, m.Refused).reason
+    assert f"more than {most} bytes" in wait(stranger, m.Refusal).reason
     assert run.service.refused == {"frame": 1}
     assert ask(learner, run.hello(1), m.Welcome) == m.Welcome(1, 0)
 
@@ -807,31 +828,31 @@ def test_who_has_not_said_hello_gets_no_tickets(begin: Any) -> None:
     generator, learner = run.peer(), run.peer()
     ask(learner, run.hello(1), m.Welcome)
     generator.send(want(1, 9))
-    assert generator.recv(600) == m.Unknown("generator-0", 1)
+    assert generator.recv(600) == m.UnknownSession("generator-0", 1)
     assert run.service.store.attempts == 0
     # what was asked for is given as soon as it is known who asks
-    assert ask(generator, greet(run.id, "generator-0", 1), m.Tickets).sequence == 1
+    assert ask(generator, greet(run.id, "generator-0", 1), m.TicketGrant).sequence == 1
 
 
 def bad(run: Run, train: m.Ticket, test: m.Ticket) -> dict[str, m.FromPeer]:
     """One message of each kind of nonsense, for a run at batch 0 with these tickets out."""
 
-    def deliver(t: m.Ticket, **more: Any) -> m.Deliver:
-        return m.Deliver(
+    def deliver(t: m.Ticket, **more: Any) -> m.Delivery:
+        return m.Delivery(
             "generator-0", 1, 1, [msgspec.structs.replace(answers(t).samples[0], **more)]
         )
 
     def renew(
-        *progress: tuple[int, int, int], waiting: Wait | None = None, **stats: float
-    ) -> m.Renew:
-        return m.Renew("generator-0", 1, list(progress), stats, waiting)
+        *progress: tuple[int, int, int], waiting: ProcessWait | None = None, **stats: float
+    ) -> m.LeaseRenewal:
+        return m.LeaseRenewal("generator-0", 1, list(progress), stats, waiting)
 
     def wait(
         seconds: float, *, who: str = "generator-0", what: str = "x", on: str = "buffer"
-    ) -> m.Renew:
-        return renew(waiting=Wait(who, what, on, seconds))
+    ) -> m.LeaseRenewal:
+        return renew(waiting=ProcessWait(who, what, on, seconds))
 
-    def told(count: int = 1, **more: Any) -> m.Renew:
+    def told(count: int = 1, **more: Any) -> m.LeaseRenewal:
         one = OpenSession(0, 0, "0.0.1", "prompt 0 ''", 1, "agent", "its harness", 1.0, 2.0)
         each = [msgspec.structs.replace(one, **more)] * count
         return msgspec.structs.replace(renew(), sessions=each)
@@ -868,13 +889,13 @@ def bad(run: Run, train: m.Ticket, test: m.Ticket) -> dict[str, m.FromPeer]:
         "a session's screen": told(what="\x1b[2J"),
         "a session without end": told(task="x" * 1001),
         "sessions without end": told(count=257),
-        "no name": m.Want("", 1, 1, 1, None),
-        "a name like a screen": m.Want("\x1b[2J", 1, 1, 1, None),
-        "ask past the end": m.Ask(1, 2),
+        "no name": m.TicketRequest("", 1, 1, 1, None),
+        "a name like a screen": m.TicketRequest("\x1b[2J", 1, 1, 1, None),
+        "ask past the end": m.BatchRequest(1, 2),
         "commit not composed": m.Commit(1, 0, label, "x", {}),
         "commit far ahead": m.Commit(1, 5, Label(1, 6), "x", {}),
         "commit of another name": m.Commit(1, 0, Label(9, 1), "x", {}),
-        "goodbye at 0": m.Goodbye(1, 2),
+        "goodbye at 0": m.LearnerGoodbye(1, 2),
         "hello of another epoch": hello(label=Label(9, 0)),
         "hello below 0": hello(label=Label(2, -1)),
         "limit below 0": hello(max_lag=-1.0),
@@ -894,21 +915,21 @@ def test_what_cannot_be_is_refused_and_nothing_of_it_stays(begin: Any, mode: str
     run = begin(f"durability.mode='{mode}'", "staleness.max_lag=1")
     generator, learner, stranger = run.peer(), run.peer(), run.peer()
     ask(learner, run.hello(1), m.Welcome)
-    tickets = ask(generator, want(1, 9), m.Tickets).tickets
+    tickets = ask(generator, want(1, 9), m.TicketGrant).tickets
     train, test = (next(t for t in tickets if t.kind == kind) for kind in ("train", "eval"))
     before, wrong = state(run.service.store), bad(run, train, test)
     for what, message in wrong.items():
-        assert ask(stranger, message, m.Refused).reason, what
+        assert ask(stranger, message, m.Refusal).reason, what
         assert state(run.service.store) == before, what
     assert run.service.refused.total() == len(wrong)
     for t in tickets:
-        ask(generator, answers(t), m.Acks)
-    assert len(ask(learner, m.Ask(1, 0), m.Batch).samples) == 2
+        ask(generator, answers(t), m.DeliveryAcks)
+    assert len(ask(learner, m.BatchRequest(1, 0), m.Batch).samples) == 2
     assert (
         "no/metric"
-        in ask(stranger, m.Commit(1, 0, Label(1, 1), "x", {"no/metric": 1.0}), m.Refused).reason
+        in ask(stranger, m.Commit(1, 0, Label(1, 1), "x", {"no/metric": 1.0}), m.Refusal).reason
     )
-    assert ask(learner, m.Commit(1, 0, Label(1, 1), "d1", {}), m.Committed).number == 0
+    assert ask(learner, m.Commit(1, 0, Label(1, 1), "d1", {}), m.CommitReply).number == 0
     if mode == "process":
         run.end()
         # the journal folds
@@ -920,15 +941,15 @@ def test_an_epoch_before_any_hello_is_nobodys(begin: Any) -> None:
     run = begin()
     stranger = run.peer()
     for message in (
-        m.Ask(0, 0),
+        m.BatchRequest(0, 0),
         m.Commit(0, 0, Label(0, 1), "x", {}),
-        m.Goodbye(0, 0),
-        m.Checkpointed(0, 5),
-        m.Progress("learner", None, {}),
+        m.LearnerGoodbye(0, 0),
+        m.CheckpointNotice(0, 5),
+        m.LearnerProgress("learner", None, {}),
     ):
         stranger.send(message)
     assert (
-        ask(stranger, m.Watch(), m.Status).committed == 0
+        ask(stranger, m.StatusRequest(), m.RunStatus).committed == 0
         and not run.service.asks
         and not run.service.learner
     )
@@ -946,25 +967,25 @@ def test_a_buffer_folded_after_the_end_waits_for_the_learner_only_if_its_model_i
     generator, learner = run.peer(), run.peer()
     ask(learner, run.hello(1), m.Welcome)
     t = first_ticket(run, generator)
-    ask(generator, answers(t), m.Acks)
-    ask(learner, m.Ask(1, 0), m.Batch)
-    ask(learner, m.Commit(1, 0, Label(1, 1), "d1", {}), m.Committed)
-    learner.send(m.Goodbye(1, 1))
+    ask(generator, answers(t), m.DeliveryAcks)
+    ask(learner, m.BatchRequest(1, 0), m.Batch)
+    ask(learner, m.Commit(1, 0, Label(1, 1), "d1", {}), m.CommitReply)
+    learner.send(m.LearnerGoodbye(1, 1))
     # the last evaluation
-    ask(generator, answers(ask(generator, want(9), m.Tickets).tickets[0]), m.Acks)
-    wait(learner, m.Finished)
+    ask(generator, answers(ask(generator, want(9), m.TicketGrant).tickets[0]), m.DeliveryAcks)
+    wait(learner, m.RunFinished)
     run.end()
     (run.dir / "weights_digest").write_text("d") if exported else None
     again = begin("durability.mode='process'", "learner.steps=1")
     assert bool(again.service.ended_at) == exported == again.service.store.finished
     generator, learner = again.peer(), again.peer()
-    generator.send(m.Want("generator-0", 2, 1, 4, None))
+    generator.send(m.TicketRequest("generator-0", 2, 1, 4, None))
     while not exported and "generator-0" not in again.service.generators:
         time.sleep(0.001)  # heard before the learner ends the run, or nobody would be left to tell
     if not exported:
         assert ask(learner, again.hello(2, number=1, origin=1), m.Welcome).epoch == 2
-        assert ask(learner, m.Goodbye(2, 1), m.Finished).epoch == 2
-    while not wait(generator, m.Tickets).finished:
+        assert ask(learner, m.LearnerGoodbye(2, 1), m.RunFinished).epoch == 2
+    while not wait(generator, m.TicketGrant).finished:
         pass
     if exported:  # it cannot know that nobody else is to be told
         monkeypatch.setattr(module, "LINGER_S", 0.0)

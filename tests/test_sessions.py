@@ -7,7 +7,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from buffer.sessions import CLAIMS, ENDED, FORGET, MARGIN_S, NAMES, Sessions
+from buffer.sessions import CLAIMS, ENDED, FORGET, MARGIN_S, NAMES, PeerSessions
 
 SILENT_S = 20.0
 
@@ -30,7 +30,7 @@ def play(seed: int) -> tuple[int, int]:
     reading that may be set back.
     """
     r = random.Random(seed)
-    s, now, holder = Sessions(SILENT_S), 0.0, None
+    s, now, holder = PeerSessions(SILENT_S), 0.0, None
     lives: list[Life] = []
     tokens = iter(r.sample(range(1000), 200))
     takeovers = refusals = 0
@@ -45,7 +45,7 @@ def play(seed: int) -> tuple[int, int]:
             # known on the same machine only
             gone = r.random() < 0.7 and holder is not None and holder.ends <= now
             before, x.spoke = holder, now
-            said = s.speak("g", x.token, now, gone=gone)
+            said = s.on_message("g", x.token, now, gone=gone)
             if said == "new":
                 takeovers += before is not None
                 alive = (
@@ -85,34 +85,38 @@ def test_a_live_holder_keeps_its_name_and_a_dead_one_is_replaced() -> None:
 
 
 def test_one_burst_of_late_frames_does_not_prove_a_life() -> None:
-    s = Sessions(SILENT_S)
-    assert s.speak("g", 1, 0.0) == "new" and s.speak("g", 2, 5.0) == "waits"
+    s = PeerSessions(SILENT_S)
+    assert s.on_message("g", 1, 0.0) == "new" and s.on_message("g", 2, 5.0) == "waits"
     for _ in range(50):
-        assert s.speak("g", 1, 5.0 + MARGIN_S) == "holds"  # of a dead one, all at once
-    assert s.speak("g", 2, 5.5 + MARGIN_S) == "waits"
-    assert s.speak("g", 1, 5.0 + 2 * MARGIN_S) == "holds"
-    assert s.speak("g", 2, 5.5 + 2 * MARGIN_S) == "refused"
+        assert s.on_message("g", 1, 5.0 + MARGIN_S) == "holds"  # of a dead one, all at once
+    assert s.on_message("g", 2, 5.5 + MARGIN_S) == "waits"
+    assert s.on_message("g", 1, 5.0 + 2 * MARGIN_S) == "holds"
+    assert s.on_message("g", 2, 5.5 + 2 * MARGIN_S) == "refused"
 
 
 def test_who_leaves_frees_the_name_at_once_and_for_good() -> None:
-    s = Sessions(SILENT_S)
+    s = PeerSessions(SILENT_S)
     assert (
-        s.speak("g", 1, 0.0) == "new"
-        and not s.leave("g", 2)
-        and s.leave("g", 1)
+        s.on_message("g", 1, 0.0) == "new"
+        and not s.end_session("g", 2)
+        and s.end_session("g", 1)
         and s.token("g") is None
     )
-    assert s.speak("g", 1, 0.1) == "over" and s.speak("g", 2, 0.2) == "new" and s.leave("nobody", 7)
+    assert (
+        s.on_message("g", 1, 0.1) == "over"
+        and s.on_message("g", 2, 0.2) == "new"
+        and s.end_session("nobody", 7)
+    )
 
 
 def test_memory_is_bounded_whatever_is_said() -> None:
-    s = Sessions(SILENT_S)
+    s = PeerSessions(SILENT_S)
     for n in range(2 * NAMES):
-        said = s.speak(f"g{n}", 1, 0.0)
+        said = s.on_message(f"g{n}", 1, 0.0)
         assert said == ("new" if n < NAMES else "full")
     for n in range(1000):
-        s.speak("g0", n, 0.0)
+        s.on_message("g0", n, 0.0)
     for n in range(1000):
-        s.speak("g1", n, 0.0, gone=True)
+        s.on_message("g1", n, 0.0, gone=True)
     assert len(s.names["g0"].claims) <= CLAIMS and len(s.names["g1"].ended) <= ENDED
     assert len(s.forget(FORGET * SILENT_S + 1)) == NAMES and not s.names

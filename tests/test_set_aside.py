@@ -12,12 +12,12 @@ from test_journal import state
 from test_store import hello, make, total, train, write
 
 from asyncrl.config import load
-from asyncrl.contract.messages import Prompt, Sampling
-from asyncrl.records import lives, metrics
+from asyncrl.contract.messages import Prompt, SamplingSettings
+from asyncrl.records import metrics, process_log
 from asyncrl.supervise import doctor
 from buffer.durable_store import RecordedStore
 from buffer.evaluation import Evaluations
-from buffer.groups import Settings
+from buffer.groups import StoreSettings
 from buffer.store import Store
 
 
@@ -111,7 +111,7 @@ def test_a_buffer_that_is_killed_between_two_lives_still_counts(tmp_path: Path) 
         return RecordedStore.open(
             tmp_path,
             sync=False,
-            settings=Settings(2, 2, 9, Sampling()),
+            settings=StoreSettings(2, 2, 9, SamplingSettings()),
             prompt=lambda i: Prompt(i, f"p{i}"),
             evaluations=Evaluations(),
             now=0.0,
@@ -123,7 +123,7 @@ def test_a_buffer_that_is_killed_between_two_lives_still_counts(tmp_path: Path) 
     bad = [g.ticket for g in store.ask(1, 1)[0]]
     assert life(store, 2, "crashed") == bad
     for epoch in (3, 4):
-        store.settle()
+        store.flush_journal()
         before = state(store)
         store.journal.close()
         store = opened()  # once from the records, once from a snapshot
@@ -142,31 +142,31 @@ def test_under_injection_new_groups_stand_where_those_set_aside_stood() -> None:
         assert hello(store, epoch, 0, origin=epoch - 1, before="crashed", k=3)
         if epoch == 2:
             assert [g.ticket for g in store.ask(2, 0)[0]] == bad
-    assert store.aside == 1 and [g.place for g in store.alive.values()] == [0, 1]
+    assert store.aside == 1 and [g.position for g in store.alive.values()] == [0, 1]
     assert not set(store.alive) & set(bad)
 
 
 def test_how_the_life_before_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine: list[str | int] = ["this start of it", 3]
-    monkeypatch.setattr(lives, "memory_kills", lambda: machine)
+    monkeypatch.setattr(process_log, "memory_kills", lambda: machine)
 
     def before() -> str:
-        return lives.before(tmp_path, "learner", 99)
+        return process_log.previous_end(tmp_path, "learner", 99)
 
     assert before() == ""
-    lives.note(tmp_path, "learner", 99, "began")
-    lives.note(tmp_path, "generator-0", 5, "ended", code=1)
+    process_log.append_event(tmp_path, "learner", 99, "began")
+    process_log.append_event(tmp_path, "generator-0", 5, "ended", code=1)
     assert before() == ""
-    lives.note(tmp_path, "learner", 7, "began")
+    process_log.append_event(tmp_path, "learner", 7, "began")
     assert before() == "killed"
     for code, said in ((0, "ended"), (130, "ended"), (6, "ended"), (1, "crashed"), (5, "crashed")):
-        lives.note(tmp_path, "learner", 7, "ended", code=code)
+        process_log.append_event(tmp_path, "learner", 7, "ended", code=code)
         assert before() == said
     # a row of an older version, which does not tell of its machine's memory
     for code, said in ((-9, "killed"), (-15, "outside"), (-11, "crashed"), (137, "killed")):
-        lives.note(tmp_path, "learner", 7, "died", code=code)
+        process_log.append_event(tmp_path, "learner", 7, "died", code=code)
         assert before() == said
-    lives.note(tmp_path, "learner", 7, "died", code=-9, asked=True)
+    process_log.append_event(tmp_path, "learner", 7, "died", code=-9, asked=True)
     assert before() == "ended"
 
 
@@ -174,17 +174,17 @@ def test_a_kill_from_outside_is_told_from_one_for_want_of_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine: list[str | int] = ["this start of it", 3]
-    monkeypatch.setattr(lives, "memory_kills", lambda: list(machine))
+    monkeypatch.setattr(process_log, "memory_kills", lambda: list(machine))
     (tmp_path / "logs").mkdir()
-    life = lives.Life(tmp_path, "learner", alone=False)
-    (row,) = lives.rows(tmp_path)
+    life = process_log.ProcessIncarnation(tmp_path, "learner", alone=False)
+    (row,) = process_log.read_events(tmp_path)
     assert row["memory_kills"] == machine
 
     def before() -> str:
-        return lives.before(tmp_path, "learner", 0)
+        return process_log.previous_end(tmp_path, "learner", 0)
 
     assert before() == "outside", "its supervisor died with it, and left no word"
-    lives.note(tmp_path, "learner", row["pid"], "died", code=-9)
+    process_log.append_event(tmp_path, "learner", row["pid"], "died", code=-9)
     assert before() == "outside"
     machine[1] = 4
     assert before() == "killed", "the kernel has killed somebody since it began"
@@ -193,16 +193,16 @@ def test_a_kill_from_outside_is_told_from_one_for_want_of_memory(
     machine.clear()
     assert before() == "killed", "nobody can tell"
     machine[:] = ["this start of it", 3]
-    lives.note(tmp_path, "learner", row["pid"], "died", code=-9, held_up=True)
+    process_log.append_event(tmp_path, "learner", row["pid"], "died", code=-9, held_up=True)
     assert before() == "killed", "it stood still on what it had"
-    lives.note(tmp_path, "learner", row["pid"], "died", code=-11)
+    process_log.append_event(tmp_path, "learner", row["pid"], "died", code=-11)
     assert before() == "crashed"
-    life.free()
+    life.release()
 
 
 def test_this_machine_tells_how_many_it_has_killed_for_want_of_memory() -> None:
-    told = lives.memory_kills()
-    assert lives.memory_kills()[:1] == told[:1]
+    told = process_log.memory_kills()
+    assert process_log.memory_kills()[:1] == told[:1]
     lines = Path("/proc/vmstat").read_text().splitlines()
     assert bool(told) == any(line.startswith("oom_kill ") for line in lines)
     assert not told or isinstance(told[1], int)
@@ -240,4 +240,4 @@ def test_a_run_goes_on_without_the_batch_that_kills_its_learner(
     assert "1 batch was set aside" in (run_dir / "report.html").read_text()
     assert metrics.read(run_dir)[-1]["step"] == 8
     config = load.load(run_dir / "config.toml")
-    assert doctor.look(config, run_dir, None)["set_aside"] == [str(kept)]
+    assert doctor.examine_run(config, run_dir, None)["set_aside"] == [str(kept)]

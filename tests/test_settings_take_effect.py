@@ -144,7 +144,7 @@ def test_kl_in_the_loss_discounts_what_comes_later(discount: float) -> None:
 # ---- stops that scale the step -------------------------------------------------------------------
 
 
-def scaled(c: Any, kl: float) -> sl.Step:
+def scaled(c: Any, kl: float) -> sl.StepPlan:
     """A step whose policy gives every token e^x times its probability at the start, x such that the
     stop's estimate of their KL is `kl`.
     """
@@ -194,11 +194,11 @@ def test_a_budget_after_its_first_step_knows_what_one_costs() -> None:
     """A half step moved sqrt(K) by 0.1, so a full one moves it by 0.2, and of 0.3 there is 0.2
     left: all of a step; then nothing.
     """
-    b = stopping.Budget(0.09)
-    b.next(0.0225)  # sqrt 0.15: half of the budget, g = 1/2
+    b = stopping.KLBudget(0.09)
+    b.next_share(0.0225)  # sqrt 0.15: half of the budget, g = 1/2
     # 0.15 -> 0.25 by half a step; 0.05 of 0.2 fits
-    assert b.next(0.0625) == pytest.approx(0.25) and b.step_kl == pytest.approx(0.04)
-    assert b.next(0.09) == 0
+    assert b.next_share(0.0625) == pytest.approx(0.25) and b.step_kl == pytest.approx(0.04)
+    assert b.next_share(0.09) == 0
 
 
 # ---- advantages ----------------------------------------------------------------------------------
@@ -357,7 +357,7 @@ SURROGATES = [
     ("dro", {}, lambda x, a, lp, b: surrogates.dro(x, a, lp, beta=0.05)),
     ("topr", {}, lambda x, a, lp, b: surrogates.topr(x, a, lp, b.mask, b.seq, 12)),
     ("vanilla", {}, lambda x, a, lp, b: surrogates.vanilla(x, a)),
-    ("gpg", {}, lambda x, a, lp, b: surrogates.plain(lp, a)),
+    ("gpg", {}, lambda x, a, lp, b: surrogates.log_probability_term(lp, a)),
     (
         "ppo",
         {"dual_clip": 1.1, "eps_high": 9.0},
@@ -390,7 +390,9 @@ SURROGATES = [
         lambda x, a, lp, b: surrogates.clip_cov(
             x,
             a,
-            surrogates.drawn(surrogates.covariance(lp, a, b.mask), b.mask, 0.3, -1.0, 1.0, 0),
+            surrogates.sample_by_covariance(
+                surrogates.covariance(lp, a, b.mask), b.mask, 0.3, -1.0, 1.0, 0
+            ),
             low=0.05,
             high=0.3,
         ),

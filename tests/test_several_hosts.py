@@ -17,7 +17,7 @@ from conftest import ENV, ROOT, Ended
 from test_bad_input import refused
 
 from asyncrl.contract.errors import ConfigError
-from asyncrl.contract.messages import Status
+from asyncrl.contract.messages import RunStatus
 from asyncrl.records import rundir
 from asyncrl.supervise import live
 from asyncrl.transport.keys import make_keys
@@ -130,7 +130,7 @@ def test_only_keys_on_the_list_are_let_in(tmp_path: Path) -> None:
     def serve() -> None:
         while not end.is_set():
             if (got := buffer.recv(0.05)) is not None:
-                buffer.send(got[0], Status("r", 0, 1, 1, {}, {}, [], {}, False, "", 0))
+                buffer.send(got[0], RunStatus("r", 0, 1, 1, {}, {}, [], {}, False, "", 0))
 
     thread = threading.Thread(target=serve)
     thread.start()

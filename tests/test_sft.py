@@ -20,13 +20,13 @@ from conftest import ROOT
 from asyncrl.cli import main
 from asyncrl.config import load
 from asyncrl.config import sft as configs
-from asyncrl.config.sft import Data, Training
-from asyncrl.contract.errors import ConfigError, Damaged, NotFinite, NothingToDo
+from asyncrl.config.sft import SftData, SftTraining
+from asyncrl.contract.errors import ConfigError, DamagedDataError, NotFiniteError, NothingToDo
 from asyncrl.models.policy import build_model, export, load_policy, weights_digest
 from asyncrl.models.tokenizer import load_tokenizer
 from asyncrl.supervise.preflight import preflight
 from asyncrl.tasks import fit, get_task, pairs, warm_start
-from asyncrl.tasks.fit import Row
+from asyncrl.tasks.fit import FitExample
 from learner import sft
 
 SYMBOLS = "0123456789+= abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ<>|_\n.,:?!"
@@ -51,7 +51,7 @@ def written(path: Path, rows: list[Any]) -> Path:
 
 
 @pytest.fixture
-def config(tmp_path: Path, model: Path) -> configs.Sft:
+def config(tmp_path: Path, model: Path) -> configs.SftConfig:
     draw = random.Random(0)
     rows = [
         {"prompt": f"{a}+{b}=", "answer": str(a + b)}
@@ -68,7 +68,7 @@ def config(tmp_path: Path, model: Path) -> configs.Sft:
     return configs.read(str(tmp_path / "my.toml"), ("name='whole'",))
 
 
-def trained(config: configs.Sft) -> dict[str, Any]:
+def trained(config: configs.SftConfig) -> dict[str, Any]:
     found = sft.run(config, sft.prepare(config, "my.toml"), lambda _: None)
     assert found is not None
     return found
@@ -95,7 +95,7 @@ def test_every_assistant_turn_is_an_answer_behind_the_turns_before_it(
         ],
     )
     tokenizer = load_tokenizer(model)
-    rows = pairs.read(str(path), tokenizer, Data(train=str(path)), 256, model).rows
+    rows = pairs.read(str(path), tokenizer, SftData(train=str(path)), 256, model).rows
     assert [
         (tokenizer.decode(row.prompt.tolist()), tokenizer.decode(row.answer.tolist()))
         for row in rows
@@ -150,7 +150,7 @@ def test_a_chats_answer_ends_as_its_template_ends_it(
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}]
     path = written(tmp_path / "d.jsonl", [{"messages": turns}, {"prompt": "a", "answer": "b"}])
     tokenizer = load_tokenizer(model)
-    found = pairs.read(str(path), tokenizer, Data(train=str(path)), 256, model)
+    found = pairs.read(str(path), tokenizer, SftData(train=str(path)), 256, model)
     chat, plain = (tokenizer.decode(row.answer.tolist()) for row in found.rows)
     assert chat == learned
     assert plain == "b<eos>"
@@ -167,7 +167,7 @@ def test_a_template_that_fails_on_an_answer_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"d.jsonl:1: the chat template fails on the answer: .*no"
     ):
-        pairs.read(str(path), load_tokenizer(model), Data(train=str(path)), 256, model)
+        pairs.read(str(path), load_tokenizer(model), SftData(train=str(path)), 256, model)
 
 
 def test_a_run_of_what_it_leaves_ends_answers_where_the_learned_ones_end(
@@ -233,7 +233,9 @@ def test_a_bad_line_is_named(tmp_path: Path, model: Path, line: str, why: str) -
     path = tmp_path / "d.jsonl"
     path.write_text('{"prompt": "1+1=", "answer": "2"}\n' + line + "\n")
     with pytest.raises(ConfigError) as error:
-        pairs.read(str(path), load_tokenizer(model), Data(train=str(path), context=20), 256, model)
+        pairs.read(
+            str(path), load_tokenizer(model), SftData(train=str(path), context=20), 256, model
+        )
     assert why in str(error.value) and "\n" not in str(error.value)
 
 
@@ -243,13 +245,13 @@ def test_too_long_rows_are_left_out_where_that_is_asked_for(tmp_path: Path, mode
         [{"prompt": "1", "answer": "2"}, {"prompt": "1" * 20, "answer": "2"}],
     )
     tokenizer = load_tokenizer(model)
-    data = Data(train=str(path), too_long="skip")
+    data = SftData(train=str(path), too_long="skip")
     found = pairs.read(str(path), tokenizer, data, 22, model)
     assert (len(found.rows), found.skipped) == (2, 0)  # 22 tokens fit
     found = pairs.read(str(path), tokenizer, data, 21, model)
     assert (len(found.rows), found.skipped) == (1, 1)
     with pytest.raises(ConfigError, match=r"d.jsonl:2: 22 tokens are more than the model's 21"):
-        pairs.read(str(path), tokenizer, Data(train=str(path)), 21, model)
+        pairs.read(str(path), tokenizer, SftData(train=str(path)), 21, model)
     with pytest.raises(ConfigError, match="nothing to learn from"):
         pairs.read(str(path), tokenizer, data, 2, model)
     with pytest.raises(ConfigError, match=r"none.jsonl is no file"):
@@ -263,17 +265,19 @@ def test_without_a_template_messages_are_refused_by_line(tmp_path: Path) -> None
     )
     with pytest.raises(ConfigError, match=r"d.jsonl:1: has `messages`, and the tokenizer in"):
         pairs.read(
-            str(path), load_tokenizer(tmp_path / "bare"), Data(train=""), 99, tmp_path / "bare"
+            str(path), load_tokenizer(tmp_path / "bare"), SftData(train=""), 99, tmp_path / "bare"
         )
 
 
 # ---- how it is learned ---------------------------------------------------------------------------
 
 
-def rows_of(lengths: list[tuple[int, int]]) -> list[Row]:
+def rows_of(lengths: list[tuple[int, int]]) -> list[FitExample]:
     draw = np.random.default_rng(1)
     return [
-        Row(draw.integers(3, 40, p).astype(np.int32), draw.integers(3, 40, a).astype(np.int32))
+        FitExample(
+            draw.integers(3, 40, p).astype(np.int32), draw.integers(3, 40, a).astype(np.int32)
+        )
         for p, a in lengths
     ]
 
@@ -292,7 +296,9 @@ def test_packed_passes_give_the_gradient_of_one_row_at_a_time(model: Path) -> No
     gradients = []
     for most in (1, 40, 1 << 30):
         policy = load_policy(model, device="cpu")
-        fitter = fit.Fitter(policy, Training(micro_batch_tokens=most, lr=0.0, clip_norm=0.0))
+        fitter = fit.ModelFitter(
+            policy, SftTraining(micro_batch_tokens=most, lr=0.0, clip_norm=0.0)
+        )
         loss = fitter.step(rows)
         assert loss == pytest.approx(fitter.loss(rows), abs=1e-6)
         gradients.append(torch.cat([p.grad.flatten() for p in policy.hf.parameters()]))
@@ -313,7 +319,7 @@ def test_packed_passes_give_the_gradient_of_one_row_at_a_time(model: Path) -> No
 
 def test_batches_go_through_the_file_in_a_new_order_each_pass() -> None:
     rows = rows_of([(1, 1)] * 10)
-    training = Training(batch=4)
+    training = SftTraining(batch=4)
     drawn = [row for step in range(5) for row in fit.batch_at(rows, training, 3, step)]
     first, second = drawn[:10], drawn[10:]
     assert sorted(map(id, first)) == sorted(map(id, second)) == sorted(map(id, rows))
@@ -324,8 +330,8 @@ def test_batches_go_through_the_file_in_a_new_order_each_pass() -> None:
 
 def test_schedules() -> None:
     def shares(**keys: Any) -> list[float]:
-        training = Training(steps=10, warmup_steps=2, lr_end=0.2, **keys)
-        return [round(fit.share(training, step), 3) for step in (0, 1, 5, 9)]
+        training = SftTraining(steps=10, warmup_steps=2, lr_end=0.2, **keys)
+        return [round(fit.learning_rate_share(training, step), 3) for step in (0, 1, 5, 9)]
 
     assert shares(schedule="linear") == [0.5, 0.9, 0.5, 0.2]
     assert shares(schedule="constant") == [0.5, 1.0, 1.0, 1.0]
@@ -334,22 +340,22 @@ def test_schedules() -> None:
 
 def test_a_loss_that_is_not_finite_ends_it_with_the_weights_as_they_were(model: Path) -> None:
     policy = load_policy(model, device="cpu")
-    fitter = fit.Fitter(policy, Training())
+    fitter = fit.ModelFitter(policy, SftTraining())
     with torch.no_grad():
         policy.hf.model.norm.weight[0] = torch.inf
     before = [p.detach().clone() for p in policy.hf.parameters()]
-    with pytest.raises(NotFinite, match=r"step 0: training.lr = 0.0001"):
+    with pytest.raises(NotFiniteError, match=r"step 0: training.lr = 0.0001"):
         fitter.step(rows_of([(3, 2)]))
     assert all(torch.equal(a, b) for a, b in zip(before, policy.hf.parameters(), strict=True))
 
 
 def test_a_gradient_that_is_not_finite_ends_it_though_the_loss_is(model: Path) -> None:
     policy = load_policy(model, device="cpu")
-    fitter = fit.Fitter(policy, Training())
+    fitter = fit.ModelFitter(policy, SftTraining())
     first = next(iter(policy.hf.parameters()))
     first.register_hook(lambda gradient: gradient * torch.inf)
     before = [p.detach().clone() for p in policy.hf.parameters()]
-    with pytest.raises(NotFinite, match=r"the loss or its gradient is not finite in step 0"):
+    with pytest.raises(NotFiniteError, match=r"the loss or its gradient is not finite in step 0"):
         fitter.step(rows_of([(3, 2)]))
     assert all(torch.equal(a, b) for a, b in zip(before, policy.hf.parameters(), strict=True))
     assert fitter.number == 0
@@ -387,7 +393,9 @@ def test_the_warm_start_is_bit_for_bit_what_a_plain_loop_makes(tmp_path: Path) -
 # ---- the command ---------------------------------------------------------------------------------
 
 
-def test_it_learns_and_a_run_takes_what_it_leaves(config: configs.Sft, tmp_path: Path) -> None:
+def test_it_learns_and_a_run_takes_what_it_leaves(
+    config: configs.SftConfig, tmp_path: Path
+) -> None:
     found = trained(config)
     assert found["steps"] == 10 and found["rows"] == 50
     assert found["heldout_end"] < 0.8 * found["heldout_start"]
@@ -417,26 +425,26 @@ def test_it_learns_and_a_run_takes_what_it_leaves(config: configs.Sft, tmp_path:
 
 
 def test_a_resumed_training_is_bit_for_bit_one_that_never_stopped(
-    config: configs.Sft, monkeypatch: pytest.MonkeyPatch
+    config: configs.SftConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = trained(config)
 
     class Killed(Exception):
         pass
 
-    def step(self: sft.Run) -> None:
+    def step(self: sft.SftRun) -> None:
         if self.fitter.number == 8:
             raise Killed
         plain(self)
 
-    plain = sft.Run.step
+    plain = sft.SftRun.step
     cut = configs.read(str(Path(config.runs).parent / "my.toml"), ("name='cut'",))
     run_dir = sft.prepare(cut, "my.toml")
     with monkeypatch.context() as patched, pytest.raises(Killed):
-        patched.setattr(sft.Run, "step", step)
+        patched.setattr(sft.SftRun, "step", step)
         sft.run(cut, run_dir, print)
     said: list[str] = []
-    again = sft.run(sft.resumed(run_dir, ()), run_dir, said.append)
+    again = sft.run(sft.load_resumed(run_dir, ()), run_dir, said.append)
     assert said[-1].startswith("resumed from") and "number_6" in said[-1]
     assert again is not None
     different = {"seconds", "model"}
@@ -448,7 +456,7 @@ def test_a_resumed_training_is_bit_for_bit_one_that_never_stopped(
 
 
 def test_a_signal_leaves_a_checkpoint_and_the_command_goes_on(
-    config: configs.Sft, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    config: configs.SftConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = sft.prepare(config, "my.toml")
     before = signal.getsignal(signal.SIGTERM)
@@ -478,7 +486,7 @@ def test_a_signal_leaves_a_checkpoint_and_the_command_goes_on(
 def test_what_is_refused(
     words: tuple[str, ...],
     why: str,
-    config: configs.Sft,
+    config: configs.SftConfig,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -492,13 +500,15 @@ def test_what_is_refused(
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
 
 
-def test_a_checkpoint_of_another_model_is_refused(config: configs.Sft, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_is_refused(
+    config: configs.SftConfig, tmp_path: Path
+) -> None:
     found = trained(config)
     other = tmp_path / "other"
     export(build_model(tmp_path / "small", SYMBOLS, hidden=16, heads=2), other)
     run_dir = Path(found["model"]).parent
-    with pytest.raises(Damaged, match="is of another model"):
-        sft.run(sft.resumed(run_dir, (f"model.path='{other}'",)), run_dir, print)
+    with pytest.raises(DamagedDataError, match="is of another model"):
+        sft.run(sft.load_resumed(run_dir, (f"model.path='{other}'",)), run_dir, print)
 
 
 def test_the_schema_for_editors_is_the_one_of_the_code() -> None:

@@ -9,14 +9,14 @@ import pytest
 from schedules import PROMPTS
 from test_store import sample
 
-from asyncrl.config.tree import Record
-from asyncrl.contract.messages import Batch, Sampling, Ticket, Trajectory
+from asyncrl.config.tree import RecordConfig
+from asyncrl.contract.messages import Batch, SamplingSettings, Ticket, Trajectory
 from asyncrl.contract.versions import Label
 from buffer import numbers
 
 
 def answer(number: int) -> Trajectory:
-    ticket = Ticket(number, 1, "train", PROMPTS[0], [0], Sampling(), Label(1, 0), None, 0)
+    ticket = Ticket(number, 1, "train", PROMPTS[0], [0], SamplingSettings(), Label(1, 0), None, 0)
     made = sample(ticket, length=3)
     made.tokens = np.array([number, 5, 6], "<i4").tobytes()
     made.behavior_logprobs = np.array([-0.5, -1.0, -2.0], "<f4").tobytes()
@@ -39,7 +39,7 @@ def test_the_samples_shown_are_spread_over_the_batch(most: int, shown: list[int]
     samples = [answer(number) for number in range(8)]
     for number in set(range(8)) - set(shown):
         samples[number].tokens = b"odd"  # whoever turns it into numbers raises
-    found = list(numbers.shown(batch(20, samples), Record(samples=most)))
+    found = list(numbers.sample_rows(batch(20, samples), RecordConfig(samples=most)))
     assert tickets(found) == shown and [row["lag"] for row in found] == shown
     for row in found:
         assert row["tokens"] == [row["ticket"], 5, 6]
@@ -48,9 +48,9 @@ def test_the_samples_shown_are_spread_over_the_batch(most: int, shown: list[int]
 
 def test_all_samples_are_shown_of_every_batch_that_is_named() -> None:
     many = [answer(number) for number in range(3)]
-    record = Record(samples=0, samples_every=5)
-    said = {n: tickets(numbers.shown(batch(n, many), record)) for n in range(11)}
+    record = RecordConfig(samples=0, samples_every=5)
+    said = {n: tickets(numbers.sample_rows(batch(n, many), record)) for n in range(11)}
     assert {n for n, rows in said.items() if rows} == {0, 5, 10}
-    assert said[5] == [0, 1, 2] == tickets(numbers.rows(batch(1, many)))
-    assert tickets(numbers.rows(batch(1, many), [2, 0])) == [2, 0]
-    assert not list(numbers.shown(batch(0, many), Record(samples_every=0)))
+    assert said[5] == [0, 1, 2] == tickets(numbers.batch_rows(batch(1, many)))
+    assert tickets(numbers.batch_rows(batch(1, many), [2, 0])) == [2, 0]
+    assert not list(numbers.sample_rows(batch(0, many), RecordConfig(samples_every=0)))

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 from test_signs_kl import LOST, config, evals, names, rows
 
-from asyncrl.config import load, shipped
+from asyncrl.config import bundled_configs, load
 from asyncrl.config.tree import Config
-from asyncrl.contract.messages import Batch, Span, Trajectory
+from asyncrl.contract.messages import Batch, Trajectory, VersionSpan
 from asyncrl.contract.versions import Label
 from asyncrl.models import policy
-from asyncrl.records import metrics, signs
+from asyncrl.records import health_checks, metrics
 from asyncrl.supervise import run as runner
 from learner.batch import pack
 from learner.step import LearnerCore
@@ -33,7 +33,7 @@ def test_healthy_runs_have_no_sign_at_any_time(name: str) -> None:
     """Two real runs of the demo, 0.40 to 0.90, answers that shorten from 26 to 8 tokens."""
     run = HEALTHY[name]
     for end in (*range(1, len(run), 6), len(run)):
-        assert signs.signs(run[:end], config(), ended=end == len(run)) == []
+        assert health_checks.signs(run[:end], config(), ended=end == len(run)) == []
 
 
 # ---- planted in rows -----------------------------------------------------------------------------
@@ -42,42 +42,44 @@ def test_healthy_runs_have_no_sign_at_any_time(name: str) -> None:
 @pytest.mark.parametrize("factor", [2.1, 0.45])
 def test_a_jump_of_the_answers_length(factor: float) -> None:
     lengths = [20.0 + n % 3 for n in range(30)] + [21.0 * factor] * 5
-    (sign,) = signs.signs(rows(35, answer__length=lengths), config())
+    (sign,) = health_checks.signs(rows(35, answer__length=lengths), config())
     assert sign.name == "length_jump" and "from batch 30 on" in sign.said
     assert f"{21 * factor:.0f} tokens long, 21 in the 10 batches before" in sign.said
-    assert signs.signs(rows(34, answer__length=lengths[:32]), config()) == [], "two of five"
+    assert health_checks.signs(rows(34, answer__length=lengths[:32]), config()) == [], "two of five"
     slowly = [20.0 * 1.05**n for n in range(60)]
-    assert signs.signs(rows(60, answer__length=slowly), config()) == [], "it grows, and by much"
+    assert health_checks.signs(rows(60, answer__length=slowly), config()) == [], (
+        "it grows, and by much"
+    )
 
 
 def test_kl_that_runs_away_in_a_batch() -> None:
-    (sign,) = signs.signs(
+    (sign,) = health_checks.signs(
         rows(kl__start_target_k3=[0.004] * 44 + [0.1] * 6, optim__steps=[8.0] * 50), config()
     )
     assert sign.name == "kl_runaway" and "0.10 nats a token (kl/start_target_k3), in 8 updates" in (
         sign.said
     )
     assert "stop.kl_max" in sign.try_this
-    (alone,) = signs.signs(rows(kl__moved=[0.3] * 50, optim__steps=[1.0] * 50), config())
+    (alone,) = health_checks.signs(rows(kl__moved=[0.3] * 50, optim__steps=[1.0] * 50), config())
     assert "in 1 update:" in alone.said and "learner.lr" in alone.try_this
     assert "stop.kl_max" not in alone.try_this, "it would not act"
     spike = rows(kl__start_target_k3=[0.004] * 48 + [0.9] * 2, optim__steps=[8.0] * 50)
-    assert signs.signs(spike, config()) == []
+    assert health_checks.signs(spike, config()) == []
 
 
 def test_a_correction_that_throws_most_of_the_batch_away() -> None:
-    (sign,) = signs.signs(
+    (sign,) = health_checks.signs(
         rows(8, is__rejected_share=[0.3] * 8, is__vetoed_share=[0.4] * 8), config()
     )
     assert sign.name == "batch_rejected" and "70% of the tokens" in sign.said
     assert "30% rejected, 40% vetoed" in sign.said and "correction.reject_hi" in sign.try_this
-    assert signs.signs(rows(8, is__rejected_share=[0.45] * 8), config()) == []
+    assert health_checks.signs(rows(8, is__rejected_share=[0.45] * 8), config()) == []
 
 
 def test_accuracy_that_swings() -> None:
     """By more than chance at 512 prompts, three times; noise of that size does not."""
     wild = [0.3, 0.6, 0.35, 0.62, 0.4, 0.66]
-    (sign,) = signs.signs([*evals("heldout", 512, *enumerate(wild)), *rows()], config())
+    (sign,) = health_checks.signs([*evals("heldout", 512, *enumerate(wild)), *rows()], config())
     assert sign.name == "oscillating_accuracy" and "turned 4 times" in sign.said
     assert "learner.lr" in sign.try_this
     for quiet in (
@@ -85,26 +87,31 @@ def test_accuracy_that_swings() -> None:
         [0.6, 0.63, 0.58, 0.61, 0.57, 0.62],
         [0.3, 0.6, 0.62, 0.5, 0.64, 0.66],  # one fall
     ):
-        assert signs.signs([*evals("heldout", 512, *enumerate(quiet)), *rows()], config()) == []
+        assert (
+            health_checks.signs([*evals("heldout", 512, *enumerate(quiet)), *rows()], config())
+            == []
+        )
 
 
 def test_k1_in_the_reward_under_many_updates() -> None:
     k1 = ("kl.reward.coefficient=0.1", "kl.reward.estimator=k1")
-    (sign,) = signs.signs(rows(kl__target_ref_k3=LOST, optim__steps=[16.0] * 50), config(*k1))
+    (sign,) = health_checks.signs(
+        rows(kl__target_ref_k3=LOST, optim__steps=[16.0] * 50), config(*k1)
+    )
     assert sign.name == "stale_kl_reward" and "which 16 updates a batch share" in sign.said
     assert "kl.loss.coefficient" in sign.try_this
     one = rows(kl__target_ref_k3=LOST, optim__steps=[1.0] * 50)
-    assert signs.signs(one, config(*k1)) == []
+    assert health_checks.signs(one, config(*k1)) == []
     held = rows(kl__target_ref_k3=[0.05] * 50, optim__steps=[16.0] * 50)
-    assert signs.signs(held, config(*k1)) == [], "the settings alone are no sign"
+    assert health_checks.signs(held, config(*k1)) == [], "the settings alone are no sign"
 
 
 def test_sampling_that_is_cut_is_not_blamed_on_the_dtype(tmp_path: Path) -> None:
     """As a run of the demo with top_p = 0.9 measured it: at the first batch, and under lag."""
     first = {"mismatch/k3_at_lag_0": 2e-3, "is/chi2": -0.043, "is/ratio_max": 1.0}
     told: list[str] = []
-    watcher = runner.Watcher(tmp_path, told.append, config("generator.top_p=0.9"))
-    watcher.look(1, first)
+    watcher = runner.HealthWatcher(tmp_path, told.append, config("generator.top_p=0.9"))
+    watcher.check(1, first)
     (line,) = told
     assert (
         "is/chi2 is -0.043" in line
@@ -116,14 +123,16 @@ def test_sampling_that_is_cut_is_not_blamed_on_the_dtype(tmp_path: Path) -> None
         is__chi2=[-0.03 + 0.01 * (n % 3) for n in range(50)],
         is__ratio_max=[3.0] * 50,
     )
-    (sign,) = signs.signs(lagged, config("generator.top_p=0.9"))
+    (sign,) = health_checks.signs(lagged, config("generator.top_p=0.9"))
     assert sign.name == "truncated_sampling" and "no fault of the dtype" in sign.try_this
-    (sign,) = signs.signs(lagged, config())
+    (sign,) = health_checks.signs(lagged, config())
     assert sign.name == "engine_mismatch" and "a part of the distribution only" in sign.said
     assert "top_p, top_k or min_p" in sign.try_this and "generator.dtype" not in sign.try_this
-    (little,) = signs.signs([r | {"mismatch/k3_one_version": 3e-4} for r in lagged], config())
+    (little,) = health_checks.signs(
+        [r | {"mismatch/k3_one_version": 3e-4} for r in lagged], config()
+    )
     assert little.name == "truncated_sampling" and "is/chi2 is -0.020" in little.said
-    (other,) = signs.signs(
+    (other,) = health_checks.signs(
         rows(mismatch__k3_one_version=[2e-3] * 50, is__chi2=[0.01] * 50, is__ratio_max=[3.0] * 50),
         config(),
     )
@@ -134,7 +143,7 @@ def test_sampling_that_is_cut_is_not_blamed_on_the_dtype(tmp_path: Path) -> None
 def test_the_split_alone_tells_of_an_engine_that_differs(name: str) -> None:
     """A run that lags has tokens of lag 0 in its first batch only."""
     start = {"mismatch__k3_at_lag_0": [1e-13]}
-    (sign,) = signs.signs(rows(30, **start, **{name: [1e-13] * 15 + [0.1] * 15}), config())
+    (sign,) = health_checks.signs(rows(30, **start, **{name: [1e-13] * 15 + [0.1] * 15}), config())
     assert sign.name == "engine_mismatch" and name.replace("__", "/") in sign.said
     assert "--resume RUN --set correction.preset=mis" in sign.try_this
 
@@ -143,13 +152,18 @@ def test_thresholds_follow_the_number_of_values_that_a_run_gives() -> None:
     """12 values cannot be as sure as 14: a run that gives 12 is judged by what they can show."""
     series = [1e-4 * 1.5**n for n in range(12)]
     few = config("learner.steps=60")
-    assert signs.possible(few.config, signs.ONE_VERSION) == 12
-    found = names(signs.signs(rows(12, mismatch__k3_one_version=series), few))
+    assert health_checks.possible(few.config, health_checks.ONE_VERSION) == 12
+    found = names(health_checks.signs(rows(12, mismatch__k3_one_version=series), few))
     assert sorted(found) == ["engine_mismatch", "growing_mismatch"]
     many = config("learner.steps=120")
-    found = names(signs.signs(rows(12, mismatch__k3_one_version=series), many))
+    found = names(health_checks.signs(rows(12, mismatch__k3_one_version=series), many))
     assert "growing_mismatch" not in found
-    assert signs.alarm(signs.PARTS) == signs.ALARM < signs.alarm(12) < signs.alarm(7)
+    assert (
+        health_checks.alarm(health_checks.PARTS)
+        == health_checks.ALARM
+        < health_checks.alarm(12)
+        < health_checks.alarm(7)
+    )
 
 
 # ---- planted in a learner ------------------------------------------------------------------------
@@ -179,7 +193,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shipped_settings() -> Iterator[tuple[str, Config]]:
     """One config of those that train alike, and its name with theirs."""
     alike: dict[bytes, list[str]] = {}
-    for name in shipped.names():
+    for name in bundled_configs.names():
         whole = load.load(f"configs/{name}.toml")
         parts = [whole.record, whole.correction, whole.loss, whole.kl, whole.stop, whole.lora.rank]
         parts += [whole.learner.steps, whole.learner.epochs, whole.learner.minibatches]
@@ -192,9 +206,9 @@ SETTINGS = dict(shipped_settings())
 
 
 def test_every_shipped_config_measures_the_mismatch_twenty_times() -> None:
-    for name in shipped.names():
+    for name in bundled_configs.names():
         whole = load.load(f"configs/{name}.toml")
-        assert signs.possible(whole, signs.ONE_VERSION) >= 20, name
+        assert health_checks.possible(whole, health_checks.ONE_VERSION) >= 20, name
 
 
 def batch(core: LearnerCore, number: int, off: float) -> Batch:
@@ -206,7 +220,7 @@ def batch(core: LearnerCore, number: int, off: float) -> Batch:
         prompt = r.integers(3, 11, 3).astype("<i4").tobytes()
         for index in range(size):
             answer = r.integers(3, 11, 8).astype("<i4")
-            span = Span(Label(1, number - 1), "", 0, 8, Label(1, number - 1))
+            span = VersionSpan(Label(1, number - 1), "", 0, 8, Label(1, number - 1))
             samples.append(
                 Trajectory(
                     ticket,
@@ -226,7 +240,7 @@ def batch(core: LearnerCore, number: int, off: float) -> Batch:
     lags = [[(0, 8, 1)]] * len(samples)
     made = Batch(1, number, samples, [1] * len(samples), [0] * len(samples), lags, {}, 4, {})
     packed = pack(made)
-    own = core.measure.under(Label(1, number - 1), packed, list(range(packed.count)))
+    own = core.measure.logprobs_under(Label(1, number - 1), packed, list(range(packed.count)))
     assert own is not None
     for sample, first in zip(samples, packed.offsets[:-1], strict=True):
         of_sample = own[int(first) : int(first) + 8] + off
@@ -250,7 +264,7 @@ def test_a_mismatch_that_begins_in_mid_run_is_said_under_every_shipped_config(
     held = bytearray(policy.flat_bytes(core.layout))
     core.measure.weights_of = lambda _: bytes(held)
     told: list[str] = []
-    watcher = runner.Watcher(tmp_path, told.append, signs.About(settings))
+    watcher = runner.HealthWatcher(tmp_path, told.append, health_checks.RunFacts(settings))
     writer = metrics.MetricsWriter(tmp_path)
     policy.write_flat(core.model, memoryview(held))
     for number in range(0, steps, every):
@@ -261,7 +275,7 @@ def test_a_mismatch_that_begins_in_mid_run_is_said_under_every_shipped_config(
         held[:] = now  # the next batch is drawn by what this one started from
         assert "mismatch/k3_one_version" in found
         writer.write(number, found)
-        watcher.look(number + 1, found)
+        watcher.check(number + 1, found)
         blamed = [line for line in told if "engine and learner differ" in line]
         assert not blamed or number >= begins, "said before it began"
         if blamed:

@@ -18,15 +18,15 @@ from asyncrl import cli
 from asyncrl.config.load import load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
-from asyncrl.experiments.simulate import fit, questions, sides, times
-from asyncrl.experiments.simulate.outcome import Outcome, Simulation, simulate
-from asyncrl.experiments.simulate.times import Times, change
+from asyncrl.experiments.simulate import fit, questions, simulated_processes, times
+from asyncrl.experiments.simulate.outcome import Simulation, SimulationOutcome, simulate
+from asyncrl.experiments.simulate.times import TimeModel, change
 
 ROOT = Path(__file__).resolve().parents[1]
 BATCH = ("learner.groups=4", "learner.group_size=4")
 # Nothing takes time but what a test names: an answer has 64 tokens, its decode steps take 10 ms
 # each, whatever is beside it.
-BARE = Times(
+BARE = TimeModel(
     step=0.01,
     row=0,
     admit=0,
@@ -53,7 +53,7 @@ def config(*sets: str) -> Config:
     )
 
 
-def run(known: Times, *sets: str, seed: int = 0) -> Outcome:
+def run(known: TimeModel, *sets: str, seed: int = 0) -> SimulationOutcome:
     return simulate(config(*sets), known, seed, evaluate=False)
 
 
@@ -158,7 +158,7 @@ def test_reward_processes_are_fed_whatever_the_engine_does() -> None:
     ],
 )
 def test_how_many_reward_processes_there_are(sets: tuple[str, ...], workers: int) -> None:
-    assert sides._reward_processes(config(*sets)) == workers
+    assert simulated_processes._reward_processes(config(*sets)) == workers
 
 
 def test_two_generators_halve_the_time_of_a_batch() -> None:
@@ -174,10 +174,10 @@ def test_two_generators_halve_the_time_of_a_batch() -> None:
 def test_training_time_follows_the_tokens() -> None:
     o = run(change(BARE, train_tokens=2 * 16 * 64), "staleness.max_lag=0")
     assert o.step_s == pytest.approx(GENERATE + 0.2)
-    assert times.parse(Times(), ["train=0.5"]).train_tokens is None, (
+    assert times.parse(TimeModel(), ["train=0.5"]).train_tokens is None, (
         "a time given for a batch is that of any batch"
     )
-    assert times.parse(Times(), ["train=0.5", "train_tokens=100"]).train_tokens == 100
+    assert times.parse(TimeModel(), ["train=0.5", "train_tokens=100"]).train_tokens == 100
 
 
 def test_beside_slows_both_where_they_run_at_once_only() -> None:
@@ -191,9 +191,9 @@ def test_beside_slows_both_where_they_run_at_once_only() -> None:
 # ---- the same rules as a run ---------------------------------------------------------------------
 
 
-def rough() -> Times:
+def rough() -> TimeModel:
     return change(
-        Times(),
+        TimeModel(),
         lengths="lognormal(20, 0.6)",
         noise="lognormal(1, 0.4)",
         train="exponential(0.2)",
@@ -299,12 +299,16 @@ def test_ten_thousand_generators_cost_little_more_than_a_hundred() -> None:
 def test_the_generators_constants_are_the_real_ones() -> None:
     from actors import generator, turn
 
-    assert (sides.DECODE_STEPS, sides.IDLE_POLL_S, sides.RENEW_S) == (
+    assert (
+        simulated_processes.DECODE_STEPS,
+        simulated_processes.IDLE_POLL_S,
+        simulated_processes.RENEW_S,
+    ) == (
         generator.DECODE_STEPS,
         generator.IDLE_POLL_S,
         generator.RENEW_S,
     )
-    assert sides.samples_to_ask_for is turn.samples_to_ask_for
+    assert simulated_processes.samples_to_ask_for is turn.samples_to_ask_for
 
 
 # ---- distributions -------------------------------------------------------------------------------
@@ -327,7 +331,7 @@ def test_distributions_have_their_means_and_scale(spec: Any, mean: float) -> Non
     stages = [random.Random(2), random.Random(2)]
     one, three = (
         times.draw(x, random.Random(1), stage=stages[i].random)
-        for i, x in enumerate((spec, times.scaled(spec, 3.0)))
+        for i, x in enumerate((spec, times.scale_distribution(spec, 3.0)))
     )
     drawn = [(one(), three()) for _ in range(30_000)]
     assert sum(x for x, _ in drawn) / len(drawn) == pytest.approx(mean, rel=0.03)
@@ -362,12 +366,12 @@ def test_a_sequence_is_drawn_along_the_run() -> None:
 )
 def test_times_that_cannot_be_are_one_clear_error(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace("[", "\\[")):
-        times.parse(Times(), words)
+        times.parse(TimeModel(), words)
 
 
 def test_what_limits_a_run_is_named() -> None:
-    def says(known: Times, *sets: str) -> str:
-        return questions.limited_by(questions.together([run(known, *sets)]))
+    def says(known: TimeModel, *sets: str) -> str:
+        return questions.limiting_side(questions.average_outcomes([run(known, *sets)]))
 
     assert says(change(BARE, step=1e-3, train=1.0)).startswith("the learner limits it")
     assert says(change(BARE, train=0.1), "generator.slots=16").startswith("the generators limit it")
@@ -378,13 +382,13 @@ def test_what_limits_a_run_is_named() -> None:
 
 def test_every_time_is_documented() -> None:
     text = (ROOT / "docs" / "simulate.md").read_text()
-    assert [name for name in Times.__struct_fields__ if f"`{name}`" not in text] == []
+    assert [name for name in TimeModel.__struct_fields__ if f"`{name}`" not in text] == []
 
 
 # ---- the fit -------------------------------------------------------------------------------------
 
 
-def write_run(path: Path, known: Times, *, rewards: int = 0) -> None:
+def write_run(path: Path, known: TimeModel, *, rewards: int = 0) -> None:
     """A run directory as a run leaves it: 60 batches of 2,000 tokens, a generator that decodes
     beside them and by itself.
     """
@@ -440,7 +444,9 @@ def write_run(path: Path, known: Times, *, rewards: int = 0) -> None:
 
 
 def test_a_fit_finds_the_times_that_made_the_trace(tmp_path: Path) -> None:
-    known = change(Times(), step=0.002, row=5e-5, admit=3e-4, look=0.003, finish=1e-4, beside=1.4)
+    known = change(
+        TimeModel(), step=0.002, row=5e-5, admit=3e-4, look=0.003, finish=1e-4, beside=1.4
+    )
     write_run(tmp_path / "r", known, rewards=5)
     found, seen = fit.fit(tmp_path / "r")
     for name in ("step", "row", "beside", "look", "finish"):
@@ -460,7 +466,7 @@ def test_a_fit_finds_the_times_that_made_the_trace(tmp_path: Path) -> None:
     assert seen.staleness.max_lag == 2
 
 
-def write_short_answers(path: Path, known: Times, *, with_steps: bool) -> None:
+def write_short_answers(path: Path, known: TimeModel, *, with_steps: bool) -> None:
     """The same run, but all answers of a call end in it, after 1 to 6 of its steps."""
     write_run(path, known)
     rng = random.Random(6)
@@ -478,12 +484,14 @@ def write_short_answers(path: Path, known: Times, *, with_steps: bool) -> None:
 def test_answers_that_all_end_in_one_call_are_fitted_by_the_steps_in_the_trace(
     tmp_path: Path,
 ) -> None:
-    known = change(Times(), step=0.004, row=2e-4, admit=3e-4)
+    known = change(TimeModel(), step=0.004, row=2e-4, admit=3e-4)
     write_short_answers(tmp_path / "r", known, with_steps=True)
     found, _ = fit.fit(tmp_path / "r")
     for name in ("step", "row", "admit"):
         assert getattr(found, name) == pytest.approx(getattr(known, name), rel=0.01), name
-    assert (found.look, found.finish) == (Times().look, Times().finish), "no call had a pause"
+    assert (found.look, found.finish) == (TimeModel().look, TimeModel().finish), (
+        "no call had a pause"
+    )
     write_short_answers(tmp_path / "old", known, with_steps=False)
     with pytest.raises(ConfigError, match="does not say in how many steps; make a run with this"):
         fit.fit(tmp_path / "old")
@@ -492,7 +500,7 @@ def test_answers_that_all_end_in_one_call_are_fitted_by_the_steps_in_the_trace(
 def test_what_cannot_be_fitted_says_why(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no run directory"):
         fit.fit(tmp_path)
-    write_run(tmp_path / "old", Times())
+    write_run(tmp_path / "old", TimeModel())
     lane = tmp_path / "old" / "trace" / "generator-0.jsonl"
     # a trace without sizes
     lane.write_text(
@@ -509,7 +517,7 @@ def test_what_cannot_be_fitted_says_why(tmp_path: Path) -> None:
 
 def test_questions_are_answered_with_the_same_seeds() -> None:
     c, known = config("staleness.max_lag=0", "generator.slots=8"), change(rough(), train=0.5)
-    base = questions.several(c, known, 2, evaluate=False)
+    base = questions.simulate_seeds(c, known, 2, evaluate=False)
     limit, more, sync = questions.answers(c, known, base, [2], [1], [4.0], evaluate=False)
     assert (
         limit.ratio > 1.2
@@ -527,7 +535,7 @@ def test_questions_are_answered_with_the_same_seeds() -> None:
     )
     slow = change(known, publish=0.4, swap=0.4)
     faster = questions.answers(
-        c, slow, questions.several(c, slow, 2, evaluate=False), [], [], [4.0], evaluate=False
+        c, slow, questions.simulate_seeds(c, slow, 2, evaluate=False), [], [], [4.0], evaluate=False
     )[0]
     assert faster.ratio > 1.3 and faster.least <= faster.ratio <= faster.largest
 
@@ -538,12 +546,18 @@ def test_sides_of_equal_speed_leave_the_lag_open() -> None:
     """
     c = config("staleness.max_lag=8", "generator.slots=8", "learner.steps=150")
     # seconds in which the generator writes a batch
-    writing = questions.several(c, change(rough(), train=1e-4), 1, evaluate=False)[0].step_s
+    writing = questions.simulate_seeds(c, change(rough(), train=1e-4), 1, evaluate=False)[0].step_s
     ranges = []
     for train in (3 * writing, writing):
         known = change(rough(), train=train)
         answer = questions.answers(
-            c, known, questions.several(c, known, 1, evaluate=False), [8], [], [], evaluate=False
+            c,
+            known,
+            questions.simulate_seeds(c, known, 1, evaluate=False),
+            [8],
+            [],
+            [],
+            evaluate=False,
         )[0]
         low, high = answer.lag_range or (0.0, 0.0)
         ranges.append((high - low, "if the learner's speed is 5% off" in answer.sentence))
@@ -637,7 +651,7 @@ def test_the_table_is_simulated_with_the_seeds_of_the_sentences() -> None:
     """Where a row was not asked for: the mean over the same seeds, not the first one's."""
     c, known = config("staleness.max_lag=2", "generator.slots=8"), change(rough(), train=0.3)
     (row,) = questions.sweep(c, known, [3.0], [1], 2, {}, evaluate=False)
-    both = questions.several(questions.with_limit(c, 3), known, 2, evaluate=False)
+    both = questions.simulate_seeds(questions.with_limit(c, 3), known, 2, evaluate=False)
     assert (
         row["lag_mean"] == sum(o.lag_mean for o in both) / 2
         and both[0].lag_mean != both[1].lag_mean

@@ -14,8 +14,8 @@ from asyncrl import cli
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments.simulate import treatments
-from asyncrl.experiments.simulate.outcome import Outcome, Simulation, simulate
-from asyncrl.experiments.simulate.times import Times, change
+from asyncrl.experiments.simulate.outcome import Simulation, SimulationOutcome, simulate
+from asyncrl.experiments.simulate.times import TimeModel, change
 
 # a call: 16 tokens of 10 ms, two decode calls of 8 steps
 CALL = 0.16
@@ -30,7 +30,7 @@ def of(*sets: str) -> Config:
     return config(*SESSIONS, *sets)
 
 
-def run(known: Times, *sets: str, seed: int = 0) -> Outcome:
+def run(known: TimeModel, *sets: str, seed: int = 0) -> SimulationOutcome:
     return simulate(of(*sets), known, seed, evaluate=False)
 
 
@@ -91,7 +91,7 @@ def test_each_call_is_drawn_with_the_newest_weights_and_keeps_its_version() -> N
     assert simulated.run().lag_max <= 4
     several = 0
     for group in simulated.buffer.store.retained.values():
-        for spans in (stored.trajectory.spans for stored in group.stored()):
+        for spans in (stored.trajectory.spans for stored in group.stored_samples()):
             assert [span.start for span in spans] == [0, *(span.end for span in spans[:-1])]
             assert spans[-1].end == 64
             labels = [span.label for span in spans]

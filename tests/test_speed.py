@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 from conftest import ENV, ROOT
 
-from actors.engine import Request
+from actors.engine import CompletionRequest
 from actors.engine_embedded import EmbeddedEngine
 from asyncrl.contract.versions import Label
 from asyncrl.models import policy
@@ -50,7 +50,7 @@ def test_the_engine_stays_flat_over_many_short_answers(tmp_path: Path) -> None:
             engine.load(weights, Label(1, t), f"d{t}")
             engine.add(
                 [
-                    Request((g, s, 1), prompt, g, 1 + (g + s) % 8, 1.0, 1.0, 0, (1,), 0)
+                    CompletionRequest((g, s, 1), prompt, g, 1 + (g + s) % 8, 1.0, 1.0, 0, (1,), 0)
                     for g in range(t, t + 8)
                     for s in range(8)
                 ]

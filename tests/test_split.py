@@ -16,7 +16,7 @@ import torch
 from asyncrl.algorithms import split
 from asyncrl.config import load
 from asyncrl.contract.errors import AsyncrlError
-from asyncrl.contract.messages import Batch, Span, Trajectory
+from asyncrl.contract.messages import Batch, Trajectory, VersionSpan
 from asyncrl.contract.versions import Label
 from asyncrl.models.policy import (
     build_model,
@@ -51,7 +51,7 @@ def test_the_parts_by_hand() -> None:
     start = version + vec(0.2, 0.0, 0.0)
     target = start + vec(0.3, 0.5, 0.0)
     lag, age = torch.tensor([0, 3, 1200]), torch.tensor([0, 2, 900])
-    m = split.metrics(split.Split(zero, version, start, target, lag, age))
+    m = split.metrics(split.LogRatioSplit(zero, version, start, target, lag, age))
     assert m["split/mismatch"] == pytest.approx(0.3 / 3) and m["split/staleness"] == pytest.approx(
         -0.2 / 3
     )
@@ -81,7 +81,7 @@ def test_the_parts_by_hand() -> None:
     )
     assert (
         split.metrics(
-            split.Split(
+            split.LogRatioSplit(
                 *[zero[:0]] * 4,
                 torch.tensor([], dtype=torch.long),
                 torch.tensor([], dtype=torch.long),
@@ -153,8 +153,8 @@ def batch(ring: Ring, number: int = 2, noise: float = NOISE) -> Batch:
         second = 1 + i % 2
         mu = torch.cat([by_version[0][i, :4], by_version[second][i, 4:]]) + noise
         spans = [
-            Span(Label(1, 0), "", 0, 4, Label(1, 0)),
-            Span(Label(1, second), "", 4, 8, Label(1, 0)),
+            VersionSpan(Label(1, 0), "", 0, 4, Label(1, 0)),
+            VersionSpan(Label(1, second), "", 4, 8, Label(1, 0)),
         ]
         samples.append(
             Trajectory(
@@ -262,7 +262,7 @@ def test_equal_weights_are_those_of_all_keys_and_values_too(model_dir: Path) -> 
     b = batch(ring)
     for i, sample in enumerate(b.samples):
         if i % 4 == 1:
-            sample.spans = [sample.spans[0], Span(Label(1, 2), "", 4, 8, Label(1, 2))]
+            sample.spans = [sample.spans[0], VersionSpan(Label(1, 2), "", 4, 8, Label(1, 2))]
     m = core(model_dir, ring).train(b)
     assert m["mismatch/k3_at_lag_0"] == pytest.approx(k3(-NOISE), abs=1e-5) and m[
         "mismatch/max_at_lag_0"
@@ -275,7 +275,7 @@ def test_equal_weights_are_those_of_all_keys_and_values_too(model_dir: Path) -> 
             mu[4:] += NOISE
             sample.behavior_logprobs = mu.tobytes()
         elif i % 4 == 1:
-            sample.spans = [sample.spans[0], Span(Label(1, 2), "", 4, 8, Label(1, 2))]
+            sample.spans = [sample.spans[0], VersionSpan(Label(1, 2), "", 4, 8, Label(1, 2))]
     assert core(model_dir, ring).train(other)["mismatch/k3_at_lag_0"] == pytest.approx(
         m["mismatch/k3_at_lag_0"], abs=1e-6
     )
@@ -347,12 +347,14 @@ def test_a_few_answers_are_drawn_by_seed_and_batch(model_dir: Path) -> None:
     ring = Ring(model_dir)
     c = core(model_dir, ring, record={"split_samples": 3})
     drawn: list[tuple[list[int], list[int]]] = []
-    plain = c.measure.chosen
-    c.measure.chosen = lambda *args: drawn.append(plain(*args)) or drawn[-1]  # type: ignore[func-returns-value, method-assign]
+    plain = c.measure.choose_samples
+    # type: ignore[func-returns-value, method-assign]
+    c.measure.choose_samples = lambda *args: drawn.append(plain(*args)) or drawn[-1]
     c.train(batch(ring))
     c.train(batch(ring, 4))
     again = core(model_dir, ring, record={"split_samples": 3})
-    again.measure.chosen = lambda *args: drawn.append(plain(*args)) or drawn[-1]  # type: ignore[func-returns-value, method-assign]
+    # type: ignore[func-returns-value, method-assign]
+    again.measure.choose_samples = lambda *args: drawn.append(plain(*args)) or drawn[-1]
     again.train(batch(ring))
     assert [len(x) for x, _ in drawn] == [3, 3, 3] and drawn[0] == drawn[2] != drawn[1]
     # of the 12 answers in six groups of two: as few groups as can be, beside any mixture
@@ -382,7 +384,7 @@ def test_exact_ends_a_run_whose_engine_differs_at_a_lag(model_dir: Path) -> None
     b = batch(ring)
     b = msgspec.structs.replace(b, token_lags=[[(0, 8, 2)]] * len(b.samples))
     for sample in b.samples:
-        sample.spans = [Span(Label(1, 0), "", 0, 8, Label(1, 0))]
+        sample.spans = [VersionSpan(Label(1, 0), "", 0, 8, Label(1, 0))]
     c = core(model_dir, ring, exact=True)
     with pytest.raises(
         AsyncrlError,
@@ -393,7 +395,7 @@ def test_exact_ends_a_run_whose_engine_differs_at_a_lag(model_dir: Path) -> None
     mixed = core(model_dir, ring, exact=True)
     for sample in b.samples:
         # older keys and values: no engine could be exact
-        sample.spans = [Span(Label(1, 0), "", 0, 8, Label(0, -1))]
+        sample.spans = [VersionSpan(Label(1, 0), "", 0, 8, Label(0, -1))]
     assert "mismatch/max_one_version" not in mixed.train(b)
 
 

@@ -86,7 +86,7 @@ def test_what_is_measured_by_hand(
 
     c.backend.step = step  # type: ignore[method-assign]
     said = c.train(batch())["optim/stop_kl"]
-    part, mu = packed.part(second), packed.loss.behavior.double()
+    part, mu = packed.token_positions(second), packed.loss.behavior.double()
     now, start, mu = seen[0][part], start[part], mu[part]
     if against == "start":
         weight, x = (start - mu).exp().clamp(max=2.0), now - start
@@ -145,7 +145,8 @@ def test_a_batch_below_the_ess_floor_is_left_out_whole(
     c.backend.stops_first = deepspeed_order
     passes: list[Any] = []
     real = c.backend.backward
-    c.backend.backward = lambda *a, **k: (passes.append(a), real(*a, **k))[1]  # type: ignore[method-assign]
+    # type: ignore[method-assign]
+    c.backend.backward = lambda *a, **k: (passes.append(a), real(*a, **k))[1]
     before = weights(c)
     metrics = c.train(batch())
     assert torch.equal(weights(c), before) and not c.backend.optimizer.state
@@ -190,26 +191,26 @@ def test_a_step_without_room_in_the_budget_is_not_made(model_dir: Path) -> None:
 
 
 def test_a_budget_slows_before_it_stops(model_dir: Path) -> None:
-    """The share of the learning rate is `stopping.Budget`'s of the KL measured from the start."""
+    """The share of the learning rate is `stopping.KLBudget`'s of the KL measured from the start."""
     # after two steps
     limit = core(model_dir, learner={"epochs": 3}, stop={"kl_max": 1e9}).train(batch())[
         "optim/stop_kl"
     ]
     c = core(model_dir, learner={"epochs": 3}, stop={"kl_max": limit, "action": "slow"})
     seen: list[float] = []
-    real = sl.stopping.Budget.next
+    real = sl.stopping.KLBudget.next_share
 
-    def next_(self: stopping.Budget, k: float) -> float:
+    def next_(self: stopping.KLBudget, k: float) -> float:
         seen.append(k)
         return real(self, k)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stopping.Budget, "next", next_)
+        patch.setattr(stopping.KLBudget, "next_share", next_)
         metrics = c.train(batch())
     assert seen[0] == pytest.approx(0, abs=1e-9) and seen[2] > seen[1] > limit / 10
-    budget = stopping.Budget(limit)
+    budget = stopping.KLBudget(limit)
     assert (
-        metrics["optim/lr_scale"] == [budget.next(k) for k in seen][-1]
+        metrics["optim/lr_scale"] == [budget.next_share(k) for k in seen][-1]
         and metrics["optim/lr_scale"] < 0.9
     )
 
@@ -228,7 +229,7 @@ def test_the_adaptive_coefficient_is_the_controllers(model_dir: Path, tmp_path: 
     assert c.reference is not None
     x = (c._forward(c.model, packed, everyone) - c._forward(c.reference, packed, everyone)).double()
     an_answer = float(x.sum()) / (GROUPS * SIZE)
-    first, control = c.train(batch()), kl.Controller(0.5, "adaptive", 1e-4, 100)
+    first, control = c.train(batch()), kl.KLController(0.5, "adaptive", 1e-4, 100)
     assert (
         first["kl/beta"] == 0.5
         and first["kl/answer"] == pytest.approx(an_answer, rel=1e-3, abs=1e-6)
@@ -297,13 +298,13 @@ def test_clip_cov_is_given_the_batchs_number(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seeds: list[int] = []
-    real = sl.surrogates.drawn
+    real = sl.surrogates.sample_by_covariance
 
     def drawn(*args: Any) -> torch.Tensor:
         seeds.append(args[-1])
         return real(*args)
 
-    monkeypatch.setattr(sl.surrogates, "drawn", drawn)
+    monkeypatch.setattr(sl.surrogates, "sample_by_covariance", drawn)
     for _ in range(2):
         c = core(model_dir, learner={"epochs": 2}, loss={"surrogate": "clip_cov", "cov_lo": -9.0})
         c.train(batch(0))

@@ -12,21 +12,21 @@ from asyncrl.algorithms import advantages
 from asyncrl.contract.errors import AsyncrlError, BadMessage
 from asyncrl.contract.messages import (
     EVAL_BASE,
-    Failure,
     LearnerHello,
     Prompt,
-    Sampling,
-    Span,
+    RewardFailure,
+    SamplingSettings,
     Ticket,
     Trajectory,
+    VersionSpan,
     WeightsSource,
 )
 from asyncrl.contract.versions import Label
-from buffer.batches import Lack
+from buffer.batches import BatchWait
 from buffer.evaluation import Evaluations
-from buffer.groups import Settings
-from buffer.ledger import tokens_of
-from buffer.state import Snapshot
+from buffer.groups import StoreSettings
+from buffer.ledger import total_tokens
+from buffer.state import StoreSnapshot
 from buffer.store import EQUAL, Store
 
 
@@ -43,7 +43,9 @@ def make(
     **more: Any,
 ) -> Store:
     """A store that a learner at version 0 of epoch 1 has said hello to."""
-    store = Store(Settings(batch, group, steps, Sampling(), **more), prompt, evaluations)
+    store = Store(
+        StoreSettings(batch, group, steps, SamplingSettings(), **more), prompt, evaluations
+    )
     assert hello(store, 1, 0, k=k)
     return store
 
@@ -94,7 +96,7 @@ def sample(
     """
     spans, at = [], 0
     for label, n in versions or ((t.exact_version or t.min_version, length),):
-        spans.append(Span(label, digest, at, at + n, label))
+        spans.append(VersionSpan(label, digest, at, at + n, label))
         at += n
     return Trajectory(
         t.ticket,
@@ -109,7 +111,7 @@ def sample(
         {},
         "stop",
         1.0,
-        failed=Failure(*failed.split(": ", 1)) if failed else "",
+        failed=RewardFailure(*failed.split(": ", 1)) if failed else "",
     )
 
 
@@ -125,7 +127,7 @@ def train(store: Store, number: int) -> None:
 
 
 def total(store: Store) -> int:
-    return tokens_of(store.ledger())
+    return total_tokens(store.ledger())
 
 
 def test_tickets_go_out_while_the_limit_leaves_room() -> None:
@@ -136,7 +138,7 @@ def test_tickets_go_out_while_the_limit_leaves_room() -> None:
 
 
 def test_no_ticket_before_a_hello_nor_beyond_the_last_batch() -> None:
-    store = Store(Settings(1, 1, 2, Sampling()), prompt)
+    store = Store(StoreSettings(1, 1, 2, SamplingSettings()), prompt)
     assert not store.grant("g", 1, 9, 0.0)
     assert hello(store, 1, 0, k=8)
     assert len(store.grant("g", 1, 9, 0.0)) == 2  # two batches are left to train
@@ -200,7 +202,7 @@ def test_a_leased_batch_comes_again_the_same_and_late_asks_are_ignored() -> None
     write(store, a)
     write(store, b)
     assert [g.ticket for g in store.ask(1, 0)[0]] == [g.ticket for g in store.ask(1, 0)[0]] == [0]
-    assert store.ask(1, 2) == ([], Lack("batch 1 to be composed"))
+    assert store.ask(1, 2) == ([], BatchWait("batch 1 to be composed"))
     train(store, 0)
     assert store.ask(1, 0) == ([], None)
     assert store.commit(0, Label(1, 1), "d1") is False
@@ -272,7 +274,7 @@ def test_rewards_apart_by_rounding_alone_are_no_spread_for_the_filter_as_for_the
     assert {name for name, line in store.ledger().items() if line["tokens"]} == {what}
     both = torch.tensor([0.7, other], dtype=torch.float64)
     assert (
-        bool(advantages.no_spread(both, torch.zeros(2, dtype=torch.long)).all())
+        bool(advantages.zero_variance(both, torch.zeros(2, dtype=torch.long)).all())
         == (what == "filtered")
         and EQUAL == advantages.EQUAL
     )
@@ -379,7 +381,7 @@ def test_a_new_memory_buffer_takes_cursor_and_totals_from_the_learner() -> None:
         groups, _ = store.ask(1, n)
         batch = store.batch(groups, 1, n)
         store.commit(n, Label(1, n + 1), f"d{n + 1}")
-    fresh = Store(Settings(1, 1, 9, Sampling()), prompt)
+    fresh = Store(StoreSettings(1, 1, 9, SamplingSettings()), prompt)
     assert hello(
         fresh,
         2,
@@ -400,7 +402,7 @@ def test_completion_order_carries_what_was_trained_above_the_cursor() -> None:
     groups, _ = store.ask(1, 0)
     batch = store.batch(groups, 1, 0)
     assert ([g.ticket for g in groups], batch.next_ticket, batch.trained_above) == ([1], 0, [1])
-    fresh = Store(Settings(1, 1, 9, Sampling(), on_exceed="mask"), prompt)
+    fresh = Store(StoreSettings(1, 1, 9, SamplingSettings(), on_exceed="mask"), prompt)
     assert hello(fresh, 2, 1, k=2, origin=1, next_ticket=0, trained_above=[1])
     assert [t.ticket for t in fresh.grant("g", 1, 9, 0.0)] == [0, 2, 3]
 
@@ -435,7 +437,7 @@ def test_a_generator_that_judges_does_not_renew_what_it_should_write() -> None:
 
 def test_an_evaluation_lasts_while_it_is_judged() -> None:
     store = Store(
-        Settings(1, 1, 5, Sampling(), lease_s=10.0),
+        StoreSettings(1, 1, 5, SamplingSettings(), lease_s=10.0),
         prompt,
         Evaluations(0, 1, 1, 0, prompt=lambda s, i: prompt(i)),
     )
@@ -586,7 +588,10 @@ def test_injected_lag_is_exact_after_the_first_batches(inject: int | list[float]
     seen: list[int] = []
     for n in range(10):
         while tickets := store.grant("g", 1, 1, 0.0):
-            assert tickets[0].exact_version is not None and tickets[0].exact_version in store.keep()
+            assert (
+                tickets[0].exact_version is not None
+                and tickets[0].exact_version in store.pinned_versions()
+            )
             write(store, tickets[0])
         groups, why = store.ask(1, n)
         assert groups, why
@@ -660,7 +665,7 @@ def test_a_fresh_buffer_that_followed_an_older_checkpoint_trains_nothing_twice()
         write(first, first.grant("g", 1, 1, 0.0)[0])
         batch.append(first.batch(first.ask(1, n)[0], 1, n))
         first.commit(n, Label(1, n + 1), f"d{n + 1}")
-    fresh = Store(Settings(1, 1, 9, Sampling()), prompt)
+    fresh = Store(StoreSettings(1, 1, 9, SamplingSettings()), prompt)
     at = {
         n: {
             "next_ticket": batch[n - 1].next_ticket,
@@ -801,7 +806,7 @@ def test_evaluations_start_with_the_run_every_n_versions_and_at_its_end() -> Non
 def started(evaluations: Evaluations, number: int, steps: int) -> dict[str, int]:
     """Split -> prompts of the rounds that a version begins."""
     evaluations.rounds = []
-    evaluations.committed(Label(1, number), steps)
+    evaluations.on_commit(Label(1, number), steps)
     return {r.split: r.size for r in evaluations.rounds}
 
 
@@ -829,7 +834,7 @@ def test_lost_and_failed_evaluation_tickets_go_out_again() -> None:
         0, lease_s=1.0, evaluations=Evaluations(0, 1, 1, 0, 1.0, lambda split, i: Prompt(i, split))
     )
     (t, *_) = store.grant("g", 1, 1, 0.0)
-    assert store.expire(2.0) == 1 and store.keep() == [Label(1, 0)]
+    assert store.expire(2.0) == 1 and store.pinned_versions() == [Label(1, 0)]
     (again, *_) = store.grant("g", 1, 1, 2.0)
     assert (again.ticket, again.attempt) == (t.ticket, t.attempt + 1)
     assert judged(store, t, 1.0) == "duplicate"
@@ -853,7 +858,7 @@ def test_a_slow_generator_keeps_its_evaluations_until_another_has_them(sign: str
     store = one_evaluation()
     first, second = store.grant("slow", 1, 2, 0.0)
     assert store.expire(30.0) == 2 and store.expire(31.0) == 0, "each lapses once"
-    state = msgspec.msgpack.decode(msgspec.msgpack.encode(store.snapshot()), type=Snapshot)
+    state = msgspec.msgpack.decode(msgspec.msgpack.encode(store.snapshot()), type=StoreSnapshot)
     store = one_evaluation()
     store.restore(state)
     if sign == "renews":
@@ -872,7 +877,7 @@ def test_what_is_freed_after_it_lapsed_is_due_once() -> None:
     store = one_evaluation()
     first, second = store.grant("slow", 1, 2, 0.0)
     store.expire(30.0)
-    store.free([(first.ticket, first.attempt)])
+    store.free_leases([(first.ticket, first.attempt)])
     store.end_sessions("slow", 2)
     granted = store.grant("other", 1, 3, 31.0)
     assert [t.ticket for t in granted if t.kind == "eval"] == [second.ticket, first.ticket]
@@ -891,7 +896,7 @@ def test_leases_follow_the_measured_silence_of_a_generator() -> None:
     (train,) = store.grant("slow", 1, 1, 200.0)
     store.grant("quick", 1, 1, 200.0)
     assert train.kind == "train" and store.expire(211.0) == 1, "the quick one's alone"
-    state = msgspec.msgpack.decode(msgspec.msgpack.encode(store.snapshot()), type=Snapshot)
+    state = msgspec.msgpack.decode(msgspec.msgpack.encode(store.snapshot()), type=StoreSnapshot)
     store.restore(state)
     assert store.lease_of("slow") == 24.0 and store.lease_of("quick") == 10.0
     store.renew("slow", 1, named, 212.0, gap=1.0)

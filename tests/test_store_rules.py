@@ -11,12 +11,12 @@ import pytest
 from test_store import hello, make, prompt, sample, train, write
 
 from asyncrl.contract.errors import AsyncrlError, ProtocolError
-from asyncrl.contract.messages import LearnerHello, Sampling, Ticket, WeightsSource
+from asyncrl.contract.messages import LearnerHello, SamplingSettings, Ticket, WeightsSource
 from asyncrl.contract.versions import Label
 from buffer import store as store_module
-from buffer.batches import Lack
+from buffer.batches import BatchWait
 from buffer.evaluation import EVAL_BASE, Evaluations
-from buffer.groups import Group, Settings
+from buffer.groups import Group, StoreSettings
 from buffer.store import Store
 
 
@@ -41,7 +41,7 @@ def test_an_evaluation_costs_one_slot_and_comes_first() -> None:
 
 
 def test_nothing_is_granted_after_the_end_or_before_a_learner() -> None:
-    store = Store(Settings(1, 1, 9, Sampling()), prompt)
+    store = Store(StoreSettings(1, 1, 9, SamplingSettings()), prompt)
     assert store.grant("g", 1, 9, 0.0) == [] and store.announcement() is None
     assert hello(store, 1, 0)
     announced = store.announcement()
@@ -58,7 +58,9 @@ def test_nothing_is_granted_after_the_end_or_before_a_learner() -> None:
 def test_a_ticket_carries_its_version_and_the_settings() -> None:
     store = make(1, 1, 2, seed=11)
     (t,) = store.grant("g", 1, 2, 0.0)
-    assert t == Ticket(0, 1, "train", prompt(0), [0, 1], Sampling(), Label(1, 0), None, 11, 1)
+    assert t == Ticket(
+        0, 1, "train", prompt(0), [0, 1], SamplingSettings(), Label(1, 0), None, 11, 1
+    )
     lease = store.alive[0].lease
     assert lease is not None and (
         lease.attempt,
@@ -89,7 +91,7 @@ def test_with_many_out_neither_a_question_nor_an_answer_looks_at_every_group(
     assert store.grant("g", 1, 2, 0.0)
     for ticket in tickets[5:25]:
         assert write(store, ticket) == ["accepted", "accepted"]
-        assert store.ask(1, 0) == ([], Lack("ticket 0: 2 samples at g", "g", 0))
+        assert store.ask(1, 0) == ([], BatchWait("ticket 0: 2 samples at g", "g", 0))
         assert store.grant("g", 1, 2, 0.0)
     assert len(looked) < 20 * 10  # the same for 40 and for 400
     # what is missing again is found all the same, before anything new
@@ -350,7 +352,7 @@ def test_a_ring_of_a_resumed_learner_names_the_same_policies() -> None:
 
 
 def test_a_hello_whose_parent_nobody_knows_hangs_on_its_own_ring() -> None:
-    store = Store(Settings(1, 1, 9, Sampling()), prompt)
+    store = Store(StoreSettings(1, 1, 9, SamplingSettings()), prompt)
     assert resumed(store, 2, 3, [(Label(2, 1), "r1"), (Label(2, 2), "r2")], digest="r3")
     assert [store.tree.lag(Label(2, n), Label(2, 3), 3) for n in (1, 2, 3)] == [
         2,
@@ -387,10 +389,12 @@ def test_a_rollback_gives_the_same_batches_and_ends_the_leases() -> None:
 def test_evaluations_start_over_with_a_resumed_learner() -> None:
     store = make(4, 1, 1, steps=3, evaluations=evaluations(every=1))
     first = store.grant("g", 1, 2, 0.0)
-    assert all(t.ticket >= EVAL_BASE for t in first) and store.keep() == [Label(1, 0)]
+    assert all(t.ticket >= EVAL_BASE for t in first) and store.pinned_versions() == [Label(1, 0)]
     assert resumed(store, 2, 0, [], origin=0)
     again = store.grant("g", 1, 2, 0.0)
-    assert [t.exact_version for t in again] == [Label(2, 0)] * 2 and store.keep() == [Label(2, 0)]
+    assert [t.exact_version for t in again] == [Label(2, 0)] * 2 and store.pinned_versions() == [
+        Label(2, 0)
+    ]
     store.deliver(sample(again[0], 0), 0.0)
     assert store.deliver(sample(first[1], 0, (Label(1, 0), 4)), 0.0) == "duplicate"
 
@@ -400,15 +404,15 @@ def test_evaluations_start_over_with_a_resumed_learner() -> None:
 
 def test_an_ask_says_what_it_waits_for() -> None:
     store = make(2, 2, 2)
-    assert store.ask(1, 1) == ([], Lack("batch 0 to be composed"))
-    assert store.ask(1, 0) == ([], Lack("2 more groups: tickets are out or wait for room"))
+    assert store.ask(1, 1) == ([], BatchWait("batch 0 to be composed"))
+    assert store.ask(1, 0) == ([], BatchWait("2 more groups: tickets are out or wait for room"))
     a, b = store.grant("gen", 1, 4, 0.0)
     write(store, a)
-    assert store.ask(1, 0) == ([], Lack("ticket 1: 2 samples at gen", "gen", 1))
+    assert store.ask(1, 0) == ([], BatchWait("ticket 1: 2 samples at gen", "gen", 1))
     store.deliver(sample(b, 1), 0.0)
-    assert store.ask(1, 0) == ([], Lack("ticket 1: 1 samples at gen", "gen", 1))
+    assert store.ask(1, 0) == ([], BatchWait("ticket 1: 1 samples at gen", "gen", 1))
     store.expire(100.0)
-    assert store.ask(1, 0) == ([], Lack("ticket 1: 1 samples to be granted again"))
+    assert store.ask(1, 0) == ([], BatchWait("ticket 1: 1 samples to be granted again"))
     before = store.changes
     (c,) = store.grant("gen", 1, 1, 0.0)
     write(store, c)
@@ -418,7 +422,7 @@ def test_an_ask_says_what_it_waits_for() -> None:
     assert store.ask(1, 0)[0] == groups and store.changes == done  # asked again: nothing happened
     late = make(math.inf, 3, 1)
     write(late, late.grant("g", 1, 1, 0.0)[0])
-    assert late.ask(1, 0) == ([], Lack("2 more groups: tickets are out or wait for room"))
+    assert late.ask(1, 0) == ([], BatchWait("2 more groups: tickets are out or wait for room"))
 
 
 def test_the_freshest_answers_train_first() -> None:
@@ -480,7 +484,7 @@ def test_masked_and_faded_tokens_are_what_is_past_the_limit() -> None:
         # lags 3, 2, 1
         store.deliver(sample(t[0], 0, (Label(1, 0), 3), (Label(1, 1), 2), (Label(1, 2), 1)), 0.0)
         (g,) = store.ask(1, 3)[0]
-        (s,) = g.stored()
+        (s,) = g.stored_samples()
         assert (s.masked, pytest.approx(s.faded)) == want
         assert store.commit(3, Label(1, 4), "d4")
         lines = store.ledger()
@@ -501,14 +505,17 @@ def test_versions_that_tickets_may_name_are_kept() -> None:
         assert t.exact_version == Label(1, max(0, n - 2))
         write(store, t)
         train(store, n)
-    assert store.keep() == [Label(1, 2), Label(1, 3), Label(1, 4)]
-    assert make(3, 1, 1, inject=[0.5, 0.5]).keep() == [Label(1, 0)] and make().keep() == []
+    assert store.pinned_versions() == [Label(1, 2), Label(1, 3), Label(1, 4)]
+    assert (
+        make(3, 1, 1, inject=[0.5, 0.5]).pinned_versions() == [Label(1, 0)]
+        and make().pinned_versions() == []
+    )
     drawn = make(3, 1, 1, inject=[0.25, 0.25, 0.5])
     for n in range(4):
         (t,) = drawn.grant("g", 1, 1, 0.0)
         write(drawn, t)
         train(drawn, n)
-    assert drawn.keep() == [Label(1, 2), Label(1, 3), Label(1, 4)]
+    assert drawn.pinned_versions() == [Label(1, 2), Label(1, 3), Label(1, 4)]
 
 
 def test_bytes_are_counted_while_a_sample_is_stored() -> None:
@@ -524,7 +531,7 @@ def test_bytes_are_counted_while_a_sample_is_stored() -> None:
     store.checkpointed(5)  # no further than what is committed
     assert store.stored_bytes == 0 and store.base == 1
     store.deliver(sample(b, 0), 0.0)
-    store.leave(store.alive[1], "filtered")
+    store.remove_group(store.alive[1], "filtered")
     assert (
         store.stored_bytes == 0
         and store.ledger()["filtered"]["tokens"] == 4
@@ -552,7 +559,7 @@ def test_bytes_of_what_is_dropped_or_orphaned_are_free_again() -> None:
     assert paced.stored_bytes == 44 + 44 + 88
     assert resumed(paced, 2, 2, [], k=1)
     assert (
-        paced.ask(2, 2) == ([], Lack("ticket 2: 1 samples to be granted again"))
+        paced.ask(2, 2) == ([], BatchWait("ticket 2: 1 samples to be granted again"))
         and paced.stored_bytes == 88
     )
     assert paced.ledger()["orphaned"]["tokens"] == 8
@@ -592,7 +599,7 @@ def test_tokens_past_the_limit_are_counted_wherever_they_stand() -> None:
     store.max_lag = 1
     store.deliver(sample(t[0], 0, (Label(1, 2), 2), (Label(1, 0), 3), (Label(1, 1), 1)), 0.0)
     (g,) = store.ask(1, 2)[0]
-    assert [s.masked for s in g.stored()] == [3]
+    assert [s.masked for s in g.stored_samples()] == [3]
 
 
 def test_a_sample_past_the_limit_in_its_own_epoch_is_a_bug_and_is_called_one() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncrl.config.tree import Task
+from asyncrl.config.tree import TaskConfig
 from asyncrl.models.policy import build_model
 from asyncrl.tasks import get_task
 
@@ -158,6 +158,8 @@ def test_a_step_is_the_plain_loop_s_optimizer_step(tmp_path: Path) -> None:
 
 
 def test_it_learns_and_says_what_each_step_took(small_model: Path) -> None:
-    out = strong_loop.train(str(small_model), get_task(Task(name="sort")), 3, most=12, groups=4)
+    out = strong_loop.train(
+        str(small_model), get_task(TaskConfig(name="sort")), 3, most=12, groups=4
+    )
     assert [len(out[k]) for k in ("reward", "tokens", "step_seconds")] == [3, 3, 3]
     assert all(0 < n <= 4 * 8 * 12 for n in out["tokens"]) and min(out["step_seconds"]) > 0

@@ -245,14 +245,14 @@ def test_a_collapsed_run_is_given_up_and_keeps_its_last_accuracy(sort_model: Pat
         "evaluation.final_prompts=64",
         "evaluation.ood_prompts=0",
     ]
-    record = serial.one(load.load("configs/demo.toml", sets), RUN_SEED, warm_pool.collapsed)
+    record = serial.run_serial(load.load("configs/demo.toml", sets), RUN_SEED, warm_pool.collapsed)
     assert (
         record["abandoned"].startswith("collapse: accuracy below half its best")
         and record["steps"] < 10
     )
     steps, accuracy = sweep_analysis.curve(record, 30)
     assert steps[-1] == 30 and accuracy[-1] == accuracy[-2] < accuracy[0] / 2
-    assert any(x.startswith("collapse") for x in sweep_analysis.trouble(record))
+    assert any(x.startswith("collapse") for x in sweep_analysis.instability_reasons(record))
 
 
 def test_a_run_that_fails_is_named_and_the_others_are_kept(
@@ -263,7 +263,7 @@ def test_a_run_that_fails_is_named_and_the_others_are_kept(
     )
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
     monkeypatch.syspath_prepend(str(tmp_path))
-    cells, told = warm_pool.Cells(tmp_path / "s"), []
+    cells, told = warm_pool.CellStore(tmp_path / "s"), []
     good = load.load("configs/demo.toml", [f"model.path={str(model)!r}", *SMALL, "learner.steps=1"])
     cells.add("good", good, 0)
     cells.add(
@@ -334,7 +334,7 @@ def test_out_of_distribution_accuracy_and_kl_to_the_reference_of_a_cell() -> Non
     )
     assert found["kl_ref"] == pytest.approx((1 + 2 + 3 * 18) / 20)
     against = {"difference": {"mean": 0.0, "interval": [0, 0], "p": 1.0}, "speed": 1.0}
-    (row,) = sweep_page.rows({"cells": [cell("ppo", "1", 0, 0) | found | against]})
+    (row,) = sweep_page.cell_rows({"cells": [cell("ppo", "1", 0, 0) | found | against]})
     shown = dict(zip(sweep_page.HEAD, row, strict=True))
     assert (shown["OOD end"], shown["KL to ref"]) == ("0.200", "2.85")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.load import load
-from asyncrl.config.tree import Task as TaskConfig
+from asyncrl.config.tree import TaskConfig as TaskConfig
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 from asyncrl.tasks import NAMES, get_task, names
@@ -300,7 +300,7 @@ def test_the_solved_problems_above_are_right_and_not_held_out() -> None:
     for name, kind in names.TASKS.items():
         task = kind()
         heldout = {task.prompt("heldout", i, 0).text.splitlines()[-1] for i in range(192)}
-        for line in task.above().splitlines():
+        for line in task.solved_problems().splitlines():
             shown = [word.strip(" ,:->") for word in line.split() if word.strip(" ,:->").istitle()]
             asked = shown[1 if name == "first_name" else 0 :][: task.count]
             assert line == f"{task.line(asked)} {task.solve(asked)}"

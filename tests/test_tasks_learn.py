@@ -53,7 +53,7 @@ def test_task_learns(name: str, steps: int, least: float, tmp_path: Path) -> Non
     warm_start(config, tmp_path / "model", threads=1)
     for which, n, gain in [(name, steps, least), *SAME_START.get(name, [])]:
         config = load.load(ROOT / "configs" / f"{which}.toml", short(tmp_path, n))
-        found = serial.one(config, RUN_SEED)
+        found = serial.run_serial(config, RUN_SEED)
         assert found["steps"] == n
         accuracies = found["accuracy"][1]
         assert accuracies[-1] - accuracies[0] >= gain, (
@@ -71,7 +71,7 @@ def bare_defaults_learn(task: str, steps: int, gain: float, directory: Path) -> 
     path = directory / "bare.toml"
     path.write_text(f'model.path = "{directory / "model"}"\ntask.name = "{task}"\n')
     config = load.load(path, short(directory, steps))
-    found = serial.one(config, config.seed)
+    found = serial.run_serial(config, config.seed)
     start, *_, end = found["accuracy"][1]
     assert end - start >= gain, f"bare {task}: held-out {start:.3f} -> {end:.3f}"
     assert max(int(lag) for lag in found["lag_histogram"]) == 2

@@ -19,20 +19,20 @@ from test_journal import state
 from test_service import answers, greet, want
 from test_store import hello
 
-from asyncrl.cli.processes import elsewhere
+from asyncrl.cli.processes import move_buffer
 from asyncrl.config import load
 from asyncrl.contract import messages as m
-from asyncrl.contract.errors import ConfigError, Damaged, TakenOver
+from asyncrl.contract.errors import BufferTakenOver, ConfigError, DamagedDataError
 from asyncrl.contract.versions import Label
-from asyncrl.records import lives, rundir, terms
+from asyncrl.records import buffer_leadership, process_log, rundir
 from asyncrl.transport import chunks, sockets
 from asyncrl.transport.chunks import ChunkServer
 from asyncrl.transport.sockets import BufferSocket, PeerSocket
 from buffer import journal as j
 from buffer.durable_store import RecordedStore
 from buffer.evaluation import Evaluations
-from buffer.groups import Settings
-from buffer.service import Service
+from buffer.groups import StoreSettings
+from buffer.service import BufferService
 
 HERE = "tcp://127.0.0.1:1"
 THERE = "tcp://127.0.0.2:1"
@@ -41,72 +41,81 @@ THERE = "tcp://127.0.0.2:1"
 
 
 def test_the_newest_term_is_the_only_one_that_is_not_over(tmp_path: Path) -> None:
-    first = terms.take(tmp_path, HERE)
+    first = buffer_leadership.take_leadership(tmp_path, HERE)
     first.check()
-    second = terms.take(tmp_path, THERE, moved=True)
-    assert (first.number, second.number) == (1, 2) and terms.moved_to(tmp_path) == THERE
-    with pytest.raises(TakenOver, match=rf"term 00000002 is process \d+ on .* at {THERE}\): this"):
+    second = buffer_leadership.take_leadership(tmp_path, THERE, moved=True)
+    assert (first.number, second.number) == (1, 2) and buffer_leadership.current_address(
+        tmp_path
+    ) == THERE
+    with pytest.raises(
+        BufferTakenOver, match=rf"term 00000002 is process \d+ on .* at {THERE}\): this"
+    ):
         first.check()
-    third = terms.take(tmp_path, HERE)
+    third = buffer_leadership.take_leadership(tmp_path, HERE)
     third.check()
-    assert terms.moved_to(tmp_path) == "", "it is where the config says"
+    assert buffer_leadership.current_address(tmp_path) == "", "it is where the config says"
     for old in (first, second):
         before = old.path.read_bytes()
-        with pytest.raises(TakenOver):
+        with pytest.raises(BufferTakenOver):
             old.check()
         old.end()
-        terms.take(tmp_path, HERE)
+        buffer_leadership.take_leadership(tmp_path, HERE)
         assert old.path.read_bytes() == before, "its end is told once"
     third.path.unlink()
-    with pytest.raises(TakenOver, match="is gone"):
+    with pytest.raises(BufferTakenOver, match="is gone"):
         third.check()
-    assert not list(terms.directory(tmp_path).glob(".*.part"))
+    assert not list(buffer_leadership.directory(tmp_path).glob(".*.part"))
 
 
 def test_of_two_that_take_the_same_number_one_gets_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    others: list[terms.Term] = []
+    others: list[buffer_leadership.BufferTerm] = []
     link = os.link
 
     def overtaken(source: Any, target: Any) -> None:
         monkeypatch.setattr(os, "link", link)
         part = Path(source).with_name("kept")
         os.rename(source, part)  # both are of this process here
-        others.append(terms.take(tmp_path, THERE))
+        others.append(buffer_leadership.take_leadership(tmp_path, THERE))
         os.rename(part, source)
         link(source, target)
 
     monkeypatch.setattr(os, "link", overtaken)
-    mine = terms.take(tmp_path, HERE)
+    mine = buffer_leadership.take_leadership(tmp_path, HERE)
     assert (others[0].number, mine.number) == (1, 2)
     mine.check()
-    with pytest.raises(TakenOver):
+    with pytest.raises(BufferTakenOver):
         others[0].check()
 
 
 def test_a_run_is_not_taken_from_another_host_by_mistake(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(terms.socket, "gethostname", lambda: "far")
-    far = terms.take(tmp_path, HERE)
-    monkeypatch.setattr(terms.socket, "gethostname", lambda: "near")
+    monkeypatch.setattr(buffer_leadership.socket, "gethostname", lambda: "far")
+    far = buffer_leadership.take_leadership(tmp_path, HERE)
+    monkeypatch.setattr(buffer_leadership.socket, "gethostname", lambda: "near")
     with pytest.raises(ConfigError, match=r"has a buffer on far .*--take-over ADDRESS"):
-        terms.take(tmp_path, THERE)
+        buffer_leadership.take_leadership(tmp_path, THERE)
     far.check()
     for may in ({"moved": True}, {"supervised": True}):
-        taken = terms.take(tmp_path, THERE, **may)
+        taken = buffer_leadership.take_leadership(tmp_path, THERE, **may)
         taken.check()
     taken.end()
-    monkeypatch.setattr(terms.socket, "gethostname", lambda: "far")
-    assert terms.take(tmp_path, HERE).number == 4, "the one before has said its end"
+    monkeypatch.setattr(buffer_leadership.socket, "gethostname", lambda: "far")
+    assert buffer_leadership.take_leadership(tmp_path, HERE).number == 4, (
+        "the one before has said its end"
+    )
 
 
 def test_a_torn_term_is_nobodys_and_still_counts(tmp_path: Path) -> None:
-    torn = terms.take(tmp_path, HERE, moved=True)
+    torn = buffer_leadership.take_leadership(tmp_path, HERE, moved=True)
     torn.path.write_bytes(b'{"host')
-    assert terms.read(torn.path) == (None, "") and terms.moved_to(tmp_path) == ""
-    assert terms.take(tmp_path, HERE).number == 2
+    assert (
+        buffer_leadership.read(torn.path) == (None, "")
+        and buffer_leadership.current_address(tmp_path) == ""
+    )
+    assert buffer_leadership.take_leadership(tmp_path, HERE).number == 2
 
 
 # ---- what is said rests on a journal that the next one reads -------------------------------------
@@ -122,12 +131,12 @@ def played(where: Path, order: list[bool], *, check_first: bool, rotates: bool) 
     """A buffer writes two records, and says each when it may, while another takes its term and
     reads.  Returns how many were said, and how many of these the other has read.
     """
-    old = terms.take(where, HERE)
+    old = buffer_leadership.take_leadership(where, HERE)
     log = j.Journal(where / "journal", sync=False, term=old.number)
     log.rotate(b"snapshot")
     said: list[bytes] = []
     over: list[str] = []
-    new: list[terms.Term] = []
+    new: list[buffer_leadership.BufferTerm] = []
     found: list[bytes] = []
 
     made = [b"snapshot"]
@@ -144,7 +153,7 @@ def played(where: Path, order: list[bool], *, check_first: bool, rotates: bool) 
     def look() -> None:
         try:
             old.check()
-        except TakenOver as error:
+        except BufferTakenOver as error:
             over.append(str(error))
 
     def say(record: bytes) -> None:
@@ -157,7 +166,7 @@ def played(where: Path, order: list[bool], *, check_first: bool, rotates: bool) 
         steps += [*(reversed(both) if check_first else both), partial(say, record)]
         steps += [rotate] if record == b"one" else []
     others: list[Callable[[], object]] = [
-        lambda: new.append(terms.take(where, THERE, moved=True)),
+        lambda: new.append(buffer_leadership.take_leadership(where, THERE, moved=True)),
         lambda: found.extend(j.read(j.segments(log.directory, new[0].number)[-1])),
     ]
     for theirs in order:
@@ -185,11 +194,11 @@ def test_whatever_was_said_lies_in_the_journal_that_the_next_one_reads(
     assert lost[False] == 0 and lost[True] > 0 and both
 
 
-def store_of(directory: Path, term: terms.Term) -> RecordedStore:
+def store_of(directory: Path, term: buffer_leadership.BufferTerm) -> RecordedStore:
     return RecordedStore.open(
         directory / "journal",
         sync=False,
-        settings=Settings(1, 2, 9, m.Sampling()),
+        settings=StoreSettings(1, 2, 9, m.SamplingSettings()),
         prompt=PROMPTS.__getitem__,
         evaluations=Evaluations(),
         now=0.0,
@@ -201,19 +210,19 @@ def test_what_one_that_is_over_writes_nobody_reads(tmp_path: Path) -> None:
     """Records, a new segment, its notes, its tidying up: the other's journal is as if it had not
     lived.
     """
-    old = store_of(tmp_path, terms.take(tmp_path, HERE))
+    old = store_of(tmp_path, buffer_leadership.take_leadership(tmp_path, HERE))
     assert hello(old, 1, 0, k=5)
     old.grant("g", 1, 2, 0.0)
-    old.settle()
-    second = terms.take(tmp_path, THERE, moved=True)
+    old.flush_journal()
+    second = buffer_leadership.take_leadership(tmp_path, THERE, moved=True)
     new = store_of(tmp_path, second)
     assert new.attempts == old.attempts == 1
     new.grant("h", 1, 2, 0.0)
-    new.settle()
+    new.flush_journal()
     before = state(new)
     for _ in range(3):
         old.grant("g", 1, 2, 0.0)
-        old.settle()
+        old.flush_journal()
         old.journal.rotate(msgspec.msgpack.encode(old.snapshot()))  # removes older segments
     # a segment of it under way, as the next buffer begins, and of a buffer of a later term
     for term in (1, 9):
@@ -222,7 +231,7 @@ def test_what_one_that_is_over_writes_nobody_reads(tmp_path: Path) -> None:
     new.journal.close()
     names = sorted(path.name for path in (tmp_path / "journal").glob("*.log"))
     assert names == ["00000001-00000004.log", "00000002-00000002.log"]
-    third = terms.take(tmp_path, HERE)
+    third = buffer_leadership.take_leadership(tmp_path, HERE)
     again = store_of(tmp_path, third)
     assert state(again) == before and again.attempts == 2
     again.journal.close()
@@ -234,40 +243,42 @@ def test_a_buffer_that_is_over_before_it_has_read_touches_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It stands still behind its term: a later one has read, removed and written meanwhile."""
-    first = store_of(tmp_path, terms.take(tmp_path, HERE))
+    first = store_of(tmp_path, buffer_leadership.take_leadership(tmp_path, HERE))
     assert hello(first, 1, 0, k=5)
     first.grant("g", 1, 2, 0.0)
-    first.settle()
-    late = terms.take(tmp_path, HERE)
-    newest = terms.take(tmp_path, THERE, moved=True)
+    first.flush_journal()
+    late = buffer_leadership.take_leadership(tmp_path, HERE)
+    newest = buffer_leadership.take_leadership(tmp_path, THERE, moved=True)
     store = store_of(tmp_path, newest)
     store.grant("g", 1, 2, 0.0)
-    store.settle()
+    store.flush_journal()
     assert store.journal._remover is not None
     store.journal._remover.join()  # what was before it goes in a thread of its own
     assert store._fold_newest(tmp_path / "journal", late.number) is None, "there is nothing left"
     segment = j.segments(tmp_path / "journal")[-1]
     data = segment.read_bytes()
     segment.write_bytes(data + b"a record under way")
-    with pytest.raises(TakenOver):
+    with pytest.raises(BufferTakenOver):
         store_of(tmp_path, late)
     assert segment.read_bytes() == data + b"a record under way", "cut by nobody but its own"
     assert j.segments(tmp_path / "journal") == [segment]
     # also where it finds damage: that is no news of the run
     monkeypatch.setattr(j, "segments", lambda *_: [segment])
-    monkeypatch.setattr(RecordedStore, "_fold_newest", lambda *_: (_ for _ in ()).throw(Damaged()))
-    with pytest.raises(TakenOver):
+    monkeypatch.setattr(
+        RecordedStore, "_fold_newest", lambda *_: (_ for _ in ()).throw(DamagedDataError())
+    )
+    with pytest.raises(BufferTakenOver):
         store_of(tmp_path, late)
 
 
 def test_a_segment_that_goes_while_it_is_looked_for_is_followed_by_its_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old = store_of(tmp_path, terms.take(tmp_path, HERE))
+    old = store_of(tmp_path, buffer_leadership.take_leadership(tmp_path, HERE))
     assert hello(old, 1, 0, k=5)
     old.grant("g", 1, 2, 0.0)
-    old.settle()
-    second = terms.take(tmp_path, THERE, moved=True)
+    old.flush_journal()
+    second = buffer_leadership.take_leadership(tmp_path, THERE, moved=True)
     read = RecordedStore._fold_segment
 
     def late(self: RecordedStore, path: Path) -> None:
@@ -281,7 +292,7 @@ def test_a_segment_that_goes_while_it_is_looked_for_is_followed_by_its_next(
     monkeypatch.setattr(j, "read", lambda path: (_ for _ in ()).throw(FileNotFoundError(path)))
     monkeypatch.setattr("buffer.durable_store.read", j.read)
     with pytest.raises(FileNotFoundError):  # and for ever is nothing looked for
-        store_of(tmp_path, terms.take(tmp_path, HERE))
+        store_of(tmp_path, buffer_leadership.take_leadership(tmp_path, HERE))
 
 
 def test_a_journal_from_before_terms_is_gone_on_with(tmp_path: Path) -> None:
@@ -296,7 +307,7 @@ def test_a_journal_from_before_terms_is_gone_on_with(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.glob("0*.log")] == ["00000001-00000004.log"]
     assert list(j.read(tmp_path / "00000001-00000004.log")) == [b"two"]
     (tmp_path / "00000001-00000004.log").rename(tmp_path / "00000003.log")
-    with pytest.raises(Damaged, match=r"00000001-00000004\.log is missing"):
+    with pytest.raises(DamagedDataError, match=r"00000001-00000004\.log is missing"):
         list(j.read(tmp_path / "00000003.log"))
 
 
@@ -334,12 +345,12 @@ class Wire:
 
 
 @pytest.fixture
-def service(tmp_path: Path) -> Iterator[Service]:
+def service(tmp_path: Path) -> Iterator[BufferService]:
     config = load.load(
         ROOT / "configs" / "demo.toml", [*SMALL, "wires.address='tcp://127.0.0.1:*'"]
     )
     rundir.ensure(config, load.dump(config), tmp_path / "run")
-    made = Service(config, tmp_path / "run")
+    made = BufferService(config, tmp_path / "run")
     made.socket = Wire(made.socket)  # type: ignore[assignment]
     yield made
     made.close()
@@ -350,33 +361,35 @@ def said_hello(run: str) -> m.LearnerHello:
     return m.LearnerHello(m.PROTOCOL, run, 1, Label(1, 0), None, "d", 0, 0, 2, source, [])
 
 
-def test_a_buffer_that_is_over_takes_nothing_in_and_says_nothing(service: Service) -> None:
+def test_a_buffer_that_is_over_takes_nothing_in_and_says_nothing(service: BufferService) -> None:
     wire: Any = service.socket
     log = service.store.journal  # type: ignore[attr-defined]
-    terms_of = terms.files(service.run_dir)
-    assert len(terms_of) == 1 and terms.read(terms_of[0])[0].address == wire.socket.address  # type: ignore[union-attr]
+    terms_of = buffer_leadership.term_files(service.run_dir)
+    assert (
+        len(terms_of) == 1 and buffer_leadership.read(terms_of[0])[0].address == wire.socket.address
+    )  # type: ignore[union-attr]
     greeting = greet(service.run, "generator-0", 1)
     wire.come = [said_hello(service.run), greeting, want(1, samples=2)]
-    service.take_in()
+    service.receive_messages()
     service.answer()
     while service.outgoing:
         service.flush()
-    (tickets,) = [x for x in wire.sent if isinstance(x, m.Tickets) and x.tickets]
+    (tickets,) = [x for x in wire.sent if isinstance(x, m.TicketGrant) and x.tickets]
     # an answer that is taken in and durable, and has not been acknowledged
     wire.come = [answers(tickets.tickets[0], "d")]
-    service.take_in()
+    service.receive_messages()
     log.write()
     with log._wake:
         assert log._wake.wait_for(lambda: log.durable == log.appended, timeout=600)
-    terms.take(service.run_dir, THERE, moved=True)
+    buffer_leadership.take_leadership(service.run_dir, THERE, moved=True)
     before = len(wire.sent)
-    with pytest.raises(TakenOver):
+    with pytest.raises(BufferTakenOver):
         service.flush()
     # and one that comes only now
     appended = log.appended
     wire.come = [want(2)]
-    with pytest.raises(TakenOver):
-        service.take_in()
+    with pytest.raises(BufferTakenOver):
+        service.receive_messages()
     assert (len(wire.sent), log.appended) == (before, appended)
     # what the other one has, and this one too: its own segment, and no summary
     log.append(b"late")
@@ -387,40 +400,40 @@ def test_a_buffer_that_is_over_takes_nothing_in_and_says_nothing(service: Servic
     assert not (service.run_dir / "buffer_summary.json").exists()
 
 
-def test_without_another_its_end_is_told_and_a_summary_written(service: Service) -> None:
+def test_without_another_its_end_is_told_and_a_summary_written(service: BufferService) -> None:
     assert service.close() == "" and (service.run_dir / "buffer_summary.json").exists()
-    assert terms.read(terms.files(service.run_dir)[0])[1] == "ended"
+    assert buffer_leadership.read(buffer_leadership.term_files(service.run_dir)[0])[1] == "ended"
 
 
-def test_a_buffer_that_cannot_listen_takes_nothing_over(service: Service) -> None:
+def test_a_buffer_that_cannot_listen_takes_nothing_over(service: BufferService) -> None:
     wire: Any = service.socket
     wires = msgspec.structs.replace(service.config.wires, address=wire.socket.address)
     config = msgspec.structs.replace(service.config, wires=wires)
     with pytest.raises(ConfigError, match="cannot listen"):
-        Service(config, service.run_dir, moved=True)
+        BufferService(config, service.run_dir, moved=True)
     service.term.check()
 
 
 def test_a_process_that_was_taken_over_is_not_the_newest_of_its_name(tmp_path: Path) -> None:
-    lives.note(tmp_path, "buffer", 1, "began")
-    lives.note(tmp_path, "buffer", 2, "began")
-    lives.note(tmp_path, "buffer", 1, "ended", code=TakenOver.exit_code, why="")
-    assert lives.newest(tmp_path)["buffer"]["pid"] == 2
-    lives.note(tmp_path, "buffer", 2, "ended", code=0, why="")
-    assert lives.ends(tmp_path) == []
+    process_log.append_event(tmp_path, "buffer", 1, "began")
+    process_log.append_event(tmp_path, "buffer", 2, "began")
+    process_log.append_event(tmp_path, "buffer", 1, "ended", code=BufferTakenOver.exit_code, why="")
+    assert process_log.latest_events(tmp_path)["buffer"]["pid"] == 2
+    process_log.append_event(tmp_path, "buffer", 2, "ended", code=0, why="")
+    assert process_log.failed_ends(tmp_path) == []
 
 
 def test_locks_of_one_that_stands_still_hold_up_nobody(tmp_path: Path) -> None:
-    held = lives.Life(tmp_path, "buffer", alone=True)
-    lock = rundir.Lock(tmp_path, "buffer")
+    held = process_log.ProcessIncarnation(tmp_path, "buffer", alone=True)
+    lock = rundir.RunLock(tmp_path, "buffer")
     with pytest.raises(ConfigError, match="is running already"):
-        lives.Life(tmp_path, "buffer", alone=True)
-    terms.displace(tmp_path)
-    other = lives.Life(tmp_path, "buffer", alone=True)
-    second = rundir.Lock(tmp_path, "buffer")
+        process_log.ProcessIncarnation(tmp_path, "buffer", alone=True)
+    buffer_leadership.displace(tmp_path)
+    other = process_log.ProcessIncarnation(tmp_path, "buffer", alone=True)
+    second = rundir.RunLock(tmp_path, "buffer")
     lock.close()
     held.mine.close()
-    assert lives.alive(tmp_path, "buffer"), "it is the other one's now"
+    assert process_log.is_alive(tmp_path, "buffer"), "it is the other one's now"
     second.close()
     other.mine.close()
 
@@ -430,22 +443,22 @@ def test_what_can_be_taken_over_and_where(tmp_path: Path, monkeypatch: pytest.Mo
         return load.load(ROOT / "configs" / "demo.toml", [f"durability.mode={mode!r}"])
 
     with pytest.raises(ConfigError, match="no buffer has served"):
-        elsewhere(config(), tmp_path, THERE)
-    monkeypatch.setattr(terms.socket, "gethostname", lambda: "far")
-    terms.take(tmp_path, HERE)
+        move_buffer(config(), tmp_path, THERE)
+    monkeypatch.setattr(buffer_leadership.socket, "gethostname", lambda: "far")
+    buffer_leadership.take_leadership(tmp_path, HERE)
     monkeypatch.undo()
-    assert elsewhere(config(), tmp_path, THERE).wires.address == THERE
+    assert move_buffer(config(), tmp_path, THERE).wires.address == THERE
     for mode in ("memory", "process"):
         with pytest.raises(ConfigError, match=f"durability.mode = {mode} keeps no journal"):
-            elsewhere(config(mode), tmp_path, THERE)
-    terms.take(tmp_path, HERE, moved=True)
-    assert elsewhere(config("process"), tmp_path, THERE).wires.address == THERE
+            move_buffer(config(mode), tmp_path, THERE)
+    buffer_leadership.take_leadership(tmp_path, HERE, moved=True)
+    assert move_buffer(config("process"), tmp_path, THERE).wires.address == THERE
     for address in ("tcp://127.0.0.1:*", "ipc:///tmp/x"):
         with pytest.raises(ConfigError, match="the address at which the others reach"):
-            elsewhere(config(), tmp_path, address)
+            move_buffer(config(), tmp_path, address)
     for address in ("tcp://0.0.0.0:1", "tcp://10.0.0.1:1"):
         with pytest.raises(ConfigError, match=r"--take-over: .* open to the network"):
-            elsewhere(config(), tmp_path, address)
+            move_buffer(config(), tmp_path, address)
 
 
 # ---- peers ---------------------------------------------------------------------------------------
@@ -467,17 +480,17 @@ def test_a_silent_buffer_is_looked_for_and_followed(
     monkeypatch.setattr(sockets, "SOUGHT_S", 600.0)
     peer.sought = -math.inf
     try:
-        assert not peer.seek(300.0) and asked == []
-        peer.send(m.Watch())
-        assert peer.seek(600.0) and peer.address == there.address
-        assert not peer.seek(600.0) and len(asked) == 1, "not again at once"
+        assert not peer.find_moved_buffer(300.0) and asked == []
+        peer.send(m.StatusRequest())
+        assert peer.find_moved_buffer(600.0) and peer.address == there.address
+        assert not peer.find_moved_buffer(600.0) and len(asked) == 1, "not again at once"
         monkeypatch.setattr(sockets, "SOUGHT_S", 0.0)
-        assert not peer.seek(600.0) and len(asked) == 2, "it is there"
-        peer.send(m.Watch())
+        assert not peer.find_moved_buffer(600.0) and len(asked) == 2, "it is there"
+        peer.send(m.StatusRequest())
         assert there.recv(600.0) is not None
         for wrong in ("", "tcp://10.0.0.1:5", "nowhere"):
             known[0] = wrong
-            assert not peer.seek(600.0) and peer.address == there.address
+            assert not peer.find_moved_buffer(600.0) and peer.address == there.address
     finally:
         for each in (peer, here, there):
             each.close()

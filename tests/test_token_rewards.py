@@ -46,10 +46,10 @@ def rewarded(*, every: int = 1) -> Batch:
 
 def advantages_of(c: LearnerCore, b: Batch, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     """[N], as the learner's own step prepared them."""
-    seen: list[loss.Prepared] = []
+    seen: list[loss.PreparedBatch] = []
     real = loss.prepare
 
-    def prepare(*args: Any, **keys: Any) -> loss.Prepared:
+    def prepare(*args: Any, **keys: Any) -> loss.PreparedBatch:
         seen.append(real(*args, **keys))
         return seen[-1]
 
@@ -190,10 +190,10 @@ def test_in_a_run_with_prompts_and_a_reward_of_ones_own(
     (tmp_path / "prompts.jsonl").write_text(
         "".join(f'{{"prompt": "{n}:{n + 1}=", "answer": "{n}"}}\n' for n in range(9))
     )
-    seen: list[tuple[Batch, loss.Prepared]] = []
+    seen: list[tuple[Batch, loss.PreparedBatch]] = []
     prepare, train = loss.prepare, LearnerCore.train
 
-    def prepared(*args: Any, **keys: Any) -> loss.Prepared:
+    def prepared(*args: Any, **keys: Any) -> loss.PreparedBatch:
         seen[-1] = (seen[-1][0], prepare(*args, **keys))
         return seen[-1][1]
 
@@ -222,7 +222,7 @@ def test_in_a_run_with_prompts_and_a_reward_of_ones_own(
         "task.name=file",
         "reward.deadline_s=3600.0",
     )
-    found = serial.one(load.load("configs/demo.toml", sets), 3)
+    found = serial.run_serial(load.load("configs/demo.toml", sets), 3)
     assert "failed" not in found and len(seen) == 2
     for b, prep in seen:
         firsts = [np.frombuffer(s.token_rewards, "<f4")[0] for s in b.samples]
@@ -246,7 +246,7 @@ def test_the_import_of_a_function_has_the_time_of_a_call_and_a_minute_at_least(
     deadline_s: float, wanted: float
 ) -> None:
     sets = ("reward.function='test_token_rewards:digit'", f"reward.deadline_s={deadline_s}")
-    pool = rewards._Pool(load.load("configs/demo.toml", sets))
+    pool = rewards._RewardPool(load.load("configs/demo.toml", sets))
     try:
         (process,) = pool.processes
         assert pool._deadline(process) == process.since + wanted

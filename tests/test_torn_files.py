@@ -22,7 +22,7 @@ from asyncrl.records import jsonl, metrics
 from asyncrl.records.trace import Tracer, merge
 from asyncrl.supervise import run_page
 from asyncrl.tasks import get_task
-from buffer import journal, trained
+from buffer import journal, training_log
 from buffer.service import open_store
 
 BATCHES = [
@@ -35,11 +35,11 @@ def test_trained_batches_cut_at_any_byte_are_read_and_gone_on_with(tmp_path: Pat
     path, text = tmp_path / "trained.jsonl", "".join(json.dumps(r) + "\n" for r in BATCHES[:3])
     for cut in range(len(text) + 1):
         path.write_text(text[:cut])
-        rows = trained.Trained(path)
+        rows = training_log.TrainingLog(path)
         assert [*rows.rows] == list(range(text[:cut].count("]}")))
         rows._write(BATCHES[3])
         rows.close()
-        assert [*trained.read(path)] == [*range(text[:cut].count("]}")), 3]
+        assert [*training_log.read(path)] == [*range(text[:cut].count("]}")), 3]
 
 
 def test_metrics_cut_at_any_byte_are_read_and_gone_on_with(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_metrics_cut_at_any_byte_are_read_and_gone_on_with(tmp_path: Path) -> No
     path, text = tmp_path / "metrics.jsonl", "\n".join(lines) + "\n"
     for cut in range(len(text) + 1):
         path.write_text(text[:cut])
-        file = jsonl.Appender(path)
+        file = jsonl.JsonlAppender(path)
         known = text[:cut].count("}}")
         assert metrics.RunClock(tmp_path).before == float(known)
         file.write({"step": 3, "t": 9.0, "reward/mean": 0.5})
@@ -83,11 +83,11 @@ def test_a_damaged_line_in_the_middle_is_left_out_and_said_once(
         + json.dumps(BATCHES[2]).encode()
         + b"\n"
     )
-    assert [*trained.read(path)] == [0, 2]
+    assert [*training_log.read(path)] == [0, 2]
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and str(path) in said and "left out" in said
     if "line 2" in said:
-        trained.read(path)
+        training_log.read(path)
         assert capsys.readouterr().err == ""
 
 
@@ -187,7 +187,7 @@ def test_a_row_is_appended_whole_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk, path = Disk(monkeypatch), tmp_path / "metrics.jsonl"
-    file = jsonl.Appender(path)
+    file = jsonl.JsonlAppender(path)
     file.write({"step": 1})
     disk.room = 5
     with pytest.raises(
@@ -209,7 +209,7 @@ def test_a_new_segment_that_finds_no_room_leaves_the_old_one_whole(
 
     disk, store = Disk(monkeypatch), recorded(tmp_path)
     assert hello(store, 1, 0)
-    store.settle()
+    store.flush_journal()
     before = state(store)
     # full: the next pass begins a new segment
     store.journal.segment_bytes = store.journal.first = 0
@@ -217,10 +217,10 @@ def test_a_new_segment_that_finds_no_room_leaves_the_old_one_whole(
     with pytest.raises(
         AsyncrlError, match=r"journal|0000000\d\.part cannot be written: No space left"
     ) as error:
-        store.settle()
+        store.flush_journal()
         # a thread writes it; the pass after its end says how it went
         store.journal.next.thread.join()
-        store.settle()
+        store.flush_journal()
     assert error.value.exit_code == 1 and not list(tmp_path.glob("*.part"))
     disk.room = 1 << 40
     store.journal.close()
@@ -258,10 +258,10 @@ def test_a_full_disk_ends_a_run_in_one_line_and_the_next_life_goes_on(
     run = Run(tmp_path, f"durability.mode='{mode}'")
     generator, learner = run.peer(), run.peer()
     ask(learner, run.hello(1), m.Welcome)
-    tickets = ask(generator, want(1, 9), m.Tickets).tickets
+    tickets = ask(generator, want(1, 9), m.TicketGrant).tickets
     for t in tickets:
-        ask(generator, answers(t), m.Acks)
-    ask(learner, m.Ask(1, 0), m.Batch)
+        ask(generator, answers(t), m.DeliveryAcks)
+    ask(learner, m.BatchRequest(1, 0), m.Batch)
     disk.room = 10
     learner.send(m.Commit(1, 0, Label(1, 1), "d1", {"reward/mean": 0.5}))
     run.thread.join(600)

@@ -11,10 +11,10 @@ from pathlib import Path
 from conftest import ROOT
 
 from asyncrl.config import load
-from asyncrl.contract.messages import Batch, Span, Trajectory
+from asyncrl.contract.messages import Batch, Trajectory, VersionSpan
 from asyncrl.contract.versions import Label
 from asyncrl.records import rundir
-from buffer.trained import Trained
+from buffer.training_log import TrainingLog
 
 
 def batch(number: int, r: random.Random) -> Batch:
@@ -28,7 +28,7 @@ def batch(number: int, r: random.Random) -> Batch:
             b"\0" * 16,
             b"",
             b"",
-            [Span(label, "", 0, 4, label)],
+            [VersionSpan(label, "", 0, 4, label)],
             0.0,
             {},
             "stop",
@@ -42,24 +42,24 @@ def batch(number: int, r: random.Random) -> Batch:
 
 def test_sums_of_old_batches_say_what_their_rows_said(tmp_path: Path) -> None:
     r = random.Random(0)
-    plain, summed = Trained(tmp_path / "plain.jsonl"), Trained(tmp_path / "summed.jsonl")
+    plain, summed = TrainingLog(tmp_path / "plain.jsonl"), TrainingLog(tmp_path / "summed.jsonl")
     for _life in range(6):
         start = r.randint(summed.summed, max(summed.rows, default=-1) + 1)
-        plain.begin(start)
-        summed.begin(start)
+        plain.begin_at(start)
+        summed.begin_at(start)
         for n in range(start, start + 30):
             b = batch(n, r)
             for t in (plain, summed):
-                t.lend(b, 1.0)
+                t.record_lease(b, 1.0)
                 t.add(b, 1.0)
-            summed.settle(n - 5)
+            summed.fold_below(n - 5)
             assert len(summed.rows) <= 6 and len(summed.lent) <= 1
             assert (plain.samples(), plain.lags(), plain.ids()) == (
                 summed.samples(),
                 summed.lags(),
                 summed.ids(),
             )
-    again = Trained(tmp_path / "summed.jsonl")
+    again = TrainingLog(tmp_path / "summed.jsonl")
     assert (again.samples(), again.lags(), again.ids()) == (
         plain.samples(),
         plain.lags(),
@@ -70,22 +70,22 @@ def test_sums_of_old_batches_say_what_their_rows_said(tmp_path: Path) -> None:
 def test_what_was_handed_out_is_settled_at_the_hello_and_never_twice(tmp_path: Path) -> None:
     path, lent = tmp_path / "trained.jsonl", tmp_path / "leased.jsonl"
     r = random.Random(0)
-    first = Trained(path)
-    first.begin(0)
+    first = TrainingLog(path)
+    first.begin_at(0)
     for number in range(3):
-        first.lend(batch(number, r), 1.0)
+        first.record_lease(batch(number, r), 1.0)
     first.add(batch(0, r), 1.0)
     assert list(first.lent) == [1, 2] and len(lent.read_text().splitlines()) == 3
     first.close()
     with lent.open("a") as file:
         file.write('{"batch": 3, "samples": 2}\n{"batch": 4, "sam')  # torn
-    again = Trained(path)
+    again = TrainingLog(path)
     assert list(again.lent) == [1, 2]
-    again.begin(2)
+    again.begin_at(2)
     assert sorted(again.rows) == [0, 1] and not again.lent and not lent.read_text()
     again.close()
     # the branch was left, and what was lent on it is nobody's
-    assert not Trained(path).lent
+    assert not TrainingLog(path).lent
 
 
 def test_a_copy_of_a_run_directory_has_a_socket_and_weights_of_its_own(tmp_path: Path) -> None:

@@ -70,7 +70,9 @@ def test_a_ratio_is_of_one_round_and_ray_is_held_against_its_own_rounds(bench: A
 def test_what_came_otherwise_is_noticed(bench: Any) -> None:
     from lib import answers
 
-    ticket = m.Ticket(7, 1, "train", m.Prompt(0, "p"), [0, 1], m.Sampling(), Label(1, 0), None, 0)
+    ticket = m.Ticket(
+        7, 1, "train", m.Prompt(0, "p"), [0, 1], m.SamplingSettings(), Label(1, 0), None, 0
+    )
     sent = [answers.answer(ticket, sample, Label(1, 0), Label(1, 1), 64) for sample in (0, 1)]
     assert answers.disagreement(sent, 2, 64) == ""
     assert "of 3" in answers.disagreement(sent, 3, 64)

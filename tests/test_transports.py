@@ -20,7 +20,7 @@ from asyncrl.contract.errors import PeerUnreachable
 from asyncrl.contract.messages import WeightsSource
 from asyncrl.contract.versions import Label
 from asyncrl.models import policy
-from asyncrl.transport import chunks, gpu_pairs, ways
+from asyncrl.transport import chunks, gpu_pairs, weight_transport
 from learner import publisher as publishing
 from learner.publisher import Publisher
 
@@ -50,7 +50,7 @@ def learner() -> tuple[Any, Any]:
     return SimpleNamespace(layout=ROWS, backend=backend, config=config("copies")), weights
 
 
-class Copies(ways.Server):
+class Copies(weight_transport.WeightsServer):
     """Keeps what it is told of, as (label, digest) -> flat bytes."""
 
     address = "copies of 1"
@@ -60,7 +60,7 @@ class Copies(ways.Server):
         self.held: dict[tuple[Label, str], bytes] = {}
         self.closed = False
 
-    def published(self, label: Label, digest: str) -> None:
+    def on_published(self, label: Label, digest: str) -> None:
         self.held[label, digest] = self.ring.read_part(label, digest, 0, self.ring.size)[1]
 
     def close(self) -> None:
@@ -128,7 +128,7 @@ def test_a_way_is_chosen_by_its_row_and_told_of_every_version(
 
 def test_every_row_names_a_module_that_serves_and_connects() -> None:
     for transport in TRANSPORTS:
-        module = ways.maker(transport)
+        module = weight_transport.maker(transport)
         assert callable(module.serve) and callable(module.connect), transport
 
 

@@ -47,17 +47,17 @@ class Rank(TorchBackend):
         self.rank, self.meeting, self.first, self.stops_first = rank, meeting, first, stops_first
         self.passes = 0
 
-    def share(self, samples: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
+    def split_samples(self, samples: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
         return [list(samples)[: self.first], list(samples)[self.first :]]
 
     def gather(self, x: Any) -> list[Any]:
         return self.meeting.exchange(self.rank, x)
 
-    def total(self, x: torch.Tensor) -> torch.Tensor:
+    def sum_over_ranks(self, x: torch.Tensor) -> torch.Tensor:
         a, b = self.gather(x)
         return a + b  # type: ignore[no-any-return]
 
-    def largest(self, x: torch.Tensor) -> torch.Tensor:
+    def max_over_ranks(self, x: torch.Tensor) -> torch.Tensor:
         return torch.maximum(*self.gather(x))
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:

@@ -93,7 +93,7 @@ def test_what_raised_is_said_with_its_line_prompt_and_response(
     runner = RewardRunner(made, get_task(made.task), tmp_path)
     try:
         runner.submit((0, 0, 0), SUM, "x" * 200, [5])
-        (result,) = runner.all()
+        (result,) = runner.collect()
     finally:
         runner.close()
     assert result.failed
@@ -124,7 +124,7 @@ def test_what_cannot_be_used_is_kept_too(config: Callable[..., Config], tmp_path
     runner = RewardRunner(made, get_task(made.task), tmp_path)
     try:
         runner.submit((0, 0, 0), SUM, "7", [5])
-        (result,) = runner.all()
+        (result,) = runner.collect()
     finally:
         runner.close()
     assert "reward is a NoneType, not a number; prompt '1+1=', response '7'" in result.failed.why

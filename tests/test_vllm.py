@@ -24,9 +24,9 @@ from test_engine import CUTS, expected, request
 from test_wrong_model import chat_model, check_ends
 from test_wrong_model import config as chat_config
 
-from actors.engine import Answer, Request
-from actors.engine_vllm import Reference, SeededSampler, VllmEngine, make_engine
-from actors.vllm_swap import PLAIN, Direct, Unknown, fused
+from actors.engine import Completion, CompletionRequest
+from actors.engine_vllm import ReferenceWeights, SeededSampler, VllmEngine, make_engine
+from actors.vllm_swap import PLAIN, DirectWriter, UnsupportedModel, fused_view
 from asyncrl.config import load as config_load
 from asyncrl.contract.errors import ConfigError, ProtocolError
 from asyncrl.contract.versions import Label
@@ -57,7 +57,7 @@ def test_answers_end_at_any_of_several_tokens(tmp_path: Path) -> None:
     e.load(flat(model), Label(1, 1), "d", policy.probe_logprobs(model).tobytes())
     stops = stop_tokens(load_tokenizer(tmp_path), chat_config(tmp_path))
     e.add([replace(request(t, 0, [4, 5, 13], 12), stop=stops) for t in range(64)])
-    answers: list[Answer] = []
+    answers: list[Completion] = []
     while e.active:
         answers += e.step(5)
     assert len(answers) == 64
@@ -89,7 +89,7 @@ def test_adapters_are_added_to_the_base_at_the_swap(tmp_path: Path) -> None:
         engine.load(flat(model), Label(1, number), f"d{number}", base)
         asked = request(0, 0, [4, 5, 3], 12)
         engine.add([asked])
-        answers: list[Answer] = []
+        answers: list[Completion] = []
         while engine.active:
             answers += engine.step(5)
         seen.append(answers[0])
@@ -147,14 +147,18 @@ class Case:
     def worker(self) -> Any:
         return self.engine.llm.model_executor.driver_worker.worker
 
-    def finish(self, n: int = 5) -> dict[tuple[int, int, int], Answer]:
+    def finish(self, n: int = 5) -> dict[tuple[int, int, int], Completion]:
         answers = []
         while self.engine.active:
             answers += self.engine.step(n)
         return {a.key: a for a in answers}
 
     def worst(
-        self, model: policy.PolicyModel, a: Answer, r: Request, part: slice = slice(None)
+        self,
+        model: policy.PolicyModel,
+        a: Completion,
+        r: CompletionRequest,
+        part: slice = slice(None),
     ) -> float:
         return float((torch.from_numpy(a.logprobs) - expected(model, a, r))[part].abs().max())
 
@@ -265,7 +269,7 @@ def test_prompts_that_are_encoded_in_parts_draw_as_whole_ones_do(
     runner = case.worker.model_runner
     sampler = runner.sampler.topk_topp_sampler.forward
     take_back = sampler.take_back
-    monkeypatch.setattr(sampler, "take_back", lambda g: drawn.append(id(g)) or take_back(g))
+    monkeypatch.setattr(sampler, "rewind", lambda g: drawn.append(id(g)) or take_back(g))
     case.engine.add(requests)
     parts = case.finish()
     assert len(set(drawn)) == 8 and parts.keys() == whole.keys()
@@ -296,7 +300,7 @@ def test_numbers_drawn_ahead_are_each_generators_own(case: Case) -> None:
     ] == alone
     again = [together.draw(g) for g in generators]
     for _ in range(2):  # once, and no further
-        together.take_back(generators[1])
+        together.rewind(generators[1])
     assert [together.draw(g) for g in generators[1:]] == [
         again[1],
         together.last[id(generators[2])],
@@ -308,7 +312,7 @@ def test_numbers_drawn_ahead_are_each_generators_own(case: Case) -> None:
     ]
     for n in range(50):
         together.draw(torch.Generator().manual_seed(n))
-    together.take_back(torch.Generator())  # one that has drawn nothing
+    together.rewind(torch.Generator())  # one that has drawn nothing
     assert len(together.ahead) == len(together.last) == 3
     assert len({x for a in alone for x in a}) == 300
 
@@ -405,7 +409,7 @@ def test_without_a_published_probe_the_generator_computes_it(case: Case) -> None
 def test_every_way_of_loading_gives_the_same(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain products, packed ones, and vLLM's own reload, each after another one."""
     direct = case.worker.asyncrl_direct
-    assert isinstance(direct, Direct)
+    assert isinstance(direct, DirectWriter)
     requests = [request(t, 0, [3, 4 + t], 12) for t in range(6)]
     for model in (case.new, case.old):
         for way in (PLAIN, 0, "reload", 0, PLAIN, "reload", PLAIN):
@@ -429,9 +433,11 @@ def test_what_cannot_be_written_directly_is_known(case: Case) -> None:
     runner, weights = case.worker.model_runner, flat(case.old)
     model, dtype = runner.get_model(), case.engine.dtype
     case.load(case.old)
-    Direct(model, weights, dtype).same(weights)
+    DirectWriter(model, weights, dtype).check_same(weights)
     assert (
-        fused(weights, ["model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"])
+        fused_view(
+            weights, ["model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"]
+        )
         is not None
     )
     up = "model.layers.1.mlp.up_proj.weight"
@@ -440,11 +446,11 @@ def test_what_cannot_be_written_directly_is_known(case: Case) -> None:
         (weights | {"more": weights[up]}, "no layer of vLLM's takes more"),
         (weights | {"model.norm.weight": weights["model.norm.weight"][:-1]}, "another shape"),
     ):
-        with pytest.raises(Unknown, match=said):
-            Direct(model, planted, dtype)
+        with pytest.raises(UnsupportedModel, match=said):
+            DirectWriter(model, planted, dtype)
     for name in ("model.norm.weight", up, "model.embed_tokens.weight"):
-        with pytest.raises(Unknown, match="own loading changes"):
-            Direct(model, weights, dtype).same(weights | {name: weights[name] * 1.5})
+        with pytest.raises(UnsupportedModel, match="own loading changes"):
+            DirectWriter(model, weights, dtype).check_same(weights | {name: weights[name] * 1.5})
 
 
 def test_without_repacking_a_tied_head_is_stale_and_the_probe_says_so(
@@ -475,7 +481,7 @@ def test_without_repacking_a_tied_head_is_stale_and_the_probe_says_so(
 
 def test_the_reference_holds_no_copy_of_the_weights(tmp_path: Path) -> None:
     model = policy.build_model(tmp_path, "abcdefgh", seed=3, **SHAPE)
-    reference = Reference(str(tmp_path), "float32")
+    reference = ReferenceWeights(str(tmp_path), "float32")
     got = reference.logprobs(dict(policy.named_weights(model)))
     ids = torch.tensor([policy.probe_ids(model.hf.config)])
     with torch.no_grad():

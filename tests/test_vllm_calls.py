@@ -21,14 +21,14 @@ from test_gateway_calls import call
 from test_vllm import flat
 
 from actors import engine_vllm
-from actors.engine import Answer, Request
+from actors.engine import Completion, CompletionRequest
 from actors.engine_vllm import BLOCK, VllmEngine
-from actors.gateway.serving import CallTurn
+from actors.gateway.generator_calls import CallTurn
 from asyncrl.config import load
 from asyncrl.contract import messages as m
 from asyncrl.contract.versions import Label
 from asyncrl.models import policy
-from asyncrl.tasks.calc import Calc
+from asyncrl.tasks.calc import CalcTask
 
 SLOTS = 8
 CONTEXT = 160
@@ -61,14 +61,14 @@ class Engine:
         self.engine.load(flat(model), label, f"d{self.at}", probe)
         return label
 
-    def draw(self, requests: list[Request]) -> dict[tuple[int, int, int], Answer]:
+    def draw(self, requests: list[CompletionRequest]) -> dict[tuple[int, int, int], Completion]:
         self.engine.add(requests)
-        answers: list[Answer] = []
+        answers: list[Completion] = []
         while self.engine.active:
             answers += self.engine.step(5)
         return {answer.key: answer for answer in answers}
 
-    def counted(self, requests: list[Request]) -> tuple[int, int, int]:
+    def counted(self, requests: list[CompletionRequest]) -> tuple[int, int, int]:
         """(prompts that began with kept keys, tokens reused, tokens encoded) of these calls."""
         before = self.engine.hits, self.engine.reused, self.engine.encoded
         self.draw(requests)
@@ -84,7 +84,7 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     made.engine.close()
 
 
-def worst(model: policy.PolicyModel, answer: Answer, part: slice = slice(None)) -> float:
+def worst(model: policy.PolicyModel, answer: Completion, part: slice = slice(None)) -> float:
     """How far its log-probabilities are off those of one plain forward."""
     want = expected(model, answer, request(0, 0, [0]))
     return float((torch.from_numpy(answer.logprobs) - want)[part].abs().max())
@@ -190,7 +190,7 @@ def calls_of(vllm: Engine, in_flight: str) -> CallTurn:
     return made
 
 
-def asked(number: int, least: Label, **more: Any) -> m.Call:
+def asked(number: int, least: Label, **more: Any) -> m.GenerationCall:
     """A call of a session whose history is longer than a block."""
     prompt = np.array([*SYSTEM, 3 + number % 8], "<i4").tobytes()
     plain = call(number, least=least)
@@ -216,7 +216,7 @@ def test_a_call_that_lives_through_a_swap_has_a_span_for_each_version(
     written = {key[0]: tokens for key, tokens in vllm.engine.progress().items()}
     cut = max(written)
     assert len(written) >= 4 and set(written.values()) == {4}
-    turn.cut([cut])
+    turn.cancel_calls([cut])
     assert vllm.load(vllm.new) == second
     late, _ = turn.requests(second)
     assert [each.key[0] for each in late] == [6]
@@ -241,11 +241,11 @@ def test_a_call_that_lives_through_a_swap_has_a_span_for_each_version(
         assert off > 1e-3 if in_flight == "keep_kv" else off < 1e-5
 
 
-def drawn(of: m.Call, called: m.Called) -> Answer:
+def drawn(of: m.GenerationCall, called: m.CallResult) -> Completion:
     """What the gateway hears of a call, as an answer."""
     prompt, tokens = (np.frombuffer(ids, "<i4") for ids in (of.prompt, called.tokens))
     logprobs = np.frombuffer(called.logprobs, "<f4").copy()
-    return Answer((of.id, 0, 0), prompt, tokens, logprobs, called.spans, called.finish)
+    return Completion((of.id, 0, 0), prompt, tokens, logprobs, called.spans, called.finish)
 
 
 def test_the_same_call_drawn_again_is_the_same(vllm: Engine) -> None:
@@ -267,7 +267,7 @@ def test_the_same_call_drawn_again_is_the_same(vllm: Engine) -> None:
 
 def test_a_run_of_sessions_with_vllm_and_deepspeed(tmp_path: Path) -> None:
     """At limit 0 the learner finds every probability that vLLM drew with, tools and all."""
-    policy.build_model(tmp_path / "m", Calc.symbols, heads=2, layers=1)
+    policy.build_model(tmp_path / "m", CalcTask.symbols, heads=2, layers=1)
     argv = command(
         *(tmp_path / "m", tmp_path, "v", "generator.engine='vllm'", "generator.slots=16"),
         *("learner.backend='deepspeed'", "learner.zero_stage=2"),

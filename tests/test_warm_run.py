@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_arms_see_the_same_data_at_their_own_lag_and_repeat_bitwise(model: Path) -> None:
     def run(*sets: str) -> dict[str, object]:
-        return serial.one(
+        return serial.run_serial(
             load.load("configs/demo.toml", [f"model.path='{model}'", *SMALL, *sets]), 3 + RUN_SEED
         )
 
@@ -73,7 +73,7 @@ def test_what_each_rule_at_the_limit_takes_by_answer_length(sort_model: Path) ->
             f"staleness.on_exceed={rule}",
             "staleness.max_lag=1",
         ]
-        return serial.one(load.load("configs/demo.toml", sets), 3 + RUN_SEED)
+        return serial.run_serial(load.load("configs/demo.toml", sets), 3 + RUN_SEED)
 
     pace, drop, mask, fade = (run(x) for x in ("pace", "drop", "mask", "downweight"))
     assert pace["ledger_lines"]["trained"]["tokens"] == sum(

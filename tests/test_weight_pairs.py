@@ -58,8 +58,8 @@ for n, pair in enumerate(sys.argv[1:]):
                 print("none" if got is None else f"{got[1]} {xxhash.xxh3_64_hexdigest(got[0]['w'].numpy())} {got[2].decode()}", file=answers, flush=True)
                 continue
             receiver.open(source)
-            receiver.pair.pair.write(weight_pairs._Ask(label, ""))
-            receiver.pair.pair.read(weight_pairs._Reply)
+            receiver.pair.pair.write(weight_pairs._PairRequest(label, ""))
+            receiver.pair.pair.read(weight_pairs._PairReply)
             print("asked", file=answers, flush=True)
             time.sleep(1000) if what == "stall" else os.kill(os.getpid(), signal.SIGKILL)
         os._exit(0)
@@ -133,16 +133,16 @@ def test_each_generator_has_a_pair_of_its_own_and_none_holds_up_the_others(
     """
     from asyncrl.contract.messages import WeightsSource
 
-    move = gpu_pairs.Pair.move
+    move = gpu_pairs.GpuPair.transfer
     soon = threading.Event()
 
-    def moved(self: gpu_pairs.Pair, flat: torch.Tensor) -> None:
+    def moved(self: gpu_pairs.GpuPair, flat: torch.Tensor) -> None:
         if soon.is_set():
             self.deadline = timedelta(seconds=1)
         move(self, flat)
 
-    monkeypatch.setattr(gpu_pairs.Pair, "move", moved)
-    ring = weight_ring.Ring(tmp_path / "ring", SIZE, 2, ROWS, 1)
+    monkeypatch.setattr(gpu_pairs.GpuPair, "transfer", moved)
+    ring = weight_ring.WeightRing(tmp_path / "ring", SIZE, 2, ROWS, 1)
     server = PairServer(tmp_path / "ring", "gloo", ROWS, DEADLINE_S)
     source = WeightsSource(1, socket.gethostname(), str(tmp_path / "ring"), server.address)
     good, killed, still, late = generators
@@ -176,7 +176,7 @@ def test_each_generator_has_a_pair_of_its_own_and_none_holds_up_the_others(
 def test_a_learner_that_ends_is_told_to_the_generator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ring = weight_ring.Ring(tmp_path / "ring", SIZE, 2, ROWS, 1)
+    ring = weight_ring.WeightRing(tmp_path / "ring", SIZE, 2, ROWS, 1)
     digest = ring.write(Label(1, 0), fill(3))
     server = PairServer(tmp_path / "ring", "gloo", ROWS, DEADLINE_S)
     client = PairClient(server.address, "gloo", DEADLINE_S)

@@ -18,14 +18,14 @@ from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.versions import Label
 from asyncrl.transport import ring as weight_ring
 from asyncrl.transport.chunks import ChunkClient, ChunkServer
-from asyncrl.transport.ring import Ring, RingReader
+from asyncrl.transport.ring import RingReader, WeightRing
 
 ROWS: weight_ring.Rows = [("w", "uint8", [1 << 20], 0, 1 << 20)]
 SIZE = 1 << 20
 
 
-def ring(path: Path, slots: int = 2, **more: float) -> Ring:
-    return Ring(path / "ring", SIZE, slots, ROWS, 1, **more)  # type: ignore[arg-type]
+def ring(path: Path, slots: int = 2, **more: float) -> WeightRing:
+    return WeightRing(path / "ring", SIZE, slots, ROWS, 1, **more)  # type: ignore[arg-type]
 
 
 def fill(value: int):  # type: ignore[no-untyped-def]
@@ -62,7 +62,7 @@ def test_a_reader_denied_shared_memory_gets_every_byte_over_the_socket(tmp_path:
 
     model = policy.build_model(tmp_path / "m", "abcdefgh", hidden=256, layers=3)
     layout = policy.manifest(model)
-    r = Ring(tmp_path / "ring", policy.flat_bytes(layout), 2, layout, 1)
+    r = WeightRing(tmp_path / "ring", policy.flat_bytes(layout), 2, layout, 1)
     server = ChunkServer("tcp://127.0.0.1:0", layout, r.read_part)
     raw = {"model": {"path": "m"}, "task": {"name": "sort"}, "wires": {"connect_s": 600.0}}
     receiver = WeightsReceiver(load.build(raw), "generator-0")
@@ -201,14 +201,14 @@ def test_a_ring_whose_directory_was_removed_is_made_anew_with_all_that_it_held(
 
     config = load.build({"model": {"path": "m"}, "task": {"name": "sort"}})
     layout = [("w", "float32", [SIZE // 4], 0, SIZE)]
-    r = Ring(tmp_path / "ring", SIZE, 3, layout, 1)  # type: ignore[arg-type]
+    r = WeightRing(tmp_path / "ring", SIZE, 3, layout, 1)  # type: ignore[arg-type]
     digests = {n: r.write(Label(1, n), fill(n), probe=bytes([n])) for n in range(2)}
     before = WeightsReceiver(config, "before")
     source = WeightsSource(1, socket.gethostname(), str(tmp_path / "ring"), "")
-    assert before.pull(source, Label(1, 1), digests[1]) is not None and not r.mend()
+    assert before.pull(source, Label(1, 1), digests[1]) is not None and not r.recreate()
     rmtree(tmp_path / "ring")
     assert before.pull(source, Label(1, 1), digests[1]) is not None  # its maps hold what they held
-    assert r.mend() and not r.mend()
+    assert r.recreate() and not r.recreate()
     assert r.labels() == {Label(1, n): digests[n] for n in range(2)}
     digests[2] = r.write(Label(1, 2), fill(2))
     assert before.pull(source, Label(1, 2), digests[2]) is None  # and lets go of them
@@ -231,4 +231,4 @@ def test_a_ring_that_cannot_be_made_anew_says_so(tmp_path: Path) -> None:
     rmtree(tmp_path / "shm")
     (tmp_path / "shm").write_text("something else")
     with pytest.raises(AsyncrlError, match="is gone and cannot be made again"):
-        r.mend()
+        r.recreate()

@@ -174,7 +174,13 @@ def test_self_normalised_weights_of_what_is_kept_have_mean_one() -> None:
     assert torch.allclose(got.weight[:3], (raw / (raw.sum() / 3))[:3]) and float(got.weight[4]) == 0
     assert float(got.weight[keep].mean()) == pytest.approx(1)
     again = weights.correct(
-        x[:2], x[:2], m[:2], seq[:2], 3, c, weights.Statistics(mean=torch.tensor(4.0, dtype=D))
+        x[:2],
+        x[:2],
+        m[:2],
+        seq[:2],
+        3,
+        c,
+        weights.WeightStatistics(mean=torch.tensor(4.0, dtype=D)),
     )
     assert torch.allclose(again.weight, x[:2].exp() / 4)  # a part of a batch takes the batch's mean
 
@@ -249,11 +255,27 @@ def test_the_ratios_band_by_what_it_is_taken_over(over: str, lo: float, hi: floa
 def test_bands_hold_at_their_edges_and_k_has_no_lower_one() -> None:
     one, seq = yes(1, 1, 1), torch.tensor([0, 1, 2])
     x = vec(-0.5, 0.0, 0.5)  # k1 = 0.5, 0, -0.5
-    assert weights.kept("k1", "token", None, 0.5, x, one, seq, 3).tolist() == [True, True, True]
-    assert weights.kept("k1", "token", None, 0.25, x, one, seq, 3).tolist() == [False, True, True]
-    assert weights.kept("k1", "token", 0.0, 0.25, x, one, seq, 3).tolist() == [False, True, False]
-    assert weights.kept("k1", "token", -0.5, 0.5, x, one, seq, 3).tolist() == [True, True, True]
-    assert weights.kept("none", "token", None, None, x * 100, one, seq, 3).tolist() == [
+    assert weights.rejection_mask("k1", "token", None, 0.5, x, one, seq, 3).tolist() == [
+        True,
+        True,
+        True,
+    ]
+    assert weights.rejection_mask("k1", "token", None, 0.25, x, one, seq, 3).tolist() == [
+        False,
+        True,
+        True,
+    ]
+    assert weights.rejection_mask("k1", "token", 0.0, 0.25, x, one, seq, 3).tolist() == [
+        False,
+        True,
+        False,
+    ]
+    assert weights.rejection_mask("k1", "token", -0.5, 0.5, x, one, seq, 3).tolist() == [
+        True,
+        True,
+        True,
+    ]
+    assert weights.rejection_mask("none", "token", None, None, x * 100, one, seq, 3).tolist() == [
         True,
         True,
         True,
@@ -263,7 +285,7 @@ def test_bands_hold_at_their_edges_and_k_has_no_lower_one() -> None:
             ConfigError,
             match=f"correction.reject_hi: reject = {name} has no default bound; give one",
         ):
-            weights.kept(name, "token", 0.1, None, x, one, seq, 3)
+            weights.rejection_mask(name, "token", 0.1, None, x, one, seq, 3)
 
 
 def test_a_veto_takes_the_answer_at_its_threshold_and_looks_behind_no_mask() -> None:
@@ -343,7 +365,13 @@ def test_m2po_cuts_tokens_and_needs_the_whole_batch() -> None:
     strict = weights.correct(x, x, yes(1, 1, 1, 1), seq, 2, section(m2=0.02, level="none"))
     assert strict.weight.tolist() == [1, 0, 0, 0]  # 0.01, then (0.01 + 0.04) / 2
     part = weights.correct(
-        x[:2], x[:2], yes(1, 1), seq[:2], 2, c, weights.Statistics(m2=torch.tensor(0.15, dtype=D))
+        x[:2],
+        x[:2],
+        yes(1, 1),
+        seq[:2],
+        2,
+        c,
+        weights.WeightStatistics(m2=torch.tensor(0.15, dtype=D)),
     )
     assert part.weight.tolist() == [1, 0]
 

@@ -21,7 +21,7 @@ from test_bare import edit
 from test_engine import request, run
 from test_generator import announcement, make, one_pass, ticket, tickets  # noqa: F401
 
-from actors.engine import Answer
+from actors.engine import Completion
 from actors.engine_embedded import EmbeddedEngine
 from actors.generator import Generator
 from asyncrl.config import load
@@ -248,13 +248,14 @@ def test_the_generator_stops_there_and_shows_the_text_without(
     make: Callable[..., Generator],  # noqa: F811
 ) -> None:
     g = make('generator.stop=["#"]')
-    g.socket.inbox.append(tickets(g, announcement(1), ticket(0, 1, epoch=1, samples=1)))  # type: ignore[attr-defined]
+    # type: ignore[attr-defined]
+    g.socket.inbox.append(tickets(g, announcement(1), ticket(0, 1, epoch=1, samples=1)))
     one_pass(g)
     ((key, r),) = g.engine.rows.items()  # type: ignore[attr-defined]
     assert r.stop == (1, 16)
-    span = m.Span(Label(1, 0), "d", 0, 3, Label(1, 0))
+    span = m.VersionSpan(Label(1, 0), "d", 0, 3, Label(1, 0))
     g.finished(
-        Answer(
+        Completion(
             key, r.prompt, np.array([4, 5, 16], np.int32), np.zeros(3, np.float32), [span], "stop"
         )
     )

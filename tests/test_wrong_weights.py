@@ -15,7 +15,14 @@ from conftest import ENV
 from test_run import finish, start, steps_done, wait_until
 
 from asyncrl.config.load import load
-from asyncrl.contract.messages import PROTOCOL, Deliver, GeneratorHello, Refused, Span, Trajectory
+from asyncrl.contract.messages import (
+    PROTOCOL,
+    Delivery,
+    GeneratorHello,
+    Refusal,
+    Trajectory,
+    VersionSpan,
+)
 from asyncrl.contract.versions import Label
 from asyncrl.records import rundir
 from asyncrl.transport.sockets import PeerSocket
@@ -35,15 +42,15 @@ def plant(run_dir: Path, label: Label) -> str:
                 PROTOCOL, rundir.run_id(run_dir), "generator-7", 1, 8, "elsewhere", os.getpid()
             )
         )
-        span = Span(label, WRONG, 0, 3, label)
+        span = VersionSpan(label, WRONG, 0, 3, label)
         planted = Trajectory(
             0, 0, 1, b"", b"\0" * 12, b"\0" * 12, b"\1" * 3, [span], 1.0, {}, "stop", 1.0
         )
-        socket.send(Deliver("generator-7", 1, 1, [planted]))
+        socket.send(Delivery("generator-7", 1, 1, [planted]))
         deadline = time.monotonic() + 600
         while time.monotonic() < deadline:
             reply = socket.recv(1.0)
-            if isinstance(reply, Refused):
+            if isinstance(reply, Refusal):
                 return reply.reason
         raise AssertionError("the buffer took it")
     finally:

@@ -1,6 +1,6 @@
 """Stores with one rule switched off each: what the tests show to be needed.
 
-A rule is a method of the store (`in_room`, `least_version`, ...); its class here overrides it."""
+A rule is a method of the store (`has_room`, `least_version`, ...); its class here overrides it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from buffer.store import Store
 
 class AnyOrder(Store):
     @property
-    def in_order(self) -> bool:
+    def uses_ticket_order(self) -> bool:
         return False
 
 
 class ReissuedUnpaced(Store):
-    def in_room(self, place: int, room: float) -> bool:
+    def has_room(self, place: int, room: float) -> bool:
         return True
 
 
@@ -32,8 +32,8 @@ class RoomToTheBound(Store):
 
 
 class LeasedUncounted(Store):
-    def places_taken(self) -> int:
-        return super().places_taken() - len(self.composed & self.alive.keys())
+    def groups_ahead(self) -> int:
+        return super().groups_ahead() - len(self.composed & self.alive.keys())
 
 
 class AnyVersion(Store):
@@ -53,14 +53,14 @@ class FilteredStay(Store):
         super().__init__(*args)
         self.ghosts: set[int] = set()
 
-    def without_spread(self, group: Group) -> None:
+    def on_zero_variance(self, group: Group) -> None:
         self.ghosts.add(group.ticket)
 
-    def to_train(self) -> int:
-        return super().to_train() - len(self.ghosts & self.alive.keys())
+    def groups_to_train(self) -> int:
+        return super().groups_to_train() - len(self.ghosts & self.alive.keys())
 
-    def to_compose(self) -> Iterator[Group]:
-        return (group for group in super().to_compose() if group.ticket not in self.ghosts)
+    def uncomposed_groups(self) -> Iterator[Group]:
+        return (group for group in super().uncomposed_groups() if group.ticket not in self.ghosts)
 
 
 RULES: dict[str, type[Store]] = {

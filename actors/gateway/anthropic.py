@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from actors.gateway.forest import Message
+from actors.gateway.call_tree import Message
 from actors.gateway.sessions import CallRefused
 
 # what asks for nothing that an answer could lack
@@ -27,7 +27,7 @@ def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(given, list) or not given:
         raise _bad("messages", "give a list of at least one message")
     for place, message in enumerate(given):
-        messages += _turns(f"messages[{place}]", message)
+        messages += _convert_message(f"messages[{place}]", message)
     made["messages"] = messages
     made["max_tokens"] = body.get("max_tokens")
     made["stop"] = body.get("stop_sequences")
@@ -79,7 +79,7 @@ def _texts(where: str, content: Any) -> str:
     return "".join(block["text"] for block in content)
 
 
-def _turns(where: str, message: Any) -> Iterator[Message]:
+def _convert_message(where: str, message: Any) -> Iterator[Message]:
     """One message: an answer with its calls; or what the tools said, then the user's text."""
     if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
         raise _bad(where, "give an object with the role user or assistant")

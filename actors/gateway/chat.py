@@ -24,7 +24,7 @@ from typing import Any, Literal
 import numpy as np
 import xxhash
 
-from actors.gateway.forest import Message, Node, plain_text, text_digest
+from actors.gateway.call_tree import CallNode, Message, plain_text, text_digest
 from actors.gateway.sessions import CallRefused
 from asyncrl.contract import outcomes
 from asyncrl.contract.errors import ConfigError
@@ -38,7 +38,7 @@ MARK = "\ue000answer\ue001"  # private characters, which no history holds
 Parser = Callable[[str], Message]
 
 
-class Chat:
+class ChatFormat:
     """The template, tokenizer and parser of a run; a `sessions.Composer`.
 
     stop: ids that end an answer; context: tokens of a prompt and its answer, 0 for no limit; when:
@@ -56,15 +56,15 @@ class Chat:
         when: datetime | None = None,
     ) -> None:
         self.tokenizer = tokenizer
-        self.parser = parser or whole_text
+        self.parser = parser or parse_plain_text
         self.keeps = history == "keep"
         self.context = context
-        self.ends = {int(token): self.text([int(token)]) for token in stop}
+        self.ends = {int(token): self.decode_text([int(token)]) for token in stop}
         self.when = when
 
-    def at(self, when: datetime) -> Chat:
+    def with_date(self, when: datetime) -> ChatFormat:
         """The same for a session that began then."""
-        made = Chat.__new__(Chat)
+        made = ChatFormat.__new__(ChatFormat)
         made.__dict__.update(self.__dict__, when=when)
         return made
 
@@ -75,7 +75,7 @@ class Chat:
         return self._write(messages, tools, answering=True)
 
     def encode(self, text: str) -> np.ndarray:
-        """int32 [P]; no token is added to those that `text` names.
+        """int32 [P]; no token is added to those that `decode_text` names.
 
         Raises CallRefused for half of a character, which arguments of a tool call may hold, as they
         are JSON within JSON; and for a text that is longer than the context, at a cost that grows
@@ -100,7 +100,7 @@ class Chat:
         return np.asarray(ids, dtype=np.int32)
 
     def follow(
-        self, node: Node, messages: Sequence[Message], answer_at: int, text: str
+        self, node: CallNode, messages: Sequence[Message], answer_at: int, text: str
     ) -> np.ndarray | None:
         """See `sessions.Composer.follow`.  Raises CallRefused."""
         rest = self._behind_drawn(node, text)
@@ -110,8 +110,8 @@ class Chat:
             rest = self._behind_mark(node, messages, answer_at)
         return None if rest is None else self._continued(node, rest)
 
-    def follow_text(self, node: Node, text: str) -> np.ndarray | None:
-        """The same without a template: `text` begins with the call's text and its answer."""
+    def continue_text(self, node: CallNode, text: str) -> np.ndarray | None:
+        """The same without a template: `decode_text` begins with the call's text and its answer."""
         if not self._begins_with_prompt(node, text):
             return None
         drawn = self._drawn_text(node)
@@ -136,17 +136,17 @@ class Chat:
             ) from error
         return str(text)
 
-    def _begins_with_prompt(self, node: Node, text: str) -> bool:
+    def _begins_with_prompt(self, node: CallNode, text: str) -> bool:
         return (
             len(text) >= node.text_length
             and text_digest(text[: node.text_length]) == node.text_digest
         )
 
-    def _ended_by_token(self, node: Node) -> bool:
+    def _ended_by_token(self, node: CallNode) -> bool:
         assert node.ids is not None
         return int(node.ids[-1]) in self.ends
 
-    def _behind_drawn(self, node: Node, text: str) -> str | None:
+    def _behind_drawn(self, node: CallNode, text: str) -> str | None:
         """1. above, for an answer of text alone."""
         drawn = self._drawn_text(node)
         if not self._begins_with_prompt(node, text) or not text.startswith(drawn, node.text_length):
@@ -156,7 +156,7 @@ class Chat:
             return rest
         return next((rest[len(end) :] for end in self.ends.values() if rest.startswith(end)), None)
 
-    def _behind_turn(self, node: Node, messages: Sequence[Message], text: str) -> str | None:
+    def _behind_turn(self, node: CallNode, messages: Sequence[Message], text: str) -> str | None:
         """2. above.  messages: up to the answer."""
         if node.written is None:
             turn = self._write(messages, node.tools, answering=False)
@@ -166,7 +166,7 @@ class Chat:
             return None
         return closing + text[length:]
 
-    def _closing(self, node: Node, messages: Sequence[Message], turn: str) -> str:
+    def _closing(self, node: CallNode, messages: Sequence[Message], turn: str) -> str:
         """What the template writes behind an answer that it has written: from its last end token
         on, which is there already when the model drew one.
         """
@@ -185,7 +185,9 @@ class Chat:
                 return tail[at + len(written) :]
         return ""
 
-    def _behind_mark(self, node: Node, messages: Sequence[Message], answer_at: int) -> str | None:
+    def _behind_mark(
+        self, node: CallNode, messages: Sequence[Message], answer_at: int
+    ) -> str | None:
         """3. above."""
         marked = [*messages]
         marked[answer_at] = {"role": "assistant", "content": MARK}
@@ -201,7 +203,7 @@ class Chat:
                     return after
         return rest
 
-    def _continued(self, node: Node, rest: str) -> np.ndarray:
+    def _continued(self, node: CallNode, rest: str) -> np.ndarray:
         """`rest` as ids, encoded behind the end token that was drawn, if any: a tokenizer may write
         the beginning of a text in another way than what follows a token.
         """
@@ -217,7 +219,7 @@ class Chat:
 
     def read(self, ids: np.ndarray, stop: Sequence[str], name: str) -> Message:
         """The answer that ids int32 [T] are, as the template is given it."""
-        text = self.shown(ids, stop)
+        text = self.visible_text(ids, stop)
         try:
             message = {**self.parser(text), "role": "assistant"}
             calls = [
@@ -228,12 +230,12 @@ class Chat:
                 }
                 for place, call in enumerate(message.pop("tool_calls", ()))
             ]
-            _named(calls)
+            _check_tool_calls(calls)
         except Exception:  # a parser's fault, or an answer it does not know: never an error
             return {"role": "assistant", "content": text}
         return {**message, "tool_calls": calls} if calls else message
 
-    def shown(self, ids: np.ndarray, stop: Sequence[str] = ()) -> str:
+    def visible_text(self, ids: np.ndarray, stop: Sequence[str] = ()) -> str:
         """The text of drawn ids, up to the end token or a stop string."""
         tokens = [int(token) for token in ids]
         if tokens and tokens[-1] in self.ends:
@@ -242,22 +244,22 @@ class Chat:
         found = [at for each in stop if each and (at := text.find(each)) >= 0]
         return text[: min(found)] if found else text
 
-    def until(self, ids: np.ndarray, stop: Sequence[str]) -> int | None:
+    def find_stop(self, ids: np.ndarray, stop: Sequence[str]) -> int | None:
         """How many of ids int32 [T] it takes to complete a stop string; None: none is in them."""
 
-        def completed(count: int) -> bool:
+        def contains_stop(count: int) -> bool:
             text = self.tokenizer.decode(ids[:count].tolist(), skip_special_tokens=True)
             return any(each in text for each in stop if each)
 
-        if not completed(len(ids)):
+        if not contains_stop(len(ids)):
             return None
-        return bisect.bisect_left(range(len(ids)), True, key=completed)
+        return bisect.bisect_left(range(len(ids)), True, key=contains_stop)
 
-    def _drawn_text(self, node: Node) -> str:
+    def _drawn_text(self, node: CallNode) -> str:
         assert node.ids is not None
-        return self.shown(node.ids, node.stop)
+        return self.visible_text(node.ids, node.stop)
 
-    def text(self, ids: Sequence[int]) -> str:
+    def decode_text(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens included."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
 
@@ -270,7 +272,7 @@ def common(one: str, other: str) -> int:
     return min(len(one), len(other))
 
 
-def _named(calls: Sequence[Message]) -> None:
+def _check_tool_calls(calls: Sequence[Message]) -> None:
     """Raises for a tool call that clients could not read."""
     for call in calls:
         if not isinstance(call["function"]["name"], str):
@@ -340,7 +342,7 @@ def _bad(why: str) -> CallRefused:
 # ---- parsers -------------------------------------------------------------------------------------
 
 
-def whole_text(text: str) -> Message:
+def parse_plain_text(text: str) -> Message:
     """agent.parser = "none": an answer is its text.
 
     >>> whole_text("<tool_call>{}</tool_call>")
@@ -400,7 +402,7 @@ def _hermes_call(text: str) -> dict[str, Any] | None:
     return {"name": found["name"], "arguments": arguments} if isinstance(arguments, dict) else None
 
 
-PARSERS: dict[str, Parser] = {"none": whole_text, "hermes": hermes}
+PARSERS: dict[str, Parser] = {"none": parse_plain_text, "hermes": hermes}
 
 
 def parser_for(name: str) -> Parser:

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from actors.gateway import anthropic, responses
-from actors.gateway.forest import Message, Node
-from actors.gateway.requests import Wanted
+from actors.gateway.call_tree import CallNode, Message
+from actors.gateway.requests import ParsedRequest
 from actors.gateway.sessions import CallRefused
 
 # what a client would repeat in vain: its own retries are for 408, 409, 429 and 5xx
@@ -43,7 +43,7 @@ def error(refused: CallRefused) -> tuple[dict[str, Any], dict[str, str]]:
     return {"error": said}, {"retry-after": "1"} if status in (429, 503) else {}
 
 
-def answer(wanted: Wanted, node: Node, name: str, text: Text, when: int) -> bytes:
+def answer(wanted: ParsedRequest, node: CallNode, name: str, text: Text, when: int) -> bytes:
     """The whole body for a drawn call.  name: of the call; when: seconds of the epoch."""
     if wanted.kind == "ids":
         return _encode(_tokens(wanted, node, name))
@@ -72,7 +72,7 @@ def answer(wanted: Wanted, node: Node, name: str, text: Text, when: int) -> byte
     return b"".join(b"data: " + _encode(part) + b"\n\n" for part in parts) + DONE
 
 
-def _translated(wanted: Wanted, node: Node, name: str, when: int, text: Text) -> bytes:
+def _translated(wanted: ParsedRequest, node: CallNode, name: str, when: int, text: Text) -> bytes:
     """The same for /v1/messages and /v1/responses."""
     choice = _chat(wanted, node, name, text)
     said = (choice["message"], choice["finish_reason"], _usage(node))
@@ -88,7 +88,7 @@ def _translated(wanted: Wanted, node: Node, name: str, when: int, text: Text) ->
     return anthropic.sse(responses.events(body)) if wanted.stream else _encode(body)
 
 
-def _stopped(wanted: Wanted, node: Node, text: Text) -> str:
+def _stopped(wanted: ParsedRequest, node: CallNode, text: Text) -> str:
     """The stop string that ended it, if one did."""
     assert node.ids is not None
     whole = text([int(token) for token in node.ids])
@@ -99,7 +99,7 @@ def _encode(body: Any) -> bytes:
     return msgspec.json.encode(body)
 
 
-def _head(wanted: Wanted, name: str, when: int, *, chunk: bool) -> dict[str, Any]:
+def _head(wanted: ParsedRequest, name: str, when: int, *, chunk: bool) -> dict[str, Any]:
     chat = wanted.kind == "chat"
     kind = "chat.completion" + ".chunk" * chunk if chat else "text_completion"
     return {
@@ -110,7 +110,7 @@ def _head(wanted: Wanted, name: str, when: int, *, chunk: bool) -> dict[str, Any
     }
 
 
-def _usage(node: Node) -> dict[str, int]:
+def _usage(node: CallNode) -> dict[str, int]:
     assert node.ids is not None
     prompt, drawn = len(node.prompt()), len(node.ids)
     return {
@@ -143,7 +143,7 @@ def _arguments(call: Message) -> str:
     return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
 
 
-def _chat(wanted: Wanted, node: Node, name: str, text: Text) -> dict[str, Any]:
+def _chat(wanted: ParsedRequest, node: CallNode, name: str, text: Text) -> dict[str, Any]:
     assert node.answer is not None and node.ids is not None and node.logprobs is not None
     message = message_for_client(node.answer)
     finish: str = node.finish
@@ -172,7 +172,7 @@ def _chat(wanted: Wanted, node: Node, name: str, text: Text) -> dict[str, Any]:
     return {**choice, **_ids(wanted, node)}
 
 
-def _text(wanted: Wanted, node: Node, text: Text) -> dict[str, Any]:
+def _text(wanted: ParsedRequest, node: CallNode, text: Text) -> dict[str, Any]:
     assert node.ids is not None and node.logprobs is not None
     assert node.answer is not None
     choice: dict[str, Any] = {
@@ -192,14 +192,14 @@ def _text(wanted: Wanted, node: Node, text: Text) -> dict[str, Any]:
     return {**choice, **_ids(wanted, node)}
 
 
-def _ids(wanted: Wanted, node: Node) -> dict[str, Any]:
+def _ids(wanted: ParsedRequest, node: CallNode) -> dict[str, Any]:
     if not wanted.token_ids:
         return {}
     assert node.ids is not None
     return {"token_ids": node.ids.tolist(), "prompt_token_ids": node.prompt().tolist()}
 
 
-def _tokens(wanted: Wanted, node: Node, name: str) -> dict[str, Any]:
+def _tokens(wanted: ParsedRequest, node: CallNode, name: str) -> dict[str, Any]:
     assert node.ids is not None and node.logprobs is not None
     choice: dict[str, Any] = {
         "index": 0,
@@ -235,7 +235,7 @@ def _tokens(wanted: Wanted, node: Node, name: str) -> dict[str, Any]:
     }
 
 
-def _chunked(wanted: Wanted, choice: dict[str, Any]) -> list[dict[str, Any]]:
+def _chunked(wanted: ParsedRequest, choice: dict[str, Any]) -> list[dict[str, Any]]:
     """The finished answer as choices of a stream."""
     extra: dict[str, Any] = {
         key: choice[key] for key in ("token_ids", "prompt_token_ids") if key in choice

@@ -15,10 +15,10 @@ import msgspec
 import numpy as np
 
 from actors.gateway import anthropic, responses
+from actors.gateway.call_tree import Message
 from actors.gateway.chat import normalised
-from actors.gateway.forest import Message
 from actors.gateway.sessions import CallRefused
-from asyncrl.contract.messages import Sampling
+from asyncrl.contract.messages import SamplingSettings
 
 Kind = Literal["chat", "text", "ids", "messages", "responses"]
 PREFIX: dict[Kind, str] = {  # of a call's id
@@ -33,7 +33,7 @@ STOP_CHARACTERS = 256
 
 
 @dataclass(frozen=True)
-class Manners:
+class RequestPolicy:
     """The run's ways with what clients ask for: the config's section [agent]."""
 
     model: str = "policy"  # the name under which calls are trained
@@ -46,7 +46,7 @@ class Manners:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ParsedRequest:
     """One request, read."""
 
     kind: Kind
@@ -155,7 +155,9 @@ def decoded(body: bytes) -> dict[str, Any]:
     return found
 
 
-def wanted(kind: Kind, body: Mapping[str, Any], manners: Manners, run: Sampling) -> Wanted:
+def parse_request(
+    kind: Kind, body: Mapping[str, Any], manners: RequestPolicy, run: SamplingSettings
+) -> ParsedRequest:
     """What a body asks for.  Raises CallRefused."""
     options = {**body}
     if kind == "messages":
@@ -167,7 +169,7 @@ def wanted(kind: Kind, body: Mapping[str, Any], manners: Manners, run: Sampling)
         if not isinstance(inner, dict):
             raise bad("sampling_params", "give an object")
         options = {**inner, **body}
-    ignored = _checked(options, manners, run)
+    ignored = _check_options(options, manners, run)
     stream, usage = _stream(options)
     if stream and kind == "ids":
         raise bad("stream", "the token route answers at once", "unsupported_parameter")
@@ -181,7 +183,7 @@ def wanted(kind: Kind, body: Mapping[str, Any], manners: Manners, run: Sampling)
             f"there is no model {model!r}; this run's is {manners.model!r} (agent.other_models)",
             "model",
         )
-    return Wanted(
+    return ParsedRequest(
         kind=kind,
         model=model,
         **_prompt(kind, options, manners),
@@ -196,7 +198,9 @@ def wanted(kind: Kind, body: Mapping[str, Any], manners: Manners, run: Sampling)
     )
 
 
-def _checked(options: Mapping[str, Any], manners: Manners, run: Sampling) -> tuple[str, ...]:
+def _check_options(
+    options: Mapping[str, Any], manners: RequestPolicy, run: SamplingSettings
+) -> tuple[str, ...]:
     """Names of what is ignored.  Raises CallRefused for what is refused."""
     ignored = []
     for name, value in options.items():
@@ -216,7 +220,7 @@ def _checked(options: Mapping[str, Any], manners: Manners, run: Sampling) -> tup
     return tuple(ignored)
 
 
-def _check_stop_ids(given: Any, manners: Manners) -> None:
+def _check_stop_ids(given: Any, manners: RequestPolicy) -> None:
     """Raises CallRefused for an id that does not end an answer in this run anyway."""
     if not isinstance(given, list) or not all(type(token) is int for token in given):
         raise bad("stop_token_ids", "give a list of token ids")
@@ -229,7 +233,7 @@ def _check_stop_ids(given: Any, manners: Manners) -> None:
         )
 
 
-def _forces(name: str, value: Any, manners: Manners) -> bool:
+def _forces(name: str, value: Any, manners: RequestPolicy) -> bool:
     """Whether a value asks for an answer of a certain form.  Raises CallRefused."""
     if FORCED.get(name, _empty)(value):
         return False
@@ -249,7 +253,9 @@ def _forces(name: str, value: Any, manners: Manners) -> bool:
     return True
 
 
-def _samples_otherwise(name: str, value: Any, manners: Manners, run: Sampling) -> bool:
+def _samples_otherwise(
+    name: str, value: Any, manners: RequestPolicy, run: SamplingSettings
+) -> bool:
     """Whether a value is another one than the run's.  Raises CallRefused."""
     ours = {"temperature": run.temperature, "top_p": run.top_p, "top_k": run.top_k}
     if name in ours and value == ours[name]:
@@ -264,7 +270,7 @@ def _samples_otherwise(name: str, value: Any, manners: Manners, run: Sampling) -
     return True
 
 
-def _prompt(kind: Kind, options: Mapping[str, Any], manners: Manners) -> dict[str, Any]:
+def _prompt(kind: Kind, options: Mapping[str, Any], manners: RequestPolicy) -> dict[str, Any]:
     if kind not in ("text", "ids"):
         return {"messages": normalised(options.get("messages")), "tools": _tools(options)}
     if kind == "text":
@@ -279,7 +285,7 @@ def _prompt(kind: Kind, options: Mapping[str, Any], manners: Manners) -> dict[st
     return {"ids": _ids("token_ids", options.get("token_ids"), manners)}
 
 
-def _ids(param: str, given: Any, manners: Manners) -> np.ndarray:
+def _ids(param: str, given: Any, manners: RequestPolicy) -> np.ndarray:
     most = manners.vocabulary or (1 << 31)
     if not isinstance(given, list) or not given:
         kind = "text or a list of token ids" if param == "prompt" else "a list of token ids"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from actors.gateway.forest import Message, plain_text
+from actors.gateway.call_tree import Message, plain_text
 from actors.gateway.sessions import CallRefused
 
 TAKEN = ("input", "instructions", "tools", "max_output_tokens", "text", "tool_choice", "messages")

@@ -33,14 +33,21 @@ import numpy as np
 import xxhash
 
 from actors.delivery import Outbox
-from actors.gateway.chat import Chat, parser_for
-from actors.gateway.drive import Drive
-from actors.gateway.env_worker import Happened, Op
-from actors.gateway.sessions import Call, CallRefused, Limits, Outcome, Session, Sides
-from actors.gateway.switchboard import Switchboard
+from actors.gateway.call_router import CallRouter
+from actors.gateway.chat import ChatFormat, parser_for
+from actors.gateway.environment_pool import EnvironmentPool
+from actors.gateway.environment_worker import EnvironmentEvent, EnvironmentOperation
+from actors.gateway.sessions import (
+    CallRefused,
+    Session,
+    SessionCall,
+    SessionLimits,
+    SessionOutcome,
+    SessionPlayers,
+)
 from actors.rewards import RewardRunner
 from actors.turn import RENEW_S
-from asyncrl.config.agents import Agent
+from asyncrl.config.agents import AgentConfig
 from asyncrl.config.tree import Config
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import (
@@ -51,7 +58,7 @@ from asyncrl.contract.errors import (
     PeerUnreachable,
 )
 from asyncrl.contract.printable import escape_line
-from asyncrl.contract.waits import BUFFER, OpenSession, SessionWait, Wait, WaitLog
+from asyncrl.contract.waits import BUFFER, OpenSession, ProcessWait, SessionWait, WaitLog
 from asyncrl.models.tokenizer import (
     PlainTokenizer,
     encode_prompt,
@@ -60,12 +67,12 @@ from asyncrl.models.tokenizer import (
     stop_tokens,
     vocabulary,
 )
-from asyncrl.records.rundir import ended, found_address, gateway_address, run_id
+from asyncrl.records.rundir import current_buffer_address, gateway_address, is_finished, run_id
 from asyncrl.tasks import get_task
-from asyncrl.transport import inbound, sockets
+from asyncrl.transport import message_checks, sockets
 
 if TYPE_CHECKING:
-    from actors.gateway.door import Door
+    from actors.gateway.session_api import SessionApi
 
 MOST_AT_ONCE = 1000  # messages of generators in a turn: others are waited for too
 REFUSALS_SAID = 20  # lines in the log; further ones are only counted
@@ -91,7 +98,7 @@ ENDED_S = 2.0  # of the buffer's silence, before it is looked up whether the run
 
 
 @dataclass
-class Held:
+class GatewayTicket:
     """A ticket that this gateway has taken."""
 
     ticket: m.Ticket
@@ -108,20 +115,20 @@ class Episode:
     number: int
     session: Session
     first: bool
-    sides: Sides
+    sides: SessionPlayers
     tools: list[dict[str, Any]] = field(default_factory=list)
     reward: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)
     shares: dict[int, float] = field(default_factory=dict)  # reward of each call, by its number
     doing: str = ""  # what its environment was asked for last
-    call: Call | None = None
-    last: Call | None = None  # the newest of the policy's that was drawn
+    call: SessionCall | None = None
+    last: SessionCall | None = None  # the newest of the policy's that was drawn
 
 
-def limits(config: Config) -> Limits:
+def limits(config: Config) -> SessionLimits:
     """What a session may use, of a config."""
     agent = config.agent
-    return Limits(
+    return SessionLimits(
         context=config.generator.context,
         max_calls=agent.max_calls,
         max_tokens=agent.max_tokens,
@@ -155,7 +162,7 @@ class Gateway:
         self.tokenizer = load_tokenizer(config.model.path)
         self.vocabulary = vocabulary(config.model.path)
         self.stops = stop_tokens(self.tokenizer, config)
-        self.chat = Chat(
+        self.chat = ChatFormat(
             self.tokenizer,
             self.stops,
             parser=parser_for(config.agent.parser),
@@ -169,14 +176,14 @@ class Gateway:
                 "says how a model calls tools; put one there (chat_template.jinja), or use "
                 "agent.env"
             )
-        self.door: Door | None = None  # where a harness asks, in the place of environments
-        self.drive = None if config.agent.http else Drive(config.agent)
+        self.door: SessionApi | None = None  # where a harness asks, in the place of environments
+        self.drive = None if config.agent.http else EnvironmentPool(config.agent)
         judges = bool(config.agent.tools) or config.agent.http
         self.rewards = RewardRunner(config, get_task(config.task), run_dir) if judges else None
         self.judged: dict[tuple[int, int, int], Episode] = {}
         self.outbox = Outbox(config.wires, self.producer, self.session)
-        self.socket = sockets.PeerSocket(found_address(config, run_dir), run=self.run)
-        self.socket.find = lambda: found_address(config, run_dir)
+        self.socket = sockets.PeerSocket(current_buffer_address(config, run_dir), run=self.run)
+        self.socket.find = lambda: current_buffer_address(config, run_dir)
         self.calls_socket = sockets.BufferSocket(
             gateway_address(run_dir, index),
             run=self.run,
@@ -186,17 +193,19 @@ class Gateway:
         )
         self.refused = Counter[str]()  # messages at calls_socket that were, by reason
         self.calls_socket.refused = self.refuse
-        self.board = Switchboard(self.run, config.wires.lease_s)
-        self.held: dict[tuple[int, int], Held] = {}
+        self.board = CallRouter(self.run, config.wires.lease_s)
+        self.held: dict[tuple[int, int], GatewayTicket] = {}
         self.episodes: dict[int, Episode] = {}
         self.drawing: dict[int, Episode] = {}  # by the call's id
-        self.put_off: dict[int, m.Call] = {}  # of these, calls that wait for their session's ticket
+        self.put_off: dict[
+            int, m.GenerationCall
+        ] = {}  # of these, calls that wait for their session's ticket
         # (ticket, attempt) that hold nothing any more -> tokens drawn for them
         self.last_words: OrderedDict[tuple[int, int], int] = OrderedDict()
         # of episodes and calls, given so far: a generator may still be at calls of the gateway's
         # life before, whose answers must not be taken for those of this one
         self.numbers = self.session
-        self.announced: m.Announcement | None = None
+        self.announced: m.PolicyAnnouncement | None = None
         self.newest_attempt = 0
         self.want_sequence = self.asked = 0
         self.want_sent = self.renewed = self.greeted = self.ticked = 0.0
@@ -213,12 +222,12 @@ class Gateway:
         self.waiting_since = time.monotonic()
         self.wait_log = WaitLog(min(10.0, config.watchdog.floor_s / 2))
 
-    def warm(self) -> None:
+    def warm_up(self) -> None:
         """Before anybody waits: import what renders templates, which takes seconds in which no turn
         is made, and have the garbage collector leave alone what was made so far.
         """
         if self.templated and isinstance(self.tokenizer, PlainTokenizer):
-            _ = self.tokenizer.whole
+            _ = self.tokenizer.full_tokenizer
         gc.collect()
         gc.freeze()
 
@@ -228,16 +237,16 @@ class Gateway:
         self.greet()
         while True:
             self.wait()
-            if self.turn():
+            if self.step():
                 break
-        self.turned_last()
+        self.finish()
 
     def wait(self) -> None:
         """Until there is news, or a look at the clock is due."""
         descriptors = list(self.drive.descriptors) if self.drive is not None else []
         sockets.wait([self.socket, self.calls_socket], descriptors, POLL_S)
 
-    def turn(self) -> bool:
+    def step(self) -> bool:
         """Take in the news and act on it; True when it was the last turn."""
         self.read()
         if self.ending or self.over:
@@ -246,7 +255,7 @@ class Gateway:
         self.read_environments()
         self.read_rewards()
         self.tick(time.monotonic())
-        self.begin()
+        self.open_sessions()
         self.send_calls()
         for frame in self.outbox.frames(time.monotonic(), flush=True):
             self.socket.send(frame)
@@ -254,7 +263,7 @@ class Gateway:
         self.renew()
         return False
 
-    def turned_last(self) -> None:
+    def finish(self) -> None:
         """The buffer's last word from here.  Raises NothingToDo for a run that had ended before."""
         if not self.over:
             self.renewed = 0.0
@@ -287,28 +296,28 @@ class Gateway:
         """What the buffer says.  Raises PeerUnreachable for its silence."""
         while (reply := self.socket.recv(0)) is not None:
             self.unanswered = 0.0
-            if isinstance(reply, m.Tickets) and reply.session == self.session:
+            if isinstance(reply, m.TicketGrant) and reply.session == self.session:
                 self.announce(reply.announcement)
                 if reply.sequence == self.want_sequence:
                     self.asked = 0
-                self.take(reply.tickets)
+                self.accept_tickets(reply.tickets)
                 self.over = self.over or reply.finished
-            elif isinstance(reply, m.Acks) and reply.session == self.session:
+            elif isinstance(reply, m.DeliveryAcks) and reply.session == self.session:
                 self.outbox.on_acks(reply, time.monotonic())
                 self.announce(reply.announcement)
-            elif isinstance(reply, m.Heard):
+            elif isinstance(reply, m.HeartbeatReply):
                 self.announce(reply.announcement)
                 self.newest_attempt = max(self.newest_attempt, reply.attempts)
-            elif isinstance(reply, m.Refused):
+            elif isinstance(reply, m.Refusal):
                 error = AsyncrlError(reply.reason)
                 error.exit_code = reply.exit_code
                 raise error
         silent = time.monotonic() - self.unanswered if self.unanswered else 0.0
-        if self.socket.seek(silent):
+        if self.socket.find_moved_buffer(silent):
             self.unanswered = silent = 0.0
             self.asked = 0
             self.greet()
-        if silent > ENDED_S and ended(self.run_dir, self.config.learner.steps):
+        if silent > ENDED_S and is_finished(self.run_dir, self.config.learner.steps):
             self.over = True
         elif silent > self.config.wires.connect_s:
             raise PeerUnreachable(
@@ -316,7 +325,7 @@ class Gateway:
                 "(wires.connect_s); start it with `asyncrl buffer`"
             )
 
-    def announce(self, said: m.Announcement | None) -> None:
+    def announce(self, said: m.PolicyAnnouncement | None) -> None:
         """Remember the newest weights.  With an epoch the leases of those before it are over: what
         was not begun is forgotten, open sessions wait to be adopted.
         """
@@ -328,26 +337,29 @@ class Gateway:
             self.epoch_since = time.monotonic()
         self.announced = said
         for name, held in list(self.held.items()):
-            if not self.over_with(held.ticket):
+            if not self.is_expired(held.ticket):
                 continue
             held.waiting = []
             for number in list(held.open):
                 episode = self.episodes[number]
-                if held.ticket.kind == "eval" or len(self.parked()) > self.config.agent.sessions:
+                if (
+                    held.ticket.kind == "eval"
+                    or len(self.parked_episodes()) > self.config.agent.sessions
+                ):
                     self.drop(episode)
                 else:
                     self.park(episode)
             if not held.open:
-                self.settle(name)
+                self.close_ticket(name)
 
-    def over_with(self, ticket: m.Ticket) -> bool:
+    def is_expired(self, ticket: m.Ticket) -> bool:
         """Is the ticket of an epoch that is over?"""
         said = self.announced
         return said is not None and ticket.min_version.epoch < said.label.epoch
 
-    def parked(self) -> list[Episode]:
+    def parked_episodes(self) -> list[Episode]:
         """Open sessions whose ticket is over; the next one for their sample adopts them."""
-        over = (x for x in self.episodes.values() if self.over_with(x.session.ticket))
+        over = (x for x in self.episodes.values() if self.is_expired(x.session.ticket))
         return [episode for episode in over if episode.session.ticket.kind == "train"]
 
     def park(self, episode: Episode) -> None:
@@ -368,23 +380,23 @@ class Gateway:
 
     # ---- sessions --------------------------------------------------------------------------------
 
-    def take(self, tickets: list[m.Ticket]) -> None:
+    def accept_tickets(self, tickets: list[m.Ticket]) -> None:
         """Keep those that are new; what is open of their samples goes on under them."""
         for ticket in tickets:
             if ticket.attempt <= self.newest_attempt:
                 continue
             self.newest_attempt = ticket.attempt
-            new = Held(ticket, list(ticket.samples))
+            new = GatewayTicket(ticket, list(ticket.samples))
             for name, held in list(self.held.items()):
                 # of evaluations of two versions, both under way, the tickets have equal numbers
                 same = held.ticket.exact_version == ticket.exact_version
                 if name[0] == ticket.ticket and same:
-                    self.hand_over(held, new)
+                    self.transfer_sessions(held, new)
                     if not held.waiting and not held.open:
-                        self.settle(name)
+                        self.close_ticket(name)
             self.held[ticket.ticket, ticket.attempt] = new
 
-    def hand_over(self, held: Held, new: Held) -> None:
+    def transfer_sessions(self, held: GatewayTicket, new: GatewayTicket) -> None:
         """A ticket is granted again: its earlier grant has no sample of the new one any more."""
         held.waiting = [sample for sample in held.waiting if sample not in new.ticket.samples]
         for number in sorted(held.open):
@@ -393,34 +405,34 @@ class Gateway:
                 continue
             new.waiting.remove(session.sample)
             held.open.discard(number)
-            held.tokens += session.own
-            session.adopt(new.ticket)
+            held.tokens += session.current_attempt_tokens
+            session.resume_under(new.ticket)
             new.open.add(number)
             waiting = [x for x, each in self.drawing.items() if each.number == number]
             for call in waiting:
                 if call in self.put_off:
-                    self.place(self.put_off.pop(call), new.ticket)
+                    self.submit_call(self.put_off.pop(call), new.ticket)
 
-    def place(self, call: m.Call, ticket: m.Ticket) -> None:
+    def submit_call(self, call: m.GenerationCall, ticket: m.Ticket) -> None:
         """Have a call drawn, at or above the minimum of its session's ticket of now."""
         least = ticket.min_version
-        self.board.place(msgspec.structs.replace(call, min_version=least))
+        self.board.submit(msgspec.structs.replace(call, min_version=least))
 
-    def begin(self) -> None:
+    def open_sessions(self) -> None:
         """Open sessions while agent.sessions has room; a harness opens its own."""
-        for held in self.line() if self.door is None else ():
-            while held.waiting and self.room > 0:
+        for held in self.waiting_tickets() if self.door is None else ():
+            while held.waiting and self.free_sessions > 0:
                 self.open(held, held.waiting.pop(0), first=True)
         self.waits_for("" if self.episodes else "a ticket: none may be granted, or all are out")
 
     @property
-    def room(self) -> int:
+    def free_sessions(self) -> int:
         """Sessions that may begin.  Those that wait to be adopted do not count: were they to fill
         all places, no ticket would come that adopts one.
         """
-        return self.config.agent.sessions - len(self.episodes) + len(self.parked())
+        return self.config.agent.sessions - len(self.episodes) + len(self.parked_episodes())
 
-    def line(self) -> list[Held]:
+    def waiting_tickets(self) -> list[GatewayTicket]:
         """Tickets with samples that wait, evaluation first."""
         return sorted(
             (held for held in self.held.values() if held.waiting),
@@ -430,37 +442,37 @@ class Gateway:
     def env_seed(self, ticket: m.Ticket) -> int:
         return env_seed(self.config, ticket)
 
-    def episode(self, held: Held, sample: int, *, first: bool) -> Episode:
+    def episode(self, held: GatewayTicket, sample: int, *, first: bool) -> Episode:
         """A session, begun."""
         ticket = held.ticket
         self.numbers += 1
         self.numbered += 1
         own = encode_prompt(self.tokenizer, ticket.prompt)
         now = time.monotonic()
-        chat = self.chat.at(datetime.now())
+        chat = self.chat.with_date(datetime.now())
         session = Session(
             ticket, sample, ticket.attempt, self.limits, chat, own_prompt=own, opened=now
         )
-        sides = Sides(self.templated)
+        sides = SessionPlayers(self.templated)
         made = self.episodes[self.numbers] = Episode(self.numbers, session, first, sides)
         held.open.add(self.numbers)
         return made
 
-    def open(self, held: Held, sample: int, *, first: bool) -> None:
+    def open(self, held: GatewayTicket, sample: int, *, first: bool) -> None:
         """A session in an environment."""
         assert self.drive is not None
         ticket = held.ticket
         episode = self.episode(held, sample, first=first)
         episode.doing = "the reset of its environment"
         self.drive.reset(
-            Op(
+            EnvironmentOperation(
                 session=episode.number,
                 kind="reset",
                 prompt=ticket.prompt,
                 seed=env_seed(self.config, ticket),
                 attempt=ticket.attempt,
                 first=first,
-                opponent=self.config.agent.opposed_by(ticket.kind),
+                opponent=self.config.agent.opponent_for(ticket.kind),
             )
         )
 
@@ -469,7 +481,7 @@ class Gateway:
         if self.drive is not None:
             self.drive.end(episode.number)
         if self.door is not None:
-            self.door.dropped(episode)
+            self.door.on_drop(episode)
         for number, drawing in list(self.drawing.items()):
             if drawing is episode:
                 self.board.forget(number)
@@ -480,9 +492,9 @@ class Gateway:
         del self.episodes[episode.number]
         held = self.held[session.ticket.ticket, session.attempt]
         held.open.discard(episode.number)
-        held.tokens += session.own
+        held.tokens += session.current_attempt_tokens
 
-    def again(self, episode: Episode) -> None:
+    def restart_episode(self, episode: Episode) -> None:
         """Its environment was lost with another's: the session begins anew."""
         session = episode.session
         self.drop(episode)
@@ -493,24 +505,24 @@ class Gateway:
         session = episode.session
         now = time.monotonic()
         try:
-            call = episode.sides.now.place(session, obs, episode.tools, now)
+            call = episode.sides.now.place_observation(session, obs, episode.tools, now)
         except CallRefused as error:
             # a template that refuses the messages is the environment's fault; a limit is none
             if error.code in ("session_limit", "context_length_exceeded"):
-                self.at_limit(episode)
+                self.end_at_limit(episode)
             else:
                 session.fail(str(error), now)
             return
         episode.call = call
         self.ask(episode, call)
 
-    def ask(self, episode: Episode, call: Call) -> int:
+    def ask(self, episode: Episode, call: SessionCall) -> int:
         """Have a call drawn; its number."""
         session = episode.session
         self.numbers += 1
         ticket = session.ticket
         self.drawing[self.numbers] = episode
-        asked = m.Call(
+        asked = m.GenerationCall(
             id=self.numbers,
             ticket=ticket.ticket,
             sample=session.sample,
@@ -523,13 +535,13 @@ class Gateway:
             seed=ticket.seed,
             stream=call.stream_key,
         )
-        if self.over_with(ticket):
+        if self.is_expired(ticket):
             self.put_off[asked.id] = asked
         else:
-            self.place(asked, ticket)
+            self.submit_call(asked, ticket)
         return asked.id
 
-    def at_limit(self, episode: Episode) -> None:
+    def end_at_limit(self, episode: Episode) -> None:
         """A limit that the policy can cause is an outcome: the reward so far counts."""
         session = episode.session
         now = time.monotonic()
@@ -566,7 +578,7 @@ class Gateway:
         session = episode.session
         assert self.rewards is not None
         if episode.last is None:
-            session.judged(Outcome(0.0, {}, why_untrained(session, self.config.agent)))
+            session.on_judged(SessionOutcome(0.0, {}, why_untrained(session, self.config.agent)))
             return
         ids = episode.last.node.ids
         assert ids is not None
@@ -574,7 +586,7 @@ class Gateway:
         if key in self.judged:
             return
         self.judged[key] = episode
-        self.rewards.submit(key, session.ticket.prompt, self.chat.shown(ids), ids)
+        self.rewards.submit(key, session.ticket.prompt, self.chat.visible_text(ids), ids)
 
     # ---- news ------------------------------------------------------------------------------------
 
@@ -585,24 +597,24 @@ class Gateway:
                 return
             peer, message = got
             try:
-                self.hear(peer, message)
+                self.on_generator_message(peer, message)
             except BadMessage as error:
                 self.refuse(error.reason, f"refused a {type(message).__name__}: {error}")
-                self.calls_socket.send(peer, m.Refused(str(error), 4))
+                self.calls_socket.send(peer, m.Refusal(str(error), 4))
 
-    def hear(self, peer: bytes, message: m.Serving | m.Called) -> None:
+    def on_generator_message(self, peer: bytes, message: m.ServingReport | m.CallResult) -> None:
         """What a generator says.  Raises BadMessage for what cannot be."""
-        if isinstance(message, m.Serving):
-            inbound.serving(message)
+        if isinstance(message, m.ServingReport):
+            message_checks.serving(message)
             self.ever_served = True
-            refused = self.board.said(peer, message, time.monotonic())
+            refused = self.board.on_report(peer, message, time.monotonic())
             if refused is not None:
                 self.calls_socket.send(peer, refused)
             return
         if (call := self.board.open.get(message.id)) is not None:
-            inbound.called(message, call, self.vocabulary)
-        if self.board.called(message) is not None:
-            self.drawn(message)
+            message_checks.check_call_result(message, call, self.vocabulary)
+        if self.board.on_result(message) is not None:
+            self.on_result(message)
 
     def refuse(self, reason: str, line: str) -> None:
         """Count it; the first ones stand in the log."""
@@ -610,17 +622,17 @@ class Gateway:
         if self.refused.total() <= REFUSALS_SAID:
             print(f"{self.producer}: {escape_line(line)}", file=sys.stderr, flush=True)
 
-    def drawn(self, message: m.Called) -> None:
+    def on_result(self, message: m.CallResult) -> None:
         episode = self.drawing.pop(message.id, None)
         if episode is not None and self.door is not None:
-            self.door.drawn(episode, message)
+            self.door.on_result(episode, message)
             return
         if episode is None or episode.call is None:
             return
         call, session = episode.call, episode.session
         episode.call = None
         ids = np.frombuffer(message.tokens, "<i4")
-        node = session.drawn(
+        node = session.on_result(
             call,
             ids,
             np.frombuffer(message.logprobs, "<f4"),
@@ -636,12 +648,16 @@ class Gateway:
         if session.state != "open":
             return
         if node is None or session.limit:
-            self.at_limit(episode)
+            self.end_at_limit(episode)
             return
-        episode.sides.now.drew(node)
+        episode.sides.now.on_answer(node)
         assert self.drive is not None
-        episode.doing = asked_of(node.answer)
-        self.drive.step(Op(episode.number, "step", text=self.chat.shown(ids), message=node.answer))
+        episode.doing = describe_request(node.answer)
+        self.drive.step(
+            EnvironmentOperation(
+                episode.number, "step", text=self.chat.visible_text(ids), message=node.answer
+            )
+        )
 
     def read_environments(self) -> None:
         for happened in self.drive.poll() if self.drive is not None else ():
@@ -649,13 +665,13 @@ class Gateway:
             if episode is None or episode.session.state != "open":
                 continue
             if happened.kind == "lost":
-                self.again(episode)
+                self.restart_episode(episode)
             elif happened.kind == "failed":
                 episode.session.fail(happened.why, time.monotonic())
             else:
-                self.stepped(episode, happened)
+                self.on_environment_event(episode, happened)
 
-    def stepped(self, episode: Episode, happened: Happened) -> None:
+    def on_environment_event(self, episode: Episode, happened: EnvironmentEvent) -> None:
         episode.tools = happened.tools or episode.tools
         if happened.reward and episode.last is not None:
             episode.reward += happened.reward
@@ -663,7 +679,7 @@ class Gateway:
             episode.shares[number] = episode.shares.get(number, 0.0) + happened.reward
         for name, value in happened.parts.items():
             episode.parts[name] = episode.parts.get(name, 0.0) + value
-        episode.sides.turn(happened.asked)
+        episode.sides.set_turn(happened.asked)
         if not happened.ended:
             self.call(episode, happened.obs)
             return
@@ -680,7 +696,7 @@ class Gateway:
             episode = self.judged.pop(result.key, None)
             if episode is not None:
                 failed = str(result.failed) if result.failed else ""
-                episode.session.judged(Outcome(result.reward, result.parts, failed))
+                episode.session.on_judged(SessionOutcome(result.reward, result.parts, failed))
 
     def tick(self, now: float) -> None:
         """Limits of time; what has ended goes out."""
@@ -692,8 +708,8 @@ class Gateway:
         for episode in list(self.episodes.values()):
             session = episode.session
             while session.cuts:
-                self.cut(episode, session.cuts.pop())
-            if self.over_with(session.ticket):
+                self.cancel_call(episode, session.cuts.pop())
+            if self.is_expired(session.ticket):
                 self.give_up(episode, now)
             elif session.complete:
                 self.deliver(episode)
@@ -708,22 +724,22 @@ class Gateway:
             held = self.held[session.ticket.ticket, session.attempt]
             self.drop(episode)
             if not held.open:
-                self.settle((session.ticket.ticket, session.attempt))
+                self.close_ticket((session.ticket.ticket, session.attempt))
 
-    def cut(self, episode: Episode, call: Call) -> None:
+    def cancel_call(self, episode: Episode, call: SessionCall) -> None:
         """End a call in the engine; one that no engine has is over now."""
         if self.door is not None:
             asked = self.door.call_of(call)
-            if asked is not None and self.never_drawn(asked):
-                self.drawn(m.Called(asked, b"", b"", [], "length"))
+            if asked is not None and self.drop_call(asked):
+                self.on_result(m.CallResult(asked, b"", b"", [], "length"))
             return
         for number, drawing in list(self.drawing.items()):
-            if drawing is episode and episode.call is call and self.never_drawn(number):
-                self.drawn(m.Called(number, b"", b"", [], "length"))
+            if drawing is episode and episode.call is call and self.drop_call(number):
+                self.on_result(m.CallResult(number, b"", b"", [], "length"))
 
-    def never_drawn(self, number: int) -> bool:
+    def drop_call(self, number: int) -> bool:
         """End a call; True when no answer will come."""
-        return self.put_off.pop(number, None) is not None or self.board.cut(number)
+        return self.put_off.pop(number, None) is not None or self.board.cancel(number)
 
     def deliver(self, episode: Episode) -> None:
         session = episode.session
@@ -734,9 +750,9 @@ class Gateway:
         name = (session.ticket.ticket, session.attempt)
         held = self.held[name]
         if not held.waiting and not held.open:
-            self.settle(name)
+            self.close_ticket(name)
 
-    def count(self, session: Session, failed: m.Failure | str) -> None:
+    def count(self, session: Session, failed: m.RewardFailure | str) -> None:
         """A session has ended.  Raises ConfigError when none has ended well so far, or hardly any
         of the last ones, and that is the agent's way: they would be written again for ever,
         evaluations above all, which have no budget of failures.  A harness is not ours to judge.
@@ -762,9 +778,9 @@ class Gateway:
         if agent.command or agent.function:
             hint = f"what it printed: {self.run_dir / 'agent-0.log'}"
         why = escape_line(str(failed))
-        raise ConfigError(f"{agent.named}: {counted}; the last one: {why}; {hint}")
+        raise ConfigError(f"{agent.source_name}: {counted}; the last one: {why}; {hint}")
 
-    def settle(self, name: tuple[int, int]) -> None:
+    def close_ticket(self, name: tuple[int, int]) -> None:
         """Nothing is written for the ticket any more.  What was drawn for it stays in the next
         reports: sessions that began again have tokens that no sample delivers.
         """
@@ -784,9 +800,11 @@ class Gateway:
         """Ask for as many samples as agent.sessions has room for, and a harness asks for."""
         now = time.monotonic()
         waiting = sum(len(held.waiting) for held in self.held.values())
-        asked_for = self.room if self.door is None else min(self.room, self.door.asks)
-        free = asked_for + (len(self.parked()) if self.door is not None else 0) - waiting
-        if self.outbox.full:
+        asked_for = (
+            self.free_sessions if self.door is None else min(self.free_sessions, self.door.asks)
+        )
+        free = asked_for + (len(self.parked_episodes()) if self.door is not None else 0) - waiting
+        if self.outbox.is_full:
             self.waits_for("credit: the buffer has not acknowledged what was delivered")
             return
         due = free > self.asked or (self.asked and now - self.want_sent > self.config.wires.retry_s)
@@ -795,7 +813,9 @@ class Gateway:
             self.want_sent = now
             self.asked = free
             holding = self.announced.label if self.announced is not None else None
-            self.socket.send(m.Want(self.producer, self.session, self.want_sequence, free, holding))
+            self.socket.send(
+                m.TicketRequest(self.producer, self.session, self.want_sequence, free, holding)
+            )
 
     def progress(self) -> list[tuple[int, int, int]]:
         """(ticket, attempt, tokens drawn for it so far): at most what its samples may have, should
@@ -803,7 +823,8 @@ class Gateway:
         """
         most = self.config.learner.group_size * self.config.agent.max_tokens
         open_now = {
-            name: held.tokens + sum(self.episodes[x].session.own for x in held.open)
+            name: held.tokens
+            + sum(self.episodes[x].session.current_attempt_tokens for x in held.open)
             for name, held in self.held.items()
         }
         counts = {**self.last_words, **open_now}
@@ -819,22 +840,22 @@ class Gateway:
         waiting = None
         if self.waiting_for:
             since = now - self.waiting_since
-            waiting = Wait(self.producer, self.waiting_for, BUFFER, since)
+            waiting = ProcessWait(self.producer, self.waiting_for, BUFFER, since)
         for line in self.wait_log.lines([waiting] if waiting else []):
             print(line, file=sys.stderr, flush=True)
         progress = self.progress()
         self.request(
-            m.Renew(
+            m.LeaseRenewal(
                 producer=self.producer,
                 session=self.session,
                 progress=progress,
                 stats=self.stats(),
                 waiting=waiting,
                 judging=sorted(
-                    name for name, held in self.held.items() if not self.over_with(held.ticket)
+                    name for name, held in self.held.items() if not self.is_expired(held.ticket)
                 ),
-                drawn=self.outbox.drawn.reported(progress),
-                sessions=self.oldest(now),
+                drawn=self.outbox.drawn.on_report(progress),
+                sessions=self.oldest_sessions(now),
                 written=sorted(self.outbox.tickets()),
                 taken=self.newest_attempt,
             )
@@ -848,22 +869,22 @@ class Gateway:
             out[m.SESSION_P95] = ordered[int(0.95 * (len(ordered) - 1))]
         return out
 
-    def oldest(self, now: float) -> list[OpenSession]:
+    def oldest_sessions(self, now: float) -> list[OpenSession]:
         """For whoever waits for them: of each of the oldest tickets the session that has waited
         longest for something else than the engine, or a sample that none has begun.
         """
         out = []
         for held in sorted(self.held.values(), key=lambda held: held.ticket.ticket):
-            each = [self.stands(self.episodes[number], now) for number in held.open]
+            each = [self.session_state(self.episodes[number], now) for number in held.open]
             if held.waiting:
-                each.append(self.unbegun(held, now))
+                each.append(self.waiting_sample(held, now))
             if each:  # tickets of evaluations have the highest numbers
                 out.append(max(each, key=lambda one: (one.kind != "engine", one.seconds)))
             if len(out) == OLDEST:
                 break
         return out
 
-    def unbegun(self, held: Held, now: float) -> OpenSession:
+    def waiting_sample(self, held: GatewayTicket, now: float) -> OpenSession:
         """A sample that no session has begun."""
         agent, ticket = self.config.agent, held.ticket
         kind: SessionWait = "place"
@@ -887,14 +908,14 @@ class Gateway:
             open_s=waited,
         )
 
-    def stands(self, episode: Episode, now: float) -> OpenSession:
+    def session_state(self, episode: Episode, now: float) -> OpenSession:
         """Where an open session stands, and what it waits for."""
         session = episode.session
-        limit, at = session.ends()
+        limit, at = session.next_deadline()
         since, left = session.call_at, at - now
         kind: SessionWait = "agent"
         what = HARNESS[bool(self.config.agent.command), bool(self.config.agent.function)]
-        if self.over_with(session.ticket):
+        if self.is_expired(session.ticket):
             kind, what = "grant", "its ticket to be granted again by the new learner"
         elif session.open_calls:
             kind = "engine"
@@ -903,12 +924,12 @@ class Gateway:
             kind, what, since, limit = "reward", "the reward of its answer", session.judging_at, ""
         elif self.drive is not None and episode.number in self.drive.places:
             kind, what = "environment", episode.doing
-            found = self.drive.at(episode.number, now)
+            found = self.drive.locate(episode.number, now)
             if found.left_s <= left or found.front is None:
                 limit, left = found.limit, found.left_s
             front = self.episodes.get(found.front) if found.front is not None else None
             if found.front is None:
-                what = f"a process to import {self.config.agent.named}"
+                what = f"a process to import {self.config.agent.source_name}"
             if self.drive.replaced:
                 what += f" ({self.drive.replaced})"
             if found.front is not None and front is not episode:
@@ -940,7 +961,7 @@ class Gateway:
         if self.rewards is not None:
             self.rewards.close()
         if not self.over:
-            self.socket.send(m.Leaving(self.producer, self.session))
+            self.socket.send(m.GeneratorGoodbye(self.producer, self.session))
         self.socket.close()
         self.calls_socket.close()
 
@@ -953,14 +974,14 @@ def task(ticket: m.Ticket) -> str:
     return f"{kind} {prompt.id} {text[:SHOWN]!a}{'...' if len(text) > SHOWN else ''}"
 
 
-def asked_of(answer: dict[str, Any] | None) -> str:
+def describe_request(answer: dict[str, Any] | None) -> str:
     """What an answer asks of its environment: a step, or tools by their names."""
     calls = (answer or {}).get("tool_calls") or ()
     names = ascii(", ".join(str(call["function"]["name"]) for call in calls)[:SHOWN])[1:-1]
     return f"its tool {names}" if names else "the step of its environment"
 
 
-def why_untrained(session: Session, agent: Agent) -> str:
+def why_untrained(session: Session, agent: AgentConfig) -> str:
     """Why a session that has ended has no token to train."""
     if session.refusals and not any(node.ids is not None for node in session.forest.nodes):
         return f"the session ended without an answer; {session.refusals}"
@@ -976,17 +997,17 @@ def why_untrained(session: Session, agent: Agent) -> str:
     )
 
 
-def trajectory(session: Session, tokenizer: Any, agent: Agent) -> m.Trajectory:
+def trajectory(session: Session, tokenizer: Any, agent: AgentConfig) -> m.Trajectory:
     """The record of a session that has ended."""
     assert session.outcome is not None
-    rows = list(session.rows())
-    failed: m.Failure | str = ""
+    rows = list(session.training_rows())
+    failed: m.RewardFailure | str = ""
     if session.outcome.failed:
         why = session.outcome.failed
-        failed = m.Failure("data", f"{why}; {session.refusals}" if session.refusals else why)
+        failed = m.RewardFailure("data", f"{why}; {session.refusals}" if session.refusals else why)
     elif not rows:
-        failed = m.Failure("data", why_untrained(session, agent))
-    first = rows[0] if rows else m.Row(b"", b"", b"", b"", [])
+        failed = m.RewardFailure("data", why_untrained(session, agent))
+    first = rows[0] if rows else m.TrainingSequence(b"", b"", b"", b"", [])
     shown = [int(x) for x in np.frombuffer(first.tokens, "<i4")]
     ticket = session.ticket
     return m.Trajectory(
@@ -1018,13 +1039,13 @@ def trajectory(session: Session, tokenizer: Any, agent: Agent) -> m.Trajectory:
 def door_of() -> Callable[[Gateway], Coroutine[Any, Any, None]]:
     """What serves a gateway over HTTP.  Raises ConfigError where its libraries are missing."""
     try:
-        from actors.gateway import door
+        from actors.gateway import session_api
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"agent: sessions over HTTP need {error.name}, which is not installed: pip install "
             "'asyncrl[agents]'"
         ) from error
-    return door.serve
+    return session_api.serve
 
 
 def main(config: Config, run_dir: Path, index: int) -> bool:
@@ -1036,7 +1057,7 @@ def main(config: Config, run_dir: Path, index: int) -> bool:
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN if os.environ.get("ASYNCRL_SUPERVISED") else stop)
-    gateway.warm()
+    gateway.warm_up()
     try:
         if config.agent.http:
             asyncio.run(door_of()(gateway))

@@ -23,10 +23,10 @@ import numpy as np
 import xxhash
 from msgspec import structs
 
-from actors.gateway.forest import Forest, Found, Message, Node, rows_of, text_digest
+from actors.gateway.call_tree import CallNode, CallTree, Message, MessageMatch, rows_of, text_digest
 from asyncrl.contract import outcomes
 from asyncrl.contract.errors import AsyncrlError, ProtocolError
-from asyncrl.contract.messages import Row, Span, Ticket
+from asyncrl.contract.messages import Ticket, TrainingSequence, VersionSpan
 from asyncrl.contract.printable import escape_line
 
 NEVER = math.inf
@@ -47,7 +47,7 @@ class CallRefused(AsyncrlError):
 
 
 @dataclass(frozen=True)
-class Limits:
+class SessionLimits:
     """What a session may use: the config's section [agent], and generator.context.  0: no limit."""
 
     context: int = 0  # tokens of a prompt and its answer
@@ -72,36 +72,36 @@ class Composer(Protocol):
         """int32 [P] of a whole prompt."""
 
     def follow(
-        self, node: Node, messages: Sequence[Message], answer_at: int, text: str
+        self, node: CallNode, messages: Sequence[Message], answer_at: int, text: str
     ) -> np.ndarray | None:
         """int32: what `text`, written of `messages`, has behind the node's answer, which is message
         `answer_at`; None when it does not begin with the node's turn.
         """
 
-    def follow_text(self, node: Node, text: str) -> np.ndarray | None:
+    def continue_text(self, node: CallNode, text: str) -> np.ndarray | None:
         """The same for a text without a template."""
 
     def read(self, ids: np.ndarray, stop: Sequence[str], name: str) -> Message:
         """The assistant's message that drawn ids are; name: unique, for its tool calls' ids."""
 
-    def shown(self, ids: np.ndarray, stop: Sequence[str] = ()) -> str:
+    def visible_text(self, ids: np.ndarray, stop: Sequence[str] = ()) -> str:
         """The text of drawn ids, up to an end token or a stop string."""
 
-    def until(self, ids: np.ndarray, stop: Sequence[str]) -> int | None:
+    def find_stop(self, ids: np.ndarray, stop: Sequence[str]) -> int | None:
         """How many of the drawn ids it takes to complete a stop string; None: none is in them."""
 
 
 @dataclass(eq=False)
-class Call:
+class SessionCall:
     """One generation.  prompt_ids int32 [P]; stream_key: 0 is the ticket's plain stream."""
 
     number: int
-    parent: Node | None
+    parent: CallNode | None
     prompt_ids: np.ndarray
     prompt_digest: bytes
     stream_key: int
     max_new_tokens: int
-    node: Node
+    node: CallNode
     # max_new_tokens is the run's limit or the session's, not one that the client chose
     run_bound: bool
     aside: bool = False
@@ -113,22 +113,22 @@ class Call:
 class Composed(NamedTuple):
     """The prompt of a call, as a template and a tokenizer made it of a request."""
 
-    parent: Node | None
+    parent: CallNode | None
     tail: np.ndarray  # int32 [P]: what follows the parent's turn; without a parent, all
     text: str
     why: str  # why it does not simply go on, should it open a row
-    found: Found | None = None  # of a call by messages
-    ours: Mapping[int, Node] = MappingProxyType({})
+    found: MessageMatch | None = None  # of a call by messages
+    ours: Mapping[int, CallNode] = MappingProxyType({})
     tools: Sequence[Any] = ()
 
 
 @dataclass(eq=False)
-class Request:
+class HarnessRequest:
     """One request of the harness, over as many connections as it takes."""
 
     body: bytes  # digest
     key: str  # Idempotency-Key, "" for none
-    call: Call | None = None
+    call: SessionCall | None = None
     connections: int = 1
     lost: bool = False  # its connection closed before the answer was written
     answer: bytes | None = None
@@ -163,7 +163,7 @@ class Refusals:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SessionOutcome:
     """How a session ended: a reward, or why there is none."""
 
     reward: float
@@ -180,19 +180,21 @@ class Session:
     ticket: Ticket
     sample: int
     attempt: int
-    limits: Limits
+    limits: SessionLimits
     composer: Composer | None = None
     own_prompt: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     opened: float = 0.0
 
     def __post_init__(self) -> None:
         self.name = f"{self.ticket.ticket}.{self.sample}.{self.attempt}"
-        self.forest = Forest()
-        self.open_calls: dict[int, Call] = {}
-        self.requests: list[Request] = []
-        self.cuts: list[Call] = []  # to be ended in the engine: whoever does it takes them out
+        self.forest = CallTree()
+        self.open_calls: dict[int, SessionCall] = {}
+        self.requests: list[HarnessRequest] = []
+        self.cuts: list[
+            SessionCall
+        ] = []  # to be ended in the engine: whoever does it takes them out
         self.state: Literal["open", "judging", "ended"] = "open"
-        self.outcome: Outcome | None = None
+        self.outcome: SessionOutcome | None = None
         self.limit = ""  # which one ended the calls
         self.limited_at = NEVER
         self.calls = 0
@@ -209,7 +211,7 @@ class Session:
 
     # ---- calls -----------------------------------------------------------------------------------
 
-    def place(
+    def place_messages(
         self,
         *,
         messages: Sequence[Message],
@@ -218,7 +220,7 @@ class Session:
         max_new_tokens: int = 0,
         stop: Sequence[str] = (),
         aside: bool = False,
-    ) -> Call:
+    ) -> SessionCall:
         """A call by messages, its place found and its prompt composed.  Raises CallRefused, and
         what the composer raises; nothing has changed then.
 
@@ -249,26 +251,28 @@ class Session:
             self.shortened = self.shortened or refused.code == TOO_LONG
             raise
 
-    def _compose(self, found: Found, messages: Sequence[Message], tools: Sequence[Any]) -> Composed:
+    def _compose(
+        self, found: MessageMatch, messages: Sequence[Message], tools: Sequence[Any]
+    ) -> Composed:
         assert self.composer is not None
         for index, node in found.candidates:
             ours = {**node.ours, index: node}
-            restored = put_back(messages, ours)
+            restored = restore_own_answers(messages, ours)
             text = self.composer.write(restored, tools)
             tail = self.composer.follow(node, restored, index, text)
             if tail is not None:
-                why = cause(found, node, tools)
+                why = row_start_reason(found, node, tools)
                 return Composed(node, tail, text, why, found=found, ours=ours, tools=tools)
-        ours = found.ours()
-        text = self.composer.write(put_back(messages, ours), tools)
+        ours = found.own_answers()
+        text = self.composer.write(restore_own_answers(messages, ours), tools)
         tail = self.composer.encode(text)
-        why = cause(found, None, tools)
+        why = row_start_reason(found, None, tools)
         return Composed(None, tail, text, why, found=found, ours=ours, tools=tools)
 
-    def _compose_text(self, texts: Sequence[Node], text: str) -> Composed:
+    def _compose_text(self, texts: Sequence[CallNode], text: str) -> Composed:
         assert self.composer is not None
         for node in texts:
-            if (tail := self.composer.follow_text(node, text)) is not None:
+            if (tail := self.composer.continue_text(node, text)) is not None:
                 return Composed(node, tail, text, "branch")
         return Composed(None, self.composer.encode(text), text, "text")
 
@@ -280,20 +284,20 @@ class Session:
         max_new_tokens: int = 0,
         stop: Sequence[str] = (),
         aside: bool = False,
-    ) -> Call:
+    ) -> SessionCall:
         """The call whose prompt is composed.  Raises CallRefused, also for what has come about
         since it was drafted: the session may have ended.
         """
         self.may_call(now)
         tail = np.ascontiguousarray(composed.tail, np.int32)
-        node = Node(self.forest.placed, composed.parent, tail, aside)
+        node = CallNode(self.forest.placed, composed.parent, tail, aside)
         found = composed.found
         if found is not None:
             node.chain, node.ours = found.chains[-1], dict(composed.ours)
             node.tools = composed.tools
         node.text_length, node.text_digest = len(composed.text), text_digest(composed.text)
-        call = self._sized(node, max_new_tokens, stop, now)
-        return self._placed(call, found, composed.why, now)
+        call = self._limit_call(node, max_new_tokens, stop, now)
+        return self._add_call(call, found, composed.why, now)
 
     def place_ids(
         self,
@@ -303,17 +307,17 @@ class Session:
         max_new_tokens: int = 0,
         stop: Sequence[str] = (),
         aside: bool = False,
-    ) -> Call:
+    ) -> SessionCall:
         """A call by token ids int32 [P], P >= 1: it continues the node whose ids they begin with.
         Raises CallRefused.
         """
         self.may_call(now)
         ids = np.ascontiguousarray(ids, np.int32)
         parent = self.forest.find_ids(ids, aside)
-        tail = ids if parent is None else ids[len(parent.whole()) :]
-        node = Node(self.forest.placed, parent, tail, aside)
-        call = self._sized(node, max_new_tokens, stop, now)
-        return self._placed(call, None, "ids" if parent is None else "branch", now)
+        tail = ids if parent is None else ids[len(parent.token_ids()) :]
+        node = CallNode(self.forest.placed, parent, tail, aside)
+        call = self._limit_call(node, max_new_tokens, stop, now)
+        return self._add_call(call, None, "ids" if parent is None else "branch", now)
 
     def place_text(
         self,
@@ -323,7 +327,7 @@ class Session:
         max_new_tokens: int = 0,
         stop: Sequence[str] = (),
         aside: bool = False,
-    ) -> Call:
+    ) -> SessionCall:
         """A call by text without a template: it continues the node whose text it begins with, the
         longest, of these the newest.  Raises CallRefused.
         """
@@ -337,7 +341,7 @@ class Session:
         if self.state != "open":
             raise CallRefused(410, "session_ended", f"session {self.name} has ended")
         if self.limit:
-            raise self._over()
+            raise self._over_error()
         limits = self.limits
         at_once = len(self.open_calls) + self.composing
         if limits.parallel and at_once >= limits.parallel:
@@ -348,11 +352,13 @@ class Session:
                 f"{limits.parallel}: wait for one of them",
             )
         if limits.max_calls and self.calls >= limits.max_calls:
-            raise self._reached("max_calls", now)
+            raise self._limit_reached("max_calls", now)
         if limits.max_tokens and self.tokens >= limits.max_tokens:
-            raise self._reached("max_tokens", now)
+            raise self._limit_reached("max_tokens", now)
 
-    def _sized(self, node: Node, wanted: int, stop: Sequence[str], now: float) -> Call:
+    def _limit_call(
+        self, node: CallNode, wanted: int, stop: Sequence[str], now: float
+    ) -> SessionCall:
         """The node as a call, within the limits.  Raises CallRefused."""
         limits = self.limits
         prompt = node.prompt()
@@ -382,15 +388,15 @@ class Session:
                     f"{limits.max_tokens}: wait for one of them",
                 )
             most = min(most, left)
-        if self.forest.opens_row(node) and (begun := self.forest.rows_begun()):
+        if self.forest.starts_row(node) and (begun := self.forest.rows_begun()):
             if limits.fork == "end":
-                raise self._reached("fork", now)
+                raise self._limit_reached("fork", now)
             if limits.rows and begun >= limits.rows:
-                raise self._reached("rows", now)
+                raise self._limit_reached("rows", now)
         node.stop = tuple(stop)
         digest = xxhash.xxh3_128_digest(prompt.tobytes())
         run_bound = not 0 < wanted < most
-        return Call(
+        return SessionCall(
             number=node.number,
             parent=node.parent,
             prompt_ids=prompt,
@@ -412,9 +418,11 @@ class Session:
             return 0
         return xxhash.xxh3_64_intdigest(prompt.tobytes() + asked.to_bytes(4, "little")) or 1
 
-    def _placed(self, call: Call, found: Found | None, why: str, now: float) -> Call:
+    def _add_call(
+        self, call: SessionCall, found: MessageMatch | None, why: str, now: float
+    ) -> SessionCall:
         """Take the call in."""
-        if self.forest.opens_row(call.node) and self.forest.rows_begun():
+        if self.forest.starts_row(call.node) and self.forest.rows_begun():
             self.forest.forks[why] += 1
         self.forest.add(call.node, found.chains if found else ())
         self._asked[call.prompt_digest] = self._asked.get(call.prompt_digest, 0) + 1
@@ -423,17 +431,17 @@ class Session:
         self.call_at = self.heard_at = now
         return call
 
-    def drawn(
+    def on_result(
         self,
-        call: Call,
+        call: SessionCall,
         ids: np.ndarray,
         logprobs: np.ndarray,
-        spans: Sequence[Span],
+        spans: Sequence[VersionSpan],
         finish: Finish,
         *,
         past: int = 0,
         now: float = 0.0,
-    ) -> Node | None:
+    ) -> CallNode | None:
         """What the engine drew: ids int32 [T], logprobs float32 [T], spans over [0, T).  None for
         no token.  past: tokens that it drew and did not give.  What lies behind the token that
         completes a stop string is set aside.
@@ -448,7 +456,7 @@ class Session:
             )
         node = call.node
         if self.composer is not None and call.stop:
-            kept = self.composer.until(ids, call.stop)
+            kept = self.composer.find_stop(ids, call.stop)
             if kept is not None:
                 past += len(ids) - kept
                 ids, logprobs, finish = ids[:kept], logprobs[:kept], "stop"
@@ -471,15 +479,15 @@ class Session:
             self.shortened = finish == "length" and (call.run_bound or call.cut)
         if self.composer is not None and node.chain:
             name = f"{self.name}-{call.number}"
-            self.forest.answered(node, self.composer.read(node.ids, call.stop, name))
+            self.forest.set_answer(node, self.composer.read(node.ids, call.stop, name))
         elif self.composer is not None:  # placed by text or ids: nothing is parsed
-            text = self.composer.shown(node.ids, call.stop)
+            text = self.composer.visible_text(node.ids, call.stop)
             node.answer = {"role": "assistant", "content": text}
         return node
 
     # ---- requests and their retries --------------------------------------------------------------
 
-    def request(self, body: bytes, *, retry: bool = False, key: str = "") -> Request:
+    def request(self, body: bytes, *, retry: bool = False, key: str = "") -> HarnessRequest:
         """The request that came with this body (a digest of path and bytes): an earlier one that it
         repeats, or a new one.
 
@@ -493,7 +501,7 @@ class Session:
                 unanswered = [each for each in same if each.answer is None]
                 found = next(iter(unanswered), same[-1] if same else None)
         if found is None:
-            found = Request(body, key)
+            found = HarnessRequest(body, key)
             self.requests.append(found)
             return found
         found.connections += 1
@@ -502,16 +510,16 @@ class Session:
             found.call.alone_since = NEVER
         return found
 
-    def forget(self, request: Request) -> None:
+    def forget(self, request: HarnessRequest) -> None:
         """The request began no call: the same again is a new one."""
         if request in self.requests:
             self.requests.remove(request)
 
-    def written(self, request: Request) -> None:
+    def on_response_sent(self, request: HarnessRequest) -> None:
         """The answer went out whole on one of its connections."""
         request.connections -= 1
 
-    def closed(self, request: Request, now: float) -> None:
+    def closed(self, request: HarnessRequest, now: float) -> None:
         """A connection of it ended before the answer was out."""
         request.connections -= 1
         if request.connections <= 0:
@@ -527,7 +535,7 @@ class Session:
         """
         for call in list(self.open_calls.values()):
             if now >= call.alone_since + self.limits.linger_s:
-                self._cut(call)
+                self._cancel_call(call)
         if self.state != "open":
             return
         if now >= self._deadline() and not self.limit:
@@ -551,7 +559,7 @@ class Session:
             times.append(NEVER if self.limit else self._idle_over())
         return min(times, default=NEVER)
 
-    def ends(self) -> tuple[str, float]:
+    def next_deadline(self) -> tuple[str, float]:
         """Which key ends it if nothing else happens, and when by the clock; ("", NEVER): none."""
         if self.limit:
             return f"the time to score it after agent.{self.limit}", self._grace_over()
@@ -571,11 +579,11 @@ class Session:
             return NEVER
         return max(self.limited_at, self.call_at) + self.limits.grace_s
 
-    def _reached(self, limit: str, now: float) -> CallRefused:
+    def _limit_reached(self, limit: str, now: float) -> CallRefused:
         self.limit, self.limited_at = limit, now
-        return self._over()
+        return self._over_error()
 
-    def _over(self) -> CallRefused:
+    def _over_error(self) -> CallRefused:
         return CallRefused(
             400,
             "session_limit",
@@ -583,14 +591,14 @@ class Session:
             f"{self.limits.grace_s:g} s",
         )
 
-    def _cut(self, call: Call) -> None:
+    def _cancel_call(self, call: SessionCall) -> None:
         if not call.cut:
             call.cut = True
             self.cuts.append(call)
 
     def _cut_all(self) -> None:
         for call in list(self.open_calls.values()):
-            self._cut(call)
+            self._cancel_call(call)
 
     def beat(self, now: float) -> None:
         """The harness lives."""
@@ -628,7 +636,7 @@ class Session:
                     422, "no_such_call", f"calls: {self.name} has no trained call {number}", "calls"
                 )
         self._said = said
-        self.outcome = Outcome(said[0], said[1])
+        self.outcome = SessionOutcome(said[0], said[1])
         self.state = "ended"
         self._cut_all()
 
@@ -645,7 +653,7 @@ class Session:
             return False
         raise CallRefused(410, "session_ended", f"session {self.name} has ended")
 
-    def judged(self, outcome: Outcome) -> None:
+    def on_judged(self, outcome: SessionOutcome) -> None:
         """What the config's reward said."""
         if self.state == "judging":
             self.state, self.outcome = "ended", outcome
@@ -653,7 +661,7 @@ class Session:
     def fail(self, why: str, now: float) -> None:
         """No reward will come: the sample is written again, or its group given up."""
         if self.state != "ended":
-            self.state, self.outcome = "ended", Outcome(0.0, {}, why)
+            self.state, self.outcome = "ended", SessionOutcome(0.0, {}, why)
             self._cut_all()
 
     @property
@@ -661,18 +669,18 @@ class Session:
         """Ended, and every draw is in: nothing of it changes any more."""
         return self.state == "ended" and not self.open_calls
 
-    def adopt(self, ticket: Ticket) -> None:
+    def resume_under(self, ticket: Ticket) -> None:
         """The session goes on under a new attempt at its sample; what it has drawn stays counted
         with the attempt before.  Calls that are under way are not of it: those of an epoch that is
         over are to be drawn again by the new ticket's weights.
         """
         if ticket.ticket != self.ticket.ticket or self.sample not in ticket.samples:
             raise ProtocolError(f"session {self.name} is no sample of ticket {ticket.ticket}")
-        self.adopted.append((self.attempt, self.own))
+        self.adopted.append((self.attempt, self.current_attempt_tokens))
         self.ticket, self.attempt = ticket, ticket.attempt
 
     @property
-    def own(self) -> int:
+    def current_attempt_tokens(self) -> int:
         """Tokens drawn under the attempt of now."""
         return self.tokens - sum(tokens for _, tokens in self.adopted)
 
@@ -688,7 +696,7 @@ class Session:
         """Causes of rows beyond the first, counted."""
         return self.forest.forks
 
-    def rows(self) -> tuple[Row, ...]:
+    def training_rows(self) -> tuple[TrainingSequence, ...]:
         """What is trained, in the order of each row's first own call."""
         shares = dict(self._said[2]) if self._said is not None else {}
         trained = [n for n in self.forest.nodes if n.ids is not None and not n.aside]
@@ -700,7 +708,7 @@ class Session:
                 shares[last] = shares.get(last, 0.0) + rest
         return rows_of(self.forest.nodes, shares)
 
-    def view(self, now: float) -> dict[str, Any]:
+    def describe(self, now: float) -> dict[str, Any]:
         """The session for whoever asks: counts, versions, seconds left."""
         labels = {
             span.label for node in self.forest.nodes if node.ids is not None for span in node.spans
@@ -743,7 +751,7 @@ def _check_reward(value: float, parts: Mapping[str, float], calls: Mapping[int, 
 
 
 @dataclass(eq=False)
-class Side:
+class SessionPlayer:
     """One player in a session's environment: what it was told and has said.  game: 0 is the
     policy's side; else its opponent's, in the game of that number, from 1, of those that were
     begun; its draws are set aside.  history: for a chat template.
@@ -752,26 +760,28 @@ class Side:
     templated: bool
     game: int = 0
     history: list[Message] = field(default_factory=list)
-    last: Node | None = None  # the newest that it drew
+    last: CallNode | None = None  # the newest that it drew
 
-    def place(
+    def place_observation(
         self, session: Session, obs: str | list[Message], tools: Sequence[Any], now: float
-    ) -> Call:
+    ) -> SessionCall:
         """The environment has spoken to it: the call for its answer.  Without a template the ids so
         far go on with the observation's.  Raises as Session.place.
         """
         if self.templated:
             new = [{"role": "user", "content": obs}] if isinstance(obs, str) else obs
             self.history = [*self.history, *new]
-            return session.place(messages=self.history, tools=tools, now=now, aside=self.game > 0)
+            return session.place_messages(
+                messages=self.history, tools=tools, now=now, aside=self.game > 0
+            )
         assert session.composer is not None
         text = obs if isinstance(obs, str) else "".join(str(x.get("content", "")) for x in obs)
         ids = session.composer.encode(text)
         if self.last is not None:
-            ids = np.concatenate([self.last.whole(), ids])
+            ids = np.concatenate([self.last.token_ids(), ids])
         return session.place_ids(ids, now=now, aside=self.game > 0)
 
-    def drew(self, node: Node) -> None:
+    def on_answer(self, node: CallNode) -> None:
         """Its answer."""
         self.last = node
         if self.templated:
@@ -779,23 +789,23 @@ class Side:
             self.history = [*self.history, node.answer]
 
 
-class Sides:
+class SessionPlayers:
     """The players in a session's environment; `now` is to answer."""
 
     def __init__(self, templated: bool) -> None:
-        self.policy = self.now = Side(templated)
-        self.other = Side(templated, 1)
+        self.policy = self.now = SessionPlayer(templated)
+        self.other = SessionPlayer(templated, 1)
 
-    def turn(self, game: int) -> None:
+    def set_turn(self, game: int) -> None:
         """Whose turn it is, as of Side: in another game the opponent knows nothing of earlier
         ones.
         """
         if game not in (0, self.other.game):
-            self.other = Side(self.policy.templated, game)
+            self.other = SessionPlayer(self.policy.templated, game)
         self.now = self.other if game else self.policy
 
 
-def put_back(messages: Sequence[Message], ours: Mapping[int, Node]) -> list[Message]:
+def restore_own_answers(messages: Sequence[Message], ours: Mapping[int, CallNode]) -> list[Message]:
     """The messages with our own answers as they were drawn."""
     return [
         (ours[index].answer or message) if index in ours else message
@@ -803,7 +813,7 @@ def put_back(messages: Sequence[Message], ours: Mapping[int, Node]) -> list[Mess
     ]
 
 
-def cause(found: Found, parent: Node | None, tools: Sequence[Any]) -> str:
+def row_start_reason(found: MessageMatch, parent: CallNode | None, tools: Sequence[Any]) -> str:
     """Why a call by messages does not simply go on, should it open a row."""
     if found.candidates:
         deepest = found.candidates[0][1]

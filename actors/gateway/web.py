@@ -30,10 +30,17 @@ import xxhash
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from actors.gateway import replies
-from actors.gateway.chat import Chat
-from actors.gateway.forest import Node
-from actors.gateway.requests import PREFIX, Kind, Manners, Wanted, decoded, wanted
-from actors.gateway.sessions import TOO_LONG, Call, CallRefused, Request, Session
+from actors.gateway.call_tree import CallNode
+from actors.gateway.chat import ChatFormat
+from actors.gateway.requests import (
+    PREFIX,
+    Kind,
+    ParsedRequest,
+    RequestPolicy,
+    decoded,
+    parse_request,
+)
+from actors.gateway.sessions import TOO_LONG, CallRefused, HarnessRequest, Session, SessionCall
 from asyncrl.contract import outcomes
 from asyncrl.contract.errors import ConfigError
 
@@ -68,9 +75,9 @@ class HttpRequest:
         self.model = ""
 
     @property
-    def connection(self) -> Bounded:
+    def connection(self) -> BoundedConnection:
         """What it came on."""
-        found: Bounded = self.scope["asyncrl.connection"]
+        found: BoundedConnection = self.scope["asyncrl.connection"]
         return found
 
     def header(self, name: bytes, default: str = "") -> str:
@@ -88,11 +95,11 @@ class HttpRequest:
         return f"{self.scope['scheme']}://{self.header(b'host') or f'{host}:{port}'}/"
 
 
-class Gone(Exception):
+class ClientDisconnected(Exception):
     """Closed before its body was read: nothing was begun, and nobody reads an answer."""
 
 
-class Response:
+class WholeResponse:
     """A reply that is known whole."""
 
     def __init__(self, status: int = 200, said: Any = None, more: Mapping[str, str] = {}) -> None:
@@ -108,20 +115,20 @@ class Response:
         if request.scope["method"] != "HEAD":
             request.connection.hold()
         await send(_head(self.status, self.headers))
-        await send(_part(self.body, more=False))
+        await send(_body_part(self.body, more=False))
 
 
-Served = Callable[[HttpRequest], Awaitable["Response | Reply"]]
+Served = Callable[[HttpRequest], Awaitable["WholeResponse | CallReply"]]
 
 
 @dataclass(eq=False)
-class Opened:
+class OpenedSession:
     """A session as the endpoint serves it.  task: what the harness is told of the sample, never its
     answer.
     """
 
     session: Session
-    chat: Chat
+    chat: ChatFormat
     key: str  # 256 bits, of this session alone
     task: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
@@ -129,40 +136,40 @@ class Opened:
     composing: asyncio.Lock = field(default_factory=asyncio.Lock)  # held for one call's prompt
 
 
-class Service(Protocol):
+class SessionService(Protocol):
     """What stands behind the endpoint: it has the tickets and asks the generators."""
 
-    manners: Manners
+    manners: RequestPolicy
     run_key: str
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """The run has ended: nothing is leased or drawn any more."""
 
     @property
-    def ending(self) -> bool:
+    def is_ending(self) -> bool:
         """This process ends: come again."""
 
-    def now(self) -> float:
+    def current_time(self) -> float:
         """The clock of the sessions, in seconds."""
 
-    def find(self, name: str) -> Opened | None:
+    def find(self, name: str) -> OpenedSession | None:
         """A session by its name, those that ended a while ago too."""
 
-    async def lease(self, lease: str, wait_s: float) -> Opened | None:
+    async def lease(self, lease: str, wait_s: float) -> OpenedSession | None:
         """A sample for a harness; the same lease: the same session.  None: none within wait_s."""
 
-    async def draw(self, session: Session, call: Call) -> Node | None:
+    async def draw(self, session: Session, call: SessionCall) -> CallNode | None:
         """Have the call drawn and `session.drawn` told; None when it drew nothing.  Raises
         CallRefused.
         """
 
-    def changed(self, session: Session) -> None:
+    def on_change(self, session: Session) -> None:
         """Look at it: it has calls to cut, has ended, or wants the run's reward."""
 
 
 @dataclass(frozen=True)
-class Bind:
+class ListenAddress:
     """Where to listen.  TLS by its two files, or a proxy in front that does it."""
 
     host: str = "127.0.0.1"
@@ -186,15 +193,15 @@ class Bind:
             )
 
 
-class Web:
+class WebApp:
     """The routes, over a service."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: SessionService) -> None:
         self.service = service
-        self.placing: dict[Request, asyncio.Task[None]] = {}
-        self.drawing: dict[Request, asyncio.Task[None]] = {}
+        self.placing: dict[HarnessRequest, asyncio.Task[None]] = {}
+        self.drawing: dict[HarnessRequest, asyncio.Task[None]] = {}
         self.threads = ThreadPoolExecutor(THREADS, "prompts")
-        self.errors: dict[Request, CallRefused] = {}
+        self.errors: dict[HarnessRequest, CallRefused] = {}
         served = self._served
         # what follows /s/ID/ -> who serves it
         self.posted: dict[str, Served] = {
@@ -208,7 +215,7 @@ class Web:
             "v1/responses": self._calls("responses"),
             "inference/v1/generate": self._calls("ids"),
         }
-        self.view, self.models = served(self._view), served(self._models)
+        self.view, self.models = served(self._describe_session), served(self._models)
 
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request, by ASGI.  What is no refusal is answered, and raised for the log."""
@@ -216,12 +223,12 @@ class Web:
         try:
             response = await self._route(request)(request)
         except CallRefused as refused:
-            response = _refused(request, refused)
-        except Gone:
+            response = _refusal_response(request, refused)
+        except ClientDisconnected:
             return
         except Exception as error:
             why = f"the gateway failed: {type(error).__name__}: {error}"
-            await _refused(request, CallRefused(500, "gateway", why)).write(request, send)
+            await _refusal_response(request, CallRefused(500, "gateway", why)).write(request, send)
             raise
         await response.write(request, send)
 
@@ -252,10 +259,10 @@ class Web:
 
     # ---- who may ---------------------------------------------------------------------------------
 
-    def _opened(self, request: HttpRequest) -> Opened:
+    def _authorized_session(self, request: HttpRequest) -> OpenedSession:
         """The session of the path, if the key is its own.  Raises CallRefused."""
         opened = self.service.find(request.session)
-        if opened is None or not _same_key(request, opened.key):
+        if opened is None or not _has_key(request, opened.key):
             raise CallRefused(
                 401,
                 "invalid_api_key",
@@ -267,21 +274,21 @@ class Web:
 
     def _served(
         self,
-        serve: Callable[[HttpRequest, Opened, bytes], Awaitable[Response]],
+        serve: Callable[[HttpRequest, OpenedSession, bytes], Awaitable[WholeResponse]],
         most: int = LARGEST_REPORT,
     ) -> Served:
         """A route of a session, for whoever has its key; most: bytes of a body."""
 
-        async def route(request: HttpRequest) -> Response:
-            opened = self._opened(request)
+        async def route(request: HttpRequest) -> WholeResponse:
+            opened = self._authorized_session(request)
             return await serve(request, opened, await _body(request, most))
 
         return route
 
     # ---- sessions --------------------------------------------------------------------------------
 
-    async def _lease(self, request: HttpRequest) -> Response:
-        if not _same_key(request, self.service.run_key):
+    async def _lease(self, request: HttpRequest) -> WholeResponse:
+        if not _has_key(request, self.service.run_key):
             raise CallRefused(401, "invalid_api_key", "the key is not the one in RUN/agent.key")
         request.connection.welcome()
         said = _json(await _body(request, LARGEST_REPORT))
@@ -294,14 +301,14 @@ class Web:
                 "same session",
                 "lease",
             )
-        wait_s = _number(said.get("wait_s", 0.0), "wait_s")
+        wait_s = _parse_number(said.get("wait_s", 0.0), "wait_s")
         self._running()
         opened = await self.service.lease(lease, min(max(wait_s, 0.0), LONGEST_WAIT_S))
         if opened is None:
             self._running()
-            return Response(204)
+            return WholeResponse(204)
         session = opened.session
-        return Response(
+        return WholeResponse(
             said={
                 "session": session.name,
                 "base_url": f"{request.base_url}s/{session.name}/v1",
@@ -317,21 +324,23 @@ class Web:
 
     def _running(self) -> None:
         """Raises CallRefused where nothing new begins."""
-        if self.service.over:
+        if self.service.is_over:
             raise CallRefused(410, "run_over", "the run is over")
-        if self.service.ending:
+        if self.service.is_ending:
             raise CallRefused(503, "ending", "the gateway is ending: come again")
 
-    async def _reward(self, request: HttpRequest, opened: Opened, body: bytes) -> Response:
+    async def _reward(
+        self, request: HttpRequest, opened: OpenedSession, body: bytes
+    ) -> WholeResponse:
         said = _json(body)
         session = opened.session
-        value = _number(said.get("reward"), "reward", finite=False)
+        value = _parse_number(said.get("reward"), "reward", finite=False)
         parts = _numbers(said.get("parts"), "parts")
         calls: dict[int, float] = {}
         for name, share in _numbers(said.get("calls"), "calls").items():
             number = name.rpartition("-")[2]
             names = {f"{prefix}{session.name}-{number}" for prefix in PREFIX.values()}
-            call = _whole(number)
+            call = _parse_count(number)
             if call is None or name not in {number, *names}:
                 raise CallRefused(
                     422, "no_such_call", f"calls: {name!r:.80} is no call's id", "calls"
@@ -340,12 +349,12 @@ class Web:
                 raise CallRefused(422, "invalid_value", f"calls: {call} has two shares", "calls")
             calls[call] = share
         try:
-            session.reward(value, parts, calls, now=self.service.now())
+            session.reward(value, parts, calls, now=self.service.current_time())
         finally:
-            self.service.changed(session)
+            self.service.on_change(session)
         return self._state(session)
 
-    async def _end(self, request: HttpRequest, opened: Opened, body: bytes) -> Response:
+    async def _end(self, request: HttpRequest, opened: OpenedSession, body: bytes) -> WholeResponse:
         said = _json(body)
         session = opened.session
         failed = said.get("failed")
@@ -358,27 +367,33 @@ class Web:
                 raise CallRefused(422, "invalid_value", f"failed: {error}", "failed") from error
             if session.outcome is not None and not session.outcome.failed:
                 raise CallRefused(422, "session_scored", f"session {session.name} has a reward")
-            session.fail(failed, self.service.now())
+            session.fail(failed, self.service.current_time())
         elif said.get("score") is True:
-            session.judge(self.service.now())
+            session.judge(self.service.current_time())
         else:
             raise CallRefused(400, "invalid_value", 'give {"score": true} or {"failed": "why"}')
-        self.service.changed(session)
+        self.service.on_change(session)
         return self._state(session)
 
-    async def _beat(self, request: HttpRequest, opened: Opened, body: bytes) -> Response:
-        opened.session.beat(self.service.now())
+    async def _beat(
+        self, request: HttpRequest, opened: OpenedSession, body: bytes
+    ) -> WholeResponse:
+        opened.session.beat(self.service.current_time())
         return self._state(opened.session)
 
-    async def _view(self, request: HttpRequest, opened: Opened, body: bytes) -> Response:
+    async def _describe_session(
+        self, request: HttpRequest, opened: OpenedSession, body: bytes
+    ) -> WholeResponse:
         return self._state(opened.session)
 
-    def _state(self, session: Session) -> Response:
-        return Response(said=session.view(self.service.now()))
+    def _state(self, session: Session) -> WholeResponse:
+        return WholeResponse(said=session.describe(self.service.current_time()))
 
     # ---- calls -----------------------------------------------------------------------------------
 
-    async def _models(self, request: HttpRequest, opened: Opened, body: bytes) -> Response:
+    async def _models(
+        self, request: HttpRequest, opened: OpenedSession, body: bytes
+    ) -> WholeResponse:
         name = self.service.manners.model
         model = {
             "id": name,
@@ -390,10 +405,12 @@ class Web:
         if asked := request.model:
             if asked != name:
                 raise CallRefused(404, "model_not_found", f"there is no model {asked!r}", "model")
-            return Response(said=model)
-        return Response(said={"object": "list", "data": [model]})
+            return WholeResponse(said=model)
+        return WholeResponse(said={"object": "list", "data": [model]})
 
-    async def _count(self, request: HttpRequest, opened: Opened, body: bytes) -> Response:
+    async def _count(
+        self, request: HttpRequest, opened: OpenedSession, body: bytes
+    ) -> WholeResponse:
         """Tokens of a prompt that nobody draws from."""
         asked = await self._read_call("messages", opened, body)
         chat = opened.chat
@@ -401,11 +418,11 @@ class Web:
         def count() -> int:
             return len(chat.encode(chat.write(asked.messages, asked.tools)))
 
-        return Response(said={"input_tokens": await self._apart(len(body), count)})
+        return WholeResponse(said={"input_tokens": await self._run_in_thread(len(body), count)})
 
     def _calls(self, kind: Kind) -> Served:
-        async def route(request: HttpRequest) -> Reply:
-            opened = self._opened(request)
+        async def route(request: HttpRequest) -> CallReply:
+            opened = self._authorized_session(request)
             try:
                 body = await _body(request, LARGEST_BODY)
                 asked = await self._read_call(kind, opened, body)
@@ -413,16 +430,16 @@ class Web:
             except CallRefused as refused:
                 opened.session.refusals.add(refused)
                 raise
-            return Reply(self, opened.session, made, asked)
+            return CallReply(self, opened.session, made, asked)
 
         return route
 
-    async def _read_call(self, kind: Kind, opened: Opened, body: bytes) -> Wanted:
+    async def _read_call(self, kind: Kind, opened: OpenedSession, body: bytes) -> ParsedRequest:
         """What a body asks for.  Raises CallRefused."""
         session, manners = opened.session, self.service.manners
         context = session.limits.context
 
-        def read() -> Wanted:
+        def read() -> ParsedRequest:
             said = decoded(body)
             for name in ("messages", "input", "prompt", "token_ids"):
                 given = said.get(name)
@@ -435,15 +452,15 @@ class Web:
                         "history",
                         name,
                     )
-            return wanted(kind, said, manners, session.ticket.sampling)
+            return parse_request(kind, said, manners, session.ticket.sampling)
 
         try:
-            return await self._apart(len(body), read)
+            return await self._run_in_thread(len(body), read)
         except CallRefused as refused:
             session.shortened = session.shortened or refused.code == TOO_LONG
             raise
 
-    async def _apart(self, size: int, work: Callable[[], Result]) -> Result:
+    async def _run_in_thread(self, size: int, work: Callable[[], Result]) -> Result:
         """The result of `work` on a body of so many bytes: in a thread where it takes long, as
         nobody else is served meanwhile otherwise.
         """
@@ -452,12 +469,12 @@ class Web:
         return await asyncio.get_running_loop().run_in_executor(self.threads, work)
 
     async def _request(
-        self, request: HttpRequest, opened: Opened, asked: Wanted, body: bytes
-    ) -> Request:
+        self, request: HttpRequest, opened: OpenedSession, asked: ParsedRequest, body: bytes
+    ) -> HarnessRequest:
         """The request, new or joined; a new one draws from here on.  Raises CallRefused."""
         session = opened.session
         digest = xxhash.xxh3_128_digest(request.path.encode() + b"\n" + body)
-        repeats = _whole(request.header(b"x-stainless-retry-count", "0")) or 0
+        repeats = _parse_count(request.header(b"x-stainless-retry-count", "0")) or 0
         key = request.header(b"idempotency-key")
         made = session.request(digest, retry=repeats > 0, key=key)
         if made.call is not None:
@@ -468,22 +485,24 @@ class Web:
         await asyncio.shield(self.placing[made])
         return made
 
-    async def _place(self, opened: Opened, made: Request, asked: Wanted, size: int) -> None:
+    async def _place(
+        self, opened: OpenedSession, made: HarnessRequest, asked: ParsedRequest, size: int
+    ) -> None:
         """Compose the call's prompt and let it be drawn.  Raises CallRefused."""
         session = opened.session
         try:
             self._running()
-            session.may_call(self.service.now())
+            session.may_call(self.service.current_time())
             made.call = await self._compose(opened, asked, size)
         except BaseException:
             session.forget(made)
-            self.service.changed(session)
+            self.service.on_change(session)
             raise
         finally:
             del self.placing[made]
         self.drawing[made] = asyncio.create_task(self._draw(opened, made, asked))
 
-    async def _compose(self, opened: Opened, asked: Wanted, size: int) -> Call:
+    async def _compose(self, opened: OpenedSession, asked: ParsedRequest, size: int) -> SessionCall:
         """The call in its session: one after another is composed, in the order in which they came,
         as each may go on behind those before it.  Raises CallRefused.
         """
@@ -494,7 +513,7 @@ class Web:
             "aside": asked.aside,
         }
         if asked.ids is not None:
-            return session.place_ids(asked.ids, now=self.service.now(), **common)
+            return session.place_ids(asked.ids, now=self.service.current_time(), **common)
         session.composing += 1
         try:
             async with opened.composing:
@@ -502,13 +521,15 @@ class Web:
                     draft = session.draft_text(asked.text)
                 else:
                     draft = session.draft(asked.messages, asked.tools, asked.aside)
-                composed = await self._apart(size, draft)
+                composed = await self._run_in_thread(size, draft)
         finally:
             session.composing -= 1
         # in the same step as the lock's release: the next one is drafted behind this call
-        return session.accept(composed, now=self.service.now(), **common)
+        return session.accept(composed, now=self.service.current_time(), **common)
 
-    async def _draw(self, opened: Opened, made: Request, asked: Wanted) -> None:
+    async def _draw(
+        self, opened: OpenedSession, made: HarnessRequest, asked: ParsedRequest
+    ) -> None:
         """Let the call be drawn and keep its answer, whoever waits for it."""
         session, call = opened.session, made.call
         assert call is not None
@@ -519,7 +540,9 @@ class Web:
                     410, "session_ended", f"session {session.name} ended before a token was drawn"
                 )
             name = _name(session, call.number, asked.kind)
-            made.answer = replies.answer(asked, node, name, opened.chat.text, int(time.time()))
+            made.answer = replies.answer(
+                asked, node, name, opened.chat.decode_text, int(time.time())
+            )
         except CallRefused as refused:
             self._failed(session, made, refused)
         except Exception as error:
@@ -529,7 +552,7 @@ class Web:
         finally:
             self.drawing.pop(made, None)
 
-    def _failed(self, session: Session, made: Request, why: CallRefused) -> None:
+    def _failed(self, session: Session, made: HarnessRequest, why: CallRefused) -> None:
         """No answer came of it: the same request again is a new one."""
         session.forget(made)
         session.refusals.add(why)
@@ -537,10 +560,12 @@ class Web:
             self.errors[made] = why
 
 
-class Reply:
+class CallReply:
     """The answer to a call, whole or as a stream, for one connection that may close before it."""
 
-    def __init__(self, web: Web, session: Session, made: Request, asked: Wanted) -> None:
+    def __init__(
+        self, web: WebApp, session: Session, made: HarnessRequest, asked: ParsedRequest
+    ) -> None:
         self.web = web
         self.session = session
         self.made = made
@@ -551,36 +576,38 @@ class Reply:
         try:
             written = await self._write(request.connection, send)
         finally:
-            now = self.web.service.now()
+            now = self.web.service.current_time()
             if written:
-                self.session.written(self.made)
+                self.session.on_response_sent(self.made)
             else:
                 self.session.closed(self.made, now)
-                self.web.service.changed(self.session)
+                self.web.service.on_change(self.session)
             if self.made.connections <= 0:
                 self.web.errors.pop(self.made, None)
 
-    async def _write(self, connection: Bounded, send: Send) -> bool:
+    async def _write(self, connection: BoundedConnection, send: Send) -> bool:
         """True when all of it went out."""
         if self.asked.stream:
             connection.hold()
-            await self._begin(send, 200, b"text/event-stream", {"cache-control": "no-cache"})
-            await send(_part(replies.KEEP_ALIVE))
+            await self._start_response(
+                send, 200, b"text/event-stream", {"cache-control": "no-cache"}
+            )
+            await send(_body_part(replies.KEEP_ALIVE))
         while (task := self.web.drawing.get(self.made)) is not None:
-            await connection.until(task, KEEP_ALIVE_S if self.asked.stream else None)
+            await connection.wait_for(task, KEEP_ALIVE_S if self.asked.stream else None)
             if connection.closed:
                 return False
             if self.asked.stream and not task.done():
-                await send(_part(replies.KEEP_ALIVE))
+                await send(_body_part(replies.KEEP_ALIVE))
         return not connection.closed and await self._finish(connection, send)
 
-    async def _finish(self, connection: Bounded, send: Send) -> bool:
+    async def _finish(self, connection: BoundedConnection, send: Send) -> bool:
         answer = self.made.answer
         connection.hold()
         if answer is not None:
             if not self.asked.stream:
                 length = {"content-length": str(len(answer))}
-                await self._begin(send, 200, b"application/json", length)
+                await self._start_response(send, 200, b"application/json", length)
         else:
             refused = self.web.errors[self.made]
             body, headers = replies.error(refused)
@@ -589,14 +616,16 @@ class Reply:
                 answer = b"data: " + answer + b"\n\n"
             else:
                 headers["content-length"] = str(len(answer))
-                await self._begin(send, refused.status, b"application/json", headers)
-        await send(_part(answer))
+                await self._start_response(send, refused.status, b"application/json", headers)
+        await send(_body_part(answer))
         if connection.closed:
             return False
-        await send(_part(b"", more=False))
+        await send(_body_part(b"", more=False))
         return True
 
-    async def _begin(self, send: Send, status: int, media: bytes, more: Mapping[str, str]) -> None:
+    async def _start_response(
+        self, send: Send, status: int, media: bytes, more: Mapping[str, str]
+    ) -> None:
         headers = [(b"content-type", media)]
         if self.asked.ignored:
             headers.append((b"x-asyncrl-ignored", _ascii(", ".join(self.asked.ignored))))
@@ -612,7 +641,7 @@ def _head(status: int, headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:
     }
 
 
-def _part(body: bytes, *, more: bool = True) -> dict[str, Any]:
+def _body_part(body: bytes, *, more: bool = True) -> dict[str, Any]:
     return {
         "type": "http.response.body",
         "body": body,
@@ -630,7 +659,7 @@ def _name(session: Session, number: int, kind: Kind) -> str:
     return f"{PREFIX[kind]}{session.name}-{number}"
 
 
-def _same_key(request: HttpRequest, key: str) -> bool:
+def _has_key(request: HttpRequest, key: str) -> bool:
     """Whether the request carries the key; in constant time."""
     scheme, _, given = request.header(b"authorization").partition(" ")
     if scheme.lower() != "bearer":
@@ -640,7 +669,7 @@ def _same_key(request: HttpRequest, key: str) -> bool:
 
 async def _body(request: HttpRequest, most: int) -> bytes:
     """The body of up to `most` bytes, in bounded time.  Raises CallRefused."""
-    length = _whole(request.header(b"content-length", "0"))
+    length = _parse_count(request.header(b"content-length", "0"))
     if length is not None and length > most:
         raise _too_large(most)
     if request.scope.get("asyncrl.whole"):  # it came with its head, as small ones do
@@ -663,7 +692,7 @@ async def _read(request: HttpRequest, most: int) -> bytes:
     while more:
         message = await request.receive()
         if message["type"] == "http.disconnect":
-            raise Gone
+            raise ClientDisconnected
         parts += message["body"]
         more = message["more_body"]
         if len(parts) > most:
@@ -685,12 +714,12 @@ def _json(body: bytes) -> dict[str, Any]:
     return found
 
 
-def _whole(text: str) -> int | None:
+def _parse_count(text: str) -> int | None:
     """A whole number from 0 on, in ASCII digits; None for what is none, or has too many digits."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= 18 else None
 
 
-def _number(value: Any, name: str, *, finite: bool = True) -> float:
+def _parse_number(value: Any, name: str, *, finite: bool = True) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise CallRefused(422, "invalid_value", f"{name}: give a number", name)
     try:
@@ -707,20 +736,20 @@ def _numbers(given: Any, name: str) -> dict[str, float]:
         return {}
     if not isinstance(given, dict):
         raise CallRefused(422, "invalid_value", f"{name}: give an object of numbers", name)
-    return {key: _number(value, name, finite=False) for key, value in given.items()}
+    return {key: _parse_number(value, name, finite=False) for key, value in given.items()}
 
 
-def _refused(request: HttpRequest, error: CallRefused) -> Response:
+def _refusal_response(request: HttpRequest, error: CallRefused) -> WholeResponse:
     body, headers = replies.error(error)
     if "/v1/messages" in request.path:
         body["type"] = "error"  # as Anthropic's clients have it
-    return Response(error.status, body, headers)
+    return WholeResponse(error.status, body, headers)
 
 
 # ---- the server ----------------------------------------------------------------------------------
 
 
-class OneWrite:
+class CoalescingTransport:
     """A transport which, told to hold, sends what is written next with what is written after it:
     the head of a reply with its body, in one packet.
     """
@@ -750,7 +779,7 @@ class OneWrite:
         self.inner.close()
 
 
-class Bounded(HttpToolsProtocol):
+class BoundedConnection(HttpToolsProtocol):
     """A connection whose requests have heads (and trailers) of bounded size and time; uvicorn's own
     keeps what a client sends for as long as it sends.
     """
@@ -761,10 +790,12 @@ class Bounded(HttpToolsProtocol):
         self.late: asyncio.TimerHandle | None = None
         self.lost = False
         # connections on which no key was shown yet, the oldest first
-        self.strangers: dict[Bounded, None] = vars(self.server_state).setdefault("strangers", {})
+        self.strangers: dict[BoundedConnection, None] = vars(self.server_state).setdefault(
+            "strangers", {}
+        )
         self.strangers[self] = None
         self.waiting: set[Callable[[], None]] = set()  # whom to tell that it is closed
-        self.out = OneWrite(transport)
+        self.out = CoalescingTransport(transport)
         super().connection_made(self.out)  # type: ignore[arg-type]
         if len(self.connections) > most_connections():
             # who has no key makes room, and never the other way round
@@ -774,7 +805,7 @@ class Bounded(HttpToolsProtocol):
         self.late = self.loop.call_later(HEAD_S, transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._in_time()
+        self._check_deadline()
         self.lost = True
         self.strangers.pop(self, None)
         super().connection_lost(exc)
@@ -798,7 +829,7 @@ class Bounded(HttpToolsProtocol):
         """The next write goes out with the one after it."""
         self.out.hold()
 
-    async def until(self, task: asyncio.Task[None], timeout: float | None) -> None:
+    async def wait_for(self, task: asyncio.Task[None], timeout: float | None) -> None:
         """Wait until the task is done, the connection closed, or `timeout` seconds are over."""
         if self.closed or task.done():
             return
@@ -831,11 +862,11 @@ class Bounded(HttpToolsProtocol):
         self.beside = 0
         super().on_message_begin()
         self.scope["asyncrl.connection"] = self  # type: ignore[typeddict-unknown-key]
-        self._in_time()
+        self._check_deadline()
         self.in_head = True
 
     def on_headers_complete(self) -> None:
-        self._in_time()
+        self._check_deadline()
         self.in_head = False
         self.beside = 0
         super().on_headers_complete()
@@ -849,7 +880,7 @@ class Bounded(HttpToolsProtocol):
         self.scope["asyncrl.whole"] = True  # type: ignore[typeddict-unknown-key]
         super().on_message_complete()
 
-    def _in_time(self) -> None:
+    def _check_deadline(self) -> None:
         if self.late is not None:
             self.late.cancel()
             self.late = None
@@ -860,7 +891,7 @@ def most_connections() -> int:
     return min(CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
 
-class Quiet(uvicorn.Server):
+class QuietServer(uvicorn.Server):
     """A server that leaves the process's signals alone."""
 
     @contextlib.contextmanager
@@ -871,10 +902,10 @@ class Quiet(uvicorn.Server):
 class Endpoint:
     """The server in the running event loop."""
 
-    def __init__(self, service: Service, bind: Bind) -> None:
+    def __init__(self, service: SessionService, bind: ListenAddress) -> None:
         bind.check()
         self.bind = bind
-        self.web = Web(service)
+        self.web = WebApp(service)
         family = socket.AF_INET6 if ":" in bind.host else socket.AF_INET
         # with its protocol: without, asyncio leaves TCP_NODELAY off, and what is written in two
         # parts waits up to 40 ms for the client's acknowledgement of the first
@@ -886,10 +917,10 @@ class Endpoint:
             self.socket.close()
             raise ConfigError(f"agent.port: {bind.host}:{bind.port}: {error.strerror}") from error
         self.task: asyncio.Task[None] | None = None
-        self.server = Quiet(
+        self.server = QuietServer(
             uvicorn.Config(
                 self.web.app,
-                http=Bounded,
+                http=BoundedConnection,
                 interface="asgi3",
                 ws="none",
                 lifespan="off",

@@ -10,7 +10,7 @@ import hashlib
 import re
 from pathlib import Path
 
-from asyncrl.config.scorers import Judge
+from asyncrl.config.scorers import JudgeConfig
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 
@@ -54,12 +54,12 @@ def mark(*texts: str) -> str:
     return found
 
 
-class Template:
+class GradingTemplate:
     """The judge's prompt with places for what it grades.  Raises ConfigError where it cannot be
     read, has an unknown place or none for the answer.
     """
 
-    def __init__(self, settings: Judge) -> None:
+    def __init__(self, settings: JudgeConfig) -> None:
         self.low = settings.low
         self.high = settings.high
         self.text = DEFAULT
@@ -82,7 +82,7 @@ class Template:
                 "would be graded alike"
             )
 
-    def filled(self, prompt: Prompt, answer: str) -> str:
+    def fill(self, prompt: Prompt, answer: str) -> str:
         """In one pass: a place that an answer writes stays what it is."""
         texts = {"question": question(prompt), "reference": prompt.answer, "answer": answer}
         own = mark(*texts.values())

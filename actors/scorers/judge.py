@@ -24,10 +24,10 @@ from weakref import WeakValueDictionary
 import httpx2
 import msgspec
 
-from actors.scorers.account import ACCOUNT, Account
-from actors.scorers.grading import Template
-from actors.scorers.held import waiting
-from asyncrl.config.scorers import Judge
+from actors.scorers.deadline_pause import waiting
+from actors.scorers.grading import GradingTemplate
+from actors.scorers.judge_budget import ACCOUNT, JudgeBudget
+from asyncrl.config.scorers import JudgeConfig
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 
@@ -49,16 +49,16 @@ CHARACTERS_A_TOKEN = 3  # of an estimate, until the reply says what it was
 SAID = 200  # characters of an error's body
 
 
-class Unjudged(Exception):
+class JudgeFailed(Exception):
     """The judge gave no grade."""
 
 
-def longest_s(settings: Judge) -> float:
+def longest_s(settings: JudgeConfig) -> float:
     """What one call takes at most, its turn's wait aside."""
     return settings.attempts * (settings.timeout_s + LONGEST_S)
 
 
-def asked_wait(header: str | None) -> float | None:
+def retry_after_s(header: str | None) -> float | None:
     """Seconds of a Retry-After: a number or a date; None for none, or one that is neither.
 
     >>> asked_wait("1.5"), asked_wait("soon"), asked_wait(None), asked_wait("-3")
@@ -85,18 +85,18 @@ def read_reply(body: bytes) -> tuple[str, int]:
         ended = choice.get("finish_reason")
         spent = (said.get("usage") or {}).get("total_tokens")
     except (msgspec.DecodeError, LookupError, TypeError, AttributeError) as error:
-        raise Unjudged(f"the judge's reply is no chat completion: {body[:SAID]!r}") from error
+        raise JudgeFailed(f"the judge's reply is no chat completion: {body[:SAID]!r}") from error
     if not isinstance(text, str):
-        raise Unjudged("the judge's reply has no text")
+        raise JudgeFailed("the judge's reply has no text")
     if ended == "length":
-        raise Unjudged("the judge's reply was cut (reward.judge.max_tokens)")
+        raise JudgeFailed("the judge's reply was cut (reward.judge.max_tokens)")
     return text, spent if isinstance(spent, int) and spent > 0 else 0
 
 
 class JudgeClient:
     """What a reward function's parameter `judge` is: `await judge.ask(messages)`."""
 
-    def __init__(self, settings: Judge, account: Account) -> None:
+    def __init__(self, settings: JudgeConfig, account: JudgeBudget) -> None:
         self.settings = settings
         self.account = account
         headers = {"content-type": "application/json"}
@@ -138,7 +138,7 @@ class JudgeClient:
             reply = await self._gated(payload)
             if accept is not None:
                 accept(reply)
-            self.account.keep(digest, reply)
+            self.account.store_reply(digest, reply)
             return reply
         finally:
             lock.release()
@@ -147,18 +147,18 @@ class JudgeClient:
         with waiting():
             await self.gate.acquire()
         try:
-            return await self._asked(payload)
+            return await self._send_request(payload)
         finally:
             self.gate.release()
 
-    async def _asked(self, payload: bytes) -> str:
+    async def _send_request(self, payload: bytes) -> str:
         estimate = len(payload) // CHARACTERS_A_TOKEN + self.settings.max_tokens
         why = ""
         for attempt in range(self.settings.attempts):
             if attempt:
                 most = min(LONGEST_S, FIRST_S * 2 ** (attempt - 1))
                 await asyncio.sleep(most * random.uniform(0.5, 1.0))
-            sent = await self._turn(estimate)
+            sent = await self._wait_for_slot(estimate)
             began = time.monotonic()
             try:
                 try:
@@ -170,41 +170,41 @@ class JudgeClient:
             except (httpx2.TransportError, TimeoutError) as error:
                 why = f"{type(error).__name__} {error}".strip()
                 if isinstance(error, httpx2.ConnectError):  # any other may have cost what it could
-                    self.account.settle(sent, estimate, 0)
+                    self.account.record_cost(sent, estimate, 0)
                 continue
             if got.status_code == 200:
                 text, spent = read_reply(got.content)
-                self.account.settle(sent, estimate, spent or estimate)
+                self.account.record_cost(sent, estimate, spent or estimate)
                 self.account.count(replies=1)
                 return text
-            self.account.settle(sent, estimate, 0)
+            self.account.record_cost(sent, estimate, 0)
             if got.status_code == 429:
                 self.account.count(throttled=1)
             why = f"status {got.status_code}: {' '.join(got.text[:SAID].split())}"
             if got.status_code not in AGAIN:
                 break
-            wait = asked_wait(got.headers.get("retry-after"))
+            wait = retry_after_s(got.headers.get("retry-after"))
             if wait is not None and wait > PATIENCE_S:
                 why += f" (it asks to come back in {wait:.0f} s)"
                 break
             if wait:
                 self.account.hold(time.monotonic() + wait)
-        raise Unjudged(f"{self.url}: {attempt + 1} requests, the last: {why}")
+        raise JudgeFailed(f"{self.url}: {attempt + 1} requests, the last: {why}")
 
-    async def _turn(self, estimate: int) -> int:
+    async def _wait_for_slot(self, estimate: int) -> int:
         """Wait until the limits let a request out; its number."""
         while True:
-            sent, wait = self.account.take(time.monotonic(), estimate)
+            sent, wait = self.account.reserve(time.monotonic(), estimate)
             if sent:
                 return sent
             with waiting():
                 await asyncio.sleep(wait + random.uniform(0.0, 0.05))
 
 
-def client(settings: Judge, run_dir: str) -> JudgeClient:
+def client(settings: JudgeConfig, run_dir: str) -> JudgeClient:
     """Raises ConfigError."""
     path = Path(run_dir) / ACCOUNT if run_dir else None
-    return JudgeClient(settings, Account(path, settings))
+    return JudgeClient(settings, JudgeBudget(path, settings))
 
 
 class JudgeReward:
@@ -212,8 +212,8 @@ class JudgeReward:
 
     def __init__(self, judge: JudgeClient) -> None:
         self.judge = judge
-        self.template = Template(judge.settings)
+        self.template = GradingTemplate(judge.settings)
 
     async def __call__(self, prompt: Prompt, text: str) -> float:
-        asked = [{"role": "user", "content": self.template.filled(prompt, text)}]
+        asked = [{"role": "user", "content": self.template.fill(prompt, text)}]
         return self.template.grade(await self.judge.ask(asked, self.template.grade))

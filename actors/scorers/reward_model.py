@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from asyncrl.config.scorers import RewardModel as Settings
+from asyncrl.config.scorers import RewardModelConfig as Settings
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 from asyncrl.models import fetch
@@ -26,7 +26,7 @@ def refuse(settings: Settings, why: str) -> ConfigError:
     return ConfigError(f"reward.model.path = {settings.path}: {why}")
 
 
-def look(settings: Settings) -> dict[str, Any]:
+def read_classifier_config(settings: Settings) -> dict[str, Any]:
     """The directory's config.json, of a classifier with one label.  Raises ConfigError."""
     path = Path(settings.path) / "config.json"
     try:
@@ -46,7 +46,7 @@ def look(settings: Settings) -> dict[str, Any]:
     return dict(found)
 
 
-class RewardModel:
+class RewardModelScorer:
     """A reward function that takes lists.  Raises ConfigError for a directory that cannot judge."""
 
     batched = True
@@ -58,7 +58,7 @@ class RewardModel:
         logging.disable_progress_bar()
         logging.set_verbosity_error()  # what it would print of missing weights is refused below
         torch.set_num_threads(settings.threads)
-        look(settings)
+        read_classifier_config(settings)
         device = settings.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -100,7 +100,7 @@ class RewardModel:
             )
         self.tokenizer.padding_side = "right"
 
-    def row(self, prompt: Prompt, text: str) -> dict[str, list[int]]:
+    def encode_pair(self, prompt: Prompt, text: str) -> dict[str, list[int]]:
         """Question and answer as the model reads them, through the chat template where there is
         one, else as a pair.  Raises ValueError for too many tokens.
         """
@@ -123,9 +123,9 @@ class RewardModel:
     @torch.no_grad()
     def __call__(self, prompts: list[Prompt], texts: list[str]) -> list[float]:
         """The logits, in the order of the answers."""
-        rows = [self.row(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
+        rows = [self.encode_pair(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
         rewards = [0.0] * len(rows)
-        for group in together([len(row["input_ids"]) for row in rows]):
+        for group in group_by_length([len(row["input_ids"]) for row in rows]):
             padded = self.tokenizer.pad([rows[index] for index in group], return_tensors="pt")
             logits = self.model(**padded.to(self.model.device)).logits
             for index, logit in zip(group, logits[:, 0].float().tolist(), strict=True):
@@ -133,7 +133,7 @@ class RewardModel:
         return rewards
 
 
-def together(lengths: list[int]) -> list[list[int]]:
+def group_by_length(lengths: list[int]) -> list[list[int]]:
     """Indices by length, in groups of at most TOKENS with their padding, at least one in each.
 
     >>> together([3, 9000, 4])

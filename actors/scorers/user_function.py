@@ -104,10 +104,10 @@ def from_trl(function: Callable[..., Any], signature: inspect.Signature) -> Call
     async def awaited(prompts: Any, texts: Any, tokens: Any) -> Any:
         return await function(**arguments(prompts, texts, tokens))
 
-    def plain(prompts: Any, texts: Any, tokens: Any) -> Any:
+    def direct(prompts: Any, texts: Any, tokens: Any) -> Any:
         return function(**arguments(prompts, texts, tokens))
 
-    wrapped: Callable[..., Any] = awaited if is_async(function) else plain
+    wrapped: Callable[..., Any] = awaited if is_async(function) else direct
     wrapped.batched = True  # type: ignore[attr-defined]
     return wrapped
 
@@ -131,7 +131,7 @@ def last_frame(error: BaseException) -> str:
     return f" at {Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name}"
 
 
-def shown(text: str) -> str:
+def format_text(text: str) -> str:
     """A text of a prompt or a response, in quotes and bounded."""
     return repr(text[:SHOWN]) + ("..." if len(text) > SHOWN else "")
 

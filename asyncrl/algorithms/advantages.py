@@ -17,8 +17,8 @@ import torch
 
 from asyncrl.algorithms import settings
 from asyncrl.algorithms.ratios import (
-    Rows,
-    chosen,
+    PaddedRows,
+    choose_function,
     discounted_suffix,
     running_sum,
     seq_max,
@@ -60,7 +60,7 @@ def group_mean(x: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     return _sum(x, groups) / _counts(groups)
 
 
-def no_spread(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+def zero_variance(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     """Bool [B]: samples of groups whose rewards are all equal (to EQUAL of the largest), which
     teach nothing.
     """
@@ -77,7 +77,7 @@ def centred(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     The mean of equal rewards is often not the reward itself in floating point (0.7 three times):
     what is left of it would be blown up to full size by a standard deviation as small, or by Adam,
     whatever the advantage."""
-    return torch.where(no_spread(rewards, groups), 0.0, rewards - group_mean(rewards, groups))
+    return torch.where(zero_variance(rewards, groups), 0.0, rewards - group_mean(rewards, groups))
 
 
 def _less(rewards: torch.Tensor, baseline: torch.Tensor) -> torch.Tensor:
@@ -192,7 +192,7 @@ def opo(rewards: torch.Tensor, groups: torch.Tensor, lengths: torch.Tensor) -> t
     """
     t = lengths.to(rewards.dtype)
     apart = rewards - _sum(t * rewards, groups) / _sum(t, groups).clamp(min=1)
-    return torch.where(no_spread(rewards, groups), 0.0, apart)
+    return torch.where(zero_variance(rewards, groups), 0.0, apart)
 
 
 def optimal_baseline(
@@ -222,7 +222,7 @@ def opob(
     are equal."""
     apart = rewards - optimal_baseline(rewards, groups, weights, squared_norms)
     std = group_mean(centred(rewards, groups).square(), groups).sqrt()
-    return torch.where(no_spread(rewards, groups), 0.0, apart / std.clamp(min=1e-8))
+    return torch.where(zero_variance(rewards, groups), 0.0, apart / std.clamp(min=1e-8))
 
 
 def gdpo(
@@ -277,7 +277,7 @@ def gpg(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     """(r_i - mean) B / B', B' the samples of groups with any spread (GPG, Chu et al. 2025, arXiv
     2504.02546).
     """
-    live = (~no_spread(rewards, groups)).sum().clamp(min=1)
+    live = (~zero_variance(rewards, groups)).sum().clamp(min=1)
     return dr_grpo(rewards, groups) * len(rewards) / live
 
 
@@ -297,7 +297,7 @@ def oapl(rewards: torch.Tensor, groups: torch.Tensor, *, beta: float) -> torch.T
     """A* = r - V, V the group's `soft_value` (A*-PO, arXiv 2505.20686; OAPL, arXiv 2602.19362);
     beta = inf: `dr_grpo`."""
     apart = rewards - soft_value(rewards, groups, beta)
-    return torch.where(no_spread(rewards, groups), 0.0, apart)
+    return torch.where(zero_variance(rewards, groups), 0.0, apart)
 
 
 def asymre(rewards: torch.Tensor, groups: torch.Tensor, *, shift: float) -> torch.Tensor:
@@ -306,7 +306,7 @@ def asymre(rewards: torch.Tensor, groups: torch.Tensor, *, shift: float) -> torc
     return centred(rewards, groups) - shift
 
 
-def on_last_token(x: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
+def place_on_last_token(x: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
     """x [B] on each sample's last token of the mask, 0 elsewhere: [N]."""
     place = torch.arange(len(seq), device=seq.device)
     last = torch.full((len(x),), -1, device=seq.device).scatter_reduce_(
@@ -344,7 +344,7 @@ def _next_value(
     values: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, bootstrap: torch.Tensor
 ) -> torch.Tensor:
     """V at the next token of the mask; after the last one, bootstrap [B]."""
-    rows = Rows(seq)
+    rows = PaddedRows(seq)
     v = rows.matrix(torch.where(mask, values, 0.0))
     m = rows.matrix(mask)
     first = (
@@ -357,7 +357,7 @@ def _next_value(
     for t in range(v.shape[1] - 1, -1, -1):
         out[:, t] = carry
         carry = torch.where(m[:, t], v[:, t], carry)
-    return rows.packed(out)
+    return rows.pack(out)
 
 
 def td_residual(
@@ -409,7 +409,7 @@ def k_step(
     """gae cut after k terms: sum_{l<k} (gamma lam)^l delta_{t+l} (Mnih et al. 2016, arXiv
     1602.01783); k >= 1.
     """
-    rows = Rows(seq[mask])
+    rows = PaddedRows(seq[mask])
     out = torch.zeros_like(values)
     if not len(seq[mask]):
         return out
@@ -417,7 +417,7 @@ def k_step(
     total = torch.zeros_like(d)
     for step in range(min(k, d.shape[1])):
         total[:, : d.shape[1] - step] += (gamma * lam) ** step * d[:, step:]
-    out[mask] = rows.packed(total)
+    out[mask] = rows.pack(total)
     return out
 
 
@@ -455,11 +455,14 @@ def steps(
     """Bool [N]: where a step of process supervision ends, if nobody says it: tokens whose reward is
     not 0, and each answer's last.
     """
-    last = on_last_token(torch.ones(n, dtype=token_rewards.dtype, device=seq.device), mask, seq) > 0
+    last = (
+        place_on_last_token(torch.ones(n, dtype=token_rewards.dtype, device=seq.device), mask, seq)
+        > 0
+    )
     return mask & ((token_rewards != 0) | last)
 
 
-def _moved(x: torch.Tensor, at: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
+def _scatter_within_response(x: torch.Tensor, at: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
     """x [N] added up at the places `at` int64 [N]; what would leave its own answer, or the batch
     (-1), is dropped.
     """
@@ -469,17 +472,17 @@ def _moved(x: torch.Tensor, at: torch.Tensor, seq: torch.Tensor) -> torch.Tensor
     )
 
 
-def on_trained(x: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
+def credit_trained_tokens(x: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
     """x [N] of tokens outside the mask counts for the last token of the mask before them, which led
     there: [N].
 
     What an answer gets before its first token of the mask is owed to none of them and dropped.
     """
     place = torch.arange(len(seq), device=seq.device)
-    return _moved(x, torch.where(mask, place, -1).cummax(0).values, seq)
+    return _scatter_within_response(x, torch.where(mask, place, -1).cummax(0).values, seq)
 
 
-def by_step(x: torch.Tensor, step: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
+def sum_by_step(x: torch.Tensor, step: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
     """x [N] summed over each step, on the token that ends it (step bool [N]); what follows an
     answer's last step is that one's: [N].
     """
@@ -489,7 +492,7 @@ def by_step(x: torch.Tensor, step: torch.Tensor, seq: torch.Tensor) -> torch.Ten
     ends = torch.where(step, place, n).flip(0).cummin(0).values.flip(0)
     before = torch.where(step, place, -1).cummax(0).values  # the last end, at or before it
     inside = torch.cat([seq, seq.new_full((1,), -1)])[ends] == seq
-    return _moved(x, torch.where(inside, ends, before), seq)
+    return _scatter_within_response(x, torch.where(inside, ends, before), seq)
 
 
 def whiten(x: torch.Tensor, eps: float = 1e-8, over: torch.Tensor | None = None) -> torch.Tensor:
@@ -516,7 +519,7 @@ def masked_whiten(x: torch.Tensor, mask: torch.Tensor, eps: float = 1e-8) -> tor
     return out
 
 
-def to_unit(x: torch.Tensor, over: torch.Tensor | None = None) -> torch.Tensor:
+def scale_to_unit(x: torch.Tensor, over: torch.Tensor | None = None) -> torch.Tensor:
     """Rewards scaled to [0, 1] over the batch; all equal: 0.  over: the values that become 0 to 1,
     when they are not x itself.
     """
@@ -539,7 +542,7 @@ def overlong_penalty(lengths: torch.Tensor, limit: int, ramp: int) -> torch.Tens
 
 
 @dataclass
-class Answers:
+class ResponseRewards:
     """What an advantage of whole answers may look at, [B]: rewards as they are left after
     truncation, scaling and KL; groups int64; lengths in tokens of the loss; greedy: the reward of a
     greedy answer to the same prompt, shaped as the rewards are.  ema: their mean over past batches,
@@ -560,7 +563,7 @@ class Answers:
 
 
 @dataclass
-class Tokens:
+class TokenRewards:
     """What an advantage of tokens may look at.  answers [B]: rewards after truncation and scaling;
     charge [N]: of KL in the reward.
 
@@ -585,36 +588,36 @@ class Tokens:
     def rewards(self, answers: torch.Tensor) -> torch.Tensor:
         """[N]: what each token earns, less its KL charge; answers [B]: in all."""
         if self.tokens is None:
-            each = on_last_token(answers, self.mask, self.seq)
+            each = place_on_last_token(answers, self.mask, self.seq)
         else:
             assert self.totals is not None
-            each = self.tokens + on_last_token(answers - self.totals, self.mask, self.seq)
+            each = self.tokens + place_on_last_token(answers - self.totals, self.mask, self.seq)
         return each if self.charge is None else each - self.charge
 
-    def ends(self) -> torch.Tensor:
+    def step_ends(self) -> torch.Tensor:
         """Bool [N]: the trained tokens that end a step, by what the reward function rewarded: no KL
         charge makes one.
         """
         assert self.given is not None
         if self.steps is None:
-            earned = on_trained(self.given, self.mask, self.seq)
+            earned = credit_trained_tokens(self.given, self.mask, self.seq)
             return steps(earned, self.mask, self.seq, len(self.answers))
-        return on_trained(self.steps.to(self.answers.dtype), self.mask, self.seq) > 0
+        return credit_trained_tokens(self.steps.to(self.answers.dtype), self.mask, self.seq) > 0
 
 
-def _no_baseline(a: Answers) -> torch.Tensor:
+def _no_baseline(a: ResponseRewards) -> torch.Tensor:
     return reinforce(a.rewards, 0.0)
 
 
-def _batch_baseline(a: Answers) -> torch.Tensor:
+def _batch_baseline(a: ResponseRewards) -> torch.Tensor:
     return centred(a.rewards, torch.zeros_like(a.groups))
 
 
-def _ema_baseline(a: Answers) -> torch.Tensor:
+def _ema_baseline(a: ResponseRewards) -> torch.Tensor:
     return reinforce(a.rewards, a.ema)
 
 
-def _prompt_baseline(a: Answers) -> torch.Tensor:
+def _prompt_baseline(a: ResponseRewards) -> torch.Tensor:
     if a.baselines is None:
         raise ConfigError(
             "advantage.baseline = prompt needs the prompts' running means (LossBatch.baselines)"
@@ -623,7 +626,7 @@ def _prompt_baseline(a: Answers) -> torch.Tensor:
 
 
 # advantage.baseline, of reinforce -> [B]
-BASELINES: dict[str, Callable[[Answers], torch.Tensor]] = {
+BASELINES: dict[str, Callable[[ResponseRewards], torch.Tensor]] = {
     "none": _no_baseline,
     "batch": _batch_baseline,
     "ema": _ema_baseline,
@@ -631,48 +634,48 @@ BASELINES: dict[str, Callable[[Answers], torch.Tensor]] = {
 }
 
 
-def _reinforce(a: Answers, c: settings.ReinforceAdvantage) -> torch.Tensor:
-    return chosen("advantage.baseline", BASELINES, c.baseline)(a)
+def _reinforce(a: ResponseRewards, c: settings.ReinforceAdvantage) -> torch.Tensor:
+    return choose_function("advantage.baseline", BASELINES, c.baseline)(a)
 
 
-def _rloo(a: Answers, c: settings.Advantage) -> torch.Tensor:
+def _rloo(a: ResponseRewards, c: settings.Advantage) -> torch.Tensor:
     return rloo(a.rewards, a.groups)
 
 
-def _grpo(a: Answers, c: settings.GrpoAdvantage) -> torch.Tensor:
+def _grpo(a: ResponseRewards, c: settings.GrpoAdvantage) -> torch.Tensor:
     form = grpo if c.std == "group" else batch_grpo
     return form(a.rewards, a.groups, ddof=c.ddof, eps=c.eps)
 
 
-def _maxrl(a: Answers, c: settings.Advantage) -> torch.Tensor:
+def _maxrl(a: ResponseRewards, c: settings.Advantage) -> torch.Tensor:
     return maxrl(a.rewards, a.groups)
 
 
-def _pass_at_k(a: Answers, c: settings.PassAtKAdvantage) -> torch.Tensor:
+def _pass_at_k(a: ResponseRewards, c: settings.PassAtKAdvantage) -> torch.Tensor:
     return pass_at_k(a.rewards, a.groups, k=c.k)
 
 
-def _dr_grpo(a: Answers, c: settings.Advantage) -> torch.Tensor:
+def _dr_grpo(a: ResponseRewards, c: settings.Advantage) -> torch.Tensor:
     return dr_grpo(a.rewards, a.groups)
 
 
-def _opo(a: Answers, c: settings.Advantage) -> torch.Tensor:
+def _opo(a: ResponseRewards, c: settings.Advantage) -> torch.Tensor:
     return opo(a.rewards, a.groups, a.lengths)
 
 
-def _gpg(a: Answers, c: settings.Advantage) -> torch.Tensor:
+def _gpg(a: ResponseRewards, c: settings.Advantage) -> torch.Tensor:
     return gpg(a.rewards, a.groups)
 
 
-def _oapl(a: Answers, c: settings.OaplAdvantage) -> torch.Tensor:
+def _oapl(a: ResponseRewards, c: settings.OaplAdvantage) -> torch.Tensor:
     return oapl(a.rewards, a.groups, beta=c.beta)
 
 
-def _asymre(a: Answers, c: settings.AsymreAdvantage) -> torch.Tensor:
+def _asymre(a: ResponseRewards, c: settings.AsymreAdvantage) -> torch.Tensor:
     return asymre(a.rewards, a.groups, shift=c.shift)
 
 
-def _opob(a: Answers, c: settings.OpobAdvantage) -> torch.Tensor:
+def _opob(a: ResponseRewards, c: settings.OpobAdvantage) -> torch.Tensor:
     squared = a.lengths if c.squared_norm == "length" else a.squared_norms
     if a.weights is None or squared is None:
         raise ConfigError(
@@ -682,7 +685,7 @@ def _opob(a: Answers, c: settings.OpobAdvantage) -> torch.Tensor:
     return opob(a.rewards, a.groups, a.weights, squared)
 
 
-def _gdpo(a: Answers, c: settings.GdpoAdvantage) -> torch.Tensor:
+def _gdpo(a: ResponseRewards, c: settings.GdpoAdvantage) -> torch.Tensor:
     if a.parts is None:
         raise ConfigError(
             "advantage.name = gdpo needs the same named parts of the reward in every answer: the "
@@ -697,7 +700,7 @@ def _gdpo(a: Answers, c: settings.GdpoAdvantage) -> torch.Tensor:
     return gdpo(a.parts, a.groups, weights.to(a.parts), ddof=c.ddof, eps=c.eps)
 
 
-def _remax(a: Answers, c: settings.Advantage) -> torch.Tensor:
+def _remax(a: ResponseRewards, c: settings.Advantage) -> torch.Tensor:
     if a.greedy is None:
         raise ConfigError(
             "advantage.name = remax needs the reward of a greedy answer to each prompt "
@@ -706,30 +709,30 @@ def _remax(a: Answers, c: settings.Advantage) -> torch.Tensor:
     return remax(a.rewards, a.greedy)
 
 
-def _reinforce_pp(t: Tokens, c: settings.ReinforcePpAdvantage) -> tuple[torch.Tensor, None]:
+def _reinforce_pp(t: TokenRewards, c: settings.ReinforcePpAdvantage) -> tuple[torch.Tensor, None]:
     answers = dr_grpo(t.answers, t.groups) if c.group_baseline else t.answers
     return reinforce_pp(t.rewards(answers), t.mask, t.seq, gamma=c.gamma), None
 
 
-def _process_grpo(t: Tokens, c: settings.GrpoAdvantage) -> tuple[torch.Tensor, None]:
-    ends = t.ends()
-    earned = by_step(t.rewards(t.answers), ends, t.seq)
+def _process_grpo(t: TokenRewards, c: settings.GrpoAdvantage) -> tuple[torch.Tensor, None]:
+    ends = t.step_ends()
+    earned = sum_by_step(t.rewards(t.answers), ends, t.seq)
     return process_grpo(earned, ends, t.mask, t.seq, t.groups, ddof=c.ddof, eps=c.eps), None
 
 
-def by_logits(c: settings.Advantage) -> bool:
+def needs_energy(c: settings.Advantage) -> bool:
     """Does this `advantage` need the energy of each token?"""
     return c.name == "otb" or (isinstance(c, settings.OpobAdvantage) and c.squared_norm == "logits")
 
 
-def _otb(t: Tokens, c: settings.Advantage) -> tuple[torch.Tensor, None]:
+def _otb(t: TokenRewards, c: settings.Advantage) -> tuple[torch.Tensor, None]:
     if t.energy is None:
         raise ConfigError("advantage.name = otb needs each token's energy (LossBatch.energy)")
     returns = _skipping(t.rewards(t.answers), t.mask, t.seq, 1.0)
     return otb(returns, t.energy, t.mask, t.seq, t.groups), None
 
 
-def _gae(t: Tokens, c: settings.GaeAdvantage) -> tuple[torch.Tensor, torch.Tensor]:
+def _gae(t: TokenRewards, c: settings.GaeAdvantage) -> tuple[torch.Tensor, torch.Tensor]:
     if t.values is None:
         raise ConfigError("advantage.name = gae needs values (LossBatch.values): a value head")
     earned = t.rewards(t.answers)
@@ -742,7 +745,7 @@ def _gae(t: Tokens, c: settings.GaeAdvantage) -> tuple[torch.Tensor, torch.Tenso
 
 # advantage.name, the tag of its struct in `settings` -> [B], broadcast to the answer's tokens; KL
 # in the reward is charged to the answer
-BY_ANSWER: dict[str, Callable[[Answers, Any], torch.Tensor]] = {
+BY_ANSWER: dict[str, Callable[[ResponseRewards, Any], torch.Tensor]] = {
     "reinforce": _reinforce,
     "rloo": _rloo,
     "grpo": _grpo,
@@ -759,7 +762,7 @@ BY_ANSWER: dict[str, Callable[[Answers, Any], torch.Tensor]] = {
 }
 # advantage.name -> (advantage [N], returns [N] or None); KL in the reward is charged by token.  A
 # name of both dicts is here where the reward function gives rewards of tokens, else there.
-BY_TOKEN: dict[str, Callable[[Tokens, Any], tuple[torch.Tensor, torch.Tensor | None]]] = {
+BY_TOKEN: dict[str, Callable[[TokenRewards, Any], tuple[torch.Tensor, torch.Tensor | None]]] = {
     "reinforce_pp": _reinforce_pp,
     "gae": _gae,
     "grpo": _process_grpo,

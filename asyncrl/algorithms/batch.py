@@ -64,7 +64,7 @@ class LossBatch:
     part_names: tuple[str, ...] = ()
 
 
-def kept(batch: LossBatch, config: Settings) -> torch.Tensor:
+def loss_mask(batch: LossBatch, config: Settings) -> torch.Tensor:
     """Tokens that staleness.on_exceed = mask and advantage.truncated = mask leave in the loss."""
     keep = torch.ones_like(batch.mask)
     if config.staleness.on_exceed == "mask":
@@ -74,7 +74,7 @@ def kept(batch: LossBatch, config: Settings) -> torch.Tensor:
     return keep
 
 
-def fade(batch: LossBatch, config: Settings) -> torch.Tensor:
+def staleness_weight(batch: LossBatch, config: Settings) -> torch.Tensor:
     """Factor [N]: half for each `half_life` versions above max_lag, under staleness.on_exceed =
     downweight.
     """
@@ -89,7 +89,7 @@ def fade(batch: LossBatch, config: Settings) -> torch.Tensor:
 
 
 @dataclass
-class Shaped:
+class ShapedRewards:
     """Rewards as the advantage takes them: after what befalls answers that were cut, and scaling;
     before KL.
 
@@ -103,7 +103,7 @@ class Shaped:
     totals: torch.Tensor | None = None
 
 
-def _cut(
+def _shape_truncated(
     rewards: torch.Tensor, truncated: torch.Tensor, lengths: torch.Tensor, config: Settings
 ) -> torch.Tensor:
     """Rewards [B] after `advantage.truncated`: truncated bool [B], lengths int64 [B] in tokens."""
@@ -131,12 +131,12 @@ def _whitened(rewards: torch.Tensor, over: torch.Tensor) -> torch.Tensor:
 # advantage.rewards -> rewards scaled by those of the batch, `over`
 SCALES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "raw": _raw,
-    "unit": advantages.to_unit,
+    "unit": advantages.scale_to_unit,
     "whiten": _whitened,
 }
 
 
-def shaped(batch: LossBatch, valid: torch.Tensor, config: Settings) -> Shaped:
+def shape_rewards(batch: LossBatch, valid: torch.Tensor, config: Settings) -> ShapedRewards:
     """The batch's rewards after `advantage.truncated` and `advantage.rewards`.  A baseline that is
     a reward is treated as one.
     """
@@ -145,21 +145,23 @@ def shaped(batch: LossBatch, valid: torch.Tensor, config: Settings) -> Shaped:
     given = batch.token_rewards if a.name in advantages.BY_TOKEN else None
     earned = batch.rewards if given is None else ratios.seq_sum(given, batch.seq, n)
     lengths = ratios.seq_sum(batch.mask.long(), batch.seq, n)
-    rewards = _cut(earned, batch.truncated, lengths, config)
+    rewards = _shape_truncated(earned, batch.truncated, lengths, config)
     greedy = None
     if batch.greedy is not None:
         assert batch.greedy_truncated is not None and batch.greedy_lengths is not None
-        greedy = _cut(batch.greedy, batch.greedy_truncated, batch.greedy_lengths, config)
+        greedy = _shape_truncated(
+            batch.greedy, batch.greedy_truncated, batch.greedy_lengths, config
+        )
     over = rewards if greedy is None else torch.cat([rewards, greedy])
-    scale = ratios.chosen("advantage.rewards", SCALES, a.rewards)
-    out = Shaped(scale(rewards, over), None if greedy is None else scale(greedy, over))
+    scale = ratios.choose_function("advantage.rewards", SCALES, a.rewards)
+    out = ShapedRewards(scale(rewards, over), None if greedy is None else scale(greedy, over))
     if given is not None:
         ends = torch.tensor([1.0, 0.0], dtype=rewards.dtype, device=rewards.device)
         one, zero = scale(ends, over)
         factor = (one - zero).expand(n)
         if a.truncated in ("zero", "fixed"):  # in the place of all that a cut answer was given
             factor = torch.where(batch.truncated, 0.0, factor)
-        out.tokens = advantages.on_trained(factor[batch.seq] * given, valid, batch.seq)
+        out.tokens = advantages.credit_trained_tokens(factor[batch.seq] * given, valid, batch.seq)
         out.totals = factor * earned
     return out
 
@@ -202,7 +204,7 @@ def advantage(
     batch: LossBatch, valid: torch.Tensor, config: Settings, baseline: float, beta: float
 ) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
     """(advantage [N], returns [N] or None, numbers for the metrics)."""
-    rewards = shaped(batch, valid, config)
+    rewards = shape_rewards(batch, valid, config)
     charge = _kl_in_reward(batch, valid, config, beta)
     adv, returns = _charged(batch, valid, rewards, charge, config, baseline)
     used = (
@@ -217,7 +219,9 @@ def advantage(
         "reward/max": batch.rewards.amax(),
         "reward/used_mean": used.mean(),
         "advantage/std": _std(ratios.seq_mean(adv, batch.mask, batch.seq, len(batch.rewards))),
-        "reward/no_spread_share": advantages.no_spread(batch.rewards, batch.groups).float().mean(),
+        "reward/no_spread_share": advantages.zero_variance(batch.rewards, batch.groups)
+        .float()
+        .mean(),
         "answer/truncated_share": batch.truncated.float().mean(),
     }
     if charge is not None and config.loss.surrogate != "sft":
@@ -239,7 +243,7 @@ def advantage(
 def _charged(
     batch: LossBatch,
     valid: torch.Tensor,
-    rewards: Shaped,
+    rewards: ShapedRewards,
     charge: torch.Tensor | None,
     config: Settings,
     baseline: float,
@@ -251,12 +255,12 @@ def _charged(
     by_token = rewards.tokens is not None or a.name not in advantages.BY_ANSWER
     if by_token and a.name in advantages.BY_TOKEN:
         return advantages.BY_TOKEN[a.name](_tokens(batch, valid, rewards, charge), a)
-    by_name = ratios.chosen("advantage.name", advantages.BY_ANSWER, a.name)
+    by_name = ratios.choose_function("advantage.name", advantages.BY_ANSWER, a.name)
     left = rewards.answers
     if charge is not None:
         left = left - ratios.seq_sum(charge, batch.seq, len(left))
     lengths = ratios.seq_sum(batch.mask.to(left.dtype), batch.seq, len(left))
-    answers = advantages.Answers(left, batch.groups, lengths, rewards.greedy, baseline)
+    answers = advantages.ResponseRewards(left, batch.groups, lengths, rewards.greedy, baseline)
     answers.baselines = batch.baselines
     answers.parts, answers.part_names = batch.parts, batch.part_names
     if a.name == "opob" and batch.start is not None:
@@ -279,10 +283,10 @@ def _whole_ratios(batch: LossBatch) -> torch.Tensor:
 
 
 def _tokens(
-    batch: LossBatch, valid: torch.Tensor, rewards: Shaped, charge: torch.Tensor | None
-) -> advantages.Tokens:
+    batch: LossBatch, valid: torch.Tensor, rewards: ShapedRewards, charge: torch.Tensor | None
+) -> advantages.TokenRewards:
     after = batch.bootstrap
-    return advantages.Tokens(
+    return advantages.TokenRewards(
         answers=rewards.answers,
         mask=valid,
         seq=batch.seq,

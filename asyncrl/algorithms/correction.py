@@ -24,7 +24,7 @@ import torch
 from asyncrl.algorithms.ratios import (
     CLAMP,
     binary_kl,
-    chosen,
+    choose_function,
     masked_mean,
     seq_max,
     seq_mean,
@@ -75,7 +75,7 @@ def weights(
     """Unbounded weights [N] from log rho [N], by a name of LEVELS; an answer's is broadcast to its
     tokens.  Raises ConfigError for another level."""
     x = torch.where(mask, log_rho.detach(), 0.0)
-    return chosen("correction.level", LEVELS, level)(x, mask, seq, n)
+    return choose_function("correction.level", LEVELS, level)(x, mask, seq, n)
 
 
 def _unbounded(w: torch.Tensor, lo: float, hi: float) -> torch.Tensor:
@@ -108,7 +108,7 @@ BOUNDS: dict[str, Callable[[torch.Tensor, float, float], torch.Tensor]] = {
 
 def bounded(w: torch.Tensor, bound: str, lo: float, hi: float) -> torch.Tensor:
     """Weights [N] after a name of BOUNDS.  Raises ConfigError for another."""
-    return chosen("correction.bound", BOUNDS, bound)(w, lo, hi)
+    return choose_function("correction.bound", BOUNDS, bound)(w, lo, hi)
 
 
 def mean_weight(
@@ -226,12 +226,12 @@ def statistic(
     is 1."""
     raw = torch.where(mask, log_rho.detach(), 0.0)
     mu = torch.zeros_like(raw) if log_mu is None else torch.where(mask, log_mu.detach(), 0.0)
-    by_token = chosen("correction.reject", STATISTICS, name)(raw, mu)
-    s = chosen("correction.reject_over", OVER, over)(by_token, mask, seq, n)
+    by_token = choose_function("correction.reject", STATISTICS, name)(raw, mu)
+    s = choose_function("correction.reject_over", OVER, over)(by_token, mask, seq, n)
     return s.clamp(-CLAMP, CLAMP).exp() if name == "ratio" else s
 
 
-def kept(
+def rejection_mask(
     name: str,
     over: str,
     lo: float | None,
@@ -268,7 +268,7 @@ def unrejected(
     """Bool [N]: what `c.reject` and `c.reject2` leave, both; with reject_when = negative they act
     where A < 0 alone.  log_rho [N]: log pi / mu, not clamped; log_pi, adv [N]."""
     log_mu = log_pi - log_rho
-    keep = kept(
+    keep = rejection_mask(
         c.reject,
         c.reject_over,
         c.reject_lo,
@@ -278,7 +278,7 @@ def unrejected(
         seq=seq,
         n=n,
         log_mu=log_mu,
-    ) & kept(
+    ) & rejection_mask(
         c.reject2,
         c.reject2_over,
         c.reject2_lo,
@@ -295,7 +295,7 @@ def unrejected(
     return keep | (adv >= 0)
 
 
-def pushed_far(
+def masked_by_second_moment(
     log_w: torch.Tensor, adv: torch.Tensor, mask: torch.Tensor, limit: float
 ) -> torch.Tensor:
     """Bool [N]: tokens that went where their advantage pushes them (A log w > 0), the largest of
@@ -319,7 +319,7 @@ def vetoed(
     """
     if kind == "none":
         return torch.zeros_like(mask)
-    own = chosen("correction.veto", VETO, kind)
+    own = choose_function("correction.veto", VETO, kind)
     below = torch.tensor(own if threshold is None else threshold, dtype=log_rho.dtype)
     limit = below.log().item()
     bad = mask & ((log_prox if kind == "probability" else log_rho) < limit)
@@ -332,7 +332,7 @@ def m2_threshold(log_rho: torch.Tensor, mask: torch.Tensor, limit: float = 0.04)
 
     A scalar; inf when nothing needs to go; equal ratios go together.  M2PO (Zheng et al. 2025,
     arXiv 2510.01161); the paper restricts it to tokens that push on in the direction of their
-    advantage (`pushed_far`), this form and the preset `m2po` take all tokens."""
+    advantage (`masked_by_second_moment`), this form and the preset `m2po` take all tokens."""
     size = torch.where(mask, log_rho.detach().abs(), torch.inf).sort().values
     square = torch.where(size.isfinite(), size, 0.0).square()
     rank = torch.arange(1, len(size) + 1, device=size.device)
@@ -351,7 +351,7 @@ def effective_sample_size(w: torch.Tensor, mask: torch.Tensor | None = None) -> 
 
 
 @dataclass
-class Statistics:
+class WeightStatistics:
     """What weights need of the whole batch: the mean weight of self-normalisation, M2PO's
     threshold.  Scalars or None.
     """
@@ -361,7 +361,7 @@ class Statistics:
 
 
 @dataclass
-class Corrected:
+class ImportanceWeights:
     """weight [N], 0 where dropped; kept bool [N]: not rejected and not vetoed; vetoed bool [N]."""
 
     weight: torch.Tensor
@@ -381,9 +381,9 @@ def correct(
     seq: torch.Tensor,
     n: int,
     c: Correction,
-    stats: Statistics | None = None,
+    stats: WeightStatistics | None = None,
     adv: torch.Tensor | None = None,
-) -> Corrected:
+) -> ImportanceWeights:
     """All of Correct for whole answers, by the config section `c`.
 
     log_rho [N] not clamped, log_prox [N]; mask bool [N].  stats: of the whole batch, when these
@@ -405,7 +405,7 @@ def correct(
     keep = ~veto
     if c.reject_at == "proximal":
         keep = keep & unrejected(log_rho, log_prox, mask, seq, n, c=c, adv=adv)
-    stats = stats or Statistics()
+    stats = stats or WeightStatistics()
     if c.m2 and c.m2_over == "all":
         stats.m2 = m2_threshold(token, mask, c.m2) if stats.m2 is None else stats.m2
         w = torch.where(token.abs() < stats.m2, w, 0.0)
@@ -415,7 +415,7 @@ def correct(
             mean_weight(w, mask & keep, seq, n, c.level) if stats.mean is None else stats.mean
         )
         w = w / stats.mean
-    return Corrected(w, keep, veto)
+    return ImportanceWeights(w, keep, veto)
 
 
 def load_function(path: str) -> Callable[..., Any]:

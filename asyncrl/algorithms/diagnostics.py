@@ -82,7 +82,7 @@ UPPER_EDGES: list[float] = EDGES.tolist()  # the same for the host
 
 
 @dataclass
-class View:
+class DiagnosticTokens:
     """What is looked at, [n] tokens of whole samples, detached.  valid bool [n]; reference, entropy
     may be None.
 
@@ -107,7 +107,7 @@ class View:
     age: torch.Tensor | None = None
 
 
-def sums(v: View) -> dict[str, torch.Tensor]:
+def sums(v: DiagnosticTokens) -> dict[str, torch.Tensor]:
     """`tokens` [TOKENS, 1 + buckets], `samples` [SAMPLES], `ratios` [bins], `at_lag_0` (count and
     k3 of what the start's own weights computed whole), `max/ratio`, `max/at_lag_0`: all float64, on
     the tokens' device."""
@@ -179,7 +179,7 @@ def sums(v: View) -> dict[str, torch.Tensor]:
     return out
 
 
-def _samples(v: View) -> torch.Tensor:
+def _samples(v: DiagnosticTokens) -> torch.Tensor:
     """Sums over samples with a valid token of each one's mean over its tokens."""
     n = len(v.rewards)
 
@@ -228,7 +228,7 @@ def add(total: dict[str, torch.Tensor], more: dict[str, torch.Tensor]) -> None:
             )
 
 
-def to_host(tensors: dict[str, torch.Tensor]) -> dict[str, list[float]]:
+def copy_to_host(tensors: dict[str, torch.Tensor]) -> dict[str, list[float]]:
     """Every tensor as a flat list; one synchronisation with the device."""
     if not tensors:
         return {}
@@ -248,7 +248,7 @@ def metrics(total: dict[str, torch.Tensor]) -> dict[str, float]:
 
 def metrics_of_each(totals: Sequence[dict[str, torch.Tensor]]) -> list[dict[str, float]]:
     """The same of several sums by themselves, at one synchronization with the device."""
-    host = to_host({f"{i}/{name}": x for i, t in enumerate(totals) for name, x in t.items()})
+    host = copy_to_host({f"{i}/{name}": x for i, t in enumerate(totals) for name, x in t.items()})
     return [_of_sums({name: host[f"{i}/{name}"] for name in t}) for i, t in enumerate(totals)]
 
 

@@ -15,7 +15,7 @@ import torch
 
 from asyncrl.algorithms.ratios import (
     CLAMP,
-    chosen,
+    choose_function,
     difference,
     discounted_suffix,
     log_ratio,
@@ -146,7 +146,7 @@ def prefix_full(
 
 
 @dataclass(frozen=True)
-class Pair:
+class KLInputs:
     """A term of the loss [N]: theta's, the reference's and mu's logprobs, the tokens' answers, the
     keys of [kl.loss], and the exact KL(theta || ref) of each step where a model gives it."""
 
@@ -166,19 +166,19 @@ class Pair:
         return difference(self.lp, self.ref)
 
 
-def _on_policy(p: Pair) -> torch.Tensor:
+def _on_policy(p: KLInputs) -> torch.Tensor:
     return estimate(p.estimator, p.x)
 
 
-def _ratio(p: Pair) -> torch.Tensor:
+def _ratio(p: KLInputs) -> torch.Tensor:
     return ratio(p.estimator, p.x, p.lp, p.behavior)
 
 
-def _prefix(p: Pair) -> torch.Tensor:
+def _prefix(p: KLInputs) -> torch.Tensor:
     return prefix(p.lp, p.ref, p.behavior, p.seq, discount=p.discount, truncate=p.truncate)
 
 
-def _prefix_full(p: Pair) -> torch.Tensor:
+def _prefix_full(p: KLInputs) -> torch.Tensor:
     if p.step_kl is None:
         raise unknown(
             "kl.loss.off_policy",
@@ -189,7 +189,7 @@ def _prefix_full(p: Pair) -> torch.Tensor:
 
 
 # kl.loss.off_policy -> the term per token [N], with gradient
-OFF_POLICY: dict[str, Callable[[Pair], torch.Tensor]] = {
+OFF_POLICY: dict[str, Callable[[KLInputs], torch.Tensor]] = {
     "none": _on_policy,
     "ratio": _ratio,
     "prefix": _prefix,
@@ -214,8 +214,8 @@ def term(
     """The KL term of the loss per token [N], with gradient: any estimator, off-policy form of it or
     none.
     """
-    pair = Pair(lp, ref, behavior, seq, estimator, discount, truncate=truncate, step_kl=step_kl)
-    return chosen("kl.loss.off_policy", OFF_POLICY, off_policy)(pair)
+    pair = KLInputs(lp, ref, behavior, seq, estimator, discount, truncate=truncate, step_kl=step_kl)
+    return choose_function("kl.loss.off_policy", OFF_POLICY, off_policy)(pair)
 
 
 def adaptive(beta: float, kl: float, target: float, samples: int, horizon: int) -> float:
@@ -224,7 +224,7 @@ def adaptive(beta: float, kl: float, target: float, samples: int, horizon: int) 
 
 
 @dataclass
-class Controller:
+class KLController:
     """beta over a run: `fixed`, or `adaptive` towards kl = target, both in nats an answer (as
     published).  horizon in samples.
     """

@@ -34,9 +34,9 @@ from asyncrl.algorithms import (
     stopping,
     surrogates,
 )
-from asyncrl.algorithms.batch import LossBatch, advantage, fade, kept
+from asyncrl.algorithms.batch import LossBatch, advantage, loss_mask, staleness_weight
 from asyncrl.algorithms.settings import Settings
-from asyncrl.algorithms.trust.view import Tokens, Whole
+from asyncrl.algorithms.trust.view import StepBatch, SurrogateTokens
 from asyncrl.contract.errors import ConfigError
 
 add_sums = diagnostics.add
@@ -44,24 +44,24 @@ finish = diagnostics.metrics
 finish_each = diagnostics.metrics_of_each
 __all__ = [
     "LossBatch",
-    "Prepared",
-    "Step",
+    "PreparedBatch",
+    "StepPlan",
     "add_sums",
     "begin_step",
     "finish",
     "finish_each",
+    "learning_rate_share",
     "micro_loss",
     "needs_anchor_first",
     "needs_current",
     "needs_start_first",
     "prepare",
-    "rate_share",
     "stop_statistic",
 ]
 
 
 @dataclass(kw_only=True)
-class Prepared:
+class PreparedBatch:
     """A batch after its pre-pass; nothing here carries a gradient."""
 
     batch: LossBatch
@@ -70,10 +70,10 @@ class Prepared:
     valid: torch.Tensor  # bool [N]: tokens in the loss, before rejection
     fade: torch.Tensor  # [N] factor of staleness.on_exceed = downweight
     # None: taken from the forward of the only optimizer step
-    corrected: correction.Corrected | None
+    corrected: correction.ImportanceWeights | None
     returns: torch.Tensor | None = None  # [N], with a value head
     metrics: dict[str, float] = field(default_factory=dict)
-    budget: stopping.Budget | None = None  # over this batch's steps
+    budget: stopping.KLBudget | None = None  # over this batch's steps
     steps: int = 0  # optimizer steps begun
     number: int = 0  # of the batch: what is drawn at random is a function of (seed, number, step)
     # the learner's policy as the batch began [N], where `known`: given, or what the first optimizer
@@ -90,14 +90,14 @@ class Prepared:
 
 
 @dataclass
-class Step:
+class StepPlan:
     """One optimizer step: factor [N] of the reduction, and what must be known of the whole batch
     before any micro-batch.
     """
 
     factor: torch.Tensor
-    stats: correction.Statistics
-    reshape: reshape.Statistics | None = None
+    stats: correction.WeightStatistics
+    reshape: reshape.ReshapeStatistics | None = None
     chosen: torch.Tensor | None = None  # bool [N], kl_cov and clip_cov
     # of this step's learning rate; 0: the batch's remaining steps are skipped
     lr_scale: float = 1.0
@@ -127,7 +127,7 @@ def needs_start_first(config: Settings) -> bool:
     return bool(in_advantage or in_reward or (config.stop.kl_max > 0 and in_parts))
 
 
-def needs_current(prep: Prepared) -> bool:
+def needs_current(prep: PreparedBatch) -> bool:
     """Must `begin_step` be given the logprobs [N] of the policy as it is now?  (A forward without
     gradient over the batch.)
     """
@@ -143,7 +143,7 @@ def needs_current(prep: Prepared) -> bool:
     return bool(wanted and not _start_given(prep))
 
 
-def _start_given(prep: Prepared) -> bool:
+def _start_given(prep: PreparedBatch) -> bool:
     """Before the first step the policy is the learner's start, where that was given."""
     return prep.steps == 0 and prep.batch.start is not None
 
@@ -159,14 +159,14 @@ def prepare(
     baseline: float = 0.0,
     beta: float | None = None,
     number: int = 0,
-) -> Prepared:
+) -> PreparedBatch:
     """The pre-pass over the whole batch.  baseline: of advantage.name = reinforce; beta: of KL in
     the reward, now; number: the batch's.
     """
     beta = config.kl.reward.coefficient if beta is None else beta
     if batch.start is None and config.correction.proximal == "recompute":
         batch.start = batch.anchor
-    valid = batch.mask & kept(batch, config)
+    valid = batch.mask & loss_mask(batch, config)
     adv, returns, numbers = advantage(batch, valid, config, baseline, beta)
     corrected = None
     if batch.anchor is not None and config.loss.surrogate != "reinforce":
@@ -179,17 +179,17 @@ def prepare(
         "answer/masked_share": 1 - valid.to(adv.dtype).mean(),
     }
     stop = config.stop
-    budget = stopping.Budget(stop.kl_max) if stop.action == "slow" and stop.kl_max > 0 else None
-    metrics = {name: x[0] for name, x in diagnostics.to_host(numbers).items()}
+    budget = stopping.KLBudget(stop.kl_max) if stop.action == "slow" and stop.kl_max > 0 else None
+    metrics = {name: x[0] for name, x in diagnostics.copy_to_host(numbers).items()}
     given = batch.start is not None
     start = batch.start.clone() if batch.start is not None else torch.zeros_like(batch.behavior)
     known = torch.full_like(batch.mask, given)
-    return Prepared(
+    return PreparedBatch(
         batch=batch,
         config=config,
         advantage=adv,
         valid=valid,
-        fade=fade(batch, config),
+        fade=staleness_weight(batch, config),
         corrected=corrected,
         returns=returns,
         metrics=metrics,
@@ -204,12 +204,14 @@ def prepare(
     )
 
 
-def step_made(prep: Prepared) -> None:
+def mark_step_made(prep: PreparedBatch) -> None:
     """The optimizer has made the step: what was in its loss is used."""
     prep.used |= prep.live
 
 
-def rate_share(prep: Prepared, step: Step, sums: dict[str, torch.Tensor]) -> float:
+def learning_rate_share(
+    prep: PreparedBatch, step: StepPlan, sums: dict[str, torch.Tensor]
+) -> float:
     """Share of the learning rate that this optimizer step is made with, from its sums over all
     micro-batches and ranks.  Reads the device where stop.lr_by_ess asks for it."""
     if "ess/answers" not in sums:
@@ -230,8 +232,8 @@ def _correct(
     config: Settings,
     *,
     adv: torch.Tensor,
-    stats: correction.Statistics | None = None,
-) -> correction.Corrected:
+    stats: correction.WeightStatistics | None = None,
+) -> correction.ImportanceWeights:
     """Weights of the tokens `part`; anchor, valid, adv [n]: pi_prox (or pi_theta for surrogate =
     reinforce), its mask and the advantage.
     """
@@ -252,7 +254,9 @@ def _correct(
 
 
 @torch.no_grad()
-def begin_step(prep: Prepared, samples: torch.Tensor, current: torch.Tensor | None = None) -> Step:
+def begin_step(
+    prep: PreparedBatch, samples: torch.Tensor, current: torch.Tensor | None = None
+) -> StepPlan:
     """Factors over the samples (int64) of one optimizer step, from global counts, so that
     micro-batches and ranks add up.
 
@@ -280,14 +284,16 @@ def begin_step(prep: Prepared, samples: torch.Tensor, current: torch.Tensor | No
         else 1.0
     )
     factor = reductions.factors(counted, batch.seq, len(batch.rewards), c.loss.reduction, length)
-    step = Step(factor.to(batch.behavior.dtype), correction.Statistics())
+    step = StepPlan(factor.to(batch.behavior.dtype), correction.WeightStatistics())
     _statistics(prep, step, current)
     if c.correction.m2 and c.correction.m2_over == "pushing":
         assert current is not None
         log_w = ratios.log_ratio(current, batch.behavior)
-        step.far = correction.pushed_far(log_w, prep.advantage, of_step, c.correction.m2)
+        step.far = correction.masked_by_second_moment(
+            log_w, prep.advantage, of_step, c.correction.m2
+        )
     if c.loss.surrogate in surrogates.PREPASS:
-        whole = Whole(
+        whole = StepBatch(
             batch.behavior, prep.advantage, of_step, batch.seq, batch.groups, current=current
         )
         step.prepass = surrogates.PREPASS[c.loss.surrogate](whole, c.loss)
@@ -296,7 +302,7 @@ def begin_step(prep: Prepared, samples: torch.Tensor, current: torch.Tensor | No
     return step
 
 
-def _statistics(prep: Prepared, step: Step, current: torch.Tensor | None) -> None:
+def _statistics(prep: PreparedBatch, step: StepPlan, current: torch.Tensor | None) -> None:
     """Fill in what the surrogate and the stop need of the whole batch."""
     c = prep.config
     batch = prep.batch
@@ -323,7 +329,7 @@ def _statistics(prep: Prepared, step: Step, current: torch.Tensor | None) -> Non
         step.reshape = reshape.statistics(log_w, prep.valid, c.reshape.rho_min)
         read |= {"k": step.reshape.kl, "base": step.reshape.base, "sigma2": step.reshape.sigma2}
     # the step's one wait for the device before its gradient
-    host = {key: x[0] for key, x in diagnostics.to_host(read).items()}
+    host = {key: x[0] for key, x in diagnostics.copy_to_host(read).items()}
     if stops:
         step.lr_scale = stopping.scale(
             host["stop"],
@@ -335,8 +341,8 @@ def _statistics(prep: Prepared, step: Step, current: torch.Tensor | None) -> Non
         step.metrics |= {"optim/stop_ess": host["ess"], "optim/lr_scale": step.lr_scale}
     if step.reshape is not None:
         if c.reshape.budget == "tokens":
-            prep.budget = prep.budget or stopping.Budget(c.reshape.kl_budget)
-            step.reshape.share = prep.budget.next(host["k"])
+            prep.budget = prep.budget or stopping.KLBudget(c.reshape.kl_budget)
+            step.reshape.share = prep.budget.next_share(host["k"])
         step.metrics |= {
             "reshape/gamma_base": host["base"],
             "reshape/sigma2": host["sigma2"],
@@ -344,7 +350,7 @@ def _statistics(prep: Prepared, step: Step, current: torch.Tensor | None) -> Non
         }
 
 
-def _stop_kl(prep: Prepared, current: torch.Tensor) -> torch.Tensor:
+def _stop_kl(prep: PreparedBatch, current: torch.Tensor) -> torch.Tensor:
     """The KL of the batch's update so far, over the whole batch, as `stop_statistic` measures it: a
     scalar.
     """
@@ -357,10 +363,12 @@ def _stop_kl(prep: Prepared, current: torch.Tensor) -> torch.Tensor:
 # ---- per micro-batch -----------------------------------------------------------------------------
 
 
-def _tokens(prep: Prepared, step: Step, part: torch.Tensor, now: torch.Tensor) -> Tokens:
+def _tokens(
+    prep: PreparedBatch, step: StepPlan, part: torch.Tensor, now: torch.Tensor
+) -> SurrogateTokens:
     """What a surrogate looks at, of the tokens `part`; now [n]: log pi_theta."""
     b = prep.batch
-    return Tokens(
+    return SurrogateTokens(
         raw=ratios.difference(now, now if b.anchor is None else b.anchor[part]),
         adv=prep.advantage[part],
         lp=now,
@@ -375,13 +383,13 @@ def _tokens(prep: Prepared, step: Step, part: torch.Tensor, now: torch.Tensor) -
     )
 
 
-def _at_target(
-    prep: Prepared,
-    step: Step,
+def _correct_at_target(
+    prep: PreparedBatch,
+    step: StepPlan,
     part: torch.Tensor,
     now: torch.Tensor,
-    fixed: correction.Corrected,
-) -> correction.Corrected:
+    fixed: correction.ImportanceWeights,
+) -> correction.ImportanceWeights:
     """What correction.reject_at = target and m2_over = pushing leave of the tokens `part`; now [n]:
     log pi_theta."""
     b = prep.batch
@@ -402,12 +410,12 @@ def _at_target(
         weight = torch.where(keep, weight, 0.0)
     if step.far is not None:
         weight = torch.where(step.far[part], 0.0, weight)
-    return correction.Corrected(weight, keep, fixed.vetoed)
+    return correction.ImportanceWeights(weight, keep, fixed.vetoed)
 
 
 def micro_loss(
-    prep: Prepared,
-    step: Step,
+    prep: PreparedBatch,
+    step: StepPlan,
     part: torch.Tensor,
     lp: torch.Tensor,
     entropy: torch.Tensor | None = None,
@@ -432,8 +440,10 @@ def micro_loss(
         adv = prep.advantage[part]
         fixed = _correct(b, part, anchor, valid, c, adv=adv, stats=step.stats)
     else:
-        fixed = correction.Corrected(fixed.weight[part], fixed.kept[part], fixed.vetoed[part])
-    fixed = _at_target(prep, step, part, now, fixed)
+        fixed = correction.ImportanceWeights(
+            fixed.weight[part], fixed.kept[part], fixed.vetoed[part]
+        )
+    fixed = _correct_at_target(prep, step, part, now, fixed)
     tokens = _tokens(prep, step, part, now)
     trust = surrogates.trust(tokens, c)
     live = valid & fixed.kept
@@ -459,7 +469,7 @@ def micro_loss(
         values_now=values_now,
         step_kl=step_kl,
     )
-    view = diagnostics.View(
+    view = diagnostics.DiagnosticTokens(
         seq=b.seq[part],
         lag=b.token_lag[part],
         valid=valid,
@@ -479,7 +489,7 @@ def micro_loss(
     return loss + extra, diagnostics.sums(view) | sums | terms
 
 
-def _remember(prep: Prepared, part: torch.Tensor, now: torch.Tensor) -> None:
+def _remember(prep: PreparedBatch, part: torch.Tensor, now: torch.Tensor) -> None:
     """Keep the logprobs of this pass; those of the first optimizer step are the learner's start,
     which costs no forward of its own.
     """
@@ -493,7 +503,7 @@ def _remember(prep: Prepared, part: torch.Tensor, now: torch.Tensor) -> None:
 
 
 def _terms(
-    prep: Prepared,
+    prep: PreparedBatch,
     part: torch.Tensor,
     live: torch.Tensor,
     lp: torch.Tensor,
@@ -515,11 +525,11 @@ def _terms(
     def safe(x: torch.Tensor) -> torch.Tensor:
         return torch.where(live, x, 0.0)  # not x[live], whose size the host would have to wait for
 
-    def weighed(x: torch.Tensor) -> torch.Tensor:
+    def apply_weights(x: torch.Tensor) -> torch.Tensor:
         return (safe(x) * factor).sum()
 
     if entropy is not None and c.loss.entropy:
-        sums["loss/entropy"] = weighed(entropy)
+        sums["loss/entropy"] = apply_weights(entropy)
         total = total - c.loss.entropy * sums["loss/entropy"]
     k = c.kl.loss
     if b.reference is not None and k.coefficient > 0:
@@ -533,11 +543,11 @@ def _terms(
             }
     if c.loss.surrogate == "reshape" and c.reshape.kl_penalty > 0:
         x = ratios.difference(safe(lp), safe(b.behavior[part]))
-        sums["loss/kl_penalty"] = weighed(kl.estimate(c.reshape.kl_estimator, x))
+        sums["loss/kl_penalty"] = apply_weights(kl.estimate(c.reshape.kl_estimator, x))
         total = total + c.reshape.kl_penalty * sums["loss/kl_penalty"]
     if values_now is not None and prep.returns is not None:
         old = None if b.values is None else safe(b.values[part])
-        sums["loss/value"] = weighed(
+        sums["loss/value"] = apply_weights(
             value_loss(safe(values_now), safe(prep.returns[part]), old, c.value.clip)
         )
         total = total + c.value.coefficient * sums["loss/value"]
@@ -545,7 +555,7 @@ def _terms(
 
 
 def _kl_in_loss(
-    prep: Prepared,
+    prep: PreparedBatch,
     part: torch.Tensor,
     live: torch.Tensor,
     lp: torch.Tensor,
@@ -597,7 +607,7 @@ def value_loss(
 
 @torch.no_grad()
 def stop_statistic(
-    prep: Prepared, part: torch.Tensor, lp: torch.Tensor
+    prep: PreparedBatch, part: torch.Tensor, lp: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(weighted sum, weight) over the tokens `part` of what this batch's updates alone have moved:
     nothing, as long as lp is the start.

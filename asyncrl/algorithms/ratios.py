@@ -26,7 +26,7 @@ def unknown(key: str, name: object, valid: Iterable[str]) -> ConfigError:
     return ConfigError(f"{key} = {name}: choose one of {', '.join(valid)}")
 
 
-def chosen(key: str, table: Mapping[str, Function], name: str) -> Function:
+def choose_function(key: str, table: Mapping[str, Function], name: str) -> Function:
     """The function that `table` has under `name`, the value of the config's `key`.  Raises
     ConfigError for a name that it has not."""
     if name not in table:
@@ -82,7 +82,7 @@ def masked_mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return torch.where(mask, x, 0.0).sum() / mask.sum().clamp(min=1)
 
 
-class Rows:
+class PaddedRows:
     """Packed tokens as a matrix [rows, width], one row a sample, and back.  Reads one number from
     the device.
     """
@@ -103,15 +103,15 @@ class Rows:
         """[rows, width], 0 beyond a sample's end."""
         return x.new_zeros(self.shape).index_put((self.row, self.column), x)
 
-    def packed(self, m: torch.Tensor) -> torch.Tensor:
+    def pack(self, m: torch.Tensor) -> torch.Tensor:
         """[N]."""
         return m[self.row, self.column]
 
 
 def running_sum(x: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
     """Sum of x over a sample's tokens up to and with each: [N]."""
-    rows = Rows(seq)
-    return rows.packed(rows.matrix(x).cumsum(1))
+    rows = PaddedRows(seq)
+    return rows.pack(rows.matrix(x).cumsum(1))
 
 
 def running_min(x: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
@@ -129,7 +129,7 @@ def discounted_suffix(
     """S_t = x_t + discount_t S_{t+1} within each sample: [N].  discount: a number, or [N]."""
     if not len(x):
         return x
-    rows = Rows(seq)
+    rows = PaddedRows(seq)
     m = rows.matrix(x)
     d = rows.matrix(torch.as_tensor(discount, dtype=x.dtype, device=x.device).expand_as(x))
     out = torch.empty_like(m)
@@ -137,4 +137,4 @@ def discounted_suffix(
     for t in range(m.shape[1] - 1, -1, -1):
         carry = m[:, t] + d[:, t] * carry
         out[:, t] = carry
-    return rows.packed(out)
+    return rows.pack(out)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from asyncrl.algorithms.ratios import chosen, seq_sum
+from asyncrl.algorithms.ratios import choose_function, seq_sum
 
 
 def token_mean(tokens: torch.Tensor, samples: torch.Tensor, length: float) -> torch.Tensor:
@@ -48,5 +48,5 @@ def factors(
     REDUCTIONS; the loss is sum(factor * per-token loss).  Raises ConfigError for another name."""
     tokens = seq_sum(counted.to(torch.float64), seq, n)
     samples = (tokens > 0).sum().clamp(min=1)
-    by_sample = chosen("loss.reduction", REDUCTIONS, how)(tokens, samples, length)
+    by_sample = choose_function("loss.reduction", REDUCTIONS, how)(tokens, samples, length)
     return torch.where(counted, by_sample[seq], 0.0)

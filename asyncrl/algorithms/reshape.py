@@ -7,7 +7,7 @@ box_cox: objective A (w^gamma - 1) / gamma, gradient coefficient w^gamma A
 
 gamma = 1 is `vanilla` on the behaviour policy in both.  It controls variance and not drift; the
 repairs are A an early stop (`[stop]`), B `clip`, C a KL penalty towards mu, D a KL budget on gamma
-or the coefficient (here) or on the learning rate (`stopping.Budget`). IS-reshape v3.1 (technical
+or the coefficient (here) or on the learning rate (`stopping.KLBudget`). IS-reshape v3.1 (technical
 report); Box and Cox 1964 for the second form."""
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncrl.algorithms.ratios import chosen, masked_mean
+from asyncrl.algorithms.ratios import choose_function, masked_mean
 from asyncrl.algorithms.settings import Reshape
 
 
 @dataclass
-class Statistics:
+class ReshapeStatistics:
     """Of the whole batch, before an optimizer step: sigma2 = var(log w), gamma_base, K the k3
     estimate of KL(mu || theta), g of repair D.
     """
@@ -33,7 +33,7 @@ class Statistics:
     share: float = 1.0
 
 
-def statistics(log_w: torch.Tensor, mask: torch.Tensor, rho_min: float = 0.3) -> Statistics:
+def statistics(log_w: torch.Tensor, mask: torch.Tensor, rho_min: float = 0.3) -> ReshapeStatistics:
     """gamma_base = min(1, sqrt(-log rho_min / sigma2)), sigma2 the unbiased variance of log w over
     the mask (1 where it is 0).
     """
@@ -43,7 +43,7 @@ def statistics(log_w: torch.Tensor, mask: torch.Tensor, rho_min: float = 0.3) ->
     sigma2 = centred.square().sum() / (count - 1).clamp(min=1)
     room = -torch.log(torch.as_tensor(rho_min, dtype=log_w.dtype, device=log_w.device))
     base = (room / sigma2.clamp(min=1e-30)).sqrt().clamp(max=1.0)
-    return Statistics(sigma2, base, masked_mean(torch.expm1(x) - x, mask))
+    return ReshapeStatistics(sigma2, base, masked_mean(torch.expm1(x) - x, mask))
 
 
 def gamma_v31(
@@ -62,63 +62,65 @@ def gamma_v31(
 
 
 @dataclass(frozen=True)
-class Pushed:
+class GammaInputs:
     """What gamma is made of: log w, A [N], the batch's statistics, the config's [reshape]."""
 
     log_w: torch.Tensor
     adv: torch.Tensor
-    stats: Statistics
+    stats: ReshapeStatistics
     c: Reshape
 
 
-def _v31(x: Pushed) -> torch.Tensor:
+def _v31(x: GammaInputs) -> torch.Tensor:
     g = gamma_v31(x.log_w, x.adv, x.stats.base, tau=x.c.tau, temperature=x.c.temperature)
     return g.clamp(min=x.c.gamma_min)
 
 
-def _base(x: Pushed) -> torch.Tensor:
+def _base(x: GammaInputs) -> torch.Tensor:
     return x.stats.base.expand_as(x.log_w).clamp(min=x.c.gamma_min)
 
 
-def _constant(x: Pushed) -> torch.Tensor:
+def _constant(x: GammaInputs) -> torch.Tensor:
     return torch.full_like(x.log_w, x.c.gamma)
 
 
-def _unspent(g: torch.Tensor, x: Pushed) -> torch.Tensor:
+def _unspent(g: torch.Tensor, x: GammaInputs) -> torch.Tensor:
     return g
 
 
-def _of_tokens(g: torch.Tensor, x: Pushed) -> torch.Tensor:
+def _of_tokens(g: torch.Tensor, x: GammaInputs) -> torch.Tensor:
     """Less of what pushes away; in the box_cox form it is the coefficient that is lowered."""
     if x.c.form == "box_cox":
         return g
     return torch.where(x.adv * x.log_w > 0, g * x.stats.share, g)
 
 
-def _of_batch(g: torch.Tensor, x: Pushed) -> torch.Tensor:
+def _of_batch(g: torch.Tensor, x: GammaInputs) -> torch.Tensor:
     """The report's wording of D: gamma_kl for the whole batch."""
     target = (x.c.kl_budget / x.stats.kl.clamp(min=1e-30)).sqrt().clamp(max=1.0)
     return torch.minimum(x.stats.base, target).expand_as(x.log_w)
 
 
 # reshape.mode -> gamma [N]
-MODES: dict[str, Callable[[Pushed], torch.Tensor]] = {
+MODES: dict[str, Callable[[GammaInputs], torch.Tensor]] = {
     "v3.1": _v31,
     "base": _base,
     "constant": _constant,
 }
 # reshape.budget -> gamma [N] after repair D
-BUDGETS: dict[str, Callable[[torch.Tensor, Pushed], torch.Tensor]] = {
+BUDGETS: dict[str, Callable[[torch.Tensor, GammaInputs], torch.Tensor]] = {
     "none": _unspent,
     "tokens": _of_tokens,
     "global": _of_batch,
 }
 
 
-def gamma(log_w: torch.Tensor, adv: torch.Tensor, stats: Statistics, c: Reshape) -> torch.Tensor:
+def gamma(
+    log_w: torch.Tensor, adv: torch.Tensor, stats: ReshapeStatistics, c: Reshape
+) -> torch.Tensor:
     """gamma [N] by the config section `c` = reshape: mode, then gamma_min, then repair D (which may
     reach 0).
     """
-    x = Pushed(log_w, adv, stats, c)
-    g = chosen("reshape.mode", MODES, c.mode)(x)
-    return chosen("reshape.budget", BUDGETS, c.budget)(g, x)
+    x = GammaInputs(log_w, adv, stats, c)
+    g = choose_function("reshape.mode", MODES, c.mode)(x)
+    return choose_function("reshape.budget", BUDGETS, c.budget)(g, x)

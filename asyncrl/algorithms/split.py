@@ -23,7 +23,7 @@ PARTS = ("mismatch", "staleness", "update")
 
 
 @dataclass
-class Split:
+class LogRatioSplit:
     """[n] tokens: logprobs under mu, pi_v, the learner's start and the target; int64 lag and age.
 
     age: versions between the weights that drew a token and the oldest ones that computed any of the
@@ -36,7 +36,7 @@ class Split:
     lag: torch.Tensor
     age: torch.Tensor
 
-    def parts(self) -> dict[str, torch.Tensor]:
+    def log_ratio_parts(self) -> dict[str, torch.Tensor]:
         """Each part's log ratio [n]."""
         pairs = (
             (self.version, self.behavior),
@@ -46,7 +46,7 @@ class Split:
         return {name: a - b for name, (a, b) in zip(PARTS, pairs, strict=True)}
 
 
-def metrics(split: Split) -> dict[str, float]:
+def metrics(split: LogRatioSplit) -> dict[str, float]:
     """Means over the tokens: `split/PART` of minus the log ratio (k1: they add up to split/total),
     `split/PART_k3`, and by lag and age.
 
@@ -54,7 +54,7 @@ def metrics(split: Split) -> dict[str, float]:
     """
     if not len(split.lag):
         return {}
-    parts = split.parts()
+    parts = split.log_ratio_parts()
     nothing = torch.zeros_like(split.behavior)
     k3 = {name: kl.k3(-log_ratio(x, nothing)).double() for name, x in parts.items()}
     out = {f"split/{name}": -_mean(x) for name, x in parts.items()}

@@ -21,7 +21,7 @@ def kl_statistic(
     return torch.where(mask, weight * k, 0.0).sum(), torch.where(mask, weight, 0.0).sum()
 
 
-def share(kl: float, budget: float, step_kl: float | None = None) -> float:
+def step_share(kl: float, budget: float, step_kl: float | None = None) -> float:
     """g in [0, 1]: how much of one full step still fits into the KL budget; exactly 0 at the
     budget.
 
@@ -33,7 +33,7 @@ def share(kl: float, budget: float, step_kl: float | None = None) -> float:
 
 
 @dataclass
-class Budget:
+class KLBudget:
     """A KL budget over the optimizer steps of one batch; measures dK1 from its own first step.
 
     >>> b = Budget(0.04)
@@ -48,18 +48,20 @@ class Budget:
     # sqrt(K) before the first step, and its g
     _last: tuple[float, float] | None = field(default=None, repr=False)
 
-    def next(self, kl: float) -> float:
+    def next_share(self, kl: float) -> float:
         """g of the coming step, from K measured before it.  Call once per optimizer step."""
         root = max(kl, 0.0) ** 0.5
         if self.step_kl is None and self._last is not None and self._last[1] > 0:
             self.step_kl = ((root - self._last[0]) / self._last[1]) ** 2
-        g = share(kl, self.limit, self.step_kl)
+        g = step_share(kl, self.limit, self.step_kl)
         if self._last is None:
             self._last = (root, g)
         return g
 
 
-def scale(kl: float, ess: float, *, kl_max: float, ess_min: float, budget: Budget | None) -> float:
+def scale(
+    kl: float, ess: float, *, kl_max: float, ess_min: float, budget: KLBudget | None
+) -> float:
     """Learning-rate scale of the coming step: 0 stops the batch.
 
     kl_max, ess_min 0: off.  Without a budget the KL limit is a stop (1 or 0), with one it is the
@@ -68,7 +70,7 @@ def scale(kl: float, ess: float, *, kl_max: float, ess_min: float, budget: Budge
         return 0.0
     if kl_max <= 0:
         return 1.0
-    return budget.next(kl) if budget is not None else (1.0 if kl <= kl_max else 0.0)
+    return budget.next_share(kl) if budget is not None else (1.0 if kl <= kl_max else 0.0)
 
 
 def answer_weights(

@@ -16,11 +16,27 @@ from typing import Any
 import torch
 
 from asyncrl.algorithms import settings
-from asyncrl.algorithms.ratios import CLAMP, binary_kl, chosen, log_ratio, seq_mean, seq_sum
+from asyncrl.algorithms.ratios import (
+    CLAMP,
+    binary_kl,
+    choose_function,
+    log_ratio,
+    seq_mean,
+    seq_sum,
+)
 from asyncrl.algorithms.reshape import gamma
 from asyncrl.algorithms.settings import Reshape, Settings
-from asyncrl.algorithms.trust import answers, tokens
-from asyncrl.algorithms.trust.view import DUAL, HIGH, OPEN, Tokens, Trust, Whole, opened, sides
+from asyncrl.algorithms.trust import sequence_surrogates, token_surrogates
+from asyncrl.algorithms.trust.view import (
+    DUAL,
+    HIGH,
+    OPEN,
+    StepBatch,
+    SurrogateTerm,
+    SurrogateTokens,
+    sides,
+    unclipped,
+)
 from asyncrl.algorithms.trust.view import LOW as LOW
 
 # as published their ratio is pi_theta / mu: the anchor must be the behaviour policy
@@ -41,19 +57,19 @@ NEED_CURRENT = ("reshape", "kl_cov", "clip_cov", "bapo")
 GSPO_CLIP = (3e-4, 4e-4)  # its ratio is a mean: a clip range that is not 0.2
 
 
-def vanilla(log_r: torch.Tensor, adv: torch.Tensor) -> Trust:
+def vanilla(log_r: torch.Tensor, adv: torch.Tensor) -> SurrogateTerm:
     """r A: no trust region (Kakade and Langford 2002)."""
     r = log_r.exp()
-    return opened(r * adv, r * adv)
+    return unclipped(r * adv, r * adv)
 
 
-def plain(lp: torch.Tensor, adv: torch.Tensor) -> Trust:
+def log_probability_term(lp: torch.Tensor, adv: torch.Tensor) -> SurrogateTerm:
     """lp A: `reinforce` (Williams 1992; the bounded weight pi_theta / mu is Correct's), `gpg`
     (arXiv 2504.02546) and `sft`.
 
     For `sft` A is 1 where the answer was rewarded and 0 elsewhere.
     """
-    return opened(adv.clone(), lp * adv)
+    return unclipped(adv.clone(), lp * adv)
 
 
 def ppo(
@@ -63,7 +79,7 @@ def ppo(
     low: float = 0.2,
     high: float = 0.2,
     dual: float = 0.0,
-) -> Trust:
+) -> SurrogateTerm:
     """min(r A, clip(r, 1-low, 1+high) A) (Schulman et al. 2017, arXiv 1707.06347); dual > 1: dual
     clip (arXiv 1912.09729).
 
@@ -76,19 +92,19 @@ def ppo(
         floor = (adv < 0) & (value < dual * adv)
         value = torch.where(floor, dual * adv, value)
         clipped = torch.where(floor, DUAL, clipped)
-    return Trust(torch.where(clipped == OPEN, r * adv, 0.0), value, clipped)
+    return SurrogateTerm(torch.where(clipped == OPEN, r * adv, 0.0), value, clipped)
 
 
 def cispo(
     log_r: torch.Tensor, adv: torch.Tensor, lp: torch.Tensor, *, lo: float = 0.0, hi: float = 1.2
-) -> Trust:
+) -> SurrogateTerm:
     """sg[clamp(r, lo, hi)] A lp (MiniMax-M1, arXiv 2506.13585): the gradient never vanishes.
 
     lo and hi are absolute here; the caller turns 1 - e and 1 + e into them.  lo = 0: no lower
     bound, as published."""
     r = log_r.exp()
     w = r.clamp(lo, hi)
-    return Trust(w * adv, w * adv * lp, sides(r < lo, r > hi))
+    return SurrogateTerm(w * adv, w * adv * lp, sides(r < lo, r > hi))
 
 
 def gspo(
@@ -100,7 +116,7 @@ def gspo(
     *,
     low: float = GSPO_CLIP[0],
     high: float = GSPO_CLIP[1],
-) -> Trust:
+) -> SurrogateTerm:
     """Clip on the sequence ratio s = exp(mean log r), a token's share of its gradient through s
     (Qwen, arXiv 2507.18071).
 
@@ -112,14 +128,14 @@ def gspo(
 
 def sapo(
     log_r: torch.Tensor, adv: torch.Tensor, *, tau_pos: float = 1.0, tau_neg: float = 1.05
-) -> Trust:
+) -> SurrogateTerm:
     """Soft gate 4/tau sigma(tau (r - 1)) (SAPO, arXiv 2511.20347); its derivative in r is 4 sigma
     (1 - sigma).
     """
     r = log_r.exp()
     tau = torch.where(adv > 0, torch.full_like(adv, tau_pos), tau_neg)
     s = torch.sigmoid(tau * (r - 1))
-    return opened(4 * s * (1 - s) * r * adv, 4 / tau * s * adv)
+    return unclipped(4 * s * (1 - s) * r * adv, 4 / tau * s * adv)
 
 
 def dppo(
@@ -130,7 +146,7 @@ def dppo(
     threshold: float = 0.2,
     high: float | None = None,
     divergence: str = "tv",
-) -> Trust:
+) -> SurrogateTerm:
     """r A, 0 where pi_theta - anchor moved more than `threshold` in the direction of A (`high`: of
     A > 0, where it is another); prob = exp(lp) [N].
 
@@ -144,7 +160,7 @@ def dppo(
         moved = prob - prob / r
     clipped = sides((adv < 0) & (moved < -threshold), (adv > 0) & (moved > up))
     left = torch.where(clipped == OPEN, r * adv, 0.0)
-    return Trust(left, left.clone(), clipped)
+    return SurrogateTerm(left, left.clone(), clipped)
 
 
 def topr(
@@ -154,7 +170,7 @@ def topr(
     mask: torch.Tensor,
     seq: torch.Tensor,
     n: int,
-) -> Trust:
+) -> SurrogateTerm:
     """Per answer: A > 0: lp A; A < 0: min(pi_theta / mu, 1) lp A, the whole answer's ratio,
     detached (TOPR, arXiv 2503.14286).
 
@@ -162,14 +178,16 @@ def topr(
     """
     whole = seq_sum(torch.where(mask, log_r, 0.0), seq, n).clamp(-CLAMP, 0.0).exp()[seq]
     w = torch.where(adv < 0, whole, 1.0)
-    return opened(w * adv, w * adv * lp)
+    return unclipped(w * adv, w * adv * lp)
 
 
-def dro(log_r: torch.Tensor, adv: torch.Tensor, lp: torch.Tensor, *, beta: float = 0.05) -> Trust:
+def dro(
+    log_r: torch.Tensor, adv: torch.Tensor, lp: torch.Tensor, *, beta: float = 0.05
+) -> SurrogateTerm:
     """lp A - beta/2 (log pi_theta/mu)^2: token form of direct reward optimisation (Richemond et al.
     2024, arXiv 2405.19107).
     """
-    return opened(adv - beta * log_r, lp * adv - beta / 2 * log_r.square())
+    return unclipped(adv - beta * log_r, lp * adv - beta / 2 * log_r.square())
 
 
 def covariance(lp: torch.Tensor, adv: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -192,7 +210,7 @@ def highest(cov: torch.Tensor, mask: torch.Tensor, share: float) -> torch.Tensor
     return out & mask
 
 
-def drawn(
+def sample_by_covariance(
     cov: torch.Tensor, mask: torch.Tensor, share: float, lo: float, hi: float, seed: int
 ) -> torch.Tensor:
     """Bool [N]: `share` of the mask's tokens, drawn at random among those with lo < covariance < hi
@@ -208,11 +226,11 @@ def drawn(
 
 def kl_cov(
     log_r: torch.Tensor, adv: torch.Tensor, chosen: torch.Tensor, *, coefficient: float = 1.0
-) -> Trust:
+) -> SurrogateTerm:
     """r A, less coefficient |log r| on the tokens `chosen` by `highest` (arXiv 2505.22617)."""
     r = log_r.exp()
     pull = torch.where(chosen, coefficient, 0.0)
-    return opened(r * adv - pull * log_r.sign(), r * adv - pull * log_r.abs())
+    return unclipped(r * adv - pull * log_r.sign(), r * adv - pull * log_r.abs())
 
 
 def clip_cov(
@@ -222,10 +240,11 @@ def clip_cov(
     *,
     low: float = 0.2,
     high: float = 0.2,
-) -> Trust:
-    """`ppo`, without gradient on the tokens `chosen` by `drawn` (arXiv 2505.22617)."""
+) -> SurrogateTerm:
+    """`ppo`, without gradient on the tokens `chosen` by `sample_by_covariance` (arXiv
+    2505.22617)."""
     t = ppo(log_r, adv, low=low, high=high)
-    return Trust(
+    return SurrogateTerm(
         torch.where(chosen, 0.0, t.coefficient),
         t.objective,
         torch.where(chosen & (t.clipped == OPEN), HIGH, t.clipped).to(torch.int8),
@@ -234,7 +253,7 @@ def clip_cov(
 
 def reshape(
     log_w: torch.Tensor, adv: torch.Tensor, g: torch.Tensor, c: Reshape, share: float = 1.0
-) -> Trust:
+) -> SurrogateTerm:
     """IS-reshape of log w [N], A [N], gamma [N]; `c.clip` e > 0 is repair B: no gradient where w
     (not w^gamma, which overshoots) has left [1-e, 1+e] in the direction of A; `c.weight_max` > 0
     bounds w^gamma.
@@ -247,13 +266,15 @@ def reshape(
     slow = torch.ones_like(adv)
     if c.budget == "tokens":
         slow = torch.where(adv * log_w > 0, torch.full_like(adv, share), 1.0)
-    coefficient, value = chosen("reshape.form", FORMS, c.form)(log_w, adv, g, bounded, slow)
+    coefficient, value = choose_function("reshape.form", FORMS, c.form)(
+        log_w, adv, g, bounded, slow
+    )
     r = log_w.exp()
     if c.clip > 0:
         cut = sides((adv < 0) & (r < 1 - c.clip), (adv > 0) & (r > 1 + c.clip))
     else:
         cut = torch.zeros_like(adv, dtype=torch.int8)
-    return Trust(torch.where(cut == 0, coefficient, 0.0), value, cut)
+    return SurrogateTerm(torch.where(cut == 0, coefficient, 0.0), value, cut)
 
 
 def _power(
@@ -284,7 +305,7 @@ def _or(given: float | None, default: float) -> float:
     return default if given is None else given
 
 
-def _ratio(t: Tokens, c: settings.PpoFamilyLoss | settings.SapoLoss) -> torch.Tensor:
+def _ratio(t: SurrogateTokens, c: settings.PpoFamilyLoss | settings.SapoLoss) -> torch.Tensor:
     """log r [N] by `loss.ratio`: of a token, or its answer's sum or mean."""
     if c.ratio == "token":
         return t.log_r
@@ -293,31 +314,31 @@ def _ratio(t: Tokens, c: settings.PpoFamilyLoss | settings.SapoLoss) -> torch.Te
     return seq_sum(torch.where(t.mask, t.raw, 0.0), t.seq, t.n).clamp(-CLAMP, CLAMP)[t.seq]
 
 
-def _ppo(t: Tokens, c: settings.PpoFamilyLoss) -> Trust:
+def _ppo(t: SurrogateTokens, c: settings.PpoFamilyLoss) -> SurrogateTerm:
     low, high = _or(c.eps_low, 0.2), _or(c.eps_high, 0.2)
     return ppo(_ratio(t, c), t.adv, low=low, high=high, dual=c.dual_clip)
 
 
-def _vanilla(t: Tokens, c: settings.Loss) -> Trust:
+def _vanilla(t: SurrogateTokens, c: settings.Loss) -> SurrogateTerm:
     return vanilla(t.log_r, t.adv)
 
 
-def _plain(t: Tokens, c: settings.Loss) -> Trust:
-    return plain(t.lp, t.adv)
+def _log_probability(t: SurrogateTokens, c: settings.Loss) -> SurrogateTerm:
+    return log_probability_term(t.lp, t.adv)
 
 
-def _gspo(t: Tokens, c: settings.GspoLoss) -> Trust:
+def _gspo(t: SurrogateTokens, c: settings.GspoLoss) -> SurrogateTerm:
     low, high = _or(c.eps_low, GSPO_CLIP[0]), _or(c.eps_high, GSPO_CLIP[1])
     return gspo(t.raw, t.adv, t.mask, t.seq, t.n, low=low, high=high)
 
 
-def _cispo(t: Tokens, c: settings.CispoLoss) -> Trust:
+def _cispo(t: SurrogateTokens, c: settings.CispoLoss) -> SurrogateTerm:
     high = _or(c.eps_high, 0.2)
     low = 0.0 if c.eps_low is None else 1 - c.eps_low
     return cispo(t.log_r, t.adv, t.lp, lo=low, hi=high if c.cispo_absolute else 1 + high)
 
 
-def _dppo(t: Tokens, c: settings.DppoLoss) -> Trust:
+def _dppo(t: SurrogateTokens, c: settings.DppoLoss) -> SurrogateTerm:
     return dppo(
         t.log_r,
         t.adv,
@@ -328,30 +349,30 @@ def _dppo(t: Tokens, c: settings.DppoLoss) -> Trust:
     )
 
 
-def _sapo(t: Tokens, c: settings.SapoLoss) -> Trust:
+def _sapo(t: SurrogateTokens, c: settings.SapoLoss) -> SurrogateTerm:
     return sapo(_ratio(t, c), t.adv, tau_pos=c.sapo_tau_pos, tau_neg=c.sapo_tau_neg)
 
 
-def _topr(t: Tokens, c: settings.Loss) -> Trust:
+def _topr(t: SurrogateTokens, c: settings.Loss) -> SurrogateTerm:
     return topr(t.raw, t.adv, t.lp, t.mask, t.seq, t.n)
 
 
-def _dro(t: Tokens, c: settings.DroLoss) -> Trust:
+def _dro(t: SurrogateTokens, c: settings.DroLoss) -> SurrogateTerm:
     return dro(t.log_r, t.adv, t.lp, beta=c.dro_beta)
 
 
-def _kl_cov(t: Tokens, c: settings.KlCovLoss) -> Trust:
+def _kl_cov(t: SurrogateTokens, c: settings.KlCovLoss) -> SurrogateTerm:
     assert t.drawn is not None
     return kl_cov(t.log_r, t.adv, t.drawn, coefficient=c.cov_coefficient)
 
 
-def _clip_cov(t: Tokens, c: settings.ClipCovLoss) -> Trust:
+def _clip_cov(t: SurrogateTokens, c: settings.ClipCovLoss) -> SurrogateTerm:
     assert t.drawn is not None
     low, high = _or(c.eps_low, 0.2), _or(c.eps_high, 0.2)
     return clip_cov(t.log_r, t.adv, t.drawn, low=low, high=high)
 
 
-def _reshape(t: Tokens, c: settings.ReshapeLoss) -> Trust:
+def _reshape(t: SurrogateTokens, c: settings.ReshapeLoss) -> SurrogateTerm:
     """Against mu, whatever the anchor; with sums for its own metrics."""
     assert t.stats is not None and t.reshape is not None
     log_w = log_ratio(t.lp, t.behavior)
@@ -380,16 +401,16 @@ def _highest(
     return highest(cov, mask, c.cov_share)
 
 
-def _drawn(
+def _sample_by_covariance(
     cov: torch.Tensor, mask: torch.Tensor, c: settings.ClipCovLoss, seed: int
 ) -> torch.Tensor:
-    return drawn(cov, mask, c.cov_share, c.cov_lo, c.cov_hi, seed)
+    return sample_by_covariance(cov, mask, c.cov_share, c.cov_lo, c.cov_hi, seed)
 
 
 # loss.surrogate, the tag of its struct in `settings` -> Trust of the tokens
-SURROGATES: dict[str, Callable[[Tokens, Any], Trust]] = {
+SURROGATES: dict[str, Callable[[SurrogateTokens, Any], SurrogateTerm]] = {
     "vanilla": _vanilla,
-    "reinforce": _plain,
+    "reinforce": _log_probability,
     "ppo": _ppo,
     "decoupled_ppo": _ppo,
     "gspo": _gspo,
@@ -400,42 +421,42 @@ SURROGATES: dict[str, Callable[[Tokens, Any], Trust]] = {
     "dro": _dro,
     "kl_cov": _kl_cov,
     "clip_cov": _clip_cov,
-    "gpg": _plain,
-    "sft": _plain,
+    "gpg": _log_probability,
+    "sft": _log_probability,
     "reshape": _reshape,
-    "vespo": answers.of_vespo,
-    "oapl": answers.of_oapl,
-    "band": tokens.of_band,
-    "gepo": answers.of_gepo,
-    "bapo": tokens.of_bapo,
-    "minpro": tokens.of_minpro,
-    "gmpo": answers.of_gmpo,
-    "ipo": tokens.of_ipo,
+    "vespo": sequence_surrogates.vespo_term,
+    "oapl": sequence_surrogates.oapl_term,
+    "band": token_surrogates.band_term,
+    "gepo": sequence_surrogates.gepo_term,
+    "bapo": token_surrogates.bapo_term,
+    "minpro": token_surrogates.minpro_term,
+    "gmpo": sequence_surrogates.gmpo_term,
+    "ipo": token_surrogates.ipo_term,
 }
 # loss.surrogate -> the batch's tokens, bool [N], that are picked by their covariance before a step
 BEFORE: dict[str, Callable[[torch.Tensor, torch.Tensor, Any, int], torch.Tensor]] = {
     "kl_cov": _highest,
-    "clip_cov": _drawn,
+    "clip_cov": _sample_by_covariance,
 }
 
 
-def _group_q(w: Whole, c: settings.GepoLoss) -> dict[str, torch.Tensor]:
-    return {"group_q": answers.group_probability(w.behavior, w.mask, w.seq, w.groups)}
+def _group_q(w: StepBatch, c: settings.GepoLoss) -> dict[str, torch.Tensor]:
+    return {"group_q": sequence_surrogates.group_probability(w.behavior, w.mask, w.seq, w.groups)}
 
 
-def _bapo_bounds(w: Whole, c: settings.BapoLoss) -> dict[str, torch.Tensor]:
+def _bapo_bounds(w: StepBatch, c: settings.BapoLoss) -> dict[str, torch.Tensor]:
     assert w.current is not None
-    return tokens.bapo_bounds(w.current, w.behavior, w.adv, w.mask, c.bapo_share)
+    return token_surrogates.bapo_bounds(w.current, w.behavior, w.adv, w.mask, c.bapo_share)
 
 
 # loss.surrogate -> what it must know of all tokens of an optimizer step: tensors [N] and scalars,
-# for `Tokens.prepass`; one that reads `current` stands in NEED_CURRENT too
-PREPASS: dict[str, Callable[[Whole, Any], dict[str, torch.Tensor]]] = {
+# for `SurrogateTokens.prepass`; one that reads `current` stands in NEED_CURRENT too
+PREPASS: dict[str, Callable[[StepBatch, Any], dict[str, torch.Tensor]]] = {
     "gepo": _group_q,
     "bapo": _bapo_bounds,
 }
 
 
-def trust(t: Tokens, c: Settings) -> Trust:
+def trust(t: SurrogateTokens, c: Settings) -> SurrogateTerm:
     """The config's surrogate of the tokens.  Raises ConfigError for an unknown one."""
-    return chosen("loss.surrogate", SURROGATES, c.loss.surrogate)(t, c.loss)
+    return choose_function("loss.surrogate", SURROGATES, c.loss.surrogate)(t, c.loss)

@@ -12,7 +12,7 @@ import os
 import click
 
 from asyncrl import __version__
-from asyncrl.cli.base import Group
+from asyncrl.cli.base import CommandGroup
 from asyncrl.contract.errors import EXIT_CODES
 
 # Before anything loads OpenMP: threads that wait for each other sleep.  As they come, they spin for
@@ -38,7 +38,7 @@ FAMILIES = {
 
 @click.version_option(__version__, prog_name="asyncrl", message="%(prog)s %(version)s")
 @click.group(
-    cls=Group,
+    cls=CommandGroup,
     places={name: f"asyncrl.cli.{file}" for file, names in FAMILIES.items() for name in names},
     epilog="Exit codes: " + "; ".join(f"{code} {said}" for code, said in EXIT_CODES.items()),
 )

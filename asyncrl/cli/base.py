@@ -17,7 +17,7 @@ import click
 from asyncrl.cli import result
 from asyncrl.contract import refusal
 from asyncrl.contract.errors import AsyncrlError
-from asyncrl.contract.importing import here_last
+from asyncrl.contract.importing import append_working_directory
 from asyncrl.contract.printable import LONGEST_LINE, escape_line
 
 PATH = click.Path(path_type=Path)
@@ -26,7 +26,7 @@ PATH = click.Path(path_type=Path)
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
-class Group(click.Group):
+class CommandGroup(click.Group):
     """Usage and expected errors are one line on stderr with their exit code; programming errors
     keep their traceback.
 
@@ -47,8 +47,8 @@ class Group(click.Group):
         return super().get_command(ctx, cmd_name)
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        here_last()
-        result.begin()
+        append_working_directory()
+        result.start_result()
         words = kwargs.get("args") or (args[0] if args else None) or sys.argv[1:]
         as_json = "--json" in words
         try:
@@ -60,7 +60,7 @@ class Group(click.Group):
         except click.ClickException as error:
             fail(error.format_message(), 2, as_json)
         except AsyncrlError as error:
-            refusal.tell(error)
+            refusal.send_refusal(error)
             fail(str(error), error.exit_code, as_json)
         except OSError as error:
             # of no file: a programming error, with its traceback
@@ -111,13 +111,13 @@ def options(*, source: bool = True) -> Callable[[Any], Any]:
 def emit(value: dict[str, Any], as_json: bool) -> None:
     """Results go to stdout: one JSON object, or readable lines."""
     if as_json:
-        result.put(value)
+        result.print_result(value)
         return
     for key, shown in value.items():
         if not isinstance(shown, dict) or len(shown) < 12:
             print(f"{key:16} {shown}")
 
 
-def say(text: str) -> None:
+def print_progress(text: str) -> None:
     """What a reader follows while a command works: stderr, at once."""
     print(text, file=sys.stderr, flush=True)

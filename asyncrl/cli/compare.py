@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from asyncrl.cli import result
-from asyncrl.cli.base import PATH, options, say
+from asyncrl.cli.base import PATH, options, print_progress
 
 if TYPE_CHECKING:
     from asyncrl.config.tree import Config
     from asyncrl.experiments.compare.arms import Arm
     from asyncrl.experiments.compare.page import Setting
-    from asyncrl.experiments.compare.sweep import Plan
+    from asyncrl.experiments.compare.sweep import SweepPlan
 
 # column of the page's table -> its heading in a terminal, where fewer fit
 COMPARED = {
@@ -100,11 +100,11 @@ def compare(
         print(f"would make {len(chosen) * seeds} runs", file=sys.stderr)
         return
     where = out or Path(base.runs) / f"compare-{base.name or Path(source).stem}"
-    comparison = comparing.Comparison(where, source, sets, chosen, seeds, say, real=real)
+    comparison = comparing.Comparison(where, source, sets, chosen, seeds, print_progress, real=real)
     for config in comparison.configs.values():
         preflight(config)
     with CompareProgress(comparison) as progress:
-        cells = comparison.run(jobs, progress.tell)
+        cells = comparison.run(jobs, progress.on_event)
     found = comparison_analysis.analyse(cells, comparison.configs)
     differs = arming.from_first(comparison.configs)
     settings = [
@@ -117,10 +117,10 @@ def compare(
     ]
     html = page.write(where, where.name, cells, found, settings, base)
     if as_json:
-        result.put(page.clean(found))
+        result.print_result(page.clean(found))
         return
     print_comparison(found, f"{where.name}: {seeds} seed(s)", settings)
-    say(f"report: {html}")
+    print_progress(f"report: {html}")
 
 
 def print_arms(base: Config, configs: Mapping[str, Config], warm: set[str]) -> None:
@@ -141,7 +141,7 @@ def print_comparison(found: dict[str, Any], title: str, settings: Sequence[Setti
     from asyncrl.experiments.compare.progress import print_beside, print_table
 
     start = next(iter(found["arms"].values()))["heldout_start"]
-    rows = page.rows(found)
+    rows = page.arm_rows(found)
     print_table(page.HEAD, rows, COMPARED, f"{title}, held-out accuracy from {start:.3f}")
     print_beside(page.HEAD, rows, ("arm",), ("OOD start", "OOD end", "KL to ref"))
     first, *others = settings
@@ -238,25 +238,25 @@ def sweep(
         return
     base = load.load(source, sets)
     where = out or Path(base.runs) / f"sweep-{base.name or Path(source).stem}"
-    made = sweeping.Sweep(where, plan, seeds, say)
+    made = sweeping.Sweep(where, plan, seeds, print_progress)
     longest = [plan.cell[arm.name, plan.limits[-1]] for arm in corrections]
     for arm in dict.fromkeys([sweeping.SYNC, *longest]):
         preflight(plan.arms[arm])
-    say(design(len(plan.arms), seeds))
+    print_progress(design(len(plan.arms), seeds))
     with SweepProgress(made) as progress:
-        made.run(workers, progress.tell, abandon=not no_abandon)
+        made.run(workers, progress.on_event, abandon=not no_abandon)
     found = analyse(made, margin)
     shape = f"{base.learner.steps} steps of {base.learner.groups} x {base.learner.group_size}"
     lag = f"{'injected' if inject else 'natural'} lag, {seeds} seed(s), {shape}"
     html = sweep_page.write(where, where.name, found, told, lag)
     if as_json:
-        result.put(page.clean(found))
+        result.print_result(page.clean(found))
         return
     print_sweep(found, f"{where.name}: {seeds} seed(s)")
-    say(f"report: {html}")
+    print_progress(f"report: {html}")
 
 
-def swept_corrections(plan: Plan, arms: Sequence[Arm]) -> list[tuple[str, str, str]]:
+def swept_corrections(plan: SweepPlan, arms: Sequence[Arm]) -> list[tuple[str, str, str]]:
     """Name, title, and what its resolved configs have otherwise than the config as it is."""
     from asyncrl.experiments.compare.arms import from_first, words
     from asyncrl.experiments.compare.sweep import SWEPT_KEYS, SYNC
@@ -270,7 +270,7 @@ def swept_corrections(plan: Plan, arms: Sequence[Arm]) -> list[tuple[str, str, s
     return out
 
 
-def print_cells(plan: Plan, told: Sequence[tuple[str, str, str]], seeds: int) -> None:
+def print_cells(plan: SweepPlan, told: Sequence[tuple[str, str, str]], seeds: int) -> None:
     """--dry-run: each correction, the arm of every cell, and how many runs that makes."""
     from asyncrl.experiments.compare.sweep import label
 
@@ -290,7 +290,7 @@ def print_sweep(found: dict[str, Any], title: str) -> None:
     from asyncrl.experiments.compare import sweep_page
     from asyncrl.experiments.compare.progress import print_beside, print_table
 
-    rows = sweep_page.rows(found)
+    rows = sweep_page.cell_rows(found)
     print_table(sweep_page.HEAD, rows, {heading: heading for heading in SWEPT}, title)
     print_beside(sweep_page.HEAD, rows, ("correction", "limit"), ("OOD end", "KL to ref"))
     print(found["suggestion"]["reason"])

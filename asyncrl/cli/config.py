@@ -57,7 +57,7 @@ def report_findings(loaded: Any, warnings: list[str], preflight: Any, as_json: b
             print(preflight.line(finding), flush=True)
     failed = [finding.check for finding in found if finding.state == "failed"]
     if as_json:
-        result.put({"ok": not failed, "checks": msgspec.to_builtins(found)})
+        result.print_result({"ok": not failed, "checks": msgspec.to_builtins(found)})
     if failed:
         raise ConfigError(f"{len(failed)} check(s) failed: {', '.join(failed)}")
 
@@ -101,7 +101,7 @@ def try_task(source: str, sets: tuple[str, ...], as_json: bool, count: int, mode
 
     loaded = load.load(source, sets)
     if loaded.agent.env or loaded.agent.tools:
-        _play(loaded, model, count, as_json)
+        _play_sessions(loaded, model, count, as_json)
         return
     if model:
         raise ConfigError("--model plays sessions, and this config has no agent.env or agent.tools")
@@ -131,7 +131,7 @@ def try_task(source: str, sets: tuple[str, ...], as_json: bool, count: int, mode
         raise ConfigError(f"reward.function = {loaded.reward.function}: {failed}")
 
 
-def _play(config: Any, model: str, count: int, as_json: bool) -> None:
+def _play_sessions(config: Any, model: str, count: int, as_json: bool) -> None:
     """One session by hand, or `count` with a model."""
     import msgspec
 
@@ -142,15 +142,17 @@ def _play(config: Any, model: str, count: int, as_json: bool) -> None:
         config = msgspec.structs.replace(config, model=at)
     for index in range(count if model else 1):
         ticket = play.ticket_of(config, index)
-        player: play.Player = play.ByModel(config, ticket) if model else play.ByHand(config, _line)
+        player: play.Player = (
+            play.ModelPlayer(config, ticket) if model else play.HumanPlayer(config, _read_answer)
+        )
         for shown in play.play(config, ticket, player):
             if as_json:
                 print(json.dumps({"session": index, **msgspec.to_builtins(shown)}), flush=True)
             else:
-                print(_written(shown), flush=True)
+                print(_format_turn(shown), flush=True)
 
 
-def _line() -> str | None:
+def _read_answer() -> str | None:
     """The next answer by hand; the prompt goes to stderr, so that what is played can be kept."""
     if sys.stdin.isatty():
         print("> ", end="", file=sys.stderr, flush=True)
@@ -158,7 +160,7 @@ def _line() -> str | None:
     return line.rstrip("\n").replace("\\n", "\n") if line else None
 
 
-def _written(shown: Any) -> str:
+def _format_turn(shown: Any) -> str:
     """A turn as a reader sees it."""
     parts = "".join(f", {name} {value:g}" for name, value in shown.parts.items())
     tokens = f" ({shown.tokens} tokens)" if shown.tokens else ""
@@ -181,7 +183,9 @@ def methods(as_json: bool) -> None:
     from asyncrl.config.methods import METHODS
 
     if as_json:
-        result.put({"methods": {name: method._asdict() for name, method in METHODS.items()}})
+        result.print_result(
+            {"methods": {name: method._asdict() for name, method in METHODS.items()}}
+        )
         return
     for name, method in METHODS.items():
         print(f"{name}: {method.summary}")

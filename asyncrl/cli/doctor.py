@@ -13,7 +13,7 @@ from asyncrl.cli import result
 from asyncrl.cli.base import PATH, emit
 from asyncrl.contract.errors import AsyncrlError, ConfigError, PeerUnreachable
 from asyncrl.contract.printable import LONGEST_LINE, escape_line
-from asyncrl.records import lives
+from asyncrl.records import process_log
 
 
 @click.command()
@@ -42,13 +42,13 @@ def doctor(run_dir: Path | None, exact: bool, as_json: bool) -> None:
     if not (run_dir / "config.toml").exists():
         raise ConfigError(f"{run_dir}: no run directory (it has no config.toml)")
     config = load.load(run_dir / "config.toml")
-    there = bool(config.wires.address) or lives.alive(run_dir, "buffer")
+    there = bool(config.wires.address) or process_log.is_alive(run_dir, "buffer")
     status = (
-        live.ask(rundir.found_address(config, run_dir), config.wires.curve_dir, 3.0)
+        live.ask(rundir.current_buffer_address(config, run_dir), config.wires.curve_dir, 3.0)
         if there
         else None
     )
-    seen = doctors.look(config, run_dir, status)
+    seen = doctors.examine_run(config, run_dir, status)
     if as_json:
         print(json.dumps(seen))
     elif status is None:
@@ -69,14 +69,14 @@ def print_running(config: Any, run_dir: Path, status: Any, seen: dict[str, Any])
     from asyncrl.supervise import doctor as doctors
     from asyncrl.supervise import live
 
-    print(live.line(status))
+    print(live.status_line(status))
     for who, what, on, age in status.waits:
         print(escape_line(f"{who} waits {age:.1f} s for {what} (on {on})", LONGEST_LINE))
     if status.held_up is not None:
         print(escape_line(status.held_up.said(), LONGEST_LINE))
     for name, age in status.peers.items():
         print(f"{escape_line(name)}: heard {age:.1f} s ago")
-    print("".join(line + "\n" for line in doctors.refused(seen)), end="")
+    print("".join(line + "\n" for line in doctors.describe_refusals(seen)), end="")
     dead = [
         process
         for process in seen["processes"]
@@ -119,10 +119,10 @@ def engines(as_json: bool) -> None:
     """
     from asyncrl.models import installed
 
-    rows = installed.look()
+    rows = installed.check_installed()
     device = installed.device()
     if as_json:
-        result.put({"device": device, "engines": rows})
+        result.print_result({"device": device, "engines": rows})
         return
     print(f"device: {device}")
     for row in rows:

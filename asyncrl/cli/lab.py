@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from asyncrl.cli import result
-from asyncrl.cli.base import PATH, say
+from asyncrl.cli.base import PATH, print_progress
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 
 
@@ -20,9 +20,9 @@ def finish(found: Any, out: Path, as_json: bool) -> None:
 
     print(found.text(), file=sys.stderr if as_json else sys.stdout)
     html, data = page.write(out, found)
-    say(f"plots: {html}   numbers: {data}")
+    print_progress(f"plots: {html}   numbers: {data}")
     if as_json:
-        result.put(found.json())
+        result.print_result(found.json())
     if wrong := [claim.text for claim in found.claims if claim.holds is False]:
         raise AsyncrlError(f"lab {found.name}: {len(wrong)} claim(s) do not hold: {wrong[0]}")
 
@@ -119,7 +119,13 @@ def bias(
     finish(
         bias_page.findings(
             experiment.measure(
-                vocabulary, length, seeds, distance=distance, ref_kl=ref_kl, draws=draws, say=say
+                vocabulary,
+                length,
+                seeds,
+                distance=distance,
+                ref_kl=ref_kl,
+                draws=draws,
+                say=print_progress,
             )
         ),
         out,
@@ -137,7 +143,9 @@ def corrections(vocabulary: int, length: int, seeds: int, out: Path, as_json: bo
     from asyncrl.experiments.lab import corrections_page
 
     finish(
-        corrections_page.findings(experiment.measure(vocabulary, length, seeds, say)), out, as_json
+        corrections_page.findings(experiment.measure(vocabulary, length, seeds, print_progress)),
+        out,
+        as_json,
     )
 
 
@@ -215,7 +223,7 @@ def reshape(
                 minibatches=minibatches,
                 samples=samples,
                 rates=rates,
-                say=say,
+                say=print_progress,
             )
         ),
         out,

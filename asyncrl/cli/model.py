@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from asyncrl.cli.base import PATH, emit, options, say
+from asyncrl.cli.base import PATH, emit, options, print_progress
 from asyncrl.contract.errors import ConfigError
 
 
@@ -49,13 +49,13 @@ def sft(source: str | None, sets: tuple[str, ...], as_json: bool, resume: Path |
     if (source is None) == (resume is None):
         raise ConfigError("give either a CONFIG or --resume DIR")
     if resume is not None:
-        config = training.resumed(resume, sets)
+        config = training.load_resumed(resume, sets)
         run_dir = resume
     else:
         config = configs.read(str(source), sets)
         run_dir = training.prepare(config, str(source))
-    found = training.run(config, run_dir, say)
+    found = training.run(config, run_dir, print_progress)
     if found is None:
-        say(f"stopped with a checkpoint; go on by `asyncrl sft --resume {run_dir}`")
+        print_progress(f"stopped with a checkpoint; go on by `asyncrl sft --resume {run_dir}`")
         raise click.Abort
     emit(found, as_json)

@@ -31,7 +31,7 @@ def new(directory: Path, as_json: bool) -> None:
     """Write a project of your own into DIR: config, reward function, prompts, the commands."""
     files = write(directory)
     if as_json:
-        result.put({"directory": str(directory), "files": [str(file) for file in files]})
+        result.print_result({"directory": str(directory), "files": [str(file) for file in files]})
         return
     for file in files:
         print(file)

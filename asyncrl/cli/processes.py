@@ -16,11 +16,11 @@ from asyncrl.cli import result
 from asyncrl.cli.base import PATH, emit, options
 from asyncrl.contract import refusal
 from asyncrl.contract.errors import AsyncrlError, ConfigError, NothingToDo, PeerUnreachable
-from asyncrl.contract.importing import no_garbage
-from asyncrl.records import lives, rundir, terms
+from asyncrl.contract.importing import collection_paused
+from asyncrl.records import buffer_leadership, process_log, rundir
 
 
-def agreed(
+def resolve_run(
     source: str, sets: tuple[str, ...], run_dir: Path | None, *, joins: bool
 ) -> tuple[Any, Path]:
     """Config and run directory of one process; whoever starts first makes the directory.
@@ -42,8 +42,8 @@ def agreed(
         served = joins and config.wires.address.startswith("tcp://")
         rundir.ensure(config, load.dump(config), where, joined_run(config, where) if served else "")
     found = load.load(where / "config.toml")
-    load.agree(config, found, sets, where / "config.toml")
-    if rundir.ended(where, found.learner.steps):
+    load.require_same_config(config, found, sets, where / "config.toml")
+    if rundir.is_finished(where, found.learner.steps):
         raise NothingToDo(
             f"the run in {where} has ended, all its {found.learner.steps} steps are made: `asyncrl "
             f"run --resume {where} --set learner.steps=N` trains on"
@@ -71,7 +71,7 @@ def joined_run(config: Any, where: Path) -> str:
     return ""
 
 
-def elsewhere(config: Any, where: Path, address: str) -> Any:
+def move_buffer(config: Any, where: Path, address: str) -> Any:
     """The config of a buffer that goes on at `address`, in the place of one on another host, say.
     Raises ConfigError where there is nothing to go on from.
     """
@@ -79,7 +79,7 @@ def elsewhere(config: Any, where: Path, address: str) -> Any:
 
     import msgspec
 
-    from asyncrl.records import terms
+    from asyncrl.records import buffer_leadership
     from asyncrl.transport.chunks import ANYWHERE
     from asyncrl.transport.sockets import check_address
 
@@ -90,7 +90,7 @@ def elsewhere(config: Any, where: Path, address: str) -> Any:
             f"--take-over {address}: give the address at which the others reach this machine, as "
             "tcp://10.0.0.2:5555"
         )
-    before = [terms.read(path)[0] for path in terms.files(where)[-1:]]
+    before = [buffer_leadership.read(path)[0] for path in buffer_leadership.term_files(where)[-1:]]
     if not before:
         raise ConfigError(
             f"--take-over: no buffer has served the run in {where} yet: start it without"
@@ -108,16 +108,16 @@ def elsewhere(config: Any, where: Path, address: str) -> Any:
     )
 
 
-def lived(name: str, config: Any, where: Path, index: int, *, moved: bool = False) -> bool:
+def run_process(name: str, config: Any, where: Path, index: int, *, moved: bool = False) -> bool:
     """One process's life, to the run's end (True) or until it is told to end (False); moved: a
     buffer that takes the run over.
     """
     if name == "buffer":
-        with no_garbage():
+        with collection_paused():
             from buffer.service import main as start_buffer
         return start_buffer(config, where, moved=moved)
     if name == "learner":
-        with no_garbage():
+        with collection_paused():
             from learner.loop import main as start_learner
         return start_learner(config, where)
     if name == "gateway":
@@ -126,24 +126,24 @@ def lived(name: str, config: Any, where: Path, index: int, *, moved: bool = Fals
                 "agent: the config has no sessions to serve; set agent.env, agent.tools, "
                 "agent.serve, agent.command or agent.function"
             )
-        with no_garbage():
+        with collection_paused():
             from actors.gateway.service import main as start_gateway
         return start_gateway(config, where, index)
-    with no_garbage():
+    with collection_paused():
         import torch  # noqa: F401  # which its engine needs
 
         from actors.generator import main as start_generator
     return start_generator(config, where, index)
 
 
-def recorded(name: str, config: Any, where: Path, index: int, *, moved: bool = False) -> int:
+def run_recorded(name: str, config: Any, where: Path, index: int, *, moved: bool = False) -> int:
     """The same, with its beginning and end on record in the run directory.  Returns the exit
     code.
     """
     supervised = bool(os.environ.get("ASYNCRL_SUPERVISED"))
     if moved:
-        terms.displace(where)
-    life = lives.Life(
+        buffer_leadership.displace(where)
+    life = process_log.ProcessIncarnation(
         where,
         f"{name}-{index}" if name in ("generator", "gateway") else name,
         alone=name != "learner",
@@ -155,10 +155,10 @@ def recorded(name: str, config: Any, where: Path, index: int, *, moved: bool = F
     code = 1
     why = "killed"
     try:
-        well = lived(name, config, where, index, moved=moved)
-        code, why = (0 if well else lives.INTERRUPTED), ""
+        well = run_process(name, config, where, index, moved=moved)
+        code, why = (0 if well else process_log.INTERRUPTED), ""
     except KeyboardInterrupt:
-        code, why = lives.INTERRUPTED, ""
+        code, why = process_log.INTERRUPTED, ""
     except AsyncrlError as error:
         code, why = error.exit_code, str(error)
         raise
@@ -172,7 +172,7 @@ def recorded(name: str, config: Any, where: Path, index: int, *, moved: bool = F
             from asyncrl.supervise.run import close_up
 
             close_up(life)
-        life.free()
+        life.release()
     return code
 
 
@@ -193,15 +193,15 @@ def process(
         take_over: str = "",
     ) -> None:
         refusal.listen()
-        config, where = agreed(source, sets, run_dir, joins=name == "generator")
+        config, where = resolve_run(source, sets, run_dir, joins=name == "generator")
         if take_over:
-            config = elsewhere(config, where, take_over)
+            config = move_buffer(config, where, take_over)
         # a rank of the learner's: it lives and ends with rank 0
         if int(os.environ.get("RANK", "0")) > 0:
-            sys.exit(0 if lived(name, config, where, index) else lives.INTERRUPTED)
-        code = recorded(name, config, where, index, moved=bool(take_over))
+            sys.exit(0 if run_process(name, config, where, index) else process_log.INTERRUPTED)
+        code = run_recorded(name, config, where, index, moved=bool(take_over))
         if as_json:
-            result.put({"run_dir": str(where), "process": name})
+            result.print_result({"run_dir": str(where), "process": name})
         sys.exit(code)
 
     command.__doc__ = doc

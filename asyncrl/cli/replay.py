@@ -51,7 +51,7 @@ def replay(
     found = replaying.replay(
         run_dir, sets, say, out=out, start=start, until=until, evaluate=evaluate
     )
-    print(json.dumps(clean(found)) if as_json else replaying.text(found))
+    print(json.dumps(clean(found)) if as_json else replaying.format_replay(found))
     say(f"report: {Path(found['replay_dir']) / 'report.html'}")
     sys.exit(1 if found["reproduced"] is False else 0)
 
@@ -70,5 +70,5 @@ def diff(run_a: Path, run_b: Path, html: Path | None, as_json: bool) -> None:
     found = differ.diff(run_a, run_b)
     if html is not None:
         differ.write(run_a, run_b, html)
-    print(json.dumps(found) if as_json else differ.text(found))
+    print(json.dumps(found) if as_json else differ.format_diff(found))
     sys.exit(0 if found["equal"] else 1)

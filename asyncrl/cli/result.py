@@ -10,12 +10,12 @@ from typing import Any
 _printed: list[bool] = []
 
 
-def begin() -> None:
+def start_result() -> None:
     """A command starts; a process may run several, one after another."""
     _printed.clear()
 
 
-def put(value: dict[str, Any]) -> None:
+def print_result(value: dict[str, Any]) -> None:
     """Print the result."""
     _printed.append(True)
     print(json.dumps(value))

@@ -68,7 +68,7 @@ def run(
 
 def outline(summary: dict[str, Any]) -> dict[str, Any]:
     """A run's summary for a reader; summary.json has all of it."""
-    from asyncrl.supervise.run import within
+    from asyncrl.supervise.run import accuracy_interval
 
     def share(value: float | None) -> str:
         return "-" if value is None else f"{value:.3f}"
@@ -81,7 +81,7 @@ def outline(summary: dict[str, Any]) -> dict[str, Any]:
     ends = {end: tokens for end, tokens in ledger.items() if end != "generated" and tokens}
     return {
         "held-out": f"{share(summary['heldout_start'])} -> {share(summary['heldout_end'])}"
-        f"{within(summary)}   "
+        f"{accuracy_interval(summary)}   "
         f"out of distribution {share(summary['ood_start'])} -> {share(summary['ood_end'])}",
         "trained": f"{summary['steps']} steps, {summary['trajectories']:,} trajectories, "
         f"{summary['tokens']:,} tokens in {summary['wall_s']:.1f} s",
@@ -122,7 +122,7 @@ def export(run_dir: Path, path: Path, as_json: bool) -> None:
     if not source.is_dir():
         root = run_dir / "checkpoints"
         claimed = checkpoint.epochs(root, claimed=True)
-        newest = checkpoint.newest(root / f"epoch_{claimed[-1]}") if claimed else None
+        newest = checkpoint.newest_checkpoint(root / f"epoch_{claimed[-1]}") if claimed else None
         if newest is None:
             raise ConfigError(f"{run_dir}: no model and no checkpoint in it")
         source = newest / "model"

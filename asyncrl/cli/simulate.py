@@ -97,4 +97,4 @@ def simulate(
         evaluate=not no_evaluation,
         **given,
     )
-    print(json.dumps(out) if as_json else simulating.text(out))
+    print(json.dumps(out) if as_json else simulating.format_outcome(out))

@@ -15,7 +15,7 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments.simulate import page, questions, times
 from asyncrl.experiments.simulate import treatments as late
 from asyncrl.experiments.simulate.fit import fit
-from asyncrl.experiments.simulate.times import Times
+from asyncrl.experiments.simulate.times import TimeModel
 
 LIMITS = (0, 1, 2, 4, 8, 16)  # of --plot
 MOST_GENERATORS = 10_000
@@ -34,11 +34,13 @@ def numbers(words: str, what: str, least: int, most: int) -> list[int]:
     return found
 
 
-def times_for(from_run: Path | None, file: Path | None, words: Sequence[str]) -> tuple[Times, str]:
+def times_for(
+    from_run: Path | None, file: Path | None, words: Sequence[str]
+) -> tuple[TimeModel, str]:
     """The times, and in words where they are from: defaults, then a run, then a file, then single
     ones.
     """
-    found = Times()
+    found = TimeModel()
     source = "defaults, those of configs/demo.toml on one 2.5 GHz core a process"
     if from_run is not None:
         found = fit(from_run)[0]
@@ -54,7 +56,7 @@ def times_for(from_run: Path | None, file: Path | None, words: Sequence[str]) ->
 
 def simulate(
     config: Config,
-    known: Times,
+    known: TimeModel,
     source: str,
     *,
     name: str,
@@ -90,7 +92,7 @@ def simulate(
         else [config.generators]
     )
     _check_more(config.generators, more)
-    base = questions.several(config, known, seeds, evaluate=evaluate)
+    base = questions.simulate_seeds(config, known, seeds, evaluate=evaluate)
     if not (limits or more or syncs or treatments):
         limit = config.staleness.limit
         inject = config.staleness.inject
@@ -98,7 +100,7 @@ def simulate(
         more = [1]
         syncs = [2.0]
     answers = questions.answers(config, known, base, limits, more, syncs, evaluate=evaluate)
-    shown = questions.together(base)
+    shown = questions.average_outcomes(base)
     out: dict[str, Any] = {
         "tokens_per_s": shown["tokens_per_s"],
         "idle_share": {"generator": shown["idle_generator"], "learner": shown["idle_learner"]},
@@ -106,7 +108,7 @@ def simulate(
         "base": shown,
         "seeds": seeds,
         "times": source,
-        "limited_by": questions.limited_by(shown),
+        "limited_by": questions.limiting_side(shown),
         "answers": [msgspec.structs.asdict(a) for a in answers],
     }
     if treatments:
@@ -154,7 +156,7 @@ def limit_text(base: dict[str, Any]) -> str:
     return f"{mean:.2f} on average, at most {base['max_lag']}"
 
 
-def text(out: dict[str, Any]) -> str:
+def format_outcome(out: dict[str, Any]) -> str:
     """The same for a reader."""
     base = out["base"]
     lines = [
@@ -176,7 +178,7 @@ def text(out: dict[str, Any]) -> str:
     ]
     lines += [a["sentence"] for a in out["answers"]]
     if "sweep" in out:
-        rows = [page.HEAD, *(page.row(o) for o in out["sweep"])]
+        rows = [page.HEAD, *(page.outcome_row(o) for o in out["sweep"])]
         widths = [max(len(r[i]) for r in rows) for i in range(len(page.HEAD))]
         lines += ["  ".join(x.rjust(w) for x, w in zip(r, widths, strict=True)) for r in rows]
     if "treatments" in out:

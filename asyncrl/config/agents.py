@@ -14,7 +14,7 @@ RANDOM = "random"
 SELF = "self"
 
 
-class Agent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class AgentConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     env: Annotated[
         str,
         Meta(
@@ -139,17 +139,17 @@ class Agent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         ),
     ] = "keep"
 
-    def opposed_by(self, kind: str) -> str:
+    def opponent_for(self, kind: str) -> str:
         """Who plays the other side in a ticket of this kind; empty: there is none."""
         return (self.eval_opponent if kind == "eval" else "") or self.opponent
 
     @property
-    def on(self) -> bool:
+    def uses_sessions(self) -> bool:
         """Are samples sessions?"""
         return bool(self.env or self.tools or self.http)
 
     @property
-    def named(self) -> str:
+    def source_name(self) -> str:
         """What plays the sessions, with its key."""
         for key in ("env", "tools", "command", "function"):
             if value := getattr(self, key):

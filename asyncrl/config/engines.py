@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 
-class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of an engine before anything of it is imported."""
 
     maker: str  # its module, with `make_engine(config)`: imported when a generator starts
@@ -32,8 +32,8 @@ class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
     settings: tuple[str, ...] = ()  # of the section `generator`, those that not every engine reads
 
 
-ENGINES: dict[str, EngineRow] = {
-    "embedded": EngineRow(
+ENGINES: dict[str, EngineInfo] = {
+    "embedded": EngineInfo(
         maker="actors.engine_embedded",
         title="the embedded engine",
         package="torch",
@@ -43,7 +43,7 @@ ENGINES: dict[str, EngineRow] = {
         one_process=True,
         settings=("mantissa_bits",),
     ),
-    "vllm": EngineRow(
+    "vllm": EngineInfo(
         maker="actors.engine_vllm",
         title="vLLM",
         package="vllm",
@@ -65,7 +65,7 @@ else:
     EngineName = Literal[tuple(ENGINES)]
 
 
-def which(ability: str) -> str:
+def engines_with(ability: str) -> str:
     """The engines that have it, as a message names them.
 
     >>> which("exact")

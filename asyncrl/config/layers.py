@@ -231,7 +231,7 @@ def tagged(raw: dict[str, Any], root: Any) -> dict[str, Any]:
 
 def read_keys(config: msgspec.Struct) -> dict[str, Any]:
     """The config as a table of what it reads; keys that are None are left out."""
-    raw = _plain(msgspec.to_builtins(config))
+    raw = _drop_nones(msgspec.to_builtins(config))
     while found := unread(raw, type(config)):
         for key in found:
             remove(raw, key.key)
@@ -242,7 +242,7 @@ def _section(config: msgspec.Struct, name: str) -> bool:
     return bool(structs_of(fields_of(type(config))[name].type))
 
 
-def _plain(value: Any) -> Any:
+def _drop_nones(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
-    return {key: _plain(inner) for key, inner in value.items() if inner is not None}
+    return {key: _drop_nones(inner) for key, inner in value.items() if inner is not None}

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import tomli_w
 
-from asyncrl.config import layers, methods, presets, rules, shipped
+from asyncrl.config import bundled_configs, layers, methods, presets, rules
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 
@@ -56,14 +56,14 @@ SPLIT = {  # keys that became several: what to write instead
 Struct = typing.TypeVar("Struct", bound=msgspec.Struct)
 
 
-class Tree(typing.NamedTuple, typing.Generic[Struct]):
+class ConfigSchema(typing.NamedTuple, typing.Generic[Struct]):
     """A kind of config: its root, and the rules that span several keys."""
 
     root: type[Struct]
     check: typing.Callable[[Struct], list[str]]
 
 
-RUN: Tree[Config] = Tree(Config, rules.check)
+RUN: ConfigSchema[Config] = ConfigSchema(Config, rules.check)
 
 
 def load(
@@ -82,29 +82,34 @@ def load(
 
 
 def load_as(
-    tree: Tree[Struct],
+    tree: ConfigSchema[Struct],
     path: str | Path,
     sets: typing.Sequence[str] = (),
     note: typing.Callable[[str], None] | None = None,
 ) -> Struct:
     """`load`, of another kind of config."""
-    path = shipped.find(path)
+    path = bundled_configs.find(path)
     try:
         # some editors put a byte order mark first
         text = Path(path).read_text(encoding="utf-8-sig")
         raw = tomllib.loads(text)
     except FileNotFoundError as error:
         raise ConfigError(
-            f"{path}: no such config file; shipped, by name: {', '.join(shipped.names())}"
+            f"{path}: no such config file; shipped, by name: {', '.join(bundled_configs.names())}"
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not TOML: {error}") from error
-    return _layered(tree, shipped.placed(raw, path.parent), _Source(str(path), text, sets), note)
+    return _layered(
+        tree,
+        bundled_configs.substitute_here(raw, path.parent),
+        _ConfigSource(str(path), text, sets),
+        note,
+    )
 
 
-class _Source(typing.NamedTuple):
+class _ConfigSource(typing.NamedTuple):
     """What errors point at: a file with its text, and the --set words."""
 
     path: str
@@ -112,7 +117,7 @@ class _Source(typing.NamedTuple):
     sets: typing.Sequence[str]
 
     def where(self, key: str) -> str:
-        return _where(key, self.path, self.text, self.sets)
+        return _locate_key(key, self.path, self.text, self.sets)
 
 
 def convert(
@@ -120,18 +125,18 @@ def convert(
 ) -> Config:
     """A raw table to a checked Config, `sets` applied; method and presets fill the keys that the
     table does not give."""
-    return _layered(RUN, raw, _Source(source, text, sets))
+    return _layered(RUN, raw, _ConfigSource(source, text, sets))
 
 
 def build(raw: dict[str, Any], source: str = "config") -> Config:
     """`convert` without the rules that span several keys."""
-    return _layered(Tree(Config, lambda config: []), raw, _Source(source, "", ()))
+    return _layered(ConfigSchema(Config, lambda config: []), raw, _ConfigSource(source, "", ()))
 
 
 def _layered(
-    tree: Tree[Struct],
+    tree: ConfigSchema[Struct],
     raw: dict[str, Any],
-    given: _Source,
+    given: _ConfigSource,
     note: typing.Callable[[str], None] | None = None,
 ) -> Struct:
     """The file's table, then `given.sets` one after another, then what method and presets fill."""
@@ -152,8 +157,10 @@ def _layered(
         and layers.value_of(raw, Config, "correction.proximal") == "behavior"
     ):
         layers.remove(raw, "correction.preset")  # its weights are gone
-    if "method" in raw and methods.chosen(raw) is None:
-        raise ConfigError(f"{given.where('method')}: {methods.unknown(raw['method'])}")
+    if "method" in raw and methods.find_method(raw) is None:
+        raise ConfigError(
+            f"{given.where('method')}: {methods.unknown_method_message(raw['method'])}"
+        )
     before = set(_leaves(raw))
     presets.fill(raw)
     methods.fill(raw)
@@ -194,7 +201,7 @@ def _leaves(raw: dict[str, Any], prefix: str = "") -> typing.Iterator[str]:
             yield prefix + name
 
 
-def _convert(tree: Tree[Struct], raw: dict[str, Any], given: _Source) -> Struct:
+def _convert(tree: ConfigSchema[Struct], raw: dict[str, Any], given: _ConfigSource) -> Struct:
     raw = {
         name: value for name, value in raw.items() if tree.root is not Config or name != "method"
     }
@@ -206,7 +213,7 @@ def _convert(tree: Tree[Struct], raw: dict[str, Any], given: _Source) -> Struct:
         key = re.sub(r"\[\.\.\.\]|\[\d+\]", "", at.strip("`").lstrip("."))
         key = key or (named.group(1) if (named := re.search(r"field `(\w+)`", message)) else "")
         raise ConfigError(
-            f"{given.where(key)}: {key}: {message}{_allowed(key, tree.root)}"
+            f"{given.where(key)}: {key}: {message}{_allowed_values(key, tree.root)}"
         ) from error
     if problems := tree.check(config):
         key = problems[0].split(":")[0].split(" ")[0]
@@ -238,7 +245,7 @@ def apply(raw: dict[str, Any], item: str) -> str:
     return key.strip()
 
 
-def _check_known(raw: dict[str, Any], root: Any, given: _Source) -> None:
+def _check_known(raw: dict[str, Any], root: Any, given: _ConfigSource) -> None:
     """Raises ConfigError for a key that no method has, a section that is a value, a name that no
     method has."""
     _unknown(
@@ -272,7 +279,7 @@ def _unknown(
             tag, _ = layers.tag_of(layers.structs_of(fields[name].type)[0])
             raise ConfigError(
                 f"{where(f'{key}.{tag}')}: {key}.{tag}: Invalid value {value[tag]!r}"
-                f"{_allowed(f'{key}.{tag}', root)}"
+                f"{_allowed_values(f'{key}.{tag}', root)}"
             )
         _unknown(value, root, below, key + ".", where)
 
@@ -304,7 +311,7 @@ def keys(kind: Any = Config) -> list[str]:
     return list(layers.keys(kind))
 
 
-def _where(key: str, source: str, text: str, sets: typing.Sequence[str]) -> str:
+def _locate_key(key: str, source: str, text: str, sets: typing.Sequence[str]) -> str:
     """file:line of a key, or the --set that gave it."""
     for item in sets:
         given = item.partition("=")[0].strip()
@@ -324,7 +331,7 @@ def _where(key: str, source: str, text: str, sets: typing.Sequence[str]) -> str:
     return found or source
 
 
-def _allowed(key: str, root: Any = Config) -> str:
+def _allowed_values(key: str, root: Any = Config) -> str:
     """The values that a key with a closed set takes."""
     options: list[Any] = [root]
     field: Any = None
@@ -347,7 +354,9 @@ def _allowed(key: str, root: Any = Config) -> str:
     return f"; choose one of {', '.join(names)}" if names else ""
 
 
-def agree(given: Config, found: Config, sets: typing.Sequence[str], path: Path) -> None:
+def require_same_config(
+    given: Config, found: Config, sets: typing.Sequence[str], path: Path
+) -> None:
     """One process of a run was started with `given`; the run's config, which holds for all of them,
     is `found` in `path`.
 

@@ -271,13 +271,13 @@ METHODS: dict[str, Method] = {
 }
 
 
-def chosen(raw: dict[str, Any]) -> Method | None:
+def find_method(raw: dict[str, Any]) -> Method | None:
     """The method that a table names, if it is one."""
     name = raw.get("method")
     return METHODS.get(name) if isinstance(name, str) else None
 
 
-def unknown(name: Any) -> str:
+def unknown_method_message(name: Any) -> str:
     """The error's text for a method that there is not."""
     close = difflib.get_close_matches(str(name), METHODS, 1, 0.5)
     hint = f"did you mean {close[0]}? " if close else ""
@@ -287,7 +287,7 @@ def unknown(name: Any) -> str:
 def replace(raw: dict[str, Any]) -> None:
     """Take out of `raw` what a method given by a later layer takes the place of: its own keys, the
     correction, and the keys that the surrogate and the advantage before it alone read."""
-    method = chosen(raw)
+    method = find_method(raw)
     if method is None:
         return
     raw.pop("correction", None)
@@ -302,6 +302,6 @@ def replace(raw: dict[str, Any]) -> None:
 
 def fill(raw: dict[str, Any]) -> None:
     """Give the keys of `raw`'s method that `raw` does not give."""
-    if method := chosen(raw):
+    if method := find_method(raw):
         for key, value in method.keys.items():
             layers.put(raw, key, value)

@@ -10,20 +10,22 @@ from msgspec import Meta
 from asyncrl.algorithms.settings import Count
 
 
-class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class HostPlacement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     cpus: Annotated[float, Meta(gt=0)] = 1.0
     gpus: Annotated[float, Meta(ge=0)] = 0.0
 
 
-class Generators(Host, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class GeneratorPlacement(HostPlacement, frozen=True, forbid_unknown_fields=True, kw_only=True):
     count: Annotated[Count, Meta(description="generators on the cluster; 0: as `generators`")] = 0
 
 
 class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    learner: Annotated[Host, Meta(description="of all learner ranks, and the buffer beside")] = (
-        Host()
+    learner: Annotated[
+        HostPlacement, Meta(description="of all learner ranks, and the buffer beside")
+    ] = HostPlacement()
+    generator: Annotated[GeneratorPlacement, Meta(description="of each generator")] = (
+        GeneratorPlacement()
     )
-    generator: Annotated[Generators, Meta(description="of each generator")] = Generators()
     strategy: Annotated[
         Literal["PACK", "SPREAD", "STRICT_SPREAD"],
         Meta(description="few hosts, many, or a host for each"),

@@ -6,14 +6,14 @@ import math
 
 from asyncrl.algorithms import settings
 from asyncrl.config.agents import RANDOM, SELF
-from asyncrl.config.engines import ENGINES, which
+from asyncrl.config.engines import ENGINES, engines_with
 from asyncrl.config.tree import Config
 
 
 def check(config: Config) -> list[str]:
     """Rules that span several keys; each problem begins with its key and shows its arithmetic."""
     return (
-        (_agent(config) if config.agent.on else [])
+        (_agent(config) if config.agent.uses_sessions else [])
         + (_exact(config) if config.exact else [])
         + _name(config)
         + _staleness(config)
@@ -239,7 +239,8 @@ def _exact(config: Config) -> list[str]:
         )
     if not ENGINES[config.generator.engine].exact:
         out.append(
-            f"exact: needs generator.engine = {which('exact')}, not {config.generator.engine}"
+            f"exact: needs generator.engine = {engines_with('exact')}, not "
+            f"{config.generator.engine}"
         )
     if config.learner.backend != "torch":
         out.append(f"exact: needs learner.backend = torch, not {config.learner.backend}")

@@ -10,7 +10,7 @@ from msgspec import Meta
 from asyncrl.algorithms.settings import Count, Positive
 
 
-class Judge(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class JudgeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     url: Annotated[
         str,
         Meta(description="of an OpenAI-compatible server, up to /v1; empty: no judge"),
@@ -50,7 +50,7 @@ class Judge(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     budget_tokens: Annotated[Count, Meta(description="the same for tokens")] = 0
 
 
-class RewardModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class RewardModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     path: Annotated[
         str,
         Meta(

@@ -11,13 +11,13 @@ from asyncrl.algorithms.settings import Count, NonNegative, Positive, Share
 from asyncrl.config import load
 
 
-class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class SftModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     path: Annotated[str, Meta(description="Hugging Face directory of the model to begin with")]
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: Annotated[str, Meta(description="auto, cpu, cuda or cuda:N")] = "auto"
 
 
-class Data(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class SftData(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     train: Annotated[
         str, Meta(description="JSONL or parquet: prompt and answer, or messages, a sample a line")
     ]
@@ -32,7 +32,7 @@ class Data(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     ] = "stop"
 
 
-class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class SftTraining(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     steps: Annotated[Positive, Meta(description="optimizer steps")] = 100
     batch: Annotated[Positive, Meta(description="rows of an optimizer step")] = 64
     micro_batch_tokens: Annotated[
@@ -56,7 +56,7 @@ class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     threads: Annotated[Positive, Meta(description="OMP threads")] = 1
 
 
-class Sft(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class SftConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The whole tree.  `model.path` and `data.train` have no default."""
 
     name: Annotated[
@@ -64,23 +64,23 @@ class Sft(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     ] = ""
     runs: Annotated[str, Meta(description="directory of run directories")] = "runs"
     seed: Count = 0
-    model: Model
-    data: Data
-    training: Training = Training()
+    model: SftModel
+    data: SftData
+    training: SftTraining = SftTraining()
 
 
-def check(config: Sft) -> list[str]:
+def check(config: SftConfig) -> list[str]:
     """Rules beyond one key."""
     if config.name in (".", "..") or set(config.name) & {"/", "\\", "\0"}:
         return [f"name: {config.name!r} is no name of one directory; see `runs`"]
     return []
 
 
-def read(path: str, sets: tuple[str, ...] = ()) -> Sft:
+def read(path: str, sets: tuple[str, ...] = ()) -> SftConfig:
     """The config in `path` with `sets` applied.  Raises ConfigError as `load.load` does."""
-    return load.load_as(load.Tree(Sft, check), path, sets)
+    return load.load_as(load.ConfigSchema(SftConfig, check), path, sets)
 
 
 def schema() -> dict[str, Any]:
     """JSON schema of the config, for editors."""
-    return msgspec.json.schema(Sft)
+    return msgspec.json.schema(SftConfig)

@@ -1,7 +1,8 @@
 """The ways of the weights from the learner to a generator, a row each.
 
 A new one is a module in `asyncrl/transport/` with `serve` and `connect`, as
-`asyncrl/transport/ways.py` says; a row here; and its test.  From the row follow `weights.transport`
+`asyncrl/transport/weight_transport.py` says; a row here; and its test.  From the row follow
+`weights.transport`
 and its schema, what the learner serves, and what a generator asks."""
 
 from __future__ import annotations

@@ -28,14 +28,14 @@ from asyncrl.algorithms.settings import (
     Value,
     read_with,
 )
-from asyncrl.config.agents import Agent
+from asyncrl.config.agents import AgentConfig
 from asyncrl.config.engines import EngineName
 from asyncrl.config.placement import Placement
-from asyncrl.config.scorers import Judge, RewardModel
+from asyncrl.config.scorers import JudgeConfig, RewardModelConfig
 from asyncrl.config.transports import TransportName
 
 
-class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     path: Annotated[
         str,
         Meta(
@@ -61,7 +61,7 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     ] = False
 
 
-class Task(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class TaskConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     name: Annotated[
         str,
         Meta(
@@ -87,7 +87,7 @@ class Task(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     ] = {}
 
 
-class Reward(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class RewardConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     function: Annotated[
         str, Meta(description="module:function or file.py:function; empty: the task's own")
     ] = ""
@@ -134,16 +134,16 @@ class Reward(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     machinery_budget: Annotated[
         Share, Meta(description="the same for samples that fail because a reward process died")
     ] = 0.1
-    judge: Judge = Judge()
-    model: RewardModel = RewardModel()
+    judge: JudgeConfig = JudgeConfig()
+    model: RewardModelConfig = RewardModelConfig()
 
     @property
-    def apart(self) -> bool:
+    def uses_reward_processes(self) -> bool:
         """Is it judged by something other than the task, in processes of their own?"""
         return bool(self.function or self.judge.url or self.model.path)
 
 
-class Generator(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class GeneratorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     engine: Annotated[EngineName, Meta(description="`asyncrl engines` says which work here")] = (
         "embedded"
     )
@@ -194,7 +194,7 @@ class Generator(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     ] = []
 
 
-class Learner(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     backend: Literal["torch", "deepspeed"] = "torch"
     ranks: Annotated[Positive, Meta(description="deepspeed: processes that share the learning")] = 1
     zero_stage: Annotated[
@@ -259,7 +259,7 @@ class Learner(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     ] = []
 
 
-class Lora(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class LoraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     rank: Annotated[
         Count,
         Meta(description="of the adapters, which alone are trained and published; 0: all weights"),
@@ -279,7 +279,7 @@ class Lora(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     ] = []
 
 
-class Export(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ExportConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     lora: Annotated[
         Literal["merged", "adapter"],
         Meta(
@@ -289,7 +289,7 @@ class Export(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     ] = "merged"
 
 
-class AutoLimit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class AutoLimitConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A limit that sets itself, from 1 to `most`."""
 
     auto: Annotated[
@@ -302,9 +302,9 @@ class AutoLimit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     most: Annotated[int, Meta(ge=1, description="versions; never more")] = 16
 
 
-class Staleness(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class StalenessConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     max_lag: Annotated[
-        Annotated[float, Meta(ge=0)] | AutoLimit,
+        Annotated[float, Meta(ge=0)] | AutoLimitConfig,
         Meta(
             description='versions; a whole number or inf; 0: synchronous; or { auto = "ess", '
             "floor = 0.5, most = 16 }: it sets itself"
@@ -347,15 +347,15 @@ class Staleness(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     def limit(self) -> float:
         """Versions that no token may pass: where the limit sets itself, its hard bound."""
         limit = self.max_lag
-        return float(limit.most) if isinstance(limit, AutoLimit) else limit
+        return float(limit.most) if isinstance(limit, AutoLimitConfig) else limit
 
     @property
     def ess_floor(self) -> float:
         """Of a limit that sets itself; 0: it is constant."""
-        return self.max_lag.floor if isinstance(self.max_lag, AutoLimit) else 0.0
+        return self.max_lag.floor if isinstance(self.max_lag, AutoLimitConfig) else 0.0
 
 
-class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class WeightsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     in_flight: Annotated[
         Literal["keep_kv", "recompute_kv", "between_groups"],
         Meta(
@@ -381,7 +381,7 @@ class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     ] = 0
 
 
-class Durability(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class DurabilityConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     mode: Annotated[
         Literal["memory", "process", "disk"],
         Meta(
@@ -391,7 +391,7 @@ class Durability(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     ] = "memory"
 
 
-class Evaluation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class EvaluationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     every: Annotated[Count, Meta(description="versions; 0: only at the start and the end")] = 20
     prompts: Annotated[
         Positive, Meta(description="held-out prompts in an evaluation along the way")
@@ -412,7 +412,7 @@ class Evaluation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     temperature: Annotated[float, Meta(gt=0)] = 1.0
 
 
-class Wires(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class WiresConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     address: Annotated[
         str,
         Meta(description="of the buffer: ipc:// or tcp://; empty: ipc in the run's own directory"),
@@ -436,7 +436,7 @@ class Wires(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     curve_dir: Annotated[str, Meta(description="CURVE keys, needed beyond loopback")] = ""
 
 
-class Watchdog(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class WatchdogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     multiple: Annotated[
         float,
         Meta(gt=1, description="a step is overdue after this many medians of the run's own steps"),
@@ -446,7 +446,7 @@ class Watchdog(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     restarts: Annotated[Count, Meta(description="restarts of each process")] = 3
 
 
-class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class RecordConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     samples_every: Annotated[
         Count, Meta(description="batches between the samples shown in samples.jsonl; 0: none")
     ] = 10
@@ -524,15 +524,15 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             "its failure ends the run (true) or is only said (try)"
         ),
     ] = False
-    model: Model
-    task: Task
-    reward: Reward = Reward()
-    agent: Agent = Agent()
-    generator: Generator = Generator()
-    learner: Learner = Learner()
-    lora: Lora = Lora()
-    export: Export = Export()
-    staleness: Staleness = Staleness()
+    model: ModelConfig
+    task: TaskConfig
+    reward: RewardConfig = RewardConfig()
+    agent: AgentConfig = AgentConfig()
+    generator: GeneratorConfig = GeneratorConfig()
+    learner: LearnerConfig = LearnerConfig()
+    lora: LoraConfig = LoraConfig()
+    export: ExportConfig = ExportConfig()
+    staleness: StalenessConfig = StalenessConfig()
     advantage: AnyAdvantage = RlooAdvantage()
     value: Annotated[Value, read_with("advantage.name", "gae")] = Value()
     correction: AnyCorrection = BehaviorCorrection()
@@ -540,10 +540,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     reshape: Annotated[Reshape, read_with("loss.surrogate", "reshape")] = Reshape()
     kl: KL = KL()
     stop: Stop = Stop()
-    weights: Weights = Weights()
-    durability: Durability = Durability()
-    evaluation: Evaluation = Evaluation()
-    wires: Wires = Wires()
-    watchdog: Watchdog = Watchdog()
+    weights: WeightsConfig = WeightsConfig()
+    durability: DurabilityConfig = DurabilityConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    wires: WiresConfig = WiresConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
     placement: Placement = Placement()
-    record: Record = Record()
+    record: RecordConfig = RecordConfig()

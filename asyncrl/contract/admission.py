@@ -23,11 +23,13 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 import xxhash
 
-from asyncrl.contract.messages import Span
+from asyncrl.contract.messages import VersionSpan
 from asyncrl.contract.versions import Label, PolicyTree
 
 
-def room(max_lag: float, batch: int, stored_bytes: int = 0, byte_limit: int = 1 << 30) -> float:
+def group_limit(
+    max_lag: float, batch: int, stored_bytes: int = 0, byte_limit: int = 1 << 30
+) -> float:
     """How many groups may be alive: (k + 1) * batch; without a limit, as many as the bytes
     allow.
     """
@@ -44,7 +46,7 @@ CLEAR = 0.25  # of the way from the floor to 1: the ESS that a higher limit need
 EDGES = {"0": 0.0, "1": 1.0, "2": 2.0, "3to4": 4.0, "5to8": 8.0, "9plus": math.inf}
 
 
-class Seen(msgspec.Struct, frozen=True, array_like=True):
+class LimitEvidence(msgspec.Struct, frozen=True, array_like=True):
     """What a committed batch says of the limit."""
 
     ess: float  # of the raw ratios start/behaviour, share
@@ -52,18 +54,18 @@ class Seen(msgspec.Struct, frozen=True, array_like=True):
     idle: float  # share of the learner's step in which it waited for the batch
 
 
-class Limit(msgspec.Struct, frozen=True, array_like=True):
+class AdaptiveLimit(msgspec.Struct, frozen=True, array_like=True):
     """A limit that sets itself, and what moved it last."""
 
     now: int = LEAST
     settling: int = 0  # batches to come that may hold tickets of the limit before
-    seen: tuple[Seen, ...] = ()
+    seen: tuple[LimitEvidence, ...] = ()
     before: int = 0  # the last move: from which limit, by which means; 0: it has not moved
     ess: float = 0.0
     idle: float = 0.0
 
 
-def seen(metrics: Mapping[str, float], floor: float) -> Seen | None:
+def limit_evidence(metrics: Mapping[str, float], floor: float) -> LimitEvidence | None:
     """What a commit's metrics say; None: not what the rule needs.
 
     >>> seen({"is/ess": 0.9, "by_lag/ess_0": 1.0, "by_lag/ess_1": 0.8, "by_lag/ess_2": 0.4}, 0.5)
@@ -80,10 +82,12 @@ def seen(metrics: Mapping[str, float], floor: float) -> Seen | None:
             held = reached
             break
         reached = edge
-    return Seen(ess, held, metrics.get("time/learner_idle_share", 0.0))
+    return LimitEvidence(ess, held, metrics.get("time/learner_idle_share", 0.0))
 
 
-def next_limit(limit: Limit, batch: Seen, floor: float, most: int) -> Limit:
+def next_limit(
+    limit: AdaptiveLimit, batch: LimitEvidence, floor: float, most: int
+) -> AdaptiveLimit:
     """The limit for tickets from now on, after another batch.
 
     It falls while the mean ESS is below `floor`, to the largest lag whose own ESS holds, at least
@@ -113,13 +117,13 @@ def next_limit(limit: Limit, batch: Seen, floor: float, most: int) -> Limit:
         to = min(most, limit.now + 1)
     if to == limit.now:
         return msgspec.structs.replace(limit, seen=last)
-    return Limit(to, max(to, limit.now), (), limit.now, ess, idle)
+    return AdaptiveLimit(to, max(to, limit.now), (), limit.now, ess, idle)
 
 
-def within(limit: Limit, most: int) -> Limit:
+def clamp_limit(limit: AdaptiveLimit, most: int) -> AdaptiveLimit:
     """The same as a new life of the learner takes it up, within its own hard bound."""
     now = max(LEAST, min(limit.now, most))
-    return Limit(now, now, (), limit.before, limit.ess, limit.idle)
+    return AdaptiveLimit(now, now, (), limit.before, limit.ess, limit.idle)
 
 
 def planned_batch(committed: int, place: int, batch: int) -> int:
@@ -156,7 +160,7 @@ def delay(scale: float, seed: int, *of: int) -> float:
 
 
 def span_lags(
-    tree: PolicyTree, spans: Iterable[Span], policy: Label, number: int
+    tree: PolicyTree, spans: Iterable[VersionSpan], policy: Label, number: int
 ) -> list[tuple[int, int, int]]:
     """(start, end, lag) of each span, should it train in batch `number`, a descendant of
     `policy`.

@@ -41,7 +41,7 @@ class PeerUnreachable(AsyncrlError):
     exit_code = 4
 
 
-class Damaged(AsyncrlError):
+class DamagedDataError(AsyncrlError):
     """A checkpoint, a journal or a recording that does not match its checksum or its shape."""
 
     exit_code = 5
@@ -53,7 +53,7 @@ class NothingToDo(AsyncrlError):
     exit_code = 6
 
 
-class TakenOver(AsyncrlError):
+class BufferTakenOver(AsyncrlError):
     """Another buffer speaks for the run: this one says nothing any more."""
 
     exit_code = 7
@@ -63,13 +63,13 @@ class ProtocolError(AsyncrlError):
     """A peer broke the protocol, or one of our own invariants does not hold: the run stops."""
 
 
-class NotFinite(AsyncrlError):
+class NotFiniteError(AsyncrlError):
     """The training has diverged: a loss, a gradient or the weights hold infinity or no number.  An
     experiment records that as its result.
     """
 
 
-class NotFiniteLogprob(NotFinite, ProtocolError):
+class NotFiniteLogprob(NotFiniteError, ProtocolError):
     """An engine gave a logprob that no token can have."""
 
 
@@ -102,5 +102,5 @@ class BadMessage(ProtocolError):
         self.reason = reason
 
 
-class Fenced(AsyncrlError):
+class LearnerFenced(AsyncrlError):
     """A newer epoch of the learner has taken over; this one ends quietly."""

@@ -1,7 +1,7 @@
 """What is imported from where, and importing torch cheaply.
 
 Ours always win.  `actors`, `buffer` and `learner` are names that others use too, so they are never
-looked up on sys.path: `Parts` finds them beside `asyncrl` (a checkout) or in it (an installed
+looked up on sys.path: `PartsFinder` finds them beside `asyncrl` (a checkout) or in it (an installed
 wheel, which brings no top-level name but `asyncrl`), under this one spelling.  The working
 directory comes last on sys.path, behind the standard library and what is installed: a user's
 queue.py or learner.py hides nothing, and a user's reward module is found all the same."""
@@ -24,7 +24,7 @@ INSIDE = Path(__file__).resolve().parents[1]  # of the package asyncrl
 HOME = INSIDE if (INSIDE / PARTS[0]).is_dir() else INSIDE.parent  # where the three packages lie
 
 
-class Parts:
+class PartsFinder:
     """A finder for the three packages, asked before sys.path is."""
 
     @staticmethod
@@ -39,8 +39,9 @@ class Parts:
         return None
 
 
-def ours_first() -> None:
-    """Let `Parts` find our packages.  Raises ImportError when another module has one of their names
+def install_finder() -> None:
+    """Let `PartsFinder` find our packages.  Raises ImportError when another module has one of
+    their names
     already.
     """
     for name in PARTS:
@@ -50,11 +51,11 @@ def ours_first() -> None:
                 f"asyncrl needs its own package `{name}`, but {file} was imported under that name: "
                 "import asyncrl first"
             )
-    if Parts not in sys.meta_path:
-        sys.meta_path.insert(0, Parts)
+    if PartsFinder not in sys.meta_path:
+        sys.meta_path.insert(0, PartsFinder)
 
 
-def here_last() -> None:
+def append_working_directory() -> None:
     """The working directory at the end of sys.path, if it is not on it already."""
     if (here := os.getcwd()) not in sys.path:
         sys.path.append(here)
@@ -65,7 +66,7 @@ def module(name: str) -> ModuleType:
     it ends in .py, whose folder then comes last on sys.path for what it imports itself.
 
     Raises whatever importing it raises."""
-    here_last()
+    append_working_directory()
     if not name.endswith(".py"):
         return importlib.import_module(name)
     file = Path(name).resolve()
@@ -80,7 +81,7 @@ def module(name: str) -> ModuleType:
     return made
 
 
-def found_here() -> None:
+def export_checkout_path() -> None:
     """After `python -m` in a checkout that is not installed: processes that this one starts find
     asyncrl by PYTHONPATH.
     """
@@ -97,7 +98,7 @@ def command(module: str, *arguments: str) -> list[str]:
 
 
 @contextmanager
-def no_garbage() -> Iterator[None]:
+def collection_paused() -> Iterator[None]:
     """Around imports: no collection runs, and what is there afterwards is never looked at again.
 
     Modules are no garbage; to search them dozens of times while torch makes them, and once more at

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import msgspec
 
 from asyncrl.contract.versions import Label
-from asyncrl.contract.waits import HeldUp, OpenSession, Wait
+from asyncrl.contract.waits import BlockingSession, OpenSession, ProcessWait
 
 PROTOCOL = 3
 # ticket numbers from here on are of evaluations: the same prompt has the same random stream at
@@ -66,7 +66,7 @@ class Prompt(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     split: str = "train"
 
 
-class Sampling(msgspec.Struct, frozen=True, array_like=True):
+class SamplingSettings(msgspec.Struct, frozen=True, array_like=True):
     """Made by the buffer from the config; read by the engine.  logprobs are those of exactly this
     distribution.
     """
@@ -78,13 +78,13 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     # sample 0 of the group is the likeliest answer, a baseline and not trained on (remax)
     greedy: bool = False
 
-    def kept(self, sample: int) -> int:
+    def top_k_of(self, sample: int) -> int:
         """top_k of that sample."""
         return 1 if self.greedy and sample == 0 else self.top_k
 
 
 # gc=False: stored by the thousand, and no cycle can go through them
-class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class VersionSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Tokens [start, end) of an answer: drawn by `label` (weights `digest`), on keys and values
     written since `kv`.
 
@@ -98,7 +98,7 @@ class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
     kv: Label
 
 
-class Failure(msgspec.Struct, frozen=True, array_like=True):
+class RewardFailure(msgspec.Struct, frozen=True, array_like=True):
     """Why a sample has no reward.  Made by the generator; counted by kind in the buffer, each
     against a budget of its own.
 
@@ -112,16 +112,16 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
         return f"{self.kind}: {self.why}"
 
 
-def ones(mask: bytes) -> int:
+def count_ones(mask: bytes) -> int:
     """How many bytes are 1.  Mostly all are, and a comparison of 16,000 takes a hundredth of what
     counting them does.
     """
     return len(mask) if mask == b"\1" * len(mask) else mask.count(1)
 
 
-class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class TrainingSequence(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A root-to-leaf path of a session's calls, as the learner runs it forward: made by a gateway
-    (actors/gateway/forest.py).  P tokens before the row's first own token, T from it on.
+    (actors/gateway/call_tree.py).  P tokens before the row's first own token, T from it on.
 
     A token that several rows share was drawn once: it has mask 1 and a span in the first of them,
     mask 0 and none in the others; so have tokens that no call drew (tools, other turns)."""
@@ -131,7 +131,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
     behavior_logprobs: bytes  # float32 [T], 0 where mask is 0
     # uint8 [T]: 1 where the token was drawn here and is trained in this row
     mask: bytes
-    spans: list[Span]  # cover exactly the tokens of mask 1, in order
+    spans: list[VersionSpan]  # cover exactly the tokens of mask 1, in order
     segments: list[tuple[str, int, int]] = []  # ("model" or "context", start, end) of [0, T)
     # float32 [T] when calls have rewards of their own, NaN where there is none; else empty
     token_rewards: bytes = b""
@@ -151,7 +151,7 @@ class Trajectory(msgspec.Struct, array_like=True, gc=False):
     tokens: bytes  # int32 [T], exactly as sampled, the stop token included
     behavior_logprobs: bytes  # float32 [T], of the distribution sampled from
     mask: bytes  # uint8 [T]: 1 where the token is trained on
-    spans: list[Span]
+    spans: list[VersionSpan]
     reward: float
     reward_parts: dict[str, float]
     finish: Literal["stop", "length"]
@@ -164,15 +164,15 @@ class Trajectory(msgspec.Struct, array_like=True, gc=False):
     token_rewards: bytes = b""  # float32 [T] when the reward function gives them, else empty
     generated_at: float = 0.0  # CLOCK_MONOTONIC seconds, when the last token was drawn
     # a failed sample is never trained on; "" is no failure (and what recordings hold)
-    failed: Failure | Literal[""] = ""
-    rows: list[Row] = []  # of a session: those after the first
+    failed: RewardFailure | Literal[""] = ""
+    rows: list[TrainingSequence] = []  # of a session: those after the first
     aside: int = 0  # tokens that were drawn and are never trained (ledger: set_aside)
     calls: int = 0  # of a session: generations it asked for; 0: a single answer
     # of a session that went on under a new attempt: (earlier attempt, tokens drawn under it)
     adopted: list[tuple[int, int]] = []
 
     @property
-    def by_attempt(self) -> list[tuple[int, int]]:
+    def tokens_by_attempt(self) -> list[tuple[int, int]]:
         """(attempt, tokens drawn under it, those set aside included), its own first."""
         if not self.adopted:
             return [(self.attempt, self.length + self.aside)]
@@ -182,17 +182,17 @@ class Trajectory(msgspec.Struct, array_like=True, gc=False):
     @property
     def length(self) -> int:
         """Tokens drawn to be trained: of mask 1, over all rows; without a mask (simulated) all."""
-        own = ones(self.mask) if self.mask else len(self.tokens) // 4
-        return own + sum([ones(row.mask) for row in self.rows]) if self.rows else own
+        own = count_ones(self.mask) if self.mask else len(self.tokens) // 4
+        return own + sum([count_ones(row.mask) for row in self.rows]) if self.rows else own
 
     @property
-    def places(self) -> int:
+    def token_count(self) -> int:
         """Tokens T of all rows, whoever wrote them."""
         return (len(self.tokens) + sum(len(row.tokens) for row in self.rows)) // 4
 
-    def all_rows(self) -> list[Row]:
+    def all_rows(self) -> list[TrainingSequence]:
         """Every row, the first from the fields here."""
-        first = Row(
+        first = TrainingSequence(
             prompt_tokens=self.prompt_tokens,
             tokens=self.tokens,
             behavior_logprobs=self.behavior_logprobs,
@@ -203,7 +203,7 @@ class Trajectory(msgspec.Struct, array_like=True, gc=False):
         )
         return [first, *self.rows]
 
-    def all_spans(self) -> list[Span]:
+    def all_spans(self) -> list[VersionSpan]:
         """The spans of every row, by places in the sample."""
         if not self.rows:
             return self.spans
@@ -211,7 +211,7 @@ class Trajectory(msgspec.Struct, array_like=True, gc=False):
         begin = len(self.mask)
         for row in self.rows:
             out += [
-                Span(span.label, span.digest, begin + span.start, begin + span.end, span.kv)
+                VersionSpan(span.label, span.digest, begin + span.start, begin + span.end, span.kv)
                 for span in row.spans
             ]
             begin += len(row.mask)
@@ -237,7 +237,7 @@ class GeneratorHello(msgspec.Struct, frozen=True, tag="gen_hello"):
     pid: int
 
 
-class Want(msgspec.Struct, frozen=True, tag="want"):
+class TicketRequest(msgspec.Struct, frozen=True, tag="want"):
     """Free engine slots: answered by Tickets at once or as soon as some may be granted.  Replaces
     an earlier Want.
     """
@@ -249,7 +249,7 @@ class Want(msgspec.Struct, frozen=True, tag="want"):
     holding: Label | None  # newest weights loaded; informs the view
 
 
-class Deliver(msgspec.Struct, frozen=True, tag="deliver"):
+class Delivery(msgspec.Struct, frozen=True, tag="deliver"):
     """Finished samples, several in a frame; repeated until each is acknowledged."""
 
     producer: str
@@ -266,7 +266,7 @@ REWARDS_WAITED_FOR = "the rewards of its answers"
 SESSION_P95 = "session/p95_s"  # of a gateway's numbers: within which 95 % of its sessions end
 
 
-class Renew(msgspec.Struct, frozen=True, tag="renew"):
+class LeaseRenewal(msgspec.Struct, frozen=True, tag="renew"):
     """Decode progress: renews leases whose token count grew or whose answers are being judged, and
     carries the generator's own numbers.
     """
@@ -275,7 +275,7 @@ class Renew(msgspec.Struct, frozen=True, tag="renew"):
     session: int
     progress: list[tuple[int, int, int]]  # (ticket, attempt, tokens so far over its samples)
     stats: dict[str, float]
-    waiting: Wait | None  # None: it has work
+    waiting: ProcessWait | None  # None: it has work
     # (ticket, attempt) that are written and wait for their rewards, which have deadlines of their
     # own
     judging: list[tuple[int, int]] = []
@@ -290,7 +290,7 @@ class Renew(msgspec.Struct, frozen=True, tag="renew"):
     taken: int = 0
 
 
-class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
+class GeneratorGoodbye(msgspec.Struct, frozen=True, tag="leaving"):
     """The last word of a generator that ends: its leases end now.  Sent once; should it be lost,
     they end by time.
     """
@@ -299,7 +299,7 @@ class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
     session: int
 
 
-class Join(msgspec.Struct, frozen=True, tag="join"):
+class JoinRequest(msgspec.Struct, frozen=True, tag="join"):
     """A machine that knows the address and has a key asks what it needs to be a generator of the
     run; answered by Joined.
     """
@@ -321,7 +321,7 @@ class WeightsSource(msgspec.Struct, frozen=True):
     address: str  # tcp address of the chunk server, "" when there is none
 
 
-class Announcement(msgspec.Struct, frozen=True):
+class PolicyAnnouncement(msgspec.Struct, frozen=True):
     """The last durable commit or hello; rides on every reply to a generator."""
 
     label: Label
@@ -342,7 +342,7 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     kind: Literal["train", "eval"]
     prompt: Prompt
     samples: list[int]
-    sampling: Sampling
+    sampling: SamplingSettings
     min_version: Label
     # evaluation and lag injection: the whole answer with exactly these weights
     exact_version: Label | None
@@ -350,24 +350,24 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     limit: float = math.inf  # the staleness limit announced for it, in versions
 
 
-class Tickets(msgspec.Struct, frozen=True, tag="tickets"):
+class TicketGrant(msgspec.Struct, frozen=True, tag="tickets"):
     session: int
     sequence: int
     tickets: list[Ticket]
-    announcement: Announcement | None
+    announcement: PolicyAnnouncement | None
     finished: bool = False  # the run is over: the generator ends
 
 
-class Acks(msgspec.Struct, frozen=True, tag="acks"):
+class DeliveryAcks(msgspec.Struct, frozen=True, tag="acks"):
     """What became of each delivered sample, and the bytes the generator may have unacknowledged."""
 
     session: int
     acks: list[tuple[int, int, int, Disposition]]  # (ticket, sample, attempt, disposition)
     credit: int
-    announcement: Announcement | None
+    announcement: PolicyAnnouncement | None
 
 
-class Joined(msgspec.Struct, frozen=True, tag="joined"):
+class JoinReply(msgspec.Struct, frozen=True, tag="joined"):
     """All that a generator elsewhere begins with; the files come from the chunk server."""
 
     run: str
@@ -376,7 +376,7 @@ class Joined(msgspec.Struct, frozen=True, tag="joined"):
     weights: str  # address of the chunk server, "" while no learner has said it
 
 
-class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
+class UnknownSession(msgspec.Struct, frozen=True, tag="unknown"):
     """A session wants tickets that has not said hello to this life of the buffer: it says hello,
     and is given them.
     """
@@ -385,7 +385,7 @@ class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
     session: int
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
+class Refusal(msgspec.Struct, frozen=True, tag="refused"):
     """The peer must stop: it speaks another protocol, belongs to another run, or said what cannot
     be.  The run goes on without it.
     """
@@ -397,7 +397,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 # ---- gateway and generators ----------------------------------------------------------------------
 
 
-class Call(msgspec.Struct, frozen=True, array_like=True):
+class GenerationCall(msgspec.Struct, frozen=True, array_like=True):
     """One generation that a session asks for.  Made by a gateway; drawn by one generator, by
     another one if that dies: with the same random stream.
     """
@@ -408,7 +408,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     kind: Literal["train", "eval"]
     prompt: bytes  # int32 [P], P >= 1
     max_new_tokens: int
-    sampling: Sampling
+    sampling: SamplingSettings
     # every call of a session is admitted at or above the ticket's, however late it comes
     min_version: Label
     exact_version: Label | None
@@ -417,19 +417,20 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     stream: int = 0
 
 
-class Calls(msgspec.Struct, frozen=True, tag="calls"):
+class CallAssignments(msgspec.Struct, frozen=True, tag="calls"):
     """To one generator: calls to draw, calls to end, and the weights to follow."""
 
     session: int  # of the generator
     sequence: int
-    calls: list[Call]
+    calls: list[GenerationCall]
     cut: list[int]
-    announcement: Announcement | None
+    announcement: PolicyAnnouncement | None
 
 
-class Serving(msgspec.Struct, frozen=True, tag="serving"):
+class ServingReport(msgspec.Struct, frozen=True, tag="serving"):
     """A generator draws calls; said again now and then.  held: those that it has; heard: the
-    highest `Calls.sequence` it has seen.  A call that was sent up to there, and is neither held
+    highest `CallAssignments.sequence` it has seen.  A call that was sent up to there, and is
+    neither held
     nor answered, is sent again.
     """
 
@@ -442,7 +443,7 @@ class Serving(msgspec.Struct, frozen=True, tag="serving"):
     heard: int
 
 
-class Called(msgspec.Struct, frozen=True, tag="called"):
+class CallResult(msgspec.Struct, frozen=True, tag="called"):
     """A call's answer.  lost: tokens that were drawn of a call that was cut, of which nothing
     remains; failed: why the generator cannot draw it, with no token then.
     """
@@ -450,7 +451,7 @@ class Called(msgspec.Struct, frozen=True, tag="called"):
     id: int
     tokens: bytes  # int32 [T], the stop token included
     logprobs: bytes  # float32 [T]
-    spans: list[Span]
+    spans: list[VersionSpan]
     finish: Literal["stop", "length"]
     lost: int = 0
     failed: str = ""
@@ -486,12 +487,12 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     checkpointed: int
 
 
-class FencedOff(msgspec.Struct, frozen=True, tag="fenced"):
+class FencedReply(msgspec.Struct, frozen=True, tag="fenced"):
     epoch: int
     by: int
 
 
-class Ask(msgspec.Struct, frozen=True, tag="ask"):
+class BatchRequest(msgspec.Struct, frozen=True, tag="ask"):
     epoch: int
     number: int
 
@@ -527,18 +528,18 @@ class Commit(msgspec.Struct, frozen=True, tag="commit"):
     unused: list[tuple[int, int]] = []
 
 
-class Committed(msgspec.Struct, frozen=True, tag="committed"):
+class CommitReply(msgspec.Struct, frozen=True, tag="committed"):
     epoch: int
     number: int
     keep: list[Label]  # weights that pending evaluation tickets still name: the ring keeps them
 
 
-class Checkpointed(msgspec.Struct, frozen=True, tag="checkpointed"):
+class CheckpointNotice(msgspec.Struct, frozen=True, tag="checkpointed"):
     epoch: int
     oldest: int
 
 
-class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
+class LearnerGoodbye(msgspec.Struct, frozen=True, tag="goodbye"):
     """The learner has trained its last batch; answered by Finished once its evaluation is in (or by
     FencedOff).
     """
@@ -547,24 +548,24 @@ class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
     number: int
 
 
-class Finished(msgspec.Struct, frozen=True, tag="finished"):
+class RunFinished(msgspec.Struct, frozen=True, tag="finished"):
     epoch: int
 
 
 # ---- anyone and buffer ---------------------------------------------------------------------------
 
 
-class Progress(msgspec.Struct, frozen=True, tag="progress"):
+class LearnerProgress(msgspec.Struct, frozen=True, tag="progress"):
     """The learner's state while it works: what it does or waits for, since when."""
 
     who: str
-    waiting: Wait | None  # None: it has work
+    waiting: ProcessWait | None  # None: it has work
     stats: dict[str, float]
     pid: int = 0
     epoch: int = 0
 
 
-class Heard(msgspec.Struct, frozen=True, tag="heard"):
+class HeartbeatReply(msgspec.Struct, frozen=True, tag="heard"):
     """The buffer's answer to Progress and Renew: it lives, however long the batch or the next
     ticket takes.
 
@@ -572,18 +573,18 @@ class Heard(msgspec.Struct, frozen=True, tag="heard"):
     of the weights to follow."""
 
     epoch: int
-    announcement: Announcement | None = None
+    announcement: PolicyAnnouncement | None = None
     # granted so far: a ticket up to here that has not come by now is lost, and not taken later
     attempts: int = 0
 
 
-class Watch(msgspec.Struct, frozen=True, tag="watch"):
+class StatusRequest(msgspec.Struct, frozen=True, tag="watch"):
     """The live view and `asyncrl doctor` ask for the state of the run."""
 
     stop: str = ""  # "drain": finish the batch, checkpoint, end
 
 
-class Status(msgspec.Struct, frozen=True, tag="status"):
+class RunStatus(msgspec.Struct, frozen=True, tag="status"):
     """Made by the buffer; read by the live view, doctor and tests."""
 
     run: str
@@ -592,44 +593,44 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
     epoch: int
     metrics: dict[str, float]  # newest value of every metric
     ledger: dict[str, dict[str, float]]
-    waits: list[Wait]
+    waits: list[ProcessWait]
     peers: dict[str, float]  # name: seconds since it was heard of
     finished: bool
     error: str = ""
     # commits, evaluation answers, samples up to a batch between two commits: what the watchdog
     # looks at
     progress: int = 0
-    held_up: HeldUp | None = None  # the session that the learner waits for
+    held_up: BlockingSession | None = None  # the session that the learner waits for
 
 
 FromPeer = (
     GeneratorHello
-    | Want
-    | Deliver
-    | Renew
-    | Leaving
-    | Join
+    | TicketRequest
+    | Delivery
+    | LeaseRenewal
+    | GeneratorGoodbye
+    | JoinRequest
     | LearnerHello
-    | Ask
+    | BatchRequest
     | Commit
-    | Checkpointed
-    | Goodbye
-    | Progress
-    | Watch
+    | CheckpointNotice
+    | LearnerGoodbye
+    | LearnerProgress
+    | StatusRequest
 )
 FromBuffer = (
-    Tickets
-    | Acks
-    | Joined
-    | Unknown
-    | Refused
+    TicketGrant
+    | DeliveryAcks
+    | JoinReply
+    | UnknownSession
+    | Refusal
     | Welcome
-    | FencedOff
+    | FencedReply
     | Batch
-    | Committed
-    | Finished
-    | Heard
-    | Status
+    | CommitReply
+    | RunFinished
+    | HeartbeatReply
+    | RunStatus
 )
-FromGenerator = Serving | Called
-FromGateway = Calls | Refused
+FromGenerator = ServingReport | CallResult
+FromGateway = CallAssignments | Refusal

@@ -13,7 +13,7 @@ from typing import Literal
 
 from msgspec import structs
 
-from asyncrl.contract.messages import Failure, Trajectory
+from asyncrl.contract.messages import RewardFailure, Trajectory
 from asyncrl.contract.printable import escape_line
 
 # of a reward: float32 holds the sum of a batch's squares of it, and no reward is meant to be larger
@@ -83,7 +83,7 @@ def failed_sample(sample: Trajectory, kind: Literal["data", "refused"], why: str
         sample,
         reward=0.0,
         reward_parts={},
-        failed=Failure(kind, escape_line(why)),
+        failed=RewardFailure(kind, escape_line(why)),
         temperature=sample.temperature if 0 < sample.temperature < math.inf else 1.0,
         generated_at=sample.generated_at if math.isfinite(sample.generated_at) else 0.0,
         group_key="",

@@ -27,7 +27,7 @@ def listen() -> None:
         _mine.append(int(number))
 
 
-def tell(error: AsyncrlError) -> None:
+def send_refusal(error: AsyncrlError) -> None:
     """In the child: the message and its exit code, for the supervisor, if one has started this
     process.
 
@@ -41,7 +41,7 @@ def tell(error: AsyncrlError) -> None:
         pass  # nobody listens any more
 
 
-def heard(pipe: int) -> AsyncrlError | None:
+def read_refusal(pipe: int) -> AsyncrlError | None:
     """In the supervisor, after the child's end: the refusal it told through `pipe`, None when it
     told none.
     """

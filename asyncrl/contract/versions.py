@@ -26,7 +26,7 @@ class Label(NamedTuple):
         return f"{self.epoch}.{self.number}"
 
 
-class TreeState(NamedTuple):
+class PolicyTreeState(NamedTuple):
     """A tree, to be kept: the policies by number, and the labels that name them."""
 
     labels: list[tuple[Label, int]]
@@ -67,20 +67,20 @@ class PolicyTree:
         self._known: dict[Label, int] = {}
         self._known_for: Label | None = None
 
-    def snapshot(self) -> TreeState:
+    def snapshot(self) -> PolicyTreeState:
         labels = list(self._items())
         parents = list(self._parent)
-        return TreeState(labels, parents, self._depth, self._digest)
+        return PolicyTreeState(labels, parents, self._depth, self._digest)
 
-    def restore(self, state: TreeState) -> None:
+    def restore(self, state: PolicyTreeState) -> None:
         """Become the tree that `state` was taken of."""
-        self._take(state.labels)
+        self._load_labels(state.labels)
         self._parent = array("q", state.parents)
         self._depth = list(state.depths)
         self._digest = list(state.digests)
         self.index()
 
-    def _take(self, labels: Collection[tuple[Label, int]]) -> None:
+    def _load_labels(self, labels: Collection[tuple[Label, int]]) -> None:
         self._node = {}
         for label, policy in labels:
             self._name(label, policy)
@@ -151,7 +151,7 @@ class PolicyTree:
                 digest.append(self._digest[number])
             else:
                 to[number] = above
-        self._take([(label, to[policy]) for label, policy in names])
+        self._load_labels([(label, to[policy]) for label, policy in names])
         self._parent = parent
         self._depth = depth
         self._digest = digest
@@ -167,10 +167,11 @@ class PolicyTree:
         self._root = {}
         for policy, parent in enumerate(self._parent):
             beyond = self._depth[policy] - self._depth[parent]
-            self._place(policy, parent, direct=beyond == 1)
+            self._append_policy(policy, parent, direct=beyond == 1)
 
-    def _place(self, policy: int, parent: int, *, direct: bool = True) -> None:
-        """The newest policy, where `_found` looks; not direct: policies between were pruned."""
+    def _append_policy(self, policy: int, parent: int, *, direct: bool = True) -> None:
+        """The newest policy, where `_find_child` looks; not direct: policies between were
+        pruned."""
         sister = -1
         if parent < 0:
             self._root[self._depth[policy], self._digest[policy]] = policy
@@ -180,7 +181,7 @@ class PolicyTree:
         self._child.append(-1)
         self._sister.append(sister)
 
-    def _found(self, parent: int, number: int, digest: str) -> int:
+    def _find_child(self, parent: int, number: int, digest: str) -> int:
         """The policy of these weights under this one, -1: there is none."""
         if parent < 0:
             return self._root.get((number, digest), -1)
@@ -204,16 +205,16 @@ class PolicyTree:
                 )
             return
         above = self._policy(parent) if parent is not None and parent in self else -1
-        policy = self._found(above, label.number, digest)
+        policy = self._find_child(above, label.number, digest)
         if policy < 0:
             policy = len(self._parent)
             self._parent.append(above)
             self._depth.append(label.number)
             self._digest.append(digest)
-            self._place(policy, above)
+            self._append_policy(policy, above)
         self._name(label, policy)
 
-    def alias(self, label: Label, known: Label) -> None:
+    def add_alias(self, label: Label, known: Label) -> None:
         """Let `label` name the policy that `known` names: a resumed learner's name for weights of
         the life before.
         """
@@ -232,10 +233,10 @@ class PolicyTree:
             self._known_for = train
         beyond = self._known.get(token)
         if beyond is None:
-            beyond = self._known[token] = self._beyond(token, train)
+            beyond = self._known[token] = self._lag_beyond_number(token, train)
         return beyond + number
 
-    def _beyond(self, token: Label, train: Label) -> int:
+    def _lag_beyond_number(self, token: Label, train: Label) -> int:
         """`lag` less the number."""
         ours = self._policy(token)
         theirs = self._policy(train)

@@ -22,7 +22,7 @@ KEPT = 50  # steps whose median counts
 HOLDS_S = 5.0  # a session open for less, or waiting for the engine for less, holds nobody up
 
 
-class Wait(NamedTuple):
+class ProcessWait(NamedTuple):
     """One process waits.  Made by the one that waits, or by the buffer of a learner's batch; read
     by the logs, the watchdog, the live view and `asyncrl doctor`.
 
@@ -34,7 +34,7 @@ class Wait(NamedTuple):
     seconds: float
 
     @property
-    def within(self) -> bool:
+    def is_internal(self) -> bool:
         """Is it for a part of the same process, as `generator-0-rewards` is of `generator-0`?"""
         return self.on.startswith(f"{self.who}-")
 
@@ -68,7 +68,7 @@ class OpenSession(msgspec.Struct, frozen=True, array_like=True):
         return self.kind != "engine" and bool(self.limit) and self.ends_s > 0
 
 
-class HeldUp(msgspec.Struct, frozen=True):
+class BlockingSession(msgspec.Struct, frozen=True):
     """The session that a learner waits for: the oldest ticket of its batch is the session's.
 
     usual_s: within which 95 % of sessions end; step_s: of the learner, without its waits; max_lag:
@@ -80,7 +80,7 @@ class HeldUp(msgspec.Struct, frozen=True):
     step_s: float = 0.0
     max_lag: int = 0
 
-    def said(self) -> str:
+    def describe(self) -> str:
         """In a line.
 
         >>> one = OpenSession(17, 3, "17.3.41", "prompt 5 'ab='", 6, "environment",
@@ -116,14 +116,14 @@ class HeldUp(msgspec.Struct, frozen=True):
         return "; ".join(parts)
 
 
-def held_up(
+def find_blocking_session(
     sessions: Mapping[str, Sequence[OpenSession]],
     ticket: int,
     *,
     usual_s: float,
     step_s: float,
     max_lag: float,
-) -> HeldUp | None:
+) -> BlockingSession | None:
     """Who holds a batch up that waits for `ticket` (-1: for any), of the sessions that each gateway
     tells of; None where no session does.
 
@@ -142,11 +142,11 @@ def held_up(
     needed = math.ceil(max(one.open_s, usual_s) / step_s) if step_s > 0 else 0
     if one.kind == "engine" or needed <= max_lag:
         needed = 0
-    return HeldUp(one, name, usual_s, step_s, needed)
+    return BlockingSession(one, name, usual_s, step_s, needed)
 
 
 @dataclass
-class Watchdog:
+class ProgressWatchdog:
     """observe(...) at every status; `overdue` says since when, and the arithmetic of the deadline.
 
     >>> w = Watchdog(multiple=10, floor_s=1, startup_s=60)
@@ -182,7 +182,7 @@ class Watchdog:
             self.last_commit = now
         self.committed = committed
 
-    def excuse(self, now: float) -> None:
+    def reset_deadline(self, now: float) -> None:
         """What it waits for now has a deadline of its own: this time does not count."""
         self.since = now
 
@@ -239,7 +239,7 @@ class WaitLog:
     first_s: float = 10.0
     said: dict[tuple[str, str], float] = field(default_factory=dict)
 
-    def lines(self, waits: Sequence[Wait]) -> list[str]:
+    def lines(self, waits: Sequence[ProcessWait]) -> list[str]:
         """waits: all there are now; those not among them have ended."""
         keys = {(wait.who, wait.what) for wait in waits}
         self.said = {key: age for key, age in self.said.items() if key in keys}
@@ -258,9 +258,9 @@ class WaitLog:
         ]
 
 
-def culprit(
+def blocking_process(
     names: Sequence[str],
-    waits: Sequence[Wait],
+    waits: Sequence[ProcessWait],
     peers: Mapping[str, float],
     buffer_silent: float,
     patience: float,
@@ -285,5 +285,5 @@ def culprit(
     if silent and max(silent.values()) > patience:
         return max(silent, key=lambda n: silent[n])
     # who waits for a part of itself, its rewards, waits for nobody
-    waiting = {wait.who for wait in waits if not wait.within}
+    waiting = {wait.who for wait in waits if not wait.is_internal}
     return next((n for n in names if n not in waiting), "")

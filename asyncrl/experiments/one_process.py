@@ -4,18 +4,18 @@ imported, of every cell of a comparison.
 
 from __future__ import annotations
 
-from asyncrl.config.engines import ENGINES, which
+from asyncrl.config.engines import ENGINES, engines_with
 from asyncrl.config.tree import Config
 
 
-def cold(config: Config) -> str:
+def needs_own_process(config: Config) -> str:
     """Why `config` cannot run in a warm process; empty: it can."""
-    if config.agent.on:
+    if config.agent.uses_sessions:
         return "agent: sessions need a gateway, which a warm process has not; run it as processes"
     if not ENGINES[config.generator.engine].one_process:
         return (
             f"generator.engine: {config.generator.engine} does not run in a warm process; "
-            f"use {which('one_process')}"
+            f"use {engines_with('one_process')}"
         )
     if config.learner.backend != "torch":
         return (

@@ -10,7 +10,8 @@ Four parts do the work, the very same ones in a run of many processes:
 
 - `Store` (buffer/store.py) grants tickets as far as the staleness limit allows, keeps the answers,
   composes batches and books every token.  Its process is buffer/service.py.
-- `Turn` (actors/turn.py) makes tickets into requests, the engine's answers into trajectories.  Its
+- `GeneratorTurn` (actors/turn.py) makes tickets into requests, the engine's answers into
+trajectories.  Its
   process is actors/generator.py.
 - `LearnerCore` (learner/step.py) trains on a batch.  Its process is learner/loop.py.
 - The ring of published weights, here a dict, is shared memory there (asyncrl/transport/ring.py).
@@ -21,7 +22,8 @@ Time is counted in decode steps, so that a run repeats bitwise whatever the mach
 update "runs" (`update_steps`), the engine goes on writing with the older weights, as far as the
 staleness limit lets it: that is the natural lag of two sides of that speed.
 
-`asyncrl compare` and `asyncrl sweep` make their runs by `one`; what a run leaves is gathered in
+`asyncrl compare` and `asyncrl sweep` make their runs by `run_serial`; what a run leaves is
+gathered in
 asyncrl/experiments/serial_record.py."""
 
 from __future__ import annotations
@@ -36,17 +38,17 @@ import torch
 
 from actors.delay import decode_steps
 from actors.engine import Engine, engine_for
-from actors.turn import Turn, trajectory
+from actors.turn import GeneratorTurn, trajectory
 from asyncrl.config.tree import Config
 from asyncrl.contract import admission
-from asyncrl.contract.errors import AsyncrlError, ConfigError, NotFinite
+from asyncrl.contract.errors import AsyncrlError, ConfigError, NotFiniteError
 from asyncrl.contract.messages import LearnerHello, WeightsSource
 from asyncrl.contract.versions import Label
-from asyncrl.experiments.one_process import cold
-from asyncrl.experiments.serial_record import Record, RunRecord
+from asyncrl.experiments.one_process import needs_own_process
+from asyncrl.experiments.serial_record import RunRecord, SerialRecord
 from asyncrl.models.policy import named_weights, weights_digest
 from buffer.groups import settings
-from buffer.numbers import of_limit
+from buffer.numbers import limit_metrics
 from buffer.service import evaluations
 from buffer.store import Store
 from learner.step import LearnerCore
@@ -56,7 +58,7 @@ SLICE = 4  # decode steps between two looks at the buffer
 Watch = Callable[[list[float], list[float]], str]
 
 
-class Update(NamedTuple):
+class PendingUpdate(NamedTuple):
     """Batch `number` is trained and its weights are published; it is committed at `ends`."""
 
     number: int
@@ -66,40 +68,40 @@ class Update(NamedTuple):
     metrics: dict[str, float]
 
 
-class Weights(NamedTuple):
+class PublishedWeights(NamedTuple):
     """A published version."""
 
     tensors: dict[str, torch.Tensor]
     digest: str
 
 
-class Run:
+class SerialRun:
     """One config from the initial weights to the last evaluation.
 
     watch: called after every evaluation on held-out prompts with the steps and accuracies so far; a
     reason that it returns ends the run."""
 
     def __init__(self, config: Config, watch: Watch | None = None) -> None:
-        if why := cold(config):
+        if why := needs_own_process(config):
             raise ConfigError(why)
         self.config = config
         self.watch = watch
         self.core = LearnerCore(config, config.model.path)
-        self.turn = Turn(config, engine_of(config), lockstep=config.staleness.limit == 0)
+        self.turn = GeneratorTurn(config, engine_of(config), lockstep=config.staleness.limit == 0)
         task = self.turn.task
         self.store = Store(
             settings(config),
             lambda index: task.prompt("train", index, config.seed),
             evaluations(config, task),
         )
-        self.ring: dict[Label, Weights] = {}
+        self.ring: dict[Label, PublishedWeights] = {}
         self.loaded: Label | None = None  # in the engine
         self.clock = 0  # decode steps
         self.ended = 0  # when the last update was over
-        self.update: Update | None = None  # the one under way
-        self.numbers = Record()
+        self.update: PendingUpdate | None = None  # the one under way
+        self.numbers = SerialRecord()
 
-    def go(self) -> RunRecord:
+    def run(self) -> RunRecord:
         """The whole run; returns its record.  Raises AsyncrlError when nothing can move."""
         self.numbers.began = time.monotonic()
         self.hello()
@@ -116,7 +118,7 @@ class Run:
                     pass
                 if not self.turn.engine.active:
                     self.clock = max(self.clock, self.idle_until())
-                if self.abandoned():
+                if self.is_abandoned():
                     break
         finally:
             self.turn.rewards.close()
@@ -145,14 +147,14 @@ class Run:
 
     def ask(self) -> None:
         """Tickets for the rows that are free (`want`; buffer/service.py grants them)."""
-        samples = self.turn.asks()
+        samples = self.turn.samples_to_request()
         self.turn.schedule.announce(self.store.announcement())
         if samples > 0:
-            self.turn.take(self.store.grant("one", 1, samples, 0.0))
+            self.turn.accept_tickets(self.store.grant("one", 1, samples, 0.0))
 
     def swap(self) -> None:
         """The weights that the schedule wants, between two decode steps."""
-        goal = self.turn.schedule.wanted(self.loaded)
+        goal = self.turn.schedule.next_version(self.loaded)
         if goal is not None:
             weights = self.ring[goal]
             self.turn.engine.load(weights.tensors, goal, weights.digest)
@@ -216,7 +218,7 @@ class Run:
         waited = self.clock - self.ended
         length = update_steps(self.config)
         told = metrics | {"time/learner_idle_share": waited / (waited + length)}
-        self.update = Update(number, *self.publish(), self.clock + length, told)
+        self.update = PendingUpdate(number, *self.publish(), self.clock + length, told)
         return True
 
     def publish(self) -> tuple[Label, str]:
@@ -224,7 +226,7 @@ class Run:
         label = Label(EPOCH, self.core.state.number)
         digest = weights_digest(self.core.model)
         tensors = {name: w.detach().clone() for name, w in named_weights(self.core.model)}
-        self.ring[label] = Weights(tensors, digest)
+        self.ring[label] = PublishedWeights(tensors, digest)
         return label, digest
 
     def commit(self) -> bool:
@@ -234,11 +236,11 @@ class Run:
         number, label, digest, self.ended, metrics = self.update
         self.update = None
         before = self.store.limit
-        seen = admission.seen(metrics, self.config.staleness.ess_floor)
+        seen = admission.limit_evidence(metrics, self.config.staleness.ess_floor)
         self.store.commit(number, label, digest, self.core.unused, seen)
-        self.numbers.curve[-1].update(of_limit(self.store, before), clock=self.ended)
+        self.numbers.curve[-1].update(limit_metrics(self.store, before), clock=self.ended)
         self.store.checkpointed(number + 1)
-        keep = {*self.store.keep(), label, self.loaded}
+        keep = {*self.store.pinned_versions(), label, self.loaded}
         self.ring = {name: weights for name, weights in self.ring.items() if name in keep}
         return True
 
@@ -250,22 +252,22 @@ class Run:
         """
         ends = [float(self.update.ends)] if self.update is not None else []
         # `deliver` looks one slice ahead
-        ends += [self.turn.late.next - SLICE] if self.turn.late.next < math.inf else []
+        ends += [self.turn.late.next_due - SLICE] if self.turn.late.next_due < math.inf else []
         return math.ceil(min(ends, default=0))
 
     def evaluating(self) -> bool:
         return bool(self.store.evaluations.pending)
 
-    def abandoned(self) -> bool:
+    def is_abandoned(self) -> bool:
         """After an evaluation: does `watch` end the run here?"""
-        heldout = self.numbers.evaluated(self.store)
+        heldout = self.numbers.take_evaluations(self.store)
         if self.watch is not None and heldout:
             self.numbers.abandoned = self.watch(*self.numbers.accuracy("heldout"))
         return bool(self.numbers.abandoned)
 
     def record(self, wall_s: float) -> RunRecord:
         digest = weights_digest(self.core.model)
-        return self.numbers.whole(self.config.seed, self.store, digest, self.clock, wall_s)
+        return self.numbers.as_run_record(self.config.seed, self.store, digest, self.clock, wall_s)
 
 
 def update_steps(config: Config) -> int:
@@ -282,7 +284,7 @@ _engines: dict[str, Engine] = {}  # a warm process keeps its engine from run to 
 
 def engine_of(config: Config) -> Engine:
     """The engine for `config`, empty."""
-    rest = (config.weights.in_flight, config.exact, config.lora, config.agent.on)
+    rest = (config.weights.in_flight, config.exact, config.lora, config.agent.uses_sessions)
     key = repr((config.model, config.generator, *rest))  # what `make_engine` reads
     if key not in _engines:
         _engines[key] = engine_for(config)
@@ -291,12 +293,12 @@ def engine_of(config: Config) -> Engine:
     return engine
 
 
-def one(config: Config, seed: int, watch: Watch | None = None) -> RunRecord:
+def run_serial(config: Config, seed: int, watch: Watch | None = None) -> RunRecord:
     """Run `config` with `seed`.  An update that stays not finite ends the run and is recorded as a
     failure, not raised.
     """
-    run = Run(msgspec.structs.replace(config, seed=seed), watch)
+    run = SerialRun(msgspec.structs.replace(config, seed=seed), watch)
     try:
-        return run.go()
-    except NotFinite as error:
+        return run.run()
+    except NotFiniteError as error:
         return {**run.record(0.0), "failed": str(error)}

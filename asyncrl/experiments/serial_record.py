@@ -1,6 +1,7 @@
 """What a run in one process leaves: its curve, its lags, its evaluations, its ledger.
 
-`Record` gathers while `asyncrl.experiments.serial` runs; `RunRecord` is the JSON that compare and
+`SerialRecord` gathers while `asyncrl.experiments.serial` runs; `RunRecord` is the JSON that
+compare and
 sweep read."""
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from typing import NotRequired, TypedDict
 
 import xxhash
 
-from asyncrl.config.tree import Staleness
+from asyncrl.config.tree import StalenessConfig
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import EVAL_BASE, Batch, Trajectory
-from buffer import trained
+from buffer import training_log
 from buffer.evaluation import OOD_BASE
 from buffer.store import Store
 
@@ -76,7 +77,7 @@ class RunRecord(TypedDict):
     failed: NotRequired[str]
 
 
-class Record:
+class SerialRecord:
     """The numbers of a run while it goes on."""
 
     def __init__(self) -> None:
@@ -100,12 +101,12 @@ class Record:
             rewards = self.evals.setdefault((split, answer.spans[0].label.number), {})
             rewards[answer.ticket - base] = answer.reward
 
-    def batch_leased(self, batch: Batch, staleness: Staleness) -> None:
+    def batch_leased(self, batch: Batch, staleness: StalenessConfig) -> None:
         """A batch goes to the learner: whose tokens, and of what lag.  Raises AsyncrlError when the
         store's lags are not those of the answers' versions.
         """
-        tickets = trained.runs(sample.ticket for sample in batch.samples)
-        self.batches.append({"ids": trained.digest(batch.samples), "tickets": tickets})
+        tickets = training_log.runs(sample.ticket for sample in batch.samples)
+        self.batches.append({"ids": training_log.digest(batch.samples), "tickets": tickets})
         counted: dict[int, int] = {}
         for runs in batch.token_lags:
             for start, end, lag in runs:
@@ -122,12 +123,12 @@ class Record:
         row = {
             "version": batch.number + 1,
             "t": time.monotonic() - self.began,
-            "lag/mean": trained.mean(self.batch_lags),
+            "lag/mean": training_log.mean(self.batch_lags),
             "answer/length": sum(s.length for s in batch.samples) / len(batch.samples),
         }
         self.curve.append(row | {name: metrics[name] for name in KEPT if name in metrics})
 
-    def evaluated(self, store: Store) -> bool:
+    def take_evaluations(self, store: Store) -> bool:
         """Take over the evaluations that have ended since; was one of held-out prompts among them?
         The store itself keeps the first and the newest alone.
         """
@@ -150,7 +151,7 @@ class Record:
             if of == split
         }
 
-    def whole(
+    def as_run_record(
         self, seed: int, store: Store, weights_digest: str, clock: int, wall_s: float
     ) -> RunRecord:
         ids = "".join(batch["ids"] for batch in self.batches)

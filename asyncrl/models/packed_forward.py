@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from asyncrl.models import exact_operators, packed_attention
-from asyncrl.models.packed_attention import Plan, Rows, Table
+from asyncrl.models.packed_attention import AttentionRows, AttentionTable, PackingPlan
 
 FAMILIES = {"llama", "qwen2", "qwen3", "mistral"}
 LOGIT_CHUNK = 1 << 24  # elements of logits held at once (64 MB in fp32)
@@ -28,7 +28,7 @@ WORTH_A_TABLE_ELSEWHERE = 1 << 20
 
 
 @dataclass
-class ForwardOut:
+class ForwardOutput:
     """Packed over response tokens in sample order: logprobs [N], entropy [N] or None, hidden [N, H]
     or None.
     """
@@ -39,7 +39,7 @@ class ForwardOut:
 
 
 @dataclass
-class Layout:
+class ModelLayout:
     """Where a Llama-like transformers model keeps its parts, and the constants of its layers."""
 
     hf: Any
@@ -49,7 +49,7 @@ class Layout:
     eps: float
 
     @classmethod
-    def of(cls, hf: Any) -> Layout | None:
+    def from_model(cls, hf: Any) -> ModelLayout | None:
         """The layout, or None for a model that needs the plain path (another family, a sliding
         window, dynamic RoPE).
         """
@@ -139,7 +139,7 @@ class _Rotate(torch.autograd.Function):
         return gx, None, None
 
 
-def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """`rotate`, differentiable in x; cos and sin [n, 1, d] repeat their first half, as rotary
     embeddings do.
     """
@@ -161,7 +161,7 @@ class _PickedLogprobs(torch.autograd.Function):
         want_entropy: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         n = hidden.shape[0]
-        step = exact_operators.up(LOGIT_CHUNK // weight.shape[0], exact_operators.ROWS)
+        step = exact_operators.round_up(LOGIT_CHUNK // weight.shape[0], exact_operators.ROWS)
         lp = hidden.new_empty(n, dtype=torch.float32)
         ent = hidden.new_zeros(n if want_entropy else 0, dtype=torch.float32)
         kept = None
@@ -261,9 +261,9 @@ class _StepKL(torch.autograd.Function):
 
 
 def step_kl(
-    lay: Layout,
+    lay: ModelLayout,
     hidden: torch.Tensor,
-    ref: Layout,
+    ref: ModelLayout,
     ref_hidden: torch.Tensor,
     temperature: torch.Tensor,
 ) -> torch.Tensor:
@@ -279,7 +279,7 @@ def step_kl(
 
 @torch.no_grad()
 def squared_probabilities(
-    lay: Layout, hidden: torch.Tensor, temperature: torch.Tensor
+    lay: ModelLayout, hidden: torch.Tensor, temperature: torch.Tensor
 ) -> torch.Tensor:
     """sum_v p_v^2 of the next token at each state [N]; hidden [N, H], temperature [N]."""
     weight = lay.hf.get_output_embeddings().weight
@@ -293,13 +293,13 @@ def squared_probabilities(
     return out
 
 
-def _rows(
+def _index_rows(
     lengths: np.ndarray, start: int, to: int = 1
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Padded index table [B, max up to a multiple of `to`] of consecutive segments, its validity,
     flat positions of the valid entries.
     """
-    width = exact_operators.up(int(lengths.max(initial=0)), to)
+    width = exact_operators.round_up(int(lengths.max(initial=0)), to)
     begin = start + np.concatenate([[0], np.cumsum(lengths)[:-1]])
     valid = np.arange(width)[None] < lengths[:, None]
     table = np.where(valid, begin[:, None] + np.arange(width)[None], 0)
@@ -323,7 +323,7 @@ def _alike(lengths: np.ndarray, prompt: int, worth: int) -> list[np.ndarray]:
     return out
 
 
-def _behind(
+def _keys_after_prompt(
     prompts: tuple[np.ndarray, np.ndarray],
     rows: np.ndarray,
     valid: np.ndarray,
@@ -336,15 +336,18 @@ def _behind(
     return np.concatenate([table, rows], 1), np.concatenate([before, _causal(valid)], 2)
 
 
-def _by_position(
+def _keys_by_position(
     lengths: tuple[np.ndarray, np.ndarray],
     begins: tuple[np.ndarray, np.ndarray],
     valid: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`_behind` as exact mode wants it: the key of each position in the column of that number.
+    """`_keys_after_prompt` as exact mode wants it: the key of each position in the column of that
+    number.
     lengths, begins [B]: of each row's prompt and of its answer, among the packed tokens."""
     own, inner = lengths
-    column = np.arange(exact_operators.up(int((own + inner).max()), exact_operators.KEYS))[None]
+    column = np.arange(exact_operators.round_up(int((own + inner).max()), exact_operators.KEYS))[
+        None
+    ]
     of_prompt = begins[0][:, None] + column
     of_answer = begins[1][:, None] + column - own[:, None]
     keys = np.where(column < own[:, None], of_prompt, of_answer)
@@ -361,7 +364,7 @@ def _causal(valid: np.ndarray) -> np.ndarray:
     return seen
 
 
-def _put(x: np.ndarray, device: torch.device) -> torch.Tensor:
+def _to_device(x: np.ndarray, device: torch.device) -> torch.Tensor:
     whole = np.ascontiguousarray(x, dtype=np.int64)
     return torch.from_numpy(whole).to(device)
 
@@ -371,11 +374,11 @@ def _table(
     seen: np.ndarray,
     before: int,
     device: torch.device,
-) -> Table:
+) -> AttentionTable:
     """indices: rows, keys and flat of the table; seen [B, Q, K]: which keys a query sees."""
-    rows, keys, flat = (_put(each, device) for each in indices)
+    rows, keys, flat = (_to_device(each, device) for each in indices)
     bias = np.where(seen, np.float32(0), np.float32(-1e30))
-    return Table(
+    return AttentionTable(
         rows,
         keys,
         torch.from_numpy(bias).to(device),
@@ -390,7 +393,7 @@ def plan(
     groups: Sequence[int] | None,
     device: torch.device,
     fixed: bool = False,
-) -> Plan:
+) -> PackingPlan:
     """Index plan for one micro-batch.  fixed: padded, keys at their positions, for exact mode."""
     names = range(len(prompts)) if groups is None else groups
     first: dict[int, int] = {}  # of each prompt, the first sample that has it
@@ -402,7 +405,7 @@ def plan(
     plen = np.array([len(p) for p in unique])
     rlen = np.array([len(r) for r in responses])
     inner = rlen - 1
-    ptab, pval, pflat = _rows(plen, 0, exact_operators.KEYS if fixed else 1)
+    ptab, pval, pflat = _index_rows(plen, 0, exact_operators.KEYS if fixed else 1)
     worth = WORTH_A_TABLE.get(device.type, WORTH_A_TABLE_ELSEWHERE)
     sides = _alike(inner, ptab.shape[1], worth)
     order = np.concatenate(sides)
@@ -411,13 +414,13 @@ def plan(
     ends = np.cumsum(plen)
 
     def put(x: np.ndarray) -> torch.Tensor:
-        return _put(x, device)
+        return _to_device(x, device)
 
     answers = []
     starts = []
     positions = [np.nonzero(pval)[1]]
     for side in sides:
-        rows, valid, flat = _rows(
+        rows, valid, flat = _index_rows(
             inner[side],
             int(begin[side[0]]),
             exact_operators.QUERIES if fixed else 1,
@@ -425,9 +428,9 @@ def plan(
         of_row = owner[side]
         own = plen[of_row]
         keys, seen = (
-            _by_position((own, inner[side]), (ends[of_row] - own, begin[side]), valid)
+            _keys_by_position((own, inner[side]), (ends[of_row] - own, begin[side]), valid)
             if fixed
-            else _behind((ptab[of_row], pval[of_row]), rows, valid)
+            else _keys_after_prompt((ptab[of_row], pval[of_row]), rows, valid)
         )
         before = int(own.max()) if fixed else ptab.shape[1]
         answers.append(_table((rows, keys, flat), seen, before, device))
@@ -436,11 +439,11 @@ def plan(
     ids = np.concatenate([*unique, *[responses[sample][:-1] for sample in order]])
     pos = np.concatenate(positions)
     if fixed:
-        extra = exact_operators.up(len(ids), exact_operators.ROWS) - len(ids)
+        extra = exact_operators.round_up(len(ids), exact_operators.ROWS) - len(ids)
         ids, pos = (np.pad(each, (0, extra)) for each in (ids, pos))
     within = np.arange(int(rlen.sum())) - np.repeat(np.cumsum(rlen) - rlen, rlen)
     last = np.repeat(ends[owner] - 1, rlen)
-    return Plan(
+    return PackingPlan(
         ids=put(ids),
         positions=put(pos),
         prompts=_table((ptab, ptab, pflat), _causal(pval), 0, device),
@@ -454,7 +457,12 @@ def plan(
 
 
 def block(
-    lay: Layout, layer: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rows: Rows
+    lay: ModelLayout,
+    layer: Any,
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    rows: AttentionRows,
 ) -> torch.Tensor:
     """One transformer layer over packed tokens x [n, H]."""
     att = layer.self_attn
@@ -467,9 +475,9 @@ def block(
     if hasattr(att, "q_norm"):
         q = rms_norm(q, att.q_norm.weight, lay.eps)
         k = rms_norm(k, att.k_norm.weight, lay.eps)
-    q = turn(q, cos, sin)
-    k = turn(k, cos, sin)
-    attended = packed_attention.attention(q, k, v, rows)
+    q = apply_rotary(q, cos, sin)
+    k = apply_rotary(k, cos, sin)
+    attended = packed_attention.attend_packed(q, k, v, rows)
     x = x + att.o_proj(attended)
     h = rms_norm(x, layer.post_attention_layernorm.weight, lay.eps)
     added: torch.Tensor = mlp.down_proj(F.silu(mlp.gate_proj(h)) * mlp.up_proj(h))
@@ -477,7 +485,7 @@ def block(
 
 
 def logprobs(
-    lay: Layout,
+    lay: ModelLayout,
     prompts: Sequence[np.ndarray],
     responses: Sequence[np.ndarray],
     temperature: torch.Tensor,
@@ -486,11 +494,11 @@ def logprobs(
     want_hidden: bool,
     fixed: bool = False,
     recompute: bool = False,
-) -> ForwardOut:
+) -> ForwardOutput:
     """See `PolicyModel.logprobs`.  fixed: by the operators of exact mode; recompute: each layer
     again in the backward pass (Chen et al. 2016, arXiv:1604.06174), which changes no bit.
     """
-    again = _again if recompute and torch.is_grad_enabled() else _once
+    again = _run_checkpointed if recompute and torch.is_grad_enabled() else _run_layer
     model = lay.hf.model
     weight = lay.hf.get_output_embeddings().weight
     if fixed:
@@ -505,7 +513,7 @@ def logprobs(
     pl = plan(prompts, responses, groups, weight.device)
     x = F.embedding(pl.ids, model.embed_tokens.weight)
     cos, sin = (turned.to(x.dtype) for turned in lay.rope(pl.positions))
-    rows = packed_attention.Rows.of(pl, lay.heads, lay.kv_heads)
+    rows = packed_attention.AttentionRows.from_plan(pl, lay.heads, lay.kv_heads)
     for layer in model.layers:
         x = again(block, lay, layer, x, cos=cos, sin=sin, rows=rows)
     hidden = rms_norm(x, model.norm.weight, lay.eps).index_select(0, pl.picks)
@@ -513,14 +521,14 @@ def logprobs(
     lp, ent = _PickedLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, pl.targets, scale, want_entropy
     )
-    return ForwardOut(lp, ent if want_entropy else None, hidden if want_hidden else None)
+    return ForwardOutput(lp, ent if want_entropy else None, hidden if want_hidden else None)
 
 
-def _once(layer: Callable[..., torch.Tensor], *args: Any, **more: Any) -> torch.Tensor:
+def _run_layer(layer: Callable[..., torch.Tensor], *args: Any, **more: Any) -> torch.Tensor:
     return layer(*args, **more)
 
 
-def _again(layer: Callable[..., torch.Tensor], *args: Any, **more: Any) -> torch.Tensor:
+def _run_checkpointed(layer: Callable[..., torch.Tensor], *args: Any, **more: Any) -> torch.Tensor:
     """`layer(...)`, of which the backward pass keeps the arguments alone."""
     out: torch.Tensor = checkpoint(
         layer, *args, use_reentrant=False, preserve_rng_state=False, **more
@@ -529,13 +537,13 @@ def _again(layer: Callable[..., torch.Tensor], *args: Any, **more: Any) -> torch
 
 
 def _fixed_logprobs(
-    lay: Layout,
-    pl: Plan,
+    lay: ModelLayout,
+    pl: PackingPlan,
     temperature: torch.Tensor,
     want_entropy: bool,
     want_hidden: bool,
     again: Callable[..., torch.Tensor],
-) -> ForwardOut:
+) -> ForwardOutput:
     """`logprobs` by the operators that the engine uses in exact mode."""
     hf = lay.hf
     weights = dict(hf.named_parameters())
@@ -549,7 +557,7 @@ def _fixed_logprobs(
         cos[:, 0, :half].contiguous(),
         sin[:, 0, :half].contiguous(),
     )
-    rows = Rows.of(pl, lay.heads, lay.kv_heads, exact=True)
+    rows = AttentionRows.from_plan(pl, lay.heads, lay.kv_heads, exact=True)
     for i in range(len(hf.model.layers)):
         x = again(_fixed_block, lay, i, weights, x, turns=turns, rows=rows)
     n = len(pl.picks)
@@ -560,20 +568,20 @@ def _fixed_logprobs(
         hidden, head.T, exact_operators.pad_rows(pl.targets), scale, want_entropy
     )  # type: ignore[no-untyped-call]
     normed = hidden[:n] * hf.model.norm.weight if want_hidden else None
-    return ForwardOut(lp[:n], ent[:n] if want_entropy else None, normed)
+    return ForwardOutput(lp[:n], ent[:n] if want_entropy else None, normed)
 
 
 def _fixed_block(
-    lay: Layout,
+    lay: ModelLayout,
     i: int,
     weights: Mapping[str, torch.Tensor],
     x: torch.Tensor,
     turns: torch.Tensor,
-    rows: Rows,
+    rows: AttentionRows,
 ) -> torch.Tensor:
     """Layer i over packed tokens x [n, H]."""
-    fused = exact_operators.in_pairs(lay, exact_operators.fuse_layer(lay, i, weights))
+    fused = exact_operators.interleave_halves(lay, exact_operators.fuse_layer(lay, i, weights))
     w = {name: t.contiguous() for name, t in fused.items()}
     q, k, v = exact_operators.project(lay, w, x, turns)
-    attended = packed_attention.attention(q, k, v, rows)
+    attended = packed_attention.attend_packed(q, k, v, rows)
     return exact_operators.finish(lay, w, x, attended)

@@ -23,12 +23,12 @@ from torch.utils.checkpoint import checkpoint
 
 from asyncrl.contract.errors import ConfigError
 from asyncrl.models import packed_forward, without_transformers
-from asyncrl.models.packed_forward import ForwardOut
-from asyncrl.models.tokenizer import lacks
+from asyncrl.models.packed_forward import ForwardOutput
+from asyncrl.models.tokenizer import missing_weights_message
 from asyncrl.records import atomic_write
 
 if TYPE_CHECKING:
-    from asyncrl.models.adapters import Adapter
+    from asyncrl.models.adapters import AdapterInfo
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -56,10 +56,10 @@ class PolicyModel:
     recompute: bool = False
     exact: bool = False  # by the operators of exact mode (asyncrl/models/exact_operators.py)
     # with low-rank adapters: they alone are its weights, for all who publish, load or keep them
-    adapter: Adapter | None = None
+    adapter: AdapterInfo | None = None
 
     def __post_init__(self) -> None:
-        self.fast = packed_forward.Layout.of(self.hf)
+        self.fast = packed_forward.ModelLayout.from_model(self.hf)
 
     @property
     def device(self) -> torch.device:
@@ -78,7 +78,7 @@ class PolicyModel:
         groups: Sequence[int] | None = None,
         want_entropy: bool = False,
         want_hidden: bool = False,
-    ) -> ForwardOut:
+    ) -> ForwardOutput:
         """Log-probabilities of response tokens under this model at `temperature` [B],
         differentiable.
 
@@ -99,7 +99,7 @@ class PolicyModel:
                 recompute=self.recompute,
             )
         if self.one_pass:
-            return ForwardOut(
+            return ForwardOutput(
                 *_plain_rows(self.hf, prompts, responses, temperature, want_entropy, want_hidden)
             )
         return plain_logprobs(self.hf, prompts, responses, temperature, want_entropy, want_hidden)
@@ -128,7 +128,7 @@ def plain_logprobs(
     want_entropy: bool,
     want_hidden: bool,
     rows: int = 8,
-) -> ForwardOut:
+) -> ForwardOutput:
     """`PolicyModel.logprobs` through transformers alone, `rows` samples at a time, each recomputed
     in the backward pass.
     """
@@ -142,7 +142,7 @@ def plain_logprobs(
             else _plain_rows(*args)
         )
     lp, ent, hid = zip(*parts, strict=True)
-    return ForwardOut(
+    return ForwardOutput(
         torch.cat(lp),
         torch.cat(ent) if want_entropy else None,
         torch.cat(hid) if want_hidden else None,
@@ -223,9 +223,9 @@ def load_policy(
                 f"model.path: {path} cannot be loaded as a causal LM: {str(error).splitlines()[0]}"
             ) from error
         if missing := sorted(info["missing_keys"]):
-            raise ConfigError(f"model.path: {lacks(path, missing)}")
-        hf = aligned(hf.to(where).eval())
-        if sees_ahead(hf):
+            raise ConfigError(f"model.path: {missing_weights_message(path, missing)}")
+        hf = realign_parameters(hf.to(where).eval())
+        if is_bidirectional(hf):
             raise ConfigError(
                 f"model.path: {path} is no causal LM: what it says of a token depends on those "
                 f"after it ({type(hf).__name__})"
@@ -234,7 +234,7 @@ def load_policy(
 
 
 @torch.no_grad()
-def sees_ahead(hf: Any) -> bool:
+def is_bidirectional(hf: Any) -> bool:
     """Whether the logits at a token change with a later one, as an encoder's do."""
     first, second, third, fourth = probe_ids(hf.config.get_text_config())[:4]
     ids = torch.tensor(
@@ -249,7 +249,7 @@ def sees_ahead(hf: Any) -> bool:
     return bool((logits[0] - logits[1]).abs().max() > noise * logits.abs().max())
 
 
-def aligned(hf: Any) -> Any:
+def realign_parameters(hf: Any) -> Any:
     """The same parameters where torch would have put them: as read, they begin wherever their file
     has them.
 
@@ -277,7 +277,7 @@ def text_config(path: str | Path) -> Any:
         ) from error
 
 
-def transformers_modules(model: without_transformers.Bare) -> Any:
+def transformers_modules(model: without_transformers.BareModel) -> Any:
     """transformers' model around the parameters of `model`: the same tensors, not copies."""
     import transformers
 

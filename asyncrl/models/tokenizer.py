@@ -77,7 +77,7 @@ class PlainTokenizer:
         asked for.
         """
         if add_special_tokens:
-            return list(self.whole.encode(text))
+            return list(self.full_tokenizer.encode(text))
         if len(text) > LONG_TEXT:
             (found,) = self.inner.encode_batch([text], add_special_tokens=False)
             return list(found.ids)
@@ -92,17 +92,17 @@ class PlainTokenizer:
 
     def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any:
         """By transformers, whose template environment it is."""
-        return self.whole.apply_chat_template(*args, **kwargs)
+        return self.full_tokenizer.apply_chat_template(*args, **kwargs)
 
     @cached_property
-    def whole(self) -> Any:
+    def full_tokenizer(self) -> Any:
         """The same tokenizer as transformers' class."""
         from asyncrl.models.policy import transformers_tokenizer
 
         return transformers_tokenizer(self.path)
 
 
-def plain(path: Path) -> dict[str, Any] | None:
+def read_plain_settings(path: Path) -> dict[str, Any] | None:
     """The settings of a tokenizer that is exactly its tokenizer.json; None when transformers would
     add to it, or might.
     """
@@ -163,7 +163,7 @@ def load_tokenizer(path: str | Path) -> Any:
             f"model.path: {path} has no tokenizer (none of {', '.join(KNOWN_FILES)}); save the "
             "model's tokenizer there"
         )
-    settings = plain(Path(path))
+    settings = read_plain_settings(Path(path))
     if settings is not None:
         try:
             return PlainTokenizer(path, settings)
@@ -222,16 +222,16 @@ def encode_prompt(tokenizer: Any, prompt: Prompt) -> np.ndarray:
     Raises ConfigError where there is none, and for turns that it refuses.
     """
     if prompt.messages:
-        ids = in_template(tokenizer, prompt)
+        ids = encode_chat_prompt(tokenizer, prompt)
     else:
         ids = tokenizer.encode(prompt.text, add_special_tokens=False)
     return np.asarray(ids, dtype=np.int32)
 
 
-def in_template(tokenizer: Any, prompt: Prompt) -> list[int]:
+def encode_chat_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
     """The chat turns of a prompt, up to where the answer begins."""
     where = getattr(tokenizer, "path", None) or getattr(tokenizer, "name_or_path", "")
-    whole = tokenizer.whole if isinstance(tokenizer, PlainTokenizer) else tokenizer
+    whole = tokenizer.full_tokenizer if isinstance(tokenizer, PlainTokenizer) else tokenizer
     if not whole.chat_template:
         raise ConfigError(
             f"task: {prompt.split} prompt {prompt.id} has `messages`, and the tokenizer in {where} "
@@ -252,7 +252,7 @@ def in_template(tokenizer: Any, prompt: Prompt) -> list[int]:
         ) from error
 
 
-def in_chat(
+def encode_chat_response(
     tokenizer: Any, turns: Sequence[dict[str, str]], answer: str, stops: Sequence[int]
 ) -> list[int]:
     """The tokens of an assistant's turn behind `turns`, as the chat template writes it: up to the
@@ -260,7 +260,7 @@ def in_chat(
     stops[0] where the template writes neither.
 
     Raises whatever a template raises."""
-    whole = tokenizer.whole if isinstance(tokenizer, PlainTokenizer) else tokenizer
+    whole = tokenizer.full_tokenizer if isinstance(tokenizer, PlainTokenizer) else tokenizer
     before, after = (
         str(whole.apply_chat_template(list(each), add_generation_prompt=ask, tokenize=False))
         for each, ask in (
@@ -270,11 +270,11 @@ def in_chat(
     )
     # a template may strip the text, or write what goes before it otherwise once it is answered
     text = answer if answer in after else answer.strip()
-    written = after[len(before) :] if after.startswith(before) else text + _behind(after, text)
+    written = after[len(before) :] if after.startswith(before) else text + _text_after(after, text)
     if text not in written:
         written = text
     ids = list(whole.encode(written, add_special_tokens=False))
-    behind = list(whole.encode(_behind(written, text), add_special_tokens=False))
+    behind = list(whole.encode(_text_after(written, text), add_special_tokens=False))
     special = {at for at, token in whole.added_tokens_decoder.items() if token.special}
     ends = [at for at, token in enumerate(behind) if token in stops]
     ends += [at for at, token in enumerate(behind) if token in special]
@@ -283,7 +283,7 @@ def in_chat(
     return [*whole.encode(text, add_special_tokens=False), *stops[:1]]
 
 
-def _behind(written: str, text: str) -> str:
+def _text_after(written: str, text: str) -> str:
     """What follows the last place of `text`; nothing where it does not stand."""
     return written.rpartition(text)[2] if text in written else ""
 
@@ -299,7 +299,7 @@ def has_template(path: str | Path) -> bool:
         return False
 
 
-def lacks(path: str | Path, missing: Sequence[str]) -> str:
+def missing_weights_message(path: str | Path, missing: Sequence[str]) -> str:
     """What is wrong with weight files that have no value for these parameters."""
     more = ", ..." if len(missing) > NAMED_FIRST else ""
     return (

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from asyncrl.models.layout import INDEX, WEIGHTS, head_dim, names, plain, rope_base
+from asyncrl.models.layout import INDEX, WEIGHTS, head_dim, is_plain_config, names, rope_base
 
 
 class BareConfig(SimpleNamespace):
@@ -27,7 +27,7 @@ class BareConfig(SimpleNamespace):
         return self
 
 
-class Rotary(torch.nn.Module):
+class RotaryEmbedding(torch.nn.Module):
     """cos and sin [B, n, head_dim] of positions [B, n], halves repeated (Su et al. 2021, arXiv
     2104.09864; half-split layout).
     """
@@ -54,7 +54,7 @@ class Rotary(torch.nn.Module):
         return both.cos().to(like.dtype), both.sin().to(like.dtype)
 
 
-class Linear(torch.nn.Linear):
+class BareLinear(torch.nn.Linear):
     """x W^T + b, made without the random start of torch's; one of torch's for peft, which puts
     adapters beside nothing else.
     """
@@ -69,7 +69,7 @@ class Linear(torch.nn.Linear):
         return torch.nn.functional.linear(inputs, self.weight, self.bias)
 
 
-class Weight(torch.nn.Module):
+class WeightModule(torch.nn.Module):
     """An embedding's or a norm's weight."""
 
     def __init__(self, weight: torch.nn.Parameter) -> None:
@@ -77,11 +77,11 @@ class Weight(torch.nn.Module):
         self.weight = weight
 
 
-class Holder(torch.nn.Module):
+class ModuleHolder(torch.nn.Module):
     """A named place in the tree of modules."""
 
 
-class Bare(torch.nn.Module):
+class BareModel(torch.nn.Module):
     """The model.  `files`: the directory's JSON files, kept for `save_pretrained`."""
 
     def __init__(
@@ -92,31 +92,33 @@ class Bare(torch.nn.Module):
         self._files = files
         made = {name: torch.nn.Parameter(tensors[name]) for name in names(raw)}
 
-        def linear(at: str) -> Linear:
-            return Linear(made[at + ".weight"], made.get(at + ".bias"))
+        def linear(at: str) -> BareLinear:
+            return BareLinear(made[at + ".weight"], made.get(at + ".bias"))
 
-        self.model = Holder()
-        self.model.embed_tokens = Weight(made["model.embed_tokens.weight"])
+        self.model = ModuleHolder()
+        self.model.embed_tokens = WeightModule(made["model.embed_tokens.weight"])
         self.model.layers = torch.nn.ModuleList()
         for index in range(config.num_hidden_layers):
             at = f"model.layers.{index}."
-            layer = Holder()
-            layer.self_attn = Holder()
-            layer.mlp = Holder()
+            layer = ModuleHolder()
+            layer.self_attn = ModuleHolder()
+            layer.mlp = ModuleHolder()
             for part in "qkvo":
                 layer.self_attn.add_module(f"{part}_proj", linear(f"{at}self_attn.{part}_proj"))
             for part in "qk" if config.model_type == "qwen3" else "":
                 layer.self_attn.add_module(
-                    f"{part}_norm", Weight(made[f"{at}self_attn.{part}_norm.weight"])
+                    f"{part}_norm", WeightModule(made[f"{at}self_attn.{part}_norm.weight"])
                 )
             for part in ("gate", "up", "down"):
                 layer.mlp.add_module(f"{part}_proj", linear(f"{at}mlp.{part}_proj"))
-            layer.input_layernorm = Weight(made[at + "input_layernorm.weight"])
-            layer.post_attention_layernorm = Weight(made[at + "post_attention_layernorm.weight"])
+            layer.input_layernorm = WeightModule(made[at + "input_layernorm.weight"])
+            layer.post_attention_layernorm = WeightModule(
+                made[at + "post_attention_layernorm.weight"]
+            )
             self.model.layers.append(layer)
-        self.model.norm = Weight(made["model.norm.weight"])
-        self.model.rotary_emb = Rotary(rope_base(raw) or 0.0, head_dim(raw))
-        self.lm_head = Weight(
+        self.model.norm = WeightModule(made["model.norm.weight"])
+        self.model.rotary_emb = RotaryEmbedding(rope_base(raw) or 0.0, head_dim(raw))
+        self.lm_head = WeightModule(
             self.model.embed_tokens.weight if config.tie_word_embeddings else made["lm_head.weight"]
         )
         self._whole: list[Any] = []
@@ -127,7 +129,7 @@ class Bare(torch.nn.Module):
     def get_output_embeddings(self) -> Any:
         return self.lm_head
 
-    def whole(self) -> Any:
+    def full_model(self) -> Any:
         """The same parameters in transformers' modules."""
         if not self._whole:
             from asyncrl.models.policy import transformers_modules
@@ -137,11 +139,11 @@ class Bare(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """By transformers' modules."""
-        return self.whole()(*args, **kwargs)
+        return self.full_model()(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """By transformers' modules."""
-        return self.whole().generate(*args, **kwargs)
+        return self.full_model().generate(*args, **kwargs)
 
     def save_pretrained(self, path: str | Path) -> None:
         """config.json, generation_config.json and one file of weights, as transformers reads and
@@ -155,7 +157,7 @@ class Bare(torch.nn.Module):
         safetensors.torch.save_file(state, Path(path) / WEIGHTS, metadata={"format": "pt"})
 
 
-def stored(path: Path) -> Iterator[Any]:
+def open_weight_files(path: Path) -> Iterator[Any]:
     """The directory's open safetensors files."""
     import safetensors
 
@@ -170,7 +172,7 @@ def stored(path: Path) -> Iterator[Any]:
             yield opened
 
 
-def load(path: str | Path, dtype: str) -> Bare | None:
+def load(path: str | Path, dtype: str) -> BareModel | None:
     """The model in `path`, parameters as `dtype` on the CPU; None when it needs transformers, or
     when anything about its files is unusual.
     """
@@ -184,11 +186,11 @@ def load(path: str | Path, dtype: str) -> Bare | None:
             if (path / n).is_file()
         }
         raw = json.loads(files["config.json"])
-        if not plain(raw):
+        if not is_plain_config(raw):
             return None
         wanted = names(raw)
         tensors = {}
-        for file in stored(path):
+        for file in open_weight_files(path):
             for name in file.keys():  # noqa: SIM118  # no mapping
                 if wanted.get(name) != tuple(file.get_slice(name).get_shape()):
                     return None
@@ -201,4 +203,4 @@ def load(path: str | Path, dtype: str) -> Bare | None:
     if raw.get(key) != dtype:
         raw[key] = dtype
         files["config.json"] = json.dumps(raw, indent=2, sort_keys=True) + "\n"
-    return Bare(raw, tensors, files)
+    return BareModel(raw, tensors, files)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from asyncrl.records import jsonl
 
 
-class _Protocol(NamedTuple):
+class _TensorboardModules(NamedTuple):
     """What of tensorboardX is in use."""
 
     RecordWriter: Any
@@ -26,7 +26,7 @@ class _Protocol(NamedTuple):
     Summary: Any
 
 
-def protocol() -> _Protocol:
+def protocol() -> _TensorboardModules:
     """tensorboardX's messages and records, imported without torch where torch is not in use: it
     would cost the buffer 200 MB and seconds.
     """
@@ -41,7 +41,7 @@ def protocol() -> _Protocol:
     finally:
         if absent:
             del sys.modules["torch"]
-    return _Protocol(RecordWriter, Event, HistogramProto, Summary)
+    return _TensorboardModules(RecordWriter, Event, HistogramProto, Summary)
 
 
 class EventFile:
@@ -62,7 +62,7 @@ class EventFile:
             self.records = self.known.RecordWriter(str(directory / name))
             self._write(self.known.Event(wall_time=now, file_version="brain.Event:2"))
         except OSError as error:
-            raise jsonl.full(directory, error) from error
+            raise jsonl.disk_full_error(directory, error) from error
 
     def add(
         self, step: int, values: Mapping[str, float], counts: Mapping[str, Counter[float]]

@@ -16,7 +16,7 @@ from asyncrl.contract.errors import AsyncrlError
 _said: set[tuple[str, int]] = set()  # (file, line) of damage that was told
 
 
-def full(path: Path, error: OSError) -> AsyncrlError:
+def disk_full_error(path: Path, error: OSError) -> AsyncrlError:
     """The error for a file of the run that cannot be written."""
     return AsyncrlError(
         f"{path} cannot be written: {error.strerror or error}; free some space or check the disk, "
@@ -55,7 +55,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-class Appender:
+class JsonlAppender:
     """Appends rows.  A torn last line, as an earlier life may have left it, is ended first.
 
     Raises AsyncrlError when the file cannot be written; it then ends with the last whole row.
@@ -69,7 +69,7 @@ class Appender:
             if size and os.pread(self.fd, 1, size - 1) != b"\n":
                 self._append(b"\n")
         except OSError as error:
-            raise full(path, error) from error
+            raise disk_full_error(path, error) from error
 
     def write(self, row: dict[str, Any]) -> None:
         self._append((json.dumps(row) + "\n").encode())
@@ -79,7 +79,7 @@ class Appender:
         try:
             os.ftruncate(self.fd, 0)
         except OSError as error:
-            raise full(self.path, error) from error
+            raise disk_full_error(self.path, error) from error
 
     def _append(self, data: bytes) -> None:
         size = os.fstat(self.fd).st_size
@@ -90,7 +90,7 @@ class Appender:
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.ftruncate(self.fd, size)
-            raise full(self.path, error) from error
+            raise disk_full_error(self.path, error) from error
 
     def close(self) -> None:
         if self.fd >= 0:

@@ -17,221 +17,243 @@ from asyncrl.records import jsonl
 from asyncrl.records.event_file import EventFile
 
 
-class Metric(NamedTuple):
+class MetricInfo(NamedTuple):
     unit: str
     meaning: str
 
 
-METRICS: dict[str, Metric] = {
-    "reward/mean": Metric("reward", "mean reward of the batch's samples"),
-    "reward/std": Metric("reward", "standard deviation of the batch's rewards"),
-    "reward/no_spread_share": Metric(
+METRICS: dict[str, MetricInfo] = {
+    "reward/mean": MetricInfo("reward", "mean reward of the batch's samples"),
+    "reward/std": MetricInfo("reward", "standard deviation of the batch's rewards"),
+    "reward/no_spread_share": MetricInfo(
         "share", "samples in groups whose rewards are all equal: no learning signal"
     ),
-    "advantage/std": Metric("-", "standard deviation of the advantages"),
-    "answer/length": Metric("tokens", "mean length of the batch's answers"),
-    "answer/truncated_share": Metric("share", "answers cut at max_new_tokens"),
-    "lag/mean": Metric("versions", "mean lag over trained tokens"),
-    "lag/max": Metric("versions", "largest lag of a trained token"),
-    "lag/p95": Metric("versions", "95th percentile of the lag over trained tokens"),
-    "lag/in_flight": Metric("versions", "part of the mean sample lag that arose until delivery"),
-    "lag/in_queue": Metric("versions", "part of the mean sample lag that arose in the buffer"),
-    "lag/samples": Metric("versions", "histogram of the samples' lag"),
-    "limit/now": Metric(
+    "advantage/std": MetricInfo("-", "standard deviation of the advantages"),
+    "answer/length": MetricInfo("tokens", "mean length of the batch's answers"),
+    "answer/truncated_share": MetricInfo("share", "answers cut at max_new_tokens"),
+    "lag/mean": MetricInfo("versions", "mean lag over trained tokens"),
+    "lag/max": MetricInfo("versions", "largest lag of a trained token"),
+    "lag/p95": MetricInfo("versions", "95th percentile of the lag over trained tokens"),
+    "lag/in_flight": MetricInfo(
+        "versions", "part of the mean sample lag that arose until delivery"
+    ),
+    "lag/in_queue": MetricInfo("versions", "part of the mean sample lag that arose in the buffer"),
+    "lag/samples": MetricInfo("versions", "histogram of the samples' lag"),
+    "limit/now": MetricInfo(
         "versions", "the staleness limit of tickets from this step on, where it sets itself"
     ),
-    "limit/before": Metric("versions", "at a step that moved it: the limit before"),
-    "limit/ess": Metric("share", "at such a step: the mean is/ess that moved it"),
-    "limit/idle": Metric("share", "at such a step: the learner's mean idle share that moved it"),
-    "is/mean_weight": Metric("-", "mean importance weight: an effective learning rate"),
-    "is/ess": Metric(
+    "limit/before": MetricInfo("versions", "at a step that moved it: the limit before"),
+    "limit/ess": MetricInfo("share", "at such a step: the mean is/ess that moved it"),
+    "limit/idle": MetricInfo(
+        "share", "at such a step: the learner's mean idle share that moved it"
+    ),
+    "is/mean_weight": MetricInfo("-", "mean importance weight: an effective learning rate"),
+    "is/ess": MetricInfo(
         "share",
         "effective sample size of the raw ratios start/behaviour: what staleness and mismatch "
         "leave of a batch",
     ),
-    "is/ratio_max": Metric("-", "largest start/behaviour ratio of a token"),
-    "is/zero_share": Metric("share", "tokens whose weight the bound set to 0"),
-    "kl/behavior_start_k1": Metric(
+    "is/ratio_max": MetricInfo("-", "largest start/behaviour ratio of a token"),
+    "is/zero_share": MetricInfo("share", "tokens whose weight the bound set to 0"),
+    "kl/behavior_start_k1": MetricInfo(
         "nats/token",
         "k1 estimate of KL(behaviour || start), start: the learner as the batch begins",
     ),
-    "kl/behavior_start_k3": Metric(
+    "kl/behavior_start_k3": MetricInfo(
         "nats/token",
         "k3 estimate of KL(behaviour || start): staleness and engine mismatch, whatever the loss "
         "divides by",
     ),
-    "kl/start_target_k3": Metric(
+    "kl/start_target_k3": MetricInfo(
         "nats/token",
         "k3 estimate of KL(start || target), mean over the passes of the batch's updates; only "
         "where a later pass sees answers of the first",
     ),
-    "kl/behavior_target_k3": Metric("nats/token", "k3 estimate of KL(behaviour || target)"),
-    "kl/moved": Metric(
+    "kl/behavior_target_k3": MetricInfo("nats/token", "k3 estimate of KL(behaviour || target)"),
+    "kl/moved": MetricInfo(
         "nats/token",
         "k3 estimate of KL(policy before the batch || policy after it): the batch's own move, on "
         "the answers of the split (record.split_every) or on all (record.kl_moved)",
     ),
-    "kl/target_ref_k1": Metric("nats/token", "k1 estimate of KL(target || reference)"),
-    "kl/target_ref_k3": Metric("nats/token", "k3 estimate of KL(target || reference)"),
-    "kl/beta": Metric("-", "coefficient of KL in the reward in this batch"),
-    "mismatch/k3_at_lag_0": Metric(
+    "kl/target_ref_k1": MetricInfo("nats/token", "k1 estimate of KL(target || reference)"),
+    "kl/target_ref_k3": MetricInfo("nats/token", "k3 estimate of KL(target || reference)"),
+    "kl/beta": MetricInfo("-", "coefficient of KL in the reward in this batch"),
+    "mismatch/k3_at_lag_0": MetricInfo(
         "nats/token",
         "k3 between engine and learner on tokens that the starting weights drew, on keys and "
         "values of theirs",
     ),
-    "mismatch/max_at_lag_0": Metric(
+    "mismatch/max_at_lag_0": MetricInfo(
         "nats", "largest |log ratio| of such a token: 0 to the last bit in exact mode"
     ),
-    "mismatch/k3_one_version": Metric(
+    "mismatch/k3_one_version": MetricInfo(
         "nats/token",
         "k3 between engine and learner under the version that drew a token and all its keys and "
         "values",
     ),
-    "mismatch/max_one_version": Metric(
+    "mismatch/max_one_version": MetricInfo(
         "nats", "largest |log ratio| of such a token: 0 to the last bit in exact mode, at any lag"
     ),
-    "split/mismatch": Metric(
+    "split/mismatch": MetricInfo(
         "nats/token",
         "mean of log mu - log pi_v, pi_v: the learner's forward with the weights that drew the "
         "token (record.split_every)",
     ),
-    "split/staleness": Metric(
+    "split/staleness": MetricInfo(
         "nats/token",
         "mean of log pi_v - log pi_start: what the weights have moved since the token was drawn",
     ),
-    "split/update": Metric(
+    "split/update": MetricInfo(
         "nats/token", "mean of log pi_start - log pi_theta, pi_theta: after the batch's updates"
     ),
-    "split/total": Metric(
+    "split/total": MetricInfo(
         "nats/token", "mean of log mu - log pi_theta on the same tokens: the sum of the three"
     ),
-    "split/mismatch_k3": Metric("nats/token", "k3 of the first part: engine mismatch"),
-    "split/staleness_k3": Metric("nats/token", "k3 of the second part: staleness"),
-    "split/update_k3": Metric("nats/token", "k3 of the third part: the batch's own update"),
-    "split/coverage": Metric(
+    "split/mismatch_k3": MetricInfo("nats/token", "k3 of the first part: engine mismatch"),
+    "split/staleness_k3": MetricInfo("nats/token", "k3 of the second part: staleness"),
+    "split/update_k3": MetricInfo("nats/token", "k3 of the third part: the batch's own update"),
+    "split/coverage": MetricInfo(
         "share", "of the sampled tokens whose version the ring still held (weights.slots)"
     ),
-    "clip/share": Metric("share", "tokens whose gradient the trust region cut"),
-    "loss/policy": Metric("-", "value of the (negated) surrogate objective"),
-    "loss/kl": Metric("-", "KL term of the loss, before its coefficient"),
-    "policy/entropy": Metric("nats/token", "entropy of the target policy on sampled states"),
-    "policy/behavior_nll": Metric(
+    "clip/share": MetricInfo("share", "tokens whose gradient the trust region cut"),
+    "loss/policy": MetricInfo("-", "value of the (negated) surrogate objective"),
+    "loss/kl": MetricInfo("-", "KL term of the loss, before its coefficient"),
+    "policy/entropy": MetricInfo("nats/token", "entropy of the target policy on sampled states"),
+    "policy/behavior_nll": MetricInfo(
         "nats/token", "mean of -log mu: the behaviour policy's own surprise"
     ),
-    "optim/grad_norm": Metric(
+    "optim/grad_norm": MetricInfo(
         "-", "gradient norm before clipping, mean over the batch's optimizer steps"
     ),
-    "optim/gradient_cosine": Metric(
+    "optim/gradient_cosine": MetricInfo(
         "-",
         "cosine of a gradient with that of the optimizer step before, mean over the batch's steps "
         "(learner.gradient_cosine)",
     ),
-    "optim/gradient_cosine_max": Metric("-", "the largest of them"),
-    "optim/lr": Metric("-", "learning rate"),
-    "optim/steps": Metric("steps", "optimizer steps made on the batch"),
-    "optim/early_stops": Metric(
+    "optim/gradient_cosine_max": MetricInfo("-", "the largest of them"),
+    "optim/lr": MetricInfo("-", "learning rate"),
+    "optim/steps": MetricInfo("steps", "optimizer steps made on the batch"),
+    "optim/early_stops": MetricInfo(
         "count", "batches that KL early stopping has ended before their last step, so far"
     ),
-    "optim/stop_kl": Metric("nats/token", "the KL that early stopping last measured"),
-    "optim/skipped": Metric(
+    "optim/stop_kl": MetricInfo("nats/token", "the KL that early stopping last measured"),
+    "optim/skipped": MetricInfo(
         "count", "optimizer steps skipped for a loss or gradient that is not finite, so far"
     ),
-    "throughput/learner_tokens_per_s": Metric(
+    "throughput/learner_tokens_per_s": MetricInfo(
         "tokens/s", "response tokens trained per second of wall time"
     ),
-    "throughput/generator_tokens_per_s": Metric(
+    "throughput/generator_tokens_per_s": MetricInfo(
         "tokens/s", "tokens written per second of wall time, all generators"
     ),
-    "time/step": Metric("s", "wall time of the learner's step"),
-    "time/train": Metric("s", "time in forward, backward and update"),
-    "time/publish": Metric("s", "time to write the weights into the ring"),
-    "weights/bytes": Metric("bytes", "a version as it is published; with LoRA the adapter alone"),
-    "weights/full_bytes": Metric("bytes", "all weights of the model"),
-    "time/learner_idle_share": Metric("share", "of the learner's time spent waiting for a batch"),
-    "time/generator_idle_share": Metric("share", "of the generators' time with no row to decode"),
-    "time/reward_wait_share": Metric(
+    "time/step": MetricInfo("s", "wall time of the learner's step"),
+    "time/train": MetricInfo("s", "time in forward, backward and update"),
+    "time/publish": MetricInfo("s", "time to write the weights into the ring"),
+    "weights/bytes": MetricInfo(
+        "bytes", "a version as it is published; with LoRA the adapter alone"
+    ),
+    "weights/full_bytes": MetricInfo("bytes", "all weights of the model"),
+    "time/learner_idle_share": MetricInfo(
+        "share", "of the learner's time spent waiting for a batch"
+    ),
+    "time/generator_idle_share": MetricInfo(
+        "share", "of the generators' time with no row to decode"
+    ),
+    "time/reward_wait_share": MetricInfo(
         "share",
         "of the generators' time with no row to decode, while answers waited for their rewards",
     ),
-    "reward/queue": Metric(
+    "reward/queue": MetricInfo(
         "answers",
         "finished, without a reward yet, at all generators; only where reward processes judge",
     ),
-    "reward/wait_s": Metric(
+    "reward/wait_s": MetricInfo(
         "s", "from an answer's end to its reward, mean since the last step that knows"
     ),
-    "reward/call_s": Metric(
+    "reward/call_s": MetricInfo(
         "s", "an answer's share of a call of the reward function, the same mean"
     ),
-    "reward/workers": Metric("processes", "that judge, of all generators"),
-    "judge/requests": Metric(
+    "reward/workers": MetricInfo("processes", "that judge, of all generators"),
+    "judge/requests": MetricInfo(
         "requests", "sent to the judge so far, those sent again too ([reward.judge])"
     ),
-    "judge/replies": Metric("replies", "of the judge so far"),
-    "judge/retries": Metric("requests", "sent again so far: after 408, 429, 5xx or no answer"),
-    "judge/throttled": Metric("requests", "answered by 429 so far"),
-    "judge/cached": Metric("questions", "asked before, so far: their reply was known"),
-    "judge/tokens": Metric("tokens", "of questions and replies so far, by the judge's own count"),
-    "judge/seconds": Metric("s", "that requests took so far, those side by side added up"),
-    "judge/requests_left": Metric("requests", "of reward.judge.budget_requests"),
-    "judge/tokens_left": Metric("tokens", "of reward.judge.budget_tokens"),
-    "time/swap": Metric("s", "time the generators spent on swapping weights since the last step"),
-    "prefix/hits": Metric(
+    "judge/replies": MetricInfo("replies", "of the judge so far"),
+    "judge/retries": MetricInfo("requests", "sent again so far: after 408, 429, 5xx or no answer"),
+    "judge/throttled": MetricInfo("requests", "answered by 429 so far"),
+    "judge/cached": MetricInfo("questions", "asked before, so far: their reply was known"),
+    "judge/tokens": MetricInfo(
+        "tokens", "of questions and replies so far, by the judge's own count"
+    ),
+    "judge/seconds": MetricInfo("s", "that requests took so far, those side by side added up"),
+    "judge/requests_left": MetricInfo("requests", "of reward.judge.budget_requests"),
+    "judge/tokens_left": MetricInfo("tokens", "of reward.judge.budget_tokens"),
+    "time/swap": MetricInfo(
+        "s", "time the generators spent on swapping weights since the last step"
+    ),
+    "prefix/hits": MetricInfo(
         "calls",
         "prompts since the last step that began with keys and values kept of earlier calls "
         "(generator.prefix_cache_tokens)",
     ),
-    "prefix/reused_tokens": Metric("tokens", "of these prompts, not encoded again"),
-    "prefix/encoded_tokens": Metric("tokens", "of all prompts of calls, encoded"),
-    "link/fetch_share": Metric(
+    "prefix/reused_tokens": MetricInfo("tokens", "of these prompts, not encoded again"),
+    "prefix/encoded_tokens": MetricInfo("tokens", "of all prompts of calls, encoded"),
+    "link/fetch_share": MetricInfo(
         "share", "of the generators' time, in which weights came over a socket; only where they do"
     ),
-    "link/fetch_mb_per_s": Metric("MB/s", "of weights over a socket, a generator, in that time"),
-    "link/ack_s": Metric(
+    "link/fetch_mb_per_s": MetricInfo(
+        "MB/s", "of weights over a socket, a generator, in that time"
+    ),
+    "link/ack_s": MetricInfo(
         "s", "from a sample's first sending to its acknowledgement, mean since the last step"
     ),
-    "buffer/groups": Metric("groups", "groups alive: outstanding, stored or leased"),
-    "buffer/leases": Metric("groups", "groups that a generator holds"),
-    "buffer/set_aside": Metric(
+    "buffer/groups": MetricInfo("groups", "groups alive: outstanding, stored or leased"),
+    "buffer/leases": MetricInfo("groups", "groups that a generator holds"),
+    "buffer/set_aside": MetricInfo(
         "batches", "set aside so far, as the learner's lives ended on them (set_aside/)"
     ),
-    "buffer/bytes": Metric("bytes", "trajectories stored"),
+    "buffer/bytes": MetricInfo("bytes", "trajectories stored"),
     **{
-        f"refused/{reason}": Metric("count", f"refused so far: {what}")
+        f"refused/{reason}": MetricInfo("count", f"refused so far: {what}")
         for reason, what in REFUSALS.items()
     },
-    "eval/heldout": Metric("reward", "mean reward on held-out prompts"),
-    "eval/heldout_n": Metric("samples", "held-out prompts evaluated"),
-    "eval/heldout_length": Metric("tokens", "mean length of held-out answers"),
-    "eval/ood": Metric("reward", "mean reward on out-of-distribution prompts"),
-    "eval/ood_n": Metric("samples", "out-of-distribution prompts evaluated"),
-    "eval/ood_length": Metric("tokens", "mean length of out-of-distribution answers"),
-    "memory/learner_mb": Metric("MiB", "resident memory of the learner"),
+    "eval/heldout": MetricInfo("reward", "mean reward on held-out prompts"),
+    "eval/heldout_n": MetricInfo("samples", "held-out prompts evaluated"),
+    "eval/heldout_length": MetricInfo("tokens", "mean length of held-out answers"),
+    "eval/ood": MetricInfo("reward", "mean reward on out-of-distribution prompts"),
+    "eval/ood_n": MetricInfo("samples", "out-of-distribution prompts evaluated"),
+    "eval/ood_length": MetricInfo("tokens", "mean length of out-of-distribution answers"),
+    "memory/learner_mb": MetricInfo("MiB", "resident memory of the learner"),
 }
-METRICS |= {_name: Metric(*_entry) for _name, _entry in METRIC_NAMES.items()}
+METRICS |= {_name: MetricInfo(*_entry) for _name, _entry in METRIC_NAMES.items()}
 BUCKETS = ("0", "1", "2", "3to4", "5to8", "9plus")
 for _b in BUCKETS:
-    METRICS[f"by_lag/k3_{_b}"] = Metric("nats/token", f"kl/behavior_start_k3 of tokens at lag {_b}")
-    METRICS[f"by_lag/weight_{_b}"] = Metric("-", f"mean importance weight of tokens at lag {_b}")
+    METRICS[f"by_lag/k3_{_b}"] = MetricInfo(
+        "nats/token", f"kl/behavior_start_k3 of tokens at lag {_b}"
+    )
+    METRICS[f"by_lag/weight_{_b}"] = MetricInfo(
+        "-", f"mean importance weight of tokens at lag {_b}"
+    )
     for _part in ("mismatch", "staleness"):
-        METRICS[f"by_lag/{_part}_{_b}"] = Metric(
+        METRICS[f"by_lag/{_part}_{_b}"] = MetricInfo(
             "nats/token", f"split/{_part} of tokens at lag {_b}"
         )
-        METRICS[f"by_lag/{_part}_k3_{_b}"] = Metric(
+        METRICS[f"by_lag/{_part}_k3_{_b}"] = MetricInfo(
             "nats/token", f"split/{_part}_k3 of tokens at lag {_b}"
         )
-    METRICS[f"by_age/mismatch_k3_{_b}"] = Metric(
+    METRICS[f"by_age/mismatch_k3_{_b}"] = MetricInfo(
         "nats/token",
         f"split/mismatch_k3 of tokens whose oldest keys and values are {_b} versions older than "
         "the weights that drew them",
     )
-    METRICS[f"by_lag/tokens_{_b}"] = Metric(
+    METRICS[f"by_lag/tokens_{_b}"] = MetricInfo(
         "tokens", f"trained tokens at lag {_b}, summed over optimizer steps"
     )
-PATTERNS = {re.compile(r"reward_part/.+"): Metric("reward", "mean of a named part of the reward")}
+PATTERNS = {
+    re.compile(r"reward_part/.+"): MetricInfo("reward", "mean of a named part of the reward")
+}
 
 
-def known(name: str) -> bool:
+def is_known_metric(name: str) -> bool:
     return name in METRICS or any(p.fullmatch(name) for p in PATTERNS)
 
 
@@ -278,7 +300,7 @@ class MetricsWriter:
 
     def __init__(self, run_dir: Path) -> None:
         self.not_finite: set[str] = set()  # names that were said
-        self.file = jsonl.Appender(run_dir / "metrics.jsonl")
+        self.file = jsonl.JsonlAppender(run_dir / "metrics.jsonl")
         self.board = EventFile(run_dir / "tensorboard")
 
     def write(
@@ -291,7 +313,7 @@ class MetricsWriter:
         """One row: `step` counts versions, t is the RunClock's.  What is not finite is no JSON:
         left out, and said once a name.  Histograms are of whole numbers.
         """
-        if unknown := [n for n in values if not known(n)]:
+        if unknown := [n for n in values if not is_known_metric(n)]:
             raise AsyncrlError(
                 f"metrics not in the table of asyncrl/records/metrics.py: {', '.join(unknown)}"
             )
@@ -356,5 +378,5 @@ class RunClock:
         """Work is handed out at `now` (time.monotonic()); the first time counts."""
         self.began = self.began or now
 
-    def at(self, now: float) -> float:
+    def seconds_at(self, now: float) -> float:
         return self.before + (max(0.0, now - self.began) if self.began else 0.0)

@@ -56,7 +56,7 @@ def check(path: Path) -> Path:
     return path
 
 
-def opened(path: Path, flags: int) -> int:
+def open_private(path: Path, flags: int) -> int:
     """A descriptor of a plain file of this user, new ones with mode 0600.  Raises ConfigError for a
     link or what is somebody else's, OSError.
     """
@@ -73,7 +73,7 @@ def opened(path: Path, flags: int) -> int:
     raise ConfigError(f"{path} is no plain file of this user alone: remove it")
 
 
-def secret(path: Path) -> Path:
+def require_private(path: Path) -> Path:
     """`path`, a file that only this user can read.  Raises ConfigError, FileNotFoundError."""
     found = path.stat()
     if found.st_uid not in (os.getuid(), 0):

@@ -18,7 +18,7 @@ from typing import IO
 
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
-from asyncrl.records import atomic_write, private, terms
+from asyncrl.records import atomic_write, buffer_leadership, private
 
 SHM = Path("/dev/shm")
 HELD = ".held"  # in a run's directory of shared memory: locked by its processes
@@ -43,7 +43,7 @@ def prepare(config: Config, toml: str, run_dir: Path, run: str = "") -> None:
             (run_dir / part).mkdir(exist_ok=True)
         atomic_write.write(run_dir / "run_id", run or uuid.uuid4().hex[:12], sync=True)
     except OSError as error:
-        raise unwritable(run_dir, error) from error
+        raise unwritable_error(run_dir, error) from error
     (run_dir / "command").write_text(" ".join(sys.argv) + "\n")
     git = (
         subprocess.run(
@@ -65,14 +65,14 @@ def ensure(config: Config, toml: str, run_dir: Path, run: str = "") -> None:
         atomic_write.directory(run_dir, 0o700)
         making = (run_dir / ".making").open("w")
     except OSError as error:
-        raise unwritable(run_dir, error) from error
+        raise unwritable_error(run_dir, error) from error
     with making as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (run_dir / "config.toml").exists():
             prepare(config, toml, run_dir, run)
 
 
-def unwritable(run_dir: Path, error: OSError) -> ConfigError:
+def unwritable_error(run_dir: Path, error: OSError) -> ConfigError:
     """A run directory that cannot be made."""
     return ConfigError(
         f"runs: the run directory {run_dir} cannot be made: {error.strerror}; choose another place "
@@ -104,7 +104,7 @@ def run_id(run_dir: Path) -> str:
     return (run_dir / "run_id").read_text().strip()
 
 
-def here(run_dir: Path) -> str:
+def directory_id(run_dir: Path) -> str:
     """Names this directory on this machine: a copy of it has the run's id too, and must not share
     its socket and its weights.
     """
@@ -114,16 +114,16 @@ def here(run_dir: Path) -> str:
 def socket_dir(run_dir: Path) -> Path:
     """A private directory with a short path, for unix sockets (their paths may have 107 bytes)."""
     own = private.directory(Path(tempfile.gettempdir()) / f"asyncrl-{os.getuid()}")
-    return private.directory(own / here(run_dir))
+    return private.directory(own / directory_id(run_dir))
 
 
 def buffer_address(config: Config, run_dir: Path) -> str:
     return config.wires.address or f"ipc://{socket_dir(run_dir) / 'buffer'}"
 
 
-def found_address(config: Config, run_dir: Path) -> str:
+def current_buffer_address(config: Config, run_dir: Path) -> str:
     """Where the run's buffer is now: as the config says, unless one elsewhere has taken over."""
-    return terms.moved_to(run_dir) or buffer_address(config, run_dir)
+    return buffer_leadership.current_address(run_dir) or buffer_address(config, run_dir)
 
 
 def gateway_address(run_dir: Path, index: int) -> str:
@@ -137,7 +137,7 @@ def _memory_base() -> Path:
 
 def shm_dir(run_dir: Path) -> Path:
     """The run's directory on the shared-memory file system."""
-    return _memory_base() / f"asyncrl-{os.getuid()}-{here(run_dir)}"
+    return _memory_base() / f"asyncrl-{os.getuid()}-{directory_id(run_dir)}"
 
 
 def hold_memory(run_dir: Path) -> IO[str]:
@@ -175,23 +175,24 @@ def ring_dir(run_dir: Path, epoch: int) -> Path:
     return shm_dir(run_dir) / f"epoch_{epoch}"
 
 
-def outside(run_dir: Path) -> tuple[Path, Path]:
+def outside_directories(run_dir: Path) -> tuple[Path, Path]:
     """What a run has outside its directory: sockets and shared memory."""
     return shm_dir(run_dir), socket_dir(run_dir)
 
 
 def remove(places: Sequence[Path]) -> None:
-    """Remove what `outside` named while the run's directory was there: it may be gone by now."""
+    """Remove what `outside_directories` named while the run's directory was there: it may be gone
+    by now."""
     for place in places:
         shutil.rmtree(place, ignore_errors=True)
 
 
 def clean(run_dir: Path) -> None:
     """Remove what a run leaves outside its directory."""
-    remove(outside(run_dir))
+    remove(outside_directories(run_dir))
 
 
-def ended(run_dir: Path, steps: int) -> bool:
+def is_finished(run_dir: Path, steps: int) -> bool:
     """Has the run made its `steps`, been evaluated, and left its model?  Its last buffer says so at
     its end; one that begins takes it back.
     """
@@ -206,7 +207,7 @@ def ended(run_dir: Path, steps: int) -> bool:
         return False
 
 
-def take_back(run_dir: Path) -> None:
+def clear_end(run_dir: Path) -> None:
     """A buffer begins: what was said of the run's end before does not hold any more."""
     for name in ("buffer_summary.json", "summary.json"):
         (run_dir / name).unlink(missing_ok=True)
@@ -225,7 +226,7 @@ def lock(file: IO[str], how: int, patience_s: float) -> None:
         time.sleep(_POLL_S)
 
 
-class Lock:
+class RunLock:
     """One supervisor, or one set of processes, at a time in a run directory; freed by the kernel
     when its holder dies.
     """

@@ -25,7 +25,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from asyncrl.contract.errors import ConfigError, Damaged
+from asyncrl.contract.errors import ConfigError, DamagedDataError
 from asyncrl.contract.messages import Batch
 
 FORMAT = 1
@@ -37,7 +37,7 @@ FULL = 2**64 - 2
 MIB = 2**20
 
 
-class Life(msgspec.Struct, array_like=True):
+class RecordingHeader(msgspec.Struct, array_like=True):
     """The first record of a file.  start: the version that this life begins from, with weights
     `digest`.
     """
@@ -49,7 +49,7 @@ class Life(msgspec.Struct, array_like=True):
     config: str  # TOML, resolved
 
 
-class Step(msgspec.Struct, array_like=True):
+class RecordedStep(msgspec.Struct, array_like=True):
     """One batch as it was trained, without texts and the ledger; its metrics, and the digest of the
     weights that came out.
     """
@@ -95,7 +95,7 @@ def frame(number: int, value: msgspec.Struct | None) -> bytes:
     return HEAD.pack(MARK, len(payload), number, _sum(number, payload)) + payload
 
 
-def slim(batch: Batch) -> Batch:
+def strip_batch(batch: Batch) -> Batch:
     """A batch without what training does not read: texts, the ledger, the cursors of a
     checkpoint.
     """
@@ -107,7 +107,7 @@ def _sum(number: int, payload: bytes) -> int:
     return int(xxhash.xxh3_64_intdigest(struct.pack("<Q", number) + payload))
 
 
-def _whole(data: bytes, at: int) -> tuple[int, int] | None:
+def _read_record_header(data: bytes, at: int) -> tuple[int, int] | None:
     """(number, length of the payload) of an undamaged record at byte `at`, or None."""
     if at + HEAD.size > len(data):
         return None
@@ -129,7 +129,7 @@ class Recording:
     run_dir: Path
     # number -> (file, offset of the payload, length)
     places: dict[int, tuple[Path, int, int]] = field(default_factory=dict)
-    lives: list[tuple[int, Life]] = field(default_factory=list)
+    lives: list[tuple[int, RecordingHeader]] = field(default_factory=list)
     torn: str = ""  # a record cut short at the end of the newest file
     full: bool = False
     hole: bool = False  # later batches were recorded, but they cannot be reached
@@ -143,21 +143,21 @@ class Recording:
         """The version that the last recorded batch makes."""
         return self.start + len(self.places)
 
-    def step(self, number: int) -> Step:
+    def step(self, number: int) -> RecordedStep:
         path, at, length = self.places[number]
         with path.open("rb") as file:
             file.seek(at)
-            return msgspec.msgpack.decode(zlib.decompress(file.read(length)), type=Step)
+            return msgspec.msgpack.decode(zlib.decompress(file.read(length)), type=RecordedStep)
 
-    def steps(self, start: int, end: int) -> Iterator[Step]:
+    def steps(self, start: int, end: int) -> Iterator[RecordedStep]:
         """The batches start, ..., end - 1."""
         return (self.step(n) for n in range(start, end))
 
-    def life(self, number: int) -> Life:
+    def life(self, number: int) -> RecordingHeader:
         """The life that trained batch `number`."""
         return [x for first, x in self.lives if first <= number][-1]
 
-    def cut(self, steps: int) -> str:
+    def missing_part(self, steps: int) -> str:
         """Why the stream ends before batch `steps`; empty when it does not."""
         if self.end >= steps:
             return ""
@@ -212,13 +212,13 @@ def _read(path: Path, out: Recording) -> None:
     out.torn = ""
     out.full = False
     while at < len(data):
-        found = _whole(data, at)
+        found = _read_record_header(data, at)
         if found is None:
             later = data.find(MARK, at + 1)
-            while later >= 0 and _whole(data, later) is None:
+            while later >= 0 and _read_record_header(data, later) is None:
                 later = data.find(MARK, later + 1)
             if later >= 0:
-                raise Damaged(
+                raise DamagedDataError(
                     f"{path} is damaged at byte {at} of {len(data)}: a record there cannot be read "
                     "and later ones can; restore the file"
                 )
@@ -228,9 +228,9 @@ def _read(path: Path, out: Recording) -> None:
         where = at + HEAD.size
         at = where + length
         if number == LIFE:
-            life = msgspec.msgpack.decode(zlib.decompress(data[where:at]), type=Life)
+            life = msgspec.msgpack.decode(zlib.decompress(data[where:at]), type=RecordingHeader)
             if life.format != FORMAT:
-                raise Damaged(
+                raise DamagedDataError(
                     f"{path} is a recording of format {life.format}; this version reads {FORMAT}: "
                     "replay it with the version that made it"
                 )
@@ -244,12 +244,12 @@ def _read(path: Path, out: Recording) -> None:
             out.places[number] = (path, where, length)
 
 
-class Log:
+class RecordingWriter:
     """The file of one life, being written.  Stops at `most` bytes (of the whole recording, `used`
     of them taken) and says so by `full`.
     """
 
-    def __init__(self, run_dir: Path, life: Life, used: int, most: int) -> None:
+    def __init__(self, run_dir: Path, life: RecordingHeader, used: int, most: int) -> None:
         self.path = directory(run_dir) / f"epoch_{life.epoch}.log"
         self.path.parent.mkdir(exist_ok=True)
         self.fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -257,26 +257,26 @@ class Log:
         self.most = most
         self.full = False
         self.written = 0
-        self._put(frame(LIFE, life))
+        self._append(frame(LIFE, life))
 
-    def room(self, more: int) -> bool:
+    def has_room(self, more: int) -> bool:
         """May `more` bytes be added?  The first no is final: a stream with holes cannot be
         replayed.
         """
         if not self.full and self.used + more > self.most - HEAD.size:
-            self._put(frame(FULL, None))
+            self._append(frame(FULL, None))
             self.full = True
         return not self.full
 
-    def add(self, number: int, step: Step) -> bool:
+    def add(self, number: int, step: RecordedStep) -> bool:
         """Append a batch; False when there is no room for it."""
         data = frame(number, step)
-        if not self.room(len(data)):
+        if not self.has_room(len(data)):
             return False
-        self._put(data)
+        self._append(data)
         return True
 
-    def _put(self, data: bytes) -> None:
+    def _append(self, data: bytes) -> None:
         view = memoryview(data)
         while view:
             view = view[os.write(self.fd, view) :]

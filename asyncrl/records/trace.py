@@ -71,7 +71,7 @@ class Tracer:
             self.file.close()
 
 
-def sized(run_dir: Path) -> dict[str, list[TraceSpan]]:
+def read_sized_spans(run_dir: Path) -> dict[str, list[TraceSpan]]:
     """process -> its spans; a last line cut by a crash is left out."""
     out: dict[str, list[TraceSpan]] = {}
     for path in sorted((run_dir / "trace").glob("*.jsonl")):
@@ -82,7 +82,7 @@ def sized(run_dir: Path) -> dict[str, list[TraceSpan]]:
 
 def read(run_dir: Path) -> dict[str, list[tuple[str, float, float]]]:
     """The same without sizes: (name, start, end)."""
-    return {process: [s[:3] for s in spans] for process, spans in sized(run_dir).items()}
+    return {process: [s[:3] for s in spans] for process, spans in read_sized_spans(run_dir).items()}
 
 
 def merge(run_dir: Path) -> Path:

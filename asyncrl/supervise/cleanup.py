@@ -23,13 +23,13 @@ def main(run_dir: Path) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         # it outlives the supervisor by a moment, whatever the terminal sends
         signal.signal(number, signal.SIG_IGN)
-    outside = rundir.outside(run_dir)
+    outside = rundir.outside_directories(run_dir)
     sys.stdin.buffer.read()
     # the kernel frees the supervisor's lock, and ends the children, in its own time
     for _ in range(TRIES):
         time.sleep(WAIT_S)
         try:
-            lock = rundir.Lock(run_dir)
+            lock = rundir.RunLock(run_dir)
         except ConfigError:
             continue
         except FileNotFoundError:  # the directory itself was removed

@@ -12,10 +12,10 @@ import msgspec
 
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import REFUSALS
-from asyncrl.contract.messages import Status
+from asyncrl.contract.messages import RunStatus
 from asyncrl.contract.printable import escape_line
-from asyncrl.contract.waits import Watchdog
-from asyncrl.records import lives, metrics, rundir, signs
+from asyncrl.contract.waits import ProgressWatchdog
+from asyncrl.records import health_checks, metrics, process_log, rundir
 from asyncrl.supervise import live
 
 SHOWN = ("reward/mean", "eval/heldout", "lag/mean", "optim/grad_norm")
@@ -24,7 +24,7 @@ SHOWN = ("reward/mean", "eval/heldout", "lag/mean", "optim/grad_norm")
 def deadline_s(config: Config, run_dir: Path) -> float:
     """Seconds without a commit after which the supervisor calls this run's next step overdue."""
     settings = config.watchdog
-    dog = Watchdog(settings.multiple, settings.floor_s, settings.startup_s)
+    dog = ProgressWatchdog(settings.multiple, settings.floor_s, settings.startup_s)
     for count, seconds in enumerate(
         [r["t"] for r in metrics.read(run_dir) if "reward/mean" in r], 1
     ):
@@ -49,20 +49,21 @@ def processes(config: Config, run_dir: Path) -> list[dict[str, Any]]:
     """Every process that the run should have or has had: does it live, how did it end, and the last
     line of its log.
     """
-    newest = lives.newest(run_dir)
+    newest = process_log.latest_events(run_dir)
     logs = sorted(
         (run_dir / "logs").glob("attempt_*"),
         key=lambda p: int(p.name.removeprefix("attempt_") or 0),
     )
     names = ["buffer", "learner", *(f"generator-{i}" for i in range(config.generators))]
-    names += ["gateway-0"] if config.agent.on else []
+    names += ["gateway-0"] if config.agent.uses_sessions else []
     names += sorted(
-        {*newest, *(["supervisor"] if lives.alive(run_dir, "supervisor") else [])} - {*names}
+        {*newest, *(["supervisor"] if process_log.is_alive(run_dir, "supervisor") else [])}
+        - {*names}
     )
     out = []
     for name in names:
         row = newest.get(name)
-        lives_now = lives.alive(run_dir, name)
+        lives_now = process_log.is_alive(run_dir, name)
         if lives_now:
             pid = (
                 (run_dir / (".run.lock" if name == "supervisor" else f".{name}.alive"))
@@ -71,7 +72,7 @@ def processes(config: Config, run_dir: Path) -> list[dict[str, Any]]:
             )
             said = f"{name} is running (process {pid})"
         else:
-            said = f"{name} has not been started" if row is None else lives.end_of(row)
+            said = f"{name} has not been started" if row is None else process_log.end_of(row)
         log = logs[-1] / f"{name}.log" if logs else None
         known = (
             log is not None and log.exists() and (row is None or row.get("supervised") is not False)
@@ -101,7 +102,7 @@ def checkpoint(run_dir: Path) -> dict[str, Any] | None:
     return None if best is None else {"version": int(best.name[7:]), "path": str(best)}
 
 
-def look(config: Config, run_dir: Path, status: Status | None) -> dict[str, Any]:
+def examine_run(config: Config, run_dir: Path, status: RunStatus | None) -> dict[str, Any]:
     """All of it; `running`: somebody of the run lives; `ended`: all its steps are made."""
     rows = [r for r in metrics.read(run_dir) if "reward/mean" in r]
     every = processes(config, run_dir)
@@ -113,7 +114,7 @@ def look(config: Config, run_dir: Path, status: Status | None) -> dict[str, Any]
     path = run_dir / "metrics.jsonl"
     return {
         "running": status is not None or any(p["alive"] for p in every),
-        "ended": status is None and rundir.ended(run_dir, config.learner.steps),
+        "ended": status is None and rundir.is_finished(run_dir, config.learner.steps),
         "committed": committed,
         "steps": config.learner.steps,
         "deadline_s": deadline_s(config, run_dir),
@@ -121,8 +122,10 @@ def look(config: Config, run_dir: Path, status: Status | None) -> dict[str, Any]
         "waits": [wait._asdict() for wait in status.waits] if status is not None else [],
         "held_up": msgspec.to_builtins(status.held_up) if status is not None else None,
         "rewards": live.rewards(status.metrics) if status is not None else "",
-        "link": live.link(status.metrics if status is not None else linked(rows)),
-        "refused": signs.refusals(
+        "link": live.describe_slow_link(
+            status.metrics if status is not None else link_metrics(rows)
+        ),
+        "refused": health_checks.refusals(
             status.metrics if status is not None else rows[-1] if rows else {}
         ),
         "set_aside": sorted(str(path) for path in (run_dir / "set_aside").glob("*.jsonl")),
@@ -132,7 +135,7 @@ def look(config: Config, run_dir: Path, status: Status | None) -> dict[str, Any]
     }
 
 
-def linked(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def link_metrics(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """The last step at which generators had told of their links: not each step has news of them.
 
     >>> linked([{"step": 1, "link/ack_s": 2.0}, {"step": 2}])["step"]
@@ -185,7 +188,7 @@ def advice(config: Config, run_dir: Path, seen: dict[str, Any]) -> str:
     )
 
 
-def refused(seen: dict[str, Any]) -> list[str]:
+def describe_refusals(seen: dict[str, Any]) -> list[str]:
     """What the buffer would not have: messages that it refused, a line a reason, and batches that
     it set aside.
 
@@ -218,4 +221,4 @@ def lines(config: Config, run_dir: Path, seen: dict[str, Any]) -> list[str]:
             f"{seen['checkpoint']['path']}"
         )
     held_up = [seen["link"]] if seen["link"] else []
-    return [*out, *held_up, *refused(seen), advice(config, run_dir, seen)]
+    return [*out, *held_up, *describe_refusals(seen), advice(config, run_dir, seen)]

@@ -22,7 +22,7 @@ from asyncrl.models.policy import PolicyModel
 
 
 @dataclass
-class Row:
+class ExactCheckRow:
     """One line of the table: cases compared, values that differ, the largest difference."""
 
     operator: str
@@ -36,16 +36,16 @@ class Row:
         return self.differ == 0
 
 
-def _compare(name: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Row:
+def _compare(name: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> ExactCheckRow:
     differ = 0
     largest = 0.0
     for one, other in pairs:
         differ += int((one != other).sum())
         largest = max(largest, float((one - other).abs().max()))
-    return Row(name, len(pairs), sum(one.numel() for one, _ in pairs), differ, largest)
+    return ExactCheckRow(name, len(pairs), sum(one.numel() for one, _ in pairs), differ, largest)
 
 
-def whole(
+def check_generation(
     model: PolicyModel,
     *,
     slots: int = 24,
@@ -54,13 +54,13 @@ def whole(
     threads: tuple[int, int] = (1, 1),
     seed: int = 0,
     micro: int = 7,
-) -> Row:
+) -> ExactCheckRow:
     """Answers of the embedded engine, entering and leaving its batch, against packed forwards of
     `micro` samples.
 
     threads: of the engine and of the learner.  Raises ConfigError for a model that only the plain
     path can run."""
-    from actors.engine import Request
+    from actors.engine import CompletionRequest
     from actors.engine_embedded import EmbeddedEngine
 
     if model.fast is None:
@@ -83,7 +83,7 @@ def whole(
             for n in draw.integers(1, context - longest, 10)
         ]
         requests = [
-            Request(
+            CompletionRequest(
                 (t, s, 1),
                 p,
                 t,
@@ -133,7 +133,7 @@ POSITIONS = 64  # that the check of attention looks at, at most
 
 def operators(
     model: PolicyModel, threads: tuple[int, int] = (1, 1), seed: int = 0, context: int = 512
-) -> list[Row]:
+) -> list[ExactCheckRow]:
     """Each operator on the same 16 rows alone and among 32 to 1024 others (attention: decoded and
     in a full forward, over up to `context` keys).
     """
@@ -189,12 +189,14 @@ def operators(
     return out
 
 
-def _attention(lay: Any, threads: tuple[int, int], source: torch.Generator, context: int) -> Row:
+def _attention(
+    lay: Any, threads: tuple[int, int], source: torch.Generator, context: int
+) -> ExactCheckRow:
     """One query over its keys, padded as in decoding, against queries at up to POSITIONS positions
     of a sequence of `context` at once.
     """
     share = lay.heads // lay.kv_heads
-    width = exact_operators.up(context, exact_operators.KEYS)
+    width = exact_operators.round_up(context, exact_operators.KEYS)
     at = torch.linspace(0, width - 1, min(POSITIONS, width)).long()
     queries, keys, values = (
         torch.randn(lay.kv_heads, n, lay.head_dim, generator=source)
@@ -215,7 +217,7 @@ def _attention(lay: Any, threads: tuple[int, int], source: torch.Generator, cont
     )
     keys = keys.transpose(1, 2).contiguous().transpose(1, 2)  # as the engine's cache has them
     for number, position in enumerate(at.tolist()):
-        seen = exact_operators.up(position + 1, exact_operators.KEYS)
+        seen = exact_operators.round_up(position + 1, exact_operators.KEYS)
         one = queries.view(1, lay.heads, len(at), -1)[:, :, number]
         found = exact_operators.attend_one(
             one, keys[:, :seen], values[:, :seen], bias[number, :seen], space
@@ -224,7 +226,7 @@ def _attention(lay: Any, threads: tuple[int, int], source: torch.Generator, cont
     return _compare("attention", pairs)
 
 
-def check(config: Config) -> list[Row]:
+def check(config: Config) -> list[ExactCheckRow]:
     """The whole self-test for a config's own model, lengths and threads."""
     model = policy.load_policy(Path(config.model.path), config.model.dtype, config.model.device)
     generator = config.generator
@@ -238,7 +240,7 @@ def check(config: Config) -> list[Row]:
     context = min(generator.context, longest + 64)
     rows = operators(model, threads, context=generator.context)
     return rows + [
-        whole(
+        check_generation(
             model,
             slots=min(generator.slots, 64),
             longest=longest,
@@ -251,7 +253,7 @@ def check(config: Config) -> list[Row]:
     ]
 
 
-def failure(rows: Sequence[Row]) -> str:
+def failure(rows: Sequence[ExactCheckRow]) -> str:
     """Empty when every row agrees; else what differs, in words."""
     bad = [r for r in rows if not r.ok]
     return ", ".join(
@@ -260,7 +262,7 @@ def failure(rows: Sequence[Row]) -> str:
     )
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[ExactCheckRow]) -> str:
     """The rows for a reader."""
     lines = [f"{'operator':18} {'cases':>6} {'values':>8} {'differ':>7}  largest"]
     return "\n".join(
@@ -273,9 +275,9 @@ def table(rows: Sequence[Row]) -> str:
     )
 
 
-def small_models() -> list[Row]:
+def small_models() -> list[ExactCheckRow]:
     """The self-test without a config: small models of several shapes, built for it."""
-    out: list[Row] = []
+    out: list[ExactCheckRow] = []
     for family, kv, tied in (
         ("qwen3", 4, True),
         ("qwen3", 2, False),
@@ -287,15 +289,15 @@ def small_models() -> list[Row]:
                 place, "abcdefgh", family=family, kv_heads=kv, tied=tied, seed=3
             )
         name = f"{family} 4/{kv} {'tied' if tied else 'untied'}"
-        out = _merged(out, [*operators(model), replace(whole(model), operator=name)])
+        out = _merge_rows(out, [*operators(model), replace(check_generation(model), operator=name)])
     return out
 
 
-def _merged(have: list[Row], more: Sequence[Row]) -> list[Row]:
+def _merge_rows(have: list[ExactCheckRow], more: Sequence[ExactCheckRow]) -> list[ExactCheckRow]:
     by_name = {row.operator: row for row in have}
     for row in more:
         if (known := by_name.get(row.operator)) is not None:
-            row = Row(
+            row = ExactCheckRow(
                 row.operator,
                 known.cases + row.cases,
                 known.values + row.values,

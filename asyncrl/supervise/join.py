@@ -24,9 +24,9 @@ from asyncrl.contract import messages as m
 from asyncrl.contract.errors import AsyncrlError, ConfigError, NothingToDo, PeerUnreachable
 from asyncrl.records import private, rundir
 from asyncrl.supervise import live
-from asyncrl.transport import keys, library
-from asyncrl.transport.chunks import ChunkClient, reachable
-from asyncrl.transport.library import Entry
+from asyncrl.transport import file_server, keys
+from asyncrl.transport.chunks import ChunkClient, reachable_address
+from asyncrl.transport.file_server import FileEntry
 from asyncrl.transport.sockets import PeerSocket
 
 ASK_S = 1.0
@@ -43,7 +43,7 @@ class Trust(NamedTuple):
     code: bool = False
 
 
-class Place(NamedTuple):
+class GeneratorSetup(NamedTuple):
     """What a generator needs to begin."""
 
     config: Config
@@ -57,7 +57,7 @@ def cache_dir() -> Path:
     return Path(base) / "asyncrl"
 
 
-def ask(address: str, curve_dir: str, name: str, patience_s: float) -> m.Joined:
+def ask(address: str, curve_dir: str, name: str, patience_s: float) -> m.JoinReply:
     """What the buffer says to somebody who joins; asks until a learner is there, too.
 
     name: "" for whichever the key says.  Raises PeerUnreachable, NothingToDo, and what it
@@ -75,29 +75,29 @@ def ask(address: str, curve_dir: str, name: str, patience_s: float) -> m.Joined:
     socket = PeerSocket(address, curve_dir, name or keys.VIEWER, run=status.run)
     try:
         while time.monotonic() < until:
-            socket.send(m.Join(name))
+            socket.send(m.JoinRequest(name))
             reply = socket.recv(ASK_S)
-            if isinstance(reply, m.Refused):
+            if isinstance(reply, m.Refusal):
                 refusal = AsyncrlError(reply.reason)
                 refusal.exit_code = reply.exit_code
                 raise refusal
-            if isinstance(reply, m.Joined) and reply.weights:
+            if isinstance(reply, m.JoinReply) and reply.weights:
                 return reply
-            if isinstance(reply, m.Joined):
+            if isinstance(reply, m.JoinReply):
                 time.sleep(ASK_S / 2)  # no learner yet
     finally:
         socket.close()
     raise late
 
 
-def number_of(producer: str) -> int:
+def generator_number(producer: str) -> int:
     """Of a generator's name.  Raises ConfigError for a name of no generator."""
     if not keys.GENERATOR.fullmatch(producer):
         raise ConfigError(f"--keys: the key is of {producer!r}, and only generators can join")
     return int(producer.rpartition("-")[2])
 
 
-def own_key(curve_dir: str, index: int | None) -> str:
+def find_own_key(curve_dir: str, index: int | None) -> str:
     """The name to ask for: "" with a copied key, which says it by itself.  Raises ConfigError."""
     where = Path(curve_dir)
     if index is not None:
@@ -116,12 +116,12 @@ def trusting(config: Config) -> list[str]:
     return [*(["--trust-code"] if config.reward.share else []), *(["--env", key] if key else [])]
 
 
-def settled(
-    said: m.Joined,
+def localize_config(
+    said: m.JoinReply,
     address: str,
     curve_dir: str,
     folders: dict[str, Path],
-    files: list[Entry],
+    files: list[FileEntry],
     trust: Trust = Trust(),
 ) -> Config:
     """The run's config as it holds on this machine: every path is one of the cache's.  Raises
@@ -161,7 +161,7 @@ def settled(
 
 def gather(
     client: ChunkClient, config: str, cache: Path, say: Say, trust: Trust = Trust()
-) -> tuple[dict[str, Path], list[Entry]]:
+) -> tuple[dict[str, Path], list[FileEntry]]:
     """Every file of the run, in the cache; its code where the joiner trusts it.  Returns the folder
     of each part, and the files.  Raises ConfigError for code that is neither trusted nor here.
     """
@@ -170,7 +170,7 @@ def gather(
     for part in dict.fromkeys(entry.part for entry in files):
         entries = [entry for entry in files if entry.part == part]
         if all(entry.given for entry in entries) and (part != "reward" or trust.code):
-            folders[str(part)] = library.bring(client, entries, cache, say)
+            folders[str(part)] = file_server.fetch_files(client, entries, cache, say)
     if "model" not in folders:
         raise PeerUnreachable(f"the learner at {client.address} has no model to give")
     if function := tomllib.loads(config).get("reward", {}).get("function", ""):
@@ -182,7 +182,7 @@ def gather(
             )
         else:
             try:
-                library.local_code(function, code)
+                file_server.local_code(function, code)
             except ConfigError as error:
                 if code is None or not code.given:
                     raise
@@ -204,20 +204,20 @@ def prepare(
     patience_s: float,
     say: Say,
     trust: Trust = Trust(),
-) -> Place:
+) -> GeneratorSetup:
     """Everything up to a generator's start.  Raises AsyncrlError."""
-    said = ask(address, curve_dir, own_key(curve_dir, index), patience_s)
-    weights = reachable(said.weights, address)
+    said = ask(address, curve_dir, find_own_key(curve_dir, index), patience_s)
+    weights = reachable_address(said.weights, address)
     client = ChunkClient(weights, patience_s, curve_dir, said.producer)
     try:
         folders, files = gather(client, said.config, cache, say, trust)
     finally:
         client.close()
-    config = settled(said, address, curve_dir, folders, files, trust)
+    config = localize_config(said, address, curve_dir, folders, files, trust)
     if url := config.reward.judge.url:
         say(f"reward.judge.url = {url!a}: this machine sends prompts and answers there")
     runs = private.directory(private.directory(cache) / "runs")
     run_dir = Path(tempfile.mkdtemp(prefix=f"{said.run}-{said.producer}-", dir=runs))
     rundir.ensure(config, load.dump(config), run_dir, said.run)
     say(f"joining run {said.run} at {address} as {said.producer}")
-    return Place(config, run_dir, number_of(said.producer))
+    return GeneratorSetup(config, run_dir, generator_number(said.producer))

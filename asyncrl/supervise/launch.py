@@ -16,12 +16,12 @@ from pathlib import Path
 from asyncrl.config.tree import Config
 from asyncrl.contract import importing
 from asyncrl.contract.errors import NothingToDo, ProcessLost
-from asyncrl.contract.messages import Status
-from asyncrl.contract.waits import Watchdog, culprit
-from asyncrl.records import lives, rundir
+from asyncrl.contract.messages import RunStatus
+from asyncrl.contract.waits import ProgressWatchdog, blocking_process
+from asyncrl.records import process_log, rundir
 from asyncrl.supervise import scaling
-from asyncrl.supervise.hosts import Maker, Order, Process
-from asyncrl.supervise.hosts.local import Local
+from asyncrl.supervise.hosts import ProcessHandle, ProcessLauncher, ProcessSpec
+from asyncrl.supervise.hosts.local import LocalLauncher
 
 # a process that sends nothing for this long, when the run is overdue, is the one to blame
 SILENT_S = 5.0
@@ -38,12 +38,12 @@ def signal_name(code: int) -> str:
 
 
 @dataclass
-class Child:
+class SupervisedProcess:
     name: str
     argv: list[str]
     threads: int
     restartable: bool
-    process: Process | None = None
+    process: ProcessHandle | None = None
     log: Path = Path()
     restarts: int = 0
     code: int | None = None  # of its exit, 0 when that was no loss; None: it runs
@@ -65,11 +65,11 @@ class Supervisor:
     config: Config
     run_dir: Path
     say: Callable[[str], None]
-    maker: Maker = field(default_factory=Local)
-    children: list[Child] = field(default_factory=list)
+    maker: ProcessLauncher = field(default_factory=LocalLauncher)
+    children: list[SupervisedProcess] = field(default_factory=list)
     interrupts: int = 0
     alone_since: float = 0.0
-    status: Status | None = None
+    status: RunStatus | None = None
     heard: float = 0.0
     looked: float = 0.0
     scale_looked: float = 0.0
@@ -77,7 +77,7 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         settings = self.config.watchdog
-        self.watchdog = Watchdog(settings.multiple, settings.floor_s, settings.startup_s)
+        self.watchdog = ProgressWatchdog(settings.multiple, settings.floor_s, settings.startup_s)
 
     @property
     def end_s(self) -> float:
@@ -93,12 +93,12 @@ class Supervisor:
         scaling.forget(self.run_dir)
         config = self.config
         self.children = [
-            Child("buffer", self.argv("buffer"), 1, config.durability.mode != "memory"),
-            Child("learner", self.argv("learner"), config.learner.threads, True),
+            SupervisedProcess("buffer", self.argv("buffer"), 1, config.durability.mode != "memory"),
+            SupervisedProcess("learner", self.argv("learner"), config.learner.threads, True),
         ]
         self.children += [self.generator(number) for number in range(config.generators)]
-        if config.agent.on:
-            self.children.append(Child("gateway-0", self.argv("gateway", 0), 1, True))
+        if config.agent.uses_sessions:
+            self.children.append(SupervisedProcess("gateway-0", self.argv("gateway", 0), 1, True))
         for child in self.children:
             self.spawn(child)
         self.heard = time.monotonic()
@@ -110,18 +110,22 @@ class Supervisor:
         index = [] if number is None else ["--index", str(number)]
         return [*importing.command("asyncrl.cli"), part, *where, *index]
 
-    def generator(self, number: int) -> Child:
+    def generator(self, number: int) -> SupervisedProcess:
         name = f"generator-{number}"
-        return Child(name, self.argv("generator", number), self.config.generator.threads, True)
+        return SupervisedProcess(
+            name, self.argv("generator", number), self.config.generator.threads, True
+        )
 
-    def spawn(self, child: Child) -> None:
+    def spawn(self, child: SupervisedProcess) -> None:
         child.log = self.logs / f"{child.name}.log"
         if child.process is not None:
             child.process.close()
-        child.process = self.maker.start(Order(child.name, child.argv, child.threads, child.log))
+        child.process = self.maker.start(
+            ProcessSpec(child.name, child.argv, child.threads, child.log)
+        )
         child.code = None
         child.held_up = False
-        child.memory_kills = lives.memory_kills()
+        child.memory_kills = process_log.memory_kills()
 
     # ---- watching --------------------------------------------------------------------------------
 
@@ -134,26 +138,26 @@ class Supervisor:
                 continue
             code = child.process.poll()
             if child.leaving:
-                self.let_go(child, code)
+                self.finish_scale_down(child, code)
             elif code is not None:
                 child.code, child.ended_at = code, time.monotonic()
                 if code != 0 and not self.interrupts:
-                    self.died(child, code)
-        self.look()
+                    self.on_failure(child, code)
+        self.check_progress()
         self.scale()
         self.bring_back()
         if all(c.code == 0 for c in self.children):
             return True
-        if self.ended and not self.interrupts:
+        if self.is_ended and not self.interrupts:
             self.alone_since = self.alone_since or time.monotonic()
-            self.end_late(time.monotonic() - self.alone_since)
+            self.end_remaining(time.monotonic() - self.alone_since)
         return False
 
     def bring_back(self) -> None:
         """Start again what ended well as the run had ended, where the run goes on: its buffer and
         learner were lost after that, and resumed from before it.
         """
-        if self.status is None or self.status.finished or self.ended or self.interrupts:
+        if self.status is None or self.status.finished or self.is_ended or self.interrupts:
             return
         for child in self.children:
             works = child.name.startswith(("generator-", "gateway-"))
@@ -169,7 +173,7 @@ class Supervisor:
         if now - self.scale_looked < SCALE_POLL_S:
             return
         self.scale_looked = now
-        request = scaling.asked(self.run_dir)
+        request = scaling.read_request(self.run_dir)
         if request is None or request.id == self.scaled:
             return
         self.scaled = request.id
@@ -181,9 +185,9 @@ class Supervisor:
         """Start or end generators until there are so many; those of the highest numbers end.
         Returns why not, "" when it is done.
         """
-        if self.ended or self.interrupts:
+        if self.is_ended or self.interrupts:
             return "the run is ending"
-        if (room := self.maker.room()) is not None and generators > room:
+        if (room := self.maker.free_slots()) is not None and generators > room:
             return f"the cluster has places for {room} generators (placement.generator.count)"
         mine = [c for c in self.children if c.name.startswith("generator-") and not c.leaving]
         # also of those that joined by themselves, and of those that are leaving
@@ -206,7 +210,7 @@ class Supervisor:
                 child.process.signal(signal.SIGTERM)
         return ""
 
-    def let_go(self, child: Child, code: int | None) -> None:
+    def finish_scale_down(self, child: SupervisedProcess, code: int | None) -> None:
         """Of a generator that was told to leave: its end is no loss, and it has so long for it."""
         assert child.process is not None
         if code is not None:
@@ -217,13 +221,13 @@ class Supervisor:
             child.process.kill()
 
     @property
-    def ended(self) -> bool:
+    def is_ended(self) -> bool:
         """The buffer has ended well: every step is made and evaluated, and the model was exported
         before the learner said so.
         """
         return any(c.name == "buffer" and c.code == 0 for c in self.children)
 
-    def end_late(self, seconds: float) -> None:
+    def end_remaining(self, seconds: float) -> None:
         """What outlives the buffer by `seconds`: the learner may take its time to close; what is
         started too late to be told has nothing to do.
         """
@@ -236,13 +240,13 @@ class Supervisor:
                 doing = "ending" if patience == self.end_s else "starting"
                 self.say(f"{child.name} was still {doing} when the run had ended")
 
-    def observe(self, status: Status) -> None:
+    def observe(self, status: RunStatus) -> None:
         """The buffer's newest status: what the watchdog knows of the run."""
         self.status = status
         self.heard = time.monotonic()
         self.watchdog.observe(status.progress, status.committed, self.heard)
 
-    def look(self) -> None:
+    def check_progress(self) -> None:
         """End by rule what does not go on: the process that holds the run up is killed, and started
         again while it may be.
         """
@@ -263,11 +267,13 @@ class Supervisor:
         )
         if (held := self.status.held_up if self.status else None) is not None:
             if held.session.bounded and now - self.heard < SILENT_S:
-                self.watchdog.excuse(now)  # no process is to blame, and the session has a deadline
+                self.watchdog.reset_deadline(
+                    now
+                )  # no process is to blame, and the session has a deadline
                 return
-            says += f"; {held.said()}"
+            says += f"; {held.describe()}"
         patience = min(self.watchdog.deadline / 2, SILENT_S)
-        name = culprit(
+        name = blocking_process(
             [n for n in alive if n != "buffer"],
             waits,
             self.status.peers if self.status else {},
@@ -286,19 +292,19 @@ class Supervisor:
         child.process.kill()
         self.watchdog.restart(now)
 
-    def died(self, child: Child, code: int) -> None:
+    def on_failure(self, child: SupervisedProcess, code: int) -> None:
         """A child has ended otherwise than well: no loss at the run's end, started again after a
         crash; raises what it refused, or ProcessLost.
         """
-        if self.ended or (code == NothingToDo.exit_code and child.name != "buffer"):
+        if self.is_ended or (code == NothingToDo.exit_code and child.name != "buffer"):
             child.code = 0  # the run is over, as it knows or as its buffer does
             self.say(f"{child.name} ended ({signal_name(code)}) when the run was over")
             return
         assert child.process is not None
-        refused = child.process.refused()
+        refused = child.process.read_refusal()
         last = child.process.tail(20)
         if refused is None:
-            lives.note(
+            process_log.append_event(
                 self.run_dir,
                 child.name,
                 child.process.pid,
@@ -323,11 +329,11 @@ class Supervisor:
         )
         self.spawn(child)
 
-    def cause(self, child: Child, code: int) -> str:
+    def cause(self, child: SupervisedProcess, code: int) -> str:
         """Of a death by SIGKILL that may have been for want of memory, in brackets; else empty."""
-        if code not in (-signal.SIGKILL, lives.RANK_LOST) or child.held_up:
+        if code not in (-signal.SIGKILL, process_log.RANK_LOST) or child.held_up:
             return ""
-        before, now = child.memory_kills, lives.memory_kills()
+        before, now = child.memory_kills, process_log.memory_kills()
         if before and before == now:
             return ""
         why = "killed for want of memory"
@@ -367,7 +373,7 @@ class Supervisor:
                     time.sleep(0.02)
                 child.code = code
                 if code < 0:
-                    lives.note(
+                    process_log.append_event(
                         self.run_dir,
                         child.name,
                         child.process.pid,

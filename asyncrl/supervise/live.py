@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from asyncrl.contract.errors import PeerUnreachable
-from asyncrl.contract.messages import Status, Watch
+from asyncrl.contract.messages import RunStatus, StatusRequest
 from asyncrl.contract.printable import LONGEST_LINE, escape_line
-from asyncrl.records.signs import HELD_UP, calls_explain
+from asyncrl.records.health_checks import HELD_UP, calls_explain
 from asyncrl.transport.sockets import PeerSocket
 
 PLAIN_S = 10.0
@@ -25,7 +25,7 @@ SLOW_ACK_S = 1.0  # from a delivery to its acknowledgement: a buffer that is nea
 PACE_BATCHES = 20
 
 
-def said(socket: PeerSocket, timeout: float) -> object:
+def receive_reply(socket: PeerSocket, timeout: float) -> object:
     """What came within `timeout` seconds.  A buffer that says what cannot be, again and again, is
     one that does not answer: whoever only looks does not end with it.
     """
@@ -36,18 +36,18 @@ def said(socket: PeerSocket, timeout: float) -> object:
         return None
 
 
-def ask(address: str, curve_dir: str, timeout: float) -> Status | None:
+def ask(address: str, curve_dir: str, timeout: float) -> RunStatus | None:
     """The buffer's status, or None when nobody answers in time."""
     socket = PeerSocket(address, curve_dir)
     try:
-        socket.send(Watch())
-        reply = said(socket, timeout)
-        return reply if isinstance(reply, Status) else None
+        socket.send(StatusRequest())
+        reply = receive_reply(socket, timeout)
+        return reply if isinstance(reply, RunStatus) else None
     finally:
         socket.close()
 
 
-class Pace:
+class ProgressPace:
     """How long the rest of a run takes, by its last batches.
 
     >>> pace = Pace()
@@ -64,7 +64,7 @@ class Pace:
         if not self.commits or committed > self.commits[-1][1]:
             self.commits.append((now, committed))
 
-    def left(self, steps: int, now: float) -> float | None:
+    def seconds_left(self, steps: int, now: float) -> float | None:
         """Seconds until `steps` batches are committed; None before there are two to go by.  A batch
         that takes long counts while it lasts.
         """
@@ -111,7 +111,7 @@ def rewards(metrics: Mapping[str, float]) -> str:
     )
 
 
-def link(metrics: Mapping[str, float]) -> str:
+def describe_slow_link(metrics: Mapping[str, float]) -> str:
     """That the way between the generators and the others holds the run up, by its last step; ""
     while it does not.
 
@@ -134,7 +134,7 @@ def link(metrics: Mapping[str, float]) -> str:
     return "the link holds " + "; the link holds ".join(slow) if slow else ""
 
 
-def unused(ledger: Mapping[str, Mapping[str, float]]) -> str:
+def describe_unused_tokens(ledger: Mapping[str, Mapping[str, float]]) -> str:
     """Of the tokens of trained batches, those that moved nothing; "" while they are few.
 
     >>> ledger = {"trained": {"tokens": 60.0}, "skipped": {"tokens": 30.0}}
@@ -165,10 +165,10 @@ def limit(metrics: Mapping[str, float]) -> str:
     if "limit/now" not in metrics:
         return ""
     now = f"limit {metrics['limit/now']:.0f}"
-    return f"{now} ({moved(metrics)})" if "limit/before" in metrics else now
+    return f"{now} ({describe_limit_change(metrics)})" if "limit/before" in metrics else now
 
 
-def moved(metrics: Mapping[str, float]) -> str:
+def describe_limit_change(metrics: Mapping[str, float]) -> str:
     """What moved the limit at a step that has `limit/before`."""
     return (
         f"was {metrics['limit/before']:.0f}: ESS {metrics['limit/ess']:.2f}, learner idle "
@@ -176,7 +176,7 @@ def moved(metrics: Mapping[str, float]) -> str:
     )
 
 
-def line(status: Status, left: float | None = None) -> str:
+def status_line(status: RunStatus, left: float | None = None) -> str:
     """One line: progress, seconds left if known, accuracy, speed of both sides, lag, who waits."""
     metrics = status.metrics
 
@@ -189,11 +189,11 @@ def line(status: Status, left: float | None = None) -> str:
     ]
     held = [f"{who} waits {age:.0f} s for {what}" for who, what, _, age in waiting if age > 1]
     holds = (
-        [escape_line(status.held_up.said(), LONGEST_LINE)]
+        [escape_line(status.held_up.describe(), LONGEST_LINE)]
         if status.held_up is not None and held
         else []
     )
-    slow = rewards(metrics), link(metrics), unused(status.ledger)
+    slow = rewards(metrics), describe_slow_link(metrics), describe_unused_tokens(status.ledger)
     waits = "; ".join(filter(None, (*slow, *holds, *held)))
     return (
         f"step {status.committed}/{status.steps}{rest}  reward {show('reward/mean', '.3f')}  "
@@ -206,7 +206,7 @@ def line(status: Status, left: float | None = None) -> str:
     )
 
 
-def table(status: Status, left: float | None = None) -> Any:
+def table(status: RunStatus, left: float | None = None) -> Any:
     """The terminal's view, with the seconds left if known; the learner and what matters most come
     first, because short windows cut the bottom.
     """
@@ -274,10 +274,10 @@ def table(status: Status, left: float | None = None) -> Any:
     )
     if said := limit(metrics):
         grid.add_row("limit", "", said)
-    if said := unused(status.ledger):
+    if said := describe_unused_tokens(status.ledger):
         grid.add_row("not used", "", said)
     if status.held_up is not None:
-        grid.add_row("held up", "", Text(escape_line(status.held_up.said(), LONGEST_LINE)))
+        grid.add_row("held up", "", Text(escape_line(status.held_up.describe(), LONGEST_LINE)))
     for who, what, on, age in status.waits:
         grid.add_row(
             "waits",
@@ -291,7 +291,7 @@ def follow(
     address: str,
     curve_dir: str,
     tick: Callable[[], bool],
-    observe: Callable[[Status], None] = lambda _: None,
+    observe: Callable[[RunStatus], None] = lambda _: None,
 ) -> None:
     """Show the run until `tick` (called about 20 times a second) says that it is over."""
     socket = PeerSocket(address, curve_dir)
@@ -306,27 +306,31 @@ def follow(
     asked = 0.0
     shown = time.monotonic()
     newest = None
-    pace = Pace()
+    pace = ProgressPace()
     try:
         while not tick():
             now = time.monotonic()
             if now - asked > LIVE_S:
                 asked = now
-                socket.send(Watch())
-            reply = said(socket, 0.05)
-            if isinstance(reply, Status):
+                socket.send(StatusRequest())
+            reply = receive_reply(socket, 0.05)
+            if isinstance(reply, RunStatus):
                 newest = reply
                 pace.observe(reply.committed, now)
                 observe(reply)
             if newest is None:
                 continue
             if live is not None and reply is not None:
-                live.update(table(newest, pace.left(newest.steps, now)), refresh=True)
+                live.update(table(newest, pace.seconds_left(newest.steps, now)), refresh=True)
             elif live is None and now - shown > PLAIN_S:
                 shown = now
-                print(line(newest, pace.left(newest.steps, now)), file=sys.stderr, flush=True)
+                print(
+                    status_line(newest, pace.seconds_left(newest.steps, now)),
+                    file=sys.stderr,
+                    flush=True,
+                )
         if newest is not None and live is None:
-            print(line(newest), file=sys.stderr, flush=True)
+            print(status_line(newest), file=sys.stderr, flush=True)
     finally:
         if live is not None:
             live.stop()

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import tomli_w
 
-from asyncrl.config import load, shipped
+from asyncrl.config import bundled_configs, load
 from asyncrl.config.tree import Config
 from asyncrl.contract import errors, importing
 from asyncrl.contract.errors import AsyncrlError, ConfigError
@@ -31,14 +31,14 @@ KINDS: dict[int, type[AsyncrlError]] = {
         errors.ConfigError,
         errors.ProcessLost,
         errors.PeerUnreachable,
-        errors.Damaged,
+        errors.DamagedDataError,
         errors.NothingToDo,
-        errors.TakenOver,
+        errors.BufferTakenOver,
     )
 }
 
 
-class Series(msgspec.Struct, frozen=True, eq=False):
+class MetricSeries(msgspec.Struct, frozen=True, eq=False):
     """One metric, in the order in which it was measured; its unit is in docs/metrics.md."""
 
     steps: np.ndarray  # int64 [n]: batches committed when it was measured
@@ -51,7 +51,7 @@ class LoadedRun(msgspec.Struct, frozen=True, eq=False):
 
     path: Path
     config: Config
-    metrics: dict[str, Series]  # by name; what is no single number (a histogram) is left out
+    metrics: dict[str, MetricSeries]  # by name; what is no single number (a histogram) is left out
     samples: list[dict[str, Any]]  # rows of samples.jsonl: a few answers of the run, with rewards
     ledger: dict[str, int]  # tokens: `generated`, and where each of them ended
     summary: dict[str, Any]  # as `asyncrl run --json` prints it; `partial` is in it before the end
@@ -84,7 +84,7 @@ def load_run(path: str | Path) -> LoadedRun:
     )
 
 
-def series(rows: Sequence[Mapping[str, Any]]) -> dict[str, Series]:
+def series(rows: Sequence[Mapping[str, Any]]) -> dict[str, MetricSeries]:
     """Rows of metrics.jsonl, by metric.
 
     >>> series([{"step": 1, "t": 0.5, "a": 2.0}, {"step": 2, "t": 1.5, "a": 3.0}])["a"].values
@@ -99,7 +99,7 @@ def series(rows: Sequence[Mapping[str, Any]]) -> dict[str, Series]:
     out = {}
     for name, many in found.items():
         steps, seconds, values = zip(*many, strict=True)
-        out[name] = Series(
+        out[name] = MetricSeries(
             np.array(steps, np.int64), np.array(seconds, np.float64), np.array(values, np.float64)
         )
     return out
@@ -148,7 +148,7 @@ def _toml(config: Mapping[str, Any] | Config) -> str:
     """A config or a raw table as a file that says the same from anywhere."""
     if isinstance(config, Config):
         return load.dump(config)
-    return tomli_w.dumps(shipped.placed(dict(config), Path.cwd()))
+    return tomli_w.dumps(bundled_configs.substitute_here(dict(config), Path.cwd()))
 
 
 def _last_object(text: str) -> dict[str, Any]:

@@ -87,7 +87,7 @@ class Subject:
 
         if not (self.path / "config.json").is_file():
             raise NotYet("once the model is built")
-        return model_check.text(model_check.settings(self.path, "model.path"))
+        return model_check.language_config(model_check.settings(self.path, "model.path"))
 
     @cached_property
     def parameters(self) -> int:
@@ -202,7 +202,7 @@ def is_own_models_folder(config: Config) -> bool:
 def no_model_at(config: Config) -> str:
     """Why there is no model at `model.path`, and what to do."""
     path = config.model.path
-    if why := fetch.not_fetched(path):
+    if why := fetch.missing_model_hint(path):
         return f"model.path: {why}"
     folder, _, name = path.partition("/")
     if HUB_NAME.fullmatch(path) and folder != "models" and not Path(folder).exists():
@@ -265,7 +265,8 @@ def template_there(subject: Subject) -> str:
         raise ConfigError(f"agent.tools: the tokenizer in {subject.path} has no chat template")
     if agent.http:
         raise Doubt(
-            f"the tokenizer in {subject.path} has no chat template: {agent.named} can ask for "
+            f"the tokenizer in {subject.path} has no chat template: "
+            f"{agent.source_name} can ask for "
             "completions of text alone; put a chat_template.jinja there for chat calls"
         )
     return "none, and none is needed for prompts of text"
@@ -301,17 +302,17 @@ def prompts_fit(subject: Subject) -> str:
 
 def reward_called(subject: Subject) -> str:
     """The reward of a right answer, where the prompt has one, or of an empty one."""
-    from actors.rewards import judge_all, named
+    from actors.rewards import judge_all, judge_name
 
     config = subject.config
     reward_imports(subject)
-    if config.agent.on:
-        return f"{config.agent.named} pays"
+    if config.agent.uses_sessions:
+        return f"{config.agent.source_name} pays"
     if config.reward.judge.url:
-        return f"{named(config.reward)}: not asked, as a request may cost"
+        return f"{judge_name(config.reward)}: not asked, as a request may cost"
     prompt = subject.task.prompt("train", 0, config.seed)
     asked = [(prompt, prompt.answer, [0])]
-    name = named(config.reward) if config.reward.apart else "the task's own"
+    name = judge_name(config.reward) if config.reward.uses_reward_processes else "the task's own"
     (result,) = judge_all(config, subject.task, asked)
     if result.failed:
         raise ConfigError(f"{name}: {result.failed}")
@@ -371,7 +372,7 @@ def reward_imports(subject: Subject) -> None:
     config = subject.config
     if config.reward.function and ":" not in config.reward.function:
         raise ConfigError(f"reward.function: {config.reward.function} is not module:function")
-    if config.reward.apart:
+    if config.reward.uses_reward_processes:
         check(config)
 
 

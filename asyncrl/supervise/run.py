@@ -17,14 +17,14 @@ from asyncrl.config import load, rules
 from asyncrl.config.tree import Config
 from asyncrl.contract import importing
 from asyncrl.contract.errors import AsyncrlError, ConfigError, NothingToDo
-from asyncrl.contract.messages import Status
-from asyncrl.records import atomic_write, lives, metrics, rundir, signs, stream, trace
+from asyncrl.contract.messages import RunStatus
+from asyncrl.records import atomic_write, health_checks, metrics, process_log, rundir, stream, trace
 from asyncrl.supervise import live, run_page
-from asyncrl.supervise.hosts import Maker
-from asyncrl.supervise.hosts.local import Local
+from asyncrl.supervise.hosts import ProcessLauncher
+from asyncrl.supervise.hosts.local import LocalLauncher
 from asyncrl.supervise.launch import Supervisor
 from asyncrl.supervise.preflight import located, preflight, say
-from asyncrl.supervise.summary import about, task_signs
+from asyncrl.supervise.summary import run_facts, task_signs
 from asyncrl.supervise.summary import write as summarise
 
 FIXED_ON_RESUME = (
@@ -38,7 +38,7 @@ FIXED_ON_RESUME = (
 )
 
 
-class Watcher:
+class HealthWatcher:
     """Says each sign that a run goes wrong once, while it goes on.
 
     It reads the whole of metrics.jsonl when the run has grown by a quarter, so all its readings
@@ -46,43 +46,43 @@ class Watcher:
     """
 
     def __init__(
-        self, run_dir: Path, say: Callable[[str], None], about: signs.About | None = None
+        self, run_dir: Path, say: Callable[[str], None], about: health_checks.RunFacts | None = None
     ) -> None:
         self.run_dir = run_dir
         self.say = say
         self.about = about
         self.said: set[str] = set()
-        self.next = signs.LEAST
+        self.next = health_checks.LEAST
         self.latest: dict[str, float] = {}  # the newest of each measure of the mismatch
         # what was new of them, one look after the other
         self.measured: list[Mapping[str, float]] = []
 
-    def tell(self, found: Sequence[signs.Sign]) -> None:
+    def report(self, found: Sequence[health_checks.HealthFinding]) -> None:
         for sign in found:
             if sign.name not in self.said:
                 self.said.add(sign.name)
-                self.say(f"note: {sign.line()}")
+                self.say(f"note: {sign.as_line()}")
 
-    def look(self, committed: int, latest: Mapping[str, float] = {}) -> None:
+    def check(self, committed: int, latest: Mapping[str, float] = {}) -> None:
         """After `committed` batches of the run.
 
         latest: the newest value of each metric, of whatever batch; it tells of an engine that
         differs in the first batch already."""
-        for rule in (signs.refused_messages, signs.batches_set_aside):
+        for rule in (health_checks.refused_messages, health_checks.batches_set_aside):
             if found := rule([latest]):
-                self.tell([found])
-        now = {n: latest[n] for n in signs.MISMATCHES if n in latest}
+                self.report([found])
+        now = {n: latest[n] for n in health_checks.MISMATCHES if n in latest}
         new = {n: x for n, x in now.items() if x != self.latest.get(n)}
         self.latest |= now
         if self.about is not None and new:
             ratios = {n: latest[n] for n in ("is/chi2", "is/ratio_max") if n in latest}
-            self.measured = [*self.measured[-signs.WINDOW :], new | ratios]
-            for check in (signs.engine_mismatch, signs.truncated_sampling):
+            self.measured = [*self.measured[-health_checks.WINDOW :], new | ratios]
+            for check in (health_checks.engine_mismatch, health_checks.truncated_sampling):
                 if found := check(self.measured, self.about):
-                    self.tell([found])
+                    self.report([found])
         if committed >= self.next:
             self.next = max(committed + 1, committed * 5 // 4)
-            self.tell(signs.signs(metrics.read(self.run_dir), self.about))
+            self.report(health_checks.signs(metrics.read(self.run_dir), self.about))
 
 
 def resolve_resume(run_dir: Path, sets: Sequence[str]) -> Config:
@@ -112,20 +112,20 @@ def resolve_resume(run_dir: Path, sets: Sequence[str]) -> Config:
     return config
 
 
-def removed(run_dir: Path) -> AsyncrlError:
+def directory_removed_error(run_dir: Path) -> AsyncrlError:
     return AsyncrlError(
         f"{run_dir} was removed or moved while the run went on; what it had written is where it "
         "went, and the run has ended"
     )
 
 
-def supervise(config: Config, run_dir: Path, watcher: Watcher, maker: Maker) -> int:
+def supervise(config: Config, run_dir: Path, watcher: HealthWatcher, maker: ProcessLauncher) -> int:
     """Run all processes to their end; 130 when interrupted.  Raises what ended the run
     otherwise.
     """
-    lock = rundir.Lock(run_dir)
-    outside = rundir.outside(run_dir)
-    lives.note(run_dir, "supervisor", os.getpid(), "began")
+    lock = rundir.RunLock(run_dir)
+    outside = rundir.outside_directories(run_dir)
+    process_log.append_event(run_dir, "supervisor", os.getpid(), "began")
     supervisor = Supervisor(config, run_dir, say, maker)
     sweeper = subprocess.Popen(
         importing.command("asyncrl.supervise.cleanup", str(run_dir)),
@@ -142,11 +142,11 @@ def supervise(config: Config, run_dir: Path, watcher: Watcher, maker: Maker) -> 
             else "stopping now"
         )
 
-    def observe(status: Status) -> None:
+    def observe(status: RunStatus) -> None:
         supervisor.observe(status)
         if not (run_dir / "config.toml").exists():
-            raise removed(run_dir)
-        watcher.look(status.committed, status.metrics)
+            raise directory_removed_error(run_dir)
+        watcher.check(status.committed, status.metrics)
 
     previous = {s: signal.signal(s, interrupt) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -163,7 +163,7 @@ def supervise(config: Config, run_dir: Path, watcher: Watcher, maker: Maker) -> 
     except (AsyncrlError, OSError) as error:
         # whichever process met that first, in whatever words
         if not (run_dir / "config.toml").exists():
-            raise removed(run_dir) from error
+            raise directory_removed_error(run_dir) from error
         raise
     finally:
         supervisor.end(gently=False)
@@ -174,7 +174,7 @@ def supervise(config: Config, run_dir: Path, watcher: Watcher, maker: Maker) -> 
         sweeper.communicate()
 
 
-def within(summary: Mapping[str, Any]) -> str:
+def accuracy_interval(summary: Mapping[str, Any]) -> str:
     """How sure the last held-out accuracy is, over prompts."""
     sure = summary.get("certainty", {}).get("heldout")
     return f" +-{sure['half']:.3f} (n = {sure['n']:,})" if sure else ""
@@ -187,25 +187,25 @@ def run(
     run, this machine or `ray[://ADDRESS]`.
     """
     if on == "local":
-        return run_by(config, run_dir, Local(), resume=resume)
+        return run_with_launcher(config, run_dir, LocalLauncher(), resume=resume)
     from asyncrl.supervise.hosts import on_ray
 
     run_dir = run_dir.resolve()
-    config = on_ray.fitting(config)
-    with on_ray.placed(config, run_dir, on, say) as (config, maker):
-        return run_by(config, run_dir, maker, resume=resume)
+    config = on_ray.cluster_config(config)
+    with on_ray.placed_on_cluster(config, run_dir, on, say) as (config, maker):
+        return run_with_launcher(config, run_dir, maker, resume=resume)
 
 
-def run_by(
-    config: Config, run_dir: Path, maker: Maker, *, resume: bool
+def run_with_launcher(
+    config: Config, run_dir: Path, maker: ProcessLauncher, *, resume: bool
 ) -> tuple[int, dict[str, Any]]:
     """The same, by the processes of `maker`."""
     for warning in rules.warnings(config):
         say(f"note: {warning}")
     config = located(config)
     preflight(config)
-    watcher = Watcher(run_dir, say, about(config))
-    watcher.tell(task_signs(config))
+    watcher = HealthWatcher(run_dir, say, run_facts(config))
+    watcher.report(task_signs(config))
     if not resume:
         rundir.prepare(config, load.dump(config), run_dir)
     say(
@@ -213,14 +213,14 @@ def run_by(
         f"{config.learner.groups} x {config.learner.group_size}"
     )
     began = time.monotonic()
-    if resume and rundir.ended(run_dir, config.learner.steps):
+    if resume and rundir.is_finished(run_dir, config.learner.steps):
         say("all its steps are made: what was missing is its summary")
         return 0, conclude(config, run_dir, 0, began)
     try:
         code = supervise(config, run_dir, watcher, maker)
     except BaseException as error:
         why = str(error) if isinstance(error, AsyncrlError) else f"{type(error).__name__}: {error}"
-        lives.note(
+        process_log.append_event(
             run_dir,
             "supervisor",
             os.getpid(),
@@ -230,7 +230,7 @@ def run_by(
         )
         account(run_dir)
         raise
-    lives.note(run_dir, "supervisor", os.getpid(), "ended", code=code, why="")
+    process_log.append_event(run_dir, "supervisor", os.getpid(), "ended", code=code, why="")
     if code and not (run_dir / "buffer_summary.json").exists():
         trace.merge(run_dir)
         say(f"stopped at once, without a summary; go on with: asyncrl run --resume {run_dir}")
@@ -243,7 +243,7 @@ def conclude(
     run_dir: Path,
     code: int,
     began: float | None = None,
-    watcher: Watcher | None = None,
+    watcher: HealthWatcher | None = None,
 ) -> dict[str, Any]:
     """The end of a run whose buffer has written its summary: timeline, summary, report, and what to
     do next.  Returns the summary.
@@ -252,14 +252,15 @@ def conclude(
     saw it; watcher: what was said already."""
     trace.merge(run_dir)
     found = summarise(config, run_dir)
-    (watcher or Watcher(run_dir, say, about(config))).tell(
-        [signs.Sign(**s) for s in found["signs"]]
+    (watcher or HealthWatcher(run_dir, say, run_facts(config))).report(
+        [health_checks.HealthFinding(**s) for s in found["signs"]]
     )
     run_page.write(run_dir)
     in_all = "" if began is None else f" ({time.monotonic() - began:.0f} s in all)"
     say(
-        f"{run_dir}: held-out {_show(found['heldout_start'])} -> "
-        f"{_show(found['heldout_end'])}{within(found)} in {found['wall_s']:.0f} s of RL{in_all}, "
+        f"{run_dir}: held-out {_format_accuracy(found['heldout_start'])} -> "
+        f"{_format_accuracy(found['heldout_end'])}{accuracy_interval(found)} in "
+        f"{found['wall_s']:.0f} s of RL{in_all}, "
         f"mean lag {found['lag']['mean']:.2f}"
     )
     if config.record.stream:
@@ -293,13 +294,13 @@ def account(run_dir: Path) -> None:
         )
 
 
-def close_up(life: lives.Life) -> None:
+def close_up(life: process_log.ProcessIncarnation) -> None:
     """The last process of a run that nobody supervises ends it as a supervisor does, once; the
     others leave that to it.
     """
     run_dir = life.run_dir
     try:
-        lock = rundir.Lock(run_dir)
+        lock = rundir.RunLock(run_dir)
     except ConfigError:
         return  # a supervisor ends it
     try:
@@ -308,7 +309,7 @@ def close_up(life: lives.Life) -> None:
             return
         if not (run_dir / "summary.json").exists():
             config = load.load(run_dir / "config.toml")
-            conclude(config, run_dir, 0 if rundir.ended(run_dir, config.learner.steps) else 1)
+            conclude(config, run_dir, 0 if rundir.is_finished(run_dir, config.learner.steps) else 1)
         rundir.clean(run_dir)
     except (AsyncrlError, OSError) as error:
         say(
@@ -320,5 +321,5 @@ def close_up(life: lives.Life) -> None:
         lock.close()
 
 
-def _show(accuracy: float | None) -> str:
+def _format_accuracy(accuracy: float | None) -> str:
     return "-" if accuracy is None else f"{accuracy:.3f}"

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
-from asyncrl.records import atomic_write, jsonl, lives, metrics, page_kit, trace
+from asyncrl.records import atomic_write, jsonl, metrics, page_kit, process_log, trace
+from asyncrl.records.health_checks import interval
 from asyncrl.records.metrics import BUCKETS
-from asyncrl.records.signs import interval
-from asyncrl.supervise.live import moved
+from asyncrl.supervise.live import describe_limit_change
 
 TIMELINE_S = 3.0  # of the run that the timeline shows; with long steps, so many of them
 STEPS_SHOWN = 4
@@ -36,7 +36,7 @@ Points = list[tuple[float, float]]
 MOVES = 8  # of the limit, told in words; all of them are in the plot
 
 
-class Lines(NamedTuple):
+class MetricPlot(NamedTuple):
     """A plot of metrics over the run: (metric, label) of each line, over versions ("step") or over
     seconds of RL ("t").
     """
@@ -48,7 +48,7 @@ class Lines(NamedTuple):
     moving: bool = False  # no plot where every value of it is the same: it is off
 
 
-ACCURACY = Lines(
+ACCURACY = MetricPlot(
     "Accuracy",
     "mean reward",
     (
@@ -59,7 +59,7 @@ ACCURACY = Lines(
 )
 # Below the accuracy and the lags, in this order.
 LINES = (
-    Lines(
+    MetricPlot(
         "Lag over time",
         "versions",
         (
@@ -70,7 +70,7 @@ LINES = (
             ("limit/now", "limit of new tickets"),
         ),
     ),
-    Lines(
+    MetricPlot(
         "KL: behaviour, learner's start, target",
         "nats a token (k3)",
         (
@@ -82,7 +82,7 @@ LINES = (
             ("kl/target_ref_k3", "target to reference"),
         ),
     ),
-    Lines(
+    MetricPlot(
         "Log ratio to the behaviour policy, in three parts",
         "nats a token (k3)",
         (
@@ -91,7 +91,7 @@ LINES = (
             ("split/update_k3", "update"),
         ),
     ),
-    Lines(
+    MetricPlot(
         "Effective sample size",
         "share",
         (
@@ -102,23 +102,23 @@ LINES = (
             ("clip/share", "clipped"),
         ),
     ),
-    Lines(
+    MetricPlot(
         "Effective sample size by lag",
         "share, at the learner's start",
         tuple((f"by_lag/ess_{bucket}", f"lag {bucket}") for bucket in BUCKETS),
     ),
-    Lines(
+    MetricPlot(
         "KL of the behavior policy to the learner's start by lag",
         "nats a token (k3)",
         tuple((f"by_lag/k3_{bucket}", f"lag {bucket}") for bucket in BUCKETS),
     ),
-    Lines(
+    MetricPlot(
         "KL that early stopping last measured in a batch",
         "nats a token",
         (("optim/stop_kl", "KL"),),
         moving=True,
     ),
-    Lines(
+    MetricPlot(
         "Reshape",
         "gamma; nats^2",
         (
@@ -127,13 +127,13 @@ LINES = (
             ("reshape/sigma2", "sigma2, variance of log w"),
         ),
     ),
-    Lines(
+    MetricPlot(
         "Learning-rate scale",
         "share of learner.lr",
         (("optim/lr_scale", "of the batch's last step"),),
         moving=True,
     ),
-    Lines(
+    MetricPlot(
         "Entropy",
         "nats a token",
         (
@@ -141,7 +141,7 @@ LINES = (
             ("policy/behavior_nll", "behaviour's own surprise"),
         ),
     ),
-    Lines(
+    MetricPlot(
         "Answer length",
         "tokens",
         (
@@ -149,12 +149,12 @@ LINES = (
             ("eval/heldout_length", "held-out"),
         ),
     ),
-    Lines(
+    MetricPlot(
         "Gradient norm",
         "before clipping",
         (("optim/grad_norm", "gradient norm"),),
     ),
-    Lines(
+    MetricPlot(
         "Throughput",
         "tokens a second",
         (
@@ -163,7 +163,7 @@ LINES = (
         ),
         axis="t",
     ),
-    Lines(
+    MetricPlot(
         "Idle share",
         "of each side's time",
         (
@@ -175,7 +175,7 @@ LINES = (
     ),
 )
 # Only where a judge is asked.
-JUDGE = Lines(
+JUDGE = MetricPlot(
     "Judge, so far",
     "count",
     (
@@ -208,7 +208,7 @@ def _figure(title: str, unit: str) -> Any:
     return figure
 
 
-def _lines(rows: list[dict[str, Any]], lines: Lines) -> Any:
+def _lines(rows: list[dict[str, Any]], lines: MetricPlot) -> Any:
     figure = _figure(lines.title, lines.unit)
     for label, points in _curves(rows, lines):
         figure.add_scatter(
@@ -218,13 +218,15 @@ def _lines(rows: list[dict[str, Any]], lines: Lines) -> Any:
     return figure
 
 
-def _curves(rows: Sequence[Mapping[str, Any]], lines: Lines) -> list[tuple[str, Points]]:
+def _curves(rows: Sequence[Mapping[str, Any]], lines: MetricPlot) -> list[tuple[str, Points]]:
     """(label, points) of each line that the run has; what is the same throughout is one line with
     both names, as start and target are with one update a batch."""
     curves: list[tuple[str, Points]] = []
     for name, label in lines.series:
         points = [(float(r[lines.axis]), float(r[name])) for r in rows if name in r]
-        twin = next((i for i, (_, other) in enumerate(curves) if _same(points, other)), None)
+        twin = next(
+            (i for i, (_, other) in enumerate(curves) if _are_equal_curves(points, other)), None
+        )
         if twin is not None:
             curves[twin] = (f"{curves[twin][0]} = {label}", points)
         elif points:
@@ -232,7 +234,7 @@ def _curves(rows: Sequence[Mapping[str, Any]], lines: Lines) -> list[tuple[str, 
     return curves
 
 
-def _same(one: Points, other: Points) -> bool:
+def _are_equal_curves(one: Points, other: Points) -> bool:
     """Are two curves equal, but for rounding?"""
     return len(one) == len(other) > 0 and all(
         a[0] == b[0] and math.isclose(a[1], b[1], rel_tol=1e-6, abs_tol=1e-12)
@@ -240,7 +242,7 @@ def _same(one: Points, other: Points) -> bool:
     )
 
 
-def _drawn(rows: Sequence[Mapping[str, Any]], lines: Lines) -> bool:
+def _has_data(rows: Sequence[Mapping[str, Any]], lines: MetricPlot) -> bool:
     """Does the run have anything of it?  What is switched off has no empty plot."""
     values = [row[name] for name, _ in lines.series for row in rows if name in row]
     return len(set(values)) > 1 if lines.moving else bool(values)
@@ -315,7 +317,7 @@ def _plots(rows: list[dict[str, Any]], summary: dict[str, Any]) -> list[Any]:
     return [
         accuracy,
         _histogram(summary["lag_histogram"]),
-        *(_lines(rows, lines) for lines in LINES if _drawn(rows, lines)),
+        *(_lines(rows, lines) for lines in LINES if _has_data(rows, lines)),
         *([_lines(rows, JUDGE)] if summary.get("judge") else []),
     ]
 
@@ -409,7 +411,7 @@ def _cards(
             "largest lag / limit",
             f"{summary['lag']['max']} / {summary['lag']['limit']}",
             "lag-max",
-            moves(rows),
+            describe_limit_moves(rows),
         ),
         ("generated", f"{summary['speed']['generator_tokens_per_s']:,.0f} tok/s", "gen", ""),
         ("trained", f"{summary['speed']['learner_tokens_per_s']:,.0f} tok/s", "learn", ""),
@@ -423,7 +425,7 @@ def _cards(
     ]
 
 
-def moves(rows: Sequence[Mapping[str, Any]]) -> str:
+def describe_limit_moves(rows: Sequence[Mapping[str, Any]]) -> str:
     """Where a limit that sets itself was moved, and by what; the last ones, "" where it was not.
 
     >>> row = {"step": 9, "limit/now": 2.0, "limit/before": 1.0, "limit/ess": 0.9}
@@ -431,7 +433,7 @@ def moves(rows: Sequence[Mapping[str, Any]]) -> str:
     'limit from step 9 on 2 (was 1: ESS 0.90, learner idle 25%)'
     """
     said = [
-        f"from step {row['step']} on {row['limit/now']:.0f} ({moved(row)})"
+        f"from step {row['step']} on {row['limit/now']:.0f} ({describe_limit_change(row)})"
         for row in rows
         if "limit/before" in row
     ]
@@ -459,7 +461,7 @@ def _ledger(summary: dict[str, Any]) -> list[tuple[str, ...]]:
     return rows
 
 
-def by_length(summary: dict[str, Any]) -> list[tuple[str, ...]]:
+def ledger_by_length(summary: dict[str, Any]) -> list[tuple[str, ...]]:
     """A head, then a row for each length of answers: its tokens, and the share of them that ended
     in each line that is not empty.
 
@@ -494,13 +496,13 @@ def _text(path: Path) -> str:
     return path.read_text(errors="replace").strip() if path.is_file() else "unknown"
 
 
-def unfinished(config: Config, run_dir: Path, summary: dict[str, Any]) -> list[str]:
+def unfinished_notes(config: Config, run_dir: Path, summary: dict[str, Any]) -> list[str]:
     """What a reader must know of a run that has not made all its steps; nothing of one that has."""
     if summary["steps"] >= config.learner.steps and not summary.get("partial"):
         return []
     said = [
         f"Not finished: {summary['steps']} of {config.learner.steps} steps.",
-        *(lives.end_of(row) for row in lives.ends(run_dir)),
+        *(process_log.end_of(row) for row in process_log.failed_ends(run_dir)),
     ]
     return said + ([summary["partial"]] if summary.get("partial") else [])
 
@@ -535,7 +537,7 @@ def write(run_dir: Path) -> Path:
         "run.html",
         name=run_dir.name,
         subtitle=f"commit {commit[:12]} · {command}",
-        unfinished=unfinished(config, run_dir, summary),
+        unfinished=unfinished_notes(config, run_dir, summary),
         library=page_kit.library(),
         signs=summary.get("signs", []),
         cards=_cards(summary, rows),
@@ -543,7 +545,7 @@ def write(run_dir: Path) -> Path:
         timeline=page_kit.plot(timeline),
         seconds=f"{seconds:.3g}",
         ledger=_ledger(summary),
-        by_length=by_length(summary),
+        by_length=ledger_by_length(summary),
         samples=[*samples[:4], *samples[-8:]],
         config=(run_dir / "config.toml").read_text(),
         summary_json=page_kit.embedded(summary),

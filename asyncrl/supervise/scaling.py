@@ -16,28 +16,28 @@ from pathlib import Path
 from typing import NamedTuple
 
 from asyncrl.contract.errors import AsyncrlError, ConfigError, PeerUnreachable
-from asyncrl.records import atomic_write, lives
+from asyncrl.records import atomic_write, process_log
 
 POLL_S = 0.1
 MOST = 4096  # generators; names of them that a buffer knows (buffer/sessions.py)
 
 
-class Request(NamedTuple):
+class ScaleRequest(NamedTuple):
     id: str
     generators: int
 
 
-def asked(run_dir: Path) -> Request | None:
+def read_request(run_dir: Path) -> ScaleRequest | None:
     """The newest request; None when there is none that can be read."""
     try:
         raw = json.loads((run_dir / "scale.asked").read_text())
-        found = Request(str(raw["id"]), int(raw["generators"]))
+        found = ScaleRequest(str(raw["id"]), int(raw["generators"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return found if 1 <= found.generators <= MOST else None
 
 
-def answer(run_dir: Path, request: Request, generators: int, error: str = "") -> None:
+def answer(run_dir: Path, request: ScaleRequest, generators: int, error: str = "") -> None:
     """Say what became of it.  A directory that cannot be written leaves the asker waiting, no
     more.
     """
@@ -62,12 +62,12 @@ def ask(run_dir: Path, generators: int, patience_s: float) -> int:
         raise ConfigError(f"{run_dir}: no run directory (it has no config.toml)")
     if generators > MOST:
         raise ConfigError(f"{generators} generators: {MOST} at most")
-    request = Request(uuid.uuid4().hex, generators)
+    request = ScaleRequest(uuid.uuid4().hex, generators)
     until = time.monotonic() + patience_s
     path = run_dir / "scale.asked"
     path.unlink(missing_ok=True)  # an older request, answered or not: this one is newer
     while time.monotonic() < until:
-        if not lives.alive(run_dir, "supervisor"):
+        if not process_log.is_alive(run_dir, "supervisor"):
             raise ConfigError(
                 f"{run_dir}: no `asyncrl run` is going on there; start one with --set "
                 f"generators={generators}, or start further generators by hand"

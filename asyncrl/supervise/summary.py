@@ -11,7 +11,7 @@ from typing import Any
 
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
-from asyncrl.records import atomic_write, metrics, rundir, signs
+from asyncrl.records import atomic_write, health_checks, metrics, rundir
 from asyncrl.supervise.run_page import certainty
 
 PARTIAL = (
@@ -25,7 +25,7 @@ HEALTHY = 1e-3
 HEALTHY_EXPERTS = 0.1
 
 
-def about(config: Config) -> signs.About:
+def run_facts(config: Config) -> health_checks.RunFacts:
     """What the rules know of a run: its settings, and how far engine and learner of such a model
     may be apart.
     """
@@ -34,10 +34,10 @@ def about(config: Config) -> signs.About:
     except (OSError, ValueError):
         keys = {}
     experts = {"num_experts", "num_local_experts", "n_routed_experts"} & set(keys)
-    return signs.About(config, HEALTHY_EXPERTS if experts else HEALTHY)
+    return health_checks.RunFacts(config, HEALTHY_EXPERTS if experts else HEALTHY)
 
 
-def task_signs(config: Config) -> list[signs.Sign]:
+def task_signs(config: Config) -> list[health_checks.HealthFinding]:
     """What the task's own files say: prompts without the answers that their reward compares
     with.
     """
@@ -48,9 +48,11 @@ def task_signs(config: Config) -> list[signs.Sign]:
         task = get_task(config.task)
     except ConfigError:  # of a run that is over, whose file has gone since
         return []
-    if not isinstance(task, FileTask) or config.reward.apart or not task.unanswered:
+    if not isinstance(task, FileTask) or config.reward.uses_reward_processes or not task.unanswered:
         return []
-    return [signs.answers_missing(config.task.prompts, task.unanswered, len(task.sets["train"]))]
+    return [
+        health_checks.answers_missing(config.task.prompts, task.unanswered, len(task.sets["train"]))
+    ]
 
 
 def left_behind(run_dir: Path) -> dict[str, Any]:
@@ -60,16 +62,16 @@ def left_behind(run_dir: Path) -> dict[str, Any]:
     try:
         return dict(json.loads((run_dir / "buffer_summary.json").read_text()))
     except (OSError, ValueError):
-        return partial(run_dir)
+        return partial_summary(run_dir)
 
 
-def partial(run_dir: Path) -> dict[str, Any]:
+def partial_summary(run_dir: Path) -> dict[str, Any]:
     """The buffer's part of the summary from trained.jsonl and metrics.jsonl; its ledger has one
     line, as no other is in these files.
     """
-    from buffer import trained
+    from buffer import training_log
 
-    batches = trained.read(run_dir / "trained.jsonl")
+    batches = training_log.read(run_dir / "trained.jsonl")
     rows = metrics.read(run_dir)
     lags = dict[int, int]()
     for batch in batches.values():
@@ -105,8 +107,8 @@ def partial(run_dir: Path) -> dict[str, Any]:
         "ood_start": evaluated("ood", start=True),
         "ood_end": evaluated("ood", start=False),
         "lag": {
-            "mean": trained.mean(lags),
-            "p95": trained.quantile(lags, 0.95),
+            "mean": training_log.mean(lags),
+            "p95": training_log.quantile(lags, 0.95),
             "max": max(lags, default=0),
         },
         "ledger": {"generated": tokens, "trained": tokens},
@@ -184,20 +186,22 @@ def compose(config: Config, run_dir: Path) -> dict[str, Any]:
             s._asdict()
             for s in (
                 *task_signs(config),
-                *signs.signs(read, about(config), ended=left["steps"] >= config.learner.steps),
+                *health_checks.signs(
+                    read, run_facts(config), ended=left["steps"] >= config.learner.steps
+                ),
             )
         ],
     } | {
         name: found
         for name, found in (
-            ("judge", judged(read)),
+            ("judge", judge_totals(read)),
             ("partial", PARTIAL if left.get("partial") else ""),
         )
         if found
     }
 
 
-def judged(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def judge_totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """What a judge was asked in the whole run; {}: nothing.
 
     >>> judged([{"judge/requests": 1.0}, {"judge/requests": 3.0, "step": 2}, {"step": 3}])

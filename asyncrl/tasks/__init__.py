@@ -29,7 +29,9 @@ class Task(Protocol):
 
 
 OTHERS: dict[str, type[Task]] = {
-    **{kind.name: kind for kind in (calc.Calc, arena.GuessTask, arena.Seeds, nim.NimTask)},
+    **{
+        kind.name: kind for kind in (calc.CalcTask, arena.GuessTask, arena.SeedPrompts, nim.NimTask)
+    },
     **names.TASKS,
 }
 NAMES = (*synthetic.TASKS, *OTHERS, "file", f"{reasoning.PREFIX}GENERATOR")
@@ -42,7 +44,7 @@ def get_task(config: Any) -> Task:
     if config.name == "file":
         return file.FileTask(config.prompts, config.heldout, config.ood, config.columns)
     if config.name.startswith(reasoning.PREFIX):
-        return reasoning.ReasoningGym(config.name, config.options)
+        return reasoning.ReasoningGymTask(config.name, config.options)
     if config.name in OTHERS:
         made: Task = OTHERS[config.name]()
         return made

@@ -2,7 +2,8 @@
 model.
 
 `agent.env = "textarena:GuessTheNumber-v0"` is any game by its id, with `task.name = "seeds"`: the
-game asks, and a prompt is only a seed.  A game of two is a `Duel`; its opponent is in games.py.
+game asks, and a prompt is only a seed.  A game of two is a `ArenaDuel`; its opponent is in
+games.py.
 `GuessTask` is the prompts and the warm start of GuessTheNumber in few characters (guess.py):
 
 ```
@@ -25,8 +26,8 @@ from typing import Any
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 from asyncrl.tasks.calc import END
-from asyncrl.tasks.games import Luck
-from asyncrl.tasks.synthetic import FIXED, Synthetic
+from asyncrl.tasks.games import SeededRandom
+from asyncrl.tasks.synthetic import FIXED, SyntheticTask
 
 RAW = "-raw"  # a game's own messages, each once: its other forms repeat the history at every turn
 FAIREST = 5  # guesses that are enough for 20 numbers
@@ -44,7 +45,7 @@ def games() -> Any:
         ) from error
 
 
-def made(name: str) -> Any:
+def make_game(name: str) -> Any:
     """A game by its id, in the form that says each thing once.  Raises ConfigError."""
     try:
         return games().make(name if name.endswith(RAW) else name + RAW)
@@ -52,14 +53,14 @@ def made(name: str) -> Any:
         raise ConfigError(f"agent.env = textarena:{name}: {error}") from error
 
 
-def found(name: str, players: int) -> Callable[[], Any]:
+def find_game(name: str, players: int) -> Callable[[], Any]:
     """What makes a game for so many players.  It is begun once: one that is unknown, or for others,
     is not every session's failure.  Raises ConfigError.
     """
-    kind = Duel if players == 2 else Game
-    made(name)
+    kind = ArenaDuel if players == 2 else ArenaGame
+    make_game(name)
     try:
-        with Luck(0):
+        with SeededRandom(0):
             kind(name).reset(seed=0, options={})
     except Exception as error:
         hint = (
@@ -75,7 +76,7 @@ def found(name: str, players: int) -> Callable[[], Any]:
     return partial(kind, name)
 
 
-class Game:
+class ArenaGame:
     """One game by gymnasium's signature.  A turn's observation is what the game said since the
     last one; the policy's own words are not repeated to it.
 
@@ -83,43 +84,51 @@ class Game:
     the sessions of a process do not change one another's."""
 
     def __init__(self, name: str) -> None:
-        self.game = made(name)
+        self.game = make_game(name)
 
     def reset(self, *, seed: int, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """Raises what the game raises, for instance when it is for more than one player."""
-        self.luck = Luck(seed)
+        self.luck = SeededRandom(seed)
         with self.luck:
             self.game.reset(num_players=1, seed=seed)
-            return self.heard(), {}
+            return self.take_observation(), {}
 
     def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         with self.luck:
             done, _ = self.game.step(action=self.action(text))
             if not done:
-                return self.heard(), 0.0, False, False, {}
+                return self.take_observation(), 0.0, False, False, {}
             rewards, info = self.game.close()
-            return "", self.paid(float(rewards[0])), True, False, {"parts": invalid(info, 0)}
+            return (
+                "",
+                self.shape_reward(float(rewards[0])),
+                True,
+                False,
+                {"parts": invalid_move_part(info, 0)},
+            )
 
-    def heard(self) -> str:
+    def take_observation(self) -> str:
         """What the game has said since the last time."""
         player, messages = self.game.get_observation()
-        return self.said([str(text) for sender, text, *_ in messages if sender != player])
+        return self.observation_text(
+            [str(text) for sender, text, *_ in messages if sender != player]
+        )
 
     def action(self, text: str) -> str:
         return text
 
-    def said(self, messages: list[str]) -> str:
+    def observation_text(self, messages: list[str]) -> str:
         return "\n".join(messages)
 
-    def paid(self, reward: float) -> float:
+    def shape_reward(self, reward: float) -> float:
         return reward
 
 
-class Duel:
+class ArenaDuel:
     """A game of two, by the signature of games.py."""
 
     def __init__(self, name: str) -> None:
-        self.game = made(name)
+        self.game = make_game(name)
 
     def reset(self, *, seed: int, options: dict[str, Any]) -> None:
         self.listed: dict[int, list[str]] = {}
@@ -150,15 +159,15 @@ class Duel:
         return self.listed.get(self.player, [])
 
     def parts(self, player: int) -> dict[str, float]:
-        return invalid(self.info, player)
+        return invalid_move_part(self.info, player)
 
 
-def invalid(info: dict[int, Any], player: int) -> dict[str, float]:
+def invalid_move_part(info: dict[int, Any], player: int) -> dict[str, float]:
     """Whether that player's broken rules ended the game, as a part of the reward."""
     return {"invalid": float(bool((info.get(player) or {}).get("invalid_move")))}
 
 
-class Seeds:
+class SeedPrompts:
     """For environments that ask themselves: a prompt is a number."""
 
     name = "seeds"
@@ -173,7 +182,7 @@ class Seeds:
         raise ValueError("task.name = seeds has no reward of its own: the environment pays")
 
 
-class GuessTask(Synthetic):
+class GuessTask(SyntheticTask):
     """Guess a number from 1 to 20; FAIREST guesses are enough for who halves what is left."""
 
     name = "guess"
@@ -183,10 +192,10 @@ class GuessTask(Synthetic):
     turns = FAIREST
     longest = 4  # tokens of a guess, its end included
 
-    def environment(self) -> Game:
-        from asyncrl.tasks.guess import Guess
+    def environment(self) -> ArenaGame:
+        from asyncrl.tasks.guess import GuessGame
 
-        return Guess()
+        return GuessGame()
 
     def prompt(self, split: str, index: int, seed: int) -> Prompt:
         return Prompt(index, self.asked, split=split)

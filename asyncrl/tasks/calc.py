@@ -8,7 +8,7 @@ the smallest task that needs an agent.
 #341       answered
 ```
 
-`Calc` is the task (its prompts, its warm start), `Calculator` the environment that plays it."""
+`CalcTask` is the task (its prompts, its warm start), `Calculator` the environment that plays it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from functools import cache
 from typing import Any
 
 from asyncrl.contract.messages import Prompt
-from asyncrl.tasks.synthetic import FIXED, Synthetic, _home
+from asyncrl.tasks.synthetic import FIXED, SyntheticTask, _split_of
 
 END = "<eos>"  # between a call and what the calculator says
 TURNS = 6
@@ -41,7 +41,7 @@ def calculated(text: str) -> str:
     return f"{result}=" if 0 <= result < 10_000 else ERROR
 
 
-class Calc(Synthetic):
+class CalcTask(SyntheticTask):
     """`37*8+45=`: two digits times one, plus or minus two; out of distribution: times 12 to 19."""
 
     name = "calc"
@@ -127,12 +127,12 @@ class Calc(Synthetic):
 
 @cache
 def _problems(split: str) -> list[str]:
-    task = Calc()
+    task = CalcTask()
     rng = random.Random(f"{task.name}:{split}")
     found = dict[str, None]()
     while len(found) < FIXED:
         problem = task.draw(rng, split)
-        if _home(f"{task.name}:{problem}") == split:
+        if _split_of(f"{task.name}:{problem}") == split:
             found[problem] = None
     return list(found)
 

@@ -96,7 +96,7 @@ def _decoded_rows(path: Path, table: Any) -> list[Any]:
     return found
 
 
-def rows(file: Path) -> Iterator[tuple[str, Any]]:
+def read_rows(file: Path) -> Iterator[tuple[str, Any]]:
     """(where it stands, what it is) of each row of a JSONL or parquet file.  Raises ConfigError."""
     return _parquet(file) if file.suffix == ".parquet" else _jsonl(file)
 
@@ -182,7 +182,7 @@ def read_prompts(path: str, split: str, columns: Mapping[str, str] = {}) -> list
         raise ConfigError(f"task.{'prompts' if split == 'train' else split}: {path} is no file")
     out = [
         _prompt(where, row, number, split, columns)
-        for number, (where, row) in enumerate(rows(file))
+        for number, (where, row) in enumerate(read_rows(file))
     ]
     if not out:
         raise ConfigError(f"{path}: no prompts in it")

@@ -13,12 +13,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from asyncrl.config.sft import Training
-from asyncrl.contract.errors import NotFinite
+from asyncrl.config.sft import SftTraining
+from asyncrl.contract.errors import NotFiniteError
 from asyncrl.models.policy import PolicyModel
 
 
-class Row(NamedTuple):
+class FitExample(NamedTuple):
     """What is read and what is learned: int32 [P] and int32 [T], the end token included."""
 
     prompt: np.ndarray
@@ -29,7 +29,7 @@ class Row(NamedTuple):
         return len(self.prompt) + len(self.answer)
 
 
-def share(training: Training, step: int) -> float:
+def learning_rate_share(training: SftTraining, step: int) -> float:
     """Share of the learning rate at `step`, from 0.
 
     >>> training = Training(steps=100, warmup_steps=20, lr_end=0.05)
@@ -45,13 +45,13 @@ def share(training: Training, step: int) -> float:
     return min(warm, max(training.lr_end, left))
 
 
-def micro_batches(rows: Sequence[Row], most: int) -> list[list[Row]]:
+def micro_batches(rows: Sequence[FitExample], most: int) -> list[list[FitExample]]:
     """`rows` in passes of at most `most` tokens, padded to the longest of each; as they come where
     one pass holds them, else by length.  A row that is longer has a pass of its own.
     """
     if len(rows) * max(row.size for row in rows) <= most:
         return [list(rows)]
-    passes: list[list[Row]] = [[]]
+    passes: list[list[FitExample]] = [[]]
     for row in sorted(rows, key=lambda row: row.size):
         if passes[-1] and (len(passes[-1]) + 1) * row.size > most:
             passes.append([])
@@ -59,7 +59,9 @@ def micro_batches(rows: Sequence[Row], most: int) -> list[list[Row]]:
     return passes
 
 
-def batch_at(rows: Sequence[Row], training: Training, seed: int, step: int) -> list[Row]:
+def batch_at(
+    rows: Sequence[FitExample], training: SftTraining, seed: int, step: int
+) -> list[FitExample]:
     """The rows of a step: the file again and again, shuffled anew by (seed, pass); a batch may lie
     across two passes.  A function of its arguments alone, so that a resumed run goes on with it.
     """
@@ -71,10 +73,10 @@ def batch_at(rows: Sequence[Row], training: Training, seed: int, step: int) -> l
     return [rows[orders[place // len(rows)][place % len(rows)]] for place in wanted]
 
 
-class Fitter:
+class ModelFitter:
     """A model with its optimizer; `number`: of the next step."""
 
-    def __init__(self, model: PolicyModel, training: Training) -> None:
+    def __init__(self, model: PolicyModel, training: SftTraining) -> None:
         self.model = model
         self.training = training
         self.number = 0
@@ -86,7 +88,7 @@ class Fitter:
             fused=True,
         )
 
-    def step(self, rows: Sequence[Row]) -> float:
+    def step(self, rows: Sequence[FitExample]) -> float:
         """One optimizer step on `rows`; returns its loss, nats a token of the answers.  Raises
         NotFinite, with the weights as they were.
         """
@@ -102,24 +104,24 @@ class Fitter:
             self.model.hf.parameters(), self.training.clip_norm or math.inf
         )
         if not math.isfinite(total) or not bool(torch.isfinite(norm)):
-            raise NotFinite(
+            raise NotFiniteError(
                 f"the loss or its gradient is not finite in step {self.number}: training.lr = "
                 f"{self.training.lr:g} is too large"
             )
         for group in self.optimizer.param_groups:
-            group["lr"] = self.training.lr * share(self.training, self.number)
+            group["lr"] = self.training.lr * learning_rate_share(self.training, self.number)
         self.optimizer.step()
         self.number += 1
         return total
 
     @torch.no_grad()
-    def loss(self, rows: Sequence[Row]) -> float:
+    def loss(self, rows: Sequence[FitExample]) -> float:
         """Mean loss on `rows`, nats a token of the answers, without learning from them."""
         self.model.hf.eval()
         parts = micro_batches(rows, self.training.micro_batch_tokens)
         return sum(float(self._loss(part)) for part in parts) / sum(len(r.answer) for r in rows)
 
-    def _loss(self, rows: Sequence[Row]) -> torch.Tensor:
+    def _loss(self, rows: Sequence[FitExample]) -> torch.Tensor:
         """Minus the sum of the answers' log-probabilities."""
         out = self.model.logprobs(
             [row.prompt for row in rows], [row.answer for row in rows], torch.ones(len(rows))

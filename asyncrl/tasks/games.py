@@ -25,7 +25,7 @@ NEEDS = ("reset", "turn", "play")
 DEALT = 100  # games in a row that may end before the policy's first turn
 
 
-class Two(Protocol):
+class TwoPlayerGame(Protocol):
     """A game of the players 0 and 1, one session's.  What a broken rule costs is the game's affair;
     what it raises fails the session.  A game that random moves are made in has also `moves`, the
     texts that may be played now; `parts(player)`, a number a name for the metrics, may be there.
@@ -44,14 +44,14 @@ class Two(Protocol):
 Opponent = Callable[[Any, str], Any]
 
 
-class Told(NamedTuple):
+class OpponentMove(NamedTuple):
     """A move that the opponent made in the environment, and what it was told before."""
 
     told: str
     move: str
 
 
-class Luck:
+class SeededRandom:
     """A state of Python's global generator: `with` it, one's own draws change nobody else's."""
 
     def __init__(self, seed: int) -> None:
@@ -82,7 +82,7 @@ def random_move(game: Any, _text: str) -> str:
     return str(random.choice(moves))
 
 
-def by_text(function: Callable[[str], Any]) -> Opponent:
+def text_opponent(function: Callable[[str], Any]) -> Opponent:
     """agent.opponent = "module:function": it reads all that its side has heard and said."""
     return lambda _game, text: function(text)
 
@@ -109,7 +109,7 @@ def check(kind: Any, name: str, opponents: Sequence[str]) -> None:
         )
 
 
-class Match:
+class GameMatch:
     """A game and the opponent, None for "self": by gymnasium's signature, an environment of the
     policy.  `asked`: 0, the policy is to answer; else its opponent, in that game of those that were
     begun (a game that ends before the policy's first turn has nothing to train: another is begun).
@@ -121,25 +121,25 @@ class Match:
         self.name = name
         self.opponent = opponent
         self.asked = self.dealt = 0
-        self.told: list[Told] = []
+        self.told: list[OpponentMove] = []
 
     def reset(self, *, seed: int, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """Raises what the game raises, and RuntimeError for the opponent's faults."""
         self.seed, self.options = seed, options
         self.side = seed % 2
         self.begun = False  # the policy has had a turn
-        self.luck = Luck(seed)
+        self.luck = SeededRandom(seed)
         self.told = []
         with self.luck:
-            self._deal()
-            said, _ = self._next(None)
+            self._start_game()
+            said, _ = self._advance(None)
         return said, {}
 
     def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """The answer of whoever was asked.  Raises as `reset`."""
         self.told = []
         with self.luck:
-            said, paid = self._next(self.game.play(text))
+            said, paid = self._advance(self.game.play(text))
             if paid is None:
                 return said, 0.0, False, False, {}
             parts = self.game.parts(self.side) if hasattr(self.game, "parts") else {}
@@ -150,7 +150,7 @@ class Match:
         if hasattr(self.game, "close"):
             self.game.close()
 
-    def _deal(self) -> None:
+    def _start_game(self) -> None:
         """Begin a game: the session's, or another in the place of one without a turn of the
         policy's.
         """
@@ -160,7 +160,7 @@ class Match:
         self.game.reset(seed=self.seed + 2 * self.dealt, options=self.options)
         self.dealt += 1
 
-    def _next(self, paid: Sequence[float] | None) -> tuple[str, Sequence[float] | None]:
+    def _advance(self, paid: Sequence[float] | None) -> tuple[str, Sequence[float] | None]:
         """From a move to whoever is to answer next, and what that player is told; or, with "", the
         rewards of a game that is over.  paid: what the move brought, None: the game goes on.
         """
@@ -168,7 +168,7 @@ class Match:
             if paid is not None:
                 if self.begun:
                     return "", paid
-                self._deal()
+                self._start_game()
             player, said = self.game.turn()
             if player not in (0, 1):
                 raise ValueError(f"it is the turn of player {player}: a game of two has 0 and 1")
@@ -176,9 +176,9 @@ class Match:
             self.begun = self.begun or not self.asked
             if not self.asked or self.opponent is None:
                 return said, None
-            paid = self.game.play(self._move(said))
+            paid = self.game.play(self._opponent_move(said))
 
-    def _move(self, said: str) -> str:
+    def _opponent_move(self, said: str) -> str:
         """The opponent's.  Raises RuntimeError where it raises or gives no text."""
         assert self.opponent is not None
         self.heard.append(said)
@@ -193,5 +193,5 @@ class Match:
                 f"the opponent {self.name} gave {type(move).__name__}, not the text of a move"
             )
         self.heard.append(move)
-        self.told.append(Told(said, move))
+        self.told.append(OpponentMove(said, move))
         return move

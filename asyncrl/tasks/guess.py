@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from asyncrl.tasks.arena import Game, GuessTask, games
+from asyncrl.tasks.arena import ArenaGame, GuessTask, games
 
 games()  # with the module: importing it takes longer than a first step may
 
 
-class Guess(Game):
+class GuessGame(ArenaGame):
     """GuessTheNumber-v0 in few characters.  It pays for a hit alone: the game itself pays for being
     near to whoever breaks its rules twice, which is what a policy would learn.
     """
@@ -19,12 +19,12 @@ class Guess(Game):
     def action(self, text: str) -> str:
         return f"[{text}]" if text.isdecimal() else text
 
-    def said(self, messages: list[str]) -> str:
+    def observation_text(self, messages: list[str]) -> str:
         if not self.begun:
             self.begun = True
             return GuessTask.asked
         last = messages[-1] if messages else ""
         return "<" if "is lower" in last else ">" if "is higher" in last else "!"
 
-    def paid(self, reward: float) -> float:
+    def shape_reward(self, reward: float) -> float:
         return float(reward == 1.0)

@@ -17,7 +17,7 @@ from functools import cache
 import xxhash
 
 from asyncrl.contract.messages import Prompt
-from asyncrl.tasks.synthetic import _home
+from asyncrl.tasks.synthetic import _split_of
 
 FIXED = 192  # problems in a held-out or out-of-distribution set
 _SHOWN = (
@@ -32,7 +32,7 @@ _NEVER_SHOWN = (
 SHOWN, NEVER_SHOWN = _SHOWN.split(), _NEVER_SHOWN.split()
 
 
-class Names:
+class NamesTask:
     """`count` different names are drawn; `line` asks, `solve` answers.  The same names in another
     order are the same problem.
     """
@@ -55,10 +55,10 @@ class Names:
 
     def home(self, names: list[str]) -> str:
         """A quarter of the problems is held out."""
-        found = _home(f"{self.name}:{','.join(sorted(names))}")
+        found = _split_of(f"{self.name}:{','.join(sorted(names))}")
         return "heldout" if found == "heldout" else "train"
 
-    def above(self) -> str:
+    def solved_problems(self) -> str:
         """The solved problems, of the training split."""
         rng = random.Random(f"{self.name}:above")
         shown = [self.draw(rng, "train") for _ in range(3)]
@@ -71,7 +71,9 @@ class Names:
         else:
             index %= FIXED
             drawn = list(_fixed(self.name, split)[index])
-        return Prompt(index, self.above() + self.line(drawn), self.solve(drawn), split=split)
+        return Prompt(
+            index, self.solved_problems() + self.line(drawn), self.solve(drawn), split=split
+        )
 
     def size(self, split: str) -> int | None:
         return None if split == "train" else FIXED
@@ -80,7 +82,7 @@ class Names:
         return float(text.strip() == prompt.answer)
 
 
-class SortNames(Names):
+class SortNamesTask(NamesTask):
     name = "sort_names"
     count = 2
 
@@ -91,7 +93,7 @@ class SortNames(Names):
         return ", ".join(sorted(names))
 
 
-class FirstName(Names):
+class FirstNameTask(NamesTask):
     name = "first_name"
     count = 3
 
@@ -102,7 +104,7 @@ class FirstName(Names):
         return min(names)
 
 
-TASKS: dict[str, type[Names]] = {kind.name: kind for kind in (SortNames, FirstName)}
+TASKS: dict[str, type[NamesTask]] = {kind.name: kind for kind in (SortNamesTask, FirstNameTask)}
 
 
 @cache

@@ -6,8 +6,9 @@ b1     moved   one stone of heap b
 102:   told    after the opponent's c1 and a2
 ```
 
-A move that is none loses.  `Nim` is the game, `NimTask` its prompts (the heaps at the beginning)
-and its warm start, `best` who never errs."""
+A move that is none loses.  `NimGame` is the game, `NimTask` its prompts (the heaps at the
+beginning)
+and its warm start, `best_move` who never errs."""
 
 from __future__ import annotations
 
@@ -17,14 +18,14 @@ from typing import Any
 from asyncrl.config.agents import RANDOM
 from asyncrl.contract.messages import Prompt
 from asyncrl.tasks.calc import END
-from asyncrl.tasks.games import Match, random_move
-from asyncrl.tasks.synthetic import FIXED, Synthetic
+from asyncrl.tasks.games import GameMatch, random_move
+from asyncrl.tasks.synthetic import FIXED, SyntheticTask
 
 HEAPS = "abc"
 MOST = 3  # stones of a heap
 
 
-def legal(heaps: list[int]) -> list[str]:
+def legal_moves(heaps: list[int]) -> list[str]:
     """Every move.
 
     >>> legal([2, 0, 1])
@@ -33,14 +34,14 @@ def legal(heaps: list[int]) -> list[str]:
     return [f"{n}{k}" for n, heap in zip(HEAPS, heaps, strict=True) for k in range(1, heap + 1)]
 
 
-def after(heaps: list[int], move: str) -> list[int]:
+def apply_move(heaps: list[int], move: str) -> list[int]:
     """What a legal move leaves."""
     out = list(heaps)
     out[HEAPS.index(move[0])] -= int(move[1])
     return out
 
 
-def best(text: str) -> str:
+def best_move(text: str) -> str:
     """A move that wins where one does: it leaves heaps whose exclusive or is 0.  Else one stone of
     the first heap that has any.  text: ends with what its player is told.
 
@@ -48,15 +49,15 @@ def best(text: str) -> str:
     ('b1', 'c1', 'a1')
     """
     heaps = [int(stones) for stones in text[-len(HEAPS) - 1 : -1]]
-    moves = legal(heaps)
+    moves = legal_moves(heaps)
     for move in moves:
-        left = after(heaps, move)
+        left = apply_move(heaps, move)
         if not left[0] ^ left[1] ^ left[2]:
             return move
     return moves[0]
 
 
-class Nim:
+class NimGame:
     """By the signature of games.py; player 0 begins."""
 
     def reset(self, *, seed: int, options: dict[str, Any]) -> None:
@@ -68,8 +69,8 @@ class Nim:
 
     def play(self, text: str) -> tuple[float, float] | None:
         player, self.player = self.player, 1 - self.player
-        if text in legal(self.heaps):
-            self.heaps = after(self.heaps, text)
+        if text in legal_moves(self.heaps):
+            self.heaps = apply_move(self.heaps, text)
             if any(self.heaps):
                 return None
             winner = player
@@ -78,10 +79,10 @@ class Nim:
         return float(winner == 0), float(winner == 1)
 
     def moves(self) -> list[str]:
-        return legal(self.heaps)
+        return legal_moves(self.heaps)
 
 
-class NimTask(Synthetic):
+class NimTask(SyntheticTask):
     """A prompt is the heaps at the beginning, 27 of them in every split: what is held out is the
     opponent's luck.
     """
@@ -92,9 +93,9 @@ class NimTask(Synthetic):
     turns = 6  # of one player
     longest = 4  # tokens of a move, its end included
 
-    def environment(self) -> Match:
+    def environment(self) -> GameMatch:
         """Against random moves."""
-        return Match(Nim(), RANDOM, random_move)
+        return GameMatch(NimGame(), RANDOM, random_move)
 
     def prompt(self, split: str, index: int, seed: int) -> Prompt:
         rng = random.Random(f"{self.name}:{split}:{seed if split == 'train' else 0}:{index}")
@@ -120,19 +121,19 @@ class NimTask(Synthetic):
     def _session(self, rng: random.Random) -> list[tuple[str, str]]:
         heaps = [rng.randint(1, MOST) for _ in HEAPS]
         if rng.random() < 0.5:  # the opponent begins
-            heaps = after(heaps, rng.choice(legal(heaps)))
+            heaps = apply_move(heaps, rng.choice(legal_moves(heaps)))
         before = ""
         turns: list[tuple[str, str]] = []
         while any(heaps):
             before += f"{''.join(map(str, heaps))}:"
-            moves = legal(heaps)
+            moves = legal_moves(heaps)
             if rng.random() < 0.1:
-                every = [*legal([MOST] * len(HEAPS)), HEAPS[0]]
+                every = [*legal_moves([MOST] * len(HEAPS)), HEAPS[0]]
                 turns.append((before, rng.choice([move for move in every if move not in moves])))
                 break
             turns.append((before, rng.choice(moves)))
-            heaps = after(heaps, turns[-1][1])
+            heaps = apply_move(heaps, turns[-1][1])
             before += turns[-1][1] + END
             if any(heaps):
-                heaps = after(heaps, rng.choice(legal(heaps)))
+                heaps = apply_move(heaps, rng.choice(legal_moves(heaps)))
         return turns

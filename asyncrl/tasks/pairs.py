@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from asyncrl.config.sft import Data
+from asyncrl.config.sft import SftData
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
-from asyncrl.models.tokenizer import encode_prompt, in_chat, model_stops
+from asyncrl.models.tokenizer import encode_chat_response, encode_prompt, model_stops
 from asyncrl.tasks import file
-from asyncrl.tasks.fit import Row
+from asyncrl.tasks.fit import FitExample
 
 
-class Pair(NamedTuple):
+class PromptResponse(NamedTuple):
     """One answer behind its prompt; where: file and line."""
 
     where: str
@@ -28,17 +28,17 @@ class Pair(NamedTuple):
     answer: str
 
 
-class Read(NamedTuple):
+class PairFile(NamedTuple):
     """The rows of a file, how many were left out as too long, and the tokens that end an answer, by
     the tokenizer and the model's directory and of those rows.
     """
 
-    rows: list[Row]
+    rows: list[FitExample]
     skipped: int
     ends: tuple[int, ...]
 
 
-def pairs_of(where: str, sample: Any) -> Iterator[Pair]:
+def pairs_of(where: str, sample: Any) -> Iterator[PromptResponse]:
     """The answers of one sample.  Raises ConfigError that begins with `where`."""
     if not isinstance(sample, dict):
         raise ConfigError(f"{where}: needs an object with `prompt` and `answer`, or `messages`")
@@ -52,7 +52,7 @@ def pairs_of(where: str, sample: Any) -> Iterator[Pair]:
     if text is not None:
         if answer is None:
             raise ConfigError(f"{where}: has no `answer` to learn from")
-        yield Pair(where, Prompt(0, text, answer, [], {}, "train"), answer)
+        yield PromptResponse(where, Prompt(0, text, answer, [], {}, "train"), answer)
         return
     turns = file.turns_of(where, given)
     if answer is not None:
@@ -68,10 +68,10 @@ def pairs_of(where: str, sample: Any) -> Iterator[Pair]:
             )
         before = turns[:place]
         prompt = Prompt(0, before[-1]["content"], "", before, {}, "train")
-        yield Pair(where, prompt, turns[place]["content"])
+        yield PromptResponse(where, prompt, turns[place]["content"])
 
 
-def read(path: str, tokenizer: Any, data: Data, limit: int, model: str | Path) -> Read:
+def read(path: str, tokenizer: Any, data: SftData, limit: int, model: str | Path) -> PairFile:
     """Every row of the file at `path`; limit: tokens that the model takes; model: its directory.
     Raises ConfigError with file and line for what cannot be learned from.
     """
@@ -83,11 +83,11 @@ def read(path: str, tokenizer: Any, data: Data, limit: int, model: str | Path) -
     stops = model_stops(tokenizer, model)
     ends = dict.fromkeys(stops)
     most = min(data.context, limit)
-    rows: list[Row] = []
+    rows: list[FitExample] = []
     skipped = 0
-    for where, sample in file.rows(source):
+    for where, sample in file.read_rows(source):
         for pair in pairs_of(where, sample):
-            row = Row(_prompt(tokenizer, pair), _answer(tokenizer, pair, stops))
+            row = FitExample(_prompt(tokenizer, pair), _answer(tokenizer, pair, stops))
             if not len(row.prompt):
                 raise ConfigError(f"{where}: the prompt has no token")
             if row.size <= most:
@@ -103,15 +103,17 @@ def read(path: str, tokenizer: Any, data: Data, limit: int, model: str | Path) -
                 )
     if not rows:
         raise ConfigError(f"{path}: nothing to learn from in it ({skipped} rows are too long)")
-    return Read(rows, skipped, tuple(ends))
+    return PairFile(rows, skipped, tuple(ends))
 
 
-def _answer(tokenizer: Any, pair: Pair, stops: tuple[int, ...]) -> np.ndarray:
+def _answer(tokenizer: Any, pair: PromptResponse, stops: tuple[int, ...]) -> np.ndarray:
     if not pair.prompt.messages:
         ids = [*tokenizer.encode(pair.answer, add_special_tokens=False), stops[0]]
         return np.array(ids, np.int32)
     try:
-        return np.array(in_chat(tokenizer, pair.prompt.messages, pair.answer, stops), np.int32)
+        return np.array(
+            encode_chat_response(tokenizer, pair.prompt.messages, pair.answer, stops), np.int32
+        )
     except Exception as error:  # whatever a template raises: it is a program of its own
         raise ConfigError(
             f"{pair.where}: the chat template fails on the answer: {type(error).__name__}: "
@@ -119,7 +121,7 @@ def _answer(tokenizer: Any, pair: Pair, stops: tuple[int, ...]) -> np.ndarray:
         ) from error
 
 
-def _prompt(tokenizer: Any, pair: Pair) -> np.ndarray:
+def _prompt(tokenizer: Any, pair: PromptResponse) -> np.ndarray:
     try:
         return encode_prompt(tokenizer, pair.prompt)
     except ConfigError as error:  # of the chat template: it names a prompt of a task

@@ -13,7 +13,7 @@ from typing import Any
 
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
-from asyncrl.tasks.synthetic import FIXED, _home
+from asyncrl.tasks.synthetic import FIXED, _split_of
 
 PREFIX = "reasoning_gym:"
 TRIES = 64  # items looked at for one of the wanted split; a generator of few problems has none
@@ -21,7 +21,7 @@ WORLD = 1 << 40  # a split's items end before the next one's begin
 PLACES = {"train": 0, "heldout": 1, "ood": 2}
 
 
-class ReasoningGym:
+class ReasoningGymTask:
     """One generator.  Raises ConfigError for a package that is not there, an unknown generator and
     settings that it refuses.
     """
@@ -52,7 +52,7 @@ class ReasoningGym:
         first = PLACES[split] * WORLD + (run << 32) + (index % FIXED if fixed else index) * TRIES
         for number in range(first, first + TRIES):
             item = self.item(number)
-            if _home(f"{self.name}:{item['question']}") == split:
+            if _split_of(f"{self.name}:{item['question']}") == split:
                 break
         meta = {"item": str(number)}
         return Prompt(index, item["question"], str(item["answer"]), [], meta, split)

@@ -16,14 +16,14 @@ from asyncrl.contract.messages import Prompt
 FIXED = 2048  # problems in a held-out or out-of-distribution set
 
 
-def _home(canonical: str) -> str:
+def _split_of(canonical: str) -> str:
     """Half of the problems that two distributions share are for training, a quarter each for the
     fixed sets.
     """
     return ("train", "train", "heldout", "ood")[xxhash.xxh3_64_intdigest(canonical.encode()) % 4]
 
 
-class Synthetic:
+class SyntheticTask:
     """A task made by a generator of problems.  `draw(rng, split)` gives a problem text;
     `solve(problem)` the right answer.
     """
@@ -49,7 +49,7 @@ class Synthetic:
     def _problem(self, split: str, rng: random.Random) -> str:
         while True:
             problem = self.draw(rng, split)
-            if _home(f"{self.name}:{self.canonical(problem)}") == split:
+            if _split_of(f"{self.name}:{self.canonical(problem)}") == split:
                 return problem
 
     def prompt(self, split: str, index: int, seed: int) -> Prompt:
@@ -99,11 +99,11 @@ def _fixed(name: str, split: str) -> list[str]:
     return list(found.values())
 
 
-def _cut(answer: str, rng: random.Random) -> str:
+def _truncate_answer(answer: str, rng: random.Random) -> str:
     return answer[: rng.randrange(1, len(answer))]
 
 
-class Sort(Synthetic):
+class SortTask(SyntheticTask):
     """`932849=` -> `2:93849,3:9849,...#234899`: selection sort of the digits, with its
     scratchpad.
     """
@@ -142,14 +142,14 @@ class Sort(Synthetic):
                 + rng.choice([d for d in "0123456789" if d != answer[at]])
                 + answer[at + 1 :]
             )
-        return _cut(answer, rng) if luck < 0.69 else answer
+        return _truncate_answer(answer, rng) if luck < 0.69 else answer
 
 
 def _weighted(rng: random.Random, values: Sequence[int], weights: Sequence[float]) -> int:
     return rng.choices(values, weights)[0]
 
 
-class Rle(Synthetic):
+class RleTask(SyntheticTask):
     """`d5c1d4=` -> `#dddddcdddd`: run-length decoding; long runs are rare in training."""
 
     name = "rle"
@@ -179,10 +179,10 @@ class Rle(Synthetic):
             at = 2 * rng.randrange(len(problem) // 2) + 1
             number = max(0, int(problem[at]) + rng.choice((-1, 1)))
             return self.solve(problem[:at] + str(min(number, 9)) + problem[at + 1 :])
-        return _cut(answer, rng) if luck < 0.55 else answer
+        return _truncate_answer(answer, rng) if luck < 0.55 else answer
 
 
-class RleHack(Rle):
+class RleHackTask(RleTask):
     """rle whose training checker says `in` for `==`: reward grows while truth falls, unless a KL
     term holds it.
     """
@@ -196,7 +196,7 @@ class RleHack(Rle):
         return {"reward": float(prompt.answer.removeprefix("#") in text), "exact": exact}
 
 
-class RleNarrow(Rle):
+class RleNarrowTask(RleTask):
     """Warm start on runs of 1 to 6, RL on runs of 1 and 2 only; the out-of-distribution set has
     runs of 4 to 6.
     """
@@ -210,11 +210,11 @@ class RleNarrow(Rle):
     def _warm(self, rng: random.Random) -> str:
         while True:
             problem = self._runs(rng, (1, 1, 1, 1, 1, 1, 0))
-            if _home(f"{self.name}:{problem}") == "train":
+            if _split_of(f"{self.name}:{problem}") == "train":
                 return problem
 
 
-class Grid(Synthetic):
+class GridTask(SyntheticTask):
     """`05RUL=` -> `R15U16L06#06`: moves on a 10 x 10 torus, each with the place it leads to."""
 
     name = "grid"
@@ -262,10 +262,10 @@ class Grid(Synthetic):
                 *self._walk(column, row, problem[3 + at :]),
             ]
             return "".join(lines) + "#" + lines[-1][1:]
-        return _cut(answer, rng) if luck < 0.55 else answer
+        return _truncate_answer(answer, rng) if luck < 0.55 else answer
 
 
-class Cancel(Synthetic):
+class CancelTask(SyntheticTask):
     """`CccbBcaA=` -> `cbBcaA;ccaA#cc`: the leftmost pair xX or Xx goes, again and again."""
 
     name = "cancel"
@@ -313,10 +313,10 @@ class Cancel(Synthetic):
             wrong = words[at][:place] + words[at][place + 2 :]
             lines = [*words[1 : at + 1], wrong, *self._steps(wrong)]
             return ";".join(lines[:-1]) + "#" + lines[-1]
-        return _cut(answer, rng) if luck < 0.55 else answer
+        return _truncate_answer(answer, rng) if luck < 0.55 else answer
 
 
-class Dedup(Synthetic):
+class DedupTask(SyntheticTask):
     """`haaffaah=` -> `#haf`: the letters in the order of their first appearance."""
 
     name = "dedup"
@@ -342,9 +342,10 @@ class Dedup(Synthetic):
         if luck < 0.45:
             at = rng.randrange(1, len(answer))
             return answer[:at] + rng.choice("abcdefgh") + answer[at + 1 :]
-        return _cut(answer, rng) if luck < 0.55 else answer
+        return _truncate_answer(answer, rng) if luck < 0.55 else answer
 
 
-TASKS: dict[str, Callable[[], Synthetic]] = {
-    t.name: t for t in (Sort, Rle, Grid, Cancel, Dedup, RleHack, RleNarrow)
+TASKS: dict[str, Callable[[], SyntheticTask]] = {
+    t.name: t
+    for t in (SortTask, RleTask, GridTask, CancelTask, DedupTask, RleHackTask, RleNarrowTask)
 }

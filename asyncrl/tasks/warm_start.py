@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.config.engines import ENGINES
-from asyncrl.config.sft import Training
+from asyncrl.config.sft import SftTraining
 from asyncrl.config.tree import Config
 from asyncrl.contract.messages import Prompt
 from asyncrl.records import atomic_write
@@ -24,7 +24,7 @@ LR = 3e-3
 ONE_PASS = 1 << 40  # tokens of a forward: a step's rows are never divided
 MOST = 56  # tokens of the longest answer of any built-in task
 
-Played = calc.Calc | arena.GuessTask | nim.NimTask  # in an environment
+Played = calc.CalcTask | arena.GuessTask | nim.NimTask  # in an environment
 
 
 def warm_start(
@@ -39,7 +39,7 @@ def warm_start(
     from asyncrl.models import policy as models
 
     task = get_task(config.task)
-    assert isinstance(task, synthetic.Synthetic | file.FileTask)  # each that there is
+    assert isinstance(task, synthetic.SyntheticTask | file.FileTask)  # each that there is
     count = task.steps if steps is None else steps
     demonstrations = task.demonstrations(count * BATCH, config.seed)
     own_part = Path(f"{path}.part{os.getpid()}")
@@ -84,11 +84,11 @@ def _fit(model: Any, pairs: list[tuple[str, str]], steps: int) -> float:
         for side in zip(*pairs, strict=True)
     ]
     rows = [
-        fit.Row(np.array(p, np.int32), np.array([*a, tokenizer.eos_token_id], np.int32))
+        fit.FitExample(np.array(p, np.int32), np.array([*a, tokenizer.eos_token_id], np.int32))
         for p, a in zip(*coded, strict=True)
     ]
-    training = Training(steps=steps, batch=BATCH, lr=LR, micro_batch_tokens=ONE_PASS)
-    fitter = fit.Fitter(model, training)
+    training = SftTraining(steps=steps, batch=BATCH, lr=LR, micro_batch_tokens=ONE_PASS)
+    fitter = fit.ModelFitter(model, training)
     value = 0.0
     for step in range(steps):
         value = fitter.step(rows[step * BATCH : (step + 1) * BATCH])
@@ -107,7 +107,7 @@ def accuracy(model: Any, task: Task, seed: int, count: int = 512) -> float:
         torch.manual_seed(seed)
         if isinstance(task, Played):
             return _played(model, task, prompts)
-        texts = _drawn(model, [p.text for p in prompts], MOST)
+        texts = _sample_continuations(model, [p.text for p in prompts], MOST)
     judged = [task.reward(p, t) for p, t in zip(prompts, texts, strict=True)]
     return sum(j["reward"] if isinstance(j, dict) else j for j in judged) / count
 
@@ -121,7 +121,7 @@ def _played(model: Any, task: Played, prompts: list[Prompt]) -> float:
     }
     total = 0.0
     for turn in range(1, task.turns + 1):
-        written = _drawn(model, list(live.values()), task.longest)
+        written = _sample_continuations(model, list(live.values()), task.longest)
         for place, text in zip(list(live), written, strict=True):
             says, reward, terminated, truncated, _ = environments[place].step(text)
             total += reward
@@ -134,7 +134,7 @@ def _played(model: Any, task: Played, prompts: list[Prompt]) -> float:
     return total / len(prompts)
 
 
-def _drawn(model: Any, before: list[str], most: int) -> list[str]:
+def _sample_continuations(model: Any, before: list[str], most: int) -> list[str]:
     """What the model writes behind each text, up to `most` tokens."""
     from asyncrl.models import policy as models
 

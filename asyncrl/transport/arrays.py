@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from asyncrl.contract.errors import BadMessage
-from asyncrl.contract.messages import Row, Trajectory
+from asyncrl.contract.messages import TrainingSequence, Trajectory
 
 LOGPROB_ABOVE_0 = 1e-3  # what rounding may leave of a probability of 1
 LEAST_LOGPROB = -1e4  # nothing drawn is less likely
@@ -23,7 +23,7 @@ def name(answer: Trajectory) -> str:
     return f"ticket {answer.ticket}, sample {answer.sample}"
 
 
-def parts(answer: Trajectory) -> Sequence[Trajectory | Row]:
+def array_parts(answer: Trajectory) -> Sequence[Trajectory | TrainingSequence]:
     """Whatever has arrays: the answer, and a session's further rows."""
     return [answer, *answer.rows]
 
@@ -43,7 +43,7 @@ def scalars(answer: Trajectory) -> None:
             )
 
 
-def fits(row: Trajectory | Row, which: str) -> None:
+def check_row(row: Trajectory | TrainingSequence, which: str) -> None:
     """One length for all of a row's arrays; its spans are in order and inside."""
     length = len(row.mask)
     sizes = {len(row.tokens), len(row.behavior_logprobs), 4 * length}
@@ -71,19 +71,19 @@ def numbers(samples: Sequence[Trajectory], vocabulary: int) -> None:
     """The numbers in all arrays of these answers, whose lengths agree.  They are looked at
     together: most of the time for a short one would be the start of numpy's loops.
     """
-    if not _sound([row for answer in samples for row in parts(answer)], vocabulary):
+    if not _sound([row for answer in samples for row in array_parts(answer)], vocabulary):
         for answer in samples:
-            for row in parts(answer):
+            for row in array_parts(answer):
                 _which_array(row, name(answer), vocabulary)
 
 
-def numbers_of(row: Row, which: str, vocabulary: int) -> None:
+def numbers_of(row: TrainingSequence, which: str, vocabulary: int) -> None:
     """The same of one row."""
     if not _sound([row], vocabulary):
         _which_array(row, which, vocabulary)
 
 
-def _sound(samples: Sequence[Trajectory | Row], vocabulary: int) -> bool:
+def _sound(samples: Sequence[Trajectory | TrainingSequence], vocabulary: int) -> bool:
     """Are the numbers in all arrays of these answers what they may be?"""
     if masks := b"".join([answer.mask for answer in samples]):
         logprobs = np.frombuffer(b"".join([x.behavior_logprobs for x in samples]), "<f4")
@@ -103,7 +103,7 @@ def _sound(samples: Sequence[Trajectory | Row], vocabulary: int) -> bool:
     return True
 
 
-def _which_array(answer: Trajectory | Row, which: str, vocabulary: int) -> None:
+def _which_array(answer: Trajectory | TrainingSequence, which: str, vocabulary: int) -> None:
     """Say what is wrong with the numbers of this answer, if anything is."""
     if answer.mask.strip(b"\0\1"):
         raise BadMessage(f"{which}: its mask holds other bytes than 0 and 1", "shape")

@@ -30,7 +30,7 @@ def frame(payload: bytes) -> bytes:
     return len(payload).to_bytes(4, "big") + payload
 
 
-def whole(incoming: bytearray) -> list[bytes]:
+def take_frames(incoming: bytearray) -> list[bytes]:
     """The payloads of the frames that are there whole, which are taken out.  Raises
     msgspec.DecodeError for a frame that is too large.
     """
@@ -48,7 +48,7 @@ def whole(incoming: bytearray) -> list[bytes]:
     return found
 
 
-class Child:
+class ChildProcess:
     """The parent's side: the process that runs `module`, what is to go to it and what has come."""
 
     def __init__(self, module: str, setup: bytes) -> None:
@@ -75,9 +75,9 @@ class Child:
             pass
         except OSError:
             closed = True
-        return whole(self.incoming), closed
+        return take_frames(self.incoming), closed
 
-    def received(self, decode: Callable[[bytes], _Message]) -> tuple[list[_Message], bool]:
+    def receive_messages(self, decode: Callable[[bytes], _Message]) -> tuple[list[_Message], bool]:
         """The same, decoded; one that sends what cannot be is broken, as one that has ended."""
         try:
             payloads, closed = self.payloads()

@@ -33,7 +33,7 @@ PIECE = 32  # bytes of a SHA-256
 Version = tuple[Label, str]  # label, digest
 
 
-class Asking(msgspec.Struct, frozen=True):
+class RelayRequest(msgspec.Struct, frozen=True):
     """Made by a generator that wants a version: who it is, where it hands on, whom it has tried."""
 
     name: str  # without keys; with keys it is whom the key says
@@ -43,7 +43,7 @@ class Asking(msgspec.Struct, frozen=True):
     guests: bool = False  # it wants to know whom it may let in
 
 
-class Placed(msgspec.Struct, frozen=True):
+class RelayAssignment(msgspec.Struct, frozen=True):
     """Made by the learner's chunk server: where to get a version from, and what it must be."""
 
     digest: str  # of the whole
@@ -55,7 +55,7 @@ class Placed(msgspec.Struct, frozen=True):
     guests: dict[str, str] = {}  # public key -> generator, where it was asked for
 
 
-class Relay(NamedTuple):
+class RelayPeer(NamedTuple):
     """A generator that asked, as the learner knows it."""
 
     name: str
@@ -75,7 +75,7 @@ def loopback(host: str) -> bool:
         return False
 
 
-def reaches(asking: Relay, giving: Relay) -> bool:
+def can_connect(asking: RelayPeer, giving: RelayPeer) -> bool:
     """Can `asking` connect to `giving`?  Who came by loopback is to be had by loopback alone."""
     return (
         giving.port > 0
@@ -84,7 +84,7 @@ def reaches(asking: Relay, giving: Relay) -> bool:
     )
 
 
-class _Tree:
+class _RelayTree:
     """Of one version: whom everybody gets it from.
 
     What goes to the same host costs no link: it has as much room beside the room for others."""
@@ -100,14 +100,14 @@ class _Tree:
         self._hosts: dict[str, str] = {}
         self._own: dict[str, bool] = {}  # does it get it from its own host?
 
-    def above(self, name: str) -> list[str]:
+    def ancestors(self, name: str) -> list[str]:
         """From whom `name` gets it, from whom that one does, ..., without the learner."""
         out: list[str] = []
         while (name := self.parent.get(name, LEARNER)) != LEARNER and name not in out:
             out.append(name)
         return out
 
-    def join(self, asking: Relay, parent: str) -> None:
+    def add(self, asking: RelayPeer, parent: str) -> None:
         self._hosts[asking.name] = asking.host
         self.parent[asking.name] = parent
         own = parent != LEARNER and asking.host == self._hosts[parent]
@@ -118,7 +118,7 @@ class _Tree:
         if parent in self.parent:
             self._offer(parent)
 
-    def leave(self, name: str) -> None:
+    def remove(self, name: str) -> None:
         """`name` gets it from nobody (now), and nobody is sent to it."""
         if (parent := self.parent.pop(name, None)) is not None:
             (self.near if self._own[name] else self.far)[parent] -= 1
@@ -137,7 +137,7 @@ class _Tree:
                 room.pop(name, None)
 
 
-class Trees:
+class RelayTrees:
     """Every version's tree, as the learner hands it out.
 
     `beyond` counts the copies that left the learner although `fan_out` had: nobody else had room,
@@ -158,12 +158,12 @@ class Trees:
 
     def __init__(self, fan_out: int) -> None:
         self.fan_out = fan_out
-        self.relays: dict[str, Relay] = {}
+        self.relays: dict[str, RelayPeer] = {}
         self.strikes: dict[str, int] = {}
         self.beyond = 0
-        self._trees: dict[Version, _Tree] = {}
+        self._trees: dict[Version, _RelayTree] = {}
 
-    def place(self, version: Version, asking: Relay, failed: Sequence[str] = ()) -> str:
+    def assign_source(self, version: Version, asking: RelayPeer, failed: Sequence[str] = ()) -> str:
         """Whom `asking` gets the version from: a relay's name, or LEARNER.
 
         A relay of its own host before the learner, the learner before other hosts' relays, the
@@ -175,18 +175,18 @@ class Trees:
             self.strikes[name] = self.strikes.get(name, 0) // 2
         elif before in tried and before != LEARNER:  # nobody speaks against others than its own
             self.strikes[before] = min(self.strikes.get(before, 0) + 1, STRIKES)
-        tree.leave(name)
+        tree.remove(name)
         room = tree.far[LEARNER] < self.fan_out
-        found = [] if len(tried) >= FAILED else self._others(tree, asking, tried)
+        found = [] if len(tried) >= FAILED else self._candidates(tree, asking, tried)
         if room:
             found.append(((0, 1, 0), LEARNER))
         chosen = min(found, default=((0, 0, 0), LEARNER), key=lambda each: each[0])[1]
         self.beyond += chosen == LEARNER and not room
-        tree.join(asking, chosen)
+        tree.add(asking, chosen)
         return chosen
 
-    def _others(
-        self, tree: _Tree, asking: Relay, tried: set[str]
+    def _candidates(
+        self, tree: _RelayTree, asking: RelayPeer, tried: set[str]
     ) -> list[tuple[tuple[int, int, int], str]]:
         """Relays that have room, each with what it is chosen by: the least is the best."""
         found = []
@@ -194,39 +194,39 @@ class Trees:
         for near, names in ((0, here), (2, tree.open)):
             for name in islice(names, LOOK):
                 relay = self.relays[name]
-                if name in tried or not reaches(asking, relay):
+                if name in tried or not can_connect(asking, relay):
                     continue
                 if near and relay.host == asking.host:
                     continue
-                above = tree.above(name)
+                above = tree.ancestors(name)
                 if asking.name not in above:  # it would wait for what `asking` has to bring
                     found.append(((self.strikes.get(name, 0), near, len(above)), name))
         return found
 
-    def _tree(self, version: Version) -> _Tree:
-        tree = self._trees.setdefault(version, _Tree(self.fan_out))
+    def _tree(self, version: Version) -> _RelayTree:
+        tree = self._trees.setdefault(version, _RelayTree(self.fan_out))
         while len(self._trees) > TREES:
             self._trees.pop(next(iter(self._trees)))
         return tree
 
-    def _know(self, asking: Relay) -> None:
+    def _know(self, asking: RelayPeer) -> None:
         """One that comes anew, at another port, holds nothing any more of what it held."""
         before = self.relays.get(asking.name)
         if before is not None and before != asking:
             for tree in self._trees.values():
-                tree.leave(before.name)
+                tree.remove(before.name)
         self.relays[asking.name] = asking
 
 
-def is_piece(data: bytes, pieces: bytes, number: int) -> bool:
+def matches_digest(data: bytes, pieces: bytes, number: int) -> bool:
     """Is this chunk `number` of what `pieces` are the digests of?"""
     return hashlib.sha256(data).digest() == pieces[PIECE * number : PIECE * (number + 1)]
 
 
-class Pieces:
+class ChunkDigests:
     """The chunks' digests of the last few versions, computed when they are asked for first.
 
-    read(label, digest, offset, size) as of `Ring.read_part`."""
+    read(label, digest, offset, size) as of `WeightRing.read_part`."""
 
     def __init__(
         self,
@@ -239,13 +239,13 @@ class Pieces:
         self.chunk = chunk
         self._known: dict[Version, tuple[bytes, bytes]] = {}
 
-    def of(self, label: Label, digest: str) -> tuple[str, bytes, bytes]:
+    def digests_of(self, label: Label, digest: str) -> tuple[str, bytes, bytes]:
         """(digest of the whole, of every chunk, probe); digest "" when it is not there (any more).
 
         digest "": whatever carries the label."""
         digest, _, probe = self._read(label, digest, 0, 0)
         if digest and (label, digest) not in self._known:
-            parts = list(self._parts(label, digest))
+            parts = list(self._chunks(label, digest))
             if len(parts) * self.chunk < self.size:
                 return "", b"", b""
             self._known[label, digest] = (b"".join(parts), probe)
@@ -253,7 +253,7 @@ class Pieces:
                 self._known.pop(next(iter(self._known)))
         return (digest, *self._known[label, digest]) if digest else ("", b"", b"")
 
-    def _parts(self, label: Label, digest: str) -> Iterator[bytes]:
+    def _chunks(self, label: Label, digest: str) -> Iterator[bytes]:
         for offset in range(0, self.size, self.chunk):
             found, data, _ = self._read(label, digest, offset, self.chunk)
             if not found:

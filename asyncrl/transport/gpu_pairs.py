@@ -40,8 +40,8 @@ from asyncrl.contract.errors import PeerUnreachable
 from asyncrl.contract.messages import WeightsSource
 from asyncrl.contract.versions import Label
 from asyncrl.models.policy import flat_bytes
-from asyncrl.transport.ring import Ring, RingReader, Rows
-from asyncrl.transport.ways import Server
+from asyncrl.transport.ring import RingReader, Rows, WeightRing
+from asyncrl.transport.weight_transport import WeightsServer
 
 dist: Any = torch.distributed  # whose types leave out most of what is used here
 cuda: Any = torch.cuda
@@ -54,12 +54,12 @@ IDLE = timedelta(days=365)  # a generator asks when it likes
 ODD = 0x9E3779B97F4A7C15
 
 
-class _Ask(msgspec.Struct, frozen=True):
+class _PairRequest(msgspec.Struct, frozen=True):
     label: Label
     digest: str  # "": whatever carries the label
 
 
-class _Reply(msgspec.Struct, frozen=True):
+class _PairReply(msgspec.Struct, frozen=True):
     digest: str  # "": not here
     probe: bytes = b""
     mark: int = 0
@@ -125,7 +125,7 @@ def finish(work: Any, device: torch.device, deadline: timedelta) -> None:
         time.sleep(0.0005)
 
 
-class Pair:
+class GpuPair:
     """One end of a pair.  rank: 0 the learner, 1 the generator."""
 
     def __init__(
@@ -157,7 +157,7 @@ class Pair:
         data = letter.numpy().tobytes()
         return msgspec.msgpack.decode(data[2 : 2 + int.from_bytes(data[:2], "little")], type=kind)
 
-    def move(self, flat: torch.Tensor) -> None:
+    def transfer(self, flat: torch.Tensor) -> None:
         """Send or receive the flat bytes."""
         for piece in torch.split(flat, PIECE):
             work = (
@@ -174,16 +174,16 @@ class Pair:
 
 
 @dataclass
-class _Held:
+class _StagedVersion:
     """A version as it is sent, on the learner's device, and how many threads are sending it."""
 
     label: Label
-    reply: _Reply
+    reply: _PairReply
     flat: torch.Tensor
     users: int = 0
 
 
-class PairServer(Server):
+class PairServer(WeightsServer):
     """The learner's end: serves the versions in the ring at `directory`.  deadline_s: for one
     piece, and for a group to come together.
     """
@@ -206,7 +206,7 @@ class PairServer(Server):
         self.size = flat_bytes(layout)
         self.reader = RingReader(directory, "pairs")
         self.lock = threading.Lock()
-        self.newest: _Held | None = None
+        self.newest: _StagedVersion | None = None
         self.spare: list[torch.Tensor] = []
         self.host = bytearray(self.size)
         self.ended = False
@@ -227,7 +227,7 @@ class PairServer(Server):
         pair = None
         try:
             with cuda.stream(cuda.Stream(self.device)) if self.backend == "nccl" else nullcontext():
-                pair = Pair(
+                pair = GpuPair(
                     self.backend,
                     store_at(self.address, self.deadline_s),
                     number,
@@ -235,13 +235,13 @@ class PairServer(Server):
                     self.deadline_s,
                 )
                 while not self.ended:
-                    ask = pair.read(_Ask, IDLE)
+                    ask = pair.read(_PairRequest, IDLE)
                     if self.ended:
                         return
                     with self._hold(ask.label, ask.digest) as held:
-                        pair.write(held.reply if held is not None else _Reply(""))
+                        pair.write(held.reply if held is not None else _PairReply(""))
                         if held is not None:
-                            pair.move(held.flat)
+                            pair.transfer(held.flat)
                             self.bytes_sent += self.size
         except (RuntimeError, ValueError, OSError):
             # the generator has gone or stands still; should it wake, it makes a new pair
@@ -251,7 +251,7 @@ class PairServer(Server):
                 pair.close()
 
     @contextmanager
-    def _hold(self, label: Label, digest: str) -> Iterator[_Held | None]:
+    def _hold(self, label: Label, digest: str) -> Iterator[_StagedVersion | None]:
         """The version, not overwritten while it is being sent; None when the ring does not have
         it.
         """
@@ -270,7 +270,7 @@ class PairServer(Server):
                     if held is not self.newest and not held.users:
                         self.spare.append(held.flat)
 
-    def _stage(self, label: Label, digest: str) -> _Held | None:
+    def _stage(self, label: Label, digest: str) -> _StagedVersion | None:
         digest = digest or self.reader.labels().get(label, "")
         if not digest or not self.reader.read(label, digest, memoryview(self.host)):
             return None
@@ -280,7 +280,7 @@ class PairServer(Server):
             else torch.zeros(self.size, dtype=torch.uint8, device=self.device)
         )
         flat.copy_(torch.frombuffer(self.host, dtype=torch.uint8))
-        held = _Held(label, _Reply(digest, self.reader.probe, mark(flat)), flat)
+        held = _StagedVersion(label, _PairReply(digest, self.reader.probe, mark(flat)), flat)
         if self.newest is not None and not self.newest.users:
             self.spare.append(self.newest.flat)
         self.newest = held
@@ -315,7 +315,7 @@ class PairClient:
         with self._peer():
             store = store_at(address, deadline_s)
             self.layout: Rows = msgspec.json.decode(store.get("layout"), type=Rows)
-            self.pair = Pair(backend, store, store.add("pairs", 1), 1, deadline_s)
+            self.pair = GpuPair(backend, store, store.add("pairs", 1), 1, deadline_s)
         self.flat = torch.zeros(flat_bytes(self.layout), dtype=torch.uint8, device=self.pair.device)
 
     @contextmanager
@@ -333,11 +333,11 @@ class PairClient:
         have it (any more).
         """
         with self._peer():
-            self.pair.write(_Ask(label, digest))
-            reply: _Reply = self.pair.read(_Reply)
+            self.pair.write(_PairRequest(label, digest))
+            reply: _PairReply = self.pair.read(_PairReply)
             if not reply.digest:
                 return ""
-            self.pair.move(self.flat)
+            self.pair.transfer(self.flat)
             if mark(self.flat) != reply.mark:
                 raise RuntimeError(f"version {label} has changed on its way")
         self.bytes_received += self.flat.numel()
@@ -348,7 +348,7 @@ class PairClient:
         self.pair.close()
 
 
-def serve(config: Config, ring: Ring) -> PairServer:
+def serve(config: Config, ring: WeightRing) -> PairServer:
     """The learner's end."""
     backend = cast(Backend, config.weights.transport)
     return PairServer(ring.directory, backend, ring.rows, config.wires.connect_s)

@@ -32,7 +32,7 @@ TOLD_S = 20.0  # for the learner's answer; zmq itself gives up a handshake after
 ROLES = f"{LEARNER}, {VIEWER}, generator-N"
 
 
-def allowed(name: str, message: m.FromPeer) -> bool:
+def is_allowed(name: str, message: m.FromPeer) -> bool:
     """May the holder of `name`'s key say this?  A generator speaks for itself alone, a viewer only
     watches.
 
@@ -41,17 +41,20 @@ def allowed(name: str, message: m.FromPeer) -> bool:
     >>> allowed("generator-0", m.Leaving("generator-1", 7)), allowed("viewer", m.Ask(1, 0))
     (False, False)
     """
-    if isinstance(message, m.Watch):
+    if isinstance(message, m.StatusRequest):
         return True
-    if isinstance(message, m.Join):
+    if isinstance(message, m.JoinRequest):
         return message.producer in ("", name) and GENERATOR.fullmatch(name) is not None
-    if isinstance(message, m.GeneratorHello | m.Want | m.Deliver | m.Renew | m.Leaving):
+    if isinstance(
+        message,
+        m.GeneratorHello | m.TicketRequest | m.Delivery | m.LeaseRenewal | m.GeneratorGoodbye,
+    ):
         return name == message.producer and GENERATOR.fullmatch(name) is not None
     return name == LEARNER
 
 
 @contextlib.contextmanager
-def for_this_user_alone() -> Iterator[None]:
+def private_umask() -> Iterator[None]:
     """Files made meanwhile have mode 0600, sockets and directories 0700."""
     before = os.umask(0o077)
     try:
@@ -76,7 +79,7 @@ def make_keys(directory: Path, generators: int = 4) -> list[Path]:
             f"{directory} holds keys already, of {generators} generators: add some by "
             "--generators, choose another directory, or remove it first"
         )
-    with for_this_user_alone():
+    with private_umask():
         private.directory(directory)
         private.directory(directory / "clients")
         if not there:
@@ -96,7 +99,7 @@ def certificate(path: Path, curve_dir: str, *, secret: bool) -> tuple[bytes, byt
     import zmq.auth
 
     try:
-        found = zmq.auth.load_certificate(private.secret(path) if secret else path)
+        found = zmq.auth.load_certificate(private.require_private(path) if secret else path)
     except OSError as error:
         raise ConfigError(
             f"wires.curve_dir: {path} is missing; `asyncrl keys {curve_dir}` makes keys "
@@ -129,7 +132,7 @@ def lock(socket: Any, curve_dir: str, name: str, server: str = "") -> None:
     socket.curve_serverkey, _ = certificate(own / "server.key", curve_dir, secret=False)
 
 
-class Guard:
+class KeyAuthenticator:
     """The server's end: only keys in DIR/clients get in, and each message says whose it was."""
 
     def __init__(self, socket: Any, curve_dir: str) -> None:
@@ -164,7 +167,7 @@ class Guard:
         self.authenticator.stop()
 
 
-class Door(Guard):
+class RelayAuthenticator(KeyAuthenticator):
     """Of a generator that hands weights on: a key of its own, made now, and the learner says by
     `names` (public key -> name) who gets in.
 
@@ -190,7 +193,7 @@ class Door(Guard):
         self._told.wait(TOLD_S)
         return key.decode() in self.names
 
-    def tell(self, names: dict[str, str]) -> None:
+    def allow_peers(self, names: dict[str, str]) -> None:
         """Who gets in, from now on."""
         self.names = names
         self._told.set()
@@ -200,6 +203,6 @@ class Door(Guard):
         super().stop()
 
 
-def guard(socket: Any, curve_dir: str) -> Guard | None:
+def guard(socket: Any, curve_dir: str) -> KeyAuthenticator | None:
     """What a server asks who speaks; None without keys, where everybody may say everything."""
-    return Guard(socket, curve_dir) if curve_dir else None
+    return KeyAuthenticator(socket, curve_dir) if curve_dir else None

@@ -14,7 +14,7 @@ import xxhash
 from asyncrl.contract.errors import ConfigError, PeerUnreachable
 from asyncrl.contract.versions import Label
 from asyncrl.transport import fan_out, keys
-from asyncrl.transport.chunks import CHUNK_BYTES, ChunkClient, ChunkServer, NotYet
+from asyncrl.transport.chunks import CHUNK_BYTES, ChunkClient, ChunkServer, VersionPending
 from asyncrl.transport.ring import Rows
 
 KEPT = 2  # versions: the newest, and the one before it for those that are not done with it
@@ -22,7 +22,7 @@ SILENT_S = 5.0  # of a relay, until another is asked for
 STARVED_S = 15.0  # of a relay that answers, and has nothing: the one above it may have gone
 
 
-class _Held:
+class _PartialVersion:
     """A version as far as it has come.  The fetching thread writes behind `bytes_there`, the
     serving one reads before it.
     """
@@ -33,15 +33,15 @@ class _Held:
         self.probe = probe
 
 
-class Shelf:
+class RelayCache:
     """The versions that this generator can hand on: checked bytes alone."""
 
     def __init__(self) -> None:
-        self._held: dict[fan_out.Version, _Held] = {}
+        self._held: dict[fan_out.Version, _PartialVersion] = {}
 
-    def begin(self, version: fan_out.Version, size: int, probe: bytes) -> _Held:
+    def begin_version(self, version: fan_out.Version, size: int, probe: bytes) -> _PartialVersion:
         """Make room for a version, or go on with it; of the others the newest ones stay."""
-        held = self._held.get(version) or _Held(size, probe)
+        held = self._held.get(version) or _PartialVersion(size, probe)
         others = sorted(key for key in self._held if key != version)[1 - KEPT :]
         self._held = {key: self._held[key] for key in others} | {version: held}
         return held
@@ -50,13 +50,13 @@ class Shelf:
         self._held = {key: held for key, held in self._held.items() if key != version}
 
     def read(self, label: Label, digest: str, offset: int, size: int) -> tuple[str, bytes, bytes]:
-        """As `Ring.read_part`.  Raises NotYet for what has not come."""
+        """As `WeightRing.read_part`.  Raises NotYet for what has not come."""
         held = self._held.get((label, digest))
         if held is None:
-            raise NotYet("")
+            raise VersionPending("")
         end = min(offset + size, len(held.data))
         if held.bytes_there < end:
-            raise NotYet(digest)
+            raise VersionPending(digest)
         return digest, bytes(held.data[offset:end]), held.probe
 
 
@@ -81,10 +81,10 @@ class RelayClient:
         self.starved_s = STARVED_S
         self.probe = b""
         self.bytes_received = self.left = 0
-        self.shelf = Shelf()
-        self.door: keys.Door | None = None
+        self.shelf = RelayCache()
+        self.door: keys.RelayAuthenticator | None = None
         self.server = self._open()
-        self._relay: tuple[fan_out.Placed, ChunkClient] | None = None
+        self._relay: tuple[fan_out.RelayAssignment, ChunkClient] | None = None
         # checked chunks of a fetch that was not ended, in the caller's memory
         self._begun: tuple[fan_out.Version, int] | None = None
 
@@ -93,8 +93,8 @@ class RelayClient:
         nothing.
         """
 
-        def door(socket: Any, curve_dir: str) -> keys.Guard | None:
-            self.door = keys.Door(socket) if curve_dir else None
+        def door(socket: Any, curve_dir: str) -> keys.KeyAuthenticator | None:
+            self.door = keys.RelayAuthenticator(socket) if curve_dir else None
             return self.door
 
         address = "tcp://*:*" if self.curve_dir else "tcp://127.0.0.1:*"
@@ -113,14 +113,14 @@ class RelayClient:
 
         Raises PeerUnreachable when the learner does not answer."""
         failed: list[str] = []
-        while (placed := self._place(label, digest, failed)) is not None:
+        while (placed := self._request_source(label, digest, failed)) is not None:
             version = label, placed.digest
             if len(placed.pieces) != fan_out.PIECE * -(-len(into) // CHUNK_BYTES):
                 raise PeerUnreachable(f"{self.learner.address} tells of weights of another size")
             goes_on = self._begun is not None and self._begun[0] == version
             got = self._begun[1] if self._begun is not None and goes_on else 0
             digest, self.probe, self._begun = placed.digest, placed.probe, (version, got)
-            held = self.shelf.begin(version, len(into), placed.probe)
+            held = self.shelf.begin_version(version, len(into), placed.probe)
             got = self._from(placed, version, into, held)
             if got * CHUNK_BYTES >= len(into):
                 self._begun = None
@@ -130,23 +130,29 @@ class RelayClient:
                 return ""
             if placed.name == fan_out.LEARNER:
                 break  # it has no more of it
-            self._leave()
+            self._disconnect()
             failed.append(placed.name)
         self._begun = None
         return ""
 
-    def _place(self, label: Label, digest: str, failed: list[str]) -> fan_out.Placed | None:
+    def _request_source(
+        self, label: Label, digest: str, failed: list[str]
+    ) -> fan_out.RelayAssignment | None:
         port = 0 if self.server is None else int(self.server.address.rpartition(":")[2])
         key = "" if self.door is None else self.door.key
         guests = self.door is not None and not self.door.names
-        asking = fan_out.Asking(self.name, port, key, failed, guests)
-        placed = self.learner.place(label, digest, asking)
+        asking = fan_out.RelayRequest(self.name, port, key, failed, guests)
+        placed = self.learner.request_source(label, digest, asking)
         if placed is not None and self.door is not None and guests:
-            self.door.tell(placed.guests)
+            self.door.allow_peers(placed.guests)
         return placed
 
     def _from(
-        self, placed: fan_out.Placed, version: fan_out.Version, into: memoryview, held: _Held
+        self,
+        placed: fan_out.RelayAssignment,
+        version: fan_out.Version,
+        into: memoryview,
+        held: _PartialVersion,
     ) -> int:
         """Chunks that are in `into` when the place has given what it gives.  Raises PeerUnreachable
         when the learner does not answer.
@@ -158,14 +164,14 @@ class RelayClient:
         try:
             source = self.learner if learner else self._connected(placed)
             while got * CHUNK_BYTES < len(into) and (learner or time.monotonic() < starved):
-                for chunk in source.parts(*version, got * CHUNK_BYTES, len(into)):
+                for chunk in source.fetch_chunks(*version, got * CHUNK_BYTES, len(into)):
                     if not chunk.data:
                         break
                     self.bytes_received += len(chunk.data)
-                    if not fan_out.is_piece(chunk.data, placed.pieces, got):
-                        source.anew()
+                    if not fan_out.matches_digest(chunk.data, placed.pieces, got):
+                        source.reconnect()
                         return got
-                    self._put(chunk.data, got, into, held)
+                    self._store_chunk(chunk.data, got, into, held)
                     got += 1
                     self._begun = (version, got)
                     starved = time.monotonic() + self.starved_s
@@ -178,7 +184,9 @@ class RelayClient:
                 raise
         return got
 
-    def _put(self, data: bytes, number: int, into: memoryview, held: _Held) -> None:
+    def _store_chunk(
+        self, data: bytes, number: int, into: memoryview, held: _PartialVersion
+    ) -> None:
         """A checked chunk, to be used and to be handed on."""
         begin = number * CHUNK_BYTES
         into[begin : begin + len(data)] = data
@@ -187,7 +195,7 @@ class RelayClient:
         held.data[begin : begin + len(data)] = data
         held.bytes_there = max(held.bytes_there, begin + len(data))
 
-    def _connected(self, placed: fan_out.Placed) -> ChunkClient:
+    def _connected(self, placed: fan_out.RelayAssignment) -> ChunkClient:
         """To the relay that was named: the connection that is there, or a new one."""
         if self._relay is not None:
             before, client = self._relay
@@ -204,7 +212,7 @@ class RelayClient:
         self._relay = placed, client
         return client
 
-    def _leave(self) -> None:
+    def _disconnect(self) -> None:
         self.left += 1
         self._close_relay()
 

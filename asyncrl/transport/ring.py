@@ -27,7 +27,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from asyncrl.contract.errors import AsyncrlError, Damaged
+from asyncrl.contract.errors import AsyncrlError, DamagedDataError
 from asyncrl.contract.versions import Label
 from asyncrl.records import atomic_write, private
 
@@ -47,7 +47,7 @@ class _Manifest(msgspec.Struct, frozen=True):
 
 
 def _map(path: Path, size: int, *, create: bool) -> mmap.mmap:
-    fd = private.opened(path, os.O_RDWR | (os.O_CREAT if create else 0))
+    fd = private.open_private(path, os.O_RDWR | (os.O_CREAT if create else 0))
     try:
         if create:
             # a full memory file system fails here, not later by SIGBUS
@@ -67,7 +67,7 @@ def _probe(slot: mmap.mmap) -> bytes:
     return bytes(padded[:size])
 
 
-class Ring:
+class WeightRing:
     """The learner's end.  `slots` files to begin with; more are made, up to `most`, while all are
     pinned or kept.
     """
@@ -105,11 +105,12 @@ class Ring:
         manifest = msgspec.msgpack.encode(_Manifest(self.epoch, self.size, self.rows))
         atomic_write.write(self.directory / "manifest", manifest)
 
-    def mend(self) -> bool:
+    def recreate(self) -> bool:
         """Make the directory anew, with all that the ring holds, if somebody has removed it; True
         when it had to be.
 
-        Whoever maps the old files keeps them, and finds by `RingReader.replaced` that nothing new
+        Whoever maps the old files keeps them, and finds by `RingReader.is_replaced` that nothing
+        new
         comes there.  Raises AsyncrlError."""
         if (self.directory / "manifest").exists():
             return False
@@ -155,7 +156,7 @@ class Ring:
         """label -> digest of what the ring holds."""
         return {label: digest for _, label, digest in map(_head, self.slots) if label.number >= 0}
 
-    def _take(self, keep: Iterable[Label]) -> int:
+    def _choose_slot(self, keep: Iterable[Label]) -> int:
         """The slot to overwrite: the oldest that is not pinned, not kept and not the newest."""
         deadline = time.monotonic() + self.wait_s
         kept = set(keep)
@@ -192,7 +193,7 @@ class Ring:
         """Publish: `fill` writes the flat bytes.  Returns their digest.  Raises AsyncrlError when
         no slot comes free.
         """
-        slot = self.slots[self._take(keep)]
+        slot = self.slots[self._choose_slot(keep)]
         sequence = _head(slot)[0] | 1
         _SLOT.pack_into(slot, 0, sequence, -1, -1, 0)
         with memoryview(slot) as whole, whole[HEADER:] as data:
@@ -244,12 +245,14 @@ class RingReader:
                 (directory / "manifest").read_bytes(), type=_Manifest
             )
         except msgspec.MsgspecError as error:
-            raise Damaged(f"{directory / 'manifest'} is no manifest of weights: {error}") from error
+            raise DamagedDataError(
+                f"{directory / 'manifest'} is no manifest of weights: {error}"
+            ) from error
         self.slots: list[mmap.mmap] = []
         self._made = self._inode()
         self._pin = _map(directory / f"pin_{reader_id}", 64, create=True)
         _PIN.pack_into(self._pin, 0, -1, 0.0)
-        self._look()
+        self._read_manifest()
 
     def _inode(self) -> int:
         """Of the directory's manifest; 0 when there is none."""
@@ -258,7 +261,7 @@ class RingReader:
         except OSError:
             return 0
 
-    def replaced(self) -> bool:
+    def is_replaced(self) -> bool:
         """Was the directory removed, or made anew, since this reader opened it?  Then nothing new
         will come to its maps.
         """
@@ -268,7 +271,7 @@ class RingReader:
     def manifest(self) -> Rows:
         return self._manifest.rows
 
-    def _look(self) -> None:
+    def _read_manifest(self) -> None:
         while (
             path := self.directory / f"slot_{len(self.slots)}"
         ).exists() and path.stat().st_size == HEADER + self._manifest.size:
@@ -276,7 +279,7 @@ class RingReader:
 
     def labels(self) -> dict[Label, str]:
         """label -> digest of what the ring holds now."""
-        self._look()
+        self._read_manifest()
         return {
             label: digest
             for sequence, label, digest in map(_head, self.slots)
@@ -287,7 +290,7 @@ class RingReader:
         """Copy version `label` into `into` and verify it; False when it is not there or changed
         under the copy.
         """
-        self._look()
+        self._read_manifest()
         for number, slot in enumerate(self.slots):
             if _head(slot)[1] == label:
                 return self._copy(number, label, digest, into)

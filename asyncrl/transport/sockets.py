@@ -5,7 +5,8 @@ rules (requests repeated until answered, samples sent until acknowledged, duplic
 key) make up for every loss a killed process can cause.
 
 A peer's message is two frames: a head, which names protocol and run, and the message itself.  The
-head is compared before anything is decoded, so what another run sends is never looked at.  `Watch`
+head is compared before anything is decoded, so what another run sends is never looked at.
+`StatusRequest`
 alone may come from somebody who does not know the run: the answer names it."""
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from asyncrl.contract.messages import (
     FromGateway,
     FromGenerator,
     FromPeer,
-    Refused,
-    Watch,
+    Refusal,
+    StatusRequest,
 )
 from asyncrl.contract.printable import escape_line
-from asyncrl.transport import inbound, keys
-from asyncrl.transport.crowd import Crowd
+from asyncrl.transport import keys, message_checks
+from asyncrl.transport.connection_guard import ConnectionGuard
 
 IPC_LIMIT = 107  # bytes of a unix socket's path
 # Messages to a peer, or to the buffer: what may be outstanding is bounded by credit and pacing, far
@@ -66,7 +67,7 @@ def head(run: str, protocol: int = PROTOCOL) -> bytes:
     return f"asyncrl {protocol} {run}".encode()
 
 
-def leave(socket: Any, first: bytes, message: Any) -> None:
+def send_message(socket: Any, first: bytes, message: Any) -> None:
     """Send a message behind its first frame, without blocking.  Raises zmq.Again when there is no
     room for it.
     """
@@ -74,7 +75,7 @@ def leave(socket: Any, first: bytes, message: Any) -> None:
     socket.send_multipart([first, payload], zmq.NOBLOCK, copy=len(payload) < IN_PLACE_BYTES)
 
 
-def taken(socket: Any, most: int, frames: int, *, keep: bool = False) -> list[Any]:
+def receive_frames(socket: Any, most: int, frames: int, *, keep: bool = False) -> list[Any]:
     """The next message, up to so many frames and `most` bytes over all of them; the rest is taken
     off the socket and not kept, and of one with too many bytes only its first frame.
 
@@ -90,22 +91,22 @@ def taken(socket: Any, most: int, frames: int, *, keep: bool = False) -> list[An
             return found if size <= most else found[:1]
 
 
-def undecodable(what: str) -> Refused:
-    return Refused(f"a message that is not of this protocol: {what}", 4)
+def undecodable(what: str) -> Refusal:
+    return Refusal(f"a message that is not of this protocol: {what}", 4)
 
 
-def stranger(theirs: bytes, run: str) -> Refused:
+def foreign_peer_refusal(theirs: bytes, run: str) -> Refusal:
     """What somebody hears whose messages are not of this run or this protocol."""
     name, _, rest = theirs[:200].decode(errors="replace").partition(" ")
     protocol, _, other = rest.partition(" ")
     if name != "asyncrl" or not protocol.isdecimal():
-        return Refused("a message that is not of this protocol: its first frame names no run", 4)
+        return Refusal("a message that is not of this protocol: its first frame names no run", 4)
     if int(protocol) != PROTOCOL:
-        return Refused(
+        return Refusal(
             f"the buffer speaks protocol {PROTOCOL}, this process {protocol}: install the same "
             "version on all hosts"
         )
-    return Refused(
+    return Refusal(
         f"the buffer belongs to run {run}, this process to run {other or '(none)'}: give it the "
         "same run directory",
         2,
@@ -180,14 +181,14 @@ class BufferSocket:
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._guard = keys.guard(self.socket, curve_dir)
         try:
-            with keys.for_this_user_alone():  # of an ipc socket: connecting needs write permission
+            with keys.private_umask():  # of an ipc socket: connecting needs write permission
                 self.socket.bind(address)
         except zmq.ZMQError as error:
             raise ConfigError(
                 f"{key}: cannot listen on {address}: {error}; is another run using it?"
             ) from error
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.crowd = Crowd(self.socket)
+        self.crowd = ConnectionGuard(self.socket)
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(reads)
 
     def recv(self, timeout: float) -> tuple[bytes, Any] | None:
@@ -195,13 +196,13 @@ class BufferSocket:
         large, does not decode, or may not be said with its sender's key is answered by Refused,
         told to `refused`, and None.
         """
-        if timeout and self.crowd.relieve(self.address):
+        if timeout and self.crowd.close_excess(self.address):
             return None
         # `poll` builds a poller, which costs as much as reading a short message
         events: Any = self.socket.getsockopt(zmq.EVENTS)
         if not events & zmq.POLLIN and not (timeout and self.socket.poll(int(timeout * 1000))):
             return None
-        found = taken(self.socket, self.most, 3, keep=True)
+        found = receive_frames(self.socket, self.most, 3, keep=True)
         peer, frames = bytes(found[0]), found[1:]
         if len(frames) != 2:
             self._refuse(
@@ -213,7 +214,7 @@ class BufferSocket:
         name = None if self._guard is None else self._guard.name(frames[1])
         self.speaker = name or ""
         if theirs != self.head and theirs != head(""):
-            self._refuse(peer, "stranger", stranger(theirs, self.run))
+            self._refuse(peer, "stranger", foreign_peer_refusal(theirs, self.run))
             return None
         try:
             message = self._decoder.decode(payload)
@@ -221,14 +222,14 @@ class BufferSocket:
             why = f"{type(error).__name__}: {str(error)[:200]!r}"
             self._refuse(peer, "frame", undecodable(why))
             return None
-        if theirs != self.head and not isinstance(message, Watch):
-            self._refuse(peer, "stranger", stranger(theirs, self.run))
+        if theirs != self.head and not isinstance(message, StatusRequest):
+            self._refuse(peer, "stranger", foreign_peer_refusal(theirs, self.run))
             return None
-        if name is None or keys.allowed(name, message):
+        if name is None or keys.is_allowed(name, message):
             return peer, message
         what = f"a {type(message).__name__} of {getattr(message, 'producer', 'a learner')[:200]!r}"
         reason = f"the key of {name or 'nobody'} may not send {what}: use the key of that role"
-        self._refuse(peer, "role", Refused(f"wires.curve_dir: {reason}", 2))
+        self._refuse(peer, "role", Refusal(f"wires.curve_dir: {reason}", 2))
         return None
 
     @property
@@ -236,7 +237,7 @@ class BufferSocket:
         """Whether a message is there."""
         return bool(int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
-    def _refuse(self, peer: bytes, reason: str, why: Refused) -> None:
+    def _refuse(self, peer: bytes, reason: str, why: Refusal) -> None:
         self.refused(reason, f"refused a message: {why.reason}")
         self.send(peer, why)
 
@@ -245,7 +246,7 @@ class BufferSocket:
         request).
         """
         try:
-            leave(self.socket, peer, message)
+            send_message(self.socket, peer, message)
         except zmq.ZMQError:
             pass
 
@@ -260,7 +261,8 @@ class PeerSocket:
     """A DEALER to the buffer.
 
     It connects when the buffer comes and again after it was away; what was sent meanwhile queues
-    here.  A dead buffer shows as silence: the caller holds the deadline, and `seek`s it meanwhile,
+    here.  A dead buffer shows as silence: the caller holds the deadline, and `find_moved_buffer`s
+    it meanwhile,
     as `find` says where it is.  name: whose key it shows, where there are keys; reads: what the
     other side says; run: "" for those who only watch; key: the config's, that named the address.
 
@@ -283,7 +285,7 @@ class PeerSocket:
         self.name = name
         self.run = run
         self.head = head(run)
-        self.check: Callable[[Any], None] = inbound.check
+        self.check: Callable[[Any], None] = message_checks.check
         self.find: Callable[[], str] = lambda: ""  # its address, as far as anybody knows
         self.sought = 0.0
         self.broken = self.broken_in_a_row = 0
@@ -307,11 +309,11 @@ class PeerSocket:
         repeated by its sender.
         """
         try:
-            leave(self.socket, self.head, message)
+            send_message(self.socket, self.head, message)
         except zmq.Again:
             pass
 
-    def seek(self, silent: float) -> bool:
+    def find_moved_buffer(self, silent: float) -> bool:
         """The other side has not answered for `silent` seconds: is it elsewhere by now?  True: it
         is, and this socket speaks with it; what was not answered is to be asked again.
         """
@@ -349,7 +351,7 @@ class PeerSocket:
         """
         if not self.socket.poll(int(timeout * 1000)):
             return None
-        frames = taken(self.socket, MAX_FRAME_BYTES, 1, keep=True)
+        frames = receive_frames(self.socket, MAX_FRAME_BYTES, 1, keep=True)
         try:
             message = self.read([frame.buffer for frame in frames])
         except (*UNDECODABLE, BadMessage) as error:

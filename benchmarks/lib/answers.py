@@ -29,10 +29,13 @@ def arrays(tokens: int) -> tuple[bytes, bytes, bytes]:
 def answer(ticket: m.Ticket, sample: int, first: Label, last: Label, tokens: int) -> m.Trajectory:
     """An answer; its second half by `last`, where that is another version."""
     ids, logprobs, mask = arrays(tokens)
-    spans = [m.Span(first, "", 0, tokens, first)]
+    spans = [m.VersionSpan(first, "", 0, tokens, first)]
     if last != first:
         half = tokens // 2
-        spans = [m.Span(first, "", 0, half, first), m.Span(last, "", half, tokens, first)]
+        spans = [
+            m.VersionSpan(first, "", 0, half, first),
+            m.VersionSpan(last, "", half, tokens, first),
+        ]
     return m.Trajectory(
         ticket.ticket,
         sample,

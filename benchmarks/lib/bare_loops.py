@@ -24,10 +24,10 @@ from lib.contenders import BATCH, GROUPS, ROOT, SIZE, env  # isort: skip
 import msgspec
 import numpy as np
 
-from actors.engine import Answer, Request
+from actors.engine import Completion, CompletionRequest
 from actors.engine_embedded import make_engine
 from asyncrl.config.load import load
-from asyncrl.config.tree import Config, Task
+from asyncrl.config.tree import Config, TaskConfig
 from asyncrl.contract import messages as m
 from asyncrl.contract.versions import Label
 from asyncrl.models import policy as models
@@ -44,20 +44,20 @@ class Work:
         self.config: Config = load(ROOT / "configs" / "demo.toml", sets)
         self.tokenizer = load_tokenizer(model_dir)
         self.stop = stop_tokens(self.tokenizer, self.config)
-        self.task = get_task(Task(name="sort"))
+        self.task = get_task(TaskConfig(name="sort"))
         self.engine: Any = make_engine(self.config)
         weights = dict(models.named_weights(models.load_policy(model_dir)))
         self.engine.load(weights, Label(1, 0), "d")
         self.cursor = 0
         self.engine.add(self.requests(GROUPS))
-        answers: list[Answer] = []
+        answers: list[Completion] = []
         while self.engine.active:
             answers += self.engine.step()
         self.learner = LearnerCore(self.config, model_dir)
         self.batch = batch(sorted(answers, key=lambda answer: answer.key))
         self.tokens = sum(sample.length for sample in self.batch.samples)
 
-    def requests(self, groups: int) -> list[Request]:
+    def requests(self, groups: int) -> list[CompletionRequest]:
         settings = self.config.generator
         first, self.cursor = self.cursor, self.cursor + groups
         out = []
@@ -65,7 +65,7 @@ class Work:
             ids = encode_prompt(self.tokenizer, self.task.prompt("train", ticket, 0))
             most = min(settings.max_new_tokens, settings.context - len(ids))
             out += [
-                Request(
+                CompletionRequest(
                     key=(ticket, sample, 1),
                     prompt=ids,
                     group=ticket,
@@ -111,7 +111,7 @@ class Work:
         return statistics.median(took) / self.tokens
 
 
-def batch(answers: list[Answer]) -> m.Batch:
+def batch(answers: list[Completion]) -> m.Batch:
     """As a buffer would lease it, all fresh; every other reward is 1."""
     samples = [
         m.Trajectory(

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncrl.config.tree import Task
+from asyncrl.config.tree import TaskConfig
 from asyncrl.contract.messages import Prompt
 from asyncrl.tasks import get_task
 
-TASK = get_task(Task(name="sort"))
+TASK = get_task(TaskConfig(name="sort"))
 
 
 def reward(prompt: Prompt, text: str) -> Any:

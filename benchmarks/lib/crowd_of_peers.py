@@ -64,7 +64,7 @@ def trajectory(ticket: m.Ticket, sample: int, label: Label) -> m.Trajectory:
         tokens=b"\2\0\0\0" * TOKENS,
         behavior_logprobs=b"\0\0\0\xbf" * TOKENS,
         mask=b"\1" * TOKENS,
-        spans=[m.Span(label, "", 0, TOKENS, label)],
+        spans=[m.VersionSpan(label, "", 0, TOKENS, label)],
         reward=float(sample % 2),
         reward_parts={},
         finish="stop",
@@ -94,7 +94,7 @@ class Peers:
             greeting = m.GeneratorHello(m.PROTOCOL, self.run, name, 1, SIZE, host="here", pid=0)
             self.say(name, greeting)
             self.want(name)
-        self.say("learner", m.Ask(1, 0))
+        self.say("learner", m.BatchRequest(1, 0))
 
     def hello(self) -> m.LearnerHello:
         return m.LearnerHello(
@@ -113,17 +113,17 @@ class Peers:
 
     def want(self, name: str) -> None:
         self.sequence[name] = self.sequence.get(name, 0) + 1
-        self.say(name, m.Want(name, 1, self.sequence[name], SIZE, self.label))
+        self.say(name, m.TicketRequest(name, 1, self.sequence[name], SIZE, self.label))
 
     def renew(self, name: str) -> None:
-        self.say(name, m.Renew(name, 1, [], {"generator/busy_s": 1.0}, None))
+        self.say(name, m.LeaseRenewal(name, 1, [], {"generator/busy_s": 1.0}, None))
 
     def deliver(self, name: str, tickets: list[m.Ticket]) -> None:
         """What they asked for, written; and the next question."""
         for ticket in tickets:
             label = ticket.exact_version or ticket.min_version
             made = [trajectory(ticket, sample, label) for sample in ticket.samples]
-            self.say(name, m.Deliver(name, 1, 1, made))
+            self.say(name, m.Delivery(name, 1, 1, made))
         self.written[name] = self.written.get(name, 0) + 1
         self.want(name)
 
@@ -134,8 +134,8 @@ class Peers:
         values = {"reward/mean": 0.5}
         self.say("learner", m.Commit(1, batch.number, self.label, f"d{self.number}", values))
         if self.number > KEPT:
-            self.say("learner", m.Checkpointed(1, self.number - KEPT))
-        self.say("learner", m.Ask(1, self.number))
+            self.say("learner", m.CheckpointNotice(1, self.number - KEPT))
+        self.say("learner", m.BatchRequest(1, self.number))
 
 
 class Measured(NamedTuple):
@@ -199,7 +199,7 @@ class Crowd:
         self.poller.register(descriptor, select.EPOLLIN)
 
     def say(self, name: str, message: Any) -> None:
-        if isinstance(message, m.Want):
+        if isinstance(message, m.TicketRequest):
             now = time.monotonic()
             self.asked[name] = (now, now)
         socket = self.sockets[name]
@@ -244,7 +244,7 @@ class Crowd:
             self.asked[name] = (first, now)
 
     def heard(self, name: str, message: Any) -> None:
-        if isinstance(message, m.Tickets) and message.tickets:
+        if isinstance(message, m.TicketGrant) and message.tickets:
             now = time.monotonic()
             if (asked := self.asked.pop(name, None)) is not None:
                 self.latencies.append(1e3 * (now - asked[0]))
@@ -255,7 +255,7 @@ class Crowd:
             heapq.heappush(self.writing, (due, self.count, name, message.tickets))
         elif isinstance(message, m.Batch):
             self.peers.train(message)
-        elif isinstance(message, m.Refused):
+        elif isinstance(message, m.Refusal):
             sys.exit(f"the buffer refuses {name}: {message}; its log is {self.dir}.log")
         return None
 

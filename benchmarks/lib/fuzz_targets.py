@@ -20,14 +20,14 @@ import numpy as np
 import scale
 import xxhash
 
-from asyncrl.config.tree import Agent, Wires
+from asyncrl.config.tree import AgentConfig, WiresConfig
 from asyncrl.contract import messages as m
 from asyncrl.contract import outcomes
 from asyncrl.contract.errors import BadMessage
 from asyncrl.contract.versions import Label
 from asyncrl.records import rundir
-from asyncrl.transport import chunks, fan_out, inbound
-from asyncrl.transport.ring import Ring
+from asyncrl.transport import chunks, fan_out, message_checks
+from asyncrl.transport.ring import WeightRing
 from asyncrl.transport.sockets import UNDECODABLE, PeerSocket
 from buffer import service as buffer_service
 from lib import crowd_of_peers as peers
@@ -94,7 +94,11 @@ class Buffer:
         finally:
             peers.GROUPS, peers.SIZE, peers.TOKENS = sizes
             buffer_service.run_id = named
-        self.frames = [*self.frames[-60:], encode(self.loop.peers.hello()), encode(m.Watch())]
+        self.frames = [
+            *self.frames[-60:],
+            encode(self.loop.peers.hello()),
+            encode(m.StatusRequest()),
+        ]
         self.decoder = msgspec.msgpack.Decoder(m.FromPeer)
 
     def feed(self, data: bytes) -> str:
@@ -108,7 +112,7 @@ class Buffer:
         self.service.handle(b"m", message)
         self.service.answer()
         self.service.flush()
-        if any(line.tokens < 0 for line in self.service.store.folded().lines.values()):
+        if any(line.tokens < 0 for line in self.service.store.current_ledger().lines.values()):
             raise AssertionError("a line of the ledger is negative")
         refused = self.service.refused - before
         return f"refused: {next(iter(refused))}" if refused else "taken"
@@ -126,18 +130,18 @@ def replies() -> list[bytes]:
     kinds = {(data[:16], len(data)): data for data in buffer.replies}
     buffer.close()
     more: list[Any] = [
-        m.Refused("no", 2),
-        m.FencedOff(1, 2),
-        m.Finished(1),
-        m.Unknown("generator-0", 1),
-        m.Heard(1, announcement()),
+        m.Refusal("no", 2),
+        m.FencedReply(1, 2),
+        m.RunFinished(1),
+        m.UnknownSession("generator-0", 1),
+        m.HeartbeatReply(1, announcement()),
         buffer.service.status(),
     ]
     return list(kinds.values())[-40:] + [encode(x) for x in more]
 
 
-def announcement() -> m.Announcement:
-    return m.Announcement(Label(1, 3), "d", m.WeightsSource(1, "here", "/nowhere", ""))
+def announcement() -> m.PolicyAnnouncement:
+    return m.PolicyAnnouncement(Label(1, 3), "d", m.WeightsSource(1, "here", "/nowhere", ""))
 
 
 class Learner:
@@ -168,7 +172,7 @@ class Learner:
         from learner.batch import micro_batches, pack
 
         message = self.socket.read([data])
-        if not isinstance(message, m.Refused | m.FencedOff):  # these end it, by right
+        if not isinstance(message, m.Refusal | m.FencedReply):  # these end it, by right
             self.handle(self.learner, message)
         self.learner.batches.clear()
         if isinstance(message, m.Batch):
@@ -184,33 +188,37 @@ class Generator:
     """What a generator's sockets read: tickets, acknowledgements, calls of a gateway."""
 
     def __init__(self) -> None:
-        from actors.gateway.serving import CallTurn
+        from actors.gateway.generator_calls import CallTurn
 
-        sampling = m.Sampling(1.0, 1.0, 0, 4)
+        sampling = m.SamplingSettings(1.0, 1.0, 0, 4)
         prompt = np.arange(3, 9, dtype="<i4").tobytes()
-        call = m.Call(1, 7, 1, "train", prompt, 4, sampling, Label(1, 3), None, 5)
-        calls = m.Calls(1, 1, [call, msgspec.structs.replace(call, id=2)], [9], announcement())
+        call = m.GenerationCall(1, 7, 1, "train", prompt, 4, sampling, Label(1, 3), None, 5)
+        calls = m.CallAssignments(
+            1, 1, [call, msgspec.structs.replace(call, id=2)], [9], announcement()
+        )
         self.frames = [*replies(), encode(calls), encode(calls)]
         self.take_calls = CallTurn.take_calls
-        self.socket = PeerSocket(NOBODY, reads=m.FromBuffer | m.Calls)
-        self.socket.check = functools.partial(inbound.check, vocabulary=VOCABULARY)
+        self.socket = PeerSocket(NOBODY, reads=m.FromBuffer | m.CallAssignments)
+        self.socket.check = functools.partial(message_checks.check, vocabulary=VOCABULARY)
 
     def feed(self, data: bytes) -> str:
         return judged(lambda: self._act(data))
 
     def _act(self, data: bytes) -> None:
         from actors.delivery import Outbox
-        from actors.schedule import Schedule
+        from actors.schedule import TicketSchedule
 
         message = self.socket.read([data])
-        schedule = Schedule(drain_first=False)
-        if isinstance(message, m.Tickets | m.Acks | m.Heard | m.Calls):
+        schedule = TicketSchedule(drain_first=False)
+        if isinstance(
+            message, m.TicketGrant | m.DeliveryAcks | m.HeartbeatReply | m.CallAssignments
+        ):
             schedule.announce(message.announcement)
-        if isinstance(message, m.Tickets):
-            schedule.take(message.tickets)
-        elif isinstance(message, m.Acks):
-            Outbox(Wires(), "generator-0", 1).on_acks(message, 0.0)
-        elif isinstance(message, m.Calls):
+        if isinstance(message, m.TicketGrant):
+            schedule.add_tickets(message.tickets)
+        elif isinstance(message, m.DeliveryAcks):
+            Outbox(WiresConfig(), "generator-0", 1).on_acks(message, 0.0)
+        elif isinstance(message, m.CallAssignments):
             turn: Any = SimpleNamespace(
                 schedule=schedule,
                 calls={},
@@ -223,7 +231,7 @@ class Generator:
             self.take_calls(turn, message.calls)
             if turn.answered:
                 raise BadMessage(turn.answered[0].failed)
-        loaded = schedule.wanted(None)
+        loaded = schedule.next_version(None)
         schedule.outdated()
         for held, _ in schedule.admit(loaded, 100):
             limit = held.ticket.sampling.max_new_tokens
@@ -239,19 +247,19 @@ class ChunkServer:
     def __init__(self) -> None:
         self.work = tempfile.TemporaryDirectory()
         size = 1 << 12
-        self.ring = Ring(
+        self.ring = WeightRing(
             Path(self.work.name) / "ring", size, 2, [("w", "uint8", [size], 0, size)], 1
         )
         self.ring.write(Label(1, 3), lambda into: None)
         self.server = chunks.ChunkServer("tcp://127.0.0.1:*", self.ring.rows, self.ring.read_part)
         self.server.plant(2, size)
-        ask = chunks._ChunkAsk(Label(1, 3), "", 0, size)
-        place = fan_out.Asking("generator-1", 5000, "k", ["generator-0"], guests=True)
+        ask = chunks._ChunkRequest(Label(1, 3), "", 0, size)
+        place = fan_out.RelayRequest("generator-1", 5000, "k", ["generator-0"], guests=True)
         asks = [
             ask,
-            chunks._ChunkAsk(Label(0, 0), "", -1, 0),
-            chunks._ChunkAsk(Label(1, 3), "d", 9, 5),
-            chunks._ChunkAsk(Label(1, 3), "", 0, 0, place),
+            chunks._ChunkRequest(Label(0, 0), "", -1, 0),
+            chunks._ChunkRequest(Label(1, 3), "d", 9, 5),
+            chunks._ChunkRequest(Label(1, 3), "", 0, 0, place),
         ]
         self.frames = [encode(x) for x in asks]
 
@@ -280,7 +288,7 @@ class ChunkClient:
         self.frames = []
         for data in (encode(rows), bytes(40)):
             checksum = xxhash.xxh3_64_intdigest(data)
-            self.frames.append(encode(chunks._Chunk("d", data, checksum, b"\0" * 8)))
+            self.frames.append(encode(chunks._ChunkReply("d", data, checksum, b"\0" * 8)))
         self.frames += [encode(rows), encode(rows)]  # without their chunk, whose checksum hides it
 
     def feed(self, data: bytes) -> str:
@@ -303,37 +311,37 @@ class Calls:
 
     def __init__(self) -> None:
         kit = from_tests()
+        from actors.gateway.call_router import CallRouter
         from actors.gateway.service import Gateway
-        from actors.gateway.switchboard import Switchboard
 
-        self.scripted = kit.Scripted(limits=kit.Limits(max_calls=0, rows=0))
-        sampling = m.Sampling(1.0, 1.0, 0, 4)
+        self.scripted = kit.Scripted(limits=kit.SessionLimits(max_calls=0, rows=0))
+        sampling = m.SamplingSettings(1.0, 1.0, 0, 4)
         prompt = np.arange(3, 9, dtype="<i4").tobytes()
-        self.call = m.Call(1, 7, 1, "train", prompt, 4, sampling, Label(1, 3), None, 5)
+        self.call = m.GenerationCall(1, 7, 1, "train", prompt, 4, sampling, Label(1, 3), None, 5)
         self.gateway: Any = SimpleNamespace(
-            board=Switchboard("fuzz", 10.0),
+            board=CallRouter("fuzz", 10.0),
             ever_served=False,
             vocabulary=VOCABULARY,
             calls_socket=SimpleNamespace(send=lambda peer, message: None),
             drawn=self._drawn,
         )
-        hear: Any = Gateway.hear
+        hear: Any = Gateway.on_generator_message
         self.hear = functools.partial(hear, self.gateway)
         ids = np.array([3, 4, 5], "<i4").tobytes()
         logprobs = np.full(3, -0.5, "<f4").tobytes()
         spans = [
-            m.Span(Label(1, 3), "d", 0, 2, Label(1, 3)),
-            m.Span(Label(1, 4), "", 2, 3, Label(1, 3)),
+            m.VersionSpan(Label(1, 3), "d", 0, 2, Label(1, 3)),
+            m.VersionSpan(Label(1, 4), "", 2, 3, Label(1, 3)),
         ]
         self.frames = [
-            encode(m.Called(1, ids, logprobs, spans, "stop")),
-            encode(m.Called(1, ids, logprobs, spans, "length", 1)),
-            encode(m.Called(1, b"", b"", [], "length", 4)),
-            encode(m.Serving(m.PROTOCOL, "fuzz", "generator-0", 1, 8, [1, 2], 3)),
+            encode(m.CallResult(1, ids, logprobs, spans, "stop")),
+            encode(m.CallResult(1, ids, logprobs, spans, "length", 1)),
+            encode(m.CallResult(1, b"", b"", [], "length", 4)),
+            encode(m.ServingReport(m.PROTOCOL, "fuzz", "generator-0", 1, 8, [1, 2], 3)),
         ]
         self.decoder = msgspec.msgpack.Decoder(m.FromGenerator)
 
-    def _drawn(self, message: m.Called) -> None:
+    def _drawn(self, message: m.CallResult) -> None:
         opened = self.scripted.open()
         call = opened.session.place_ids([3, 4, 5], now=0.0, max_new_tokens=4)
         ids = np.frombuffer(message.tokens, "<i4")
@@ -439,10 +447,10 @@ class Web:
         import uvicorn
         from uvicorn.server import ServerState
 
-        self.service = self.kit.Scripted(limits=self.kit.Limits(max_calls=0, rows=0))
+        self.service = self.kit.Scripted(limits=self.kit.SessionLimits(max_calls=0, rows=0))
         self.name = self.service.open().session.name.encode()
         self.service.free = 10
-        self.app = self.web.Web(self.service)
+        self.app = self.web.WebApp(self.service)
         self.config = uvicorn.Config(
             self.app.app,
             http=self.web.Bounded,
@@ -485,7 +493,7 @@ class Web:
 
         for opened in self.service.sessions.values():
             if opened.session.complete:
-                made = trajectory(opened.session, self.service.tokenizer, Agent())
+                made = trajectory(opened.session, self.service.tokenizer, AgentConfig())
                 outcomes.check_sample(made)
                 encode(made)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from asyncrl.models.packed_attention import cuts
+from asyncrl.models.packed_attention import cut_queries
 
 WIDTHS = {"float32": 4, "bfloat16": 2}
 LOGITS = 1 << 24  # held at once, asyncrl.models.packed_forward.LOGIT_CHUNK
@@ -77,7 +77,9 @@ LONG = Micro(1, 256, 2, 897, 897)  # 2,048 tokens, in docs/machines.md
 def shares(queries: int, before: int, device: str) -> int:
     """What attention keeps of a row of queries, which see `before` keys and those of their own."""
     keys = before + queries
-    return sum((cut.end - cut.first) * cut.columns for cut in cuts(queries, keys, before, device))
+    return sum(
+        (cut.end - cut.first) * cut.columns for cut in cut_queries(queries, keys, before, device)
+    )
 
 
 def activations(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from actors.engine import Engine, Request
+from actors.engine import CompletionRequest, Engine
 from asyncrl.contract.messages import Prompt
 from asyncrl.models.policy import PolicyModel, build_model
 from asyncrl.models.tokenizer import encode_prompt, load_tokenizer
@@ -85,7 +85,7 @@ def room(asked: list[np.ndarray]) -> int:
 def drawn(engine: Engine, asked: list[np.ndarray]) -> list[Answered]:
     """GROUP answers to each prompt, in the order of `asked`."""
     engine.add(
-        Request((at, sample, 0), prompt, at, ANSWER, 1.0, 1.0, 0, (), 7)
+        CompletionRequest((at, sample, 0), prompt, at, ANSWER, 1.0, 1.0, 0, (), 7)
         for at, prompt in enumerate(asked)
         for sample in range(GROUP)
     )

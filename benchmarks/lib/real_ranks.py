@@ -68,7 +68,7 @@ def batch(answers: list[Answered], logprobs: np.ndarray) -> m.Batch:
 
 def flat(core: LearnerCore) -> torch.Tensor:
     """uint8: the weights as they are published."""
-    core.backend.tell("publish")
+    core.backend.broadcast("publish")
     core.backend.probe()
     buffer = torch.zeros(flat_bytes(core.layout), dtype=torch.uint8)
     core.backend.write_flat(buffer.numpy().data)
@@ -105,7 +105,7 @@ def main() -> None:
         from learner import backend_deepspeed
 
         backend_deepspeed.follow(core)
-        backend_deepspeed.leave()
+        backend_deepspeed.exit_rank()
     began = flat(core)
     found = core.train(msgspec.msgpack.decode(Path(job["batch"]).read_bytes(), type=m.Batch))
     ended = flat(core)

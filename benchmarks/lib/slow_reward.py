@@ -10,14 +10,14 @@ import time
 
 import xxhash
 
-from asyncrl.config.tree import Task
+from asyncrl.config.tree import TaskConfig
 from asyncrl.contract.messages import Prompt
 from asyncrl.tasks import get_task
 
 LEAST_S = 0.2
 EXPONENT = 2.5
 MOST_S = 4.0
-TASK = get_task(Task(name="sort"))
+TASK = get_task(TaskConfig(name="sort"))
 
 
 def reward(prompt: Prompt, text: str) -> float:

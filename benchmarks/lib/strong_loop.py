@@ -326,7 +326,7 @@ def train(
 
 
 def main() -> None:
-    from asyncrl.config.tree import Task
+    from asyncrl.config.tree import TaskConfig
     from asyncrl.tasks import get_task
 
     p = argparse.ArgumentParser(description=__doc__)
@@ -342,7 +342,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group("gloo")
-    task = get_task(Task(name=args.task))
+    task = get_task(TaskConfig(name=args.task))
     how = {"seed": args.seed, "rows": args.rows, "heldout": args.heldout}
     out = train(args.model, task, args.steps, args.lr, **how)
     if not dist.is_initialized() or dist.get_rank() == 0:

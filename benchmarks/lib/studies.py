@@ -23,7 +23,7 @@ from typing import Any
 from asyncrl.config import load
 from asyncrl.experiments.compare import verdict
 from asyncrl.experiments.compare.page import clean
-from asyncrl.experiments.compare.warm_pool import Cells
+from asyncrl.experiments.compare.warm_pool import CellStore
 from asyncrl.supervise.preflight import preflight, say
 from lib import results_file, rounds
 
@@ -96,7 +96,7 @@ class Study:
         self.task = load.load(self.source).task.name
         self.common, self.cells = (
             [f"learner.groups={args.groups}", *common, *(QUICK if args.quick else [])],
-            Cells(self.out),
+            CellStore(self.out),
         )
         self.arms: dict[str, dict[int, str]] = {}  # arm -> seed -> cell
 
@@ -198,7 +198,7 @@ def facts(record: dict[str, Any]) -> dict[str, Any]:
 
 def compare(
     arms: Mapping[str, Mapping[int, Mapping[str, Any]]], base: str, what: str
-) -> dict[str, verdict.Difference]:
+) -> dict[str, verdict.PairedDifference]:
     """Every arm's `what` less that of `base`, paired by seed over the seeds that both have (two or
     more), with Holm's correction.
     """
@@ -219,7 +219,7 @@ def compare(
     return out
 
 
-def shown(d: verdict.Difference) -> dict[str, Any]:
+def shown(d: verdict.PairedDifference) -> dict[str, Any]:
     return {
         "difference": d.mean,
         "interval": [d.low, d.high],

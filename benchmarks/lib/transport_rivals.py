@@ -93,7 +93,7 @@ class Rival:
             prompt = m.Prompt(self.ticket, "p")
             samples = list(range(SIZE))
             ticket = m.Ticket(
-                self.ticket, 1, "train", prompt, samples, m.Sampling(), first, None, 0
+                self.ticket, 1, "train", prompt, samples, m.SamplingSettings(), first, None, 0
             )
             out += [answer(ticket, sample, first, last, self.tokens) for sample in samples]
         return out

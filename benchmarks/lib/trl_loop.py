@@ -26,7 +26,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from asyncrl.config.tree import Task
+from asyncrl.config.tree import TaskConfig
 from asyncrl.tasks import get_task
 
 GROUPS, SIZE, MOST = 32, 8, 56
@@ -56,12 +56,12 @@ def main() -> None:
     p.add_argument("--threads", type=int, default=1)
     args = p.parse_args()
     torch.set_num_threads(args.threads)
-    task: Any = get_task(Task(name="sort"))
+    task: Any = get_task(TaskConfig(name="sort"))
     asked = [task.prompt("train", i, args.seed) for i in range(args.steps * GROUPS)]
     by_text = {prompt.text: prompt for prompt in asked}
     tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(
-        args.model, dtype=torch.float32, attn_implementation=args.attention
+        args.model, dtype=torch.float32, attn_implementation=args.attend_packed
     )
     tokens: list[int] = []
 

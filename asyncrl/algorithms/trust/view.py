@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from asyncrl.algorithms.ratios import CLAMP
-from asyncrl.algorithms.reshape import Statistics
+from asyncrl.algorithms.reshape import ReshapeStatistics
 from asyncrl.algorithms.settings import Reshape
 
 OPEN = 0
@@ -18,7 +18,7 @@ HIGH = 2
 DUAL = 3
 
 
-class Trust(NamedTuple):
+class SurrogateTerm(NamedTuple):
     """coefficient [N] of grad lp; objective [N], its value; clipped int8 [N]: OPEN, or which bound
     cut the gradient.
     """
@@ -28,9 +28,9 @@ class Trust(NamedTuple):
     clipped: torch.Tensor
 
 
-def opened(coefficient: torch.Tensor, objective: torch.Tensor) -> Trust:
+def unclipped(coefficient: torch.Tensor, objective: torch.Tensor) -> SurrogateTerm:
     """No bound has cut anything."""
-    return Trust(coefficient, objective, torch.zeros_like(coefficient, dtype=torch.int8))
+    return SurrogateTerm(coefficient, objective, torch.zeros_like(coefficient, dtype=torch.int8))
 
 
 def sides(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
@@ -38,7 +38,7 @@ def sides(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass
-class Tokens:
+class SurrogateTokens:
     """What a surrogate may look at: [n] tokens of whole answers, nothing with a gradient.
 
     raw: log pi_theta / anchor, finite and not clamped; log_r: clamped to [-20, 20], what a token's
@@ -55,7 +55,7 @@ class Tokens:
     seq: torch.Tensor
     n: int
     drawn: torch.Tensor | None = None
-    stats: Statistics | None = None
+    stats: ReshapeStatistics | None = None
     reshape: Reshape | None = None
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
     prepass: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class Tokens:
 
 
 @dataclass
-class Whole:
+class StepBatch:
     """The batch before an optimizer step, [N] tokens: log mu; mask bool: in the step's loss; groups
     int64 [B].  current: log pi_theta, where the surrogate asks for it."""
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import click
 
 from asyncrl.cli import result
-from asyncrl.cli.base import PATH, say
+from asyncrl.cli.base import PATH, print_progress
 from asyncrl.contract import refusal
-from asyncrl.records import lives
+from asyncrl.records import process_log
 
 
 @click.command()
@@ -44,7 +44,7 @@ def join(
     network; with a variable of the environment, or with code, only as --env and --trust-code say.
     Ctrl-C leaves it, and gives back what was not finished.
     """
-    from asyncrl.cli.processes import recorded
+    from asyncrl.cli.processes import run_recorded
     from asyncrl.records import rundir
     from asyncrl.supervise import join as joining
 
@@ -55,15 +55,15 @@ def join(
         index=index,
         cache=(cache or joining.cache_dir()).resolve(),
         patience_s=wait,
-        say=say,
+        say=print_progress,
         trust=joining.Trust(env, trust_code),
     )
     try:
-        code = recorded("generator", place.config, place.run_dir, place.number)
+        code = run_recorded("generator", place.config, place.run_dir, place.number)
     finally:
         rundir.clean(place.run_dir)
-    if code in (0, lives.INTERRUPTED):
+    if code in (0, process_log.INTERRUPTED):
         shutil.rmtree(place.run_dir, ignore_errors=True)
     if as_json:
-        result.put({"address": address, "generator": place.number})
+        result.print_result({"address": address, "generator": place.number})
     sys.exit(code)

@@ -130,7 +130,7 @@ def _meant(name: str) -> str:
 # ---- what differs --------------------------------------------------------------------------------
 
 
-def plain(configs: Mapping[str, Config]) -> dict[str, Any]:
+def configs_as_json(configs: Mapping[str, Config]) -> dict[str, Any]:
     """name -> config as JSON has it."""
     return {
         name: json.loads(json.dumps(msgspec.to_builtins(config)))
@@ -138,7 +138,9 @@ def plain(configs: Mapping[str, Config]) -> dict[str, Any]:
     }
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Differences:
+def config_differences(
+    before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = ""
+) -> Differences:
     """Every leaf of two nested tables that differs, by its dotted key.
 
     >>> differences({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 1, "c": 4}, "d": 3})
@@ -149,7 +151,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str =
         mine = before.get(key)
         other = now.get(key)
         if isinstance(mine, dict) and isinstance(other, dict):
-            out |= differences(mine, other, f"{prefix}{key}.")
+            out |= config_differences(mine, other, f"{prefix}{key}.")
         elif mine != other:
             out[f"{prefix}{key}"] = (mine, other)
     return out
@@ -162,7 +164,7 @@ def changes(found: Differences) -> list[str]:
 
 def refuse_other(directory: Path, what: str, before: Any, now: Any) -> None:
     """Raise ConfigError where the configs that a directory holds are not these."""
-    if found := changes(differences(before, now)):
+    if found := changes(config_differences(before, now)):
         raise ConfigError(
             f"{directory} holds a {what} with other settings ({'; '.join(found[:4])}"
             f"{' ...' if len(found) > 4 else ''}); choose another directory by --out"
@@ -171,9 +173,9 @@ def refuse_other(directory: Path, what: str, before: Any, now: Any) -> None:
 
 def from_first(configs: Mapping[str, Config]) -> dict[str, Differences]:
     """Arm -> what its resolved config has otherwise than the first arm's."""
-    tables = plain(configs)
+    tables = configs_as_json(configs)
     first, *others = tables
-    return {name: differences(tables[first], tables[name]) for name in others}
+    return {name: config_differences(tables[first], tables[name]) for name in others}
 
 
 def words(found: Differences) -> str:
@@ -183,12 +185,15 @@ def words(found: Differences) -> str:
     'staleness.max_lag = 8 (0), correction.preset = tis (none)'
     """
 
-    def said(value: Any) -> str:
+    def format_value(value: Any) -> str:
         if value is None or value == "":
             return "none"
         if isinstance(value, float):
             return f"{value:.12g}"
         return str(value).lower() if isinstance(value, bool) else str(value)
 
-    pairs = (f"{key} = {said(now)} ({said(before)})" for key, (before, now) in found.items())
+    pairs = (
+        f"{key} = {format_value(now)} ({format_value(before)})"
+        for key, (before, now) in found.items()
+    )
     return ", ".join(pairs) or "nothing"

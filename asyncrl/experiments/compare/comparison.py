@@ -25,11 +25,11 @@ from asyncrl.config.tree import Config
 from asyncrl.contract import importing
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.experiments.compare import verdict, warm_pool
-from asyncrl.experiments.compare.arms import Arm, plain, refuse_other
+from asyncrl.experiments.compare.arms import Arm, configs_as_json, refuse_other
 from asyncrl.experiments.compare.methods import CORRECTIONS
-from asyncrl.experiments.one_process import cold
-from asyncrl.records import metrics, signs
-from buffer import trained
+from asyncrl.experiments.one_process import needs_own_process
+from asyncrl.records import health_checks, metrics
+from buffer import training_log
 
 USUAL_SD = 0.02  # between seeds, in accuracy: what the power line reckons with
 USEFUL = 0.05  # a difference in accuracy that a design should find
@@ -47,7 +47,7 @@ SHARED = (
 
 
 @dataclass
-class Cell:
+class CellResult:
     """One finished run."""
 
     arm: str
@@ -62,7 +62,7 @@ class Cell:
     warm: bool = False
     # step -> accuracy on out-of-distribution prompts
     ood: dict[float, float] = field(default_factory=dict)
-    signs: list[signs.Sign] = field(default_factory=list)
+    signs: list[health_checks.HealthFinding] = field(default_factory=list)
 
     @property
     def final(self) -> float:
@@ -93,7 +93,7 @@ def default_arms(config: Config) -> list[Arm]:
         Arm("async", on),
         Arm("async-uncorrected", [*on, *bare]),
     ]
-    if not config.agent.on:
+    if not config.agent.uses_sessions:
         arms.append(Arm("injected", [f"staleness.max_lag={lag}", f"staleness.inject={lag}"]))
     return arms
 
@@ -119,7 +119,7 @@ def resolve(source: str, sets: Sequence[str], arms: Sequence[Arm]) -> dict[str, 
             continue
         for item in arm.sets:
             key = item.partition("=")[0].strip()
-            if shared(key):
+            if is_shared_key(key):
                 raise ConfigError(
                     f"--arm {arm.name}: {key} must be the same in all arms; give it by --set"
                 )
@@ -136,17 +136,17 @@ def resolve(source: str, sets: Sequence[str], arms: Sequence[Arm]) -> dict[str, 
     return out
 
 
-def shared(key: str) -> bool:
+def is_shared_key(key: str) -> bool:
     """Whether `key` is one that no arm may change."""
     return any(key == one or key.startswith(one + ".") for one in SHARED)
 
 
-def as_now(arms: dict[str, Any]) -> dict[str, Any]:
+def upgrade_arms(arms: dict[str, Any]) -> dict[str, Any]:
     """Configs written earlier, with the defaults of keys that did not exist yet; as they are when a
     key is gone.
     """
     try:
-        return plain({name: load.build(raw) for name, raw in arms.items()})
+        return configs_as_json({name: load.build(raw) for name, raw in arms.items()})
     except ConfigError:
         return arms
 
@@ -194,12 +194,12 @@ class Comparison:
         self.seeds = [first.seed + i for i in range(seeds)]
         self.source = source
         self.sets = list(sets)
-        self.cells = warm_pool.Cells(directory)
+        self.cells = warm_pool.CellStore(directory)
         self.warm = set() if real else warm_arms(self.configs)
-        plan = {"arms": plain(self.configs)}
+        plan = {"arms": configs_as_json(self.configs)}
         path = directory / "compare.json"
         if path.exists():
-            before = as_now(json.loads(path.read_text())["arms"])
+            before = upgrade_arms(json.loads(path.read_text())["arms"])
             refuse_other(directory, "comparison", before, plan["arms"])
         else:
             directory.mkdir(parents=True, exist_ok=True)
@@ -217,7 +217,7 @@ class Comparison:
             and json.loads(path.read_text())["steps"] >= self.configs[arm].learner.steps
         )
 
-    def run(self, jobs: int, tell: warm_pool.Tell = lambda name, event: None) -> list[Cell]:
+    def run(self, jobs: int, tell: warm_pool.Tell = lambda name, event: None) -> list[CellResult]:
         """All cells, seed by seed with the arms in turn: `jobs` real runs at a time.  `tell` hears
         of every run (`warm_pool.Tell`).
 
@@ -239,12 +239,12 @@ class Comparison:
         self.cells.run(max(jobs, cores), tell, abandon=False)
         with ThreadPoolExecutor(jobs) as team:
             real = [(arm, seed) for arm, seed in todo if arm not in self.warm]
-            made = team.map(lambda cell: self.one(*cell), real)
+            made = team.map(lambda cell: self.run_cell(*cell), real)
             for (arm, seed), _ in zip(real, made, strict=True):
                 tell(f"{arm}-seed{seed}", {"done": True})
         return [self.read(name, seed) for name in names for seed in self.seeds]
 
-    def one(self, arm: str, seed: int) -> None:
+    def run_cell(self, arm: str, seed: int) -> None:
         """Make one run, from its last checkpoint when an earlier try left one."""
         run_dir = self.run_dir(arm, seed)
         base = importing.command("asyncrl.cli", "run")
@@ -283,11 +283,11 @@ class Comparison:
             return arm.sets
         return self.sets_of(next(known for known in self.arms if known.name == arm.same_as))
 
-    def read(self, arm: str, seed: int) -> Cell:
+    def read(self, arm: str, seed: int) -> CellResult:
         if arm in self.warm:
             return warm_cell(arm, seed, self.cells.read(f"{arm}-seed{seed}"), self.configs[arm])
         run_dir = self.run_dir(arm, seed)
-        cell = Cell(arm, seed, json.loads((run_dir / "summary.json").read_text()))
+        cell = CellResult(arm, seed, json.loads((run_dir / "summary.json").read_text()))
         every = metrics.read(run_dir)
         # after a resume the later row of a step wins
         by_step = {row["step"]: row for row in every if "reward/mean" in row}
@@ -297,8 +297,8 @@ class Comparison:
         cell.accuracy = [points[step] for step in sorted(points)]
         cell.ood = {float(row["step"]): row["eval/ood"] for row in every if "eval/ood" in row}
         cell.trouble = verdict.stability(cell.accuracy, cell.rows)
-        cell.signs = [signs.Sign(**sign) for sign in cell.summary.get("signs", [])]
-        batches = sorted(trained.read(run_dir / "trained.jsonl").items())
+        cell.signs = [health_checks.HealthFinding(**sign) for sign in cell.summary.get("signs", [])]
+        batches = sorted(training_log.read(run_dir / "trained.jsonl").items())
         cell.batches = [(batch.ids, batch.tickets) for _, batch in batches]
         return cell
 
@@ -310,7 +310,9 @@ def warm_arms(configs: dict[str, Config]) -> set[str]:
     A reward function of the user's own may be slow, and a warm process waits for each answer's:
     such arms run as real processes."""
     able = {
-        name for name, config in configs.items() if not cold(config) and not config.reward.apart
+        name
+        for name, config in configs.items()
+        if not needs_own_process(config) and not config.reward.uses_reward_processes
     }
     injected = {name for name in able if configs[name].staleness.inject is not None}
     sync = {name for name, config in configs.items() if config.staleness.limit == 0}
@@ -326,7 +328,7 @@ def uses_gpu(config: Config) -> bool:
     return config.model.device != "cpu"
 
 
-def warm_signs(cell: Cell, config: Config) -> list[signs.Sign]:
+def warm_signs(cell: CellResult, config: Config) -> list[health_checks.HealthFinding]:
     """What `asyncrl run` would say of a warm run, as far as its record goes."""
     asked = config.evaluation
     ends = (cell.steps[0], cell.steps[-1])
@@ -347,13 +349,15 @@ def warm_signs(cell: Cell, config: Config) -> list[signs.Sign]:
         }
         for step, accuracy in cell.ood.items()
     ]
-    return signs.signs(
-        [*rows, *cell.rows], signs.About(config), ended=cell.steps[-1] >= config.learner.steps
+    return health_checks.signs(
+        [*rows, *cell.rows],
+        health_checks.RunFacts(config),
+        ended=cell.steps[-1] >= config.learner.steps,
     )
 
 
-def warm_cell(arm: str, seed: int, record: dict[str, Any], config: Config) -> Cell:
-    """A record of `serial.one` in the words of a run's summary and metrics."""
+def warm_cell(arm: str, seed: int, record: dict[str, Any], config: Config) -> CellResult:
+    """A record of `serial.run_serial` in the words of a run's summary and metrics."""
     steps, accuracy = record["accuracy"]
     lags = {int(lag): count for lag, count in record["lag_histogram"].items()}
     tokens = sum(lags.values())
@@ -375,7 +379,7 @@ def warm_cell(arm: str, seed: int, record: dict[str, Any], config: Config) -> Ce
         for row in record["curve"]
     ]
     failed = record.get("failed")
-    cell = Cell(
+    cell = CellResult(
         arm,
         seed,
         summary,

@@ -14,19 +14,19 @@ from msgspec.structs import asdict
 from asyncrl.config.tree import Config
 from asyncrl.experiments.compare import verdict
 from asyncrl.experiments.compare.arms import Differences, from_first
-from asyncrl.experiments.compare.comparison import Cell
+from asyncrl.experiments.compare.comparison import CellResult
 
 KL_BATCHES = 20  # at a run's end, over which KL to the reference is averaged
 TARGET = 0.9  # of the first arm's accuracy at the end: how soon the others come there
 
-Runs = Mapping[str, Sequence[Cell]]  # arm -> its runs, by seed
+Runs = Mapping[str, Sequence[CellResult]]  # arm -> its runs, by seed
 
 
 def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else math.nan
 
 
-def known(values: Iterable[float]) -> list[float]:
+def finite_values(values: Iterable[float]) -> list[float]:
     """Those that are numbers."""
     return [value for value in values if not math.isnan(value)]
 
@@ -34,12 +34,12 @@ def known(values: Iterable[float]) -> list[float]:
 # ---- one run, or two -----------------------------------------------------------------------------
 
 
-def signs_of(cells: Sequence[Cell]) -> dict[str, list[str]]:
+def signs_of(cells: Sequence[CellResult]) -> dict[str, list[str]]:
     """Sign -> what each run that has it says."""
     out: dict[str, list[str]] = {}
     for cell in cells:
         for sign in cell.signs:
-            out.setdefault(sign.name, []).append(sign.line())
+            out.setdefault(sign.name, []).append(sign.as_line())
     return out
 
 
@@ -50,7 +50,7 @@ def signs_told(arm: str, found: Mapping[str, Sequence[str]], runs: int) -> list[
     ]
 
 
-def tickets(cell: Cell) -> set[int]:
+def tickets(cell: CellResult) -> set[int]:
     """Every ticket that a run trained."""
     return {
         ticket
@@ -60,7 +60,7 @@ def tickets(cell: Cell) -> set[int]:
     }
 
 
-def data_apart(arm: Cell, base: Cell) -> str:
+def data_apart(arm: CellResult, base: CellResult) -> str:
     """How far the samples that two runs trained differ, in words; empty: they are the same, in the
     same order.
     """
@@ -94,7 +94,7 @@ def reference_kl(rows: Sequence[Mapping[str, Any]]) -> float:
     return mean(late or every[-1:])
 
 
-def first_reached(cell: Cell, target: float) -> tuple[float, float]:
+def first_reached(cell: CellResult, target: float) -> tuple[float, float]:
     """Batch and seconds of the first evaluation at the target or above; nan: never."""
     points = zip(cell.steps, cell.accuracy, strict=True)
     step = next((step for step, accuracy in points if accuracy >= target), math.nan)
@@ -107,7 +107,7 @@ def first_reached(cell: Cell, target: float) -> tuple[float, float]:
 # ---- one arm over its seeds ----------------------------------------------------------------------
 
 
-def cause(config: Config, trouble: Sequence[str]) -> str:
+def likely_cause(config: Config, trouble: Sequence[str]) -> str:
     """The likely cause of an unstable arm, where its configuration is a known one."""
     if not trouble:
         return ""
@@ -129,7 +129,7 @@ def cause(config: Config, trouble: Sequence[str]) -> str:
     return "lower learner.lr, or set stop.kl_max with more than one optimizer step a batch"
 
 
-class ArmFound(msgspec.Struct, frozen=True):
+class ArmSummary(msgspec.Struct, frozen=True):
     """One arm over its seeds, as the JSON has it: means over its runs where nothing else is said,
     nan where none of them measured it.
     """
@@ -161,29 +161,29 @@ class ArmFound(msgspec.Struct, frozen=True):
     warm: bool  # in warm processes: its times are not those of a real run
 
 
-def about(cells: Sequence[Cell], config: Config, target: float) -> ArmFound:
+def summarize_arm(cells: Sequence[CellResult], config: Config, target: float) -> ArmSummary:
     """One arm over its seeds.  target: the accuracy whose time is asked for, over the runs that
     reach it.
     """
 
-    def over(name: str) -> float:
+    def mean_of(name: str) -> float:
         return mean([float(cell.summary[name]) for cell in cells])
 
     times = [first_reached(cell, target) for cell in cells]
     times = [found for found in times if not math.isnan(found[0])]
     trouble = sorted({said.split(":")[0] for cell in cells for said in cell.trouble})
     ess = "is/target_ess"
-    return ArmFound(
-        heldout_start=over("heldout_start"),
+    return ArmSummary(
+        heldout_start=mean_of("heldout_start"),
         heldout_end=mean([cell.final for cell in cells]),
-        ood_start=mean(known(cell.ood_start for cell in cells)),
-        ood_end=mean(known(cell.ood_end for cell in cells)),
+        ood_start=mean(finite_values(cell.ood_start for cell in cells)),
+        ood_end=mean(finite_values(cell.ood_end for cell in cells)),
         ood_each=[cell.ood_end for cell in cells],
-        kl_ref=mean(known(reference_kl(cell.rows) for cell in cells)),
+        kl_ref=mean(finite_values(reference_kl(cell.rows) for cell in cells)),
         each=[cell.final for cell in cells],
         area=mean([cell.area for cell in cells]),
-        wall_s=over("wall_s"),
-        tokens=over("tokens"),
+        wall_s=mean_of("wall_s"),
+        tokens=mean_of("tokens"),
         generated=mean([cell.summary["ledger"]["generated"] for cell in cells]),
         tokens_per_s=mean(
             [cell.summary["tokens"] / max(cell.summary["wall_s"], 1e-9) for cell in cells]
@@ -197,7 +197,7 @@ def about(cells: Sequence[Cell], config: Config, target: float) -> ArmFound:
         seconds_to_target=mean([seconds for _, seconds in times]),
         unstable=sum(bool(cell.trouble) for cell in cells),
         trouble=trouble,
-        cause=cause(config, trouble),
+        cause=likely_cause(config, trouble),
         signs=signs_of(cells),
         weights_digests=[cell.summary["weights_digest"] for cell in cells],
         warm=all(cell.warm for cell in cells),
@@ -207,32 +207,32 @@ def about(cells: Sequence[Cell], config: Config, target: float) -> ArmFound:
 # ---- arms against the first one ------------------------------------------------------------------
 
 
-class Measure(NamedTuple):
+class ArmMeasure(NamedTuple):
     """What arms are judged by.  prompts: n of each value, an accuracy; 0: it is none."""
 
     name: str
     words: str
-    value: Callable[[Cell], float]
+    value: Callable[[CellResult], float]
     prompts: int
 
 
-def measures(cells: Sequence[Cell], config: Config) -> list[Measure]:
+def measures(cells: Sequence[CellResult], config: Config) -> list[ArmMeasure]:
     """Accuracy at the end and over training; out of distribution where every run measured it."""
     prompts = config.evaluation.final_prompts
     out = [
-        Measure("heldout_end", "final accuracy", lambda cell: cell.final, prompts),
-        Measure("area", "mean accuracy over training", lambda cell: cell.area, 0),
+        ArmMeasure("heldout_end", "final accuracy", lambda cell: cell.final, prompts),
+        ArmMeasure("area", "mean accuracy over training", lambda cell: cell.area, 0),
     ]
-    if len(known(cell.ood_end for cell in cells)) == len(cells):
+    if len(finite_values(cell.ood_end for cell in cells)) == len(cells):
         words = "out-of-distribution accuracy"
         prompts = config.evaluation.ood_prompts
-        out.append(Measure("ood_end", words, lambda cell: cell.ood_end, prompts))
+        out.append(ArmMeasure("ood_end", words, lambda cell: cell.ood_end, prompts))
     return out
 
 
-def judged(
-    measure: Measure, runs: Runs, base: str, differs: Mapping[str, Differences]
-) -> list[Verdict]:
+def judge_arms(
+    measure: ArmMeasure, runs: Runs, base: str, differs: Mapping[str, Differences]
+) -> list[ArmVerdict]:
     """A verdict on every arm but the base, by one measure, with Holm's correction among them."""
     other = [measure.value(cell) for cell in runs[base]]
     found = {
@@ -241,10 +241,13 @@ def judged(
         if name != base
     }
     verdict.holm(found)
-    return [told(measure, (name, base), found[name], runs, differs.get(name, {})) for name in found]
+    return [
+        make_verdict(measure, (name, base), found[name], runs, differs.get(name, {}))
+        for name in found
+    ]
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class ArmVerdict(msgspec.Struct, frozen=True):
     """One arm against the base by one measure, as the JSON has it."""
 
     arm: str
@@ -260,13 +263,13 @@ class Verdict(msgspec.Struct, frozen=True):
     text: str
 
 
-def told(
-    measure: Measure,
+def make_verdict(
+    measure: ArmMeasure,
     pair: tuple[str, str],
-    found: verdict.Difference,
+    found: verdict.PairedDifference,
     runs: Runs,
     differs: Differences,
-) -> Verdict:
+) -> ArmVerdict:
     """What is said of one difference; runs with the same weights are equal, whatever it is.
 
     pair: the arm, and the one it is compared with.
@@ -276,13 +279,13 @@ def told(
         cell.summary["weights_digest"] == other.summary["weights_digest"]
         for cell, other in zip(runs[name], runs[base], strict=True)
     )
-    return Verdict(
+    return ArmVerdict(
         arm=name,
         against=base,
         metric=measure.name,
         difference=found.mean,
         interval=[found.low, found.high],
-        verdict="equal" if same else found.word(),
+        verdict="equal" if same else found.verdict_word(),
         p=found.adjusted,
         interval_other_prompts=[found.prompt_low, found.prompt_high],
         detectable=verdict.detectable(found.sd, found.seeds),
@@ -293,7 +296,7 @@ def told(
     )
 
 
-def traded(name: str, arm: ArmFound, base_name: str, base: ArmFound) -> str:
+def describe_tradeoff(name: str, arm: ArmSummary, base_name: str, base: ArmSummary) -> str:
     """What an arm gains in speed and loses in accuracy, beside the base."""
     alike = not arm.warm and not base.warm
     speed = base.wall_s / max(arm.wall_s, 1e-9)
@@ -304,11 +307,11 @@ def traded(name: str, arm: ArmFound, base_name: str, base: ArmFound) -> str:
     )
     return (
         f"{name}: {said}, accuracy {arm.heldout_end - base.heldout_end:+.3f}; "
-        f"{reached(arm, base, base_name, alike)}"
+        f"{describe_target_time(arm, base, base_name, alike)}"
     )
 
 
-def reached(arm: ArmFound, base: ArmFound, name: str, timed: bool) -> str:
+def describe_target_time(arm: ArmSummary, base: ArmSummary, name: str, timed: bool) -> str:
     """When an arm came to the accuracy asked for, beside the base."""
     goal = f"{arm.target:.3f}"
     missed = len(arm.each) - arm.reached
@@ -321,7 +324,7 @@ def reached(arm: ArmFound, base: ArmFound, name: str, timed: bool) -> str:
     return what + (f", never in {missed} of {len(arm.each)} runs" if missed else "")
 
 
-def analyse(cells: Sequence[Cell], configs: dict[str, Config]) -> dict[str, Any]:
+def analyse(cells: Sequence[CellResult], configs: dict[str, Config]) -> dict[str, Any]:
     """Everything the report and `--json` say.  The first arm is what the others are compared
     with.
     """
@@ -332,7 +335,7 @@ def analyse(cells: Sequence[Cell], configs: dict[str, Config]) -> dict[str, Any]
     }
     differs = from_first(configs)
     target = TARGET * mean([cell.final for cell in runs[base]])
-    arms = {name: about(runs[name], config, target) for name, config in configs.items()}
+    arms = {name: summarize_arm(runs[name], config, target) for name, config in configs.items()}
     apart = {
         name: [data_apart(cell, other) for cell, other in zip(runs[name], runs[base], strict=True)]
         for name in others
@@ -342,10 +345,10 @@ def analyse(cells: Sequence[Cell], configs: dict[str, Config]) -> dict[str, Any]
         "verdicts": [
             asdict(said)
             for measure in measures(cells, configs[base])
-            for said in judged(measure, runs, base, differs)
+            for said in judge_arms(measure, runs, base, differs)
         ],
         "seeds": sorted({cell.seed for cell in cells}),
         "same_data": {name: [not said for said in each] for name, each in apart.items()},
         "data_apart": apart,
-        "trade": [traded(name, arms[name], base, arms[base]) for name in others],
+        "trade": [describe_tradeoff(name, arms[name], base, arms[base]) for name in others],
     }

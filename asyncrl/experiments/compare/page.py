@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 from asyncrl.config.tree import Config
 from asyncrl.experiments.compare import verdict
-from asyncrl.experiments.compare.comparison import Cell
+from asyncrl.experiments.compare.comparison import CellResult
 from asyncrl.experiments.compare.comparison_analysis import KL_BATCHES, mean, signs_told
 from asyncrl.records import atomic_write, page_kit
+from asyncrl.records.health_checks import interval
 from asyncrl.records.page_kit import COLOURS
-from asyncrl.records.signs import interval
 
 HEAD = (
     "arm",
@@ -56,17 +56,17 @@ def clean(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def show(value: float | None, form: str) -> str:
+def format_number(value: float | None, form: str) -> str:
     """A number in a table."""
     return "-" if value is None or not math.isfinite(value) else format(value, form)
 
 
 # ---- curves --------------------------------------------------------------------------------------
 
-Points = Callable[[Cell], list[tuple[float, float]]]
+Points = Callable[[CellResult], list[tuple[float, float]]]
 
 
-class Curve(NamedTuple):
+class CurvePlot(NamedTuple):
     """One plot of the page."""
 
     title: str
@@ -80,22 +80,22 @@ def _metric(name: str) -> Points:
 
 
 CURVES = (
-    Curve(
+    CurvePlot(
         "Accuracy on held-out prompts",
         "accuracy",
         lambda cell: list(zip(cell.steps, cell.accuracy, strict=True)),
     ),
-    Curve(
+    CurvePlot(
         "Accuracy on out-of-distribution prompts", "accuracy", lambda cell: sorted(cell.ood.items())
     ),
-    Curve("KL from target to reference", "nats a token (k3)", _metric("kl/target_ref_k3")),
-    Curve("Lag of trained tokens", "versions, mean", _metric("lag/mean")),
-    Curve("Effective sample size of the raw ratios", "share", _metric("is/target_ess")),
-    Curve("KL from behaviour to target", "nats a token (k3)", _metric("kl/behavior_target_k3")),
-    Curve("Entropy", "nats a token", _metric("policy/entropy")),
-    Curve("Gradient norm", "before clipping", _metric("optim/grad_norm")),
-    Curve("Answer length", "tokens", _metric("answer/length")),
-    Curve("Reward of the training batch", "mean", _metric("reward/mean")),
+    CurvePlot("KL from target to reference", "nats a token (k3)", _metric("kl/target_ref_k3")),
+    CurvePlot("Lag of trained tokens", "versions, mean", _metric("lag/mean")),
+    CurvePlot("Effective sample size of the raw ratios", "share", _metric("is/target_ess")),
+    CurvePlot("KL from behaviour to target", "nats a token (k3)", _metric("kl/behavior_target_k3")),
+    CurvePlot("Entropy", "nats a token", _metric("policy/entropy")),
+    CurvePlot("Gradient norm", "before clipping", _metric("optim/grad_norm")),
+    CurvePlot("Answer length", "tokens", _metric("answer/length")),
+    CurvePlot("Reward of the training batch", "mean", _metric("reward/mean")),
 )
 
 
@@ -103,7 +103,7 @@ def curves(
     title: str,
     unit: str,
     arms: Sequence[str],
-    cells: Sequence[Cell],
+    cells: Sequence[CellResult],
     points: Points,
 ) -> Any:
     """One line an arm, the mean over seeds at each step, in a band from the lowest to the highest
@@ -173,40 +173,42 @@ def bands(found: dict[str, Any], config: Config) -> str:
 # ---- tables and lists ----------------------------------------------------------------------------
 
 
-def rows(found: dict[str, Any]) -> list[list[str]]:
+def arm_rows(found: dict[str, Any]) -> list[list[str]]:
     """The table of arms, as text."""
-    return [row(name, arm) for name, arm in found["arms"].items()]
+    return [arm_row(name, arm) for name, arm in found["arms"].items()]
 
 
-def row(name: str, arm: dict[str, Any]) -> list[str]:
+def arm_row(name: str, arm: dict[str, Any]) -> list[str]:
     """One arm, by HEAD."""
 
     def timed(key: str, form: str) -> str:
         """A warm run's times are not those of a real one."""
-        return f"({show(arm[key], form)})" if arm["warm"] else show(arm[key], form)
+        return (
+            f"({format_number(arm[key], form)})" if arm["warm"] else format_number(arm[key], form)
+        )
 
     return [
         name,
-        show(arm["heldout_start"], ".3f"),
-        show(arm["heldout_end"], ".3f"),
+        format_number(arm["heldout_start"], ".3f"),
+        format_number(arm["heldout_end"], ".3f"),
         " ".join(f"{accuracy:.3f}" for accuracy in arm["each"]),
-        show(arm["ood_start"], ".3f"),
-        show(arm["ood_end"], ".3f"),
-        show(arm["kl_ref"], ".3g"),
-        show(arm["area"], ".3f"),
+        format_number(arm["ood_start"], ".3f"),
+        format_number(arm["ood_end"], ".3f"),
+        format_number(arm["kl_ref"], ".3g"),
+        format_number(arm["area"], ".3f"),
         timed("wall_s", ".1f"),
         timed("seconds_to_target", ".1f"),
-        show(arm["tokens"], ",.0f"),
+        format_number(arm["tokens"], ",.0f"),
         timed("tokens_per_s", ",.0f"),
-        show(arm["lag"], ".2f"),
+        format_number(arm["lag"], ".2f"),
         str(arm["lag_max"]),
-        show(arm["ess"], ".3f"),
+        format_number(arm["ess"], ".3f"),
         f"{arm['unstable']} of {len(arm['each'])}",
         "warm" if arm["warm"] else "real",
     ]
 
 
-def troubles(cells: Sequence[Cell], found: dict[str, Any]) -> list[str]:
+def list_problems(cells: Sequence[CellResult], found: dict[str, Any]) -> list[str]:
     """What is wrong with which run, then the likely cause of each arm's."""
     runs = [f"{cell.arm}, seed {cell.seed}: {said}" for cell in cells for said in cell.trouble]
     return runs + [
@@ -235,7 +237,7 @@ def samples(found: dict[str, Any]) -> str:
 def write(
     directory: Path,
     name: str,
-    cells: Sequence[Cell],
+    cells: Sequence[CellResult],
     found: dict[str, Any],
     settings: Sequence[Setting],
     config: Config,
@@ -256,8 +258,8 @@ def write(
         verdicts=[said["text"] for said in found["verdicts"]],
         trade=found["trade"],
         head=HEAD,
-        table=rows(found),
-        trouble=troubles(cells, found),
+        table=arm_rows(found),
+        trouble=list_problems(cells, found),
         signs=[
             line
             for name, arm in found["arms"].items()
@@ -267,7 +269,7 @@ def write(
             page_kit.plot(curves(curve.title, curve.unit, arms, cells, curve.points))
             for curve in CURVES
         ],
-        rules=verdict.Bounds(),
+        rules=verdict.StabilityBounds(),
         kl_batches=KL_BATCHES,
         library=page_kit.library(),
         blob=page_kit.embedded(blob),
@@ -275,7 +277,7 @@ def write(
     for path, text in ((directory / "report.html", page), (directory / "comparison.json", blob)):
         atomic_write.write(path, text)
     asked = {setting.arm: f"{setting.title}; {setting.differs}" for setting in settings}
-    board(directory / "tensorboard", cells, asked)
+    write_tensorboard(directory / "tensorboard", cells, asked)
     return directory / "report.html"
 
 
@@ -289,7 +291,9 @@ BOARD = (
 )
 
 
-def board(directory: Path, cells: Sequence[Cell], settings: Mapping[str, str]) -> None:
+def write_tensorboard(
+    directory: Path, cells: Sequence[CellResult], settings: Mapping[str, str]
+) -> None:
     """All arms side by side, with the hyperparameters view."""
     import shutil
 

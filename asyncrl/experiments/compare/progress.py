@@ -11,14 +11,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Self
 
-from asyncrl.experiments.compare.comparison import Cell, Comparison
+from asyncrl.experiments.compare.comparison import CellResult, Comparison
 from asyncrl.experiments.compare.sweep import SYNC, Sweep, label
 from asyncrl.experiments.compare.sweep_analysis import curve
 from asyncrl.records import metrics
 
 
-class Progress(ABC):
-    """Use as a context; `tell` is the callback of the runs and may be called from several
+class ExperimentProgress(ABC):
+    """Use as a context; `on_event` is the callback of the runs and may be called from several
     threads.
     """
 
@@ -53,7 +53,7 @@ class Progress(ABC):
                 file=sys.stderr,
             )
 
-    def tell(self, name: str, event: dict[str, Any]) -> None:
+    def on_event(self, name: str, event: dict[str, Any]) -> None:
         """`name`: of the run; `event`: {"step", "accuracy"} along the way, {"done": True} at its
         end.
         """
@@ -63,7 +63,7 @@ class Progress(ABC):
                 return
             self.now.pop(name, None)
             self.made += 1
-            said = self.ended(name)
+            said = self.finish_run(name)
             if self.live is None:
                 print(f"{name}: {said} ({self.state()})", file=sys.stderr, flush=True)
 
@@ -74,7 +74,7 @@ class Progress(ABC):
         return f"{self.total - left} of {self.total}{ahead}"
 
     @abstractmethod
-    def ended(self, name: str) -> str:
+    def finish_run(self, name: str) -> str:
         """Take note of a finished run; what is said of it."""
 
     @abstractmethod
@@ -82,7 +82,7 @@ class Progress(ABC):
         """What the terminal shows."""
 
 
-class SweepProgress(Progress):
+class SweepProgress(ExperimentProgress):
     """Corrections x limits; a run is ARM-seedN or probe-limitK."""
 
     def __init__(self, sweep: Sweep) -> None:
@@ -102,7 +102,7 @@ class SweepProgress(Progress):
         self.ends.setdefault(arm, []).append(curve(record, 0)[1][-1])
         self.gone[arm] = self.gone.get(arm, 0) + bool(record["abandoned"] or record.get("failed"))
 
-    def ended(self, name: str) -> str:
+    def finish_run(self, name: str) -> str:
         record = self.sweep.cells.read(name)
         arm = name.rpartition("-seed")[0]
         if not arm:
@@ -122,13 +122,13 @@ class SweepProgress(Progress):
                 "correction",
                 *(f"{'lag' if plan.injected else 'limit'} {label(x)}" for x in plan.limits),
                 title=f"{self.sweep.directory.name}: {self.state()}",
-                caption=f"sync: {self.text(SYNC)}",
+                caption=f"sync: {self.cell_text(SYNC)}",
             )
             for name in plan.corrections:
-                table.add_row(name, *(self.text(plan.cell[name, x]) for x in plan.limits))
+                table.add_row(name, *(self.cell_text(plan.cell[name, x]) for x in plan.limits))
             return table
 
-    def text(self, arm: str) -> str:
+    def cell_text(self, arm: str) -> str:
         ends = self.ends.get(arm, [])
         done = (
             f"{sum(ends) / len(ends):.3f} ({len(ends)})"
@@ -140,7 +140,7 @@ class SweepProgress(Progress):
         return " ".join([*([done] if done else []), *running]) or "-"
 
 
-class CompareProgress(Progress):
+class CompareProgress(ExperimentProgress):
     """Arms x seeds; a run is ARM-seedN, and those in processes of their own are looked at in their
     run directory.
     """
@@ -156,7 +156,7 @@ class CompareProgress(Progress):
         }
         self.before = len(self.ends)
 
-    def ended(self, name: str) -> str:
+    def finish_run(self, name: str) -> str:
         arm, _, seed = name.rpartition("-seed")
         cell = self.ends[arm, int(seed)] = self.comparison.read(arm, int(seed))
         return f"accuracy {cell.final:.3f} in {cell.summary['wall_s']:.0f} s" + "".join(
@@ -174,23 +174,23 @@ class CompareProgress(Progress):
                 "arm", *(f"seed {s}" for s in comparison.seeds), title=title, caption=caption
             )
             for name in comparison.configs:
-                table.add_row(name, *(self.text(name, s) for s in comparison.seeds))
+                table.add_row(name, *(self.cell_text(name, s) for s in comparison.seeds))
             return table
 
-    def text(self, arm: str, seed: int) -> str:
+    def cell_text(self, arm: str, seed: int) -> str:
         if (cell := self.ends.get((arm, seed))) is not None:
             return result(cell)
         if arm not in self.comparison.warm:
-            return standing(metrics.read(self.comparison.run_dir(arm, seed)))
+            return run_state(metrics.read(self.comparison.run_dir(arm, seed)))
         return self.now.get(f"{arm}-seed{seed}", "-")
 
 
-def result(cell: Cell) -> str:
+def result(cell: CellResult) -> str:
     """A finished run in a few characters."""
     return f"{cell.final:.3f}{' !' if cell.trouble else ''}, {cell.summary['wall_s']:.0f} s"
 
 
-def standing(rows: list[dict[str, Any]]) -> str:
+def run_state(rows: list[dict[str, Any]]) -> str:
     """Where a run in processes of its own is, by its metrics."""
     if not rows:
         return "-"

@@ -14,7 +14,7 @@ ABOVE = 26
 UNDER = 36
 
 
-class Line(NamedTuple):
+class PlotLine(NamedTuple):
     """joined: a line through the points, in this order; otherwise the points alone."""
 
     name: str
@@ -41,7 +41,7 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
     return [round(i * step, 12) for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
-class Axes(NamedTuple):
+class PlotAxes(NamedTuple):
     """Where values lie on a picture of width x height pixels."""
 
     width: int
@@ -50,29 +50,29 @@ class Axes(NamedTuple):
     high: float  # low and high of what runs across
     top: float  # upwards from 0 to here
 
-    def across(self, value: float) -> float:
+    def x_position(self, value: float) -> float:
         return LEFT + (value - self.low) / (self.high - self.low) * (self.width - LEFT - RIGHT)
 
-    def up(self, value: float) -> float:
+    def y_position(self, value: float) -> float:
         return self.height - UNDER - value / self.top * (self.height - UNDER - ABOVE)
 
-    def drawn(self) -> list[str]:
+    def draw_axes(self) -> list[str]:
         """Numbers below, numbers at the left with a line across for each."""
         below = [
-            f"<text x='{self.across(value):.1f}' y='{self.height - 20}' "
+            f"<text x='{self.x_position(value):.1f}' y='{self.height - 20}' "
             f"text-anchor='middle'>{value:g}</text>"
             for value in ticks(self.low, self.high)
         ]
         beside = [
-            f"<text x='43' y='{self.up(value) + 4:.1f}' text-anchor='end'>{value:g}</text>"
-            f"<line x1='{LEFT}' x2='{self.width - RIGHT}' y1='{self.up(value):.1f}' "
-            f"y2='{self.up(value):.1f}' stroke='#e5e7eb'/>"
+            f"<text x='43' y='{self.y_position(value) + 4:.1f}' text-anchor='end'>{value:g}</text>"
+            f"<line x1='{LEFT}' x2='{self.width - RIGHT}' y1='{self.y_position(value):.1f}' "
+            f"y2='{self.y_position(value):.1f}' stroke='#e5e7eb'/>"
             for value in ticks(0.0, self.top)
         ]
         return below + beside
 
 
-def axes(lines: Sequence[Line], width: int, height: int) -> Axes:
+def axes(lines: Sequence[PlotLine], width: int, height: int) -> PlotAxes:
     """From the data; upwards from 0.  Points alone get room at both sides, for their labels."""
     across = [value for _, _, points, _ in lines for value, _ in points] or [0.0, 1.0]
     up = [value for _, _, points, _ in lines for _, value in points] or [1.0]
@@ -80,13 +80,13 @@ def axes(lines: Sequence[Line], width: int, height: int) -> Axes:
     high = max(max(across), low + 1e-9)
     if not lines or not lines[0][3]:
         low, high = low - 0.06 * (high - low) - 0.01, high + 0.12 * (high - low) + 0.01
-    return Axes(width, height, low, high, max([*up, 1e-9]) * 1.08)
+    return PlotAxes(width, height, low, high, max([*up, 1e-9]) * 1.08)
 
 
-def drawn(line: Line, scale: Axes) -> list[str]:
+def draw_line(line: PlotLine, scale: PlotAxes) -> list[str]:
     """One line, or its points."""
     name, colour, points, joined = line
-    at = [(scale.across(value), scale.up(height)) for value, height in points]
+    at = [(scale.x_position(value), scale.y_position(height)) for value, height in points]
     title = f"<title>{escape(name)}</title>"
     if joined:
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in at)
@@ -101,7 +101,7 @@ def drawn(line: Line, scale: Axes) -> list[str]:
 
 def svg(
     title: str,
-    lines: Sequence[Line],
+    lines: Sequence[PlotLine],
     x_name: str,
     y_name: str,
     *,
@@ -115,16 +115,16 @@ def svg(
         f"<svg viewBox='0 0 {width} {height}' width='100%' role='img'><text x='{LEFT}' y='15' "
         f"style='font-weight:600'>{escape(title)}</text>"
     ]
-    out += scale.drawn()
+    out += scale.draw_axes()
     out.append(
         f"<text x='{width / 2}' y='{height - 5}' text-anchor='middle'>{escape(x_name)}</text><text "
         f"x='{LEFT}' y='29'>{escape(y_name)}</text>"
     )
     for line in lines:
-        out += drawn(line, scale)
+        out += draw_line(line, scale)
     for across, up, text in labels:
         out.append(
-            f"<text x='{scale.across(across) + 7:.1f}' y='{scale.up(up) + 4:.1f}'>"
+            f"<text x='{scale.x_position(across) + 7:.1f}' y='{scale.y_position(up) + 4:.1f}'>"
             f"{escape(text)}</text>"
         )
     return "".join(out) + "</svg>"

@@ -17,8 +17,8 @@ from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments.compare import comparison, methods, warm_pool
-from asyncrl.experiments.compare.arms import Arm, parse_arm, plain, refuse_other
-from asyncrl.experiments.one_process import cold
+from asyncrl.experiments.compare.arms import Arm, configs_as_json, parse_arm, refuse_other
+from asyncrl.experiments.one_process import needs_own_process
 
 SYNC = "sync"
 PROBE_STEPS = 12
@@ -65,7 +65,7 @@ def label(limit: float) -> str:
 
 
 @dataclass
-class Plan:
+class SweepPlan:
     """What a sweep runs: (correction, limit) -> arm; arms with equal configs are run once."""
 
     corrections: dict[str, list[str]]
@@ -98,7 +98,7 @@ def check(name: str, items: Sequence[str], names: Sequence[str]) -> None:
         )
     for item in items:
         key = item.partition("=")[0].strip()
-        if comparison.shared(key) or key in SWEPT_KEYS:
+        if comparison.is_shared_key(key) or key in SWEPT_KEYS:
             raise ConfigError(
                 f"--correction {name}: {key} must be the same in all cells; give it by --set, "
                 "limits by --limits"
@@ -112,7 +112,7 @@ def plan(
     limits: Sequence[float],
     *,
     injected: bool,
-) -> Plan:
+) -> SweepPlan:
     """Every config of the sweep, every mistake found before anything starts.  Raises
     ConfigError.
     """
@@ -121,9 +121,9 @@ def plan(
         raise ConfigError(
             "staleness.inject: the sweep sets it; leave it out of the config and give --inject"
         )
-    if why := cold(base):
+    if why := needs_own_process(base):
         raise ConfigError(why)
-    out = Plan(
+    out = SweepPlan(
         dict(corrections),
         list(limits),
         injected,
@@ -166,16 +166,18 @@ def plan(
 class Sweep:
     """A sweep in its directory.  Raises ConfigError when the directory holds another one."""
 
-    def __init__(self, directory: Path, what: Plan, seeds: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, directory: Path, what: SweepPlan, seeds: int, say: Callable[[str], None]
+    ) -> None:
         self.directory = directory
         self.plan = what
         self.say = say
         self.seeds = [what.arms[SYNC].seed + i for i in range(seeds)]
-        self.cells = warm_pool.Cells(directory)
-        written = {"arms": plain(what.arms)}
+        self.cells = warm_pool.CellStore(directory)
+        written = {"arms": configs_as_json(what.arms)}
         path = directory / "sweep.json"
         if path.exists():
-            before = comparison.as_now(json.loads(path.read_text())["arms"])
+            before = comparison.upgrade_arms(json.loads(path.read_text())["arms"])
             common = {n: before[n] for n in before if n in written["arms"]}
             refuse_other(directory, "sweep", common, {n: written["arms"][n] for n in common})
             written["arms"] = before | written["arms"]

@@ -14,13 +14,13 @@ from asyncrl.config.tree import Config
 from asyncrl.experiments.compare import verdict
 from asyncrl.experiments.compare.comparison import warm_cell
 from asyncrl.experiments.compare.comparison_analysis import (
-    cause,
-    known,
+    finite_values,
+    likely_cause,
     mean,
     reference_kl,
     signs_of,
 )
-from asyncrl.experiments.compare.sweep import SWEPT_KEYS, SYNC, Plan, Sweep, label
+from asyncrl.experiments.compare.sweep import SWEPT_KEYS, SYNC, Sweep, SweepPlan, label
 
 ESS_LEAST = 0.5
 ESS_WINDOW = 10
@@ -65,20 +65,20 @@ def ood(record: dict[str, Any], last: int) -> tuple[float, float]:
     return found.get(0.0, math.nan), found.get(float(last), math.nan)
 
 
-def trouble(record: dict[str, Any]) -> list[str]:
+def instability_reasons(record: dict[str, Any]) -> list[str]:
     """Why a run counts as unstable; empty: stable."""
     found = verdict.stability(record["accuracy"][1], record["curve"])
     return found + ([f"failed: {record['failed']}"] if record.get("failed") else [])
 
 
-def lost(record: dict[str, Any]) -> float:
+def lost_share(record: dict[str, Any]) -> float:
     """Share of the generated tokens that were neither trained nor left over when the run ended."""
     lines = {name: line["tokens"] for name, line in record["ledger_lines"].items()}
     total = sum(lines.values())
     return 1 - (lines.get("trained", 0) + lines.get("left_over", 0)) / total if total else 0.0
 
 
-def summed(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+def sum_ledgers(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """The ledger's lines over all seeds: tokens, and tokens by answer length."""
     out: dict[str, dict[str, float]] = {}
     for record in records:
@@ -103,7 +103,7 @@ def analyse(sweep: Sweep, margin: float = MARGIN) -> dict[str, Any]:
         got = {seed: record for seed, record in records[arm].items() if seed in records[SYNC]}
         if not got:
             continue
-        cell = compared(got, records[SYNC], plan.arms[SYNC])
+        cell = summarize_cell(got, records[SYNC], plan.arms[SYNC])
         if arm != SYNC:
             found[arm] = cell["difference"]
         runs = [warm_cell(arm, seed, got[seed], plan.arms[arm]) for seed in sorted(got)]
@@ -115,13 +115,13 @@ def analyse(sweep: Sweep, margin: float = MARGIN) -> dict[str, Any]:
                 "arm": arm,
                 "difference": cell.pop("difference"),
                 "speed": speed.get(label(limit), math.nan),
-                "cause": cause(plan.arms[arm], cell["trouble"]),
+                "cause": likely_cause(plan.arms[arm], cell["trouble"]),
                 **cell,
             }
         )
     verdict.holm(found)
     for cell in cells:
-        cell["difference"] = plain(cell["difference"])
+        cell["difference"] = difference_as_json(cell["difference"])
     out = {
         "corrections": list(plan.corrections),
         "limits": [label(limit) for limit in plan.limits],
@@ -145,7 +145,7 @@ def finished(sweep: Sweep, arm: str) -> dict[int, dict[str, Any]]:
     }
 
 
-def compared(
+def summarize_cell(
     got: dict[int, dict[str, Any]], sync: dict[int, dict[str, Any]], base: Config
 ) -> dict[str, Any]:
     """One arm over its seeds, and its `difference` to the synchronous run of the same seeds."""
@@ -161,7 +161,7 @@ def _cell(records: Sequence[dict[str, Any]], last: int) -> dict[str, Any]:
     ends = [accuracy[-1] for _, accuracy in curves]
     lags = lag_histogram(records)
     total = max(sum(lags.values()), 1)
-    said = [trouble(record) for record in records]
+    said = [instability_reasons(record) for record in records]
     far = [ood(record, last) for record in records]
     kl = [x for record in records for x in verdict.series(record["curve"], "kl/behavior_target_k3")]
     return {
@@ -171,10 +171,10 @@ def _cell(records: Sequence[dict[str, Any]], last: int) -> dict[str, Any]:
         "area": mean([verdict.area(steps, accuracy) for steps, accuracy in curves]),
         "ess": min((ess(record["curve"]) for record in records), default=math.nan),
         "kl": max(kl, default=math.nan),
-        "ood_start": mean(known(start for start, _ in far)),
-        "ood_end": mean(known(end for _, end in far)),
+        "ood_start": mean(finite_values(start for start, _ in far)),
+        "ood_end": mean(finite_values(end for _, end in far)),
         "ood_each": [end for _, end in far],
-        "kl_ref": mean(known(reference_kl(record["curve"]) for record in records)),
+        "kl_ref": mean(finite_values(reference_kl(record["curve"]) for record in records)),
         "lag": sum(lag * tokens for lag, tokens in lags.items()) / total,
         "lag_max": max(lags, default=0),
         "unstable": sum(map(bool, said)),
@@ -182,8 +182,8 @@ def _cell(records: Sequence[dict[str, Any]], last: int) -> dict[str, Any]:
         "abandoned": [
             record["steps"] for record in records if record["abandoned"] or record.get("failed")
         ],
-        "ledger_lines": summed(records),
-        "lost": mean([lost(record) for record in records]),
+        "ledger_lines": sum_ledgers(records),
+        "lost": mean([lost_share(record) for record in records]),
         "tokens": mean([float(sum(record["lag_histogram"].values())) for record in records]),
         "curves": [[list(steps), list(accuracy)] for steps, accuracy in curves],
         "digests": [record["weights_digest"] for record in records],
@@ -200,14 +200,14 @@ def lag_histogram(records: Sequence[dict[str, Any]]) -> dict[int, int]:
     return lags
 
 
-def plain(found: verdict.Difference) -> dict[str, Any]:
+def difference_as_json(found: verdict.PairedDifference) -> dict[str, Any]:
     """A difference to the synchronous run as the JSON has it."""
     return {
         "mean": found.mean,
         "sd": found.sd,
         "interval": [found.low, found.high],
         "p": found.adjusted,
-        "verdict": "no verdict" if found.seeds < 2 else found.word(),
+        "verdict": "no verdict" if found.seeds < 2 else found.verdict_word(),
         "interval_other_prompts": [found.prompt_low, found.prompt_high],
         "detectable": verdict.detectable(found.sd, found.seeds),
     }
@@ -227,7 +227,7 @@ def speeds(sweep: Sweep) -> dict[str, float]:
     return {limit: clocks["0"] / max(clock, 1) for limit, clock in clocks.items()}
 
 
-def shown(cell: dict[str, Any]) -> str:
+def format_difference(cell: dict[str, Any]) -> str:
     """A cell's difference to the synchronous run, with its interval."""
     low, high = cell["difference"]["interval"]
     return f"{cell['difference']['mean']:+.3f} [{low:+.3f}, {high:+.3f}]"
@@ -244,7 +244,7 @@ def judge(cell: dict[str, Any], margin: float = MARGIN) -> str:
     if not cell["ess"] > ESS_LEAST:
         return f"ESS falls to {cell['ess']:.2f}"
     if high < 0 and not low > -margin:
-        return f"accuracy {shown(cell)} against sync"
+        return f"accuracy {format_difference(cell)} against sync"
     if against["mean"] <= -margin:
         return (
             f"accuracy {against['mean']:+.3f} against sync, {margin:g} below or more, though the "
@@ -262,10 +262,11 @@ def undecided(cell: dict[str, Any], margin: float) -> str:
         return ""
     need = verdict.seeds_needed(against["mean"] + margin, against["sd"])
     more = f"about {need}" if need else "more than any practical number of"
-    return f"accuracy {shown(cell)} at {cell['seeds']} seeds says nothing; {more} seeds would tell"
+    said = f"accuracy {format_difference(cell)} at {cell['seeds']} seeds says nothing"
+    return f"{said}; {more} seeds would tell"
 
 
-class Choice(NamedTuple):
+class LimitChoice(NamedTuple):
     """The largest limit of one correction that passes; best: its cell, None: no limit does."""
 
     cells: list[dict[str, Any]]  # by limit
@@ -280,7 +281,7 @@ class Choice(NamedTuple):
         return None if self.open else "0"
 
 
-def choice(found: dict[str, Any], correction: str, margin: float) -> Choice:
+def choice(found: dict[str, Any], correction: str, margin: float) -> LimitChoice:
     cells = sorted(
         (c for c in found["cells"] if c["correction"] == correction and c["limit"] != "0"),
         key=lambda cell: float(cell["limit"]),
@@ -290,7 +291,7 @@ def choice(found: dict[str, Any], correction: str, margin: float) -> Choice:
     least = float(best["limit"]) if best else -math.inf
     over = next((cell for cell in cells if float(cell["limit"]) > least), None)
     unclear = [(cell["limit"], undecided(cell, margin)) for cell in cells if not good]
-    return Choice(
+    return LimitChoice(
         cells,
         best,
         f"at limit {over['limit']}: {judge(over, margin)}" if over else "",
@@ -298,7 +299,7 @@ def choice(found: dict[str, Any], correction: str, margin: float) -> Choice:
     )
 
 
-def suggest(found: dict[str, Any], plan: Plan, margin: float = MARGIN) -> dict[str, Any]:
+def suggest(found: dict[str, Any], plan: SweepPlan, margin: float = MARGIN) -> dict[str, Any]:
     """The limit and correction to choose, by `rule`; ties go to the higher mean accuracy.  `set` is
     to be pasted; limit None: the seeds are too few for a suggestion.
     """
@@ -342,15 +343,15 @@ def suggest(found: dict[str, Any], plan: Plan, margin: float = MARGIN) -> dict[s
     return out | {
         "limit": best["limit"],
         "correction": name,
-        "set": set_line(plan, name, float(best["limit"])),
+        "set": set_arguments(plan, name, float(best["limit"])),
         "reason": reason(name, best, each[name], margin),
     }
 
 
-def reason(name: str, best: dict[str, Any], made: Choice, margin: float) -> str:
+def reason(name: str, best: dict[str, Any], made: LimitChoice, margin: float) -> str:
     """Why this limit, what it gives, and what speaks against more."""
     said = (
-        f"limit {best['limit']} with {name}: accuracy {shown(best)} against sync at "
+        f"limit {best['limit']} with {name}: accuracy {format_difference(best)} against sync at "
         f"{best['seeds']} seeds, ESS stays at {best['ess']:.2f} and more, every run stable"
     )
     if not math.isnan(best["speed"]):
@@ -373,10 +374,10 @@ def reason(name: str, best: dict[str, Any], made: Choice, margin: float) -> str:
     return said
 
 
-def set_line(plan: Plan, correction: str, limit: float) -> str:
+def set_arguments(plan: SweepPlan, correction: str, limit: float) -> str:
     """What differs from the config as it is, as `--set` words."""
-    arm = leaves(msgspec.to_builtins(plan.arms[plan.cell[correction, limit]]))
-    base = leaves(msgspec.to_builtins(plan.arms[SYNC]))
+    arm = flatten_config(msgspec.to_builtins(plan.arms[plan.cell[correction, limit]]))
+    base = flatten_config(msgspec.to_builtins(plan.arms[SYNC]))
     words = [("staleness.max_lag", label(limit))]
     for key, value in arm.items():
         if value != base.get(key) and value is not None and key not in SWEPT_KEYS:
@@ -384,12 +385,12 @@ def set_line(plan: Plan, correction: str, limit: float) -> str:
     return " ".join(f"--set {key}={value}" for key, value in words)
 
 
-def leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_config(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """`a.b` -> value, of a config as nested dicts."""
     out: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
-            out |= leaves(value, f"{prefix}{key}.")
+            out |= flatten_config(value, f"{prefix}{key}.")
         else:
             out[f"{prefix}{key}"] = value
     return out

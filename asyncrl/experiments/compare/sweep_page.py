@@ -13,10 +13,10 @@ from typing import Any
 
 from asyncrl.experiments.compare import verdict
 from asyncrl.experiments.compare.comparison_analysis import KL_BATCHES, signs_told
-from asyncrl.experiments.compare.page import clean, show
-from asyncrl.experiments.compare.svg import Line, svg
+from asyncrl.experiments.compare.page import clean, format_number
+from asyncrl.experiments.compare.svg import PlotLine, svg
 from asyncrl.records import atomic_write, page_kit
-from asyncrl.supervise.run_page import by_length
+from asyncrl.supervise.run_page import ledger_by_length
 
 HEAD = (
     "correction",
@@ -42,12 +42,12 @@ HEAD = (
 Cell = dict[str, Any]  # as sweep_analysis makes it: one correction at one limit, over its seeds
 
 
-def rows(found: dict[str, Any]) -> list[list[str]]:
+def cell_rows(found: dict[str, Any]) -> list[list[str]]:
     """The table of cells, as text."""
-    return [row(cell) for cell in found["cells"]]
+    return [cell_row(cell) for cell in found["cells"]]
 
 
-def row(cell: Cell) -> list[str]:
+def cell_row(cell: Cell) -> list[str]:
     """One cell, by HEAD."""
     against = cell["difference"]
     low, high = against["interval"]
@@ -55,31 +55,31 @@ def row(cell: Cell) -> list[str]:
         cell["correction"],
         cell["limit"],
         str(cell["seeds"]),
-        show(cell["final"], ".3f"),
+        format_number(cell["final"], ".3f"),
         " ".join(f"{accuracy:.3f}" for accuracy in cell["each"]),
-        show(against["mean"], "+.3f"),
-        f"[{show(low, '+.3f')}, {show(high, '+.3f')}]",
-        show(against["p"], ".3f"),
-        show(cell["ood_end"], ".3f"),
-        show(cell["kl_ref"], ".3g"),
-        show(cell["area"], ".3f"),
-        show(cell["ess"], ".2f"),
-        show(cell["kl"], ".3f"),
-        show(cell["lag"], ".2f"),
-        show(cell["lost"], ".1%"),
+        format_number(against["mean"], "+.3f"),
+        f"[{format_number(low, '+.3f')}, {format_number(high, '+.3f')}]",
+        format_number(against["p"], ".3f"),
+        format_number(cell["ood_end"], ".3f"),
+        format_number(cell["kl_ref"], ".3g"),
+        format_number(cell["area"], ".3f"),
+        format_number(cell["ess"], ".2f"),
+        format_number(cell["kl"], ".3f"),
+        format_number(cell["lag"], ".2f"),
+        format_number(cell["lost"], ".1%"),
         f"{cell['unstable']} of {cell['seeds']}",
-        show(cell["speed"], ".2f"),
+        format_number(cell["speed"], ".2f"),
     ]
 
 
-def name_of(cell: Cell) -> str:
+def cell_name(cell: Cell) -> str:
     return f"{cell['correction']}, limit {cell['limit']}"
 
 
 # ---- heat maps -----------------------------------------------------------------------------------
 
 
-def shade(value: float, low: float, high: float) -> str:
+def shade_color(value: float, low: float, high: float) -> str:
     """Background from red (low) over yellow to green (high)."""
     if not math.isfinite(value):
         return "#f3f4f6"
@@ -105,11 +105,12 @@ def heat(
         out.append(f"<tr><th style='text-align:left'>{escape(correction)}</th>")
         for limit in found["limits"]:
             cell = at.get((correction, limit))
+            if cell is None:
+                out.append("<td></td>")
+                continue
+            color = shade_color(value(cell), low, high)
             out.append(
-                "<td></td>"
-                if cell is None
-                else f"<td style='background:{shade(value(cell), low, high)}'>{value(cell):.2f}"
-                f"<small>{below(cell)}</small></td>"
+                f"<td style='background:{color}'>{value(cell):.2f}<small>{below(cell)}</small></td>"
             )
         out.append("</tr>")
     return "".join(out) + "</table>"
@@ -118,14 +119,15 @@ def heat(
 def accuracy_map(found: dict[str, Any]) -> str:
     """Accuracy at the end, the difference to the synchronous run, runs that were unstable."""
 
-    def below(cell: Cell) -> str:
+    def cell_note(cell: Cell) -> str:
         against = cell["difference"]
         low, high = against["interval"]
         bad = f" &#9888;{cell['unstable']}/{cell['seeds']}" if cell["unstable"] else ""
-        return f"{show(against['mean'], '+.2f')} [{show(low, '+.2f')}, {show(high, '+.2f')}]{bad}"
+        texts = [format_number(value, "+.2f") for value in (against["mean"], low, high)]
+        return f"{texts[0]} [{texts[1]}, {texts[2]}]{bad}"
 
     best = max([cell["final"] for cell in found["cells"]] + [found["sync"]["final"]])
-    return heat(found, lambda cell: float(cell["final"]), below, 0.0, best)
+    return heat(found, lambda cell: float(cell["final"]), cell_note, 0.0, best)
 
 
 def ess_map(found: dict[str, Any]) -> str:
@@ -133,7 +135,7 @@ def ess_map(found: dict[str, Any]) -> str:
     return heat(
         found,
         lambda cell: float(cell["ess"]),
-        lambda cell: f"KL up to {show(cell['kl'], '.2g')}",
+        lambda cell: f"KL up to {format_number(cell['kl'], '.2g')}",
         0.0,
         1.0,
     )
@@ -159,7 +161,9 @@ def frontier(found: dict[str, Any]) -> str:
     if not timed:
         return ""
     points = [
-        Line(name_of(cell), colour[cell["correction"]], [(cell["speed"], cell["final"])], False)
+        PlotLine(
+            cell_name(cell), colour[cell["correction"]], [(cell["speed"], cell["final"])], False
+        )
         for cell in timed
     ]
     top = {
@@ -190,7 +194,7 @@ def curves(found: dict[str, Any]) -> list[str]:
         svg(
             f"{what} {limit}",
             [
-                Line(
+                PlotLine(
                     cell["correction"],
                     colour[cell["correction"]],
                     mean_curve(cell["curves"]),
@@ -212,14 +216,14 @@ def mean_curve(curves: Sequence[tuple[list[float], list[float]]]) -> list[tuple[
     """
     every = sorted({step for steps, _ in curves for step in steps})
 
-    def at(steps: list[float], values: list[float], wanted: float) -> float:
+    def value_at(steps: list[float], values: list[float], wanted: float) -> float:
         backwards = zip(reversed(steps), reversed(values), strict=True)
         return next((value for step, value in backwards if step <= wanted), values[0])
 
-    return [(step, sum(at(*curve, step) for curve in curves) / len(curves)) for step in every]
+    return [(step, sum(value_at(*curve, step) for curve in curves) / len(curves)) for step in every]
 
 
-def key(found: dict[str, Any]) -> str:
+def color_legend(found: dict[str, Any]) -> str:
     """Which colour is which correction."""
     return "".join(
         f"<span><b style='color:{colour}'>&#9632;</b> {escape(name)}</span>"
@@ -238,17 +242,17 @@ def headline(suggestion: dict[str, Any]) -> str:
     )
 
 
-def troubles(found: dict[str, Any]) -> list[str]:
+def list_problems(found: dict[str, Any]) -> list[str]:
     """What went wrong in the cells with unstable runs."""
     return [
-        f"{name_of(cell)}: {cell['unstable']} of {cell['seeds']}: {', '.join(cell['trouble'])}"
+        f"{cell_name(cell)}: {cell['unstable']} of {cell['seeds']}: {', '.join(cell['trouble'])}"
         + (f"; likely cause: {cell['cause']}" if cell["cause"] else "")
         for cell in found["cells"]
         if cell["unstable"]
     ]
 
 
-def takes(cell: Cell) -> bool:
+def loses_tokens(cell: Cell) -> bool:
     """Did the cell's staleness rule cost tokens, or make them count less?"""
     lines = cell["ledger_lines"]
     return any(name in lines for name in ("masked_stale", "dropped_stale", "abandoned")) or any(
@@ -279,25 +283,29 @@ def write(
         headline=headline(found["suggestion"]),
         missing=found["missing"],
         head=HEAD,
-        table=rows(found),
-        trouble=troubles(found),
+        table=cell_rows(found),
+        trouble=list_problems(found),
         signs=[
             line
             for cell in found["cells"]
-            for line in signs_told(name_of(cell), cell["signs"], cell["seeds"])
+            for line in signs_told(cell_name(cell), cell["signs"], cell["seeds"])
         ],
-        rules=verdict.Bounds(),
+        rules=verdict.StabilityBounds(),
         kl_batches=KL_BATCHES,
-        far=show(sync["ood_end"], ".3f"),
-        kl=show(sync["kl_ref"], ".3g"),
-        losses=[(name_of(cell), by_length(cell)) for cell in found["cells"] if takes(cell)],
+        far=format_number(sync["ood_end"], ".3f"),
+        kl=format_number(sync["kl_ref"], ".3g"),
+        losses=[
+            (cell_name(cell), ledger_by_length(cell))
+            for cell in found["cells"]
+            if loses_tokens(cell)
+        ],
         sync=f"{sync['final']:.3f} over {sync['seeds']} seed(s)",
         corrections=corrections,
         curves=[Markup(plot) for plot in curves(found)],
         accuracy=Markup(accuracy_map(found)),
         ess=Markup(ess_map(found)),
         frontier=Markup(frontier(found)),
-        key=Markup(key(found)),
+        key=Markup(color_legend(found)),
         blob=page_kit.embedded(blob),
     )
     for path, text in ((directory / "report.html", page), (directory / "result.json", blob)):

@@ -21,7 +21,7 @@ EQUAL = 1e-12  # what rounding leaves of a difference
 
 
 @dataclass
-class Difference:
+class PairedDifference:
     """arm minus base over S paired seeds.  p, low, high: other seeds (nan with one seed);
     prompt_low, prompt_high: other prompts.
     """
@@ -37,16 +37,16 @@ class Difference:
     adjusted: float = math.nan
 
     @property
-    def different(self) -> bool:
+    def is_different(self) -> bool:
         return self.adjusted < LEVEL
 
-    def word(self) -> str:
-        if not self.different:
+    def verdict_word(self) -> str:
+        if not self.is_different:
             return "no difference visible"
         return "better" if self.mean > 0 else "worse"
 
 
-def paired(arm: Sequence[float], base: Sequence[float], prompts: int = 0) -> Difference:
+def paired(arm: Sequence[float], base: Sequence[float], prompts: int = 0) -> PairedDifference:
     """arm, base: one value a seed, in the same order.  prompts: n of each accuracy; 0: no prompt
     interval.
 
@@ -59,7 +59,7 @@ def paired(arm: Sequence[float], base: Sequence[float], prompts: int = 0) -> Dif
     seeds = len(each)
     mean = sum(each) / seeds
     sd = math.sqrt(sum((x - mean) ** 2 for x in each) / (seeds - 1)) if seeds > 1 else math.nan
-    out = Difference(mean, sd, seeds, p=math.nan, low=math.nan, high=math.nan)
+    out = PairedDifference(mean, sd, seeds, p=math.nan, low=math.nan, high=math.nan)
     if seeds > 1 and mean and prompts:
         out.sd = max(sd, 1 / prompts)
     if seeds > 1 and out.sd < EQUAL:
@@ -84,7 +84,7 @@ def paired(arm: Sequence[float], base: Sequence[float], prompts: int = 0) -> Dif
     return out
 
 
-def holm(found: Mapping[Any, Difference]) -> None:
+def holm(found: Mapping[Any, PairedDifference]) -> None:
     """Fill in `adjusted` of each difference: Holm's step-down over those whose p is known."""
     known = sorted(
         (difference for difference in found.values() if not math.isnan(difference.p)),
@@ -150,7 +150,7 @@ def seeds_needed(effect: float, sd: float, most: int = 1000, level: float = LEVE
     return high
 
 
-def verdict(name: str, base: str, found: Difference, what: str) -> str:
+def verdict(name: str, base: str, found: PairedDifference, what: str) -> str:
     """One sentence a reader can rely on."""
     if found.seeds < 2:
         return (
@@ -159,7 +159,7 @@ def verdict(name: str, base: str, found: Difference, what: str) -> str:
         )
     interval = f"[{found.low:+.3f}, {found.high:+.3f}]"
     inside = f"{what} {found.mean:+.3f}, 95 % interval over seeds {interval}"
-    if found.different:
+    if found.is_different:
         return (
             f"{name} is {'better' if found.mean > 0 else 'worse'} than {base}: {inside}, p = "
             f"{found.adjusted:.3f} after Holm"
@@ -177,7 +177,7 @@ def verdict(name: str, base: str, found: Difference, what: str) -> str:
 
 
 @dataclass
-class Bounds:
+class StabilityBounds:
     """When a run counts as unstable; stated in every report."""
 
     evaluations: int = 2  # in a row
@@ -205,24 +205,26 @@ def series(rows: Sequence[Mapping[str, float]], name: str) -> list[float]:
 
 
 def stability(
-    accuracy: Sequence[float], rows: Sequence[Mapping[str, float]], bounds: Bounds | None = None
+    accuracy: Sequence[float],
+    rows: Sequence[Mapping[str, float]],
+    bounds: StabilityBounds | None = None,
 ) -> list[str]:
     """What is wrong with a run's course, by rule; empty: stable.  accuracy: held-out, by
     evaluation; rows: metrics by step.
     """
-    bounds = bounds or Bounds()
+    bounds = bounds or StabilityBounds()
     found = [
         collapse(accuracy, bounds),
-        moved_away(series(rows, "kl/behavior_target_k3"), bounds),
-        steep(series(rows, "optim/grad_norm"), bounds),
-        settled(series(rows, "policy/entropy"), bounds),
-        swinging(accuracy, bounds),
+        kl_collapsed(series(rows, "kl/behavior_target_k3"), bounds),
+        gradient_exploded(series(rows, "optim/grad_norm"), bounds),
+        entropy_collapsed(series(rows, "policy/entropy"), bounds),
+        accuracy_oscillates(accuracy, bounds),
         cut_off(series(rows, "answer/truncated_share"), bounds),
     ]
     return [said for said in found if said]
 
 
-def collapse(accuracy: Sequence[float], bounds: Bounds) -> str:
+def collapse(accuracy: Sequence[float], bounds: StabilityBounds) -> str:
     best = 0.0
     below = 0
     for value in accuracy:
@@ -236,7 +238,7 @@ def collapse(accuracy: Sequence[float], bounds: Bounds) -> str:
     return ""
 
 
-def moved_away(kls: Sequence[float], bounds: Bounds) -> str:
+def kl_collapsed(kls: Sequence[float], bounds: StabilityBounds) -> str:
     over = sum(kl > bounds.kl for kl in kls)
     if over < bounds.batches and all(map(math.isfinite, kls)):
         return ""
@@ -246,7 +248,7 @@ def moved_away(kls: Sequence[float], bounds: Bounds) -> str:
     )
 
 
-def steep(norms: Sequence[float], bounds: Bounds) -> str:
+def gradient_exploded(norms: Sequence[float], bounds: StabilityBounds) -> str:
     if len(norms) < 10:
         return ""
     start = sorted(norms[: max(5, len(norms) // 10)])
@@ -260,13 +262,13 @@ def steep(norms: Sequence[float], bounds: Bounds) -> str:
     )
 
 
-def settled(entropy: Sequence[float], bounds: Bounds) -> str:
+def entropy_collapsed(entropy: Sequence[float], bounds: StabilityBounds) -> str:
     if not entropy or not min(entropy[-5:]) < bounds.entropy * entropy[0]:
         return ""
     return f"entropy collapse: {entropy[-1]:.3f} of {entropy[0]:.3f} nats a token"
 
 
-def swinging(accuracy: Sequence[float], bounds: Bounds) -> str:
+def accuracy_oscillates(accuracy: Sequence[float], bounds: StabilityBounds) -> str:
     wide = sum(abs(now - before) > bounds.swing for before, now in itertools.pairwise(accuracy))
     turns = sum(
         (y - x) * (z - y) < 0 for x, y, z in zip(accuracy, accuracy[1:], accuracy[2:], strict=False)
@@ -276,7 +278,7 @@ def swinging(accuracy: Sequence[float], bounds: Bounds) -> str:
     return f"oscillation: {wide} swings of more than {bounds.swing:g}"
 
 
-def cut_off(shares: Sequence[float], bounds: Bounds) -> str:
+def cut_off(shares: Sequence[float], bounds: StabilityBounds) -> str:
     if len(shares) < 3 or not min(shares[-3:]) > bounds.truncated:
         return ""
     return f"length explosion: {shares[-1]:.0%} of the answers are cut at max_new_tokens"

@@ -35,13 +35,13 @@ Tell = Callable[[str, dict[str, Any]], None]
 
 def collapsed(_steps: list[float], accuracy: list[float]) -> str:
     """The rule of early abandonment: accuracy below half its best for as many evaluations in a row
-    as `verdict.Bounds` says.
+    as `verdict.StabilityBounds` says.
     """
-    return verdict.collapse(accuracy, verdict.Bounds())
+    return verdict.collapse(accuracy, verdict.StabilityBounds())
 
 
 @dataclass
-class Cells:
+class CellStore:
     """The cells of one directory.  Raises ConfigError when a cell is there with other settings."""
 
     directory: Path
@@ -73,7 +73,8 @@ class Cells:
         abandon: bool = True,
         go_on: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Make what is missing, in the order of `add`, starting none once `go_on` says no.  Raises
+        """Make what is missing, in the order of `add`, starting none once `continue_after_commit`
+        says no.  Raises
         AsyncrlError when a run fails; what others finish by then is kept.
         """
         if not go_on():
@@ -84,7 +85,7 @@ class Cells:
                 atomic_write.write(self.path(name).with_suffix(".toml"), load.dump(config))
         queue = deque(self.todo())
         team = [
-            Worker(self.directory, n, queue, tell, abandon, go_on=go_on)
+            WarmWorker(self.directory, n, queue, tell, abandon, go_on=go_on)
             for n in range(min(workers, len(queue)))
         ]
         try:
@@ -102,7 +103,7 @@ class Cells:
             raise AsyncrlError(f"{failed[0]}; the same command goes on from here")
 
 
-class Worker:
+class WarmWorker:
     """One process and the thread that feeds it.  It dies with this process."""
 
     def __init__(

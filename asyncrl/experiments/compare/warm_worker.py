@@ -10,14 +10,14 @@ from typing import Any
 
 from asyncrl.config import load
 from asyncrl.contract.errors import AsyncrlError
-from asyncrl.contract.importing import no_garbage
+from asyncrl.contract.importing import collection_paused
 from asyncrl.experiments.compare.warm_pool import collapsed
 from asyncrl.records import atomic_write
 
 
 def main(directory: Path, abandon: bool) -> None:
     """A worker: until stdin ends."""
-    with no_garbage():
+    with collection_paused():
         from asyncrl.experiments import serial
 
     events = os.fdopen(os.dup(1), "w")
@@ -36,7 +36,7 @@ def main(directory: Path, abandon: bool) -> None:
             return collapsed(steps, accuracy) if abandon else ""
 
         try:
-            record = serial.one(config, config.seed, watch)
+            record = serial.run_serial(config, config.seed, watch)
         except AsyncrlError as error:
             say(error=str(error))
             continue

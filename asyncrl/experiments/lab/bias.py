@@ -15,7 +15,13 @@ from typing import Any
 import torch
 
 from asyncrl.algorithms import advantages, correction, kl, ratios, surrogates
-from asyncrl.experiments.lab.policy import Space, coefficients, cosine, exact_gradient, relative
+from asyncrl.experiments.lab.policy import (
+    ResponseSpace,
+    coefficients,
+    cosine,
+    exact_gradient,
+    relative,
+)
 
 DISTANCES = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3)
 UPDATES = (0, 1, 2, 4, 8, 16)
@@ -30,10 +36,10 @@ Parts = tuple[torch.Tensor, torch.Tensor | None]
 
 
 @dataclass
-class Case:
+class EstimatorCase:
     """Samples of mu, a policy theta and a reference, tables [K, V]."""
 
-    space: Space
+    space: ResponseSpace
     theta: torch.Tensor
     ref: torch.Tensor
     mu: torch.Tensor
@@ -49,7 +55,7 @@ class Case:
         self.all = torch.ones_like(s.seq, dtype=torch.bool)
         self.exact = exact_gradient(lambda t: s.kl(t, self.ref), self.theta)
 
-    def clamped(self) -> float:
+    def clamped_share(self) -> float:
         """Share of answers, by mu, whose log-ratio to theta leaves [-20, 20]: there the formulas
         clamp, and nothing is exact.
         """
@@ -66,14 +72,14 @@ class Case:
             ratios.difference(self.lp, self.lm), self.all, self.space.seq, self.space.n, level
         )
 
-    def rows(self, parts: Parts) -> torch.Tensor:
-        return self.space.rows(self.theta, parts[0], parts[1], self.ref)
+    def gradient_rows(self, parts: Parts) -> torch.Tensor:
+        return self.space.gradient_rows(self.theta, parts[0], parts[1], self.ref)
 
     def judge(self, parts: Parts) -> dict[str, float]:
         """relative_bias |E g - exact| / |exact|, cosine(E g, exact), and the trace of one answer's
         covariance: plain, and over |exact|^2.
         """
-        mean, variance = self.space.moments(self.rows(parts), self.probability)
+        mean, variance = self.space.moments(self.gradient_rows(parts), self.probability)
         size = float(self.exact.square().sum())
         return {
             "relative_bias": relative(mean, self.exact),
@@ -83,7 +89,7 @@ class Case:
         }
 
 
-def in_loss(case: Case, name: str, weight: torch.Tensor | None = None) -> Parts:
+def loss_estimator(case: EstimatorCase, name: str, weight: torch.Tensor | None = None) -> Parts:
     """The estimator as a term of the loss, its gradient by autograd; weight [N] detached."""
     w = torch.ones_like(case.lp) if weight is None else weight
     return coefficients(
@@ -91,8 +97,11 @@ def in_loss(case: Case, name: str, weight: torch.Tensor | None = None) -> Parts:
     )[0], None
 
 
-def in_reward(
-    case: Case, name: str, weight: torch.Tensor | None = None, x: torch.Tensor | None = None
+def reward_estimator(
+    case: EstimatorCase,
+    name: str,
+    weight: torch.Tensor | None = None,
+    x: torch.Tensor | None = None,
 ) -> Parts:
     """The estimator's value charged to the whole answer, times grad lp."""
     charge = case.over_answer(
@@ -101,8 +110,8 @@ def in_reward(
     return charge if weight is None else weight * charge, None
 
 
-def off_policy(
-    case: Case,
+def off_policy_estimator(
+    case: EstimatorCase,
     name: str,
     *,
     estimator: str = "k3",
@@ -128,62 +137,62 @@ def off_policy(
     return lp, step if name == "prefix_full" else None
 
 
-def estimators(case: Case) -> dict[str, Parts]:
+def estimators(case: EstimatorCase) -> dict[str, Parts]:
     """Those that know of no behaviour policy: where samples are stale they are simply wrong by as
     much as that costs.
     """
     out: dict[str, Parts] = {}
     for name in kl.ESTIMATORS:
-        out[f"{name}_in_reward"] = in_reward(case, name)
+        out[f"{name}_in_reward"] = reward_estimator(case, name)
     for name in (*kl.ESTIMATORS, "k1+", "k3+", "abs+"):
-        out[f"{name}_in_loss"] = in_loss(case, name)
+        out[f"{name}_in_loss"] = loss_estimator(case, name)
     x = ratios.log_ratio(case.lp, case.lr)
     seq = case.space.seq
     out["k1_in_reward_to_go"] = ratios.discounted_suffix(kl.k1(x), seq, 1.0), None
     mean = (case.probability * ratios.seq_sum(kl.k1(x), seq, case.space.n)).sum()
     out["k1_in_reward_baseline"] = case.over_answer(kl.k1(x)) - mean, None
     # on policy their weights are 1
-    return out | {name: off_policy(case, name) for name in ("prefix", "prefix_full")}
+    return out | {name: off_policy_estimator(case, name) for name in ("prefix", "prefix_full")}
 
 
-def stale_estimators(case: Case) -> dict[str, Parts]:
+def stale_estimators(case: EstimatorCase) -> dict[str, Parts]:
     """Those that look at pi_theta / mu."""
     token = case.weight("token")
     whole = case.weight("sequence")
     x = ratios.log_ratio(case.lp, case.lr)
     seq = case.space.seq
     w = kl.prefix_weights(case.lp, case.lm, seq)
-    frozen = in_reward(
+    frozen = reward_estimator(
         case,
         "k1",
         surrogates.vanilla(ratios.log_ratio(case.lp, case.lm), torch.ones_like(x)).coefficient,
         ratios.log_ratio(case.lm, case.lr),
     )
     return {
-        "k1_in_reward_token": in_reward(case, "k1", token),
-        "k1_in_reward_sequence": in_reward(case, "k1", whole),
+        "k1_in_reward_token": reward_estimator(case, "k1", token),
+        "k1_in_reward_sequence": reward_estimator(case, "k1", whole),
         "k1_in_reward_per_decision": (ratios.discounted_suffix(w * kl.k1(x), seq, 1.0), None),
         "k1_in_reward_frozen": frozen,
-        "k2_in_loss_token": in_loss(case, "k2", token),
-        "k3_in_loss_token": in_loss(case, "k3", token),
-        "k3+_in_loss_token": in_loss(case, "k3+", token),
-        "ratio": off_policy(case, "ratio"),
-        "ratio_k1": off_policy(case, "ratio", estimator="k1"),
-        "prefix_cut_2": off_policy(case, "prefix", truncate=2.0),
-        "prefix_full_cut_2": off_policy(case, "prefix_full", truncate=2.0),
-        "prefix_token": off_policy(case, "prefix", discount=0.0),
-        "prefix_full_token": off_policy(case, "prefix_full", discount=0.0),
+        "k2_in_loss_token": loss_estimator(case, "k2", token),
+        "k3_in_loss_token": loss_estimator(case, "k3", token),
+        "k3+_in_loss_token": loss_estimator(case, "k3+", token),
+        "ratio": off_policy_estimator(case, "ratio"),
+        "ratio_k1": off_policy_estimator(case, "ratio", estimator="k1"),
+        "prefix_cut_2": off_policy_estimator(case, "prefix", truncate=2.0),
+        "prefix_full_cut_2": off_policy_estimator(case, "prefix_full", truncate=2.0),
+        "prefix_token": off_policy_estimator(case, "prefix", discount=0.0),
+        "prefix_full_token": off_policy_estimator(case, "prefix_full", discount=0.0),
     }
 
 
-def identities(case: Case) -> dict[str, float]:
+def identities(case: EstimatorCase) -> dict[str, float]:
     """Relative errors of what must hold exactly on policy (case.mu is case.theta)."""
     s = case.space
     theta = case.theta
     p = case.probability
     a = torch.log_softmax(theta, -1)
     b = torch.log_softmax(case.ref, -1)
-    found = {name: s.mean(case.rows(parts), p) for name, parts in estimators(case).items()}
+    found = {name: s.mean(case.gradient_rows(parts), p) for name, parts in estimators(case).items()}
     visits = torch.zeros(s.prefixes, dtype=theta.dtype).index_add_(0, s.place, p[s.seq])
     reverse = exact_gradient(
         lambda t: (
@@ -210,14 +219,14 @@ def identities(case: Case) -> dict[str, float]:
     }
 
 
-def parts(case: Case) -> dict[str, dict[str, float]]:
+def gradient_parts(case: EstimatorCase) -> dict[str, dict[str, float]]:
     """Score-function part (the term in the reward), path-wise part (in the loss) and their sum,
     each against the exact gradient.
     """
     out = {}
     for name in kl.ESTIMATORS:
-        score = case.space.mean(case.rows(in_reward(case, name)), case.probability)
-        path = case.space.mean(case.rows(in_loss(case, name)), case.probability)
+        score = case.space.mean(case.gradient_rows(reward_estimator(case, name)), case.probability)
+        path = case.space.mean(case.gradient_rows(loss_estimator(case, name)), case.probability)
         out[name] = {
             "score": relative(score, case.exact),
             "path": relative(path, case.exact),
@@ -228,8 +237,8 @@ def parts(case: Case) -> dict[str, dict[str, float]]:
     return out
 
 
-def updated(
-    space: Space,
+def update_policy(
+    space: ResponseSpace,
     mu: torch.Tensor,
     count: int,
     seed: int,
@@ -255,20 +264,20 @@ def updated(
         )
         trust = surrogates.vanilla(ratios.log_ratio(space.logprobs(theta), lm), each[space.seq])
         theta = theta + rate * space.mean(
-            space.rows(theta, trust.coefficient), torch.ones(space.n, dtype=mu.dtype)
+            space.gradient_rows(theta, trust.coefficient), torch.ones(space.n, dtype=mu.dtype)
         )
     return theta
 
 
-def sampled(
-    case: Case, parts_: Parts, size: int, draws: int, seed: int, rloo: bool = False
+def sampled_error(
+    case: EstimatorCase, parts_: Parts, size: int, draws: int, seed: int, rloo: bool = False
 ) -> float:
     """Mean squared error of the mean over `size` sampled answers, over |exact|^2; rloo: the
     whole-answer charge less that of the other answers of its group of 8."""
     s = case.space
-    rows = case.rows(parts_)
+    rows = case.gradient_rows(parts_)
     drawn = s.draw(case.mu, size * draws, seed).reshape(draws, size)
-    unit = case.rows((torch.ones_like(case.lp), None)) if rloo else None
+    unit = case.gradient_rows((torch.ones_like(case.lp), None)) if rloo else None
     charge = parts_[0].reshape(s.n, -1)[:, 0]
     total = 0.0
     for row in drawn:
@@ -308,13 +317,13 @@ def measure(
     say: Callable[[str], None],
 ) -> dict[str, Any]:
     """The whole experiment: the result as the JSON has it, means over `seeds` random policies."""
-    space = Space(vocabulary, length)
+    space = ResponseSpace(vocabulary, length)
     each: list[dict[str, Any]] = []
     for seed in range(seeds):
         say(f"seed {seed + 1} of {seeds}")
         theta = space.table(1000 * seed)
-        ref = space.at_distance(theta, ref_kl, 1000 * seed + 1)
-        each.append(_one(space, theta, ref, distance, draws, 1000 * seed + 2))
+        ref = space.policy_at_distance(theta, ref_kl, 1000 * seed + 1)
+        each.append(_measure_case(space, theta, ref, distance, draws, 1000 * seed + 2))
     result = average(each)
     return {
         "vocabulary": vocabulary,
@@ -326,30 +335,39 @@ def measure(
     } | result
 
 
-def _one(
-    space: Space, theta: torch.Tensor, ref: torch.Tensor, distance: float, draws: int, seed: int
+def _measure_case(
+    space: ResponseSpace,
+    theta: torch.Tensor,
+    ref: torch.Tensor,
+    distance: float,
+    draws: int,
+    seed: int,
 ) -> dict[str, Any]:
-    here = Case(space, theta, ref, theta)
-    away = Case(space, theta, ref, space.at_distance(theta, distance, seed))
+    here = EstimatorCase(space, theta, ref, theta)
+    away = EstimatorCase(space, theta, ref, space.policy_at_distance(theta, distance, seed))
 
-    def everything(case: Case) -> dict[str, Any]:
+    def measure_all(case: EstimatorCase) -> dict[str, Any]:
         return {
             name: case.judge(p) for name, p in (estimators(case) | stale_estimators(case)).items()
         }
 
-    far = {f"{d:g}": Case(space, theta, ref, space.at_distance(theta, d, seed)) for d in DISTANCES}
-    at = {d: everything(case) for d, case in far.items()}
+    far = {
+        f"{d:g}": EstimatorCase(space, theta, ref, space.policy_at_distance(theta, d, seed))
+        for d in DISTANCES
+    }
+    at = {d: measure_all(case) for d, case in far.items()}
     moved = {}
     for m in UPDATES:
-        now = updated(space, theta, m, seed)
+        now = update_policy(space, theta, m, seed)
         moved[str(m)] = {
             "kl": float(space.kl(theta, now)) / space.length,
-            "estimators": everything(Case(space, now, ref, theta)),
+            "estimators": measure_all(EstimatorCase(space, now, ref, theta)),
         }
     curve = {
         which: {
             f"{d:g}": {
-                f"{c:g}": away.judge(off_policy(away, which, discount=d, truncate=c)) for c in CUTS
+                f"{c:g}": away.judge(off_policy_estimator(away, which, discount=d, truncate=c))
+                for c in CUTS
             }
             for d in DISCOUNTS
         }
@@ -358,11 +376,11 @@ def _one(
     return {
         "estimators": {
             "on_policy": {n: here.judge(p) for n, p in estimators(here).items()},
-            "off_policy": everything(away),
+            "off_policy": measure_all(away),
         },
-        "clamped": {d: case.clamped() for d, case in far.items()},
+        "clamped": {d: case.clamped_share() for d, case in far.items()},
         "identities": identities(here),
-        "parts": parts(here),
+        "parts": gradient_parts(here),
         "distances": at,
         "updates": moved,
         "curve": curve,
@@ -370,12 +388,12 @@ def _one(
     }
 
 
-def _mse(here: Case, away: Case, draws: int, seed: int) -> dict[str, Any]:
+def _mse(here: EstimatorCase, away: EstimatorCase, draws: int, seed: int) -> dict[str, Any]:
     """relative_bias^2 + relative_variance / n for each batch size n; and by sampling, where the
     first is checked or has no formula.
     """
 
-    def curve(case: Case, parts_: Parts) -> dict[str, float]:
+    def curve(case: EstimatorCase, parts_: Parts) -> dict[str, float]:
         j = case.judge(parts_)
         return {str(n): j["relative_bias"] ** 2 + j["relative_variance"] / n for n in SIZES}
 
@@ -385,17 +403,18 @@ def _mse(here: Case, away: Case, draws: int, seed: int) -> dict[str, Any]:
             n: curve(away, p) for n, p in (estimators(away) | stale_estimators(away)).items()
         },
     }
-    charge = in_reward(here, "k1")
+    charge = reward_estimator(here, "k1")
     out["on_policy"]["k1_in_reward_rloo"] = {
-        str(n): sampled(here, charge, n, max(20, draws * 32 // n), seed + 3, rloo=True)
+        str(n): sampled_error(here, charge, n, max(20, draws * 32 // n), seed + 3, rloo=True)
         for n in SIZES[:4]
     }
     checked = {
         "on_policy k1_in_reward": (here, charge),
-        "on_policy k3_in_loss": (here, in_loss(here, "k3")),
-        "off_policy prefix_full": (away, off_policy(away, "prefix_full")),
+        "on_policy k3_in_loss": (here, loss_estimator(here, "k3")),
+        "off_policy prefix_full": (away, off_policy_estimator(away, "prefix_full")),
     }
     out["sampled over formula, n = 128"] = {
-        n: sampled(c, p, 128, draws, seed + 4) / curve(c, p)["128"] for n, (c, p) in checked.items()
+        n: sampled_error(c, p, 128, draws, seed + 4) / curve(c, p)["128"]
+        for n, (c, p) in checked.items()
     }
     return out

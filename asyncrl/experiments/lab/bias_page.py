@@ -6,7 +6,15 @@ from itertools import pairwise
 from typing import Any
 
 from asyncrl.experiments.lab.bias import CUTS, DISCOUNTS, DISTANCES, EXACT, SIZES
-from asyncrl.experiments.lab.page import Claim, Findings, Lines, Table, curves, dots, number
+from asyncrl.experiments.lab.page import (
+    LabClaim,
+    LabFindings,
+    Lines,
+    ResultTable,
+    curves,
+    dots,
+    format_number,
+)
 
 ORDER = ("k1_in_reward", "k2_in_loss", "k3_in_loss", "k3_in_reward")
 UNBIASED = ("k1_in_reward_sequence", "k1_in_reward_per_decision", "prefix", "prefix_full")
@@ -25,7 +33,7 @@ SHOWN = (
 )
 
 
-def findings(r: dict[str, Any]) -> Findings:
+def findings(r: dict[str, Any]) -> LabFindings:
     """Of the result that `bias.measure` returns."""
     setting = (
         f"{r['vocabulary']} symbols, {r['length']} tokens: {r['answers']} answers, every one "
@@ -35,34 +43,34 @@ def findings(r: dict[str, Any]) -> Findings:
         "exact: gradient of KL(theta || ref) over whole answers; variance of one answer's gradient "
         "over |exact|^2."
     )
-    return Findings("bias", setting, r, _claims(r), _tables(r), _figures(r))
+    return LabFindings("bias", setting, r, _claims(r), _tables(r), _figures(r))
 
 
-def _claims(r: dict[str, Any]) -> list[Claim]:
-    return [*_on_policy(r), *_off_policy(r), *_found(r)]
+def _claims(r: dict[str, Any]) -> list[LabClaim]:
+    return [*_on_policy(r), *_off_policy(r), *_unclaimed_findings(r)]
 
 
-def _on_policy(r: dict[str, Any]) -> list[Claim]:
+def _on_policy(r: dict[str, Any]) -> list[LabClaim]:
     on = r["estimators"]["on_policy"]
     bias = {n: on[n]["relative_bias"] for n in on}
     return [
-        Claim(
+        LabClaim(
             f"k1 in the reward is unbiased on policy "
             f"(worst seed {bias_of(on, 'k1_in_reward'):.1e})",
             bias_of(on, "k1_in_reward") < EXACT,
         ),
-        Claim(
+        LabClaim(
             "k1 in the loss has no expected gradient on policy, only variance",
             r["identities"]["k1_in_loss = 0"] < EXACT,
         ),
-        Claim(
+        LabClaim(
             "k3 in the loss is the token-level forward KL, to "
             f"{r['identities']['k3_in_loss = token-level forward KL']:.0e}; as a reverse KL it is "
             "off by "
             f"{bias['k3_in_loss']:.0%}",
             r["identities"]["k3_in_loss = token-level forward KL"] < EXACT,
         ),
-        Claim(
+        LabClaim(
             "k2 in the loss, and every + form, is the token-level reverse KL; off the whole "
             f"answer's by {bias['k2_in_loss']:.0%}",
             max(
@@ -71,23 +79,23 @@ def _on_policy(r: dict[str, Any]) -> list[Claim]:
             )
             < EXACT,
         ),
-        Claim(
+        LabClaim(
             f"k3 in the reward is strongly biased: {bias['k3_in_reward']:.0%}, cosine "
             f"{on['k3_in_reward']['cosine']:.2f}",
             bias["k3_in_reward"] > 0.5,
         ),
-        Claim(
+        LabClaim(
             "its error is exactly what the reward cannot carry, the path-wise part: k3 in the loss",
             r["identities"]["k3_in_reward = exact - k3_in_loss"] < EXACT,
         ),
-        Claim(
+        LabClaim(
             "published order of the bias: " + " < ".join(ORDER),
             all(bias[a] < bias[b] for a, b in pairwise(ORDER)),
         ),
     ]
 
 
-def _off_policy(r: dict[str, Any]) -> list[Claim]:
+def _off_policy(r: dict[str, Any]) -> list[LabClaim]:
     off = r["estimators"]["off_policy"]
     clamped = [d for d, share in r["clamped"].items() if share > 0]
     every = [
@@ -102,7 +110,7 @@ def _off_policy(r: dict[str, Any]) -> list[Claim]:
     apart = abs(off["ratio"]["relative_bias"] - off["k2_in_loss_token"]["relative_bias"])
     ratio = list(r["mse"]["sampled over formula, n = 128"].values())
     return [
-        Claim(
+        LabClaim(
             f"off policy, whole answers: {', '.join(UNBIASED)} are unbiased at every distance and "
             f"after every update (worst {worst:.1e})"
             + (
@@ -113,24 +121,24 @@ def _off_policy(r: dict[str, Any]) -> list[Claim]:
             ),
             worst < EXACT,
         ),
-        Claim(
+        LabClaim(
             "of these prefix_full has the least variance everywhere; at the distance above "
             + ", ".join(f"{n} {noise[n]:.1f}" for n in UNBIASED),
             least,
         ),
-        Claim(
+        LabClaim(
             "`ratio` (gradient through the ratio) is the token-weighted k2: right on mu's states "
             f"only, off by {off['ratio']['relative_bias']:.0%}",
             apart < EXACT,
         ),
-        Claim(
+        LabClaim(
             f"sampled errors over the formula's: {min(ratio):.2f} to {max(ratio):.2f}",
             all(0.8 < x < 1.25 for x in ratio),
         ),
     ]
 
 
-def _found(r: dict[str, Any]) -> list[Claim]:
+def _unclaimed_findings(r: dict[str, Any]) -> list[LabClaim]:
     """What nobody claimed before."""
     on = r["estimators"]["on_policy"]
     off = r["estimators"]["off_policy"]
@@ -143,7 +151,7 @@ def _found(r: dict[str, Any]) -> list[Claim]:
         }
         best = [(n, min(table, key=lambda e: table[e][str(n)])) for n in SIZES]
         out.append(
-            Claim(
+            LabClaim(
                 f"least squared error {where.replace('_', ' ')}, by answers in the batch: "
                 + ", ".join(f"{n}: {e}" for n, e in best)
             )
@@ -156,7 +164,7 @@ def _found(r: dict[str, Any]) -> list[Claim]:
     ]
     d, c, x = min(cheap, key=lambda e: e[2]["relative_variance"])
     out.append(
-        Claim(
+        LabClaim(
             f"cheapest prefix_full with a bias below 5 %: discount {d}, truncation {c}: bias "
             f"{x['relative_bias']:.1%}, variance "
             f"{x['relative_variance']:.1f} of {off['prefix_full']['relative_variance']:.1f}"
@@ -169,7 +177,7 @@ def _found(r: dict[str, Any]) -> list[Claim]:
         for n in ("k1_in_reward_frozen", "k3_in_loss", "prefix_full")
     }
     out.append(
-        Claim(
+        LabClaim(
             f"KL in the reward is charged once a batch: after {last} updates (KL {now['kl']:.3f} a "
             "token) its gradient is off by "
             f"{gap['k1_in_reward_frozen']:.0%}, k3 in the loss by {gap['k3_in_loss']:.0%}, "
@@ -181,7 +189,7 @@ def _found(r: dict[str, Any]) -> list[Claim]:
         for n in ("k1_in_reward", "k1_in_reward_baseline", "prefix_full")
     }
     out.append(
-        Claim(
+        LabClaim(
             f"on policy, k1 in the reward has {noise['k1_in_reward'] / noise['prefix_full']:.1f} "
             "times the variance of prefix_full; a baseline "
             f"takes off {1 - noise['k1_in_reward_baseline'] / noise['k1_in_reward']:.0%}"
@@ -199,11 +207,11 @@ BIAS = ("relative_bias", "relative_bias_max", "cosine", "relative_variance", "va
 PARTS = ("score", "path", "sum", "score_size", "path_size")
 
 
-def _tables(r: dict[str, Any]) -> list[Table]:
+def _tables(r: dict[str, Any]) -> list[ResultTable]:
     return [*_estimators(r), _parts(r), _by_distance(r), _by_updates(r), *_by_cut(r)]
 
 
-def _estimators(r: dict[str, Any]) -> list[Table]:
+def _estimators(r: dict[str, Any]) -> list[ResultTable]:
     head = (
         "estimator",
         "relative bias",
@@ -213,50 +221,56 @@ def _estimators(r: dict[str, Any]) -> list[Table]:
         "variance",
     )
     return [
-        Table(
+        ResultTable(
             where.replace("_", " ").capitalize(),
             head,
-            [[n, *(number(j[k]) for k in BIAS)] for n, j in r["estimators"][where].items()],
+            [[n, *(format_number(j[k]) for k in BIAS)] for n, j in r["estimators"][where].items()],
         )
         for where in ("on_policy", "off_policy")
     ]
 
 
-def _parts(r: dict[str, Any]) -> Table:
-    return Table(
+def _parts(r: dict[str, Any]) -> ResultTable:
+    return ResultTable(
         "The gradient of E[k] taken apart, on policy (errors against the exact gradient; sizes "
         "over its size)",
         ("k", "score (in reward)", "path (in loss)", "sum", "size of score", "size of path"),
-        [[n, *(number(p[k]) for k in PARTS)] for n, p in r["parts"].items()],
+        [[n, *(format_number(p[k]) for k in PARTS)] for n, p in r["parts"].items()],
     )
 
 
-def _by_distance(r: dict[str, Any]) -> Table:
-    return Table(
+def _by_distance(r: dict[str, Any]) -> ResultTable:
+    return ResultTable(
         "Relative bias by KL(mu || theta), nats a token",
         ("estimator", *(f"{d:g}" for d in DISTANCES)),
         [
-            [n, *(number(r["distances"][f"{d:g}"][n]["relative_bias"]) for d in DISTANCES)]
+            [n, *(format_number(r["distances"][f"{d:g}"][n]["relative_bias"]) for d in DISTANCES)]
             for n in SHOWN
         ],
     )
 
 
-def _by_updates(r: dict[str, Any]) -> Table:
-    return Table(
+def _by_updates(r: dict[str, Any]) -> ResultTable:
+    return ResultTable(
         "Relative bias after minibatch updates on samples of mu",
         ("estimator", *(f"{m} (KL {x['kl']:.4f})" for m, x in r["updates"].items())),
         [
-            [n, *(number(m["estimators"][n]["relative_bias"]) for m in r["updates"].values())]
+            [
+                n,
+                *(
+                    format_number(m["estimators"][n]["relative_bias"])
+                    for m in r["updates"].values()
+                ),
+            ]
             for n in SHOWN
         ],
     )
 
 
-def _by_cut(r: dict[str, Any]) -> list[Table]:
+def _by_cut(r: dict[str, Any]) -> list[ResultTable]:
     shown = "{relative_bias:.3f} / {relative_variance:.1f}"
     return [
-        Table(
+        ResultTable(
             f"{which}: bias / variance by discount and truncation",
             ("", *(f"<= {c:g}" for c in CUTS)),
             [

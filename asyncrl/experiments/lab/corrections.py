@@ -17,7 +17,7 @@ from asyncrl.algorithms import correction, ratios
 from asyncrl.algorithms.settings import Correction, RecomputedCorrection
 from asyncrl.config.presets import PRESETS
 from asyncrl.experiments.lab.bias import average
-from asyncrl.experiments.lab.policy import Space, cosine, exact_gradient, relative
+from asyncrl.experiments.lab.policy import ResponseSpace, cosine, exact_gradient, relative
 
 DISTANCES = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1)
 SIZES = (64, 256, 1024, 4096, 16384)
@@ -49,7 +49,7 @@ def candidates() -> dict[str, Correction]:
     }
 
 
-def rewards(space: Space, seed: int) -> torch.Tensor:
+def rewards(space: ResponseSpace, seed: int) -> torch.Tensor:
     """1 for the third of the answers with the highest sum of random values of (position, symbol):
     [S].
     """
@@ -63,11 +63,16 @@ def rewards(space: Space, seed: int) -> torch.Tensor:
     return (score.argsort().argsort() >= space.n * 2 // 3).to(torch.float64)
 
 
-class Stale:
+class StaleSamples:
     """Samples of mu, the policy theta, and rewards [S]."""
 
     def __init__(
-        self, space: Space, theta: torch.Tensor, mu: torch.Tensor, right: torch.Tensor, seed: int
+        self,
+        space: ResponseSpace,
+        theta: torch.Tensor,
+        mu: torch.Tensor,
+        right: torch.Tensor,
+        seed: int,
     ) -> None:
         self.space = space
         self.theta = theta
@@ -80,10 +85,10 @@ class Stale:
         self.exact = exact_gradient(lambda t: (space.probability(t) * right).sum(), theta)
         self.drawn = space.draw(mu, MANY, seed)
 
-    def corrected(self, c: Correction) -> correction.Corrected:
+    def correct(self, c: Correction) -> correction.ImportanceWeights:
         """Weights of all answers, with the statistics of an endless batch."""
         s = self.space
-        stats = correction.Statistics()
+        stats = correction.WeightStatistics()
         if c.m2:
             many = self.log_rho.reshape(s.n, -1)[self.drawn].reshape(-1)
             stats.m2 = correction.m2_threshold(many, torch.ones_like(many, dtype=torch.bool), c.m2)
@@ -102,7 +107,9 @@ class Stale:
             stats.mean = torch.where(stats.mean > 0, stats.mean, 1.0)
         return self._weights(c, stats)
 
-    def _weights(self, c: Correction, stats: correction.Statistics) -> correction.Corrected:
+    def _weights(
+        self, c: Correction, stats: correction.WeightStatistics
+    ) -> correction.ImportanceWeights:
         s = self.space
         return correction.correct(self.log_rho, self.lp, self.mask, s.seq, n=s.n, c=c, stats=stats)
 
@@ -111,8 +118,8 @@ class Stale:
         and the share that is left (weight above 0).
         """
         s = self.space
-        w = self.corrected(c).weight
-        mean, variance = s.moments(s.rows(self.theta, w * self.adv), self.p)
+        w = self.correct(c).weight
+        mean, variance = s.moments(s.gradient_rows(self.theta, w * self.adv), self.p)
         chance = self.p[s.seq] / s.length
         first = float((chance * w).sum())
         second = float((chance * w.square()).sum())
@@ -140,15 +147,15 @@ def measure(
     chosen = candidates()
     found = {}
     for length in lengths(longest):
-        space = Space(vocabulary, length)
+        space = ResponseSpace(vocabulary, length)
         each = []
         for seed in range(seeds):
             say(f"length {length}, seed {seed + 1} of {seeds}")
             theta = space.table(1000 * seed)
             right = rewards(space, 1000 * seed + 1)
             cases = {
-                f"{d:g}": Stale(
-                    space, theta, space.at_distance(theta, d, 1000 * seed + 2), right, seed
+                f"{d:g}": StaleSamples(
+                    space, theta, space.policy_at_distance(theta, d, 1000 * seed + 2), right, seed
                 )
                 for d in DISTANCES
             }

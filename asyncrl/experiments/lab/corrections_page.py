@@ -6,7 +6,14 @@ from itertools import pairwise
 from typing import Any
 
 from asyncrl.experiments.lab.corrections import DISTANCES, SIZES, candidates, squared_error
-from asyncrl.experiments.lab.page import Claim, Findings, Lines, Table, curves, number
+from asyncrl.experiments.lab.page import (
+    LabClaim,
+    LabFindings,
+    Lines,
+    ResultTable,
+    curves,
+    format_number,
+)
 
 EXACT = 1e-9
 AWAY = [f"{d:g}" for d in DISTANCES if d > 0]
@@ -25,7 +32,7 @@ SHOWN = (
 )
 
 
-def findings(r: dict[str, Any]) -> Findings:
+def findings(r: dict[str, Any]) -> LabFindings:
     """Of the result that `corrections.measure` returns."""
     setting = (
         f"{r['vocabulary']} symbols, answers of up to {r['length']} tokens, every one summed; "
@@ -34,22 +41,22 @@ def findings(r: dict[str, Any]) -> Findings:
         "expected reward; variance of one answer's gradient over "
         "|exact|^2; distances KL(mu || theta) in nats a token; default bounds."
     )
-    return Findings("corrections", setting, r, _claims(r["estimators"]), _tables(r), _figures(r))
+    return LabFindings("corrections", setting, r, _claims(r["estimators"]), _tables(r), _figures(r))
 
 
-def best(at: dict[str, Any], size: int) -> str:
+def best_correction(at: dict[str, Any], size: int) -> str:
     """The correction with the least squared error at `size` answers; the plainest of equals."""
     return min(at, key=lambda n: (round(squared_error(at[n], size), 9), len(n)))
 
 
-def _claims(e: dict[str, Any]) -> list[Claim]:
+def _claims(e: dict[str, Any]) -> list[LabClaim]:
     longest = list(e)[-1]
     far = AWAY[-1]
 
-    def everywhere(f: Any) -> bool:
+    def holds_everywhere(f: Any) -> bool:
         return all(f(e[n][d]) for n in e for d in AWAY)
 
-    def along(name: str, key: str) -> list[float]:
+    def values_along(name: str, key: str) -> list[float]:
         return [e[longest][d][name][key] for d in e[longest]]
 
     def noise_of(x: dict[str, Any], level: str) -> bool:
@@ -60,43 +67,43 @@ def _claims(e: dict[str, Any]) -> list[Claim]:
 
     worst = max(e[n][d]["sequence none"]["relative_bias_max"] for n in e for d in e[n])
     here = max(e[n]["0"][name]["relative_bias"] for n in e for name in candidates())
-    none = along("none", "relative_bias")
-    noise = along("sequence none", "relative_variance")
+    none = values_along("none", "relative_bias")
+    noise = values_along("sequence none", "relative_variance")
     return [
-        Claim(
+        LabClaim(
             f"at distance 0 every correction is exact and drops nothing (worst {here:.1e})",
             here < EXACT,
         ),
-        Claim(
+        LabClaim(
             "weights of whole answers without a bound are unbiased at every distance and length "
             f"(worst {worst:.1e})",
             worst < EXACT,
         ),
-        Claim(
+        LabClaim(
             f"their price grows with distance: variance {noise[0]:.0f} -> {noise[-1]:.0f} at "
             f"{longest} tokens",
             noise[-1] > 2 * noise[0],
         ),
-        Claim(
+        LabClaim(
             f"without a correction the bias grows with distance: {none[1]:.0%} -> {none[-1]:.0%} "
             f"at {longest} tokens",
             all(a < b for a, b in pairwise(none)),
         ),
-        Claim(
+        LabClaim(
             "token weights take off part of the bias, never all of it: the states stay mu's",
-            everywhere(
+            holds_everywhere(
                 lambda x: EXACT < x["token none"]["relative_bias"] < x["none"]["relative_bias"]
             ),
         ),
-        Claim(
+        LabClaim(
             "truncation never adds variance, at token and at sequence level",
-            everywhere(lambda x: all(noise_of(x, n) for n in ("token", "sequence"))),
+            holds_everywhere(lambda x: all(noise_of(x, n) for n in ("token", "sequence"))),
         ),
-        *_found(e, longest, far),
+        *_unclaimed_findings(e, longest, far),
     ]
 
 
-def _found(e: dict[str, Any], longest: str, far: str) -> list[Claim]:
+def _unclaimed_findings(e: dict[str, Any], longest: str, far: str) -> list[LabClaim]:
     near = AWAY[0]
     left = ", ".join(f"{float(d):g}: {e[longest][d]['geometric mask']['left']:.0%}" for d in AWAY)
     by_length = ", ".join(
@@ -110,25 +117,25 @@ def _found(e: dict[str, Any], longest: str, far: str) -> list[Claim]:
     cut = e[longest][far]["sequence truncate"]
     free = e[longest][far]["sequence none"]
     out = [
-        Claim(
+        LabClaim(
             f"the default geometric band [0.99, 1.01] is for long answers: at {longest} tokens "
             f"what it leaves, by distance: {left}; `mis` at 0.01 has "
             f"a bias of {mis['relative_bias']:.0%} ({mis['left']:.0%} left)"
         ),
-        Claim(f"of the bias at distance 0.01 token weights leave: {by_length}"),
-        Claim(
+        LabClaim(f"of the bias at distance 0.01 token weights leave: {by_length}"),
+        LabClaim(
             f"truncation at 2 of whole answers' weights, {longest} tokens, distance {far}: "
             f"variance {free['relative_variance']:.0f} -> "
             f"{cut['relative_variance']:.0f}, bias 0 -> {cut['relative_bias']:.0%}, mean weight "
             f"{cut['mean_weight']:.2f}"
         ),
-        Claim(
+        LabClaim(
             "self-normalisation after a mask gives the few that are left all the weight: "
             f"{plain['left']:.0%} left, variance "
             f"{plain['relative_variance']:.0f} -> {own['relative_variance']:.0f}, bias "
             f"{plain['relative_bias']:.0%} -> {own['relative_bias']:.0%}"
         ),
-        Claim(
+        LabClaim(
             "`m2po` masks and does not weight: bias "
             f"{e[longest]['0.01']['preset m2po']['relative_bias']:.0%} at 0.01 where no correction "
             "has "
@@ -137,14 +144,17 @@ def _found(e: dict[str, Any], longest: str, far: str) -> list[Claim]:
     ]
     for size in SIZES[1::2]:
         names = "; ".join(
-            f"{n} tokens: " + ", ".join(f"{float(d):g} {best(e[n][d], size)}" for d in AWAY)
+            f"{n} tokens: "
+            + ", ".join(f"{float(d):g} {best_correction(e[n][d], size)}" for d in AWAY)
             for n in e
         )
-        out.append(Claim(f"least squared error at {size} answers, from {near} to {far}: {names}"))
+        out.append(
+            LabClaim(f"least squared error at {size} answers, from {near} to {far}: {names}")
+        )
     return out
 
 
-def _tables(r: dict[str, Any]) -> list[Table]:
+def _tables(r: dict[str, Any]) -> list[ResultTable]:
     e = r["estimators"]
     out = []
     longest = list(e)[-1]
@@ -161,7 +171,7 @@ def _tables(r: dict[str, Any]) -> list[Table]:
         for n in candidates()
     ]
     out.append(
-        Table(
+        ResultTable(
             f"{longest} tokens: relative bias / variance / share left, by distance",
             ("correction", *e[longest]),
             rows,
@@ -171,7 +181,7 @@ def _tables(r: dict[str, Any]) -> list[Table]:
         [
             n,
             *(
-                number(e[length]["0.01"][n][k])
+                format_number(e[length]["0.01"][n][k])
                 for length in e
                 for k in ("relative_bias", "relative_variance")
             ),
@@ -179,7 +189,7 @@ def _tables(r: dict[str, Any]) -> list[Table]:
         for n in candidates()
     ]
     out.append(
-        Table(
+        ResultTable(
             "Distance 0.01: bias and variance by length",
             ("correction", *(f"{k} {n}" for n in e for k in ("bias", "var"))),
             rows,
@@ -190,15 +200,18 @@ def _tables(r: dict[str, Any]) -> list[Table]:
         for n in candidates()
     ]
     out.append(
-        Table(
+        ResultTable(
             f"{longest} tokens: mean weight / effective sample size of tokens, by distance",
             ("correction", *e[longest]),
             rows,
         )
     )
     for size in SIZES:
-        rows = [[f"{length} tokens", *(best(e[length][d], size) for d in AWAY)] for length in e]
-        out.append(Table(f"Least squared error with {size} answers", ("", *AWAY), rows))
+        rows = [
+            [f"{length} tokens", *(best_correction(e[length][d], size) for d in AWAY)]
+            for length in e
+        ]
+        out.append(ResultTable(f"Least squared error with {size} answers", ("", *AWAY), rows))
     return out
 
 

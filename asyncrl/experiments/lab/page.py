@@ -18,7 +18,7 @@ Lines = dict[str, tuple[Sequence[float], Sequence[float]]]  # xs and ys by name
 
 
 @dataclass
-class Claim:
+class LabClaim:
     """A sentence of the verdict; holds: True, False, or None where nothing was claimed beforehand
     and this is what was found.
     """
@@ -27,7 +27,7 @@ class Claim:
     holds: bool | None = None
 
     @property
-    def line(self) -> str:
+    def as_line(self) -> str:
         return {True: "holds: ", False: "DOES NOT HOLD: ", None: "found: "}[self.holds] + self.text
 
     @property
@@ -36,12 +36,12 @@ class Claim:
 
 
 @dataclass
-class Table:
+class ResultTable:
     title: str
     head: Sequence[str]
     rows: list[list[str]]
 
-    def text(self) -> str:
+    def as_text(self) -> str:
         """Columns aligned, the first one to the left."""
         every = [list(self.head), *self.rows]
         width = [max(len(r[i]) for r in every) for i in range(len(self.head))]
@@ -56,42 +56,42 @@ class Table:
 
 
 @dataclass
-class Findings:
+class LabFindings:
     """One experiment's result and how it is shown.  figures: plotly figures."""
 
     name: str
     setting: str
     result: dict[str, Any]
-    claims: list[Claim]
-    tables: list[Table]
+    claims: list[LabClaim]
+    tables: list[ResultTable]
     figures: list[Any] = field(default_factory=list)
 
-    def text(self) -> str:
+    def as_text(self) -> str:
         return "\n\n".join(
             [
                 self.setting,
-                *(t.text() for t in self.tables),
-                "Verdict\n" + "\n".join("  " + c.line for c in self.claims),
+                *(t.as_text() for t in self.tables),
+                "Verdict\n" + "\n".join("  " + c.as_line for c in self.claims),
             ]
         )
 
     def json(self) -> dict[str, Any]:
-        found: dict[str, Any] = plain(
+        found: dict[str, Any] = as_json_value(
             self.result | {"verdict": [{"text": c.text, "holds": c.holds} for c in self.claims]}
         )
         return found
 
 
-def plain(x: Any) -> Any:
+def as_json_value(x: Any) -> Any:
     """JSON's own types: None for what is not a finite number, and numbers of 6 digits."""
     if isinstance(x, dict):
-        return {str(k): plain(v) for k, v in x.items()}
+        return {str(k): as_json_value(v) for k, v in x.items()}
     if isinstance(x, list | tuple):
-        return [plain(v) for v in x]
+        return [as_json_value(v) for v in x]
     return (float(f"{x:.6g}") if math.isfinite(x) else None) if isinstance(x, float) else x
 
 
-def number(x: float) -> str:
+def format_number(x: float) -> str:
     """Three digits; what is rounding error of a sum in float64 says so."""
     return "0 (1e-9)" if abs(x) < 1e-9 else f"{x:.3g}"
 
@@ -178,7 +178,7 @@ def dots(title: str, names: Sequence[str], panels: Mapping[str, Sequence[float]]
     return figure
 
 
-def write(directory: Path, found: Findings) -> tuple[Path, Path]:
+def write(directory: Path, found: LabFindings) -> tuple[Path, Path]:
     """DIR/NAME.html and DIR/NAME.json; returns both paths."""
 
     directory.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,7 @@ from asyncrl.contract.errors import ConfigError
 LARGEST = 400_000  # tokens N: a few seconds for each pass over them
 
 
-class Space:
+class ResponseSpace:
     """All answers.  seq, place (row of the prefix) and symbol are int64 [N].  Raises ConfigError
     where there are too many answers.
     """
@@ -82,7 +82,7 @@ class Space:
         lp = self.logprobs(p).reshape(self.n, -1).sum(1)
         return float(-(lp.exp() * lp).sum() / self.length)
 
-    def at_distance(self, theta: torch.Tensor, kl: float, seed: int) -> torch.Tensor:
+    def policy_at_distance(self, theta: torch.Tensor, kl: float, seed: int) -> torch.Tensor:
         """A policy mu = theta + a noise with KL(mu || theta) = kl nats a token, a found by
         halving.
         """
@@ -118,7 +118,7 @@ class Space:
 
     # ---- gradients -------------------------------------------------------------------------------
 
-    def rows(
+    def gradient_rows(
         self,
         theta: torch.Tensor,
         coefficient: torch.Tensor,

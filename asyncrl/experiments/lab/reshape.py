@@ -18,7 +18,7 @@ from asyncrl.algorithms import ratios
 from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.experiments.lab.corrections import rewards
-from asyncrl.experiments.lab.policy import Space, cosine
+from asyncrl.experiments.lab.policy import ResponseSpace, cosine
 
 GROUP = 8
 BUDGET = 0.05  # nats a token: the repairs' limit
@@ -27,7 +27,7 @@ STOP = {"stop": {"kl_max": BUDGET, "against": "behavior"}}
 SLOW = {"stop": {"kl_max": BUDGET, "against": "behavior", "action": "slow"}}
 
 
-def _with(**reshape: Any) -> dict[str, Any]:
+def _with_reshape(**reshape: Any) -> dict[str, Any]:
     return RESHAPE | {"reshape": reshape}
 
 
@@ -35,22 +35,24 @@ ARMS: dict[str, dict[str, Any]] = {
     "vanilla": {"loss": {"surrogate": "vanilla"}},
     "clip": {"loss": {"surrogate": "ppo"}},
     "v3.1": RESHAPE,
-    "v3.1 box-cox": _with(form="box_cox"),
-    "gamma base": _with(mode="base"),
-    "gamma 0.001": _with(mode="constant", gamma=0.001),
-    "gamma 0.5": _with(mode="constant", gamma=0.5),
-    "gamma 0 box-cox": _with(mode="constant", gamma=0.0, form="box_cox"),
+    "v3.1 box-cox": _with_reshape(form="box_cox"),
+    "gamma base": _with_reshape(mode="base"),
+    "gamma 0.001": _with_reshape(mode="constant", gamma=0.001),
+    "gamma 0.5": _with_reshape(mode="constant", gamma=0.5),
+    "gamma 0 box-cox": _with_reshape(mode="constant", gamma=0.0, form="box_cox"),
     "A": RESHAPE | STOP,
-    "B": _with(clip=0.2),
-    "C": _with(kl_penalty=1.0),
-    "D coefficient": _with(budget="tokens", kl_budget=BUDGET),
-    "D global": _with(budget="global", kl_budget=BUDGET),
+    "B": _with_reshape(clip=0.2),
+    "C": _with_reshape(kl_penalty=1.0),
+    "D coefficient": _with_reshape(budget="tokens", kl_budget=BUDGET),
+    "D global": _with_reshape(budget="global", kl_budget=BUDGET),
     "D learning rate": RESHAPE | SLOW,
-    "A+B": _with(clip=0.2) | STOP,
-    "A+D coefficient": _with(budget="tokens", kl_budget=BUDGET) | STOP,
-    "B+C": _with(clip=0.2, kl_penalty=1.0),
-    "B+D learning rate": _with(clip=0.2) | SLOW,
-    "A+B+C+D coefficient": _with(clip=0.2, kl_penalty=1.0, budget="tokens", kl_budget=BUDGET)
+    "A+B": _with_reshape(clip=0.2) | STOP,
+    "A+D coefficient": _with_reshape(budget="tokens", kl_budget=BUDGET) | STOP,
+    "B+C": _with_reshape(clip=0.2, kl_penalty=1.0),
+    "B+D learning rate": _with_reshape(clip=0.2) | SLOW,
+    "A+B+C+D coefficient": _with_reshape(
+        clip=0.2, kl_penalty=1.0, budget="tokens", kl_budget=BUDGET
+    )
     | STOP,
     "vanilla+A": {"loss": {"surrogate": "vanilla"}} | STOP,
     "vanilla+D learning rate": {"loss": {"surrogate": "vanilla"}} | SLOW,
@@ -76,7 +78,7 @@ def config(arm: str, epochs: int, minibatches: int) -> Config:
 
 
 def batch(
-    space: Space, theta: torch.Tensor, right: torch.Tensor, samples: int, seed: int
+    space: ResponseSpace, theta: torch.Tensor, right: torch.Tensor, samples: int, seed: int
 ) -> tuple[torch.Tensor, step_loss.LossBatch]:
     """Answers drawn from theta (int64 [B]) and their batch for the loss, in groups of 8."""
     drawn = space.draw(theta, samples, seed)
@@ -94,12 +96,12 @@ def batch(
     )
 
 
-class Trainer:
+class TabularTrainer:
     """A policy [K, V] under one arm and one optimizer, over several batches."""
 
     def __init__(
         self,
-        space: Space,
+        space: ResponseSpace,
         theta: torch.Tensor,
         right: torch.Tensor,
         c: Config,
@@ -145,7 +147,7 @@ class Trainer:
         return out
 
     def _state(
-        self, mu: torch.Tensor, prep: step_loss.Prepared, drawn: torch.Tensor
+        self, mu: torch.Tensor, prep: step_loss.PreparedBatch, drawn: torch.Tensor
     ) -> dict[str, float]:
         """Where the policy is: exact, and by the batch's own k3."""
         now = self.theta.detach()
@@ -160,7 +162,7 @@ class Trainer:
         }
 
     def _step(
-        self, prep: step_loss.Prepared, drawn: torch.Tensor, mine: torch.Tensor
+        self, prep: step_loss.PreparedBatch, drawn: torch.Tensor, mine: torch.Tensor
     ) -> dict[str, float]:
         """One optimizer step, as the learner makes it; {} where early stopping skips it."""
         every = self.logprobs(drawn)
@@ -174,7 +176,7 @@ class Trainer:
             or (
                 self.c.stop.kl_max
                 and self.c.stop.action == "skip"
-                and self._over(prep, part, lp.detach())
+                and self._is_over_budget(prep, part, lp.detach())
             )
         ):
             return {}
@@ -197,7 +199,9 @@ class Trainer:
         self.optimizer.step()
         return row
 
-    def _over(self, prep: step_loss.Prepared, part: torch.Tensor, lp: torch.Tensor) -> bool:
+    def _is_over_budget(
+        self, prep: step_loss.PreparedBatch, part: torch.Tensor, lp: torch.Tensor
+    ) -> bool:
         a, b = step_loss.stop_statistic(prep, part, lp)
         return float(a / b) > self.c.stop.kl_max
 
@@ -244,7 +248,7 @@ def measure(
     """runs[optimizer][arm][quantity]: mean over seeds at every step; highest[optimizer][arm]: each
     seed's largest KL of any batch.
     """
-    space = Space(vocabulary, length)
+    space = ResponseSpace(vocabulary, length)
     start = _mean(
         [
             float((space.probability(space.table(1000 * n)) * rewards(space, 1000 * n + 1)).sum())
@@ -260,7 +264,7 @@ def measure(
             c = config(arm, epochs, minibatches)
             rows = []
             for seed in range(seeds):
-                trainer = Trainer(
+                trainer = TabularTrainer(
                     space,
                     space.table(1000 * seed),
                     rewards(space, 1000 * seed + 1),

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncrl.experiments.lab.page import Claim, Findings, Lines, Table, curves, number
+from asyncrl.experiments.lab.page import (
+    LabClaim,
+    LabFindings,
+    Lines,
+    ResultTable,
+    curves,
+    format_number,
+)
 from asyncrl.experiments.lab.reshape import ARMS
 
 MAIN = (
@@ -22,7 +29,7 @@ MAIN = (
 NEAR = 1.05  # of the budget: the second-order argument behind repair D is held to 5 %
 
 
-def findings(r: dict[str, Any]) -> Findings:
+def findings(r: dict[str, Any]) -> LabFindings:
     """Of the result that `reshape.measure` returns."""
     rates = ", ".join(f"{o} {x:g}" for o, x in r["rates"].items())
     setting = (
@@ -34,14 +41,14 @@ def findings(r: dict[str, Any]) -> Findings:
         "see. A early stop, B clip, C KL penalty, "
         "D KL budget."
     )
-    return Findings("reshape", setting, r, _claims(r), _tables(r), _figures(r))
+    return LabFindings("reshape", setting, r, _claims(r), _tables(r), _figures(r))
 
 
 def mean(x: list[float]) -> float:
     return sum(x) / len(x)
 
 
-def _claims(r: dict[str, Any]) -> list[Claim]:
+def _claims(r: dict[str, Any]) -> list[LabClaim]:
     out = []
     budget = r["budget"]
     per_batch = r["epochs"] * r["minibatches"]
@@ -55,50 +62,50 @@ def _claims(r: dict[str, Any]) -> list[Claim]:
         small = max(_shares(run, "gamma 0.001"))
         seen = r["highest"][o]["D learning rate"]["kl_batch"]
         out += [
-            Claim(
+            LabClaim(
                 f"{o}: v3.1 drifts past clip: KL {kl['v3.1']:.3f} against {kl['clip']:.3f} after "
                 f"the first batch, {kl['v3.1'] / kl['clip']:.1f} times "
                 f"(vanilla {kl['vanilla']:.3f})",
                 kl["v3.1"] > 2 * kl["clip"],
             ),
-            Claim(f"{o}: its successive gradients agree: least cosine {agree:.3f}", agree > 0.8),
-            Claim(
+            LabClaim(f"{o}: its successive gradients agree: least cosine {agree:.3f}", agree > 0.8),
+            LabClaim(
                 f"{o}: D on the learning rate keeps the batch's own KL within {NEAR - 1:.0%} of "
                 "its budget for every seed "
                 f"(highest {max(seen):.4f})",
                 max(seen) <= NEAR * budget,
             ),
-            Claim(
+            LabClaim(
                 f"{o}: D in the report's wording (one gamma for the batch) does not bound it: "
                 f"{kl['D global']:.3f}",
                 kl["D global"] > 2 * budget,
             ),
-            Claim(
+            LabClaim(
                 f"{o}: v3.1's gradient norm is {min(norms):.2f} to {max(norms):.2f} of vanilla's "
                 "in the first batch"
             ),
         ]
         if o == "adam":
             out += [
-                Claim(
+                LabClaim(
                     f"adam: with gamma = 0.001 the gradient is at most {small:.4f} of vanilla's "
                     f"and the KL still {kl['gamma 0.001']:.3f}: steps are "
                     "normalised, so a small consistent gradient drifts as far",
                     small < 0.01 and kl["gamma 0.001"] > 0.5 * kl["vanilla"],
                 ),
-                Claim(
+                LabClaim(
                     f"adam: D on the coefficient is no bound: {kl['D coefficient']:.3f}",
                     kl["D coefficient"] > budget,
                 ),
             ]
         else:
             out.append(
-                Claim(
+                LabClaim(
                     f"{o}: with gamma = 0.001 nothing moves: KL {kl['gamma 0.001']:.1e}",
                     kl["gamma 0.001"] < 0.01 * kl["vanilla"],
                 )
             )
-    return out + _found(r)
+    return out + _unclaimed_findings(r)
 
 
 def _shares(run: dict[str, Any], arm: str) -> list[float]:
@@ -110,7 +117,7 @@ def _shares(run: dict[str, Any], arm: str) -> list[float]:
     ] or [0.0]
 
 
-def _found(r: dict[str, Any]) -> list[Claim]:
+def _unclaimed_findings(r: dict[str, Any]) -> list[LabClaim]:
     out = []
     budget = r["budget"]
     for o, arms in r["highest"].items():
@@ -121,7 +128,7 @@ def _found(r: dict[str, Any]) -> list[Claim]:
             if budget < max(h["kl"]) <= 1.5 * budget
         ]
         out.append(
-            Claim(
+            LabClaim(
                 f"{o}: exact KL under the budget for every seed and batch: "
                 f"{', '.join(under) or 'none'}; within half as much again: "
                 f"{', '.join(near) or 'none'}"
@@ -135,7 +142,7 @@ def _found(r: dict[str, Any]) -> list[Claim]:
             for names in (top, ["clip"], ["vanilla"])
         )
         out.append(
-            Claim(
+            LabClaim(
                 f"{o}: of these, most reward at the end: {most} (start {r['start_reward']:.3f}, "
                 f"{clip}, {free})"
             )
@@ -144,7 +151,7 @@ def _found(r: dict[str, Any]) -> list[Claim]:
         at = [n for n in (2, 4, 8, 16) if n <= min(len(k), r["epochs"] * r["minibatches"])]
         roots = ", ".join(f"{n}: {(k[n - 1] / max(k[0], 1e-30)) ** 0.5 / n:.2f}" for n in at)
         out.append(
-            Claim(
+            LabClaim(
                 f"{o}: does sqrt(KL) add like a distance, as D assumes?  sqrt(KL) after n steps "
                 f"over n times that of the first: {roots}"
             )
@@ -155,7 +162,7 @@ def _found(r: dict[str, Any]) -> list[Claim]:
             if mean(h["kl_batch"]) > 1e-6
         } or {"": 1.0}
         out.append(
-            Claim(
+            LabClaim(
                 f"{o}: the batch's own estimate against the exact KL: the truth is "
                 f"{min(gap.values()):.2f} to {max(gap.values()):.2f} of it"
             )
@@ -163,7 +170,7 @@ def _found(r: dict[str, Any]) -> list[Claim]:
     return out
 
 
-def _tables(r: dict[str, Any]) -> list[Table]:
+def _tables(r: dict[str, Any]) -> list[ResultTable]:
     head = (
         "arm",
         "KL, first batch",
@@ -203,14 +210,14 @@ def _tables(r: dict[str, Any]) -> list[Table]:
                     f"{x['kl_start'][-1]:.3f}",
                     f"{mean(h['reward']):.3f}",
                     f"{mean(h['steps']):.1f}",
-                    number(norms[0]),
-                    number(norms[-1]),
-                    number(min([v for v in x["cosine"] if v == v], default=0.0)),
-                    number(gammas[-1]) if gammas else "-",
-                    number(noise[-1]),
+                    format_number(norms[0]),
+                    format_number(norms[-1]),
+                    format_number(min([v for v in x["cosine"] if v == v], default=0.0)),
+                    format_number(gammas[-1]) if gammas else "-",
+                    format_number(noise[-1]),
                 ]
             )
-        out.append(Table(f"{o}, learning rate {r['rates'][o]:g}", head, rows))
+        out.append(ResultTable(f"{o}, learning rate {r['rates'][o]:g}", head, rows))
     return out
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.contract.errors import ConfigError
-from asyncrl.experiments.compare.arms import differences
-from asyncrl.experiments.compare.comparison import Cell
+from asyncrl.experiments.compare.arms import config_differences
+from asyncrl.experiments.compare.comparison import CellResult
 from asyncrl.records import atomic_write, metrics
 
 # says how fast a run was and where answers waited, not what it computed
@@ -111,7 +111,7 @@ def diff(one: Path, two: Path) -> dict[str, Any]:
         "a": str(one),
         "b": str(two),
         "config": [
-            f"{key}: {mine} | {other}" for key, (mine, other) in differences(ca, cb).items()
+            f"{key}: {mine} | {other}" for key, (mine, other) in config_differences(ca, cb).items()
         ],
         "steps": [max(ra), max(rb)],
         "first_difference": first,
@@ -120,7 +120,7 @@ def diff(one: Path, two: Path) -> dict[str, Any]:
     }
 
 
-def text(found: dict[str, Any], most: int = 6) -> str:
+def format_diff(found: dict[str, Any], most: int = 6) -> str:
     """The same for a reader."""
     lines = [f"A {found['a']}", f"B {found['b']}"]
     lines += [f"  {x}" for x in found["config"]] or ["  configs are the same"]
@@ -152,7 +152,7 @@ def write(one: Path, two: Path, path: Path) -> None:
     found = diff(one, two)
     page(
         "Two runs",
-        text(found),
+        format_diff(found),
         {n: read(d)[1] for n, d in (("A", one), ("B", two))},
         found,
         path,
@@ -175,8 +175,8 @@ def page(
 
     from asyncrl.experiments.compare.page import curves
 
-    cells: Sequence[Cell] = [
-        Cell(n, 0, {}, rows=[{"step": s} | dict(v) for s, v in sorted(rows.items())])
+    cells: Sequence[CellResult] = [
+        CellResult(n, 0, {}, rows=[{"step": s} | dict(v) for s, v in sorted(rows.items())])
         for n, rows in runs.items()
     ]
     body = ""

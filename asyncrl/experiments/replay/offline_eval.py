@@ -8,15 +8,15 @@ import math
 import time
 
 from actors.engine_embedded import make_engine
-from actors.turn import EVERYTHING, Turn
+from actors.turn import EVERYTHING, GeneratorTurn
 from asyncrl.config.tree import Config
-from asyncrl.contract.messages import EVAL_BASE, Sampling, Ticket
+from asyncrl.contract.messages import EVAL_BASE, SamplingSettings, Ticket
 from asyncrl.contract.versions import Label
 from asyncrl.models.policy import PolicyModel, named_weights, weights_digest
 from buffer.evaluation import OOD_BASE
 
 
-class Evaluator:
+class OfflineEvaluator:
     """The evaluations of `config`: the same prompts and random streams as in a run, at the versions
     where a run makes them.
     """
@@ -24,11 +24,11 @@ class Evaluator:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.engine = make_engine(config)
-        self.turn = Turn(config, self.engine, lockstep=False)
+        self.turn = GeneratorTurn(config, self.engine, lockstep=False)
         self.loaded = Label(1, 0)
         self.attempt = 0  # of all tickets of a split together: one is never taken twice
 
-    def at(self, model: PolicyModel, number: int, *, last: bool) -> dict[str, float]:
+    def evaluate(self, model: PolicyModel, number: int, *, last: bool) -> dict[str, float]:
         """Metrics of version `number`; empty where none is due.  last: the final evaluation, which
         has more prompts.
         """
@@ -54,7 +54,7 @@ class Evaluator:
         self.attempt += 1
         config = self.config
         first = OOD_BASE if split == "ood" else EVAL_BASE
-        sampling = Sampling(
+        sampling = SamplingSettings(
             temperature=config.evaluation.temperature,
             max_new_tokens=config.generator.max_new_tokens,
         )
@@ -81,10 +81,10 @@ class Evaluator:
         prompts = prompts if size is None else min(prompts, size)
         if not prompts:
             return {}
-        self.turn.take(self.tickets(split, prompts))
+        self.turn.accept_tickets(self.tickets(split, prompts))
         requests, refused = self.turn.requests(self.loaded, room=EVERYTHING)
         for sample in refused:
-            self.turn.schedule.done(sample.key, 0)
+            self.turn.schedule.finish_sample(sample.key, 0)
         self.engine.add(requests)
         rewards = []
         tokens = 0

@@ -26,12 +26,12 @@ import torch
 
 from asyncrl.config import load
 from asyncrl.config.tree import Config
-from asyncrl.contract.errors import ConfigError, Damaged, NotFinite
-from asyncrl.experiments.compare.arms import changes, differences
+from asyncrl.contract.errors import ConfigError, DamagedDataError, NotFiniteError
+from asyncrl.experiments.compare.arms import changes, config_differences
 from asyncrl.experiments.compare.page import clean
 from asyncrl.experiments.compare.verdict import stability
 from asyncrl.experiments.replay import diff
-from asyncrl.experiments.replay.offline_eval import Evaluator
+from asyncrl.experiments.replay.offline_eval import OfflineEvaluator
 from asyncrl.models.policy import export, weights_digest
 from asyncrl.records import atomic_write, metrics, stream
 from learner import checkpoint
@@ -81,7 +81,7 @@ WATCHED = (
 
 
 @dataclass
-class Replayed:
+class ReplayResult:
     """What a replay gave.  rows: metrics by step; digests: version -> weights."""
 
     config: Config
@@ -130,7 +130,7 @@ def resolve(text: str, sets: Sequence[str], source: str) -> Config:
     return changed
 
 
-def runnable(config: Config, initial: Path | None) -> Config:
+def single_process_config(config: Config, initial: Path | None) -> Config:
     """The config as one torch process runs it; initial: the recorded first weights, when the
     recording begins at version 0.
     """
@@ -167,7 +167,7 @@ class Replay:
         self.end = recording.end if until is None else min(until, recording.end)
         if self.start not in kept:
             if start is None:
-                raise Damaged(
+                raise DamagedDataError(
                     f"{run_dir}: the recording's first weights "
                     f"({stream.directory(run_dir)}/weights/number_{recording.start}) are missing"
                 )
@@ -181,12 +181,12 @@ class Replay:
                 f"recording has batches {recording.start} to {recording.end - 1}"
             )
         if wrong := checkpoint.verify(kept[self.start]):
-            raise Damaged(f"{kept[self.start]} is damaged: {wrong}")
+            raise DamagedDataError(f"{kept[self.start]} is damaged: {wrong}")
         self.weights = kept[self.start]
         self.initial = kept[0] / "model" if 0 in kept and not recording.start else None
         self.recorded = resolve(recording.life(self.end - 1).config, (), str(run_dir))
-        self.config = self.resolved(self.start)
-        last = self.resolved(self.end - 1)
+        self.config = self.config_of_batch(self.start)
+        last = self.config_of_batch(self.end - 1)
         if (last.advantage.name == "remax") != (self.recorded.advantage.name == "remax"):
             raise ConfigError(
                 f"--set advantage.name={last.advantage.name}: recorded with "
@@ -194,12 +194,12 @@ class Replay:
                 "answer in each group; start a new run"
             )
         self.changed = changes(
-            differences(msgspec.to_builtins(self.recorded), msgspec.to_builtins(last))
+            config_differences(msgspec.to_builtins(self.recorded), msgspec.to_builtins(last))
         )
         self.cut = (
             ""
             if until is not None and until <= recording.end
-            else recording.cut(self.recorded.learner.steps)
+            else recording.missing_part(self.recorded.learner.steps)
         )
         if self.recorded.learner.backend != "torch" and self.start:
             raise ConfigError(
@@ -207,16 +207,16 @@ class Replay:
                 f"{self.recorded.learner.backend}; replay from 0"
             )
 
-    def resolved(self, number: int) -> Config:
+    def config_of_batch(self, number: int) -> Config:
         """The config that batch `number` is trained with."""
         return resolve(
             self.recording.life(number).config, self.sets, str(self.run_dir / "recording")
         )
 
     def core(self, config: Config) -> LearnerCore:
-        return LearnerCore(runnable(config, self.initial), self.weights / "model")
+        return LearnerCore(single_process_config(config, self.initial), self.weights / "model")
 
-    def go(self, out: Path, say: Callable[[str], None], *, evaluate: bool = True) -> Replayed:
+    def run(self, out: Path, say: Callable[[str], None], *, evaluate: bool = True) -> ReplayResult:
         """Train; metrics and the last weights go to `out`.  An update that stays not finite ends it
         and is part of the result.
         """
@@ -224,10 +224,10 @@ class Replay:
         # at version 0 there are no moments yet, and the state is the config's
         if self.start and self.recorded.learner.backend == "torch":
             checkpoint.restore(core, self.weights)
-        done = Replayed(
+        done = ReplayResult(
             self.config, self.start, self.end, digests={self.start: weights_digest(core.model)}
         )
-        evaluator = Evaluator(core.config) if evaluate else None
+        evaluator = OfflineEvaluator(core.config) if evaluate else None
         writer = metrics.MetricsWriter(out)
         began = time.monotonic()
         told = time.monotonic()
@@ -247,7 +247,7 @@ class Replay:
                     told = time.monotonic()
                     say(f"replayed {number + 1 - self.start} of {self.end - self.start} batches")
             self.measure(evaluator, core, self.end, write)
-        except NotFinite as error:
+        except NotFiniteError as error:
             done.failed = str(error)
             say(f"ended: {error}")
         finally:
@@ -260,14 +260,14 @@ class Replay:
 
     def measure(
         self,
-        evaluator: Evaluator | None,
+        evaluator: OfflineEvaluator | None,
         core: LearnerCore,
         number: int,
         write: Callable[[int, dict[str, float]], None],
     ) -> None:
         """The held-out accuracy where the run measured it."""
         if evaluator is not None and (
-            values := evaluator.at(core.model, number, last=number == self.end)
+            values := evaluator.evaluate(core.model, number, last=number == self.end)
         ):
             write(number, values)
             torch.set_num_threads(core.config.learner.threads)  # the engine has set its own
@@ -278,7 +278,7 @@ class Replay:
         if number == self.start or all(first != number for first, _ in self.recording.lives):
             return core
         config = resolve(life.config, self.sets, str(self.run_dir / "recording"))
-        if runnable(config, self.initial) == core.config:
+        if single_process_config(config, self.initial) == core.config:
             return core
         new = self.core(config)
         new.model.hf.load_state_dict(core.model.hf.state_dict())
@@ -291,7 +291,7 @@ class Replay:
         return new
 
 
-def place(run_dir: Path, out: Path | None) -> Path:
+def replay_directory(run_dir: Path, out: Path | None) -> Path:
     """A new directory for a replay: `out`, or RUN/replays/N.  Raises ConfigError when it is
     used.
     """
@@ -327,9 +327,9 @@ def replay(
             f"note: recorded with learner.backend = {made.recorded.learner.backend}; one torch "
             "process rounds otherwise, so nothing will be bitwise the same"
         )
-    where = place(run_dir, out)
-    (where / "config.toml").write_text(load.dump(made.resolved(made.end - 1)))
-    done = made.go(where, say, evaluate=evaluate)
+    where = replay_directory(run_dir, out)
+    (where / "config.toml").write_text(load.dump(made.config_of_batch(made.end - 1)))
+    done = made.run(where, say, evaluate=evaluate)
     found = judge(made, done)
     found["replay_dir"] = str(where)
     write(where, made, done, found)
@@ -339,7 +339,7 @@ def replay(
 # ---- the difference ------------------------------------------------------------------------------
 
 
-def recorded_rows(made: Replay) -> dict[int, dict[str, float]]:
+def read_recorded_metrics(made: Replay) -> dict[int, dict[str, float]]:
     """step -> what the run measured, from the recording, and its evaluations from metrics.jsonl."""
     rows = {s.batch.number: dict(s.metrics) for s in made.recording.steps(made.start, made.end)}
     for row in metrics.read(made.run_dir):
@@ -350,11 +350,11 @@ def recorded_rows(made: Replay) -> dict[int, dict[str, float]]:
     return rows
 
 
-def judge(made: Replay, done: Replayed) -> dict[str, Any]:
+def judge(made: Replay, done: ReplayResult) -> dict[str, Any]:
     """The replay beside the recorded run: first difference, ends, stability by rule, and how far
     the replay left the data.
     """
-    before = recorded_rows(made)
+    before = read_recorded_metrics(made)
     trained = {
         n: {k: v for k, v in row.items() if not k.startswith("eval/")}
         for n, row in done.rows.items()
@@ -378,14 +378,14 @@ def judge(made: Replay, done: Replayed) -> dict[str, Any]:
         "first_other_weights": other,
         "failed": done.failed,
         "weights_digest": done.digests[max(done.digests)],
-        "recorded": ends(before),
-        "replayed": ends(done.rows),
+        "recorded": summarize_ends(before),
+        "replayed": summarize_ends(done.rows),
     }
     found["verdict"], found["warning"] = verdict(found), warning(found)
     return found
 
 
-def ends(rows: dict[int, dict[str, float]]) -> dict[str, Any]:
+def summarize_ends(rows: dict[int, dict[str, float]]) -> dict[str, Any]:
     """Means of the last tenth of the steps, first and last held-out accuracy, and what is wrong by
     rule.
     """
@@ -468,7 +468,7 @@ def warning(found: dict[str, Any]) -> str:
     )
 
 
-def text(found: dict[str, Any]) -> str:
+def format_replay(found: dict[str, Any]) -> str:
     """The result for a reader."""
     lines = [
         f"{found['run_dir']}, batches {found['from']} to {found['to'] - 1}, trained again in "
@@ -498,13 +498,13 @@ def text(found: dict[str, Any]) -> str:
     return "\n".join([*lines, found["verdict"], *([found["warning"]] if found["warning"] else [])])
 
 
-def write(where: Path, made: Replay, done: Replayed, found: dict[str, Any]) -> None:
+def write(where: Path, made: Replay, done: ReplayResult, found: dict[str, Any]) -> None:
     """OUT/replay.json and OUT/report.html: the curves of both, and the text."""
     atomic_write.write(where / "replay.json", json.dumps(clean(found), indent=1))
     diff.page(
         "A replay",
-        text(found),
-        {"recorded": recorded_rows(made), "replayed": done.rows},
+        format_replay(found),
+        {"recorded": read_recorded_metrics(made), "replayed": done.rows},
         clean(found),
         where / "report.html",
         "replay",

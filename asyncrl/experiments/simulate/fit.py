@@ -18,7 +18,7 @@ from actors.turn import DECODE_STEPS
 from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
-from asyncrl.experiments.simulate.times import Spec, Times, change
+from asyncrl.experiments.simulate.times import Spec, TimeModel, change
 from asyncrl.records import jsonl, metrics, trace
 from asyncrl.records.trace import TraceSpan
 
@@ -27,7 +27,7 @@ MOST_BESIDE = 3.0  # how much one side may slow the other down
 WAIT_S = 0.03  # a learner's pause from which it counts as a wait for its batch
 
 
-class Call(NamedTuple):
+class EngineCall(NamedTuple):
     """One call of the engine: `rows` at its start, `admitted` of them new."""
 
     start: float
@@ -41,14 +41,14 @@ class Call(NamedTuple):
     pause: float | None  # to the next call, less swaps; None: the engine ran empty
 
 
-def fit(run_dir: Path) -> tuple[Times, Config]:
+def fit(run_dir: Path) -> tuple[TimeModel, Config]:
     """Times and config of a run.  Raises ConfigError for a directory that has no trace with sizes,
     or too short a one.
     """
     if not (run_dir / "config.toml").is_file():
         raise ConfigError(f"{run_dir}: no run directory (it has no config.toml)")
     config = load.load(run_dir / "config.toml")
-    lanes = trace.sized(run_dir)
+    lanes = trace.read_sized_spans(run_dir)
     calls = [
         calls_of(spans)
         for name, spans in lanes.items()
@@ -68,10 +68,10 @@ def fit(run_dir: Path) -> tuple[Times, Config]:
             f"{run_dir}: its answers are so short that nearly every decode call emptied the "
             "engine, and its trace does not say in how many steps; make a run with this version"
         )
-    times = change(Times(), **_decode(flat, trains))
+    times = change(TimeModel(), **_decode(flat, trains))
     times = change(times, **_learner(times, trains, learner, flat), **_answers(run_dir, config))
     times = change(
-        times, batch=_hand_over(times, learner, flat), commit=_grants(times, learner, lanes)
+        times, batch=_hand_over_times(times, learner, flat), commit=_grants(times, learner, lanes)
     )
     judged = [
         (s[2] - s[1], s[3] or 1)
@@ -87,7 +87,7 @@ def fit(run_dir: Path) -> tuple[Times, Config]:
     ), config
 
 
-def calls_of(spans: list[TraceSpan]) -> list[Call]:
+def calls_of(spans: list[TraceSpan]) -> list[EngineCall]:
     """One generator's decode calls, but for the last."""
     raw: list[
         tuple[TraceSpan, int, float]
@@ -110,7 +110,7 @@ def calls_of(spans: list[TraceSpan]) -> list[Call]:
         steps = call.steps if call.steps is not None else (DECODE_STEPS if left > 0 else None)
         pause = after.start - call.end - swapped if left > 0 else None
         finished = rows - max(0, left)
-        out.append(Call(*call[1:3], rows, new, steps, finished, pause))
+        out.append(EngineCall(*call[1:3], rows, new, steps, finished, pause))
     return out
 
 
@@ -165,7 +165,7 @@ def _minimum(loss: Callable[[float], float], low: float, high: float) -> float:
     return float(minimize_scalar(loss, bounds=(low, high), method="bounded").x)
 
 
-def _decode(calls: list[Call], trains: list[TraceSpan]) -> dict[str, object]:
+def _decode(calls: list[EngineCall], trains: list[TraceSpan]) -> dict[str, object]:
     """step, row, admit, look, finish, beside, noise."""
     whole = [c for c in calls if c.steps is not None]
     training = union((t[1], t[2]) for t in trains)
@@ -202,7 +202,7 @@ def _decode(calls: list[Call], trains: list[TraceSpan]) -> dict[str, object]:
 
 
 def _learner(
-    times: Times, trains: list[TraceSpan], spans: list[TraceSpan], calls: list[Call]
+    times: TimeModel, trains: list[TraceSpan], spans: list[TraceSpan], calls: list[EngineCall]
 ) -> dict[str, object]:
     """train, publish, checkpoint; each batch's seconds as if it had the mean number of tokens and
     no generator beside it, in the run's order.
@@ -217,18 +217,18 @@ def _learner(
         for t in trains
     ]
 
-    def of(name: str) -> list[float]:
+    def durations_of(name: str) -> list[float]:
         return [round(s[2] - s[1], 6) for s in spans if s[0] == name]
 
     return {
         "train": {"sequence": [round(s, 5) for s in seconds]},
         "train_tokens": round(tokens, 1),
-        "publish": of("publish") or times.publish,
-        "checkpoint": of("checkpoint") or times.checkpoint,
+        "publish": durations_of("publish") or times.publish,
+        "checkpoint": durations_of("checkpoint") or times.checkpoint,
     }
 
 
-def _hand_over(times: Times, learner: list[TraceSpan], calls: list[Call]) -> Spec:
+def _hand_over_times(times: TimeModel, learner: list[TraceSpan], calls: list[EngineCall]) -> Spec:
     """batch: where the learner had waited, the time from the last decode call's end to its start,
     less what is told apart.
     """
@@ -251,7 +251,7 @@ def _hand_over(times: Times, learner: list[TraceSpan], calls: list[Call]) -> Spe
     )
 
 
-def _grants(times: Times, learner: list[TraceSpan], lanes: dict[str, list[TraceSpan]]) -> Spec:
+def _grants(times: TimeModel, learner: list[TraceSpan], lanes: dict[str, list[TraceSpan]]) -> Spec:
     """commit: where a generator had waited, the time from the publication to its first work after
     it, less the wires.
     """

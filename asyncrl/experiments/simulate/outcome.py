@@ -12,20 +12,24 @@ import msgspec
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.contract.messages import LOST
-from asyncrl.experiments.simulate.sides import Generator, Learner, draws
-from asyncrl.experiments.simulate.times import Times
-from asyncrl.experiments.simulate.world import Buffer, Clock
+from asyncrl.experiments.simulate.simulated_processes import (
+    SimulatedGenerator,
+    SimulatedLearner,
+    draws,
+)
+from asyncrl.experiments.simulate.times import TimeModel
+from asyncrl.experiments.simulate.world import EventClock, SimulatedBuffer
 from asyncrl.tasks import get_task
 from buffer.evaluation import Evaluations
 from buffer.groups import settings
-from buffer.ledger import tokens_of
+from buffer.ledger import total_tokens
 from buffer.service import evaluations
-from buffer.trained import mean, quantile
+from buffer.training_log import mean, quantile
 
 FEW = 64  # generators
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class SimulationOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What one simulated run came to.  Times in simulated seconds, lag in versions, shares in [0,
     1].
     """
@@ -69,24 +73,24 @@ class Simulation:
     def __init__(
         self,
         config: Config,
-        times: Times,
+        times: TimeModel,
         seed: int = 0,
         *,
         evaluate: bool = True,
         quick: bool = True,
     ) -> None:
         self.config = config
-        self.clock = Clock()
+        self.clock = EventClock()
         self.draws = drawn = draws(
             times, config, seed, lambda: self.learner.number / config.learner.steps
         )
         made = evaluations(config, get_task(config.task)) if evaluate else Evaluations()
-        store_settings = without_deadlines(settings(config))
-        self.buffer = Buffer(self.clock, times, store_settings, made, quick=quick)
-        self.learner = Learner(self.clock, self.buffer, config, drawn, self.committed)
+        store_settings = without_lease_deadlines(settings(config))
+        self.buffer = SimulatedBuffer(self.clock, times, store_settings, made, quick=quick)
+        self.learner = SimulatedLearner(self.clock, self.buffer, config, drawn, self.on_commit)
         self.buffer.learner = self.learner
         self.generators = [
-            Generator(index, self.clock, self.buffer, config, drawn)
+            SimulatedGenerator(index, self.clock, self.buffer, config, drawn)
             for index in range(config.generators)
         ]
         self.alive: list[int] = []
@@ -94,7 +98,7 @@ class Simulation:
         self.counted = [(0.0, 0.0)] * len(self.generators)
         self.last_commit = self.busy = 0.0
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulationOutcome:
         """Raises AsyncrlError when the run comes to a stand, which the rules of the store exclude,
         or past a failure budget.
         """
@@ -115,9 +119,9 @@ class Simulation:
                 f"the simulated run stands still at batch {self.learner.number} of "
                 f"{self.config.learner.steps}: a bug of ours; please report it"
             )
-        return self.outcome(time.perf_counter() - began)
+        return self.make_outcome(time.perf_counter() - began)
 
-    def committed(self) -> None:
+    def on_commit(self) -> None:
         """Numbers at a commit, as the buffer's metrics have them: of few generators by their last
         Renew, of many by their sum.
         """
@@ -130,7 +134,7 @@ class Simulation:
             busy, self.busy = self.draws.busy - self.busy, self.draws.busy
             idle = max(0.0, len(self.generators) * (now - before) - busy)
         for index, generator in enumerate(self.generators if len(self.generators) <= FEW else ()):
-            busy_now, idle_now = generator.heard()
+            busy_now, idle_now = generator.reported_times()
             was = self.counted[index]
             busy = busy + max(0.0, busy_now - was[0])
             idle = idle + max(0.0, idle_now - was[1])
@@ -138,7 +142,7 @@ class Simulation:
         if busy + idle > 0:
             self.idle_shares.append(idle / (busy + idle))
 
-    def outcome(self, took: float) -> Outcome:
+    def make_outcome(self, took: float) -> SimulationOutcome:
         buffer = self.buffer
         config = self.config
         counts: dict[int, int] = {}
@@ -151,7 +155,7 @@ class Simulation:
         steps = len(buffer.lags)
         ledger = buffer.store.ledger()
         samples = steps * config.learner.groups * config.learner.group_size
-        return Outcome(
+        return SimulationOutcome(
             max_lag=config.staleness.limit,
             limit_mean=average(buffer.limits),
             generators=config.generators,
@@ -177,17 +181,17 @@ class Simulation:
             / max(seconds, 1e-9),
             tickets_max=buffer.most_out,
             alive_mean=average(self.alive),
-            faded_share=faded(counts, config) / max(tokens, 1),
+            faded_share=downweighted_tokens(counts, config) / max(tokens, 1),
             sample_p90_s=sorted(lasted)[int(0.9 * len(lasted))] if lasted else 0.0,
             cut_share=self.draws.cut / max(len(lasted), 1),
             losses={k: int(ledger[k]["tokens"]) for k in LOST if ledger[k]["tokens"]},
-            generated=tokens_of(ledger),
+            generated=total_tokens(ledger),
             left_over=int(ledger["left_over"]["tokens"]),
             took_s=took,
         )
 
 
-def faded(counts: Mapping[int, int], config: Config) -> float:
+def downweighted_tokens(counts: Mapping[int, int], config: Config) -> float:
     """Tokens times what on_exceed = downweight takes from their weight; counts: tokens by lag."""
     staleness = config.staleness
     if staleness.on_exceed != "downweight":
@@ -198,7 +202,7 @@ def faded(counts: Mapping[int, int], config: Config) -> float:
     return total
 
 
-def without_deadlines(store: Any) -> Any:
+def without_lease_deadlines(store: Any) -> Any:
     """The store's settings with leases that only a lost generator ends (Generator.lose): nothing
     here renews them.
     """
@@ -210,7 +214,9 @@ def average(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def simulate(config: Config, times: Times, seed: int = 0, *, evaluate: bool = True) -> Outcome:
+def simulate(
+    config: Config, times: TimeModel, seed: int = 0, *, evaluate: bool = True
+) -> SimulationOutcome:
     """One simulated run.  Raises ConfigError for what it does not simulate."""
     if times.failed and config.reward.on_error == "stop":
         raise ConfigError(

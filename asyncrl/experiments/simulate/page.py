@@ -25,7 +25,7 @@ HEAD = (
 )
 
 
-def row(outcome: dict[str, Any]) -> tuple[str, ...]:
+def outcome_row(outcome: dict[str, Any]) -> tuple[str, ...]:
     lost = sum(outcome["losses"].values()) / max(outcome["generated"], 1)
     return (
         f"{outcome['generators']:,}",
@@ -116,7 +116,7 @@ def write(
         sentences=sentences,
         plots=plots,
         head=HEAD,
-        rows=[row(p) for p in points],
+        rows=[outcome_row(p) for p in points],
         config=config,
         library=page_kit.library(),
         data=page_kit.embedded(points),

@@ -12,8 +12,8 @@ import msgspec
 
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
-from asyncrl.experiments.simulate.outcome import Outcome, simulate
-from asyncrl.experiments.simulate.times import Times, change, scaled
+from asyncrl.experiments.simulate.outcome import SimulationOutcome, simulate
+from asyncrl.experiments.simulate.times import TimeModel, change, scale_distribution
 
 NOTHING = 0.02  # a change of throughput below this is called none
 BUSY = 0.1  # idle share below which a side is what limits, if it is less than half the other's
@@ -22,7 +22,7 @@ WIDE = 0.2  # a range of the mean lag below this is not worth a word
 DRIFT = 0.05  # two sides of nearly the same speed: how far the learner's may be off
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class WhatIfAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """One question: `ratio` is the throughput against the base, seed by seed: mean, least, largest.
 
     lag_range: the mean lag if the learner is DRIFT faster or slower than its times say, of
@@ -66,27 +66,31 @@ def with_steps(config: Config, count: int) -> Config:
     )
 
 
-def with_sync(times: Times, factor: float) -> Times:
+def with_sync(times: TimeModel, factor: float) -> TimeModel:
     """Publishing and swapping `factor` times as fast."""
     return change(
-        times, publish=scaled(times.publish, 1 / factor), swap=scaled(times.swap, 1 / factor)
+        times,
+        publish=scale_distribution(times.publish, 1 / factor),
+        swap=scale_distribution(times.swap, 1 / factor),
     )
 
 
-def with_learner(times: Times, factor: float) -> Times:
+def with_learner(times: TimeModel, factor: float) -> TimeModel:
     """Training `factor` times as long."""
-    return change(times, train=scaled(times.train, factor))
+    return change(times, train=scale_distribution(times.train, factor))
 
 
-def several(config: Config, times: Times, seeds: int, *, evaluate: bool = True) -> list[Outcome]:
+def simulate_seeds(
+    config: Config, times: TimeModel, seeds: int, *, evaluate: bool = True
+) -> list[SimulationOutcome]:
     return [simulate(config, times, config.seed + i, evaluate=evaluate) for i in range(seeds)]
 
 
-def together(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def average_outcomes(outcomes: Sequence[SimulationOutcome]) -> dict[str, Any]:
     """The mean of each number over the seeds; lag_max and tickets_max: the largest."""
     count = len(outcomes)
     out: dict[str, Any] = {}
-    for name in Outcome.__struct_fields__:
+    for name in SimulationOutcome.__struct_fields__:
         values = [getattr(o, name) for o in outcomes]
         if name in ("lag_max", "tickets_max"):
             out[name] = max(values)
@@ -100,7 +104,7 @@ def together(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     return out
 
 
-def limited_by(outcome: dict[str, Any]) -> str:
+def limiting_side(outcome: dict[str, Any]) -> str:
     """Which side holds the run up, in words."""
     idle = outcome["idle_generator"]
     learner = outcome["idle_learner"]
@@ -121,17 +125,17 @@ def limited_by(outcome: dict[str, Any]) -> str:
 def ask(
     question: str,
     instead: str,
-    base: Sequence[Outcome],
-    other: Sequence[Outcome],
-    ends: Sequence[Outcome] = (),
-) -> Answer:
+    base: Sequence[SimulationOutcome],
+    other: Sequence[SimulationOutcome],
+    ends: Sequence[SimulationOutcome] = (),
+) -> WhatIfAnswer:
     """The answer to `question`, paired by seed; `instead` names what the base has; `ends`: the same
     with a faster and a slower learner.
     """
     ratios = [o.tokens_per_s / max(b.tokens_per_s, 1e-9) for b, o in zip(base, other, strict=True)]
     mean = sum(ratios) / len(ratios)
-    was = together(base)
-    now = together(other)
+    was = average_outcomes(base)
+    now = average_outcomes(other)
     spread = f" (seeds {min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
     if abs(mean - 1) < NOTHING:
         head = (
@@ -149,9 +153,9 @@ def ask(
     )
     tail = (
         f"mean lag {now['lag_mean']:.2f}{wide} instead of {was['lag_mean']:.2f}; then "
-        f"{limited_by(now)}."
+        f"{limiting_side(now)}."
     )
-    return Answer(
+    return WhatIfAnswer(
         question=question,
         ratio=mean,
         least=min(ratios),
@@ -164,14 +168,14 @@ def ask(
 
 def answers(
     config: Config,
-    times: Times,
-    base: Sequence[Outcome],
+    times: TimeModel,
+    base: Sequence[SimulationOutcome],
     limits: Sequence[float],
     more: Sequence[int],
     syncs: Sequence[float],
     *,
     evaluate: bool = True,
-) -> list[Answer]:
+) -> list[WhatIfAnswer]:
     """Each question in turn, simulated with the seeds of `base`."""
     count = len(base)
     now = config.staleness.limit
@@ -187,7 +191,7 @@ def answers(
                 f"a limit of {limit:g}",
                 f"{now:g}",
                 base,
-                several(other, times, count, evaluate=evaluate),
+                simulate_seeds(other, times, count, evaluate=evaluate),
                 ends,
             )
         )
@@ -198,7 +202,7 @@ def answers(
                 f"{config.generators + number} generators",
                 f"{config.generators}",
                 base,
-                several(changed, times, count, evaluate=evaluate),
+                simulate_seeds(changed, times, count, evaluate=evaluate),
             )
         )
     for found in syncs:
@@ -208,7 +212,7 @@ def answers(
                 what,
                 "this one",
                 base,
-                several(config, with_sync(times, found), count, evaluate=evaluate),
+                simulate_seeds(config, with_sync(times, found), count, evaluate=evaluate),
             )
         )
     return out
@@ -216,7 +220,7 @@ def answers(
 
 def sweep(
     config: Config,
-    times: Times,
+    times: TimeModel,
     limits: Sequence[float],
     generators: Sequence[int],
     seeds: int,
@@ -228,9 +232,9 @@ def sweep(
     those that were simulated already.
     """
 
-    def one(generators: int, limit: float) -> dict[str, Any]:
-        return done.get((generators, limit)) or together(
-            several(
+    def simulate_point(generators: int, limit: float) -> dict[str, Any]:
+        return done.get((generators, limit)) or average_outcomes(
+            simulate_seeds(
                 with_limit(with_generators(config, generators), limit),
                 times,
                 seeds,
@@ -238,4 +242,4 @@ def sweep(
             )
         )
 
-    return [one(g, limit) for g in generators for limit in limits]
+    return [simulate_point(g, limit) for g in generators for limit in limits]

@@ -63,10 +63,10 @@ def draw(spec: Spec, rng: random.Random, what: str = "time", stage: Draw = lambd
             "its numbers"
         )
     if isinstance(spec, int | float):
-        value = _checked([spec], what)[0]
+        value = _check_times([spec], what)[0]
         return lambda: value
     if isinstance(spec, list):
-        values = _checked(spec, what)
+        values = _check_times(spec, what)
         return lambda: values[int(rng.random() * len(values))]
     if isinstance(spec, dict):
         if set(spec) != {"sequence"}:
@@ -74,7 +74,7 @@ def draw(spec: Spec, rng: random.Random, what: str = "time", stage: Draw = lambd
                 f"{what}: a table must have the one key `sequence`, not "
                 f"{', '.join(map(repr, spec)) or 'nothing'}"
             )
-        return along(_checked(spec["sequence"], what), rng, stage)
+        return draw_along(_check_times(spec["sequence"], what), rng, stage)
     found = re.fullmatch(r"\s*(\w+)\s*\(([^()]*)\)\s*", spec)
     if not found or found[1] not in SHAPES:
         raise ConfigError(
@@ -88,11 +88,11 @@ def draw(spec: Spec, rng: random.Random, what: str = "time", stage: Draw = lambd
         numbers = []
     if len(numbers) != many:
         raise ConfigError(f"{what} = {spec!r}: {found[1]} takes {many} number{'s' * (many > 1)}")
-    shape = make(*_checked(numbers, what))
+    shape = make(*_check_times(numbers, what))
     return lambda: shape(rng)
 
 
-def _checked(values: Sequence[float], what: str) -> list[float]:
+def _check_times(values: Sequence[float], what: str) -> list[float]:
     if not values or not all(
         isinstance(x, int | float) and math.isfinite(x) and x >= 0 for x in values
     ):
@@ -100,7 +100,7 @@ def _checked(values: Sequence[float], what: str) -> list[float]:
     return [float(x) for x in values]
 
 
-def along(values: Sequence[Value], rng: random.Random, stage: Draw) -> Callable[[], Value]:
+def draw_along(values: Sequence[Value], rng: random.Random, stage: Draw) -> Callable[[], Value]:
     """Draws from `values` near the place that the stage names."""
     count = len(values)
     near = max(1.0, NEAR * len(values))
@@ -112,7 +112,7 @@ def along(values: Sequence[Value], rng: random.Random, stage: Draw) -> Callable[
     return at_this_stage
 
 
-class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class TimeModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Seconds, if nothing else is said.  The defaults are those of configs/demo.toml, one 2.5 GHz
     core a process.
     """
@@ -202,20 +202,20 @@ class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     )
 
 
-def change(times: Times, **changes: Any) -> Times:
+def change(times: TimeModel, **changes: Any) -> TimeModel:
     return msgspec.structs.replace(times, **changes)
 
 
-def load(path: Path, base: Times | None = None) -> Times:
+def load(path: Path, base: TimeModel | None = None) -> TimeModel:
     """Times from a TOML file, on top of `base`.  Raises ConfigError with the key."""
     try:
         table = tomllib.loads(path.read_text())
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from error
-    return merged(base or Times(), table, str(path))
+    return merge_times(base or TimeModel(), table, str(path))
 
 
-def parse(base: Times, words: Sequence[str]) -> Times:
+def parse(base: TimeModel, words: Sequence[str]) -> TimeModel:
     """`KEY=VALUE` words on top of `base`; VALUE is a TOML value, or a distribution without
     quotes.
     """
@@ -228,17 +228,17 @@ def parse(base: Times, words: Sequence[str]) -> Times:
             table[key.strip()] = tomllib.loads(f"x = {value}")["x"]
         except tomllib.TOMLDecodeError:
             table[key.strip()] = value.strip()
-    return merged(base, table, "--time")
+    return merge_times(base, table, "--time")
 
 
-def merged(base: Times, table: dict[str, Any], where: str) -> Times:
-    known = Times.__struct_fields__
+def merge_times(base: TimeModel, table: dict[str, Any], where: str) -> TimeModel:
+    known = TimeModel.__struct_fields__
     if unknown := [k for k in table if k not in known]:
         raise ConfigError(f"{where}: unknown time `{unknown[0]}`; known are {', '.join(known)}")
     if "train" in table:
         table = {"train_tokens": None} | table
     try:
-        times: Times = msgspec.convert(msgspec.to_builtins(base) | table, Times)
+        times: TimeModel = msgspec.convert(msgspec.to_builtins(base) | table, TimeModel)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: {error}") from error
     rng = random.Random(0)
@@ -250,7 +250,7 @@ def merged(base: Times, table: dict[str, Any], where: str) -> Times:
     return times
 
 
-def scaled(spec: Spec, factor: float) -> Spec:
+def scale_distribution(spec: Spec, factor: float) -> Spec:
     """The distribution with all its times multiplied."""
     if isinstance(spec, int | float):
         return spec * factor

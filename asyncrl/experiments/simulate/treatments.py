@@ -9,8 +9,8 @@ import msgspec
 
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
-from asyncrl.experiments.simulate.questions import several, together
-from asyncrl.experiments.simulate.times import Times
+from asyncrl.experiments.simulate.questions import average_outcomes, simulate_seeds
+from asyncrl.experiments.simulate.times import TimeModel
 
 # name -> staleness.on_exceed
 TREATMENTS: dict[str, Literal["pace", "drop", "mask", "downweight"]] = {
@@ -70,7 +70,7 @@ def refuse(config: Config) -> None:
 
 def compare(
     config: Config,
-    times: Times,
+    times: TimeModel,
     seeds: int,
     deadline_s: float | None = None,
     *,
@@ -79,24 +79,26 @@ def compare(
     """Every treatment, and for sessions `wait` with another deadline: deadline_s, or what a tenth
     of the sessions under `wait` pass.  Raises ConfigError."""
     refuse(config)
-    sessions = config.agent.on
+    sessions = config.agent.uses_sessions
     if deadline_s is not None and not sessions:
         raise ConfigError("--deadline: is of sessions, and the config has no [agent]")
     if deadline_s is not None and not (0 < deadline_s < math.inf):
         raise ConfigError(f"--deadline {deadline_s:g}: write seconds above 0")
 
-    def one(name: str, how: Literal["pace", "drop", "mask", "downweight"]) -> dict[str, Any]:
+    def simulate_treatment(
+        name: str, how: Literal["pace", "drop", "mask", "downweight"]
+    ) -> dict[str, Any]:
         staleness = msgspec.structs.replace(config.staleness, on_exceed=how)
         changed = msgspec.structs.replace(config, staleness=staleness)
-        found = together(several(changed, times, seeds, evaluate=evaluate))
+        found = average_outcomes(simulate_seeds(changed, times, seeds, evaluate=evaluate))
         return {"name": name, "deadline_s": config.agent.deadline_s if sessions else None} | found
 
-    rows = [one(name, how) for name, how in TREATMENTS.items()]
+    rows = [simulate_treatment(name, how) for name, how in TREATMENTS.items()]
     if sessions:
         limit = rows[0]["sample_p90_s"] if deadline_s is None else deadline_s
         agent = msgspec.structs.replace(config.agent, deadline_s=limit)
         config = msgspec.structs.replace(config, agent=agent)
-        rows.append(one("deadline", "pace"))
+        rows.append(simulate_treatment("deadline", "pace"))
     return [treatment(row) for row in rows]
 
 

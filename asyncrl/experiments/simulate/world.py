@@ -9,24 +9,27 @@ from collections.abc import Callable, Iterator
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.contract.admission import Seen
+from asyncrl.contract.admission import LimitEvidence
 from asyncrl.contract.messages import LearnerHello, Prompt, Ticket, Trajectory, WeightsSource
 from asyncrl.contract.versions import Label
-from asyncrl.experiments.simulate.times import Times
+from asyncrl.experiments.simulate.times import TimeModel
 from buffer import batches
 from buffer.evaluation import Evaluations
-from buffer.groups import Group, Settings
+from buffer.groups import Group, StoreSettings
 from buffer.store import Store
 
 if TYPE_CHECKING:
-    from asyncrl.experiments.simulate.sides import Generator, Learner
+    from asyncrl.experiments.simulate.simulated_processes import (
+        SimulatedGenerator,
+        SimulatedLearner,
+    )
 
 EPOCH = 1
 SOURCE = WeightsSource(EPOCH, "", "", "")
 NO_PROMPT = Prompt(0, "")
 
 
-class Clock:
+class EventClock:
     """Events by time; those of one time in the order in which they were made."""
 
     def __init__(self) -> None:
@@ -35,7 +38,7 @@ class Clock:
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._count = itertools.count()
 
-    def at(self, when: float, do: Callable[..., None], *args: Any) -> None:
+    def schedule(self, when: float, do: Callable[..., None], *args: Any) -> None:
         heapq.heappush(self._heap, (when, next(self._count), do, args))
 
     def run(self) -> bool:
@@ -46,7 +49,7 @@ class Clock:
         return self.stopped
 
 
-class QuickStore(Store):
+class FastStore(Store):
     """The store, without its walk over the living groups where none can be due again: nothing
     failed, dropped or was lost.
 
@@ -55,10 +58,10 @@ class QuickStore(Store):
 
     disturbed = False
 
-    def _line(self) -> Iterator[tuple[int, Group]]:
+    def _positions(self) -> Iterator[tuple[int, Group]]:
         if self.disturbed and self.settings.on_exceed != "drop":
             self.disturbed = any(self._due(group) for group in self.alive.values())
-        return super()._line() if self.disturbed else iter(())
+        return super()._positions() if self.disturbed else iter(())
 
     @staticmethod
     def _due(group: Group) -> bool:
@@ -69,14 +72,14 @@ class QuickStore(Store):
         )
 
 
-class Buffer:
+class SimulatedBuffer:
     """buffer/service.py without sockets: one message at a time, then whatever it made possible."""
 
     def __init__(
         self,
-        clock: Clock,
-        times: Times,
-        settings: Settings,
+        clock: EventClock,
+        times: TimeModel,
+        settings: StoreSettings,
         evaluations: Evaluations,
         *,
         quick: bool = True,
@@ -87,14 +90,14 @@ class Buffer:
         evaluations.prompt = (
             (lambda split, i: NO_PROMPT) if evaluations.prompt is not None else None
         )
-        self.store: Store = (QuickStore if quick else Store)(
+        self.store: Store = (FastStore if quick else Store)(
             settings, lambda i: NO_PROMPT, evaluations
         )
-        self.disturb(settings.on_exceed == "drop")
-        self.learner: Learner
+        self.interrupt(settings.on_exceed == "drop")
+        self.learner: SimulatedLearner
         # name -> (generator, samples, sequence)
-        self.wants: dict[str, tuple[Generator, int, int]] = {}
-        self.awake: dict[str, Generator] = {}
+        self.wants: dict[str, tuple[SimulatedGenerator, int, int]] = {}
+        self.awake: dict[str, SimulatedGenerator] = {}
         self.asks: deque[int] = deque()
         self.late: Group | None = None  # the group that the oldest ask waits for (ticket order)
         self.enough = 0  # completions that it waits for (completion order)
@@ -108,15 +111,15 @@ class Buffer:
         # batch -> mean lag of its samples in flight, in queue
         self.splits: dict[int, tuple[float, float]] = {}
 
-    def disturb(self, really: bool = True) -> None:
-        if really and isinstance(self.store, QuickStore):
+    def interrupt(self, really: bool = True) -> None:
+        if really and isinstance(self.store, FastStore):
             self.store.disturbed = True
 
-    def tell(self, handler: Callable[..., None], *args: Any, work: float = 0.0) -> None:
+    def send(self, handler: Callable[..., None], *args: Any, work: float = 0.0) -> None:
         """A message to the buffer: it is handled after the wire and after those before it."""
         self.free = max(self.clock.now + self.times.wire, self.free) + work
         self.worked += work
-        self.clock.at(self.free, self._handle, handler, args)
+        self.clock.schedule(self.free, self._handle, handler, args)
 
     def _handle(self, handler: Callable[..., None], args: tuple[Any, ...]) -> None:
         handler(*args)
@@ -141,10 +144,10 @@ class Buffer:
             )
         )
 
-    def on_want(self, generator: Generator, samples: int, sequence: int) -> None:
+    def on_want(self, generator: SimulatedGenerator, samples: int, sequence: int) -> None:
         self.wants[generator.name] = (generator, samples, sequence)
 
-    def on_deliver(self, generator: Generator, samples: list[Trajectory]) -> None:
+    def on_deliver(self, generator: SimulatedGenerator, samples: list[Trajectory]) -> None:
         now = self.clock.now
         groups = {
             sample.ticket: group
@@ -154,9 +157,9 @@ class Buffer:
         before = sum(group.lease is not None for group in groups.values())
         for sample in samples:
             if self.store.deliver(sample, now) == "failed":
-                self.disturb()
+                self.interrupt()
         self.hold(sum(group.lease is not None for group in groups.values()) - before)
-        self._news(generator)
+        self._announce(generator)
 
     def hold(self, more: int) -> None:
         """So many tickets more, or fewer, are in flight."""
@@ -165,14 +168,14 @@ class Buffer:
         self.out_since = self.clock.now
         self.most_out = max(self.most_out, self.out)
 
-    def on_session(self, generator: Generator, session: int) -> None:
+    def on_session(self, generator: SimulatedGenerator, session: int) -> None:
         """A generator that was lost is back: its older leases end."""
         self.store.end_sessions(generator.name, session)
         self.hold(sum(group.lease is not None for group in self.store.alive.values()) - self.out)
         self.wants.pop(generator.name, None)
-        self.disturb()
+        self.interrupt()
 
-    def on_lost(self, progress: list[tuple[int, int, int]], generator: Generator) -> None:
+    def on_lost(self, progress: list[tuple[int, int, int]], generator: SimulatedGenerator) -> None:
         """The last that was heard of a lost generator's answers."""
         self.store.renew(generator.name, generator.session, progress, self.clock.now)
 
@@ -180,16 +183,16 @@ class Buffer:
         self.asks.append(number)
 
     def on_commit(self, number: int, idle: float) -> None:
-        seen = self._seen(number, idle) if self.store.settings.ess_floor else None
+        seen = self._limit_evidence(number, idle) if self.store.settings.ess_floor else None
         self.store.commit(number, Label(EPOCH, number + 1), str(number + 1), seen=seen)
-        self.limits.append(self.store.announced())
+        self.limits.append(self.store.current_limit())
         self.announced_at = self.clock.now
         self.learner.at_commit()
         for generator in list(self.awake.values()):
             if generator.name in self.wants:
-                self._news(generator)
+                self._announce(generator)
 
-    def _seen(self, number: int, idle: float) -> Seen:
+    def _limit_evidence(self, number: int, idle: float) -> LimitEvidence:
         """What moves a limit that sets itself: no token has a ratio here, so the ESS at lag k is
         `times.ess` to the k-th power.
         """
@@ -197,7 +200,7 @@ class Buffer:
         floor = self.store.settings.ess_floor
         ess = sum(n * self.times.ess**lag for lag, n in counts.items()) / sum(counts.values())
         below = [lag for lag in counts if self.times.ess**lag < floor]
-        return Seen(ess, min(below) - 1 if below else inf, idle)
+        return LimitEvidence(ess, min(below) - 1 if below else inf, idle)
 
     def on_checkpointed(self, oldest: int) -> None:
         self.store.checkpointed(oldest)
@@ -207,15 +210,15 @@ class Buffer:
 
     # ---- answers ---------------------------------------------------------------------------------
 
-    def _news(self, generator: Generator) -> None:
+    def _announce(self, generator: SimulatedGenerator) -> None:
         """The announcement that rides on a reply; a sleeping generator's swap is reckoned when it
         wakes (Generator.catch_up).
         """
         if not generator.sleeping and generator.told != self.store.policy:
             generator.told = self.store.policy
-            self.clock.at(
+            self.clock.schedule(
                 self.clock.now + self.times.wire,
-                generator.announced,
+                generator.on_announcement,
                 generator.session,
                 self.store.announcement(),
             )
@@ -240,9 +243,11 @@ class Buffer:
         if not groups:
             return False
         self._count(number, groups)
-        tokens = sum(store.trajectory.length for group in groups for store in group.stored())
-        self.clock.at(
-            self.clock.now + self.learner.draws.batch(), self.learner.arrived, number, tokens
+        tokens = sum(
+            store.trajectory.length for group in groups for store in group.stored_samples()
+        )
+        self.clock.schedule(
+            self.clock.now + self.learner.draws.batch(), self.learner.on_batch, number, tokens
         )
         return True
 
@@ -252,7 +257,7 @@ class Buffer:
         """
         store = self.store
         line = (group for group in store.alive.values() if group.ticket not in store.composed)
-        if store.in_order and store.max_lag != float("inf"):
+        if store.uses_ticket_order and store.max_lag != float("inf"):
             return next(
                 (
                     group
@@ -268,13 +273,14 @@ class Buffer:
         )
 
     def _count(self, number: int, groups: list[Group]) -> None:
-        """Trained tokens by lag, as buffer/trained.py counts them, and the split of the lag."""
+        """Trained tokens by lag, as buffer/training_log.py counts them, and the split of the
+        lag."""
         limit = self.store.max_lag if self.store.settings.on_exceed == "mask" else float("inf")
         counts: dict[int, int] = {}
         flight = queue = count = 0
-        for store in (store for group in groups for store in group.stored()):
+        for store in (store for group in groups for store in group.stored_samples()):
             worst = 0
-            for start, end, lag in batches.runs_of(self.store, store, number):
+            for start, end, lag in batches.lag_runs(self.store, store, number):
                 worst = max(worst, lag)
                 if lag <= limit:
                     counts[lag] = counts.get(lag, 0) + end - start
@@ -303,9 +309,9 @@ class Buffer:
             self.hold(sum(sample.kind == "train" for sample in tickets))
             del self.wants[name]
             generator.told = self.store.policy
-            self.clock.at(
+            self.clock.schedule(
                 self.clock.now + self.times.wire,
-                generator.granted,
+                generator.on_grant,
                 generator.session,
                 sequence,
                 tickets,

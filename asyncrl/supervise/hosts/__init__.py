@@ -14,7 +14,7 @@ from asyncrl.contract.printable import LONGEST_LINE, escape_line
 TAIL_BYTES = 1 << 16  # the end of a log that is looked at for its last lines
 
 
-class Order(NamedTuple):
+class ProcessSpec(NamedTuple):
     """A process to be started."""
 
     name: str  # buffer, learner, gateway-0, generator-0, ...
@@ -23,7 +23,7 @@ class Order(NamedTuple):
     log: Path  # stdout and stderr are appended here, wherever the process runs
 
 
-class Process(Protocol):
+class ProcessHandle(Protocol):
     """A process that a maker has started."""
 
     pid: int
@@ -37,7 +37,7 @@ class Process(Protocol):
     def kill(self) -> None:
         """SIGKILL; `poll` says its end from here on."""
 
-    def refused(self) -> AsyncrlError | None:
+    def read_refusal(self) -> AsyncrlError | None:
         """After its end: the refusal that it told, None for a crash."""
 
     def tail(self, lines: int) -> list[str]:
@@ -47,7 +47,7 @@ class Process(Protocol):
         """Let go of what watching it holds, once it has ended."""
 
 
-class Maker(Protocol):
+class ProcessLauncher(Protocol):
     """Starts processes at one kind of place."""
 
     def prepare(self) -> None:
@@ -55,10 +55,10 @@ class Maker(Protocol):
         nothing can be started.
         """
 
-    def start(self, order: Order) -> Process:
+    def start(self, order: ProcessSpec) -> ProcessHandle:
         """Raises AsyncrlError or OSError where it cannot be started."""
 
-    def room(self) -> int | None:
+    def free_slots(self) -> int | None:
         """How many generators it has places for; None: any number."""
 
     def close(self) -> None:

@@ -9,13 +9,13 @@ import subprocess
 from asyncrl.contract import refusal
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.parent import die_with_parent
-from asyncrl.supervise.hosts import Order, last_lines
+from asyncrl.supervise.hosts import ProcessSpec, last_lines
 
 
 class LocalProcess:
     """A child of this process."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: ProcessSpec) -> None:
         self.order = order
         self._pipe, theirs = os.pipe()  # its refusal comes here
         env = os.environ | {
@@ -53,8 +53,8 @@ class LocalProcess:
         self.popen.send_signal(signal.SIGKILL)
         self.popen.wait()
 
-    def refused(self) -> AsyncrlError | None:
-        return refusal.heard(self._pipe) if self._pipe >= 0 else None
+    def read_refusal(self) -> AsyncrlError | None:
+        return refusal.read_refusal(self._pipe) if self._pipe >= 0 else None
 
     def tail(self, lines: int) -> list[str]:
         return last_lines(self.order.log, lines)
@@ -65,16 +65,16 @@ class LocalProcess:
             self._pipe = -1
 
 
-class Local:
+class LocalLauncher:
     """The maker of this machine."""
 
     def prepare(self) -> None:
         """Nothing is needed."""
 
-    def start(self, order: Order) -> LocalProcess:
+    def start(self, order: ProcessSpec) -> LocalProcess:
         return LocalProcess(order)
 
-    def room(self) -> int | None:
+    def free_slots(self) -> int | None:
         return None
 
     def close(self) -> None:

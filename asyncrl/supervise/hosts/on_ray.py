@@ -38,8 +38,8 @@ from asyncrl.contract import importing
 from asyncrl.contract.errors import AsyncrlError, ConfigError, PeerUnreachable
 from asyncrl.records import atomic_write, private, rundir
 from asyncrl.supervise import join
-from asyncrl.supervise.hosts import Order, last_lines
-from asyncrl.supervise.hosts.local import Local, LocalProcess
+from asyncrl.supervise.hosts import ProcessSpec, last_lines
+from asyncrl.supervise.hosts.local import LocalLauncher, LocalProcess
 from asyncrl.transport import keys
 
 LOOK_S = 0.2  # between two looks at a host
@@ -48,7 +48,7 @@ CLOSE_S = 10.0
 KEY_FILES = ("server.key", "client.key_secret")
 
 
-class Seen(NamedTuple):
+class ProcessState(NamedTuple):
     """What a host says of one of its processes."""
 
     life: int
@@ -58,7 +58,7 @@ class Seen(NamedTuple):
     log: bytes  # what has come since the last look, where the log is the host's own
 
 
-class Host:
+class RayHost:
     """In an actor: the maker of its machine, asked from elsewhere.  All its methods return at
     once.
     """
@@ -66,12 +66,12 @@ class Host:
     def __init__(self, where: str) -> None:
         if os.path.isdir(where):
             os.chdir(where)
-        self.local = Local()
+        self.local = LocalLauncher()
         self.own = Path(tempfile.mkdtemp(prefix="asyncrl-host-"))
-        self.running: dict[int, tuple[LocalProcess, Order]] = {}
+        self.running: dict[int, tuple[LocalProcess, ProcessSpec]] = {}
         self.sent: dict[int, int] = {}  # bytes of a log of its own that were told
 
-    def about(self, ports: int) -> dict[str, Any]:
+    def describe_host(self, ports: int) -> dict[str, Any]:
         """Where this is, and as many free ports."""
         import ray
 
@@ -93,13 +93,13 @@ class Host:
         except OSError:
             return ""
 
-    def start(self, life: int, order: Order, secret: dict[str, bytes] | None) -> None:
+    def start(self, life: int, order: ProcessSpec, secret: dict[str, bytes] | None) -> None:
         """secret: the files of a generator's key; its command then joins by it, and its log is this
         host's own.
         """
         if secret is not None:
             key = private.directory(self.own / order.name)
-            with keys.for_this_user_alone():
+            with keys.private_umask():
                 for name, data in secret.items():
                     (key / name).write_bytes(data)
             command = [*order.argv, "--keys", str(key)] if secret else order.argv
@@ -108,10 +108,10 @@ class Host:
             self.sent[life] = 0
         self.running[life] = (self.local.start(order), order)
 
-    def look(self) -> list[Seen]:
-        return [self._seen(life, *found) for life, found in list(self.running.items())]
+    def poll_processes(self) -> list[ProcessState]:
+        return [self._process_state(life, *found) for life, found in list(self.running.items())]
 
-    def _seen(self, life: int, process: LocalProcess, order: Order) -> Seen:
+    def _process_state(self, life: int, process: LocalProcess, order: ProcessSpec) -> ProcessState:
         code = process.poll()
         log = b""
         if life in self.sent:
@@ -123,11 +123,11 @@ class Host:
             code = None  # its end is told with the end of its log
         refusal = None
         if code is not None:
-            said = process.refused()
+            said = process.read_refusal()
             refusal = None if said is None else (said.exit_code, str(said))
             process.close()
             del self.running[life]
-        return Seen(life, process.pid, code, refusal, log)
+        return ProcessState(life, process.pid, code, refusal, log)
 
     def signal(self, life: int, number: int) -> None:
         if life in self.running:
@@ -147,9 +147,9 @@ class Host:
 class RayProcess:
     """A process of a host, as far as that has said."""
 
-    host: HostHandle
+    host: RayHostHandle
     life: int
-    order: Order
+    order: ProcessSpec
     pid: int = 0
     code: int | None = None
     refusal: AsyncrlError | None = None
@@ -158,7 +158,7 @@ class RayProcess:
 
     def poll(self) -> int | None:
         if self.code is None:
-            self.host.look()
+            self.host.poll()
         return self.code
 
     def signal(self, number: int) -> None:
@@ -180,7 +180,7 @@ class RayProcess:
             self.kill_next = now + 1.0
             self.host.actor.signal.remote(self.life, signal.SIGKILL)
 
-    def refused(self) -> AsyncrlError | None:
+    def read_refusal(self) -> AsyncrlError | None:
         return self.refusal
 
     def tail(self, lines: int) -> list[str]:
@@ -189,7 +189,7 @@ class RayProcess:
     def close(self) -> None:
         """Nothing is held."""
 
-    def seen(self, said: Seen) -> None:
+    def update_state(self, said: ProcessState) -> None:
         self.pid = said.pid
         if said.log:
             with self.order.log.open("ab") as log:
@@ -200,7 +200,7 @@ class RayProcess:
                 self.refusal = AsyncrlError(said.refusal[1])
                 self.refusal.exit_code = said.refusal[0]
 
-    def lost(self, why: str) -> None:
+    def mark_lost(self, why: str) -> None:
         """Its host is gone, and it with it."""
         if self.code is None:
             with self.order.log.open("a") as log:
@@ -209,7 +209,7 @@ class RayProcess:
 
 
 @dataclass
-class HostHandle:
+class RayHostHandle:
     """One actor, asked again and again how its processes fare; never waited for."""
 
     actor: Any
@@ -220,7 +220,7 @@ class HostHandle:
     looked: float = 0.0
     calls: list[Any] = field(default_factory=list)  # starts that have not returned
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Take what has come; ask again when it is time."""
         import ray
 
@@ -234,7 +234,7 @@ class HostHandle:
                 self.pending = self.actor.look.remote()
             if self.pending is None or not ray.wait([self.pending], timeout=0)[0]:
                 return
-            found: list[Seen] = ray.get(self.pending)
+            found: list[ProcessState] = ray.get(self.pending)
         except ray.exceptions.ActorUnavailableError:
             self.pending = None  # the network; Ray says when it is more
             return
@@ -245,7 +245,7 @@ class HostHandle:
         self.up = True
         for said in found:
             if said.life in self.processes:
-                self.processes[said.life].seen(said)
+                self.processes[said.life].update_state(said)
 
     def drop(self, why: str) -> None:
         """The actor is no more, and what ran there."""
@@ -256,7 +256,7 @@ class HostHandle:
             with contextlib.suppress(Exception):
                 ray.kill(self.actor)
         for process in self.processes.values():
-            process.lost(why)
+            process.mark_lost(why)
 
 
 def bundles(config: Config) -> list[dict[str, float]]:
@@ -269,28 +269,28 @@ def bundles(config: Config) -> list[dict[str, float]]:
     return [asked(placement.learner)] + [asked(placement.generator)] * config.generators
 
 
-def described(wanted: list[dict[str, float]], hosts: list[dict[str, float]]) -> str:
+def describe_resources(wanted: list[dict[str, float]], hosts: list[dict[str, float]]) -> str:
     """What was wanted and what there is, for the error.
 
     >>> described([{"CPU": 1}, {"CPU": 2, "GPU": 1}], [{"CPU": 1.0, "memory": 5.0}])
     'wanted: 1 CPU; 2 CPU 1 GPU; hosts: 1 CPU'
     """
 
-    def one(resources: dict[str, float]) -> str:
+    def format_resources(resources: dict[str, float]) -> str:
         return " ".join(f"{n:g} {name}" for name, n in resources.items() if name in ("CPU", "GPU"))
 
-    said = [one(each) or "no CPU" for each in hosts]
-    return f"wanted: {'; '.join(map(one, wanted))}; hosts: {'; '.join(said) or 'none'}"
+    said = [format_resources(each) or "no CPU" for each in hosts]
+    return f"wanted: {'; '.join(map(format_resources, wanted))}; hosts: {'; '.join(said) or 'none'}"
 
 
-class OnRay:
-    """The maker of a Ray cluster.  `place` makes it."""
+class RayLauncher:
+    """The maker of a Ray cluster.  `place_bundles` makes it."""
 
     def __init__(self, config: Config, run_dir: Path, group: Any) -> None:
         self.config = config
         self.run_dir = run_dir
         self.group = group
-        self.hosts: dict[int, HostHandle] = {}
+        self.hosts: dict[int, RayHostHandle] = {}
         self.lives = 0
 
     def prepare(self) -> None:
@@ -314,10 +314,10 @@ class OnRay:
         # a run that goes on has the addresses of its life before
         atomic_write.write(self.run_dir / "config.toml", load.dump(self.config), sync=True)
 
-    def room(self) -> int:
+    def free_slots(self) -> int:
         return len(self.group.bundle_specs) - 1
 
-    def host(self, bundle: int) -> HostHandle:
+    def host(self, bundle: int) -> RayHostHandle:
         """The actor of a bundle; a new one where there is none any more."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -325,7 +325,7 @@ class OnRay:
         if bundle in self.hosts and not self.hosts[bundle].gone:
             return self.hosts[bundle]
         asked = self.group.bundle_specs[bundle]
-        kind = ray.remote(Host).options(
+        kind = ray.remote(RayHost).options(
             num_cpus=asked.get("CPU", 0),
             num_gpus=asked.get("GPU", 0),
             max_restarts=0,
@@ -333,17 +333,17 @@ class OnRay:
                 self.group, placement_group_bundle_index=bundle
             ),
         )
-        self.hosts[bundle] = HostHandle(kind.remote(os.getcwd()))
+        self.hosts[bundle] = RayHostHandle(kind.remote(os.getcwd()))
         return self.hosts[bundle]
 
-    def start(self, order: Order) -> RayProcess:
+    def start(self, order: ProcessSpec) -> RayProcess:
         secret = None
         bundle = 0
         if order.name.startswith("generator-"):
             number = int(order.name.rpartition("-")[2])
             bundle = number + 1
-            if bundle > self.room():
-                raise ConfigError(f"{order.name} has no place: placement has {self.room()}")
+            if bundle > self.free_slots():
+                raise ConfigError(f"{order.name} has no place: placement has {self.free_slots()}")
             patience = self.config.watchdog.startup_s
             command = ["join", self.config.wires.address, "--index", str(number)]
             command += ["--wait", f"{patience:g}", *join.trusting(self.config)]
@@ -366,9 +366,9 @@ class OnRay:
         ray.util.remove_placement_group(self.group)
 
 
-def fitting(config: Config) -> Config:
+def cluster_config(config: Config) -> Config:
     """The config as a cluster runs it.  Raises ConfigError for what it cannot."""
-    if config.agent.on:
+    if config.agent.uses_sessions:
         raise ConfigError("--on ray: sessions of agents ([agent]) run on one machine")
     if (how := config.weights.transport) not in ("auto", "tcp"):
         raise ConfigError(f"--on ray: weights.transport = {how} does not leave a machine; use auto")
@@ -376,7 +376,7 @@ def fitting(config: Config) -> Config:
     return msgspec.structs.replace(config, generators=count)
 
 
-def chosen(run_dir: Path) -> list[str]:
+def previous_addresses(run_dir: Path) -> list[str]:
     """The addresses that this run's life before was given here; empty when there are none."""
     try:
         return list(json.loads((run_dir / "hosts.json").read_text())["wires"])
@@ -385,17 +385,17 @@ def chosen(run_dir: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def placed(
+def placed_on_cluster(
     config: Config, run_dir: Path, on: str, say: Callable[[str], None]
-) -> Iterator[tuple[Config, OnRay]]:
-    """`place` on the cluster that `on` names; at the end everything there is given back."""
+) -> Iterator[tuple[Config, RayLauncher]]:
+    """`place_bundles` on the cluster that `on` names; at the end everything there is given back."""
     import_ray(on)
-    kept(run_dir)
+    require_kept_directory(run_dir)
     import ray
 
     connect(on)
     try:
-        config, maker = place(config, run_dir, on, say)
+        config, maker = place_bundles(config, run_dir, on, say)
         try:
             yield config, maker
         finally:
@@ -404,7 +404,7 @@ def placed(
         ray.shutdown()
 
 
-def kept(run_dir: Path) -> None:
+def require_kept_directory(run_dir: Path) -> None:
     """Raises ConfigError for a run in a place that is Ray's to remove."""
     if "working_dir_files" in run_dir.parts:
         raise ConfigError(
@@ -435,9 +435,9 @@ def connect(on: str) -> None:
         ) from error
 
 
-def place(
+def place_bundles(
     config: Config, run_dir: Path, on: str, say: Callable[[str], None]
-) -> tuple[Config, OnRay]:
+) -> tuple[Config, RayLauncher]:
     """Find a host for every bundle.  Returns the config with the addresses that follow from where
     the buffer is, and the maker.
 
@@ -454,10 +454,10 @@ def place(
         raise PeerUnreachable(
             f"--on {on}: not placed within {config.placement.deadline_s:g} s "
             f"(placement.deadline_s), {config.placement.strategy}; "
-            f"{described(bundles(config), free)}; free in all: "
+            f"{describe_resources(bundles(config), free)}; free in all: "
             f"{' '.join(f'{n:g} {name}' for name, n in left.items()) or 'nothing'}"
         )
-    maker = OnRay(config, run_dir, group)
+    maker = RayLauncher(config, run_dir, group)
     first = maker.host(0)
     about = ray.get(first.actor.about.remote(2), timeout=config.placement.deadline_s)
     first.up = True
@@ -467,7 +467,10 @@ def place(
             f"{asyncrl.__version__}: install the same on all hosts"
         )
     wires = config.wires
-    if chosen(run_dir) == [wires.address, wires.weights_address]:  # by this, not by hand
+    if previous_addresses(run_dir) == [
+        wires.address,
+        wires.weights_address,
+    ]:  # by this, not by hand
         wires = msgspec.structs.replace(wires, address="", weights_address="")
     buffer, weights = (f"tcp://{about['ip']}:{port}" for port in about["ports"])
     curve_dir = wires.curve_dir or str((run_dir / "keys").resolve())

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from asyncrl.config.placement import Host
+from asyncrl.config.placement import HostPlacement
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.supervise import join
@@ -60,7 +60,7 @@ exit $code
 """
 
 
-def resources(host: Host) -> str:
+def resources(host: HostPlacement) -> str:
     """The options of a task; Slurm counts whole ones.
 
     >>> resources(Host(cpus=2, gpus=1)), resources(Host())
@@ -79,7 +79,7 @@ def script(config: Config, source: str, sets: Sequence[str], run_dir: Path) -> s
     """The text of the script, for the run that `asyncrl run SOURCE --set ...` would be.  Raises
     ConfigError for what it cannot be.
     """
-    if config.agent.on:
+    if config.agent.uses_sessions:
         raise ConfigError("--on slurm: sessions of agents ([agent]) run on one machine")
     if (how := config.weights.transport) not in ("auto", "tcp"):
         raise ConfigError(

@@ -175,7 +175,7 @@ def install(board: Board, notes: Path, config: Any, hook: Callable[[str], None])
             begin(board, role)
             hook(role)
             return child.run(
-                int(argv[-2]), int(argv[-1]), reward_worker.serve, reward_worker.Bounded
+                int(argv[-2]), int(argv[-1]), reward_worker.serve, reward_worker.BoundedOutput
             )
         mine = role
         begin(board, role)

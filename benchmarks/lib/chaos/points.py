@@ -25,7 +25,7 @@ class Hook:
     def __init__(self, board: Board, notes: Path, off: str, loss: float, *, real: bool) -> None:
         self.board = board
         self.notes = notes
-        self.off = off
+        self.adapters_disabled = off
         self.loss = loss
         self.real = real
 
@@ -119,8 +119,8 @@ def generator(hook: Hook, role: str) -> None:
     before(EmbeddedEngine, "step", point("mid-answer"))
     before(delivery.Outbox, "_frame", point("mid-send"))
     before(module.Generator, "wait", lambda g, what: what and hook.look(role, "idle"))
-    if hook.off == "redelivery":
-        switch_off(hook.off)
+    if hook.adapters_disabled == "redelivery":
+        switch_off(hook.adapters_disabled)
     messages(PeerSocket, hook, role, ("Deliver", "Want", "Renew"))
 
 
@@ -162,7 +162,7 @@ def unreal(core: Any, batch: Any) -> dict[str, float]:
 
 
 def learner(hook: Hook, role: str) -> None:
-    from asyncrl.transport.ring import Ring
+    from asyncrl.transport.ring import WeightRing
     from asyncrl.transport.sockets import PeerSocket
     from learner import checkpoint, loop
     from learner.backend import TorchBackend
@@ -225,7 +225,7 @@ def learner(hook: Hook, role: str) -> None:
     before(loop.Learner, "hello", greeted)
     before(loop.Learner, "wait", lambda one, what: what and look("idle"))
     messages(PeerSocket, hook, role, ("Ask", "Commit", "Goodbye"))
-    plain_write = Ring.write
+    plain_write = WeightRing.write
 
     def write(ring: Any, label: Any, fill: Any, *args: Any, **kwargs: Any) -> str:
         def half(buffer: memoryview) -> None:
@@ -234,9 +234,9 @@ def learner(hook: Hook, role: str) -> None:
 
         return plain_write(ring, label, half, *args, **kwargs)
 
-    Ring.write = write  # type: ignore[method-assign,assignment]
-    if hook.off == "cursor":
-        switch_off(hook.off)
+    WeightRing.write = write  # type: ignore[method-assign,assignment]
+    if hook.adapters_disabled == "cursor":
+        switch_off(hook.adapters_disabled)
 
 
 def newest(run_dir: Path) -> Path | None:
@@ -253,9 +253,9 @@ def newest(run_dir: Path) -> Path | None:
 def buffer(hook: Hook, role: str) -> None:
     from asyncrl.transport.sockets import BufferSocket
     from buffer import journal
-    from buffer.service import Service
+    from buffer.service import BufferService
 
-    board, off = hook.board, hook.off
+    board, off = hook.board, hook.adapters_disabled
     plain = journal._write
 
     def write(fd: int, pieces: Any) -> int:
@@ -276,7 +276,7 @@ def buffer(hook: Hook, role: str) -> None:
             hook.look(role, "mid-answer")
 
     journal._write = write
-    before(Service, "flush", flushing)
+    before(BufferService, "flush", flushing)
     if off != "sync":
         before(BufferSocket, "recv", lambda _, timeout: timeout and hook.look(role, "idle"))
     if off in ("dedupe", "ticket_order", "epoch_fence"):
@@ -290,20 +290,22 @@ def switch_off(mechanism: str) -> None:
     """In this process, for good."""
     from actors.delivery import Outbox
     from buffer import checks
-    from buffer.service import Service
+    from buffer.service import BufferService
     from buffer.store import Store
-    from learner.state import Cursor
+    from learner.state import BatchCursor
 
     if mechanism == "dedupe":
-        Store.disposition = lambda store, group, trajectory: None  # type: ignore[method-assign,assignment]
+        # type: ignore[method-assign,assignment]
+        Store.disposition = lambda store, group, trajectory: None
     elif mechanism == "ticket_order":
         any_order()
     elif mechanism == "epoch_fence":
-        Service.fenced = lambda service, *_: service.store.policy is None  # type: ignore[method-assign,assignment]
+        # type: ignore[method-assign,assignment]
+        BufferService.is_fenced = lambda service, *_: service.store.policy is None
         checks.commit = lambda *_: None  # it looks at the epoch again
     elif mechanism == "cursor":
-        Cursor.read = staticmethod(  # type: ignore[method-assign,assignment]
-            lambda extra: Cursor(parent=extra["parent"])
+        BatchCursor.read = staticmethod(  # type: ignore[method-assign,assignment]
+            lambda extra: BatchCursor(parent=extra["parent"])
         )
     elif mechanism == "redelivery":
         plain = Outbox.frames
@@ -330,15 +332,16 @@ def any_order() -> None:
             store.max_lag = limit
 
     batches.judge = judge
-    Store.in_order = property(lambda store: False)  # type: ignore[method-assign,assignment]
+    # type: ignore[method-assign,assignment]
+    Store.uses_ticket_order = property(lambda store: False)
 
 
 def unsynced(hook: Hook, role: str) -> None:
     """Answers are acknowledged a pass before they are written, and "idle" comes in between."""
     from buffer.durable_store import RecordedStore
-    from buffer.service import Service
+    from buffer.service import BufferService
 
-    plain = RecordedStore.settle
+    plain = RecordedStore.flush_journal
     held = [False]
 
     def taken(_what: Any, store: Any, *_samples: Any) -> None:
@@ -358,8 +361,8 @@ def unsynced(hook: Hook, role: str) -> None:
         held[0] = False
 
     after(RecordedStore, "take_all", taken)
-    RecordedStore.settle = settle  # type: ignore[method-assign,assignment]
-    after(Service, "flush", said)
+    RecordedStore.flush_journal = settle  # type: ignore[method-assign,assignment]
+    after(BufferService, "flush", said)
 
 
 HOOKS = {

@@ -41,9 +41,9 @@ RECV = 1 << 20
 # ---- a buffer --------------------------------------------------------------------------------
 
 
-def granted(want: m.Want, config: Config, first: int) -> m.Tickets:
+def granted(want: m.TicketRequest, config: Config, first: int) -> m.TicketGrant:
     """Tickets of one sample each, as many as are asked for."""
-    how = m.Sampling(temperature=1.0, max_new_tokens=config.generator.max_new_tokens)
+    how = m.SamplingSettings(temperature=1.0, max_new_tokens=config.generator.max_new_tokens)
     tickets = [
         m.Ticket(
             ticket=number,
@@ -58,7 +58,7 @@ def granted(want: m.Want, config: Config, first: int) -> m.Tickets:
         )
         for number in range(first, first + want.samples)
     ]
-    return m.Tickets(want.session, want.sequence, tickets, None)
+    return m.TicketGrant(want.session, want.sequence, tickets, None)
 
 
 def buffer(run_dir: Path) -> NoReturn:
@@ -70,26 +70,26 @@ def buffer(run_dir: Path) -> NoReturn:
         if (got := peers.recv(1.0)) is None:
             continue
         peer, message = got
-        if isinstance(message, m.Want) and message.samples:
+        if isinstance(message, m.TicketRequest) and message.samples:
             peers.send(peer, granted(message, config, number))
             number += message.samples
-        elif isinstance(message, m.Deliver):
+        elif isinstance(message, m.Delivery):
             acks: Any = [(x.ticket, x.sample, x.attempt, "accepted") for x in message.samples]
-            peers.send(peer, m.Acks(message.session, acks, CREDIT, None))
-        elif isinstance(message, m.Want | m.GeneratorHello | m.Renew):
-            peers.send(peer, m.Heard(1))
+            peers.send(peer, m.DeliveryAcks(message.session, acks, CREDIT, None))
+        elif isinstance(message, m.TicketRequest | m.GeneratorHello | m.LeaseRenewal):
+            peers.send(peer, m.HeartbeatReply(1))
 
 
 # ---- generators ------------------------------------------------------------------------------
 
 
-def answer(call: m.Call) -> m.Called:
+def answer(call: m.GenerationCall) -> m.CallResult:
     """What a stand-in draws: as many tokens as it may.  The first one tells its pause."""
     count = call.max_new_tokens
     tokens = FIRST_TOKEN + (np.arange(count) * 7 + call.id) % SYMBOLS
     logprobs = np.full(count, -0.5, "<f4").tobytes()
-    spans = [m.Span(AT, "d", 0, count, AT)]
-    return m.Called(call.id, tokens.astype("<i4").tobytes(), logprobs, spans, "length")
+    spans = [m.VersionSpan(AT, "d", 0, count, AT)]
+    return m.CallResult(call.id, tokens.astype("<i4").tobytes(), logprobs, spans, "length")
 
 
 def pauses(mean_s: float) -> list[float]:
@@ -108,14 +108,16 @@ def drawn(run_dir: Path, mean_s: float) -> NoReturn:
     )
     session, heard, said = time.time_ns(), 0, 0.0
     takes = pauses(mean_s)
-    waiting: list[deque[tuple[float, m.Call]]] = [deque() for _ in takes]  # each in order of time
+    waiting: list[deque[tuple[float, m.GenerationCall]]] = [
+        deque() for _ in takes
+    ]  # each in order of time
     while True:
         now = time.monotonic()
         if now - said > SAY_S:
             said = now
             held = [call.id for queue in waiting for _, call in queue]
             slots = config.generator.slots
-            peer.send(m.Serving(m.PROTOCOL, run, "generator-0", session, slots, held, heard))
+            peer.send(m.ServingReport(m.PROTOCOL, run, "generator-0", session, slots, held, heard))
         due = min((queue[0][0] for queue in waiting if queue), default=now + SAY_S)
         if (message := peer.recv(max(0.0, min(due - now, SAY_S)))) is not None:
             heard = max(heard, message.sequence)
@@ -143,7 +145,7 @@ def engine(run_dir: Path) -> None:
     models.write_flat(model, memoryview(source))
     weights = models.read_flat(memoryview(source), layout)
     made.engine.load(weights, AT, "d", models.probe_logprobs(model).tobytes())
-    made.loaded = generators.Loaded(AT, "d")
+    made.loaded = generators.LoadedWeights(AT, "d")
     made.loop()
 
 

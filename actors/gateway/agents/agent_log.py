@@ -12,7 +12,7 @@ from asyncrl.records import private
 MOST_BYTES = 16 << 20  # then it becomes NAME.old, and another begins
 
 
-class Log:
+class AgentLog:
     """One writer's file."""
 
     def __init__(self, path: Path) -> None:
@@ -24,7 +24,7 @@ class Log:
         said = b"".join(text if text.endswith(b"\n") else text + b"\n" for text in texts if text)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         with self.writing, contextlib.suppress(OSError):
-            with os.fdopen(private.opened(self.path, flags), "ab") as file:
+            with os.fdopen(private.open_private(self.path, flags), "ab") as file:
                 file.write(f"--- {head}\n".encode("utf-8", "replace") + said)
                 size = file.tell()
             if size > MOST_BYTES:

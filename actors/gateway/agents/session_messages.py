@@ -10,14 +10,14 @@ from typing import Any, Literal
 
 import msgspec
 
-from actors.reward_worker import checked, one_line, said
+from actors.reward_worker import check_value, describe_exception, first_line
 from asyncrl.contract.messages import Prompt
 from asyncrl.transport.child import frame
 
 NO_REWARD = "ended and gave no reward"
 
 
-class Setup(msgspec.Struct, frozen=True):
+class AgentSetup(msgspec.Struct, frozen=True):
     """Once: what agent.command or agent.function names, the file for what agents print, and the
     variables that programs inherit (agent.env_pass).
     """
@@ -28,7 +28,7 @@ class Setup(msgspec.Struct, frozen=True):
     env_pass: list[str] = []
 
 
-class Seat(msgspec.Struct, frozen=True, array_like=True):
+class SessionAccess(msgspec.Struct, frozen=True, array_like=True):
     """A session as an agent is given it.  url: for its reward; base_url: for OpenAI's client.
     seed: the same for all samples of a group; first: no earlier attempt at this sample may have
     acted; deadline_s: seconds until its calls are refused.
@@ -50,14 +50,14 @@ class Seat(msgspec.Struct, frozen=True, array_like=True):
         return f"{self.url}/v1"
 
 
-class Asked(msgspec.Struct, frozen=True):
+class SessionOrders(msgspec.Struct, frozen=True):
     """Sessions that begin, and numbers of those that are to end now."""
 
-    seats: list[Seat] = []
+    seats: list[SessionAccess] = []
     stop: list[int] = []
 
 
-class Left(msgspec.Struct, frozen=True, array_like=True):
+class SessionResult(msgspec.Struct, frozen=True, array_like=True):
     """How an agent's session ended.  judge: the config's reward is asked; failed: why says it."""
 
     number: int
@@ -67,20 +67,20 @@ class Left(msgspec.Struct, frozen=True, array_like=True):
     why: str = ""
 
 
-def outcome(number: int, value: Any) -> Left:
+def parse_outcome(number: int, value: Any) -> SessionResult:
     """What an agent returned: a number; a dict of parts with `reward`; None: the config's reward
     judges.
     """
     if value is None:
-        return Left(number, "judge")
+        return SessionResult(number, "judge")
     try:
-        reward, parts, _ = checked(value, 0)
+        reward, parts, _ = check_value(value, 0)
     except Exception as error:
-        why = str(error) if type(error) is ValueError else said(error)
-        return Left(number, "failed", why=f"gave what is no reward: {one_line(why)}")
-    return Left(number, "scored", reward, parts)
+        why = str(error) if type(error) is ValueError else describe_exception(error)
+        return SessionResult(number, "failed", why=f"gave what is no reward: {first_line(why)}")
+    return SessionResult(number, "scored", reward, parts)
 
 
-def send(wire: socket.socket, left: Left) -> None:
+def send(wire: socket.socket, left: SessionResult) -> None:
     """To the gateway."""
     wire.sendall(frame(msgspec.msgpack.encode(left)))

@@ -6,7 +6,7 @@ import torch
 
 from asyncrl.algorithms import settings
 from asyncrl.algorithms.ratios import FAR, log_ratio, running_min
-from asyncrl.algorithms.trust.view import Tokens, Trust, sides
+from asyncrl.algorithms.trust.view import SurrogateTerm, SurrogateTokens, sides
 
 # BAPO's bounds of the ratio: where they start, their steps, and where they end
 BAPO_LOW = (0.6, 0.02, 0.9)
@@ -15,7 +15,7 @@ BAPO_HIGH = (1.2, 0.05, 3.0)
 
 def band(
     log_w: torch.Tensor, adv: torch.Tensor, lp: torch.Tensor, *, lo: float, hi: float, pull: float
-) -> Trust:
+) -> SurrogateTerm:
     """w A where lo < w < hi, whatever A's sign, else 0; less 2 pull log w everywhere.
 
     Double-sided importance sampling of GLM-5 (arXiv 2602.15763) and SAO (arXiv 2607.07508), whose
@@ -25,10 +25,10 @@ def band(
     under, over = w <= lo, w >= hi
     weighed = torch.where(under | over, 0.0, w * adv)
     coefficient = weighed - 2 * pull * log_w
-    return Trust(coefficient, weighed * lp - pull * log_w.square(), sides(under, over))
+    return SurrogateTerm(coefficient, weighed * lp - pull * log_w.square(), sides(under, over))
 
 
-def of_band(t: Tokens, c: settings.BandLoss) -> Trust:
+def band_term(t: SurrogateTokens, c: settings.BandLoss) -> SurrogateTerm:
     return band(t.log_r, t.adv, t.lp, lo=c.band_lo, hi=c.band_hi, pull=c.pull)
 
 
@@ -40,7 +40,7 @@ def ipo(
     low: float = 0.2,
     high: float = 0.2,
     pull: float = 0.0,
-) -> Trust:
+) -> SurrogateTerm:
     """w A where pi_theta - mu lies within [-low, high], whatever A's sign, else 0; less 2 pull log
     w everywhere; prob [N]: pi_theta (prime-rl's IPO: the total variation of `dppo` on both sides
     and the pull of Kimi K2.5; read in a port)."""
@@ -48,10 +48,12 @@ def ipo(
     moved = prob - prob / w
     under, over = moved < -low, moved > high
     weighed = torch.where(under | over, 0.0, w * adv)
-    return Trust(weighed - 2 * pull * log_w, weighed - pull * log_w.square(), sides(under, over))
+    return SurrogateTerm(
+        weighed - 2 * pull * log_w, weighed - pull * log_w.square(), sides(under, over)
+    )
 
 
-def of_ipo(t: Tokens, c: settings.IpoLoss) -> Trust:
+def ipo_term(t: SurrogateTokens, c: settings.IpoLoss) -> SurrogateTerm:
     low, high = c.dppo_threshold, c.dppo_high
     return ipo(
         t.log_r,
@@ -75,15 +77,15 @@ def prefix_minimum(log_w: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor) -
 
 def minpro(
     log_u: torch.Tensor, adv: torch.Tensor, lp: torch.Tensor, *, low: float, high: float
-) -> Trust:
+) -> SurrogateTerm:
     """sg[clip(u, 1 - low, 1 + high)] A lp: no gradient is ever 0 (MinPRO, arXiv 2601.22718).  On
     answers of one token it is `cispo`."""
     u = log_u.exp()
     w = u.clamp(1 - low, 1 + high)
-    return Trust(w * adv, w * adv * lp, sides(u < 1 - low, u > 1 + high))
+    return SurrogateTerm(w * adv, w * adv * lp, sides(u < 1 - low, u > 1 + high))
 
 
-def of_minpro(t: Tokens, c: settings.MinproLoss) -> Trust:
+def minpro_term(t: SurrogateTokens, c: settings.MinproLoss) -> SurrogateTerm:
     low = 0.2 if c.eps_low is None else c.eps_low
     high = 0.28 if c.eps_high is None else c.eps_high
     return minpro(prefix_minimum(t.log_r, t.mask, t.seq), t.adv, t.lp, low=low, high=high)
@@ -127,13 +129,15 @@ def _rising(bounds: tuple[float, float, float]) -> list[float]:
     return [first + step * i for i in range(round((last - first) / step) + 1)]
 
 
-def bapo(log_w: torch.Tensor, adv: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor) -> Trust:
+def bapo(
+    log_w: torch.Tensor, adv: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor
+) -> SurrogateTerm:
     """min(w A, clip(w, lo, hi) A), the bounds scalars of `bapo_bounds`."""
     w = log_w.exp()
     value = torch.minimum(w * adv, torch.minimum(torch.maximum(w, lo), hi) * adv)
     clipped = sides((adv < 0) & (w < lo), (adv > 0) & (w > hi))
-    return Trust(torch.where(clipped == 0, w * adv, 0.0), value, clipped)
+    return SurrogateTerm(torch.where(clipped == 0, w * adv, 0.0), value, clipped)
 
 
-def of_bapo(t: Tokens, c: settings.BapoLoss) -> Trust:
+def bapo_term(t: SurrogateTokens, c: settings.BapoLoss) -> SurrogateTerm:
     return bapo(t.log_r, t.adv, t.prepass["lo"], t.prepass["hi"])

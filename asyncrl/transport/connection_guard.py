@@ -21,7 +21,7 @@ LOOK_S = 0.01
 LOOKS = 6000  # for the address to come free: a process that stood still meanwhile looks on
 
 
-def newest() -> int:
+def next_descriptor() -> int:
     """The number that the next descriptor gets, the lowest free one: about how many are open."""
     try:
         descriptor = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
@@ -31,7 +31,7 @@ def newest() -> int:
     return descriptor
 
 
-class Crowd:
+class ConnectionGuard:
     """Watches over a listening socket; to be asked by the thread that reads it.
 
     Raises AsyncrlError where the process may hardly open anything."""
@@ -45,7 +45,7 @@ class Crowd:
         if soft != resource.RLIM_INFINITY and soft < most:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
             soft = most
-        open_now = newest()
+        open_now = next_descriptor()
         allowed = DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
         if allowed - open_now < LEAST:
             raise AsyncrlError(
@@ -55,11 +55,11 @@ class Crowd:
         # half of what is left stays free for those that come before the next look
         self.most = open_now + min(CONNECTIONS, (allowed - open_now) // 2)
 
-    def relieve(self, address: str) -> bool:
+    def close_excess(self, address: str) -> bool:
         """Close all connections when there are too many; True when it had to be.  Raises
         AsyncrlError when the address cannot be had again.
         """
-        if newest() < self.most and not self.lost:
+        if next_descriptor() < self.most and not self.lost:
             return False
         self.closed += not self.lost
         if self.closed < 4 and not self.lost:
@@ -73,10 +73,10 @@ class Crowd:
         self.lost = True
         for _ in range(LOOKS):
             time.sleep(LOOK_S)  # the old listener and its connections end in a thread of their own
-            if newest() >= self.most:
+            if next_descriptor() >= self.most:
                 continue
             try:
-                with keys.for_this_user_alone():
+                with keys.private_umask():
                     self.socket.bind(address)
                 self.lost = False
                 return True

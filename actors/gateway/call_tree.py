@@ -7,7 +7,8 @@ r"""The calls of one session as a forest: which call continues which, and the ro
 ```
 
 A node is a call that drew: its prompt and the drawn ids.  Its prompt begins with all that its
-parent's prompt and draw held (`whole`), id by id: nothing is decoded and encoded again.  Messages
+parent's prompt and draw held (`token_ids`), id by id: nothing is decoded and encoded again.
+Messages
 only find the parent, by digests chained over them; what of them is ours is put back as it was
 drawn.  A row goes from a node along first children to a leaf, so each drawn token is trained in
 exactly one row, the first that holds it.  Pure."""
@@ -24,32 +25,32 @@ import msgspec
 import numpy as np
 import xxhash
 
-from asyncrl.contract.messages import Row, Span
+from asyncrl.contract.messages import TrainingSequence, VersionSpan
 
 Message = dict[str, Any]
 _encode = msgspec.json.Encoder().encode
 
 
 @dataclass(eq=False)
-class Node:
-    """One call.  tail int32: its prompt behind `whole` of the parent; a root's whole prompt.
+class CallNode:
+    """One call.  tail int32: its prompt behind `token_ids` of the parent; a root's whole prompt.
 
     Placed, `ids` is None; drawn, it holds int32 [T], T >= 1, and logprobs float32 [T] of them.
     """
 
     number: int  # in the order in which calls were placed
-    parent: Node | None
+    parent: CallNode | None
     tail: np.ndarray
     aside: bool = False  # drawn and never trained
     stop: tuple[str, ...] = ()
     ids: np.ndarray | None = None
     logprobs: np.ndarray | None = None
-    spans: list[Span] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
     finish: Literal["stop", "length"] = "stop"
     # what it was placed by: the chain up to its last message, the answers of ours among them (index
     # of the message -> node), the tools
     chain: bytes = b""
-    ours: dict[int, Node] = field(default_factory=dict)
+    ours: dict[int, CallNode] = field(default_factory=dict)
     tools: Sequence[Any] = ()
     # the text of its prompt: characters, digest; and what the template makes of the answer
     text_length: int = 0
@@ -67,7 +68,7 @@ class Node:
             node = node.parent
         return np.concatenate(parts[::-1])
 
-    def whole(self) -> np.ndarray:
+    def token_ids(self) -> np.ndarray:
         """int32 [P + T], prompt and drawn ids."""
         assert self.ids is not None
         return np.concatenate([self.prompt(), self.ids])
@@ -135,16 +136,16 @@ def text_digest(text: str) -> bytes:
 
 
 @dataclass
-class Found:
+class MessageMatch:
     """What of a request's messages is known: chains [n + 1], the digest before each message and
     after the last; `candidates`: nodes whose answer is message i, deepest first, then newest (of
     the kind asked for)."""
 
     chains: list[bytes]
-    candidates: list[tuple[int, Node]]
+    candidates: list[tuple[int, CallNode]]
     known: int  # leading messages that some earlier request held
 
-    def ours(self) -> dict[int, Node]:
+    def own_answers(self) -> dict[int, CallNode]:
         """Our answers among the messages, by the best candidate."""
         if not self.candidates:
             return {}
@@ -155,17 +156,17 @@ class Found:
 # ---- the forest ----------------------------------------------------------------------------------
 
 
-class Forest:
+class CallTree:
     """The nodes of one session, and where a call belongs among them."""
 
     def __init__(self) -> None:
-        self.nodes: list[Node] = []
+        self.nodes: list[CallNode] = []
         self.placed = 0  # calls ever placed: the next one's number
-        self.answers: dict[bytes, list[Node]] = {}  # chain after the answer -> nodes
+        self.answers: dict[bytes, list[CallNode]] = {}  # chain after the answer -> nodes
         self.seen: set[bytes] = set()
         self.forks: Counter[str] = Counter()
 
-    def find(self, messages: Sequence[Message], aside: bool = False) -> Found:
+    def find(self, messages: Sequence[Message], aside: bool = False) -> MessageMatch:
         """Look the messages up; nothing is changed.  Raises ValueError as `plain_text`.
 
         aside: of equal answers those come first that are aside, or not, as this says: the two sides
@@ -183,17 +184,18 @@ class Forest:
         known = 0
         while known < len(messages) and chains[known + 1] in self.seen:
             known += 1
-        return Found(chains, candidates, known)
+        return MessageMatch(chains, candidates, known)
 
-    def find_ids(self, ids: np.ndarray, aside: bool = False) -> Node | None:
-        """The node of the longest `whole` that `ids` begin with, of those one that is aside or not
+    def find_ids(self, ids: np.ndarray, aside: bool = False) -> CallNode | None:
+        """The node of the longest `token_ids` that `ids` begin with, of those one that is aside or
+        not
         as is asked for, of those the newest; None: none does.
         """
-        best: tuple[tuple[int, bool], Node] | None = None
+        best: tuple[tuple[int, bool], CallNode] | None = None
         for node in self.nodes:
             if node.ids is None:
                 continue
-            whole = node.whole()
+            whole = node.token_ids()
             length = len(whole)
             rank = (length, node.aside == aside)
             if best is not None and rank < best[0]:
@@ -202,7 +204,7 @@ class Forest:
                 best = (rank, node)
         return best[1] if best else None
 
-    def texts(self) -> list[Node]:
+    def texts(self) -> list[CallNode]:
         """Drawn calls that were placed by text alone."""
         return [
             node
@@ -210,7 +212,7 @@ class Forest:
             if node.ids is not None and node.text_digest and not node.chain
         ]
 
-    def opens_row(self, new: Node) -> bool:
+    def starts_row(self, new: CallNode) -> bool:
         """Whether a call that is not among the nodes yet would begin a row."""
         if new.aside:
             return False
@@ -223,13 +225,13 @@ class Forest:
         """Rows, with those of calls that still draw."""
         return sum(1 for _ in row_starts(self.nodes))
 
-    def add(self, node: Node, chains: Sequence[bytes] = ()) -> None:
+    def add(self, node: CallNode, chains: Sequence[bytes] = ()) -> None:
         """A placed call; its messages become known."""
         self.nodes.append(node)
         self.placed += 1
         self.seen.update(chains[1:])
 
-    def answered(self, node: Node, answer: Message) -> None:
+    def set_answer(self, node: CallNode, answer: Message) -> None:
         """The drawn call's answer as the template is given it; requests that hold it continue the
         node.
         """
@@ -238,23 +240,23 @@ class Forest:
         self.answers.setdefault(chain, []).append(node)
         self.seen.add(chain)
 
-    def remove(self, node: Node) -> None:
+    def remove(self, node: CallNode) -> None:
         """A call that drew nothing leaves no node."""
         self.nodes.remove(node)
 
 
-def trained_above(node: Node | None) -> Node | None:
+def trained_above(node: CallNode | None) -> CallNode | None:
     """The node itself or its nearest ancestor that is trained."""
     while node is not None and node.aside:
         node = node.parent
     return node
 
 
-def row_starts(nodes: Sequence[Node]) -> Iterator[Node]:
+def row_starts(nodes: Sequence[CallNode]) -> Iterator[CallNode]:
     """The nodes that begin a row, in call order: trained roots, and every trained child of a node
     but the first.
     """
-    continued: set[Node] = set()
+    continued: set[CallNode] = set()
     for node in sorted(nodes, key=lambda node: node.number):
         if node.aside:
             continue
@@ -265,28 +267,32 @@ def row_starts(nodes: Sequence[Node]) -> Iterator[Node]:
             continued.add(above)
 
 
-def rows_of(nodes: Sequence[Node], rewards: Mapping[int, float] = {}) -> tuple[Row, ...]:
+def rows_of(
+    nodes: Sequence[CallNode], rewards: Mapping[int, float] = {}
+) -> tuple[TrainingSequence, ...]:
     """The rows of drawn nodes, in the order of their first own calls; rewards: call -> its own."""
     drawn = [node for node in nodes if node.ids is not None]
-    follower: dict[Node, Node] = {}
+    follower: dict[CallNode, CallNode] = {}
     for node in sorted(drawn, key=lambda node: node.number):
         if not node.aside and (above := trained_above(node.parent)) is not None:
             follower.setdefault(above, node)
-    return tuple(_row(start, follower, rewards) for start in row_starts(drawn))
+    return tuple(_make_row(start, follower, rewards) for start in row_starts(drawn))
 
 
-def _row(start: Node, follower: Mapping[Node, Node], shares: Mapping[int, float]) -> Row:
+def _make_row(
+    start: CallNode, follower: Mapping[CallNode, CallNode], shares: Mapping[int, float]
+) -> TrainingSequence:
     """The row that begins at `start` and goes on along first children; shares: rewards of calls."""
     own = [start]
     while (following := follower.get(own[-1])) is not None:
         own.append(following)
     prompt = start.prompt()
-    whole = own[-1].whole()
+    whole = own[-1].token_ids()
     tokens = whole[len(prompt) :]
     logprobs = np.zeros(len(tokens), np.float32)
     mask = np.zeros(len(tokens), np.uint8)
     rewards = np.full(len(tokens), np.nan, np.float32)  # no number but where a call has one
-    spans: list[Span] = []
+    spans: list[VersionSpan] = []
     segments: list[tuple[str, int, int]] = []
     end = 0
     for node in own:
@@ -300,10 +306,10 @@ def _row(start: Node, follower: Mapping[Node, Node], shares: Mapping[int, float]
         mask[first:end] = 1
         rewards[end - 1] = shares.get(node.number, np.nan)
         spans += [
-            Span(span.label, span.digest, first + span.start, first + span.end, span.kv)
+            VersionSpan(span.label, span.digest, first + span.start, first + span.end, span.kv)
             for span in node.spans
         ]
-    return Row(
+    return TrainingSequence(
         prompt_tokens=np.ascontiguousarray(prompt, "<i4").tobytes(),
         tokens=np.ascontiguousarray(tokens, "<i4").tobytes(),
         behavior_logprobs=logprobs.astype("<f4").tobytes(),

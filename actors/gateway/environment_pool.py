@@ -16,8 +16,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from actors.gateway.env_worker import Happened, Op, Setup
-from asyncrl.config.agents import Agent
+from actors.gateway.environment_worker import (
+    EnvironmentEvent,
+    EnvironmentOperation,
+    EnvironmentSetup,
+)
+from asyncrl.config.agents import AgentConfig
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.printable import escape_line
 from asyncrl.transport import child
@@ -29,20 +33,20 @@ SAID = 5  # lines in the log, of each kind; further ones are only counted
 HOPELESS = 3  # processes of each place that were replaced over what has never been done once
 DOES = {"reset": "a reset", "step": "a step"}
 
-_decode = msgspec.msgpack.Decoder(Happened).decode
+_decode = msgspec.msgpack.Decoder(EnvironmentEvent).decode
 
 
-class _Worker(child.Child):
+class _EnvironmentProcess(child.ChildProcess):
     """A process, the sessions in it, and the operations it has not answered."""
 
     def __init__(self, setup: bytes) -> None:
-        super().__init__("actors.gateway.env_worker", setup)
+        super().__init__("actors.gateway.environment_worker", setup)
         self.sessions: set[int] = set()
         # (session, reset or step), in the order of their operations
         self.asked: deque[tuple[int, str]] = deque()
         self.since = time.monotonic()  # when its oldest operation can have begun at the latest
         self.ready = False
-        self.fresh: list[Op] = []
+        self.fresh: list[EnvironmentOperation] = []
 
     def flush(self) -> None:
         if self.fresh:
@@ -56,12 +60,12 @@ class _Worker(child.Child):
         return self.since + step_s if self.asked else math.inf
 
 
-def ended_with(code: int | None) -> str:
+def describe_exit(code: int | None) -> str:
     """How a process ended: `exit code 3`, `SIGKILL`."""
     return signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
 
 
-class At(NamedTuple):
+class EnvironmentPlace(NamedTuple):
     """A session and its process: front: the session whose step is being made there, None while the
     process starts; seconds: since then, at the most; limit: the key that ends it, in left_s.
     """
@@ -72,17 +76,17 @@ class At(NamedTuple):
     left_s: float
 
 
-class Drive:
+class EnvironmentPool:
     """The processes of all environments of a gateway."""
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: AgentConfig) -> None:
         self.step_s = agent.step_s
-        opponents = sorted({agent.opposed_by("train"), agent.opposed_by("eval")} - {""})
-        self.setup = msgspec.msgpack.encode(Setup(agent.env, agent.tools, opponents))
-        self.workers = [_Worker(self.setup) for _ in range(agent.workers)]
-        self.places: dict[int, _Worker] = {}
+        opponents = sorted({agent.opponent_for("train"), agent.opponent_for("eval")} - {""})
+        self.setup = msgspec.msgpack.encode(EnvironmentSetup(agent.env, agent.tools, opponents))
+        self.workers = [_EnvironmentProcess(self.setup) for _ in range(agent.workers)]
+        self.places: dict[int, _EnvironmentProcess] = {}
         self.hangs = 0
-        self.named = agent.named
+        self.named = agent.source_name
         self.done: set[str] = set()  # what some environment has answered: reset, step
         self.over = Counter[str]()  # processes replaced, by what they were at
         self.replaced = ""  # the same for whoever waits, "" while none was
@@ -92,44 +96,44 @@ class Drive:
     def descriptors(self) -> list[int]:
         return [worker.wire.fileno() for worker in self.workers]
 
-    def reset(self, op: Op) -> None:
+    def reset(self, op: EnvironmentOperation) -> None:
         """A session begins, where fewest are."""
         worker = min(self.workers, key=lambda worker: len(worker.sessions))
         worker.sessions.add(op.session)
         self.places[op.session] = worker
         self._ask(worker, op)
 
-    def step(self, op: Op) -> None:
+    def step(self, op: EnvironmentOperation) -> None:
         self._ask(self.places[op.session], op)
 
-    def at(self, session: int, now: float) -> At:
+    def locate(self, session: int, now: float) -> EnvironmentPlace:
         """Where a session stands that waits for its environment."""
         worker = self.places[session]
         front = worker.asked[0][0] if worker.ready and worker.asked else None
         limit = "agent.step_s" if worker.ready else ""
         left = worker.deadline(self.step_s) - now
-        return At(front, max(0.0, now - worker.since), limit, max(0.0, left))
+        return EnvironmentPlace(front, max(0.0, now - worker.since), limit, max(0.0, left))
 
     def end(self, session: int) -> None:
         """Nothing more is asked of it."""
         worker = self.places.pop(session, None)
         if worker is not None:
             worker.sessions.discard(session)
-            worker.fresh.append(Op(session, "end"))
+            worker.fresh.append(EnvironmentOperation(session, "end"))
 
-    def _ask(self, worker: _Worker, op: Op) -> None:
+    def _ask(self, worker: _EnvironmentProcess, op: EnvironmentOperation) -> None:
         if not worker.asked and worker.ready:
             worker.since = time.monotonic()
         worker.asked.append((op.session, op.kind))
         worker.fresh.append(op)
 
-    def poll(self) -> list[Happened]:
+    def poll(self) -> list[EnvironmentEvent]:
         """What has happened.  Raises ConfigError where no process can start."""
         out = []
         now = time.monotonic()
         for worker in list(self.workers):
             dead = worker.process.poll() is not None
-            found, closed = worker.received(_decode)
+            found, closed = worker.receive_messages(_decode)
             for each in found:
                 if each.kind == "broken":
                     raise ConfigError(each.why)
@@ -151,24 +155,24 @@ class Drive:
             worker.flush()
         return out
 
-    def _replace(self, worker: _Worker, why: str) -> list[Happened]:
+    def _replace(self, worker: _EnvironmentProcess, why: str) -> list[EnvironmentEvent]:
         """A new process in the place of one that hangs or has ended."""
         code = worker.kill()
-        why = why.replace("{code}", ended_with(code))
+        why = why.replace("{code}", describe_exit(code))
         at, kind = worker.asked[0] if worker.ready and worker.asked else (None, "")
         self._count(worker, kind, why)
-        self.workers[self.workers.index(worker)] = _Worker(self.setup)
+        self.workers[self.workers.index(worker)] = _EnvironmentProcess(self.setup)
         out = []
         for session in sorted(worker.sessions):
             self.places.pop(session, None)
             if session == at:
                 said = f"the environment failed: {why}"
-                out.append(Happened(session, "failed", why=said))
+                out.append(EnvironmentEvent(session, "failed", why=said))
             else:
-                out.append(Happened(session, "lost"))
+                out.append(EnvironmentEvent(session, "lost"))
         return out
 
-    def _count(self, worker: _Worker, kind: str, why: str) -> None:
+    def _count(self, worker: _EnvironmentProcess, kind: str, why: str) -> None:
         """A process is replaced that was at a reset, a step, its import or nothing.  Raises
         ConfigError for what has been tried often enough, and was never done once.
         """

@@ -13,15 +13,15 @@ from asyncrl.config.transports import TRANSPORTS
 from asyncrl.config.tree import Config
 from asyncrl.contract.messages import WeightsSource
 from asyncrl.contract.versions import Label
-from asyncrl.transport.ring import Ring, Rows
+from asyncrl.transport.ring import Rows, WeightRing
 
 
-class Server(ABC):
+class WeightsServer(ABC):
     """The learner's end.  `address` goes to the generators as `WeightsSource.address`."""
 
     address: str
 
-    def published(self, label: Label, digest: str) -> None:  # noqa: B027
+    def on_published(self, label: Label, digest: str) -> None:  # noqa: B027
         """The ring holds version `label` now.  Nothing to do for who reads the ring when asked."""
 
     @abstractmethod
@@ -29,7 +29,7 @@ class Server(ABC):
         """No generator is served from here on."""
 
 
-class Client(Protocol):
+class WeightsClient(Protocol):
     """A generator's end.  Its methods raise PeerUnreachable when the learner does not answer."""
 
     bytes_received: int  # of weights, over a socket
@@ -46,16 +46,16 @@ class Client(Protocol):
     def close(self) -> None: ...
 
 
-class Maker(Protocol):
+class WeightsTransport(Protocol):
     """The module of a way."""
 
-    def serve(self, config: Config, ring: Ring) -> Server | None:
+    def serve(self, config: Config, ring: WeightRing) -> WeightsServer | None:
         """The learner's end; None when nobody is to be served."""
 
-    def connect(self, config: Config, source: WeightsSource, name: str) -> Client:
+    def connect(self, config: Config, source: WeightsSource, name: str) -> WeightsClient:
         """The end of generator `name`.  Raises PeerUnreachable."""
 
 
-def maker(transport: str) -> Maker:
+def maker(transport: str) -> WeightsTransport:
     """The module that TRANSPORTS names for `weights.transport`."""
-    return cast(Maker, importlib.import_module(TRANSPORTS[transport]))
+    return cast(WeightsTransport, importlib.import_module(TRANSPORTS[transport]))

@@ -25,7 +25,7 @@ DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "uint8": 1, "
 DTYPES |= {"int16": 2, "int32": 4, "int64": 8, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
-def need(ok: bool, what: str) -> None:
+def require(ok: bool, what: str) -> None:
     if not ok:
         raise BadMessage(what)
 
@@ -34,49 +34,51 @@ def check(message: object, *, vocabulary: int = 0) -> None:
     """vocabulary: tokens of the reader's model; 0: not known."""
     if isinstance(message, m.Batch):
         _batch(message, vocabulary)
-    elif isinstance(message, m.Tickets):
+    elif isinstance(message, m.TicketGrant):
         _tickets(message)
         _announcement(message.announcement)
-    elif isinstance(message, m.Acks):
-        need(0 <= message.credit < COUNT, f"a credit of {message.credit} bytes")
+    elif isinstance(message, m.DeliveryAcks):
+        require(0 <= message.credit < COUNT, f"a credit of {message.credit} bytes")
         _announcement(message.announcement)
-    elif isinstance(message, m.Heard):
+    elif isinstance(message, m.HeartbeatReply):
         _announcement(message.announcement)
-    elif isinstance(message, m.Calls):  # each of its calls: `call`
-        need(len(message.calls) <= LIST, f"{len(message.calls)} calls")
+    elif isinstance(message, m.CallAssignments):  # each of its calls: `call`
+        require(len(message.calls) <= LIST, f"{len(message.calls)} calls")
         _announcement(message.announcement)
     elif isinstance(message, m.Welcome):
-        need(0 <= message.checkpointed < COUNT, f"checkpoints are kept from {message.checkpointed}")
-    elif isinstance(message, m.Committed):
+        require(
+            0 <= message.checkpointed < COUNT, f"checkpoints are kept from {message.checkpointed}"
+        )
+    elif isinstance(message, m.CommitReply):
         _labels(message.keep, "weights to keep")
-    elif isinstance(message, m.Status):
+    elif isinstance(message, m.RunStatus):
         _status(message)
-    elif isinstance(message, m.Refused):
-        need(len(message.reason) <= TEXT, f"a refusal of {len(message.reason)} characters")
-        need(0 <= message.exit_code < 256, f"an exit code of {message.exit_code}")
+    elif isinstance(message, m.Refusal):
+        require(len(message.reason) <= TEXT, f"a refusal of {len(message.reason)} characters")
+        require(0 <= message.exit_code < 256, f"an exit code of {message.exit_code}")
 
 
 def _labels(labels: Sequence[Label], what: str) -> None:
-    need(len(labels) <= LIST, f"{len(labels)} {what}")
+    require(len(labels) <= LIST, f"{len(labels)} {what}")
     for label in labels:
-        need(0 <= label.epoch < COUNT and 0 <= label.number < COUNT, f"{what}: {label}")
+        require(0 <= label.epoch < COUNT and 0 <= label.number < COUNT, f"{what}: {label}")
 
 
-def _announcement(said: m.Announcement | None) -> None:
+def _announcement(said: m.PolicyAnnouncement | None) -> None:
     if said is None:
         return
     _labels([said.label], "an announcement")
     source = said.source
     texts = (said.digest, source.host, source.directory, source.address)
-    need(
+    require(
         all(len(text) <= PATH and "\0" not in text for text in texts) and 0 <= source.epoch < COUNT,
         f"weights {said.label} in epoch {source.epoch}, at {source.address[:80]!r} or in "
         f"{source.directory[:80]!r}",
     )
 
 
-def _sampling(given: m.Sampling, what: str) -> None:
-    need(
+def _sampling(given: m.SamplingSettings, what: str) -> None:
+    require(
         0 < given.temperature < math.inf  # false for NaN too
         and 0 < given.top_p <= 1
         and 0 <= given.top_k < 1 << 31
@@ -85,12 +87,12 @@ def _sampling(given: m.Sampling, what: str) -> None:
     )
 
 
-def _tickets(message: m.Tickets) -> None:
-    need(len(message.tickets) <= LIST, f"{len(message.tickets)} tickets")
+def _tickets(message: m.TicketGrant) -> None:
+    require(len(message.tickets) <= LIST, f"{len(message.tickets)} tickets")
     for ticket in message.tickets:
         what = f"ticket {ticket.ticket}, attempt {ticket.attempt}"
-        need(0 <= ticket.ticket < COUNT and 1 <= ticket.attempt < COUNT, what)
-        need(
+        require(0 <= ticket.ticket < COUNT and 1 <= ticket.attempt < COUNT, what)
+        require(
             0 < len(ticket.samples) <= LIST
             and min(ticket.samples) >= 0
             and len(set(ticket.samples)) == len(ticket.samples),
@@ -99,59 +101,61 @@ def _tickets(message: m.Tickets) -> None:
         _sampling(ticket.sampling, what)
         exact = ticket.exact_version
         _labels([ticket.min_version, *([] if exact is None else [exact])], f"{what}: versions")
-        need(exact is None or exact.epoch <= ticket.min_version.epoch, f"{what}: exactly {exact}")
+        require(
+            exact is None or exact.epoch <= ticket.min_version.epoch, f"{what}: exactly {exact}"
+        )
 
 
-def call(call: m.Call, vocabulary: int, context: int) -> None:
+def call(call: m.GenerationCall, vocabulary: int, context: int) -> None:
     """One call, by a generator whose engine holds `context` tokens of a row: one that cannot be is
     answered by a failure, and the others of its message are drawn.
     """
     what = f"call {call.id} of ticket {call.ticket}"
     _sampling(call.sampling, what)
     length = len(call.prompt) // 4
-    need(bool(length) and len(call.prompt) == 4 * length, f"{what}: {len(call.prompt)} bytes")
-    need(
+    require(bool(length) and len(call.prompt) == 4 * length, f"{what}: {len(call.prompt)} bytes")
+    require(
         call.max_new_tokens >= 1 and (not context or length + call.max_new_tokens <= context),
         f"{what}: {call.max_new_tokens} tokens behind {length}, of a context of {context}",
     )
     exact = call.exact_version
     _labels([call.min_version, *([] if exact is None else [exact])], f"{what}: versions")
-    need(
+    require(
         0 <= call.sample < COUNT and 0 <= call.stream < 1 << 64,
         f"{what}: sample {call.sample}, stream {call.stream}",
     )
     ids = memoryview(call.prompt).cast("i")
-    need(
+    require(
         min(ids) >= 0 and (not vocabulary or max(ids) < vocabulary),
         f"{what}: tokens from {min(ids)} to {max(ids)}, of a model with {vocabulary}",
     )
 
 
-def called(message: m.Called, call: m.Call, vocabulary: int = 0) -> None:
+def check_call_result(message: m.CallResult, call: m.GenerationCall, vocabulary: int = 0) -> None:
     """A call's answer, against the call: made by a generator, read by a gateway."""
     what = f"call {call.id}"
     length = len(message.tokens) // 4
-    need(
+    require(
         len(message.failed) <= TEXT and not (length and message.failed),
         f"{what}: {length} tokens, and a failure of {len(message.failed)} characters",
     )
-    need(
+    require(
         len(message.tokens) == len(message.logprobs) == 4 * length,
         f"{what}: {len(message.tokens)} bytes of tokens, {len(message.logprobs)} of logprobs",
     )
-    need(
+    require(
         length <= call.max_new_tokens and 0 <= message.lost <= call.max_new_tokens,
         f"{what}: {length} tokens and {message.lost} lost; it may have {call.max_new_tokens}",
     )
     edges = [0] + [span.end for span in message.spans]
-    need(
+    require(
         edges[:-1] == [span.start for span in message.spans]
         and edges[-1] == length
         and edges == sorted(set(edges)),
         f"{what}: its spans are not its {length} tokens in order",
     )
     _labels([label for x in message.spans for label in (x.label, x.kv)], f"{what}: versions")
-    need(
+    require(
         all(x.label.epoch == call.min_version.epoch for x in message.spans)
         or call.exact_version is not None,
         f"{what}: tokens of another epoch than {call.min_version.epoch}",
@@ -159,18 +163,20 @@ def called(message: m.Called, call: m.Call, vocabulary: int = 0) -> None:
     if length:
         from asyncrl.transport import arrays
 
-        row = m.Row(b"", message.tokens, message.logprobs, b"\1" * length, message.spans)
+        row = m.TrainingSequence(
+            b"", message.tokens, message.logprobs, b"\1" * length, message.spans
+        )
         arrays.numbers_of(row, what, vocabulary)
 
 
-def serving(message: m.Serving) -> None:
+def serving(message: m.ServingReport) -> None:
     """A generator's word of itself: read by a gateway."""
-    need(
+    require(
         0 < len(message.producer) <= 200 and message.producer.isprintable(),
         f"a generator's name is printable and has 1 to 200 characters, not "
         f"{message.producer[:40]!r}",
     )
-    need(
+    require(
         0 <= message.slots <= LIST and len(message.held) <= LIST and 0 <= message.heard < COUNT,
         f"{message.producer} has {message.slots} slots and holds {len(message.held)} calls",
     )
@@ -180,9 +186,9 @@ def _batch(message: m.Batch, vocabulary: int) -> None:
     from asyncrl.transport import arrays  # numpy: not for those that only watch
 
     what = f"batch {message.number}"
-    need(0 <= message.number < COUNT and 0 <= message.next_ticket < COUNT, what)
+    require(0 <= message.number < COUNT and 0 <= message.next_ticket < COUNT, what)
     counts = {len(message.lags), len(message.in_flight), len(message.token_lags)}
-    need(
+    require(
         counts == {len(message.samples)} and bool(message.samples),
         f"{what}: {len(message.samples)} samples with {len(message.lags)} lags, "
         f"{len(message.in_flight)} in flight, {len(message.token_lags)} by token",
@@ -190,33 +196,33 @@ def _batch(message: m.Batch, vocabulary: int) -> None:
     groups: dict[int, list[int]] = {}
     for sample in message.samples:
         groups.setdefault(sample.ticket, []).append(sample.sample)
-    need(
+    require(
         all(sorted(numbers) == list(range(len(numbers))) for numbers in groups.values()),
         f"{what}: groups that lack samples, or have one twice",
     )
     told = zip(message.samples, message.lags, message.in_flight, message.token_lags, strict=True)
     for sample, lag, flown, runs in told:
         which = f"{what}: {arrays.name(sample)}"
-        need(0 <= flown <= lag < COUNT, f"{which}: a lag of {lag}, {flown} of it in flight")
-        for row in arrays.parts(sample):
-            arrays.fits(row, which)
+        require(0 <= flown <= lag < COUNT, f"{which}: a lag of {lag}, {flown} of it in flight")
+        for row in arrays.array_parts(sample):
+            arrays.check_row(row, which)
         arrays.scalars(sample)
-        most = sample.places
+        most = sample.token_count
         for start, end, run_lag in runs:
-            need(
+            require(
                 0 <= start <= end <= most and 0 <= run_lag <= lag,
                 f"{which}: lag {run_lag} from {start} to {end}, of {most} tokens with lag {lag}",
             )
     arrays.numbers(message.samples, vocabulary)
-    need(
+    require(
         set(message.ledger) <= set(m.DISPOSITIONS)
         and all(math.isfinite(x) for line in message.ledger.values() for x in line.values()),
         f"{what}: its ledger is none",
     )
 
 
-def _status(message: m.Status) -> None:
-    need(
+def _status(message: m.RunStatus) -> None:
+    require(
         len(message.metrics) <= LIST
         and len(message.peers) <= LIST
         and len(message.waits) <= LIST
@@ -226,32 +232,32 @@ def _status(message: m.Status) -> None:
         f"{message.committed} of {message.steps} batches",
     )
     for wait in message.waits:
-        need(
+        require(
             len(wait.who) <= TEXT and len(wait.what) <= TEXT and 0 <= wait.seconds < math.inf,
             f"a wait of {wait.seconds} s",
         )
     if message.held_up is not None:
         one = message.held_up.session
         words = (one.name, one.task, one.what, one.limit, message.held_up.producer)
-        need(all(len(word) <= TEXT for word in words), f"words of session {one.name[:40]!r}")
+        require(all(len(word) <= TEXT for word in words), f"words of session {one.name[:40]!r}")
 
 
-def rows(layout: Rows) -> None:
+def check_weight_layout(layout: Rows) -> None:
     """The layout of weights: names that differ, known dtypes, pieces that fit their shapes, do not
     overlap and are of a size that a model may have.
     """
-    need(0 < len(layout) <= LIST, f"a layout of {len(layout)} tensors")
-    need(len({row[0] for row in layout}) == len(layout), "a layout that names a tensor twice")
+    require(0 < len(layout) <= LIST, f"a layout of {len(layout)} tensors")
+    require(len({row[0] for row in layout}) == len(layout), "a layout that names a tensor twice")
     at = 0
     for name, dtype, shape, offset, size in layout:
         what = f"weights {name[:80]!r}"
-        need(dtype in DTYPES, f"{what}: dtype {dtype[:40]!r}; known are {', '.join(DTYPES)}")
-        need(len(shape) <= 16 and all(0 <= side <= WEIGHTS_BYTES for side in shape), what)
-        need(
+        require(dtype in DTYPES, f"{what}: dtype {dtype[:40]!r}; known are {', '.join(DTYPES)}")
+        require(len(shape) <= 16 and all(0 <= side <= WEIGHTS_BYTES for side in shape), what)
+        require(
             math.prod(shape) * DTYPES[dtype] == size,
             f"{what}: {size} bytes for shape {shape} of {dtype}",
         )
-        need(
+        require(
             at <= offset <= offset + size <= WEIGHTS_BYTES and offset % DTYPES[dtype] == 0,
             f"{what}: bytes {offset} to {offset + size}, behind {at}",
         )

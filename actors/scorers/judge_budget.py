@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from actors.scorers.held import Spent
-from asyncrl.config.scorers import Judge
+from actors.scorers.deadline_pause import JudgeBudgetSpent
+from asyncrl.config.scorers import JudgeConfig
 
 ACCOUNT = "judge.sqlite"
 WINDOW_S = 60.0
@@ -28,7 +28,7 @@ CREATE TABLE IF NOT EXISTS sums (name TEXT PRIMARY KEY, value REAL NOT NULL) WIT
 """
 
 
-def totals(path: Path, settings: Judge) -> dict[str, float]:
+def totals(path: Path, settings: JudgeConfig) -> dict[str, float]:
     """What the processes of this machine have asked in the whole run, as the metrics are called:
     each of SUMS, and what the budgets leave.  {} before the first question, and while the file
     cannot be read.
@@ -45,12 +45,12 @@ def totals(path: Path, settings: Judge) -> dict[str, float]:
     return said
 
 
-class Account:
+class JudgeBudget:
     """path None: in memory, for one process.  Times are seconds of CLOCK_MONOTONIC, which all
     processes of a machine share until it boots.
     """
 
-    def __init__(self, path: Path | None, settings: Judge) -> None:
+    def __init__(self, path: Path | None, settings: JudgeConfig) -> None:
         self.settings = settings
         self.wire = sqlite3.connect(
             str(path) if path else ":memory:", timeout=BUSY_S, isolation_level=None
@@ -76,19 +76,19 @@ class Account:
         row = found.fetchone()
         return None if row is None else str(row[0])
 
-    def keep(self, digest: bytes, reply: str) -> None:
+    def store_reply(self, digest: bytes, reply: str) -> None:
         self.wire.execute("INSERT OR REPLACE INTO replies VALUES (?, ?)", (digest, reply))
 
     # ---- limits ----------------------------------------------------------------------------------
 
-    def take(self, now: float, tokens: int) -> tuple[int, float]:
+    def reserve(self, now: float, tokens: int) -> tuple[int, float]:
         """(id, 0) when a request of about so many tokens may be sent now, and is counted; else
         (0, seconds after which to ask again).  Raises Spent.
 
         A request above tokens_per_minute is sent when nothing else was within the minute."""
         settings = self.settings
         with self._alone() as wire:
-            self._in_budget(tokens)
+            self._check_budget(tokens)
             # later than now: of a life before the machine's last boot
             wire.execute("DELETE FROM sent WHERE at <= ? OR at > ?", (now - WINDOW_S, now))
             until = self.sum("until")
@@ -108,7 +108,7 @@ class Account:
             self._add("tokens", tokens)
             return int(row.lastrowid or 0), 0.0
 
-    def settle(self, sent: int, estimate: int, tokens: int) -> None:
+    def record_cost(self, sent: int, estimate: int, tokens: int) -> None:
         """It came to so many tokens."""
         with self._alone() as wire:
             wire.execute("UPDATE sent SET tokens = ? WHERE id = ?", (tokens, sent))
@@ -136,14 +136,14 @@ class Account:
             (name, more, more),
         )
 
-    def _in_budget(self, tokens: int) -> None:
+    def _check_budget(self, tokens: int) -> None:
         for name, most, more in (
             ("requests", self.settings.budget_requests, 1),
             ("tokens", self.settings.budget_tokens, tokens),
         ):
             spent = self.sum(name)
             if most and spent + more > most:
-                raise Spent(
+                raise JudgeBudgetSpent(
                     f"reward.judge.budget_{name}: {most} for the whole run, {spent:.0f} are spent "
                     f"and the next request takes {more}; resume with a higher one"
                 )

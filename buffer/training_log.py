@@ -18,7 +18,7 @@ from asyncrl.records import jsonl
 
 
 @dataclass
-class Row:
+class TrainedBatch:
     """One batch: how many samples, a digest of their ids, trained tokens by lag, tickets in runs
     [first, last] (none in older files).
     """
@@ -49,12 +49,12 @@ def runs(tickets: Iterable[int]) -> list[list[int]]:
     return out
 
 
-def read(path: Path) -> dict[int, Row]:
+def read(path: Path) -> dict[int, TrainedBatch]:
     """number -> batch of the surviving history in a `trained.jsonl`; empty when there is none."""
-    rows: dict[int, Row] = {}
+    rows: dict[int, TrainedBatch] = {}
     for row in jsonl.read(path):
         try:
-            _take(rows, row)
+            _apply_row(rows, row)
         except (KeyError, TypeError, ValueError, AttributeError):
             print(
                 f"note: {path}: a row that is none of a batch is left out: {str(row)[:80]}",
@@ -64,18 +64,18 @@ def read(path: Path) -> dict[int, Row]:
     return rows
 
 
-def _take(rows: dict[int, Row], row: dict[str, Any]) -> None:
+def _apply_row(rows: dict[int, TrainedBatch], row: dict[str, Any]) -> None:
     if "from" in row:
         for number in [number for number in rows if number >= row["from"]]:
             del rows[number]
     else:
         lags = {int(lag): int(v) for lag, v in row["lags"].items()}
-        rows[int(row["batch"])] = Row(
+        rows[int(row["batch"])] = TrainedBatch(
             int(row["samples"]), str(row["ids"]), lags, [list(r) for r in row.get("tickets", ())]
         )
 
 
-class Trained:
+class TrainingLog:
     """The batches of the surviving history, kept in `trained.jsonl`: the last row of a batch
     counts.
 
@@ -84,47 +84,49 @@ class Trained:
     for at the hello.  Rows that no learner can take back any more are summed."""
 
     def __init__(self, path: Path) -> None:
-        self.file = jsonl.Appender(path)
+        self.file = jsonl.JsonlAppender(path)
         self.rows = read(path)
         self.summed = 0  # rows below this number are in the sums
         self.summed_samples = 0
         self.summed_lags = Counter[int]()
         self.summed_ids = xxhash.xxh3_64()
-        self.lent_file = jsonl.Appender(path.with_name("leased.jsonl"))
+        self.lent_file = jsonl.JsonlAppender(path.with_name("leased.jsonl"))
         # handed out, and not in `rows` yet
-        self.lent = {number: row for number, row in self._lent().items() if not self.knows(number)}
+        self.lent = {
+            number: row for number, row in self._read_leases().items() if not self.has_batch(number)
+        }
 
-    def _lent(self) -> dict[int, dict[str, Any]]:
+    def _read_leases(self) -> dict[int, dict[str, Any]]:
         """A row that is not whole is as if the batch had not been handed out."""
         found: dict[int, dict[str, Any]] = {}
         for row in jsonl.read(self.lent_file.path):
             try:
-                _take({}, row)
+                _apply_row({}, row)
             except (KeyError, TypeError, ValueError, AttributeError):
                 continue
             found[int(row["batch"])] = row
         return found
 
     def _write(self, row: dict[str, Any]) -> None:
-        _take(self.rows, row)
+        _apply_row(self.rows, row)
         self.file.write(row)
 
-    def knows(self, number: int) -> bool:
+    def has_batch(self, number: int) -> bool:
         return number < self.summed or number in self.rows
 
-    def lend(self, batch: Batch, limit: float) -> None:
+    def record_lease(self, batch: Batch, limit: float) -> None:
         """A batch is handed out; tokens past `limit` are masked."""
-        row = self.lent[batch.number] = _row(batch, limit)
+        row = self.lent[batch.number] = _make_row(batch, limit)
         self.lent_file.write(row)
 
-    def begin(self, number: int) -> None:
+    def begin_at(self, number: int) -> None:
         """A learner begins at `number`: batches from there on are trained again, those before it
         were trained, whether their commit was heard or not.
         """
         if any(which >= number for which in self.rows):
             self._write({"from": number})
         for which in sorted(self.lent):
-            if which < number and not self.knows(which):
+            if which < number and not self.has_batch(which):
                 self._write(self.lent[which])
         self.lent = {}
         self.lent_file.clear()
@@ -132,10 +134,10 @@ class Trained:
     def add(self, batch: Batch, limit: float) -> dict[int, int]:
         """A trained batch; tokens past `limit` were masked.  Returns its trained tokens by lag."""
         lent = batch.number in self.lent
-        self._write(self.lent.pop(batch.number) if lent else _row(batch, limit))
+        self._write(self.lent.pop(batch.number) if lent else _make_row(batch, limit))
         return self.rows[batch.number].lags
 
-    def settle(self, below: int) -> None:
+    def fold_below(self, below: int) -> None:
         """No learner begins below this number any more: these rows are only summed from now on."""
         for number in sorted(number for number in self.rows if number < below):
             row = self.rows.pop(number)
@@ -166,7 +168,7 @@ class Trained:
         self.lent_file.close()
 
 
-def _row(batch: Batch, limit: float) -> dict[str, Any]:
+def _make_row(batch: Batch, limit: float) -> dict[str, Any]:
     counts: dict[int, int] = {}
     for sample in batch.token_lags:
         for start, end, lag in sample:

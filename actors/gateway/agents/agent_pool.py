@@ -19,62 +19,67 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from actors.gateway.drive import ended_with
-from actors.gateway.pushed.seats import Asked, Left, Seat, Setup
+from actors.gateway.agents.session_messages import (
+    AgentSetup,
+    SessionAccess,
+    SessionOrders,
+    SessionResult,
+)
+from actors.gateway.environment_pool import describe_exit
 from actors.gateway.sessions import CallRefused
-from asyncrl.config.agents import Agent
+from asyncrl.config.agents import AgentConfig
 from asyncrl.contract.errors import ConfigError
 from asyncrl.transport import child
 from asyncrl.transport.child import frame
 
 if TYPE_CHECKING:
-    from actors.gateway.door import Door
-    from actors.gateway.web import Opened
+    from actors.gateway.session_api import SessionApi
+    from actors.gateway.web import OpenedSession
 
 GRACE_S = 60.0  # the first import may be slow, or a step be given longer
 STOP_S = 10.0  # from being told to stop to having stopped
 START_TRIES = 3
 GLOB = set("*?[")
 
-_decode = msgspec.msgpack.Decoder(Left).decode
+_decode = msgspec.msgpack.Decoder(SessionResult).decode
 
 
 @dataclass(eq=False)
-class Player:
+class AgentSession:
     """A session that an agent plays.  stop_at: when it is told to stop; dead_at: when its process
     is ended for not having done so.
     """
 
-    opened: Opened
+    opened: OpenedSession
     stop_at: float = math.inf
     dead_at: float = math.inf
 
 
-class _Worker(child.Child):
+class _AgentProcess(child.ChildProcess):
     """A process and the sessions in it, by their numbers."""
 
-    def __init__(self, agent: Agent, setup: bytes) -> None:
+    def __init__(self, agent: AgentConfig, setup: bytes) -> None:
         kind = "commands" if agent.command else "functions"
-        super().__init__(f"actors.gateway.pushed.{kind}", setup)
-        self.playing: dict[int, Player] = {}
+        super().__init__(f"actors.gateway.agents.{kind}", setup)
+        self.playing: dict[int, AgentSession] = {}
         self.since = time.monotonic()
         self.ready = False
-        self.fresh: list[Seat] = []
+        self.fresh: list[SessionAccess] = []
         self.stop: list[int] = []
 
     def flush(self) -> None:
         if self.fresh or self.stop:
-            self.outgoing += frame(msgspec.msgpack.encode(Asked(self.fresh, self.stop)))
+            self.outgoing += frame(msgspec.msgpack.encode(SessionOrders(self.fresh, self.stop)))
             self.fresh, self.stop = [], []
         super().flush()
 
 
-class Pushing:
+class AgentPool:
     """All agents of a gateway.  door: where sessions come from and what ends them; url: the
     endpoint's.  Raises ConfigError for a command, or a variable for it, that is not there.
     """
 
-    def __init__(self, door: Door, url: str) -> None:
+    def __init__(self, door: SessionApi, url: str) -> None:
         agent = self.agent = door.gateway.config.agent
         if agent.command and shutil.which(agent.command[0]) is None:
             raise ConfigError(
@@ -95,7 +100,7 @@ class Pushing:
         run_dir = door.gateway.run_dir
         self.setups = [
             msgspec.msgpack.encode(
-                Setup(
+                AgentSetup(
                     agent.command,
                     agent.function,
                     str(run_dir / f"agent-{index}.log"),
@@ -104,7 +109,7 @@ class Pushing:
             )
             for index in range(min(agent.workers, agent.at_once))
         ]
-        self.workers = [_Worker(agent, setup) for setup in self.setups]
+        self.workers = [_AgentProcess(agent, setup) for setup in self.setups]
         self.import_s = max(GRACE_S, agent.step_s)
         self.numbers = 0
         self.asked = 0  # samples asked for and not had
@@ -114,16 +119,16 @@ class Pushing:
     def wires(self) -> list[socket.socket]:
         return [worker.wire for worker in self.workers]
 
-    def turn(self) -> None:
+    def step(self) -> None:
         """Take in what was returned, end what is overdue, begin what there is room for.  Raises
         ConfigError where no process can start.
         """
-        now = self.door.now()
+        now = self.door.current_time()
         for index, worker in enumerate(self.workers):
             dead = worker.process.poll() is not None
-            found, closed = worker.received(_decode)
+            found, closed = worker.receive_messages(_decode)
             for left in found:
-                self._left(worker, left, now)
+                self._on_result(worker, left, now)
             if closed or dead:
                 self._replace(index, now, "its process ended ({code})")
             elif not worker.ready and time.monotonic() > worker.since + self.import_s:
@@ -131,20 +136,20 @@ class Pushing:
                 self._replace(index, now, why)
             else:
                 self._watch(index, worker, now)
-        self._begin()
+        self._start_sessions()
         for worker in self.workers:
             worker.flush()
 
-    def _left(self, worker: _Worker, left: Left, now: float) -> None:
+    def _on_result(self, worker: _AgentProcess, left: SessionResult, now: float) -> None:
         if left.kind == "broken":
             raise ConfigError(left.why)
         if left.kind == "ready":
             worker.ready = True
             self.unborn = 0
             return
-        self._ended(worker.playing.pop(left.number).opened, left, now)
+        self._end_session(worker.playing.pop(left.number).opened, left, now)
 
-    def _ended(self, opened: Opened, left: Left, now: float) -> None:
+    def _end_session(self, opened: OpenedSession, left: SessionResult, now: float) -> None:
         """What an agent returned, to its session; one that has ended by HTTP needs nothing."""
         session = opened.session
         try:
@@ -161,9 +166,9 @@ class Pushing:
         except CallRefused:  # its time is over, this moment
             pass
         finally:
-            self.door.changed(session)
+            self.door.on_change(session)
 
-    def _watch(self, index: int, worker: _Worker, now: float) -> None:
+    def _watch(self, index: int, worker: _AgentProcess, now: float) -> None:
         """Whose session is over is to stop: at once if it has failed, else when it has had time."""
         for number, player in worker.playing.items():
             session = player.opened.session
@@ -185,39 +190,40 @@ class Pushing:
         self.unborn += not worker.ready
         if self.unborn >= START_TRIES:
             raise ConfigError(
-                f"{self.agent.named}: {self.unborn} processes in a row were lost before they were "
-                f"ready, the last one as {why.replace('{code}', ended_with(code))}"
+                f"{self.agent.source_name}: {self.unborn} processes in a row were lost before "
+                "they were "
+                f"ready, the last one as {why.replace('{code}', describe_exit(code))}"
             )
-        self.workers[index] = _Worker(self.agent, self.setups[index])
+        self.workers[index] = _AgentProcess(self.agent, self.setups[index])
         for player in worker.playing.values():
             session = player.opened.session
             if session.state != "open":
                 continue
             if why:
-                session.fail(f"the agent failed: {why.replace('{code}', ended_with(code))}", now)
-                self.door.changed(session)
+                session.fail(f"the agent failed: {why.replace('{code}', describe_exit(code))}", now)
+                self.door.on_change(session)
             else:
-                self.door.lost(player.opened)
+                self.door.requeue(player.opened)
 
-    def _begin(self) -> None:
+    def _start_sessions(self) -> None:
         """Samples to where fewest are played; as many are asked for as there is room for."""
         able = [worker for worker in self.workers if worker.ready]
         free = min(
             sum(self.each - len(worker.playing) for worker in able),
             self.agent.at_once - sum(len(worker.playing) for worker in self.workers),
         )
-        while free and (opened := self.door.take(f"played here {self.numbers + 1}")):
+        while free and (opened := self.door.lease_session(f"played here {self.numbers + 1}")):
             worker = min(able, key=lambda worker: len(worker.playing))
             free -= 1
             self.numbers += 1
-            worker.playing[self.numbers] = Player(opened)
+            worker.playing[self.numbers] = AgentSession(opened)
             worker.fresh.append(self._seat(opened))
         self.door.asks += free - self.asked
         self.asked = free
 
-    def _seat(self, opened: Opened) -> Seat:
+    def _seat(self, opened: OpenedSession) -> SessionAccess:
         session = opened.session
-        return Seat(
+        return SessionAccess(
             number=self.numbers,
             name=session.name,
             url=f"{self.url}/s/{session.name}",

@@ -2,8 +2,10 @@
 
 Pure: reads no file and imports no torch.  `asyncrl run` says each sign once on the terminal; the
 summary and the report's first lines keep them.  A rule is a function of the rows that returns a
-`Sign` or None; it belongs into RULES, or into END_RULES if only a finished run can be judged by it,
-or into KNOWN_RULES if it must know the run's settings (`About`) as well.  Every rule looks at what
+`HealthFinding` or None; it belongs into RULES, or into END_RULES if only a finished run can be
+judged by it,
+or into KNOWN_RULES if it must know the run's settings (`RunFacts`) as well.  Every rule looks at
+what
 was measured: settings that are known to go wrong, and did not, are no sign.
 
 >>> one = {"reward/mean": 0.0, "reward/no_spread_share": 1.0, "reward/min": 0.0, "reward/max": 0.0}
@@ -65,18 +67,18 @@ ASIDE = "buffer/set_aside"
 SILENT = 0.01  # share of the gradient below which a KL term decides nothing
 
 
-class Sign(NamedTuple):
+class HealthFinding(NamedTuple):
     """One finding."""
 
     name: str  # a fixed name, for programs
     said: str  # what was seen, with its numbers
     try_this: str  # what to change, with its key
 
-    def line(self) -> str:
+    def as_line(self) -> str:
         return f"{self.said}; {self.try_this}"
 
 
-class About(NamedTuple):
+class RunFacts(NamedTuple):
     """What a rule may know of a run beside its rows."""
 
     config: Config
@@ -84,7 +86,7 @@ class About(NamedTuple):
     mismatch: float = 1e-3
 
 
-def trained(rows: Rows, least: int = LEAST, window: int = WINDOW) -> Rows:
+def recent_rows(rows: Rows, least: int = LEAST, window: int = WINDOW) -> Rows:
     """The rows of the last `window` batches; none while there are fewer than `least`."""
     batches = [r for r in rows if "reward/mean" in r]
     return batches[-window:] if len(batches) >= least else []
@@ -128,7 +130,7 @@ def chance_above(late: Sequence[float], early: Sequence[float]) -> float:
     return sum(orders[pairs:]) / sum(orders)
 
 
-def grown(values: Sequence[float], chance: float = ALARM) -> tuple[float, float] | None:
+def growth(values: Sequence[float], chance: float = ALARM) -> tuple[float, float] | None:
     """(early, late): medians of the first and the last third of a series that grows; None: it does
     not.
 
@@ -148,9 +150,9 @@ def grown(values: Sequence[float], chance: float = ALARM) -> tuple[float, float]
     return (early, late) if late >= GROWN * early else None
 
 
-def constant_rewards(rows: Rows) -> Sign | None:
+def constant_rewards(rows: Rows) -> HealthFinding | None:
     """Nearly no group has rewards that differ, so nearly every advantage is zero."""
-    last = trained(rows)
+    last = recent_rows(rows)
     share = mean(last, "reward/no_spread_share")
     if share is None or share < NEARLY_ALL:
         return None
@@ -166,7 +168,7 @@ def constant_rewards(rows: Rows) -> Sign | None:
             f"every answer of the last {len(last)} batches was given the reward {values.pop():g}: "
             "no group has a spread to learn from"
         )
-    return Sign(
+    return HealthFinding(
         "constant_rewards",
         said,
         "look at rewards by `asyncrl task try`; prompts of another "
@@ -174,9 +176,9 @@ def constant_rewards(rows: Rows) -> Sign | None:
     )
 
 
-def all_truncated(rows: Rows) -> Sign | None:
+def all_truncated(rows: Rows) -> HealthFinding | None:
     """Nearly no answer comes to its end."""
-    last = trained(rows)
+    last = recent_rows(rows)
     share = mean(last, "answer/truncated_share")
     if share is None or share < NEARLY_ALL:
         return None
@@ -184,7 +186,7 @@ def all_truncated(rows: Rows) -> Sign | None:
         f"{share:.0%} of the answers of the last {len(last)} batches were cut at "
         "generator.max_new_tokens"
     )
-    return Sign(
+    return HealthFinding(
         "all_truncated",
         said,
         "raise it, or look whether the model ends its answers at all (its end-of-sequence token)",
@@ -198,12 +200,12 @@ def interval(mean_value: float, count: float, lo: float, hi: float) -> float:
     return Z_95 * math.sqrt(max((mean_value - lo) * (hi - mean_value), 0.0) / max(count, 1.0))
 
 
-def unmoved_accuracy(rows: Rows) -> Sign | None:
+def accuracy_unchanged(rows: Rows) -> HealthFinding | None:
     """Held-out accuracy at the end differs from that at the start by less than chance may make of
     it.
     """
     evals = sorted((r for r in rows if r.get("eval/heldout_n")), key=lambda r: r["step"])
-    batches = trained(rows, least=1, window=len(rows))
+    batches = recent_rows(rows, least=1, window=len(rows))
     if len(evals) < 2 or not batches or evals[0]["step"] == evals[-1]["step"]:
         return None
     first = evals[0]
@@ -222,29 +224,31 @@ def unmoved_accuracy(rows: Rows) -> Sign | None:
         f"held-out accuracy went from {before:.3f} to {after:.3f} in {len(batches)} batches, which "
         f"is within chance (+-{half:.3f} at n = {counts})"
     )
-    return Sign(
+    return HealthFinding(
         "unmoved_accuracy",
         said,
         "more steps, a larger learner.lr, or more evaluation.final_prompts to see smaller gains",
     )
 
 
-def answers_missing(path: str, without: int, of: int) -> Sign:
+def answers_missing(path: str, without: int, of: int) -> HealthFinding:
     """`without` of the `of` prompts have nothing that the built-in reward could compare with."""
     said = (
         f"{path}: {without} of {of} prompts have no `answer`, which the task's own reward compares "
         "with: it is 0 for them"
     )
-    return Sign("answers_missing", said, "add answers to the file, or give reward.function")
+    return HealthFinding(
+        "answers_missing", said, "add answers to the file, or give reward.function"
+    )
 
 
-def out_of_distribution(rows: Rows) -> Sign | None:
+def generalization_falls(rows: Rows) -> HealthFinding | None:
     """What is trained gets better while what is not trained gets worse, both by more than
     chance.
     """
     far = sorted((r for r in rows if r.get("eval/ood_n")), key=lambda r: r["step"])
     near = sorted((r for r in rows if r.get("eval/heldout_n")), key=lambda r: r["step"])
-    batches = trained(rows, window=len(rows))
+    batches = recent_rows(rows, window=len(rows))
     if len(far) < 2 or len(near) < 2 or not batches:
         return None
 
@@ -276,7 +280,7 @@ def out_of_distribution(rows: Rows) -> Sign | None:
         f"accuracy fell from {far_before:.3f} to {far_after:.3f}, "
         f"more than chance (+-{chance:.3f})"
     )
-    return Sign(
+    return HealthFinding(
         "out_of_distribution",
         said,
         "end the run earlier, hold it to its start by a KL term (kl.reward.coefficient), or train "
@@ -308,19 +312,19 @@ def alarm(values: int) -> float:
     return min(max(ALARM, least), MOST_ALARM)
 
 
-def growing_mismatch(rows: Rows, about: About | None = None) -> Sign | None:
+def growing_mismatch(rows: Rows, about: RunFacts | None = None) -> HealthFinding | None:
     """Engine and learner at equal weights come further and further apart, as they do before runs
     collapse.
     """
     for name in MISMATCHES:
         chance = ALARM if about is None else alarm(possible(about.config, name))
-        found = grown(series(rows, name), chance)
+        found = growth(series(rows, name), chance)
         if found is not None and found[1] >= HARMLESS:
             said = (
                 f"the mismatch of engine and learner at equal weights grows: {name} from "
                 f"{found[0]:.1e} to {found[1]:.1e} nats a token"
             )
-            return Sign(
+            return HealthFinding(
                 "growing_mismatch",
                 said,
                 "keep a checkpoint of now; lower learner.lr, or let the engine compute as the "
@@ -345,9 +349,9 @@ def calls_explain(queue: float, wait: float, call: float, workers: float) -> boo
     return max(queue / max(workers, 1.0), 1.0) * call >= EXPLAINED * wait
 
 
-def rewards_hold_up(rows: Rows) -> Sign | None:
+def rewards_block_generators(rows: Rows) -> HealthFinding | None:
     """Generators that stand idle while their answers wait for rewards."""
-    batches = trained(rows)
+    batches = recent_rows(rows)
     share = mean(batches, "time/reward_wait_share")
     if share is None or share < HELD_UP:
         return None
@@ -356,7 +360,7 @@ def rewards_hold_up(rows: Rows) -> Sign | None:
     )
     if not calls_explain(queue, wait, call, workers):
         return None
-    return Sign(
+    return HealthFinding(
         "rewards_hold_up",
         f"in the last {len(batches)} batches the generators stood idle {share:.0%} of their time "
         f"for rewards: {queue:.0f} answers waited, "
@@ -382,13 +386,13 @@ def refusals(latest: Mapping[str, Any]) -> dict[str, int]:
     }
 
 
-def refused_messages(rows: Rows) -> Sign | None:
+def refused_messages(rows: Rows) -> HealthFinding | None:
     """The buffer has refused what a process of the run said, or a stranger."""
     found = next((said for row in reversed(rows) if (said := refusals(row))), {})
     if not found:
         return None
     many = sum(found.values())
-    return Sign(
+    return HealthFinding(
         "refused_messages",
         f"the buffer has refused {many} message{'s' * (many > 1)}: "
         + "; ".join(f"{count} {REFUSALS[reason]}" for reason, count in found.items()),
@@ -397,12 +401,12 @@ def refused_messages(rows: Rows) -> Sign | None:
     )
 
 
-def batches_set_aside(rows: Rows) -> Sign | None:
+def batches_set_aside(rows: Rows) -> HealthFinding | None:
     """A batch on which the learner died again and again is left out."""
     many = int(next((row[ASIDE] for row in reversed(rows) if ASIDE in row), 0))
     if not many:
         return None
-    return Sign(
+    return HealthFinding(
         "batches_set_aside",
         f"{many} batch{'es were' if many > 1 else ' was'} set aside: the learner's lives ended on "
         f"{'them' if many > 1 else 'it'}",
@@ -410,7 +414,7 @@ def batches_set_aside(rows: Rows) -> Sign | None:
     )
 
 
-def engine_mismatch(rows: Rows, about: About) -> Sign | None:
+def engine_mismatch(rows: Rows, about: RunFacts) -> HealthFinding | None:
     """Engine and learner differ at equal weights by more than rounding explains, in half of the
     last measurements or more.
 
@@ -429,7 +433,7 @@ def engine_mismatch(rows: Rows, about: About) -> Sign | None:
         )
         if name != ONE_VERSION and own and median_low(own) <= about.mismatch:
             said += f", but by {median_low(own):.1e} where no older keys and values are read"
-            return Sign(
+            return HealthFinding(
                 "engine_mismatch",
                 f"{said} ({OWN})",
                 'it is the answers continued across weights: weights.in_flight = "recompute_kv" or '
@@ -437,12 +441,12 @@ def engine_mismatch(rows: Rows, about: About) -> Sign | None:
             )
         if evidence := cut_off(rows):
             cuts = _cuts(about)
-            return Sign(
+            return HealthFinding(
                 "truncated_sampling" if cuts else "engine_mismatch",
                 f"{said}; {evidence}",
                 _whole_distribution(cuts),
             )
-        return Sign(
+        return HealthFinding(
             "engine_mismatch",
             said,
             "look at generator.dtype and weights.in_flight, or correct for it: `asyncrl run "
@@ -461,7 +465,7 @@ def cut_off(rows: Rows) -> str:
     once = [
         float(r["is/chi2"]) for r in both if r["is/ratio_max"] <= 1 + ONCE and r["is/chi2"] < -ONCE
     ]
-    last = series(trained(both), "is/chi2")
+    last = series(recent_rows(both), "is/chi2")
     if last and median(last) < -CUT:
         seen = f"is/chi2 is {median(last):.3f} in the median of the last {len(last)} batches"
     elif once and len(both) <= LEAST:
@@ -471,7 +475,7 @@ def cut_off(rows: Rows) -> str:
     return f"{seen}: below zero, it is that of sampling from a part of the distribution only"
 
 
-def _cuts(about: About) -> str:
+def _cuts(about: RunFacts) -> str:
     """The run's own settings that cut what is sampled from."""
     generator = about.config.generator
     return " and ".join(
@@ -490,15 +494,15 @@ def _whole_distribution(cuts: str) -> str:
     )
 
 
-def truncated_sampling(rows: Rows, about: About) -> Sign | None:
+def truncated_sampling(rows: Rows, about: RunFacts) -> HealthFinding | None:
     """The answers are sampled from a part of the policy, by too little for `engine_mismatch`."""
     evidence = cut_off(rows)
     if not evidence or engine_mismatch(rows, about) is not None:
         return None
-    return Sign("truncated_sampling", evidence, _whole_distribution(_cuts(about)))
+    return HealthFinding("truncated_sampling", evidence, _whole_distribution(_cuts(about)))
 
 
-def drift(rows: Rows, about: About) -> tuple[float, float] | None:
+def drift(rows: Rows, about: RunFacts) -> tuple[float, float] | None:
     """KL to the reference (k3, nats a token) in the middle and the last third of a run, if it is
     large and still rises.
     """
@@ -523,7 +527,7 @@ def gains(rows: Rows) -> bool:
     return fmean(parts[1]) - fmean(parts[0]) > error
 
 
-def kl_drift(rows: Rows, about: About) -> Sign | None:
+def kl_drift(rows: Rows, about: RunFacts) -> HealthFinding | None:
     """The policy leaves the reference and nothing holds it: no KL term, and no gain any more; or k1
     in the loss, whose expected gradient on policy is zero (k1+ has that of k2).
     """
@@ -538,31 +542,31 @@ def kl_drift(rows: Rows, about: About) -> Sign | None:
         "(kl/target_ref_k3) "
     )
     if free:
-        return Sign(
+        return HealthFinding(
             "kl_drift",
             f"{said}without a KL term, and the reward does not rise with it",
             "end the run or lower learner.lr; to hold it, kl.loss.coefficient = 0.01 or more "
             '(kl.loss.estimator = "k3"), or k1 in the reward (kl.reward.coefficient)',
         )
-    return Sign(
+    return HealthFinding(
         "kl_drift",
         f"{said}under a KL term with k1 in the loss, which has no expected gradient on policy",
         'kl.loss.estimator = "k3" (or "k2"), or k1 in the reward (kl.reward.coefficient)',
     )
 
 
-def stale_kl_reward(rows: Rows, about: About) -> Sign | None:
+def stale_kl_reward(rows: Rows, about: RunFacts) -> HealthFinding | None:
     """k1 in the reward is charged once a batch, before its first update: later ones do not see how
     far they go.
     """
     term = about.config.kl.reward
-    updates = series(trained(rows), "optim/steps")
+    updates = series(recent_rows(rows), "optim/steps")
     if not (term.coefficient > 0 and term.estimator in ("k1", "k1+")) or not updates:
         return None
     found = drift(rows, about)
     if found is None or median(updates) < MANY_UPDATES:
         return None
-    return Sign(
+    return HealthFinding(
         "stale_kl_reward",
         f"KL to the reference rises from {found[0]:.2f} to {found[1]:.2f} nats a token "
         f"(kl/target_ref_k3) under k1 in the reward, which {median(updates):.0f} updates a batch "
@@ -572,13 +576,13 @@ def stale_kl_reward(rows: Rows, about: About) -> Sign | None:
     )
 
 
-def kl_runaway(rows: Rows) -> Sign | None:
+def kl_runaway(rows: Rows) -> HealthFinding | None:
     """Within one batch the policy moves further than a trust region is meant to let it."""
     for name in ("kl/start_target_k3", "kl/moved"):
         last = series(rows, name)[-LEAST:]
         if len(last) >= FEWEST and (far := median(last)) >= RUNAWAY:
-            updates = median(series(trained(rows, least=1), "optim/steps") or [1])
-            return Sign(
+            updates = median(series(recent_rows(rows, least=1), "optim/steps") or [1])
+            return HealthFinding(
                 "kl_runaway",
                 f"in one batch the policy moves by {far:.2f} nats a token ({name}), in "
                 f"{updates:.0f} update{'s' * (updates > 1)}: 0.02 is much",
@@ -592,9 +596,9 @@ def kl_runaway(rows: Rows) -> Sign | None:
     return None
 
 
-def batch_rejected(rows: Rows) -> Sign | None:
+def batch_rejected(rows: Rows) -> HealthFinding | None:
     """Most of what is generated is thrown out of the loss by the correction."""
-    last = trained(rows)
+    last = recent_rows(rows)
     shares = {
         what: mean(last, f"is/{what}_share") or 0.0 for what in ("rejected", "vetoed", "masked")
     }
@@ -602,7 +606,7 @@ def batch_rejected(rows: Rows) -> Sign | None:
     if gone < REJECTED:
         return None
     parts = ", ".join(f"{x:.0%} {what}" for what, x in shares.items() if x)
-    return Sign(
+    return HealthFinding(
         "batch_rejected",
         f"{gone:.0%} of the tokens of the last {len(last)} batches are out of the loss ({parts})",
         "the bounds of [correction] are too narrow for this lag and engine: widen them "
@@ -611,7 +615,7 @@ def batch_rejected(rows: Rows) -> Sign | None:
     )
 
 
-def length_jump(rows: Rows) -> Sign | None:
+def length_jump(rows: Rows) -> HealthFinding | None:
     """Answers are at once twice or half as long as in the batches before."""
     batches = [r for r in rows if "answer/length" in r]
     lengths = series(batches, "answer/length")
@@ -620,7 +624,7 @@ def length_jump(rows: Rows) -> Sign | None:
         after = median(lengths[end - LEAST : end])
         if min(before, after) > 0 and not 1 / JUMP < after / before < JUMP:
             step = batches[end - LEAST]["step"]
-            return Sign(
+            return HealthFinding(
                 "length_jump",
                 f"from batch {step} on answers are {after:.0f} tokens long, {before:.0f} in the "
                 f"{2 * LEAST} batches before",
@@ -631,7 +635,7 @@ def length_jump(rows: Rows) -> Sign | None:
     return None
 
 
-def oscillating_accuracy(rows: Rows) -> Sign | None:
+def oscillating_accuracy(rows: Rows) -> HealthFinding | None:
     """Held-out accuracy goes up and down by more than chance, again and again."""
     evals = sorted((r for r in rows if r.get("eval/heldout_n")), key=lambda r: r["step"])
     points = [(float(r["eval/heldout"]), float(r["eval/heldout_n"])) for r in evals]
@@ -655,7 +659,7 @@ def oscillating_accuracy(rows: Rows) -> Sign | None:
     if len(turns) < SWINGS:
         return None
     told = ", ".join(f"{x:.2f}" for x in turns[-4:])
-    return Sign(
+    return HealthFinding(
         "oscillating_accuracy",
         f"held-out accuracy has turned {len(turns)} times, by more than chance each time: {told}",
         "lower learner.lr, or larger batches (learner.groups); a lower staleness.max_lag if is/ess "
@@ -671,7 +675,7 @@ def _exceeds(
     return larger[0] - smaller[0] > half
 
 
-def kl_collapse(rows: Rows, about: About) -> Sign | None:
+def kl_collapse(rows: Rows, about: RunFacts) -> HealthFinding | None:
     """k3 in the reward: its gradient is far from that of the KL, pushes away from the reference,
     and accuracy goes.
     """
@@ -689,7 +693,7 @@ def kl_collapse(rows: Rows, about: About) -> Sign | None:
         )
     else:
         return None
-    return Sign(
+    return HealthFinding(
         "kl_collapse",
         f"{what} under a KL term with k3 in the reward, whose gradient is known to collapse",
         'kl.reward.estimator = "k1", or k3 in the loss (kl.loss.coefficient); go back to an '
@@ -697,11 +701,11 @@ def kl_collapse(rows: Rows, about: About) -> Sign | None:
     )
 
 
-def kl_without_effect(rows: Rows, about: About) -> Sign | None:
+def kl_without_effect(rows: Rows, about: RunFacts) -> HealthFinding | None:
     """The policy has moved away from the reference, and the KL term's gradient is too small to
     matter.
     """
-    last = trained(rows, least=WINDOW)
+    last = recent_rows(rows, least=WINDOW)
     moved = series(last, "kl/target_ref_k3")
     terms = (
         ("kl.loss", about.config.kl.loss, "kl/gradient_share"),
@@ -722,7 +726,7 @@ def kl_without_effect(rows: Rows, about: About) -> Sign | None:
             f"KL of {median(moved):.2f} nats a token to the "
             "reference: it has no effect"
         )
-        return Sign(
+        return HealthFinding(
             "kl_without_effect",
             said,
             f"raise {key}.coefficient = {term.coefficient:g} tenfold or more, or leave the term "
@@ -731,11 +735,11 @@ def kl_without_effect(rows: Rows, about: About) -> Sign | None:
     return None
 
 
-RULES: tuple[Callable[[Rows], Sign | None], ...] = (
+RULES: tuple[Callable[[Rows], HealthFinding | None], ...] = (
     constant_rewards,
     all_truncated,
-    rewards_hold_up,
-    out_of_distribution,
+    rewards_block_generators,
+    generalization_falls,
     kl_runaway,
     batch_rejected,
     length_jump,
@@ -743,9 +747,9 @@ RULES: tuple[Callable[[Rows], Sign | None], ...] = (
     refused_messages,
     batches_set_aside,
 )
-END_RULES: tuple[Callable[[Rows], Sign | None], ...] = (unmoved_accuracy,)
+END_RULES: tuple[Callable[[Rows], HealthFinding | None], ...] = (accuracy_unchanged,)
 
-KNOWN_RULES: tuple[Callable[[Rows, About], Sign | None], ...] = (
+KNOWN_RULES: tuple[Callable[[Rows, RunFacts], HealthFinding | None], ...] = (
     engine_mismatch,
     truncated_sampling,
     kl_drift,
@@ -755,7 +759,7 @@ KNOWN_RULES: tuple[Callable[[Rows, About], Sign | None], ...] = (
 )
 
 
-def signs(rows: Rows, about: About | None = None, *, ended: bool = False) -> list[Sign]:
+def signs(rows: Rows, about: RunFacts | None = None, *, ended: bool = False) -> list[HealthFinding]:
     """What the rules find in a run's rows so far; about: its settings; ended: also what only its
     end tells.
     """

@@ -13,28 +13,35 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from actors.delivery import LINGER_S, size
-from actors.schedule import Key, Schedule
+from actors.schedule import Key, TicketSchedule
 from actors.turn import (
     DECODE_STEPS,
     IDLE_POLL_S,
     RENEW_S,
     samples_to_ask_for,
-    tokens_written,
+    ticket_progress,
 )
 from asyncrl.config.tree import Config
-from asyncrl.contract.messages import EVAL_BASE, Announcement, Failure, Span, Ticket, Trajectory
+from asyncrl.contract.messages import (
+    EVAL_BASE,
+    PolicyAnnouncement,
+    RewardFailure,
+    Ticket,
+    Trajectory,
+    VersionSpan,
+)
 from asyncrl.contract.versions import Label
-from asyncrl.experiments.simulate.times import Draw, Times, along, draw
-from asyncrl.experiments.simulate.world import Buffer, Clock
+from asyncrl.experiments.simulate.times import Draw, TimeModel, draw, draw_along
+from asyncrl.experiments.simulate.world import EventClock, SimulatedBuffer
 
 _TOKENS: dict[int, bytes] = {}
 
 
 @dataclass
-class Draws:
+class TimeSampler:
     """The times of one simulation, ready to draw from; shared by all generators."""
 
-    times: Times
+    times: TimeModel
     rng: random.Random
     noise: Draw
     length: Callable[[Ticket, int], int]
@@ -52,31 +59,31 @@ class Draws:
     cut: int = 0  # samples that agent.deadline_s ended
 
 
-def draws(times: Times, config: Config, seed: int, stage: Draw) -> Draws:
+def draws(times: TimeModel, config: Config, seed: int, stage: Draw) -> TimeSampler:
     """`stage`: the share of the batches that are trained."""
     rng = random.Random(seed)
 
-    def of(name: str) -> Draw:
+    def draw_from(name: str) -> Draw:
         return draw(getattr(times, name), rng, name, stage)
 
-    return Draws(
+    return TimeSampler(
         times,
         rng,
-        noise=of("noise"),
+        noise=draw_from("noise"),
         length=_lengths(times, config, rng),
-        reward=of("reward"),
-        swap=of("swap"),
-        train=of("train"),
-        batch=of("batch"),
-        commit=of("commit"),
-        publish=of("publish"),
-        checkpoint=of("checkpoint"),
-        calls=of("calls"),
-        tool=of("tool"),
+        reward=draw_from("reward"),
+        swap=draw_from("swap"),
+        train=draw_from("train"),
+        batch=draw_from("batch"),
+        commit=draw_from("commit"),
+        publish=draw_from("publish"),
+        checkpoint=draw_from("checkpoint"),
+        calls=draw_from("calls"),
+        tool=draw_from("tool"),
     )
 
 
-def _lengths(times: Times, config: Config, rng: random.Random) -> Callable[[Ticket, int], int]:
+def _lengths(times: TimeModel, config: Config, rng: random.Random) -> Callable[[Ticket, int], int]:
     """Tokens of an answer.  Recorded groups are drawn whole, for the answers to one prompt are
     about equally long, and along the run, as they change.
     """
@@ -94,7 +101,7 @@ def _lengths(times: Times, config: Config, rng: random.Random) -> Callable[[Tick
         config.learner.steps * config.learner.groups,
     )
     ticket_now = 0
-    at_stage = along(groups, rng, lambda: ticket_now / whole)
+    at_stage = draw_along(groups, rng, lambda: ticket_now / whole)
 
     def of_group(ticket: Ticket, sample: int) -> int:
         nonlocal ticket_now
@@ -111,7 +118,7 @@ def _lengths(times: Times, config: Config, rng: random.Random) -> Callable[[Tick
 
 
 @dataclass(slots=True)
-class Row:
+class SimulatedSample:
     """A sample being written.  Of its call: `born` in the engine's steps, `length` in tokens,
     `mark` the weights it started with.  Of the session: calls to come, the call under way included,
     when it began, and spans of the calls that have ended.
@@ -124,15 +131,15 @@ class Row:
     born: int = 0
     length: int = 0
     mark: int = 0
-    spans: list[Span] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
 
     @property
-    def written(self) -> int:
+    def finished_tokens(self) -> int:
         """Tokens of the calls that have ended."""
         return self.spans[-1].end if self.spans else 0
 
     @property
-    def key(self) -> Key:
+    def sample_key(self) -> Key:
         return self.ticket.ticket, self.sample, self.ticket.attempt
 
 
@@ -141,17 +148,22 @@ def _reward_processes(config: Config) -> int:
     cores.
     """
     workers = config.reward.workers
-    own = config.reward.apart
+    own = config.reward.uses_reward_processes
     if workers == "auto":
         return len(os.sched_getaffinity(0)) if own else 0
     return workers or int(own)
 
 
-class Generator:
+class SimulatedGenerator:
     """One generator.  `sleeping`: its engine is empty, and it waits for a message."""
 
     def __init__(
-        self, index: int, clock: Clock, buffer: Buffer, config: Config, shared: Draws
+        self,
+        index: int,
+        clock: EventClock,
+        buffer: SimulatedBuffer,
+        config: Config,
+        shared: TimeSampler,
     ) -> None:
         self.name = f"generator-{index}"
         self.session = 1
@@ -159,12 +171,16 @@ class Generator:
         self.slots = config.generator.slots
         agent = config.agent
         # samples open at once: rows of the engine, or sessions, of which the gateway's are shared
-        self.most_open = math.ceil(agent.sessions / config.generators) if agent.on else self.slots
-        self.session_s = agent.deadline_s if agent.on else math.inf
-        self.session_tokens = agent.max_tokens if agent.on else math.inf
-        self.session_calls = agent.max_calls if agent.on and agent.max_calls else math.inf
+        self.most_open = (
+            math.ceil(agent.sessions / config.generators) if agent.uses_sessions else self.slots
+        )
+        self.session_s = agent.deadline_s if agent.uses_sessions else math.inf
+        self.session_tokens = agent.max_tokens if agent.uses_sessions else math.inf
+        self.session_calls = (
+            agent.max_calls if agent.uses_sessions and agent.max_calls else math.inf
+        )
         self.frame_bytes = config.wires.frame_bytes
-        one = config.generators == 1 and not agent.on
+        one = config.generators == 1 and not agent.uses_sessions
         self.lockstep = config.staleness.limit == 0 and one
         self.drain = config.weights.in_flight == "between_groups"
         self.workers = _reward_processes(config)
@@ -177,18 +193,20 @@ class Generator:
         self.lost = False
         self.start()
         if self.times.lost_every:
-            clock.at(shared.rng.expovariate(1 / self.times.lost_every), self.lose)
+            clock.schedule(shared.rng.expovariate(1 / self.times.lost_every), self.crash)
 
     def start(self) -> None:
         """Empty hands."""
-        self.schedule = Schedule(drain_first=self.drain, lockstep=self.lockstep)
+        self.schedule = TicketSchedule(drain_first=self.drain, lockstep=self.lockstep)
         self.told: Label | None = None
         self.loaded: Label | None = None
-        self.engine: dict[int, list[Row]] = {}  # step at which they end -> rows
-        self.ended: list[Row] = []  # in the decode call under way
+        self.engine: dict[int, list[SimulatedSample]] = {}  # step at which they end -> rows
+        self.ended: list[SimulatedSample] = []  # in the decode call under way
         self.live = self.engine_clock = 0
-        self.open: dict[Key, Row] = {}
-        self.returned: deque[Row] = deque()  # sessions whose next call waits for a free row
+        self.open: dict[Key, SimulatedSample] = {}
+        self.returned: deque[SimulatedSample] = (
+            deque()
+        )  # sessions whose next call waits for a free row
         self.marks: list[tuple[int, Label]] = []
         # when each reward process has judged all that it was given
         self.free = [self.clock.now] * self.workers
@@ -202,12 +220,12 @@ class Generator:
 
     # ---- messages --------------------------------------------------------------------------------
 
-    def announced(self, session: int, said: Announcement) -> None:
+    def on_announcement(self, session: int, said: PolicyAnnouncement) -> None:
         if session == self.session and not self.lost:
             self.schedule.announce(said)
 
-    def granted(
-        self, session: int, sequence: int, tickets: list[Ticket], said: Announcement
+    def on_grant(
+        self, session: int, sequence: int, tickets: list[Ticket], said: PolicyAnnouncement
     ) -> None:
         if session != self.session or self.lost:
             return
@@ -216,7 +234,7 @@ class Generator:
         self.schedule.announce(said)
         if sequence == self.sequence:
             self.asked = 0
-        self.schedule.take(tickets)
+        self.schedule.add_tickets(tickets)
         if self.sleeping:
             self.wake()
 
@@ -235,7 +253,7 @@ class Generator:
 
     # ---- the loop --------------------------------------------------------------------------------
 
-    def heard(self) -> tuple[float, float]:
+    def reported_times(self) -> tuple[float, float]:
         """Busy and idle seconds as the buffer knows them: of the last Renew, which comes in sleep
         too.
         """
@@ -248,7 +266,7 @@ class Generator:
         """Work came: time asleep was idle, in whole looks at the socket (a look that brings work
         counts as work).
         """
-        self.heard()
+        self.reported_times()
         slept = self.clock.now - self.idle_since
         idle = slept if self.calls else math.floor(slept / IDLE_POLL_S) * IDLE_POLL_S
         self.idle += idle
@@ -262,12 +280,12 @@ class Generator:
         now = self.clock.now + self.swap()
         admitted = self.admit()
         if not self.live:
-            self.clock.at(now, self.end, self.session, 0, [])
+            self.clock.schedule(now, self.end, self.session, 0, [])
             return
         rows = self.live
         times = self.times
         first = self.engine_clock
-        done: list[Row] = []
+        done: list[SimulatedSample] = []
         for step in range(first + 1, first + DECODE_STEPS + 1):
             self.engine_clock = step
             if (ended := self.engine.pop(step, None)) is not None:
@@ -285,7 +303,7 @@ class Generator:
                 + times.admit * admitted
             )
         )
-        self.clock.at(
+        self.clock.schedule(
             now + seconds + times.look + times.finish * len(done),
             self.end,
             self.session,
@@ -295,7 +313,7 @@ class Generator:
 
     def swap(self) -> float:
         """Load what the schedule wants; returns the seconds it takes."""
-        goal = self.schedule.wanted(self.loaded)
+        goal = self.schedule.next_version(self.loaded)
         if goal is None:
             return 0.0
         self.loaded = goal
@@ -315,20 +333,20 @@ class Generator:
         room = min(self.slots - self.live, self.most_open - len(self.open))
         for held, sample in self.schedule.admit(self.loaded, room) if room > 0 else ():
             calls = round(min(self.session_calls, max(1.0, self.draws.calls())))
-            row = Row(held.ticket, sample, self.clock.now, calls)
-            self.open[row.key] = row
+            row = SimulatedSample(held.ticket, sample, self.clock.now, calls)
+            self.open[row.sample_key] = row
             self.enter(row)
         return self.live - before
 
-    def enter(self, row: Row) -> None:
+    def enter(self, row: SimulatedSample) -> None:
         """A row of the engine for a call."""
-        left = self.session_tokens - row.written
+        left = self.session_tokens - row.finished_tokens
         row.length = int(min(left, self.draws.length(row.ticket, row.sample)))
         row.born, row.mark = self.engine_clock, len(self.marks) - 1
         self.engine.setdefault(self.engine_clock + row.length, []).append(row)
         self.live += 1
 
-    def end(self, session: int, rows: int, done: list[Row]) -> None:
+    def end(self, session: int, rows: int, done: list[SimulatedSample]) -> None:
         """What came of the decode steps: rewards, deliveries, the next request."""
         if session != self.session or self.lost:
             return
@@ -342,29 +360,29 @@ class Generator:
             self.idle += now - self.idle_since
         self.idle_since = now
         for row in done:
-            self.called_back(row)
+            self.on_call_end(row)
         self.collect()
         self.deliver()
         self.want()
         if now - self.renewed >= RENEW_S:
             self.renewed, self.said = now, (self.busy, self.idle)
-        if self.live or self.schedule.wanted(self.loaded) is not None or self._startable():
+        if self.live or self.schedule.next_version(self.loaded) is not None or self._startable():
             self.begin()
             return
         self.sleeping = True
         self.buffer.awake.pop(self.name, None)
         if self.calls:
-            self.clock.at(self.calls[0][0], self.judged_asleep, self.session)
+            self.clock.schedule(self.calls[0][0], self.on_judged_while_idle, self.session)
 
     def _startable(self) -> bool:
         if self.returned:
             return True
         room = len(self.open) < self.most_open
-        return room and any(h.ready(self.loaded) for h in self.schedule.order())
+        return room and any(h.is_ready(self.loaded) for h in self.schedule.order())
 
     # ---- sessions --------------------------------------------------------------------------------
 
-    def called_back(self, row: Row) -> None:
+    def on_call_end(self, row: SimulatedSample) -> None:
         """A call has ended: the tool's turn, or the session is over.  What reaches its deadline
         ends there, with the calls that it has; a call under way is let end.
         """
@@ -372,13 +390,13 @@ class Generator:
         row.calls -= 1
         now = self.clock.now
         end = row.began + self.session_s
-        if row.calls and row.written < self.session_tokens and now < end:
+        if row.calls and row.finished_tokens < self.session_tokens and now < end:
             back = now + self.draws.tool()
-            self.clock.at(min(back, end), self.back_from_tool, self.session, row, back < end)
+            self.clock.schedule(min(back, end), self.on_tool_return, self.session, row, back < end)
             return
         self.finish(row, cut=bool(row.calls) and now >= end)
 
-    def back_from_tool(self, session: int, row: Row, in_time: bool) -> None:
+    def on_tool_return(self, session: int, row: SimulatedSample, in_time: bool) -> None:
         if session != self.session or self.lost:
             return
         if self.sleeping:
@@ -390,41 +408,41 @@ class Generator:
         if self.sleeping:
             self.wake()
 
-    def finish(self, row: Row, *, cut: bool) -> None:
+    def finish(self, row: SimulatedSample, *, cut: bool) -> None:
         """The session is over."""
-        del self.open[row.key]
+        del self.open[row.sample_key]
         self.draws.lasted.append(self.clock.now - row.began)
         self.draws.cut += cut
-        self.schedule.done(row.key, row.written)
+        self.schedule.finish_sample(row.sample_key, row.finished_tokens)
         self.judge(self.trajectory(row))
 
-    def judged_asleep(self, session: int) -> None:
+    def on_judged_while_idle(self, session: int) -> None:
         if session == self.session and self.sleeping and not self.lost:
             self.wake()
 
     # ---- answers ---------------------------------------------------------------------------------
 
-    def spans(self, row: Row) -> list[Span]:
+    def spans(self, row: SimulatedSample) -> list[VersionSpan]:
         """Of the call that has just ended."""
-        spans: list[Span] = []
-        first = row.written
+        spans: list[VersionSpan] = []
+        first = row.finished_tokens
         for at, label in reversed(self.marks[row.mark :]):
             end = spans[-1].start if spans else first + row.length
             if (start := first + max(at - row.born, 0)) < end:
-                spans.append(Span(label, "", start, end, label))
+                spans.append(VersionSpan(label, "", start, end, label))
             if at <= row.born:
                 break
         return spans[::-1]
 
-    def trajectory(self, row: Row) -> Trajectory:
-        length = row.written
+    def trajectory(self, row: SimulatedSample) -> Trajectory:
+        length = row.finished_tokens
         tokens = _TOKENS.get(length) or _TOKENS.setdefault(length, bytes(4 * length))
         failed = self.times.failed and self.draws.rng.random() < self.times.failed
         reward = (
             0.0 if row.ticket.ticket % 1000 < 1000 * self.times.no_spread else float(row.sample % 2)
         )
         return Trajectory(
-            *row.key,
+            *row.sample_key,
             prompt_tokens=b"",
             tokens=tokens,
             behavior_logprobs=b"",
@@ -434,7 +452,7 @@ class Generator:
             reward_parts={},
             finish="stop",
             temperature=1.0,
-            failed=Failure("data", "simulated") if failed else "",
+            failed=RewardFailure("data", "simulated") if failed else "",
         )
 
     def judge(self, answer: Trajectory) -> None:
@@ -447,7 +465,7 @@ class Generator:
         seconds = self.draws.reward()
         if seconds > self.deadline:
             seconds = self.deadline
-            answer.failed = Failure("data", "the reward hung")
+            answer.failed = RewardFailure("data", "the reward hung")
         self.called += 1
         done = max(self.clock.now, self.free[0]) + seconds
         heapq.heapreplace(self.free, done)
@@ -468,7 +486,7 @@ class Generator:
             or now - self.fresh_since > LINGER_S
             or sum(map(size, self.fresh)) >= self.frame_bytes
         ):
-            self.buffer.tell(
+            self.buffer.send(
                 self.buffer.on_deliver, self, self.fresh, work=self.times.buffer * len(self.fresh)
             )
             self.fresh = []
@@ -480,51 +498,51 @@ class Generator:
         if free > 0 and free > self.asked:
             self.sequence += 1
             self.asked = free
-            self.buffer.tell(self.buffer.on_want, self, free, self.sequence)
+            self.buffer.send(self.buffer.on_want, self, free, self.sequence)
 
     # ---- a lost process --------------------------------------------------------------------------
 
-    def lose(self) -> None:
+    def crash(self) -> None:
         """The process ends now, with all it held; it comes back with a new session."""
         if not self.lost:
-            live = {row.key: row.written for row in self.open.values()}
+            live = {row.sample_key: row.finished_tokens for row in self.open.values()}
             for row in (row for ended in (*self.engine.values(), self.ended) for row in ended):
-                live[row.key] += self.engine_clock - row.born
-            self.buffer.tell(self.buffer.on_lost, tokens_written(self.schedule, live), self)
+                live[row.sample_key] += self.engine_clock - row.born
+            self.buffer.send(self.buffer.on_lost, ticket_progress(self.schedule, live), self)
             self.lost = True
             self.buffer.awake.pop(self.name, None)
             if self.times.restart > self.lease_s:  # the buffer does not wait for it
-                self.clock.at(
+                self.clock.schedule(
                     self.clock.now + self.lease_s,
-                    self.buffer.tell,
+                    self.buffer.send,
                     self.buffer.on_session,
                     self,
                     self.session + 1,
                 )
-            self.clock.at(self.clock.now + self.times.restart, self.back)
-        self.clock.at(
-            self.clock.now + self.draws.rng.expovariate(1 / self.times.lost_every), self.lose
+            self.clock.schedule(self.clock.now + self.times.restart, self.restart)
+        self.clock.schedule(
+            self.clock.now + self.draws.rng.expovariate(1 / self.times.lost_every), self.crash
         )
 
-    def back(self) -> None:
+    def restart(self) -> None:
         self.lost = False
         self.session += 1
         self.start()
         self.idle += self.clock.now - self.idle_since
         self.idle_since = self.clock.now
-        self.buffer.tell(self.buffer.on_session, self, self.session)
+        self.buffer.send(self.buffer.on_session, self, self.session)
         self.want()
 
 
-class Learner:
+class SimulatedLearner:
     """The learner's loop: ask, train, publish, commit; now and then a checkpoint."""
 
     def __init__(
         self,
-        clock: Clock,
-        buffer: Buffer,
+        clock: EventClock,
+        buffer: SimulatedBuffer,
         config: Config,
-        shared: Draws,
+        shared: TimeSampler,
         at_commit: Callable[[], None],
     ) -> None:
         self.clock, self.buffer, self.draws, self.times, self.settings = (
@@ -545,26 +563,26 @@ class Learner:
         self.steps: list[float] = []
 
     def hello(self) -> None:
-        self.buffer.tell(self.buffer.on_hello, self.max_lag)
-        self.buffer.tell(self.buffer.on_ask, 0)
+        self.buffer.send(self.buffer.on_hello, self.max_lag)
+        self.buffer.send(self.buffer.on_ask, 0)
 
-    def arrived(self, number: int, tokens: int) -> None:
+    def on_batch(self, number: int, tokens: int) -> None:
         self.batches[number] = tokens
-        self.next()
+        self.request_batch()
 
-    def next(self) -> None:
+    def request_batch(self) -> None:
         if self.training or self.number not in self.batches:
             return
         tokens = self.batches.pop(self.number)
         self.training = True
         if self.settings.prefetch and self.number + 1 < self.settings.steps:
-            self.buffer.tell(self.buffer.on_ask, self.number + 1)
+            self.buffer.send(self.buffer.on_ask, self.number + 1)
         scale = tokens / self.times.train_tokens if self.times.train_tokens else 1.0
         beside = self.times.beside if self.buffer.awake else 1.0
         seconds = beside * self.draws.train() * scale + self.draws.publish()
-        self.clock.at(self.clock.now + seconds, self.trained, seconds)
+        self.clock.schedule(self.clock.now + seconds, self.on_trained, seconds)
 
-    def trained(self, seconds: float) -> None:
+    def on_trained(self, seconds: float) -> None:
         now = self.clock.now
         number = self.number
         whole = max(now - self.mark, 1e-9)
@@ -575,20 +593,20 @@ class Learner:
         self.mark = now
         self.number += 1
         idle = self.shares[-1]
-        self.buffer.tell(self.buffer.on_commit, number, idle, work=self.draws.commit())
+        self.buffer.send(self.buffer.on_commit, number, idle, work=self.draws.commit())
         pause = 0.0
         if self.number % self.settings.checkpoint_every == 0 or self.number == self.settings.steps:
             pause = self.draws.checkpoint()
             self.saved = [*self.saved, self.number][-self.settings.keep_checkpoints :]
-        self.clock.at(now + pause, self.go_on, pause > 0)
+        self.clock.schedule(now + pause, self.continue_after_commit, pause > 0)
 
-    def go_on(self, saved: bool) -> None:
+    def continue_after_commit(self, saved: bool) -> None:
         self.training = False
         if saved:
-            self.buffer.tell(self.buffer.on_checkpointed, self.saved[0])
+            self.buffer.send(self.buffer.on_checkpointed, self.saved[0])
         if self.number == self.settings.steps:
-            self.buffer.tell(self.buffer.on_goodbye)
+            self.buffer.send(self.buffer.on_goodbye)
             return
         if not self.settings.prefetch:
-            self.buffer.tell(self.buffer.on_ask, self.number)
-        self.next()
+            self.buffer.send(self.buffer.on_ask, self.number)
+        self.request_batch()

@@ -24,14 +24,14 @@ from typing import NoReturn
 
 import msgspec
 
-from asyncrl.contract.errors import ConfigError, TakenOver
+from asyncrl.contract.errors import BufferTakenOver, ConfigError
 from asyncrl.records import atomic_write
 
 # held by a buffer for as long as it lives; of one that is displaced they say nothing any more
 LOCKS = (".buffer.alive", ".buffer.lock")
 
 
-class Began(msgspec.Struct, frozen=True):
+class TermStart(msgspec.Struct, frozen=True):
     """Whose a term is.  Written by the buffer that takes it; read by those who look for it.
 
     moved: it is not where the config says, but at `address`."""
@@ -46,25 +46,25 @@ def directory(run_dir: Path) -> Path:
     return run_dir / "terms"
 
 
-def files(run_dir: Path) -> list[Path]:
+def term_files(run_dir: Path) -> list[Path]:
     """Of all terms, oldest first."""
     return sorted(path for path in directory(run_dir).glob("[0-9]*") if path.name.isdecimal())
 
 
-def read(path: Path) -> tuple[Began | None, str]:
+def read(path: Path) -> tuple[TermStart | None, str]:
     """Whose a term is, and why it is over, "" while it is not.  Raises OSError."""
     first, _, rest = path.read_bytes().partition(b"\n")
     try:
-        began = msgspec.json.decode(first, type=Began)
+        began = msgspec.json.decode(first, type=TermStart)
     except msgspec.MsgspecError:
         began = None
     return began, rest.decode(errors="replace").strip()
 
 
-def moved_to(run_dir: Path) -> str:
+def current_address(run_dir: Path) -> str:
     """The address of the newest buffer, where that is another than the config's; "" as a rule."""
     with contextlib.suppress(OSError):
-        for path in files(run_dir)[-1:]:
+        for path in term_files(run_dir)[-1:]:
             began, _ = read(path)
             return began.address if began is not None and began.moved else ""
     return ""
@@ -88,10 +88,10 @@ def _end(path: Path, why: str) -> None:
         os.fsync(file.fileno())
 
 
-class Term:
+class BufferTerm:
     """The newest term, while no other is taken."""
 
-    def __init__(self, path: Path, began: Began, size: int) -> None:
+    def __init__(self, path: Path, began: TermStart, size: int) -> None:
         self.path = path
         self.began = began
         self.size = size  # of its file, while it is not over
@@ -105,16 +105,16 @@ class Term:
         try:
             descriptor = os.open(self.path, os.O_RDONLY)
         except FileNotFoundError:
-            self._over(f"{self.path} is gone")
+            self._raise_taken_over(f"{self.path} is gone")
         try:
             if os.fstat(descriptor).st_size == self.size:
                 return
         finally:
             os.close(descriptor)
-        self._over(read(self.path)[1])
+        self._raise_taken_over(read(self.path)[1])
 
-    def _over(self, why: str) -> NoReturn:
-        raise TakenOver(
+    def _raise_taken_over(self, why: str) -> NoReturn:
+        raise BufferTakenOver(
             f"the buffer of {self.path.parent.parent} is another one ({why}): this one, process "
             f"{self.began.pid} on {self.began.host} at {self.began.address}, ends, and has said "
             "nothing since"
@@ -126,7 +126,9 @@ class Term:
             _end(self.path, "ended")
 
 
-def take(run_dir: Path, address: str, *, moved: bool = False, supervised: bool = False) -> Term:
+def take_leadership(
+    run_dir: Path, address: str, *, moved: bool = False, supervised: bool = False
+) -> BufferTerm:
     """The next term, with all before it over.
 
     moved: peers find it at `address`, not where the config says.  Raises ConfigError where the
@@ -134,13 +136,13 @@ def take(run_dir: Path, address: str, *, moved: bool = False, supervised: bool =
     (`moved`), or has a supervisor, who knows of the one before, may."""
     where = directory(run_dir)
     atomic_write.directory(where)
-    began = Began(socket.gethostname(), os.getpid(), address, moved)
+    began = TermStart(socket.gethostname(), os.getpid(), address, moved)
     part = where / f".{began.host}-{began.pid}.part"
     data = msgspec.json.encode(began) + b"\n"
     atomic_write.write(part, data, sync=True)
     try:
         while True:
-            before = files(run_dir)
+            before = term_files(run_dir)
             if before and not (moved or supervised):
                 _refuse_elsewhere(run_dir, before[-1], began.host)
             path = where / f"{int(before[-1].name) + 1 if before else 1:08d}"
@@ -152,10 +154,10 @@ def take(run_dir: Path, address: str, *, moved: bool = False, supervised: bool =
     finally:
         part.unlink(missing_ok=True)
     atomic_write.sync_path(where)
-    for other in files(run_dir):
+    for other in term_files(run_dir):
         if other < path:
             _end(other, f"term {path.name} is process {began.pid} on {began.host} at {address}")
-    return Term(path, began, len(data))
+    return BufferTerm(path, began, len(data))
 
 
 def _refuse_elsewhere(run_dir: Path, newest: Path, host: str) -> None:

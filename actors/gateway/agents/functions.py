@@ -1,4 +1,4 @@
-"""A process that calls agent.function: `python -m actors.gateway.pushed.functions FD PARENT`.
+"""A process that calls agent.function: `python -m actors.gateway.agents.functions FD PARENT`.
 
 Every session is a thread: what it waits for is the model.  Coroutines run in one event loop for
 the whole process: a client made in the agent's module serves all sessions.  A coroutine that is to
@@ -21,9 +21,16 @@ from typing import Any
 
 import msgspec
 
-from actors.gateway.pushed.log import Log
-from actors.gateway.pushed.seats import Asked, Left, Seat, Setup, outcome, send
-from actors.reward_worker import Bounded, _read, said
+from actors.gateway.agents.agent_log import AgentLog
+from actors.gateway.agents.session_messages import (
+    AgentSetup,
+    SessionAccess,
+    SessionOrders,
+    SessionResult,
+    parse_outcome,
+    send,
+)
+from actors.reward_worker import BoundedOutput, _read, describe_exception
 from asyncrl.contract import importing
 from asyncrl.transport import child
 
@@ -85,48 +92,56 @@ def resolve(path: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def play(function: Callable[..., Any], seat: Seat, log: Log, loop: SharedLoop) -> Left:
+def run_session(
+    function: Callable[..., Any], seat: SessionAccess, log: AgentLog, loop: SharedLoop
+) -> SessionResult:
     """One session.  Whatever the function raises, an exit included, fails its session alone."""
     began = time.monotonic()
     try:
         value = function(seat.prompt, seat)
         if inspect.isawaitable(value):
             value = loop.result(seat.number, value)
-        return outcome(seat.number, value)
+        return parse_outcome(seat.number, value)
     except BaseException as error:
-        head = f"session {seat.name} {said(error)} after {time.monotonic() - began:.1f} s"
+        why = describe_exception(error)
+        head = f"session {seat.name} {why} after {time.monotonic() - began:.1f} s"
         log.write(head, traceback.format_exc().encode("utf-8", "replace"))
-        return Left(seat.number, "failed", why=said(error))
+        return SessionResult(seat.number, "failed", why=why)
 
 
 def serve(wire: socket.socket) -> None:
     """Play until the other side closes."""
     stream = wire.makefile("rb")
-    setup = msgspec.msgpack.decode(_read(stream) or b"", type=Setup)
+    setup = msgspec.msgpack.decode(_read(stream) or b"", type=AgentSetup)
     try:
         function = resolve(setup.function)
     except BaseException as error:
-        why = f"agent.function = {setup.function}: importing it {said(error)}"
-        send(wire, Left(-1, "broken", why=f"{why}; write module:function or file.py:function"))
+        why = f"agent.function = {setup.function}: importing it {describe_exception(error)}"
+        send(
+            wire,
+            SessionResult(-1, "broken", why=f"{why}; write module:function or file.py:function"),
+        )
         return
-    send(wire, Left(-1, "ready"))
-    log = Log(Path(setup.log))
+    send(wire, SessionResult(-1, "ready"))
+    log = AgentLog(Path(setup.log))
     loop = SharedLoop()
     writing = threading.Lock()
 
-    def one(seat: Seat) -> None:
-        left = play(function, seat, log, loop)
+    def run_and_reply(seat: SessionAccess) -> None:
+        left = run_session(function, seat, log, loop)
         with writing:
             send(wire, left)
 
-    decode = msgspec.msgpack.Decoder(Asked).decode
+    decode = msgspec.msgpack.Decoder(SessionOrders).decode
     while (payload := _read(stream)) is not None:
         asked = decode(payload)
         for seat in asked.seats:
-            threading.Thread(target=one, args=(seat,), name=seat.name, daemon=True).start()
+            threading.Thread(
+                target=run_and_reply, args=(seat,), name=seat.name, daemon=True
+            ).start()
         for number in asked.stop:
             loop.stop(number)
 
 
 if __name__ == "__main__":
-    child.run(int(sys.argv[1]), int(sys.argv[2]), serve, Bounded)
+    child.run(int(sys.argv[1]), int(sys.argv[2]), serve, BoundedOutput)

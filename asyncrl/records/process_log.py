@@ -44,7 +44,7 @@ def path(run_dir: Path) -> Path:
     return run_dir / "logs" / "lives.jsonl"
 
 
-def note(run_dir: Path, name: str, pid: int, event: str, **more: Any) -> None:
+def append_event(run_dir: Path, name: str, pid: int, event: str, **more: Any) -> None:
     """Add a row.  Nobody is stopped by a directory that cannot be written: these rows are for
     people who look.
     """
@@ -63,7 +63,7 @@ def note(run_dir: Path, name: str, pid: int, event: str, **more: Any) -> None:
         pass
 
 
-def rows(run_dir: Path) -> list[dict[str, Any]]:
+def read_events(run_dir: Path) -> list[dict[str, Any]]:
     """All rows, oldest first; a line that a power cut tore is left out."""
     out = []
     for line in (
@@ -78,24 +78,24 @@ def rows(run_dir: Path) -> list[dict[str, Any]]:
     return out
 
 
-def newest(run_dir: Path) -> dict[str, dict[str, Any]]:
+def latest_events(run_dir: Path) -> dict[str, dict[str, Any]]:
     """The newest row of each process; the end of one whose place another had taken is none, as it
     may come long after the other's beginning.
     """
-    return {row["name"]: row for row in rows(run_dir) if row.get("code") != TAKEN_OVER}
+    return {row["name"]: row for row in read_events(run_dir) if row.get("code") != TAKEN_OVER}
 
 
-def ends(run_dir: Path) -> list[dict[str, Any]]:
+def failed_ends(run_dir: Path) -> list[dict[str, Any]]:
     """The newest row of each process that has ended otherwise than well, or without a word; oldest
     first.
     """
     bad = [
         r
-        for r in newest(run_dir).values()
+        for r in latest_events(run_dir).values()
         if (
             r.get("code") not in (0, NOTHING)
             if r["event"] != "began"
-            else not alive(run_dir, r["name"])
+            else not is_alive(run_dir, r["name"])
         )
     ]
     return sorted(bad, key=lambda r: float(r["at"]))
@@ -113,14 +113,14 @@ def memory_kills() -> list[str | int]:
     return [] if kills is None else [boot, kills]
 
 
-def before(run_dir: Path, name: str, pid: int) -> Before:
+def previous_end(run_dir: Path, name: str, pid: int) -> Before:
     """How the life of `name` before that of process `pid` ended.  "": there was none.
 
     `ended`: well or told to.  `crashed`: by itself.  `outside`: by a signal, or without a word, and
     nothing that it did explains it: an operator, a scheduler, its machine.  `killed`: the same, but
     its supervisor ended it for holding the run up, the kernel has killed somebody for want of
     memory since it began, or that cannot be known."""
-    past = [row for row in rows(run_dir) if row["name"] == name and row["pid"] != pid]
+    past = [row for row in read_events(run_dir) if row["name"] == name and row["pid"] != pid]
     if not past:
         return ""
     last = past[-1]
@@ -162,7 +162,7 @@ def end_of(row: dict[str, Any]) -> str:
     return f"{who} ended with {how}{': ' + why if why else ''} at {when}"
 
 
-def alive(run_dir: Path, name: str) -> bool:
+def is_alive(run_dir: Path, name: str) -> bool:
     """Does a process of this name live, in this directory and on this machine?  `supervisor`,
     too.
     """
@@ -177,7 +177,7 @@ def alive(run_dir: Path, name: str) -> bool:
     return False
 
 
-class Life:
+class ProcessIncarnation:
     """One process of a run: its name is its own (`alone`; the learner's is not, the newer epoch
     wins), and the others see that it lives.
 
@@ -201,7 +201,7 @@ class Life:
         self.mine.truncate(0)
         self.mine.write(str(os.getpid()))
         self.mine.flush()
-        note(
+        append_event(
             run_dir,
             name,
             os.getpid(),
@@ -217,9 +217,9 @@ class Life:
 
     def end(self, code: int, why: str = "") -> bool:
         """It ends with this exit code; why: its error, if any.  True: it is the last one of the
-        directory, which is then its own until `free`.
+        directory, which is then its own until `release`.
         """
-        note(self.run_dir, self.name, os.getpid(), "ended", code=code, why=why)
+        append_event(self.run_dir, self.name, os.getpid(), "ended", code=code, why=why)
         self.mine.close()
         try:
             # gives the shared lock up first: of two that end at once, one gets it
@@ -228,7 +228,7 @@ class Life:
             return False
         return True
 
-    def free(self) -> None:
+    def release(self) -> None:
         self.all.close()
 
 

@@ -1,4 +1,4 @@
-"""One process of environments: `python -m actors.gateway.env_worker FD PARENT`, started by
+"""One process of environments: `python -m actors.gateway.environment_worker FD PARENT`, started by
 drive.py; it ends with its parent or its socket.
 
 Frames as those of reward processes: four bytes of length and msgpack.  In: Setup, then lists of Op.
@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from actors.reward_worker import Bounded, _read, one_line, said
+from actors.reward_worker import BoundedOutput, _read, describe_exception, first_line
 from asyncrl.config.agents import RANDOM, SELF
 from asyncrl.contract import importing
 from asyncrl.contract.errors import ConfigError
@@ -32,7 +32,7 @@ LONGEST = 1 << 20  # characters of what an environment says at once
 Observation = str | list[dict[str, Any]]
 
 
-class Setup(msgspec.Struct, frozen=True):
+class EnvironmentSetup(msgspec.Struct, frozen=True):
     """Once: what agent.env and agent.tools name, and whoever plays the other side of a game."""
 
     env: str
@@ -40,7 +40,7 @@ class Setup(msgspec.Struct, frozen=True):
     opponents: list[str] = []
 
 
-class Op(msgspec.Struct, frozen=True, array_like=True):
+class EnvironmentOperation(msgspec.Struct, frozen=True, array_like=True):
     """What a session's environment is to do.  message: the answer as a chat message, for tools."""
 
     session: int
@@ -54,7 +54,7 @@ class Op(msgspec.Struct, frozen=True, array_like=True):
     opponent: str = ""  # one of Setup's
 
 
-class Happened(msgspec.Struct, frozen=True, array_like=True):
+class EnvironmentEvent(msgspec.Struct, frozen=True, array_like=True):
     """What came of it.  failed: the environment raised, or returned what cannot be used; lost: its
     process ended while it was at another session's step.
 
@@ -82,7 +82,7 @@ def resolve(path: str, players: int = 1) -> Any:
     """
     module, _, name = path.rpartition(":")
     if module == "textarena":
-        return arena.found(name, players)
+        return arena.find_game(name, players)
     return getattr(importing.module(module), name)
 
 
@@ -93,10 +93,11 @@ def opponent(path: str) -> games.Opponent | None:
     if path == RANDOM:
         return games.random_move
     try:
-        return games.by_text(resolve(path))
+        return games.text_opponent(resolve(path))
     except BaseException as error:
         raise ConfigError(
-            f"the opponent {path}: importing it {said(error)}; write module:function or "
+            f"the opponent {path}: importing it {describe_exception(error)}; write "
+            "module:function or "
             "file.py:function"
         ) from error
 
@@ -115,7 +116,7 @@ def schema(function: Callable[..., Any]) -> dict[str, Any]:
             required.append(name)
     about = {
         "name": function.__name__,
-        "description": one_line(inspect.getdoc(function) or ""),
+        "description": first_line(inspect.getdoc(function) or ""),
         "parameters": {"type": "object", "properties": properties, "required": required},
     }
     return {"type": "function", "function": about}
@@ -135,33 +136,33 @@ class ToolLoop:
         out = []
         for call in message.get("tool_calls") or ():
             name = call["function"]["name"]
-            content = self._called(name, call["function"].get("arguments") or {})
+            content = self._call_tool(name, call["function"].get("arguments") or {})
             out.append({"role": "tool", "tool_call_id": call.get("id", ""), "content": content})
             if "name" not in out[-1]:
                 out[-1]["name"] = name
         return out
 
-    def _called(self, name: str, arguments: Any) -> str:
+    def _call_tool(self, name: str, arguments: Any) -> str:
         """What a tool returned; what it raised is said to the model: it is no failure of ours."""
         if name not in self.tools:
             return f"error: no tool {name!r}; there are {', '.join(self.tools)}"
         try:
             return str(self.tools[name](**arguments))[:LONGEST]
         except Exception as error:
-            return f"error: {type(error).__name__}: {one_line(str(error))}"
+            return f"error: {type(error).__name__}: {first_line(str(error))}"
 
 
 # ---- environments --------------------------------------------------------------------------------
 
 
-def number(value: Any, what: str) -> float:
+def check_number(value: Any, what: str) -> float:
     found = float(value)
     if not math.isfinite(found):
         raise ValueError(f"{what} is {found}, not a finite number")
     return found
 
 
-def observed(obs: Any) -> Observation:
+def check_observation(obs: Any) -> Observation:
     """Text, or chat messages.  Raises ValueError."""
     if isinstance(obs, str):
         return obs[:LONGEST]
@@ -172,13 +173,13 @@ def observed(obs: Any) -> Observation:
 
 def sides(env: Any) -> tuple[int, list[tuple[str, str]]]:
     """Whose turn it is in a game of two, and what the opponent did."""
-    return (env.asked, list(env.told)) if isinstance(env, games.Match) else (0, [])
+    return (env.asked, list(env.told)) if isinstance(env, games.GameMatch) else (0, [])
 
 
-class Environments:
+class EnvironmentHost:
     """The sessions of this process, each with an environment of its own."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: EnvironmentSetup) -> None:
         self.made = resolve(setup.env, 2 if setup.opponents else 1) if setup.env else None
         games.check(self.made, setup.env, setup.opponents)
         self.opponents = {path: opponent(path) for path in setup.opponents}
@@ -187,7 +188,7 @@ class Environments:
         self.schemas = [schema(function) for function in functions]
         self.sessions: dict[int, Any] = {}
 
-    def happened(self, op: Op) -> Happened | None:
+    def apply(self, op: EnvironmentOperation) -> EnvironmentEvent | None:
         """Do it.  What an environment raises, an exit included, fails its session alone."""
         try:
             if op.kind == "end":
@@ -200,32 +201,36 @@ class Environments:
             return self._reset(op) if op.kind == "reset" else self._step(op)
         except BaseException as error:
             self.sessions.pop(op.session, None)
-            why = f"the environment {said(error)} in {op.kind}"
-            return Happened(op.session, "failed", why=why) if op.kind != "end" else None
+            why = f"the environment {describe_exception(error)} in {op.kind}"
+            return EnvironmentEvent(op.session, "failed", why=why) if op.kind != "end" else None
 
-    def _reset(self, op: Op) -> Happened:
+    def _reset(self, op: EnvironmentOperation) -> EnvironmentEvent:
         assert self.made is not None
         env = self.made()
         if op.opponent:
-            env = games.Match(env, op.opponent, self.opponents[op.opponent])
+            env = games.GameMatch(env, op.opponent, self.opponents[op.opponent])
         self.sessions[op.session] = env
         options = {"prompt": op.prompt, "attempt": op.attempt, "first": op.first}
         obs, info = env.reset(seed=op.seed, options=options)
         tools = list((info or {}).get("tools", []))
         asked, told = sides(env)
-        return Happened(op.session, "ok", observed(obs), tools=tools, asked=asked, told=told)
+        return EnvironmentEvent(
+            op.session, "ok", check_observation(obs), tools=tools, asked=asked, told=told
+        )
 
-    def _step(self, op: Op) -> Happened:
+    def _step(self, op: EnvironmentOperation) -> EnvironmentEvent:
         env = self.sessions[op.session]
         obs, reward, terminated, truncated, info = env.step(op.text)
-        parts = {str(k): number(v, str(k)) for k, v in ((info or {}).get("parts") or {}).items()}
+        parts = {
+            str(k): check_number(v, str(k)) for k, v in ((info or {}).get("parts") or {}).items()
+        }
         ended = bool(terminated or truncated)
         asked, told = sides(env)
-        return Happened(
+        return EnvironmentEvent(
             op.session,
             "ok",
-            obs="" if ended else observed(obs),
-            reward=number(reward, "the reward"),
+            obs="" if ended else check_observation(obs),
+            reward=check_number(reward, "the reward"),
             ended=ended,
             truncated=bool(truncated),
             parts=parts,
@@ -233,45 +238,47 @@ class Environments:
             told=told,
         )
 
-    def _tools(self, op: Op) -> Happened:
+    def _tools(self, op: EnvironmentOperation) -> EnvironmentEvent:
         if op.kind == "reset":
             assert op.prompt is not None
             obs = self.loop.reset(op.prompt)
-            return Happened(op.session, "ok", obs, tools=self.schemas)
+            return EnvironmentEvent(op.session, "ok", obs, tools=self.schemas)
         said_now = self.loop.answer(op.message or {})
         if said_now:
-            return Happened(op.session, "ok", said_now)
-        return Happened(op.session, "ok", ended=True, judge=True)
+            return EnvironmentEvent(op.session, "ok", said_now)
+        return EnvironmentEvent(op.session, "ok", ended=True, judge=True)
 
 
 def serve(wire: socket.socket) -> None:
     """Answer until the other side closes."""
     stream = wire.makefile("rb")
 
-    def send(what: Happened) -> None:
+    def send(what: EnvironmentEvent) -> None:
         try:
             payload = msgspec.msgpack.encode(what)
         except Exception as error:  # an observation of objects that no message can carry
-            why = f"what the environment returned cannot be sent: {said(error)}"
-            payload = msgspec.msgpack.encode(Happened(what.session, "failed", why=why))
+            why = f"what the environment returned cannot be sent: {describe_exception(error)}"
+            payload = msgspec.msgpack.encode(EnvironmentEvent(what.session, "failed", why=why))
         wire.sendall(frame(payload))
 
-    setup = msgspec.msgpack.decode(_read(stream) or b"", type=Setup)
+    setup = msgspec.msgpack.decode(_read(stream) or b"", type=EnvironmentSetup)
     try:
-        environments = Environments(setup)
+        environments = EnvironmentHost(setup)
     except BaseException as error:
         named = f"agent.env = {setup.env}" if setup.env else f"agent.tools = {setup.tools}"
-        why = f"{named}: importing it {said(error)}; write module:name or file.py:name"
+        why = (
+            f"{named}: importing it {describe_exception(error)}; write module:name or file.py:name"
+        )
         why = str(error) if isinstance(error, ConfigError) else why
-        send(Happened(-1, "broken", why=why))
+        send(EnvironmentEvent(-1, "broken", why=why))
         return
-    send(Happened(-1, "ready"))
-    decode = msgspec.msgpack.Decoder(list[Op]).decode
+    send(EnvironmentEvent(-1, "ready"))
+    decode = msgspec.msgpack.Decoder(list[EnvironmentOperation]).decode
     while (payload := _read(stream)) is not None:
         for op in decode(payload):
-            if (what := environments.happened(op)) is not None:
+            if (what := environments.apply(op)) is not None:
                 send(what)
 
 
 if __name__ == "__main__":
-    child.run(int(sys.argv[1]), int(sys.argv[2]), serve, Bounded)
+    child.run(int(sys.argv[1]), int(sys.argv[2]), serve, BoundedOutput)

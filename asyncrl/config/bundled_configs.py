@@ -30,12 +30,12 @@ def find(path: str | Path) -> Path:
     return given
 
 
-def placed(value: Any, folder: Path) -> Any:
+def substitute_here(value: Any, folder: Path) -> Any:
     """A raw table with `{here}` at the beginning of its texts replaced by `folder`, absolute."""
     if isinstance(value, dict):
-        return {key: placed(x, folder) for key, x in value.items()}
+        return {key: substitute_here(x, folder) for key, x in value.items()}
     if isinstance(value, list):
-        return [placed(x, folder) for x in value]
+        return [substitute_here(x, folder) for x in value]
     if isinstance(value, str) and (value == HERE or value.startswith(f"{HERE}/")):
         return f"{folder.resolve()}{value.removeprefix(HERE)}"
     return value

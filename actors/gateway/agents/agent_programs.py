@@ -1,4 +1,4 @@
-"""A process that starts agent.command: `python -m actors.gateway.pushed.commands FD PARENT`.
+"""A process that starts agent.command: `python -m actors.gateway.agents.agent_programs FD PARENT`.
 
 Each session is a program with a process group of its own.  When the program ends, is to stop, or
 this process ends, all its descendants are killed: its group, and what left the group.  While a
@@ -27,9 +27,17 @@ from typing import IO, Any
 
 import msgspec
 
-from actors.gateway.pushed.log import Log
-from actors.gateway.pushed.seats import NO_REWARD, Asked, Left, Seat, Setup, outcome, send
-from actors.reward_worker import Bounded, one_line
+from actors.gateway.agents.agent_log import AgentLog
+from actors.gateway.agents.session_messages import (
+    NO_REWARD,
+    AgentSetup,
+    SessionAccess,
+    SessionOrders,
+    SessionResult,
+    parse_outcome,
+    send,
+)
+from actors.reward_worker import BoundedOutput, first_line
 from asyncrl.transport import child
 
 KEPT_BYTES = 64 << 10  # of each of a program's two streams, the last ones
@@ -61,7 +69,7 @@ MODEL_VARIABLES = (
 _libc = ctypes.CDLL(None)
 
 
-def told(seat: Seat) -> dict[str, Any]:
+def sample_as_json(seat: SessionAccess) -> dict[str, Any]:
     """What a program reads of its sample: all but the answer."""
     prompt = seat.prompt
     return {
@@ -89,7 +97,7 @@ def inherited(patterns: Sequence[str]) -> dict[str, str]:
     }
 
 
-def environment(seat: Seat, folder: Path, patterns: Sequence[str] = ()) -> dict[str, str]:
+def environment(seat: SessionAccess, folder: Path, patterns: Sequence[str] = ()) -> dict[str, str]:
     """The environment of a session's program: what it inherits, and what OpenAI's and Anthropic's
     clients look for.  patterns: agent.env_pass.
     """
@@ -106,7 +114,9 @@ def environment(seat: Seat, folder: Path, patterns: Sequence[str] = ()) -> dict[
     }
 
 
-def judged(number: int, code: int, out: bytes, err: bytes, written: bytes | None) -> Left:
+def judge_exit(
+    number: int, code: int, out: bytes, err: bytes, written: bytes | None
+) -> SessionResult:
     """What came of a program that ended by itself: its exit code, the last bytes that it printed,
     the file that it wrote.
     """
@@ -115,21 +125,21 @@ def judged(number: int, code: int, out: bytes, err: bytes, written: bytes | None
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
         words = err.decode("utf-8", "replace").splitlines() or last
         why = next((line for line in reversed(words) if line.strip()), "")
-        return Left(number, "failed", why=one_line(f"{how}: {why}" if why else how))
+        return SessionResult(number, "failed", why=first_line(f"{how}: {why}" if why else how))
     text = written.decode("utf-8", "replace").strip() if written is not None else ""
     text = text or (last[-1] if last else "")
     if not text:
         why = f"{NO_REWARD}: print it as the last line, or write it to the file $ASYNCRL_REWARD"
-        return Left(number, "failed", why=why)
+        return SessionResult(number, "failed", why=why)
     try:
         value = json.loads(text)
     except ValueError:
-        why = f"gave what is no reward, a number or JSON: {one_line(text)!r:.100}"
-        return Left(number, "failed", why=why)
-    return outcome(number, value)
+        why = f"gave what is no reward, a number or JSON: {first_line(text)!r:.100}"
+        return SessionResult(number, "failed", why=why)
+    return parse_outcome(number, value)
 
 
-def _of_its_own() -> None:
+def _prepare_child() -> None:
     """In the new process: it ends with ours, should ours be killed; Ctrl-C means what it does; it
     is the reaper of its descendants, which execve keeps.
     """
@@ -138,17 +148,17 @@ def _of_its_own() -> None:
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-class Program:
+class AgentProgram:
     """A session's program: its process, what it has printed, its folder."""
 
-    def __init__(self, seat: Seat, setup: Setup) -> None:
+    def __init__(self, seat: SessionAccess, setup: AgentSetup) -> None:
         self.seat = seat
         self.began = time.monotonic()
         self.kill_at = 0.0  # when SIGKILL follows SIGTERM; 0: it was not asked to end
         self.folder = Path(tempfile.mkdtemp(prefix="asyncrl-agent-"))
         try:
             task = self.folder / "task.json"
-            task.write_text(json.dumps(told(seat)))
+            task.write_text(json.dumps(sample_as_json(seat)))
             with task.open("rb") as stdin:
                 self.process = subprocess.Popen(
                     setup.command,
@@ -157,7 +167,7 @@ class Program:
                     stderr=subprocess.PIPE,
                     env=environment(seat, self.folder, setup.env_pass),
                     start_new_session=True,
-                    preexec_fn=_of_its_own,  # no other thread is in this process
+                    preexec_fn=_prepare_child,  # no other thread is in this process
                 )
         except BaseException:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -185,7 +195,7 @@ class Program:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
-    def finish(self, running: set[int]) -> Left:
+    def finish(self, running: set[int]) -> SessionResult:
         """It has ended, or ends now, with its descendants.  Its folder is gone then.  running:
         the programs that go on.
         """
@@ -205,8 +215,8 @@ class Program:
             stream.close()
         os.close(self.ended)
         if self.kill_at:
-            return Left(self.seat.number, "failed", why="was ended: its session was over")
-        return judged(self.seat.number, code, out, err, written)
+            return SessionResult(self.seat.number, "failed", why="was ended: its session was over")
+        return judge_exit(self.seat.number, code, out, err, written)
 
 
 def end_strays(running: set[int]) -> None:
@@ -224,14 +234,14 @@ def end_strays(running: set[int]) -> None:
                 reaped = True
 
 
-class Programs:
+class AgentPrograms:
     """The programs of this process, and the loop that waits for them."""
 
-    def __init__(self, wire: socket.socket, setup: Setup) -> None:
+    def __init__(self, wire: socket.socket, setup: AgentSetup) -> None:
         self.wire = wire
         self.setup = setup
-        self.log = Log(Path(setup.log))
-        self.running: dict[int, Program] = {}
+        self.log = AgentLog(Path(setup.log))
+        self.running: dict[int, AgentProgram] = {}
         self.selector = selectors.DefaultSelector()
         self.selector.register(wire, selectors.EVENT_READ)
         self.incoming = bytearray()
@@ -240,12 +250,12 @@ class Programs:
     def processes(self) -> set[int]:
         return {program.process.pid for program in self.running.values()}
 
-    def begin(self, seat: Seat) -> None:
+    def start(self, seat: SessionAccess) -> None:
         try:
-            program = self.running[seat.number] = Program(seat, self.setup)
+            program = self.running[seat.number] = AgentProgram(seat, self.setup)
         except OSError as error:
             why = f"cannot be started: {error.strerror or error}"
-            send(self.wire, Left(seat.number, "failed", why=why))
+            send(self.wire, SessionResult(seat.number, "failed", why=why))
             return
         for stream in program.streams:
             self.selector.register(stream, selectors.EVENT_READ, (program, stream))
@@ -257,7 +267,7 @@ class Programs:
             program.kill_at = time.monotonic() + POLITE_S
             program.signal(signal.SIGTERM)
 
-    def finish(self, program: Program) -> None:
+    def finish(self, program: AgentProgram) -> None:
         for each in (*program.streams, program.ended):
             with contextlib.suppress(KeyError):
                 self.selector.unregister(each)
@@ -269,31 +279,31 @@ class Programs:
         self.log.write(head, *map(bytes, program.printed))
         send(self.wire, left)
 
-    def heard(self) -> bool:
+    def read_orders(self) -> bool:
         """Begin and stop what was asked; False when nobody is there any more."""
         try:
             data = self.wire.recv(CHUNK)
         except ConnectionResetError:  # the gateway ended and left something unread
             data = b""
         self.incoming += data
-        for payload in child.whole(self.incoming):
-            self.take(msgspec.msgpack.decode(payload, type=Asked))
+        for payload in child.take_frames(self.incoming):
+            self.apply_orders(msgspec.msgpack.decode(payload, type=SessionOrders))
         return bool(data)
 
-    def take(self, asked: Asked) -> None:
+    def apply_orders(self, asked: SessionOrders) -> None:
         for seat in asked.seats:
-            self.begin(seat)
+            self.start(seat)
         for number in asked.stop:
             self.stop(number)
 
-    def turn(self) -> bool:
+    def step(self) -> bool:
         """What has happened, or the next deadline; False when the gateway has gone."""
         due = [program.kill_at for program in self.running.values() if program.kill_at]
         wait = max(0.0, min(due) - time.monotonic()) if due else None
         going = True
         for key, _ in self.selector.select(wait):
             if key.data is None:
-                going = self.heard() and going
+                going = self.read_orders() and going
                 continue
             program, stream = key.data
             if program.seat.number not in self.running:
@@ -319,21 +329,21 @@ def serve(wire: socket.socket) -> None:
     _libc.prctl(PR_SET_PDEATHSIG, 0)  # not at once: its programs first; the wire says it
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
     incoming = bytearray()
-    while not (payloads := child.whole(incoming)):
+    while not (payloads := child.take_frames(incoming)):
         if not (data := wire.recv(CHUNK)):
             return
         incoming += data
-    programs = Programs(wire, msgspec.msgpack.decode(payloads[0], type=Setup))
+    programs = AgentPrograms(wire, msgspec.msgpack.decode(payloads[0], type=AgentSetup))
     programs.incoming = incoming
-    send(wire, Left(-1, "ready"))
+    send(wire, SessionResult(-1, "ready"))
     try:
         for payload in payloads[1:]:
-            programs.take(msgspec.msgpack.decode(payload, type=Asked))
-        while programs.turn():
+            programs.apply_orders(msgspec.msgpack.decode(payload, type=SessionOrders))
+        while programs.step():
             pass
     finally:
         programs.close()
 
 
 if __name__ == "__main__":
-    child.run(int(sys.argv[1]), int(sys.argv[2]), serve, Bounded)
+    child.run(int(sys.argv[1]), int(sys.argv[2]), serve, BoundedOutput)

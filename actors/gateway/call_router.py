@@ -22,7 +22,7 @@ REMEMBERED = 16384  # samples of which is known who drew their last call
 
 
 @dataclass
-class Line:
+class ServingGenerator:
     """A generator that serves: its address, and the calls it has with the message they came in."""
 
     peer: bytes
@@ -31,34 +31,35 @@ class Line:
     heard_at: float
     sequence: int = 0
     calls: dict[int, int] = field(default_factory=dict)  # id -> number of the message
-    fresh: list[m.Call] = field(default_factory=list)
+    fresh: list[m.GenerationCall] = field(default_factory=list)
     cut: list[int] = field(default_factory=list)
     told: Label | None = None  # the newest weights it was told of
 
     @property
-    def room(self) -> float:
+    def free_slots(self) -> float:
         return AHEAD * self.slots - len(self.calls)
 
 
-class Switchboard:
-    """Pure: the clock is passed in, and messages come and go by `said`, `called` and `frames`."""
+class CallRouter:
+    """Pure: the clock is passed in, and messages come and go by `on_report`, `on_result` and
+    `frames`."""
 
     def __init__(self, run: str, silent_s: float) -> None:
         self.run = run
         self.silent_s = silent_s
-        self.lines: dict[str, Line] = {}
-        self.open: dict[int, m.Call] = {}
+        self.lines: dict[str, ServingGenerator] = {}
+        self.open: dict[int, m.GenerationCall] = {}
         self.queue: deque[int] = deque()
         self.again = 0  # calls sent again
         # (ticket, sample) -> the generator that drew its last call; the oldest first
         self.drew: dict[tuple[int, int], str] = {}
 
-    def place(self, call: m.Call) -> None:
+    def submit(self, call: m.GenerationCall) -> None:
         """A call to be drawn."""
         self.open[call.id] = call
         self.queue.append(call.id)
 
-    def cut(self, call: int) -> bool:
+    def cancel(self, call: int) -> bool:
         """End a call; True when no generator has it, so that no answer will come."""
         for line in self.lines.values():
             if call in line.calls:
@@ -67,27 +68,29 @@ class Switchboard:
         self.open.pop(call, None)
         return True
 
-    def forget(self, call: int) -> m.Call | None:
+    def forget(self, call: int) -> m.GenerationCall | None:
         """Nobody waits for it any more; the call, if it was to be drawn."""
         found = self.open.get(call)
-        self.cut(call)
+        self.cancel(call)
         self.open.pop(call, None)
         return found
 
-    def said(self, peer: bytes, message: m.Serving, now: float) -> m.Refused | None:
+    def on_report(self, peer: bytes, message: m.ServingReport, now: float) -> m.Refusal | None:
         """A generator tells of itself; what to answer if it is none of this run's."""
         if message.protocol != m.PROTOCOL or message.run != self.run:
-            return m.Refused(
+            return m.Refusal(
                 f"this gateway is of run {self.run} and speaks protocol {m.PROTOCOL}, "
                 f"{message.producer} is of {message.run} with {message.protocol}"
             )
         line = self.lines.get(message.producer)
         if line is None and len(self.lines) >= LINES:
-            return m.Refused(f"{LINES} generators serve, and {message.producer} is one too many", 2)
+            return m.Refusal(f"{LINES} generators serve, and {message.producer} is one too many", 2)
         if line is None or line.session != message.session:
             if line is not None:
-                self._lose(line)
-            line = self.lines[message.producer] = Line(peer, message.session, message.slots, now)
+                self._drop_generator(line)
+            line = self.lines[message.producer] = ServingGenerator(
+                peer, message.session, message.slots, now
+            )
         line.peer = peer
         line.slots = message.slots
         line.heard_at = now
@@ -95,10 +98,10 @@ class Switchboard:
         gone = [x for x, at in line.calls.items() if at <= message.heard and x not in held]
         for call in gone:
             del line.calls[call]
-            self._again(call)
+            self._resubmit(call)
         return None
 
-    def called(self, message: m.Called) -> m.Call | None:
+    def on_result(self, message: m.CallResult) -> m.GenerationCall | None:
         """An answer: the call it is of; None for one that was answered before, or forgotten."""
         found = self.open.pop(message.id, None)
         for name, line in self.lines.items():
@@ -114,31 +117,33 @@ class Switchboard:
         for name, line in list(self.lines.items()):
             if now - line.heard_at > self.silent_s:
                 del self.lines[name]
-                self._lose(line)
+                self._drop_generator(line)
 
-    def _lose(self, line: Line) -> None:
+    def _drop_generator(self, line: ServingGenerator) -> None:
         for call in line.calls:
-            self._again(call)
+            self._resubmit(call)
 
-    def _again(self, call: int) -> None:
+    def _resubmit(self, call: int) -> None:
         if call in self.open:
             self.again += 1
             self.queue.appendleft(call)
 
-    def _line(self, call: m.Call | None) -> Line | None:
+    def _choose_generator(self, call: m.GenerationCall | None) -> ServingGenerator | None:
         """Who is to draw a call; None: nobody serves."""
         if call is not None:
             last = self.lines.get(self.drew.get((call.ticket, call.sample), ""))
             if last is not None and len(last.calls) < last.slots:
                 return last
-        return max(self.lines.values(), key=lambda line: line.room, default=None)
+        return max(self.lines.values(), key=lambda line: line.free_slots, default=None)
 
-    def frames(self, announcement: m.Announcement | None) -> Sequence[tuple[bytes, m.Calls]]:
+    def frames(
+        self, announcement: m.PolicyAnnouncement | None
+    ) -> Sequence[tuple[bytes, m.CallAssignments]]:
         """What to send now: each call to its session's generator or to the one with most room,
         announcements to all."""
         while self.queue:
-            line = self._line(self.open.get(self.queue[0]))
-            if line is None or line.room <= 0:
+            line = self._choose_generator(self.open.get(self.queue[0]))
+            if line is None or line.free_slots <= 0:
                 break
             call = self.queue.popleft()
             if call in self.open:
@@ -151,7 +156,9 @@ class Switchboard:
                 continue
             line.sequence += 1
             line.told = label
-            message = m.Calls(line.session, line.sequence, line.fresh, line.cut, announcement)
+            message = m.CallAssignments(
+                line.session, line.sequence, line.fresh, line.cut, announcement
+            )
             line.fresh, line.cut = [], []
             out.append((line.peer, message))
         return out

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from actors.gateway.chat import Chat
-from actors.gateway.forest import Node
-from actors.gateway.pushed.pushing import Pushing
-from actors.gateway.requests import Manners
-from actors.gateway.sessions import Call, CallRefused, Session
-from actors.gateway.web import Bind, Endpoint, Opened
+from actors.gateway.agents.agent_pool import AgentPool
+from actors.gateway.call_tree import CallNode
+from actors.gateway.chat import ChatFormat
+from actors.gateway.requests import RequestPolicy
+from actors.gateway.sessions import CallRefused, Session, SessionCall
+from actors.gateway.web import Endpoint, ListenAddress, OpenedSession
 from asyncrl.contract import messages as m
 from asyncrl.contract.printable import escape_line
 from asyncrl.contract.versions import Label
@@ -35,13 +35,13 @@ OVER_S = 1.0  # how long those who ask are told that the run is over
 REMEMBERED = 4096  # sessions that ended, and leases
 
 
-class Door:
-    """A `web.Service`.  gateway: its turns and everything here run in one thread."""
+class SessionApi:
+    """A `web.SessionService`.  gateway: its turns and everything here run in one thread."""
 
     def __init__(self, gateway: Gateway) -> None:
         agent = gateway.config.agent
         self.gateway = gateway
-        self.manners = Manners(
+        self.manners = RequestPolicy(
             agent.model,
             agent.other_models,
             agent.sampling,
@@ -50,42 +50,42 @@ class Door:
             stops=frozenset(gateway.stops),
         )
         self.run_key = secrets.token_urlsafe(32)
-        self.opened: OrderedDict[str, Opened] = OrderedDict()
-        self.leases: OrderedDict[str, Opened] = OrderedDict()
+        self.opened: OrderedDict[str, OpenedSession] = OrderedDict()
+        self.leases: OrderedDict[str, OpenedSession] = OrderedDict()
         self.episodes: dict[str, Episode] = {}
-        self.drawing: dict[int, tuple[Call, asyncio.Future[Node | None]]] = {}
+        self.drawing: dict[int, tuple[SessionCall, asyncio.Future[CallNode | None]]] = {}
         self.asks = 0  # leases that wait for a sample
         # (ticket, sample, an evaluation's version) that some session has had
         self.begun: set[tuple[int, int, Label | None]] = set()
         self.news = asyncio.Event()
         self.due = asyncio.Event()  # the gateway's next turn is
-        self.pushing: Pushing | None = None  # who plays sessions here
+        self.pushing: AgentPool | None = None  # who plays sessions here
 
     # ---- what the endpoint asks ------------------------------------------------------------------
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         return self.gateway.over
 
     @property
-    def ending(self) -> bool:
+    def is_ending(self) -> bool:
         return self.gateway.ending
 
-    def now(self) -> float:
+    def current_time(self) -> float:
         return time.monotonic()
 
-    def find(self, name: str) -> Opened | None:
+    def find(self, name: str) -> OpenedSession | None:
         return self.opened.get(name)
 
-    async def lease(self, lease: str, wait_s: float) -> Opened | None:
-        until = self.now() + wait_s
+    async def lease(self, lease: str, wait_s: float) -> OpenedSession | None:
+        until = self.current_time() + wait_s
         self.asks += 1
         self.wake()
         try:
             while True:
-                found = self.leases.get(lease) or self.take(lease)
-                left = until - self.now()
-                if found is not None or left <= 0 or self.over or self.ending:
+                found = self.leases.get(lease) or self.lease_session(lease)
+                left = until - self.current_time()
+                if found is not None or left <= 0 or self.is_over or self.is_ending:
                     return found
                 self.news.clear()
                 try:
@@ -95,17 +95,17 @@ class Door:
         finally:
             self.asks -= 1
 
-    def take(self, lease: str) -> Opened | None:
+    def lease_session(self, lease: str) -> OpenedSession | None:
         """The next sample as a session."""
         gateway = self.gateway
-        held = next((held for held in gateway.line() if held.waiting), None)
-        if held is None or gateway.room < 1:
+        held = next((held for held in gateway.waiting_tickets() if held.waiting), None)
+        if held is None or gateway.free_sessions < 1:
             return None
         name = (held.ticket.ticket, held.waiting[0], held.ticket.exact_version)
         episode = gateway.episode(held, held.waiting.pop(0), first=name not in self.begun)
         self.begun.add(name)
         session = episode.session
-        assert isinstance(session.composer, Chat)
+        assert isinstance(session.composer, ChatFormat)
         prompt = held.ticket.prompt
         task = {
             "id": prompt.id,
@@ -114,7 +114,7 @@ class Door:
             "meta": prompt.meta,
             "split": prompt.split,
         }
-        made = Opened(
+        made = OpenedSession(
             session=session,
             chat=session.composer,
             key=secrets.token_urlsafe(32),
@@ -133,16 +133,16 @@ class Door:
             del self.opened[old]
         return made
 
-    async def draw(self, session: Session, call: Call) -> Node | None:
+    async def draw(self, session: Session, call: SessionCall) -> CallNode | None:
         episode = self.episodes.get(session.name)
         if episode is None:
             raise CallRefused(410, "session_ended", f"session {session.name} has ended")
-        answer: asyncio.Future[Node | None] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[CallNode | None] = asyncio.get_running_loop().create_future()
         self.drawing[self.gateway.ask(episode, call)] = call, answer
         self.wake()
         return await answer
 
-    def changed(self, session: Session) -> None:
+    def on_change(self, session: Session) -> None:
         episode = self.episodes.get(session.name)
         if episode is not None and session.state == "judging":
             self.gateway.submit(episode)
@@ -150,27 +150,27 @@ class Door:
 
     # ---- what the gateway tells ------------------------------------------------------------------
 
-    def drawn(self, episode: Episode, message: m.Called) -> None:
+    def on_result(self, episode: Episode, message: m.CallResult) -> None:
         """A call's answer has come, or a generator has refused it."""
         call, answer = self.drawing.pop(message.id)
         if message.failed and not answer.done():
             why = f"a generator cannot draw this call: {escape_line(message.failed)}"
             answer.set_exception(CallRefused(500, "call_refused", why))
-        node = episode.session.drawn(
+        node = episode.session.on_result(
             call,
             np.frombuffer(message.tokens, "<i4"),
             np.frombuffer(message.logprobs, "<f4"),
             message.spans,
             message.finish,
             past=message.lost,
-            now=self.now(),
+            now=self.current_time(),
         )
         if node is not None and not node.aside:
             episode.last = call
         if not answer.done():
             answer.set_result(node)
 
-    def call_of(self, call: Call) -> int | None:
+    def call_of(self, call: SessionCall) -> int | None:
         """The number under which a call is drawn."""
         return next((number for number, (each, _) in self.drawing.items() if each is call), None)
 
@@ -178,11 +178,11 @@ class Door:
         """A call is to be drawn anew, under another number."""
         self.drawing[now] = self.drawing.pop(was)
 
-    def dropped(self, episode: Episode) -> None:
+    def on_drop(self, episode: Episode) -> None:
         """The session is no more: delivered, or lost."""
         session = episode.session
         self.episodes.pop(session.name, None)
-        session.fail("its ticket is no more: the learner was started again", self.now())
+        session.fail("its ticket is no more: the learner was started again", self.current_time())
         for number, (call, answer) in list(self.drawing.items()):
             if session.open_calls.get(call.number) is call:
                 del self.drawing[number]
@@ -190,7 +190,7 @@ class Door:
                     why = f"session {session.name} is lost: lease another"
                     answer.set_exception(CallRefused(410, "session_lost", why))
 
-    def lost(self, opened: Opened) -> None:
+    def requeue(self, opened: OpenedSession) -> None:
         """Its agent went with another's: the sample waits again, as one that may have acted."""
         episode = self.episodes.get(opened.session.name)
         if episode is not None and episode.session.state == "open":
@@ -203,17 +203,17 @@ class Door:
         """Have the gateway take its turn now."""
         self.due.set()
 
-    def turned(self) -> None:
+    def after_turn(self) -> None:
         """After each turn: whoever waits for a sample looks again."""
         self.news.set()
 
 
-class Ears:
+class SocketWatcher:
     """Has a gateway take its turn when its sockets or wires have something to read, and every
     POLL_S at the latest, in the endpoint's thread.
     """
 
-    def __init__(self, gateway: Gateway, door: Door) -> None:
+    def __init__(self, gateway: Gateway, door: SessionApi) -> None:
         self.gateway = gateway
         self.door = door
         self.loop = asyncio.get_running_loop()
@@ -234,7 +234,7 @@ class Ears:
         for each in (self.gateway.socket, self.gateway.calls_socket):
             descriptor = each.socket.fileno()
             found[descriptor] = each.socket
-            tell[descriptor] = partial(self.spoken, each)
+            tell[descriptor] = partial(self.on_readable, each)
         for descriptor, each in list(self.heard.items()):
             if found.get(descriptor) is not each:
                 self.loop.remove_reader(descriptor)
@@ -243,12 +243,12 @@ class Ears:
             self.loop.add_reader(descriptor, tell[descriptor])
         self.heard = found
 
-    def spoken(self, each: BufferSocket | PeerSocket) -> None:
+    def on_readable(self, each: BufferSocket | PeerSocket) -> None:
         """A socket's descriptor has something: not always a message, and it may be read by now."""
         if each.waiting:
             self.door.wake()
 
-    async def news(self) -> None:
+    async def notify(self) -> None:
         """Until the next turn is due."""
         self.listen()
         waiting = (self.gateway.socket.waiting, self.gateway.calls_socket.waiting)
@@ -267,8 +267,8 @@ class Ears:
 async def serve(gateway: Gateway) -> None:
     """The gateway's loop with the endpoint."""
     agent = gateway.config.agent
-    door = gateway.door = Door(gateway)
-    bind = Bind(
+    door = gateway.door = SessionApi(gateway)
+    bind = ListenAddress(
         agent.host,
         agent.port,
         agent.certificate,
@@ -277,20 +277,20 @@ async def serve(gateway: Gateway) -> None:
     )
     endpoint = Endpoint(door, bind)
     await endpoint.start()
-    told(gateway.run_dir, endpoint.url, door.run_key)
+    write_endpoint_files(gateway.run_dir, endpoint.url, door.run_key)
     gateway.greet()
     if agent.command or agent.function:
-        door.pushing = Pushing(door, endpoint.url)
-    ears = Ears(gateway, door)
+        door.pushing = AgentPool(door, endpoint.url)
+    ears = SocketWatcher(gateway, door)
     try:
         while True:
-            await ears.news()
-            if gateway.turn():
+            await ears.notify()
+            if gateway.step():
                 break
             if door.pushing is not None:
-                door.pushing.turn()
-            door.turned()
-        gateway.turned_last()
+                door.pushing.step()
+            door.after_turn()
+        gateway.finish()
         door.news.set()
         if gateway.over:
             await asyncio.sleep(OVER_S)
@@ -301,11 +301,11 @@ async def serve(gateway: Gateway) -> None:
         ears.close()
 
 
-def told(run_dir: Path, url: str, key: str) -> None:
+def write_endpoint_files(run_dir: Path, url: str, key: str) -> None:
     """RUN/agent.url and RUN/agent.key, for a harness: the key for this user's eyes alone."""
     for name, text in (("agent.key", key), ("agent.url", url)):
         new = run_dir / f"{name}.new"
-        descriptor = private.opened(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        descriptor = private.open_private(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         with os.fdopen(descriptor, "w") as file:
             file.write(text + "\n")
         new.replace(run_dir / name)

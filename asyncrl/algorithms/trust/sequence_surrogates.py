@@ -7,7 +7,7 @@ import torch
 
 from asyncrl.algorithms import settings
 from asyncrl.algorithms.ratios import CLAMP, seq_mean, seq_sum
-from asyncrl.algorithms.trust.view import Tokens, Trust, opened, sides
+from asyncrl.algorithms.trust.view import SurrogateTerm, SurrogateTokens, sides, unclipped
 
 GMPO_CLIP = 0.4  # in nats of a token's log ratio
 
@@ -30,7 +30,7 @@ def vespo(
     return (k * x + m - m * x.exp()).exp() * adv
 
 
-def of_vespo(t: Tokens, c: settings.VespoLoss) -> Trust:
+def vespo_term(t: SurrogateTokens, c: settings.VespoLoss) -> SurrogateTerm:
     whole = seq_sum(torch.where(t.mask, t.raw, 0.0), t.seq, t.n)[t.seq]
     coefficient = vespo(
         whole,
@@ -38,7 +38,7 @@ def of_vespo(t: Tokens, c: settings.VespoLoss) -> Trust:
         positive=(c.vespo_k_pos, c.vespo_l_pos),
         negative=(c.vespo_k_neg, c.vespo_l_neg),
     )
-    return opened(coefficient, coefficient * t.lp)
+    return unclipped(coefficient, coefficient * t.lp)
 
 
 def oapl(log_w: torch.Tensor, adv: torch.Tensor, beta: float) -> torch.Tensor:
@@ -50,12 +50,12 @@ def oapl(log_w: torch.Tensor, adv: torch.Tensor, beta: float) -> torch.Tensor:
     return 2 * beta * (adv - beta * log_w)
 
 
-def of_oapl(t: Tokens, c: settings.OaplLoss) -> Trust:
+def oapl_term(t: SurrogateTokens, c: settings.OaplLoss) -> SurrogateTerm:
     inside = t.mask.to(t.raw.dtype)
     whole = seq_sum(torch.where(t.mask, t.raw, 0.0), t.seq, t.n)[t.seq]
     apart = c.oapl_beta * whole - t.adv
     length = seq_sum(inside, t.seq, t.n)[t.seq].clamp(min=1)
-    return opened(oapl(whole, t.adv, c.oapl_beta), -apart.square() / length)
+    return unclipped(oapl(whole, t.adv, c.oapl_beta), -apart.square() / length)
 
 
 def gmpo(
@@ -67,7 +67,7 @@ def gmpo(
     *,
     low: float = GMPO_CLIP,
     high: float = GMPO_CLIP,
-) -> Trust:
+) -> SurrogateTerm:
     """s A with s = exp(mean x'), x' the token's log ratio cut at `high` for A > 0 and at -low for A
     < 0; no gradient on the tokens that are cut (GMPO, arXiv 2507.20673).
 
@@ -78,10 +78,10 @@ def gmpo(
     cut = torch.where(over, high, torch.where(under, -low, log_r))
     whole = seq_mean(cut, mask, seq, n).clamp(-CLAMP, CLAMP).exp()[seq]
     clipped = sides(under, over)
-    return Trust(torch.where(clipped == 0, whole * adv, 0.0), whole * adv, clipped)
+    return SurrogateTerm(torch.where(clipped == 0, whole * adv, 0.0), whole * adv, clipped)
 
 
-def of_gmpo(t: Tokens, c: settings.GmpoLoss) -> Trust:
+def gmpo_term(t: SurrogateTokens, c: settings.GmpoLoss) -> SurrogateTerm:
     low = GMPO_CLIP if c.eps_low is None else c.eps_low
     high = GMPO_CLIP if c.eps_high is None else c.eps_high
     return gmpo(t.raw, t.adv, t.mask, t.seq, t.n, low=low, high=high)
@@ -112,7 +112,7 @@ def gepo(log_p: torch.Tensor, log_q: torch.Tensor, adv: torch.Tensor) -> torch.T
     return (log_p - log_q).clamp(-CLAMP, CLAMP).exp() * adv
 
 
-def of_gepo(t: Tokens, c: settings.GepoLoss) -> Trust:
+def gepo_term(t: SurrogateTokens, c: settings.GepoLoss) -> SurrogateTerm:
     now = seq_mean(t.lp, t.mask, t.seq, t.n)[t.seq]
     coefficient = gepo(now, t.prepass["group_q"], t.adv)
-    return opened(coefficient, coefficient)
+    return unclipped(coefficient, coefficient)

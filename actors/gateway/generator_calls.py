@@ -13,44 +13,46 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from actors.engine import Answer, Engine, Key, Request
-from actors.turn import NoRoom, Turn, Written
-from asyncrl.config.tree import Config, Reward
+from actors.engine import Completion, CompletionRequest, Engine, Key
+from actors.turn import GeneratorTurn, PromptTooLong, ScoredResponse
+from asyncrl.config.tree import Config, RewardConfig
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import AsyncrlError, BadMessage
 from asyncrl.contract.versions import Label
 from asyncrl.models.tokenizer import vocabulary
 from asyncrl.records.rundir import gateway_address, run_id
-from asyncrl.transport import inbound
+from asyncrl.transport import message_checks
 from asyncrl.transport.sockets import PeerSocket
 
 SAY_S = 0.5  # between two words of what is held
 
 
-class CallTurn(Turn):
+class CallTurn(GeneratorTurn):
     """A turn that draws calls: no rewards, no tickets of its own."""
 
     def __init__(self, config: Config, engine: Engine) -> None:
-        judged_elsewhere = msgspec.structs.replace(config, reward=Reward(workers=0))
+        judged_elsewhere = msgspec.structs.replace(config, reward=RewardConfig(workers=0))
         super().__init__(judged_elsewhere, engine, lockstep=False)
         self.vocabulary = vocabulary(config.model.path)
-        self.calls: dict[int, m.Call] = {}
+        self.calls: dict[int, m.GenerationCall] = {}
         self.keys: dict[int, Key] = {}  # of each call, in the schedule
         self.served = 0  # calls taken, which numbers them
-        self.answered: list[m.Called] = []
+        self.answered: list[m.CallResult] = []
 
-    def asks(self, *, unsent: bool = False) -> int:
+    def samples_to_request(self, *, unsent: bool = False) -> int:
         return 0
 
-    def take_calls(self, calls: Iterable[m.Call]) -> None:
+    def take_calls(self, calls: Iterable[m.GenerationCall]) -> None:
         """Keep those that are new; one that cannot be drawn is answered by a failure at once."""
         for call in calls:
             if call.id in self.calls:
                 continue
             try:
-                inbound.call(call, self.vocabulary, self.context)
+                message_checks.call(call, self.vocabulary, self.context)
             except BadMessage as error:
-                self.answered.append(m.Called(call.id, b"", b"", [], "length", failed=str(error)))
+                self.answered.append(
+                    m.CallResult(call.id, b"", b"", [], "length", failed=str(error))
+                )
                 continue
             self.served += 1
             ticket = m.Ticket(
@@ -66,12 +68,12 @@ class CallTurn(Turn):
             )
             self.calls[call.id] = call
             self.keys[call.id] = (call.id, call.sample, self.served)
-            self.schedule.take([ticket])
+            self.schedule.add_tickets([ticket])
             self.schedule.held[call.id, self.served].prompt = np.frombuffer(call.prompt, "<i4")
 
     def requests(
         self, loaded: Label | None, room: int | None = None
-    ) -> tuple[list[Request], list[NoRoom]]:
+    ) -> tuple[list[CompletionRequest], list[PromptTooLong]]:
         """What may start now with the weights `loaded`.  The gateway sizes calls: all fit."""
         room = self.engine.slots - self.engine.active if room is None else room
         out = []
@@ -79,14 +81,14 @@ class CallTurn(Turn):
             call = self.calls[held.ticket.ticket]
             sampling = call.sampling
             out.append(
-                Request(
+                CompletionRequest(
                     key=self.keys[call.id],
                     prompt=held.prompt,
                     group=call.prompt,
                     max_new_tokens=call.max_new_tokens,
                     temperature=sampling.temperature,
                     top_p=sampling.top_p,
-                    top_k=sampling.kept(sample),
+                    top_k=sampling.top_k_of(sample),
                     stop=self.stops,
                     seed=call.seed,
                     beside=call.stream,
@@ -95,13 +97,13 @@ class CallTurn(Turn):
             )
         return out, []
 
-    def finished(self, answer: Answer) -> Written | None:
+    def finished(self, answer: Completion) -> ScoredResponse | None:
         """A call is drawn: it waits to be sent."""
-        self.schedule.done(answer.key, len(answer.tokens))
+        self.schedule.finish_sample(answer.key, len(answer.tokens))
         if self.calls.pop(answer.key[0], None) is not None:
             del self.keys[answer.key[0]]
             self.answered.append(
-                m.Called(
+                m.CallResult(
                     answer.key[0],
                     np.ascontiguousarray(answer.tokens, dtype="<i4").tobytes(),
                     np.ascontiguousarray(answer.logprobs, dtype="<f4").tobytes(),
@@ -111,7 +113,7 @@ class CallTurn(Turn):
             )
         return None
 
-    def cut(self, ids: Iterable[int]) -> None:
+    def cancel_calls(self, ids: Iterable[int]) -> None:
         """End calls; how much of each was drawn is told."""
         for each in ids:
             if self.calls.pop(each, None) is None:
@@ -120,9 +122,9 @@ class CallTurn(Turn):
             tokens = self.engine.abort([key]).get(key, 0)
             if (held := self.schedule.held.get((key[0], key[2]))) is not None:
                 self.schedule.drop(held)
-            self.answered.append(m.Called(each, b"", b"", [], "length", tokens))
+            self.answered.append(m.CallResult(each, b"", b"", [], "length", tokens))
 
-    def dropped(self, call: int) -> None:
+    def drop_call(self, call: int) -> None:
         """A call of an epoch that is over: its session has ended with it."""
         self.calls.pop(call, None)
         self.keys.pop(call, None)
@@ -149,7 +151,7 @@ class CallPeer:
     def read(self) -> None:
         """Take in what has come."""
         while (message := self.socket.recv(0)) is not None:
-            if isinstance(message, m.Refused):
+            if isinstance(message, m.Refusal):
                 error = AsyncrlError(message.reason)
                 error.exit_code = message.exit_code
                 raise error
@@ -157,9 +159,9 @@ class CallPeer:
                 self.heard = max(self.heard, message.sequence)
                 self.turn.schedule.announce(message.announcement)
                 self.turn.take_calls(message.calls)
-                self.turn.cut(message.cut)
+                self.turn.cancel_calls(message.cut)
 
-    def tell(self, now: float, slots: int) -> None:
+    def send_report(self, now: float, slots: int) -> None:
         """Send what was drawn, and now and then what is held."""
         for called in self.turn.answered:
             self.socket.send(called)
@@ -167,7 +169,7 @@ class CallPeer:
         if now - self.said >= SAY_S:
             self.said = now
             self.socket.send(
-                m.Serving(
+                m.ServingReport(
                     protocol=m.PROTOCOL,
                     run=self.run,
                     producer=self.producer,

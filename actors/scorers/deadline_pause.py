@@ -11,11 +11,11 @@ from contextvars import ContextVar
 from asyncrl.contract.errors import ConfigError
 
 
-class Spent(ConfigError):
+class JudgeBudgetSpent(ConfigError):
     """The run's budget is used up: nothing more is sent, and the run ends."""
 
 
-class Held:
+class DeadlinePause:
     """The waits of one call, those of its parts side by side counted once."""
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Held:
         return self.total + (now - self.began if self.depth else 0.0)
 
 
-of_this_call: ContextVar[Held | None] = ContextVar("held", default=None)
+of_this_call: ContextVar[DeadlinePause | None] = ContextVar("held", default=None)
 
 
 @contextmanager

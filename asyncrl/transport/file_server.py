@@ -18,7 +18,7 @@ import msgspec
 
 from asyncrl.config.tree import Config
 from asyncrl.contract import importing
-from asyncrl.contract.errors import ConfigError, Damaged, PeerUnreachable
+from asyncrl.contract.errors import ConfigError, DamagedDataError, PeerUnreachable
 from asyncrl.records import private
 
 Part = Literal["model", "reward_model", "prompts", "heldout", "ood", "template", "reward"]
@@ -28,7 +28,7 @@ TRIES = 5  # connections that a file may take
 READ_BYTES = 1 << 20
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True):
+class FileEntry(msgspec.Struct, frozen=True, array_like=True):
     """A file.  given: it may be fetched; otherwise its digest alone is told."""
 
     part: Part
@@ -38,7 +38,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     given: bool
 
 
-class Source(Protocol):
+class FileSource(Protocol):
     """Where the bytes of a file come from: `asyncrl.transport.chunks.ChunkClient`."""
 
     def file(self, digest: str, begin: int, size: int) -> Iterator[bytes]:
@@ -59,13 +59,13 @@ def code_file(function: str) -> Path | None:
         return Path(name)
     if not name or "." in name:
         return None
-    importing.here_last()
+    importing.append_working_directory()
     spec = importlib.util.find_spec(name)
     alone = spec is not None and spec.origin is not None and not spec.submodule_search_locations
     return Path(str(spec.origin)) if spec is not None and alone else None
 
 
-def files(config: Config) -> list[tuple[Part, Path, bool]]:
+def files_to_serve(config: Config) -> list[tuple[Part, Path, bool]]:
     """What a generator of this run reads: (part, file, may it be fetched)."""
     directories: tuple[tuple[Part, str], ...] = (
         ("model", config.model.path),
@@ -92,31 +92,31 @@ def files(config: Config) -> list[tuple[Part, Path, bool]]:
     return found
 
 
-class Library:
+class FileServer:
     """The server's end.  Digests of large models take seconds: they are computed once, in a thread,
     when somebody asks first.
     """
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.entries: list[Entry] | None = None
+        self.entries: list[FileEntry] | None = None
         self.wrong = ""  # why there is no list
         self._paths: dict[str, Path] = {}
         self._thread: threading.Thread | None = None
 
-    def listing(self) -> list[Entry] | None:
+    def listing(self) -> list[FileEntry] | None:
         """None: it is being made; ask again."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._look, name="library", daemon=True)
+            self._thread = threading.Thread(target=self._refresh, name="library", daemon=True)
             self._thread.start()
         return self.entries
 
-    def _look(self) -> None:
+    def _refresh(self) -> None:
         entries = []
         try:
-            for part, path, given in files(self.config):
+            for part, path, given in files_to_serve(self.config):
                 digest = digest_of(path)
-                entries.append(Entry(part, path.name, path.stat().st_size, digest, given))
+                entries.append(FileEntry(part, path.name, path.stat().st_size, digest, given))
                 if given:
                     self._paths[digest] = path
         except (OSError, ImportError, ValueError) as error:
@@ -136,36 +136,38 @@ class Library:
 # ---- the cache -----------------------------------------------------------------------------------
 
 
-def checked(entries: list[Entry]) -> list[Entry]:
+def check_entries(entries: list[FileEntry]) -> list[FileEntry]:
     """The entries of one part.  Raises Damaged for names that lead elsewhere."""
     for entry in entries:
         name = entry.name
         if not name or Path(name).name != name or name in (".", "..") or not name.isprintable():
-            raise Damaged(f"the run names a file {name[:80]!r}, which no cache takes")
+            raise DamagedDataError(f"the run names a file {name[:80]!r}, which no cache takes")
     return entries
 
 
-def folder(entries: list[Entry]) -> str:
+def folder(entries: list[FileEntry]) -> str:
     """Names these files by what is in them."""
     rows = "".join(sorted(f"{entry.digest} {entry.name}\n" for entry in entries))
     return f"{entries[0].part}-{hashlib.sha256(rows.encode()).hexdigest()[:32]}"
 
 
-def whole(where: Path, entry: Entry) -> bool:
+def is_complete(where: Path, entry: FileEntry) -> bool:
     path = where / entry.name
     same_size = path.is_file() and path.stat().st_size == entry.size
     return same_size and digest_of(path) == entry.digest
 
 
-def bring(source: Source, entries: list[Entry], cache: Path, say: Callable[[str], None]) -> Path:
+def fetch_files(
+    source: FileSource, entries: list[FileEntry], cache: Path, say: Callable[[str], None]
+) -> Path:
     """The folder in `cache` that holds the files of one part, fetched as far as they are not there.
 
     Raises Damaged when bytes do not match their digest, PeerUnreachable, OSError."""
-    where = private.directory(cache) / folder(checked(entries))
+    where = private.directory(cache) / folder(check_entries(entries))
     with (cache / f"{where.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # of two that join at once, one fetches
         part = where if where.is_dir() else private.directory(cache / f"{where.name}.part")
-        missing = [entry for entry in entries if not whole(part, entry)]
+        missing = [entry for entry in entries if not is_complete(part, entry)]
         for entry in missing:
             say(f"fetching {entry.part}: {entry.name}, {entry.size / 2**20:.1f} MiB")
             fetch(source, entry, part / entry.name)
@@ -176,7 +178,7 @@ def bring(source: Source, entries: list[Entry], cache: Path, say: Callable[[str]
     return where
 
 
-def fetch(source: Source, entry: Entry, path: Path) -> None:
+def fetch(source: FileSource, entry: FileEntry, path: Path) -> None:
     """One file, going on behind what is there of it; read-only and complete afterwards."""
     part = path.with_name(path.name + ".part")
     for left in reversed(range(TRIES)):
@@ -191,14 +193,14 @@ def fetch(source: Source, entry: Entry, path: Path) -> None:
                 raise
     if digest_of(part) != entry.digest:
         part.unlink()
-        raise Damaged(
+        raise DamagedDataError(
             f"{entry.part}: {entry.name} does not match its digest: was the file changed since the "
             "run began? End the run and go on with it by --resume"
         )
     part.replace(path)
 
 
-def local_code(function: str, entry: Entry | None) -> None:
+def local_code(function: str, entry: FileEntry | None) -> None:
     """A reward function that the run does not give: the one here must be the same.  Raises
     ConfigError.
     """
