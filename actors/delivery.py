@@ -36,12 +36,12 @@ class TokenReport:
     """How many tokens for training this process has told the buffer of, by a count of its own: the
     check on the buffer's ledger.
 
-    >>> drawn = Drawn()
-    >>> drawn.reported([(0, 1, 5), (1, 2, 3)])
+    >>> drawn = TokenReport()
+    >>> drawn.on_report([(0, 1, 5), (1, 2, 3)])
     8
-    >>> drawn.delivered(0, 1, 4), drawn.delivered(0, 1, 4)
+    >>> drawn.on_delivery(0, 1, 4), drawn.on_delivery(0, 1, 4)
     (8, 11)
-    >>> drawn.reported([(1, 2, 7)])
+    >>> drawn.on_report([(1, 2, 7)])
     15
     """
 
@@ -81,8 +81,8 @@ class Outbox:
     """At most `credit` bytes are unacknowledged; several samples travel in one frame of about
     `frame_bytes`.
 
-    >>> box = Outbox(Wires(), "generator-0", 1)     # nothing to send: no frames
-    >>> list(box.frames(0.0, flush=True)), box.full
+    >>> box = Outbox(WiresConfig(), "generator-0", 1)     # nothing to send: no frames
+    >>> list(box.frames(0.0, flush=True)), box.is_full
     ([], False)
     """
 

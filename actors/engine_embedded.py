@@ -696,7 +696,7 @@ def round_mantissa(weights: torch.Tensor, bits: int) -> torch.Tensor:
     """The nearest numbers with `bits` stored mantissa bits, whatever their exponent: bfloat16 has
     7, fp8 (e4m3) 3.
 
-    >>> rounded(torch.tensor([1.0, 1.06, -1.07, 0.53, 3e-30]), 3).tolist()[:4]
+    >>> round_mantissa(torch.tensor([1.0, 1.06, -1.07, 0.53, 3e-30]), 3).tolist()[:4]
     [1.0, 1.0, -1.125, 0.5]
     """
     mantissa, exponent = torch.frexp(weights.float())

@@ -194,9 +194,9 @@ def next_pool_size(workers: int, cores: int, idle: float, rate: float, before: f
 
     rate: calls a second now; before: those before it was last enlarged, 0 if it never was.
 
-    >>> grown(1, 8, 6.0, 10.0, 0.0), grown(2, 8, 5.0, 19.0, 10.0), grown(4, 8, 1.2, 37.0, 19.0)
+    >>> next_pool_size(1, 8, 6.0, 10.0, 0.0), next_pool_size(2, 8, 5.0, 19.0, 10.0), next_pool_size(4, 8, 1.2, 37.0, 19.0)
     (2, 4, 5)
-    >>> grown(2, 8, 5.0, 11.0, 10.0), grown(2, 8, 0.3, 19.0, 10.0)
+    >>> next_pool_size(2, 8, 5.0, 11.0, 10.0), next_pool_size(2, 8, 0.3, 19.0, 10.0)
     (2, 2)
     """
     if idle < 0.5 or rate < WORTH * before:

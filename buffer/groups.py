@@ -94,10 +94,10 @@ class Lease:
 class LeaseTable:
     """Which attempts a session holds, of the leases that stand.
 
-    >>> leases = Leases()
+    >>> leases = LeaseTable()
     >>> leases.add("g", 1, 5, ticket=0), leases.add("g", 1, 6, ticket=1)
     (None, None)
-    >>> leases.unnamed("g", 1, taken=5, named=set()), leases.unnamed("g", 1, taken=6, named={5})
+    >>> leases.unnamed_attempts("g", 1, taken=5, named=set()), leases.unnamed_attempts("g", 1, taken=6, named={5})
     ([(0, 5)], [(1, 6)])
     """
 

@@ -85,7 +85,7 @@ def _read_frame(data: bytes, offset: int) -> tuple[int, bytes] | None:
 def segment_position(path: Path) -> tuple[int, int]:
     """Term and number of a segment, which order them.
 
-    >>> place(Path("journal/00000002-00000007.log")), place(Path("journal/00000008.log"))
+    >>> segment_position(Path("journal/00000002-00000007.log")), segment_position(Path("journal/00000008.log"))
     ((2, 7), (0, 8))
     """
     term, _, number = path.stem.rpartition("-")

@@ -272,7 +272,7 @@ class SampleRun(NamedTuple):
 class SampleFates:
     """(ticket, sample, attempt) -> what became of it, of the last `limit` samples.
 
-    >>> gone = Gone(3)
+    >>> gone = SampleFates(3)
     >>> gone.add_all(7, {(0, 9): "accepted", (1, 9): "accepted", (1, 8): "duplicate"})
     >>> gone.get((7, 1, 9)), gone.get((7, 1, 8)), gone.get((7, 2, 9)), len(gone.rows)
     ('accepted', 'duplicate', None, 3)
@@ -372,8 +372,8 @@ class StrayAttempt(NamedTuple):
 class StrayAttempts:
     """(ticket, attempt) -> Stray, of the last `limit` attempts.
 
-    >>> strays = Strays(2)
-    >>> for ticket in (4, 5, 6): strays.add(Stray(ticket, 10 + ticket, 8, 3))
+    >>> strays = StrayAttempts(2)
+    >>> for ticket in (4, 5, 6): strays.add(StrayAttempt(ticket, 10 + ticket, 8, 3))
     >>> strays.get(4, 14), strays.get(6, 16)
     (None, Stray(ticket=6, attempt=16, reported=8, delivered=3))
     """

@@ -171,7 +171,7 @@ def judge_metrics(machines: Iterable[tuple[str, Mapping[str, float]]]) -> dict[s
     machine tell of the same account, the newest of which counts.
 
     >>> here = [("a", {"judge/requests": 3.0}), ("a", {"judge/requests": 5.0, "x": 1.0})]
-    >>> of_judges([*here, ("b", {"judge/requests": 2.0, "judge/requests_left": 98.0})])
+    >>> judge_metrics([*here, ("b", {"judge/requests": 2.0, "judge/requests_left": 98.0})])
     {'judge/requests': 7.0, 'judge/requests_left': 98.0}
     """
     newest: dict[tuple[str, str], float] = {}

@@ -47,15 +47,15 @@ class NameHolder:
 class PeerSessions:
     """name -> the session that holds it.
 
-    >>> s = Sessions(silent_s=20.0)
-    >>> s.speak("g", 7, 0.0), s.speak("g", 3, 1.0), s.speak("g", 7, 3.0)
+    >>> s = PeerSessions(silent_s=20.0)
+    >>> s.on_message("g", 7, 0.0), s.on_message("g", 3, 1.0), s.on_message("g", 7, 3.0)
     ('new', 'waits', 'holds')
-    >>> s.speak("g", 7, 5.0), s.speak("g", 3, 5.5)
+    >>> s.on_message("g", 7, 5.0), s.on_message("g", 3, 5.5)
     ('holds', 'refused')
 
     The first one has been silent: the second takes over, for good.
 
-    >>> s.speak("g", 3, 30.0), s.speak("g", 7, 31.0)
+    >>> s.on_message("g", 3, 30.0), s.on_message("g", 7, 31.0)
     ('new', 'over')
     """
 

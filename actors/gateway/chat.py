@@ -345,7 +345,7 @@ def _bad(why: str) -> CallRefused:
 def parse_plain_text(text: str) -> Message:
     """agent.parser = "none": an answer is its text.
 
-    >>> whole_text("<tool_call>{}</tool_call>")
+    >>> parse_plain_text("<tool_call>{}</tool_call>")
     {'content': '<tool_call>{}</tool_call>'}
     """
     return {"content": text}

@@ -61,7 +61,7 @@ def longest_s(settings: JudgeConfig) -> float:
 def retry_after_s(header: str | None) -> float | None:
     """Seconds of a Retry-After: a number or a date; None for none, or one that is neither.
 
-    >>> asked_wait("1.5"), asked_wait("soon"), asked_wait(None), asked_wait("-3")
+    >>> retry_after_s("1.5"), retry_after_s("soon"), retry_after_s(None), retry_after_s("-3")
     (1.5, None, None, 0.0)
     """
     if header is None:

@@ -136,7 +136,7 @@ class RewardModelScorer:
 def group_by_length(lengths: list[int]) -> list[list[int]]:
     """Indices by length, in groups of at most TOKENS with their padding, at least one in each.
 
-    >>> together([3, 9000, 4])
+    >>> group_by_length([3, 9000, 4])
     [[0, 2], [1]]
     """
     groups: list[list[int]] = []

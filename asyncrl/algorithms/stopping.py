@@ -36,10 +36,10 @@ def step_share(kl: float, budget: float, step_kl: float | None = None) -> float:
 class KLBudget:
     """A KL budget over the optimizer steps of one batch; measures dK1 from its own first step.
 
-    >>> b = Budget(0.04)
-    >>> round(b.next(0.0), 3)    # nothing spent, dK1 unknown: a full step
+    >>> b = KLBudget(0.04)
+    >>> round(b.next_share(0.0), 3)    # nothing spent, dK1 unknown: a full step
     1.0
-    >>> round(b.next(0.0225), 3) # the step added sqrt(K) = 0.15 of 0.2: a third of another one fits
+    >>> round(b.next_share(0.0225), 3) # the step added sqrt(K) = 0.15 of 0.2: a third of another one fits
     0.333
     """
 

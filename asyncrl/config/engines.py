@@ -68,7 +68,7 @@ else:
 def engines_with(ability: str) -> str:
     """The engines that have it, as a message names them.
 
-    >>> which("exact")
+    >>> engines_with("exact")
     'embedded'
     """
     return " or ".join(name for name, row in ENGINES.items() if getattr(row, ability))

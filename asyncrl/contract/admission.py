@@ -68,7 +68,7 @@ class AdaptiveLimit(msgspec.Struct, frozen=True, array_like=True):
 def limit_evidence(metrics: Mapping[str, float], floor: float) -> LimitEvidence | None:
     """What a commit's metrics say; None: not what the rule needs.
 
-    >>> seen({"is/ess": 0.9, "by_lag/ess_0": 1.0, "by_lag/ess_1": 0.8, "by_lag/ess_2": 0.4}, 0.5)
+    >>> limit_evidence({"is/ess": 0.9, "by_lag/ess_0": 1.0, "by_lag/ess_1": 0.8, "by_lag/ess_2": 0.4}, 0.5)
     Seen(ess=0.9, held=1.0, idle=0.0)
     """
     ess = metrics.get("is/ess", math.nan)
@@ -94,13 +94,13 @@ def next_limit(
     by one; it rises by one while the learner waits for batches and the ESS is clear of the floor.
     After a move it rests until batches of the limit before are through.
 
-    >>> starved = Seen(ess=0.95, held=math.inf, idle=0.3)
-    >>> limit = Limit()
+    >>> starved = LimitEvidence(ess=0.95, held=math.inf, idle=0.3)
+    >>> limit = AdaptiveLimit()
     >>> for _ in range(3): limit = next_limit(limit, starved, 0.5, 16)
     >>> limit.now, limit.settling
     (2, 2)
-    >>> stale = Seen(ess=0.3, held=4.0, idle=0.0)
-    >>> limit = Limit(now=8)
+    >>> stale = LimitEvidence(ess=0.3, held=4.0, idle=0.0)
+    >>> limit = AdaptiveLimit(now=8)
     >>> for _ in range(3): limit = next_limit(limit, stale, 0.5, 16)
     >>> limit.now, limit.settling
     (4, 8)

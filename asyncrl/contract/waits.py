@@ -85,8 +85,8 @@ class BlockingSession(msgspec.Struct, frozen=True):
 
         >>> one = OpenSession(17, 3, "17.3.41", "prompt 5 'ab='", 6, "environment",
         ...     "the step of its environment", 209.0, 212.0, "agent.step_s", 88.0)
-        >>> held = HeldUp(one, "gateway-0", 150.0, 35.0, 7)
-        >>> print(held.said().replace("; ", ";\\n  ").replace(": ", ":\\n  "))
+        >>> held = BlockingSession(one, "gateway-0", 150.0, 35.0, 7)
+        >>> print(held.describe().replace("; ", ";\\n  ").replace(": ", ":\\n  "))
         the learner is held up by session 17.3.41 (prompt 5 'ab=', turn 6):
           it has waited 209 s for the step of its environment;
           agent.step_s ends that in 88 s;
@@ -149,7 +149,7 @@ def find_blocking_session(
 class ProgressWatchdog:
     """observe(...) at every status; `overdue` says since when, and the arithmetic of the deadline.
 
-    >>> w = Watchdog(multiple=10, floor_s=1, startup_s=60)
+    >>> w = ProgressWatchdog(multiple=10, floor_s=1, startup_s=60)
     >>> w.observe(0, 0, 0.0); w.overdue(59.0)
     ''
     >>> for n in range(1, 5): w.observe(n, n, 60.0 + 0.5 * n)
@@ -226,13 +226,13 @@ class WaitLog:
     deadline passes.
 
     >>> log = WaitLog(first_s=10)
-    >>> log.lines([Wait("learner", "batch 3", "buffer", 9.0)])
+    >>> log.lines([ProcessWait("learner", "batch 3", "buffer", 9.0)])
     []
-    >>> log.lines([Wait("learner", "batch 3", "buffer", 11.0)])
+    >>> log.lines([ProcessWait("learner", "batch 3", "buffer", 11.0)])
     ['learner has waited for buffer for 11 s: batch 3']
-    >>> log.lines([Wait("learner", "batch 3", "buffer", 19.0)])
+    >>> log.lines([ProcessWait("learner", "batch 3", "buffer", 19.0)])
     []
-    >>> log.lines([Wait("learner", "batch 3", "buffer", 23.0)])
+    >>> log.lines([ProcessWait("learner", "batch 3", "buffer", 23.0)])
     ['learner has waited for buffer for 23 s: batch 3']
     """
 
@@ -269,14 +269,14 @@ def blocking_process(
     waits for nobody; else none.
 
     >>> both = ["learner", "generator-0"]
-    >>> waits = [Wait("learner", "batch 3", "buffer", 9.0)]
-    >>> culprit(both, waits, {"learner": 0.1, "generator-0": 9.0}, 0.1, 5.0)
+    >>> waits = [ProcessWait("learner", "batch 3", "buffer", 9.0)]
+    >>> blocking_process(both, waits, {"learner": 0.1, "generator-0": 9.0}, 0.1, 5.0)
     'generator-0'
     >>> heard = {"learner": 0.4, "generator-0": 0.1}
-    >>> culprit(both, [Wait("generator-0", "a ticket", "buffer", 9.0)], heard, 0.1, 5.0)
+    >>> blocking_process(both, [ProcessWait("generator-0", "a ticket", "buffer", 9.0)], heard, 0.1, 5.0)
     'learner'
-    >>> waits += [Wait("generator-0", "the rewards of its answers", "generator-0-rewards", 9.0)]
-    >>> culprit(both, waits, heard, 0.1, 5.0)
+    >>> waits += [ProcessWait("generator-0", "the rewards of its answers", "generator-0-rewards", 9.0)]
+    >>> blocking_process(both, waits, heard, 0.1, 5.0)
     'generator-0'
     """
     if buffer_silent > patience:

@@ -138,7 +138,7 @@ def examine_run(config: Config, run_dir: Path, status: RunStatus | None) -> dict
 def link_metrics(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """The last step at which generators had told of their links: not each step has news of them.
 
-    >>> linked([{"step": 1, "link/ack_s": 2.0}, {"step": 2}])["step"]
+    >>> link_metrics([{"step": 1, "link/ack_s": 2.0}, {"step": 2}])["step"]
     1
     """
     return next((row for row in reversed(rows) if any(n.startswith("link/") for n in row)), {})
@@ -193,7 +193,7 @@ def describe_refusals(seen: dict[str, Any]) -> list[str]:
     it set aside.
 
     >>> seen = {"refused": {"number": 2, "token": 1}, "set_aside": ["R/set_aside/batch_3.jsonl"]}
-    >>> print(*refused(seen), sep="\\n")
+    >>> print(*describe_refusals(seen), sep="\\n")
     refused: 2 answers with a reward, part, log-probability or temperature that cannot be
     refused: 1 answers with tokens that the model does not have
     set aside, as the learner's lives ended on it: R/set_aside/batch_3.jsonl

@@ -50,9 +50,9 @@ def ask(address: str, curve_dir: str, timeout: float) -> RunStatus | None:
 class ProgressPace:
     """How long the rest of a run takes, by its last batches.
 
-    >>> pace = Pace()
+    >>> pace = ProgressPace()
     >>> for n in range(5): pace.observe(n, 10.0 * n)
-    >>> pace.left(10, now=40.0), pace.left(10, now=90.0)
+    >>> pace.seconds_left(10, now=40.0), pace.seconds_left(10, now=90.0)
     (60.0, 108.0)
     """
 
@@ -115,11 +115,11 @@ def describe_slow_link(metrics: Mapping[str, float]) -> str:
     """That the way between the generators and the others holds the run up, by its last step; ""
     while it does not.
 
-    >>> link({"link/fetch_share": 0.42, "link/fetch_mb_per_s": 11.9}).split(": ")
+    >>> describe_slow_link({"link/fetch_share": 0.42, "link/fetch_mb_per_s": 11.9}).split(": ")
     ['the link holds generators up', '42% of their time weights come over it, 11.9 MB/s each']
-    >>> link({"link/fetch_share": 0.01, "link/ack_s": 3.2})
+    >>> describe_slow_link({"link/fetch_share": 0.01, "link/ack_s": 3.2})
     'the link holds deliveries up: acknowledged after 3.2 s'
-    >>> link({"link/ack_s": 0.03})
+    >>> describe_slow_link({"link/ack_s": 0.03})
     ''
     """
     share, ack = metrics.get("link/fetch_share", 0.0), metrics.get("link/ack_s", 0.0)
@@ -138,7 +138,7 @@ def describe_unused_tokens(ledger: Mapping[str, Mapping[str, float]]) -> str:
     """Of the tokens of trained batches, those that moved nothing; "" while they are few.
 
     >>> ledger = {"trained": {"tokens": 60.0}, "skipped": {"tokens": 30.0}}
-    >>> unused(ledger | {"rejected": {"tokens": 10.0}})
+    >>> describe_unused_tokens(ledger | {"rejected": {"tokens": 10.0}})
     'of the tokens of its batches 30% skipped by early stopping, 10% rejected'
     """
     tokens = {

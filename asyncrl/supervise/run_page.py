@@ -429,7 +429,7 @@ def describe_limit_moves(rows: Sequence[Mapping[str, Any]]) -> str:
     """Where a limit that sets itself was moved, and by what; the last ones, "" where it was not.
 
     >>> row = {"step": 9, "limit/now": 2.0, "limit/before": 1.0, "limit/ess": 0.9}
-    >>> moves([{"step": 8}, row | {"limit/idle": 0.25}])
+    >>> describe_limit_moves([{"step": 8}, row | {"limit/idle": 0.25}])
     'limit from step 9 on 2 (was 1: ESS 0.90, learner idle 25%)'
     """
     said = [

@@ -204,7 +204,7 @@ def compose(config: Config, run_dir: Path) -> dict[str, Any]:
 def judge_totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """What a judge was asked in the whole run; {}: nothing.
 
-    >>> judged([{"judge/requests": 1.0}, {"judge/requests": 3.0, "step": 2}, {"step": 3}])
+    >>> judge_totals([{"judge/requests": 1.0}, {"judge/requests": 3.0, "step": 2}, {"step": 3}])
     {'requests': 3.0}
     """
     last: Mapping[str, Any] = next((row for row in reversed(rows) if "judge/requests" in row), {})

@@ -32,8 +32,8 @@ class FitExample(NamedTuple):
 def learning_rate_share(training: SftTraining, step: int) -> float:
     """Share of the learning rate at `step`, from 0.
 
-    >>> training = Training(steps=100, warmup_steps=20, lr_end=0.05)
-    >>> [round(share(training, step), 2) for step in (0, 19, 50, 99)]
+    >>> training = SftTraining(steps=100, warmup_steps=20, lr_end=0.05)
+    >>> [round(learning_rate_share(training, step), 2) for step in (0, 19, 50, 99)]
     [0.05, 0.81, 0.5, 0.05]
     """
     warm = (step + 1) / max(training.warmup_steps, 1)

@@ -28,7 +28,7 @@ MOST = 3  # stones of a heap
 def legal_moves(heaps: list[int]) -> list[str]:
     """Every move.
 
-    >>> legal([2, 0, 1])
+    >>> legal_moves([2, 0, 1])
     ['a1', 'a2', 'c1']
     """
     return [f"{n}{k}" for n, heap in zip(HEAPS, heaps, strict=True) for k in range(1, heap + 1)]
@@ -45,7 +45,7 @@ def best_move(text: str) -> str:
     """A move that wins where one does: it leaves heaps whose exclusive or is 0.  Else one stone of
     the first heap that has any.  text: ends with what its player is told.
 
-    >>> best("230:"), best("012:"), best("312:")
+    >>> best_move("230:"), best_move("012:"), best_move("312:")
     ('b1', 'c1', 'a1')
     """
     heaps = [int(stones) for stones in text[-len(HEAPS) - 1 : -1]]

@@ -512,9 +512,9 @@ def reachable_address(address: str, buffer: str) -> str:
     """Where to connect to a server that listens at `address`: on the buffer's host, when that is
     every host.
 
-    >>> reachable("tcp://0.0.0.0:5556", "tcp://10.0.0.1:5555")
+    >>> reachable_address("tcp://0.0.0.0:5556", "tcp://10.0.0.1:5555")
     'tcp://10.0.0.1:5556'
-    >>> reachable("tcp://10.0.0.2:5556", "tcp://10.0.0.1:5555")
+    >>> reachable_address("tcp://10.0.0.2:5556", "tcp://10.0.0.1:5555")
     'tcp://10.0.0.2:5556'
     """
     host, _, port = address.removeprefix("tcp://").rpartition(":")

@@ -143,10 +143,10 @@ class RelayTrees:
     `beyond` counts the copies that left the learner although `fan_out` had: nobody else had room,
     or could be reached.
 
-    >>> trees = Trees(2)
+    >>> trees = RelayTrees(2)
     >>> version = Label(1, 7), "d"
     >>> def of(name, host, *failed):
-    ...     return trees.place(version, Relay(name, host, 5000, ""), failed)
+    ...     return trees.assign_source(version, RelayPeer(name, host, 5000, ""), failed)
     >>> [of("a", "10.0.0.1"), of("b", "10.0.0.2"), of("c", "10.0.0.3"), of("d", "10.0.0.2")]
     ['', '', 'a', 'b']
 

@@ -36,9 +36,9 @@ def is_allowed(name: str, message: m.FromPeer) -> bool:
     """May the holder of `name`'s key say this?  A generator speaks for itself alone, a viewer only
     watches.
 
-    >>> allowed("generator-0", m.Leaving("generator-0", 7))
+    >>> is_allowed("generator-0", m.GeneratorGoodbye("generator-0", 7))
     True
-    >>> allowed("generator-0", m.Leaving("generator-1", 7)), allowed("viewer", m.Ask(1, 0))
+    >>> is_allowed("generator-0", m.GeneratorGoodbye("generator-1", 7)), is_allowed("viewer", m.Ask(1, 0))
     (False, False)
     """
     if isinstance(message, m.StatusRequest):

@@ -143,7 +143,7 @@ def config_differences(
 ) -> Differences:
     """Every leaf of two nested tables that differs, by its dotted key.
 
-    >>> differences({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 1, "c": 4}, "d": 3})
+    >>> config_differences({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 1, "c": 4}, "d": 3})
     {'a.c': (2, 4)}
     """
     out: Differences = {}

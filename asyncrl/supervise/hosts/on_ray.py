@@ -272,7 +272,7 @@ def bundles(config: Config) -> list[dict[str, float]]:
 def describe_resources(wanted: list[dict[str, float]], hosts: list[dict[str, float]]) -> str:
     """What was wanted and what there is, for the error.
 
-    >>> described([{"CPU": 1}, {"CPU": 2, "GPU": 1}], [{"CPU": 1.0, "memory": 5.0}])
+    >>> describe_resources([{"CPU": 1}, {"CPU": 2, "GPU": 1}], [{"CPU": 1.0, "memory": 5.0}])
     'wanted: 1 CPU; 2 CPU 1 GPU; hosts: 1 CPU'
     """
 

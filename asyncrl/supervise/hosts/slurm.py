@@ -63,7 +63,7 @@ exit $code
 def resources(host: HostPlacement) -> str:
     """The options of a task; Slurm counts whole ones.
 
-    >>> resources(Host(cpus=2, gpus=1)), resources(Host())
+    >>> resources(HostPlacement(cpus=2, gpus=1)), resources(HostPlacement())
     ('--cpus-per-task=2 --gpus-per-task=1', '--cpus-per-task=1')
     """
     if host.cpus % 1 or host.gpus % 1:
