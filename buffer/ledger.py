@@ -370,12 +370,12 @@ class StrayAttempt(NamedTuple):
 
 
 class StrayAttempts:
-    """(ticket, attempt) -> Stray, of the last `limit` attempts.
+    """(ticket, attempt) -> StrayAttempt, of the last `limit` attempts.
 
     >>> strays = StrayAttempts(2)
     >>> for ticket in (4, 5, 6): strays.add(StrayAttempt(ticket, 10 + ticket, 8, 3))
     >>> strays.get(4, 14), strays.get(6, 16)
-    (None, Stray(ticket=6, attempt=16, reported=8, delivered=3))
+    (None, StrayAttempt(ticket=6, attempt=16, reported=8, delivered=3))
     """
 
     def __init__(

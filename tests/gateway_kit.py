@@ -99,7 +99,7 @@ class Scripted:
         prompt = Prompt(number, "2+2=", answer="4")
         sampling = SamplingSettings(max_new_tokens=200)
         ticket = Ticket(number, 1, "train", prompt, [0], sampling, Label(1, 0), None, 0)
-        session = Session(ticket, 0, 1, self.limits, self.chat, opened=self.now())
+        session = Session(ticket, 0, 1, self.limits, self.chat, opened=self.current_time())
         task = {"id": number, "text": prompt.text}
         made = OpenedSession(session, self.chat, f"key-{number}", task, seed=number)
         self.sessions[session.name] = made
@@ -136,10 +136,10 @@ class Scripted:
         logprobs = np.linspace(-1, 0, len(ids), dtype=np.float32)
         spans = [VersionSpan(Label(1, 2), "d", 0, len(ids), Label(1, 2))]
         # type: ignore[arg-type]
-        return session.on_result(call, np.array(ids), logprobs, spans, finish, now=self.now())
+        return session.on_result(call, np.array(ids), logprobs, spans, finish, now=self.current_time())
 
     def on_change(self, session: Session) -> None:
-        session.tick(self.now())
+        session.tick(self.current_time())
         self.looked_at.append(session.name)
 
 

@@ -117,7 +117,7 @@ class World:
             filter_no_spread=filters,
             **more,
         )
-        self.adapters_disabled = off
+        self.off = off
         self.store = (
             weakened(off)(self.settings, PROMPTS.__getitem__) if off else make(self.settings)
         )
@@ -331,7 +331,7 @@ class World:
         version.
         """
         least = x.ticket.exact_version or x.ticket.min_version
-        enough = bool(x.runs) or "min_version" in self.adapters_disabled
+        enough = bool(x.runs) or "min_version" in self.off
         return (
             g.weights is not None
             and g.weights.epoch == least.epoch

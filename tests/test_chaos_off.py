@@ -43,13 +43,13 @@ PASS_S = 0.05
 MOST = 1000
 PATCHED = [
     (Store, "disposition"),
-    (Store, "in_order"),
+    (Store, "uses_ticket_order"),
     (batches, "judge"),
     (checks, "commit"),
-    (BufferService, "fenced"),
+    (BufferService, "is_fenced"),
     (BatchCursor, "read"),
     (Outbox, "frames"),
-    (RecordedStore, "settle"),
+    (RecordedStore, "flush_journal"),
 ]
 
 

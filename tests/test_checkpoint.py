@@ -219,7 +219,7 @@ def test_lives_that_begin_at_once_have_epochs_of_their_own_or_are_fenced(tmp_pat
     fork = multiprocessing.get_context("fork")
     out = fork.Queue()
     processes = [
-        fork.ProcessHandle(target=lives, args=(tmp_path / "c", seed, out)) for seed in range(4)
+        fork.Process(target=lives, args=(tmp_path / "c", seed, out)) for seed in range(4)
     ]
     for process in processes:
         process.start()

@@ -167,7 +167,7 @@ def test_the_first_token_tells_the_pause() -> None:
 
 
 def test_what_does_not_start_is_said_and_leaves_nothing(bench: Any, tmp_path: Path) -> None:
-    server = bench.servers.WeightsServer(tmp_path / "s")
+    server = bench.servers.Server(tmp_path / "s")
     server.start("other", ["sleep", "600"])
     server.start("one", [sys.executable, "-c", "print('no port'); raise SystemExit(3)"])
     other = server.processes["other"]
@@ -177,7 +177,7 @@ def test_what_does_not_start_is_said_and_leaves_nothing(bench: Any, tmp_path: Pa
 
 
 def test_what_ends_while_it_is_asked_is_said(bench: Any, tmp_path: Path) -> None:
-    server = bench.servers.WeightsServer(tmp_path / "rival")
+    server = bench.servers.Server(tmp_path / "rival")
     server.start("engine", ["sleep", "600"])
     server.start("endpoint", [sys.executable, "-c", "import sys; sys.exit('out of paper')"])
     try:

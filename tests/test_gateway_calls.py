@@ -274,7 +274,7 @@ def test_a_cut_call_tells_what_is_lost(turn) -> None:  # type: ignore[no-untyped
     turn.take_calls([call(1)])
     turn.engine.add(turn.requests(AT)[0])
     turn.engine.step(2)
-    turn.cut([1, 77])
+    turn.cancel_calls([1, 77])
     (told,) = turn.answered
     assert (told.id, told.tokens, told.lost) == (1, b"", 2)
     assert not turn.engine.active and not turn.schedule.held and not turn.calls

@@ -559,5 +559,5 @@ def test_a_buffer_found_elsewhere_is_greeted_and_asked_anew(
     wire.moved = True
     one_pass(g)
     again = [type(x).__name__ for x in wire.said]
-    assert again[0] == "GeneratorHello" and "Want" in first and "Want" in again
+    assert again[0] == "GeneratorHello" and "TicketRequest" in first and "TicketRequest" in again
     assert time.monotonic() - g.unanswered < CONNECT_S

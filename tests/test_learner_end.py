@@ -86,7 +86,7 @@ def test_the_model_is_exported_before_the_buffer_hears_the_goodbye(
     one.core.state.number = 2  # a life that finds the last checkpoint at the last step
     one.loop()
     # type: ignore[attr-defined]
-    assert one.finished and one.socket.seen["Goodbye"] == ["model/config.json", "weights_digest"]
+    assert one.finished and one.socket.seen["LearnerGoodbye"] == ["model/config.json", "weights_digest"]
     assert one.socket.seen["LearnerHello"] == []  # type: ignore[attr-defined]
 
 
@@ -158,7 +158,7 @@ def test_told_to_stop_it_leaves_a_checkpoint_and_exports_nothing(
     assert (
         not one.finished
         and list(one.directory.glob("number_0"))
-        and "Goodbye" not in one.socket.seen
+        and "LearnerGoodbye" not in one.socket.seen
     )  # type: ignore[attr-defined]
     assert not (one.run_dir / "model").exists()
 

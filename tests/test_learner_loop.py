@@ -137,7 +137,7 @@ def test_a_life_from_hello_to_goodbye(life: Made) -> None:
     # each batch is asked for, the next one while this one is trained, and none past the last
     assert [a.number for a in buffer.of(m.BatchRequest)] == list(range(STEPS))
     at = {type(x).__name__ + str(getattr(x, "number", "")): n for n, x in enumerate(buffer.sent)}
-    assert all(at[f"Ask{n + 1}"] < at[f"Commit{n}"] for n in range(STEPS - 1))
+    assert all(at[f"BatchRequest{n + 1}"] < at[f"Commit{n}"] for n in range(STEPS - 1))
     commits = buffer.of(m.Commit)
     assert [(c.epoch, c.number, c.label) for c in commits] == [
         (1, n, Label(1, n + 1)) for n in range(STEPS)
@@ -356,7 +356,7 @@ def test_without_prefetch_one_batch_is_asked_for_at_a_time(life: Made) -> None:
         for x in buffer.sent
         if isinstance(x, m.BatchRequest | m.Commit)
     ]
-    assert order == [("Ask", 0), ("Commit", 0), ("Ask", 1), ("Commit", 1)]
+    assert order == [("BatchRequest", 0), ("Commit", 0), ("BatchRequest", 1), ("Commit", 1)]
 
 
 def test_the_rings_of_lower_epochs_go_with_the_welcome(life: Made, tmp_path: Path) -> None:

@@ -266,7 +266,7 @@ def test_a_buffer_sweeps_before_it_serves(tmp_path: Path, monkeypatch: pytest.Mo
             assert held.is_dir() and rundir.sweep_memory() == [old.name] * seen[-1]
             return True
 
-        monkeypatch.setattr(processes, "lived", served)
+        monkeypatch.setattr(processes, "run_process", served)
         monkeypatch.setattr("asyncrl.supervise.run.close_up", lambda _: None)
         assert processes.run_recorded(name, None, tmp_path, 0) == 0
         assert seen == [name == "generator"]

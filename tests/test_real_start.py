@@ -67,7 +67,7 @@ def test_a_solved_problem_is_what_a_run_asks(bench: Any, tmp_path: Path) -> None
     path = tmp_path / "rows.jsonl"
     bench.write_solved(path, "heldout", 3)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    task = bench.get_task(bench.Task(name="sort_names"))
+    task = bench.get_task(bench.TaskConfig(name="sort_names"))
     assert len({row["prompt"] for row in rows}) == 3
     for number, row in enumerate(rows):
         prompt = task.prompt("heldout", number, 0)

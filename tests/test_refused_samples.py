@@ -136,7 +136,7 @@ def test_a_sample_that_cannot_be_fails_alone_and_its_sender_goes_on(
         assert 1 in service.store.alive[ticket.ticket].missing()
     assert failed == len(BAD)
     if mode == "process":  # what was taken is what the journal folds to
-        service.store.settle()  # type: ignore[attr-defined]
+        service.store.flush_journal()  # type: ignore[attr-defined]
         folded = open_store(at.config, at.dir, module.get_task(at.config.task))
         try:
             assert folded.ledger() == service.store.ledger()

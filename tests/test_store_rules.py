@@ -85,7 +85,7 @@ def test_with_many_out_neither_a_question_nor_an_answer_looks_at_every_group(
     )
     monkeypatch.setattr(
         Store,
-        "to_compose",
+        "uncomposed_groups",
         lambda s: (looked.append(g.ticket) or g for g in s.alive.values()),
     )
     assert store.grant("g", 1, 2, 0.0)

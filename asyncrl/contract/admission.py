@@ -68,8 +68,9 @@ class AdaptiveLimit(msgspec.Struct, frozen=True, array_like=True):
 def limit_evidence(metrics: Mapping[str, float], floor: float) -> LimitEvidence | None:
     """What a commit's metrics say; None: not what the rule needs.
 
-    >>> limit_evidence({"is/ess": 0.9, "by_lag/ess_0": 1.0, "by_lag/ess_1": 0.8, "by_lag/ess_2": 0.4}, 0.5)
-    Seen(ess=0.9, held=1.0, idle=0.0)
+    >>> by_lag = {"by_lag/ess_0": 1.0, "by_lag/ess_1": 0.8, "by_lag/ess_2": 0.4}
+    >>> limit_evidence({"is/ess": 0.9} | by_lag, 0.5)
+    LimitEvidence(ess=0.9, held=1.0, idle=0.0)
     """
     ess = metrics.get("is/ess", math.nan)
     if not math.isfinite(ess):

@@ -353,7 +353,7 @@ class Calls:
     def feed(self, data: bytes) -> str:
         board = self.gateway.board
         if 1 not in board.open:
-            board.place(self.call)
+            board.submit(self.call)
         board.lines.clear()
         return judged(lambda: self._act(data))
 

@@ -45,14 +45,14 @@ class History:
     def add(self, row: Mapping[str, Any], at: float) -> None:
         """A row of trained.jsonl, seen at `at`."""
         if "from" in row:
-            for batch in [batch for batch in self.run_state if batch >= row["from"]]:
-                self.run_state.pop(batch).voided = at
+            for batch in [batch for batch in self.standing if batch >= row["from"]]:
+                self.standing.pop(batch).voided = at
             return
-        if row["batch"] in self.run_state:
-            self.run_state[row["batch"]].voided = at
+        if row["batch"] in self.standing:
+            self.standing[row["batch"]].voided = at
         commit = Commit(at, row["batch"], sum(row["lags"].values()))
         self.commits.append(commit)
-        self.run_state[commit.batch] = commit
+        self.standing[commit.batch] = commit
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def windows(history: History, kills: Iterable[Kill], until: float) -> list[Windo
     """Disjoint, in order; one that has not ended by `until` ends there."""
     found: list[Window] = []
     made = [commit.at for commit in history.commits]
-    kept = sorted(commit.at for commit in history.run_state.values())
+    kept = sorted(commit.at for commit in history.standing.values())
     for kill in sorted(kills, key=lambda kill: kill.at):
         end = next((at for at in kept if at >= kill.back), until)
         begin = max((at for at in made if at <= kill.at), default=kill.at)

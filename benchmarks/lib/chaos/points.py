@@ -25,7 +25,7 @@ class Hook:
     def __init__(self, board: Board, notes: Path, off: str, loss: float, *, real: bool) -> None:
         self.board = board
         self.notes = notes
-        self.adapters_disabled = off
+        self.off = off
         self.loss = loss
         self.real = real
 
@@ -119,9 +119,9 @@ def generator(hook: Hook, role: str) -> None:
     before(EmbeddedEngine, "step", point("mid-answer"))
     before(delivery.Outbox, "_frame", point("mid-send"))
     before(module.Generator, "wait", lambda g, what: what and hook.look(role, "idle"))
-    if hook.adapters_disabled == "redelivery":
-        switch_off(hook.adapters_disabled)
-    messages(PeerSocket, hook, role, ("Deliver", "Want", "Renew"))
+    if hook.off == "redelivery":
+        switch_off(hook.off)
+    messages(PeerSocket, hook, role, ("Delivery", "TicketRequest", "LeaseRenewal"))
 
 
 def reward(hook: Hook, role: str) -> None:
@@ -144,7 +144,7 @@ def supervisor(hook: Hook, role: str) -> None:
         hook.worked(role)
         hook.look(role, "idle")
 
-    before(Supervisor, "look", looked)
+    before(Supervisor, "check_progress", looked)
     after(Supervisor, "spawn", lambda *_: hook.look(role, "mid-start"))
 
 
@@ -220,11 +220,11 @@ def learner(hook: Hook, role: str) -> None:
     before(checkpoint, "_fill", filling)
     after(checkpoint, "_fill", filled)
     after(checkpoint, "restore", restored)
-    after(checkpoint, "begin", begun)
+    after(checkpoint, "start_epoch", begun)
     after(Publisher, "publish", published)
     before(loop.Learner, "hello", greeted)
     before(loop.Learner, "wait", lambda one, what: what and look("idle"))
-    messages(PeerSocket, hook, role, ("Ask", "Commit", "Goodbye"))
+    messages(PeerSocket, hook, role, ("BatchRequest", "Commit", "LearnerGoodbye"))
     plain_write = WeightRing.write
 
     def write(ring: Any, label: Any, fill: Any, *args: Any, **kwargs: Any) -> str:
@@ -235,8 +235,8 @@ def learner(hook: Hook, role: str) -> None:
         return plain_write(ring, label, half, *args, **kwargs)
 
     WeightRing.write = write  # type: ignore[method-assign,assignment]
-    if hook.adapters_disabled == "cursor":
-        switch_off(hook.adapters_disabled)
+    if hook.off == "cursor":
+        switch_off(hook.off)
 
 
 def newest(run_dir: Path) -> Path | None:
@@ -255,7 +255,7 @@ def buffer(hook: Hook, role: str) -> None:
     from buffer import journal
     from buffer.service import BufferService
 
-    board, off = hook.board, hook.adapters_disabled
+    board, off = hook.board, hook.off
     plain = journal._write
 
     def write(fd: int, pieces: Any) -> int:
@@ -360,7 +360,7 @@ def unsynced(hook: Hook, role: str) -> None:
             hook.board.obey(role)
         held[0] = False
 
-    after(RecordedStore, "take_all", taken)
+    after(RecordedStore, "accept_samples", taken)
     RecordedStore.flush_journal = settle  # type: ignore[method-assign,assignment]
     after(BufferService, "flush", said)
 
