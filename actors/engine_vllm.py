@@ -103,7 +103,7 @@ class SwapExtension:
         thrown = np.flatnonzero(runner.discard_request_mask.np[: batch.num_reqs]).tolist()
         held = {row: batch.generators.pop(row) for row in thrown if row in batch.generators}
         for generator in held.values():
-            runner.sampler.topk_topp_sampler.forward.take_back(generator)
+            runner.sampler.topk_topp_sampler.forward.rewind(generator)
         try:
             return plain(*args, **more)
         finally:

@@ -135,7 +135,7 @@ class Ours:
             more["curve_dir"] = str(folder / "keys")
             keys.make_keys(folder / "keys", generators=1)
         steps, values = more.pop("steps"), more.pop("values")
-        self.buffer = buffer.SimulatedBuffer(
+        self.buffer = buffer.Buffer(
             folder,
             mode,
             steps,

@@ -97,8 +97,10 @@ class LeaseTable:
     >>> leases = LeaseTable()
     >>> leases.add("g", 1, 5, ticket=0), leases.add("g", 1, 6, ticket=1)
     (None, None)
-    >>> leases.unnamed_attempts("g", 1, taken=5, named=set()), leases.unnamed_attempts("g", 1, taken=6, named={5})
-    ([(0, 5)], [(1, 6)])
+    >>> leases.unnamed_attempts("g", 1, taken=5, named=set())
+    [(0, 5)]
+    >>> leases.unnamed_attempts("g", 1, taken=6, named={5})
+    [(1, 6)]
     """
 
     # (producer, session) -> {attempt: ticket}

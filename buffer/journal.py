@@ -85,8 +85,10 @@ def _read_frame(data: bytes, offset: int) -> tuple[int, bytes] | None:
 def segment_position(path: Path) -> tuple[int, int]:
     """Term and number of a segment, which order them.
 
-    >>> segment_position(Path("journal/00000002-00000007.log")), segment_position(Path("journal/00000008.log"))
-    ((2, 7), (0, 8))
+    >>> segment_position(Path("journal/00000002-00000007.log"))
+    (2, 7)
+    >>> segment_position(Path("journal/00000008.log"))
+    (0, 8)
     """
     term, _, number = path.stem.rpartition("-")
     return int(term or 0), int(number)

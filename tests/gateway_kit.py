@@ -73,7 +73,7 @@ class Scripted:
         **manners: Any,
     ) -> None:
         self.run_key = "the-runs-key"
-        self.over = self.ending = False
+        self.is_over = self.is_ending = False
         self.tokenizer = tokens or tokenizer(CHATML)
         stop = self.tokenizer.convert_tokens_to_ids([self.tokenizer.eos_token, "<|im_end|>"])
         self.manners = RequestPolicy(stops=frozenset(stop), **manners)
@@ -136,7 +136,9 @@ class Scripted:
         logprobs = np.linspace(-1, 0, len(ids), dtype=np.float32)
         spans = [VersionSpan(Label(1, 2), "d", 0, len(ids), Label(1, 2))]
         # type: ignore[arg-type]
-        return session.on_result(call, np.array(ids), logprobs, spans, finish, now=self.current_time())
+        return session.on_result(
+            call, np.array(ids), logprobs, spans, finish, now=self.current_time()
+        )
 
     def on_change(self, session: Session) -> None:
         session.tick(self.current_time())

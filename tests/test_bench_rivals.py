@@ -93,12 +93,10 @@ def test_the_stand_in_of_a_buffer_has_all_that_a_generator_asks_of_its_socket(
     bench = program("vllm_engine", monkeypatch)
     asked = set(re.findall(r"self\.socket\.(\w+)\(", (ROOT / "actors/generator.py").read_text()))
     assert {"send", "recv", "seek"} <= asked
-    missing = [
-        name for name in sorted(asked) if not callable(getattr(bench.SimulatedBuffer, name, None))
-    ]
+    missing = [name for name in sorted(asked) if not callable(getattr(bench.Buffer, name, None))]
     assert not missing
     task = get_task(TaskConfig(name="sort"))
-    stand_in = bench.SimulatedBuffer(task, 8)
+    stand_in = bench.Buffer(task, 8)
     assert stand_in.recv(0.0) is None and stand_in.find_moved_buffer(1e9) is False
     stand_in.want(bench.GROUP)
     stand_in.send(m.TicketRequest("g", 1, 1, bench.GROUP, None))

@@ -218,9 +218,7 @@ def lives(root: Path, seed: int, out: Any) -> None:
 def test_lives_that_begin_at_once_have_epochs_of_their_own_or_are_fenced(tmp_path: Path) -> None:
     fork = multiprocessing.get_context("fork")
     out = fork.Queue()
-    processes = [
-        fork.Process(target=lives, args=(tmp_path / "c", seed, out)) for seed in range(4)
-    ]
+    processes = [fork.Process(target=lives, args=(tmp_path / "c", seed, out)) for seed in range(4)]
     for process in processes:
         process.start()
     told: list[tuple[str, int]] = []

@@ -46,7 +46,7 @@ def shared() -> Iterator[Served]:
 @pytest.fixture
 def served(shared: Served) -> Iterator[Served]:
     yield shared
-    shared.service.over = shared.service.ending = False
+    shared.service.is_over = shared.service.is_ending = False
     shared.do(shared.service.gate.set)
 
 
@@ -144,7 +144,7 @@ def test_half_of_a_character_is_refused_at_the_door(
         assert said.status_code == 200
     else:
         assert said.status_code == 400 and said.json()["error"]["code"] == "invalid_json"
-    assert served.do(lambda: opened.session.view(0.0)["calls"]) == 0
+    assert served.do(lambda: opened.session.describe(0.0)["calls"]) == 0
     finish(served, opened)
 
 
@@ -469,7 +469,7 @@ def test_no_key_but_its_own_opens_a_session(path: str, body: Any, served: Served
             timeout=WAIT_S,
         )
         assert said.status_code == 401 and own not in said.text
-    view = served.do(lambda: opened.session.view(0.0))
+    view = served.do(lambda: opened.session.describe(0.0))
     assert (view["state"], view["calls"], view["refused"]) == ("open", 0, 0)
     finish(served, opened)
 

@@ -238,7 +238,7 @@ def test_templates_are_imported_before_anybody_waits(config: Config, tmp_path: P
     gateway.templated = True
     try:
         gateway.warm_up()
-        assert "whole" in vars(gateway.tokenizer) and gc.get_freeze_count() > 0
+        assert "full_tokenizer" in vars(gateway.tokenizer) and gc.get_freeze_count() > 0
     finally:
         gc.unfreeze()
         gateway.ending = True

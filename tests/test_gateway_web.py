@@ -55,7 +55,7 @@ def served(shared: Served) -> Iterator[Served]:
     yield shared
     service = shared.service
     service.say = lambda call: f"answer {call.number}"
-    service.over = service.ending = False
+    service.is_over = service.is_ending = False
     service.skew = 0.0
     service.clock = time.monotonic
     service.drawn.clear()
@@ -592,11 +592,11 @@ def test_too_many_calls_at_once_are_told_to_come_again() -> None:
 
 def test_a_run_that_ends_says_so(served: Served) -> None:
     talk, _ = client(served, max_retries=0)
-    served.service.ending = True
+    served.service.is_ending = True
     with pytest.raises(openai.InternalServerError) as again:
         talk.chat.completions.create(model="policy", messages=GO)  # type: ignore[call-overload]
     assert again.value.status_code == 503 and "x-should-retry" not in again.value.response.headers
-    served.service.over = True
+    served.service.is_over = True
     with pytest.raises(openai.APIStatusError) as caught:
         talk.chat.completions.create(model="policy", messages=GO)  # type: ignore[call-overload]
     assert caught.value.status_code == 410
@@ -837,7 +837,7 @@ def test_a_lease_has_a_name(body: Any, served: Served) -> None:
     assert lease(served, body).status_code == 400
     assert lease(served, {"lease": "x", "wait_s": "long"}).status_code == 422
     assert lease(served, {"lease": "x"}, key="other").status_code == 401
-    served.service.over = True
+    served.service.is_over = True
     assert lease(served, {"lease": "x"}).status_code == 410
 
 

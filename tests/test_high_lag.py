@@ -73,7 +73,7 @@ def test_every_method_is_a_config_at_every_lag_with_one_update_and_with_four(
 ) -> None:
     plan = program.Plan(options(program, tmp_path))
     wanted = [
-        program.CellResult(task, method, updates, lag, 0.5)
+        program.Cell(task, method, updates, lag, 0.5)
         for task in ["rle-1e-3"]
         for method in program.ARMS
         for updates in (1, 4)
@@ -110,7 +110,7 @@ def test_the_rate_is_the_best_of_all_factors_and_unknown_until_all_are_there(
     assert plan.factor("rle-5e-4", "dis", 1) == 0.5
     put(plan, half, program.TUNING_SEED, [0.2, 0.4, 0.3])
     assert plan.factor("rle-5e-4", "dis", 1) == 0.5, "the lower of two as good"
-    assert plan.screen("rle-5e-4", 1, 64) == [program.CellResult("rle-5e-4", "dis", 1, 64, 0.5)]
+    assert plan.screen("rle-5e-4", 1, 64) == [program.Cell("rle-5e-4", "dis", 1, 64, 0.5)]
 
 
 def test_several_seeds_choose_a_rate_by_their_mean_and_none_is_left_out(
@@ -185,7 +185,7 @@ def test_the_verdict_is_paired_after_holm_and_says_what_it_could_not_see(
     }
     for method, values in ends.items():
         for seed, end in enumerate(values):
-            cell = program.CellResult("rle-5e-4", method, 1, 16, 1.0)
+            cell = program.Cell("rle-5e-4", method, 1, 16, 1.0)
             put(plan, cell, seed, [0.2, end, end])
     found = program.analyse(plan)
     row = found["rle-5e-4"]["1"]["by_lag"]["16"]
@@ -213,7 +213,7 @@ def test_the_noise_is_between_methods_of_the_same_mathematics_alone(
     assert program.same(plan, "rle-5e-4") == [["ppo", "dis"]]  # gmpo averages otherwise
     for n, method in enumerate(names):
         for seed in range(2):
-            cell = program.CellResult("rle-5e-4", method, 1, 0, 1.0)
+            cell = program.Cell("rle-5e-4", method, 1, 0, 1.0)
             put(plan, cell, seed, [0.2, 0.5 + 0.01 * n * (seed + 1)])
     about = program.analyse(plan)["rle-5e-4"]["1"]["noise"]
     assert about["pairs"] == 2

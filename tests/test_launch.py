@@ -105,7 +105,7 @@ def test_a_crash_is_started_again_as_often_as_may_be(make: Make, name: str, how:
 
 @pytest.mark.parametrize(
     ("kind", "code"),
-    [("ConfigError", 2), ("AsyncrlError", 1), ("PeerUnreachable", 4), ("Damaged", 5)],
+    [("ConfigError", 2), ("AsyncrlError", 1), ("PeerUnreachable", 4), ("DamagedDataError", 5)],
 )
 def test_a_refusal_ends_the_run_at_once_in_its_own_words(make: Make, kind: str, code: int) -> None:
     s = make(learner=REFUSE.format(kind=kind, words="learner.lr: not today"))

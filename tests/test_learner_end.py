@@ -86,7 +86,10 @@ def test_the_model_is_exported_before_the_buffer_hears_the_goodbye(
     one.core.state.number = 2  # a life that finds the last checkpoint at the last step
     one.loop()
     # type: ignore[attr-defined]
-    assert one.finished and one.socket.seen["LearnerGoodbye"] == ["model/config.json", "weights_digest"]
+    assert one.finished and one.socket.seen["LearnerGoodbye"] == [
+        "model/config.json",
+        "weights_digest",
+    ]
     assert one.socket.seen["LearnerHello"] == []  # type: ignore[attr-defined]
 
 

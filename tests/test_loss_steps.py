@@ -601,8 +601,8 @@ def test_sums_of_ranks_add_up_and_a_rank_without_samples_takes_part(model_dir: P
     names = iter(sorted(theirs))
     c.backend = SimpleNamespace(
         gather=gather,
-        total=lambda x: x + theirs[next(names)],
-        largest=lambda x: torch.maximum(x, theirs[next(names)]),
+        sum_over_ranks=lambda x: x + theirs[next(names)],
+        max_over_ranks=lambda x: torch.maximum(x, theirs[next(names)]),
     )  # type: ignore[assignment]
     mine = {"loss/policy": torch.tensor(1.0), "max/ratio": torch.tensor(7.0, dtype=D)}
     out = c._sum_over_ranks(mine)

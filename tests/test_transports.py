@@ -46,7 +46,9 @@ def learner() -> tuple[Any, Any]:
     def write_flat(buffer: memoryview) -> None:
         buffer[:] = weights.flat
 
-    backend = SimpleNamespace(tell=lambda word: None, probe=lambda: b"probe", write_flat=write_flat)
+    backend = SimpleNamespace(
+        broadcast=lambda word: None, probe=lambda: b"probe", write_flat=write_flat
+    )
     return SimpleNamespace(layout=ROWS, backend=backend, config=config("copies")), weights
 
 

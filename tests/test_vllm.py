@@ -268,7 +268,7 @@ def test_prompts_that_are_encoded_in_parts_draw_as_whole_ones_do(
     drawn: list[int] = []
     runner = case.worker.model_runner
     sampler = runner.sampler.topk_topp_sampler.forward
-    take_back = sampler.take_back
+    take_back = sampler.rewind
     monkeypatch.setattr(sampler, "rewind", lambda g: drawn.append(id(g)) or take_back(g))
     case.engine.add(requests)
     parts = case.finish()

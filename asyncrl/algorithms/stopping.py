@@ -39,7 +39,7 @@ class KLBudget:
     >>> b = KLBudget(0.04)
     >>> round(b.next_share(0.0), 3)    # nothing spent, dK1 unknown: a full step
     1.0
-    >>> round(b.next_share(0.0225), 3) # the step added sqrt(K) = 0.15 of 0.2: a third of another one fits
+    >>> round(b.next_share(0.0225), 3) # the step added sqrt(K) = 0.15 of 0.2: a third of one fits
     0.333
     """
 

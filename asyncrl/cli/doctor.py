@@ -73,7 +73,7 @@ def print_running(config: Any, run_dir: Path, status: Any, seen: dict[str, Any])
     for who, what, on, age in status.waits:
         print(escape_line(f"{who} waits {age:.1f} s for {what} (on {on})", LONGEST_LINE))
     if status.held_up is not None:
-        print(escape_line(status.held_up.said(), LONGEST_LINE))
+        print(escape_line(status.held_up.describe(), LONGEST_LINE))
     for name, age in status.peers.items():
         print(f"{escape_line(name)}: heard {age:.1f} s ago")
     print("".join(line + "\n" for line in doctors.describe_refusals(seen)), end="")

@@ -18,7 +18,7 @@ def finish(found: Any, out: Path, as_json: bool) -> None:
     """Print, write, and end with an error where a claim does not hold."""
     from asyncrl.experiments.lab import page
 
-    print(found.text(), file=sys.stderr if as_json else sys.stdout)
+    print(found.as_text(), file=sys.stderr if as_json else sys.stdout)
     html, data = page.write(out, found)
     print_progress(f"plots: {html}   numbers: {data}")
     if as_json:

@@ -273,9 +273,10 @@ def blocking_process(
     >>> blocking_process(both, waits, {"learner": 0.1, "generator-0": 9.0}, 0.1, 5.0)
     'generator-0'
     >>> heard = {"learner": 0.4, "generator-0": 0.1}
-    >>> blocking_process(both, [ProcessWait("generator-0", "a ticket", "buffer", 9.0)], heard, 0.1, 5.0)
+    >>> waiting = ProcessWait("generator-0", "a ticket", "buffer", 9.0)
+    >>> blocking_process(both, [waiting], heard, 0.1, 5.0)
     'learner'
-    >>> waits += [ProcessWait("generator-0", "the rewards of its answers", "generator-0-rewards", 9.0)]
+    >>> waits += [ProcessWait("generator-0", "the rewards", "generator-0-rewards", 9.0)]
     >>> blocking_process(both, waits, heard, 0.1, 5.0)
     'generator-0'
     """

@@ -453,7 +453,7 @@ class Web:
         self.app = self.web.WebApp(self.service)
         self.config = uvicorn.Config(
             self.app.app,
-            http=self.web.Bounded,
+            http=self.web.BoundedConnection,
             interface="asgi3",
             lifespan="off",
             log_config=None,
@@ -470,7 +470,7 @@ class Web:
             self._anew()
         self.requests += 1
         wire: Any = Wire()
-        protocol = self.web.Bounded(self.config, self.state, {}, self.loop)
+        protocol = self.web.BoundedConnection(self.config, self.state, {}, self.loop)
         protocol.connection_made(wire)
         protocol.data_received(data.replace(b"{session}", self.name, 1))
         for _ in range(20):

@@ -231,7 +231,7 @@ class RayHostHandle:
             ray.get(ready)
             if self.pending is None and time.monotonic() - self.looked > LOOK_S:
                 self.looked = time.monotonic()
-                self.pending = self.actor.look.remote()
+                self.pending = self.actor.poll_processes.remote()
             if self.pending is None or not ray.wait([self.pending], timeout=0)[0]:
                 return
             found: list[ProcessState] = ray.get(self.pending)
@@ -459,7 +459,7 @@ def place_bundles(
         )
     maker = RayLauncher(config, run_dir, group)
     first = maker.host(0)
-    about = ray.get(first.actor.about.remote(2), timeout=config.placement.deadline_s)
+    about = ray.get(first.actor.describe_host.remote(2), timeout=config.placement.deadline_s)
     first.up = True
     if about["version"] != asyncrl.__version__:
         raise ConfigError(
