@@ -92,7 +92,7 @@ def test_the_stand_in_of_a_buffer_has_all_that_a_generator_asks_of_its_socket(
 ) -> None:
     bench = program("vllm_engine", monkeypatch)
     asked = set(re.findall(r"self\.socket\.(\w+)\(", (ROOT / "actors/generator.py").read_text()))
-    assert {"send", "recv", "seek"} <= asked
+    assert {"send", "recv", "find_moved_buffer"} <= asked
     missing = [name for name in sorted(asked) if not callable(getattr(bench.Buffer, name, None))]
     assert not missing
     task = get_task(TaskConfig(name="sort"))

@@ -764,14 +764,14 @@ def test_a_client_that_never_comes_back_leaves_what_was_drawn(served: Served) ->
     _, opened = client(served)
     body = json.dumps({"model": "policy", "messages": GO}).encode()
     served.do(served.service.gate.clear)
-    moment = served.service.now()
+    moment = served.service.current_time()
     served.service.clock = lambda: moment  # it stands still but for the skew
     leave(served, opened, body)
     served.service.skew = 59.0
-    served.do(lambda: served.service.changed(opened.session))
+    served.do(lambda: served.service.on_change(opened.session))
     assert not opened.session.cuts
     served.service.skew = 61.0
-    served.do(lambda: served.service.changed(opened.session))
+    served.do(lambda: served.service.on_change(opened.session))
     served.until(lambda: not opened.session.open_calls)
     assert len(opened.session.training_rows()) == 1 and opened.session.finish == "length"
 
@@ -825,7 +825,7 @@ def test_a_harness_leases_runs_and_scores(served: Served) -> None:
     assert post(served, opened, "/reward", {"reward": 0}).status_code == 422
     assert opened.session.outcome and opened.session.outcome.reward == 1.0
     assert opened.session.outcome.parts == {"style": 0.5}
-    rewards = np.frombuffer(opened.session.rows()[0].token_rewards, "<f4")
+    rewards = np.frombuffer(opened.session.training_rows()[0].token_rewards, "<f4")
     assert rewards[-1] == 1.0  # its own and what remains
     head = {"authorization": f"Bearer {opened.key}"}
     view = httpx.get(f"{served.url}/s/{got['session']}", headers=head, timeout=WAIT_S).json()

@@ -254,7 +254,7 @@ class Numbered:
         ]
         return torch.tensor(ends)[None, None, :, None].expand(1, self.heads, -1, self.width)
 
-    def store(self, tokens: list[int]) -> None:
+    def keep(self, tokens: list[int]) -> None:
         keys = self.keys(tokens)
         backwards = np.arange(len(tokens))[::-1].copy()  # columns are in no order of their own
         self.store.store(np.array(tokens, np.int32), keys.flip(2), -keys.flip(2), backwards)

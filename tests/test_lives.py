@@ -26,8 +26,8 @@ from asyncrl.supervise import run as runner
 SETS = ("learner.steps=4", "generators=2", "name='r'")
 HOLD = (
     "import sys; from pathlib import Path; from asyncrl.records import process_log;"
-    "life = process_log.ProcessIncarnation(Path(sys.argv[1]), sys.argv[2], alone=True); print('on', flush=True); "
-    "input()"
+    "life = process_log.ProcessIncarnation(Path(sys.argv[1]), sys.argv[2], alone=True);"
+    "print('on', flush=True); input()"
 )
 
 

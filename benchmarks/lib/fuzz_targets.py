@@ -323,7 +323,7 @@ class Calls:
             ever_served=False,
             vocabulary=VOCABULARY,
             calls_socket=SimpleNamespace(send=lambda peer, message: None),
-            drawn=self._drawn,
+            on_result=self._drawn,
         )
         hear: Any = Gateway.on_generator_message
         self.hear = functools.partial(hear, self.gateway)
@@ -346,8 +346,8 @@ class Calls:
         call = opened.session.place_ids([3, 4, 5], now=0.0, max_new_tokens=4)
         ids = np.frombuffer(message.tokens, "<i4")
         logprobs = np.frombuffer(message.logprobs, "<f4")
-        opened.session.drawn(call, ids, logprobs, message.spans, message.finish, past=message.lost)
-        list(opened.session.rows())
+        opened.session.on_result(call, ids, logprobs, message.spans, message.finish, past=message.lost)
+        list(opened.session.training_rows())
         self.scripted.sessions.clear()
 
     def feed(self, data: bytes) -> str:
