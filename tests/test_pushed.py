@@ -377,7 +377,9 @@ def answered(world: World, opened: Any) -> None:
     call = session.place_text("ab=", now=world.door.current_time())
     world.door.episodes[session.name].last = call
     logprob = np.zeros(1, np.float32)
-    session.on_result(call, np.ones(1, np.int32), logprob, [m.VersionSpan(AT, "d", 0, 1, AT)], "stop")
+    session.on_result(
+        call, np.ones(1, np.int32), logprob, [m.VersionSpan(AT, "d", 0, 1, AT)], "stop"
+    )
 
 
 @pytest.mark.parametrize(("step_s", "allowed_s"), [(5.0, 60.0), (5000.0, 5000.0)])

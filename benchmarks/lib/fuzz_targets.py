@@ -346,7 +346,9 @@ class Calls:
         call = opened.session.place_ids([3, 4, 5], now=0.0, max_new_tokens=4)
         ids = np.frombuffer(message.tokens, "<i4")
         logprobs = np.frombuffer(message.logprobs, "<f4")
-        opened.session.on_result(call, ids, logprobs, message.spans, message.finish, past=message.lost)
+        opened.session.on_result(
+            call, ids, logprobs, message.spans, message.finish, past=message.lost
+        )
         list(opened.session.training_rows())
         self.scripted.sessions.clear()
 
