@@ -79,7 +79,7 @@ class Tail:
         if not self.path.exists():
             return
         with self.path.open("rb") as file:
-            file.find_moved_buffer(self.seen)
+            file.seek(self.seen)
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
         self.seen += len(whole)

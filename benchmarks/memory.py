@@ -34,7 +34,7 @@ def steps_of(metrics: Path) -> int:
     if not metrics.exists():
         return 0
     with metrics.open("rb") as file:
-        file.find_moved_buffer(max(0, file.find_moved_buffer(0, 2) - 20_000))
+        file.seek(max(0, file.seek(0, 2) - 20_000))
         lines = file.read().splitlines()[1:]
     found = 0
     for line in lines:

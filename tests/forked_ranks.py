@@ -79,8 +79,8 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
                 code = code or ended
                 for other in live:
                     os.kill(other, signal.SIGKILL)
-        out.find_moved_buffer(0)
-        err.find_moved_buffer(0)
+        out.seek(0)
+        err.seek(0)
         return {"code": code, "out": out.read(), "err": err.read()}
 
 

@@ -160,9 +160,9 @@ def flip(path: Path, choice: random.Random) -> tuple[Path, int, bytes]:
     file = choice.choice([x for x in files if x.stat().st_size])
     place = choice.randrange(file.stat().st_size)
     with file.open("r+b") as opened:
-        opened.find_moved_buffer(place)
+        opened.seek(place)
         was = opened.read(1)
-        opened.find_moved_buffer(place)
+        opened.seek(place)
         opened.write(bytes([was[0] ^ (1 << choice.randrange(8))]))
     return file, place, was
 
@@ -171,7 +171,7 @@ def mend(found: tuple[Path, int, bytes]) -> None:
     """Undo `flip`."""
     file, place, was = found
     with file.open("r+b") as opened:
-        opened.find_moved_buffer(place)
+        opened.seek(place)
         opened.write(was)
 
 
