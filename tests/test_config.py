@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 from conftest import ENV, ROOT
 
-from asyncrl.config import load
+from asyncrl.config import layers, load
+from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.records import metrics
 
@@ -72,6 +73,8 @@ def test_mistakes_in_a_file(more: str, said: str, tmp_path: Path) -> None:
         ("learner.lr", "write key.path=value"),
         ("learner.steps=0", "--set learner.steps=0: learner.steps"),
         ("seed.x=1", "seed: Expected `int`"),
+        (f"seed={2**63}", "seed: Expected `int` <= 9223372036854775807"),
+        ("model.device=tpu", "model.device: 'tpu' is no device; choose one of auto, cpu, cuda, c"),
     ],
 )
 def test_mistakes_on_the_command_line(item: str, said: str, tmp_path: Path) -> None:
@@ -231,6 +234,42 @@ def test_the_layers_hold() -> None:
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "0 broken" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("item", "value"),
+    [
+        ("name=R", "R"),
+        ("name= two words, and {more} ", "two words, and {more}"),
+        ("name=2026", "2026"),
+        ("name=true", "true"),
+        ("name='R'", "R"),
+        ("name=", ""),
+    ],
+)
+def test_text_needs_no_quotes_on_the_command_line(item: str, value: str) -> None:
+    assert load.load("demo", [item]).name == value
+
+
+@pytest.mark.parametrize(
+    ("item", "said"),
+    [
+        ('name="R', "is no TOML value"),
+        ("learner.lr=1 2", "is no TOML value"),
+        ("generator.engine=v llm", "is no TOML value"),
+        ("name=['R']", "name: Expected `str`, got `array`"),
+    ],
+)
+def test_what_is_neither_text_nor_toml_is_refused(item: str, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load.load("demo", [item])
+    assert said in str(error.value)
+
+
+def test_text_that_only_some_methods_take_is_found() -> None:
+    assert layers.is_text(Config, "model.path") and layers.is_text(Config, "correction.function")
+    for key in ("learner.lr", "generator.engine", "kl", "no.such.key", "staleness.max_lag"):
+        assert not layers.is_text(Config, key), key
 
 
 def test_a_misspelled_section_on_the_command_line_is_not_the_files() -> None:

@@ -5,6 +5,7 @@ result is printed.
 from __future__ import annotations
 
 import errno
+import io
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -48,6 +49,9 @@ class CommandGroup(click.Group):
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         append_working_directory()
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):  # a terminal of ASCII shows \xe9 for the rest
+                stream.reconfigure(errors="backslashreplace")
         result.start_result()
         words = kwargs.get("args") or (args[0] if args else None) or sys.argv[1:]
         as_json = "--json" in words
@@ -99,7 +103,7 @@ def options(*, source: bool = True) -> Callable[[Any], Any]:
             "sets",
             multiple=True,
             metavar="KEY=VALUE",
-            help="override a config key (a TOML value); repeatable",
+            help="override a config key (a TOML value; text needs no quotes); repeatable",
         )(command)
         return click.argument("source", metavar="CONFIG", required=source, type=click.Path())(
             command

@@ -96,6 +96,17 @@ def keys(root: Any, prefix: str = "") -> tuple[str, ...]:
     return tuple(found)
 
 
+def is_text(root: Any, key: str) -> bool:
+    """Whether every method that has `key` takes any text there, and nothing else."""
+    *sections, last = key.split(".")
+    options: tuple[Any, ...] = (root,)
+    for section in sections:
+        fields = [fields_of(option).get(section) for option in options]
+        options = tuple(struct for field in fields if field for struct in structs_of(field.type))
+    leaves = [field for option in options if (field := fields_of(option).get(last))]
+    return bool(leaves) and all(_parts(field.type)[0] is str for field in leaves)
+
+
 class GivenKey(NamedTuple):
     """A leaf that a table gives: its field, None where `struct`, its section's, has none; and the
     (key, values) of every `read_with` of it and of the sections around it."""

@@ -144,7 +144,7 @@ def _layered(
     written_whole = raw.keys() >= _WHOLE
     placed: dict[str, int] = {}  # key -> the last item of `sets` that gave it
     for number, item in enumerate(given.sets):
-        key = apply(raw, item)
+        key = apply(raw, item, tree.root)
         placed[key] = number
         if tree.root is Config and key == "method":
             methods.replace(raw)
@@ -221,20 +221,24 @@ def _convert(tree: ConfigSchema[Struct], raw: dict[str, Any], given: _ConfigSour
     return config
 
 
-def apply(raw: dict[str, Any], item: str) -> str:
+def apply(raw: dict[str, Any], item: str, root: Any = Config) -> str:
     """Put one `key.path=value` into a raw table; returns its key.  Raises ConfigError when it is
-    not of that form."""
+    not of that form.  A key of text in the tree `root` takes its value without quotes."""
     key, eq, value = item.partition("=")
     if not eq or not key.strip():
         raise ConfigError(f"--set {item}: write key.path=value")
+    value = value.strip()
+    takes_text = layers.is_text(root, key.strip()) and not value.startswith(('"', "'"))
     try:
         parsed = tomllib.loads(f"x = {value}")["x"]
+        if takes_text and not isinstance(parsed, (list, dict)):
+            parsed = value  # name=2026 is a name
     except tomllib.TOMLDecodeError:
-        if not re.fullmatch(r"[\w./:@+-]*", value.strip()):
+        if not takes_text and not re.fullmatch(r"[\w./:@+-]*", value):
             raise ConfigError(
                 f'--set {item}: `{value}` is no TOML value; quote text as "..."'
             ) from None
-        parsed = value.strip()
+        parsed = value
     *path, last = key.strip().split(".")
     at = raw
     for part in path:

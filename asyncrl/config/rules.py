@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 from asyncrl.algorithms import settings
 from asyncrl.config.agents import RANDOM, SELF
@@ -16,6 +17,7 @@ def check(config: Config) -> list[str]:
         (_agent(config) if config.agent.uses_sessions else [])
         + (_exact(config) if config.exact else [])
         + _name(config)
+        + device_problems(config.model.device)
         + _staleness(config)
         + _sizes(config)
         + _needless(config)
@@ -44,6 +46,13 @@ def _name(config: Config) -> list[str]:
             "`runs`"
         )
     return out
+
+
+def device_problems(device: str) -> list[str]:
+    """What is wrong with `model.device`."""
+    if re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
+        return []
+    return [f"model.device: {device!r} is no device; choose one of auto, cpu, cuda, cuda:N"]
 
 
 def _staleness(config: Config) -> list[str]:

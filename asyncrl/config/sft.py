@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from asyncrl.algorithms.settings import Count, NonNegative, Positive, Share
-from asyncrl.config import load
+from asyncrl.algorithms.settings import Count, NonNegative, Positive, Seed, Share
+from asyncrl.config import load, rules
 
 
 class SftModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -63,7 +63,7 @@ class SftConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         str, Meta(description="of the directory; empty: the file's name and the time")
     ] = ""
     runs: Annotated[str, Meta(description="directory of run directories")] = "runs"
-    seed: Count = 0
+    seed: Seed = 0
     model: SftModel
     data: SftData
     training: SftTraining = SftTraining()
@@ -73,7 +73,7 @@ def check(config: SftConfig) -> list[str]:
     """Rules beyond one key."""
     if config.name in (".", "..") or set(config.name) & {"/", "\\", "\0"}:
         return [f"name: {config.name!r} is no name of one directory; see `runs`"]
-    return []
+    return rules.device_problems(config.model.device)
 
 
 def read(path: str, sets: tuple[str, ...] = ()) -> SftConfig:

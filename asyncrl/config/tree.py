@@ -23,6 +23,7 @@ from asyncrl.algorithms.settings import (
     PpoLoss,
     Reshape,
     RlooAdvantage,
+    Seed,
     Share,
     Stop,
     Value,
@@ -513,7 +514,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         str, Meta(description="of the run directory; empty: the file's name and the time")
     ] = ""
     runs: Annotated[str, Meta(description="directory of run directories")] = "runs"
-    seed: Count = 0
+    seed: Seed = 0
     generators: Annotated[
         Positive, Meta(description="generator processes that `asyncrl run` starts")
     ] = 1
