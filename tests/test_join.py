@@ -228,6 +228,23 @@ def test_code_of_the_run_is_fetched_and_run_only_by_the_joiners_word(
     assert "as reward.share = true and --trust-code allow" in lines[-1]
 
 
+def test_who_joins_is_told_what_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """First nobody answers, then a buffer that knows no learner yet."""
+    monkeypatch.setattr(join, "ASK_S", 0.05)
+    monkeypatch.setattr(join, "NOTICE_S", 0.0)
+    lines: list[str] = []
+    address = free_address()
+    with pytest.raises(PeerUnreachable, match="says what to join within"):
+        join.ask(address, "", "generator-0", 0.1, lines.append)
+    assert lines[0].startswith(f"waiting for a buffer at {address} to answer: ")
+    status = RunStatus("r", 0, 10, 1, {}, {}, [], {}, False)
+    monkeypatch.setattr(live, "ask", lambda *args: status)
+    lines.clear()
+    with pytest.raises(PeerUnreachable):
+        join.ask(address, "", "generator-0", 0.1, lines.append)
+    assert lines[0].startswith(f"waiting for the learner of run r at {address}: ")
+
+
 def test_which_key_and_which_number(tmp_path: Path) -> None:
     make_keys(tmp_path / "keys", 1)
     assert join.find_own_key(str(tmp_path / "keys" / "generator-0"), None) == ""

@@ -30,6 +30,7 @@ from asyncrl.transport.file_server import FileEntry
 from asyncrl.transport.sockets import PeerSocket
 
 ASK_S = 1.0
+NOTICE_S = 5.0  # between two lines about what `join` waits for
 
 Say = Callable[[str], None]
 
@@ -57,8 +58,25 @@ def cache_dir() -> Path:
     return Path(base) / "asyncrl"
 
 
-def ask(address: str, curve_dir: str, name: str, patience_s: float) -> m.JoinReply:
+class WaitNotice:
+    """Reports what `join` waits for, at most every NOTICE_S seconds."""
+
+    def __init__(self, say: Say, patience_s: float) -> None:
+        self.say, self.patience_s = say, patience_s
+        self.begin = time.monotonic()
+        self.due = self.begin + NOTICE_S
+
+    def report(self, awaited: str) -> None:
+        """Call it while waiting for `awaited`."""
+        now = time.monotonic()
+        if now >= self.due:
+            self.due = now + NOTICE_S
+            self.say(f"waiting for {awaited}: {now - self.begin:.0f} of {self.patience_s:g} s")
+
+
+def ask(address: str, curve_dir: str, name: str, patience_s: float, say: Say) -> m.JoinReply:
     """What the buffer says to somebody who joins; asks until a learner is there, too.
+    Reports through `say` what it waits for.
 
     name: "" for whichever the key says.  Raises PeerUnreachable, NothingToDo, and what it
     refuses."""
@@ -67,7 +85,9 @@ def ask(address: str, curve_dir: str, name: str, patience_s: float) -> m.JoinRep
         f"no buffer at {address} says what to join within {patience_s:g} s (--wait): is it running "
         "with keys of the same `asyncrl keys`, and its learner?"
     )
+    notice = WaitNotice(say, patience_s)
     while (status := live.ask(address, curve_dir, ASK_S)) is None:
+        notice.report(f"a buffer at {address} to answer")
         if time.monotonic() > until:
             raise late
     if status.finished:
@@ -85,6 +105,7 @@ def ask(address: str, curve_dir: str, name: str, patience_s: float) -> m.JoinRep
                 return reply
             if isinstance(reply, m.JoinReply):
                 time.sleep(ASK_S / 2)  # no learner yet
+            notice.report(f"the learner of run {status.run} at {address}")
     finally:
         socket.close()
     raise late
@@ -206,7 +227,7 @@ def prepare(
     trust: Trust = Trust(),
 ) -> GeneratorSetup:
     """Everything up to a generator's start.  Raises AsyncrlError."""
-    said = ask(address, curve_dir, find_own_key(curve_dir, index), patience_s)
+    said = ask(address, curve_dir, find_own_key(curve_dir, index), patience_s, say)
     weights = reachable_address(said.weights, address)
     client = ChunkClient(weights, patience_s, curve_dir, said.producer)
     try:
