@@ -20,6 +20,10 @@ import pytest
 from conftest import ENV, ROOT, Ended, demo_command
 from test_run import finish, start, steps_done, wait_until
 
+from asyncrl.cli import main
+from asyncrl.supervise.run import steps_made
+from learner import checkpoint
+
 Call = Callable[..., Ended]
 SMALL = (
     "learner.groups=4",
@@ -293,6 +297,35 @@ def test_resume_refuses_what_may_not_change_and_has_nothing_to_do_at_the_end(
         asyncrl("run", "--resume", run_dir), 6, "has made all its 40 steps", "--set learner.steps=N"
     )
     refused(asyncrl("run", "--resume", "nowhere"), 2, "no run directory")
+    before = (Path(run_dir) / "config.toml").read_text()
+    refused(
+        asyncrl("run", "--resume", run_dir, "learner.steps=30"),
+        2,
+        "it has made 40 steps, and learner.steps = 30 is fewer; give --set learner.steps=N above",
+    )
+    assert (Path(run_dir) / "config.toml").read_text() == before
+
+
+def test_the_steps_made_are_those_of_the_newest_learner(tmp_path: Path) -> None:
+    assert steps_made(tmp_path) == 0
+    for epoch, number in ((1, 9), (1, 10), (2, 0), (2, 8), (10, 2)):
+        (tmp_path / "checkpoints" / f"epoch_{epoch}" / f"number_{number}").mkdir(parents=True)
+    for place in ("epoch_11/.number_12.part", "epoch_12.new/number_13"):
+        (tmp_path / "checkpoints" / place).mkdir(parents=True)
+    assert steps_made(tmp_path) == 2
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_export_of_an_untrained_model_is_noted(
+    number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run" / "checkpoints" / "epoch_1" / f"number_{number}"
+    (path / "model").mkdir(parents=True)
+    (path / "model" / "config.json").write_text("{}")
+    checkpoint.seal(path)
+    main(["export", str(tmp_path / "run"), str(tmp_path / "out")], standalone_mode=False)
+    assert (tmp_path / "out" / "config.json").exists()
+    assert ("has made no step" in capsys.readouterr().err) == (number == 0)
 
 
 @pytest.mark.parametrize(

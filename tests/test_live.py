@@ -6,6 +6,7 @@ import io
 import itertools
 from importlib.metadata import version
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 from rich.console import Console
@@ -13,7 +14,7 @@ from rich.console import Console
 import asyncrl
 from asyncrl.cli import main
 from asyncrl.contract.messages import RunStatus, StatusRequest
-from asyncrl.supervise import live
+from asyncrl.supervise import live, run_page
 
 
 def status(committed: int, steps: int = 100) -> RunStatus:
@@ -64,6 +65,17 @@ def test_the_line_and_the_table_say_it() -> None:
         )
 
 
+@pytest.mark.parametrize("width", [40, 60, 160])
+def test_who_waits_for_what_is_whole_on_a_narrow_terminal(width: int) -> None:
+    waiting = [("learner", "a batch: 3 of 8 groups are there", "buffer", 12.3)]
+    shown = msgspec.structs.replace(status(30), waits=waiting)
+    out = io.StringIO()
+    Console(file=out, width=width).print(live.table(shown, 700.0))
+    text = " ".join(out.getvalue().split())
+    assert "waits learner 12.3 s for a batch: 3 of 8 groups are there (buffer)" in text
+    assert "30/100" in text and "12 min left" in text and "…" not in text
+
+
 def test_rewards_are_named_when_they_hold_the_run_up() -> None:
     now = {
         "reward/queue": 120.0,
@@ -84,6 +96,9 @@ def test_rewards_are_named_when_they_hold_the_run_up() -> None:
     )
     slow.metrics.update({"reward/call_s": 2e-5})  # the wait is for a core then
     assert "rewards hold" not in live.status_line(slow)
+    slow.metrics.pop("reward/call_s")  # no call has ended yet
+    slow.metrics.pop("reward/wait_s")
+    assert "rewards hold" not in live.status_line(slow) and "nan" not in live.status_line(slow)
     shown = {}
     for name, s in (("fine", fine), ("none", none)):
         out = io.StringIO()
@@ -162,3 +177,11 @@ def test_what_no_step_used_is_said_while_it_is_much() -> None:
     assert live.status_line(much).endswith(said) and said in out(much)
     for s in (little, status(30)):
         assert "skipped" not in live.status_line(s) and "not used" not in out(s)
+
+
+@pytest.mark.parametrize(("points", "mode"), [(1, "markers"), (2, "lines")])
+def test_a_curve_of_one_point_is_drawn(points: int, mode: str) -> None:
+    plot = run_page.MetricPlot("Reward", "", (("reward/mean", "train"),))
+    rows = [{"step": step, "reward/mean": 0.1 * step} for step in range(points)]
+    (curve,) = run_page._lines(rows, plot).data
+    assert curve.mode == mode and len(curve.x) == points

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from asyncrl.cli import main, new
@@ -87,7 +88,7 @@ def found(config: Config) -> dict[str, tuple[str, str]]:
 def test_a_config_is_checked_without_building_anything(project: Path) -> None:
     checks = found(load.load(project / "config.toml"))
     assert list(checks) == list(preflight.CHECKS)
-    later = ("model", "tokenizer", "template", "prompts", "disk", "memory")
+    later = ("model", "tokenizer", "template", "prompts", "characters", "disk", "memory")
     assert [name for name, (state, _) in checks.items() if state == "later"] == list(later)
     assert checks["task"] == ("ok", "file: 800 train, 160 heldout prompts")
     state, said = checks["reward"]
@@ -113,6 +114,31 @@ def test_a_config_with_a_model_is_checked_whole(project: Path, small_model: Path
     assert count == sum(p.numel() for p in loaded.hf.parameters())
     # two layers, two key/value heads of 8 dimensions, keys and values, float32
     assert preflight.Subject(config).kv_cache == config.generator.slots * 64 * 2 * 2 * 2 * 8 * 4
+
+
+def test_characters_that_the_vocabulary_lacks_are_named(
+    project: Path, small_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = project / "p.jsonl"
+    rows = [{"prompt": text, "answer": "1"} for text in ("123=", "1é3=", "1ß 3=")]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sets = (f"task.prompts='{prompts}'", "task.heldout=''", "generator.max_new_tokens=4")
+    config = at(project, small_model, *sets, "reward.deadline_s=600.0")
+    for tiny, remedy in ((True, f"delete {small_model}"), (False, "choose a model")):
+        model = msgspec.structs.replace(config.model, warm_start=tiny)
+        checked = msgspec.structs.replace(config, model=model)
+        state, text = found(checked)["characters"]
+        assert state == "note" and remedy in text
+        assert "'é' (train prompt 1)" in text and "'ß' (train prompt 2)" in text
+    preflight.preflight(config)
+    assert "warning: task: the vocabulary in" in capsys.readouterr().err
+    prompts.write_text(json.dumps(rows[0]) + "\n")
+    assert found(config)["characters"] == (
+        "ok",
+        "the vocabulary has all 4 characters of those prompts",
+    )
+    preflight.preflight(config)
+    assert "warning" not in capsys.readouterr().err
 
 
 WRONG: list[tuple[str, str, str]] = [

@@ -84,6 +84,10 @@ def test_rewards_that_hold_the_generators_up() -> None:
         health_checks.signs(rows(6, time_reward_wait_share=0.09, **of)) == []
         and health_checks.signs(rows(4, time_reward_wait_share=0.42, **of)) == []
     )
+    # No call has ended yet, as in a run of few steps.
+    del of["reward_call_s"], of["reward_wait_s"]
+    assert health_checks.signs(rows(6, time_reward_wait_share=0.42, **of)) == []
+    of |= {"reward_call_s": 0.2, "reward_wait_s": 3.0}
     # Calls of 20 microseconds explain no wait of 3 s: answers wait for a core.
     assert (
         health_checks.signs(rows(6, time_reward_wait_share=0.42, **of | {"reward_call_s": 2e-5}))

@@ -58,7 +58,7 @@ def run(
         from asyncrl.supervise.hosts import slurm
 
         path = Path(f"{run_dir.name}.sbatch")
-        path.write_text(slurm.script(config, str(source), sets, run_dir))
+        path.write_text(slurm.script(config, str(source), sets, run_dir), encoding="utf-8")
         emit({"script": str(path)}, as_json)
         return
     code, summary = runner.run(config, run_dir, resume=resume is not None, on=on)
@@ -126,6 +126,11 @@ def export(run_dir: Path, path: Path, as_json: bool) -> None:
         if newest is None:
             raise ConfigError(f"{run_dir}: no model and no checkpoint in it")
         source = newest / "model"
+        if newest.name == "number_0":
+            print(
+                f"note: {run_dir} has made no step: this is the model that it began with",
+                file=sys.stderr,
+            )
     config = (
         load.load(run_dir / "config.toml") if (source / "adapter_config.json").is_file() else None
     )

@@ -67,9 +67,9 @@ class PlainTokenizer:
         self.inner = tokenizers.Tokenizer.from_file(str(Path(path) / "tokenizer.json"))
         self.inner.no_truncation()
         self.inner.no_padding()
-        self.eos_token_id, self.pad_token_id = (
+        self.eos_token_id, self.pad_token_id, self.unk_token_id = (
             self.inner.token_to_id(settings[k]) if settings.get(k) else None
-            for k in ("eos_token", "pad_token")
+            for k in ("eos_token", "pad_token", "unk_token")
         )
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
@@ -109,9 +109,9 @@ def read_plain_settings(path: Path) -> dict[str, Any] | None:
     if any((path / name).exists() for name in OTHER_FILES):
         return None
     try:
-        family = json.loads((path / "config.json").read_text()).get("model_type")
-        settings = json.loads((path / "tokenizer_config.json").read_text())
-        stored = json.loads((path / "tokenizer.json").read_text())
+        family = json.loads((path / "config.json").read_text(encoding="utf-8")).get("model_type")
+        settings = json.loads((path / "tokenizer_config.json").read_text(encoding="utf-8"))
+        stored = json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))
         special = {t["content"] for t in stored["added_tokens"] if t["special"]}
         named = [settings[k] for k in NAMED if settings.get(k) is not None]
         same = (
@@ -135,8 +135,8 @@ def qwens(path: Path) -> bool:
     if str(path).lower().startswith(("deepseek-ai/", "stepfun-ai/")):
         return False
     try:
-        family = json.loads((path / "config.json").read_text()).get("model_type")
-        settings = json.loads((path / "tokenizer_config.json").read_text())
+        family = json.loads((path / "config.json").read_text(encoding="utf-8")).get("model_type")
+        settings = json.loads((path / "tokenizer_config.json").read_text(encoding="utf-8"))
         return (
             family in ("qwen2", "qwen3")
             and settings.get("tokenizer_class") in ("Qwen2Tokenizer", "Qwen2TokenizerFast")
@@ -149,7 +149,7 @@ def qwens(path: Path) -> bool:
 def vocabulary(path: str | Path) -> int:
     """Tokens of the model in a directory, as its config.json says; 0: it does not say."""
     try:
-        raw = json.loads((Path(path) / "config.json").read_text())
+        raw = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
         size = raw.get("vocab_size", (raw.get("text_config") or {}).get("vocab_size"))
     except (OSError, ValueError, AttributeError):
         return 0
@@ -206,7 +206,7 @@ def model_stops(tokenizer: Any, path: str | Path) -> tuple[int, ...]:
     found = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     for name in ("generation_config.json", "config.json"):
         try:
-            named = json.loads((Path(path) / name).read_text()).get("eos_token_id")
+            named = json.loads((Path(path) / name).read_text(encoding="utf-8")).get("eos_token_id")
         except (OSError, ValueError, AttributeError):
             continue
         found += [
@@ -214,6 +214,14 @@ def model_stops(tokenizer: Any, path: str | Path) -> tuple[int, ...]:
         ]
         break
     return tuple(dict.fromkeys(found))
+
+
+def has_character(tokenizer: Any, character: str) -> bool:
+    """Whether the vocabulary can write a printable character: it is not the unknown token, and not
+    dropped.
+    """
+    ids = tokenizer.encode(character, add_special_tokens=False)
+    return bool(ids) and tokenizer.unk_token_id not in ids
 
 
 def encode_prompt(tokenizer: Any, prompt: Prompt) -> np.ndarray:
@@ -293,7 +301,7 @@ def has_template(path: str | Path) -> bool:
     if (Path(path) / "chat_template.jinja").is_file():
         return True
     try:
-        settings = json.loads((Path(path) / "tokenizer_config.json").read_text())
+        settings = json.loads((Path(path) / "tokenizer_config.json").read_text(encoding="utf-8"))
         return bool(settings.get("chat_template"))
     except (OSError, ValueError, AttributeError):
         return False

@@ -355,10 +355,11 @@ def rewards_block_generators(rows: Rows) -> HealthFinding | None:
     share = mean(batches, "time/reward_wait_share")
     if share is None or share < HELD_UP:
         return None
-    queue, wait, call, workers = (
-        mean(batches, f"reward/{x}") or 0.0 for x in ("queue", "wait_s", "call_s", "workers")
+    queue, wait, workers = (
+        mean(batches, f"reward/{x}") or 0.0 for x in ("queue", "wait_s", "workers")
     )
-    if not calls_explain(queue, wait, call, workers):
+    call = mean(batches, "reward/call_s")  # None: no call has ended yet
+    if call is None or not calls_explain(queue, wait, call, workers):
         return None
     return HealthFinding(
         "rewards_hold_up",

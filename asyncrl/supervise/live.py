@@ -102,7 +102,7 @@ def rewards(metrics: Mapping[str, float]) -> str:
         metrics.get(f"reward/{x}", math.nan) for x in ("queue", "call_s", "workers")
     )
     wait = metrics.get("reward/wait_s", 0.0)
-    if wait and not calls_explain(queue, wait, call, workers):
+    if math.isnan(call) or (wait and not calls_explain(queue, wait, call, workers)):
         return ""
     return (
         f"rewards hold the generators up: idle {metrics['time/reward_wait_share']:.0%} of the time "
@@ -206,27 +206,39 @@ def status_line(status: RunStatus, left: float | None = None) -> str:
     )
 
 
+def _progress(status: RunStatus, left: float | None) -> Any:
+    """The first row of `table`: steps, a bar, the time left."""
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+
+    row = Table.grid(padding=(0, 2))
+    row.add_column(no_wrap=True)
+    row.add_column(max_width=40)
+    row.add_column(no_wrap=True)
+    row.add_row(
+        f"{status.committed}/{status.steps}",
+        ProgressBar(status.steps, status.committed),
+        f"{duration(left)} left" if left else "",
+    )
+    return row
+
+
 def table(status: RunStatus, left: float | None = None) -> Any:
     """The terminal's view, with the seconds left if known; the learner and what matters most come
     first, because short windows cut the bottom.
     """
-    from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
 
     metrics = status.metrics
     grid = Table.grid(padding=(0, 2))
-    grid.add_row(
-        "step",
-        f"{status.committed}/{status.steps}",
-        ProgressBar(status.steps, status.committed, width=40),
-        f"{duration(left)} left" if left else "",
-    )
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    grid.add_row("step", _progress(status, left))
 
     def row(title: str, *parts: tuple[str, str, str]) -> None:
         grid.add_row(
             title,
-            "",
             "   ".join(
                 f"{label} {format(metrics[name], form) if name in metrics else '-'}"
                 for label, name, form in parts
@@ -273,16 +285,15 @@ def table(status: RunStatus, left: float | None = None) -> Any:
         ("grad norm", "optim/grad_norm", ".3f"),
     )
     if said := limit(metrics):
-        grid.add_row("limit", "", said)
+        grid.add_row("limit", said)
     if said := describe_unused_tokens(status.ledger):
-        grid.add_row("not used", "", said)
+        grid.add_row("not used", said)
     if status.held_up is not None:
-        grid.add_row("held up", "", Text(escape_line(status.held_up.describe(), LONGEST_LINE)))
+        grid.add_row("held up", Text(escape_line(status.held_up.describe(), LONGEST_LINE)))
     for who, what, on, age in status.waits:
         grid.add_row(
             "waits",
-            Text(escape_line(who)),
-            Text(f"{age:.1f} s for {escape_line(what)} ({escape_line(on)})"),
+            Text(f"{escape_line(who)} {age:.1f} s for {escape_line(what)} ({escape_line(on)})"),
         )
     return grid
 

@@ -21,11 +21,13 @@ import msgspec
 
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.printable import escape_line
 from asyncrl.models import devices, fetch
 
 FIRST_PROMPTS = 64  # of the endless training stream that are encoded
 MOST_PROMPTS = 2000  # of a fixed split
 MARKER = ".warm_start"  # a file of this name in the folder at `model.path` allows a warm start
+NAMED_CHARACTERS = 240  # characters of a message that list what a vocabulary lacks
 WIDTHS = {"float32": 4, "bfloat16": 2}  # bytes of a number
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -277,27 +279,60 @@ def prompts_fit(subject: Subject) -> str:
     from asyncrl.models.tokenizer import encode_prompt
 
     config = subject.config
-    task = subject.task
     room = config.generator.context - config.generator.max_new_tokens
     longest = 0
-    for split in ("train", "heldout", "ood"):
-        size = _size(task, split)
-        for number in range(FIRST_PROMPTS if size is None else min(size, MOST_PROMPTS)):
-            prompt = task.prompt(split, number, config.seed)
-            length = len(encode_prompt(subject.tokenizer, prompt))
-            longest = max(longest, length)
-            if not length:
-                raise ConfigError(
-                    f"task: {split} prompt {prompt.id} has no token under the tokenizer in "
-                    f"{subject.path}: it is empty, or of other symbols"
-                )
-            if length > room:
-                raise ConfigError(
-                    f"generator.context: {split} prompt {prompt.id} has {length} tokens; context "
-                    f"{config.generator.context} less "
-                    f"max_new_tokens {config.generator.max_new_tokens} leaves {room}"
-                )
+    for prompt in _first_prompts(subject):
+        length = len(encode_prompt(subject.tokenizer, prompt))
+        longest = max(longest, length)
+        if not length:
+            raise ConfigError(
+                f"task: {prompt.split} prompt {prompt.id} has no token under the tokenizer in "
+                f"{subject.path}: it is empty, or of other symbols"
+            )
+        if length > room:
+            raise ConfigError(
+                f"generator.context: {prompt.split} prompt {prompt.id} has {length} tokens; "
+                f"context {config.generator.context} less "
+                f"max_new_tokens {config.generator.max_new_tokens} leaves {room}"
+            )
     return f"the longest of those looked at has {longest} tokens; there is room for {room}"
+
+
+def _first_prompts(subject: Subject) -> Iterator[Any]:
+    """The prompts of each split that a check looks at."""
+    for split in ("train", "heldout", "ood"):
+        size = _size(subject.task, split)
+        for number in range(FIRST_PROMPTS if size is None else min(size, MOST_PROMPTS)):
+            yield subject.task.prompt(split, number, subject.config.seed)
+
+
+def characters_known(subject: Subject) -> str:
+    """The prompts' characters: a vocabulary without one writes the unknown token in its place."""
+    from asyncrl.models.tokenizer import has_character
+
+    known: dict[str, bool] = {}
+    affected: dict[str, str] = {}  # missing character -> the first prompt that has it
+    for prompt in _first_prompts(subject):
+        text = prompt.text + "".join(str(turn.get("content")) for turn in prompt.messages)
+        for character in sorted(set(text)):
+            if character.isspace() or not character.isprintable():
+                continue
+            if character not in known:
+                known[character] = has_character(subject.tokenizer, character)
+            if not known[character]:
+                affected.setdefault(character, f"{prompt.split} prompt {prompt.id}")
+    if not affected:
+        return f"the vocabulary has all {len(known)} characters of those prompts"
+    named = ", ".join(f"{character!r} ({where})" for character, where in affected.items())
+    remedy = (
+        f"delete {subject.path} to have the tiny model built for these prompts"
+        if subject.config.model.warm_start
+        else "change the prompts, or choose a model whose vocabulary has them"
+    )
+    raise Doubt(
+        f"task: the vocabulary in {subject.path} lacks {escape_line(named, NAMED_CHARACTERS)}; the "
+        f"model reads one unknown token in their place: {remedy}"
+    )
 
 
 def reward_called(subject: Subject) -> str:
@@ -404,6 +439,10 @@ def preflight(config: Config) -> None:
     task_reads(subject)
     model_built(subject)
     prompts_fit(subject)
+    try:
+        characters_known(subject)
+    except Doubt as doubt:
+        say(f"warning: {doubt}")
     reward_imports(subject)
     exact_agrees(subject)
 
@@ -416,6 +455,7 @@ CHECKS: dict[str, Callable[[Subject], str]] = {
     "tokenizer": tokenizer_ends,
     "template": template_there,
     "prompts": prompts_fit,
+    "characters": characters_known,
     "reward": reward_called,
     "disk": disk_free,
     "memory": memory_needed,
@@ -423,6 +463,7 @@ CHECKS: dict[str, Callable[[Subject], str]] = {
 # check -> those that it needs
 NEEDS = dict.fromkeys(("tokenizer", "template", "disk", "memory"), ("model",)) | {
     "prompts": ("model", "task"),
+    "characters": ("model", "task"),
     "reward": ("task",),
 }
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -99,8 +100,16 @@ def resolve_resume(run_dir: Path, sets: Sequence[str]) -> Config:
             raise ConfigError(
                 f"--set {item}: {key} cannot change when a run is resumed; start a new run"
             )
+    if config.learner.steps < (made := steps_made(run_dir)):
+        raise ConfigError(
+            f"--resume {run_dir}: it has made {made} steps, and learner.steps = "
+            f"{config.learner.steps} is fewer; give --set learner.steps=N above {made}"
+        )
     said = run_dir / "summary.json"
-    if said.exists() and json.loads(said.read_text())["steps"] >= config.learner.steps:
+    if (
+        said.exists()
+        and json.loads(said.read_text(encoding="utf-8"))["steps"] >= config.learner.steps
+    ):
         raise NothingToDo(
             f"{run_dir} has made all its {config.learner.steps} steps; raise it by --set "
             "learner.steps=N to train on"
@@ -110,6 +119,14 @@ def resolve_resume(run_dir: Path, sets: Sequence[str]) -> Config:
     if config != before:
         atomic_write.write(run_dir / "config.toml", load.dump(config), sync=True)
     return config
+
+
+def steps_made(run_dir: Path) -> int:
+    """The steps up to the newest checkpoint, from which a resumed learner goes on."""
+    paths = run_dir.glob("checkpoints/epoch_*/number_*")
+    found = (re.search(r"epoch_(\d+)/number_(\d+)$", path.as_posix()) for path in paths)
+    numbers = [(int(match[1]), int(match[2])) for match in found if match]
+    return max(numbers, default=(0, 0))[1]
 
 
 def directory_removed_error(run_dir: Path) -> AsyncrlError:

@@ -212,7 +212,10 @@ def _lines(rows: list[dict[str, Any]], lines: MetricPlot) -> Any:
     figure = _figure(lines.title, lines.unit)
     for label, points in _curves(rows, lines):
         figure.add_scatter(
-            x=[p[0] for p in points], y=[p[1] for p in points], name=label, mode="lines"
+            x=[p[0] for p in points],
+            y=[p[1] for p in points],
+            name=label,
+            mode="lines" if len(points) > 1 else "markers",  # a line of one point is not drawn
         )
     figure.update_xaxes(title="version" if lines.axis == "step" else "seconds of RL")
     return figure
@@ -493,7 +496,9 @@ def ledger_by_length(summary: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _text(path: Path) -> str:
-    return path.read_text(errors="replace").strip() if path.is_file() else "unknown"
+    return (
+        path.read_text(errors="replace", encoding="utf-8").strip() if path.is_file() else "unknown"
+    )
 
 
 def unfinished_notes(config: Config, run_dir: Path, summary: dict[str, Any]) -> list[str]:
@@ -521,7 +526,7 @@ def write(run_dir: Path) -> Path:
     config = load.load(run_dir / "config.toml")
     rows = metrics.read(run_dir)
     try:
-        summary = json.loads((run_dir / "summary.json").read_text())
+        summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         summary = compose(config, run_dir)
     if not rows:
@@ -547,7 +552,7 @@ def write(run_dir: Path) -> Path:
         ledger=_ledger(summary),
         by_length=ledger_by_length(summary),
         samples=[*samples[:4], *samples[-8:]],
-        config=(run_dir / "config.toml").read_text(),
+        config=(run_dir / "config.toml").read_text(encoding="utf-8"),
         summary_json=page_kit.embedded(summary),
     )
     atomic_write.write(run_dir / "report.html", page)
