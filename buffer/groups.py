@@ -253,7 +253,7 @@ class Group:
 
     def release_samples(self) -> int:
         """Bytes that its stored samples take."""
-        return sum([stored.size for stored in self.stored_samples()])
+        return sum(stored.size for stored in self.stored_samples())
 
 
 def size(sample: Trajectory) -> int:

@@ -183,13 +183,13 @@ def seal(part: Path) -> None:
         for file in sorted(part.rglob("*"))
         if file.is_file()
     }
-    (part / "manifest").write_text(json.dumps(files))
+    (part / "manifest").write_text(json.dumps(files), encoding="utf-8")
 
 
 def verify(path: Path) -> str:
     """What is wrong with a checkpoint; empty when it is whole."""
     try:
-        files = json.loads((path / "manifest").read_text())
+        files = json.loads((path / "manifest").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         return f"its manifest: {error}"
     for name, (size, checksum) in files.items():

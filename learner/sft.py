@@ -225,7 +225,7 @@ def run(config: SftConfig, run_dir: Path, say: Say) -> dict[str, Any] | None:
                 done = training.run(stopping)
             finally:
                 training.metrics.close()
-        return json.loads((run_dir / "summary.json").read_text()) if done else None
+        return json.loads((run_dir / "summary.json").read_text(encoding="utf-8")) if done else None
     finally:
         lock.close()
 

@@ -1,11 +1,13 @@
 """Files and directories that are there whole or not at all."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
 from asyncrl.records import atomic_write
 
@@ -83,11 +85,51 @@ def test_what_cannot_be_removed_is_passed_over(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["file"]
 
 
+PLAIN_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
 def test_files_are_utf_8_in_any_locale(tmp_path: Path) -> None:
     code = "import sys; from pathlib import Path; from asyncrl.records import atomic_write; "
     code += "atomic_write.write(Path(sys.argv[1]), chr(0x3c0))"
-    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     argv = [sys.executable, "-c", code, str(tmp_path / "file")]
-    done = subprocess.run(argv, env=os.environ | plain, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        argv, env=os.environ | PLAIN_LOCALE, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "file").read_text(encoding="utf-8") == chr(0x3C0)
+
+
+def test_a_run_in_a_plain_locale(tmp_path: Path, small_model: Path) -> None:
+    """Prompts, reward and config have characters that the locale cannot write."""
+    prompts = [{"prömpt": f"{n}é=", "answer": "1"} for n in range(8)]
+    rows = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in prompts)
+    (tmp_path / "p.jsonl").write_text(rows, encoding="utf-8")
+    (tmp_path / "mine.py").write_text(
+        'def reward(prompt, text):\n    print("π")\n    return {"reward": 1.0, "é": 0.5}\n',
+        encoding="utf-8",
+    )
+    (tmp_path / "c.toml").write_text(
+        f"""# é
+model.path = "{small_model}"
+model.device = "cpu"
+task = {{ name = "file", prompts = "p.jsonl", columns = {{ prompt = "prömpt" }} }}
+reward.function = "mine.py:reward"
+reward.deadline_s = 600.0
+generator = {{ context = 32, max_new_tokens = 4, slots = 4 }}
+learner = {{ steps = 2, groups = 2, group_size = 2 }}
+wires.connect_s = 1800.0
+watchdog = {{ floor_s = 1800.0, startup_s = 3600.0 }}
+""",
+        encoding="utf-8",
+    )
+    env = os.environ | PLAIN_LOCALE | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+    def call(*words: str) -> str:
+        argv = [sys.executable, "-m", "asyncrl.cli", *words]
+        done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, timeout=7200)
+        assert done.returncode == 0, done.stderr.decode(errors="replace")[-3000:]
+        return done.stdout.decode("ascii")
+
+    call("run", "c.toml", "--set", "name=r")
+    assert "é" in (tmp_path / "runs" / "r" / "report.html").read_text(encoding="utf-8")
+    assert r"lacks '\xe9'" in call("config", "check", "c.toml")

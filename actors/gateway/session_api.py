@@ -306,6 +306,6 @@ def write_endpoint_files(run_dir: Path, url: str, key: str) -> None:
     for name, text in (("agent.key", key), ("agent.url", url)):
         new = run_dir / f"{name}.new"
         descriptor = private.open_private(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        with os.fdopen(descriptor, "w") as file:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text + "\n")
         new.replace(run_dir / name)

@@ -30,7 +30,7 @@ def read_classifier_config(settings: Settings) -> dict[str, Any]:
     """The directory's config.json, of a classifier with one label.  Raises ConfigError."""
     path = Path(settings.path) / "config.json"
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise refuse(settings, f"no model directory: its config.json: {error}") from error
     kinds = found.get("architectures") or []

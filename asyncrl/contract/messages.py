@@ -183,7 +183,7 @@ class Trajectory(msgspec.Struct, array_like=True, gc=False):
     def length(self) -> int:
         """Tokens drawn to be trained: of mask 1, over all rows; without a mask (simulated) all."""
         own = count_ones(self.mask) if self.mask else len(self.tokens) // 4
-        return own + sum([count_ones(row.mask) for row in self.rows]) if self.rows else own
+        return own + sum(count_ones(row.mask) for row in self.rows) if self.rows else own
 
     @property
     def token_count(self) -> int:

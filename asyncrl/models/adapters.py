@@ -237,7 +237,7 @@ def save(model: PolicyModel, path: Path) -> None:
         "bias": "none",
         "inference_mode": True,
     }
-    (path / CONFIG).write_text(json.dumps(settings, indent=1) + "\n")
+    (path / CONFIG).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
     state = {PREFIX + name: tensor.contiguous() for name, tensor in weights(model.hf)}
     safetensors.torch.save_file(
         state, path / WEIGHTS, metadata={"format": "pt", BASE: adapter.base}
@@ -260,7 +260,7 @@ def read(path: Path) -> StoredAdapter:
     import safetensors
 
     try:
-        settings = json.loads((path / CONFIG).read_text())
+        settings = json.loads((path / CONFIG).read_text(encoding="utf-8"))
         with safetensors.safe_open(str(path / WEIGHTS), framework="pt") as opened:
             base = (opened.metadata() or {}).get(BASE, "")
             names = list(opened.keys())

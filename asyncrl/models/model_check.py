@@ -111,7 +111,7 @@ def check_adapters(config: Config, raw: dict[str, Any]) -> None:
 def settings(path: Path, key: str) -> dict[str, Any]:
     """config.json."""
     try:
-        raw = json.loads((path / "config.json").read_text())
+        raw = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ConfigError(f"{key}: {path} is no model directory (it has no config.json)") from error
     except (OSError, ValueError) as error:

@@ -324,8 +324,11 @@ def export(model: PolicyModel, path: str | Path, ends: Sequence[int] = ()) -> No
         copy_tokenizer(model.tokenizer_dir, part)
         if ends:
             file = part / "generation_config.json"
-            settings = json.loads(file.read_text()) if file.is_file() else {}
-            file.write_text(json.dumps(settings | {"eos_token_id": list(ends)}, indent=2) + "\n")
+            settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+            file.write_text(
+                json.dumps(settings | {"eos_token_id": list(ends)}, indent=2) + "\n",
+                encoding="utf-8",
+            )
 
 
 def save(hf: Any, path: str | Path) -> None:

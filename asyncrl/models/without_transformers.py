@@ -152,7 +152,7 @@ class BareModel(torch.nn.Module):
         import safetensors.torch
 
         for name, text in self._files.items():
-            (Path(path) / name).write_text(text)
+            (Path(path) / name).write_text(text, encoding="utf-8")
         state = {name: p.detach().contiguous() for name, p in self.named_parameters()}
         safetensors.torch.save_file(state, Path(path) / WEIGHTS, metadata={"format": "pt"})
 
@@ -163,7 +163,7 @@ def open_weight_files(path: Path) -> Iterator[Any]:
 
     index = path / INDEX
     files = (
-        sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         if index.is_file()
         else [WEIGHTS]
     )
@@ -181,7 +181,7 @@ def load(path: str | Path, dtype: str) -> BareModel | None:
     path = Path(path)
     try:
         files = {
-            n: (path / n).read_text()
+            n: (path / n).read_text(encoding="utf-8")
             for n in ("config.json", "generation_config.json")
             if (path / n).is_file()
         }

@@ -27,7 +27,9 @@ def free_bytes() -> int:
         cache = _numbers(folder / "memory.stat").get("inactive_file", 0)
         for limit, taken in LIMITS:
             try:
-                most, now = (int((folder / name).read_text()) for name in (limit, taken))
+                most, now = (
+                    int((folder / name).read_text(encoding="utf-8")) for name in (limit, taken)
+                )
             except (OSError, ValueError):  # no such file; or "max": no limit
                 continue
             left.append(max(0, most - now + cache))
@@ -49,7 +51,7 @@ def memory_kills() -> int | None:
 def _group_folders() -> Iterator[Path]:
     """The folders of this process's memory groups, each with those above it."""
     try:
-        lines = [line.split(":", 2) for line in OWN_GROUPS.read_text().splitlines()]
+        lines = [line.split(":", 2) for line in OWN_GROUPS.read_text(encoding="utf-8").splitlines()]
     except OSError:
         return
     for _, controllers, path in lines:
@@ -63,7 +65,7 @@ def _group_folders() -> Iterator[Path]:
 def _numbers(path: Path) -> dict[str, int]:
     """The lines `name number` of a file; none where it cannot be read."""
     try:
-        lines = [line.split() for line in path.read_text().splitlines()]
+        lines = [line.split() for line in path.read_text(encoding="utf-8").splitlines()]
         return {line[0]: int(line[1]) for line in lines if len(line) == 2}
     except (OSError, ValueError):
         return {}

@@ -57,7 +57,7 @@ def append_event(run_dir: Path, name: str, pid: int, event: str, **more: Any) ->
     } | more
     try:
         path(run_dir).parent.mkdir(exist_ok=True)
-        with path(run_dir).open("a") as file:
+        with path(run_dir).open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
     except OSError:
         pass
@@ -67,7 +67,9 @@ def read_events(run_dir: Path) -> list[dict[str, Any]]:
     """All rows, oldest first; a line that a power cut tore is left out."""
     out = []
     for line in (
-        path(run_dir).read_text(errors="replace").splitlines() if path(run_dir).exists() else ()
+        path(run_dir).read_text(errors="replace", encoding="utf-8").splitlines()
+        if path(run_dir).exists()
+        else ()
     ):
         try:
             row = json.loads(line)
@@ -106,7 +108,7 @@ def memory_kills() -> list[str | int]:
     (those of containers too); empty where it does not say.
     """
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except OSError:
         return []
     kills = machine_memory.memory_kills()
@@ -168,7 +170,7 @@ def is_alive(run_dir: Path, name: str) -> bool:
     """
     lock = run_dir / (".run.lock" if name == "supervisor" else f".{name}.alive")
     try:
-        with lock.open("r") as file:
+        with lock.open("r", encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
@@ -187,10 +189,10 @@ class ProcessIncarnation:
     def __init__(self, run_dir: Path, name: str, *, alone: bool, supervised: bool = False) -> None:
         self.run_dir = run_dir
         self.name = name
-        self.all = (run_dir / ".parts.lock").open("a")
+        self.all = (run_dir / ".parts.lock").open("a", encoding="utf-8")
         # waits while the last one of those before writes summary and report
         fcntl.flock(self.all, fcntl.LOCK_SH)
-        self.mine: IO[str] = (run_dir / f".{name}.alive").open("a+")
+        self.mine: IO[str] = (run_dir / f".{name}.alive").open("a+", encoding="utf-8")
         how = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
         try:
             rundir.lock(self.mine, how, AGAIN_S if supervised else rundir.LOOK_S)

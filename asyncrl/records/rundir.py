@@ -44,7 +44,7 @@ def prepare(config: Config, toml: str, run_dir: Path, run: str = "") -> None:
         atomic_write.write(run_dir / "run_id", run or uuid.uuid4().hex[:12], sync=True)
     except OSError as error:
         raise unwritable_error(run_dir, error) from error
-    (run_dir / "command").write_text(" ".join(sys.argv) + "\n")
+    (run_dir / "command").write_text(" ".join(sys.argv) + "\n", encoding="utf-8")
     git = (
         subprocess.run(
             ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
@@ -52,7 +52,7 @@ def prepare(config: Config, toml: str, run_dir: Path, run: str = "") -> None:
         if shutil.which("git")
         else ""
     )
-    (run_dir / "commit").write_text(git or "unknown\n")
+    (run_dir / "commit").write_text(git or "unknown\n", encoding="utf-8")
     # last: a directory without it is made again
     atomic_write.write(run_dir / "config.toml", toml, sync=True)
 
@@ -63,7 +63,7 @@ def ensure(config: Config, toml: str, run_dir: Path, run: str = "") -> None:
     """
     try:
         atomic_write.directory(run_dir, 0o700)
-        making = (run_dir / ".making").open("w")
+        making = (run_dir / ".making").open("w", encoding="utf-8")
     except OSError as error:
         raise unwritable_error(run_dir, error) from error
     with making as lock:
@@ -90,18 +90,18 @@ def directory(config: Config, source: str) -> Path:
 
 def note_limit(run_dir: Path, limit: float) -> None:
     """Remember the staleness limit that a run had until it was resumed with another one."""
-    with (run_dir / "limits").open("a") as file:
+    with (run_dir / "limits").open("a", encoding="utf-8") as file:
         file.write(f"{limit:g}\n")
 
 
 def limits(run_dir: Path) -> list[float]:
     """The staleness limits of the run's earlier lives, where they were others."""
     path = run_dir / "limits"
-    return [float(x) for x in path.read_text().split()] if path.exists() else []
+    return [float(x) for x in path.read_text(encoding="utf-8").split()] if path.exists() else []
 
 
 def run_id(run_dir: Path) -> str:
-    return (run_dir / "run_id").read_text().strip()
+    return (run_dir / "run_id").read_text(encoding="utf-8").strip()
 
 
 def directory_id(run_dir: Path) -> str:
@@ -147,7 +147,7 @@ def hold_memory(run_dir: Path) -> IO[str]:
     while True:
         held = private.directory(shm_dir(run_dir)) / HELD
         with contextlib.suppress(FileNotFoundError):  # swept at this moment
-            file = held.open("a")
+            file = held.open("a", encoding="utf-8")
             fcntl.flock(file, fcntl.LOCK_SH)
             if held.exists() and held.samefile(f"/proc/self/fd/{file.fileno()}"):
                 return file
@@ -162,7 +162,7 @@ def sweep_memory() -> list[str]:
     swept = []
     for place in _memory_base().glob(f"asyncrl-{os.getuid()}-*"):
         try:
-            with open(os.open(place / HELD, os.O_RDWR | os.O_NOFOLLOW)) as file:
+            with open(os.open(place / HELD, os.O_RDWR | os.O_NOFOLLOW), encoding="utf-8") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(place, ignore_errors=True)
                 swept.append(place.name)
@@ -197,7 +197,7 @@ def is_finished(run_dir: Path, steps: int) -> bool:
     its end; one that begins takes it back.
     """
     try:
-        left = json.loads((run_dir / "buffer_summary.json").read_text())
+        left = json.loads((run_dir / "buffer_summary.json").read_text(encoding="utf-8"))
         return (
             bool(left["finished"])
             and left["steps"] >= steps
@@ -232,7 +232,7 @@ class RunLock:
     """
 
     def __init__(self, run_dir: Path, what: str = "run") -> None:
-        self.file = (run_dir / f".{what}.lock").open("a+")
+        self.file = (run_dir / f".{what}.lock").open("a+", encoding="utf-8")
         try:
             lock(self.file, fcntl.LOCK_EX, LOOK_S)
         except BlockingIOError as error:
@@ -252,12 +252,12 @@ class RunLock:
 def note_longest_prompt(run_dir: Path, name: str, tokens: int) -> None:
     """Keep how long a process's longest prompt was, for whoever finds it killed."""
     with contextlib.suppress(OSError):
-        (run_dir / f".{name}.longest").write_text(str(tokens))
+        (run_dir / f".{name}.longest").write_text(str(tokens), encoding="utf-8")
 
 
 def longest_prompt(run_dir: Path, name: str) -> int:
     """What the process of this name noted last; 0: nothing."""
     try:
-        return int((run_dir / f".{name}.longest").read_text())
+        return int((run_dir / f".{name}.longest").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return 0

@@ -35,7 +35,7 @@ class Tracer:
     def __init__(self, run_dir: Path, process: str) -> None:
         directory = run_dir / "trace"
         directory.mkdir(parents=True, exist_ok=True)
-        self.file = (directory / f"{process}.jsonl").open("a", buffering=1 << 16)
+        self.file = (directory / f"{process}.jsonl").open("a", buffering=1 << 16, encoding="utf-8")
         self.left = MOST_EVENTS
 
     @contextmanager
@@ -75,7 +75,11 @@ def read_sized_spans(run_dir: Path) -> dict[str, list[TraceSpan]]:
     """process -> its spans; a last line cut by a crash is left out."""
     out: dict[str, list[TraceSpan]] = {}
     for path in sorted((run_dir / "trace").glob("*.jsonl")):
-        rows = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("]")]
+        rows = [
+            json.loads(line)
+            for line in path.read_text(encoding="utf-8").splitlines()
+            if line.endswith("]")
+        ]
         out[path.stem] = [TraceSpan(*row) for row in rows]
     return out
 
@@ -98,7 +102,9 @@ def merge(run_dir: Path) -> Path:
         ]
     path = run_dir / "trace.json"
     try:
-        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        path.write_text(
+            json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8"
+        )
     except OSError:  # it is written when a run has ended, by whatever: that is what is to be told
         path.unlink(missing_ok=True)
     return path

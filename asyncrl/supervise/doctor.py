@@ -67,7 +67,7 @@ def processes(config: Config, run_dir: Path) -> list[dict[str, Any]]:
         if lives_now:
             pid = (
                 (run_dir / (".run.lock" if name == "supervisor" else f".{name}.alive"))
-                .read_text()
+                .read_text(encoding="utf-8")
                 .strip()
             )
             said = f"{name} is running (process {pid})"

@@ -69,7 +69,7 @@ def load_run(path: str | Path) -> LoadedRun:
         )
     config = load.load(where / "config.toml")
     try:
-        summary = dict(json.loads((where / "summary.json").read_text()))
+        summary = dict(json.loads((where / "summary.json").read_text(encoding="utf-8")))
     except FileNotFoundError:
         from asyncrl.supervise.summary import compose
 
@@ -125,10 +125,10 @@ def run(
             source = Path(config)
         else:
             source = Path(folder) / "notebook.toml"
-            source.write_text(_toml(config))
+            source.write_text(_toml(config), encoding="utf-8")
         words = [word for item in sets for word in ("--set", item)]
         argv = importing.command("asyncrl.cli", "run", str(source), "--json", *words)
-        with (Path(folder) / "answer").open("w+") as answer:
+        with (Path(folder) / "answer").open("w+", encoding="utf-8") as answer:
             code, said = _call(argv, answer.fileno(), show)
             answer.seek(0)
             found = _last_object(answer.read())

@@ -30,7 +30,7 @@ class ScaleRequest(NamedTuple):
 def read_request(run_dir: Path) -> ScaleRequest | None:
     """The newest request; None when there is none that can be read."""
     try:
-        raw = json.loads((run_dir / "scale.asked").read_text())
+        raw = json.loads((run_dir / "scale.asked").read_text(encoding="utf-8"))
         found = ScaleRequest(str(raw["id"]), int(raw["generators"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -75,9 +75,9 @@ def ask(run_dir: Path, generators: int, patience_s: float) -> int:
         if not path.exists():  # or taken away by a supervisor that has only begun
             part = run_dir / f"scale.{request.id}.part"
             with atomic_write.replacing(path, part=part):
-                part.write_text(json.dumps(request._asdict()))
+                part.write_text(json.dumps(request._asdict()), encoding="utf-8")
         try:
-            said = json.loads((run_dir / "scale.done").read_text())
+            said = json.loads((run_dir / "scale.done").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             said = {}
         if said.get("id") == request.id:

@@ -30,7 +30,7 @@ def run_facts(config: Config) -> health_checks.RunFacts:
     may be apart.
     """
     try:
-        keys = json.loads((Path(config.model.path) / "config.json").read_text())
+        keys = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         keys = {}
     experts = {"num_experts", "num_local_experts", "n_routed_experts"} & set(keys)
@@ -60,7 +60,7 @@ def left_behind(run_dir: Path) -> dict[str, Any]:
     on the way, with "partial".
     """
     try:
-        return dict(json.loads((run_dir / "buffer_summary.json").read_text()))
+        return dict(json.loads((run_dir / "buffer_summary.json").read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return partial_summary(run_dir)
 
@@ -169,7 +169,7 @@ def compose(config: Config, run_dir: Path) -> dict[str, Any]:
                 "learner": _mean(rows, "time/learner_idle_share"),
             },
         },
-        "weights_digest": digest.read_text() if digest.exists() else None,
+        "weights_digest": digest.read_text(encoding="utf-8") if digest.exists() else None,
         "mismatch_k3_max": left["mismatch_k3_max"],
         "ledger": left["ledger"],
         "ledger_lines": left["ledger_lines"],

@@ -66,7 +66,7 @@ def warm_start(
                 "accuracy": accuracy(model, task, config.seed),
                 "seconds": round(time.monotonic() - began, 1),
             }
-            (part / "warm_start.json").write_text(json.dumps(what))
+            (part / "warm_start.json").write_text(json.dumps(what), encoding="utf-8")
     finally:
         torch.set_num_threads(before)
     return what

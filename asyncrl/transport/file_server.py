@@ -164,7 +164,7 @@ def fetch_files(
 
     Raises Damaged when bytes do not match their digest, PeerUnreachable, OSError."""
     where = private.directory(cache) / folder(check_entries(entries))
-    with (cache / f"{where.name}.lock").open("w") as lock:
+    with (cache / f"{where.name}.lock").open("w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # of two that join at once, one fetches
         part = where if where.is_dir() else private.directory(cache / f"{where.name}.part")
         missing = [entry for entry in entries if not is_complete(part, entry)]

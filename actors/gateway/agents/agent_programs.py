@@ -158,7 +158,7 @@ class AgentProgram:
         self.folder = Path(tempfile.mkdtemp(prefix="asyncrl-agent-"))
         try:
             task = self.folder / "task.json"
-            task.write_text(json.dumps(sample_as_json(seat)))
+            task.write_text(json.dumps(sample_as_json(seat)), encoding="utf-8")
             with task.open("rb") as stdin:
                 self.process = subprocess.Popen(
                     setup.command,
@@ -227,7 +227,7 @@ def end_strays(running: set[int]) -> None:
     reaped = True
     while reaped:
         reaped = False
-        for pid in set(map(int, children.read_text().split())) - running:
+        for pid in set(map(int, children.read_text(encoding="utf-8").split())) - running:
             with contextlib.suppress(OSError):  # EPERM: it has become another user's
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)

@@ -199,11 +199,11 @@ class Comparison:
         plan = {"arms": configs_as_json(self.configs)}
         path = directory / "compare.json"
         if path.exists():
-            before = upgrade_arms(json.loads(path.read_text())["arms"])
+            before = upgrade_arms(json.loads(path.read_text(encoding="utf-8"))["arms"])
             refuse_other(directory, "comparison", before, plan["arms"])
         else:
             directory.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(plan, indent=1))
+            path.write_text(json.dumps(plan, indent=1), encoding="utf-8")
 
     def run_dir(self, arm: str, seed: int) -> Path:
         return self.directory / "runs" / f"{arm}-seed{seed}"
@@ -214,7 +214,8 @@ class Comparison:
         path = self.run_dir(arm, seed) / "summary.json"
         return (
             path.exists()
-            and json.loads(path.read_text())["steps"] >= self.configs[arm].learner.steps
+            and json.loads(path.read_text(encoding="utf-8"))["steps"]
+            >= self.configs[arm].learner.steps
         )
 
     def run(self, jobs: int, tell: warm_pool.Tell = lambda name, event: None) -> list[CellResult]:
@@ -262,7 +263,7 @@ class Comparison:
         argv = [*base, "--resume", str(run_dir), "--json"] if resumable else fresh
         log = self.directory / "logs" / f"{run_dir.name}.log"
         log.parent.mkdir(exist_ok=True)
-        with log.open("a") as out:
+        with log.open("a", encoding="utf-8") as out:
             code = subprocess.run(
                 argv,
                 stdout=out,
@@ -272,7 +273,9 @@ class Comparison:
                 env=os.environ | {"NO_COLOR": "1"},
             ).returncode
         if not self.finished(arm, seed):
-            last = [line for line in log.read_text().splitlines() if line.strip()][-1:]
+            last = [line for line in log.read_text(encoding="utf-8").splitlines() if line.strip()][
+                -1:
+            ]
             raise AsyncrlError(
                 f"run {run_dir.name} ended with exit code {code}: {' '.join(last)} (log: {log}); "
                 "the same command goes on from here"
@@ -287,7 +290,9 @@ class Comparison:
         if arm in self.warm:
             return warm_cell(arm, seed, self.cells.read(f"{arm}-seed{seed}"), self.configs[arm])
         run_dir = self.run_dir(arm, seed)
-        cell = CellResult(arm, seed, json.loads((run_dir / "summary.json").read_text()))
+        cell = CellResult(
+            arm, seed, json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+        )
         every = metrics.read(run_dir)
         # after a resume the later row of a step wins
         by_step = {row["step"]: row for row in every if "reward/mean" in row}

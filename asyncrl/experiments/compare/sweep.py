@@ -177,12 +177,12 @@ class Sweep:
         written = {"arms": configs_as_json(what.arms)}
         path = directory / "sweep.json"
         if path.exists():
-            before = comparison.upgrade_arms(json.loads(path.read_text())["arms"])
+            before = comparison.upgrade_arms(json.loads(path.read_text(encoding="utf-8"))["arms"])
             common = {n: before[n] for n in before if n in written["arms"]}
             refuse_other(directory, "sweep", common, {n: written["arms"][n] for n in common})
             written["arms"] = before | written["arms"]
         directory.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(written, indent=1))
+        path.write_text(json.dumps(written, indent=1), encoding="utf-8")
 
     @staticmethod
     def name(arm: str, seed: int) -> str:

@@ -60,7 +60,7 @@ class CellStore:
         return self.directory / "cells" / f"{name}.json"
 
     def read(self, name: str) -> dict[str, Any]:
-        return dict(json.loads(self.path(name).read_text()))
+        return dict(json.loads(self.path(name).read_text(encoding="utf-8")))
 
     def todo(self) -> list[str]:
         return [n for n in self.configs if not self.path(n).exists()]
@@ -127,7 +127,7 @@ class WarmWorker:
             str(directory),
             *(["--abandon"] if abandon else []),
         )
-        with self.log.open("w") as log:
+        with self.log.open("w", encoding="utf-8") as log:
             self.process = subprocess.Popen(
                 argv,
                 stdin=subprocess.PIPE,
@@ -156,7 +156,9 @@ class WarmWorker:
             while not done and not self.failed:
                 line = self.process.stdout.readline()
                 if not line:
-                    last = [x for x in self.log.read_text().splitlines() if x.strip()][-1:]
+                    last = [
+                        x for x in self.log.read_text(encoding="utf-8").splitlines() if x.strip()
+                    ][-1:]
                     self.failed = (
                         f"run {name}: its process ended "
                         f"({signal_name(self.process.wait())}) {' '.join(last)} (log: "

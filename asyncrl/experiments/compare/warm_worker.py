@@ -20,7 +20,7 @@ def main(directory: Path, abandon: bool) -> None:
     with collection_paused():
         from asyncrl.experiments import serial
 
-    events = os.fdopen(os.dup(1), "w")
+    events = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # whatever a library or a reward function prints goes to the log
 
     def say(**event: Any) -> None:

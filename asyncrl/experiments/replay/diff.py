@@ -62,9 +62,9 @@ def read(run_dir: Path) -> tuple[dict[str, Any], dict[int, dict[str, float]], st
         raise ConfigError(f"{run_dir}: no metrics in it yet; wait until the run has made a step")
     digest = run_dir / "weights_digest"
     return (
-        tomllib.loads((run_dir / "config.toml").read_text()),
+        tomllib.loads((run_dir / "config.toml").read_text(encoding="utf-8")),
         by_step,
-        digest.read_text() if digest.exists() else None,
+        digest.read_text(encoding="utf-8") if digest.exists() else None,
     )
 
 

@@ -255,7 +255,7 @@ class Replay:
             if evaluator is not None:
                 evaluator.close()
         export(core.model, out / "model")
-        (out / "weights_digest").write_text(weights_digest(core.model))
+        (out / "weights_digest").write_text(weights_digest(core.model), encoding="utf-8")
         return done
 
     def measure(
@@ -301,7 +301,7 @@ def replay_directory(run_dir: Path, out: Path | None) -> Path:
     if (out / "config.toml").exists():
         raise ConfigError(f"{out} holds a run or a replay already; give another --out")
     out.mkdir(parents=True, exist_ok=True)
-    (out / "command").write_text(" ".join(sys.argv) + "\n")
+    (out / "command").write_text(" ".join(sys.argv) + "\n", encoding="utf-8")
     return out
 
 
@@ -328,7 +328,9 @@ def replay(
             "process rounds otherwise, so nothing will be bitwise the same"
         )
     where = replay_directory(run_dir, out)
-    (where / "config.toml").write_text(load.dump(made.config_of_batch(made.end - 1)))
+    (where / "config.toml").write_text(
+        load.dump(made.config_of_batch(made.end - 1)), encoding="utf-8"
+    )
     done = made.run(where, say, evaluate=evaluate)
     found = judge(made, done)
     found["replay_dir"] = str(where)

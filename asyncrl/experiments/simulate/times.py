@@ -209,7 +209,7 @@ def change(times: TimeModel, **changes: Any) -> TimeModel:
 def load(path: Path, base: TimeModel | None = None) -> TimeModel:
     """Times from a TOML file, on top of `base`.  Raises ConfigError with the key."""
     try:
-        table = tomllib.loads(path.read_text())
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from error
     return merge_times(base or TimeModel(), table, str(path))

@@ -89,7 +89,7 @@ class RayHost:
     def reads(self, path: str) -> str:
         """A small file's text; "" when it cannot be read here."""
         try:
-            return Path(path).read_text()
+            return Path(path).read_text(encoding="utf-8")
         except OSError:
             return ""
 
@@ -203,7 +203,7 @@ class RayProcess:
     def mark_lost(self, why: str) -> None:
         """Its host is gone, and it with it."""
         if self.code is None:
-            with self.order.log.open("a") as log:
+            with self.order.log.open("a", encoding="utf-8") as log:
                 log.write(f"the host of {self.order.name} was lost: {why}\n")
             self.code = -signal.SIGKILL
 
@@ -302,7 +302,7 @@ class RayLauncher:
         if not all((where / name).is_dir() for name in names):
             keys.make_keys(where, self.config.generators)
         path = self.run_dir / "run_id"
-        if ray.get(self.host(0).actor.reads.remote(str(path))) != path.read_text():
+        if ray.get(self.host(0).actor.reads.remote(str(path))) != path.read_text(encoding="utf-8"):
             raise ConfigError(
                 f"runs: the learner's host does not see {self.run_dir}: put it on a path that it "
                 "shares with this machine, by --set runs=DIR"
@@ -379,7 +379,7 @@ def cluster_config(config: Config) -> Config:
 def previous_addresses(run_dir: Path) -> list[str]:
     """The addresses that this run's life before was given here; empty when there are none."""
     try:
-        return list(json.loads((run_dir / "hosts.json").read_text())["wires"])
+        return list(json.loads((run_dir / "hosts.json").read_text(encoding="utf-8"))["wires"])
     except (OSError, ValueError, KeyError, TypeError):
         return []
 
