@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import msgspec
@@ -116,6 +117,48 @@ def test_a_config_with_a_model_is_checked_whole(project: Path, small_model: Path
     assert preflight.Subject(config).kv_cache == config.generator.slots * 64 * 2 * 2 * 2 * 8 * 4
 
 
+CHAT = "client.chat.completions.create(model='policy', messages=[])"
+TEXT = "client.completions.create(model='policy', prompt='')"
+AGENTS = {
+    CHAT: True,
+    "client.responses.create(model='policy', input='')": True,
+    "client.messages.stream(model='policy', messages=[])": True,
+    "httpx.post(url + '/chat/completions')": True,
+    "f'{url}/chat/completions'": True,
+    TEXT: False,
+    f"{CHAT}; {TEXT}": False,
+    "framework.run(prompt)": False,
+    "client.messages": False,
+    "print(": False,
+}
+
+
+@pytest.mark.parametrize("line", AGENTS)
+@pytest.mark.parametrize("kind", ["function", "module", "command"])
+def test_an_agent_that_asks_for_chat_is_refused_without_a_chat_template(
+    line: str, kind: str, project: Path, small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = project / "my_agent.py"
+    file.write_text(f"def play(prompt, session):\n    {line}\n")
+    monkeypatch.syspath_prepend(project)
+    item = {
+        "function": f"agent.function={file}:play",
+        "module": "agent.function=my_agent:play",
+        "command": f"agent.command=['python', {str(file)!r}]",
+    }[kind]
+    config = at(project, small_model, "reward.function=", item, "generator.max_new_tokens=4")
+    state, text = found(config)["template"]
+    if AGENTS[line]:
+        assert state == "failed" and f"{file}:2 asks for chat" in text
+        assert (
+            "put a chat_template.jinja there" in text and f"the tokenizer in {small_model}" in text
+        )
+        with pytest.raises(ConfigError, match="asks for chat"):
+            preflight.preflight(config)
+    else:
+        assert state == "note" and "has no chat template" in text
+
+
 def test_characters_that_the_vocabulary_lacks_are_named(
     project: Path, small_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,7 +172,8 @@ def test_characters_that_the_vocabulary_lacks_are_named(
         checked = msgspec.structs.replace(config, model=model)
         state, text = found(checked)["characters"]
         assert state == "note" and remedy in text
-        assert "'é' (train prompt 1)" in text and "'ß' (train prompt 2)" in text
+        assert re.search(r"lacks '.' \(\w+ prompt [12]\), '.' \(\w+ prompt [12]\);", text)
+        assert "'é' (" in text and "'ß' (" in text
     preflight.preflight(config)
     assert "warning: task: the vocabulary in" in capsys.readouterr().err
     prompts.write_text(json.dumps(rows[0]) + "\n")

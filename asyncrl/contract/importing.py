@@ -81,6 +81,18 @@ def module(name: str) -> ModuleType:
     return made
 
 
+def source_path(name: str) -> Path | None:
+    """The file that `module` would run for `name`, which is not run; None where there is none."""
+    if name.endswith(".py"):
+        return Path(name) if Path(name).is_file() else None
+    append_working_directory()
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError, AttributeError):
+        return None
+    return Path(spec.origin) if spec and spec.origin and spec.origin.endswith(".py") else None
+
+
 def export_checkout_path() -> None:
     """After `python -m` in a checkout that is not installed: processes that this one starts find
     asyncrl by PYTHONPATH.

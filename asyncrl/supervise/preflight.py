@@ -7,6 +7,7 @@ the checks of disk and memory are arithmetic, and never end a run.
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import re
@@ -19,7 +20,9 @@ from typing import Any, Literal
 
 import msgspec
 
+from asyncrl.config.agents import AgentConfig
 from asyncrl.config.tree import Config
+from asyncrl.contract import importing
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.printable import escape_line
 from asyncrl.models import devices, fetch
@@ -29,6 +32,12 @@ MOST_PROMPTS = 2000  # of a fixed split
 MARKER = ".warm_start"  # a file of this name in the folder at `model.path` allows a warm start
 NAMED_CHARACTERS = 240  # characters of a message that list what a vocabulary lacks
 WIDTHS = {"float32": 4, "bfloat16": 2}  # bytes of a number
+# calls of OpenAI's and Anthropic's clients, or the addresses that they ask
+CHAT_CALL = re.compile(
+    r"\.chat\.completions\b|\.(responses|messages)\.(create|parse|stream)$"
+    r"|/chat/completions$|/v1/(responses|messages)$"
+)
+TEXT_CALL = re.compile(r"(?<!chat)\.completions\.create$|(?<!chat)/completions$")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -255,6 +264,33 @@ def tokenizer_ends(subject: Subject) -> str:
     return f"{len(tokenizer.get_vocab()):,} tokens; answers end at {', '.join(map(repr, ends))}"
 
 
+def chat_call(agent: AgentConfig) -> str:
+    """FILE:LINE of a chat call in the Python source of `agent.function` or `agent.command`.
+
+    "" where there is none, or where it asks for completions of text as well.
+    """
+    words = [agent.function.rpartition(":")[0]] if agent.function else agent.command
+    names = [word for word in words if agent.function or word.endswith(".py")]
+    found = ""
+    for path in filter(None, map(importing.source_path, names)):
+        try:
+            tree = ast.parse(path.read_bytes())
+        except (OSError, SyntaxError, ValueError):
+            continue  # importing it says what is wrong
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute):
+                call = "." + ast.unparse(node)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                call = node.value
+            else:
+                continue
+            if CHAT_CALL.search(call):
+                found = found or f"{path}:{node.lineno}"
+            elif TEXT_CALL.search(call):
+                return ""
+    return found
+
+
 def template_there(subject: Subject) -> str:
     """The chat template, where something needs one.  `prompts_fit` refuses chats without."""
     from asyncrl.models.tokenizer import has_template
@@ -265,6 +301,12 @@ def template_there(subject: Subject) -> str:
         return "the tokenizer has a chat template"
     if agent.tools:
         raise ConfigError(f"agent.tools: the tokenizer in {subject.path} has no chat template")
+    if where := chat_call(agent):
+        raise ConfigError(
+            f"{agent.source_name}: {where} asks for chat, and the tokenizer in {subject.path} has "
+            "no chat template: put a chat_template.jinja there, choose a model that has one, or "
+            "ask for completions of text (client.completions.create)"
+        )
     if agent.http:
         raise Doubt(
             f"the tokenizer in {subject.path} has no chat template: "
@@ -438,11 +480,11 @@ def preflight(config: Config) -> None:
     devices_present(subject)
     task_reads(subject)
     model_built(subject)
-    prompts_fit(subject)
-    try:
-        characters_known(subject)
-    except Doubt as doubt:
-        say(f"warning: {doubt}")
+    for check in (template_there, prompts_fit, characters_known):
+        try:
+            check(subject)
+        except Doubt as doubt:
+            say(f"warning: {doubt}")
     reward_imports(subject)
     exact_agrees(subject)
 
