@@ -33,6 +33,7 @@ PATIENT = (
     "watchdog.floor_s=1800.0",
     "watchdog.startup_s=3600.0",
 )
+AGENT_PATIENT = ("agent.idle_s=3600.0", "agent.deadline_s=7200.0", "wires.lease_s=3600.0")
 
 
 def asyncrl(folder: Path, *words: str) -> Ended:
@@ -53,6 +54,58 @@ def test_what_is_written(tmp_path: Path) -> None:
     written = sorted(p.name for p in (tmp_path / "a" / "mine").iterdir())
     assert written == sorted(new.FILES) == sorted(Path(f).name for f in done.json["files"])
     assert "train: asyncrl run b/config.toml" in asyncrl(tmp_path, "new", "b").out
+
+
+def test_the_project_of_an_agent_trains_from_a_model_that_is_given(tmp_path: Path) -> None:
+    """As its README says: the agent that is written, OpenAI's client, the real endpoint."""
+    done = asyncrl(tmp_path, "new", "first", "--agent", "--json")
+    assert done.code == 0, done.err
+    written = sorted(p.name for p in (tmp_path / "first").iterdir())
+    assert written == sorted(new.AGENT_FILES) == sorted(Path(f).name for f in done.json["files"])
+    config = load.load(tmp_path / "first" / "config.toml")
+    assert (
+        config.agent.function == f"{tmp_path / 'first'}/agent.py:play" and config.model.warm_start
+    )
+    assert not rules.warnings(config) and not config.reward.function
+    warm_start(config, config.model.path, steps=2, threads=1)
+    done = asyncrl(tmp_path, "new", "mine", "--agent", "--model", "first/model")
+    assert done.code == 0, done.err
+    sets = [*SHORT.split(), *PATIENT, *AGENT_PATIENT, "name=first"]
+    sets += ["generator.max_new_tokens=4", "generator.context=16", "agent.max_tokens=16"]
+    done = asyncrl(
+        tmp_path, "run", "mine/config.toml", "--json", *[x for s in sets for x in ("--set", s)]
+    )
+    assert done.code == 0, done.err[-3000:]
+    steps = load.load(tmp_path / "mine" / "config.toml", sets).learner.steps
+    assert done.json["steps"] == steps
+    calls = [
+        json.loads(line)["calls"]
+        for line in (tmp_path / "mine" / "runs" / "first" / "samples.jsonl")
+        .read_text()
+        .splitlines()
+    ]
+    assert calls and set(calls) <= {1, 2} and max(calls) == 2, "a wrong number is tried again"
+    readme = (tmp_path / "mine" / "README.md").read_text()
+    assert "agent.py" in readme and "pip install openai" in readme
+
+
+def test_the_model_to_begin_with(tmp_path: Path) -> None:
+    for agent in (False, True):
+        folder = tmp_path / f"hub{agent:d}"
+        new.write(folder, agent=agent, model="hf://ORG/NAME")
+        config = load.load(folder / "config.toml")
+        assert config.model.path == "hf://ORG/NAME" and not config.model.warm_start
+        assert not rules.warnings(config)
+        generator = config.generator
+        assert (generator.slots, generator.max_new_tokens, generator.context) == (16, 128, 1024)
+        assert (config.learner.groups, config.learner.lr) == (8, 1e-6)
+        assert config.agent.max_tokens >= 2 * generator.max_new_tokens
+        assert bool(config.agent.function) == agent != bool(config.reward.function)
+    assert all(line in new.config_text(agent=True, model="") for line in new.FOR_LANGUAGE_MODELS)
+    (tmp_path / "nothing").mkdir()
+    done = asyncrl(tmp_path, "new", "mine", "--model", "nothing", "--json")
+    assert done.code == 2 and "--model nothing: no model directory" in done.json["error"]
+    assert not (tmp_path / "mine").exists()
 
 
 def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:

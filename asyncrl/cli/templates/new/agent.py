@@ -5,10 +5,14 @@ other client of OpenAI's or Anthropic's API works as well.  An agent that raises
 played again, never trained on as 0.
 """
 
+from typing import Any
+
 from openai import AsyncOpenAI
 
+from asyncrl.contract.messages import Prompt
 
-async def play(prompt, session):
+
+async def play(prompt: Prompt, session: Any) -> float:
     """1 for the right number, half of it for one at the second try, else 0.
 
     prompt.text and prompt.answer are the columns of prompts.jsonl, prompt.meta[...] any other (as
