@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import msgspec
@@ -165,15 +164,19 @@ def test_characters_that_the_vocabulary_lacks_are_named(
     prompts = project / "p.jsonl"
     rows = [{"prompt": text, "answer": "1"} for text in ("123=", "1é3=", "1ß 3=")]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    sets = (f"task.prompts='{prompts}'", "task.heldout=''", "generator.max_new_tokens=4")
+    (project / "h.jsonl").write_text('{"prompt": "321=", "answer": "1"}\n')
+    sets = (
+        f"task.prompts='{prompts}'",
+        f"task.heldout='{project / 'h.jsonl'}'",
+        "generator.max_new_tokens=4",
+    )
     config = at(project, small_model, *sets, "reward.deadline_s=600.0")
     for tiny, remedy in ((True, f"delete {small_model}"), (False, "choose a model")):
         model = msgspec.structs.replace(config.model, warm_start=tiny)
         checked = msgspec.structs.replace(config, model=model)
         state, text = found(checked)["characters"]
         assert state == "note" and remedy in text
-        assert re.search(r"lacks '.' \(\w+ prompt [12]\), '.' \(\w+ prompt [12]\);", text)
-        assert "'é' (" in text and "'ß' (" in text
+        assert "'é' (train prompt 1)" in text and "'ß' (train prompt 2)" in text
     preflight.preflight(config)
     assert "warning: task: the vocabulary in" in capsys.readouterr().err
     prompts.write_text(json.dumps(rows[0]) + "\n")
