@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from asyncrl.cli.base import PATH, emit, options
+from asyncrl.cli.base import PATH, emit, options, print_progress
 from asyncrl.contract.errors import ConfigError
 
 
@@ -17,6 +17,12 @@ from asyncrl.contract.errors import ConfigError
 @click.option("--resume", type=PATH, help="go on with this run directory")
 @click.option("--dry-run", is_flag=True, help="print the resolved config, what would start, checks")
 @click.option("--on", default="local", help="local, ray, ray://HOST:PORT, slurm  [local]")
+@click.option(
+    "--gpus",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="divide this machine's GPUs 0 to N-1 among learner and generators",
+)
 def run(
     source: str | None,
     sets: tuple[str, ...],
@@ -24,6 +30,7 @@ def run(
     resume: Path | None,
     dry_run: bool,
     on: str,
+    gpus: int | None,
 ) -> None:
     """Run all processes of CONFIG, supervised; or go on with a run by --resume."""
     from asyncrl.config import load
@@ -37,10 +44,21 @@ def run(
         raise ConfigError("--on slurm: the script of a run resumes it by itself: sbatch it again")
     if (source is None) == (resume is None):
         raise ConfigError("give either a CONFIG or --resume RUN_DIR")
+    if gpus is not None and (resume is not None or on != "local"):
+        raise ConfigError(
+            f"--gpus {gpus}: divides this machine's GPUs when a run starts; "
+            + (
+                "a resumed run keeps its own, or takes --set learner.gpus and generator.gpus"
+                if resume is not None
+                else f"--on {on} places processes by placement.learner and placement.generator"
+            )
+        )
     if resume is not None:
         config = runner.resolve_resume(resume, sets)
         run_dir = resume
     else:
+        if gpus is not None:
+            sets = (*sets, *_split_gpus(str(source), sets, gpus))
         config = load.load(str(source), sets)
         run_dir = rundir.directory(config, str(source))
     if dry_run:
@@ -64,6 +82,19 @@ def run(
     code, summary = runner.run(config, run_dir, resume=resume is not None, on=on)
     emit(summary if as_json or not summary else outline(summary), as_json)
     sys.exit(code)
+
+
+def _split_gpus(source: str, sets: tuple[str, ...], count: int) -> tuple[str, ...]:
+    """The `--set` words that `--gpus` stands for, said with their reason."""
+    from asyncrl.config import load
+    from asyncrl.config.tree import Config
+    from asyncrl.models import devices
+
+    # the rules on devices hold for the config with the split, not for the one before
+    unchecked = load.load_as(load.ConfigSchema(Config, lambda _: []), source, sets)
+    split = devices.split_gpus(unchecked, count, sets)
+    print_progress(f"--gpus {count}: {', '.join(split.sets)}: {split.reason}")
+    return split.sets
 
 
 def outline(summary: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
@@ -79,6 +80,71 @@ def missing(config: Config) -> str:
                 f"{key}: GPU {max(numbers)} of {torch.cuda.device_count()}; they are counted from 0"
             )
     return ""
+
+
+class DeviceSplit(NamedTuple):
+    """The GPUs of a machine, divided among a run's processes.
+
+    sets: `key=value` for SPLIT_KEYS, as `--set` takes them.
+    reason: why they are divided in this way.
+    """
+
+    sets: tuple[str, ...]
+    reason: str
+
+
+SPLIT_KEYS = ("learner.gpus", "generator.gpus", "generators")
+
+
+def split_gpus(config: Config, count: int, sets: Sequence[str] = ()) -> DeviceSplit:
+    """Divide GPUs 0 to `count` - 1: one for each learner rank, the others for generators.
+
+    sets: what the command line sets besides; it may hold none of SPLIT_KEYS.
+
+    >>> from asyncrl.config import load
+    >>> split_gpus(load.load("gpu_one"), 4).sets
+    ('learner.gpus=[0]', 'generator.gpus=[1, 2, 3]', 'generators=3')
+
+    Raises ConfigError where a rank or every generator would be left without a GPU, or where the
+    devices are chosen already.
+    """
+    asked = f"--gpus {count}"
+    ranks = config.learner.ranks
+    for item in sets:
+        if item.partition("=")[0].strip() in SPLIT_KEYS:
+            raise ConfigError(f"{asked}: chooses {', '.join(SPLIT_KEYS)}; leave out --set {item}")
+    if config.model.device not in ("auto", "cuda"):
+        raise ConfigError(
+            f"{asked}: model.device = {config.model.device} chooses a device already; use auto or "
+            "cuda"
+        )
+    if ranks > count or ranks == count > 1:
+        why = "each need a GPU of their own" if ranks > count else "leave no GPU for a generator"
+        fewer = f" or learner.ranks={count - 1}" if count > 1 else " or learner.ranks=1"
+        raise ConfigError(
+            f"{asked}: {ranks} learner ranks (learner.ranks) {why}; use --gpus {ranks + 1}{fewer}"
+        )
+    free = list(range(ranks, count)) or [0]
+    chosen = (list(range(ranks)), free, len(free))
+    lines = tuple(f"{key}={value}" for key, value in zip(SPLIT_KEYS, chosen, strict=True))
+    return DeviceSplit(lines, _explain_split(config, count))
+
+
+def _explain_split(config: Config, count: int) -> str:
+    ranks = config.learner.ranks
+    if count == 1:
+        return "learner and generator share the only GPU and its memory"
+    takes = (
+        "the learner takes one GPU" if ranks == 1 else f"each of {ranks} learner ranks takes one"
+    )
+    if config.learner.backend == "torch" and count > 2:
+        takes += " (more with learner.backend=deepspeed and learner.ranks)"
+    free = count - ranks
+    return f"{takes}; " + (
+        "the other one has a generator"
+        if free == 1
+        else f"each of the other {free} has a generator"
+    )
 
 
 def any_cuda() -> bool:
