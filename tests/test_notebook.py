@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from conftest import ENV, ROOT, SMALL
@@ -71,6 +72,41 @@ def test_a_run_without_its_summary_is_read_as_far_as_it_came(
     assert cut.summary["partial"] and cut.summary["steps"] == 6
     assert cut.ledger["trained"] == first.ledger["trained"]
     assert cut.metrics.keys() == first.metrics.keys()
+
+
+def test_a_loaded_run_prints_short(first: asyncrl.LoadedRun) -> None:
+    text = repr(first)
+    assert len(text) < 500 and "\n" not in text
+    end = first.summary["heldout_end"]
+    for fact in (str(first.path), "task: sort", "steps: 6 of 6", f"-> {end:.3f}", "mean lag: "):
+        assert fact in text
+    accuracy = first.metrics["eval/heldout"]
+    assert repr(accuracy) == f"MetricSeries(3 values, steps 0 to 6, last {accuracy.values[-1]:.4g})"
+
+
+def test_a_notebook_shows_a_run_s_text_as_text(first: asyncrl.LoadedRun) -> None:
+    named = msgspec.structs.replace(first, path=Path("<script>alert(1)</script>&"))
+    shown = named._repr_html_()
+    assert "<script>" not in shown and "&lt;script&gt;alert(1)&lt;/script&gt;&amp;" in shown
+    assert f"<td>6 of 6</td></tr><tr><th>held-out</th><td>{first.facts()['held-out']}" in (
+        shown.replace("-&gt;", "->")
+    )
+
+
+def test_the_rows_of_a_run_s_frame(
+    first: asyncrl.LoadedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each value of metrics.jsonl once, in its row; without pandas they are there still."""
+    table = first.rows()
+    for name, one in first.metrics.items():
+        named = [row for row in table if name in row]
+        assert [row["step"] for row in named] == one.steps.tolist(), name
+        assert [row["seconds"] for row in named] == one.seconds.tolist()
+        np.testing.assert_array_equal([row[name] for row in named], one.values)
+    assert sum(len(row) - 2 for row in table) == sum(len(m.values) for m in first.metrics.values())
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ConfigError, match=r"frame\(\) needs pandas: pip install pandas; rows\(\)"):
+        first.frame()
 
 
 def test_where_no_run_is(first: asyncrl.LoadedRun, tmp_path: Path) -> None:

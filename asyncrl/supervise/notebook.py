@@ -4,6 +4,7 @@ one.  Imports no torch.
 
 from __future__ import annotations
 
+import html
 import json
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -22,6 +23,9 @@ from asyncrl.config.tree import Config
 from asyncrl.contract import errors, importing
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.records import jsonl, metrics
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 INTERRUPTED = 130
 # a refusal's class, by the exit code that the command ends with
@@ -45,6 +49,12 @@ class MetricSeries(msgspec.Struct, frozen=True, eq=False):
     seconds: np.ndarray  # float64 [n]: of the run's work, pauses left out
     values: np.ndarray  # float64 [n]
 
+    def __repr__(self) -> str:
+        return (
+            f"MetricSeries({len(self.values)} values, steps {self.steps[0]} to {self.steps[-1]}, "
+            f"last {self.values[-1]:.4g})"
+        )
+
 
 class LoadedRun(msgspec.Struct, frozen=True, eq=False):
     """What a run directory says."""
@@ -55,6 +65,55 @@ class LoadedRun(msgspec.Struct, frozen=True, eq=False):
     samples: list[dict[str, Any]]  # rows of samples.jsonl: a few answers of the run, with rewards
     ledger: dict[str, int]  # tokens: `generated`, and where each of them ended
     summary: dict[str, Any]  # as `asyncrl run --json` prints it; `partial` is in it before the end
+
+    def facts(self) -> dict[str, str]:
+        """What identifies the run and how far it came, as a notebook shows it."""
+        start, end = (self.summary[key] for key in ("heldout_start", "heldout_end"))
+        accuracy = " -> ".join("-" if value is None else f"{value:.3f}" for value in (start, end))
+        return {
+            "path": str(self.path),
+            "task": self.config.task.name,
+            "model": self.config.model.path,
+            "steps": f"{self.summary['steps']} of {self.config.learner.steps}",
+            "held-out": accuracy,
+            "mean lag": f"{self.summary['lag']['mean']:.2f}",
+            "contents": f"{len(self.metrics)} metrics, {len(self.samples)} samples",
+        }
+
+    def __repr__(self) -> str:
+        return f"LoadedRun({', '.join(f'{key}: {fact}' for key, fact in self.facts().items())})"
+
+    def _repr_html_(self) -> str:
+        """A table of `facts`, for a notebook."""
+        rows = (
+            f"<tr><th>{html.escape(key)}</th><td>{html.escape(fact)}</td></tr>"
+            for key, fact in self.facts().items()
+        )
+        return f"<table>{''.join(rows)}</table>"
+
+    def rows(self) -> list[dict[str, float]]:
+        """The metrics by time: `step`, `seconds` and what was measured then.
+
+        An evaluation's row holds its accuracies alone, a batch's row all else."""
+        table: dict[tuple[float, int], dict[str, float]] = {}
+        for name, one in self.metrics.items():
+            measured = zip(one.seconds.tolist(), one.steps.tolist(), one.values, strict=True)
+            for seconds, step, value in measured:
+                row = table.setdefault((seconds, step), {"step": step, "seconds": seconds})
+                row[name] = float(value)
+        return [table[key] for key in sorted(table)]
+
+    def frame(self) -> DataFrame:
+        """`rows` as a pandas frame; NaN where a row lacks a metric.
+
+        Raises ConfigError where pandas is not installed."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise ConfigError(
+                "frame() needs pandas: pip install pandas; rows() has the same without it"
+            ) from error
+        return pandas.DataFrame(self.rows())
 
 
 def load_run(path: str | Path) -> LoadedRun:
