@@ -29,6 +29,7 @@ from asyncrl.experiments.compare.comparison_analysis import (
     signs_of,
     signs_told,
 )
+from asyncrl.experiments.figure import figure_points
 from buffer import training_log
 
 SETS = (
@@ -200,6 +201,20 @@ def test_a_comparison_from_start_to_verdict(sort_model: Path, tmp_path: Path) ->
         == [apart[n].tickets for n in range(5)]
         == [[[8 * n, 8 * n + 7]] for n in range(5)]
     )
+
+    # A figure's points are the same from either directory; both hold seed 0 of these arms.
+    for across in (figure_points.STEP, figure_points.LAG):
+        warm_points, real_points = (
+            figure_points.read_points([where], "eval/heldout", across)
+            for where in (out, tmp_path / "real")
+        )
+        assert len(real_points) == (8 if across == figure_points.STEP else 2)
+        for arm in ("sync", "late"):
+            first = [p for p in warm_points if (p.series, p.seed) == (arm, RUN_SEED)]
+            apart_points = [p for p in real_points if p.series == arm]
+            assert [p.position for p in apart_points] == pytest.approx([p.position for p in first])
+            if arm == "sync":
+                assert [p.value for p in apart_points] == [p.value for p in first]
 
     # Other settings in the same directory.
     other = compare(sort_model, out, *arms, "--set", "learner.lr=1e-3")

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -16,6 +17,7 @@ import pytest
 from conftest import ENV, ROOT, SMALL
 
 import asyncrl
+from asyncrl.cli import main
 from asyncrl.config import load
 from asyncrl.contract import errors, importing
 from asyncrl.contract.errors import AsyncrlError, ConfigError
@@ -107,6 +109,38 @@ def test_the_rows_of_a_run_s_frame(
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ConfigError, match=r"frame\(\) needs pandas: pip install pandas; rows\(\)"):
         first.frame()
+
+
+def test_the_list_of_runs_and_a_figure_of_one(
+    first: asyncrl.LoadedRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    runs = first.path.parent
+    main.main(["ls", str(runs), "--json"], standalone_mode=False)
+    listed = json.loads(capfd.readouterr().out)["runs"]
+    whole = {
+        "run": "first",
+        "state": "finished",
+        "steps": 6,
+        "of": 6,
+        "accuracy": first.metrics["eval/heldout"].values[-1],
+        "lag": first.summary["lag"]["mean"],
+    }
+    assert listed == [whole]
+    with closing(rundir.RunLock(first.path)):
+        main.main(["ls", str(runs)], standalone_mode=False)
+    assert "first  running             6/6" in capfd.readouterr().out
+
+    table = tmp_path / "points.csv"
+    metric = "reward/mean"
+    argv = ["figure", str(first.path), "--csv", str(table), "--metric", metric]
+    main.main(argv, standalone_mode=False)
+    assert "One run each (n = 1 seed), no band." in capfd.readouterr().out
+    rows = [line.split(",") for line in table.read_text().splitlines()]
+    assert rows[0] == ["series", "seed", "step", metric]
+    assert [float(row[3]) for row in rows[1:]] == first.metrics[metric].values.tolist()
+    main.main([*argv, "--x", "lag"], standalone_mode=False)
+    (row,) = [line.split(",") for line in table.read_text().splitlines()[1:]]
+    assert row[0] == "first" and float(row[2]) == pytest.approx(whole["lag"])
 
 
 def test_where_no_run_is(first: asyncrl.LoadedRun, tmp_path: Path) -> None:

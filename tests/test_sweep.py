@@ -26,6 +26,7 @@ from asyncrl.experiments.compare import (
     verdict,
     warm_pool,
 )
+from asyncrl.experiments.figure import figure_points
 from asyncrl.models.policy import build_model
 
 # An untrained model is never right: the entropy term is what moves its weights.
@@ -109,6 +110,15 @@ def test_a_sweep_from_start_to_suggestion_and_again(model: Path, tmp_path: Path)
     )
     assert "Frontier" in page and found["suggestion"]["set"] in page and len(page) < 500_000
     assert json.loads((out / "result.json").read_text()) == found
+
+    # A figure over steps has a series for each cell; over lags, one for each correction.
+    points = figure_points.read_points([out], "eval/heldout", figure_points.STEP)
+    names = [line.name for line in figure_points.make_lines(points)]
+    assert names == [f"{n}, limit {x}" for n in ("configured", "other") for x in ("0", "2")]
+    assert {p.position for p in points} == {0.0, 2.0, 4.0} and len(points) == 3 * 2 * 4
+    points = figure_points.read_points([out], "eval/heldout", figure_points.LAG)
+    for line in figure_points.make_lines(points):
+        assert line.positions[0] == 0 < line.positions[1] <= 2 and line.counts == [2, 2]
 
     # Interrupted: only what is missing is made, and it comes out the same.
     gone, kept = (

@@ -22,12 +22,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # file in this folder -> the commands in it
 FAMILIES = {
     "new": ("new",),
-    "run": ("run", "report", "export"),
+    "run": ("run", "report", "export", "ls"),
     "processes": ("buffer", "generator", "gateway", "learner", "keys"),
     "fleet.join": ("join",),
     "fleet.scale": ("scale",),
     "doctor": ("doctor", "engines"),
-    "compare": ("compare", "sweep"),
+    "compare": ("compare", "sweep", "figure"),
     "replay": ("replay", "diff"),
     "simulate": ("simulate",),
     "lab": ("lab",),

@@ -1,4 +1,6 @@
-"""`asyncrl compare`: one config under several settings; `asyncrl sweep`: limits x corrections."""
+"""`asyncrl compare`: one config under several settings; `asyncrl sweep`: limits x corrections;
+`asyncrl figure`: what they measured, drawn.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from asyncrl.cli import result
-from asyncrl.cli.base import PATH, options, print_progress
+from asyncrl.cli.base import PATH, emit, options, print_progress
 
 if TYPE_CHECKING:
     from asyncrl.config.tree import Config
@@ -295,3 +297,54 @@ def print_sweep(found: dict[str, Any], title: str) -> None:
     print(found["suggestion"]["reason"])
     if found["suggestion"]["set"]:
         print(found["suggestion"]["set"])
+
+
+@click.command()
+@click.argument("directories", metavar="DIR...", nargs=-1, required=True, type=PATH)
+@click.option("-o", "--out", type=PATH, metavar="FILE", help="a figure: .pdf, .svg or .png")
+@click.option("--csv", "table", type=PATH, metavar="FILE.csv", help="its points, a row for each")
+@click.option("--metric", default="eval/heldout", help="what is drawn  [eval/heldout]")
+@click.option(
+    "--x",
+    "across",
+    type=click.Choice(["step", "lag"]),
+    default="step",
+    help="lag: the last value of each run over its measured mean lag  [step]",
+)
+@click.option("--json", "as_json", is_flag=True, help="the last line of stdout is one JSON object")
+def figure(
+    directories: tuple[Path, ...],
+    out: Path | None,
+    table: Path | None,
+    metric: str,
+    across: str,
+    as_json: bool,
+) -> None:
+    """Draw runs, comparisons or sweeps: means over seeds in bands, with n in the caption."""
+    import csv
+
+    from asyncrl.contract.errors import ConfigError
+    from asyncrl.experiments.figure import figure_drawing, figure_points
+
+    if out is None and table is None:
+        raise ConfigError("figure: give -o FILE.pdf (.svg, .png), --csv FILE.csv, or both")
+    points = figure_points.read_points(list(dict.fromkeys(directories)), metric, across)
+    lines = figure_points.make_lines(points)
+    if out is not None:
+        figure_drawing.draw(lines, metric, across, out)
+    if table is not None:
+        with table.open("w", newline="", encoding="utf-8") as file:
+            rows = csv.writer(file)
+            rows.writerow(["series", "seed", "mean_lag" if across == "lag" else "step", metric])
+            rows.writerows(
+                (point.series, point.seed, point.position, point.value) for point in points
+            )
+    emit(
+        {
+            "files": [str(path) for path in (out, table) if path is not None],
+            "caption": figure_points.caption(lines, across),
+            "series": [line.name for line in lines],
+            "points": len(points),
+        },
+        as_json,
+    )

@@ -1,4 +1,4 @@
-"""`asyncrl run`, and what a finished run gives: its page (`report`), its model (`export`)."""
+"""`asyncrl run`; the page (`report`) and model (`export`) of a run; the runs of a folder (`ls`)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from asyncrl.cli import result
 from asyncrl.cli.base import PATH, emit, options, print_progress
 from asyncrl.contract.errors import ConfigError
 
@@ -173,3 +174,26 @@ def export(run_dir: Path, path: Path, as_json: bool) -> None:
     else:
         shutil.copytree(source, path)
     emit({"model": str(path), "from": str(source)}, as_json)
+
+
+@click.command()
+@click.argument("directory", metavar="[DIR]", type=PATH, default="runs")
+@click.option("--json", "as_json", is_flag=True, help="the last line of stdout is one JSON object")
+def ls(directory: Path, as_json: bool) -> None:
+    """List the runs in DIR (runs): state, steps, held-out accuracy, mean lag; oldest first."""
+    from asyncrl.supervise import run_list
+
+    runs = run_list.list_runs(directory)
+    if as_json:
+        result.print_result({"runs": runs})
+        return
+    width = max(len("run"), *(len(run["run"]) for run in runs))
+    print(f"{'run':{width}}  {'state':10}  {'steps':>11}  {'accuracy':>8}  {'lag':>6}")
+    for run in runs:
+        steps = f"{_show(run['steps'], 'd')}/{_show(run['of'], 'd')}"
+        accuracy, lag = _show(run["accuracy"], ".3f"), _show(run["lag"], ".2f")
+        print(f"{run['run']:{width}}  {run['state']:10}  {steps:>11}  {accuracy:>8}  {lag:>6}")
+
+
+def _show(value: Any, how: str) -> str:
+    return "-" if value is None else format(value, how)

@@ -1,0 +1,1 @@
+"""Figures of what runs, comparisons and sweeps measured."""

@@ -1,0 +1,208 @@
+"""The points of a figure, read from the directories of runs, comparisons and sweeps.
+
+The figure is drawn from these points, and the CSV file holds the same ones.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from asyncrl.contract.errors import ConfigError
+from asyncrl.records import metrics
+from asyncrl.supervise import summary
+
+HELDOUT, OOD = "eval/heldout", "eval/ood"
+STEP, LAG = "step", "lag"
+
+
+class FigurePoint(NamedTuple):
+    """One value of one run.
+
+    position: step, or the measured mean lag in versions.
+    place: the points of several seeds at the same place are averaged.
+    """
+
+    series: str
+    place: str
+    seed: int
+    position: float
+    value: float
+
+
+class FigureLine(NamedTuple):
+    """A series: means over its seeds, and the band from the lowest to the highest seed.
+
+    counts: seeds behind each mean; a run that ended early has no later values.
+    """
+
+    name: str
+    counts: list[int]
+    positions: list[float]
+    mean: list[float]
+    low: list[float]
+    high: list[float]
+
+
+class MeasuredRun(NamedTuple):
+    """One run of a figure: metric values by step, and the mean lag of its trained tokens."""
+
+    series: str
+    seed: int
+    curve: list[tuple[float, float]]
+    lag: float
+    place: str = ""  # of a sweep: the limit
+
+
+def read_points(paths: Sequence[Path], metric: str, across: str) -> list[FigurePoint]:
+    """All points of these directories.
+
+    across: STEP for every measurement, LAG for the last one of each run.
+
+    Raises ConfigError for a directory that holds no run, comparison or sweep, and where none of
+    them measured the metric.
+    """
+    points: list[FigurePoint] = []
+    for path in paths:
+        for run in _read_runs(path, metric):
+            name = run.series
+            if across == STEP and run.place:
+                name = f"{name}, limit {run.place}"
+            if len(paths) > 1:  # they may hold series of one name
+                name = _join_names(path, name, paths)
+            if across == LAG and run.curve:
+                place = run.place or name
+                points.append(FigurePoint(name, place, run.seed, run.lag, run.curve[-1][1]))
+            elif across == STEP:
+                points += [FigurePoint(name, f"{x:g}", run.seed, x, y) for x, y in run.curve]
+    if not points:
+        raise ConfigError(
+            f"{', '.join(map(str, paths))}: no finished run measured {metric}; `asyncrl config "
+            "metrics` lists the names"
+        )
+    return points
+
+
+def _join_names(path: Path, series: str, paths: Sequence[Path]) -> str:
+    names = Counter(other.name for other in paths)
+    folder = path.name if names[path.name] == 1 else str(path)
+    return folder if series == path.name else f"{folder}: {series}"
+
+
+def _read_runs(path: Path, metric: str) -> list[MeasuredRun]:
+    if (path / "sweep.json").is_file():
+        return _read_sweep(path, metric)
+    if (path / "compare.json").is_file():
+        return _read_comparison(path, metric)
+    if (path / "config.toml").is_file() and (path / "run_id").is_file():
+        return [_read_run_directory(path, path.name, 0, metric)]
+    raise ConfigError(
+        f"{path} holds no run, comparison or sweep; give a directory that `asyncrl run`, `compare` "
+        "or `sweep` named"
+    )
+
+
+def _read_run_directory(path: Path, series: str, seed: int, metric: str) -> MeasuredRun:
+    pairs = ((row["step"], row.get(metric)) for row in metrics.read(path))
+    lag = summary.left_behind(path)["lag"]["mean"]
+    return MeasuredRun(series, seed, _numbers(pairs), float(lag))
+
+
+def _read_comparison(path: Path, metric: str) -> list[MeasuredRun]:
+    runs: list[MeasuredRun] = []
+    for arm in json.loads((path / "compare.json").read_text(encoding="utf-8"))["arms"]:
+        cells = {file.stem: file for file in (path / "cells").glob("*.json")}
+        finished = {run.parent.name: run.parent for run in path.glob("runs/*/summary.json")}
+        for name in sorted(cells.keys() | finished.keys()):
+            number = name.removeprefix(f"{arm}-seed")
+            if number == name or not number.isdigit():  # another arm's
+                continue
+            if name in cells:
+                runs.append(_read_cell(cells[name], arm, int(number), metric))
+            else:
+                runs.append(_read_run_directory(finished[name], arm, int(number), metric))
+    return runs
+
+
+def _read_sweep(path: Path, metric: str) -> list[MeasuredRun]:
+    """A series for each correction and limit; over lags, the limits of a correction are one."""
+    if not (path / "result.json").is_file():
+        raise ConfigError(f"{path}: the sweep has no result.json yet; let it end first")
+    result = json.loads((path / "result.json").read_text(encoding="utf-8"))
+    cells = [(cell["correction"], cell["limit"], cell["arm"]) for cell in result["cells"]]
+    if all(arm != "sync" for _, _, arm in cells):
+        cells.insert(0, ("sync", "0", "sync"))
+    return [
+        _read_cell(file, correction, seed, metric)._replace(place=limit)
+        for correction, limit, arm in cells
+        for seed in result["seeds"]
+        if (file := path / "cells" / f"{arm}-seed{seed}.json").is_file()
+    ]
+
+
+def _read_cell(file: Path, series: str, seed: int, metric: str) -> MeasuredRun:
+    """A run that was made in a warm process."""
+    record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    if metric in (HELDOUT, OOD):
+        steps, values = record.get("accuracy" if metric == HELDOUT else "ood") or ([], [])
+        curve = _numbers(zip(steps, values, strict=True))
+    else:
+        curve = _numbers((row["version"] - 1, row.get(metric)) for row in record["curve"])
+    tokens = {int(lag): count for lag, count in record["lag_histogram"].items()}
+    mean = sum(lag * count for lag, count in tokens.items()) / max(sum(tokens.values()), 1)
+    return MeasuredRun(series, seed, curve, mean)
+
+
+def _numbers(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[float, float]]:
+    """Steps and values in order, without those that are no finite number."""
+    values = {
+        float(step): float(value)
+        for step, value in pairs
+        if isinstance(value, int | float) and math.isfinite(value)
+    }
+    return sorted(values.items())
+
+
+def make_lines(points: Sequence[FigurePoint]) -> list[FigureLine]:
+    """The series in their order, each averaged over its seeds place by place.
+
+    >>> make_lines([FigurePoint("a", "1", 0, 1.0, 0.2), FigurePoint("a", "1", 1, 1.0, 0.4)])[0].low
+    [0.2]
+    """
+    lines = []
+    for name in dict.fromkeys(point.series for point in points):
+        places: dict[str, list[FigurePoint]] = {}
+        for point in points:
+            if point.series == name:
+                places.setdefault(point.place, []).append(point)
+        groups = sorted(places.values(), key=lambda group: _mean([p.position for p in group]))
+        lines.append(
+            FigureLine(
+                name,
+                [len(group) for group in groups],
+                [_mean([p.position for p in group]) for group in groups],
+                [_mean([p.value for p in group]) for group in groups],
+                [min(p.value for p in group) for group in groups],
+                [max(p.value for p in group) for group in groups],
+            )
+        )
+    return lines
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def caption(lines: Sequence[FigureLine], across: str) -> str:
+    """What lines and bands are, and of how many runs."""
+    counts = sorted({count for line in lines for count in line.counts})
+    where = "; x: measured mean lag of the trained tokens" if across == LAG else ""
+    shape = "band or bar" if across == LAG else "band"
+    if counts[-1] == 1:
+        return f"One run each (n = 1 seed), no band{where}."
+    number = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    return f"Mean over seeds (n = {number}); {shape}: lowest to highest seed{where}."

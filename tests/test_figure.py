@@ -1,0 +1,191 @@
+"""`asyncrl figure` and `asyncrl ls`: their points, files and errors.
+
+test_compare.py and test_sweep.py draw real comparisons and sweeps, test_notebook.py real runs.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.cli import main
+from asyncrl.contract.errors import ConfigError
+from asyncrl.experiments.figure import figure_drawing, figure_points
+from asyncrl.experiments.figure.figure_points import LAG, STEP, FigurePoint, make_lines
+
+HEADERS = {".pdf": b"%PDF", ".png": b"\x89PNG", ".svg": b"<?xml"}
+
+
+def comparison(path: Path, arms: dict[str, dict[int, list[float]]]) -> Path:
+    """A comparison of warm runs: arm -> seed -> accuracies at steps 0, 5, ..."""
+    (path / "cells").mkdir(parents=True)
+    (path / "compare.json").write_text(json.dumps({"arms": {arm: {} for arm in arms}}))
+    for arm, seeds in arms.items():
+        for seed, accuracy in seeds.items():
+            steps = [5.0 * number for number in range(len(accuracy))]
+            record: dict[str, Any] = {
+                "accuracy": [steps, accuracy],
+                "curve": [{"version": 1, "is/ess": 0.9}, {"version": 2, "is/ess": float("nan")}],
+                "lag_histogram": {"0": 100, "4": 100 * (seed + 1)},
+            }
+            (path / "cells" / f"{arm}-seed{seed}.json").write_text(json.dumps(record))
+    return path
+
+
+@pytest.fixture
+def compared(tmp_path: Path) -> Path:
+    early = {0: [0.1, 0.3, 0.5], 1: [0.2, 0.5]}  # seed 1 was given up
+    return comparison(tmp_path / "c", {"a": early, "a-seed1": {0: [0.1, 0.4, 0.6]}})
+
+
+def test_a_comparison_s_points_and_lines(compared: Path) -> None:
+    points = figure_points.read_points([compared], "eval/heldout", STEP)
+    first, second = make_lines(points)
+    assert (first.name, first.positions, first.counts) == ("a", [0.0, 5.0, 10.0], [2, 2, 1])
+    assert first.mean == pytest.approx([0.15, 0.4, 0.5])
+    assert (first.low, first.high) == ([0.1, 0.3, 0.5], [0.2, 0.5, 0.5])
+    assert (second.name, second.mean) == ("a-seed1", [0.1, 0.4, 0.6]), "not a seed of the arm a"
+    said = figure_points.caption([first, second], STEP)
+    assert said == "Mean over seeds (n = 1 to 2); band: lowest to highest seed."
+    assert figure_points.caption([second], STEP) == "One run each (n = 1 seed), no band."
+
+
+def test_over_lags_each_run_is_its_last_value(compared: Path) -> None:
+    points = figure_points.read_points([compared], "eval/heldout", LAG)
+    assert points[:2] == [
+        FigurePoint("a", "a", 0, 2.0, 0.5),
+        FigurePoint("a", "a", 1, 800 / 300, 0.5),
+    ]
+    (line,) = make_lines(points[:2])
+    assert line.positions == pytest.approx([7 / 3]) and line.counts == [2]
+    assert "x: measured mean lag" in figure_points.caption([line], LAG)
+
+
+def test_a_value_that_is_no_number_is_no_point(compared: Path) -> None:
+    points = figure_points.read_points([compared], "is/ess", STEP)
+    assert [(p.series, p.seed, p.position, p.value) for p in points[:2]] == [
+        ("a", 0, 0.0, 0.9),
+        ("a", 1, 0.0, 0.9),
+    ]
+
+
+def test_series_of_one_name_in_two_directories_stay_apart(tmp_path: Path) -> None:
+    here = comparison(tmp_path / "x" / "c", {"a": {0: [0.1]}})
+    there = comparison(tmp_path / "y" / "c", {"a": {0: [0.9]}})
+    other = comparison(tmp_path / "d", {"a": {0: [0.5]}})
+    lines = make_lines(figure_points.read_points([here, there, other], "eval/heldout", STEP))
+    assert [line.name for line in lines] == [f"{here}: a", f"{there}: a", "d: a"]
+    assert [line.mean for line in lines] == [[0.1], [0.9], [0.5]]
+
+
+def test_an_unfinished_sweep_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "sweep.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"the sweep has no result\.json yet"):
+        figure_points.read_points([tmp_path], "eval/heldout", STEP)
+
+
+@pytest.mark.parametrize("ending", figure_drawing.FORMATS)
+@pytest.mark.parametrize("across", [STEP, LAG])
+def test_the_figure_is_of_its_kind_and_the_same_again(
+    ending: str, across: str, compared: Path, tmp_path: Path
+) -> None:
+    lines = make_lines(figure_points.read_points([compared], "eval/heldout", across))
+    files = [tmp_path / f"{number}{ending}" for number in range(2)]
+    for file in files:
+        figure_drawing.draw(lines, "eval/heldout", across, file)
+    assert files[0].read_bytes().startswith(HEADERS[ending])
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_an_svg_has_caption_names_axes_and_colors(compared: Path, tmp_path: Path) -> None:
+    argv = [
+        "figure",
+        str(compared),
+        "-o",
+        str(tmp_path / "f.svg"),
+        "--csv",
+        str(tmp_path / "f.csv"),
+    ]
+    main.main(argv, standalone_mode=False)
+    svg = (tmp_path / "f.svg").read_text()
+    lines = make_lines(figure_points.read_points([compared], "eval/heldout", STEP))
+    for text in (figure_points.caption(lines, STEP), "held-out accuracy", "step (versions)", "a"):
+        assert f">{text}</text>" in svg, text
+    for color in figure_drawing.OKABE_ITO[:2]:
+        assert color.lower() in svg
+    rows = list(csv.DictReader((tmp_path / "f.csv").open(newline="")))
+    assert len(rows) == 8 and rows[4] == {
+        "series": "a",
+        "seed": "1",
+        "step": "5.0",
+        "eval/heldout": "0.5",
+    }
+
+
+def test_more_series_than_colors(tmp_path: Path) -> None:
+    lines = make_lines([FigurePoint(f"s{n}", "0", 0, 0.0, n / 20) for n in range(20)])
+    figure_drawing.draw(lines, "eval/heldout", STEP, tmp_path / "f.svg")
+    svg = (tmp_path / "f.svg").read_text()
+    assert all(f">{line.name}</text>" in svg for line in lines)
+    looks = {(n % len(figure_drawing.OKABE_ITO), n % len(figure_drawing.STYLES)) for n in range(20)}
+    assert len(looks) == 20, "no two look alike"
+
+
+def refused(capfd: pytest.CaptureFixture[str], *argv: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(list(argv))
+    (line,) = capfd.readouterr().err.splitlines()
+    assert ended.value.code == 2
+    return line
+
+
+def test_what_a_figure_refuses(
+    compared: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    c, out = str(compared), str(tmp_path / "f.pdf")
+    table = tmp_path / "f.csv"
+    assert "give -o FILE.pdf (.svg, .png), --csv FILE.csv" in refused(capfd, "figure", c)
+    assert "ends in .pdf, .svg, .png" in refused(
+        capfd, "figure", c, "-o", f"{out}.gif", "--csv", str(table)
+    )
+    assert "holds no run, comparison or sweep" in refused(capfd, "figure", str(tmp_path), "-o", out)
+    words = ("figure", c, "-o", out, "--metric", "is/es")
+    assert "no finished run measured is/es; `asyncrl config metrics`" in refused(capfd, *words)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    line = refused(capfd, "figure", c, "-o", out)
+    assert "a figure needs matplotlib: " in line and line.endswith("--csv works without it")
+    assert not table.exists() and not Path(out).exists()
+    main.main(["figure", c, "--csv", str(table)], standalone_mode=False)
+    assert table.is_file()
+
+
+def test_what_a_list_of_runs_refuses(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert "no such directory" in refused(capfd, "ls", str(tmp_path / "none"))
+    assert f"{tmp_path}: no run directory is in it" in refused(capfd, "ls", str(tmp_path))
+    for name in ("run_id", "config.toml"):
+        (tmp_path / name).touch()
+    assert "is a run itself" in refused(capfd, "ls", str(tmp_path))
+
+
+def test_a_run_that_cannot_be_read_hides_no_other(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name, config in (("torn", "learner = ["), ("new", "[learner]\nsteps = 9\n")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run_id").write_text(name)
+        (tmp_path / name / "config.toml").write_text(config)
+    main.main(["ls", str(tmp_path), "--json"], standalone_mode=False)
+    runs = {run.pop("run"): run for run in json.loads(capfd.readouterr().out)["runs"]}
+    nothing = {"accuracy": None, "lag": None}
+    assert runs["torn"] == {"state": "unreadable", "steps": None, "of": None, **nothing}
+    assert runs["new"] == {"state": "stopped", "steps": 0, "of": 9, **nothing}
+    main.main(["ls", str(tmp_path)], standalone_mode=False)
+    assert "torn  unreadable          -/-         -       -" in capfd.readouterr().out
