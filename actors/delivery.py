@@ -59,6 +59,11 @@ class TokenReport:
             if len(self.attempts) > REMEMBERED:
                 self.attempts.popitem(last=False)
 
+    def restore(self, ticket: int, attempt: int, tokens: int) -> None:
+        """Leave out tokens of an attempt that an earlier process has reported."""
+        count = self.attempts.setdefault((ticket, attempt), [0, 0])
+        count[0] += tokens
+
     def on_report(self, progress: Iterable[tuple[int, int, int]]) -> int:
         for ticket, attempt, tokens in progress:
             self._add(ticket, attempt, tokens, 0)
@@ -114,6 +119,11 @@ class Outbox:
         """(ticket, attempt) of what is not acknowledged."""
         fresh = {(sample.ticket, sample.attempt) for sample in self.fresh}
         return fresh | {(ticket, attempt) for ticket, _, attempt in self.sent}
+
+    def unacked_keys(self) -> set[Key]:
+        """(ticket, sample, attempt) of what is not acknowledged."""
+        fresh = {(sample.ticket, sample.sample, sample.attempt) for sample in self.fresh}
+        return fresh | self.sent.keys()
 
     def add(self, sample: Trajectory) -> None:
         """Queue a sample; one whose outcome cannot be sent is queued as failed, as the frame that

@@ -86,14 +86,15 @@ def main() -> None:
         }
         answers = batch()
         for core in cores.values():
-            core.measure.weights_of = lambda _, __: bytes(weights)
+            core.measure.weights_of = lambda _: bytes(weights)
 
         def interval(name: str) -> Callable[[], None]:
             core = cores[name]
 
             def run() -> None:
                 nothing = name == "without"
-                diagnostics.sums = (lambda _: {}) if nothing else SUMS  # type: ignore[assignment]
+                # type: ignore[assignment]
+                diagnostics.sums = (lambda _view: {}) if nothing else SUMS
                 for number in range(every):
                     core.state.number = number
                     found = core.train(msgspec.structs.replace(answers, number=number))

@@ -214,7 +214,8 @@ def run(path: Path, size: Size, n_rounds: int, cores: list[int]) -> Found:
 
         def one(name: str, on: list[int], seed: int, *sets: str) -> dict[str, float]:
             words = (f"seed={seed}", STILL, *size.sets, *sets)
-            how: dict[str, Any] = {"config": CONFIG, "skip": size.skip, "samples": SAMPLES}
+            how = {"config": CONFIG, "skip": size.skip, "samples": SAMPLES}
+            # type: ignore[arg-type]
             return asyncrl(work, f"{name}-{seed}", path, on, size.steps, *words, **how)
 
         still = "staleness.max_lag=0"

@@ -155,6 +155,7 @@ class Gateway:
     def __init__(self, config: Config, run_dir: Path, index: int = 0) -> None:
         self.config = config
         self.run_dir = run_dir
+        self.index = index
         self.producer = f"gateway-{index}"
         self.session = time.time_ns()
         self.run = run_id(run_dir)
@@ -200,6 +201,8 @@ class Gateway:
         self.put_off: dict[
             int, m.GenerationCall
         ] = {}  # of these, calls that wait for their session's ticket
+        # (ticket, attempt) of an earlier process, whose sessions wait for the next grant
+        self.restored: set[tuple[int, int]] = set()
         # (ticket, attempt) that hold nothing any more -> tokens drawn for them
         self.last_words: OrderedDict[tuple[int, int], int] = OrderedDict()
         # of episodes and calls, given so far: a generator may still be at calls of the gateway's
@@ -353,8 +356,10 @@ class Gateway:
                 self.close_ticket(name)
 
     def is_expired(self, ticket: m.Ticket) -> bool:
-        """Is the ticket of an epoch that is over?"""
+        """Is the ticket of an epoch that is over, or its lease of an earlier gateway process?"""
         said = self.announced
+        if (ticket.ticket, ticket.attempt) in self.restored:
+            return True
         return said is not None and ticket.min_version.epoch < said.label.epoch
 
     def parked_episodes(self) -> list[Episode]:
@@ -407,6 +412,8 @@ class Gateway:
             held.open.discard(number)
             held.tokens += session.current_attempt_tokens
             session.resume_under(new.ticket)
+            if self.door is not None:
+                self.door.on_resume(session)
             new.open.add(number)
             waiting = [x for x, each in self.drawing.items() if each.number == number]
             for call in waiting:
@@ -457,6 +464,24 @@ class Gateway:
         made = self.episodes[self.numbers] = Episode(self.numbers, session, first, sides)
         held.open.add(self.numbers)
         return made
+
+    def restore(self, session: Session, last: SessionCall | None, *, first: bool) -> Episode:
+        """Take over a session of an earlier process. The greeting ends its lease in the buffer, so
+        its calls wait for the next grant of its sample. Tokens that were reported count once.
+        """
+        self.numbers += 1
+        self.numbered += 1
+        players = SessionPlayers(self.templated)
+        episode = Episode(self.numbers, session, first, players, last=last)
+        self.episodes[episode.number] = episode
+        name = (session.ticket.ticket, session.attempt)
+        self.restored.add(name)
+        held = self.held.setdefault(name, GatewayTicket(session.ticket, []))
+        held.open.add(episode.number)
+        reported = max(0, session.current_attempt_tokens - session.tokens + session.reported)
+        for attempt, tokens in (*session.adopted, (session.attempt, reported)):
+            self.outbox.drawn.restore(session.ticket.ticket, attempt, tokens)
+        return episode
 
     def open(self, held: GatewayTicket, sample: int, *, first: bool) -> None:
         """A session in an environment."""
@@ -745,6 +770,9 @@ class Gateway:
         session = episode.session
         made = trajectory(session, self.tokenizer, self.config.agent)
         self.count(session, made.failed)
+        if self.door is not None:
+            session.reported = session.tokens
+            self.door.on_end(session)
         self.outbox.add(made)
         self.drop(episode)
         name = (session.ticket.ticket, session.attempt)
@@ -785,6 +813,7 @@ class Gateway:
         reports: sessions that began again have tokens that no sample delivers.
         """
         held = self.held.pop(name)
+        self.restored.discard(name)
         if held.tokens:
             self.last_words[name] = held.tokens
         while len(self.last_words) > LAST_WORDS:
@@ -844,6 +873,8 @@ class Gateway:
         for line in self.wait_log.lines([waiting] if waiting else []):
             print(line, file=sys.stderr, flush=True)
         progress = self.progress()
+        if self.door is not None:
+            self.door.on_report()
         self.request(
             m.LeaseRenewal(
                 producer=self.producer,

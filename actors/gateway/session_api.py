@@ -9,6 +9,9 @@ import os
 import secrets
 import time
 from collections import OrderedDict
+from contextlib import suppress
+from dataclasses import replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,12 +21,20 @@ import numpy as np
 from actors.gateway.agents.agent_pool import AgentPool
 from actors.gateway.call_tree import CallNode
 from actors.gateway.chat import ChatFormat
+from actors.gateway.recovery.session_journal import (
+    SessionJournal,
+    SessionOpening,
+    last_ticket,
+    restore,
+)
 from actors.gateway.requests import RequestPolicy
 from actors.gateway.sessions import CallRefused, Session, SessionCall
 from actors.gateway.web import Endpoint, ListenAddress, OpenedSession
 from asyncrl.contract import messages as m
+from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.printable import escape_line
 from asyncrl.contract.versions import Label
+from asyncrl.models.tokenizer import encode_prompt
 from asyncrl.records import private
 
 if TYPE_CHECKING:
@@ -49,7 +60,12 @@ class SessionApi:
             forced=agent.forced,
             stops=frozenset(gateway.stops),
         )
-        self.run_key = secrets.token_urlsafe(32)
+        self.run_key = read_endpoint_file(gateway.run_dir, "agent.key") or secrets.token_urlsafe(32)
+        # a program or function that plays a session ends with this process
+        self.journal: SessionJournal | None = None
+        if agent.serve:
+            self.journal = SessionJournal(gateway.run_dir / f"sessions-{gateway.index}")
+        self.unacked: dict[tuple[int, int, int], OpenedSession] = {}  # that ended, with a file
         self.opened: OrderedDict[str, OpenedSession] = OrderedDict()
         self.leases: OrderedDict[str, OpenedSession] = OrderedDict()
         self.episodes: dict[str, Episode] = {}
@@ -106,24 +122,39 @@ class SessionApi:
         self.begun.add(name)
         session = episode.session
         assert isinstance(session.composer, ChatFormat)
-        prompt = held.ticket.prompt
-        task = {
-            "id": prompt.id,
-            "text": prompt.text,
-            "messages": prompt.messages,
-            "meta": prompt.meta,
-            "split": prompt.split,
-        }
         made = OpenedSession(
             session=session,
             chat=session.composer,
             key=secrets.token_urlsafe(32),
-            task=task,
+            task=describe_task(held.ticket),
             seed=gateway.env_seed(held.ticket),
             first=episode.first,
         )
-        self.episodes[session.name] = episode
-        self.opened[session.name] = self.leases[lease] = made
+        self.keep(made, lease)
+        self.add(made, episode, lease)
+        return made
+
+    def keep(self, made: OpenedSession, lease: str) -> None:
+        """Have a session outlive this process. An evaluation's does not: it is of one version."""
+        session = made.session
+        if self.journal is None or session.ticket.kind != "train":
+            return
+        opening = SessionOpening(
+            name=session.name,
+            sample=session.sample,
+            key=made.key,
+            lease=lease,
+            seed=made.seed,
+            first=made.first,
+            date=(made.chat.when or datetime.now()).isoformat(),
+            opened=session.opened,
+        )
+        made.file = self.journal.open(opening, session.ticket)
+
+    def add(self, made: OpenedSession, episode: Episode, lease: str) -> None:
+        """Have requests find a session, by its name and its lease."""
+        self.episodes[made.session.name] = episode
+        self.opened[made.session.name] = self.leases[lease] = made
         while len(self.leases) > REMEMBERED:
             self.leases.popitem(last=False)
         while len(self.opened) > REMEMBERED:
@@ -131,7 +162,47 @@ class SessionApi:
             if old is None:
                 break
             del self.opened[old]
-        return made
+
+    def restore_sessions(self) -> None:
+        """Go on with the sessions of an earlier process of this gateway. Those that had ended are
+        delivered again; the buffer knows the ones that it has.
+        """
+        gateway = self.gateway
+        kept = self.journal.read() if self.journal is not None else ()
+        for file, opening, records in kept:
+            ticket, now = last_ticket(records), self.current_time()
+            chat = gateway.chat.with_date(datetime.fromisoformat(opening.date))
+            session = Session(
+                ticket,
+                opening.sample,
+                ticket.attempt,
+                gateway.limits,
+                chat,
+                own_prompt=encode_prompt(gateway.tokenizer, ticket.prompt),
+                opened=min(opening.opened, now),  # the machine's clock may have begun again
+            )
+            session.name = opening.name
+            try:
+                last = restore(session, records, now)
+            except KeyError as error:
+                file.fail(f"call {error} is missing")
+                continue
+            episode = gateway.restore(session, last, first=opening.first)
+            made = OpenedSession(
+                session=session,
+                chat=chat,
+                key=opening.key,
+                task=describe_task(ticket),
+                seed=opening.seed,
+                first=opening.first,
+                file=file,
+            )
+            self.begun.add((ticket.ticket, session.sample, ticket.exact_version))
+            self.add(made, episode, opening.lease)
+            if session.complete:
+                gateway.deliver(episode)
+            else:
+                self.on_change(session)
 
     async def draw(self, session: Session, call: SessionCall) -> CallNode | None:
         episode = self.episodes.get(session.name)
@@ -144,6 +215,8 @@ class SessionApi:
 
     def on_change(self, session: Session) -> None:
         episode = self.episodes.get(session.name)
+        if episode is not None and session.state != "open":
+            self.on_end(session)
         if episode is not None and session.state == "judging":
             self.gateway.submit(episode)
         self.wake()
@@ -182,6 +255,13 @@ class SessionApi:
         """The session is no more: delivered, or lost."""
         session = episode.session
         self.episodes.pop(session.name, None)
+        opened = self.opened[session.name]
+        if opened.file is not None:
+            key = (session.ticket.ticket, session.sample, session.attempt)
+            if key in self.gateway.outbox.unacked_keys():
+                self.unacked[key] = opened
+            else:
+                opened.file.remove()
         session.fail("its ticket is no more: the learner was started again", self.current_time())
         for number, (call, answer) in list(self.drawing.items()):
             if session.open_calls.get(call.number) is call:
@@ -189,6 +269,33 @@ class SessionApi:
                 if not answer.done():
                     why = f"session {session.name} is lost: lease another"
                     answer.set_exception(CallRefused(410, "session_lost", why))
+
+    def on_resume(self, session: Session) -> None:
+        """The session goes on under another ticket."""
+        if (file := self.opened[session.name].file) is not None:
+            file.append_progress(session, session.ticket)
+
+    def on_report(self) -> None:
+        """The buffer is told of what was sampled so far: an earlier process's count goes on."""
+        for name, episode in self.episodes.items():
+            session = episode.session
+            if session.reported != session.tokens:
+                session.reported = session.tokens
+                if (file := self.opened[name].file) is not None:
+                    file.append_progress(session)
+
+    def on_end(self, session: Session) -> None:
+        """The session has its outcome, or waits for it."""
+        if (file := self.opened[session.name].file) is not None:
+            file.append_progress(session)
+
+    def remove_acked_files(self) -> None:
+        """A sample that the buffer has needs no file."""
+        waiting = self.gateway.outbox.unacked_keys() if self.unacked else ()
+        for key in [key for key in self.unacked if key not in waiting]:
+            file = self.unacked.pop(key).file
+            assert file is not None
+            file.remove()
 
     def requeue(self, opened: OpenedSession) -> None:
         """Its agent went with another's: the sample waits again, as one that may have acted."""
@@ -205,6 +312,7 @@ class SessionApi:
 
     def after_turn(self) -> None:
         """After each turn: whoever waits for a sample looks again."""
+        self.remove_acked_files()
         self.news.set()
 
 
@@ -275,7 +383,8 @@ async def serve(gateway: Gateway) -> None:
         agent.private_key,
         agent.behind_proxy,
     )
-    endpoint = Endpoint(door, bind)
+    endpoint = listen(door, bind, kept_port(gateway.run_dir))
+    door.restore_sessions()
     await endpoint.start()
     write_endpoint_files(gateway.run_dir, endpoint.url, door.run_key)
     gateway.greet()
@@ -293,12 +402,52 @@ async def serve(gateway: Gateway) -> None:
         gateway.finish()
         door.news.set()
         if gateway.over:
+            if door.journal is not None:
+                door.journal.clear()
             await asyncio.sleep(OVER_S)
     finally:
         if door.pushing is not None:
             door.pushing.close()
         await endpoint.stop()
         ears.close()
+
+
+def listen(door: SessionApi, bind: ListenAddress, kept: int) -> Endpoint:
+    """The endpoint on its port; where the config names none, on the one of the process before, if
+    nobody else has it by now. Raises ConfigError.
+    """
+    if kept and not bind.port:
+        with suppress(ConfigError):
+            return Endpoint(door, replace(bind, port=kept))
+    return Endpoint(door, bind)
+
+
+def describe_task(ticket: m.Ticket) -> dict[str, Any]:
+    """What a harness is told of its sample."""
+    prompt = ticket.prompt
+    return {
+        "id": prompt.id,
+        "text": prompt.text,
+        "messages": prompt.messages,
+        "meta": prompt.meta,
+        "split": prompt.split,
+    }
+
+
+def read_endpoint_file(run_dir: Path, name: str) -> str:
+    """What an earlier gateway process wrote into RUN/agent.url or RUN/agent.key, or ""."""
+    try:
+        descriptor = private.open_private(run_dir / name, os.O_RDONLY)
+    except FileNotFoundError:
+        return ""
+    with os.fdopen(descriptor) as file:
+        return file.read().strip()
+
+
+def kept_port(run_dir: Path) -> int:
+    """The port in RUN/agent.url; 0: there is none."""
+    port = read_endpoint_file(run_dir, "agent.url").rpartition(":")[2]
+    return int(port) if port.isdecimal() and int(port) < 1 << 16 else 0
 
 
 def write_endpoint_files(run_dir: Path, url: str, key: str) -> None:

@@ -202,12 +202,13 @@ class Session:
         self.refusals = Refusals()
         self.tokens = 0  # drawn, those set aside included
         self.aside = 0  # of these, never trained
+        self.reported = 0  # of these, how many the buffer was told of
         self.adopted: list[tuple[int, int]] = []  # (earlier attempt, tokens drawn under it)
         self.call_at = self.heard_at = self.opened  # last call or answer; those or a beat
         self.judging_at = self.opened
         self.shortened = False  # the newest word of the policy was cut by a limit of the run
         self._asked: dict[bytes, int] = {}  # digest of prompt ids -> how often asked
-        self._said: tuple[float, dict[str, float], dict[int, float]] | None = None
+        self.score: tuple[float, dict[str, float], dict[int, float]] | None = None
 
     # ---- calls -----------------------------------------------------------------------------------
 
@@ -431,6 +432,26 @@ class Session:
         self.call_at = self.heard_at = now
         return call
 
+    def restore_call(self, node: CallNode) -> SessionCall:
+        """Put back a call that was sampled before this process began; `node` holds its answer."""
+        assert node.ids is not None
+        prompt = node.prompt()
+        digest = xxhash.xxh3_128_digest(prompt.tobytes())
+        self.forest.nodes.append(node)
+        self._asked[digest] = self._asked.get(digest, 0) + 1
+        return SessionCall(
+            number=node.number,
+            parent=node.parent,
+            prompt_ids=prompt,
+            prompt_digest=digest,
+            stream_key=0,
+            max_new_tokens=len(node.ids),
+            node=node,
+            run_bound=False,
+            aside=node.aside,
+            stop=node.stop,
+        )
+
     def on_result(
         self,
         call: SessionCall,
@@ -620,11 +641,11 @@ class Session:
         estimators by token see on its last token, and what remains on the session's last one."""
         self.tick(now)
         said = (float(value), dict(parts), dict(calls))
-        if self._said is not None:
-            if said == self._said:
+        if self.score is not None:
+            if said == self.score:
                 return
             raise CallRefused(
-                422, "reward_differs", f"session {self.name} has the reward {self._said[0]:g}"
+                422, "reward_differs", f"session {self.name} has the reward {self.score[0]:g}"
             )
         if self.state != "open":
             raise CallRefused(410, "session_ended", f"session {self.name} has ended")
@@ -635,7 +656,7 @@ class Session:
                 raise CallRefused(
                     422, "no_such_call", f"calls: {self.name} has no trained call {number}", "calls"
                 )
-        self._said = said
+        self.score = said
         self.outcome = SessionOutcome(said[0], said[1])
         self.state = "ended"
         self._cut_all()
@@ -698,7 +719,7 @@ class Session:
 
     def training_rows(self) -> tuple[TrainingSequence, ...]:
         """What is trained, in the order of each row's first own call."""
-        shares = dict(self._said[2]) if self._said is not None else {}
+        shares = dict(self.score[2]) if self.score is not None else {}
         trained = [n for n in self.forest.nodes if n.ids is not None and not n.aside]
         if shares and trained:
             assert self.outcome is not None

@@ -32,6 +32,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from actors.gateway import replies
 from actors.gateway.call_tree import CallNode
 from actors.gateway.chat import ChatFormat
+from actors.gateway.recovery.session_journal import SessionFile
 from actors.gateway.requests import (
     PREFIX,
     Kind,
@@ -134,6 +135,7 @@ class OpenedSession:
     seed: int = 0
     first: bool = True  # no earlier attempt at this sample may have acted
     composing: asyncio.Lock = field(default_factory=asyncio.Lock)  # held for one call's prompt
+    file: SessionFile | None = None  # what a restarted gateway goes on from
 
 
 class SessionService(Protocol):
@@ -430,7 +432,7 @@ class WebApp:
             except CallRefused as refused:
                 opened.session.refusals.add(refused)
                 raise
-            return CallReply(self, opened.session, made, asked)
+            return CallReply(self, opened, made, asked)
 
         return route
 
@@ -543,6 +545,8 @@ class WebApp:
             made.answer = replies.answer(
                 asked, node, name, opened.chat.decode_text, int(time.time())
             )
+            if opened.file is not None:  # before anybody is given it
+                opened.file.append_answer(session, made)
         except CallRefused as refused:
             self._failed(session, made, refused)
         except Exception as error:
@@ -564,10 +568,11 @@ class CallReply:
     """The answer to a call, whole or as a stream, for one connection that may close before it."""
 
     def __init__(
-        self, web: WebApp, session: Session, made: HarnessRequest, asked: ParsedRequest
+        self, web: WebApp, opened: OpenedSession, made: HarnessRequest, asked: ParsedRequest
     ) -> None:
         self.web = web
-        self.session = session
+        self.session = opened.session
+        self.file = opened.file
         self.made = made
         self.asked = asked
 
@@ -579,6 +584,8 @@ class CallReply:
             now = self.web.service.current_time()
             if written:
                 self.session.on_response_sent(self.made)
+                if self.file is not None:
+                    self.file.append_sent(self.made)
             else:
                 self.session.closed(self.made, now)
                 self.web.service.on_change(self.session)

@@ -1,0 +1,319 @@
+"""What open HTTP sessions keep on disk, so that a restarted gateway goes on with them.
+
+One append-only file per session, `RUN/sessions-INDEX/NAME` (mode 0600), removed once the buffer has
+acknowledged the sample: the directory never holds more than the gateway does in memory.
+
+    frame:  4 bytes length, 8 bytes xxh3 of the record, the record (msgpack)
+    first:  SessionRecord with `opening`; then one per answer, before the answer leaves
+
+A process may die in the middle of a frame: a torn tail is the record of an answer that never
+left, and is cut off.  Calls that were being sampled are not kept: a client's retry begins them
+again."""
+
+from __future__ import annotations
+
+import os
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import xxhash
+
+from actors.gateway.call_tree import CallNode, chained
+from actors.gateway.sessions import (
+    Finish,
+    HarnessRequest,
+    Refusals,
+    Session,
+    SessionCall,
+    SessionOutcome,
+)
+from asyncrl.contract.errors import AsyncrlError
+from asyncrl.contract.messages import Ticket, VersionSpan
+from asyncrl.records import private
+
+HEAD = struct.Struct("<IQ")  # length and digest of a record
+
+
+class SessionOpening(msgspec.Struct, frozen=True, array_like=True):
+    """What never changes. date: of the template, ISO 8601; opened: CLOCK_MONOTONIC seconds."""
+
+    name: str
+    sample: int
+    key: str
+    lease: str
+    seed: int
+    first: bool
+    date: str
+    opened: float
+
+
+class SessionProgress(msgspec.Struct, frozen=True, array_like=True):
+    """What changes with each call; the newest one counts. calls: without those still open."""
+
+    state: Literal["open", "judging", "ended"]
+    calls: int
+    placed: int
+    tokens: int
+    reported: int
+    aside: int
+    shortened: bool
+    limit: str
+    limited_at: float
+    adopted: list[tuple[int, int]]
+    forks: dict[str, int]
+    refusals: Refusals
+    score: tuple[float, dict[str, float], dict[int, float]] | None
+    outcome: SessionOutcome | None
+
+
+class CallRecord(msgspec.Struct, frozen=True, array_like=True):
+    """A sampled call and its answer. tail, ids: int32; logprobs: float32, all little-endian."""
+
+    number: int
+    parent: int | None
+    tail: bytes
+    ids: bytes
+    logprobs: bytes
+    spans: list[VersionSpan]
+    finish: Finish
+    aside: bool
+    stop: tuple[str, ...]
+    chain: bytes
+    ours: dict[int, int]
+    tools: list[Any]
+    text_length: int
+    text_digest: bytes
+    message: dict[str, Any] | None
+    body: bytes
+    idempotency_key: str
+    answer: bytes
+
+
+class SessionRecord(msgspec.Struct, frozen=True, array_like=True):
+    """One frame. ticket: where it is another than before; sent: a call whose answer went out."""
+
+    progress: SessionProgress | None = None
+    opening: SessionOpening | None = None
+    ticket: Ticket | None = None
+    call: CallRecord | None = None
+    sent: int | None = None
+
+
+class SessionFile:
+    """The file of one open session. A file that cannot be written is given up, and the log says so:
+    the session goes on, but does not outlive this process.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.is_kept = True
+
+    def append(self, record: SessionRecord) -> None:
+        """Write one frame. The kernel has it when this returns, so the process may die."""
+        if not self.is_kept:
+            return
+        try:
+            payload = msgspec.msgpack.encode(record)
+            frame = HEAD.pack(len(payload), xxhash.xxh3_64_intdigest(payload)) + payload
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+            with os.fdopen(private.open_private(self.path, flags), "wb") as file:
+                file.write(frame)
+        except (OSError, ValueError, TypeError, AsyncrlError) as error:
+            self.fail(error)
+
+    def append_progress(self, session: Session, ticket: Ticket | None = None) -> None:
+        self.append(SessionRecord(progress_of(session), ticket=ticket))
+
+    def append_answer(self, session: Session, request: HarnessRequest) -> None:
+        """Keep a call that was sampled, with its answer's bytes."""
+        assert request.call is not None and request.answer is not None
+        node = request.call.node
+        assert node.ids is not None and node.logprobs is not None
+        call = CallRecord(
+            number=node.number,
+            parent=None if node.parent is None else node.parent.number,
+            tail=node.tail.astype("<i4").tobytes(),
+            ids=node.ids.astype("<i4").tobytes(),
+            logprobs=node.logprobs.astype("<f4").tobytes(),
+            spans=node.spans,
+            finish=node.finish,
+            aside=node.aside,
+            stop=node.stop,
+            chain=node.chain,
+            ours={index: each.number for index, each in node.ours.items()},
+            tools=list(node.tools),
+            text_length=node.text_length,
+            text_digest=node.text_digest,
+            message=node.answer,
+            body=request.body,
+            idempotency_key=request.key,
+            answer=request.answer,
+        )
+        self.append(SessionRecord(progress_of(session), call=call))
+
+    def append_sent(self, request: HarnessRequest) -> None:
+        """The answer went out whole: the same request again is a new one."""
+        if request.call is not None and request.answer is not None:
+            self.append(SessionRecord(sent=request.call.number))
+
+    def fail(self, why: object) -> None:
+        """Give the file up, and say so in the log."""
+        print(f"{self.path}: {why}: a restart ends this session", file=sys.stderr, flush=True)
+        self.remove()
+
+    def remove(self) -> None:
+        self.is_kept = False
+        self.path.unlink(missing_ok=True)
+
+
+def progress_of(session: Session) -> SessionProgress:
+    return SessionProgress(
+        state=session.state,
+        calls=session.calls - len(session.open_calls),
+        placed=session.forest.placed,
+        tokens=session.tokens,
+        reported=session.reported,
+        aside=session.aside,
+        shortened=session.shortened,
+        limit=session.limit,
+        limited_at=session.limited_at,
+        adopted=session.adopted,
+        forks=dict(session.forest.forks),
+        refusals=session.refusals,
+        score=session.score,
+        outcome=session.outcome,
+    )
+
+
+def read_records(path: Path) -> list[SessionRecord]:
+    """Read the whole records of a file and cut off a torn tail. Raises OSError, and
+    msgspec.MsgspecError for a record of another version.
+    """
+    data = path.read_bytes()
+    end = 0
+    records = []
+    while len(data) - end >= HEAD.size:
+        length, digest = HEAD.unpack_from(data, end)
+        payload = data[end + HEAD.size : end + HEAD.size + length]
+        if len(payload) < length or xxhash.xxh3_64_intdigest(payload) != digest:
+            break
+        records.append(msgspec.msgpack.decode(payload, type=SessionRecord))
+        end += HEAD.size + length
+    if end < len(data):
+        os.truncate(path, end)
+    return records
+
+
+def last_ticket(records: list[SessionRecord]) -> Ticket:
+    """The ticket that a session stood under last. Raises IndexError where no record has one."""
+    return [record.ticket for record in records if record.ticket is not None][-1]
+
+
+def restore(session: Session, records: list[SessionRecord], now: float) -> SessionCall | None:
+    """Fill a session, which is new, with what was kept of it; return its last trained call. Its
+    requests are answered with the same bytes. Raises KeyError for a call whose parent is missing.
+    """
+    nodes: dict[int, CallNode] = {}
+    requests: dict[int, HarnessRequest] = {}
+    last = None
+    for record in records:
+        if record.call is not None:
+            request = _restore_call(session, record.call, nodes)
+            requests[record.call.number] = request
+            assert request.call is not None
+            last = last if request.call.aside else request.call
+        if record.sent in requests:
+            requests[record.sent].lost = False
+        if record.progress is not None:
+            _restore_progress(session, record.progress)
+    session.call_at = session.heard_at = session.judging_at = now
+    return last
+
+
+def _restore_progress(session: Session, progress: SessionProgress) -> None:
+    session.state, session.outcome = progress.state, progress.outcome
+    session.calls, session.forest.placed = progress.calls, progress.placed
+    session.tokens, session.aside = progress.tokens, progress.aside
+    session.reported = progress.reported
+    session.shortened, session.refusals = progress.shortened, progress.refusals
+    session.limit, session.limited_at = progress.limit, progress.limited_at
+    session.adopted, session.score = list(progress.adopted), progress.score
+    session.forest.forks.clear()
+    session.forest.forks.update(progress.forks)
+
+
+def _restore_call(session: Session, kept: CallRecord, nodes: dict[int, CallNode]) -> HarnessRequest:
+    """Put the call back into the session's tree. Raises KeyError for an unknown parent."""
+    parent = None if kept.parent is None else nodes[kept.parent]
+    node = CallNode(
+        kept.number,
+        parent,
+        np.frombuffer(kept.tail, "<i4").astype(np.int32),
+        kept.aside,
+        stop=kept.stop,
+        ids=np.frombuffer(kept.ids, "<i4").astype(np.int32),
+        logprobs=np.frombuffer(kept.logprobs, "<f4").astype(np.float32),
+        spans=kept.spans,
+        finish=kept.finish,
+        chain=kept.chain,
+        ours={index: nodes[number] for index, number in kept.ours.items()},
+        tools=kept.tools,
+        text_length=kept.text_length,
+        text_digest=kept.text_digest,
+    )
+    nodes[kept.number] = node
+    call = session.restore_call(node)
+    if kept.chain and kept.message is not None:
+        session.forest.seen.update((kept.chain, chained(kept.chain, kept.message)))
+        session.forest.set_answer(node, kept.message)
+    else:
+        node.answer = kept.message
+    request = HarnessRequest(
+        kept.body, kept.idempotency_key, call, connections=0, lost=True, answer=kept.answer
+    )
+    session.requests.append(request)
+    return request
+
+
+class SessionJournal:
+    """The directory of the session files of one gateway."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def open(self, opening: SessionOpening, ticket: Ticket) -> SessionFile:
+        """The file of a session that begins."""
+        private.directory(self.directory)
+        file = SessionFile(self.directory / opening.name)
+        file.path.unlink(missing_ok=True)
+        file.append(SessionRecord(opening=opening, ticket=ticket))
+        return file
+
+    def read(self) -> Iterator[tuple[SessionFile, SessionOpening, list[SessionRecord]]]:
+        """The sessions that were kept; a file that cannot be read is removed, and named in the
+        log.
+        """
+        if not self.directory.is_dir():
+            return
+        private.check(self.directory)
+        for path in sorted(self.directory.iterdir()):
+            file = SessionFile(path)
+            try:
+                records = read_records(path)
+            except (OSError, msgspec.MsgspecError) as error:
+                file.fail(error)
+                continue
+            if records and records[0].opening is not None:
+                yield file, records[0].opening, records
+            else:
+                file.fail("it does not begin with the session's opening")
+
+    def clear(self) -> None:
+        """The run is over: no session goes on."""
+        for path in self.directory.glob("*"):
+            path.unlink(missing_ok=True)
