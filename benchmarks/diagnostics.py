@@ -86,15 +86,14 @@ def main() -> None:
         }
         answers = batch()
         for core in cores.values():
-            core.measure.weights_of = lambda _: bytes(weights)
+            core.measure.weights_of = lambda _, __: bytes(weights)
 
         def interval(name: str) -> Callable[[], None]:
             core = cores[name]
 
             def run() -> None:
                 nothing = name == "without"
-                # type: ignore[assignment]
-                diagnostics.sums = (lambda _view: {}) if nothing else SUMS
+                diagnostics.sums = (lambda _: {}) if nothing else SUMS  # type: ignore[assignment]
                 for number in range(every):
                     core.state.number = number
                     found = core.train(msgspec.structs.replace(answers, number=number))

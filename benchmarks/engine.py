@@ -199,8 +199,8 @@ def measure(
     name: str, spread: int, n_rounds: int, work: str, *, quick: bool
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     shape, slots = SIZES[name]
-    # type: ignore[arg-type]
-    model = policy.build_model(Path(work) / name, "0123456789abcdefghij", **shape)
+    place = Path(work) / name
+    model = policy.build_model(place, "0123456789abcdefghij", **shape)  # type: ignore[arg-type]
     r = np.random.default_rng(0)
     n = slots * (3 if quick or spread == 1 else A_SLOT)
     prompts = torch.from_numpy(np.repeat(r.integers(3, 23, (n // GROUP, PROMPT)), GROUP, 0))

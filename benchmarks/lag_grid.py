@@ -32,6 +32,7 @@ from lib import results_file
 
 sys.path.insert(0, str(results_file.ROOT))
 
+from asyncrl.cli.compare import swept_corrections
 from asyncrl.experiments.compare import sweep, sweep_analysis, sweep_page
 from asyncrl.experiments.compare.page import clean
 from asyncrl.records import metrics
@@ -71,17 +72,14 @@ def updates(what: sweep.SweepPlan) -> dict[str, int]:
     return {n: c.minibatches * c.epochs for n, c in configs.items()}
 
 
-def told(made: dict[str, int]) -> list[tuple[str, str]]:
+def titles(made: dict[str, int]) -> dict[str, str]:
     """What the page says of each arm."""
     what = {n: sweep.CORRECTIONS[n.removesuffix(f"-{UPDATES}")][0] for n in made}
-    return [
-        (
-            n,
-            f"{what[n]}; {count} update{'s' if count > 1 else ''} a batch"
-            + (f" at {SLOWER:g} of the rate" if n.endswith(f"-{UPDATES}") else ""),
-        )
+    return {
+        n: f"{what[n]}; {count} update{'s' if count > 1 else ''} a batch"
+        + (f" at {SLOWER:g} of the rate" if n.endswith(f"-{UPDATES}") else "")
         for n, count in made.items()
-    ]
+    }
 
 
 def make(task: str, args: argparse.Namespace) -> sweep.Sweep:
@@ -209,9 +207,8 @@ def write(made: dict[str, sweep.Sweep], args: argparse.Namespace) -> None:
             f"{task}: injected lag, {args.steps} steps of 32 x 8, {len(s.seeds)} seeds, "
             "one warm start; evaluations of 128 prompts, at the ends of 512"
         )
-        page = sweep_page.write(
-            s.directory, f"Injected lag, {task}", found, told(made_by), subtitle
-        )
+        told = swept_corrections(s.plan, titles(made_by))
+        page = sweep_page.write(s.directory, f"Injected lag, {task}", found, told, subtitle)
         if (checked := s.directory / "checked.json").exists():
             all_found[task]["checked_against_real_processes"] = json.loads(checked.read_text())
         print(

@@ -200,8 +200,8 @@ def main() -> None:
         for name in sizes:
             path = args.model.resolve() if name == "135M" else Path(tmp) / name
             if name in MODELS:
-                # type: ignore[arg-type]
-                policy.build_model(path, "0123456789abcdefghij", **MODELS[name])
+                shape: dict[str, Any] = MODELS[name]
+                policy.build_model(path, "0123456789abcdefghij", **shape)
             for dtype in args.dtypes[:1] if args.quick else args.dtypes:
                 found, result[f"{name}, {dtype}"] = measure(name, path, dtype)
                 goals += found

@@ -21,6 +21,7 @@ from typing import Any
 
 from lib import results_file, rounds
 
+from asyncrl.cli.compare import swept_corrections
 from asyncrl.experiments.compare import sweep, sweep_analysis, sweep_page, verdict
 from asyncrl.experiments.compare.page import clean
 from asyncrl.supervise.preflight import preflight, say
@@ -207,7 +208,7 @@ def main() -> None:
         s.directory,
         "Orders of service",
         found,
-        [(n, what) for n, (what, _) in ARMS.items()],
+        swept_corrections(s.plan, {n: what for n, (what, _) in ARMS.items()}),
         subtitle,
     )
     arms = analyse(s, found)

@@ -214,8 +214,7 @@ def run(path: Path, size: Size, n_rounds: int, cores: list[int]) -> Found:
 
         def one(name: str, on: list[int], seed: int, *sets: str) -> dict[str, float]:
             words = (f"seed={seed}", STILL, *size.sets, *sets)
-            how = {"config": CONFIG, "skip": size.skip, "samples": SAMPLES}
-            # type: ignore[arg-type]
+            how: dict[str, Any] = {"config": CONFIG, "skip": size.skip, "samples": SAMPLES}
             return asyncrl(work, f"{name}-{seed}", path, on, size.steps, *words, **how)
 
         still = "staleness.max_lag=0"

@@ -24,6 +24,7 @@ from typing import Any
 
 from lib import results_file, rounds
 
+from asyncrl.cli.compare import swept_corrections
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments.compare import sweep, sweep_analysis, sweep_page, verdict
@@ -312,11 +313,12 @@ def main() -> None:
             first=[float(x) for x in args.first.split(",") if x],
         )
     found = sweep_analysis.analyse(s)
-    told = [(n, f"{ARMS[n][0]}; learning rate {r:.3g}") for n, r in rates.items()]
+    titles = {n: f"{ARMS[n][0]}; learning rate {r:.3g}" for n, r in rates.items()}
     subtitle = (
         f"{args.task}: {args.minibatches} optimizer steps a batch, each arm at the rate "
         f"that moves {target:.3g} nats a token a batch; {args.steps} steps"
     )
+    told = swept_corrections(what, titles)
     page = sweep_page.write(s.directory, "Trust regions at equal KL moved", found, told, subtitle)
     by_lag = analyse(s, found)
     print("\n".join(lines(by_lag)), file=sys.stderr if args.json else sys.stdout)

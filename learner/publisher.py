@@ -157,9 +157,16 @@ class Publisher:
                 out[label.number] = self.ring.read_part(label, digest, 0, self.ring.size)[1]
         return out
 
-    def weights_of(self, label: Label) -> bytes:
-        """Flat bytes of version `label`; empty when the ring does not hold it any more."""
-        return self.ring.read_part(label, "", 0, self.ring.size)[1]
+    def weights_of(self, label: Label, digest: str) -> bytes:
+        """Flat bytes of version `label`; empty when the ring does not hold it any more.
+
+        An earlier epoch's version lies in this epoch's ring under this epoch's label, where a
+        resumed learner has published it again: `digest` finds it ("": unknown).
+        """
+        if data := self.ring.read_part(label, digest, 0, self.ring.size)[1]:
+            return data
+        same = [held for held, other in self.ring.labels().items() if digest and other == digest]
+        return self.ring.read_part(max(same), digest, 0, self.ring.size)[1] if same else b""
 
     def held_versions(self, numbers: Iterable[int]) -> list[tuple[Label, str]]:
         """(label, digest) of those of `numbers` that the ring holds."""

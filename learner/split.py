@@ -24,8 +24,8 @@ from asyncrl.models.policy import Manifest, PolicyModel, load_policy, load_weigh
 from learner.batch import PackedBatch
 
 Forward = Callable[[PolicyModel, PackedBatch, list[int]], torch.Tensor]  # logprobs [N], 0 elsewhere
-# flat weights of a version, empty where it is not held any more
-WeightsOf = Callable[[Label], bytes]
+# flat weights of a version by its label and digest, empty where they are not held any more
+WeightsOf = Callable[[Label, str], bytes]
 
 
 class SplitMeter:
@@ -117,18 +117,16 @@ class SplitMeter:
         loss = packed.loss
         # drawn by the policy that the batch starts from
         version = torch.where(loss.token_lag == 0, prep.start, torch.nan)
-        spans: dict[Label, list[tuple[int, int, int]]] = {}
+        spans: dict[tuple[Label, str], list[tuple[int, int, int]]] = {}
         for answer in answers:
             for span in samples[answer].all_spans():
                 first, last = (int(packed.offsets[answer]) + at for at in (span.start, span.end))
                 if last > first and bool((loss.token_lag[first:last] > 0).any()):
-                    spans.setdefault(Label(*span.label), []).append((answer, first, last))
-        for label, places in sorted(spans.items()):
-            if (
-                found := self.logprobs_under(
-                    label, packed, sorted({answer for answer, _, _ in places})
-                )
-            ) is not None:
+                    written_by = (Label(*span.label), span.digest)
+                    spans.setdefault(written_by, []).append((answer, first, last))
+        for written_by, places in sorted(spans.items()):
+            written = sorted({answer for answer, _, _ in places})
+            if (found := self.logprobs_under(written_by, packed, written)) is not None:
                 for _, first, last in places:
                     version[first:last] = found[first:last].to(version.dtype)
         part = packed.token_positions(answers)
@@ -147,13 +145,13 @@ class SplitMeter:
         return out
 
     def logprobs_under(
-        self, label: Label, packed: PackedBatch, answers: list[int]
+        self, version: tuple[Label, str], packed: PackedBatch, answers: list[int]
     ) -> torch.Tensor | None:
-        """Logprobs [N] of `answers` under version `label`; None when its weights are not held any
-        more.
+        """Logprobs [N] of `answers` under `version`, (label, digest); None when its weights are not
+        held any more.
         """
         assert self.weights_of is not None
-        data = self.weights_of(label)
+        data = self.weights_of(*version)
         if not data:
             return None
         if self.model.adapter is not None:

@@ -245,7 +245,10 @@ def test_a_checkpoint_holds_it(model_dir: Path, tmp_path: Path, trunk: str) -> N
             "value.init: random brings a trunk of its own",
         ),
         (["value.init=reward_model"], "value.path: the directory of the reward model"),
-        (["value.path=x"], "value.path: belongs to value.init = reward_model, not to policy"),
+        (
+            ["value.trunk=shared", "value.path=x"],
+            "value.path: belongs to value.trunk = own, not to shared",
+        ),
         (["value.trunk=shared", "value.coefficient=0.0"], "value.coefficient: 0 leaves"),
         (
             ["advantage.name=rloo", "value.clip=0.2"],

@@ -88,7 +88,7 @@ def test_tables_and_pages_say_how_many_updates(grid: Any, tmp_path: Path) -> Non
     )
     assert lines[0] == "|lag|updates a batch|0|4|" and lines[1].count("---") == 4
     assert lines[2] == "|`tis`|1||0.50 [-0.10, +0.10]|" and lines[3].startswith("|`tis-4`|4|")
-    said = dict(grid.told({"tis": 1, "tis-4": 4, "reshape-stop": 2}))
+    said = grid.titles({"tis": 1, "tis-4": 4, "reshape-stop": 2})
     assert said["tis"].endswith("its clip acts from a batch's second update on; 1 update a batch")
     assert said["tis-4"].endswith("4 updates a batch at 0.5 of the rate") and said[
         "reshape-stop"

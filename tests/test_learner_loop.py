@@ -391,10 +391,14 @@ def test_injected_versions_survive_a_resume(life: Made) -> None:
     (hello,) = second.of(m.LearnerHello)
     digests = {c.label.number: c.digest for c in buffer.of(m.Commit)}
     assert hello.ring == [(Label(2, n), digests[n]) for n in (1, 2)]
-    assert {n: two.publisher.weights_of(Label(2, n)) for n in (1, 2, 3)} == {
+    assert {n: two.publisher.weights_of(Label(2, n), "") for n in (1, 2, 3)} == {
         n: made_before[n] for n in (1, 2, 3)
     }
-    assert two.publisher.weights_of(Label(2, 0)) == b""
+    assert two.publisher.weights_of(Label(2, 0), "") == b""
+    # answers of before the resume name the first life's labels: their weights are known by digest
+    assert two.publisher.weights_of(Label(1, 2), digests[2]) == made_before[2]
+    assert two.publisher.weights_of(Label(1, 2), "") == b"", "it may be of a branch that died"
+    assert two.publisher.weights_of(Label(2, 2), digests[1]) == made_before[1]
     # as generators see them
     reader = RingReader(two.publisher.directory, "one")
     assert reader.labels() == {Label(2, n): digests[n] for n in (1, 2, 3)}

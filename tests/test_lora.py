@@ -259,8 +259,8 @@ def test_an_earlier_version_is_measured_in_place(model_dir: Path) -> None:
     learner.backend.write_flat(memoryview(flat))
     learner.train(batch(0))
     digest = policy.weights_digest(learner.model)
-    learner.measure.weights_of = lambda label: bytes(flat)
-    found = learner.measure.logprobs_under(Label(1, 0), packed, everyone)
+    learner.measure.weights_of = lambda label, digest: bytes(flat)
+    found = learner.measure.logprobs_under((Label(1, 0), ""), packed, everyone)
     assert found is not None and torch.equal(found, before)
     assert policy.weights_digest(learner.model) == digest and learner.measure.shadow is None
     assert not torch.equal(learner._forward(learner.model, packed, everyone), before)

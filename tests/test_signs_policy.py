@@ -262,7 +262,7 @@ def test_a_mismatch_that_begins_in_mid_run_is_said_under_every_shipped_config(
     begins = min(30, steps // 4)
     core = LearnerCore(settings, model_dir)
     held = bytearray(policy.flat_bytes(core.layout))
-    core.measure.weights_of = lambda _: bytes(held)
+    core.measure.weights_of = lambda _, __: bytes(held)
     told: list[str] = []
     watcher = runner.HealthWatcher(tmp_path, told.append, health_checks.RunFacts(settings))
     writer = metrics.MetricsWriter(tmp_path)

@@ -215,7 +215,7 @@ def test_what_a_correction_is_comes_from_its_configs() -> None:
         1e-4,
     )
     assert made.arms["far-limit2"].correction.hi == 4.0
-    tis, far, ppo = swept_corrections(made, arms)
+    tis, far, ppo = swept_corrections(made, {arm.name: arm.title for arm in arms})
     assert tis[:2] == ("tis", f"{methods.CORRECTIONS['tis'][0]}; with learner.lr=1e-4")
     assert "learner.lr = 0.0001 (0.0002)" in tis[2] and "correction.hi = 2 (none)" in tis[2]
     assert "correction.hi = 4 (none)" in far[2] and "learner.lr" not in far[2]

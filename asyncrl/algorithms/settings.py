@@ -290,17 +290,17 @@ class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     init: Annotated[
         Literal["policy", "reward_model", "zeros", "random"],
         Meta(
-            description="policy: its weights, a small random head; reward_model: trunk and head at "
-            "`path`; zeros: V = 0 first; random: a new trunk"
+            description="policy: the policy's trunk, or that at `path`, and a small random head; "
+            "reward_model: trunk and head at `path`; zeros: V = 0 first; random: a new trunk"
         ),
     ] = "policy"
     path: Annotated[
         str,
         Meta(
-            description="reward_model: a Hugging Face directory with a sequence-classification "
-            "head of one label"
+            description="a Hugging Face directory, whose model is the trunk; under init = "
+            "reward_model it has a sequence-classification head of one label; empty: the policy's"
         ),
-        read_with("init", "reward_model"),
+        read_with("trunk", "own"),
     ] = ""
     coefficient: Annotated[NonNegative, Meta(description="c_v of the value loss")] = 0.1
     clip: Annotated[

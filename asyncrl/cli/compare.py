@@ -16,7 +16,6 @@ from asyncrl.cli.base import PATH, emit, options, print_progress
 
 if TYPE_CHECKING:
     from asyncrl.config.tree import Config
-    from asyncrl.experiments.compare.arms import Arm
     from asyncrl.experiments.compare.page import Setting
     from asyncrl.experiments.compare.sweep import SweepPlan
 
@@ -234,7 +233,7 @@ def sweep(
         sweeping.parse_limits(limits, inject),
         injected=inject,
     )
-    told = swept_corrections(plan, corrections)
+    told = swept_corrections(plan, {arm.name: arm.title for arm in corrections})
     if dry_run:
         print_cells(plan, told, seeds)
         return
@@ -258,17 +257,17 @@ def sweep(
     print_progress(f"report: {html}")
 
 
-def swept_corrections(plan: SweepPlan, arms: Sequence[Arm]) -> list[tuple[str, str, str]]:
+def swept_corrections(plan: SweepPlan, titles: Mapping[str, str]) -> list[tuple[str, str, str]]:
     """Name, title, and what its resolved configs have otherwise than the config as it is."""
     from asyncrl.experiments.compare.arms import from_first, words
     from asyncrl.experiments.compare.sweep import SWEPT_KEYS, SYNC
 
     out = []
-    for arm in arms:
-        made = plan.arms[plan.cell[arm.name, plan.limits[-1]]]
-        differs = from_first({"": plan.arms[SYNC], arm.name: made})[arm.name]
+    for name, title in titles.items():
+        made = plan.arms[plan.cell[name, plan.limits[-1]]]
+        differs = from_first({"": plan.arms[SYNC], name: made})[name]
         kept = {key: pair for key, pair in differs.items() if key not in SWEPT_KEYS}
-        out.append((arm.name, arm.title, words(kept)))
+        out.append((name, title, words(kept)))
     return out
 
 

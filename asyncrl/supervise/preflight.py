@@ -455,11 +455,11 @@ def reward_imports(subject: Subject) -> None:
 
 def exact_agrees(subject: Subject) -> None:
     """The self-test of exact mode."""
-    from asyncrl.supervise import exact_check
-
     config = subject.config
     if not config.exact:
         return
+    from asyncrl.supervise import exact_check  # which imports torch
+
     wrong = exact_check.failure(exact_check.check(config))
     if wrong and config.exact is True:
         raise ConfigError(
