@@ -121,7 +121,7 @@ class Gateway(service.Gateway):
     world: SessionWorld
     answered: dict[Session, list[int]]
 
-    def drawn(self, message: m.CallResult) -> None:
+    def on_result(self, message: m.CallResult) -> None:
         episode = self.drawing.get(message.id)
         if episode is not None:
             logprobs = np.frombuffer(message.logprobs, "<f4")
@@ -134,7 +134,7 @@ class Gateway(service.Gateway):
             self.answered.setdefault(episode.session, []).extend(mine)
         super().on_result(message)
 
-    def place(self, call: m.GenerationCall, ticket: m.Ticket) -> None:
+    def submit_call(self, call: m.GenerationCall, ticket: m.Ticket) -> None:
         self.world.placed[call.id] = ticket.attempt
         super().submit_call(call, ticket)
 
@@ -154,7 +154,7 @@ class Gateway(service.Gateway):
         r = self.world.r
         if nodes and r.random() < self.world.fork_share:
             before = r.choice([node.token_ids for node in nodes] + [nodes[0].prompt])
-            episode.sides.now.last = SimpleNamespace(whole=before)  # type: ignore[assignment]
+            episode.sides.now.last = SimpleNamespace(token_ids=before)  # type: ignore[assignment]
             obs = obs or "="
         super().call(episode, obs)
 
@@ -644,7 +644,7 @@ TIGHT: dict[str, Any] = {"limits": (0,)}
 AUTO: dict[str, Any] = {"limits": (1, 2, 3, 4), "ess_floor": 0.5, "steps": 12}
 RULES = {
     "every_call": Rule(
-        (service.Gateway, "place", placed_at_any),
+        (service.Gateway, "submit_call", placed_at_any),
         "versions late|asked for",
         {"slow": True, "fault": "kill_generator", **TIGHT},
     ),
@@ -654,11 +654,11 @@ RULES = {
         {"fault": "kill_learner"},
     ),
     "judge_adopted": Rule(None, "versions late", {"fault": "kill_learner", "limits": (2, 0)}),
-    "row_once": Rule((call_tree, "_row", every_row), "drawn .* trained"),
-    "count_once": Rule((Session, "adopt", uncounted), "were drawn", {"fault": "stall"}),
+    "row_once": Rule((call_tree, "_make_row", every_row), "drawn .* trained"),
+    "count_once": Rule((Session, "resume_under", uncounted), "were drawn", {"fault": "stall"}),
     "own_numbers": Rule(None, "came to|tokens, and spans|is another's", {"fault": "kill_gateway"}),
     "hand_over": Rule(
-        (service.Gateway, "hand_over", adopted_never), "written twice", {"fault": "stall"}
+        (service.Gateway, "transfer_sessions", adopted_never), "written twice", {"fault": "stall"}
     ),
 }
 STORES: dict[str, type[Store]] = {"judge_adopted": Unjudged}
@@ -688,7 +688,7 @@ def played(world: SessionWorld | None = None) -> Iterator[Callable[[SessionWorld
         service,
         time=SimpleNamespace(monotonic=monotonic, time_ns=time_ns),
         sockets=SimpleNamespace(PeerSocket=Wire, BufferSocket=Wire),
-        Drive=Drive,
+        EnvironmentPool=Drive,
         print=lambda *_, **__: None,
         create=True,
         load_tokenizer=functools.cache(load_tokenizer),
