@@ -59,7 +59,7 @@ class _AgentProcess(child.ChildProcess):
     """A process and the sessions in it, by their numbers."""
 
     def __init__(self, agent: AgentConfig, setup: bytes) -> None:
-        kind = "commands" if agent.command else "functions"
+        kind = "agent_programs" if agent.command else "functions"
         super().__init__(f"actors.gateway.agents.{kind}", setup)
         self.playing: dict[int, AgentSession] = {}
         self.since = time.monotonic()
