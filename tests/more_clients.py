@@ -45,13 +45,13 @@ SCRIPTS = {
         *(3, 3, 1, "response_format"),
     ),
     "autogen": Script([MULTIPLY, OBJECT], 2, 1, 1, "response_format"),
-    "crewai": Script([MULTIPLY, OBJECT], 2, 1, 1, "response_format"),
+    "crewai": Script([MULTIPLY, OBJECT], 2, 1, 4),
     "mini-swe-agent": Script(
         [
             tool_call("bash", command=WRITE),
             tool_call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),
         ],
-        *(2, 1, 6),
+        *(2, 1, 3),
     ),
     "vercel-ai": Script([MULTIPLY, OBJECT], 2, 1, 1, "response_format"),
     "claude-code": Script(
