@@ -6,13 +6,14 @@
 # make bench  every program that makes a figure of README and docs, then one table, hours in all (`make bench BENCH="--only speed engine"`)
 # make docs   docs/ as a site, in build/docs; a link that leads nowhere is an error
 # make wheel  dist/asyncrl-*.whl, configs included: pip install it anywhere
-# make requirements  compile requirements/cpu.txt, gpu.txt and clients.txt anew
+# make clients  every page of docs/clients that `make test` leaves out, each with its real package, in an environment built from nothing (3 GB)
+# make requirements  compile requirements/cpu.txt, gpu.txt, clients.txt and more-clients.txt anew
 VENV ?= .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: env demo test check shape mutants bench docs browser requirements wheel
+.PHONY: env demo test clients check shape mutants bench docs browser requirements wheel
 
 $(VENV)/.demo: pyproject.toml
 	test -x $(PY) || python3 -m venv $(VENV)
@@ -35,15 +36,27 @@ requirements:
 	$(COMPILE) $(CPU_TORCH) --extra dev --extra engines-cpu pyproject.toml | sed 's/^\(torch==[^+]*\)+cpu/\1/' > requirements/cpu.txt.part
 	$(COMPILE) --extra dev --extra engines-gpu pyproject.toml > requirements/gpu.txt.part
 	$(COMPILE) requirements/clients.in > requirements/clients.txt.part
+	$(COMPILE) requirements/more-clients.in > requirements/more-clients.txt.part
 	mv requirements/cpu.txt.part requirements/cpu.txt
 	mv requirements/gpu.txt.part requirements/gpu.txt
 	mv requirements/clients.txt.part requirements/clients.txt
+	mv requirements/more-clients.txt.part requirements/more-clients.txt
 
 # The packages that people's agents use, for the pages of docs/clients: an environment of their own, without torch.
 # Nothing is compiled ahead: of most packages only a few modules are imported.
 $(VENV)/clients/.env: requirements/clients.txt
 	test -x $(VENV)/clients/bin/python || python3 -m venv $(VENV)/clients
 	$(VENV)/clients/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r requirements/clients.txt
+	touch $@
+
+# The frameworks that only `make clients` runs: Python's pinned, Node and npm beside them, Node's as the lock file has them.
+MORE := $(VENV)/more-clients
+$(MORE)/.env: requirements/more-clients.txt requirements/more-clients/package.json requirements/more-clients/package-lock.json
+	rm -rf $(MORE)
+	python3 -m venv $(MORE)
+	$(MORE)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r requirements/more-clients.txt
+	cp requirements/more-clients/package.json requirements/more-clients/package-lock.json $(MORE)
+	cd $(MORE) && PATH=$$PWD/bin:$$PATH npm install --no-save --no-audit --no-fund --loglevel error
 	touch $@
 
 env: $(VENV)/.env $(VENV)/clients/.env
@@ -67,6 +80,9 @@ TESTS := $(PY) -m pytest -n $(WORKERS) --dist worksteal
 
 test: env browser
 	$(TESTS)
+
+clients: $(VENV)/.env $(MORE)/.env
+	$(PY) -m pytest -s --durations=0 tests/more_clients.py
 
 check: env
 	$(VENV)/bin/ruff check .

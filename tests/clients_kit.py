@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -21,10 +22,12 @@ from actors.gateway import web
 from actors.gateway.agents.session_messages import SessionAccess, SessionResult
 from actors.gateway.chat import hermes
 from actors.gateway.requests import ParsedRequest
+from actors.gateway.sessions import SessionCall
 from actors.gateway.web import OpenedSession
 from asyncrl.config.agents import AgentConfig
 from asyncrl.contract.messages import Prompt
 
+ENDINGS = {"python": "py", "js": "mjs", "sh": "sh"}
 PAGES = ROOT / "docs" / "clients"
 TASK = Prompt(0, "What is 17 times 3?", answer="51", meta={"value": "51"})
 # one process for all pages of an environment: the page is named in the task
@@ -43,10 +46,13 @@ def tool_call(name: str, **arguments: Any) -> str:
 MULTIPLY = tool_call("multiply", a=17, b=3)
 
 
-def block_of(page: str) -> str:
-    """The program of a page."""
-    (code,) = re.findall(r"(?ms)^```python\n(.*?)^```", (PAGES / f"{page}.md").read_text())
-    return str(code)
+def write_program(page: str, folder: Path) -> Path:
+    """The program of a page, in a file that its interpreter takes."""
+    blocks = r"(?ms)^```(python|js|sh)\n(.*?)^```"
+    ((language, code),) = re.findall(blocks, (PAGES / f"{page}.md").read_text())
+    program = folder / f"{page}.{ENDINGS[language]}"
+    program.write_text(code)
+    return program
 
 
 def python_of(environment: str) -> str:
@@ -82,15 +88,24 @@ class Runner:
         self.commands = Commands(path, agent)
         self.number = 0
 
-    def play(self, page: str, answers: Sequence[str]) -> Ended:
+    def play(
+        self, page: str, answers: Sequence[str], asides: Mapping[str, str] = MappingProxyType({})
+    ) -> Ended:
         """One session of a page's program.  answers: what the engine writes, call by call, the last
-        one again where it is asked for more.
+        one again where it is asked for more.  asides: text in a prompt -> the answer to that call,
+        which is not counted.
         """
-        program = self.path / f"{page}.program"
-        program.write_text(block_of(page))
+        program = write_program(page, self.path)
         opened = self.served.do(self.served.service.open)
         ended = Ended(opened, SessionResult(0, "failed"))
-        self.served.service.say = lambda call: answers[min(call.number, len(answers) - 1)]
+        left = [*answers]
+
+        def answer(call: SessionCall) -> str:
+            prompt = opened.chat.decode_text(call.prompt_ids.tolist())
+            aside = next((asides[text] for text in asides if text in prompt), None)
+            return aside or (left.pop(0) if len(left) > 1 else left[0])
+
+        self.served.service.say = answer
         self.number += 1
         prompt = msgspec.structs.replace(TASK, meta={**TASK.meta, "program": str(program)})
         url = f"{self.served.url}/s/{opened.session.name}"

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import more_clients
 import pytest
 from clients_kit import MULTIPLY, PAGES, RUN_PAGE, Runner, python_of, tool_call
 from conftest import ROOT
@@ -69,7 +70,7 @@ def test_an_answer_that_cannot_be_parsed_costs_reward_and_fails_nothing(
 
 def test_every_page_is_run_and_is_found() -> None:
     pages = {path.stem for path in PAGES.glob("*.md")} - {"index"}
-    assert pages == {*RIGHT}
+    assert pages == {*RIGHT, *more_clients.SCRIPTS}
     index, site = (PAGES / "index.md").read_text(), (ROOT / "mkdocs.yml").read_text()
     for page in pages:
         assert f"({page}.md)" in index and f"clients/{page}.md" in site
