@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from asyncrl.config import layers
 from asyncrl.config.tree import Config
 from asyncrl.experiments.compare import verdict
 from asyncrl.experiments.compare.comparison import warm_cell
@@ -376,7 +377,7 @@ def reason(name: str, best: dict[str, Any], made: LimitChoice, margin: float) ->
 
 def set_arguments(plan: SweepPlan, correction: str, limit: float) -> str:
     """What differs from the config as it is, as `--set` words."""
-    arm = flatten_config(msgspec.to_builtins(plan.arms[plan.cell[correction, limit]]))
+    arm = flatten_config(layers.read_keys(plan.arms[plan.cell[correction, limit]]))
     base = flatten_config(msgspec.to_builtins(plan.arms[SYNC]))
     words = [("staleness.max_lag", label(limit))]
     for key, value in arm.items():
