@@ -185,7 +185,7 @@ def test_a_checkout_that_is_not_installed_runs_by_name(tmp_path: Path) -> None:
     """
     code = (
         "import os, asyncrl.contract.importing as i; i.INSIDE = i.Path(os.getcwd()) / 'asyncrl'; "
-        "i.found_here(); print(os.environ['PYTHONPATH'])"
+        "i.export_checkout_path(); print(os.environ['PYTHONPATH'])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
