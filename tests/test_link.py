@@ -88,7 +88,7 @@ def test_a_slow_generator_draws_nothing_twice(
     sets = (
         "learner.steps=2",
         "generator.max_new_tokens=3",
-        "wires.lease_s=0.4",
+        "wires.lease_s=1.0",  # ten of them, the longest lease, outlast a step beside other work
         "evaluation.every=0",
     )
     done = forked(tmp_path / "run", *sets, slow={"generator-0": 1.5})

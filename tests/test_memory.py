@@ -147,7 +147,7 @@ def test_all_threads_may_share_a_heap() -> None:
 
 
 @pytest.mark.parametrize(
-    ("role", "first"), [("buffer.service", "Service"), ("learner.loop", "Learner")]
+    ("role", "first"), [("buffer.service", "BufferService"), ("learner.loop", "Learner")]
 )
 def test_what_is_freed_is_kept_before_there_are_threads(
     role: str, first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
