@@ -260,9 +260,7 @@ class Queue:
         context = multiprocessing.get_context("spawn")
         self.inbox = context.Queue()
         self.back = context.Queue()
-        self.process = context.ProcessHandle(
-            target=consume, args=(self.inbox, self.back), daemon=True
-        )
+        self.process = context.Process(target=consume, args=(self.inbox, self.back), daemon=True)
         self.process.start()
 
     def batches(self, count: int) -> None:

@@ -62,49 +62,49 @@ class Board:
         return SLOT * ROLES.index(role) + offset
 
     def number(self, role: str, offset: int) -> int:
-        return int(struct.unpack_from("<q", self.shared, self._read_frame(role, offset))[0])
+        return int(struct.unpack_from("<q", self.shared, self._at(role, offset))[0])
 
     def put(self, role: str, offset: int, value: int) -> None:
-        struct.pack_into("<q", self.shared, self._read_frame(role, offset), value)
+        struct.pack_into("<q", self.shared, self._at(role, offset), value)
 
     def count(self, role: str, offset: int) -> None:
         self.put(role, offset, self.number(role, offset) + 1)
 
     def seconds(self, role: str, offset: int) -> float:
-        return float(struct.unpack_from("<d", self.shared, self._read_frame(role, offset))[0])
+        return float(struct.unpack_from("<d", self.shared, self._at(role, offset))[0])
 
     def put_seconds(self, role: str, offset: int, value: float) -> None:
-        struct.pack_into("<d", self.shared, self._read_frame(role, offset), value)
+        struct.pack_into("<d", self.shared, self._at(role, offset), value)
 
     # ---- orders ----------------------------------------------------------------------------------
 
     def give(self, role: str, point: str, action: str, jump: float = 0.0) -> None:
         """jump: of its monotonic clock, and some thousand times that of the clock on the wall."""
         self.put_seconds(role, JUMP, jump)
-        self.shared[self._read_frame(role, ACTION)] = ACTIONS.index(action)
-        self.shared[self._read_frame(role, OBEYED)] = 0
-        self.shared[self._read_frame(role, ORDER)] = 1 + POINTS[kind_of(role)].index(point)
+        self.shared[self._at(role, ACTION)] = ACTIONS.index(action)
+        self.shared[self._at(role, OBEYED)] = 0
+        self.shared[self._at(role, ORDER)] = 1 + POINTS[kind_of(role)].index(point)
 
     def take_back(self, role: str) -> None:
         """The point was not come to."""
-        self.shared[self._read_frame(role, ORDER)] = 0
+        self.shared[self._at(role, ORDER)] = 0
 
     def obeyed(self, role: str) -> bool:
-        return bool(self.shared[self._read_frame(role, OBEYED)])
+        return bool(self.shared[self._at(role, OBEYED)])
 
     def reached(self, role: str, point: str) -> bool:
-        order = self.shared[self._read_frame(role, ORDER)]
+        order = self.shared[self._at(role, ORDER)]
         return bool(order) and order == 1 + POINTS[kind_of(role)].index(point)
 
     def action(self, role: str) -> str:
-        return ACTIONS[self.shared[self._read_frame(role, ACTION)]]
+        return ACTIONS[self.shared[self._at(role, ACTION)]]
 
     def obey(self, role: str, *, room: int = 0, where: Path | None = None) -> None:
         """In the process, at the point.  room: bytes that a file of it may have on a full disk;
         where: what a byte is flipped in."""
         action = self.action(role)
-        self.shared[self._read_frame(role, ORDER)] = 0
-        self.shared[self._read_frame(role, OBEYED)] = 1
+        self.shared[self._at(role, ORDER)] = 0
+        self.shared[self._at(role, OBEYED)] = 1
         if action == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         elif action == "cut":
