@@ -137,12 +137,12 @@ def figures() -> list[Figure]:
         for function in functions(tree):
             size = (function.end_lineno or 0) - function.lineno + 1
             long.append((size, f"{where(path, function.lineno)} {function.name}, {size} lines"))
-        for node in named(tree):
-            place = where(path, node.lineno)
-            if isinstance(node, ast.ClassDef):
-                classes.setdefault(node.name, []).append(place)
-            if node.name.strip("_").lower() in BARE_NAMES:
-                bare.append(f"{place} {node.name}")
+        for definition in named(tree):
+            place = where(path, definition.lineno)
+            if isinstance(definition, ast.ClassDef):
+                classes.setdefault(definition.name, []).append(place)
+            if definition.name.strip("_").lower() in BARE_NAMES:
+                bare.append(f"{place} {definition.name}")
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and len(node.args) > 6:
                 what = f"{where(path, node.lineno)} {len(node.args)} arguments by position"

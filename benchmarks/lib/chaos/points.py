@@ -283,7 +283,12 @@ def buffer(hook: Hook, role: str) -> None:
         switch_off(off)
     elif off == "sync":
         unsynced(hook, role)
-    messages(BufferSocket, hook, role, ("Acks", "Batch", "Committed", "Welcome", "Heard"))
+    messages(
+        BufferSocket,
+        hook,
+        role,
+        ("DeliveryAcks", "Batch", "CommitReply", "Welcome", "HeartbeatReply"),
+    )
 
 
 def switch_off(mechanism: str) -> None:
@@ -295,13 +300,12 @@ def switch_off(mechanism: str) -> None:
     from learner.state import BatchCursor
 
     if mechanism == "dedupe":
-        # type: ignore[method-assign,assignment]
-        Store.disposition = lambda store, group, trajectory: None
+        setattr(Store, "disposition", lambda store, group, trajectory: None)  # noqa: B010
     elif mechanism == "ticket_order":
         any_order()
     elif mechanism == "epoch_fence":
-        # type: ignore[method-assign,assignment]
-        BufferService.is_fenced = lambda service, *_: service.store.policy is None
+        fenced = lambda service, *_: service.store.policy is None  # noqa: E731
+        setattr(BufferService, "is_fenced", fenced)  # noqa: B010
         checks.commit = lambda *_: None  # it looks at the epoch again
     elif mechanism == "cursor":
         BatchCursor.read = staticmethod(  # type: ignore[method-assign,assignment]
@@ -332,8 +336,7 @@ def any_order() -> None:
             store.max_lag = limit
 
     batches.judge = judge
-    # type: ignore[method-assign,assignment]
-    Store.uses_ticket_order = property(lambda store: False)
+    setattr(Store, "uses_ticket_order", property(lambda store: False))  # noqa: B010
 
 
 def unsynced(hook: Hook, role: str) -> None:
