@@ -1,5 +1,5 @@
 """One process of environments: `python -m actors.gateway.environment_worker FD PARENT`, started by
-drive.py; it ends with its parent or its socket.
+environment_pool.py; it ends with its parent or its socket.
 
 Frames as those of reward processes: four bytes of length and msgpack.  In: Setup, then lists of Op.
 Out: Happened("ready" or "broken"), then one for each Op that is no "end", in their order: the

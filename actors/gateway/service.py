@@ -1,10 +1,10 @@
 """The gateway process: tickets in, sessions open, calls to the generators, trajectories out.
 
 ```
- buffer --Tickets--> waiting --> Episode <--Happened-- environments (drive.py)
+ buffer --Tickets--> waiting --> Episode <-- environments (environment_pool.py)
     ^                              | place     ^ step
     |                              v           |
-    +--Deliver-- outbox <-- ended  Call --> generator --> Called   (switchboard.py)
+    +--Deliver-- outbox <-- ended  Call --> generator --> Called   (call_router.py)
 ```
 
 To the buffer it is a generator whose answers take several calls.  It vouches for the leases of open
