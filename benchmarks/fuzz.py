@@ -5,17 +5,19 @@
 
 One target for each socket: the buffer's service, the learner's chunk server and what a generator
 hears of it, what learner and generator hear of the buffer, the gateway's socket of calls and its
-endpoint.  Half of the mutants are real messages of a run changed in their bytes: bits, bytes and
-whole numbers of msgpack replaced, pieces cut, doubled and exchanged.  The other half are changed in
-their values: one to three numbers, texts, arrays or lists replaced.  In this process, without the
-sockets: they bound a message's size (asyncrl/transport/sockets.py), which tests/ show.
+endpoint.  One in five mutants is a real message of a run changed in its bytes: bits, bytes and
+whole numbers of msgpack replaced, pieces cut, doubled and exchanged.  The others are changed in
+their values, and most still decode: one to three numbers, texts, arrays or lists are replaced,
+nine in ten by a value of the same type; a request's body goes to another route now and then.  In
+this process, without the sockets: they bound a message's size (asyncrl/transport/sockets.py),
+which tests/ show.
 
 A mutant in EVERY is traced, and one that reaches lines of ours that none reached before becomes
 material for further ones.  --corpus writes the smallest mutants by which all those lines are
 reached, and the verdict on each, for tests/test_fuzz_corpus.py.
 
-Goal: no mutant raises anything but what its reader answers a peer with.  What does not hold that is
-printed as hex."""
+Goals: no mutant raises anything but what its reader answers a peer with (what does is printed as
+hex), a million decode, and a reader's mutants leave at most GROWTH_MIB of memory behind."""
 
 from __future__ import annotations
 
@@ -25,6 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import contextlib
 import copy
+import gc
 import json
 import random
 import re
@@ -35,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 from lib import rounds
 from lib.fuzz_targets import TARGETS, Target
 from lib.results_file import ROOT
@@ -62,6 +66,8 @@ TEXT_EDGES = (
 FRESH = 20_000  # mutants after which a target begins anew
 EVERY = 20  # of so many mutants one is traced
 LARGEST = 1 << 16  # bytes of a mutant that becomes material
+BYTES = 0.2  # share of the mutants that are changed in their bytes; the rest in their values
+GROWTH_MIB = 64.0  # that a reader's mutants may leave behind, material and findings included
 OURS = tuple(f"{ROOT}/{part}/" for part in ("asyncrl", "actors", "buffer", "learner"))
 
 
@@ -128,37 +134,72 @@ def places(value: Any) -> list[tuple[Any, Any]]:
     return found
 
 
-def another(r: random.Random, value: Any) -> Any:
-    """What stands there instead: often of its type."""
-    if isinstance(value, bytes) and r.random() < 0.7:
+def is_uniform(value: list[Any]) -> bool:
+    """Whether all entries have one type: a sequence, not a record written as an array."""
+    return len({type(x) for x in value}) == 1
+
+
+def same_type(r: random.Random, value: Any) -> Any:
+    """Another value of the same type, so that the message still decodes."""
+    if value is None or isinstance(value, bool):
+        return None if value is None else not value
+    if isinstance(value, bytes):
         return r.choice((value[:-1], value[:-4], value * 2, mutant(r, value, value, EDGES)))
-    if isinstance(value, list) and value and r.random() < 0.7:
-        return copy.deepcopy(r.choice((value[:-1], [*value, *copy.deepcopy(value)], value[::-1])))
-    if isinstance(value, int) and not isinstance(value, bool) and r.random() < 0.5:
+    if isinstance(value, list):
+        if not value:
+            return value
+        if not is_uniform(value):
+            at = r.randrange(len(value))
+            return [*value[:at], same_type(r, value[at]), *value[at + 1 :]]
+        return copy.deepcopy(r.choice((value[:-1], value + value, value[::-1], value[:1] * 40)))
+    if isinstance(value, dict):
+        gone = r.choice(list(value)) if value else None
+        return {key: x for key, x in value.items() if key != gone}
+    if isinstance(value, int) and r.random() < 0.5:
         return value + r.choice((-1, 1))
+    if isinstance(value, str) and r.random() < 0.3:
+        return value[: r.randrange(len(value) + 1)] + r.choice(("", "<script>", "\ud83d\ude00"))
+    return r.choice([x for x in VALUES if type(x) is type(value)])
+
+
+def another(r: random.Random, value: Any) -> Any:
+    """A replacement, nine times in ten of the same type."""
+    if r.random() < 0.9:
+        return same_type(r, value)
     return copy.deepcopy(r.choice(VALUES))
 
 
 def of_values(r: random.Random, value: Any) -> Any:
     """One to three values changed, in place."""
     for _ in range(r.randint(1, 3)):
-        if found := places(value):
+        # a message's tag says how the rest is decoded: the byte mutants change it
+        if found := [(holder, key) for holder, key in places(value) if key != "type"]:
             holder, key = r.choice(found)
             holder[key] = another(r, holder[key])
     return value
 
 
-def typed(r: random.Random, name: str, frame: bytes) -> bytes:
-    """A mutant that still is msgpack, or HTTP with JSON, if the frame was."""
+def typed(r: random.Random, name: str, frame: bytes, other: bytes) -> bytes:
+    """A mutant that still is msgpack, or HTTP with JSON, if the frame was.  other: a request whose
+    body goes to this one's route now and then.
+    """
     try:
         if name != "web":
             return msgspec.msgpack.encode(of_values(r, msgspec.msgpack.decode(frame)))
         head, _, body = frame.partition(b"\r\n\r\n")
+        if r.random() < 0.2:
+            body = other.partition(b"\r\n\r\n")[2]
         changed = json.dumps(of_values(r, json.loads(body)), default=repr).encode()
         size = f"content-length: {len(changed)}".encode()
         return re.sub(rb"content-length: \d+", size, head) + b"\r\n\r\n" + changed
     except (msgspec.MsgspecError, ValueError, TypeError, RecursionError, OverflowError):
         return frame
+
+
+def resident_mib() -> float:
+    """Memory of this process, without what nothing refers to."""
+    gc.collect()
+    return float(psutil.Process().memory_info().rss) / (1 << 20)
 
 
 class Found:
@@ -170,6 +211,11 @@ class Found:
         self.failed: list[str] = []
         self.reached: dict[tuple[str, int], bytes] = {}  # line -> the smallest mutant that ran it
         self.seconds = 0.0
+        self.mib: tuple[float, float] = (0.0, 0.0)  # resident, after the first life and at the end
+
+    @property
+    def decoded(self) -> int:
+        return self.verdicts.total() - self.verdicts["undecodable"]
 
     def learn(self, data: bytes, lines: set[tuple[str, int]]) -> bool:
         """Keep a mutant for the lines that it reached; True when some are new."""
@@ -201,8 +247,8 @@ def fuzz(name: str, wanted: int, seed: int) -> Found:
             data = r.choice(material)
             data = (
                 mutant(r, data, r.choice(target.frames), edges)
-                if r.random() < 0.5
-                else typed(r, name, data)
+                if r.random() < BYTES
+                else typed(r, name, data, r.choice(target.frames))
             )
             try:
                 if made % EVERY:
@@ -218,6 +264,8 @@ def fuzz(name: str, wanted: int, seed: int) -> Found:
             found.verdicts[verdict] += 1
         with contextlib.suppress(Exception):  # one that failed may not close either
             target.close()
+        mib = resident_mib()
+        found.mib = (found.mib[0] or mib, mib)
         if len(found.failed) >= 20:
             break
     found.seconds = time.process_time() - began
@@ -247,7 +295,8 @@ def main() -> None:
     for name in args.only:
         every.append(found := fuzz(name, wanted, args.seed))
         print(
-            f"{name}: {found.verdicts.total()} mutants in {found.seconds:.0f} CPU s, "
+            f"{name}: {found.verdicts.total()} mutants, {found.decoded} of them decoded, in "
+            f"{found.seconds:.0f} CPU s, {found.mib[0]:.0f} to {found.mib[1]:.0f} MiB, "
             f"{len(found.reached)} lines by {len(found.corpus())} of them, "
             f"{dict(found.verdicts.most_common())}",
             file=sys.stderr,
@@ -259,12 +308,20 @@ def main() -> None:
         rounds.goal(f"{x.name}: mutants that ended it", len(x.failed), 0, at_least=False)
         for x in every
     ]
+    for x in every:
+        name = f"{x.name}: MiB kept of its mutants"
+        goals.append(rounds.goal(name, round(x.mib[1] - x.mib[0], 1), GROWTH_MIB, at_least=False))
+    if not args.quick and args.only == list(TARGETS):
+        decoded = sum(x.decoded for x in every)
+        goals.append(rounds.goal("decoded mutants", decoded, 1_000_000, at_least=True))
     rounds.report(
         "fuzz",
         goals,
         {
             "what": "mutated messages behind every socket, in process",
             "mutants": {x.name: x.verdicts.total() + len(x.failed) for x in every},
+            "decoded": {x.name: x.decoded for x in every},
+            "resident_mib": {x.name: [round(mib, 1) for mib in x.mib] for x in every},
             "cpu_seconds": {x.name: round(x.seconds, 1) for x in every},
             "lines_reached": {x.name: len(x.reached) for x in every},
             "verdicts": {x.name: dict(x.verdicts.most_common()) for x in every},

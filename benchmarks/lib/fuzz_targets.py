@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import sys
 import tempfile
 from collections import Counter
@@ -422,6 +423,7 @@ BODIES: tuple[tuple[str, str], ...] = (
     ("/end", '{"score":true}'),
     ("/beat", "{}"),
 )
+NOT_HTTP = (b"invalid_json", b"Invalid HTTP request")  # in the answer to what is not even JSON
 FRESH_HTTP = 50  # requests of a session's life
 
 
@@ -433,6 +435,7 @@ class Web:
         from actors.gateway import web
 
         self.kit, self.web = kit, web
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # a line for each bad request
         self.loop = asyncio.new_event_loop()
         asyncio.set_event_loop(self.loop)
         self.frames = [self._request(path, body) for path, body in BODIES]
@@ -487,7 +490,9 @@ class Web:
         self._check_samples()
         if status.startswith("5"):
             raise AssertionError(f"answered with {bytes(wire.out[:600])!r}")
-        return f"refused: {status}" if status > "299" else "taken" if status else "undecodable"
+        if not status or (status == "400" and any(x in wire.out for x in NOT_HTTP)):
+            return "undecodable"
+        return f"refused: {status}" if status > "299" else "taken"
 
     def _check_samples(self) -> None:
         """Raise for an ended session whose sample cannot be sent or would be refused."""
