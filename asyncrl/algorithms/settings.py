@@ -118,13 +118,25 @@ def variant(kind: Any, tag: str, **keys: Any) -> Any:
     return {below.__struct_config__.tag: below for below in variants(kind)}[tag](**keys)
 
 
-Ddof = Annotated[Literal[0, 1], Meta(description="1: the unbiased standard deviation")]
+Ddof = Annotated[
+    Literal[0, 1],
+    Meta(description="Degrees of freedom subtracted for the standard deviation. 1: unbiased."),
+]
 Eps = Annotated[
     NonNegative,
-    Meta(description="added to the standard deviation; groups of equal rewards get 0 with any"),
+    Meta(
+        description="Added to the standard deviation before dividing by it. Groups of "
+        "equal rewards get an advantage of 0 with any value."
+    ),
 ]
-Pull = Annotated[NonNegative, Meta(description="tau of -tau (log ratio)^2, to mu; 0: none")]
-CovShare = Annotated[Share, Meta(description="share of the tokens that are held back")]
+Pull = Annotated[
+    NonNegative,
+    Meta(
+        description="Coefficient tau of -tau (log ratio)^2, which pulls every token "
+        "towards the behavior policy. 0: none."
+    ),
+]
+CovShare = Annotated[Share, Meta(description="Share of the tokens that the surrogate restrains.")]
 
 
 class Advantage(
@@ -135,32 +147,39 @@ class Advantage(
 
     rewards: Annotated[
         Scale,
-        Meta(description="scaled to [0, 1] or whitened over the batch"),
+        Meta(
+            description="Scaling of the rewards before the advantage. raw: as they are; unit: "
+            "to [0, 1] over the batch; whiten: to mean 0 and standard deviation 1 over the batch."
+        ),
     ] = "raw"
     truncated: Annotated[
         Literal["keep", "penalty", "fixed", "zero", "mask", "soft"],
         Meta(
-            description="answers cut at max_new_tokens: penalty: their reward less "
-            "truncation_penalty; fixed: minus truncation_penalty in place of "
-            "their reward; zero: only answers that end get a reward, others 0; mask: out of the "
-            "loss; soft: a linear ramp of the penalty before the limit"
+            description="Treatment of completions cut at max_new_tokens. keep: as any other; "
+            "penalty: subtract truncation_penalty from their reward; fixed: replace their reward "
+            "by minus truncation_penalty; zero: their reward is 0; mask: exclude them from the "
+            "loss; soft: a penalty that rises linearly before the limit."
         ),
     ] = "keep"
     truncation_penalty: Annotated[
         NonNegative,
-        Meta(description="penalty, fixed, soft: above 0"),
+        Meta(
+            description="Penalty of truncated = penalty, fixed and soft, in units of the "
+            "reward. It must be above 0 there."
+        ),
         read_with("truncated", "penalty", "fixed", "soft"),
     ] = 0.0
     truncation_ramp: Annotated[
         Positive,
-        Meta(description="soft: tokens before max_new_tokens where the penalty starts"),
+        Meta(description="soft: tokens before max_new_tokens at which the penalty begins."),
         read_with("truncated", "soft"),
     ] = 16
     no_spread: Annotated[
         Literal["keep", "filter"],
         Meta(
-            description="groups whose rewards are all equal; filter: other prompts take their "
-            "place (dynamic sampling)"
+            description="Treatment of groups whose rewards are all equal, which have no "
+            "gradient. keep: train on them; filter: replace them by other prompts (dynamic "
+            "sampling)."
         ),
     ] = "keep"
 
@@ -172,18 +191,29 @@ class Advantage(
 class AnswerAdvantage(Advantage, frozen=True, kw_only=True):
     """One number for a whole answer."""
 
-    whiten: Annotated[bool, Meta(description="advantages over the batch")] = False
+    whiten: Annotated[
+        bool,
+        Meta(description="Scale the advantages to mean 0 and standard deviation 1 over the batch."),
+    ] = False
 
 
 class ReinforceAdvantage(AnswerAdvantage, frozen=True, kw_only=True, tag="reinforce"):
     baseline: Annotated[
         Baseline,
         Meta(
-            description="of the rewards after truncation, scaling and KL; prompt: the running mean "
-            "of each prompt's own rewards, ema_decay of it kept each time"
+            description="Baseline, of the rewards after truncation, scaling and KL. batch: "
+            "their mean; ema: a running mean over batches; prompt: a running mean for each "
+            "prompt; none: 0."
         ),
     ] = "batch"
-    ema_decay: Annotated[Share, read_with("baseline", "ema", "prompt")] = 0.9
+    ema_decay: Annotated[
+        Share,
+        Meta(
+            description="Share of the running mean that each update keeps. Closer to 1: "
+            "smoother and slower."
+        ),
+        read_with("baseline", "ema", "prompt"),
+    ] = 0.9
 
 
 class RlooAdvantage(AnswerAdvantage, frozen=True, kw_only=True, tag="rloo"):
@@ -193,7 +223,11 @@ class RlooAdvantage(AnswerAdvantage, frozen=True, kw_only=True, tag="rloo"):
 class GrpoAdvantage(AnswerAdvantage, frozen=True, kw_only=True, tag="grpo"):
     ddof: Ddof = 1
     std: Annotated[
-        Literal["group", "batch"], Meta(description="of which rewards, whole answers")
+        Literal["group", "batch"],
+        Meta(
+            description="Rewards whose standard deviation divides: those of the group or of "
+            "the whole batch, one per completion."
+        ),
     ] = "group"
     eps: Eps = 1e-4
 
@@ -218,15 +252,18 @@ class OaplAdvantage(AnswerAdvantage, frozen=True, kw_only=True, tag="oapl"):
     beta: Annotated[
         NonNegative,
         Meta(
-            description="temperature of a group's value, between the largest reward (0) and their "
-            "mean (inf)"
+            description="Temperature of a group's value: 0 gives the largest reward, inf the mean."
         ),
     ] = 0.5
 
 
 class AsymreAdvantage(AnswerAdvantage, frozen=True, kw_only=True, tag="asymre"):
     shift: Annotated[
-        float, Meta(description="added to the group's mean, the baseline; below 0: A rises")
+        float,
+        Meta(
+            description="Added to the group's mean to form the baseline. Below 0 it raises "
+            "every advantage."
+        ),
     ] = -0.1
 
 
@@ -234,8 +271,9 @@ class OpobAdvantage(AnswerAdvantage, frozen=True, kw_only=True, tag="opob"):
     squared_norm: Annotated[
         Literal["gradient", "length", "logits"],
         Meta(
-            description="of an answer's gradient; length and logits are cheap proxies: its tokens, "
-            "or the gradient with respect to the logits"
+            description="Squared norm of a completion's gradient. gradient: the true one; "
+            "length and logits: cheap proxies, the number of tokens or the gradient with respect "
+            "to the logits."
         ),
     ] = "gradient"
 
@@ -246,22 +284,22 @@ class MaxrlAdvantage(AnswerAdvantage, frozen=True, kw_only=True, tag="maxrl"):
 
 class PassAtKAdvantage(AnswerAdvantage, frozen=True, kw_only=True, tag="pass_at_k"):
     k: Annotated[
-        Count, Meta(description="answers of which the best counts; 0: the whole group")
+        Count, Meta(description="Completions of which the best one counts. 0: the whole group.")
     ] = 0
 
 
 class GdpoAdvantage(AnswerAdvantage, frozen=True, kw_only=True, tag="gdpo"):
     part_weights: Annotated[
         dict[str, float],
-        Meta(description="of the reward's named parts; a part that is not named counts 1"),
+        Meta(description="Weights of the reward's named parts. A part without a weight counts 1."),
     ] = {}
     ddof: Ddof = 1
     eps: Eps = 1e-4
 
 
 class ReinforcePpAdvantage(Advantage, frozen=True, kw_only=True, tag="reinforce_pp"):
-    gamma: Annotated[Share, Meta(description="discount of a token")] = 1.0
-    group_baseline: Annotated[bool, Meta(description="subtract the group's mean reward first")] = (
+    gamma: Annotated[Share, Meta(description="Discount per token. 1: none.")] = 1.0
+    group_baseline: Annotated[bool, Meta(description="Subtract the group's mean reward first.")] = (
         False
     )
 
@@ -269,11 +307,17 @@ class ReinforcePpAdvantage(Advantage, frozen=True, kw_only=True, tag="reinforce_
 class GaeAdvantage(AnswerAdvantage, frozen=True, kw_only=True, tag="gae"):
     """Trains a value head ([value])."""
 
-    gamma: Annotated[Share, Meta(description="discount of a token")] = 1.0
-    lam: Annotated[Share, Meta(description="1 is return minus value, 0 the one-step residual")] = (
-        0.95
-    )
-    k_step: Annotated[Count, Meta(description="cut after so many residuals; 0: never")] = 0
+    gamma: Annotated[Share, Meta(description="Discount per token. 1: none.")] = 1.0
+    lam: Annotated[
+        Share,
+        Meta(
+            description="Lambda of GAE. 1: return minus value, unbiased; 0: the one-step "
+            "residual, least variance."
+        ),
+    ] = 0.95
+    k_step: Annotated[
+        Count, Meta(description="Cut the sum of residuals after this many tokens. 0: never.")
+    ] = 0
 
 
 class OtbAdvantage(Advantage, frozen=True, kw_only=True, tag="otb"):
@@ -285,32 +329,42 @@ class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     trunk: Annotated[
         Literal["own", "shared"],
-        Meta(description="a second model, or a head on the policy's last states"),
+        Meta(
+            description="own: a second model; shared: a head on the policy's last hidden "
+            "states, which costs no second model."
+        ),
     ] = "own"
     init: Annotated[
         Literal["policy", "reward_model", "zeros", "random"],
         Meta(
-            description="policy: the policy's trunk, or that at `path`, and a small random head; "
-            "reward_model: trunk and head at `path`; zeros: V = 0 first; random: a new trunk"
+            description="policy: the trunk of the policy or of the model at `path`, and a "
+            "small random head; reward_model: trunk and head at `path`; zeros: a head that "
+            "predicts 0 at first; random: a new trunk."
         ),
     ] = "policy"
     path: Annotated[
         str,
         Meta(
-            description="a Hugging Face directory, whose model is the trunk; under init = "
-            "reward_model it has a sequence-classification head of one label; empty: the policy's"
+            description="Hugging Face directory whose model is the trunk. With init = "
+            "reward_model it must have a sequence-classification head with one label. Empty: the "
+            "policy."
         ),
         read_with("trunk", "own"),
     ] = ""
-    coefficient: Annotated[NonNegative, Meta(description="c_v of the value loss")] = 0.1
+    coefficient: Annotated[NonNegative, Meta(description="Coefficient c_v of the value loss.")] = (
+        0.1
+    )
     clip: Annotated[
         NonNegative,
         Meta(
-            description="clipped value loss: V stays within this of its value at the batch's "
-            "start; 0: off"
+            description="Clipped value loss: a value may leave its value at the start of the "
+            "batch by at most this. 0: off."
         ),
     ] = 0.0
-    lr: Annotated[NonNegative, Meta(description="0: learner.lr")] = 0.0
+    lr: Annotated[
+        NonNegative,
+        Meta(description="Learning rate of the value head and its trunk. 0: learner.lr."),
+    ] = 0.0
 
 
 class Correction(
@@ -321,79 +375,105 @@ class Correction(
 
     preset: Annotated[
         Literal["", "none", "tis", "seq_tis", "icepop", "mis", "m2po"],
-        Meta(description="sets the keys below that are not given"),
+        Meta(
+            description="A published correction: it sets the keys of this section that you do "
+            "not give."
+        ),
     ] = ""
     reject: Annotated[
         Reject,
         Meta(
-            description="drop what leaves [reject_lo, reject_hi] in this statistic of pi_prox / "
-            "mu: the ratio, k1, k2, k3 of KL(mu || pi), chi2 (rho^2 - 1), tv (|pi - mu|), kb (the "
-            "larger binary KL of the two), kb_mu (the one from mu)"
+            description="Exclude what leaves [reject_lo, reject_hi] in this statistic of "
+            "pi_prox / mu. ratio: the ratio; k1, k2, k3: estimates of KL(mu || pi); chi2: rho^2 "
+            "- 1; tv: |pi - mu|; kb: the larger binary KL of the two directions; kb_mu: the one "
+            "from mu."
         ),
     ] = "none"
     reject_over: Annotated[
         Over,
-        Meta(description="token: drops tokens; sum, mean, max over the answer: drops answers"),
+        Meta(
+            description="token: exclude tokens by their own value; sum, mean, max: exclude "
+            "whole completions by that of their tokens' values."
+        ),
         read_with("reject"),
     ] = "token"
     reject_lo: Annotated[
         float | None,
-        Meta(description="absent: 0.5 (ratio; mean: 0.99), or none (k1, k2, k3)"),
+        Meta(
+            description="Lower bound of `reject`. Absent: 0.5 for ratio (mean: 0.99), "
+            "otherwise none."
+        ),
         read_with("reject"),
     ] = None
     reject_hi: Annotated[
         float | None,
-        Meta(description="absent: 2 (ratio; mean: 1.01); the others need one"),
+        Meta(
+            description="Upper bound of `reject`. Absent: 2 for ratio (mean: 1.01); the other "
+            "statistics need one."
+        ),
         read_with("reject"),
     ] = None
     reject_when: Annotated[
         Literal["always", "negative"],
-        Meta(description="negative: only where the advantage is below 0"),
+        Meta(description="negative: exclude only where the advantage is below 0."),
         read_with("reject"),
     ] = "always"
     reject_at: Annotated[
         Literal["proximal", "target"],
         Meta(
-            description="target: the statistics are of pi_theta / mu at each optimizer step, "
-            "whatever the anchor"
+            description="proximal: judge pi_prox / mu once per batch; target: judge pi_theta / "
+            "mu before each optimizer step, whatever the proximal policy."
         ),
         read_with("reject"),
     ] = "proximal"
     reject2: Annotated[
         Reject,
-        Meta(description="a second statistic: what leaves either band is dropped"),
+        Meta(description="A second statistic. What leaves either interval is excluded."),
         read_with("reject"),
     ] = "none"
-    reject2_over: Annotated[Over, read_with("reject2")] = "token"
-    reject2_lo: Annotated[float | None, read_with("reject2")] = None
-    reject2_hi: Annotated[float | None, read_with("reject2")] = None
+    reject2_over: Annotated[
+        Over, Meta(description="As reject_over, for reject2."), read_with("reject2")
+    ] = "token"
+    reject2_lo: Annotated[
+        float | None, Meta(description="As reject_lo, for reject2."), read_with("reject2")
+    ] = None
+    reject2_hi: Annotated[
+        float | None, Meta(description="As reject_hi, for reject2."), read_with("reject2")
+    ] = None
     veto: Annotated[
         Veto,
-        Meta(description="drop answers with a token of pi_prox < 1e-6, or of pi_prox / mu < 1e-4"),
+        Meta(
+            description="Exclude completions with a token whose pi_prox (probability, 1e-6) or "
+            "pi_prox / mu (ratio, 1e-4) is below the threshold."
+        ),
     ] = "none"
     veto_below: Annotated[
         Annotated[float, Meta(gt=0)] | None,
-        Meta(description="absent: the veto's own threshold"),
+        Meta(description="Threshold of `veto`. Absent: its default."),
         read_with("veto"),
     ] = None
     m2: Annotated[
         NonNegative,
         Meta(
-            description="M2PO: the largest log-ratios go until the mean of their squares is this; "
-            "0: off"
+            description="M2PO: exclude the tokens with the largest log ratios until the mean "
+            "square of the others is at most this. 0: off."
         ),
     ] = 0.0
     m2_over: Annotated[
         Literal["all", "pushing"],
         Meta(
-            description="all: log pi_prox / mu of all tokens; pushing, as published: log pi_theta "
-            "/ mu of those that go where their advantage pushes them, at each optimizer step"
+            description="all: log pi_prox / mu of all tokens; pushing, as published: log "
+            "pi_theta / mu of the tokens that move in the direction of their advantage, at each "
+            "optimizer step."
         ),
         read_with("m2"),
     ] = "all"
     denominator: Annotated[
         Literal["before", "after"],
-        Meta(description="the loss counts tokens before or after rejection"),
+        Meta(
+            description="Count the loss's tokens before or after rejection. after: rejection "
+            "does not shrink the gradient."
+        ),
     ] = "before"
 
     @property
@@ -434,30 +514,46 @@ class BehaviorCorrection(Correction, frozen=True, kw_only=True, tag="behavior"):
 class WeightedCorrection(Correction, frozen=True, kw_only=True):
     """Weights of pi_prox / mu, never differentiated."""
 
-    level: Level = "token"
-    bound: Annotated[Bound, read_with("level")] = "truncate"
+    level: Annotated[
+        Level,
+        Meta(
+            description="Importance weights pi_prox / mu per token, per completion (sequence: "
+            "product; geometric: geometric mean), or none."
+        ),
+    ] = "token"
+    bound: Annotated[
+        Bound,
+        Meta(
+            description="Bound on the weights. truncate: at most hi; clip: into [lo, hi]; "
+            "mask: 0 outside [lo, hi]."
+        ),
+        read_with("level"),
+    ] = "truncate"
     lo: Annotated[
         Annotated[float, Meta(ge=0)] | None,
-        Meta(description="absent: the level's default"),
+        Meta(description="Lower bound of a weight. Absent: 0.5 (geometric: 0.99)."),
         read_with("level"),
         read_with("bound", "clip", "mask"),
     ] = None
     hi: Annotated[
         Annotated[float, Meta(gt=0)] | None,
-        Meta(description="absent: the level's default"),
+        Meta(description="Upper bound of a weight. Absent: 2 (geometric: 1.01)."),
         read_with("level"),
         read_with("bound", "truncate", "clip", "mask"),
     ] = None
     self_normalize: Annotated[
         bool,
-        Meta(description="divide by the mean weight of the whole batch, after the bound"),
+        Meta(
+            description="Divide the weights by their mean over the batch, after the bound. It "
+            "keeps the effective learning rate constant."
+        ),
         read_with("level"),
     ] = False
     function: Annotated[
         str,
         Meta(
-            description="module:function of your own for the weights: (log_rho, mask, seq, n, "
-            "correction) -> [N]"
+            description="Your own weights: module:function of (log_rho, mask, seq, n, "
+            "correction), which returns [N]."
         ),
     ] = ""
 
@@ -479,17 +575,32 @@ class Loss(
     coefficient: Annotated[
         NonNegative,
         Meta(
-            description="of the surrogate, which carries the reward, beside the other terms; 0: "
-            "kl.loss and entropy alone, as in distillation"
+            description="Coefficient of the surrogate, which carries the reward. 0: only "
+            "kl.loss and entropy are left, as in distillation."
         ),
     ] = 1.0
-    reduction: Reduction = "token-mean"
+    reduction: Annotated[
+        Reduction,
+        Meta(
+            description="Mean over the batch. token-mean: over all tokens; "
+            "seq-mean-token-mean: each completion's mean; seq-mean-token-sum: each completion's "
+            "sum; seq-mean-token-sum-norm: that sum divided by norm_length."
+        ),
+    ] = "token-mean"
     norm_length: Annotated[
         Count,
-        Meta(description="the constant; 0: max_new_tokens"),
+        Meta(
+            description="Constant length of seq-mean-token-sum-norm, in tokens. 0: max_new_tokens."
+        ),
         read_with("reduction", "seq-mean-token-sum-norm"),
     ] = 0
-    entropy: Annotated[float, Meta(description="c_h")] = 0.0
+    entropy: Annotated[
+        float,
+        Meta(
+            description="Coefficient c_h of the entropy bonus. Above 0 it keeps the policy "
+            "from collapsing."
+        ),
+    ] = 0.0
 
     @property
     def surrogate(self) -> str:
@@ -499,24 +610,38 @@ class Loss(
 class ClippedLoss(Loss, frozen=True, kw_only=True):
     eps_low: Annotated[
         NonNegative | None,
-        Meta(description="absent: the surrogate's default (0.2; gspo 3e-4; gmpo 0.4 nats)"),
+        Meta(
+            description="Clip below 1 - eps_low. Absent: the surrogate's default (0.2; gspo "
+            "3e-4; gmpo 0.4 nats)."
+        ),
     ] = None
     eps_high: Annotated[
         NonNegative | None,
         Meta(
-            description="absent: the surrogate's default (0.2; gspo 4e-4; gmpo 0.4 nats; minpro "
-            "0.28)"
+            description="Clip above 1 + eps_high. Absent: the surrogate's default (0.2; gspo "
+            "4e-4; gmpo 0.4 nats; minpro 0.28)."
         ),
     ] = None
 
 
 Ratio = Annotated[
-    Literal["token", "sequence", "geometric"], Meta(description="of a token, or of its answer")
+    Literal["token", "sequence", "geometric"],
+    Meta(
+        description="Ratio of each token, or of its whole completion (sequence: product; "
+        "geometric: geometric mean)."
+    ),
 ]
 
 
 class PpoFamilyLoss(ClippedLoss, frozen=True, kw_only=True):
-    dual_clip: Annotated[float, Meta(ge=0, description="c of dual-clip PPO, above 1; 0: off")] = 0.0
+    dual_clip: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Dual clip: the bound c above 1 on the ratio where the advantage is "
+            "negative. 0: off.",
+        ),
+    ] = 0.0
     ratio: Ratio = "token"
 
 
@@ -544,25 +669,36 @@ class CispoLoss(ClippedLoss, frozen=True, kw_only=True, tag="cispo"):
     cispo_absolute: Annotated[
         bool,
         Meta(
-            description="the upper bound is eps_high itself, which must be given, not 1 + eps_high"
+            description="Use eps_high itself, which must be given, as the upper bound, not 1 + "
+            "eps_high."
         ),
     ] = False
 
 
 class MovedLoss(Loss, frozen=True, kw_only=True):
     dppo_threshold: Annotated[
-        NonNegative, Meta(description="how far a token's probability may move; kl: 0.05 in use")
+        NonNegative,
+        Meta(
+            description="Largest distance that a token's probability may move. With divergence "
+            "kl, 0.05 is common."
+        ),
     ] = 0.2
     dppo_high: Annotated[
         NonNegative | None,
-        Meta(description="how far up; absent: dppo_threshold, which is then for down"),
+        Meta(
+            description="Largest upward distance. dppo_threshold is then for downward moves "
+            "only. Absent: dppo_threshold."
+        ),
     ] = None
 
 
 class DppoLoss(MovedLoss, frozen=True, kw_only=True, tag="dppo"):
     dppo_divergence: Annotated[
         Literal["tv", "kl"],
-        Meta(description="|pi - proximal| of the token, or the binary KL(proximal || pi)"),
+        Meta(
+            description="Distance of a token: tv, |pi - pi_prox|, or kl, the binary KL(pi_prox "
+            "|| pi)."
+        ),
     ] = "tv"
 
 
@@ -571,8 +707,17 @@ class IpoLoss(MovedLoss, frozen=True, kw_only=True, tag="ipo"):
 
 
 class SapoLoss(Loss, frozen=True, kw_only=True, tag="sapo"):
-    sapo_tau_pos: Annotated[float, Meta(gt=0, description="of the gate where A > 0")] = 1.0
-    sapo_tau_neg: Annotated[float, Meta(gt=0, description="of the gate elsewhere")] = 1.05
+    sapo_tau_pos: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="Temperature of the gate where the advantage is positive. Larger "
+            "closes it faster.",
+        ),
+    ] = 1.0
+    sapo_tau_neg: Annotated[
+        float, Meta(gt=0, description="Temperature of the gate elsewhere. Larger closes it faster.")
+    ] = 1.05
     ratio: Ratio = "token"
 
 
@@ -581,20 +726,28 @@ class ToprLoss(Loss, frozen=True, kw_only=True, tag="topr"):
 
 
 class DroLoss(Loss, frozen=True, kw_only=True, tag="dro"):
-    dro_beta: NonNegative = 0.05
+    dro_beta: Annotated[
+        NonNegative,
+        Meta(
+            description="Coefficient beta of the log ratio in A - beta log r. Larger keeps the "
+            "policy closer."
+        ),
+    ] = 0.05
 
 
 class KlCovLoss(Loss, frozen=True, kw_only=True, tag="kl_cov"):
     cov_share: CovShare = 2e-4
     cov_coefficient: Annotated[
-        NonNegative, Meta(description="weight of |log ratio| on the chosen tokens")
+        NonNegative, Meta(description="Weight of |log ratio| on the chosen tokens.")
     ] = 1.0
 
 
 class ClipCovLoss(ClippedLoss, frozen=True, kw_only=True, tag="clip_cov"):
     cov_share: CovShare = 2e-4
-    cov_lo: Annotated[float, Meta(description="covariances to draw from")] = 1.0
-    cov_hi: float = 5.0
+    cov_lo: Annotated[float, Meta(description="Smallest covariance of tokens to choose from.")] = (
+        1.0
+    )
+    cov_hi: Annotated[float, Meta(description="Largest covariance of tokens to choose from.")] = 5.0
 
 
 class GpgLoss(Loss, frozen=True, kw_only=True, tag="gpg"):
@@ -610,10 +763,23 @@ class ReshapeLoss(Loss, frozen=True, kw_only=True, tag="reshape"):
 
 
 class VespoLoss(Loss, frozen=True, kw_only=True, tag="vespo"):
-    vespo_k_pos: Annotated[float, Meta(ge=1, description="W^k e^(l (1 - W)) where A >= 0")] = 2.0
-    vespo_l_pos: NonNegative = 3.0
-    vespo_k_neg: Annotated[float, Meta(ge=1, description="the same where A < 0")] = 3.0
-    vespo_l_neg: NonNegative = 2.0
+    vespo_k_pos: Annotated[
+        float,
+        Meta(
+            ge=1,
+            description="Exponent k of the weight W^k e^(l (1 - W)) where the advantage is at "
+            "least 0.",
+        ),
+    ] = 2.0
+    vespo_l_pos: Annotated[
+        NonNegative, Meta(description="Rate l of that weight where the advantage is at least 0.")
+    ] = 3.0
+    vespo_k_neg: Annotated[
+        float, Meta(ge=1, description="Exponent k of that weight where the advantage is negative.")
+    ] = 3.0
+    vespo_l_neg: Annotated[
+        NonNegative, Meta(description="Rate l of that weight where the advantage is negative.")
+    ] = 2.0
 
 
 class OaplLoss(Loss, frozen=True, kw_only=True, tag="oapl"):
@@ -621,17 +787,20 @@ class OaplLoss(Loss, frozen=True, kw_only=True, tag="oapl"):
         float,
         Meta(
             gt=0,
-            description="beta of the log ratio, the brake: an answer is drawn to a log ratio of A "
-            "/ beta",
+            description="Coefficient beta of the log ratio: a completion is pulled to a log "
+            "ratio of A / beta. Larger moves the policy less.",
         ),
     ] = 1e-3
 
 
 class BandLoss(Loss, frozen=True, kw_only=True, tag="band"):
     band_lo: Annotated[
-        NonNegative, Meta(description="ratios to mu between these two count, others are 0")
+        NonNegative,
+        Meta(
+            description="Smallest ratio to mu that counts. Tokens outside [band_lo, band_hi] get 0."
+        ),
     ] = 0.7
-    band_hi: Annotated[float, Meta(gt=0)] = 6.0
+    band_hi: Annotated[float, Meta(gt=0, description="Largest ratio to mu that counts.")] = 6.0
     pull: Pull = 0.0
 
 
@@ -641,7 +810,11 @@ class GepoLoss(Loss, frozen=True, kw_only=True, tag="gepo"):
 
 class BapoLoss(Loss, frozen=True, kw_only=True, tag="bapo"):
     bapo_share: Annotated[
-        Share, Meta(description="share of tokens of A > 0 that its bounds are moved for")
+        Share,
+        Meta(
+            description="Share of the loss that tokens of positive advantage must have. The "
+            "clip bounds move until they have it."
+        ),
     ] = 0.4
 
 
@@ -658,74 +831,124 @@ class Reshape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     form: Annotated[
         Form,
-        Meta(description="gamma -> 0 is no gradient, or weighted log-likelihood"),
+        Meta(
+            description="Objective. power: w^gamma A, without a gradient at gamma = 0; "
+            "box_cox: A (w^gamma - 1) / gamma, weighted log-likelihood at gamma = 0."
+        ),
     ] = "power"
-    mode: Annotated[Mode, Meta(description="where gamma comes from")] = "v3.1"
-    gamma: Annotated[Share, Meta(description="constant"), read_with("mode", "constant")] = 1.0
+    mode: Annotated[
+        Mode,
+        Meta(
+            description="Source of gamma. v3.1: per token, as in the report; base: gamma_base "
+            "for the whole batch; constant: `gamma`."
+        ),
+    ] = "v3.1"
+    gamma: Annotated[
+        Share, Meta(description="Constant gamma. 1: plain ratios."), read_with("mode", "constant")
+    ] = 1.0
     rho_min: Annotated[
         float,
-        Meta(gt=0, lt=1, description="smallest effective sample size that gamma_base aims at"),
+        Meta(
+            gt=0,
+            lt=1,
+            description="Smallest effective sample size that gamma_base aims at. Higher: lower "
+            "gamma, less variance.",
+        ),
     ] = 0.3
-    tau: Annotated[float, Meta(gt=0), read_with("mode", "v3.1")] = 1.0
+    tau: Annotated[
+        float,
+        Meta(gt=0, description="Scale of A log w in the gate between gamma_base and gamma_target."),
+        read_with("mode", "v3.1"),
+    ] = 1.0
     temperature: Annotated[
-        NonNegative, Meta(description="T of gamma_target"), read_with("mode", "v3.1")
+        NonNegative,
+        Meta(description="Temperature T of gamma_target = sigmoid(-T log w)."),
+        read_with("mode", "v3.1"),
     ] = 5.0
-    gamma_min: Annotated[Share, read_with("mode", "v3.1", "base")] = 0.05
+    gamma_min: Annotated[
+        Share,
+        Meta(description="Lower bound of gamma, before repair D."),
+        read_with("mode", "v3.1", "base"),
+    ] = 0.05
     weight_max: Annotated[
-        NonNegative, Meta(description="bound of w^gamma (the report's clip_threshold: 10); 0: off")
+        NonNegative,
+        Meta(description="Upper bound of w^gamma (the report's clip_threshold: 10). 0: off."),
     ] = 0.0
     clip: Annotated[
         NonNegative,
         Meta(
-            description="repair B: no gradient where w has left 1 +- clip in A's direction; 0: off"
+            description="Repair B: no gradient where w has left 1 +- clip in the direction of "
+            "A. 0: off."
         ),
     ] = 0.0
     kl_penalty: Annotated[
-        NonNegative, Meta(description="repair C: coefficient of KL(theta, mu); 0: off")
+        NonNegative, Meta(description="Repair C: coefficient of KL(theta, mu) in the loss. 0: off.")
     ] = 0.0
-    kl_estimator: Annotated[Estimator, read_with("kl_penalty")] = "k2"
+    kl_estimator: Annotated[
+        Estimator,
+        Meta(
+            description="Estimator of kl_penalty. With +: the estimator's value and the "
+            "gradient of k2."
+        ),
+        read_with("kl_penalty"),
+    ] = "k2"
     budget: Annotated[
         Budget,
-        Meta(description="repair D on gamma: of tokens that push away, or of the whole batch"),
+        Meta(
+            description="Repair D: lower gamma so that the KL to mu stays in kl_budget. "
+            "tokens: for tokens that push away; global: for the whole batch."
+        ),
     ] = "none"
     kl_budget: Annotated[
-        float, Meta(gt=0, description="repair D: nats a token"), read_with("budget")
+        float, Meta(gt=0, description="Budget of repair D, in nats per token."), read_with("budget")
     ] = 0.05
 
 
 class KLReward(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """KL to the reference taken off the reward, before the advantage."""
 
-    coefficient: Annotated[NonNegative, Meta(description="beta; 0: none")] = 0.0
-    estimator: Annotated[Estimator, read_with("coefficient")] = "k1"
+    coefficient: Annotated[
+        NonNegative, Meta(description="Coefficient beta of the KL penalty in the reward. 0: none.")
+    ] = 0.0
+    estimator: Annotated[
+        Estimator,
+        Meta(
+            description="Estimator of the KL. Use k1; k3 in the reward is known to collapse. "
+            "With +: the estimator's value and the gradient of k2."
+        ),
+        read_with("coefficient"),
+    ] = "k1"
     reference: Annotated[
         str,
-        Meta(description="directory of its reference policy; empty: model.reference"),
+        Meta(description="Directory of the reference policy of this term. Empty: model.reference."),
         read_with("coefficient"),
     ] = ""
     at: Annotated[
         Literal["start", "behavior"],
         Meta(
-            description="of which policy: the learner's as the batch begins (one forward more "
-            "where the loss does not need it), "
-            "or the recorded one that wrote the tokens, whose gradient staleness and mismatch bias"
+            description="Policy whose KL is penalized. start: the learner as the batch begins "
+            "(one more forward pass where the loss needs none); behavior: the recorded policy, "
+            "whose gradient is biased by staleness and mismatch."
         ),
         read_with("coefficient"),
     ] = "start"
     controller: Annotated[
         Literal["fixed", "adaptive"],
-        Meta(description="adaptive: the adaptive KL controller, which steers to kl.reward.target"),
+        Meta(
+            description="fixed: a constant coefficient; adaptive: the adaptive KL controller "
+            "steers the coefficient to kl.reward.target."
+        ),
         read_with("coefficient"),
     ] = "fixed"
     target: Annotated[
         NonNegative,
-        Meta(description="adaptive: nats an answer (kl/answer)"),
+        Meta(description="adaptive: KL to hold, in nats per completion (kl/answer)."),
         read_with("coefficient"),
         read_with("controller", "adaptive"),
     ] = 6.0
     horizon: Annotated[
         Positive,
-        Meta(description="adaptive: samples"),
+        Meta(description="adaptive: samples over which the coefficient adapts. Larger is slower."),
         read_with("coefficient"),
         read_with("controller", "adaptive"),
     ] = 10000
@@ -734,32 +957,46 @@ class KLReward(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 class KLLoss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """KL to the reference as a term of the loss."""
 
-    coefficient: Annotated[NonNegative, Meta(description="beta; 0: none")] = 0.0
+    coefficient: Annotated[
+        NonNegative, Meta(description="Coefficient beta of the KL penalty in the loss. 0: none.")
+    ] = 0.0
     estimator: Annotated[
-        Estimator, read_with("coefficient"), read_with("off_policy", "none", "ratio", "prefix")
+        Estimator,
+        Meta(
+            description="Estimator of the KL. Use k3 or k2; k1 has no expected gradient on "
+            "policy. With +: the estimator's value and the gradient of k2."
+        ),
+        read_with("coefficient"),
+        read_with("off_policy", "none", "ratio", "prefix"),
     ] = "k3"
     reference: Annotated[
         str,
-        Meta(description="directory of its reference policy; empty: model.reference"),
+        Meta(description="Directory of the reference policy of this term. Empty: model.reference."),
         read_with("coefficient"),
     ] = ""
     off_policy: Annotated[
         OffPolicy,
         Meta(
-            description="on stale samples: ratio per token; prefix: the exact sequence-level "
-            "gradient; prefix_full: with less variance"
+            description="Correction of the term on stale samples. none: no correction; ratio: "
+            "a ratio per token; prefix: the exact sequence-level gradient; prefix_full: the same "
+            "with less variance, by the KL over the whole vocabulary."
         ),
         read_with("coefficient"),
     ] = "none"
     discount: Annotated[
         Share,
-        Meta(description="prefix, prefix_full: of later terms; 1: exact, 0: token level"),
+        Meta(
+            description="prefix, prefix_full: discount of later terms. 1: exact; 0: token "
+            "level, with less variance."
+        ),
         read_with("coefficient"),
         read_with("off_policy", "prefix", "prefix_full"),
     ] = 1.0
     truncate: Annotated[
         float,
-        Meta(gt=0, description="prefix, prefix_full: bound of the prefix weights; inf: exact"),
+        Meta(
+            gt=0, description="prefix, prefix_full: upper bound of the prefix weights. inf: exact."
+        ),
         read_with("coefficient"),
         read_with("off_policy", "prefix", "prefix_full"),
     ] = float("inf")
@@ -771,9 +1008,9 @@ class KL(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     preset: Annotated[
         Literal["", "grpo", "dr_grpo", "rloo", "distill"],
         Meta(
-            description="sets the keys that are not given, as published: k3 in the loss with 0.04; "
-            "no KL in the loss; k1 in the reward with 0.05; distill: the whole KL to the teacher "
-            "in model.reference, token by token"
+            description="A published setting of the keys that you do not give. grpo: k3 in the "
+            "loss with 0.04; dr_grpo: no KL in the loss; rloo: k1 in the reward with 0.05; "
+            "distill: the full KL to the teacher in model.reference, token by token."
         ),
     ] = ""
     reward: KLReward = KLReward()
@@ -782,42 +1019,51 @@ class KL(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 class Stop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     kl_max: Annotated[
-        NonNegative, Meta(description="KL early stopping: budget of one batch; 0: off")
+        NonNegative,
+        Meta(
+            description="KL early stopping: how far the updates of one batch may move the "
+            "policy, in nats per token. 0: off."
+        ),
     ] = 0.0
     against: Annotated[
         Literal["start", "behavior"],
         Meta(
-            description="what this batch's updates moved: KL(start || policy), start being the "
-            "learner's policy as the batch began; "
-            "or KL(behaviour || policy) less what the batch arrived with"
+            description="start: KL(start || policy), where start is the learner as the batch "
+            "begins; behavior: KL(mu || policy) less what the batch arrived with."
         ),
         read_with("kl_max"),
     ] = "start"
     action: Annotated[
         Literal["skip", "slow"],
         Meta(
-            description="past kl_max: skip the rest of the batch; or scale each step by what fits "
-            "into kl_max"
+            description="Past kl_max, skip the rest of the batch, or slow: scale each step's "
+            "learning rate so that it fits into kl_max."
         ),
         read_with("kl_max"),
     ] = "skip"
     ess_min: Annotated[
         Share,
         Meta(
-            description="skip the rest of the batch below this ESS of pi_theta / mu, all of it "
-            "where it arrives so; 0: off"
+            description="Skip the rest of the batch once the effective sample size of pi_theta "
+            "/ mu falls below this; the whole batch if it arrives below it. 0: off."
         ),
     ] = 0.0
     lr_by_ess: Annotated[
         Literal["off", "sqrt", "linear"],
         Meta(
-            description="each step's learning rate times the root of the ESS of its answers' whole "
-            "ratios pi_theta / mu, or times that ESS itself (VCPO)"
+            description="Multiply each step's learning rate by the effective sample size of "
+            "its completions' whole ratios pi_theta / mu (linear) or its square root (sqrt) "
+            "(VCPO)."
         ),
     ] = "off"
     ess_on_policy: Annotated[
         float,
-        Meta(gt=0, le=1, description="lr_by_ess: the ESS from which on the rate is whole"),
+        Meta(
+            gt=0,
+            le=1,
+            description="lr_by_ess: effective sample size from which the learning rate is not "
+            "reduced.",
+        ),
         read_with("lr_by_ess"),
     ] = 1.0
 

@@ -18,124 +18,164 @@ class AgentConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     env: Annotated[
         str,
         Meta(
-            description="module:Class or file.py:Class, an environment with gymnasium's reset and "
-            "step, or textarena:GAME: every sample is a session in one; empty: none"
+            description="Environment in which every sample is a session: module:Class or "
+            "file.py:Class with gymnasium's reset and step, or textarena:GAME. Empty: none."
         ),
     ] = ""
     opponent: Annotated[
         str,
         Meta(
-            description="who plays the other side of env, a game of two: random; self, the policy "
-            "(drawn as its own, set aside); module:function or file.py:function, text to text; "
-            "empty: env is for one player"
+            description="Other side of `env`, a two-player game: random; self, the policy "
+            "itself (its tokens are sampled but excluded from training); or module:function or "
+            "file.py:function from text to text. Empty: `env` has one player."
         ),
     ] = ""
-    eval_opponent: Annotated[str, Meta(description="the same in evaluations; empty: opponent")] = ""
+    eval_opponent: Annotated[
+        str, Meta(description="Other side of `env` in evaluations. Empty: as `opponent`.")
+    ] = ""
     tools: Annotated[
         list[str],
         Meta(
-            description="module:function or file.py:function of each tool: a session calls them "
-            "until an answer calls none, which the reward then judges"
+            description="Tools of a session: module:function or file.py:function each. The "
+            "session calls them until a completion calls none, which the reward then judges."
         ),
     ] = []
     serve: Annotated[
         bool,
         Meta(
-            description="sessions are leased and scored over HTTP, and their calls are OpenAI's: "
-            "RUN/agent.url, RUN/agent.key"
+            description="Lease and score sessions over HTTP, for an agent of yours that calls "
+            "the policy through OpenAI's API. RUN/agent.url and RUN/agent.key hold address and "
+            "key."
         ),
     ] = False
     command: Annotated[
         list[str],
         Meta(
-            description="a program and its arguments, started for each session: it asks the "
-            "endpoint, and its last line is the reward; empty: none"
+            description="Program and its arguments, started for each session. It calls the "
+            "endpoint, and its last line is the reward. Empty: none."
         ),
     ] = []
     env_pass: Annotated[
         list[str],
         Meta(
-            description="variables of the run's environment that command inherits besides the base "
-            'environment (PATH, HOME, LANG, TMPDIR ...), by name or pattern; ["*"]: all of them'
+            description="Environment variables that `command` inherits besides the basic ones "
+            '(PATH, HOME, LANG, TMPDIR ...), by name or pattern. ["*"]: all.'
         ),
     ] = []
     function: Annotated[
         str,
         Meta(
-            description="module:function or file.py:function of (prompt, session), called for each "
-            "session: it asks the endpoint, and returns the reward; empty: none"
+            description="Agent as a function: module:function or file.py:function of (prompt, "
+            "session), called for each session. It calls the endpoint and returns the reward. "
+            "Empty: none."
         ),
     ] = ""
     at_once: Annotated[
         Positive,
-        Meta(description="programs of command, or calls of function, at once in the gateway"),
+        Meta(
+            description="Programs of `command`, or calls of `function`, that run at the same "
+            "time in the gateway."
+        ),
     ] = 16
-    host: Annotated[str, Meta(description="address of the endpoint")] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65535, description="0: a free one")] = 0
-    certificate: Annotated[str, Meta(description="file of the TLS certificate; empty: none")] = ""
-    private_key: Annotated[str, Meta(description="file of its private key")] = ""
+    host: Annotated[
+        str,
+        Meta(
+            description="Address on which the endpoint listens. Beyond loopback it needs a "
+            "certificate or behind_proxy."
+        ),
+    ] = "127.0.0.1"
+    port: Annotated[
+        int, Meta(ge=0, le=65535, description="Port of the endpoint. 0: a free one.")
+    ] = 0
+    certificate: Annotated[
+        str, Meta(description="File of the endpoint's TLS certificate. Empty: none.")
+    ] = ""
+    private_key: Annotated[str, Meta(description="File of the certificate's private key.")] = ""
     behind_proxy: Annotated[
-        bool, Meta(description="a proxy in front does TLS: host may be any address")
+        bool,
+        Meta(
+            description="A proxy in front of the endpoint terminates TLS, so that `host` may "
+            "be any address."
+        ),
     ] = False
-    model: Annotated[str, Meta(description="the model name under which calls are trained")] = (
-        "policy"
-    )
+    model: Annotated[str, Meta(description="Model name whose calls are trained.")] = "policy"
     other_models: Annotated[
         Literal["aside", "train", "refuse"],
-        Meta(description="calls for another name: drawn and never trained; trained; or 404"),
+        Meta(
+            description="Calls under another model name. aside: sample but do not train; "
+            "train: train them too; refuse: answer 404."
+        ),
     ] = "aside"
     sampling: Annotated[
         Literal["ignore", "refuse"],
-        Meta(description="a client's own temperature, top_p, top_k, seed: ignored by name, or 400"),
+        Meta(
+            description="A client's own temperature, top_p, top_k and seed. ignore: ignore "
+            "them and name them in a header; refuse: answer 400."
+        ),
     ] = "ignore"
     forced: Annotated[
         Literal["ignore", "refuse"],
         Meta(
-            description="a format or a tool that the answer must have (response_format, "
-            "tool_choice): ignored by name, or 400"
+            description="A client's demand for a format or a tool (response_format, "
+            "tool_choice). ignore: ignore it and name it in a header; refuse: answer 400."
         ),
     ] = "ignore"
     parser: Annotated[
         str,
         Meta(
-            description="how an answer's tool calls are read: hermes, none or module:function, "
-            "text to message"
+            description="How tool calls are read from a completion: hermes, none, or "
+            "module:function from text to message."
         ),
     ] = "hermes"
     history: Annotated[
         Literal["template", "keep"],
         Meta(
-            description="a chat template that strips earlier thinking: another row, or the drawn "
-            "thinking stays"
+            description="Chat templates that strip earlier thinking. template: follow them, "
+            "which begins another training sequence; keep: leave the sampled thinking in the "
+            "prompt."
         ),
     ] = "template"
-    parallel: Annotated[Count, Meta(description="calls of a session at once; 0: no limit")] = 16
+    parallel: Annotated[
+        Count, Meta(description="Calls of a session at the same time. 0: no limit.")
+    ] = 16
     idle_s: Annotated[
-        float, Meta(ge=0, description="seconds without a call or a beat after which it has failed")
+        float,
+        Meta(
+            ge=0,
+            description="Seconds without a call or a heartbeat after which a session has failed.",
+        ),
     ] = 300.0
-    sessions: Annotated[Positive, Meta(description="open at once, in the gateway")] = 256
+    sessions: Annotated[
+        Positive, Meta(description="Sessions open at the same time in the gateway.")
+    ] = 256
     workers: Annotated[
-        Positive, Meta(description="processes that run environments, or command or function")
+        Positive, Meta(description="Processes that run environments, `command` or `function`.")
     ] = 1
     step_s: Annotated[
-        float, Meta(gt=0, description="seconds for one reset or step; of the import, at least 60")
+        float,
+        Meta(
+            gt=0,
+            description="Seconds that one reset or step of an environment may take. Its import "
+            "may take at least 60 seconds.",
+        ),
     ] = 10.0
-    max_calls: Annotated[Count, Meta(description="calls of a session; 0: no limit")] = 32
-    max_tokens: Annotated[Positive, Meta(description="tokens that a session may draw")] = 4096
-    rows: Annotated[Count, Meta(description="rows of a session; 0: no limit")] = 16
-    deadline_s: Annotated[float, Meta(gt=0, description="seconds of a session")] = 600.0
+    max_calls: Annotated[Count, Meta(description="Calls of a session. 0: no limit.")] = 32
+    max_tokens: Annotated[Positive, Meta(description="Tokens that a session may sample.")] = 4096
+    rows: Annotated[Count, Meta(description="Training sequences of a session. 0: no limit.")] = 16
+    deadline_s: Annotated[float, Meta(gt=0, description="Seconds that a session may take.")] = 600.0
     fork: Annotated[
         Literal["row", "end"],
         Meta(
-            description="a call that continues none before it opens another row, or ends the "
-            "session; estimators that need the order of all tokens need end"
+            description="A call that continues no earlier one. row: it begins another training "
+            "sequence; end: it ends the session, which estimators that need the order of all "
+            "tokens require."
         ),
     ] = "row"
     at_limit: Annotated[
         Literal["keep", "fail"],
         Meta(
-            description="a session that reached a limit: its reward so far, as an answer that was "
-            "cut (advantage.truncated); or failed, and written again"
+            description="A session that reached a limit. keep: it gets its reward so far, as a "
+            "truncated completion (advantage.truncated); fail: it failed and is generated again."
         ),
     ] = "keep"
 

@@ -13,55 +13,92 @@ from asyncrl.algorithms.settings import Count, Positive
 class JudgeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     url: Annotated[
         str,
-        Meta(description="of an OpenAI-compatible server, up to /v1; empty: no judge"),
+        Meta(
+            description="Address of an OpenAI-compatible server, up to /v1, that grades "
+            "completions. Empty: no judge."
+        ),
     ] = ""
-    model: Annotated[str, Meta(description="the name that the server knows it by")] = ""
+    model: Annotated[str, Meta(description="Name of the judge's model on that server.")] = ""
     key_env: Annotated[
         str,
-        Meta(description="environment variable that holds the server's key; empty: none is sent"),
+        Meta(description="Environment variable that holds the server's key. Empty: send none."),
     ] = ""
     template: Annotated[
         str,
         Meta(
-            description="file of the text that the judge is given, with {question}, {answer}, "
-            "{reference}; empty: the one in actors/scorers/grading.py"
+            description="File with the judge's prompt, with {question}, {answer} and "
+            "{reference}. Empty: the one in actors/scorers/grading.py."
         ),
     ] = ""
-    low: Annotated[float, Meta(description="lowest grade")] = 0.0
-    high: Annotated[float, Meta(description="highest grade; beyond: a failed reward")] = 10.0
-    max_tokens: Annotated[Positive, Meta(description="tokens of the judge's reply")] = 512
-    temperature: Annotated[float, Meta(ge=0)] = 0.0
+    low: Annotated[float, Meta(description="Lowest grade.")] = 0.0
+    high: Annotated[
+        float, Meta(description="Highest grade. A grade outside [low, high] is a failed reward.")
+    ] = 10.0
+    max_tokens: Annotated[
+        Positive, Meta(description="Maximum length of the judge's reply, in tokens.")
+    ] = 512
+    temperature: Annotated[float, Meta(ge=0, description="Sampling temperature of the judge.")] = (
+        0.0
+    )
     concurrency: Annotated[
-        Positive, Meta(description="requests under way at once, in each reward process")
+        Positive, Meta(description="Requests at the same time in each reward process.")
     ] = 16
-    timeout_s: Annotated[float, Meta(gt=0, description="seconds of one request")] = 30.0
+    timeout_s: Annotated[float, Meta(gt=0, description="Seconds that one request may take.")] = 30.0
     attempts: Annotated[
         Positive,
-        Meta(description="requests for one grade: after 408, 409, 425, 429, 5xx or none at all"),
+        Meta(
+            description="Requests for one grade. A request is repeated after status 408, 409, "
+            "425, 429 or 5xx, or without a reply."
+        ),
     ] = 6
     requests_per_minute: Annotated[
-        Count, Meta(description="of all processes of this machine; 0: no limit")
+        Count,
+        Meta(description="Requests per minute of all processes on this machine. 0: no limit."),
     ] = 0
-    tokens_per_minute: Annotated[Count, Meta(description="the same for tokens, in and out")] = 0
+    tokens_per_minute: Annotated[
+        Count,
+        Meta(
+            description="Tokens per minute, input and output, of all processes on this "
+            "machine. 0: no limit."
+        ),
+    ] = 0
     budget_requests: Annotated[
         Count,
-        Meta(description="requests of the whole run, its later lives too; the run ends; 0: none"),
+        Meta(
+            description="Requests of the whole run, restarts and resumes included. The run "
+            "ends when they are spent. 0: no limit."
+        ),
     ] = 0
-    budget_tokens: Annotated[Count, Meta(description="the same for tokens")] = 0
+    budget_tokens: Annotated[
+        Count,
+        Meta(
+            description="Tokens of the whole run, restarts and resumes included. The run ends "
+            "when they are spent. 0: no limit."
+        ),
+    ] = 0
 
 
 class RewardModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     path: Annotated[
         str,
         Meta(
-            description="Hugging Face directory of a sequence classifier with one label; empty: "
-            "none"
+            description="Hugging Face directory of a sequence classifier with one label, which "
+            "scores completions. Empty: none."
         ),
     ] = ""
-    device: Annotated[str, Meta(description="auto, cpu, cuda or cuda:N")] = "cpu"
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: Annotated[
+        str, Meta(description="Device of the reward model: auto, cpu, cuda or cuda:N.")
+    ] = "cpu"
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], Meta(description="Data type of the reward model's weights.")
+    ] = "float32"
     context: Annotated[
         Count,
-        Meta(description="tokens of question and answer, more: a failed reward; 0: its positions"),
+        Meta(
+            description="Maximum length of prompt and completion, in tokens. Longer ones are "
+            "failed rewards. 0: the model's own maximum."
+        ),
     ] = 0
-    threads: Annotated[Positive, Meta(description="OMP threads of its process")] = 1
+    threads: Annotated[
+        Positive, Meta(description="OpenMP threads of the reward model's process.")
+    ] = 1

@@ -12,58 +12,104 @@ from asyncrl.config import load, rules
 
 
 class SftModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    path: Annotated[str, Meta(description="Hugging Face directory of the model to begin with")]
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    device: Annotated[str, Meta(description="auto, cpu, cuda or cuda:N")] = "auto"
+    path: Annotated[str, Meta(description="Hugging Face directory of the model to train.")]
+    dtype: Annotated[
+        Literal["float32", "bfloat16"],
+        Meta(
+            description="Data type of the weights. bfloat16 halves the memory and is less precise."
+        ),
+    ] = "float32"
+    device: Annotated[str, Meta(description="Device: auto, cpu, cuda or cuda:N.")] = "auto"
 
 
 class SftData(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     train: Annotated[
-        str, Meta(description="JSONL or parquet: prompt and answer, or messages, a sample a line")
+        str,
+        Meta(
+            description="Training data, JSONL or parquet: prompt and answer, or messages, one "
+            "sample a line."
+        ),
     ]
     heldout: Annotated[
-        str, Meta(description="the same, never trained on; empty: no held-out loss")
+        str,
+        Meta(
+            description="Held-out data in the same format, never trained on. Empty: no "
+            "held-out loss."
+        ),
     ] = ""
     context: Annotated[
-        Positive, Meta(description="tokens of a prompt with its answer that a row may have")
+        Positive, Meta(description="Maximum length of a prompt with its answer, in tokens.")
     ] = 2048
     too_long: Annotated[
-        Literal["stop", "skip"], Meta(description="a longer row: an error, or left out and counted")
+        Literal["stop", "skip"],
+        Meta(
+            description="Treatment of longer samples. stop: an error; skip: leave them out and "
+            "report their number."
+        ),
     ] = "stop"
 
 
 class SftTraining(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    steps: Annotated[Positive, Meta(description="optimizer steps")] = 100
-    batch: Annotated[Positive, Meta(description="rows of an optimizer step")] = 64
+    steps: Annotated[Positive, Meta(description="Optimizer steps.")] = 100
+    batch: Annotated[Positive, Meta(description="Samples of an optimizer step.")] = 64
     micro_batch_tokens: Annotated[
-        Positive, Meta(description="tokens (prompt and answer, padded) in one forward")
+        Positive,
+        Meta(
+            description="Tokens (prompts and answers, padded) in one forward pass. Lower it "
+            "when memory runs out; the result stays the same."
+        ),
     ] = 16384
-    lr: NonNegative = 1e-4
-    schedule: Literal["constant", "linear", "cosine"] = "linear"
-    warmup_steps: Count = 20
+    lr: Annotated[NonNegative, Meta(description="Learning rate, after warm-up.")] = 1e-4
+    schedule: Annotated[
+        Literal["constant", "linear", "cosine"],
+        Meta(
+            description="Course of the learning rate: constant, or falling to lr_end of it at "
+            "the last step."
+        ),
+    ] = "linear"
+    warmup_steps: Annotated[
+        Count,
+        Meta(
+            description="Steps over which the learning rate rises linearly at the start. 0: none."
+        ),
+    ] = 20
     lr_end: Annotated[
-        Share, Meta(description="share of lr that linear and cosine never fall below")
+        Share, Meta(description="Share of lr below which linear and cosine never fall.")
     ] = 0.05
-    beta1: Share = 0.9
-    beta2: Share = 0.99
-    weight_decay: NonNegative = 0.0
-    clip_norm: Annotated[float, Meta(ge=0, description="gradient norm; 0: no clipping")] = 1.0
+    beta1: Annotated[
+        Share, Meta(description="AdamW: decay of the running mean of the gradient.")
+    ] = 0.9
+    beta2: Annotated[
+        Share, Meta(description="AdamW: decay of the running mean of the squared gradient.")
+    ] = 0.99
+    weight_decay: Annotated[NonNegative, Meta(description="Decoupled weight decay. 0: none.")] = 0.0
+    clip_norm: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Largest norm of the gradient; a larger gradient is scaled down. 0: no "
+            "clipping.",
+        ),
+    ] = 1.0
     heldout_every: Annotated[
-        Count, Meta(description="steps between held-out losses; 0: at the start and the end only")
+        Count, Meta(description="Steps between held-out losses. 0: only at the start and the end.")
     ] = 0
-    checkpoint_every: Annotated[Positive, Meta(description="steps")] = 100
-    keep_checkpoints: Positive = 2
-    threads: Annotated[Positive, Meta(description="OMP threads")] = 1
+    checkpoint_every: Annotated[Positive, Meta(description="Steps between checkpoints.")] = 100
+    keep_checkpoints: Annotated[
+        Positive, Meta(description="Newest checkpoints to keep. Older ones are deleted.")
+    ] = 2
+    threads: Annotated[Positive, Meta(description="OpenMP threads.")] = 1
 
 
 class SftConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The whole tree.  `model.path` and `data.train` have no default."""
 
     name: Annotated[
-        str, Meta(description="of the directory; empty: the file's name and the time")
+        str,
+        Meta(description="Name of the run directory. Empty: the config file's name and the time."),
     ] = ""
-    runs: Annotated[str, Meta(description="directory of run directories")] = "runs"
-    seed: Seed = 0
+    runs: Annotated[str, Meta(description="Directory that holds the run directories.")] = "runs"
+    seed: Annotated[Seed, Meta(description="Seed of the order of samples.")] = 0
     model: SftModel
     data: SftData
     training: SftTraining = SftTraining()

@@ -41,23 +41,36 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         str,
         Meta(
             description="Hugging Face directory of the initial policy and its tokenizer, or "
-            "hf://ORG/NAME[@REVISION], fetched once"
+            "hf://ORG/NAME[@REVISION], which is downloaded once."
         ),
     ]
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    device: Annotated[str, Meta(description="auto, cpu, cuda or cuda:N")] = "auto"
+    dtype: Annotated[
+        Literal["float32", "bfloat16"],
+        Meta(
+            description="Data type of the learner's weights. bfloat16 halves the memory and is "
+            "less precise."
+        ),
+    ] = "float32"
+    device: Annotated[
+        str,
+        Meta(
+            description="Device of the learner and the generators: auto, cpu, cuda or cuda:N. "
+            "auto takes a GPU if there is one."
+        ),
+    ] = "auto"
     reference: Annotated[
         str,
         Meta(
-            description="directory of the reference policy of KL terms that name none; empty: the "
-            "initial one"
+            description="Directory of the reference policy for KL terms that name none of "
+            "their own. Empty: the initial policy."
         ),
     ] = ""
     warm_start: Annotated[
         bool,
         Meta(
-            description="build and warm-start a tiny model at `path` for the task when nothing is "
-            "there; in a project's folder `model` or `models` alone"
+            description="If `path` does not exist, build a tiny model there and pretrain it on "
+            "the task. `path` must then be a project's folder `model` or a folder in its "
+            "`models`."
         ),
     ] = False
 
@@ -66,74 +79,109 @@ class TaskConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     name: Annotated[
         str,
         Meta(
-            description="a built-in task, `file` for prompts of your own, or "
-            "reasoning_gym:GENERATOR"
+            description="A built-in task, `file` for your own prompts, or reasoning_gym:GENERATOR."
         ),
     ]
     prompts: Annotated[
-        str, Meta(description="JSONL or parquet with prompt or messages, and answer")
+        str,
+        Meta(
+            description="Training prompts of task `file`: JSONL or parquet with the columns "
+            "prompt or messages, and answer."
+        ),
     ] = ""
-    heldout: Annotated[str, Meta(description="the same for held-out prompts")] = ""
-    ood: Annotated[str, Meta(description="the same for out-of-distribution prompts")] = ""
+    heldout: Annotated[
+        str,
+        Meta(
+            description="Held-out prompts of task `file`, in the same format as `prompts`. "
+            "They are never trained on."
+        ),
+    ] = ""
+    ood: Annotated[
+        str,
+        Meta(
+            description="Out-of-distribution prompts of task `file`, in the same format as "
+            "`prompts`. Give them to see what training unlearns."
+        ),
+    ] = ""
     columns: Annotated[
         dict[Literal["prompt", "messages", "answer"], str],
         Meta(
-            description='of `file`: what its columns are called, as { prompt = "question", '
-            'answer = "solution" }; empty: as here'
+            description="Names of the columns in the files of task `file`, for example { "
+            'prompt = "question", answer = "solution" }. Empty: prompt, messages and answer.'
         ),
     ] = {}
     options: Annotated[
         dict[str, Any],
-        Meta(description="of a reasoning_gym:GENERATOR: its own settings, as max_terms = 3"),
+        Meta(description="Settings of a reasoning_gym:GENERATOR, for example max_terms = 3."),
     ] = {}
 
 
 class RewardConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     function: Annotated[
-        str, Meta(description="module:function or file.py:function; empty: the task's own")
+        str,
+        Meta(
+            description="Reward function: module:function or file.py:function. Empty: the "
+            "task's own reward."
+        ),
     ] = ""
     share: Annotated[
         bool,
         Meta(
-            description="`asyncrl join --trust-code` may fetch the function's file from the run, "
-            "and runs it: else it must be there"
+            description="Send the file of `function` to machines that join with `asyncrl join "
+            "--trust-code`, which run it. Otherwise the file must already be there."
         ),
     ] = False
     deadline_s: Annotated[
-        float, Meta(gt=0, description="seconds for one call; of the import, at least 60")
+        float,
+        Meta(
+            gt=0,
+            description="Seconds that one call of the reward function may take. Its import may "
+            "take at least 60 seconds.",
+        ),
     ] = 10.0
     workers: Annotated[
         Count | Literal["auto"],
         Meta(
-            description="reward processes per generator; auto: none for the task's own, which runs "
-            "in place, else from one to the "
-            "number of cores, doubled while answers wait, cores are idle and it pays; 0: as auto, "
-            "but never more than one"
+            description="Reward processes of each generator. auto: none for a task's own "
+            "reward, which runs in the generator; otherwise from one to the number of cores, "
+            "doubled while completions wait, cores are idle and the last doubling helped. 0: at "
+            "most one."
         ),
     ] = "auto"
     concurrency: Annotated[
         Positive,
-        Meta(description="calls of an `async def` function awaited together, in each process"),
+        Meta(
+            description="Calls of an `async def` reward function that each reward process "
+            "awaits at the same time."
+        ),
     ] = 64
     batch: Annotated[
         Positive,
         Meta(
-            description="most answers in one call of a function that takes lists (`batched = True`)"
+            description="Most completions in one call of a reward function that takes lists "
+            "(`batched = True`)."
         ),
     ] = 64
     on_error: Annotated[
         Literal["drop", "stop"],
-        Meta(description="a failed reward: the sample is written again, or the run stops"),
+        Meta(
+            description="After a failed reward, drop the sample and generate it again, or stop "
+            "the run."
+        ),
     ] = "drop"
     error_budget: Annotated[
         Share,
         Meta(
-            description="share of a batch's samples whose reward may raise, hang or be no number "
-            "before the run stops"
+            description="Share of a batch's samples whose reward may raise, time out or return "
+            "something other than a number. Above it the run stops."
         ),
     ] = 0.1
     machinery_budget: Annotated[
-        Share, Meta(description="the same for samples that fail because a reward process died")
+        Share,
+        Meta(
+            description="Share of a batch's samples that may fail because a reward process "
+            "exited. Above it the run stops."
+        ),
     ] = 0.1
     judge: JudgeConfig = JudgeConfig()
     model: RewardModelConfig = RewardModelConfig()
@@ -145,136 +193,267 @@ class RewardConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class GeneratorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    engine: Annotated[EngineName, Meta(description="`asyncrl engines` says which work here")] = (
-        "embedded"
-    )
+    engine: Annotated[
+        EngineName,
+        Meta(
+            description="Inference engine that generates completions. `asyncrl engines` shows "
+            "which work on this machine."
+        ),
+    ] = "embedded"
     dtype: Annotated[
-        Literal["same", "float32", "bfloat16"], Meta(description="same: the model's")
+        Literal["same", "float32", "bfloat16"],
+        Meta(description="Data type of the engine's weights. same: that of the model."),
     ] = "same"
     mantissa_bits: Annotated[
         int,
         Meta(
             ge=0,
             le=23,
-            description="embedded: round the weights to so many bits (bfloat16: 7, fp8: 3), to "
-            "study a mismatch with the learner; 0: off",
+            description="Embedded engine: round the weights to this many mantissa bits "
+            "(bfloat16: 7, fp8: 3) to study a mismatch with the learner. 0: off.",
         ),
     ] = 0
-    slots: Annotated[Positive, Meta(description="answers written at once")] = 256
-    max_new_tokens: Positive = 64
-    context: Annotated[Positive, Meta(description="prompt and answer, in tokens")] = 256
-    temperature: Annotated[float, Meta(gt=0)] = 1.0
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    top_k: Annotated[Count, Meta(description="0: all")] = 0
+    slots: Annotated[
+        Positive,
+        Meta(
+            description="Completions that a generator writes at the same time. More slots use "
+            "more memory."
+        ),
+    ] = 256
+    max_new_tokens: Annotated[
+        Positive,
+        Meta(
+            description="Maximum length of a completion, in tokens. Longer ones are cut; see "
+            "advantage.truncated."
+        ),
+    ] = 64
+    context: Annotated[
+        Positive, Meta(description="Maximum length of prompt and completion together, in tokens.")
+    ] = 256
+    temperature: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="Sampling temperature during training. Log-probabilities are recorded "
+            "after it.",
+        ),
+    ] = 1.0
+    top_p: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=1,
+            description="Sample from the smallest set of tokens whose probability adds up to "
+            "this. 1: all tokens. Below 1 the importance ratios are biased.",
+        ),
+    ] = 1.0
+    top_k: Annotated[
+        Count,
+        Meta(
+            description="Sample from this many most probable tokens. 0: all tokens. Above 0 "
+            "the importance ratios are biased."
+        ),
+    ] = 0
     stop: Annotated[
         list[str],
         Meta(
-            description="texts that end an answer beside the tokenizer's and the model's "
-            "end-of-sequence tokens; each of them one token"
+            description="Texts that end a completion, besides the end-of-sequence tokens of "
+            "tokenizer and model. Each must be a single token."
         ),
     ] = []
     prefix_cache_tokens: Annotated[
         Count,
         Meta(
-            description="with sessions: tokens whose keys and values stay for later calls that "
-            "begin with them, until the next weights; 0: each call is encoded whole, as always in "
-            "exact mode"
+            description="Sessions: tokens whose keys and values are kept for later calls that "
+            "begin with them, until the next weight update. 0: encode each call in full, which "
+            "exact mode always does."
         ),
     ] = 16384
     kv_cache_mib: Annotated[
         Count,
         Meta(
-            description="vllm: memory for keys and values; 0: what slots x context and, with "
-            "sessions, prefix_cache_tokens need"
+            description="vLLM: memory for keys and values, in MiB. 0: as much as slots x "
+            "context and, with sessions, prefix_cache_tokens need."
         ),
     ] = 0
-    threads: Annotated[Positive, Meta(description="OMP threads of each generator process")] = 1
+    threads: Annotated[Positive, Meta(description="OpenMP threads of each generator process.")] = 1
     gpus: Annotated[
         list[Count],
-        Meta(description="GPU numbers, dealt to the generators in turn; empty: model.device"),
+        Meta(description="GPU numbers, assigned to the generators in turn. Empty: model.device."),
     ] = []
 
 
 class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    backend: Literal["torch", "deepspeed"] = "torch"
-    ranks: Annotated[Positive, Meta(description="deepspeed: processes that share the learning")] = 1
+    backend: Annotated[
+        Literal["torch", "deepspeed"],
+        Meta(
+            description="Training backend. deepspeed partitions the training over several "
+            "processes."
+        ),
+    ] = "torch"
+    ranks: Annotated[
+        Positive,
+        Meta(description="DeepSpeed: number of learner processes that share the training."),
+    ] = 1
     zero_stage: Annotated[
         int,
         Meta(
             ge=0,
             le=3,
-            description="deepspeed: 0 nothing, 1 optimizer state, 2 and gradients, 3 and "
-            "parameters are partitioned",
+            description="DeepSpeed: what the ranks partition. 0: nothing; 1: optimizer state; "
+            "2: also gradients; 3: also parameters. Higher stages save memory.",
         ),
     ] = 2
     offload: Annotated[
-        bool, Meta(description="deepspeed: optimizer state and optimizer step in the CPU's memory")
+        bool,
+        Meta(
+            description="DeepSpeed: keep the optimizer state, and run the optimizer step, in "
+            "the CPU's memory. Saves GPU memory and is slower."
+        ),
     ] = False
     rank_timeout_s: Annotated[
         float,
         Meta(
-            gt=0, description="deepspeed: a rank that does not answer another for this long is lost"
+            gt=0,
+            description="DeepSpeed: seconds without a response from another rank after which "
+            "that rank counts as lost.",
         ),
     ] = 120.0
-    steps: Annotated[Positive, Meta(description="batches to train")] = 100
-    groups: Annotated[Positive, Meta(description="groups (prompts) in a batch")] = 32
-    group_size: Annotated[Positive, Meta(description="samples of each prompt")] = 8
-    epochs: Positive = 1
-    minibatches: Annotated[Positive, Meta(description="optimizer steps in an epoch")] = 1
+    steps: Annotated[
+        Positive, Meta(description="Batches to train on. The run ends after them.")
+    ] = 100
+    groups: Annotated[Positive, Meta(description="Groups (prompts) in a batch.")] = 32
+    group_size: Annotated[
+        Positive,
+        Meta(
+            description="Samples of each prompt. Advantages compare the samples of a group, so "
+            "most need at least 2."
+        ),
+    ] = 8
+    epochs: Annotated[Positive, Meta(description="Passes over each batch.")] = 1
+    minibatches: Annotated[
+        Positive,
+        Meta(
+            description="Optimizer steps in each pass over a batch. More steps use a batch "
+            "better and move the policy further from the one that sampled it."
+        ),
+    ] = 1
     micro_batch_tokens: Annotated[
-        Positive, Meta(description="tokens (prompt and answer, padded) in one forward")
+        Positive,
+        Meta(
+            description="Tokens (prompts and completions, padded) in one forward pass. Lower "
+            "it when the learner runs out of memory; the result stays the same."
+        ),
     ] = 16384
     gradient_checkpointing: Annotated[
         bool,
         Meta(
-            description="keep the states between layers alone, and compute each layer again in the "
-            "backward pass: less memory, for one more forward pass"
+            description="Keep only the states between layers and compute each layer again in "
+            "the backward pass. Saves memory and costs one more forward pass."
         ),
     ] = False
-    lr: NonNegative = 2e-4
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: Count = 0
-    beta1: Share = 0.9
-    beta2: Share = 0.99
-    weight_decay: NonNegative = 0.0
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    clip_norm: Annotated[float, Meta(ge=0, description="gradient norm; 0: no clipping")] = 1.0
+    lr: Annotated[
+        NonNegative,
+        Meta(
+            description="Learning rate, after warm-up. Tune it for each method before you "
+            "compare methods."
+        ),
+    ] = 2e-4
+    schedule: Annotated[
+        Literal["constant", "linear", "cosine"],
+        Meta(
+            description="Course of the learning rate over the run: constant, or falling to 0 "
+            "at the last step."
+        ),
+    ] = "constant"
+    warmup_steps: Annotated[
+        Count,
+        Meta(
+            description="Batches over which the learning rate rises linearly at the start. 0: none."
+        ),
+    ] = 0
+    beta1: Annotated[
+        Share, Meta(description="AdamW: decay of the running mean of the gradient.")
+    ] = 0.9
+    beta2: Annotated[
+        Share, Meta(description="AdamW: decay of the running mean of the squared gradient.")
+    ] = 0.99
+    weight_decay: Annotated[
+        NonNegative, Meta(description="Decoupled weight decay of the optimizer. 0: none.")
+    ] = 0.0
+    optimizer: Annotated[
+        Literal["adamw", "sgd"],
+        Meta(description="Optimizer: AdamW, or plain SGD without momentum."),
+    ] = "adamw"
+    clip_norm: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Largest norm of the gradient; a larger gradient is scaled down. 0: no "
+            "clipping.",
+        ),
+    ] = 1.0
     gradient_cosine: Annotated[
         Literal["off", "log", "project"],
         Meta(
-            description="of each step's gradient with that of the step before; project: not above "
-            "cosine_max"
+            description="Cosine between each step's gradient and that of the step before. log: "
+            "record it; project: also reduce it to at most cosine_max (GAC)."
         ),
     ] = "off"
     cosine_max: Annotated[
         float,
-        Meta(ge=0, lt=1, description="project: 0 leaves nothing"),
+        Meta(
+            ge=0,
+            lt=1,
+            description="project: largest cosine between two successive gradients. 0 removes "
+            "all of the shared direction.",
+        ),
         read_with("gradient_cosine", "project"),
     ] = 0.0
-    prefetch: Annotated[Count, Meta(le=1, description="batches leased ahead")] = 1
-    checkpoint_every: Annotated[Positive, Meta(description="batches")] = 20
-    keep_checkpoints: Positive = 2
-    threads: Annotated[Positive, Meta(description="OMP threads of the learner process")] = 1
+    prefetch: Annotated[
+        Count,
+        Meta(
+            le=1,
+            description="Batches that the learner leases ahead. 0: it asks for a batch only "
+            "when it needs one, and waits for the transfer.",
+        ),
+    ] = 1
+    checkpoint_every: Annotated[
+        Positive,
+        Meta(
+            description="Batches between checkpoints. A restarted learner repeats what it "
+            "trained since the last one."
+        ),
+    ] = 20
+    keep_checkpoints: Annotated[
+        Positive, Meta(description="Newest checkpoints to keep. Older ones are deleted.")
+    ] = 2
+    threads: Annotated[Positive, Meta(description="OpenMP threads of the learner process.")] = 1
     gpus: Annotated[
-        list[Count], Meta(description="GPU number of each rank; empty: model.device")
+        list[Count], Meta(description="GPU number of each rank. Empty: model.device.")
     ] = []
 
 
 class LoraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     rank: Annotated[
         Count,
-        Meta(description="of the adapters, which alone are trained and published; 0: all weights"),
+        Meta(
+            description="Rank of the LoRA adapters. Only the adapters are then trained and "
+            "published. 0: train all weights."
+        ),
     ] = 0
     alpha: Annotated[
         float,
-        Meta(gt=0, description="the adapters' product counts alpha / rank"),
+        Meta(
+            gt=0, description="Scale of the adapters: their product is multiplied by alpha / rank."
+        ),
         read_with("rank"),
     ] = 16.0
     target_modules: Annotated[
         list[str],
         Meta(
-            description="the linear layers that get one, by the end of their names, such as "
-            "q_proj; empty: all but the head"
+            description="Linear layers that get an adapter, by the end of their names, such as "
+            "q_proj. Empty: all except the output head."
         ),
         read_with("rank"),
     ] = []
@@ -284,7 +463,8 @@ class ExportConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     lora: Annotated[
         Literal["merged", "adapter"],
         Meta(
-            description="RUN/model: base and adapter as one model, or the adapter in peft's format"
+            description="Content of RUN/model: base model and adapter merged into one model, "
+            "or only the adapter in peft's format."
         ),
         read_with("lora.rank"),
     ] = "merged"
@@ -295,51 +475,69 @@ class AutoLimitConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     auto: Annotated[
         Literal["ess"],
-        Meta(description="by the effective sample size (is/ess) and the learner's idle time"),
+        Meta(
+            description="Adapt the limit to the effective sample size (is/ess) and the "
+            "learner's idle time."
+        ),
     ]
     floor: Annotated[
-        float, Meta(gt=0, lt=1, description="the limit falls while is/ess is below this")
+        float, Meta(gt=0, lt=1, description="Lower the limit while is/ess is below this.")
     ] = 0.5
-    most: Annotated[int, Meta(ge=1, description="versions; never more")] = 16
+    most: Annotated[int, Meta(ge=1, description="Upper bound of the limit, in versions.")] = 16
 
 
 class StalenessConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     max_lag: Annotated[
         Annotated[float, Meta(ge=0)] | AutoLimitConfig,
         Meta(
-            description='versions; a whole number or inf; 0: synchronous; or { auto = "ess", '
-            "floor = 0.5, most = 16 }: it sets itself"
+            description="Largest lag of a token, in versions: a whole number or inf. 0: "
+            'synchronous. { auto = "ess", floor = 0.5, most = 16 } adapts it during the run. '
+            "Raise it when the learner or the generators are idle; lower it when is/ess is low."
         ),
     ] = 2.0
-    on_exceed: Literal["pace", "drop", "mask", "downweight"] = "pace"
+    on_exceed: Annotated[
+        Literal["pace", "drop", "mask", "downweight"],
+        Meta(
+            description="Treatment of samples above max_lag. pace: prevent them, by granting "
+            "tickets only so far ahead; drop: discard the sample; mask: exclude its tokens above "
+            "the limit from the loss; downweight: halve the weight of a token for every "
+            "half_life versions above the limit."
+        ),
+    ] = "pace"
     half_life: Annotated[
         float,
-        Meta(gt=0, description="downweight: excess lag at which a token counts half"),
+        Meta(
+            gt=0, description="downweight: versions above the limit at which a token counts half."
+        ),
         read_with("on_exceed", "downweight"),
     ] = 2.0
     order: Annotated[
         Literal["auto", "ticket", "completion", "freshest"],
         Meta(
-            description="which groups make the next batch: oldest tickets, those complete first, "
-            "those of least lag; auto: ticket with pace, else completion"
+            description="Groups that form the next batch: those of the oldest tickets, those "
+            "completed first, or those of the smallest lag. auto: ticket with pace, otherwise "
+            "completion."
         ),
     ] = "auto"
     inject: Annotated[
         int | list[float] | None,
-        Meta(description="lag to inject: a constant, or the probabilities of 0, 1, 2, ..."),
+        Meta(
+            description="Lag to inject for experiments, in versions: a constant, or a list of "
+            "the probabilities of lag 0, 1, 2, ..."
+        ),
     ] = None
     delay: Annotated[
         NonNegative,
         Meta(
-            description="long tails on purpose: decode steps a token by which a ticket's answers "
-            "come late; scale of a draw per ticket; 0: none"
+            description="Delay completions on purpose, to study long tails: scale of a random "
+            "delay in decode steps per token. 0: none."
         ),
     ] = 0.0
     delay_of: Annotated[
         Literal["ticket", "answer"],
         Meta(
-            description="whose draw `delay` is: all answers of a ticket are late together, or"
-            " each by itself"
+            description="Sample `delay` once per ticket (the whole group is late) or once per "
+            "answer."
         ),
         read_with("delay"),
     ] = "ticket"
@@ -360,24 +558,33 @@ class WeightsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     in_flight: Annotated[
         Literal["keep_kv", "recompute_kv", "between_groups"],
         Meta(
-            description="what new weights do to answers being written: continue them (partial "
-            "rollouts) with the keys and values as they are, "
-            "or computed anew; between_groups: finish them first"
+            description="Treatment of unfinished completions when new weights arrive. keep_kv "
+            "and recompute_kv continue them under the new weights (partial rollouts) with the "
+            "old keys and values, or with recomputed ones; between_groups finishes them first."
         ),
     ] = "keep_kv"
     transport: Annotated[
         TransportName,
         Meta(
-            description="auto: shared memory on one machine, else tcp; nccl: from GPU to GPU of "
-            "one machine; gloo: the same path between CPUs"
+            description="Path of the weights from learner to generators. auto: shared memory "
+            "on one machine, otherwise tcp; nccl: from GPU to GPU on one machine; gloo: the same "
+            "between CPUs."
         ),
     ] = "auto"
-    slots: Annotated[int, Meta(ge=2, description="ring slots, beside those injection needs")] = 4
+    slots: Annotated[
+        int,
+        Meta(
+            ge=2,
+            description="Versions that the ring in shared memory holds, besides those that lag "
+            "injection needs. Each takes the memory of one model.",
+        ),
+    ] = 4
     fan_out: Annotated[
         Count,
         Meta(
-            description="over tcp, copies of a version that leave the learner's machine; further "
-            "generators get it from each other, each handing on as many; 0: all from the learner"
+            description="tcp: copies of a version that leave the learner's machine. The other "
+            "generators get it from each other, each passing on as many. 0: all get it from the "
+            "learner."
         ),
     ] = 0
 
@@ -386,124 +593,166 @@ class DurabilityConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     mode: Annotated[
         Literal["memory", "process", "disk"],
         Meta(
-            description="what the buffer survives: nothing (its death ends the run) | any killed "
-            "process | a power cut (replies wait for the disk)"
+            description="What the buffer survives. memory: nothing, and its exit ends the run; "
+            "process: any killed process; disk: also a power cut, because replies wait for the "
+            "disk."
         ),
     ] = "memory"
 
 
 class EvaluationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    every: Annotated[Count, Meta(description="versions; 0: only at the start and the end")] = 20
+    every: Annotated[
+        Count, Meta(description="Versions between evaluations. 0: only at the start and the end.")
+    ] = 20
     prompts: Annotated[
-        Positive, Meta(description="held-out prompts in an evaluation along the way")
+        Positive, Meta(description="Held-out prompts of an evaluation during the run.")
     ] = 256
     final_prompts: Annotated[
-        Positive, Meta(description="held-out prompts of the first and the last evaluation")
+        Positive,
+        Meta(
+            description="Held-out prompts of the first and the last evaluation. More prompts "
+            "make smaller gains visible."
+        ),
     ] = 1024
     ood_every: Annotated[
         Count,
         Meta(
-            description="the same for out-of-distribution prompts, at most `prompts` of them; 0: "
-            "only at the start and the end"
+            description="Versions between evaluations on out-of-distribution prompts, with at "
+            "most `prompts` of them. 0: only at the start and the end."
         ),
     ] = 0
     ood_prompts: Annotated[
-        Count, Meta(description="out-of-distribution prompts of the first and the last evaluation")
+        Count, Meta(description="Out-of-distribution prompts of the first and the last evaluation.")
     ] = 512
-    temperature: Annotated[float, Meta(gt=0)] = 1.0
+    temperature: Annotated[
+        float, Meta(gt=0, description="Sampling temperature of evaluations.")
+    ] = 1.0
 
 
 class WiresConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     address: Annotated[
         str,
-        Meta(description="of the buffer: ipc:// or tcp://; empty: ipc in the run's own directory"),
+        Meta(
+            description="Address of the buffer: ipc:// or tcp://. Empty: ipc in the run "
+            "directory. Use tcp for a run on several machines."
+        ),
     ] = ""
     weights_address: Annotated[
-        str, Meta(description="tcp address of the learner's chunk server; empty: none")
+        str, Meta(description="tcp address where the learner serves weights. Empty: none.")
     ] = ""
-    credit_bytes: Positive = 8 * 1024 * 1024
+    credit_bytes: Annotated[
+        Positive,
+        Meta(
+            description="Bytes of samples that a generator may have sent without an "
+            "acknowledgment from the buffer."
+        ),
+    ] = 8 * 1024 * 1024
     frame_bytes: Annotated[
-        Positive, Meta(description="several samples travel in one frame up to this size")
+        Positive, Meta(description="Bytes up to which several samples travel in one message.")
     ] = 256 * 1024
     lease_s: Annotated[
-        float, Meta(gt=0, description="a lease ends this long after the last decode progress")
+        float,
+        Meta(
+            gt=0,
+            description="Seconds without decode progress after which the lease of a ticket "
+            "ends and another generator may take it.",
+        ),
     ] = 20.0
     retry_s: Annotated[
-        float, Meta(gt=0, description="an unanswered request is repeated after this long")
+        float, Meta(gt=0, description="Seconds without a reply after which a request is repeated.")
     ] = 1.0
     connect_s: Annotated[
-        float, Meta(gt=0, description="a peer that has never answered is given up after this long")
+        float,
+        Meta(
+            gt=0,
+            description="Seconds that a process waits for a peer that has never answered "
+            "before it exits.",
+        ),
     ] = 120.0
-    curve_dir: Annotated[str, Meta(description="CURVE keys, needed beyond loopback")] = ""
+    curve_dir: Annotated[
+        str,
+        Meta(
+            description="Directory of the CURVE keys made by `asyncrl keys`. Required for "
+            "every address other than loopback."
+        ),
+    ] = ""
 
 
 class WatchdogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     multiple: Annotated[
         float,
-        Meta(gt=1, description="a step is overdue after this many medians of the run's own steps"),
+        Meta(
+            gt=1,
+            description="A step is overdue after this multiple of the median duration of the "
+            "run's steps.",
+        ),
     ] = 20.0
-    floor_s: Annotated[float, Meta(gt=0, description="and never before this")] = 60.0
-    startup_s: Annotated[float, Meta(gt=0, description="grace until the first step")] = 300.0
-    restarts: Annotated[Count, Meta(description="restarts of each process")] = 3
+    floor_s: Annotated[
+        float, Meta(gt=0, description="Seconds before which no step is overdue.")
+    ] = 60.0
+    startup_s: Annotated[
+        float, Meta(gt=0, description="Seconds that a process may take until its first step.")
+    ] = 300.0
+    restarts: Annotated[
+        Count, Meta(description="Restarts of each process before the run ends.")
+    ] = 3
 
 
 class RecordConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     samples_every: Annotated[
-        Count, Meta(description="batches between the samples shown in samples.jsonl; 0: none")
+        Count, Meta(description="Batches between the samples written to samples.jsonl. 0: none.")
     ] = 10
-    samples: Annotated[
-        Count, Meta(description="samples of such a batch that are shown; 0: all")
-    ] = 4
+    samples: Annotated[Count, Meta(description="Samples of such a batch to write. 0: all.")] = 4
     split_every: Annotated[
         Count,
         Meta(
-            description="batches between splits of log pi_theta / mu into engine mismatch, "
-            "staleness and update, with weights out of the ring; 0: none"
+            description="Batches between splits of log pi_theta / mu into engine mismatch, "
+            "staleness and update. A split reads old weights from the ring and costs forward "
+            "passes. 0: none."
         ),
     ] = 5
     split_samples: Annotated[
         Positive,
         Meta(
-            description="answers of such a batch that are split, of as few groups as can be; "
-            "kl/moved is measured on them, too"
+            description="Samples of such a batch to split, from as few groups as possible. "
+            "kl/moved is measured on them, too."
         ),
     ] = 8
     reference_kl_every: Annotated[
         Count,
         Meta(
-            description="batches between measurements of the KL to the reference where no KL term "
-            "is on (a second model in memory); 0: none"
+            description="Batches between measurements of the KL to the reference policy in "
+            "runs without a KL term. They hold a second model in memory. 0: none."
         ),
     ] = 10
     reference_samples: Annotated[
         Positive,
-        Meta(description="answers of such a batch that are measured against the reference"),
+        Meta(description="Samples of such a batch to measure."),
     ] = 32
     kl_moved: Annotated[
         Count,
         Meta(
-            description="batches between measurements of kl/moved on the whole batch, at two "
-            "forward passes each; 0: it is measured where the split is, on its answers"
+            description="Batches between measurements of kl/moved on the whole batch, at two "
+            "forward passes each. 0: measure it only on the samples of the split."
         ),
     ] = 0
     stream: Annotated[
         bool,
         Meta(
-            description="keep every batch as it was trained: what `asyncrl replay` trains on again"
+            description="Record every batch as it was trained, so that `asyncrl replay` can "
+            "train on it again."
         ),
     ] = False
     stream_mib: Annotated[
         Positive,
         Meta(
-            description="stream: MiB that it may take in all; recording stops there, the run goes "
-            "on"
+            description="stream: MiB that the recording may take. Recording then stops and the "
+            "run continues."
         ),
     ] = 1024
     weights_every: Annotated[
         Count,
-        Meta(
-            description="stream: batches between the weights that are kept; 0: the first ones only"
-        ),
+        Meta(description="stream: batches between recorded weights. 0: only the initial ones."),
     ] = 0
 
 
@@ -511,18 +760,25 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """The whole tree.  `model.path` and `task.name` have no default."""
 
     name: Annotated[
-        str, Meta(description="of the run directory; empty: the file's name and the time")
+        str,
+        Meta(description="Name of the run directory. Empty: the config file's name and the time."),
     ] = ""
-    runs: Annotated[str, Meta(description="directory of run directories")] = "runs"
-    seed: Seed = 0
+    runs: Annotated[str, Meta(description="Directory that holds the run directories.")] = "runs"
+    seed: Annotated[
+        Seed,
+        Meta(
+            description="Seed of prompts, sampling and training. Repeat a comparison under "
+            "several seeds."
+        ),
+    ] = 0
     generators: Annotated[
-        Positive, Meta(description="generator processes that `asyncrl run` starts")
+        Positive, Meta(description="Generator processes that `asyncrl run` starts.")
     ] = 1
     exact: Annotated[
         bool | Literal["try"],
         Meta(
-            description="bitwise equal logprobs in engine and learner; a self-test decides, and "
-            "its failure ends the run (true) or is only said (try)"
+            description="Make log-probabilities of engine and learner bitwise equal. A "
+            "self-test decides; its failure ends the run (true) or is only reported (try)."
         ),
     ] = False
     model: ModelConfig
