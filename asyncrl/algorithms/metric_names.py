@@ -9,94 +9,95 @@ METRIC_NAMES: dict[str, tuple[str, str]] = {
     "reward/max": ("reward", "largest reward of the batch"),
     "reward/used_mean": (
         "reward",
-        "mean reward as the advantage takes it, after truncation, scaling and KL: what baseline = "
-        "ema follows",
+        "mean reward that enters the advantage, after truncation, scaling and KL; baseline = "
+        "ema follows it",
     ),
     "reward/greedy": (
         "reward",
-        "mean reward of the groups' greedy answers, remax's baseline; they are in no other metric "
-        "of the loss",
+        "mean reward of the groups' greedy completions, the baseline of remax; no other "
+        "metric of the loss contains them",
     ),
     "adv/mean": ("-", "mean advantage over valid tokens"),
     "adv/abs_max": ("-", "largest |advantage| of a valid token"),
     "answer/masked_share": (
         "share",
-        "response tokens outside the loss: loss mask, "
-        "staleness.on_exceed = mask, truncated answers",
+        "response tokens outside the loss: by the loss mask, staleness.on_exceed = mask, or "
+        "as truncated completions",
     ),
     "is/chi2": (
         "-",
-        "mean of the squared start/behaviour ratio, minus 1; start: the learner as the batch "
-        "begins, whatever the loss divides by",
+        "mean of the squared ratio start/behavior, minus 1; start is the learner as the "
+        "batch begins, whatever the proximal policy",
     ),
     "is/weight_ess": ("share", "effective sample size of the weights that the loss uses"),
     "is/target_ess": (
         "share",
-        "effective sample size of the raw ratios target/behaviour, whatever weights the loss uses",
+        "effective sample size of the raw ratios target/behavior, whatever weights the loss uses",
     ),
     "is/target_ratio": (
         "-",
-        "mean of the raw ratios target/behaviour, whatever weights the loss uses",
+        "mean of the raw ratios target/behavior, whatever weights the loss uses",
     ),
-    "is/ess_by_answer": ("share", "effective sample size of the answers' mean weights"),
+    "is/ess_by_answer": ("share", "effective sample size of the completions' mean weights"),
     "is/log_ratio_p50": (
         "nats",
-        "median of |log start/behaviour| of a token (upper edge of its bin; bins grow by 15 %)",
+        "median of |log start/behavior| of a token (upper edge of its bin; bins grow by 15 %)",
     ),
     "is/log_ratio_p99": (
         "nats",
-        "99th percentile of |log start/behaviour| of a token (upper edge of its bin)",
+        "99th percentile of |log start/behavior| of a token (upper edge of its bin)",
     ),
-    "is/rejected_share": ("share", "valid tokens dropped by correction.reject"),
-    "is/vetoed_share": ("share", "valid tokens dropped by correction.veto"),
+    "is/rejected_share": ("share", "valid tokens excluded by correction.reject"),
+    "is/vetoed_share": ("share", "valid tokens excluded by correction.veto"),
     "is/masked_share": ("share", "valid tokens whose weight the bound or M2PO set to 0"),
-    "is/rejected_answers": ("share", "answers that lost all their tokens to rejection or veto"),
-    "is/rejected_length": ("tokens", "mean length of those answers"),
-    "is/rejected_reward": ("reward", "mean reward of those answers"),
+    "is/rejected_answers": ("share", "completions that lost all their tokens to rejection or veto"),
+    "is/rejected_length": ("tokens", "mean length of those completions"),
+    "is/rejected_reward": ("reward", "mean reward of those completions"),
     "is/vetoed_answers": (
         "share",
-        "answers dropped by correction.veto; they are among the rejected ones",
+        "completions excluded by correction.veto; the rejected ones include them",
     ),
-    "is/vetoed_length": ("tokens", "mean length of those answers"),
-    "is/vetoed_reward": ("reward", "mean reward of those answers"),
+    "is/vetoed_length": ("tokens", "mean length of those completions"),
+    "is/vetoed_reward": ("reward", "mean reward of those completions"),
     "is/masked_length": (
         "tokens",
-        "mean length of the answers that the tokens of is/masked_share belong to",
+        "mean length of the completions that hold the tokens of is/masked_share",
     ),
     "is/masked_reward": (
         "reward",
-        "mean reward of the answers that the tokens of is/masked_share belong to",
+        "mean reward of the completions that hold the tokens of is/masked_share",
     ),
     "kl/start_target_k1": (
         "nats/token",
-        "k1 estimate of KL(start || target): the mean of log pi_start - log pi_theta over the "
-        "passes of the batch's updates; only where a later pass sees answers of the first",
+        "k1 estimate of KL(start || target): the mean of log pi_start - log pi_theta over "
+        "the passes of the batch's updates; only where a later pass repeats completions of "
+        "the first",
     ),
-    "kl/behavior_target_k1": ("nats/token", "k1 estimate of KL(behaviour || target)"),
+    "kl/behavior_target_k1": ("nats/token", "k1 estimate of KL(behavior || target)"),
     "kl/ref_target": (
         "nats/token",
         "forward KL(reference || target) on the samples: mean of r log r - r + 1, r = "
         "reference/target",
     ),
-    "kl/loss_beta": ("-", "coefficient of KL in the loss"),
+    "kl/loss_beta": ("-", "coefficient of the KL penalty in the loss"),
     "kl/answer": (
         "nats/answer",
-        "with KL in the reward: k1 estimate of KL(start || reference) over whole answers, which "
-        "kl.reward.controller steers",
+        "with a KL penalty in the reward: k1 estimate of KL(start || reference) over whole "
+        "completions, which kl.reward.controller steers",
     ),
     "kl/gradient_share": (
         "-",
-        "KL in the loss: norm of its gradient over the policy term's, both with respect to the "
-        "logprobs",
+        "KL penalty in the loss: norm of its gradient over that of the policy term, both "
+        "with respect to the logprobs",
     ),
     "kl/reward_gradient_share": (
         "-",
-        "KL in the reward: norm of what it changes of the advantages over that of the advantages "
-        "without it",
+        "KL penalty in the reward: norm of the change that it makes to the advantages over "
+        "the norm of the advantages without it",
     ),
-    "clip/low": ("share", "tokens cut at the lower bound"),
-    "clip/high": ("share", "tokens cut at the upper bound"),
-    "clip/dual": ("share", "tokens cut by the dual clip"),
+    "clip/low": ("share", "tokens clipped at the lower bound"),
+    "clip/high": ("share", "tokens clipped at the upper bound"),
+    "clip/dual": ("share", "tokens clipped by the dual clip"),
     "loss/entropy": (
         "-",
         "entropy bonus, before its coefficient, summed over the batch's optimizer steps",
@@ -107,8 +108,8 @@ METRIC_NAMES: dict[str, tuple[str, str]] = {
     ),
     "loss/kl_penalty": (
         "-",
-        "reshape.kl_penalty's term, before its coefficient, "
-        "summed over the batch's optimizer steps",
+        "term of reshape.kl_penalty, before its coefficient, summed over the batch's "
+        "optimizer steps",
     ),
     "value/explained_variance": (
         "-",
@@ -117,25 +118,25 @@ METRIC_NAMES: dict[str, tuple[str, str]] = {
     "value/mean": ("reward", "mean value of the batch's tokens at its start"),
     "value/grad_norm": (
         "-",
-        "gradient norm of the value head (and of a trunk of its own), mean over the batch's "
-        "optimizer steps",
+        "gradient norm of the value head (and of its trunk, if it has one), mean over the "
+        "batch's optimizer steps",
     ),
     "perplexity/behavior": ("-", "exp of the mean -log mu over tokens"),
     "perplexity/start": (
         "-",
-        "exp of the mean -log pi_start over tokens: the learner as the batch begins",
+        "exp of the mean -log pi_start over tokens; start is the learner as the batch begins",
     ),
     "perplexity/target": ("-", "exp of the mean -log pi_theta over tokens"),
     "perplexity/reference": ("-", "exp of the mean -log pi_ref over tokens"),
     "perplexity_by_answer/behavior": (
         "-",
-        "exp of the mean over answers of each one's mean -log mu",
+        "exp of the mean over completions of the mean -log mu of each",
     ),
     "perplexity_by_answer/start": ("-", "the same for the learner as the batch begins"),
     "perplexity_by_answer/target": ("-", "the same for pi_theta"),
-    "reshape/gamma": ("-", "mean gamma over valid tokens, all optimizer steps"),
+    "reshape/gamma": ("-", "mean gamma over valid tokens and optimizer steps"),
     "reshape/gamma_away": ("-", "mean gamma of tokens that push further away (A log w > 0)"),
-    "reshape/gamma_back": ("-", "mean gamma of tokens that come back (A log w < 0)"),
+    "reshape/gamma_back": ("-", "mean gamma of tokens that return (A log w < 0)"),
     "reshape/gamma_base": ("-", "gamma_base before the last optimizer step"),
     "reshape/sigma2": ("nats^2", "variance of log w before the last optimizer step"),
     "reshape/share": ("share", "g of the KL budget before the last optimizer step"),
@@ -149,8 +150,8 @@ METRIC_NAMES: dict[str, tuple[str, str]] = {
     ),
     "optim/answer_ess": (
         "share",
-        "effective sample size of the last optimizer step's answers, by their whole ratios "
-        "pi_theta / mu (stop.lr_by_ess)",
+        "effective sample size of the last optimizer step's completions, by their whole "
+        "ratios pi_theta / mu (stop.lr_by_ess)",
     ),
     "optim/stop_ess": ("share", "ESS of pi_theta / mu before the last optimizer step"),
 }

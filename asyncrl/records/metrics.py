@@ -26,202 +26,214 @@ METRICS: dict[str, MetricInfo] = {
     "reward/mean": MetricInfo("reward", "mean reward of the batch's samples"),
     "reward/std": MetricInfo("reward", "standard deviation of the batch's rewards"),
     "reward/no_spread_share": MetricInfo(
-        "share", "samples in groups whose rewards are all equal: no learning signal"
+        "share", "samples in zero-variance groups, whose rewards are all equal: no learning signal"
     ),
     "advantage/std": MetricInfo("-", "standard deviation of the advantages"),
-    "answer/length": MetricInfo("tokens", "mean length of the batch's answers"),
-    "answer/truncated_share": MetricInfo("share", "answers cut at max_new_tokens"),
+    "answer/length": MetricInfo("tokens", "mean length of the batch's completions"),
+    "answer/truncated_share": MetricInfo("share", "completions cut at max_new_tokens"),
     "lag/mean": MetricInfo("versions", "mean lag over trained tokens"),
     "lag/max": MetricInfo("versions", "largest lag of a trained token"),
     "lag/p95": MetricInfo("versions", "95th percentile of the lag over trained tokens"),
     "lag/in_flight": MetricInfo(
-        "versions", "part of the mean sample lag that arose until delivery"
+        "versions", "part of the samples' mean lag that arose before delivery"
     ),
-    "lag/in_queue": MetricInfo("versions", "part of the mean sample lag that arose in the buffer"),
+    "lag/in_queue": MetricInfo(
+        "versions", "part of the samples' mean lag that arose in the buffer"
+    ),
     "lag/samples": MetricInfo("versions", "histogram of the samples' lag"),
     "limit/now": MetricInfo(
-        "versions", "the staleness limit of tickets from this step on, where it sets itself"
+        "versions", "adaptive staleness limit of the tickets granted from this step on"
     ),
-    "limit/before": MetricInfo("versions", "at a step that moved it: the limit before"),
-    "limit/ess": MetricInfo("share", "at such a step: the mean is/ess that moved it"),
+    "limit/before": MetricInfo("versions", "the limit before, at a step that changed it"),
+    "limit/ess": MetricInfo("share", "mean is/ess that changed the limit, at such a step"),
     "limit/idle": MetricInfo(
-        "share", "at such a step: the learner's mean idle share that moved it"
+        "share", "mean idle share of the learner that changed the limit, at such a step"
     ),
     "is/mean_weight": MetricInfo("-", "mean importance weight: an effective learning rate"),
     "is/ess": MetricInfo(
         "share",
-        "effective sample size of the raw ratios start/behaviour: what staleness and mismatch "
-        "leave of a batch",
+        "effective sample size of the raw ratios start/behavior: the share of a batch that "
+        "staleness and mismatch leave",
     ),
-    "is/ratio_max": MetricInfo("-", "largest start/behaviour ratio of a token"),
+    "is/ratio_max": MetricInfo("-", "largest ratio start/behavior of a token"),
     "is/zero_share": MetricInfo("share", "tokens whose weight the bound set to 0"),
     "kl/behavior_start_k1": MetricInfo(
         "nats/token",
-        "k1 estimate of KL(behaviour || start), start: the learner as the batch begins",
+        "k1 estimate of KL(behavior || start); start is the learner as the batch begins",
     ),
     "kl/behavior_start_k3": MetricInfo(
         "nats/token",
-        "k3 estimate of KL(behaviour || start): staleness and engine mismatch, whatever the loss "
-        "divides by",
+        "k3 estimate of KL(behavior || start): staleness and engine mismatch, whatever the "
+        "proximal policy",
     ),
     "kl/start_target_k3": MetricInfo(
         "nats/token",
-        "k3 estimate of KL(start || target), mean over the passes of the batch's updates; only "
-        "where a later pass sees answers of the first",
+        "k3 estimate of KL(start || target), mean over the passes of the batch's updates; "
+        "only where a later pass repeats completions of the first",
     ),
-    "kl/behavior_target_k3": MetricInfo("nats/token", "k3 estimate of KL(behaviour || target)"),
+    "kl/behavior_target_k3": MetricInfo("nats/token", "k3 estimate of KL(behavior || target)"),
     "kl/moved": MetricInfo(
         "nats/token",
-        "k3 estimate of KL(policy before the batch || policy after it): the batch's own move, on "
-        "the answers of the split (record.split_every) or on all (record.kl_moved)",
+        "k3 estimate of KL(policy before the batch || policy after it): the movement by this "
+        "batch, on the samples of the split (record.split_every) or on all (record.kl_moved)",
     ),
     "kl/target_ref_k1": MetricInfo("nats/token", "k1 estimate of KL(target || reference)"),
     "kl/target_ref_k3": MetricInfo("nats/token", "k3 estimate of KL(target || reference)"),
-    "kl/beta": MetricInfo("-", "coefficient of KL in the reward in this batch"),
+    "kl/beta": MetricInfo("-", "coefficient of the KL penalty in the reward for this batch"),
     "mismatch/k3_at_lag_0": MetricInfo(
         "nats/token",
-        "k3 between engine and learner on tokens that the starting weights drew, on keys and "
-        "values of theirs",
+        "k3 between engine and learner on tokens sampled by the starting weights, with keys "
+        "and values of the same weights",
     ),
     "mismatch/max_at_lag_0": MetricInfo(
-        "nats", "largest |log ratio| of such a token: 0 to the last bit in exact mode"
+        "nats", "largest |log ratio| of such a token; exactly 0 in exact mode"
     ),
     "mismatch/k3_one_version": MetricInfo(
         "nats/token",
-        "k3 between engine and learner under the version that drew a token and all its keys and "
-        "values",
+        "k3 between engine and learner, on tokens sampled by the version that also computed "
+        "all their keys and values",
     ),
     "mismatch/max_one_version": MetricInfo(
-        "nats", "largest |log ratio| of such a token: 0 to the last bit in exact mode, at any lag"
+        "nats", "largest |log ratio| of such a token; exactly 0 in exact mode, at any lag"
     ),
     "split/mismatch": MetricInfo(
         "nats/token",
-        "mean of log mu - log pi_v, pi_v: the learner's forward with the weights that drew the "
-        "token (record.split_every)",
+        "mean of log mu - log pi_v; pi_v is the learner's forward pass with the weights that "
+        "sampled the token (record.split_every)",
     ),
     "split/staleness": MetricInfo(
         "nats/token",
-        "mean of log pi_v - log pi_start: what the weights have moved since the token was drawn",
+        "mean of log pi_v - log pi_start: how far the weights have moved since the token was "
+        "sampled",
     ),
     "split/update": MetricInfo(
-        "nats/token", "mean of log pi_start - log pi_theta, pi_theta: after the batch's updates"
+        "nats/token", "mean of log pi_start - log pi_theta, with pi_theta after the batch's updates"
     ),
     "split/total": MetricInfo(
-        "nats/token", "mean of log mu - log pi_theta on the same tokens: the sum of the three"
+        "nats/token", "mean of log mu - log pi_theta on the same tokens, the sum of the three parts"
     ),
     "split/mismatch_k3": MetricInfo("nats/token", "k3 of the first part: engine mismatch"),
     "split/staleness_k3": MetricInfo("nats/token", "k3 of the second part: staleness"),
     "split/update_k3": MetricInfo("nats/token", "k3 of the third part: the batch's own update"),
     "split/coverage": MetricInfo(
-        "share", "of the sampled tokens whose version the ring still held (weights.slots)"
+        "share", "share of the selected tokens whose version the ring still held (weights.slots)"
     ),
-    "clip/share": MetricInfo("share", "tokens whose gradient the trust region cut"),
-    "loss/policy": MetricInfo("-", "value of the (negated) surrogate objective"),
+    "clip/share": MetricInfo("share", "tokens whose gradient the trust region set to zero"),
+    "loss/policy": MetricInfo("-", "value of the negated surrogate objective"),
     "loss/kl": MetricInfo("-", "KL term of the loss, before its coefficient"),
     "policy/entropy": MetricInfo("nats/token", "entropy of the target policy on sampled states"),
     "policy/behavior_nll": MetricInfo(
-        "nats/token", "mean of -log mu: the behaviour policy's own surprise"
+        "nats/token", "mean of -log mu: the behavior policy's own surprise"
     ),
     "optim/grad_norm": MetricInfo(
         "-", "gradient norm before clipping, mean over the batch's optimizer steps"
     ),
     "optim/gradient_cosine": MetricInfo(
         "-",
-        "cosine of a gradient with that of the optimizer step before, mean over the batch's steps "
-        "(learner.gradient_cosine)",
+        "cosine between the gradients of successive optimizer steps, mean over the batch's "
+        "steps (learner.gradient_cosine)",
     ),
-    "optim/gradient_cosine_max": MetricInfo("-", "the largest of them"),
+    "optim/gradient_cosine_max": MetricInfo("-", "the largest of these cosines"),
     "optim/lr": MetricInfo("-", "learning rate"),
     "optim/steps": MetricInfo("steps", "optimizer steps made on the batch"),
     "optim/early_stops": MetricInfo(
-        "count", "batches that KL early stopping has ended before their last step, so far"
+        "count", "batches that KL early stopping has ended before their last step so far"
     ),
-    "optim/stop_kl": MetricInfo("nats/token", "the KL that early stopping last measured"),
+    "optim/stop_kl": MetricInfo("nats/token", "KL that early stopping measured last"),
     "optim/skipped": MetricInfo(
-        "count", "optimizer steps skipped for a loss or gradient that is not finite, so far"
+        "count", "optimizer steps skipped so far because loss or gradient was not finite"
     ),
     "throughput/learner_tokens_per_s": MetricInfo(
         "tokens/s", "response tokens trained per second of wall time"
     ),
     "throughput/generator_tokens_per_s": MetricInfo(
-        "tokens/s", "tokens written per second of wall time, all generators"
+        "tokens/s", "tokens generated per second of wall time, all generators"
     ),
     "time/step": MetricInfo("s", "wall time of the learner's step"),
     "time/train": MetricInfo("s", "time in forward, backward and update"),
     "time/publish": MetricInfo("s", "time to write the weights into the ring"),
-    "weights/bytes": MetricInfo(
-        "bytes", "a version as it is published; with LoRA the adapter alone"
-    ),
+    "weights/bytes": MetricInfo("bytes", "size of a published version; with LoRA only the adapter"),
     "weights/full_bytes": MetricInfo("bytes", "all weights of the model"),
     "time/learner_idle_share": MetricInfo(
-        "share", "of the learner's time spent waiting for a batch"
+        "share", "share of the learner's time spent waiting for a batch"
     ),
     "time/generator_idle_share": MetricInfo(
-        "share", "of the generators' time with no row to decode"
+        "share", "share of the generators' time without a completion to decode"
     ),
     "time/reward_wait_share": MetricInfo(
         "share",
-        "of the generators' time with no row to decode, while answers waited for their rewards",
+        "share of the generators' time without a completion to decode while completions "
+        "waited for their rewards",
     ),
     "reward/queue": MetricInfo(
         "answers",
-        "finished, without a reward yet, at all generators; only where reward processes judge",
+        "finished completions without a reward yet, all generators; only with reward processes",
     ),
     "reward/wait_s": MetricInfo(
-        "s", "from an answer's end to its reward, mean since the last step that knows"
+        "s",
+        "time from a completion's end to its reward, mean since the last step with a measurement",
     ),
-    "reward/call_s": MetricInfo(
-        "s", "an answer's share of a call of the reward function, the same mean"
-    ),
-    "reward/workers": MetricInfo("processes", "that judge, of all generators"),
+    "reward/call_s": MetricInfo("s", "time of a reward call per completion, the same mean"),
+    "reward/workers": MetricInfo("processes", "reward processes of all generators"),
     "judge/requests": MetricInfo(
-        "requests", "sent to the judge so far, those sent again too ([reward.judge])"
+        "requests", "requests sent to the judge so far, repetitions included ([reward.judge])"
     ),
-    "judge/replies": MetricInfo("replies", "of the judge so far"),
-    "judge/retries": MetricInfo("requests", "sent again so far: after 408, 429, 5xx or no answer"),
-    "judge/throttled": MetricInfo("requests", "answered by 429 so far"),
-    "judge/cached": MetricInfo("questions", "asked before, so far: their reply was known"),
+    "judge/replies": MetricInfo("replies", "replies of the judge so far"),
+    "judge/retries": MetricInfo(
+        "requests", "requests repeated so far, after 408, 429, 5xx or no reply"
+    ),
+    "judge/throttled": MetricInfo("requests", "requests answered by 429 so far"),
+    "judge/cached": MetricInfo("questions", "repeated questions so far, whose reply was known"),
     "judge/tokens": MetricInfo(
-        "tokens", "of questions and replies so far, by the judge's own count"
+        "tokens", "tokens of questions and replies so far, by the judge's own count"
     ),
-    "judge/seconds": MetricInfo("s", "that requests took so far, those side by side added up"),
-    "judge/requests_left": MetricInfo("requests", "of reward.judge.budget_requests"),
-    "judge/tokens_left": MetricInfo("tokens", "of reward.judge.budget_tokens"),
+    "judge/seconds": MetricInfo(
+        "s", "time of all requests so far; requests at the same time add up"
+    ),
+    "judge/requests_left": MetricInfo("requests", "requests left of reward.judge.budget_requests"),
+    "judge/tokens_left": MetricInfo("tokens", "tokens left of reward.judge.budget_tokens"),
     "time/swap": MetricInfo(
-        "s", "time the generators spent on swapping weights since the last step"
+        "s", "time that the generators spent on swapping weights since the last step"
     ),
     "prefix/hits": MetricInfo(
         "calls",
-        "prompts since the last step that began with keys and values kept of earlier calls "
+        "prompts since the last step that began with cached keys and values of earlier calls "
         "(generator.prefix_cache_tokens)",
     ),
-    "prefix/reused_tokens": MetricInfo("tokens", "of these prompts, not encoded again"),
-    "prefix/encoded_tokens": MetricInfo("tokens", "of all prompts of calls, encoded"),
+    "prefix/reused_tokens": MetricInfo(
+        "tokens", "cached tokens of these prompts, not encoded again"
+    ),
+    "prefix/encoded_tokens": MetricInfo("tokens", "encoded tokens of all calls' prompts"),
     "link/fetch_share": MetricInfo(
-        "share", "of the generators' time, in which weights came over a socket; only where they do"
+        "share",
+        "share of the generators' time in which they received weights over a socket; only "
+        "with a socket",
     ),
     "link/fetch_mb_per_s": MetricInfo(
-        "MB/s", "of weights over a socket, a generator, in that time"
+        "MB/s", "rate at which a generator received weights in that time"
     ),
     "link/ack_s": MetricInfo(
-        "s", "from a sample's first sending to its acknowledgement, mean since the last step"
+        "s",
+        "time from the first transmission of a sample to its acknowledgment, mean since the "
+        "last step",
     ),
     "buffer/groups": MetricInfo("groups", "groups alive: outstanding, stored or leased"),
-    "buffer/leases": MetricInfo("groups", "groups that a generator holds"),
+    "buffer/leases": MetricInfo("groups", "groups leased to generators"),
     "buffer/set_aside": MetricInfo(
-        "batches", "set aside so far, as the learner's lives ended on them (set_aside/)"
+        "batches",
+        "batches excluded so far because the learner repeatedly exited on them (set_aside/)",
     ),
-    "buffer/bytes": MetricInfo("bytes", "trajectories stored"),
+    "buffer/bytes": MetricInfo("bytes", "size of the stored trajectories"),
     **{
         f"refused/{reason}": MetricInfo("count", f"refused so far: {what}")
         for reason, what in REFUSALS.items()
     },
     "eval/heldout": MetricInfo("reward", "mean reward on held-out prompts"),
     "eval/heldout_n": MetricInfo("samples", "held-out prompts evaluated"),
-    "eval/heldout_length": MetricInfo("tokens", "mean length of held-out answers"),
+    "eval/heldout_length": MetricInfo("tokens", "mean length of held-out completions"),
     "eval/ood": MetricInfo("reward", "mean reward on out-of-distribution prompts"),
     "eval/ood_n": MetricInfo("samples", "out-of-distribution prompts evaluated"),
-    "eval/ood_length": MetricInfo("tokens", "mean length of out-of-distribution answers"),
+    "eval/ood_length": MetricInfo("tokens", "mean length of out-of-distribution completions"),
     "memory/learner_mb": MetricInfo("MiB", "resident memory of the learner"),
 }
 METRICS |= {_name: MetricInfo(*_entry) for _name, _entry in METRIC_NAMES.items()}
