@@ -235,9 +235,9 @@ def test_a_run_goes_on_without_the_batch_that_kills_its_learner(
     # said in the log, on the terminal, in the report, by doctor
     (log,) = (run_dir / "logs").glob("attempt_*/buffer.log")
     assert f"are kept in {kept}" in log.read_text()
-    assert "1 batch was set aside" in done.err and "exit code 66" in done.err
+    assert "1 batch was excluded" in done.err and "exit code 66" in done.err
     assert done.err.count("starting learner again") == 2
-    assert "1 batch was set aside" in (run_dir / "report.html").read_text()
+    assert "1 batch was excluded" in (run_dir / "report.html").read_text()
     assert metrics.read(run_dir)[-1]["step"] == 8
     config = load.load(run_dir / "config.toml")
     assert doctor.examine_run(config, run_dir, None)["set_aside"] == [str(kept)]

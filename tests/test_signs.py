@@ -51,7 +51,7 @@ def test_constant_rewards_are_said_from_the_fifth_batch_on() -> None:
     (sign,) = health_checks.signs(rows(5, **flat))
     assert (
         sign.name == "constant_rewards"
-        and "last 5 batches was given the reward 0.25" in sign.said
+        and "last 5 batches has the reward 0.25" in sign.said
         and "task try" in sign.try_this
     )
     assert sign.as_line() == f"{sign.said}; {sign.try_this}"
@@ -61,7 +61,8 @@ def test_rewards_without_spread_in_most_groups() -> None:
     """95 % is the limit, over the last 20 batches only; groups may differ among each other."""
     (sign,) = health_checks.signs(rows(8, reward_no_spread_share=0.95))
     assert (
-        "in 95% of the groups of the last 8 batches all answers have the same reward" in sign.said
+        "in 95% of the groups of the last 8 batches all completions have the same reward"
+        in sign.said
     )
     assert health_checks.signs(rows(8, reward_no_spread_share=0.94)) == []
     assert names(health_checks.signs(rows(30) + rows(20, reward_no_spread_share=0.96))) == [
@@ -75,8 +76,8 @@ def test_rewards_that_hold_the_generators_up() -> None:
     (sign,) = health_checks.signs(rows(6, time_reward_wait_share=0.42, **of))
     assert (
         sign.name == "rewards_hold_up"
-        and "idle 42% of their time for rewards: 120 answers waited, 3 s each, calls took "
-        "0.2 s in 1 process"
+        and "idle 42% of their time because of rewards: 120 completions waited, 3 s each, and "
+        "calls took 0.2 s in 1 process"
         in sign.said
     )
     assert "async def" in sign.try_this and "reward.workers" in sign.try_this
@@ -99,7 +100,7 @@ def test_all_answers_truncated() -> None:
     (sign,) = health_checks.signs(rows(6, answer_truncated_share=1.0))
     assert (
         sign.name == "all_truncated"
-        and "100% of the answers of the last 6 batches" in sign.said
+        and "100% of the completions of the last 6 batches" in sign.said
         and "generator.max_new_tokens" in sign.said
     )
     assert health_checks.signs(rows(6, answer_truncated_share=0.9)) == []
@@ -162,7 +163,7 @@ def test_signs_are_said_once_while_a_run_goes_on(tmp_path: Path) -> None:
             f.write(json.dumps(rows(1, **flat)[0] | {"step": n - 1}) + "\n")
         watcher.check(n)
         assert len(told) == (n >= 5)
-    assert told[0].startswith("note: every answer of the last 5 batches was given the reward 0")
+    assert told[0].startswith("note: every completion of the last 5 batches has the reward 0")
     assert watcher.next == 41  # looked after 5 6 7 8 10 12 15 18 22 27 33
 
 

@@ -292,7 +292,8 @@ def test_drift_without_a_kl_term(sets: tuple[str, ...]) -> None:
     """While the reward rises, a policy that leaves the reference learns; then it drifts."""
     (sign,) = health_checks.signs(rows(kl__target_ref_k3=LOST), config(*sets))
     assert (
-        sign.name == "kl_drift" and "without a KL term, and the reward does not rise" in sign.said
+        sign.name == "kl_drift"
+        and "without a KL penalty, and the reward does not rise" in sign.said
     )
     assert "kl.loss.coefficient" in sign.try_this
     learning = rows(kl__target_ref_k3=LOST, reward__mean=[0.4 + 0.01 * n for n in range(50)])

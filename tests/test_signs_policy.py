@@ -61,7 +61,7 @@ def test_kl_that_runs_away_in_a_batch() -> None:
     )
     assert "stop.kl_max" in sign.try_this
     (alone,) = health_checks.signs(rows(kl__moved=[0.3] * 50, optim__steps=[1.0] * 50), config())
-    assert "in 1 update:" in alone.said and "learner.lr" in alone.try_this
+    assert "in 1 update;" in alone.said and "learner.lr" in alone.try_this
     assert "stop.kl_max" not in alone.try_this, "it would not act"
     spike = rows(kl__start_target_k3=[0.004] * 48 + [0.9] * 2, optim__steps=[8.0] * 50)
     assert health_checks.signs(spike, config()) == []
@@ -124,9 +124,9 @@ def test_sampling_that_is_cut_is_not_blamed_on_the_dtype(tmp_path: Path) -> None
         is__ratio_max=[3.0] * 50,
     )
     (sign,) = health_checks.signs(lagged, config("generator.top_p=0.9"))
-    assert sign.name == "truncated_sampling" and "no fault of the dtype" in sign.try_this
+    assert sign.name == "truncated_sampling" and "not the dtype" in sign.try_this
     (sign,) = health_checks.signs(lagged, config())
-    assert sign.name == "engine_mismatch" and "a part of the distribution only" in sign.said
+    assert sign.name == "engine_mismatch" and "only a part of the distribution" in sign.said
     assert "top_p, top_k or min_p" in sign.try_this and "generator.dtype" not in sign.try_this
     (little,) = health_checks.signs(
         [r | {"mismatch/k3_one_version": 3e-4} for r in lagged], config()

@@ -1,19 +1,17 @@
-"""Signs that a run does not learn what it was meant to: rules over metrics.jsonl, with what to try.
+"""Health checks: rules over metrics.jsonl that find runs which do not learn, with what to try.
 
-Pure: reads no file and imports no torch.  `asyncrl run` says each sign once on the terminal; the
-summary and the report's first lines keep them.  A rule is a function of the rows that returns a
-`HealthFinding` or None; it belongs into RULES, or into END_RULES if only a finished run can be
-judged by it,
-or into KNOWN_RULES if it must know the run's settings (`RunFacts`) as well.  Every rule looks at
-what
-was measured: settings that are known to go wrong, and did not, are no sign.
+Pure: reads no file and imports no torch.  `asyncrl run` prints each finding once; the summary and
+the report's first lines keep it.  A rule is a function of the rows that returns a `HealthFinding`
+or None.  It belongs in RULES; in END_RULES if only a finished run can be judged by it; in
+KNOWN_RULES if it also needs the run's settings (`RunFacts`).  Every rule judges measurements:
+settings that are known to fail are not a finding until they do.
 
 >>> one = {"reward/mean": 0.0, "reward/no_spread_share": 1.0, "reward/min": 0.0, "reward/max": 0.0}
 >>> stuck = [{"step": n} | one for n in range(8)]
 >>> [s.name for s in signs(stuck)]
 ['constant_rewards']
 >>> signs(stuck)[0].said
-'every answer of the last 8 batches was given the reward 0: no group has a spread to learn from'
+'every completion of the last 8 batches has the reward 0, so no group gives a learning signal'
 """
 
 from __future__ import annotations
@@ -33,53 +31,53 @@ Rows = Sequence[Mapping[str, Any]]
 LEAST = 5
 WINDOW = 20
 NEARLY_ALL = 0.95
-# share of the generators' time, from which on rewards are said to be what they wait for
+# share of the generators' time from which waiting for rewards is reported
 HELD_UP = 0.1
 EXPLAINED = 0.2  # share of the wait for a reward that its calls must account for
 Z_95 = 1.96  # of a 95 % interval
-Z_EACH = 3.0  # of an interval that is looked at after every evaluation: 1 in 700 of one side
-ALARM = 0.001  # chance that one look at a series of independent noise calls it growing
-PARTS = 18  # a series is reduced to the medians of so many stretches, at most
-GROWN = 2.0  # late over early, from which on growth is worth a word
-HARMLESS = 1e-5  # nats a token: a mismatch below it moves the weights of no answer
-MOVED = 0.02  # nats a token to the reference: a policy that has moved so little needs no KL term
+Z_EACH = 3.0  # of an interval that is tested after every evaluation: 1 in 700 on one side
+ALARM = 0.001  # probability that one test of a series of independent noise calls it growing
+PARTS = 18  # a series is reduced to the medians of at most this many stretches
+GROWN = 2.0  # late over early from which growth is reported
+HARMLESS = 1e-5  # nats a token: a smaller mismatch changes the weight of no completion
+MOVED = 0.02  # nats a token to the reference: a policy that moved less needs no KL penalty
 # nats a token: KL terms that work held it below this (docs/log), runs without end at 0.2 to 0.4
 DRIFT = 0.1
 RISING = 1.25  # late third over middle third: 1 for a level, 5/3 for a line
-FEWEST = 3  # values of a third of a series, where the run gives too few for LEAST
+FEWEST = 3  # values in a third of a series if the run gives too few for LEAST
 MISMATCH = "mismatch/k3_at_lag_0"
 ONE_VERSION = "mismatch/k3_one_version"
 SPLIT = "split/mismatch_k3"
-# of the engine under equal weights: the second and the third where record.split_every is not 0
+# engine against learner at equal weights; the last two only if record.split_every is not 0
 MISMATCHES = (MISMATCH, ONE_VERSION, SPLIT)
-OWN = "by_age/mismatch_k3_0"  # the split's own tokens of one version, as ONE_VERSION
-# measurements that engine_mismatch judges: half of a run's last 9, so 5 bad ones of 20 in all
+OWN = "by_age/mismatch_k3_0"  # tokens of one version in the split, as ONE_VERSION
+# last measurements that engine_mismatch judges: it fires on half of them, so on 5 bad ones
 JUDGED = 9
-MOST_ALARM = 0.05  # of a run that is too short for ALARM
-CUT = 0.005  # is/chi2 below minus it: part of the policy was not sampled from
-ONCE = 1e-3  # the same of one batch in which no ratio is above 1
+MOST_ALARM = 0.05  # replaces ALARM in a run that is too short for it
+CUT = 0.005  # is/chi2 below minus this: part of the policy was not sampled from
+ONCE = 1e-3  # the same for one batch in which no ratio is above 1
 REJECTED = 0.5
-JUMP = 2.0  # of the answers' length
+JUMP = 2.0  # factor of the completions' length
 RUNAWAY = 0.05  # nats a token in one batch: healthy runs move 1e-4 to 0.02 (docs/log)
 MANY_UPDATES = 4
 SWINGS = 3  # turns of accuracy, each larger than chance
 ASIDE = "buffer/set_aside"
-SILENT = 0.01  # share of the gradient below which a KL term decides nothing
+SILENT = 0.01  # share of the gradient below which a KL penalty has no effect
 
 
 class HealthFinding(NamedTuple):
-    """One finding."""
+    """A problem that a rule found in a run."""
 
     name: str  # a fixed name, for programs
-    said: str  # what was seen, with its numbers
-    try_this: str  # what to change, with its key
+    said: str  # the observation, with its numbers
+    try_this: str  # the advice, with the keys to change
 
     def as_line(self) -> str:
         return f"{self.said}; {self.try_this}"
 
 
 class RunFacts(NamedTuple):
-    """What a rule may know of a run beside its rows."""
+    """Facts about a run, besides its rows, that a rule may need."""
 
     config: Config
     # nats a token: the largest healthy k3 between engine and learner at equal weights
@@ -87,30 +85,30 @@ class RunFacts(NamedTuple):
 
 
 def recent_rows(rows: Rows, least: int = LEAST, window: int = WINDOW) -> Rows:
-    """The rows of the last `window` batches; none while there are fewer than `least`."""
+    """Return the rows of the last `window` batches, or none if there are fewer than `least`."""
     batches = [r for r in rows if "reward/mean" in r]
     return batches[-window:] if len(batches) >= least else []
 
 
 def mean(rows: Rows, name: str) -> float | None:
-    """Mean of a metric over the rows that have it."""
+    """Return the mean of a metric over the rows that have it."""
     values = [float(r[name]) for r in rows if name in r]
     return sum(values) / len(values) if values else None
 
 
 def series(rows: Rows, name: str) -> list[float]:
-    """A metric's finite values, in order."""
+    """Return a metric's finite values, in order."""
     return [float(r[name]) for r in rows if name in r and math.isfinite(r[name])]
 
 
 @cache
 def _orders(late: int, early: int) -> tuple[int, ...]:
-    """Of the orders of so many late and early values: how many have 0, 1, ..., late * early pairs
-    with the late one above.
-    """
+    """Count the orders of `late` and `early` values by their pairs with the late value above.
+
+    Element i is the number of orders with i such pairs, i = 0, ..., late * early."""
     if not late or not early:
         return (1,)
-    # the largest of all is a late one, above n; or an early one
+    # the largest value is either a late one, which is above all early ones, or an early one
     above = _orders(late - 1, early)
     below = _orders(late, early - 1)
     out = [0] * (late * early + 1)
@@ -122,23 +120,21 @@ def _orders(late: int, early: int) -> tuple[int, ...]:
 
 
 def chance_above(late: Sequence[float], early: Sequence[float]) -> float:
-    """Chance that `late` lies above `early` so often, if their order is none: Mann and Whitney's U,
-    exact, one-sided; ties count as below.
-    """
+    """Return the probability of so many pairs with `late` above `early` in a random order.
+
+    The exact one-sided test of Mann and Whitney's U; ties count as below."""
     pairs = sum(x > y for x in late for y in early)
     orders = _orders(len(late), len(early))
     return sum(orders[pairs:]) / sum(orders)
 
 
 def growth(values: Sequence[float], chance: float = ALARM) -> tuple[float, float] | None:
-    """(early, late): medians of the first and the last third of a series that grows; None: it does
-    not.
+    """Return the medians of the first and last third of a series that grows, otherwise None.
 
-    The series is cut into at most PARTS stretches, whose medians forget single spikes and what
-    neighbours have in common.  It grows when the last third lies above the rest by more than chance
-    (`chance_above` at most `chance`) and is GROWN times the first third.  So independent noise is
-    called growing at no more than one look in 1000, and noise whose level does not double hardly
-    ever."""
+    The series is cut into at most PARTS stretches, whose medians remove single spikes and the
+    correlation of neighbors.  It grows if the last third lies above the rest by more than chance
+    (`chance_above` at most `chance`) and is GROWN times the first third.  So at most one test in
+    1000 calls independent noise growing, and noise whose level does not double almost never."""
     length = len(values)
     many = min(PARTS, len(values))
     parts = [median(values[i * length // many : (i + 1) * length // many]) for i in range(many)]
@@ -151,7 +147,7 @@ def growth(values: Sequence[float], chance: float = ALARM) -> tuple[float, float
 
 
 def constant_rewards(rows: Rows) -> HealthFinding | None:
-    """Nearly no group has rewards that differ, so nearly every advantage is zero."""
+    """Almost no group has rewards that differ, so almost every advantage is zero."""
     last = recent_rows(rows)
     share = mean(last, "reward/no_spread_share")
     if share is None or share < NEARLY_ALL:
@@ -159,51 +155,48 @@ def constant_rewards(rows: Rows) -> HealthFinding | None:
     values = {float(r[k]) for r in last for k in ("reward/min", "reward/max") if k in r}
     if len(values) != 1:
         said = (
-            f"in {share:.0%} of the groups of the last {len(last)} batches all answers have the "
-            "same "
-            "reward: hardly anything to learn from"
+            f"in {share:.0%} of the groups of the last {len(last)} batches all completions have "
+            "the same reward, so there is almost no learning signal"
         )
     else:
         said = (
-            f"every answer of the last {len(last)} batches was given the reward {values.pop():g}: "
-            "no group has a spread to learn from"
+            f"every completion of the last {len(last)} batches has the reward {values.pop():g}, "
+            "so no group gives a learning signal"
         )
     return HealthFinding(
         "constant_rewards",
         said,
-        "look at rewards by `asyncrl task try`; prompts of another "
-        "difficulty, or a reward with more steps, give a spread",
+        "look at rewards with `asyncrl task try CONFIG`; use prompts of another difficulty, or a "
+        "reward with more levels",
     )
 
 
 def all_truncated(rows: Rows) -> HealthFinding | None:
-    """Nearly no answer comes to its end."""
+    """Almost every completion is cut."""
     last = recent_rows(rows)
     share = mean(last, "answer/truncated_share")
     if share is None or share < NEARLY_ALL:
         return None
     said = (
-        f"{share:.0%} of the answers of the last {len(last)} batches were cut at "
+        f"{share:.0%} of the completions of the last {len(last)} batches were cut at "
         "generator.max_new_tokens"
     )
     return HealthFinding(
         "all_truncated",
         said,
-        "raise it, or look whether the model ends its answers at all (its end-of-sequence token)",
+        "raise it, or check that the model ends its completions (its end-of-sequence token)",
     )
 
 
 def interval(mean_value: float, count: float, lo: float, hi: float) -> float:
-    """Half the 95 % interval of a mean of `count` values in [lo, hi]: their variance is at most
-    (mean - lo)(hi - mean).
-    """
+    """Return half the width of the 95 % interval of a mean of `count` values in [lo, hi].
+
+    Their variance is at most (mean - lo)(hi - mean)."""
     return Z_95 * math.sqrt(max((mean_value - lo) * (hi - mean_value), 0.0) / max(count, 1.0))
 
 
 def accuracy_unchanged(rows: Rows) -> HealthFinding | None:
-    """Held-out accuracy at the end differs from that at the start by less than chance may make of
-    it.
-    """
+    """Held-out accuracy at the end is within chance of that at the start."""
     evals = sorted((r for r in rows if r.get("eval/heldout_n")), key=lambda r: r["step"])
     batches = recent_rows(rows, least=1, window=len(rows))
     if len(evals) < 2 or not batches or evals[0]["step"] == evals[-1]["step"]:
@@ -227,15 +220,15 @@ def accuracy_unchanged(rows: Rows) -> HealthFinding | None:
     return HealthFinding(
         "unmoved_accuracy",
         said,
-        "more steps, a larger learner.lr, or more evaluation.final_prompts to see smaller gains",
+        "train more steps or raise learner.lr; raise evaluation.final_prompts to see smaller gains",
     )
 
 
 def answers_missing(path: str, without: int, of: int) -> HealthFinding:
-    """`without` of the `of` prompts have nothing that the built-in reward could compare with."""
+    """Build the finding for `without` of `of` prompts that the built-in reward cannot judge."""
     said = (
-        f"{path}: {without} of {of} prompts have no `answer`, which the task's own reward compares "
-        "with: it is 0 for them"
+        f"{path}: {without} of {of} prompts have no `answer` for the task's own reward to compare "
+        "with, so their reward is 0"
     )
     return HealthFinding(
         "answers_missing", said, "add answers to the file, or give reward.function"
@@ -243,9 +236,7 @@ def answers_missing(path: str, without: int, of: int) -> HealthFinding:
 
 
 def generalization_falls(rows: Rows) -> HealthFinding | None:
-    """What is trained gets better while what is not trained gets worse, both by more than
-    chance.
-    """
+    """Training improves one accuracy and lowers another, both by more than chance."""
     far = sorted((r for r in rows if r.get("eval/ood_n")), key=lambda r: r["step"])
     near = sorted((r for r in rows if r.get("eval/heldout_n")), key=lambda r: r["step"])
     batches = recent_rows(rows, window=len(rows))
@@ -255,7 +246,7 @@ def generalization_falls(rows: Rows) -> HealthFinding | None:
     def change(
         first: Mapping[str, Any], last: Mapping[str, Any], split: str
     ) -> tuple[float, float, float]:
-        """Before, after, and what chance may make of their difference."""
+        """Return the values before and after, and the margin of chance of their difference."""
         ends = [(float(r[f"eval/{split}"]), float(r[f"eval/{split}_n"])) for r in (first, last)]
         lo = min(0.0, *(p for p, _ in ends))
         hi = max(1.0, *(p for p, _ in ends))
@@ -283,14 +274,13 @@ def generalization_falls(rows: Rows) -> HealthFinding | None:
     return HealthFinding(
         "out_of_distribution",
         said,
-        "end the run earlier, hold it to its start by a KL term (kl.reward.coefficient), or train "
-        "on "
-        "prompts of that kind too",
+        "end the run earlier, add a KL penalty (kl.reward.coefficient), or also train on prompts "
+        "of that kind",
     )
 
 
 def possible(config: Config, name: str) -> int:
-    """How many values of a measured metric a run of this config gives in all."""
+    """Return how many values of a metric a whole run of this config measures."""
     record = config.record
     every = {ONE_VERSION: record.split_every, SPLIT: record.split_every}.get(name, 1)
     if name == "kl/target_ref_k3" and not (
@@ -301,8 +291,9 @@ def possible(config: Config, name: str) -> int:
 
 
 def alarm(values: int) -> float:
-    """The chance at which a series of at most `values` is called growing: ALARM, or, where so few
-    cannot be that sure, the smallest that they can show, up to MOST_ALARM.
+    """Return the probability at which a series of at most `values` is called growing.
+
+    ALARM, or the smallest that so few values can reach, up to MOST_ALARM.
 
     >>> alarm(30), round(alarm(12), 4), alarm(5)
     (0.001, 0.002, 0.05)
@@ -313,9 +304,7 @@ def alarm(values: int) -> float:
 
 
 def growing_mismatch(rows: Rows, about: RunFacts | None = None) -> HealthFinding | None:
-    """Engine and learner at equal weights come further and further apart, as they do before runs
-    collapse.
-    """
+    """The mismatch of engine and learner at equal weights grows, as it does before a collapse."""
     for name in MISMATCHES:
         chance = ALARM if about is None else alarm(possible(about.config, name))
         found = growth(series(rows, name), chance)
@@ -327,9 +316,8 @@ def growing_mismatch(rows: Rows, about: RunFacts | None = None) -> HealthFinding
             return HealthFinding(
                 "growing_mismatch",
                 said,
-                "keep a checkpoint of now; lower learner.lr, or let the engine compute as the "
-                "learner does "
-                "(generator.dtype, exact)",
+                "keep the current checkpoint; lower learner.lr, or make the engine compute like "
+                "the learner (generator.dtype, exact)",
             )
     return None
 
@@ -338,8 +326,9 @@ def growing_mismatch(rows: Rows, about: RunFacts | None = None) -> HealthFinding
 
 
 def calls_explain(queue: float, wait: float, call: float, workers: float) -> bool:
-    """Do the calls themselves account for the seconds that an answer waits for its reward?  Where
-    they do not, it waits for a core: no change of the function would help.
+    """Decide whether the reward calls explain how long completions wait for their rewards.
+
+    If not, the completions wait for a core, and no change of the function would help.
 
     >>> calls_explain(120, 20.0, 0.2, 1)
     True
@@ -350,7 +339,7 @@ def calls_explain(queue: float, wait: float, call: float, workers: float) -> boo
 
 
 def rewards_block_generators(rows: Rows) -> HealthFinding | None:
-    """Generators that stand idle while their answers wait for rewards."""
+    """Generators are idle while their completions wait for rewards."""
     batches = recent_rows(rows)
     share = mean(batches, "time/reward_wait_share")
     if share is None or share < HELD_UP:
@@ -363,19 +352,19 @@ def rewards_block_generators(rows: Rows) -> HealthFinding | None:
         return None
     return HealthFinding(
         "rewards_hold_up",
-        f"in the last {len(batches)} batches the generators stood idle {share:.0%} of their time "
-        f"for rewards: {queue:.0f} answers waited, "
-        f"{wait:.2g} s each, calls took {call:.2g} s "
-        f"in {workers:.0f} process{'es' * (workers > 1)}",
-        "a function that waits for something should be `async def` (reward.concurrency), one that "
-        "has much to set up for each call take lists "
-        "(`batched = True`, reward.batch); reward.workers adds processes",
+        f"in the last {len(batches)} batches the generators were idle {share:.0%} of their time "
+        f"because of rewards: {queue:.0f} completions waited, {wait:.2g} s each, and calls took "
+        f"{call:.2g} s in {workers:.0f} process{'es' * (workers > 1)}",
+        "if the function waits for something, make it `async def` (reward.concurrency); if each "
+        "call has much to set up, let it take lists (`batched = True`, reward.batch); "
+        "reward.workers adds processes",
     )
 
 
 def refusals(latest: Mapping[str, Any]) -> dict[str, int]:
-    """Messages that the buffer refused so far, by reason; latest: the newest value of each metric,
-    or a row.
+    """Return how many messages the buffer has refused so far, by reason.
+
+    latest: the newest value of each metric, or a row.
 
     >>> refusals({"refused/number": 2.0, "reward/mean": 0.5})
     {'number': 2}
@@ -388,7 +377,7 @@ def refusals(latest: Mapping[str, Any]) -> dict[str, int]:
 
 
 def refused_messages(rows: Rows) -> HealthFinding | None:
-    """The buffer has refused what a process of the run said, or a stranger."""
+    """The buffer has refused messages, of a process of the run or of a stranger."""
     found = next((said for row in reversed(rows) if (said := refusals(row))), {})
     if not found:
         return None
@@ -397,32 +386,31 @@ def refused_messages(rows: Rows) -> HealthFinding | None:
         "refused_messages",
         f"the buffer has refused {many} message{'s' * (many > 1)}: "
         + "; ".join(f"{count} {REFUSALS[reason]}" for reason, count in found.items()),
-        "the sender was ended, or is no process of this run; the buffer's log names the first ones "
+        "a refused process of the run was ended; the buffer's log has the first messages "
         "(logs/attempt_*/buffer.log)",
     )
 
 
 def batches_set_aside(rows: Rows) -> HealthFinding | None:
-    """A batch on which the learner died again and again is left out."""
+    """A batch on which the learner repeatedly exited was excluded."""
     many = int(next((row[ASIDE] for row in reversed(rows) if ASIDE in row), 0))
     if not many:
         return None
     return HealthFinding(
         "batches_set_aside",
-        f"{many} batch{'es were' if many > 1 else ' was'} set aside: the learner's lives ended on "
-        f"{'them' if many > 1 else 'it'}",
-        "look into RUN/set_aside and the ends of logs/attempt_*/learner.log",
+        f"{many} batch{'es were' if many > 1 else ' was'} excluded because the learner repeatedly "
+        f"exited on {'them' if many > 1 else 'it'}",
+        "look at RUN/set_aside and the ends of logs/attempt_*/learner.log",
     )
 
 
 def engine_mismatch(rows: Rows, about: RunFacts) -> HealthFinding | None:
-    """Engine and learner differ at equal weights by more than rounding explains, in half of the
-    last measurements or more.
+    """Engine and learner differ at equal weights by more than rounding, in half of the last values.
 
-    Three measures of it: of tokens that the batch's starting weights drew, which a run that lags
-    has in its first batches alone; by the split, of tokens whose version computed all they read;
-    and of all tokens of the split, where what continues an answer on keys and values of older
-    weights differs too."""
+    There are three measures.  MISMATCH uses tokens sampled by the batch's starting weights, which
+    a run with lag has only in its first batches.  ONE_VERSION uses tokens whose version computed
+    all their keys and values.  SPLIT uses all tokens of the split, where a completion continued on
+    keys and values of older weights differs, too."""
     for name in MISMATCHES:
         found = series(rows, name)[-JUDGED:]
         own = series(rows, OWN)[-JUDGED:]
@@ -437,8 +425,8 @@ def engine_mismatch(rows: Rows, about: RunFacts) -> HealthFinding | None:
             return HealthFinding(
                 "engine_mismatch",
                 f"{said} ({OWN})",
-                'it is the answers continued across weights: weights.in_flight = "recompute_kv" or '
-                '"between_groups"',
+                "the difference comes from completions continued across weights: set "
+                'weights.in_flight = "recompute_kv" or "between_groups"',
             )
         if evidence := cut_off(rows):
             cuts = _cuts(about)
@@ -450,18 +438,18 @@ def engine_mismatch(rows: Rows, about: RunFacts) -> HealthFinding | None:
         return HealthFinding(
             "engine_mismatch",
             said,
-            "look at generator.dtype and weights.in_flight, or correct for it: `asyncrl run "
+            "check generator.dtype and weights.in_flight, or correct for it: `asyncrl run "
             "--resume RUN --set correction.preset=mis`",
         )
     return None
 
 
 def cut_off(rows: Rows) -> str:
-    """What says that the engine sampled from a part of the policy only; "": nothing.
+    """Return the evidence that the engine sampled only from a part of the policy, or "".
 
-    What it can draw is renormalized, so every ratio of the learner to it is at most 1 at equal
-    weights, and the mean square of the ratios, chi2 + 1, stays below 1 under lag too, which a
-    difference in arithmetic does not bring about."""
+    The engine renormalizes that part, so every ratio learner / engine is at most 1 at equal
+    weights, and the mean square of the ratios, chi2 + 1, stays below 1 under lag, too.  A
+    difference in arithmetic has no such effect."""
     both = [r for r in rows if "is/chi2" in r and "is/ratio_max" in r]
     once = [
         float(r["is/chi2"]) for r in both if r["is/ratio_max"] <= 1 + ONCE and r["is/chi2"] < -ONCE
@@ -473,11 +461,11 @@ def cut_off(rows: Rows) -> str:
         seen = f"is/chi2 is {once[-1]:.3f} in a batch without a ratio above 1 (is/ratio_max)"
     else:
         return ""
-    return f"{seen}: below zero, it is that of sampling from a part of the distribution only"
+    return f"{seen}; below zero it shows that only a part of the distribution was sampled from"
 
 
 def _cuts(about: RunFacts) -> str:
-    """The run's own settings that cut what is sampled from."""
+    """Name the run's settings that restrict the sampled distribution."""
     generator = about.config.generator
     return " and ".join(
         f"generator.{name} = {value:g}"
@@ -488,15 +476,15 @@ def _cuts(about: RunFacts) -> str:
 
 def _whole_distribution(cuts: str) -> str:
     if cuts:
-        return f"it comes from {cuts}, and is no fault of the dtype; sample from all of it"
+        return f"the cause is {cuts}, not the dtype; sample from the whole distribution"
     return (
-        "look for top_p, top_k or min_p where answers are sampled (a client's own settings, the "
-        "engine's defaults) before you look at the dtype"
+        "look for top_p, top_k or min_p where completions are sampled (a client's own settings, "
+        "the engine's defaults) before you look at the dtype"
     )
 
 
 def truncated_sampling(rows: Rows, about: RunFacts) -> HealthFinding | None:
-    """The answers are sampled from a part of the policy, by too little for `engine_mismatch`."""
+    """Completions come from a part of the policy, by too little for `engine_mismatch`."""
     evidence = cut_off(rows)
     if not evidence or engine_mismatch(rows, about) is not None:
         return None
@@ -504,9 +492,9 @@ def truncated_sampling(rows: Rows, about: RunFacts) -> HealthFinding | None:
 
 
 def drift(rows: Rows, about: RunFacts) -> tuple[float, float] | None:
-    """KL to the reference (k3, nats a token) in the middle and the last third of a run, if it is
-    large and still rises.
-    """
+    """Return the KL to the reference in the middle and last third, if it is large and rises.
+
+    k3 estimates, in nats a token."""
     kls = series(rows, "kl/target_ref_k3")
     third = len(kls) // 3
     if third < max(FEWEST, min(LEAST, possible(about.config, "kl/target_ref_k3") // 3)):
@@ -517,8 +505,7 @@ def drift(rows: Rows, about: RunFacts) -> tuple[float, float] | None:
 
 
 def gains(rows: Rows) -> bool:
-    """Is the training reward visibly higher in the last third of the batches than in the middle
-    one?"""
+    """Decide whether the training reward is visibly higher in the last third than in the middle."""
     rewards = series(rows, "reward/mean")
     third = len(rewards) // 3
     if not third:
@@ -529,9 +516,10 @@ def gains(rows: Rows) -> bool:
 
 
 def kl_drift(rows: Rows, about: RunFacts) -> HealthFinding | None:
-    """The policy leaves the reference and nothing holds it: no KL term, and no gain any more; or k1
-    in the loss, whose expected gradient on policy is zero (k1+ has that of k2).
-    """
+    """The policy leaves the reference and nothing holds it.
+
+    Either there is no KL penalty and the reward does not rise any more, or the penalty is k1 in
+    the loss, whose expected gradient on policy is zero (k1+ has that of k2)."""
     term = about.config.kl.loss
     free = not term.coefficient > 0 and not about.config.kl.reward.coefficient > 0
     idle = term.coefficient > 0 and term.estimator == "k1" and term.off_policy == "none"
@@ -545,21 +533,19 @@ def kl_drift(rows: Rows, about: RunFacts) -> HealthFinding | None:
     if free:
         return HealthFinding(
             "kl_drift",
-            f"{said}without a KL term, and the reward does not rise with it",
-            "end the run or lower learner.lr; to hold it, kl.loss.coefficient = 0.01 or more "
-            '(kl.loss.estimator = "k3"), or k1 in the reward (kl.reward.coefficient)',
+            f"{said}without a KL penalty, and the reward does not rise with it",
+            "end the run or lower learner.lr; to hold the policy, set kl.loss.coefficient = 0.01 "
+            'or more (kl.loss.estimator = "k3"), or k1 in the reward (kl.reward.coefficient)',
         )
     return HealthFinding(
         "kl_drift",
-        f"{said}under a KL term with k1 in the loss, which has no expected gradient on policy",
-        'kl.loss.estimator = "k3" (or "k2"), or k1 in the reward (kl.reward.coefficient)',
+        f"{said}under a KL penalty with k1 in the loss, which has no expected gradient on policy",
+        'set kl.loss.estimator = "k3" or "k2", or use k1 in the reward (kl.reward.coefficient)',
     )
 
 
 def stale_kl_reward(rows: Rows, about: RunFacts) -> HealthFinding | None:
-    """k1 in the reward is charged once a batch, before its first update: later ones do not see how
-    far they go.
-    """
+    """k1 in the reward is measured once a batch, so later updates do not see how far they go."""
     term = about.config.kl.reward
     updates = series(recent_rows(rows), "optim/steps")
     if not (term.coefficient > 0 and term.estimator in ("k1", "k1+")) or not updates:
@@ -571,14 +557,14 @@ def stale_kl_reward(rows: Rows, about: RunFacts) -> HealthFinding | None:
         "stale_kl_reward",
         f"KL to the reference rises from {found[0]:.2f} to {found[1]:.2f} nats a token "
         f"(kl/target_ref_k3) under k1 in the reward, which {median(updates):.0f} updates a batch "
-        "share: it is measured before the first of them",
-        "fewer updates a batch (learner.epochs, learner.minibatches), stop.kl_max, or k3 in the "
-        "loss (kl.loss.coefficient), which every update sees",
+        "share; it is measured only before the first of them",
+        "make fewer updates a batch (learner.epochs, learner.minibatches), set stop.kl_max, or use "
+        "k3 in the loss (kl.loss.coefficient), which every update sees",
     )
 
 
 def kl_runaway(rows: Rows) -> HealthFinding | None:
-    """Within one batch the policy moves further than a trust region is meant to let it."""
+    """Within one batch the policy moves further than a trust region should allow."""
     for name in ("kl/start_target_k3", "kl/moved"):
         last = series(rows, name)[-LEAST:]
         if len(last) >= FEWEST and (far := median(last)) >= RUNAWAY:
@@ -586,10 +572,10 @@ def kl_runaway(rows: Rows) -> HealthFinding | None:
             return HealthFinding(
                 "kl_runaway",
                 f"in one batch the policy moves by {far:.2f} nats a token ({name}), in "
-                f"{updates:.0f} update{'s' * (updates > 1)}: 0.02 is much",
+                f"{updates:.0f} update{'s' * (updates > 1)}; healthy runs stay below 0.02",
                 "lower learner.lr"
                 + (
-                    ", make fewer updates a batch (learner.epochs), or end them by stop.kl_max"
+                    ", make fewer updates a batch (learner.epochs), or end them with stop.kl_max"
                     if updates > 1
                     else " or learner.clip_norm"
                 ),
@@ -598,7 +584,7 @@ def kl_runaway(rows: Rows) -> HealthFinding | None:
 
 
 def batch_rejected(rows: Rows) -> HealthFinding | None:
-    """Most of what is generated is thrown out of the loss by the correction."""
+    """The correction excludes most of what is generated from the loss."""
     last = recent_rows(rows)
     shares = {
         what: mean(last, f"is/{what}_share") or 0.0 for what in ("rejected", "vetoed", "masked")
@@ -609,15 +595,16 @@ def batch_rejected(rows: Rows) -> HealthFinding | None:
     parts = ", ".join(f"{x:.0%} {what}" for what, x in shares.items() if x)
     return HealthFinding(
         "batch_rejected",
-        f"{gone:.0%} of the tokens of the last {len(last)} batches are out of the loss ({parts})",
+        f"{gone:.0%} of the tokens of the last {len(last)} batches are excluded from the loss "
+        f"({parts})",
         "the bounds of [correction] are too narrow for this lag and engine: widen them "
-        "(correction.reject_hi, veto_lo, hi), lower staleness.max_lag, or look at is/ess and "
+        "(correction.reject_hi, veto_below, hi), lower staleness.max_lag, or look at is/ess and "
         "mismatch/k3_one_version",
     )
 
 
 def length_jump(rows: Rows) -> HealthFinding | None:
-    """Answers are at once twice or half as long as in the batches before."""
+    """Completions are suddenly at least twice or at most half as long as before."""
     batches = [r for r in rows if "answer/length" in r]
     lengths = series(batches, "answer/length")
     for end in range(len(lengths), 2 * LEAST + LEAST - 1, -1):
@@ -627,17 +614,17 @@ def length_jump(rows: Rows) -> HealthFinding | None:
             step = batches[end - LEAST]["step"]
             return HealthFinding(
                 "length_jump",
-                f"from batch {step} on answers are {after:.0f} tokens long, {before:.0f} in the "
-                f"{2 * LEAST} batches before",
-                "look at samples.jsonl of that time: answers that run on (the end-of-sequence "
-                "token), or a reward that pays for length; an earlier checkpoint, a lower "
-                "learner.lr, or a reward for length help",
+                f"from batch {step} on completions are {after:.0f} tokens long, {before:.0f} in "
+                f"the {2 * LEAST} batches before",
+                "look in samples.jsonl for completions that do not end, or for a reward that pays "
+                "for length; go back to an earlier checkpoint, lower learner.lr, or change the "
+                "reward",
             )
     return None
 
 
 def oscillating_accuracy(rows: Rows) -> HealthFinding | None:
-    """Held-out accuracy goes up and down by more than chance, again and again."""
+    """Held-out accuracy goes up and down repeatedly, by more than chance."""
     evals = sorted((r for r in rows if r.get("eval/heldout_n")), key=lambda r: r["step"])
     points = [(float(r["eval/heldout"]), float(r["eval/heldout_n"])) for r in evals]
     if len(points) < SWINGS + 2:
@@ -663,23 +650,21 @@ def oscillating_accuracy(rows: Rows) -> HealthFinding | None:
     return HealthFinding(
         "oscillating_accuracy",
         f"held-out accuracy has turned {len(turns)} times, by more than chance each time: {told}",
-        "lower learner.lr, or larger batches (learner.groups); a lower staleness.max_lag if is/ess "
-        "is below 0.9",
+        "lower learner.lr or use larger batches (learner.groups); lower staleness.max_lag if "
+        "is/ess is below 0.9",
     )
 
 
 def _exceeds(
     larger: tuple[float, float], smaller: tuple[float, float], lo: float, hi: float
 ) -> bool:
-    """Is one accuracy above the other by more than chance?  Each: (mean, prompts)."""
+    """Decide whether one (mean, prompts) exceeds the other by more than chance."""
     half = math.hypot(*(interval(p, n, lo, hi) for p, n in (larger, smaller))) * Z_EACH / Z_95
     return larger[0] - smaller[0] > half
 
 
 def kl_collapse(rows: Rows, about: RunFacts) -> HealthFinding | None:
-    """k3 in the reward: its gradient is far from that of the KL, pushes away from the reference,
-    and accuracy goes.
-    """
+    """k3 in the reward collapses: its gradient pushes away from the reference."""
     term = about.config.kl.reward
     if not (term.coefficient > 0 and term.estimator in ("k3", "k3+", "low_var_kl", "low_var_kl+")):
         return None
@@ -696,16 +681,14 @@ def kl_collapse(rows: Rows, about: RunFacts) -> HealthFinding | None:
         return None
     return HealthFinding(
         "kl_collapse",
-        f"{what} under a KL term with k3 in the reward, whose gradient is known to collapse",
-        'kl.reward.estimator = "k1", or k3 in the loss (kl.loss.coefficient); go back to an '
-        "earlier checkpoint",
+        f"{what} under a KL penalty with k3 in the reward, which is known to collapse",
+        'set kl.reward.estimator = "k1", or use k3 in the loss (kl.loss.coefficient), and go back '
+        "to an earlier checkpoint",
     )
 
 
 def kl_without_effect(rows: Rows, about: RunFacts) -> HealthFinding | None:
-    """The policy has moved away from the reference, and the KL term's gradient is too small to
-    matter.
-    """
+    """The policy has left the reference, and the KL penalty's gradient is too small to matter."""
     last = recent_rows(rows, least=WINDOW)
     moved = series(last, "kl/target_ref_k3")
     terms = (
@@ -723,15 +706,14 @@ def kl_without_effect(rows: Rows, about: RunFacts) -> HealthFinding | None:
         ):
             continue
         said = (
-            f"the KL term's gradient is {median(share):.1%} of the policy term's ({metric}) at a "
-            f"KL of {median(moved):.2f} nats a token to the "
-            "reference: it has no effect"
+            f"the KL penalty's gradient is {median(share):.1%} of the policy term's ({metric}) at "
+            f"a KL of {median(moved):.2f} nats a token to the reference, so it has no effect"
         )
         return HealthFinding(
             "kl_without_effect",
             said,
-            f"raise {key}.coefficient = {term.coefficient:g} tenfold or more, or leave the term "
-            "out",
+            f"raise {key}.coefficient = {term.coefficient:g} tenfold or more, or remove the "
+            "penalty",
         )
     return None
 
@@ -761,9 +743,9 @@ KNOWN_RULES: tuple[Callable[[Rows, RunFacts], HealthFinding | None], ...] = (
 
 
 def signs(rows: Rows, about: RunFacts | None = None, *, ended: bool = False) -> list[HealthFinding]:
-    """What the rules find in a run's rows so far; about: its settings; ended: also what only its
-    end tells.
-    """
+    """Apply the rules to a run's rows so far.
+
+    about: the run's settings.  ended: also apply the rules for finished runs."""
     found = [rule(rows) for rule in (*RULES, *(END_RULES if ended else ()))]
     found.append(growing_mismatch(rows, about))
     found += [rule(rows, about) for rule in KNOWN_RULES] if about is not None else []
