@@ -70,10 +70,7 @@ browser:
 demo: $(VENV)/.demo
 	$(PY) -m asyncrl.cli run configs/demo.toml
 
-# CPU seconds by file are printed at the end of every run; about 2,300 in all on two cores.  Above 10, not in `make check`:
-SLOW := moved_buffer deepspeed tasks_learn both_engines run bad_input shutdown vllm vllm_calls staleness_property compare losses_by_length one_line any_model durability exact \
-  wrong_weights no_collisions installed new notebook kills versions by_hand sweep wrong_model bad_loss mismatch report docs_commands real_model chaos power_cuts \
-  golden_agents agent_run gateway_run older_runs join effective ray ray_job slurm_real loop_figures memory planted_mutants protocol_model session_schedules pushed clients lora settings_act
+# CPU seconds by file are printed at the end of every run.  A file above 10 carries the marker `slow`, which `make check` leaves out.
 # Three workers for two cores, as many tests wait for processes; six at most.
 WORKERS ?= $(shell n=$$(nproc); w=$$((n + (n + 1) / 2)); echo $$((w < 6 ? w : 6)))
 TESTS := $(PY) -m pytest -n $(WORKERS) --dist worksteal
@@ -82,7 +79,7 @@ test: env browser
 	$(TESTS)
 
 clients: $(VENV)/.env $(MORE)/.env
-	$(PY) -m pytest -s --durations=0 tests/more_clients.py
+	$(PY) -m pytest -s --durations=0 tests/support/more_clients.py
 
 check: env
 	$(VENV)/bin/ruff check .
@@ -90,7 +87,7 @@ check: env
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 	$(PY) benchmarks/shape.py
-	$(TESTS) $(SLOW:%=--ignore=tests/test_%.py)
+	$(TESTS) -m "not slow"
 
 # build/lib goes first: setuptools would pack modules from it that are gone.
 wheel: $(VENV)/.demo

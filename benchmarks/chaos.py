@@ -446,7 +446,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--faults", type=int, default=5000, help=f"in all, {EACH} a run")
     made.add_argument("--minutes", type=float, default=1e9, help="no run begins after these")
-    # the epoch fence needs two learners at once: tests/test_chaos_off.py
+    # the epoch fence needs two learners at once: tests/supervise/test_chaos_off.py
     mechanisms = [name for name in points.MECHANISMS if name != "epoch_fence"]
     made.add_argument("--disable", default="", choices=["", *mechanisms])
     made.add_argument("--learner", default="fake", choices=["fake", "real"])

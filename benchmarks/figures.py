@@ -3,7 +3,7 @@
     python benchmarks/figures.py                 draw all of them again
     python benchmarks/figures.py --run RUN_DIR   first keep a finished run of the demo as a result
 
-tests/test_docs.py draws them again and compares."""
+tests/project/test_docs.py draws them again and compares."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ from lib import results_file
 
 ROOT = results_file.ROOT
 # first: benchmarks/learner.py and buffer.py must not hide the packages of their names
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 GOAL = 0.9
 GOAL_BY_FILE = 0.75
 LEAST = 4  # mutants drawn of each file, so that its share says something
@@ -182,13 +182,12 @@ def sources() -> list[str]:
 
 
 def fast_files() -> list[str]:
-    """Every test file that the Makefile does not call slow, and those that pyproject.toml adds."""
-    text = (ROOT / "Makefile").read_text().replace("\\\n", " ")
-    (slow,) = re.findall(r"^SLOW := (.*)$", text, re.MULTILINE)
-    named = {f"tests/test_{word}.py" for word in slow.split()}
+    """Every test file without the marker `slow`, and those that pyproject.toml adds."""
     also = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mutmut"]["also_test"]
-    found = (f"tests/{p.name}" for p in sorted((ROOT / "tests").glob("test_*.py")))
-    return [p for p in found if p not in named or p in also]
+    paths = sorted((ROOT / "tests").rglob("test_*.py"), key=lambda path: path.name)
+    slow = {path for path in paths if "\npytestmark = pytest.mark.slow\n" in path.read_text()}
+    names = {str(path.relative_to(ROOT)): path for path in paths}
+    return [name for name, path in names.items() if path not in slow or name in also]
 
 
 def reaching_files(paths: Sequence[str]) -> list[str]:

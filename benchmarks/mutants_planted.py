@@ -1,5 +1,5 @@
 """Mutants planted by hand, each with the one test that must notice it: what continuous integration
-runs (tests/test_planted_mutants.py).
+runs (tests/project/test_planted_mutants.py).
 
 Each breaks one promise of the configuration in one line.  `old` stands once in the file; `new`
 takes its place."""
@@ -20,8 +20,8 @@ class Planted(NamedTuple):
 ALGORITHMS = "asyncrl/algorithms/"
 LEARNER = "learner/"
 BUFFER = "buffer/"
-SETTINGS = "tests/test_settings_take_effect.py::test_"
-STATE = "tests/test_learner_state.py::test_"
+SETTINGS = "tests/algorithms/test_settings_take_effect.py::test_"
+STATE = "tests/learner/test_learner_state.py::test_"
 PLANTED = [
     Planted(
         "on_exceed = mask leaves the token in the loss",
@@ -70,7 +70,7 @@ PLANTED = [
         ALGORITHMS + "loss.py",
         "return now - stopping.kl_statistic(to_start, torch.ones_like(start), valid)[0], weight",
         "return now, weight",
-        "tests/test_stops.py::test_at_learning_rate_zero_nothing_ever_stops"
+        "tests/algorithms/test_stops.py::test_at_learning_rate_zero_nothing_ever_stops"
         "[{'epochs': 3}-behavior-behavior]",
     ),
     Planted(
@@ -148,13 +148,13 @@ PLANTED = [
         "asyncrl/contract/admission.py",
         "(int(max_lag) + 1) * batch",
         "(int(max_lag) + 1) * batch + 1",
-        "tests/test_store.py::test_tickets_go_out_while_the_limit_leaves_room",
+        "tests/buffer/test_store.py::test_tickets_go_out_while_the_limit_leaves_room",
     ),
     Planted(
         "the lag of another branch is that of ours",
         "asyncrl/contract/versions.py",
         "return self._depth[start] - 2 * common",
         "return -self._depth[start]",
-        "tests/test_doctests.py::test_examples_in_docstrings[asyncrl.contract.versions]",
+        "tests/project/test_doctests.py::test_examples_in_docstrings[asyncrl.contract.versions]",
     ),
 ]

@@ -4,7 +4,6 @@ would.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -20,11 +19,10 @@ from typing import Any
 import pytest
 import zmq
 from hypothesis import HealthCheck, settings
+from process_kit import ENV, ROOT, SMALL, Ended, demo_command, shared
 
-ROOT = Path(__file__).resolve().parents[1]
-# also for the reward processes of commands called in this process
-os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests'}"
-ENV = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+SUPPORT = {path.stem for path in (ROOT / "tests" / "support").glob("*_kit.py")}
+pytest.register_assert_rewrite(*(SUPPORT - {"process_kit"}))
 
 
 # a context that a failed test leaves with an open socket would wait for it, for ever, when it is
@@ -35,18 +33,6 @@ zmq.Context.__del__ = lambda self: None  # type: ignore[method-assign]
 settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any speed")
 
-# For real processes on a busy machine: nobody is taken for hung, or gone, because others have the
-# cores.
-PATIENT = (
-    "watchdog.floor_s=3600.0",
-    "watchdog.startup_s=3600.0",
-    "wires.connect_s=1200.0",
-    "reward.deadline_s=600.0",
-)
-
-# The seed of the runs that tests make: no outcome hangs on what a short run happens to sample and
-# learn, hence ASYNCRL_TEST_SEED=7 passes as well.
-RUN_SEED = int(os.environ.get("ASYNCRL_TEST_SEED", "0"))
 
 # Single tests here take up to two minutes: they begin first, so that no worker ends long after the
 # others.
@@ -55,36 +41,6 @@ LONG = ("test_tasks_learn", "test_docs_commands", "test_deepspeed", "test_compar
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.stem not in LONG)
-
-
-class Ended:
-    """A finished command: its exit code, stdout, stderr, and the last stdout line as JSON."""
-
-    def __init__(self, process: subprocess.CompletedProcess[str]) -> None:
-        self.code, self.out, self.err = process.returncode, process.stdout, process.stderr
-
-    @property
-    def json(self) -> dict[str, Any]:
-        assert self.out.strip(), (
-            f"nothing on stdout (exit {self.code}); stderr ends:\n{self.err[-3000:]}"
-        )
-        return dict(json.loads(self.out.strip().splitlines()[-1]))
-
-
-def shared(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
-    """A directory that `make` fills once for all workers of a test session; the others wait for
-    it.
-    """
-    base = factory.getbasetemp()
-    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    path, done = base / name, base / f"{name}.done"
-    with (base / f"{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not done.exists():
-            path.mkdir()
-            make(path)
-            done.touch()
-    return path
 
 
 @pytest.fixture(scope="session")
@@ -177,27 +133,6 @@ def asyncrl(tmp_path: Path, sort_model: Path) -> Callable[..., Ended]:
     return call
 
 
-def demo_command(command: str, tmp_path: Path, model: Path, *words: str) -> list[str]:
-    sets = [
-        f"model.path={str(model)!r}",
-        f"runs={str(tmp_path / 'runs')!r}",
-        "evaluation.final_prompts=256",
-        "evaluation.ood_prompts=16",
-        "evaluation.prompts=64",
-        f"seed={RUN_SEED}",
-        *PATIENT,
-    ]
-    sets += [w for w in words if "=" in w and not w.startswith("-")]
-    flags = [w for w in words if "=" not in w or w.startswith("-")]
-    argv = [sys.executable, "-m", "asyncrl.cli", command]
-    if "--resume" not in flags:
-        argv.append("configs/demo.toml")
-        argv += [x for s in sets for x in ("--set", s)]
-    else:
-        argv += [x for s in words if "=" in s and not s.startswith("-") for x in ("--set", s)]
-    return argv + flags + ["--json"]
-
-
 # ---- what each file of tests costs, in CPU seconds: unlike wall time it says the same on a busy ma
 
 
@@ -275,24 +210,6 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-SMALL = (
-    *PATIENT,
-    f"seed={RUN_SEED}",
-    "learner.steps=6",
-    "learner.groups=4",
-    "learner.group_size=4",
-    "learner.lr=3e-3",
-    "learner.checkpoint_every=2",
-    "generator.max_new_tokens=12",
-    "generator.slots=7",
-    "evaluation.every=3",
-    "evaluation.prompts=3",
-    "evaluation.final_prompts=5",
-    "evaluation.ood_prompts=2",
-    "reward.function='shared_reward:reward'",
-)
-
-
 @pytest.fixture(scope="session")
 def forked(small_model: Path) -> Iterator[Callable[..., dict[str, Any]]]:
     """`forked(RUN_DIR, "key=value", ..., die={...}, slow={...}, stop=N)`: a real run of SMALL,
@@ -301,7 +218,10 @@ def forked(small_model: Path) -> Iterator[Callable[..., dict[str, Any]]]:
     from asyncrl.config import load
     from asyncrl.records import metrics
 
-    argv, env = [sys.executable, str(ROOT / "tests" / "forked.py"), str(small_model)], ENV
+    argv, env = (
+        [sys.executable, str(ROOT / "tests" / "support" / "forked.py"), str(small_model)],
+        ENV,
+    )
     forge = subprocess.Popen(
         argv, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
     )

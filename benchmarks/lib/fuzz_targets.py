@@ -34,7 +34,7 @@ from buffer import service as buffer_service
 from lib import crowd_of_peers as peers
 from lib.results_file import ROOT
 
-TESTS = str(ROOT / "tests")
+TESTS = str(ROOT / "tests" / "support")
 NOBODY = "tcp://127.0.0.1:1"  # an address that is never listened to
 VOCABULARY = 50
 CONTEXT = 64

@@ -1,5 +1,5 @@
 """The strongest synchronous loop we can write on a page or two, with torch alone: what a run's step
-is measured against.  tests/plain_loop.py is the same mathematics for reading.
+is measured against.  tests/support/plain_loop.py is the same mathematics for reading.
 
     OMP_NUM_THREADS=2 python benchmarks/lib/strong_loop.py MODEL_DIR TASK [--steps 40] [--lr 2e-4]
     torchrun --standalone --nproc-per-node=2 benchmarks/lib/strong_loop.py ...   two ranks, gloo

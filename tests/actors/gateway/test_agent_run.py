@@ -1,0 +1,325 @@
+"""Runs of sessions: real processes, an environment of one's own, a generator killed amid calls."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from agent_run_kit import (
+    check,
+    command,
+    model_dir,  # noqa: F401
+    rows,
+)
+from click.testing import CliRunner
+from holding import held
+from process_kit import ENV, ROOT
+
+from asyncrl.cli import main
+from asyncrl.config import load
+from asyncrl.config.tree import Config
+from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.waits import BlockingSession
+from asyncrl.experiments.one_process import needs_own_process
+from asyncrl.records.rundir import buffer_address
+from asyncrl.supervise import live
+
+pytestmark = pytest.mark.slow
+
+PATIENCE_S = 1800.0
+
+
+def test_the_learner_finds_the_probabilities_that_the_calls_were_drawn_with(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    """At limit 0 every token's probability under the row's forward pass is the recorded one, tools
+    and all, and behind kept keys: the sessions stand in their second turn until the generator has
+    told what it kept.
+    """
+    gate, env = tmp_path / "gate", f"{ROOT / 'tests' / 'support' / 'agent_envs.py'}:Held"
+    config = command(
+        *(model_dir, tmp_path, "zero", "learner.steps=2", "staleness.max_lag=0"),
+        f"agent.env={env!r}",
+    )
+    process = subprocess.Popen(
+        config,
+        cwd=ROOT,
+        env=ENV | {"AGENT_GATE": str(gate)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        until(gate.with_suffix(".reached").exists)
+        until_heard(tmp_path / "zero", "generator-0", 1)
+        gate.touch()
+        _, said = process.communicate(timeout=PATIENCE_S)
+    finally:
+        process.kill()
+    assert process.returncode == 0, said[-3000:]
+    samples = check(tmp_path / "zero", 0, 2)
+    assert max(s["calls"] for s in samples) > 1 and any(0 in s["mask"] for s in samples)
+    found = [
+        row["mismatch/k3_at_lag_0"]
+        for row in rows(tmp_path / "zero" / "metrics.jsonl")
+        if "mismatch/k3_at_lag_0" in row
+    ]
+    assert found and max(found) < 1e-9
+    kept = [row for row in rows(tmp_path / "zero" / "metrics.jsonl") if "prefix/hits" in row]
+    assert sum(row["prefix/hits"] for row in kept) > 0
+    assert all(
+        row["prefix/reused_tokens"] >= 8 * row["prefix/hits"] and row["prefix/encoded_tokens"] > 0
+        for row in kept
+        if row["prefix/hits"]
+    )
+
+
+def test_a_killed_generators_calls_are_drawn_by_its_next_life(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    """The sessions notice nothing: no sample is lost or written twice.  They stand in their second
+    turn until the generator is stopped, and it is killed when their calls are with it.
+    """
+    run, gate = tmp_path / "killed", tmp_path / "gate"
+    env = f"{ROOT / 'tests' / 'support' / 'agent_envs.py'}:Held"
+    config = command(
+        *(model_dir, tmp_path, "killed", "learner.steps=6", "evaluation.every=0"),
+        f"agent.env={env!r}",
+    )
+    process = subprocess.Popen(
+        config,
+        cwd=ROOT,
+        env=ENV | {"AGENT_GATE": str(gate)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        until(gate.with_suffix(".reached").exists)
+        generator = int((run / ".generator-0.alive").read_text().strip())
+        os.kill(generator, signal.SIGSTOP)
+        gate.touch()
+        until(lambda: (held := held_up(run)) is not None and held.session.kind == "engine")
+        os.kill(generator, signal.SIGKILL)
+        _, said = process.communicate(timeout=PATIENCE_S)
+    finally:
+        process.kill()
+    assert process.returncode == 0, said[-3000:]
+    assert "generator-0 died: SIGKILL" in said
+    check(run, 2, 6)
+    ledger = json.loads((run / "summary.json").read_text())["ledger"]
+    assert ledger["duplicate"] == ledger["failed"] == 0
+
+
+def test_a_killed_learners_open_sessions_go_on_under_its_next_life(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    """An environment holds its session until the next learner has said hello: its first call was
+    drawn for the life before, its last for the next, and both are trained.
+    """
+    run, gate = tmp_path / "adopted", tmp_path / "gate"
+    env = f"{ROOT / 'tests' / 'support' / 'agent_envs.py'}:Slow"
+    config = command(model_dir, tmp_path, "adopted", "learner.steps=3")
+    process = subprocess.Popen(
+        [*config, "--set", f"agent.env={env!r}"],
+        cwd=ROOT,
+        env=ENV | {"AGENT_GATE": str(gate)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        until(gate.with_suffix(".reached").exists)
+        os.kill(int((run / ".learner.alive").read_text().strip()), signal.SIGKILL)
+        until_heard(run, "gateway-0", 2)
+        gate.touch()
+        _, said = process.communicate(timeout=PATIENCE_S)
+    finally:
+        process.kill()
+    assert process.returncode == 0, said[-3000:]
+    assert "learner died: SIGKILL" in said
+    samples = check(run, 2, 3)
+    both = [s for s in samples if len({label.split(".")[0] for label, *_ in s["versions"]}) == 2]
+    assert both
+    ledger = json.loads((run / "summary.json").read_text())["ledger"]
+    assert ledger["duplicate"] == ledger["failed"] == 0
+
+
+def test_a_learner_held_up_by_an_endless_tool_is_told_of_it_and_freed_at_the_deadline(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    """The session is named while it lasts, by the buffer and by `asyncrl doctor`; its deadline ends
+    it, and nothing else of the run.  That comes when both have spoken: the gateway's clock jumps.
+    """
+    run, late = tmp_path / "stuck", tmp_path / "late"
+    env = f"{ROOT / 'tests' / 'support' / 'agent_envs.py'}:Stuck"
+    config = command(
+        *(model_dir, tmp_path, "stuck", "learner.steps=1", "staleness.max_lag=0"),
+        f"agent.env={env!r}",
+    )
+    process = subprocess.Popen(
+        config,
+        cwd=ROOT,
+        env=held(late=late) | {"AGENT_GATE": str(tmp_path / "gate")},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    named: list[BlockingSession] = []
+    said: list[str] = []
+    log = run / "logs" / "attempt_1" / "buffer.log"
+
+    def in_a_step() -> bool:
+        assert process.poll() is None
+        found = held_up(run)
+        step = found is not None and found.session.what.startswith("the step of its environment")
+        named.extend([found] if found is not None and step else [])
+        return bool(named)
+
+    def doctor_says() -> bool:
+        done = CliRunner().invoke(main, ["doctor", str(run)])
+        assert done.exit_code == 0
+        said.append(done.output)
+        return "the learner is held up by session " in done.output
+
+    try:
+        until((tmp_path / "gate").exists)
+        until(in_a_step)
+        until(doctor_says)
+        until(lambda: "the learner is held up by session " in log.read_text())
+        late.touch()
+        _, end = process.communicate(timeout=PATIENCE_S)
+    finally:
+        process.kill()
+    session = named[0].session
+    assert named[0].producer == "gateway-0" and session.turn >= 1
+    assert (
+        session.kind == "environment"
+        and session.limit == "agent.step_s"
+        and 0 < session.ends_s <= 3600
+    )
+    assert "agent.step_s ends that in " in said[-1]
+    assert process.returncode == 0, end[-3000:]
+    check(run, 0, 1)
+    assert json.loads((run / "summary.json").read_text())["failures"] == {"data": 1}
+
+
+def test_an_agent_and_a_gateway_killed_amid_calls_cost_no_sample(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    """Calls are held by a generator that stands still.  A program that waits for one is killed,
+    then the gateway with all the others: their samples are written again, each is trained once.
+    The programs of a later batch than the first, all of which are trained, wait for the gate.
+    """
+    run, marks, gate = tmp_path / "amid", tmp_path / "marks", tmp_path / "gate"
+    samples = run / "samples.jsonl"  # of the first batch
+    marks.mkdir()
+    agent = [sys.executable, str(ROOT / "tests" / "support" / "agent_marks.py")]
+    process = subprocess.Popen(
+        command(
+            *(model_dir, tmp_path, "amid", "learner.steps=3", "agent.env=''"),
+            *(f"agent.command={json.dumps(agent)}", "reward.error_budget=1.0"),
+            *(
+                "agent.env_pass=['AGENT_*']",
+                "evaluation.every=0",
+                "generator.slots=8",
+                "staleness.max_lag=0",
+            ),
+        ),
+        cwd=ROOT,
+        env=ENV | {"AGENT_MARKS": str(marks), "AGENT_GATE": str(gate), "AGENT_AFTER": str(samples)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+    def waiting() -> set[int]:
+        return {int(path.name) for path in marks.iterdir()}
+
+    try:
+        until(gate.with_suffix(".reached").exists)
+        generator = int((run / ".generator-0.alive").read_text().strip())
+        os.kill(generator, signal.SIGSTOP)
+        before = waiting()
+        gate.touch()
+        until(lambda: len(waiting() - before) >= 2)
+        killed = min(waiting() - before)
+        os.kill(killed, signal.SIGKILL)
+        log = run / "agent-0.log"
+        until(lambda: "was ended by SIGKILL" in log.read_text())
+        assert waiting() - before - {killed}
+        gateway = int((run / ".gateway-0.alive").read_text().strip())
+        os.kill(gateway, signal.SIGKILL)
+        os.kill(generator, signal.SIGCONT)
+        _, said = process.communicate(timeout=PATIENCE_S)
+    finally:
+        process.kill()
+    assert process.returncode == 0, said[-3000:]
+    assert "gateway-0 died: SIGKILL" in said and "generator-0 died" not in said
+    trained = check(run, 0, 3)
+    assert len({(s["ticket"], s["sample"]) for s in trained}) == len(trained)
+    assert json.loads((run / "summary.json").read_text())["ledger"]["duplicate"] == 0
+
+
+def held_up(run: Path) -> BlockingSession | None:
+    """What the buffer says of it now."""
+    status = live.ask(buffer_address(load.load("calc"), run), "", 10.0)
+    return status.held_up if status is not None else None
+
+
+def until_heard(run: Path, peer: str, epoch: int) -> None:
+    """A whole report of `peer` came while the buffer follows this life of the learner, and was
+    answered.
+    """
+    ages: list[float] = []
+
+    def reported() -> bool:
+        status = live.ask(buffer_address(load.load("calc"), run), "", 10.0)
+        if status is not None and status.epoch == epoch:
+            ages.append(status.peers.get(peer, 0.0))
+        return any(later < before for before, later in itertools.pairwise(ages))
+
+    until(reported)
+
+
+def until(what: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not what():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("item", "said"),
+    [
+        ("staleness.inject=1", "staleness.inject: knows single answers only"),
+        ("staleness.delay=1.0", "staleness.delay: knows single answers only"),
+        ("advantage.name='remax'", "advantage.name: remax has no greedy session"),
+        ("advantage.name='gae'", 'advantage.name = gae: needs the order .* agent.fork = "end"'),
+        ("agent.tools=['m:f']", "agent.env: an environment has its own tools"),
+        ("agent.max_tokens=5", "agent.max_tokens: 5 are fewer than one call may draw"),
+        ("wires.curve_dir='k'", "wires.curve_dir: a gateway has no key"),
+    ],
+)
+def test_what_sessions_cannot_be_combined_with_is_refused(item: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load.load("calc", [item])
+
+
+def test_what_needs_order_works_where_a_fork_ends_the_session() -> None:
+    assert load.load("calc", ["advantage.name='gae'", "agent.fork='end'"]).agent.fork == "end"
+
+
+def test_a_warm_process_refuses_sessions() -> None:
+    config: Config = load.load("calc")
+    assert "sessions need a gateway" in needs_own_process(config)
+    assert not needs_own_process(msgspec.structs.replace(config, agent=type(config.agent)()))

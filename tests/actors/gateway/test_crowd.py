@@ -1,0 +1,144 @@
+"""More connections than descriptors: the buffer's socket closes them all, and its peers come
+again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from process_kit import ENV, ROOT
+
+from asyncrl.contract.errors import AsyncrlError
+from asyncrl.contract.messages import RunStatus, StatusRequest
+from asyncrl.transport import connection_guard
+from asyncrl.transport.sockets import PeerSocket
+
+ALLOWED = 400
+SERVER = f"""
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, ({ALLOWED}, {ALLOWED}))
+from asyncrl.contract.messages import RunStatus
+from asyncrl.transport.sockets import BufferSocket
+buffer = BufferSocket(sys.argv[1])
+print(buffer.address, flush=True)
+while True:
+    if (got := buffer.recv(0.02)) is not None:
+        closed = buffer.crowd.closed
+        buffer.send(got[0], RunStatus("r", closed, 1, 1, {{}}, {{}}, [], {{}}, False, "", 0))
+"""
+
+
+def closed(peer: PeerSocket) -> int:
+    """How often the server says that it has closed all; it is asked until it answers.  What it says
+    may be an answer to an earlier question.
+    """
+    until = time.monotonic() + 600
+    while time.monotonic() < until:
+        peer.send(StatusRequest())
+        reply = peer.recv(0.5)
+        if isinstance(reply, RunStatus):
+            return reply.committed
+    raise AssertionError("the server does not answer any more")
+
+
+@pytest.mark.parametrize("kind", ["ipc", "tcp"])
+def test_a_flood_of_connections_ends_nothing(kind: str, tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path / 's'}" if kind == "ipc" else "tcp://127.0.0.1:*"
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVER, address],
+        cwd=ROOT,
+        env=ENV,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert server.stdout is not None
+    address = server.stdout.readline().strip()
+    peer = PeerSocket(address)
+    flood: list[socket.socket] = []
+    try:
+        assert closed(peer) == 0
+        for _ in range(2 * ALLOWED // 20):
+            for _ in range(20):
+                with contextlib.suppress(OSError):  # refused while all are being closed
+                    flood.append(connected(address))
+            if closed_now(address):
+                break
+        assert closed_now(address) >= 1 and server.poll() is None
+        assert len(flood) < ALLOWED
+        until = time.monotonic() + 600
+        while not closed(peer):  # who was there before comes again
+            assert time.monotonic() < until
+    finally:
+        for one in flood:
+            one.close()
+        peer.close()
+        server.kill()
+        server.wait()
+
+
+def closed_now(address: str) -> int:
+    """The same, asked by one who has asked nothing before."""
+    peer = PeerSocket(address)
+    try:
+        return closed(peer)
+    finally:
+        peer.close()
+
+
+def connected(address: str) -> socket.socket:
+    """A connection that says nothing."""
+    if address.startswith("ipc://"):
+        one = socket.socket(socket.AF_UNIX)
+        one.connect(address.removeprefix("ipc://"))
+    else:
+        host, port = address.removeprefix("tcp://").split(":")
+        one = socket.create_connection((host, int(port)))
+    return one
+
+
+class Bound:
+    """A listening socket whose address comes free after some tries."""
+
+    def __init__(self, tries: int) -> None:
+        self.tries = tries
+        self.said: list[str] = []
+
+    def unbind(self, address: str) -> None:
+        self.said.append("unbind")
+
+    def bind(self, address: str) -> None:
+        self.said.append("bind")
+        self.tries -= 1
+        if self.tries >= 0:
+            raise connection_guard.zmq.ZMQError(98)
+
+
+def test_an_address_that_stays_taken_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: Callable[[], Any] = iter([0, 10**6, 0, 0, 0]).__next__
+    monkeypatch.setattr(connection_guard, "next_descriptor", opened)
+    bound = Bound(2)
+    watched = connection_guard.ConnectionGuard(bound)
+    assert watched.close_excess("tcp://127.0.0.1:1") and bound.said == ["unbind", *["bind"] * 3]
+    monkeypatch.setattr(connection_guard, "next_descriptor", iter([10**6, *[0] * 10**5]).__next__)
+    monkeypatch.setattr(connection_guard, "LOOKS", 5)
+    bound.said.clear()
+    bound.tries = 10**6
+    with pytest.raises(AsyncrlError, match="cannot be opened again"):
+        watched.close_excess("tcp://127.0.0.1:1")
+    assert watched.closed == 2 and bound.said == ["unbind", *["bind"] * 5]
+
+
+def test_a_process_that_may_open_nothing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (80, 80))
+    monkeypatch.setattr(connection_guard, "next_descriptor", lambda: 30)
+    with pytest.raises(AsyncrlError, match=r"may open 80 files and has 30.*ulimit -n"):
+        connection_guard.ConnectionGuard(None)

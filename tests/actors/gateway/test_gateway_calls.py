@@ -1,0 +1,271 @@
+"""Calls between a gateway and its generators: a call is answered once, whoever dies; every call is
+admitted at or above its session's minimum; its random stream is its own.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+from gateway_calls_kit import AT, call
+
+from actors.engine import CompletionRequest, uniforms
+from actors.gateway.call_router import REMEMBERED, CallRouter
+from asyncrl.contract import messages as m
+from asyncrl.contract.versions import Label
+
+
+def said(
+    name: str, session: int, held: list[int], heard: int = 0, slots: int = 4
+) -> m.ServingReport:
+    return m.ServingReport(m.PROTOCOL, "run", name, session, slots, held, heard)
+
+
+def sent(board: CallRouter) -> dict[bytes, list[int]]:
+    return {peer: [c.id for c in message.calls] for peer, message in board.frames(None)}
+
+
+def board(*names: str) -> CallRouter:
+    made = CallRouter("run", 10.0)
+    for name in names:
+        assert made.on_report(name.encode(), said(name, 1, []), 0.0) is None
+    assert sent(made) == {}
+    return made
+
+
+def test_calls_go_where_most_room_is_and_never_beyond_it() -> None:
+    two = CallRouter("run", 10.0)
+    two.on_report(b"a", said("a", 1, [], slots=4), 0.0)
+    two.on_report(b"b", said("b", 1, [], slots=2), 0.0)
+    for number in range(10):
+        two.submit(call(number))
+    first = sent(two)
+    assert sorted(first[b"a"] + first[b"b"]) == list(range(8))  # 1.25 times the slots, each up
+    assert len(first[b"a"]) == 5 and len(first[b"b"]) == 3
+    assert two.on_result(m.CallResult(first[b"b"][0], b"", b"", [], "stop")) is not None
+    assert sent(two) == {b"b": [8]}
+
+
+def test_a_sessions_calls_stay_with_the_generator_that_drew_the_last() -> None:
+    """While it has a free row; who has gone is not waited for; what is remembered is bounded."""
+
+    def of(number: int, ticket: int, sample: int = 1) -> m.GenerationCall:
+        return msgspec.structs.replace(call(number), ticket=ticket, sample=sample)
+
+    def answered(*numbers: int) -> None:
+        for number in numbers:
+            b.on_result(m.CallResult(number, b"", b"", [], "stop"))
+
+    b = board("a", "b")
+    for number in range(4):
+        b.submit(of(number, ticket=number))
+    first = sent(b)
+    assert sorted(map(len, first.values())) == [2, 2]
+    answered(0, 1, 2, 3)
+    for number in range(3, -1, -1):  # alone they would go by turns
+        b.submit(of(10 + number, ticket=number))
+    assert {peer: sorted(x - 10 for x in ids) for peer, ids in sent(b).items()} == first
+    answered(10, 11, 12, 13)
+    mine = first[b"a"][0]
+    for number in range(20, 26):  # four slots: the others go where room is
+        b.submit(of(number, ticket=mine))
+    both = sent(b)
+    assert both == {b"a": [20, 21, 22, 23], b"b": [24, 25]}
+    answered(*range(20, 26))  # b drew the last
+    b.submit(of(30, ticket=mine))
+    b.submit(of(31, ticket=mine, sample=2))  # another session of the ticket
+    assert sent(b) == {b"b": [30], b"a": [31]}
+    answered(30)
+    del b.lines["b"]
+    b.submit(of(40, ticket=mine))
+    assert sent(b) == {b"a": [40]}
+    answered(40)
+    for number in range(REMEMBERED + 3):
+        b.drew[100 + number, 0] = "a"
+    b.submit(of(50, ticket=7))
+    sent(b)
+    before = len(b.drew)
+    answered(50)
+    assert len(b.drew) == before and (7, 1) in b.drew
+
+
+def test_a_call_is_answered_once() -> None:
+    one = board("a")
+    one.submit(call(1))
+    assert sent(one) == {b"a": [1]}
+    answer = m.CallResult(1, b"", b"", [], "stop")
+    assert one.on_result(answer) == call(1)
+    assert (
+        one.on_result(answer) is None
+        and one.on_result(m.CallResult(2, b"", b"", [], "stop")) is None
+    )
+
+
+def test_a_generator_started_anew_is_sent_its_calls_again() -> None:
+    one = board("a")
+    one.submit(call(1, stream=9))
+    one.submit(call(2))
+    assert sent(one) == {b"a": [1, 2]}
+    one.on_result(m.CallResult(1, b"", b"", [], "stop"))
+    one.on_report(b"a2", said("a", 2, []), 1.0)
+    ((peer, message),) = one.frames(None)
+    assert (peer, message.session, message.calls) == (b"a2", 2, [call(2)])
+    assert one.again == 1
+
+
+def test_a_silent_generators_calls_go_to_another_and_its_late_answer_counts_if_first() -> None:
+    one = board("a")
+    one.submit(call(1))
+    assert sent(one) == {b"a": [1]}
+    one.on_report(b"b", said("b", 1, []), 9.0)
+    one.tick(9.9)
+    assert sent(one) == {}
+    one.tick(10.1)
+    assert sent(one) == {b"b": [1]}
+    assert one.on_result(m.CallResult(1, b"x", b"", [], "stop")) == call(1)  # a's
+    assert one.on_result(m.CallResult(1, b"y", b"", [], "stop")) is None  # b's
+
+
+def test_a_lost_message_is_made_up_for() -> None:
+    one = board("a")
+    one.submit(call(1))
+    one.submit(call(2))
+    sent(one)
+    one.on_report(b"a", said("a", 1, [], heard=0), 1.0)  # on its way
+    assert sent(one) == {}
+    one.on_report(b"a", said("a", 1, [2], heard=1), 1.5)  # seen, and 1 is neither held nor answered
+    assert sent(one) == {b"a": [1]}
+    one.on_report(b"a", said("a", 1, [1, 2], heard=2), 2.0)
+    assert sent(one) == {}
+
+
+def test_a_cut_call_is_told_to_its_generator_and_one_that_waits_is_over() -> None:
+    one = board("a")
+    one.submit(call(1))
+    sent(one)
+    assert not one.cancel(1)
+    ((_, message),) = one.frames(None)
+    assert message.cut == [1] and not message.calls
+    one.submit(call(2))
+    assert one.cancel(2)
+    assert sent(one) == {}  # it is in no queue any more
+
+
+def test_another_runs_generator_is_refused() -> None:
+    one = board()
+    refused = one.on_report(b"a", msgspec.structs.replace(said("a", 1, []), run="other"), 0.0)
+    assert refused is not None and "of run run" in refused.reason
+    one.submit(call(1))
+    assert sent(one) == {}
+
+
+def test_new_weights_are_told_once() -> None:
+    one = board("a")
+    source = m.WeightsSource(1, "here", "", "")
+    news = m.PolicyAnnouncement(Label(1, 4), "d", source)
+    assert [message.announcement for _, message in one.frames(news)] == [news]
+    assert one.frames(news) == []
+
+
+def request(stream: int, sample: int = 1) -> CompletionRequest:
+    return CompletionRequest(
+        (99, sample, 5), np.array([1]), 0, 8, 1.0, 1.0, 0, (), 5, stream, (7, sample)
+    )
+
+
+def test_a_calls_stream_is_the_plain_answers_or_one_beside_it() -> None:
+    plain = uniforms(*request(0).stream, 8)
+    assert (plain == uniforms(5, 7, 1, 8)).all()
+    beside = [
+        uniforms(*request(stream, sample).stream, 8) for stream in (12, 13) for sample in (1, 2)
+    ]
+    seen = {tuple(x) for x in (plain, *beside)}
+    assert len(seen) == 5
+    assert CompletionRequest((7, 1, 5), np.array([1]), 0, 8, 1.0, 1.0, 0, (), 5).stream == (5, 7, 1)
+
+
+@pytest.fixture()
+def turn(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-def]
+    from actors.engine import engine_for
+    from actors.gateway.generator_calls import CallTurn
+    from asyncrl.config import load
+    from asyncrl.models.policy import build_model, named_weights
+
+    path = tmp_path_factory.mktemp("calls") / "m"
+    model = build_model(path, "abcdefgh", hidden=32, layers=1)
+    raw = {
+        "model": {"path": str(path), "device": "cpu"},
+        "task": {"name": "sort"},
+        "generator": {"slots": 4, "max_new_tokens": 4, "context": 32},
+        "agent": {"env": "x:y"},
+    }
+    config = load.build(raw)
+    made = CallTurn(config, engine_for(config))
+    made.engine.load(dict(named_weights(model)), Label(1, 3), "d3")
+    return made
+
+
+# type: ignore[no-untyped-def]
+def drawn(turn, calls: list[m.GenerationCall], loaded: Label) -> list[m.CallResult]:
+    turn.take_calls(calls)
+    requests, refused = turn.requests(loaded)
+    assert not refused
+    turn.engine.add(requests)
+    while turn.engine.active:
+        for answer in turn.engine.step():
+            turn.finished(answer)
+    out, turn.answered = turn.answered, []
+    return out
+
+
+# type: ignore[no-untyped-def]
+def test_every_call_is_admitted_at_or_above_its_sessions_minimum(turn) -> None:
+    calls = [
+        call(1, least=Label(1, 3)),
+        call(2, least=Label(1, 4)),
+        call(3, least=Label(2, 0)),
+        call(4, least=Label(1, 0), exact=Label(1, 2)),
+        call(5, least=Label(1, 1)),
+    ]
+    assert sorted(x.id for x in drawn(turn, calls, Label(1, 3))) == [1, 5]
+    assert sorted(turn.calls) == [2, 3, 4]
+    assert drawn(turn, calls[1:4], Label(1, 3)) == []  # sent again: known
+    assert [x.id for x in drawn(turn, [], Label(1, 4))] == [2]
+
+
+def test_a_call_that_cannot_be_drawn_is_answered_by_a_failure_and_the_others_are_drawn(
+    turn,  # type: ignore[no-untyped-def]
+) -> None:
+    """Without a word its client would wait for ever, and those of its message too."""
+    foreign = np.array([3, turn.vocabulary], "<i4").tobytes()
+    bad = [
+        msgspec.structs.replace(call(11), prompt=foreign),
+        msgspec.structs.replace(call(12), max_new_tokens=turn.context),
+        msgspec.structs.replace(call(13), prompt=b""),
+    ]
+    answers = {each.id: each for each in drawn(turn, [bad[0], call(14), *bad[1:]], AT)}
+    assert answers.keys() == {11, 12, 13, 14} and answers[14].tokens and not answers[14].failed
+    assert "of a model with" in answers[11].failed and "of a context of" in answers[12].failed
+    assert all(answers[x.id].failed and not answers[x.id].tokens for x in bad)
+    assert not turn.calls
+
+
+def test_the_same_call_drawn_again_is_the_same(turn) -> None:  # type: ignore[no-untyped-def]
+    first = drawn(turn, [call(1, stream=8), call(2)], AT)
+    again = drawn(turn, [call(3), call(4, stream=8)], AT)
+    assert {x.tokens for x in first} == {x.tokens for x in again}
+    assert len({x.tokens + x.logprobs for x in first}) == 2
+    for each in first:
+        length = len(each.tokens) // 4
+        assert len(each.logprobs) == 4 * length and each.spans[-1].end == length
+
+
+def test_a_cut_call_tells_what_is_lost(turn) -> None:  # type: ignore[no-untyped-def]
+    turn.stops = ()
+    turn.take_calls([call(1)])
+    turn.engine.add(turn.requests(AT)[0])
+    turn.engine.step(2)
+    turn.cancel_calls([1, 77])
+    (told,) = turn.answered
+    assert (told.id, told.tokens, told.lost) == (1, b"", 2)
+    assert not turn.engine.active and not turn.schedule.held and not turn.calls

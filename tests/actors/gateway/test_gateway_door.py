@@ -1,0 +1,255 @@
+"""Leases by hand: a gateway whose buffer and generators are the test, asked from one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import socket
+from multiprocessing.connection import wait  # select.select knows no descriptor above 1023
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from gateway_door_kit import (
+    config,  # noqa: F401
+    ticket,
+)
+from gateway_service_kit import AT, Wire
+
+from actors.gateway import service
+from actors.gateway import session_api as doors
+from actors.gateway.session_api import SessionApi
+from actors.gateway.sessions import CallRefused
+from asyncrl.config.agents import AgentConfig
+from asyncrl.config.tree import Config
+from asyncrl.contract import messages as m
+from asyncrl.contract.versions import Label
+
+
+def test_the_config_says_what_clients_may_ask_for(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "run_id").write_text("run")
+    agent = AgentConfig(
+        serve=True, model="mine", other_models="train", sampling="refuse", forced="refuse"
+    )
+    gateway = service.Gateway(msgspec.structs.replace(config, agent=agent), tmp_path)
+    try:
+        manners = SessionApi(gateway).manners
+    finally:
+        gateway.socket.close()
+    for key in ("model", "other_models", "sampling", "forced"):
+        assert getattr(manners, key) == getattr(agent, key) != getattr(AgentConfig(), key)
+    assert manners.stops == {*gateway.stops} and manners.stops
+    assert manners.vocabulary == gateway.vocabulary > 0  # ids of the token route lie below it
+
+
+def test_leases_calls_and_a_new_life_of_the_learner(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "run_id").write_text("run")
+    gateway = service.Gateway(config, tmp_path)
+    gateway.socket.close()
+    wire = gateway.socket = Wire()  # type: ignore[assignment]
+
+    async def play() -> None:
+        door = gateway.door = SessionApi(gateway)
+        assert await door.lease("a", 0.0) is None
+        waiting = asyncio.create_task(door.lease("a", 3600.0))
+        await asyncio.sleep(0)
+        gateway.want()
+        assert [x.samples for x in wire.sent if isinstance(x, m.TicketRequest)] == [
+            1
+        ]  # as many as asked
+        gateway.accept_tickets([ticket(1), ticket(2, "eval", 1)])
+        door.after_turn()
+        first = await waiting
+        assert first is not None and first.session.ticket.kind == "eval"  # evaluation goes first
+        assert await door.lease("a", 0.0) is first
+        assert "secret" not in str(first.task) and first.first
+        second = await door.lease("b", 0.0)
+        assert second is not None and second.key != first.key
+        assert await door.lease("c", 0.0) is None  # agent.sessions
+        # a call is drawn, an answer comes, the session is scored and delivered
+        session = second.session
+        call = session.place_text("ab=", now=door.current_time())
+        drawing = asyncio.create_task(door.draw(session, call))
+        await asyncio.sleep(0)
+        (number,) = door.drawing
+        assert gateway.board.open[number].stream == 0  # the plain answer's stream
+        spans = [m.VersionSpan(AT, "d", 0, 1, AT)]
+        one = np.ones(1, "<i4").tobytes()
+        logprob = np.zeros(1, "<f4").tobytes()
+        gateway.on_result(m.CallResult(number, one, logprob, spans, "stop"))
+        assert await drawing is session.forest.nodes[0]
+        session.reward(1.0, now=door.current_time())
+        gateway.tick(door.current_time())
+        (sample,) = gateway.outbox.fresh
+        assert (sample.ticket, sample.reward, sample.calls) == (1, 1.0, 1)
+        assert door.find(session.name) is second  # it is told that it has ended
+        # the learner's next life: an open session waits, its call too, until its sample is granted
+        third = await door.lease("c", 0.0)
+        assert third is not None
+        call = third.session.place_text("ab=", now=door.current_time())
+        drawing = asyncio.create_task(door.draw(third.session, call))
+        await asyncio.sleep(0)
+        (was,) = door.drawing
+        source = m.WeightsSource(2, "", "", "")
+        gateway.announce(m.PolicyAnnouncement(Label(2, 0), "d", source))
+        await asyncio.sleep(0)
+        (number,) = door.drawing
+        assert number != was and not drawing.done() and third.session.state == "open"
+        assert not gateway.board.open.keys() & {was, number}  # drawn by nobody
+        granted = third.session.attempt
+        sample = third.session.sample
+        again = msgspec.structs.replace(ticket(3), ticket=1, samples=[sample])
+        gateway.accept_tickets([msgspec.structs.replace(again, min_version=Label(2, 0))])
+        assert gateway.board.open[number].min_version == Label(2, 0)
+        gateway.on_result(
+            m.CallResult(number, one, logprob, [m.VersionSpan(Label(2, 0), "d", 0, 1, AT)], "stop")
+        )
+        assert await drawing is third.session.forest.nodes[0]
+        assert third.session.adopted == [(granted, 0)] and door.find(third.session.name) is third
+        # one that nothing adopts ends by its deadline, and whoever waits for it hears of that
+        call = third.session.place_text("ab=", now=door.current_time())
+        drawing = asyncio.create_task(door.draw(third.session, call))
+        await asyncio.sleep(0)
+        gateway.announce(m.PolicyAnnouncement(Label(3, 0), "d", source))
+        gateway.drop(gateway.parked_episodes()[0])
+        with pytest.raises(CallRefused) as caught:
+            await drawing
+        assert caught.value.status == 410 and third.session.state == "ended"
+        assert not gateway.episodes and not door.episodes
+        with pytest.raises(CallRefused):
+            await door.draw(third.session, call)
+        # the same sample again: it may have acted before
+        last = msgspec.structs.replace(ticket(4), ticket=1, samples=[sample])
+        gateway.accept_tickets([msgspec.structs.replace(last, min_version=Label(3, 0))])
+        again_leased = await door.lease("d", 0.0)
+        assert again_leased is not None and not again_leased.first
+
+    try:
+        asyncio.run(play())
+    finally:
+        gateway.close()
+
+
+class Heard:
+    """A socket of the gateway's, as `Ears` needs it.  taken: a message was taken off it already;
+    sent: what its descriptor tells of is no message.
+    """
+
+    def __init__(self) -> None:
+        self.socket, self.other = socket.socketpair()
+        self.taken = self.sent = False
+
+    @property
+    def waiting(self) -> bool:
+        return self.taken or (not self.sent and bool(wait([self.socket], 0)))
+
+    def replaced(self) -> None:
+        """By another with the same descriptor."""
+        descriptor = self.socket.fileno()
+        made, self.other = socket.socketpair()
+        self.socket.close()
+        self.socket = socket.socket(fileno=os.dup2(made.detach(), descriptor))
+
+
+def test_a_turn_is_due_when_something_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doors, "POLL_S", 3600.0)
+    one, two = Heard(), Heard()
+    gateway: Any = SimpleNamespace(socket=one, calls_socket=two)
+
+    async def play() -> None:
+        due = asyncio.Event()
+        wires: list[socket.socket] = []
+        door: Any = SimpleNamespace(due=due, wake=due.set, pushing=SimpleNamespace(wires=wires))
+        ears = doors.SocketWatcher(gateway, door)
+
+        async def told_by(send: Any, what: socket.socket) -> None:
+            """A turn is not due before `send` has written to what is heard as `what`, and then."""
+            turn = asyncio.create_task(ears.notify())
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert not turn.done()
+            send()
+            await asyncio.wait_for(turn, 600)
+            what.recv(1)
+            for _ in range(3):
+                await asyncio.sleep(0)
+            due.clear()
+
+        await told_by(lambda: one.other.send(b"x"), one.socket)
+        await told_by(lambda: two.other.send(b"x"), two.socket)
+        two.replaced()  # as a socket is whose peer does not speak the protocol
+        await told_by(lambda: two.other.send(b"x"), two.socket)
+        wire, other = socket.socketpair()
+        wires.append(wire)  # of a process that was started
+        await told_by(lambda: other.send(b"x"), wire)
+        wires.clear()
+        wire.close()
+        other.close()
+        two.taken = True  # zmq has it already, and its descriptor says nothing more
+        await asyncio.wait_for(ears.notify(), 600)
+        two.taken = False
+        turn = asyncio.create_task(ears.notify())
+        two.sent = True
+        two.other.send(b"x")
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not turn.done()
+        ears.tick()  # the clock
+        await asyncio.wait_for(turn, 600)
+        assert ears.heard.keys() == {one.socket.fileno(), two.socket.fileno()}
+        ears.close()
+        assert not asyncio.get_running_loop().remove_reader(one.socket.fileno())
+        for each in (one, two):
+            each.socket.close()
+            each.other.close()
+
+    asyncio.run(play())
+
+
+def test_templates_are_imported_before_anybody_waits(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "run_id").write_text("run")
+    gateway = service.Gateway(config, tmp_path)
+    gateway.templated = True
+    try:
+        gateway.warm_up()
+        assert "full_tokenizer" in vars(gateway.tokenizer) and gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+        gateway.ending = True
+        gateway.close()
+
+
+def test_a_call_that_a_generator_refuses_is_answered_by_a_failure(
+    config: Config, tmp_path: Path
+) -> None:
+    (tmp_path / "run_id").write_text("run")
+    gateway = service.Gateway(config, tmp_path)
+    gateway.socket.close()
+    gateway.socket = Wire()  # type: ignore[assignment]
+
+    async def play() -> None:
+        door = gateway.door = SessionApi(gateway)
+        gateway.accept_tickets([ticket(1)])
+        opened = await door.lease("a", 0.0)
+        assert opened is not None
+        call = opened.session.place_text("ab=", now=door.current_time())
+        drawing = asyncio.create_task(door.draw(opened.session, call))
+        await asyncio.sleep(0)
+        (number,) = door.drawing
+        why = "tokens from 3 to 99\n\x1b[2J"
+        gateway.on_generator_message(b"g", m.CallResult(number, b"", b"", [], "length", failed=why))
+        with pytest.raises(CallRefused) as caught:
+            await drawing
+        assert caught.value.status == 500 and "tokens from 3 to 99\\n" in str(caught.value)
+        assert str(caught.value).isprintable()
+        # the session goes on
+        assert opened.session.state == "open" and not opened.session.open_calls
+
+    try:
+        asyncio.run(play())
+    finally:
+        gateway.calls_socket.close()

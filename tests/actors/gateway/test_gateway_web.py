@@ -1,0 +1,851 @@
+"""The endpoint with the real OpenAI client over loopback: answers, streams, errors, refused
+parameters, retries, closed sockets, and the routes of a session.
+"""
+
+from __future__ import annotations
+
+import asyncio.selector_events
+import json
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from gateway_kit import Served
+from gateway_web_kit import (
+    WAIT_S,
+    client,
+    post,
+    served,  # noqa: F401
+    shared,  # noqa: F401
+)
+from openai import OpenAI
+
+from actors.gateway import web
+from actors.gateway.requests import REFUSED
+from actors.gateway.service import trajectory
+from actors.gateway.sessions import SessionLimits
+from actors.gateway.web import ListenAddress, OpenedSession
+from asyncrl.config.agents import AgentConfig
+from asyncrl.contract.errors import ConfigError
+
+GO = [{"role": "user", "content": "go"}]
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def patient() -> Iterator[None]:
+    """No request is late, and no stream says more, because a process stood still."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("HEAD_S", "BODY_S", "KEEP_ALIVE_S"):
+            patch.setattr(web, name, 3600.0)
+        yield
+
+
+# ---- answers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_leaves_in_one_write_and_nothing_waits_for_an_acknowledgement(
+    served: Served, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """Nagle's algorithm and a client's delayed acknowledgement would cost a call 40 ms."""
+    written: list[bytes] = []
+    delays: list[int] = []
+    write = asyncio.selector_events._SelectorSocketTransport.write
+
+    def counted(transport: Any, data: bytes) -> None:
+        if data:
+            written.append(bytes(data))
+            own = transport.get_extra_info("socket")
+            delays.append(own.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        write(transport, data)
+
+    transport = asyncio.selector_events._SelectorSocketTransport
+    monkeypatch.setattr(transport, "write", counted)
+    opened = served.do(served.service.open)
+    said = {"model": "policy", "messages": GO, "stream": stream}
+    answer = post(served, opened, "/v1/chat/completions", said)
+    assert answer.status_code == 200 and all(delays)
+    if stream:  # what is said at once, and the answer
+        assert [b"keep-alive" in part for part in written] == [True, False]
+        assert written[1].endswith(b"0\r\n\r\n") and b"DONE" in written[1]
+    else:
+        (whole,) = written
+        assert whole.startswith(b"HTTP/1.1 200") and whole.endswith(answer.content)
+
+
+def test_a_head_is_asked_for_alone(served: Served) -> None:
+    opened = served.do(served.service.open)
+    url = f"{served.url}/s/{opened.session.name}"
+    own = {"authorization": f"Bearer {opened.key}"}
+    with httpx.Client(headers=own, timeout=WAIT_S) as http:
+        for path in ("", "/v1/models"):
+            asked = http.head(url + path)
+            assert asked.status_code == 200 and not asked.content
+            assert asked.headers["content-length"] == str(len(http.get(url + path).content))
+
+
+def test_a_chat_goes_on_in_one_row(served: Served) -> None:
+    talk, opened = client(served)
+    said: list[Any] = list(GO)
+    for turn in range(3):
+        answer = talk.chat.completions.create(model="policy", messages=said)
+        choice = answer.choices[0]
+        assert choice.message.content == f"answer {turn}" and choice.finish_reason == "stop"
+        assert answer.id == f"chatcmpl-{opened.session.name}-{turn}" and answer.model == "policy"
+        assert answer.usage and answer.usage.completion_tokens == len("answer 0") + 1
+        assert answer.usage.total_tokens == answer.usage.prompt_tokens + len("answer 0") + 1
+        said += [choice.message, {"role": "user", "content": "more"}]
+    assert len(opened.session.training_rows()) == 1 and opened.session.forks == {}
+    assert opened.session.training_rows()[0].mask.count(1) == 3 * (len("answer 0") + 1)
+
+
+def test_tools_and_thinking_reach_the_client_and_come_back(served: Served) -> None:
+    talk, opened = client(served)
+    call = '<tool_call>{"name": "add", "arguments": {"b": 2, "a": 1}}</tool_call>'
+    served.service.say = lambda each: f"<think>hm</think>{call}" if not each.number else "3"
+    # type: ignore[call-overload]
+    answer = talk.chat.completions.create(model="policy", messages=GO, tools=TOOLS)
+    choice = answer.choices[0]
+    assert choice.finish_reason == "tool_calls" and choice.message.content is None
+    (made,) = choice.message.tool_calls
+    assert made.function.name == "add" and json.loads(made.function.arguments) == {"a": 1, "b": 2}
+    assert choice.message.reasoning_content == "hm"
+    more = [*GO, choice.message, {"role": "tool", "tool_call_id": made.id, "content": "3"}]
+    done = talk.chat.completions.create(model="policy", messages=more, tools=TOOLS)
+    assert done.choices[0].message.content == "3"
+    # CHATML writes no thinking: the drawn text is not the template's, and stays as drawn
+    assert len(opened.session.training_rows()) == 1
+
+
+def test_a_stream_is_the_answer_in_chunks(served: Served) -> None:
+    talk, _ = client(served)
+    call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    served.service.say = lambda each: f"so {call}"
+    chunks = list(
+        talk.chat.completions.create(
+            model="policy",
+            messages=GO,  # type: ignore[arg-type]
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+    assert deltas[0].role == "assistant"
+    assert "".join(delta.content or "" for delta in deltas) == "so"
+    (made,) = [each for delta in deltas for each in delta.tool_calls or []]
+    assert made.index == 0 and made.function and made.function.name == "add"
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "tool_calls"
+    assert chunks[-1].usage and chunks[-1].usage.completion_tokens == len(f"so {call}") + 1
+    assert len({chunk.id for chunk in chunks}) == 1
+    # the client's own accumulation
+    # type: ignore[arg-type]
+    with talk.chat.completions.stream(model="policy", messages=GO, tools=TOOLS) as stream:
+        whole = stream.get_final_completion()
+    assert whole.choices[0].message.tool_calls and whole.choices[0].message.content == "so"
+    texts = [
+        part.choices[0].text
+        for part in talk.completions.create(model="policy", prompt="2+2=", stream=True)
+    ]
+    assert "".join(texts) == f"so {call}"
+
+
+def test_log_probabilities_and_ids_are_mu(served: Served) -> None:
+    talk, opened = client(served)
+    answer = talk.chat.completions.create(
+        model="policy",
+        messages=GO,  # type: ignore[arg-type]
+        logprobs=True,
+        extra_body={"return_token_ids": True},
+    )
+    choice = answer.choices[0]
+    node = opened.session.forest.nodes[0]
+    assert choice.logprobs and choice.logprobs.content and node.logprobs is not None
+    np.testing.assert_array_equal(
+        np.float32([each.logprob for each in choice.logprobs.content]), node.logprobs
+    )
+    assert "".join(each.token for each in choice.logprobs.content) == "answer 0<|im_end|>"
+    assert choice.token_ids == node.ids.tolist()  # type: ignore[union-attr, attr-defined]
+    assert choice.prompt_token_ids == node.prompt().tolist()  # type: ignore[attr-defined]
+    text = talk.completions.create(model="policy", prompt="2+2=", logprobs=1)
+    made = text.choices[0].logprobs
+    assert made and made.tokens and made.token_logprobs and len(made.token_logprobs) == 9
+    assert made.text_offset and made.text_offset[:3] == [0, 1, 2]
+
+
+def test_text_and_token_routes(served: Served) -> None:
+    talk, opened = client(served)
+    first = talk.completions.create(model="policy", prompt="2+2=", max_tokens=4)
+    assert first.choices[0].text == "answ" and first.choices[0].finish_reason == "length"
+    talk.completions.create(model="policy", prompt=["2+2=answ and"])
+    assert len(opened.session.training_rows()) == 1
+    node = opened.session.forest.nodes[1]
+    ids = [*node.token_ids().tolist(), 5, 6]
+    by_ids = talk.completions.create(model="policy", prompt=ids)
+    assert by_ids.choices[0].text == "answer 2" and len(opened.session.training_rows()) == 1
+    more = [*opened.session.forest.nodes[2].token_ids().tolist(), 7]
+    body = {"token_ids": more, "sampling_params": {"max_tokens": 3, "logprobs": 0}}
+    said = post(served, opened, "/inference/v1/generate", body).json()
+    (choice,) = said["choices"]
+    drawn = opened.session.forest.nodes[3]
+    assert drawn.ids is not None and choice["token_ids"] == drawn.ids.tolist()
+    assert choice["weight_versions"] == [{"version": "1.2", "start": 0, "end": 3}]
+    assert [each["token_id"] for each in choice["logprobs"]["content"]] == choice["token_ids"]
+    assert choice["finish_reason"] == "length" and len(opened.session.training_rows()) == 1
+
+
+def test_stop_strings_and_lengths_cut(served: Served) -> None:
+    talk, opened = client(served)
+    served.service.say = lambda call: "one two three"
+    # type: ignore[call-overload]
+    answer = talk.chat.completions.create(model="policy", messages=GO, stop=[" three", " two"])
+    assert answer.choices[0].message.content == "one"
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage.completion_tokens == len("one two")
+    # type: ignore[call-overload]
+    short = talk.chat.completions.create(model="policy", messages=GO, max_completion_tokens=2)
+    assert short.choices[0].message.content == "on"
+    assert short.choices[0].finish_reason == "length" and opened.session.finish == "stop"
+
+
+def test_models(served: Served) -> None:
+    talk, _ = client(served)
+    assert [model.id for model in talk.models.list()] == ["policy"]
+    assert talk.models.retrieve("policy").owned_by == "asyncrl"
+    with pytest.raises(openai.NotFoundError, match="gpt"):
+        talk.models.retrieve("gpt-4o/mini")
+
+
+def test_other_names_and_marked_calls_are_set_aside(served: Served) -> None:
+    talk, opened = client(served)
+    talk.chat.completions.create(model="gpt-4o-mini", messages=GO)  # type: ignore[call-overload]
+    # type: ignore[call-overload]
+    talk.chat.completions.create(model="policy", messages=GO, metadata={"asyncrl": "aside"})
+    assert opened.session.training_rows() == () and opened.session.aside == 2 * (
+        len("answer 0") + 1
+    )
+    opened.session.reward(1.0, now=0.0)
+    # type: ignore[union-attr]
+    why = trajectory(opened.session, None, AgentConfig(serve=True, model="tuned")).failed.why
+    assert "all 2 answered calls of the session are excluded" in why and "model tuned" in why
+    for others, status in (("train", 200), ("refuse", 404)):
+        strict = Served(other_models=others)
+        _, opened = client(strict)
+        body = {"model": "gpt-4o-mini", "messages": GO}
+        assert post(strict, opened, "/v1/chat/completions", body).status_code == status
+        assert len(opened.session.training_rows()) == (status == 200)
+        strict.close()
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+ASKED = {
+    "n": 2,
+    "best_of": 2,
+    "use_beam_search": True,
+    "logit_bias": {"5": 1},
+    "frequency_penalty": 0.5,
+    "presence_penalty": 0.5,
+    "repetition_penalty": 1.1,
+    "length_penalty": 2.0,
+    "min_p": 0.1,
+    "min_tokens": 3,
+    "ignore_eos": True,
+    "bad_words": ["no"],
+    "allowed_token_ids": [3],
+    "logits_processors": ["x"],
+    "thinking_token_budget": 5,
+    "stop_token_ids": [3],
+    "functions": [{}],
+    "function_call": {"name": "f"},
+    "echo": True,
+    "suffix": "x",
+    "top_logprobs": 3,
+    "prompt_logprobs": 1,
+    "logprob_token_ids": [3],
+    "include_stop_str_in_output": True,
+    "truncate_prompt_tokens": 5,
+    "continue_final_message": True,
+    "add_generation_prompt": False,
+    "chat_template": "x",
+    "chat_template_kwargs": {"enable_thinking": False},
+    "documents": [{}],
+    "content_parts": [{"type": "image_url", "url": "x"}],
+    "features": {"mm_hashes": {}},
+    "audio": {"voice": "x"},
+    "modalities": ["text", "audio"],
+    "web_search_options": {"search_context_size": "low"},
+}
+NAMED_TOOL = {"type": "function", "function": {"name": "f"}}
+FORCING = [
+    ("response_format", {"type": "json_object"}),
+    ("response_format", {"type": "json_schema", "json_schema": {"name": "n", "schema": {}}}),
+    ("structured_outputs", {"regex": "a"}),
+    ("guided_json", {"type": "object"}),
+    ("guided_regex", "a"),
+    ("tool_choice", "required"),
+    ("tool_choice", NAMED_TOOL),
+]
+HARMLESS = {
+    "n": 1,
+    "frequency_penalty": 0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_p": 0.0,
+    "response_format": {"type": "text"},
+    "logit_bias": {},
+    "tool_choice": "auto",
+    "top_logprobs": 0,
+    "modalities": ["text"],
+    "ignore_eos": False,
+    "suffix": None,
+    "user": "me",
+    "stop_token_ids": [],
+    "store": False,
+}
+
+
+def test_every_refused_parameter_is_tried_here() -> None:
+    assert set(REFUSED) <= set(ASKED)
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_what_the_policy_cannot_follow_is_refused_by_name(name: str, served: Served) -> None:
+    talk, opened = client(served)
+    with pytest.raises(openai.BadRequestError) as caught:
+        # type: ignore[call-overload]
+        talk.chat.completions.create(model="policy", messages=GO, extra_body={name: ASKED[name]})
+    error = caught.value
+    assert error.code == "unsupported_parameter"
+    assert error.param == name and name in error.message and error.status_code == 400
+    assert error.response.headers["x-should-retry"] == "false"
+    assert opened.session.calls == 0
+
+
+@pytest.fixture(scope="module")
+def refusing() -> Iterator[Served]:
+    made = Served(forced="refuse")
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("name, value", FORCING)
+def test_what_would_force_an_answer_is_ignored_by_name_or_refused(
+    name: str, value: Any, served: Served, refusing: Served
+) -> None:
+    """Ignored, the prompt is the same as without it."""
+    body = {"model": "policy", "messages": GO, "tools": TOOLS}
+    _, opened = client(served)
+    for more in ({}, {name: value}):
+        said = post(served, opened, "/v1/chat/completions", {**body, **more})
+        assert said.status_code == 200
+        assert said.headers.get("x-asyncrl-ignored") == (name if more else None)
+    plain, forced = opened.session.forest.nodes
+    assert plain.prompt().tolist() == forced.prompt().tolist()
+    assert opened.session.aside == 0
+    talk, opened = client(refusing)
+    with pytest.raises(openai.BadRequestError) as caught:
+        # type: ignore[call-overload]
+        talk.chat.completions.create(model="policy", messages=GO, extra_body={name: value})
+    error = caught.value
+    assert error.code == "unsupported_parameter" and error.param == name
+    assert "agent.forced = refuse" in error.message and opened.session.calls == 0
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_what_asks_for_nothing_is_served_without_a_word(name: str, served: Served) -> None:
+    _, opened = client(served)
+    body = {"model": "policy", "messages": GO, name: HARMLESS[name]}
+    said = post(served, opened, "/v1/chat/completions", body)
+    assert said.status_code == 200 and "x-asyncrl-ignored" not in said.headers
+
+
+def test_a_clients_temperature_is_ignored_by_name_or_refused(served: Served) -> None:
+    _, opened = client(served)
+    body = {"model": "policy", "messages": GO, "temperature": 0, "seed": 3, "top_p": 1, "höhe": 3}
+    said = post(served, opened, "/v1/chat/completions", body)
+    assert said.headers["x-asyncrl-ignored"] == "temperature, seed, h?he"
+    strict = Served(sampling="refuse")
+    _, opened = client(strict)
+    for name in ("temperature", "seed"):
+        body = {"model": "policy", "messages": GO, name: 0}
+        refused = post(strict, opened, "/v1/chat/completions", body)
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == name
+    body = {"model": "policy", "messages": GO, "temperature": 1.0, "top_p": 1}
+    assert post(strict, opened, "/v1/chat/completions", body).status_code == 200
+    strict.close()
+
+
+@pytest.mark.parametrize(
+    "route, body, param",
+    [
+        ("/v1/chat/completions", {}, "messages"),
+        ("/v1/chat/completions", {"messages": GO, "max_tokens": 0}, "max_tokens"),
+        ("/v1/chat/completions", {"messages": GO, "max_tokens": True}, "max_tokens"),
+        ("/v1/chat/completions", {"messages": GO, "max_tokens": 1.5}, "max_tokens"),
+        ("/v1/chat/completions", {"messages": GO, "stop": [""]}, "stop"),
+        ("/v1/chat/completions", {"messages": GO, "stop": ["a"] * 17}, "stop"),
+        ("/v1/chat/completions", {"messages": GO, "stop": "a" * 257}, "stop"),
+        ("/v1/chat/completions", {"messages": GO, "stop": {"a": 1}}, "stop"),
+        ("/v1/chat/completions", {"messages": GO, "stream": "yes"}, "stream"),
+        ("/v1/chat/completions", {"messages": GO, "stream_options": 3}, "stream_options"),
+        ("/v1/chat/completions", {"messages": GO, "logprobs": 3}, "logprobs"),
+        ("/v1/chat/completions", {"messages": GO, "model": 3}, "model"),
+        ("/v1/chat/completions", {"messages": GO, "tools": [{}]}, "tools"),
+        ("/v1/chat/completions", {"messages": GO, "tools": {"a": 1}}, "tools"),
+        ("/v1/chat/completions", {"messages": GO, "metadata": {"asyncrl": "x"}}, "metadata"),
+        ("/v1/chat/completions", {"messages": GO, "metadata": 3}, "metadata"),
+        ("/v1/chat/completions", {"messages": GO, "response_format": "json"}, "response_format"),
+        ("/v1/chat/completions", {"messages": GO, "tool_choice": ["f"]}, "tool_choice"),
+        ("/v1/completions", {}, "prompt"),
+        ("/v1/completions", {"prompt": ["a", "b"]}, "prompt"),
+        ("/v1/completions", {"prompt": [[1], [2]]}, "prompt"),
+        ("/v1/completions", {"prompt": [1, -2]}, "prompt"),
+        ("/v1/completions", {"prompt": "a", "logprobs": 5}, "logprobs"),
+        ("/v1/completions", {"prompt": "a", "n": 3}, "n"),
+        ("/inference/v1/generate", {"token_ids": []}, "token_ids"),
+        ("/inference/v1/generate", {"token_ids": [1 << 31]}, "token_ids"),
+        ("/inference/v1/generate", {"token_ids": [True]}, "token_ids"),
+        ("/inference/v1/generate", {"token_ids": [1], "stream": True}, "stream"),
+        ("/inference/v1/generate", {"token_ids": [1], "stop_token_ids": "</s>"}, "stop_token_ids"),
+        ("/inference/v1/generate", {"token_ids": [1], "stop_token_ids": [[1]]}, "stop_token_ids"),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": 3}, "sampling_params"),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"n": 2}}, "n"),
+    ],
+)
+def test_a_body_that_is_none_is_refused_by_key(
+    route: str, body: dict[str, Any], param: str, served: Served
+) -> None:
+    _, opened = client(served)
+    said = post(served, opened, route, body)
+    assert said.status_code == 400 and said.json()["error"]["param"] == param
+    assert opened.session.calls == 0 and opened.session.requests == []
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"x"', b"\xff", b"[" * 100_000])
+def test_bytes_that_are_no_body_are_refused(body: bytes, served: Served) -> None:
+    _, opened = client(served)
+    for route in ("/v1/chat/completions", "/reward"):
+        said = post(served, opened, route, body)
+        assert said.status_code in ((400,) if route != "/reward" or body else (422,))
+        assert set(said.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_a_body_is_bounded(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, opened = client(served)
+    monkeypatch.setattr(web, "LARGEST_BODY", 1000)
+    body = {"messages": [{"role": "user", "content": "x" * 1000}]}
+    said = post(served, opened, "/v1/chat/completions", body)
+    assert said.status_code == 413 and said.headers["x-should-retry"] == "false"
+
+    def pieces() -> Iterator[bytes]:  # without a length
+        yield from (json.dumps(body).encode()[at : at + 100] for at in range(0, 1000, 100))
+        yield b" " * 1000
+
+    said = httpx.post(
+        f"{served.url}/s/{opened.session.name}/v1/chat/completions",
+        content=pieces(),
+        headers={"authorization": f"Bearer {opened.key}"},
+        timeout=WAIT_S,
+    )
+    assert said.status_code == 413
+    monkeypatch.setattr(web, "BODY_S", 0.05)
+    with connected(served) as slow:
+        slow.sendall(raw(opened, b"{" * 20)[:-10])
+        assert b" 408 " in slow.recv(4096)
+
+
+# ---- keys and routes -----------------------------------------------------------------------------
+
+
+def test_a_key_opens_its_own_session_alone(served: Served) -> None:
+    one, two = served.do(served.service.open), served.do(served.service.open)
+    body = {"model": "policy", "messages": GO}
+    for key in (two.key, "the-runs-key", one.key + "x", "schlüssel".encode().decode("latin-1")):
+        said = httpx.post(
+            f"{served.url}/s/{one.session.name}/v1/chat/completions",
+            json=body,
+            headers={"authorization": f"Bearer {key}".encode("latin-1")},
+            timeout=WAIT_S,
+        )
+        assert said.status_code == 401 and said.json()["error"]["type"] == "authentication_error"
+    for name in (one.session.name, "9.9.9"):
+        assert httpx.get(f"{served.url}/s/{name}", timeout=WAIT_S).status_code == 401
+    assert one.session.calls == 0
+    talk, _ = client(served, one)
+    with pytest.raises(openai.AuthenticationError):
+        talk.with_options(api_key="other").models.list()
+    own = {"x-api-key": one.key}
+    other = httpx.get(f"{served.url}/s/{one.session.name}", headers=own, timeout=WAIT_S)
+    assert other.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "method, path",
+    [("GET", "/"), ("POST", "/v1/chat/completions"), ("GET", "/asyncrl/v1/sessions")],
+)
+def test_other_routes_are_not_there(method: str, path: str, served: Served) -> None:
+    said = httpx.request(method, served.url + path, timeout=WAIT_S)
+    assert said.status_code == 404 and said.json()["error"]["code"] == "no_such_route"
+
+
+def test_an_open_address_needs_tls_or_a_proxy(tmp_path: Any) -> None:
+    for host in ("0.0.0.0", "::", "example.org", "10.0.0.1"):
+        with pytest.raises(ConfigError, match=r"agent\.host"):
+            ListenAddress(host).check()
+        ListenAddress(host, behind_proxy=True).check()
+        ListenAddress(host, certificate="c", private_key="k").check()
+    for host in ("127.0.0.1", "::1", "localhost", "127.0.0.2"):
+        ListenAddress(host).check()
+    with pytest.raises(ConfigError, match="both or none"):
+        ListenAddress(certificate="c").check()
+    taken = socket.socket()
+    taken.bind(("127.0.0.1", 0))
+    taken.listen()
+    with pytest.raises(ConfigError, match=r"agent\.port"):
+        Served(bind=ListenAddress(port=taken.getsockname()[1]))
+    taken.close()
+
+
+# ---- limits --------------------------------------------------------------------------------------
+
+
+def test_limits_and_ends_as_a_client_sees_them() -> None:
+    served = Served(limits=SessionLimits(max_calls=2, context=60))
+    talk, opened = client(served)
+    with pytest.raises(openai.BadRequestError) as caught:
+        talk.chat.completions.create(
+            model="policy",
+            messages=[{"role": "user", "content": "x" * 60}],
+        )
+    assert caught.value.code == "context_length_exceeded" and caught.value.param == "messages"
+    for _ in range(2):
+        talk.chat.completions.create(model="policy", messages=GO)  # type: ignore[call-overload]
+    with pytest.raises(openai.BadRequestError) as caught:
+        talk.chat.completions.create(model="policy", messages=GO)  # type: ignore[call-overload]
+    assert caught.value.code == "session_limit"
+    assert caught.value.response.headers["x-should-retry"] == "false"
+    assert opened.session.name in served.service.looked_at
+    assert post(served, opened, "/reward", {"reward": 1.0}).status_code == 200
+    with pytest.raises(openai.APIStatusError) as ended:
+        talk.chat.completions.create(model="policy", messages=GO)  # type: ignore[call-overload]
+    assert ended.value.status_code == 410
+    served.close()
+
+
+def test_too_many_calls_at_once_are_told_to_come_again() -> None:
+    served = Served(limits=SessionLimits(parallel=1))
+    talk, opened = client(served, max_retries=0)
+    served.do(served.service.gate.clear)
+    with ThreadPoolExecutor(1) as pool:
+        # type: ignore[arg-type]
+        first = pool.submit(talk.chat.completions.create, model="policy", messages=GO)
+        served.until(lambda: opened.session.calls == 1)
+        with pytest.raises(openai.RateLimitError) as caught:
+            talk.chat.completions.create(model="policy", messages=GO)  # type: ignore[call-overload]
+        assert caught.value.response.headers["retry-after"] == "1"
+        assert "x-should-retry" not in caught.value.response.headers
+        served.do(served.service.gate.set)
+        first.result(WAIT_S)
+    served.close()
+
+
+def test_a_run_that_ends_says_so(served: Served) -> None:
+    talk, _ = client(served, max_retries=0)
+    served.service.is_ending = True
+    with pytest.raises(openai.InternalServerError) as again:
+        talk.chat.completions.create(model="policy", messages=GO)  # type: ignore[call-overload]
+    assert again.value.status_code == 503 and "x-should-retry" not in again.value.response.headers
+    served.service.is_over = True
+    with pytest.raises(openai.APIStatusError) as caught:
+        talk.chat.completions.create(model="policy", messages=GO)  # type: ignore[call-overload]
+    assert caught.value.status_code == 410
+    assert caught.value.response.headers["x-should-retry"] == "false"
+
+
+# ---- retries and closed sockets ------------------------------------------------------------------
+
+
+def raw(opened: OpenedSession, body: bytes, **headers: str) -> bytes:
+    """A chat request as it goes over the wire."""
+    lines = [
+        f"POST /s/{opened.session.name}/v1/chat/completions HTTP/1.1",
+        "host: x",
+        f"authorization: Bearer {opened.key}",
+        f"content-length: {len(body)}",
+        "connection: close",
+        *(f"{name}: {value}" for name, value in headers.items()),
+    ]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+def connected(served: Served) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", int(served.url.rpartition(":")[2])), WAIT_S)
+
+
+def ask(served: Served, opened: OpenedSession, body: bytes, **headers: str) -> bytes:
+    """One request on a socket of its own; all that came back."""
+    with connected(served) as line:
+        line.sendall(raw(opened, body, **headers))
+        got = b""
+        while part := line.recv(65536):
+            got += part
+    return got
+
+
+def leave(served: Served, opened: OpenedSession, body: bytes) -> None:
+    """Ask, and close the socket while the endpoint draws."""
+
+    def waiting() -> int:
+        return sum(each.connections for each in opened.session.requests)
+
+    before = served.do(waiting)
+    with connected(served) as line:
+        line.sendall(raw(opened, body))
+        served.until(lambda: waiting() > before)
+    served.until(lambda: waiting() == before)
+
+
+def test_the_clients_own_retries_join_the_call_and_lose_nothing(served: Served) -> None:
+    """Time-outs of a client that repeats its request by itself, until an answer comes in time: one
+    draw, whichever attempt is answered."""
+    talk, opened = client(served, timeout=0.3, max_retries=1000)
+    served.do(served.service.gate.clear)
+    with ThreadPoolExecutor(1) as pool:
+        # type: ignore[arg-type]
+        asked = pool.submit(talk.chat.completions.create, model="policy", messages=GO)
+        # the first attempt has given up and a second one has joined
+        served.until(lambda: opened.session.requests and opened.session.requests[0].lost)
+        served.until(lambda: not opened.session.requests[0].lost)
+        served.do(served.service.gate.set)
+        answer = asked.result(WAIT_S)
+    assert answer.choices[0].message.content == "answer 0"
+    assert served.service.drawn == [0] and len(opened.session.training_rows()) == 1
+
+
+def test_an_answer_that_came_while_the_client_was_away_is_given_to_its_retry(
+    served: Served,
+) -> None:
+    _, opened = client(served)
+    body = json.dumps({"model": "policy", "messages": GO}).encode()
+    served.do(served.service.gate.clear)
+    with connected(served) as line:
+        line.sendall(raw(opened, body))
+        served.until(lambda: opened.session.calls == 1)
+        served.do(served.service.gate.set)
+        served.until(lambda: opened.session.requests[0].connections == 0)
+    again = [ask(served, opened, body, **{"x-stainless-retry-count": "1"}) for _ in range(2)]
+    assert served.service.drawn == [0] and again[0] == again[1] and b"answer 0" in again[0]
+    # without the word, an equal body is another draw
+    assert b"answer 1" in ask(served, opened, body)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_socket_closed_at_any_byte_of_the_request_leaves_one_draw(
+    stream: bool, served: Served
+) -> None:
+    """Within the request: no call.  Behind it: one, which the next equal body joins."""
+    _, opened = client(served)
+    body = json.dumps({"model": "policy", "messages": GO, "stream": stream}).encode()
+    whole = raw(opened, body)
+    for cut in range(len(whole)):
+        with connected(served) as line:
+            line.sendall(whole[:cut])
+    assert b"answer 0" in ask(served, opened, body)
+    assert served.service.drawn == [0] and opened.session.calls == 1
+    served.do(served.service.gate.clear)
+    for _ in range(3):
+        leave(served, opened, body)
+        assert opened.session.calls == 2
+    served.do(served.service.gate.set)
+    assert b"answer 1" in ask(served, opened, body)
+    assert served.service.drawn == [0, 1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_socket_closed_at_any_byte_of_the_answer_loses_no_draw(
+    stream: bool, served: Served
+) -> None:
+    """The client reads so many bytes, closes, and repeats: it gets the answer it had begun."""
+    _, opened = client(served)
+    body = json.dumps({"model": "policy", "messages": GO, "stream": stream}).encode()
+    length = len(ask(served, opened, body))
+    for number, read in enumerate(range(1, length, max(1, length // 40)), start=1):
+        message = {"role": "user", "content": f"{read}"}
+        said = {"model": "policy", "messages": [message], "stream": stream}
+        body = json.dumps(said).encode()
+        with connected(served) as line:
+            line.sendall(raw(opened, body))
+            left = read
+            while left and (part := line.recv(left)):
+                left -= len(part)
+        again = ask(served, opened, body, **{"x-stainless-retry-count": "1"})
+        assert f"answer {number}".encode() in again
+    assert served.service.drawn == list(range(number + 1))
+
+
+def test_equal_bodies_at_once_are_draws_of_their_own(served: Served) -> None:
+    talk, opened = client(served)
+    served.do(served.service.gate.clear)
+    with ThreadPoolExecutor(5) as pool:
+        asked = [
+            # type: ignore[arg-type]
+            pool.submit(talk.chat.completions.create, model="policy", messages=GO)
+            for _ in range(5)
+        ]
+        served.until(lambda: opened.session.calls == 5)
+        served.do(served.service.gate.set)
+        got = {each.result(WAIT_S).choices[0].message.content for each in asked}
+    assert got == {f"answer {number}" for number in range(5)}
+    keys = {node.number for node in opened.session.forest.nodes}
+    assert len(keys) == 5 and len(opened.session.training_rows()) == 5
+
+
+def test_votes_of_which_one_loses_its_socket_keep_their_draws(served: Served) -> None:
+    _, opened = client(served)
+    body = json.dumps({"model": "policy", "messages": GO}).encode()
+    served.do(served.service.gate.clear)
+    with ThreadPoolExecutor(4) as pool:
+        kept = [pool.submit(ask, served, opened, body) for _ in range(3)]
+        served.until(lambda: opened.session.calls == 3)
+        leave(served, opened, body)
+        again = pool.submit(ask, served, opened, body, **{"x-stainless-retry-count": "1"})
+        served.until(lambda: not any(each.lost for each in opened.session.requests))
+        served.do(served.service.gate.set)
+        answers = [each.result(WAIT_S) for each in [*kept, again]]
+    assert sorted(served.service.drawn) == [0, 1, 2, 3]
+    assert {f"answer {n}" for n in range(4)} == {
+        json.loads(each.partition(b"\r\n\r\n")[2])["choices"][0]["message"]["content"]
+        for each in answers
+    }
+
+
+def test_a_client_that_never_comes_back_leaves_what_was_drawn(served: Served) -> None:
+    _, opened = client(served)
+    body = json.dumps({"model": "policy", "messages": GO}).encode()
+    served.do(served.service.gate.clear)
+    moment = served.service.current_time()
+    served.service.clock = lambda: moment  # it stands still but for the skew
+    leave(served, opened, body)
+    served.service.skew = 59.0
+    served.do(lambda: served.service.on_change(opened.session))
+    assert not opened.session.cuts
+    served.service.skew = 61.0
+    served.do(lambda: served.service.on_change(opened.session))
+    served.until(lambda: not opened.session.open_calls)
+    assert len(opened.session.training_rows()) == 1 and opened.session.finish == "length"
+
+
+def test_a_draw_that_fails_is_said_and_may_be_asked_again(served: Served) -> None:
+    talk, _ = client(served)
+    says = iter(["", "fine"])
+
+    def say(call: Any) -> str:
+        if (text := next(says)) == "":
+            raise RuntimeError("no engine")
+        return text
+
+    served.service.say = say
+    # type: ignore[call-overload]
+    answer = talk.chat.completions.create(model="policy", messages=GO)
+    assert answer.choices[0].message.content == "fine"  # the client's retry of a 500
+    assert served.do(lambda: served.endpoint.web.errors) == {}
+
+
+# ---- sessions ------------------------------------------------------------------------------------
+
+
+def lease(served: Served, body: Any, key: str = "the-runs-key") -> httpx.Response:
+    headers = {"authorization": f"Bearer {key}"}
+    return httpx.post(
+        f"{served.url}/asyncrl/v1/sessions", json=body, headers=headers, timeout=WAIT_S
+    )
+
+
+def test_a_harness_leases_runs_and_scores(served: Served) -> None:
+    assert lease(served, {"lease": "a", "wait_s": 0}).status_code == 204
+    served.service.free = 2
+    got = lease(served, {"lease": "a"}).json()
+    assert lease(served, {"lease": "a"}).json() == got and served.service.free == 1
+    assert lease(served, {"lease": "b"}).json()["session"] != got["session"]
+    assert set(got) == {
+        *("session", "base_url", "api_key", "task", "seed", "attempt", "first"),
+        *("deadline_s", "model"),
+    }
+    assert "answer" not in json.dumps(got["task"])
+    talk = OpenAI(base_url=got["base_url"], api_key=got["api_key"])
+    # type: ignore[call-overload]
+    answer = talk.chat.completions.create(model=got["model"], messages=GO)
+    opened = served.service.leases["a"]
+    assert post(served, opened, "/beat", {}).json()["state"] == "open"
+    score = {"reward": 1, "parts": {"style": 0.5}, "calls": {answer.id: 0.25}}
+    for _ in range(2):
+        said = post(served, opened, "/reward", score)
+        assert said.status_code == 200 and said.json()["state"] == "ended"
+    assert post(served, opened, "/reward", {"reward": 0}).status_code == 422
+    assert opened.session.outcome and opened.session.outcome.reward == 1.0
+    assert opened.session.outcome.parts == {"style": 0.5}
+    rewards = np.frombuffer(opened.session.training_rows()[0].token_rewards, "<f4")
+    assert rewards[-1] == 1.0  # its own and what remains
+    head = {"authorization": f"Bearer {opened.key}"}
+    view = httpx.get(f"{served.url}/s/{got['session']}", headers=head, timeout=WAIT_S).json()
+    assert view["calls"] == 1 and view["versions"] == ["1.2"] and view["rows"] == 1
+
+
+@pytest.mark.parametrize("body", [{}, {"lease": ""}, {"lease": 3}, {"lease": "x" * 257}])
+def test_a_lease_has_a_name(body: Any, served: Served) -> None:
+    assert lease(served, body).status_code == 400
+    assert lease(served, {"lease": "x", "wait_s": "long"}).status_code == 422
+    assert lease(served, {"lease": "x"}, key="other").status_code == 401
+    served.service.is_over = True
+    assert lease(served, {"lease": "x"}).status_code == 410
+
+
+@pytest.mark.parametrize(
+    "body, status",
+    [
+        (b'{"reward": NaN}', 422),
+        (b'{"reward": Infinity}', 422),
+        (b'{"reward": null}', 422),
+        (b'{"reward": "1"}', 422),
+        (b'{"reward": true}', 422),
+        (b"{}", 422),
+        (b'{"reward": 1, "parts": {"a": NaN}}', 422),
+        (b'{"reward": 1, "parts": [1]}', 422),
+        (b'{"reward": 1, "calls": {"x": 1}}', 422),
+        (b'{"reward": 1, "calls": {"chatcmpl-9.9.9-0": 1}}', 422),
+        (b'{"reward": 1, "calls": {"5": 1}}', 422),
+        (b'{"reward": 1e400}', 422),
+        (b'{"reward": ' + b"9" * 400 + b"}", 422),
+    ],
+)
+def test_a_reward_that_is_none_leaves_the_session_open(
+    body: bytes, status: int, served: Served
+) -> None:
+    talk, opened = client(served)
+    talk.chat.completions.create(model="policy", messages=GO)  # type: ignore[call-overload]
+    said = post(served, opened, "/reward", body)
+    assert said.status_code == status and said.headers["x-should-retry"] == "false"
+    assert opened.session.state == "open"
+
+
+def test_ends_without_a_score(served: Served) -> None:
+    _, judged = client(served)
+    assert post(served, judged, "/end", {}).status_code == 400
+    assert post(served, judged, "/end", {"failed": 3}).status_code == 400
+    for _ in range(2):
+        assert post(served, judged, "/end", {"score": True}).json()["state"] == "judging"
+    assert judged.session.name in served.service.looked_at
+    _, failed = client(served)
+    for _ in range(2):
+        assert post(served, failed, "/end", {"failed": "crashed"}).json()["state"] == "ended"
+    assert failed.session.outcome and failed.session.outcome.failed == "crashed"
+    assert post(served, failed, "/end", {"score": True}).status_code == 410
+    _, scored = client(served)
+    post(served, scored, "/reward", {"reward": 1})
+    assert post(served, scored, "/end", {"failed": "late"}).status_code == 422

@@ -1,0 +1,108 @@
+"""The same sessions by an environment, OpenAI's client in Python, token ids and a program in Node:
+in exact mode at limit 0 every drawn token, every log-probability and the weights at the end are the
+same to the last bit.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from process_kit import ENV, ROOT, RUN_SEED
+
+from asyncrl.models.policy import build_model
+from asyncrl.tasks.calc import CalcTask
+
+pytestmark = pytest.mark.slow
+
+TESTS = ROOT / "tests" / "support"
+SETS = (
+    f"seed={RUN_SEED}",
+    "exact=true",
+    "model.path=m",
+    "model.warm_start=false",
+    "staleness.max_lag=0",
+    "learner.steps=2",
+    "learner.groups=1",
+    "learner.group_size=4",
+    "generator.slots=4",
+    "evaluation.every=0",
+    "evaluation.prompts=1",
+    "evaluation.final_prompts=1",
+    "evaluation.ood_prompts=1",
+    "record.samples_every=1",
+    "record.samples=0",
+    "wires.lease_s=3600",  # a sample that is drawn twice stands in the ledger twice
+)
+
+
+@pytest.fixture(scope="module")
+def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("golden")
+    build_model(path / "m", CalcTask.symbols, hidden=32, layers=1)
+    return path
+
+
+def run(where: Path, config: str, name: str, *sets: str) -> tuple[dict[str, Any], Any, Any]:
+    """(summary, samples by ticket and sample, rows of metrics)."""
+    words = [word for each in (*SETS, *sets, f"name='{name}'") for word in ("--set", each)]
+    argv = [sys.executable, "-m", "asyncrl.cli", "run", str(ROOT / "configs" / config), "--json"]
+    done = subprocess.run(
+        [*argv, *words], cwd=where, env=ENV, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    folder = where / "runs" / name
+    read = [
+        [json.loads(line) for line in (folder / file).read_text().splitlines()]
+        for file in ("samples.jsonl", "metrics.jsonl")
+    ]
+    samples = {(each["ticket"], each["sample"]): each for each in read[0]}
+    return json.loads(done.stdout), samples, read[1]
+
+
+@pytest.fixture(scope="module")
+def environment(where: Path) -> tuple[dict[str, Any], Any, Any]:
+    return run(where, "calc.toml", "env", f"agent.env='{TESTS}/golden_agents.py:Lengths'")
+
+
+def test_the_learner_has_the_bits_of_the_calls(environment: tuple[Any, Any, Any]) -> None:
+    """Also where a later call encoded anew what an earlier one drew."""
+    summary, samples, metrics = environment
+    assert summary["trajectories"] == len(samples) == 8
+    assert all(each["calls"] == 3 and not each["rows"] for each in samples.values())
+    assert len({each["reward"] for each in samples.values()}) > 2  # something is learned
+    largest = [row["mismatch/max_at_lag_0"] for row in metrics if "mismatch/max_at_lag_0" in row]
+    assert largest == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "agent",
+    [
+        pytest.param(f"agent.function='{TESTS}/golden_agents.py:by_both'", id="python"),
+        pytest.param(
+            f"agent.command=['node', '{TESTS}/golden_agent.mjs']",
+            id="node",
+            marks=pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed"),
+        ),
+    ],
+)
+def test_agents_over_http_draw_and_learn_the_same_bits(
+    environment: tuple[Any, Any, Any], where: Path, agent: str
+) -> None:
+    sets = [agent] if "function" in agent else ["agent.function=''", agent]
+    name = "python" if "function" in agent else "node"
+    summary, samples, _ = run(where, "calc_http.toml", name, "agent.at_once=4", *sets)
+    expected = environment[1]
+    assert samples.keys() == expected.keys()
+    for key, sample in samples.items():
+        for part in ("tokens", "logprobs", "mask", "versions", "reward", "calls"):
+            assert sample[part] == expected[key][part], (key, part)
+    assert summary["weights_digest"] == environment[0]["weights_digest"]
+    assert summary["trained_ids"] == environment[0]["trained_ids"]
+    ledger = summary["ledger"]
+    assert ledger["trained"] == ledger["generated"] > 8 and not ledger["failed"]

@@ -1,0 +1,480 @@
+"""Agents that the gateway starts: programs with their families, functions in processes, what they
+return and what becomes of those that fail, hang or die.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from gateway_kit import Served
+from gateway_service_kit import AT, PATIENCE_S, Wire
+from pushed_kit import HERE, Commands, until
+
+from actors.gateway import service
+from actors.gateway.agents import agent_log, agent_pool
+from actors.gateway.agents.agent_pool import AgentPool
+from actors.gateway.agents.agent_programs import MODEL_VARIABLES, judge_exit
+from actors.gateway.agents.session_messages import SessionResult
+from actors.gateway.session_api import SessionApi
+from asyncrl.config import load
+from asyncrl.config.agents import AgentConfig
+from asyncrl.config.tree import Config, ModelConfig, TaskConfig
+from asyncrl.contract import messages as m
+from asyncrl.contract.errors import ConfigError
+from asyncrl.models.policy import build_model
+
+pytestmark = pytest.mark.slow
+
+# ---- what a program said -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "out", "err", "written", "expected"),
+    [
+        (0, "a\n0.5\n\n", "", None, SessionResult(7, "scored", 0.5)),
+        (0, "x", "", "3", SessionResult(7, "scored", 3.0)),
+        (
+            0,
+            '{"reward": 1, "a": 2}',
+            "",
+            None,
+            SessionResult(7, "scored", 1.0, {"reward": 1.0, "a": 2.0}),
+        ),
+        (0, "1", "", " \n", SessionResult(7, "scored", 1.0)),
+        (0, "null", "", None, SessionResult(7, "judge")),
+        (0, "\n", "oh", None, "gave no reward"),
+        (0, "well done", "", None, "gave what is no reward, a number or JSON: 'well done'"),
+        (0, "NaN", "", None, "reward is nan, not a finite number"),
+        (0, '"2"', "", None, "reward is a str, not a number"),
+        (0, "{}", "", None, "a dict without `reward`"),
+        (3, "1", "first\nlast\n\n", None, "ended with 3: last"),
+        (3, "1", "", "1", "ended with 3: 1"),
+        (-9, "1", "", None, "was ended by SIGKILL"),
+    ],
+)
+def test_a_programs_end_is_a_reward_or_says_why_not(
+    code: int, out: str, err: str, written: str | None, expected: SessionResult | str
+) -> None:
+    found = judge_exit(
+        7, code, out.encode(), err.encode(), None if written is None else written.encode()
+    )
+    if isinstance(expected, SessionResult):
+        assert found == expected
+    else:
+        assert found.kind == "failed" and expected in found.why and "\n" not in found.why
+
+
+def test_the_log_is_bounded_and_a_disk_that_fails_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_log, "MOST_BYTES", 30)
+    kept = agent_log.AgentLog(tmp_path / "agent-0.log")
+    for number in range(3):
+        kept.write(f"session {number}", b"said", b"", b"more\n")
+    assert (tmp_path / "agent-0.log.old").read_text().startswith("--- session 0\nsaid\nmore\n---")
+    assert (tmp_path / "agent-0.log").read_text() == "--- session 2\nsaid\nmore\n"
+    agent_log.AgentLog(tmp_path / "nowhere" / "agent-0.log").write("session 3")
+
+
+# ---- programs ------------------------------------------------------------------------------------
+
+
+@pytest.fixture()
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Commands]:
+    monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
+    monkeypatch.setenv("PYTHON", sys.executable)
+    monkeypatch.setenv("ASKS", str(HERE / "agent_asks.py"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    made = Commands(tmp_path)
+    yield made
+    made.worker.kill()
+
+
+def alive(pid: int) -> bool:
+    """Whether it runs: one that waits to be reaped does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_programs_are_told_their_session_and_their_last_line_is_its_reward(
+    commands: Commands, tmp_path: Path
+) -> None:
+    served = Served()
+    opened = served.do(served.service.open)
+    url = f"{served.url}/s/{opened.session.name}"
+    for number, kind in enumerate(("pays", "file", "told", "fails", "family")):
+        commands.begin(number, kind)
+    commands.begin(9, "asks", url, opened.key)
+    try:
+        assert commands.left(0) == SessionResult(0, "scored", 0.5)
+        assert commands.left(1) == SessionResult(1, "scored", 2.0, {"reward": 2.0, "neat": 1.0})
+        assert commands.left(2).reward == 1.0
+        assert commands.left(3) == SessionResult(3, "failed", why="ended with 3: because")
+        assert commands.left(9) == SessionResult(9, "scored", float(len("answer 0")))
+        assert opened.session.calls == 1
+    finally:
+        served.close()
+    assert commands.left(4).reward == 1.0  # its family has ended with it, wherever it went
+    family = list(map(int, (tmp_path / "pids").read_text().split()))
+    assert len(family) == 2 and not any(map(alive, family))
+    kept = commands.log.read_text()
+    assert "http://a/s/1.2.3/v1 k http://a/s/1.2.3 k\nhttp://a/s/1.2.3 policy\n" in kept
+    task = msgspec.json.decode(next(line for line in kept.splitlines() if line.startswith("{")))
+    assert (task["text"], task["session"], task["seed"], task["first"]) == ("ab=", "2.2.3", 9, True)
+    assert "secret" not in kept
+    assert "--- session 0.2.3 " in kept and "thinking\n0.5\n" in kept
+    assert not list(tmp_path.glob("asyncrl-agent-*"))
+
+
+def test_what_a_program_starts_ends_with_it_and_no_sooner(
+    commands: Commands, tmp_path: Path
+) -> None:
+    """Also in a session of its own and without a variable; another program's end is not its."""
+    commands.begin(1, "keeps")
+    commands.worker.flush()
+    until((tmp_path / "pids.keeps").exists)
+    commands.begin(2, "hides")
+    assert commands.left(2) == SessionResult(2, "scored", 1.0)
+    kept, hidden = (int((tmp_path / f"pids.{kind}").read_text()) for kind in ("keeps", "hides"))
+    assert alive(kept) and not alive(hidden)
+    (tmp_path / "pids.go").touch()
+    assert commands.left(1) == SessionResult(1, "scored", 1.0)
+    assert not alive(kept)
+
+
+def test_at_the_end_no_child_of_programs_is_left(commands: Commands, tmp_path: Path) -> None:
+    commands.begin(1, "keeps")
+    commands.worker.flush()
+    until((tmp_path / "pids.keeps").exists)
+    kept = int((tmp_path / "pids.keeps").read_text())
+    commands.worker.wire.close()
+    assert commands.worker.process.wait(PATIENCE_S) == 0 and not alive(kept)
+
+
+def test_a_program_inherits_the_base_environment_and_what_it_is_passed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    for name in ("GIVEN_A", "JUDGE_KEY", "AWS_SECRET_ACCESS_KEY", "LC_TIME", "OPENAI_API_KEY"):
+        monkeypatch.setenv(name, "ours")
+    commands = request.getfixturevalue("commands")
+    commands.begin(1, "told")
+    assert commands.left(1).reward == 1.0
+    lines = (tmp_path / "pids.env").read_text().splitlines()
+    found = dict(line.split("=", 1) for line in lines if "=" in line)
+    assert found["PATH"] == os.environ["PATH"] and found["TMPDIR"] == str(tmp_path)
+    assert found["GIVEN_A"] == found["LC_TIME"] == "ours"
+    assert not {"JUDGE_KEY", "AWS_SECRET_ACCESS_KEY"} & set(found)
+    assert found["OPENAI_API_KEY"] == "k"
+    for name in MODEL_VARIABLES:
+        assert found[name] == "policy"
+    assert "ANTHROPIC_DEFAULT_HAIKU_MODEL" in MODEL_VARIABLES
+
+
+def test_a_program_that_is_to_stop_is_ended_and_all_end_with_the_gateway(
+    commands: Commands, tmp_path: Path
+) -> None:
+    pids = tmp_path / "pids"
+    commands.begin(1, "sleeps")
+    commands.worker.flush()
+    until(pids.exists)
+    commands.worker.stop.append(1)
+    assert commands.left(1) == SessionResult(1, "failed", why="was ended: its session was over")
+    pids.unlink()
+    commands.begin(2, "stubborn")
+    commands.worker.flush()
+    until(pids.exists)
+    first = int(pids.read_text())
+    commands.worker.stop.append(2)  # it does not hear SIGTERM
+    assert commands.left(2).kind == "failed" and not alive(first)
+    pids.unlink()
+    commands.begin(3, "stubborn")
+    commands.worker.flush()
+    until(pids.exists)
+    third = int(pids.read_text())
+    commands.worker.wire.close()  # as when the gateway is killed
+    assert commands.worker.process.wait(PATIENCE_S) == 0 and not alive(third)
+    assert not list(tmp_path.glob("asyncrl-agent-*"))
+
+
+def test_programs_do_not_outlive_a_process_of_theirs_that_is_killed(
+    commands: Commands, tmp_path: Path
+) -> None:
+    pids = tmp_path / "pids"
+    commands.begin(1, "stubborn")
+    commands.worker.flush()
+    until(pids.exists)
+    program = int(pids.read_text())
+    commands.worker.process.send_signal(signal.SIGKILL)
+    until(lambda: not alive(program))
+
+
+# ---- functions -----------------------------------------------------------------------------------
+
+
+def test_coroutines_of_a_process_share_a_loop_and_end_their_own_session_alone(
+    tmp_path: Path,
+) -> None:
+    """With OpenAI's client over connections that the agent's module made: with a loop for each
+    session, every one after the first failed.
+    """
+    functions = Commands(tmp_path, AgentConfig(function="agent_async:plays"))
+    served = Served()
+    try:
+        kinds = ["asks", "together", "together", "exits", "task exits", "waits", "asks"]
+        for number, kind in enumerate(kinds):
+            opened = served.do(served.service.open)
+            url = f"{served.url}/s/{opened.session.name}"
+            functions.begin(number, kind, url, opened.key)
+            if kind in ("asks", "task exits"):  # one after the other
+                functions.left(number)
+        paid = SessionResult(0, "scored", float(len("answer 0")))
+        for number in (0, 1, 2, 6):
+            assert functions.left(number) == msgspec.structs.replace(paid, number=number)
+        assert functions.left(3).why == "called sys.exit(3)"
+        assert functions.left(4).why == "called sys.exit(4)"
+        assert 5 not in functions.lefts
+        functions.worker.stop.append(5)
+        assert "CancelledError" in functions.left(5).why
+    finally:
+        served.close()
+        functions.worker.kill()
+
+
+# ---- the gateway's side --------------------------------------------------------------------------
+
+
+class World:
+    """A gateway with agents of its own; its buffer and generators are the test."""
+
+    def __init__(self, run_dir: Path, model: Path, **agent: Any) -> None:
+        (run_dir / "run_id").write_text("run")
+        given: dict[str, Any] = {"function": "agent_envs:plays"} | agent
+        config = Config(
+            model=ModelConfig(path=str(model)),
+            task=TaskConfig(name="sort"),
+            agent=AgentConfig(**given),
+        )
+        self.gateway = service.Gateway(config, run_dir)
+        self.gateway.socket.close()
+        self.gateway.socket = self.wire = Wire()  # type: ignore[assignment]
+        self.door = self.gateway.door = SessionApi(self.gateway)
+        self.tickets = 0
+        try:
+            self.door.pushing = self.pushing = AgentPool(self.door, "http://here")
+        except ConfigError:
+            self.close()
+            raise
+
+    def take(self, kind: str, **meta: str) -> str:
+        """A ticket of one sample; its session's name."""
+        self.tickets += 1
+        prompt = m.Prompt(5, "ab=", "secret", meta={"kind": kind, **meta})
+        sampling = m.SamplingSettings(max_new_tokens=6)
+        number = self.tickets
+        ticket = m.Ticket(number, number, "train", prompt, [0], sampling, AT, None, 3)
+        self.gateway.accept_tickets([ticket])
+        return f"{number}.0.{number}"
+
+    def turn(self) -> None:
+        self.pushing.step()
+        self.gateway.read_rewards()
+        self.gateway.tick(time.monotonic())
+
+    def ended(self, name: str) -> Any:
+        """How the session ended."""
+
+        def look() -> Any:
+            self.turn()
+            found = self.door.find(name)
+            return found is not None and found.session.outcome
+
+        return until(look)
+
+    def begun(self, name: str) -> Any:
+        """The session, once an agent plays it."""
+
+        def look() -> Any:
+            self.turn()
+            players = [p for worker in self.pushing.workers for p in worker.playing.values()]
+            return next((p.opened for p in players if p.opened.session.name == name), None)
+
+        return until(look)
+
+    def close(self) -> None:
+        if self.door.pushing is not None:
+            self.door.pushing.close()
+        self.gateway.close()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("pushed") / "m"
+    build_model(path, "abcdefgh0123456789=", hidden=32, layers=1)
+    return path
+
+
+@pytest.fixture()
+def world(
+    tmp_path: Path, model: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[World]:
+    monkeypatch.setattr(agent_pool, "GRACE_S", PATIENCE_S)  # of an import, also on a busy machine
+    made = World(tmp_path, model, **getattr(request, "param", {}))
+    yield made
+    made.close()
+
+
+def answered(world: World, opened: Any) -> None:
+    """A call of the session is drawn."""
+    session = opened.session
+    call = session.place_text("ab=", now=world.door.current_time())
+    world.door.episodes[session.name].last = call
+    logprob = np.zeros(1, np.float32)
+    session.on_result(
+        call, np.ones(1, np.int32), logprob, [m.VersionSpan(AT, "d", 0, 1, AT)], "stop"
+    )
+
+
+@pytest.mark.parametrize(("step_s", "allowed_s"), [(5.0, 60.0), (5000.0, 5000.0)])
+def test_the_import_of_a_function_has_the_time_of_a_step_and_a_minute_at_least(
+    tmp_path: Path, model: Path, step_s: float, allowed_s: float
+) -> None:
+    w = World(tmp_path, model, step_s=step_s)
+    try:
+        (worker,) = w.pushing.workers
+        worker.receive_messages = lambda _: ([], False)  # type: ignore[method-assign]
+        worker.since = time.monotonic()
+        w.pushing.import_s += 1000.0
+        w.turn()
+        assert w.pushing.workers == [worker]
+        w.pushing.import_s -= 1000.0
+        worker.since -= allowed_s
+        assert w.pushing.import_s == allowed_s
+        w.turn()
+        assert w.pushing.workers != [worker]
+    finally:
+        w.close()
+
+
+@pytest.mark.parametrize("world", [{"at_once": 3}], indirect=True)
+def test_what_functions_return_ends_their_sessions(world: World, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    until(lambda: world.turn() or world.pushing.workers[0].ready)
+    world.turn()
+    world.gateway.want()
+    assert [x.samples for x in world.wire.sent if isinstance(x, m.TicketRequest)] == [3]
+    waits = world.take("judge", gate=str(gate))
+    opened = world.begun(waits)
+    assert world.door.asks == 2  # as many as have room
+    names = {kind: world.take(kind) for kind in ("pays", "parts", "raises", "nan", "judge")}
+    found = {kind: world.ended(name) for kind, name in names.items()}
+    assert (found["pays"].reward, found["parts"].parts["neat"]) == (0.5, 2.0)
+    assert found["raises"].failed == "the agent raised KeyError: 'gone'"
+    assert "the agent gave what is no reward: reward is a str" in found["nan"].failed
+    assert "ended without a call" in found["judge"].failed
+    assert "KeyError" in (tmp_path / "agent-0.log").read_text()
+    answered(world, opened)
+    gate.touch()
+    assert world.ended(waits).failed == ""  # the config's reward has judged it
+    assert world.door.asks == 3 and not world.pushing.workers[0].playing
+
+
+@pytest.mark.parametrize("world", [{}, {"at_limit": "fail"}], indirect=True)
+def test_an_agent_that_fails_at_a_limit_of_its_session_is_judged(
+    world: World, tmp_path: Path
+) -> None:
+    """To write only those again would leave out the long ones."""
+    gate = tmp_path / "gate"
+    name = world.take("raises", gate=str(gate))
+    opened = world.begun(name)
+    answered(world, opened)
+    opened.session.limit = "max_calls"
+    gate.touch()
+    keeps = world.gateway.config.agent.at_limit == "keep"
+    assert world.ended(name).failed == ("" if keeps else "it reached agent.max_calls")
+    assert opened.session.finish == "length"
+
+
+def test_a_function_that_does_not_stop_loses_its_process_and_the_others_begin_again(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_pool, "STOP_S", 0.2)
+    gate = tmp_path / "gate"
+    hangs = world.begun(world.take("pays", gate=str(tmp_path / "never")))
+    other = world.take("pays", gate=str(gate))
+    before = world.begun(other)
+    assert before.first
+    process = world.pushing.workers[0].process.pid
+    hangs.session.fail("the learner was started again", world.door.current_time())
+    until(lambda: world.turn() or world.pushing.workers[0].process.pid != process)
+    again = until(lambda: world.begun(other) is not before and world.begun(other))
+    assert not again.first and again.key != before.key and before.session.outcome.failed
+    gate.touch()
+    assert until(lambda: world.turn() or again.session.outcome).reward == 0.5
+
+
+def test_a_process_that_dies_fails_its_sessions(world: World, tmp_path: Path) -> None:
+    beside = world.take("pays", gate=str(tmp_path / "never"))
+    world.begun(beside)
+    dies = world.take("dies")
+    assert world.ended(dies).failed == "the agent failed: its process ended (exit code 3)"
+    assert world.ended(beside).failed
+    assert world.ended(world.take("pays")).reward == 0.5  # another process is there
+
+
+@pytest.mark.parametrize("world", [{"function": "agent_envs:plays_later"}], indirect=True)
+def test_a_function_may_be_a_coroutine(world: World) -> None:
+    assert world.ended(world.take("pays")).reward == 1.0 + len("v1")
+
+
+@pytest.mark.parametrize(
+    ("agent", "said"),
+    [
+        ({"function": "agent_envs:nobody"}, r"agent.function = agent_envs:nobody: importing it"),
+        ({"function": "agent_envs:os"}, "os is no function; write module:function"),
+        ({"function": "", "command": ["no-such-agent"]}, "there is no program 'no-such-agent'"),
+        (
+            {"function": "", "command": ["sh"], "env_pass": ["PATH", "NO_*", "NO_SUCH_NAME"]},
+            "agent.env_pass: NO_SUCH_NAME is not in the environment of the run",
+        ),
+    ],
+)
+def test_an_agent_that_is_not_there_is_named(
+    tmp_path: Path, model: Path, agent: dict[str, Any], said: str
+) -> None:
+    world = None
+    with pytest.raises(ConfigError, match=said):
+        world = World(tmp_path, model, **agent)
+        until(lambda: world and world.turn())
+    if world is not None:
+        world.close()
+
+
+@pytest.mark.parametrize(
+    ("item", "said"),
+    [
+        ("agent.env='m:C'", "agent.function: it is the agent itself; leave agent.env out"),
+        ("agent.serve=true", "agent.function: it is the agent itself; leave agent.serve out"),
+        ("agent.command=['a']", "agent.command: it is the agent itself; leave agent.function out"),
+        ("agent.function='';agent.command=['a', '']", "agent.command: a word is empty"),
+        ("agent.function='play'", "agent.function: play; write module:function or file.py:fun"),
+        ("agent.function='';agent.env='m:C';agent.forced='refuse'", "agent.forced: an agent that"),
+        ("agent.at_once=0", "agent.at_once"),
+        ("agent.env_pass=['A']", "agent.env_pass: is for the program of agent.command"),
+        ("agent.function='';agent.command=['a'];agent.env_pass=['A=b']", "'A=b' is no name"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_one_line(item: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        load.load("calc_http", item.split(";"))
+    assert all(len(line) < 300 for line in str(caught.value).splitlines())

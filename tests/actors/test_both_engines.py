@@ -1,0 +1,139 @@
+"""vLLM generates and two DeepSpeed ranks learn, in one run: the main job in short, and a model of
+another family.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from holding import held
+from process_kit import ROOT, RUN_SEED
+
+from asyncrl.models.policy import character_tokenizer
+
+pytestmark = pytest.mark.slow
+
+SHORT = (
+    "evaluation.final_prompts=256",
+    "evaluation.prompts=16",
+    "evaluation.ood_prompts=0",
+    "evaluation.every=0",
+    "learner.checkpoint_every=1000",
+    "record.samples_every=1",
+    "record.samples=0",
+    "wires.lease_s=3600.0",
+    "wires.connect_s=1800.0",
+    "learner.rank_timeout_s=1800.0",
+    "watchdog.startup_s=3600.0",
+    "watchdog.floor_s=3600.0",
+    "reward.deadline_s=600.0",
+    "name='both'",
+    f"seed={RUN_SEED}",
+)
+REWARD = '''
+def reward(prompt, text):
+    """The share of a's among the answer's letters."""
+    return text.count("a") / max(1, len(text))
+'''
+
+
+def both(tmp_path: Path, model: Path, *sets: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """`asyncrl run configs/vllm_deepspeed.toml` in short: (its summary, every trained sample).
+
+    Its generator stands still in mid-answer until the next version is there (tests/hold), so that
+    versions change there at any speed."""
+    words = [f"model.path={str(model)!r}", f"runs={str(tmp_path / 'runs')!r}", *SHORT, *sets]
+    argv = [
+        sys.executable,
+        "-m",
+        "asyncrl.cli",
+        "run",
+        "configs/vllm_deepspeed.toml",
+        "--json",
+        *[x for s in words for x in ("--set", s)],
+    ]
+    env = held(answers=True)
+    env["PYTHONPATH"] += f":{tmp_path}"
+    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=3600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    summary = json.loads(done.stdout.strip().splitlines()[-1])
+    rows = [
+        json.loads(x) for x in (Path(summary["run_dir"]) / "samples.jsonl").read_text().splitlines()
+    ]
+    return summary, rows
+
+
+def swaps_in_mid_answer(rows: list[dict[str, Any]]) -> set[str]:
+    """Versions that took over while some trained answer was being written."""
+    return {label for r in rows for label, *_ in r["versions"][1:]}
+
+
+def test_the_main_job_in_short(tmp_path: Path, sort_vllm_model: Path) -> None:
+    steps = 14
+    summary, rows = both(tmp_path, sort_vllm_model, f"learner.steps={steps}")
+    assert (
+        summary["steps"] == steps
+        and summary["lag"]["max"] <= 2
+        and len(rows) == 256 * steps == summary["trajectories"]
+    )
+    assert summary["ledger"]["generated"] == summary["ledger"]["trained"]
+    assert len(swaps_in_mid_answer(rows)) >= steps // 2
+    assert summary["heldout_end"] > summary["heldout_start"] + 0.08
+    transformers.AutoModelForCausalLM.from_pretrained(Path(summary["run_dir"]) / "model")
+
+
+def test_a_gemma_through_both(tmp_path: Path) -> None:
+    """Neither packed forward nor plain norms: embeddings scaled, norms of 1 + w, always tied.  From
+    random weights to mostly a's.
+    """
+    tokenizer = character_tokenizer("abcdefgh")
+    config = transformers.GemmaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=32,
+        intermediate_size=64,
+        max_position_embeddings=128,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    transformers.set_seed(0)
+    transformers.GemmaForCausalLM(config).save_pretrained(tmp_path / "m")
+    tokenizer.save_pretrained(tmp_path / "m")
+    (tmp_path / "share_of_a.py").write_text(REWARD)
+    for name, first in (("p", "abcd"), ("h", "efgh")):
+        (tmp_path / f"{name}.jsonl").write_text(
+            "".join(json.dumps({"prompt": a + b}) + "\n" for a in first for b in "abcdefgh")
+        )
+    summary, rows = both(
+        tmp_path,
+        tmp_path / "m",
+        "model.warm_start=false",
+        "task.name='file'",
+        f"task.prompts={str(tmp_path / 'p.jsonl')!r}",
+        f"task.heldout={str(tmp_path / 'h.jsonl')!r}",
+        "reward.function='share_of_a:reward'",
+        "learner.steps=10",
+        "learner.groups=16",
+        "learner.group_size=4",
+        "learner.lr=4e-3",
+        "generator.slots=32",
+        "correction.proximal='recompute'",
+        "loss.surrogate='decoupled_ppo'",
+        "weights.in_flight='recompute_kv'",
+    )
+    # vLLM's logprobs of the learner's version are the learner's, after swaps too
+    assert summary["steps"] == 10 and summary["mismatch_k3_max"] < 1e-8
+    assert len(swaps_in_mid_answer(rows)) >= 5
+    assert summary["heldout_end"] > summary["heldout_start"] + 0.08
+    trained = transformers.AutoModelForCausalLM.from_pretrained(Path(summary["run_dir"]) / "model")
+    assert type(trained).__name__ == "GemmaForCausalLM"

@@ -1,0 +1,375 @@
+"""The embedded engine against transformers: what it records is the log-probability of what it
+really sampled from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_kit import CUTS, EOS, engine, expected, request, run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from actors import decoder, engine_embedded
+from actors.engine import CompletionRequest, uniform_rows, uniforms
+from actors.engine_embedded import EmbeddedEngine, round_mantissa
+from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.versions import Label
+from asyncrl.models import packed_attention, policy
+from asyncrl.records import machine_memory
+
+
+@pytest.mark.parametrize(
+    "family,kv,tied", [("qwen3", 2, True), ("llama", 4, False), ("qwen2", 2, True)]
+)
+def test_recorded_logprobs_are_those_of_the_distribution_sampled_from(
+    tmp_path: Path, family: str, kv: int, tied: bool
+) -> None:
+    model = policy.build_model(tmp_path, "abcdefgh", family=family, kv_heads=kv, tied=tied, seed=3)
+    requests = [
+        request(t, s, [3 + t % 8] * (1 + t), 5 + (3 * t + s) % 16, **CUTS[t % 5])
+        for t in range(10)
+        for s in range(3)
+    ]
+    answers = run(engine(model), requests)
+    assert len(answers) == len(requests)
+    for r in requests:
+        a = answers[r.key]
+        assert 0 < len(a.tokens) <= r.max_new_tokens
+        assert (a.finish == "stop") == (a.tokens[-1] == EOS) and EOS not in a.tokens[:-1]
+        torch.testing.assert_close(
+            torch.from_numpy(a.logprobs), expected(model, a, r), atol=2e-5, rtol=1e-4
+        )
+
+
+def test_an_engine_with_rounded_weights_samples_from_those_and_records_it(tmp_path: Path) -> None:
+    model = policy.build_model(tmp_path, "abcdefgh", seed=3)
+    requests = [request(t, s, [3 + t % 8] * (1 + t), 12) for t in range(4) for s in range(3)]
+    answers = run(engine(model, mantissa_bits=3), requests)
+    before = [expected(model, answers[r.key], r) for r in requests]
+    with torch.no_grad():
+        for w in model.hf.parameters():
+            coarse = round_mantissa(w, 3)
+            assert (coarse - w).abs().le(w.abs() / 16).all() and coarse.frexp().mantissa.mul(
+                16
+            ).frac().eq(0).all()
+            w.copy_(coarse)
+    for r, was in zip(requests, before, strict=True):
+        said = torch.from_numpy(answers[r.key].logprobs)
+        torch.testing.assert_close(said, expected(model, answers[r.key], r), atol=2e-5, rtol=1e-4)
+        assert (said - was).abs().max() > 1e-3  # and not from the learner's
+
+
+def test_a_bfloat16_engine_takes_the_learners_float32_weights(tmp_path: Path) -> None:
+    learners = policy.build_model(tmp_path, "abcdefgh", seed=3)
+    policy.export(learners, tmp_path / "m")
+    own = policy.load_policy(tmp_path / "m", "bfloat16", "cpu")
+    e = EmbeddedEngine(own, slots=8, context=64, max_new_tokens=20)
+    requests = [request(t, s, [3 + t % 8] * (1 + t), 12) for t in range(4) for s in range(3)]
+    for version in (1, 2):
+        e.load(dict(policy.named_weights(learners)), Label(1, version), f"d{version}")
+        off = max(
+            float((torch.from_numpy(a.logprobs) - expected(learners, a, requests[0])).abs().max())
+            for a in run(e, requests).values()
+        )
+        assert 1e-5 < off < 0.1
+
+
+def test_what_is_drawn_does_not_depend_on_neighbours_slots_or_order(tmp_path: Path) -> None:
+    model = policy.build_model(tmp_path, "abcdefgh", seed=3)
+    requests = [request(t, s, [3, 4 + t]) for t in range(6) for s in range(2)]
+    one = run(engine(model, slots=12), requests)
+    two = run(engine(model, slots=3), requests[::-1], n=1)
+    assert all(one[k].tokens.tolist() == two[k].tokens.tolist() for k in one)
+    assert len({tuple(a.tokens) for a in one.values()}) > 6  # streams differ between samples
+
+
+@pytest.mark.parametrize("in_flight", ["recompute_kv", "keep_kv"])
+def test_swap_in_mid_answer(tmp_path: Path, in_flight: str) -> None:
+    """Under recompute_kv each token's logprob follows from the weights that its span names; keep_kv
+    attends to old keys.
+    """
+    old = policy.build_model(tmp_path / "a", "abcdefgh", seed=1)
+    new = policy.build_model(tmp_path / "b", "abcdefgh", seed=2)
+    e = engine(old, in_flight=in_flight)
+    requests = [request(t, 0, [3, 4, 3 + t], 20) for t in range(8)]
+    e.add(requests)
+    answers = e.step(6)
+    e.load(dict(policy.named_weights(new)), Label(1, 1), "d1")
+    while e.active:
+        answers += e.step(3)
+    two = [a for a in answers if len(a.spans) == 2]
+    assert len(two) >= 3
+    far = 0.0
+    for a in two:
+        assert [(s.label, s.digest) for s in a.spans] == [((1, 0), "d0"), ((1, 1), "d1")]
+        assert (a.spans[0].start, a.spans[0].end, a.spans[1].start, a.spans[1].end) == (
+            0,
+            6,
+            6,
+            len(a.tokens),
+        )
+        assert a.spans[1].kv == ((1, 1) if in_flight == "recompute_kv" else (1, 0))
+        r = request(*a.key[:2], [0])
+        want = torch.cat([expected(old, a, r)[:6], expected(new, a, r)[6:]])
+        off = (torch.from_numpy(a.logprobs) - want).abs()
+        assert off[:6].max() < 2e-5
+        far = max(far, float(off[6:].max()))
+    assert far < 2e-5 if in_flight == "recompute_kv" else far > 1e-3
+
+
+def test_abort_and_progress(tmp_path: Path) -> None:
+    e = engine(policy.build_model(tmp_path, "abcdefgh", seed=3), slots=2)
+    e.add([request(t, 0, [3, 4], 20) for t in range(3)])
+    done = {a.key for a in e.step(3)}
+    expected_live = {(t, 0, 1) for t in range(3)} - done
+    tokens = e.abort(expected_live)
+    assert tokens.keys() == expected_live and e.active == 0 and e.progress() == {}
+
+
+def test_growing_prompts_and_answers_keep_what_is_live(tmp_path: Path) -> None:
+    model = policy.build_model(tmp_path, "abcdefgh", seed=3)
+    e = engine(model)
+    first = [request(t, 0, [3, 4 + t], 20) for t in range(4)]
+    e.add(first)
+    answers = e.step(7)
+    late = [request(9, s, [3] * 20, 40) for s in range(2)]
+    answers += run(e, late).values()
+    made = e.steps_made
+    assert made >= max(len(a.tokens) for a in answers) and not e.step(5)
+    assert e.steps_made == made, "an empty engine makes no step"
+    for r in first + late:
+        a = next(a for a in answers if a.key == r.key)
+        torch.testing.assert_close(
+            torch.from_numpy(a.logprobs), expected(model, a, r), atol=2e-5, rtol=1e-4
+        )
+
+
+def test_uniforms_are_a_counter_stream() -> None:
+    a = uniforms(1, 2, 3, 1000)
+    assert (uniforms(1, 2, 3, 10) == a[:10]).all() and ((a > 0) & (a < 1)).all()
+    assert abs(a.mean() - 0.5) < 0.05 and (uniforms(1, 3, 2, 1000) != a).mean() > 0.99
+    # any number is a key, and a row does not know what is drawn beside it
+    keys = [(1, 2, 3), (-3, 2**62, 7), (2**70 + 1, 0, 0)]
+    rows = uniform_rows(keys, 100)
+    assert all((row == uniforms(*key, 100)).all() for row, key in zip(rows, keys, strict=True))
+    assert len({row.tobytes() for row in rows}) == 3
+    assert (
+        rows[0, :3] == np.float32([0.5003024339675903, 0.540410041809082, 0.3515719473361969])
+    ).all()  # runs of earlier versions repeat
+
+
+def test_attention_looks_at_the_columns_in_use_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long limit costs short answers nothing, and the answers are what they were, also where
+    the columns grow."""
+    model = policy.build_model(tmp_path, "abcdefgh", hidden=32, layers=2)
+    looked: list[int] = []
+    plain = decoder.decode
+
+    def spy(*args: Any) -> torch.Tensor:
+        looked.append(args[-1])
+        return plain(*args)
+
+    monkeypatch.setattr(decoder, "decode", spy)
+    answers = []
+    for block in (4, 10**6):
+        monkeypatch.setattr(decoder, "BLOCK", block)
+        one = EmbeddedEngine(model, slots=4, context=60, max_new_tokens=24)
+        one.load(dict(policy.named_weights(model)), Label(1, 0), "d")
+        looked.clear()
+        out = {}
+        for start, most in ((0, 7), (4, 24), (8, 5), (12, 20), (16, 40), (20, 30)):
+            prompt = np.array([3, 4, 5], np.int32)
+            one.add(
+                CompletionRequest((i, 0, 1), prompt, i, most - i % 3, 1.0, 1.0, 0, (), 0)
+                for i in range(start, start + 4)
+            )
+            for answer in one.step(6):  # the next ones come while these are being written
+                out[answer.key] = answer
+        while one.active:
+            out |= {answer.key: answer for answer in one.step()}
+        assert len(out) == 24
+        if block == 4:
+            assert looked[0] == 12 and max(looked) == 8 + 40  # 8 columns for prompts
+            assert looked[:7] == [12, 12, 12, 12, 16, 16, 16]
+        answers.append(out)
+    for key, found in answers[0].items():
+        assert (found.tokens == answers[1][key].tokens).all()
+        np.testing.assert_allclose(found.logprobs, answers[1][key].logprobs, atol=1e-5)
+
+
+def test_a_generator_that_never_runs_dry_pays_for_its_answers_not_for_their_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers of 5 to 12 tokens where 200 are allowed, always some waiting: attention looks at a
+    few blocks of columns at the three-hundredth step as at the tenth, and at the limit's own where
+    one answer is as long."""
+    model = policy.build_model(tmp_path, "abcdefgh", hidden=32, layers=1)
+    looked: list[int] = []
+    plain = decoder.decode
+
+    def spy(*args: Any) -> torch.Tensor:
+        looked.append(args[-1])
+        return plain(*args)
+
+    monkeypatch.setattr(decoder, "decode", spy)
+    monkeypatch.setattr(decoder, "BLOCK", 16)
+    one = EmbeddedEngine(model, slots=4, context=220, max_new_tokens=200)
+    one.load(dict(policy.named_weights(model)), Label(1, 0), "d")
+    prompt = np.array([3, 4, 5], np.int32)
+
+    def more(first: int, count: int, most: Callable[[int], int]) -> None:
+        one.add(
+            CompletionRequest((i, 0, 1), prompt, i, most(i), 1.0, 1.0, 0, (), 0)
+            for i in range(first, first + count)
+        )
+
+    done = 0
+    for first in range(0, 160, 8):
+        more(first, 8, lambda i: 5 + i % 8)
+        done += len(one.step(16))
+    assert len(looked) == 320 and done > 140 and set(looked) <= {16, 32, 48}
+    more(160, 1, lambda _: 200)
+    looked.clear()
+    while one.active:
+        done += len(one.step())
+    assert done == 161 and 200 <= max(looked) <= 208 and len(looked) >= 200
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_a_column_is_taken_again_when_no_live_row_has_keys_in_it(data: st.DataObject) -> None:
+    """The lowest free one at each look; what rows wrote is found by their steps, also after
+    growing; the highest in use is never below one that a row has."""
+    count = data.draw(st.integers(1, 12))
+    columns = decoder.StepColumns(count)
+    rows: dict[int, int] = {}  # row -> the step it was born at
+    where: dict[int, int] = {}
+    for step in range(data.draw(st.integers(1, 80))):
+        for row, born in list(rows.items()):
+            if step - born >= count - 1 or data.draw(st.booleans()):
+                del rows[row]
+        rows[step] = step
+        oldest = min(rows.values())
+        column = columns.allocate(step, lambda oldest=oldest: oldest)  # type: ignore[misc]
+        live = {where[at] for at in range(oldest, step)}
+        assert column not in live and 0 <= column < columns.count
+        where[step] = column
+        assert columns.columns_of(oldest, step + 1).tolist() == [
+            where[at] for at in range(oldest, step + 1)
+        ]
+        assert columns.high > max(live | {column})
+        if data.draw(st.booleans()) and count < 12:
+            count += 1
+            columns.grow(count)
+            assert columns.columns_of(oldest, step + 1).tolist() == [
+                where[at] for at in range(oldest, step + 1)
+            ]
+    columns.clear()
+    assert columns.high == 0 and columns.allocate(0, lambda: 0) == 0
+
+
+# ---- long prompts: memory grows with them, not with their square ---------------------------------
+
+
+class LargestTensor(TorchDispatchMode):
+    """The most numbers that any one tensor has, of those that operators make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for each in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(each, torch.Tensor):
+                self.numbers = max(self.numbers, each.numel())
+        return made
+
+
+@pytest.mark.parametrize(
+    ("fixed", "begun"), [(False, 0), (False, 1000), (True, 0)], ids=["plain", "begun", "exact"]
+)
+def test_a_long_prompt_is_encoded_in_blocks_of_queries(
+    fixed: bool, begun: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys and values are those of a prompt that is not cut, in exact mode bit for bit; no tensor
+    has more than a fixed number of scores, or some numbers a token."""
+    model = policy.build_model(tmp_path / "m", "0123456789", max_positions=4096, kv_heads=2)
+    e = EmbeddedEngine(model, slots=2, context=4000, fixed=fixed)
+    e.load(dict(policy.named_weights(model)), Label(1, 0), "d0")
+    ids = torch.from_numpy(np.random.default_rng(0).integers(3, 12, (2, 1600)))
+    start = None
+    if begun:
+        past = decoder.encode(e.weights, ids[:, :begun])
+        keys, values = (torch.stack([layer[at] for layer in past]) for at in (0, 1))
+        start = decoder.PrefilledPrefix(keys, values, torch.tensor([begun, begun - 300]))
+
+    def encoded() -> tuple[int, list[Any]]:
+        with torch.inference_mode(), LargestTensor() as largest:
+            if fixed:
+                found = decoder.encode_exact(e.weights, ids)
+            else:
+                found = decoder.encode(e.weights, ids, start)
+        return largest.numbers, [x for layer in found for x in layer]
+
+    monkeypatch.setattr(decoder, "SCORES", 1 << 18)
+    most, in_blocks = encoded()
+    tokens = ids.numel()
+    assert most <= max(1 << 18, tokens * 4 * model.hf.config.intermediate_size)
+    monkeypatch.setattr(decoder, "SCORES", 1 << 40)
+    monkeypatch.setitem(packed_attention.UNCUT, "cpu", 1 << 20)
+    whole_most, whole = encoded()
+    assert whole_most >= 2 * 4 * 1600 * (1600 + begun) > 10 * most
+    for cut, uncut in zip(in_blocks, whole, strict=True):
+        assert torch.equal(cut, uncut) if fixed else torch.allclose(cut, uncut, atol=1e-5)
+
+
+def test_prompts_are_encoded_together_up_to_a_number_of_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is drawn is the same, and a long prompt pads no short ones."""
+    model = policy.build_model(tmp_path / "m", "0123456789")
+    prompts = [[3 + (at + i) % 9 for i in range(length)] for at, length in enumerate((9, 2, 30, 3))]
+    requests = [request(at, 0, prompt, 6) for at, prompt in enumerate(prompts)]
+    together = run(engine(model), requests)
+    monkeypatch.setattr(engine_embedded, "TOGETHER", 32)
+    seen = []
+    plain = decoder.encode
+    monkeypatch.setattr(
+        decoder, "encode", lambda w, ids, *a: seen.append(tuple(ids.shape)) or plain(w, ids, *a)
+    )
+    apart = run(engine(model), requests)
+    assert seen == [(3, 8), (1, 29)]
+    for key, answer in together.items():
+        assert np.array_equal(answer.tokens, apart[key].tokens)
+
+
+def test_a_context_that_memory_does_not_hold_is_refused_by_arithmetic(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = policy.build_model(tmp_path / "m", "0123456789")
+    e = engine(model)
+    of_token = e.token_bytes
+    assert of_token == 2 * 2 * 4 * 16 * 4  # keys and values, layers, heads, their width, float32
+    monkeypatch.setattr(machine_memory, "free_bytes", lambda: of_token * 63)
+    with pytest.raises(ConfigError, match=r"generator.context = 64: .* set it lower"):
+        engine(model)
+    for free, refused in ((1 << 30, False), (of_token * 60, True)):
+        monkeypatch.setattr(machine_memory, "free_bytes", lambda free=free: free)
+        e.add([request(free, 0, [3] * 40)])
+        if not refused:
+            assert len(run(e, [])) == 1
+            continue
+        # rows of the cache are as wide as the longest prompt so far: this one widens them
+        e.add([request(free, 1, [3] * 43)])
+        with pytest.raises(ConfigError, match=r"a prompt of 43 tokens: .*generator.slots"):
+            e.step()

@@ -1,0 +1,109 @@
+"""An engine is a row of a table: what its row says is what config, checks and processes do."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import get_args
+
+import msgspec
+import pytest
+from process_kit import ROOT
+
+from actors.engine import engine_for
+from asyncrl.config import load, rules, tree
+from asyncrl.config.engines import ENGINES, EngineInfo, EngineName
+from asyncrl.config.tree import Config
+from asyncrl.contract.errors import ConfigError
+from asyncrl.experiments.one_process import needs_own_process
+from asyncrl.models import installed
+from asyncrl.models.policy import load_policy
+from learner.backend import TorchBackend
+
+OTHER = EngineInfo(
+    maker="other_engine", title="Other", package="other_engine", distributions=(), trial="pass"
+)
+
+
+def config(*sets: str) -> Config:
+    return load.load(ROOT / "configs" / "demo.toml", list(sets))
+
+
+def with_engine(monkeypatch: pytest.MonkeyPatch, row: EngineInfo, *sets: str) -> Config:
+    """The demo's config with an engine `other`, as `row` describes it."""
+    monkeypatch.setitem(ENGINES, "other", row)
+    whole = config(*sets)
+    other = msgspec.structs.replace(whole.generator, engine="other")
+    return msgspec.structs.replace(whole, generator=other)
+
+
+def test_the_choices_of_the_config_are_the_rows() -> None:
+    assert get_args(EngineName) == tuple(ENGINES)
+    for name in ENGINES:
+        assert config(f"generator.engine={name}").generator.engine == name
+    with pytest.raises(ConfigError, match=r"generator\.engine"):
+        config("generator.engine=other")
+
+
+def test_a_generator_makes_the_engine_that_its_row_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = object()
+    module = SimpleNamespace(make_engine=lambda config: made)
+    monkeypatch.setitem(sys.modules, "other_engine", module)  # type: ignore[arg-type]
+    assert engine_for(with_engine(monkeypatch, OTHER)) is made
+
+
+@pytest.mark.parametrize(
+    ("change", "sets", "said"),
+    [
+        (
+            {},
+            ("exact=true", "weights.in_flight=recompute_kv"),
+            "exact: needs generator.engine = embedded, not other",
+        ),
+        ({"exact": True}, ("exact=true", "weights.in_flight=recompute_kv"), ""),
+        ({"least_temperature": 0.5}, ("generator.temperature=0.4",), "generator.temperature: 0.4"),
+        ({"least_temperature": 0.4}, ("generator.temperature=0.4",), ""),
+        ({"numbered_gpu": False}, ("model.device=cuda:1",), "model.device: cuda:1; Other takes"),
+        ({}, ("model.device=cuda:1",), ""),
+        ({}, ("generator.mantissa_bits=7",), "generator.engine = embedded, not to other"),
+        ({"settings": ("mantissa_bits",)}, ("generator.mantissa_bits=7",), ""),
+    ],
+)
+def test_the_rules_follow_from_the_row(
+    change: dict[str, object], sets: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = msgspec.structs.replace(OTHER, **{"least_temperature": 0.0, **change})
+    whole = with_engine(monkeypatch, row, "evaluation.temperature=0.6", *sets)
+    found = [line for line in rules.check(whole) if "other" in line or "Other" in line]
+    assert len(found) == bool(said) and all(said in line for line in found), found
+
+
+def test_what_a_row_pins_and_brings_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENGINES, "other", OTHER)
+    assert installed.missing("other").startswith("Other is not installed: make env")
+    there = msgspec.structs.replace(OTHER, package="msgspec", distributions=("msgspec",))
+    monkeypatch.setitem(ENGINES, "other", there)
+    assert installed.missing("other") == ""
+    monkeypatch.setitem(ENGINES, "other", msgspec.structs.replace(there, pinned="0.0.1"))
+    assert "and its inside differs between versions; this needs 0.0.1" in installed.missing("other")
+
+
+def test_one_process_and_the_probe_follow_from_the_row(
+    monkeypatch: pytest.MonkeyPatch, small_model: Path
+) -> None:
+    assert "does not run in a warm process; use embedded" in needs_own_process(
+        with_engine(monkeypatch, OTHER)
+    )
+    able = msgspec.structs.replace(OTHER, one_process=True, probed=True)
+    whole = with_engine(monkeypatch, able)
+    assert needs_own_process(whole) == ""
+    backend = TorchBackend(whole, load_policy(small_model))
+    assert backend.probe()
+    backend.config = config()
+    assert backend.probe() == b""
+
+
+def test_every_setting_of_a_row_is_one_of_the_section() -> None:
+    known = set(tree.GeneratorConfig.__struct_fields__)
+    assert all(set(row.settings) <= known for row in ENGINES.values())

@@ -1,0 +1,419 @@
+"""The generator's loop with its buffer and its engine played by hand: what a frame makes it do, and
+what it says when it ends.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from generator_kit import (
+    CONNECT_S,
+    STARTUP_S,
+    Wire,
+    announcement,
+    make,  # noqa: F401
+    one_pass,
+    ticket,
+    tickets,
+)
+
+from actors.engine import Completion
+from actors.generator import Generator
+from actors.turn import PromptTooLong, failed_trajectory
+from asyncrl.contract import messages as m
+from asyncrl.contract.errors import NothingToDo, PeerUnreachable
+from asyncrl.contract.versions import Label
+
+
+def test_an_outdated_attempt_takes_nothing_from_the_next_one(
+    make: Callable[..., Generator],
+) -> None:
+    """The learner dies while an answer is written and comes back; the ticket's second attempt comes
+    before the first one is dropped.
+    """
+    g = make()
+    # type: ignore[attr-defined]
+    g.socket.inbox.append(tickets(g, announcement(1), ticket(0, 1, epoch=1)))
+    one_pass(g)
+    assert set(g.engine.rows) == {(0, 0, 1), (0, 1, 1)}  # type: ignore[attr-defined]
+    # type: ignore[attr-defined]
+    g.socket.inbox.append(tickets(g, announcement(2), ticket(0, 2, epoch=2)))
+    one_pass(g)
+    # type: ignore[attr-defined]
+    assert g.engine.aborted == [(0, 0, 1), (0, 1, 1)] and g.engine.loads == [(1, 0), (2, 0)]
+    rows = g.engine.rows  # type: ignore[attr-defined]
+    assert set(rows) == {(0, 0, 2), (0, 1, 2)} and all(len(r.prompt) == 3 for r in rows.values())
+
+
+def test_answers_that_wait_for_their_reward_keep_their_lease(
+    make: Callable[..., Generator], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Renewed is what is written and being judged; not what has a row in the engine, however long
+    that takes.
+    """
+    (tmp_path / "gated.py").write_text(
+        "import os, time\ndef reward(prompt, text):\n    while not os.path.exists('open'): "
+        "time.sleep(0.01)\n    return 1.0\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    # nobody takes the thread that feeds the reward processes for stuck when it is only not running
+    monkeypatch.setattr("actors.rewards.STUCK_S", 1e9)
+    monkeypatch.setattr("actors.rewards.GRACE_S", 600.0)
+    g = make("reward.function='gated:reward'")
+    inbox, said, rows = g.socket.inbox, g.socket.said, g.engine.rows  # type: ignore[attr-defined]
+    inbox.append(tickets(g, announcement(1), ticket(0, 1, epoch=1), ticket(1, 2, epoch=1)))
+    one_pass(g)
+
+    def ends(*keys: tuple[int, int, int]) -> None:
+        for key in keys:
+            tokens = np.zeros(2, np.int32)
+            g.finished(
+                Completion(
+                    key,
+                    rows.pop(key).prompt,
+                    tokens,
+                    np.zeros(2, np.float32),
+                    [m.VersionSpan(Label(1, 0), "d", 0, 2, Label(1, 0))],
+                    "length",
+                )
+            )
+
+    def told() -> m.LeaseRenewal:
+        g.renewed = 0.0
+        one_pass(g)
+        return next(x for x in reversed(said) if isinstance(x, m.LeaseRenewal))
+
+    ends((0, 0, 1), (0, 1, 1), (1, 0, 2))
+    renew = told()
+    assert renew.judging == [(0, 1)] and [p[:2] for p in renew.progress] == [(1, 2)], (
+        "ticket 1 has a row in the engine"
+    )
+    assert (
+        renew.stats["reward/queue"] == 3
+        and renew.stats["reward/workers"] == 1
+        and not renew.waiting
+    )
+    ends((1, 1, 2))
+    renew = told()
+    assert renew.judging == [(0, 1), (1, 2)] and renew.waiting.what == m.REWARDS_WAITED_FOR
+    monkeypatch.setattr(type(g.rewards), "is_working", property(lambda self: False))
+    assert told().judging == [], "nobody sees to their end"
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "open").touch()
+    deadline = time.monotonic() + 600
+    while g.judged:
+        assert time.monotonic() < deadline
+        one_pass(g)
+    assert (
+        told().judging == []
+        and told().stats["reward/judged"] == 4
+        and told().stats["generator/reward_idle_s"] > 0
+        and {"link/acked", "link/fetch_s"} < set(told().stats)
+    )
+    assert sum(len(x.samples) for x in said if isinstance(x, m.Delivery)) == 4
+
+
+def test_what_was_granted_and_has_not_come_is_forgone_and_said_to_be(
+    make: Callable[..., Generator],
+) -> None:
+    """It names all that it has, wherever that is, and the attempt up to which that is all."""
+    g = make()
+    inbox, said = g.socket.inbox, g.socket.said  # type: ignore[attr-defined]
+    inbox.append(
+        tickets(g, announcement(1), *(ticket(n, n + 1, epoch=1, samples=1) for n in range(3)))
+    )
+    one_pass(g)
+
+    def told() -> m.LeaseRenewal:
+        g.renewed = 0.0
+        one_pass(g)
+        return next(x for x in reversed(said) if isinstance(x, m.LeaseRenewal))
+
+    span = m.VersionSpan(Label(1, 0), "d", 0, 2, Label(1, 0))
+    for key in ((0, 0, 1), (1, 0, 2)):
+        row = g.engine.rows.pop(key)  # type: ignore[attr-defined]
+        answer = Completion(
+            key, row.prompt, np.zeros(2, np.int32), np.zeros(2, np.float32), [span], "length"
+        )
+        g.finished(answer)
+    g.rewards.poll = list  # type: ignore[method-assign, assignment]
+    renew = told()
+    assert (renew.taken, renew.written) == (3, [(0, 1), (1, 2)])
+    assert [name[:2] for name in renew.progress] == [(2, 3)]
+    written = g.judged.pop((0, 0, 1))
+    g.outbox.add(
+        failed_trajectory(
+            PromptTooLong(written.ticket, (0, 0, 1), m.RewardFailure("data", "no")),
+            Label(1, 0),
+            "d",
+        )
+    )
+    assert told().written == [(0, 1), (1, 2)]  # fresh, then sent, and not acknowledged
+    g.outbox.fresh_since = -1.0  # it has waited for company
+    assert told().written == [(0, 1), (1, 2)] and g.outbox.sent and not g.outbox.fresh
+    inbox.append(m.DeliveryAcks(g.session, [(0, 0, 1, "failed")], 1 << 20, None))
+    assert told().written == [(1, 2)]
+    inbox.append(m.HeartbeatReply(1, None, attempts=5))
+    assert told().taken == 5
+    inbox.append(tickets(g, None, ticket(4, 5, epoch=1), ticket(5, 6, epoch=1)))
+    renew = told()
+    assert set(g.schedule.held) == {(2, 3), (5, 6)} and renew.taken == 6
+    inbox.append(m.HeartbeatReply(1, None, attempts=2))  # a late one
+    assert told().taken == 6
+
+
+def test_one_that_draws_calls_forgoes_none_and_says_nothing_of_tickets(
+    make: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls are numbered by itself: what the buffer has granted is the gateway's business."""
+    g = make("agent.env='none:None'")
+    assert g.calls is not None
+    g.calls.close()
+    monkeypatch.setattr("actors.generator.wait", lambda *_: None)
+    monkeypatch.setattr(g.calls, "read", lambda: None)
+    g.socket.inbox.append(m.HeartbeatReply(1, None, attempts=5))  # type: ignore[attr-defined]
+    g.read()
+    assert g.schedule.newest_attempt == 0
+    g.schedule.newest_attempt = 3
+    g.renew()
+    assert g.socket.said[-1].taken == 0  # type: ignore[attr-defined]
+
+
+def test_a_slow_engine_makes_fewer_steps_in_a_call(
+    make: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Leases are renewed between two calls; in lockstep the steps of a call must not hang on
+    time.
+    """
+    for sets, expected in (((), [8, 4, 2, 1, 1, 2, 3]), (("staleness.max_lag=0",), [8] * 7)):
+        g = make(*sets)
+        # type: ignore[attr-defined]
+        g.socket.inbox.append(tickets(g, announcement(1), ticket(0, 1, epoch=1)))
+        one_pass(g)
+        clock, made, slow = [0.0], [], [4.0, 4.0, 4.0, 4.0, 0.1, 0.1, 0.1]
+        g.steps = 8
+
+        def step(
+            n: int, clock: list[float] = clock, made: list[int] = made, slow: list[float] = slow
+        ) -> list[Completion]:
+            made.append(n)
+            clock[0] += slow.pop(0)
+            return []
+
+        monkeypatch.setattr(g.engine, "step", step)
+        monkeypatch.setattr("actors.generator.time.monotonic", lambda clock=clock: clock[0])
+        while slow:
+            g.decode()
+        monkeypatch.undo()
+        assert made == expected
+
+
+def test_told_to_end_it_says_what_it_drew_and_that_its_leases_are_free(
+    make: Callable[..., Generator],
+) -> None:
+    g = make()
+    # type: ignore[attr-defined]
+    g.socket.inbox.append(tickets(g, announcement(1), ticket(0, 1, epoch=1)))
+    one_pass(g)
+    said = g.socket.said  # type: ignore[attr-defined]
+    del said[:]
+    g.ending = True
+    g.loop()
+    g.close()
+    *_, renew, leaving = said
+    # 3 tokens of each of two answers: lost, and counted
+    assert isinstance(renew, m.LeaseRenewal) and renew.progress == [(0, 1, 6)]
+    assert renew.stats["prefix/hits"] == 4.0 and "generator/tokens" in renew.stats
+    # type: ignore[attr-defined]
+    assert leaving == m.GeneratorGoodbye(g.producer, g.session) and g.socket.closed
+
+
+def test_told_that_the_run_is_over_it_ends_without_a_word(make: Callable[..., Generator]) -> None:
+    """Nobody waits for it any more, and a buffer that has gone would make it wait for its own last
+    words.
+    """
+    g = make()
+    g.socket.inbox.append(tickets(g, announcement(1)))  # type: ignore[attr-defined]
+    one_pass(g)
+    del g.socket.said[:]  # type: ignore[attr-defined]
+    g.socket.inbox.append(tickets(g, announcement(1), finished=True))  # type: ignore[attr-defined]
+    g.loop()
+    g.close()
+    assert [type(x) for x in g.socket.said] == [m.GeneratorHello]  # type: ignore[attr-defined]
+
+
+def end_run(run_dir: Path, steps: int) -> None:
+    """What the buffer and the learner of a run leave at its end."""
+    (run_dir / "buffer_summary.json").write_text(f'{{"finished": true, "steps": {steps}}}')
+    (run_dir / "weights_digest").write_text("d")
+
+
+@pytest.mark.parametrize("how", ["by the buffer", "by the files of its end"])
+def test_one_that_comes_after_the_end_says_so(make: Callable[..., Generator], how: str) -> None:
+    g = make("learner.steps=9")
+    if how == "by the buffer":
+        # type: ignore[attr-defined]
+        g.socket.inbox.append(tickets(g, announcement(1), finished=True))
+    else:
+        end_run(g.run_dir, 9)
+        g.unanswered = time.monotonic() - 3
+    with pytest.raises(
+        NothingToDo, match=r"has ended, all its 9 steps are made: generator-0 came too late"
+    ):
+        g.loop()
+    g.close()
+    # type: ignore[attr-defined]
+    assert not any(isinstance(x, m.GeneratorGoodbye) for x in g.socket.said)
+
+
+def test_one_that_took_part_and_was_not_told_ends_by_the_files_of_the_end(
+    make: Callable[..., Generator],
+) -> None:
+    """The buffer has told the end for its five seconds, and gone, while this one decoded."""
+    g = make("learner.steps=9")
+    g.socket.inbox.append(tickets(g, announcement(1)))  # type: ignore[attr-defined]
+    one_pass(g)
+    end_run(g.run_dir, 8)  # of a shorter run, which goes on
+    g.unanswered = time.monotonic() - 3
+    one_pass(g)
+    assert not g.over
+    end_run(g.run_dir, 9)
+    g.loop()
+    assert g.over
+
+
+def test_weights_whose_learner_is_gone_are_waited_for_by_name_until_others_are_announced(
+    make: Callable[..., Generator],
+) -> None:
+    g = make()
+    g.weights.missing = {1}  # type: ignore[attr-defined]
+    # type: ignore[attr-defined]
+    g.socket.inbox.append(tickets(g, announcement(1), ticket(0, 1, epoch=1)))
+    for _ in range(3):
+        one_pass(g)
+    since = g.waiting_since
+    assert (
+        g.gone is not None
+        and "weights 1.0, which are gone" in g.waiting_for
+        and "ring_1/manifest" in g.waiting_for
+    )
+    one_pass(g)
+    assert g.waiting_since == since  # one wait, whose age grows, and not a new one in each pass
+    # longer than wires.connect_s, shorter than a start may take
+    g.gone = g.gone._replace(since=time.monotonic() - CONNECT_S - 1)
+    one_pass(g)
+    # type: ignore[attr-defined]
+    g.socket.inbox.append(tickets(g, announcement(2), ticket(0, 2, epoch=2)))
+    one_pass(g)
+    # type: ignore[attr-defined]
+    assert g.gone is None and g.engine.loads == [(2, 0)] and g.engine.active == 2
+
+
+def test_the_version_that_is_announced_is_pulled_by_the_digest_that_was_announced(
+    make: Callable[..., Generator],
+) -> None:
+    """Other weights under its label are never loaded; of another version no digest is known."""
+    g = make()
+    asked: list[tuple[Label, str | None]] = []
+
+    def pull(source: m.WeightsSource, label: Label, digest: str | None) -> Any:
+        asked.append((label, digest))
+        return None if digest == "d1.0" else ({}, digest or "of the ring", b"")
+
+    g.weights.pull = pull  # type: ignore[method-assign]
+    # type: ignore[attr-defined]
+    g.socket.inbox.append(tickets(g, announcement(1), ticket(0, 1, epoch=1)))
+    one_pass(g)
+    assert asked == [(Label(1, 0), "d1.0")] and g.loaded is None and g.lacking
+    assert not g.engine.loads and "weights 1.0" in g.waiting_for  # type: ignore[attr-defined]
+    said = announcement(1, 3)
+    assert g.pull(said, Label(1, 3)) == ({}, "d1.3", b"")
+    assert g.pull(said, Label(1, 2)) == ({}, "of the ring", b"")
+    assert asked[1:] == [(Label(1, 3), "d1.3"), (Label(1, 2), None)]
+
+
+@pytest.mark.parametrize("ring", ["not announced", "gone"])
+def test_hands_full_of_a_dead_learners_tickets_are_emptied_when_the_next_one_is_heard_of(
+    make: Callable[..., Generator], ring: str
+) -> None:
+    """It asks for no ticket and delivers nothing, so no answer but that to its renewals can tell
+    it.
+    """
+    g = make()
+    g.weights.missing = {1}  # type: ignore[attr-defined]
+    full = [ticket(n, n + 1, epoch=1) for n in range(4)]  # two samples each, eight rows
+    # type: ignore[attr-defined]
+    g.socket.inbox.append(tickets(g, announcement(1) if ring == "gone" else None, *full))
+    for _ in range(2):
+        one_pass(g)
+    assert g.schedule.waiting() == g.engine.slots and not g.engine.active
+    said = g.socket.said  # type: ignore[attr-defined]
+    del said[:]
+    g.socket.inbox.append(m.HeartbeatReply(2, announcement(2)))  # type: ignore[attr-defined]
+    one_pass(g)
+    assert (
+        not g.schedule.held
+        and g.engine.loads == [(2, 0)]
+        and any(isinstance(x, m.TicketRequest) for x in said)
+    )  # type: ignore[attr-defined]
+
+
+def test_weights_that_stay_gone_end_a_generator_of_its_own_and_never_a_supervised_one(
+    make: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(g: Generator) -> None:
+        g.weights.missing = {1}  # type: ignore[attr-defined]
+        g.socket.inbox.append(tickets(g, announcement(1)))  # type: ignore[attr-defined]
+        one_pass(g)
+        assert g.gone is not None
+        g.gone = g.gone._replace(since=time.monotonic() - STARTUP_S - 1)
+        one_pass(g)
+
+    with pytest.raises(
+        PeerUnreachable,
+        match=r"weights 1\.0 have been gone for 7\d\d\d s: .*is the learner running",
+    ):
+        gone(make())
+    monkeypatch.setenv("ASYNCRL_SUPERVISED", "1")
+    gone(make())
+
+
+def test_a_buffer_that_falls_silent_is_given_up_and_one_that_answers_is_not(
+    make: Callable[..., Generator],
+) -> None:
+    g = make()
+    one_pass(g)
+    assert g.unanswered  # its renewals are answered, so silence has a beginning
+    g.unanswered = silent = g.unanswered - CONNECT_S - 1
+    g.socket.inbox.append(m.HeartbeatReply(0))  # type: ignore[attr-defined]
+    one_pass(g)
+    assert not g.unanswered or g.unanswered > silent
+    assert g.waiting_for == "the learner: no weights have been announced yet"
+    g.request(m.LeaseRenewal(g.producer, g.session, [], {}, None))
+    g.unanswered -= CONNECT_S + 1
+    with pytest.raises(
+        PeerUnreachable, match=r"has not answered for 5\d\d\d s \(wires.connect_s\)"
+    ):
+        one_pass(g)
+
+
+def test_a_buffer_found_elsewhere_is_greeted_and_asked_anew(
+    make: Callable[..., Generator],
+) -> None:
+    g = make()
+    one_pass(g)
+    wire: Wire = g.socket  # type: ignore[assignment]
+    first = [type(x).__name__ for x in wire.said]
+    wire.said.clear()
+    g.unanswered -= CONNECT_S + 1  # the one before would be given up
+    wire.moved = True
+    one_pass(g)
+    again = [type(x).__name__ for x in wire.said]
+    assert again[0] == "GeneratorHello" and "TicketRequest" in first and "TicketRequest" in again
+    assert time.monotonic() - g.unanswered < CONNECT_S

@@ -1,0 +1,612 @@
+"""Reward functions that misbehave: each answer comes back exactly once, as a number or as a
+failure, never as a silent 0.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from process_kit import ENV, ROOT
+
+from actors import rewards
+from actors.reward_worker import (
+    PRINTED_CHARACTERS,
+    BoundedOutput,
+    RewardCall,
+    call,
+    check_value,
+    split_results,
+)
+from actors.rewards import RewardResult, RewardRunner, next_pool_size
+from asyncrl.config import load
+from asyncrl.config.tree import TaskConfig as TaskConfig
+from asyncrl.contract import importing
+from asyncrl.contract.errors import AsyncrlError, ConfigError
+from asyncrl.contract.messages import Prompt
+from asyncrl.tasks import get_task
+
+FUNCTIONS = """
+import asyncio, os, sys, time
+
+def noted(text):
+    with open("noted", "a") as f: f.write(text + chr(10))
+
+def reward(prompt, text):
+    match text:
+        case "raise": raise KeyError("no such thing")
+        case "nan": return float("nan")
+        case "inf": return {"reward": float("inf")}
+        case "none": return None
+        case "word": return "1.0"
+        case "parts": return {"reward": 0.5, "format": True}
+        case "nameless": return {"score": 1}
+        case "tokens": return {"reward": 1, "token_rewards": [0.25, 0.75]}
+        case "few": return {"reward": 1, "token_rewards": [0.25]}
+        case "exit": sys.exit("no more")
+        case "read": return len(input())
+        case "print": print("x" * 5_000_000)
+        case "gate":
+            while not os.path.exists("gate"): time.sleep(0.01)
+        case "lines": raise ValueError("one" + chr(10) + "two")
+        case "die": os._exit(3)
+        case "hang":
+            while True: time.sleep(60)
+    noted(text)
+    return float(text == prompt.answer)
+async def later(prompt, text):
+    await asyncio.sleep(0)
+    return {"reward": len(text), "pid": os.getpid()}
+number = 3
+
+def lists(prompts, texts):
+    noted(" ".join(texts))
+    if "raise" in texts: raise KeyError("no such thing")
+    if "die" in texts: os._exit(3)
+    if "hang" in texts:
+        while True: time.sleep(60)
+    if "short" in texts: return [1.0] * (len(texts) - 1) + ([1.0, 1.0] if len(texts) == 1 else [])
+    return [
+        None if t == "none" else {"reward": float(t == p.answer), "together": len(texts)}
+        for p, t in zip(prompts, texts)
+    ]
+lists.batched = True
+
+running, peak, together = 0, 0, asyncio.Event()
+async def three(prompt, text):
+    "Ends when three calls are under way, or have been."
+    global running, peak
+    running += 1
+    peak = max(peak, running)
+    if running == 3: together.set()
+    await together.wait()
+    await asyncio.sleep(0)
+    running -= 1
+    return {"reward": 1.0, "peak": peak}
+async def troubled(prompt, text):
+    match text:
+        case "raise": raise KeyError("no such thing")
+        case "exit": sys.exit(4)
+        case "die": os._exit(3)
+        case "never": await asyncio.Event().wait()
+        case "stubborn":
+            while True:
+                try: await asyncio.sleep(60)
+                except asyncio.CancelledError: pass
+        case "block":
+            while True: time.sleep(60)
+    noted(text)
+    return {"reward": float(text == prompt.answer), "pid": os.getpid()}
+async def both(prompts, texts):
+    await asyncio.sleep(0)
+    return [{"reward": len(t), "together": len(texts)} for t in texts]
+both.batched = True
+"""
+RIGHT = Prompt(7, "1+1=", "2", meta={"kind": "sum"})
+
+
+@pytest.fixture
+def runner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., RewardRunner]]:
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    (tmp_path / "dies.py").write_text("import os; os._exit(7)")
+    (tmp_path / "exits.py").write_text("import sys; sys.exit(7)")
+    monkeypatch.setenv(
+        "PYTHONPATH",
+        f"{Path(__file__).resolve().parents[2]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(rewards, "GRACE_S", 600.0)  # of an import, also on a busy machine
+    made: list[RewardRunner] = []
+
+    def make(
+        function: str = "", workers: int | str = 0, deadline_s: float = 600.0, **more: Any
+    ) -> RewardRunner:
+        reward = {"function": function, "workers": workers, "deadline_s": deadline_s} | more
+        raw = {"model": {"path": "m"}, "task": {"name": "sort"}, "reward": reward}
+        config = load.build(raw)
+        made.append(RewardRunner(config, get_task(config.task)))
+        return made[-1]
+
+    yield make
+    for r in made:
+        r.close()
+
+
+def ended_for(runner: RewardRunner, *texts: str) -> RewardRunner:
+    """With a short deadline: whoever is at one of these answers is ended at it, and nobody else,
+    so that a good call may take its time on a busy machine.
+    """
+    assert runner.pool is not None
+    deadline = runner.pool._deadline
+
+    def held(process: Any) -> float:
+        at = {job.call.text for job in process.running_jobs()}
+        return deadline(process) if at & set(texts) or not process.ready else math.inf
+
+    runner.pool._deadline = held  # type: ignore[method-assign]
+    return runner
+
+
+def judge(runner: RewardRunner, *texts: str, prompt: Prompt = RIGHT) -> list[RewardResult]:
+    """Results in the order of `texts`, each of two tokens."""
+    for i, text in enumerate(texts):
+        runner.submit((i, 0, 0), prompt, text, [1, 2])
+    return collected(runner, len(texts))
+
+
+def collected(runner: RewardRunner, n: int, had: Sequence[RewardResult] = ()) -> list[RewardResult]:
+    results = list(had)
+
+    def all_there() -> bool:
+        results.extend(runner.poll())
+        return len(results) >= n
+
+    until(all_there)
+    assert sorted(r[0][0] for r in results) == list(range(n)) and not runner.waiting
+    return sorted(((*r[:4], str(r[4])) for r in results), key=lambda r: r[0])
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 600
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def noted() -> list[str]:
+    """What the functions judged, in the order in which they did; once for each time."""
+    path = Path("noted")
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def test_answers_are_judged_in_other_processes(runner: Callable[..., RewardRunner]) -> None:
+    got = judge(runner("mine:reward", workers=2), "2", "3", "parts", "tokens")
+    assert [r[1] for r in got] == [1.0, 0.0, 0.5, 1.0]
+    assert got[2][2] == {"reward": 0.5, "format": 1.0} and got[3][3] == [0.25, 0.75]
+    assert [r[4] for r in got] == [""] * 4
+
+
+def test_what_raises_or_returns_no_number_is_a_failure(runner: Callable[..., RewardRunner]) -> None:
+    got = judge(
+        runner("mine:reward"), "raise", "nan", "inf", "none", "word", "nameless", "few", "2"
+    )
+    words = ("no such thing", "nan", "inf", "NoneType", "str", "without `reward`", "list of 2")
+    for r, word in zip(got, words, strict=False):
+        assert r[4].startswith("data: ") and word in r[4]
+    assert got[7][1:] == (1.0, {}, None, "")  # the process lives on
+
+
+def test_a_process_that_hangs_or_dies_is_replaced(runner: Callable[..., RewardRunner]) -> None:
+    r = ended_for(runner("mine:reward", deadline_s=2.0), "hang")
+    got = judge(r, "2", "hang", "a", "die", "b", "2")
+    assert "hung for more than 2 s" in got[1][4] and r.hang_count == 1
+    assert got[3][4].startswith("machinery: the reward process ended (3); prompt '1+1='")
+    assert [x[1] for x in got] == [1.0, 0.0, 0.0, 0.0, 0.0, 1.0] and [bool(x[4]) for x in got] == [
+        False,
+        True,
+        False,
+        True,
+        False,
+        False,
+    ]
+    assert sorted(noted()) == ["2", "2", "a", "b"], (
+        "what stood in a lost process's queue was judged once, by another"
+    )
+
+
+def test_a_process_killed_between_calls_is_replaced(runner: Callable[..., RewardRunner]) -> None:
+    r = runner("mine:reward")
+    judge(r, "2")
+    r.processes[0].process.kill()
+    r.processes[0].process.wait()
+    got = judge(r, "2", "2")
+    assert all(x[1] == 1.0 or x[4].startswith("machinery") for x in got) and got[1][1] == 1.0
+
+
+def test_async_functions(runner: Callable[..., RewardRunner]) -> None:
+    got = judge(runner("mine:later"), "abc")
+    assert got[0][1] == 3.0 and got[0][2]["pid"] != os.getpid()
+
+
+def test_processes_go_on_between_two_looks(runner: Callable[..., RewardRunner]) -> None:
+    """All that was handed over is judged, though nobody polls."""
+    r = runner("mine:reward")
+    for i in range(50):
+        r.submit((i, 0, 0), RIGHT, f"answer {i}", [1, 2])
+    had = r.poll()  # hands them over
+    assert len(had) + r.waiting == 50
+    until(lambda: len(noted()) == 50)
+    assert len(collected(r, 50, had)) == 50 and r.timing.judged == 50
+    numbers = r.numbers()
+    assert (
+        numbers["reward/judged"] == 50
+        and numbers["reward/queue"] == 0
+        and numbers["reward/workers"] == 1
+    )
+    assert numbers["reward/called_s"] > 0 and numbers["reward/waited_s"] > 0
+
+
+def test_a_call_that_takes_long_keeps_only_its_process(runner: Callable[..., RewardRunner]) -> None:
+    """Only what was sent ahead to that process waits behind it; the other one judges all the
+    rest.
+    """
+    r = runner("mine:reward", workers=2)
+    until(lambda: not r.poll() and all(p.ready for p in r.processes))
+    judge(r, *["warm"] * 20)
+    n = 4 * rewards.MOST_AHEAD
+    for i, text in enumerate(["gate", *["later"] * n]):
+        r.submit((i, 0, 0), RIGHT, text, [1, 2])
+    got = r.poll()
+    until(lambda: bool(got.extend(r.poll()) or len(got) >= n - rewards.MOST_AHEAD))
+    Path("gate").touch()
+    until(lambda: bool(got.extend(r.poll()) or len(got) == n + 1))
+    assert sorted(x[0][0] for x in got) == list(range(n + 1)) and noted().count("later") == n
+
+
+def test_a_function_that_takes_lists(runner: Callable[..., RewardRunner]) -> None:
+    r = runner("mine:lists", batch=8)
+    got = judge(r, *["2", "3"] * 20)
+    assert [x[1] for x in got] == [1.0, 0.0] * 20
+    sizes = [x[2]["together"] for x in got]
+    assert max(sizes) == 8, "full lists, and never more"
+    spans: list[tuple[float, float, int]] = []
+    r.timed = lambda name, began, ended, answers: spans.append((began, ended, answers))
+    judge(r, "2", "2", "2")
+    assert sum(n for *_, n in spans) == 3 and all(a <= b for a, b, _ in spans)
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        ("raise", "data: the reward raised KeyError"),
+        ("die", "machinery: the reward process ended (3)"),
+        ("hang", "data: the reward hung"),
+        ("none", "data: what the reward function returned"),
+        ("short", "and returned 2 values for 1 answers"),
+    ],
+)
+def test_one_answer_in_a_list_spoils_no_other(
+    bad: str, why: str, runner: Callable[..., RewardRunner]
+) -> None:
+    r = ended_for(runner("mine:lists", batch=8, deadline_s=2.0), "hang")
+    got = judge(r, "2", "3", bad, "2", "3")
+    assert why in got[2][4] and [x[4] for x in got if x is not got[2]] == [""] * 4
+    assert [x[1] for x in got] == [1.0, 0.0, 0.0, 1.0, 0.0]
+
+
+def test_lists_are_checked_answer_by_answer() -> None:
+    calls = [RewardCall(RIGHT, "a", [1]), RewardCall(RIGHT, "b", [1, 2])]
+    good, bad = split_results(np.array([1.0, math.nan]), calls)
+    assert good == (1.0, {}, None) and isinstance(bad, str) and "nan" in bad
+    for wrong in (1.0, [1.0], {"reward": 1}, None, "ab"):
+        with pytest.raises(ValueError, match="for 2 answers"):
+            split_results(wrong, calls)
+
+
+def test_async_calls_are_under_way_together_and_bounded(
+    runner: Callable[..., RewardRunner],
+) -> None:
+    """Each call waits until three are under way; more than three never are."""
+    got = judge(runner("mine:three", concurrency=3), *["a"] * 20)
+    assert [x[4] for x in got] == [""] * 20 and max(x[2]["peak"] for x in got) == 3
+
+
+@pytest.mark.parametrize(
+    ("bad", "why", "lives"),
+    [
+        ("raise", "data: the reward raised KeyError", True),
+        ("exit", "data: the reward called sys.exit(4)", True),
+        ("never", "data: the reward hung for more than", True),
+        ("stubborn", "data: the reward hung for more than", True),
+        ("block", "data: the reward hung for more than", False),
+        ("die", "machinery: the reward process ended (3)", False),
+    ],
+)
+def test_one_async_call_spoils_no_other(
+    bad: str, why: str, lives: bool, runner: Callable[..., RewardRunner]
+) -> None:
+    r = ended_for(runner("mine:troubled", concurrency=4, deadline_s=2.0), "block")
+    got = judge(r, "2", "3", bad, "2", "3", "2", "3")
+    assert why in got[2][4] and [x[4] for x in got if x is not got[2]] == [""] * 6
+    assert [x[1] for x in got] == [1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0]
+    assert (
+        len({x[2]["pid"] for x in got if not x[4]} | {r.processes[0].process.pid}) == 1 or not lives
+    )
+
+
+def test_async_lists(runner: Callable[..., RewardRunner]) -> None:
+    got = judge(runner("mine:both", batch=4), *["abc"] * 12)
+    assert [x[1] for x in got] == [3.0] * 12 and max(x[2]["together"] for x in got) == 4
+
+
+def test_the_example_takes_lists_or_single_answers(runner: Callable[..., RewardRunner]) -> None:
+    prompt = Prompt(0, "75057=", "05577")
+    got = [
+        judge(runner(f"configs.examples.my_reward:{name}"), f"#{prompt.answer}", "1", prompt=prompt)
+        for name in ("reward", "rewards")
+    ]
+    assert got[0] == got[1] and got[0][0][1] == 1.0
+
+
+def test_exits_prints_and_reads_are_no_harm(
+    runner: Callable[..., RewardRunner], capfd: pytest.CaptureFixture[str]
+) -> None:
+    r = runner("mine:reward")
+    pid = r.processes[0].process.pid
+    got = judge(r, "exit", "read", "print", "print", "lines", "2")
+    assert (
+        "called sys.exit('no more')" in got[0][4]
+        and "EOFError" in got[1][4]
+        and got[4][4].startswith("data: the reward raised ValueError: one at mine.py:")
+    )
+    assert [x[4] for x in (got[2], got[3], got[5])] == [""] * 3 and r.processes[
+        0
+    ].process.pid == pid
+    out, err = capfd.readouterr()
+    assert not out, "standard output is not theirs"
+    assert (
+        PRINTED_CHARACTERS <= len(err) < PRINTED_CHARACTERS + 1000
+        and err.count("the rest is dropped") == 1
+    )
+
+
+def test_what_is_printed_is_bounded() -> None:
+    to = io.TextIOWrapper(io.BytesIO())
+    bounded = BoundedOutput(to, 10)
+    assert [print(x, file=bounded, flush=True) for x in ("12345", "6789", "more", "and more")]
+    assert (
+        to.buffer.getvalue().decode().startswith("12345\n6789")
+        and "more\n" not in to.buffer.getvalue().decode()
+    )  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("body", "rewards_", "why"),
+    [
+        ("return float(bool(text))", [1.0, 0.0], ""),
+        ("import sys; sys.exit(1)", [None, None], "called sys.exit(1)"),
+        ("return None if text else 0.5", [None, 0.5], "reward is a NoneType, not a number"),
+        ("print('hello'); return text", [None, None], "is a str"),
+    ],
+)
+def test_a_look_at_a_reward_function(
+    body: str, rewards_: list[float], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`asyncrl task try`: as a run would call it; what fails is one line with the key, after what
+    it found.
+    """
+    (tmp_path / "looked_at.py").write_text(f"def reward(prompt, text):\n    {body}\n")
+    done = subprocess.run(
+        [
+            *importing.command("asyncrl.cli"),
+            "task",
+            "try",
+            str(ROOT / "configs" / "demo.toml"),
+            "-n",
+            "1",
+            "--set",
+            "reward.function='looked_at:reward'",
+            "--set",
+            "reward.deadline_s=600",
+        ],
+        cwd=tmp_path,
+        env=ENV,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    (row,) = [msgspec.json.decode(x) for x in done.stdout.splitlines()]
+    assert [row["reward_of_answer"], row["reward_of_nothing"]] == rewards_ and done.returncode == (
+        2 if why else 0
+    ), done.stderr
+    assert (
+        "Traceback" not in done.stderr
+        and ("error: reward.function = looked_at:reward: data: " in done.stderr) == bool(why)
+        and why in done.stderr
+    )
+
+
+def test_a_module_that_exits_is_a_config_error(runner: Callable[..., RewardRunner]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"reward.function = exits:reward: importing it called sys.exit\(7\)"
+    ):
+        judge(runner("exits:reward"), "2")
+
+
+def test_the_pool_grows_while_answers_wait_and_cores_are_idle(
+    runner: Callable[..., RewardRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rewards, "GROW_S", 0.0)
+    monkeypatch.setattr(rewards, "GROW_CALLS", 0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(3)))
+    monkeypatch.setattr(rewards, "idle_cores", lambda: lambda: 2.0)
+    r = runner("mine:reward", workers="auto")
+    assert len(r.processes) == 1
+    for i in range(9):
+        r.submit((i, 0, 0), RIGHT, "gate", [1, 2])
+    r.poll()
+    until(lambda: len(r.processes) == 3)
+    Path("gate").touch()
+    assert len(collected(r, 9)) == 9 and len(r.processes) == 3, "never more than cores"
+    monkeypatch.setattr(rewards, "idle_cores", lambda: lambda: 0.0)
+    busy = runner("mine:reward", workers="auto")
+    judge(busy, *["a"] * 50)
+    assert len(busy.processes) == 1
+    assert not runner(workers="auto").processes, "a task's own reward runs in place"
+
+
+def test_a_pool_grows_as_long_as_that_pays() -> None:
+    assert (
+        next_pool_size(1, 8, 6.0, 10.0, 0.0) == 2 and next_pool_size(2, 8, 6.0, 20.0, 10.0) == 4
+    ), "twice as many"
+    assert next_pool_size(4, 8, 1.9, 40.0, 20.0) == 5, "but no more than cores are idle"
+    assert next_pool_size(6, 8, 6.0, 80.0, 40.0) == 8, "nor than there are"
+    assert next_pool_size(2, 8, 6.0, 12.0, 10.0) == 2, "the last time did not pay"
+    assert next_pool_size(2, 8, 0.4, 20.0, 10.0) == 2, "no core is idle"
+
+
+def test_reward_processes_end_with_their_generator(runner: Callable[..., RewardRunner]) -> None:
+    """Killed outright, and while a reward hangs."""
+    program = (
+        "import os; from actors.rewards import RewardRunner; from asyncrl.config import load;"
+        "from asyncrl.contract.messages import Prompt;"
+        "raw = "
+        "{'model': {'path': 'm'}, 'task': {'name': 'sort'},"
+        " 'reward': {'function': 'mine:reward', 'workers': 2}};"
+        "r = RewardRunner(load.build(raw), None);"
+        "[r.submit((i, 0, 0), Prompt(0, 'p'), 'gate', [1]) for i in range(2)]; r.poll();"
+        "print([p.process.pid for p in r.processes], flush=True); input()"
+    )
+    runner()
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as p:
+        assert p.stdout is not None
+        pids = msgspec.json.decode(p.stdout.readline(), type=list[int])
+        p.kill()
+    until(lambda: all(_gone(pid) for pid in pids))
+
+
+def _gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_a_thread_that_breaks_is_said_at_the_next_look(
+    runner: Callable[..., RewardRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rewards, "STUCK_S", 600.0)
+    r = runner("mine:reward")
+    judge(r, "2")
+    assert r.is_working and r.pool is not None
+
+    def broken() -> None:
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(r.pool, "_watch", broken)
+    with pytest.raises(AsyncrlError, match="raised OSError: no more processes"):
+        until(lambda: bool(r.poll()))
+    monkeypatch.setattr(rewards, "STUCK_S", -1.0)
+    assert not r.is_working
+
+
+@pytest.mark.parametrize("path", ["mine:absent", "absent:reward", "mine:number", "mine"])
+def test_a_function_that_cannot_be_had_is_a_config_error(
+    path: str, runner: Callable[..., RewardRunner]
+) -> None:
+    with pytest.raises(ConfigError, match=f"reward.function = {path}"):
+        judge(runner(path), "2")
+
+
+def test_a_module_that_ends_its_process_is_a_config_error(
+    runner: Callable[..., RewardRunner],
+) -> None:
+    with pytest.raises(ConfigError, match="3 processes ended"):
+        judge(runner("dies:reward"), "2")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_tasks_own_reward_runs_in_place_or_in_workers(
+    workers: int, runner: Callable[..., RewardRunner]
+) -> None:
+    r = runner(workers=workers)
+    assert len(r.processes) == workers
+    prompt = get_task(TaskConfig(name="sort")).prompt("train", 0, 0)
+    got = judge(r, prompt.answer, "#0", prompt=prompt)
+    assert [x[1] for x in got] == [1.0, 0.0] and not r.poll()
+
+
+@pytest.mark.parametrize("value", [1, True, 1.0, np.float32(1), np.array(1.0)])
+def test_numbers_of_all_kinds_count(value: Any) -> None:
+    assert check_value(value, 3) == (1.0, {}, None)
+    assert check_value({"reward": value, "token_rewards": np.ones(3)}, 3) == (
+        1.0,
+        {"reward": 1.0},
+        [1.0] * 3,
+    )
+
+
+def test_a_function_is_called_the_same_way_for_a_look() -> None:
+    """`asyncrl task try`."""
+
+    async def later(prompt: Prompt, text: str) -> float:
+        return len(text)
+
+    def lists(prompts: list[Prompt], texts: list[str]) -> list[Any]:
+        return [None if t == "none" else len(t) for t in texts]
+
+    lists.batched = True  # type: ignore[attr-defined]
+    assert call(later, RIGHT, "abc", [1])[0] == 3.0 and call(lists, RIGHT, "abc", [1])[0] == 3.0
+    with pytest.raises(ValueError, match="NoneType"):
+        call(lists, RIGHT, "none", [1])
+
+    def counted(prompts: list[Prompt], texts: list[str], tokens: list[list[int]]) -> list[Any]:
+        return [sum(ids) for ids in tokens]
+
+    counted.batched = True  # type: ignore[attr-defined]
+    assert call(counted, RIGHT, "abc", [1, 2])[0] == 3.0
+
+
+LARGE = [
+    1e39,
+    1e308,
+    -1e308,
+    1.1e15,
+    10**400,
+    np.float32(1e38),
+    {"reward": 0, "part": 1e39},
+    {"reward": 0, "token_rewards": [0, 0, -1e39]},
+]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        math.nan,
+        -math.inf,
+        None,
+        "1",
+        [1.0],
+        {},
+        {"reward": None},
+        {"reward": 1, "part": math.nan},
+        *LARGE,
+    ],
+)
+def test_anything_else_is_refused(value: Any) -> None:
+    with pytest.raises(ValueError):
+        check_value(value, 3)

@@ -1,0 +1,636 @@
+"""The loss: equalities of its forms, small numbers by hand, hostile tensors, any split of the
+batch.  float64 throughout.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from algorithms_kit import D, batch, config, gradient, theta
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.algorithms import (
+    advantages,
+    correction,
+    ratios,
+    reductions,
+    reshape,
+    stopping,
+    surrogates,
+)
+from asyncrl.algorithms import loss as sl
+from asyncrl.algorithms.batch import LossBatch
+from asyncrl.algorithms.settings import Reshape
+from asyncrl.config import load
+from asyncrl.config.tree import Config
+from asyncrl.contract.errors import ConfigError
+
+# ---- equalities ----------------------------------------------------------------------------------
+
+
+def test_decoupled_ppo_with_prox_on_behaviour_is_ppo() -> None:
+    b = batch()
+    b.anchor = b.behavior.clone()
+    lp = theta(b)
+    a = gradient(b, config(loss={"surrogate": "decoupled_ppo"}), lp)
+    p = gradient(b, config(loss={"surrogate": "ppo"}, correction={"proximal": "behavior"}), lp)
+    assert torch.allclose(a[0], p[0]) and torch.allclose(a[1], p[1]) and float(p[1].abs().max()) > 0
+
+
+TEXTBOOK = {
+    "ppo": lambda r, a: torch.minimum(r * a, r.clamp(0.8, 1.2) * a),
+    "vanilla": lambda r, a: r * a,
+    "sapo": lambda r, a: (
+        4
+        / torch.where(a > 0, 1.0, 1.05)
+        * torch.sigmoid(torch.where(a > 0, 1.0, 1.05) * (r - 1))
+        * a
+    ),
+    "cispo": lambda r, a: r.clamp(0, 1.2).detach() * a * r.log(),
+    "dro": lambda r, a: r.log() * a - 0.025 * r.log().square(),
+}
+
+
+@pytest.mark.parametrize("name", TEXTBOOK)
+def test_textbook_forms_have_the_gradient_of_their_coefficient_form(name: str) -> None:
+    g = torch.Generator().manual_seed(1)
+    log_r, adv = (
+        (0.5 * torch.randn(200, generator=g, dtype=D)).requires_grad_(True),
+        torch.randn(200, generator=g, dtype=D),
+    )
+    exact = torch.autograd.grad(TEXTBOOK[name](log_r.exp(), adv).sum(), log_r)[0]
+    x = log_r.detach()
+    forms = {
+        "ppo": lambda: surrogates.ppo(x, adv),
+        "vanilla": lambda: surrogates.vanilla(x, adv),
+        "sapo": lambda: surrogates.sapo(x, adv),
+        "cispo": lambda: surrogates.cispo(x, adv, x),
+        "dro": lambda: surrogates.dro(x, adv, x),
+    }
+    assert torch.allclose(forms[name]().coefficient, exact)
+
+
+def test_gspo_with_sequence_means_has_the_published_gradient() -> None:
+    """Mean over answers of min(s A, clip(s) A) with s = exp(mean log r), differentiated through
+    s.
+    """
+    b = batch(spread=0.0)
+    b.mask[:] = True
+    lp = theta(b, spread=0.05)
+    c = config(
+        loss={
+            "surrogate": "gspo",
+            "reduction": "seq-mean-token-mean",
+            "eps_low": 0.02,
+            "eps_high": 0.02,
+        },
+        correction={"proximal": "behavior"},
+    )
+    b.anchor = b.behavior.clone()
+    _, ours, _ = gradient(b, c, lp)
+    n = len(b.rewards)
+    adv = advantages.rloo(b.rewards, b.groups)
+    s = ratios.seq_mean(lp - b.behavior, b.mask, b.seq, n).exp()
+    exact = torch.autograd.grad(-torch.minimum(s * adv, s.clamp(0.98, 1.02) * adv).mean(), lp)[0]
+    assert torch.allclose(ours, exact)
+
+
+def test_reshape_with_gamma_one_is_vanilla_on_behaviour() -> None:
+    b = batch()
+    b.anchor = b.behavior.clone()
+    lp = theta(b)
+    bypass = {"correction": {"proximal": "behavior"}}
+    one = config(
+        loss={"surrogate": "reshape"},
+        reshape={"mode": "constant", "gamma": 1.0},
+        **bypass,
+    )
+    assert torch.allclose(
+        gradient(b, one, lp)[1], gradient(b, config(loss={"surrogate": "vanilla"}, **bypass), lp)[1]
+    )
+
+
+def test_box_cox_at_gamma_zero_is_weighted_log_likelihood() -> None:
+    b = batch()
+    b.anchor = b.behavior.clone()
+    lp = theta(b)
+    c = config(
+        loss={"surrogate": "reshape"},
+        reshape={"form": "box_cox", "mode": "constant", "gamma": 0.0},
+        correction={"proximal": "behavior"},
+    )
+    adv = advantages.rloo(b.rewards, b.groups)[b.seq]
+    exact = -torch.where(b.mask, adv, 0.0) / b.mask.sum()
+    assert torch.allclose(gradient(b, c, lp)[1], exact)
+
+
+def test_gamma_v31_is_three_quarters_on_policy() -> None:
+    g = reshape.gamma_v31(
+        torch.zeros(3, dtype=D),
+        torch.tensor([-1.0, 0.0, 2.0], dtype=D),
+        torch.ones((), dtype=D),
+    )
+    assert torch.allclose(g, torch.full((3,), 0.75, dtype=D))
+
+
+def test_rloo_is_a_scaled_centring() -> None:
+    b = batch()
+    assert torch.allclose(
+        advantages.rloo(b.rewards, b.groups), 4 / 3 * advantages.dr_grpo(b.rewards, b.groups)
+    )
+
+
+def test_gae_at_its_ends() -> None:
+    b = batch()
+    b.mask[:] = True
+    n, g = len(b.rewards), torch.Generator().manual_seed(4)
+    values, zero = torch.randn(len(b.seq), generator=g, dtype=D), torch.zeros(n, dtype=D)
+    r = advantages.place_on_last_token(b.rewards, b.mask, b.seq)
+    adv, returns = advantages.gae(r, values, b.mask, b.seq, zero, gamma=1.0, lam=1.0)
+    assert torch.allclose(adv, b.rewards[b.seq] - values) and torch.allclose(
+        returns, b.rewards[b.seq]
+    )
+    td = advantages.td_residual(r, values, b.mask, b.seq, zero)
+    assert torch.allclose(advantages.gae(r, values, b.mask, b.seq, zero, lam=0.0)[0], td)
+    assert torch.allclose(advantages.k_step(r, values, b.mask, b.seq, zero, k=1), td)
+    assert torch.allclose(advantages.k_step(r, values, b.mask, b.seq, zero, k=99), adv)
+
+
+# ---- numbers by hand -----------------------------------------------------------------------------
+
+
+def test_advantages_by_hand() -> None:
+    r, g = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 1.0], dtype=D), torch.tensor([0, 0, 0, 1, 1, 1])
+    assert advantages.rloo(r, g).tolist() == pytest.approx([1, -0.5, -0.5, 0, 0, 0])
+    assert advantages.grpo(r, g, ddof=0, eps=0.0)[:3].tolist() == pytest.approx(
+        [math.sqrt(2), -math.sqrt(0.5), -math.sqrt(0.5)]
+    )
+    assert advantages.gpg(r, g).tolist() == pytest.approx([4 / 3, -2 / 3, -2 / 3, 0, 0, 0])
+    lengths = torch.tensor([1, 1, 2, 1, 1, 1])
+    assert advantages.opo(r, g, lengths)[:3].tolist() == pytest.approx([0.75, -0.25, -0.25])
+    assert advantages.overlong_penalty(
+        torch.tensor([10, 24, 28, 32]), 32, 16
+    ).tolist() == pytest.approx([0, 0.5, 0.75, 1])
+
+
+def test_weights_by_hand() -> None:
+    """Two answers: log-ratios (log 2, log 3) and (log 1/4)."""
+    x, seq, m = (
+        torch.tensor([2.0, 3.0, 0.25], dtype=D).log(),
+        torch.tensor([0, 0, 1]),
+        torch.ones(3, dtype=torch.bool),
+    )
+
+    def w(level: str, bound: str, lo: float, hi: float) -> list[float]:
+        return [
+            round(v, 6)
+            for v in correction.bounded(
+                correction.weights(x, m, seq, 2, level), bound, lo, hi
+            ).tolist()
+        ]
+
+    assert w("token", "truncate", 0, 2) == [2, 2, 0.25] and w("token", "mask", 0.5, 2.5) == [
+        2,
+        0,
+        0,
+    ]
+    assert w("token", "clip", 0.5, 2.5) == [2, 2.5, 0.5] and w("sequence", "none", 0, 0) == [
+        6,
+        6,
+        0.25,
+    ]
+    assert w("geometric", "none", 0, 0) == [round(math.sqrt(6), 6)] * 2 + [0.25] and w(
+        "none", "none", 0, 0
+    ) == [1, 1, 1]
+    assert float(
+        correction.effective_sample_size(torch.tensor([1.0, 1.0, 2.0], dtype=D))
+    ) == pytest.approx(16 / 18)
+    assert float(correction.mean_weight(x.exp(), m, seq, 2, "token")) == pytest.approx(5.25 / 3)
+    assert float(
+        correction.mean_weight(torch.tensor([6.0, 6.0, 0.25], dtype=D), m, seq, 2, "sequence")
+    ) == pytest.approx(6.25 / 2)
+
+
+def test_m2po_drops_the_largest_until_the_second_moment_fits() -> None:
+    x, m = torch.tensor([0.1, -0.2, 0.3, -0.6], dtype=D), torch.ones(4, dtype=torch.bool)
+    # 0.01, 0.025, 0.0467: the third and the fourth go
+    limit = float(correction.m2_threshold(x, m, 0.04))
+    assert limit == pytest.approx(0.3) and torch.isinf(correction.m2_threshold(x, m, 1.0))
+
+
+def test_rejection_and_veto_drop_whole_answers() -> None:
+    x, seq, m = (
+        torch.tensor([0.0, 1.0, 0.001], dtype=D),
+        torch.tensor([0, 0, 1]),
+        torch.ones(3, dtype=torch.bool),
+    )
+    assert correction.rejection_mask("ratio", "token", None, None, x, m, seq, 2).tolist() == [
+        True,
+        False,
+        True,
+    ]
+    assert correction.rejection_mask("ratio", "mean", None, None, x, m, seq, 2).tolist() == [
+        False,
+        False,
+        True,
+    ]
+    assert correction.rejection_mask("k3", "max", None, 0.1, x, m, seq, 2).tolist() == [
+        False,
+        False,
+        True,
+    ]
+    low = torch.tensor([0.0, -10.0, 0.0], dtype=D)
+    assert correction.vetoed("ratio", None, low, low, m, seq, 2).tolist() == [True, True, False]
+    with pytest.raises(ConfigError, match="k3 has no default bound"):
+        correction.rejection_mask("k3", "token", None, None, x, m, seq, 2)
+
+
+def test_reductions_by_hand() -> None:
+    counted, seq = torch.tensor([True, True, False, True]), torch.tensor([0, 0, 0, 1])
+    by = {h: reductions.factors(counted, seq, 3, h, 10.0).tolist() for h in reductions.REDUCTIONS}
+    assert by["token-mean"] == pytest.approx([1 / 3, 1 / 3, 0, 1 / 3]) and by[
+        "seq-mean-token-sum"
+    ] == pytest.approx([0.5, 0.5, 0, 0.5])
+    assert by["seq-mean-token-mean"] == pytest.approx([0.25, 0.25, 0, 0.5]) and by[
+        "seq-mean-token-sum-norm"
+    ] == pytest.approx([0.05, 0.05, 0, 0.05])
+
+
+def test_a_kl_budget_spends_like_a_distance() -> None:
+    b = stopping.KLBudget(0.04)
+    assert (
+        b.next_share(0.0) == 1.0
+        and b.next_share(0.0225) == pytest.approx(1 / 3)
+        and b.next_share(0.04) == 0.0
+        and b.next_share(0.09) == 0.0
+    )
+
+
+def test_dual_clip_and_dppo_by_hand() -> None:
+    x, minus = torch.tensor([4.0], dtype=D).log(), torch.tensor([-1.0], dtype=D)
+    t = surrogates.ppo(x, minus, dual=3.0)
+    assert (
+        float(t.objective) == -3 and float(t.coefficient) == 0 and int(t.clipped) == surrogates.DUAL
+    )
+    # 0.2 -> 0.5: moved 0.3
+    moved = surrogates.dppo(
+        torch.tensor([math.log(0.5 / 0.2)], dtype=D), -minus, torch.tensor([0.5], dtype=D)
+    )
+    assert float(moved.coefficient) == 0 and int(moved.clipped) == surrogates.HIGH
+
+
+# ---- any split, any order, anything behind the mask ----------------------------------------------
+
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {
+        "correction": {"level": "sequence", "self_normalize": True},
+        "loss": {"reduction": "seq-mean-token-mean"},
+    },
+    {
+        "correction": {
+            "preset": "mis",
+            "level": "token",
+            "bound": "truncate",
+            "hi": 2.0,
+            "reject": "ratio",
+            "reject_over": "mean",
+            "reject_lo": 0.7,
+            "reject_hi": 1.4,
+            "denominator": "after",
+            "self_normalize": True,
+        }
+    },
+    {"correction": {"level": "none", "m2": 0.04}},
+    {"loss": {"surrogate": "gspo"}},
+    {"loss": {"surrogate": "reshape"}, "correction": {"proximal": "behavior"}},
+    {"loss": {"surrogate": "kl_cov", "cov_share": 0.1}},
+    {"kl": {"loss": {"coefficient": 0.1, "estimator": "k3", "off_policy": "prefix"}}},
+    {"kl": {"reward": {"coefficient": 0.1, "estimator": "k1"}}},
+    {"staleness": {"max_lag": 2, "on_exceed": "downweight"}, "advantage": {"name": "grpo"}},
+    *(
+        {"loss": {"surrogate": name}, "correction": {"proximal": "behavior"}}
+        for name in ("vespo", "oapl", "band", "gepo", "bapo", "minpro", "gmpo", "ipo")
+    ),
+    {
+        "correction": {
+            "proximal": "behavior",
+            "reject": "k1",
+            "reject_over": "mean",
+            "reject_hi": 0.1,
+            "reject_when": "negative",
+            "reject_at": "target",
+        }
+    },
+    {
+        "correction": {"proximal": "behavior", "m2": 0.04, "m2_over": "pushing"},
+        "loss": {"surrogate": "vanilla"},
+    },
+    {
+        "correction": {
+            "bound": "none",
+            "reject": "kb",
+            "reject_hi": 0.1,
+            "reject2": "tv",
+            "reject2_over": "max",
+            "reject2_hi": 0.3,
+        }
+    },
+]
+
+
+def prepared(seed: int, variant: dict[str, Any]) -> tuple[LossBatch, Config]:
+    b, c = batch(seed), config(**variant)
+    if c.correction.proximal == "behavior":
+        b.anchor = b.behavior.clone()
+    return b, c
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_any_split_into_micro_batches_is_the_whole(variant: dict[str, Any]) -> None:
+    b, c = prepared(2, variant)
+    lp = theta(b)
+    loss, grad, sums = gradient(b, c, lp)
+    for parts in ([[0, 5], [1, 2, 3, 4, 6], [7, 8, 9], [10, 11]], [[i] for i in range(12)]):
+        other, g, s = gradient(b, c, lp, parts)
+        assert torch.allclose(other, loss) and torch.allclose(g, grad, atol=1e-12)
+        a, z = sl.finish(sums), sl.finish(s)
+        assert a.keys() == z.keys() and all(
+            a[k] == pytest.approx(z[k], rel=1e-9, abs=1e-12) for k in a
+        )
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_what_lies_behind_the_mask_changes_nothing(variant: dict[str, Any]) -> None:
+    b, c = prepared(3, variant)
+    lp = theta(b)
+    _, grad, sums = gradient(b, c, lp)
+    dirty, c = prepared(3, variant)
+    bad = torch.tensor([math.nan, math.inf, -math.inf, 1e4], dtype=D)
+    out = ~dirty.mask
+    fill = bad.repeat(len(out))[: int(out.sum())]
+    for name in ("behavior", "anchor", "reference"):
+        getattr(dirty, name)[out] = fill
+    spoiled = lp.detach().clone()
+    spoiled[out] = fill.flip(0)
+    _, g, s = gradient(dirty, c, spoiled.requires_grad_(True))
+    assert torch.allclose(g[dirty.mask], grad[b.mask]) and torch.equal(
+        g[out], torch.zeros_like(g[out])
+    )
+    a, z = sl.finish(sums), sl.finish(s)
+    assert all(z[k] == pytest.approx(a[k]) for k in a), {
+        k: (a[k], z[k]) for k in a if z[k] != pytest.approx(a[k])
+    }
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("size", [1e4, -1e4])
+def test_extreme_log_ratios_stay_finite(variant: dict[str, Any], size: float) -> None:
+    b, c = prepared(4, variant)
+    lp = (theta(b).detach() + size * (torch.arange(len(b.seq)) % 3 == 0)).requires_grad_(True)
+    loss, grad, sums = gradient(b, c, lp)
+    assert (
+        bool(loss.isfinite())
+        and bool(grad.isfinite().all())
+        and all(math.isfinite(v) for v in sl.finish(sums).values())
+    )
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 10_000), variant=st.sampled_from(VARIANTS[:6]))
+def test_the_order_of_the_answers_changes_nothing(seed: int, variant: dict[str, Any]) -> None:
+    b, c = prepared(seed, variant)
+    if not b.mask.any():
+        return
+    lp = theta(b, seed + 1)
+    loss, grad, _ = gradient(b, c, lp)
+    order = torch.randperm(len(b.rewards), generator=torch.Generator().manual_seed(seed))
+    at = torch.cat([torch.nonzero(b.seq == i)[:, 0] for i in order])
+    lengths = torch.bincount(b.seq, minlength=len(b.rewards))[order]
+    moved = LossBatch(
+        torch.repeat_interleave(torch.arange(len(order)), lengths),
+        b.behavior[at],
+        b.mask[at],
+        b.token_lag[at],
+        b.rewards[order],
+        b.groups[order],
+        b.truncated[order],
+        None if b.anchor is None else b.anchor[at],
+        b.reference[at],
+    )
+    other, g, _ = gradient(moved, c, lp.detach()[at].requires_grad_(True))
+    assert torch.allclose(other, loss) and torch.allclose(g, grad[at], atol=1e-12)
+
+
+def test_an_empty_mask_gives_zero() -> None:
+    b = batch()
+    b.mask[:] = False
+    loss, grad, sums = gradient(b, config(), theta(b))
+    assert (
+        float(loss) == 0
+        and float(grad.abs().max()) == 0
+        and all(math.isfinite(v) for v in sl.finish(sums).values())
+    )
+
+
+def test_float16_logprobs_do_not_overflow() -> None:
+    b = batch()
+    b.behavior, b.anchor, b.reference = (
+        b.behavior.half().float(),
+        b.anchor.half().float(),
+        b.reference.half().float(),
+    )
+    b.rewards = b.rewards.float()
+    lp = (b.anchor.half() + 5).requires_grad_(True)
+    prep = sl.prepare(b, config())
+    loss, _ = sl.micro_loss(
+        prep, sl.begin_step(prep, torch.arange(12)), torch.arange(len(b.seq)), lp.float()
+    )
+    assert bool(loss.isfinite())
+
+
+def test_weights_carry_no_gradient() -> None:
+    x = torch.randn(5, dtype=D, requires_grad=True)
+    m, seq = torch.ones(5, dtype=torch.bool), torch.tensor([0, 0, 1, 1, 1])
+    for level in correction.LEVELS:
+        assert not correction.weights(x, m, seq, 2, level).requires_grad
+
+
+# ---- names and combinations ----------------------------------------------------------------------
+
+
+def test_unknown_names_list_the_valid_ones() -> None:
+    x, m, seq = torch.zeros(2, dtype=D), torch.ones(2, dtype=torch.bool), torch.tensor([0, 1])
+    for call, known in (
+        (lambda: correction.weights(x, m, seq, 2, "tokn"), "geometric"),
+        (lambda: correction.bounded(x, "cut", 0, 1), "truncate"),
+        (lambda: reductions.factors(m, seq, 2, "mean"), "token-mean"),
+        (lambda: correction.statistic("k9", "token", x, m, seq, 2), "k3"),
+        (lambda: correction.vetoed("never", None, x, x, m, seq, 2), "probability"),
+    ):
+        with pytest.raises(ConfigError, match=known):
+            call()
+
+
+REFUSED = [
+    (
+        {"correction": {"proximal": "recompute", "level": "none", "self_normalize": True}},
+        'self_normalize: acts only where correction.level is set, and it is "none"',
+    ),
+    ({"correction": {"proximal": "behavior", "reject": "ratio"}}, "acts on pi_prox / mu"),
+    ({"correction": {"proximal": "behavior", "preset": "tis"}}, "makes every weight 1"),
+    (
+        {"loss": {"surrogate": "topr"}, "correction": {"proximal": "recompute"}},
+        "takes its ratio against the behaviour policy",
+    ),
+    (
+        {"loss": {"surrogate": "reinforce"}},
+        "importance sampling by correction.level",
+    ),
+    (
+        {"kl": {"loss": {"coefficient": 0.1, "off_policy": "prefix", "estimator": "k2"}}},
+        "kl.loss.estimator: off_policy = prefix is built on k3, not k2",
+    ),
+    (
+        {"kl": {"reward": {"coefficient": 0.0, "controller": "adaptive"}}},
+        "controller: acts only where kl.reward.coefficient is set, and it is 0.0",
+    ),
+    (
+        {"kl": {"reward": {"coefficient": 0.1, "target": 0.0, "controller": "adaptive"}}},
+        "kl.reward.target: the adaptive controller needs",
+    ),
+    (
+        {"correction": {"proximal": "recompute", "lo": 3.0, "hi": 2.0, "bound": "clip"}},
+        "is above correction.hi",
+    ),
+    ({"reshape": {"clip": 0.2}}, "reshape.clip: belongs to loss.surrogate = reshape, not to ppo"),
+    ({"loss": {"dual_clip": 0.5}}, "must be above 1"),
+    (
+        {"advantage": {"truncated": "soft", "truncation_penalty": 1.0, "truncation_ramp": 9999}},
+        "soft needs 1 to",
+    ),
+    (
+        {"advantage": {"truncated": "soft"}},
+        "truncation_penalty: 0 makes advantage.truncated = soft do nothing",
+    ),
+    (
+        {"advantage": {"truncated": "penalty"}},
+        "truncation_penalty: 0 makes advantage.truncated = penalty do nothing",
+    ),
+    ({"advantage": {"truncated": "fixed"}}, "or advantage.truncated = zero"),
+    (
+        {"advantage": {"name": "reinforce", "baseline": "ema", "rewards": "whiten"}},
+        "makes it 0 in each; use none or batch",
+    ),
+    (
+        {"advantage": {"name": "dr_grpo"}, "learner": {"group_size": 1}},
+        "1 sample a prompt leaves dr_grpo nothing to compare with",
+    ),
+    (
+        {"advantage": {"name": "opo"}, "learner": {"group_size": 1}},
+        "1 sample a prompt leaves opo nothing to compare with",
+    ),
+    (
+        {"advantage": {"name": "gpg"}, "learner": {"group_size": 1}},
+        "1 sample a prompt leaves gpg nothing to compare with",
+    ),
+    (
+        {"advantage": {"name": "grpo"}, "learner": {"group_size": 1}},
+        "1 sample a prompt leaves grpo nothing to compare with",
+    ),
+    (
+        {"advantage": {"name": "rloo"}, "learner": {"group_size": 1}},
+        "1 sample a prompt leaves rloo nothing to compare with",
+    ),
+    (
+        {
+            "advantage": {"name": "reinforce_pp", "group_baseline": True},
+            "learner": {"group_size": 1},
+        },
+        "reinforce_pp with advantage.group_baseline nothing",
+    ),
+    (
+        {"advantage": {"name": "reinforce", "no_spread": "filter"}, "learner": {"group_size": 1}},
+        "would leave nothing to train on",
+    ),
+    (
+        {"loss": {"surrogate": "cispo", "cispo_absolute": True}},
+        "loss.eps_high: absent; with cispo_absolute it is the largest ratio",
+    ),
+    (
+        {"loss": {"surrogate": "cispo", "cispo_absolute": True, "eps_high": 0.28}},
+        "loss.eps_high: 0.28; with cispo_absolute",
+    ),
+    (
+        {"loss": {"surrogate": "ppo", "cispo_absolute": True}},
+        "belongs to loss.surrogate = cispo, not to ppo",
+    ),
+    (
+        {"loss": {"surrogate": "sft"}, "kl": {"reward": {"coefficient": 0.1}}},
+        "takes no advantage, so KL in the reward would do nothing",
+    ),
+    (
+        {
+            "loss": {"surrogate": "reshape"},
+            "correction": {"proximal": "behavior"},
+            "learner": {"epochs": 2},
+            "reshape": {"form": "box_cox", "budget": "global"},
+        },
+        "in the box_cox form gamma = 0 still has a gradient",
+    ),
+    ({"stop": {"ess_min": 0.5}}, "nothing to stop"),
+    ({"generator": {"mantissa_bits": 3}, "exact": True}, "rounds the generator's weights"),
+    (
+        {"generator": {"mantissa_bits": 3, "engine": "vllm"}},
+        "belongs to generator.engine = embedded",
+    ),
+]
+
+
+@pytest.mark.parametrize(("sections", "said"), REFUSED, ids=[r[1][-40:] for r in REFUSED])
+def test_combinations_that_cannot_work_are_refused_when_read(
+    sections: dict[str, Any], said: str
+) -> None:
+
+    with pytest.raises(ConfigError, match=said):
+        load.convert({"model": {"path": "m"}, "task": {"name": "sort"}, **sections}, "c.toml")
+
+
+ACCEPTED: list[dict[str, Any]] = [
+    {"advantage": {"truncated": "zero"}},
+    {"advantage": {"truncated": "fixed", "truncation_penalty": 0.1}},
+    {"advantage": {"name": "reinforce", "baseline": "ema", "rewards": "unit"}},
+    {"advantage": {"name": "reinforce", "baseline": "batch", "rewards": "whiten"}},
+    {"advantage": {"name": "reinforce"}, "learner": {"group_size": 1}},
+    {"advantage": {"name": "reinforce_pp"}, "learner": {"group_size": 1}},
+    {"advantage": {"name": "dr_grpo", "no_spread": "filter"}, "learner": {"group_size": 2}},
+    {"loss": {"surrogate": "sft"}, "learner": {"group_size": 1}},
+    {"loss": {"surrogate": "cispo", "cispo_absolute": True, "eps_high": 1.0}},
+    {
+        "loss": {"surrogate": "reshape"},
+        "correction": {"proximal": "behavior"},
+        "learner": {"epochs": 2},
+        "reshape": {"form": "box_cox", "budget": "tokens"},
+    },
+    {
+        "loss": {"surrogate": "reshape"},
+        "correction": {"proximal": "behavior"},
+        "learner": {"epochs": 2},
+        "reshape": {"budget": "global"},
+    },
+]
+
+
+@pytest.mark.parametrize("sections", ACCEPTED, ids=str)
+def test_their_neighbours_are_accepted(sections: dict[str, Any]) -> None:
+
+    load.convert({"model": {"path": "m"}, "task": {"name": "sort"}, **sections}, "c.toml")
+
+
+def test_defaults_of_the_reshape_section_are_the_reports() -> None:
+    r = Reshape()
+    assert (r.rho_min, r.tau, r.temperature, r.gamma_min) == (0.3, 1.0, 5.0, 0.05)

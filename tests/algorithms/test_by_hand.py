@@ -1,0 +1,191 @@
+"""A run whose processes a person starts, in terminals of their own: it ends as one under a
+supervisor does, and says what is wrong on the way.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from bad_input_kit import refused
+from process_kit import ENV, ROOT, SMALL, Ended
+from run_kit import steps_done, wait_until
+from shutdown_kit import left
+
+from asyncrl.config import load
+from asyncrl.records import rundir
+from asyncrl.supervise import live
+
+pytestmark = pytest.mark.slow
+
+
+class Hand:
+    """Terminals: `start` leaves a process running, `type_` waits for its end."""
+
+    def __init__(self, tmp_path: Path, model: Path) -> None:
+        self.tmp_path, self.dir, self.model = tmp_path, tmp_path / "r", model
+        self.all: dict[str, subprocess.Popen[str]] = {}
+
+    def argv(self, part: str, *words: str) -> list[str]:
+        sets = [f"model.path={str(self.model)!r}", *SMALL, *(w for w in words if "=" in w)]
+        flags = [w for w in words if "=" not in w]
+        return [
+            sys.executable,
+            "-m",
+            "asyncrl.cli",
+            part,
+            "configs/demo.toml",
+            "--run-dir",
+            str(self.dir),
+            *flags,
+            *(x for s in sets for x in ("--set", s)),
+        ]
+
+    def start(self, name: str, *words: str) -> subprocess.Popen[str]:
+        part, _, index = name.partition("-")
+        argv = self.argv(part, *words, *(["--index", index] if index else []))
+        self.all[name] = subprocess.Popen(
+            argv,
+            cwd=ROOT,
+            env=ENV,
+            stdout=subprocess.DEVNULL,
+            stderr=(self.tmp_path / f"{name}.err").open("w"),
+            text=True,
+        )
+        return self.all[name]
+
+    def type_(self, *argv: str) -> Ended:
+        return Ended(
+            subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=1800)
+        )
+
+    def said(self, name: str) -> str:
+        return (self.tmp_path / f"{name}.err").read_text()
+
+    def doctor(self) -> Ended:
+        return self.type_(sys.executable, "-m", "asyncrl.cli", "doctor", str(self.dir), "--json")
+
+    def heard(self) -> set[str]:
+        """Those of whom the buffer has heard."""
+        config = load.load(self.dir / "config.toml")
+        status = live.ask(rundir.current_buffer_address(config, self.dir), "", 10.0)
+        return set(status.peers) if status is not None else set()
+
+    def codes(self) -> dict[str, int]:
+        return {name: p.wait(timeout=1800) for name, p in self.all.items()}
+
+    def end(self) -> None:
+        for p in self.all.values():
+            p.kill()
+            p.wait()
+        if (self.dir / "run_id").exists():
+            rundir.clean(self.dir)
+
+
+@pytest.fixture
+def hand(tmp_path: Path, small_model: Path) -> Iterator[Hand]:
+    made = Hand(tmp_path, small_model)
+    yield made
+    made.end()
+
+
+def state(hand: Hand, name: str) -> Callable[[], bool]:
+    """Does doctor, without a buffer to ask, see the process run?"""
+    return lambda: (
+        (hand.dir / "config.toml").exists()
+        and any(p["name"] == name and p["alive"] for p in hand.doctor().json["processes"])
+    )
+
+
+def test_it_ends_as_under_a_supervisor_and_who_comes_later_is_told(hand: Hand) -> None:
+    generator = hand.start("generator-0")
+    wait_until(state(hand, "generator-0"), generator)
+    before = hand.doctor()
+    # a run that begins, and no buffer yet
+    assert before.code == 0 and before.json["running"] and not before.json["ended"]
+    hand.start("learner")
+    hand.start("buffer")
+    assert hand.codes() == {"generator-0": 0, "learner": 0, "buffer": 0}, [
+        hand.said(n)[-2000:] for n in hand.all
+    ]
+    names = (
+        "summary.json",
+        "report.html",
+        "trace.json",
+        "model/model.safetensors",
+        "weights_digest",
+    )
+    assert all((hand.dir / name).exists() for name in names)
+    # one of them wrote it, once
+    assert [hand.said(n).count(f"report: {hand.dir}") for n in hand.all].count(1) == 1
+    summary = json.loads((hand.dir / "summary.json").read_text())
+    assert (
+        summary["steps"] == 6
+        and summary["weights_digest"]
+        and summary["heldout_end"] is not None
+        and summary["seed"] == 0
+    )
+    lanes = {
+        e["args"]["name"]
+        for e in json.loads((hand.dir / "trace.json").read_text())["traceEvents"]
+        if e["ph"] == "M"
+    }
+    assert lanes >= {"generator-0", "learner"}
+    assert left(hand.dir) == []
+    for part in ("generator", "learner", "buffer"):
+        refused(hand.type_(*hand.argv(part)), 6, "has ended, all its 6 steps are made")
+    refused(
+        hand.type_(*hand.argv("learner", "learner.lr=0.5")),
+        2,
+        "--set learner.lr=0.5: the run has learner.lr = 0.003, not 0.5",
+    )
+    after = hand.doctor()
+    assert after.code == 0 and after.json["ended"] and after.json["committed"] == 6
+
+
+def test_a_generator_may_leave_and_all_may_be_stopped(hand: Hand) -> None:
+    """A lease lasts ten minutes here: what the one that left had held comes back because it said
+    so.
+    """
+    words = ("learner.steps=4000", "wires.lease_s=600", "generators=2", "evaluation.every=0")
+    for name in ("buffer", "learner", "generator-0", "generator-1"):
+        hand.start(name, *words)
+    wait_until(lambda: steps_done(hand.dir) >= 3, hand.all["learner"])
+    # whom the buffer has heard has said that it lives, and ends when it is told to
+    wait_until(lambda: {"generator-0", "generator-1"} <= hand.heard(), hand.all["learner"])
+    refused(
+        hand.type_(*hand.argv("generator", *words, "--index", "1")),
+        2,
+        f"generator-1 of {hand.dir} is running already as process",
+    )
+    refused(
+        hand.type_(*hand.argv("buffer", *words)),
+        2,
+        f"buffer of {hand.dir} is running already as process {hand.all['buffer'].pid}",
+    )
+    leaver = hand.all.pop("generator-1")
+    leaver.send_signal(signal.SIGINT)
+    assert leaver.wait(timeout=600) == 130
+    at = steps_done(hand.dir)
+    # past all that it can have held
+    wait_until(lambda: steps_done(hand.dir) >= at + 20, hand.all["learner"])
+    assert "generator-1" not in {w["on"] for w in hand.doctor().json["waits"]}
+    for name in ("learner", "generator-0", "buffer"):
+        hand.all[name].send_signal(signal.SIGINT)
+        assert hand.all[name].wait(timeout=600) == 130, hand.said(name)[-2000:]
+    summary = json.loads((hand.dir / "summary.json").read_text())
+    assert at + 20 <= summary["steps"] < 4000 and not (hand.dir / "model").exists()
+    assert f"go on with: asyncrl run --resume {hand.dir}" in hand.said("buffer")
+    dead = hand.doctor()
+    assert dead.code == 4 and {
+        p["name"]: p["code"] for p in dead.json["processes"]
+    } == dict.fromkeys(("buffer", "learner", "generator-0", "generator-1"), 130)
+    assert (
+        f"Not finished: {summary['steps']} of 4000 steps" in (hand.dir / "report.html").read_text()
+    )
+    assert left(hand.dir) == []

@@ -1,0 +1,283 @@
+"""What is exponentiated is clamped, nothing else; whole answers are clamped after their sum.
+Repairs, masks and draws that did nothing.  float64.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from algorithms_kit import D, batch, config, gradient, theta
+
+from asyncrl.algorithms import correction, kl, ratios, reshape, surrogates
+from asyncrl.algorithms import loss as sl
+from asyncrl.algorithms.batch import LossBatch
+from asyncrl.algorithms.settings import Reshape
+
+INF = math.inf
+
+
+def vec(*x: float) -> torch.Tensor:
+    return torch.tensor(x, dtype=D)
+
+
+def test_differences_are_finite_and_pass_their_gradient_where_they_are_one() -> None:
+    a = vec(3, -INF, -INF, math.nan, 0, 1e5).requires_grad_(True)
+    x = ratios.difference(a, vec(1, -INF, 0, 0, -INF, 0))
+    assert x.tolist() == [2, 0, -1000, 0, 1000, 1e5]
+    assert torch.autograd.grad(x.sum(), a)[0].tolist() == [1, 0, 0, 0, 0, 1]
+    assert ratios.log_ratio(a.detach(), torch.zeros(6, dtype=D)).tolist() == [3, -20, -20, 0, 0, 20]
+
+
+@pytest.mark.parametrize(
+    ("name", "slopes"),
+    [
+        ("k1", [1, 1, 1]),
+        ("k2", [30, -30, 1]),
+        ("abs", [1, -1, 1]),
+        ("k3", [1, 0, 1 - math.exp(-1)]),
+        ("low_var_kl", [0, 0, 1 - math.exp(-1)]),
+        ("k3+", [30, -30, 1]),
+    ],
+)
+def test_kl_in_the_loss_pulls_however_far_the_policy_has_gone(
+    name: str, slopes: list[float]
+) -> None:
+    """At log-ratios of 30, -30 and 1; only what would overflow, exp(30), is cut."""
+    lp = vec(-1, -31, -1).requires_grad_(True)
+    term = kl.term(
+        lp, vec(-31, -1, -2), lp.detach(), torch.zeros(3, dtype=torch.long), estimator=name
+    )
+    assert torch.autograd.grad(term.sum(), lp)[0].tolist() == pytest.approx(slopes)
+    assert kl.k3(vec(30, -30)).tolist() == pytest.approx([29, math.exp(20) - 21])
+    assert kl.forward_k3(vec(-30)).tolist() == pytest.approx([20 * math.exp(20) - math.exp(20) + 1])
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"estimator": e} for e in ("k1", "k2", "k3", "abs", "low_var_kl", "k3+")]
+    + [{"estimator": "k3", "off_policy": "ratio"}, {"estimator": "k3", "off_policy": "prefix"}],
+    ids=str,
+)
+def test_a_token_that_is_impossible_to_both_costs_nothing(how: dict[str, Any]) -> None:
+    lp = vec(-INF, -1).requires_grad_(True)
+    term = kl.term(lp, vec(-INF, -2), vec(-INF, -1), torch.zeros(2, dtype=torch.long), **how)
+    slope = torch.autograd.grad(term.sum(), lp)[0]
+    assert (
+        float(term[0].detach()) == 0
+        and float(term[1].detach()) > 0
+        and bool(slope.isfinite().all())
+        and float(slope[1]) != 0
+    )
+
+
+def test_repair_c_pulls_from_afar() -> None:
+    b = batch(6)
+    b.anchor = b.behavior.clone()
+    lp = (b.behavior + 25).requires_grad_(True)
+    run = {"loss": {"surrogate": "reshape"}, "correction": {"proximal": "behavior"}}
+    plain = gradient(b, config(**run), lp)[1]
+    more = gradient(b, config(**run, reshape={"kl_penalty": 0.3, "kl_estimator": "k2"}), lp)[1]
+    assert torch.allclose(more - plain, torch.where(b.mask, 0.3 * 25.0, 0.0).to(D) / b.mask.sum())
+
+
+# ---- whole answers -------------------------------------------------------------------------------
+
+SEQ, EVERY = torch.tensor([0, 0, 1]), torch.ones(3, dtype=torch.bool)
+FAR = vec(-30, 25, 26)  # of one answer: e^-5, in the mean e^-2.5
+
+
+def test_a_whole_answers_ratio_is_clamped_after_its_sum() -> None:
+    def w(level: str) -> list[float]:
+        return correction.weights(FAR, EVERY, SEQ, 2, level).log().tolist()
+
+    assert w("token") == pytest.approx([-20, 20, 20]) and w("sequence") == pytest.approx(
+        [-5, -5, 20]
+    )
+    assert w("geometric") == pytest.approx([-2.5, -2.5, 20])
+
+    def s(name: str, over: str) -> list[float]:
+        return correction.statistic(name, over, FAR, EVERY, SEQ, 2).log().tolist()
+
+    assert s("ratio", "sum") == pytest.approx([-5, -5, 20]) and s("ratio", "mean") == pytest.approx(
+        [-2.5, -2.5, 20]
+    )
+    assert s("ratio", "token") == pytest.approx([-20, 20, 20]) and s(
+        "ratio", "max"
+    ) == pytest.approx([20, 20, 20])
+    assert correction.statistic("k1", "token", FAR, EVERY, SEQ, 2).tolist() == [20, -20, -20]
+    assert kl.prefix_weights(FAR, torch.zeros(3, dtype=D), SEQ).log().tolist() == pytest.approx(
+        [-20, -5, 20]
+    )
+
+
+def test_topr_and_gspo_see_the_answers_own_sum() -> None:
+    minus, lp = vec(-1, -1, -1), vec(-1, -1, -1)
+    assert surrogates.topr(FAR, minus, lp, EVERY, SEQ, 2).coefficient.tolist() == pytest.approx(
+        [-math.exp(-5)] * 2 + [-1]
+    )
+    got = surrogates.gspo(FAR, minus, EVERY, SEQ, 2, low=0.99, high=1.0).coefficient
+    assert got.tolist() == pytest.approx([-math.exp(-2.5)] * 2 + [-math.exp(20)])
+
+
+@pytest.mark.parametrize(
+    ("sections", "factor"),
+    [
+        (
+            {
+                "correction": {"level": "sequence", "bound": "none"},
+                "loss": {"surrogate": "vanilla"},
+            },
+            math.exp(-5),
+        ),
+        (
+            {
+                "correction": {"level": "geometric", "bound": "none"},
+                "loss": {"surrogate": "vanilla"},
+            },
+            math.exp(-2.5),
+        ),
+        (
+            {
+                "correction": {"level": "sequence", "bound": "none"},
+                "loss": {"surrogate": "reinforce"},
+            },
+            math.exp(-5),
+        ),
+    ],
+)
+def test_the_loss_hands_whole_log_ratios_on(sections: dict[str, Any], factor: float) -> None:
+    """start / mu of one answer is (-30, +25), the policy still its start: every coefficient is the
+    answer's weight times A / 3.
+    """
+    mu = vec(-1, -26, -1)
+    start = mu + vec(-30, 25, 0)
+    b = LossBatch(
+        SEQ,
+        mu,
+        EVERY,
+        SEQ * 0,
+        vec(1, 0),
+        torch.tensor([0, 0]),
+        torch.tensor([False, False]),
+        anchor=start,
+        start=start,
+    )
+    lp = start.clone().requires_grad_(True)
+    grad = gradient(b, config(advantage={"name": "reinforce", "baseline": "none"}, **sections), lp)[
+        1
+    ]
+    assert grad.tolist() == pytest.approx([-factor / 3, -factor / 3, 0], rel=1e-9)
+
+
+@pytest.mark.parametrize(("name", "factor"), [("topr", math.exp(-5)), ("gspo", math.exp(-2.5))])
+def test_the_surrogates_of_whole_answers_get_whole_log_ratios(name: str, factor: float) -> None:
+    """pi_theta / anchor of one answer is (-30, +25) and A = -1/2."""
+    anchor = vec(-1, -26, -1)
+    own = {"proximal": "behavior"}
+    b = LossBatch(
+        SEQ,
+        anchor,
+        EVERY,
+        SEQ * 0,
+        vec(0, 1),
+        torch.tensor([0, 0]),
+        torch.tensor([False, False]),
+        anchor=anchor,
+    )
+    lp = (anchor + vec(-30, 25, 0)).requires_grad_(True)
+    c = config(
+        advantage={"name": "reinforce", "baseline": "batch"},
+        loss={"surrogate": name} | ({"eps_low": 1.0, "eps_high": 1.0} if name == "gspo" else {}),
+        correction=own,
+    )
+    assert gradient(b, c, lp)[1].tolist() == pytest.approx(
+        [factor / 6, factor / 6, -1 / 6], rel=1e-9
+    )
+
+
+# ---- what did nothing ----------------------------------------------------------------------------
+
+
+def repaired(**keys: Any) -> Any:
+    return msgspec.convert({"mode": "constant", "gamma": 0.5, **keys}, Reshape)
+
+
+def test_repair_d_stops_the_box_cox_form_too() -> None:
+    x, a = vec(0.3, -0.3, 0.3, -0.3), vec(1, 1, -1, -1)
+    s = reshape.statistics(x, torch.ones(4, dtype=torch.bool))
+    c = repaired(budget="tokens", form="box_cox")
+    for share in (0.0, 0.25, 1.0):
+        s.share = share
+        g = reshape.gamma(x, a, s, c)
+        assert g.tolist() == [0.5] * 4
+        t, w = surrogates.reshape(x, a, g, c, s.share), (0.5 * x).exp()
+        slow = vec(share, 1, 1, share)
+        assert torch.allclose(t.coefficient, slow * w * a) and torch.allclose(
+            t.objective, slow * a * (w - 1) / 0.5
+        )
+    free = surrogates.reshape(x, a, g, repaired(form="box_cox"), 0.0)
+    assert torch.allclose(free.coefficient, (0.5 * x).exp() * a), (
+        "a share without the budget is nobody's"
+    )
+
+
+def test_past_its_budget_a_box_cox_batch_only_comes_back() -> None:
+    """Through the loss, as the learner takes it: after a step past the budget no token pushes
+    further.
+    """
+    b = batch(6)
+    b.anchor = b.behavior.clone()
+    c = config(
+        loss={"surrogate": "reshape"},
+        correction={"proximal": "behavior"},
+        learner={"epochs": 2},
+        reshape={
+            "form": "box_cox",
+            "mode": "constant",
+            "gamma": 0.5,
+            "budget": "tokens",
+            "kl_budget": 1e-6,
+        },
+    )
+    prep = sl.prepare(b, c)
+    everyone = torch.arange(len(b.rewards))
+    sl.begin_step(prep, everyone, b.behavior)
+    lp = theta(b)
+    step = sl.begin_step(prep, everyone, lp.detach())
+    loss, _ = sl.micro_loss(prep, step, torch.arange(len(b.seq)), lp)
+    push = -torch.autograd.grad(loss, lp)[0] * (lp.detach() - b.behavior)
+    assert step.reshape is not None and step.reshape.share == 0
+    assert float(push.max()) <= 0 and float(push.min()) < -1e-3
+
+
+def test_what_dppo_masks_is_not_in_its_value() -> None:
+    """0.2 -> 0.5 moved 0.3 up: masked for A > 0 in gradient and value; open for A < 0."""
+    x, p = vec(math.log(2.5), math.log(2.5)), vec(0.5, 0.5)
+    t = surrogates.dppo(x, vec(2, -2), p)
+    assert t.coefficient.tolist() == pytest.approx(
+        [0, -5]
+    ) and t.objective.tolist() == pytest.approx([0, -5])
+    assert t.clipped.tolist() == [surrogates.HIGH, 0]
+
+
+def drawn(seed: int, number: int, steps: int) -> list[bool]:
+    b = batch(5, groups=6)
+    c = config(
+        seed=seed, loss={"surrogate": "clip_cov", "cov_share": 0.3, "cov_lo": -9.0, "cov_hi": 9.0}
+    )
+    prep = sl.prepare(b, c, number=number)
+    for _ in range(steps):
+        step = sl.begin_step(prep, torch.arange(len(b.rewards)), b.anchor)
+    assert step.chosen is not None
+    return step.chosen.tolist()
+
+
+def test_clip_cov_draws_anew_for_every_seed_batch_and_step() -> None:
+    first = drawn(0, 0, 1)
+    assert first == drawn(0, 0, 1) and any(first) and not all(first)
+    others = [drawn(0, 0, 2), drawn(0, 1, 1), drawn(1, 0, 1), drawn(0, 1, 2), drawn(1, 1, 1)]
+    assert all(other != first for other in others) and len({tuple(x) for x in others}) == 5

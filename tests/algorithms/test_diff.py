@@ -1,0 +1,86 @@
+"""`asyncrl diff` on real runs: the same twice, another learning rate, and no runs at all."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from process_kit import ENV, ROOT
+
+from asyncrl.experiments.replay.diff import first_difference
+
+
+def diff(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "asyncrl.cli", "diff", *words],
+        cwd=ROOT,
+        env=ENV,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+def test_how_fast_a_run_was_is_no_difference() -> None:
+    """Where answers waited, and for how long, is the machine's; the mean reward is the run's."""
+    slow = {"time/step": 9.0, "reward/queue": 21.0, "reward/wait_s": 0.3, "reward/call_s": 0.1}
+    fast = {"time/step": 1.0, "reward/queue": 14.0, "reward/wait_s": 0.1, "reward/call_s": 0.2}
+    slow |= {"link/ack_s": 0.2, "judge/seconds": 1.0, "prefix/hits": 3.0}
+    slow |= {"reward/workers": 2.0, "throughput/learner_tokens_per_s": 5.0, "memory/peak": 1.0}
+    fast |= {"reward/workers": 1.0, "throughput/learner_tokens_per_s": 9.0, "memory/peak": 2.0}
+    assert not first_difference({0: slow | {"reward/mean": 0.5}}, {0: fast | {"reward/mean": 0.5}})
+    found = first_difference({0: slow | {"reward/mean": 0.5}}, {0: fast | {"reward/mean": 0.4}})
+    assert [m["name"] for m in found["metrics"]] == ["reward/mean"]
+
+
+def test_two_runs_side_by_side(forked: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    small = ("learner.steps=4", "learner.lr=3e-4", "staleness.max_lag=0", "evaluation.every=0")
+    small += ("wires.lease_s=600",)
+    a, b, c = (
+        forked(tmp_path / n, *small, *more)["run_dir"]
+        for n, more in (("a", ()), ("b", ()), ("c", ("learner.lr=1e-3",)))
+    )
+    same = diff(a, b)
+    assert (
+        same.returncode == 0
+        and "configs are the same" in same.stdout
+        and "bitwise equal" in same.stdout
+    )
+    other = diff(a, c, "--json", "--html", str(tmp_path / "d.html"))
+    found = json.loads(other.stdout)
+    assert (
+        other.returncode == 1
+        and found["config"] == ["learner.lr: 0.0003 | 0.001"]
+        and not found["equal"]
+    )
+    # the first batch is drawn by the same weights: only the rate differs there
+    first = found["first_difference"]
+    assert first["step"] <= 1 and any(
+        m["name"] == "optim/lr" and m["a"] == 0.0003 and m["b"] == 0.001 for m in first["metrics"]
+    )
+    page = (tmp_path / "d.html").read_text()
+    assert "learner.lr: 0.0003 | 0.001" in page and "Gradient norm" in page
+    gone = diff(a, str(tmp_path / "nowhere"))
+    assert gone.returncode == 2 and "no run directory" in gone.stderr
+
+
+def test_a_longer_run_is_another_run_also_when_nothing_was_learned(tmp_path: Path) -> None:
+    for name, steps in (("a", 2), ("b", 3)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.toml").write_text(f"[learner]\nsteps = {steps}\n")
+        (tmp_path / name / "weights_digest").write_text("0123")
+        rows = [json.dumps({"step": step, "t": 0.0, "reward/mean": 0.0}) for step in range(steps)]
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+    found = diff(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert found.returncode == 1 and "bitwise equal" not in found.stdout
+    assert "in the steps that both have (up to 1 and 2); nor do the weights" in found.stdout
+    (tmp_path / "b" / "weights_digest").write_text("4567")
+    found = diff(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert found.returncode == 1 and "the final weights do" in found.stdout
+    (tmp_path / "b" / "weights_digest").unlink()
+    found = diff(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert found.returncode == 1 and "not both have ended" in found.stdout

@@ -1,0 +1,350 @@
+"""Edges of the methods published for old samples: bounds met exactly, ratios beyond the clamp,
+advantages of any size, what is dropped from a mask, and the words of their errors.  float64."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from typing import Any
+
+import pytest
+import torch
+from algorithms_kit import D, batch, config, gradient, theta
+from lagged_methods_kit import EVERY, GROUP, LP, MU, SEQ, SIGN, W, X, example, vcpo, vec
+
+from asyncrl.algorithms import advantages, correction, kl, ratios, settings, stopping, surrogates
+from asyncrl.algorithms import loss as sl
+from asyncrl.algorithms.trust import sequence_surrogates, token_surrogates, view
+from asyncrl.config.tree import LoraConfig
+from asyncrl.contract import admission
+from asyncrl.contract.errors import ConfigError
+from asyncrl.models import adapters
+
+FULL = "seq-mean-token-mean"
+
+
+def trust(name: str, adv: torch.Tensor, **keys: Any) -> view.SurrogateTerm:
+    """A surrogate on the example's tokens with these advantages [N]."""
+    c = config(loss={"surrogate": name, **keys}, correction={"proximal": "behavior"})
+    whole = view.StepBatch(MU.log(), adv, EVERY, SEQ, GROUP, LP)
+    prepass = surrogates.PREPASS.get(name, lambda *_: {})(whole, c.loss)
+    return surrogates.SURROGATES[name](
+        view.SurrogateTokens(X, adv, LP, MU.log(), EVERY, SEQ, 2, prepass=prepass), c.loss
+    )
+
+
+LINEAR: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in ("ppo", "gspo", "dppo", "sapo", "vespo", "band", "gepo")),
+    *((name, {}) for name in ("bapo", "minpro", "gmpo", "ipo")),
+    ("dppo", {"dppo_divergence": "kl", "dppo_threshold": 0.05}),
+]
+
+
+@pytest.mark.parametrize(("name", "keys"), LINEAR)
+def test_three_times_the_advantage_is_three_times_all_and_none_is_none(
+    name: str, keys: dict[str, Any]
+) -> None:
+    one, three, none = (trust(name, SIGN * size, **keys) for size in (1.0, 3.0, 0.0))
+    assert torch.allclose(three.coefficient, 3 * one.coefficient)
+    assert torch.allclose(three.objective, 3 * one.objective)
+    half = trust(name, SIGN * 0.5, **keys)
+    assert torch.allclose(half.coefficient, 0.5 * one.coefficient)
+    assert float(one.objective.abs().max()) > 0
+    assert none.coefficient.tolist() == [0] * 6 and none.objective.tolist() == [0] * 6
+
+
+def test_sapos_objective_is_the_gates_value() -> None:
+    found = trust("sapo", SIGN * 2, sapo_tau_pos=1.5, sapo_tau_neg=0.5)
+    for r, a, value in zip(W.tolist(), SIGN.tolist(), found.objective.tolist(), strict=True):
+        tau = 1.5 if a > 0 else 0.5
+        assert value == pytest.approx(2 * a * 4 / tau / (1 + math.exp(-tau * (r - 1))))
+
+
+# ---- bounds met exactly --------------------------------------------------------------------------
+
+HALF_AND_TWO = vec(0.5, 2, 0.5, 2).log()  # exact in either direction
+BOTH = vec(1, 1, -1, -1)
+
+
+def test_a_bound_that_is_met_exactly() -> None:
+    """band is open; the others cut beyond their bounds only."""
+    assert HALF_AND_TWO.exp().tolist() == [0.5, 2, 0.5, 2]
+    lp = vec(0.25, 1, 0.25, 1).log()
+    found = token_surrogates.band(HALF_AND_TWO, BOTH, lp, lo=0.5, hi=2.0, pull=0.0)
+    assert found.coefficient.tolist() == [0] * 4
+    assert found.clipped.tolist() == [view.LOW, view.HIGH] * 2
+    whole = vec(0.5, 2, -0.5, -2)
+    # pi - mu is -0.25, 0.25
+    prob = vec(0.25, 0.5, 0.25, 0.5)
+    for kept in (
+        token_surrogates.ipo(HALF_AND_TWO, BOTH, prob, low=0.25, high=0.25),
+        surrogates.dppo(HALF_AND_TWO, BOTH, prob, threshold=0.25),
+        surrogates.ppo(HALF_AND_TWO, BOTH, low=0.5, high=1.0),
+        token_surrogates.minpro(HALF_AND_TWO, BOTH, lp, low=0.5, high=1.0),
+        token_surrogates.bapo(HALF_AND_TWO, BOTH, vec(0.5)[0], vec(2)[0]),
+    ):
+        assert kept.coefficient.tolist() == whole.tolist()
+        assert kept.clipped.tolist() == [view.OPEN] * 4
+    seq, every = torch.tensor([0, 0, 1, 1]), torch.ones(4, dtype=torch.bool)
+    found = sequence_surrogates.gmpo(vec(0.25, 0, 0, -0.5), BOTH, every, seq, 2, low=0.5, high=0.25)
+    assert found.clipped.tolist() == [view.OPEN] * 4
+    for s, found_s in ((math.exp(0.125), 0), (math.exp(-0.25), 2)):
+        assert abs(float(found.coefficient[found_s])) == pytest.approx(s)
+
+
+def test_a_statistic_that_meets_its_bounds_is_kept_and_an_advantage_of_0_is_not_negative() -> None:
+    one, seq, every = (
+        vec(0.5, 1, 2).log(),
+        torch.tensor([0, 1, 2]),
+        torch.ones(3, dtype=torch.bool),
+    )
+
+    def kept(lo: float | None, hi: float | None) -> list[bool]:
+        return correction.rejection_mask("ratio", "token", lo, hi, one, every, seq, 3).tolist()
+
+    assert kept(0.5, 2.0) == [True] * 3 and kept(None, None) == [True] * 3
+    assert kept(0.51, 1.99) == [False, True, False]
+    assert correction.rejection_mask("k2", "token", None, 0.0, one, every, seq, 3).tolist() == [
+        0,
+        1,
+        0,
+    ]
+    keys = {"reject": "k2", "reject_hi": 0.01, "reject_when": "negative"}
+    c = config(correction=keys).correction
+    lp = vec(-1, -1, -1)
+    found = correction.unrejected(one, lp, every, seq, 3, c=c, adv=vec(0, -1, -1e-9))
+    assert found.tolist() == [True, True, False]
+    # what does not move along its advantage pushes nowhere
+    assert correction.masked_by_second_moment(vec(0, 3, -3), vec(1, 1, 1), every, 0.1).tolist() == [
+        0,
+        1,
+        0,
+    ]
+
+
+# ---- beyond the clamp ----------------------------------------------------------------------------
+
+
+def test_far_ratios_count_as_the_clamp() -> None:
+    far, seq, every = vec(900, -900), torch.tensor([0, 1]), torch.ones(2, dtype=torch.bool)
+    edge = vec(20, -20)
+    for name, of_edge in (
+        ("k1", -edge),
+        ("k2", edge.square() / 2),
+        ("k3", torch.expm1(edge) - edge),
+        ("chi2", torch.expm1(2 * edge)),
+        ("ratio", edge.exp()),
+    ):
+        assert torch.allclose(correction.statistic(name, "token", far, every, seq, 2), of_edge)
+    whole = sequence_surrogates.vespo(far, vec(1, 1), positive=(1, 0))
+    assert torch.allclose(whole, edge.exp())
+    assert torch.allclose(sequence_surrogates.gepo(far, vec(0, 0), vec(1, 1)), edge.exp())
+    found = sequence_surrogates.gmpo(far, vec(-1, 1), every, seq, 2, low=9e9, high=9e9)
+    assert torch.allclose(found.coefficient, edge.exp() * vec(-1, 1))
+    found = surrogates.gspo(far, vec(-1, 1), every, seq, 2, low=9e9, high=9e9)
+    assert torch.allclose(found.coefficient, edge.exp() * vec(-1, 1))
+    for level in ("sequence", "geometric"):
+        c = config(loss={"surrogate": "ppo", "ratio": level, "eps_low": 1e9, "eps_high": 1e9})
+        given = view.SurrogateTokens(far, vec(-1, 1), far, far, every, seq, 2)
+        assert torch.allclose(
+            surrogates.SURROGATES["ppo"](given, c.loss).coefficient, edge.exp() * vec(-1, 1)
+        )
+    # the least and the most of exp alone, where the other would not show
+    _, total, square = stopping.answer_weights(far[1:], every[1:], seq[:1], 1).tolist()
+    assert (total, square) == (pytest.approx(math.exp(-20)), pytest.approx(math.exp(-40)))
+
+
+# ---- masks ---------------------------------------------------------------------------------------
+
+
+def test_tokens_outside_the_mask_change_no_answers_ratio() -> None:
+    mask = torch.tensor([True, False, True, True, True, False])
+    log_w = torch.where(mask, X, 7.0)
+    first, second = 1.2 * 1.5, 0.8 * 2
+    found = stopping.answer_weights(log_w, mask, SEQ, 2).tolist()
+    assert found == pytest.approx([2, first + second, first**2 + second**2])
+    given = view.SurrogateTokens(log_w, SIGN, LP, MU.log(), mask, SEQ, 2)
+    oapl = settings.OaplLoss(oapl_beta=0.5)
+    apart = [0.5 * math.log(first) - 1, 0.5 * math.log(second) + 1]
+    value = surrogates.SURROGATES["oapl"](given, oapl)
+    assert value.coefficient.tolist() == pytest.approx([-apart[0]] * 3 + [-apart[1]] * 3)
+    mean = [-(apart[0] ** 2) / 2] * 3 + [-(apart[1] ** 2) / 2] * 3
+    assert value.objective.tolist() == pytest.approx(mean)
+    one = surrogates.SURROGATES["vespo"](given, settings.VespoLoss()).coefficient[mask].tolist()
+    w = torch.tensor([first, second], dtype=D).log()[SEQ[mask]]
+    assert one == pytest.approx(sequence_surrogates.vespo(w, SIGN[mask]).tolist())
+    c = config(loss={"surrogate": "ppo", "ratio": "sequence", "eps_low": 9.0, "eps_high": 9.0})
+    got = surrogates.SURROGATES["ppo"](given, c.loss).coefficient
+    assert got.tolist() == pytest.approx([first] * 3 + [-second] * 3)
+
+
+def test_an_answer_with_nothing_in_the_loss_has_no_oapl_and_no_weight() -> None:
+    b = example()
+    b.mask = torch.zeros(6, dtype=torch.bool)
+    c = config(**vcpo(stop={"lr_by_ess": "linear"}))
+    prep = sl.prepare(b, c)
+    step = sl.begin_step(prep, torch.arange(2))
+    _, sums = sl.micro_loss(prep, step, torch.arange(6), LP)
+    assert sl.learning_rate_share(prep, step, sums) == 1.0
+    assert prep.metrics["optim/answer_ess"] == 1.0
+
+
+def test_the_share_of_a_stop_and_of_the_ess_multiply() -> None:
+    c = config(**vcpo(stop={"lr_by_ess": "linear", "ess_on_policy": 0.9}))
+    prep = sl.prepare(example(), c)
+    step = sl.begin_step(prep, torch.arange(2))
+    step.lr_scale = 0.25
+    _, sums = sl.micro_loss(prep, step, torch.arange(6), LP)
+    w = vec(0.9, 0.4)
+    ess = float(w.sum() ** 2 / (2 * w.square().sum()))
+    assert sl.learning_rate_share(prep, step, sums) == pytest.approx(0.25 * ess / 0.9)
+    assert prep.metrics["optim/lr_scale"] == pytest.approx(0.25 * ess / 0.9)
+
+
+# ---- advantages ----------------------------------------------------------------------------------
+
+
+def test_types_and_degrees_of_freedom() -> None:
+    r, w = torch.tensor([1.0, 0.0]), torch.tensor([0.9, 0.4])
+    assert advantages.optimal_baseline(r, GROUP, w, w).dtype == torch.float32
+    assert advantages.pass_at_k(r, GROUP).dtype == torch.float32
+    parts = torch.stack([vec(1, 0, 0, 3), vec(1, 3, 5, 1)], 1)
+    groups = torch.tensor([0, 0, 1, 1])
+    for ddof, eps in ((0, 0.0), (1, 0.5), (0, 0.5)):
+        each = []
+        for part in parts.unbind(1):
+            rows = part.view(2, 2)
+            std = rows.std(1, correction=ddof, keepdim=True)
+            each.append(((rows - rows.mean(1, keepdim=True)) / (std + eps)).flatten())
+        total = each[0] + 2 * each[1]
+        expected = (total - total.mean()) / total.std()
+        got = advantages.gdpo(parts, groups, vec(1, 2), ddof=ddof, eps=eps)
+        assert got.tolist() == pytest.approx(expected.tolist(), abs=1e-6)
+        r = vec(1, 0, 0.5, 3)
+        got = advantages.batch_grpo(r, groups, ddof=ddof, eps=eps)
+        half = vec(0.5, -0.5, -1.25, 1.25) / (r.std(correction=ddof) + eps)
+        assert got.tolist() == pytest.approx(half.tolist())
+    with pytest.raises(ConfigError):
+        advantages.batch_grpo(vec(1, 2), GROUP, ddof=2)
+
+
+BY_NAME: list[tuple[dict[str, Any], Any]] = [
+    ({"name": "pass_at_k", "k": 2}, lambda r, g: advantages.pass_at_k(r, g, k=2)),
+    ({"name": "pass_at_k"}, lambda r, g: advantages.pass_at_k(r, g, k=4)),
+    ({"name": "maxrl"}, advantages.maxrl),
+    ({"name": "oapl", "beta": 0.3}, lambda r, g: advantages.oapl(r, g, beta=0.3)),
+    ({"name": "asymre", "shift": -0.2}, lambda r, g: advantages.asymre(r, g, shift=-0.2)),
+    (
+        {"name": "grpo", "std": "batch", "ddof": 0, "eps": 0.1},
+        lambda r, g: advantages.batch_grpo(r, g, ddof=0, eps=0.1),
+    ),
+    (
+        {"name": "grpo", "ddof": 0, "eps": 0.1},
+        lambda r, g: advantages.grpo(r, g, ddof=0, eps=0.1),
+    ),
+]
+
+
+@pytest.mark.parametrize(("keys", "function"), BY_NAME)
+def test_the_config_names_an_advantage_with_its_keys(keys: dict[str, Any], function: Any) -> None:
+    b = batch(21)
+    lp = theta(b)
+    got = gradient(b, config(advantage=keys), lp)[1]
+    b.rewards = function(b.rewards, b.groups)
+    plain = config(advantage={"name": "reinforce", "baseline": "none"})
+    assert torch.allclose(got, gradient(b, plain, lp)[1]) and float(got.abs().max()) > 0
+
+
+def test_gdpo_takes_the_configs_degrees_of_freedom() -> None:
+    b = batch(22)
+    b.parts = torch.rand(12, 2, generator=torch.Generator().manual_seed(4), dtype=D)
+    b.part_names = ("form", "truth")
+    lp = theta(b)
+    got = gradient(b, config(advantage={"name": "gdpo", "ddof": 0, "eps": 0.3}), lp)[1]
+    b.rewards = advantages.gdpo(b.parts, b.groups, vec(1, 1), ddof=0, eps=0.3)
+    plain = config(advantage={"name": "reinforce", "baseline": "none"})
+    assert torch.allclose(got, gradient(b, plain, lp)[1])
+
+
+def test_small_weights_and_means_of_0() -> None:
+    assert advantages.maxrl(vec(1, -1), GROUP).tolist() == [0, 0]
+    small = advantages.optimal_baseline(vec(1, 0), GROUP, vec(0.009, 0.004), vec(2, 1))
+    assert small.tolist() == pytest.approx([0.910112] * 2, abs=1e-6)
+    edge = ratios.running_min(vec(-ratios.FAR, ratios.FAR), torch.tensor([0, 1]))
+    assert edge.tolist() == [-ratios.FAR, ratios.FAR]
+    assert (
+        admission.group_limit(math.inf, 1, 4, 5) == math.inf
+        and admission.group_limit(math.inf, 1, 5, 5) == 0
+    )
+
+
+def test_the_kl_of_the_loss_is_of_what_is_kept_and_prefix_fulls_value_is_its_own() -> None:
+    b = example()
+    b.reference = MU.log() - 0.1
+    c = config(
+        loss={"surrogate": "vanilla", "reduction": FULL},
+        correction={
+            "proximal": "behavior",
+            "reject": "kb",
+            "reject_at": "target",
+            "reject_hi": 0.3,
+        },
+        kl={"loss": {"coefficient": 1.0, "estimator": "k2"}},
+    )
+    sums = gradient(b, c, LP.clone().requires_grad_(True))[2]
+    by_hand = sum((math.log(w) + 0.1) ** 2 / 2 / 6 for w in (1.2, 1.5, 0.8))
+    assert float(sums["loss/kl"]) == pytest.approx(by_hand)
+    exact = vec(0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
+    found = kl.prefix_full(exact, LP, MU.log(), SEQ)
+    before = vec(1, 1.2, 0.6, 1, 0.8, 1.6)
+    assert torch.allclose(found, before * exact)
+
+
+def test_adapters_without_peft_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    words = re.escape("lora.rank: needs peft: pip install 'asyncrl[lora]'")
+    with pytest.raises(ConfigError, match=words):
+        adapters.attach(None, LoraConfig(rank=1), 0)  # type: ignore[arg-type]
+
+
+# ---- words ---------------------------------------------------------------------------------------
+
+
+def test_errors_say_what_is_missing() -> None:
+    none = torch.zeros(2)
+    a = advantages.ResponseRewards(none, GROUP, none, None, 0.0)
+    said = {
+        "advantage.baseline = prompt needs the prompts' running means (LossBatch.baselines)": {
+            "name": "reinforce",
+            "baseline": "prompt",
+        },
+        "advantage.name = opob needs the learner's start and, unless advantage.squared_norm = "
+        "length, the norms of the answers' gradients (LossBatch.start, squared_norms)": {
+            "name": "opob"
+        },
+        "advantage.name = gdpo needs the same named parts of the reward in every answer: the "
+        "reward function returns them (docs/rewards.md)": {"name": "gdpo"},
+        "advantage.k: pass_at_k of 3 needs 2 or more, and groups of as many answers, not 2: "
+        "raise learner.group_size": {"name": "pass_at_k", "k": 3},
+    }
+    for words, keys in said.items():
+        c = config(advantage=keys).advantage
+        with pytest.raises(ConfigError, match=f"^{re.escape(words)}$"):
+            advantages.BY_ANSWER[c.name](a, c)
+    words = "advantage.name = otb needs each token's energy (LossBatch.energy)"
+    c = config(advantage={"name": "otb"}).advantage
+    with pytest.raises(ConfigError, match=f"^{re.escape(words)}$"):
+        advantages.BY_TOKEN["otb"](advantages.TokenRewards(none, EVERY, SEQ, GROUP), c)
+    words = (
+        "advantage.name = grpo with ddof = 1 needs more than 1 samples in a batch",
+        "kl.loss.off_policy = prefix_full (needs the exact KL of each step over the vocabulary): "
+        "choose one of none, ratio, prefix",
+        "correction.reject_hi: reject = kb has no default bound; give one",
+    )
+    with pytest.raises(ConfigError, match=f"^{re.escape(words[0])}$"):
+        advantages.batch_grpo(vec(1), torch.tensor([0]))
+    with pytest.raises(ConfigError, match=f"^{re.escape(words[1])}$"):
+        kl.term(LP, LP, LP, SEQ, off_policy="prefix_full")
+    with pytest.raises(ConfigError, match=f"^{re.escape(words[2])}$"):
+        correction.rejection_mask("kb", "token", None, None, X, EVERY, SEQ, 2)

@@ -1,0 +1,882 @@
+"""Methods published for old samples: each on one example by hand, where it must equal another, and
+in the real loss.  float64.
+
+The example: one group of two answers of three tokens, rewards 1 and 0, A = +1 and -1."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from algorithms_kit import D, batch, config, gradient, theta
+from lagged_methods_kit import ANSWER, EVERY, GROUP, LP, MU, SEQ, SIGN, W, X, example, vcpo, vec
+
+from asyncrl.algorithms import advantages, correction, ratios, stopping, surrogates
+from asyncrl.algorithms import loss as sl
+from asyncrl.algorithms.batch import LossBatch
+from asyncrl.algorithms.trust import sequence_surrogates, token_surrogates, view
+from asyncrl.config import bundled_configs, load
+from asyncrl.contract.errors import ConfigError
+from asyncrl.experiments.compare import arms, comparison, methods
+
+
+def given(**more: Any) -> view.SurrogateTokens:
+    """The example's tokens as a surrogate gets them."""
+    return view.SurrogateTokens(LP - MU.log(), SIGN, LP, MU.log(), EVERY, SEQ, 2, **more)
+
+
+def coefficient(name: str, **loss: Any) -> list[float]:
+    c = config(loss={"surrogate": name, **loss}, correction={"proximal": "behavior"})
+    whole = view.StepBatch(MU.log(), SIGN, EVERY, SEQ, GROUP, LP)
+    prepass = surrogates.PREPASS.get(name, lambda *_: {})(whole, c.loss)
+    return surrogates.SURROGATES[name](given(prepass=prepass), c.loss).coefficient.tolist()
+
+
+BY_HAND: list[tuple[str, dict[str, Any], list[float]]] = [
+    ("vespo", {}, [1.093386] * 3 + [-0.212487] * 3),
+    ("band", {}, [1.2, 0, 1.5, -0.8, -2, 0]),
+    (
+        "band",
+        {"band_lo": math.exp(-0.5), "band_hi": math.exp(0.5), "pull": 0.1},
+        [1.163536, 0.138629, 1.418907, -0.755371, -0.138629, 0.277259],
+    ),
+    ("gepo", {}, [1.062479] * 3 + [-0.643551] * 3),
+    ("bapo", {"bapo_share": 0.515}, [1.2, 0.5, 0, -0.8, -2, 0]),
+    ("minpro", {}, [1.2, 0.8, 0.8, -0.8, -1.28, -0.8]),
+    ("gmpo", {}, [0.963732, 0.963732, 0, -1.023609, -1.023609, 0]),
+]
+
+
+@pytest.mark.parametrize(("name", "keys", "expected"), BY_HAND)
+def test_the_coefficients_of_the_example(
+    name: str, keys: dict[str, Any], expected: list[float]
+) -> None:
+    assert coefficient(name, **keys) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(("name", "keys", "expected"), BY_HAND)
+def test_the_learners_loss_has_them_for_its_gradient(
+    name: str, keys: dict[str, Any], expected: list[float]
+) -> None:
+    c = config(
+        advantage={"name": "rloo"},
+        loss={"surrogate": name, "reduction": ANSWER, **keys},
+        correction={"proximal": "behavior"},
+    )
+    got = gradient(example(), c, LP.clone().requires_grad_(True))[1]
+    assert (-6 * got).tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_oapl_by_hand() -> None:
+    """beta1 = 1, beta2 = 1/2; the same advantage in `dro`."""
+    value = advantages.soft_value(vec(1, 0), GROUP, 1.0)
+    assert value.tolist() == pytest.approx([0.620115] * 2, abs=1e-6)
+    c = config(
+        advantage={"name": "oapl", "beta": 1.0},
+        loss={"surrogate": "oapl", "oapl_beta": 0.5, "reduction": "seq-mean-token-sum"},
+        correction={"proximal": "behavior"},
+    )
+    lp = LP.clone().requires_grad_(True)
+    _, got, sums = gradient(example(), c, lp)
+    assert (-2 * got).tolist() == pytest.approx([0.432566] * 3 + [-0.161969] * 3, abs=1e-6)
+    adv = advantages.oapl(vec(1, 0), GROUP, beta=1.0)
+    total = ratios.seq_sum(lp - MU.log(), SEQ, 2)
+    exact = (0.5 * total - adv).square().mean()
+    assert torch.allclose(torch.autograd.grad(exact, lp)[0], got)
+    assert float(sums["loss/policy"]) == pytest.approx(float(exact.detach()))
+    each = surrogates.dro(LP - MU.log(), adv[SEQ], LP, beta=0.5).coefficient
+    assert each.tolist() == pytest.approx(
+        [0.288725, 0.726459, 0.177153, -0.508543, -0.966688, 0.073033], abs=1e-6
+    )
+
+
+def test_a_soft_value_lies_between_the_mean_and_the_largest() -> None:
+    r, g = vec(1, 0, 0.5, 2, 2), torch.tensor([0, 0, 0, 1, 1])
+    assert advantages.soft_value(r, g, math.inf).tolist() == pytest.approx([0.5] * 3 + [2] * 2)
+    assert advantages.soft_value(r, g, 0.0).tolist() == [1, 1, 1, 2, 2]
+    assert torch.allclose(advantages.oapl(r, g, beta=math.inf), advantages.dr_grpo(r, g))
+    # far below the rewards, where e^(r / beta) would overflow
+    assert advantages.soft_value(r, g, 1e-6).tolist() == pytest.approx([1, 1, 1, 2, 2], abs=1e-4)
+    assert advantages.oapl(r, g, beta=0.3)[3:].tolist() == [0, 0]
+
+
+def test_asymre_by_hand() -> None:
+    assert advantages.asymre(vec(1, 0), GROUP, shift=-0.1).tolist() == pytest.approx([0.6, -0.4])
+    r, g = vec(1, 0, 0.5, 2, 2), torch.tensor([0, 0, 0, 1, 1])
+    adv = advantages.asymre(r, g, shift=-0.1)
+    assert ratios.seq_sum(adv, g, 2).tolist() == pytest.approx([0.3, 0.2])
+    assert torch.equal(advantages.asymre(r, g, shift=0.0), advantages.dr_grpo(r, g))
+
+
+# ---- what they equal -----------------------------------------------------------------------------
+
+
+ON_POLICY = [
+    *((name, {}) for name in ("vespo", "band", "bapo", "minpro", "gmpo", "topr")),
+    ("band", {"pull": 0.3}),
+]
+
+
+@pytest.mark.parametrize(("name", "keys"), ON_POLICY)
+def test_on_policy_the_coefficient_is_the_advantage(name: str, keys: dict[str, Any]) -> None:
+    b = batch(3)
+    b.anchor = b.behavior.clone()
+    lp = b.behavior.clone().requires_grad_(True)
+    c = config(loss={"surrogate": name, **keys}, correction={"proximal": "behavior"})
+    plain = config(loss={"surrogate": "gpg"}, correction={"proximal": "behavior"})
+    assert torch.allclose(gradient(b, c, lp)[1], gradient(b, plain, lp)[1], rtol=1e-12)
+
+
+def test_on_policy_oapl_is_scaled_and_gepo_is_not_centred() -> None:
+    b = example()
+    lp = MU.log().requires_grad_(True)
+    keys: dict[str, Any] = {"correction": {"proximal": "behavior"}, "advantage": {"name": "oapl"}}
+    got = gradient(b, config(loss={"surrogate": "oapl", "oapl_beta": 0.2}, **keys), lp)[1]
+    adv = advantages.oapl(vec(1, 0), GROUP, beta=0.5)
+    assert torch.allclose(-6 * got, 2 * 0.2 * adv[SEQ])
+    q = ratios.seq_mean(MU.log(), EVERY, SEQ, 2).exp()
+    expected = (q / (q.square().sum() / q.sum()))[SEQ]
+    got = gradient(b, config(loss={"surrogate": "gepo"}, **keys), lp)[1]
+    assert torch.allclose(-6 * got, expected * adv[SEQ])
+    even = LossBatch(**{**vars(b), "behavior": MU[SEQ * 0].log(), "anchor": MU[SEQ * 0].log()})
+    lp = even.behavior.clone().requires_grad_(True)
+    got = gradient(even, config(loss={"surrogate": "gepo"}, **keys), lp)[1]
+    assert torch.allclose(-6 * got, adv[SEQ])
+
+
+def test_the_limits_of_vespo() -> None:
+    """(k, l) = (1, 0) is the answer's importance weight, (0, 0) none."""
+    x = torch.linspace(-3, 3, 25, dtype=D)
+    adv = torch.where(torch.arange(25) % 2 == 0, 1.5, -0.5).to(D)
+    one = sequence_surrogates.vespo(x, adv, positive=(1, 0), negative=(1, 0))
+    assert torch.allclose(one, x.exp() * adv)
+    assert torch.allclose(sequence_surrogates.vespo(x, adv, positive=(0, 0), negative=(0, 0)), adv)
+    for k, m, most in ((2.0, 3.0, 1.208), (3.0, 2.0, 1.242)):
+        grid = torch.linspace(-4, 4, 8001, dtype=D)
+        phi = sequence_surrogates.vespo(grid, torch.ones(8001, dtype=D), positive=(k, m))
+        assert float(phi.max()) == pytest.approx(most, abs=1e-3)
+        assert float(grid[phi.argmax()].exp()) == pytest.approx(k / m, rel=1e-3)
+    # far away: nothing, and finite
+    assert sequence_surrogates.vespo(vec(900, -900), vec(1, -1)).abs().max() < 1e-20
+
+
+def test_minpro_on_answers_of_one_token_is_cispo() -> None:
+    b = batch(4)
+    first = torch.ones(len(b.seq), dtype=torch.bool)
+    first[1:] = b.seq[1:] != b.seq[:-1]
+    b.mask = first
+    b.anchor = b.behavior.clone()
+    lp = theta(b)
+    keys = {"eps_low": 0.2, "eps_high": 0.28}
+    both = [
+        gradient(b, config(loss={"surrogate": n, **keys}, correction={"proximal": "behavior"}), lp)[
+            1
+        ]
+        for n in ("minpro", "cispo")
+    ]
+    assert torch.allclose(*both) and float(both[0].abs().max()) > 0
+
+
+def test_the_prefix_minimum_starts_anew_with_each_answer_and_skips_what_is_masked() -> None:
+    x, seq = vec(0.3, -1, 2, 0.5, -3, 0.1), torch.tensor([7, 7, 7, 7, 2, 2])
+    mask = torch.tensor([True, False, True, True, True, True])
+    got = token_surrogates.prefix_minimum(x, mask, seq)[mask].tolist()
+    assert got == pytest.approx([0.3, 2.3, 0.8, -3, -2.9])
+    long = torch.randn(5000, generator=torch.Generator().manual_seed(0), dtype=D)
+    rows = torch.arange(5000) // 50
+    expected = long.view(100, 50).cummin(1).values.flatten()
+    assert torch.allclose(ratios.running_min(long, rows), expected, atol=1e-9)
+
+
+def test_gmpo_without_a_cut_is_gspo_without_one() -> None:
+    b = batch(6)
+    lp = theta(b)
+    both = [
+        gradient(
+            b,
+            config(loss={"surrogate": n, "eps_low": 99.0, "eps_high": 99.0, "reduction": ANSWER}),
+            lp,
+        )[1]
+        for n in ("gmpo", "gspo")
+    ]
+    assert torch.allclose(*both)
+
+
+def test_bapos_bounds_move_until_positive_tokens_have_their_share() -> None:
+    adv, mu = SIGN, MU.log()
+
+    def bounds(share: float, mask: torch.Tensor = EVERY) -> list[float]:
+        found = token_surrogates.bapo_bounds(LP, mu, adv, mask, share)
+        return [round(float(found[x]), 6) for x in ("lo", "hi")]
+
+    def share(lo: float, hi: float) -> float:
+        clipped = torch.minimum(W * adv, W.clamp(lo, hi) * adv) * MU
+        return float(clipped[adv > 0].sum() / clipped.abs().sum())
+
+    assert share(0.6, 1.2) == pytest.approx(0.506849, abs=1e-6)
+    assert share(0.6, 1.35) == pytest.approx(0.516779, abs=1e-6)
+    assert bounds(0.4) == [0.6, 1.2] and bounds(0.515) == [0.6, 1.35]
+    assert bounds(1.0) == [0.9, 3.0]  # out of reach: the last bounds
+    low = 0.62
+    needed = share(low, 3.0)
+    assert needed < share(0.6, 3.0)  # a higher lower bound gives negative tokens more
+    assert bounds(0.9, ~EVERY) == [0.6, 1.2]
+
+
+# ---- combinations --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        (
+            {"loss": {"surrogate": "vespo"}, "correction": {"proximal": "recompute"}},
+            "set correction.proximal = behavior",
+        ),
+        ({"loss": {"vespo_k_pos": 4.0}}, "loss.vespo_k_pos: belongs to loss.surrogate = vespo"),
+        ({"loss": {"oapl_beta": 0.1}}, "loss.oapl_beta: belongs to loss.surrogate = oapl"),
+        ({"loss": {"bapo_share": 0.1}}, "loss.bapo_share: belongs to loss.surrogate = bapo"),
+        ({"advantage": {"beta": 1.0}}, "advantage.beta: belongs to advantage.name = oapl"),
+        ({"advantage": {"shift": 0.0}}, "advantage.shift: belongs to advantage.name = asymre"),
+        (
+            {
+                "loss": {"surrogate": "band", "band_lo": 2.0, "band_hi": 1.0},
+                "correction": {"proximal": "behavior"},
+            },
+            "loss.band_lo: 2 is not below loss.band_hi = 1",
+        ),
+        (
+            {
+                "loss": {"surrogate": "vespo", "eps_low": 0.1},
+                "correction": {"proximal": "behavior"},
+            },
+            "loss.eps_low: belongs to loss.surrogate = ppo",
+        ),
+        (
+            {"advantage": {"name": "oapl"}, "learner": {"group_size": 1}},
+            "leaves oapl nothing to compare with",
+        ),
+    ],
+)
+def test_what_makes_no_sense_together_is_refused(sections: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load.convert({"model": {"path": "m"}, "task": {"name": "sort"}, **sections}, "c.toml")
+
+
+@pytest.mark.parametrize("name", methods.CORRECTIONS)
+def test_a_method_is_an_arm_by_its_name(name: str) -> None:
+    arm = arms.parse_arm(name)
+    assert arm.sets == methods.CORRECTIONS[name][1]
+    other, plain = arms.Arm("other", ["learner.lr=0.1"]), arms.Arm("plain", [])
+    found = comparison.resolve("configs/rle.toml", [], [other, arm])
+    same = comparison.resolve("configs/rle.toml", [], [other, plain])["plain"]
+    assert (found[name] == same) == (name in ("configured", "ppo"))
+
+
+def test_every_shipped_config_takes_the_default_arms() -> None:
+    """Sessions have no injected lag: `asyncrl compare calc` leaves that arm out."""
+    for name in bundled_configs.names():
+        source = load.load(name)
+        found = comparison.resolve(name, [], comparison.default_arms(source))
+        injected = [] if source.agent.uses_sessions else ["injected"]
+        assert list(found) == ["sync", "async", "async-uncorrected", *injected]
+
+
+# ---- what leaves the loss ------------------------------------------------------------------------
+
+
+def test_binary_kl_by_hand() -> None:
+    by_hand = [0.020411, 0.381909, 0.081093, 0.020411, 0.381909, 0.311239]
+    kb = correction.statistic("kb", "token", X, EVERY, SEQ, 2, log_mu=MU.log())
+    assert kb.tolist() == pytest.approx(by_hand, abs=1e-6)
+    kept = correction.rejection_mask("kb", "token", None, 0.3, X, EVERY, SEQ, 2, log_mu=MU.log())
+    assert kept.tolist() == [True, False, True, True, False, False]
+    mean = correction.statistic("kb_mu", "mean", X, EVERY, SEQ, 2, log_mu=MU.log())
+    assert mean.tolist() == pytest.approx([0.145433] * 3 + [0.237853] * 3, abs=1e-6)
+    # a rare token may move by orders of magnitude, a probable one may not
+    rare = ratios.binary_kl(vec(1e-3).log(), vec(1e-6).log())
+    probable = ratios.binary_kl(vec(0.999).log(), vec(0.9).log())
+    assert float(rare) < 0.01 < 0.09 < float(probable)
+    for dtype in (torch.float32, D):
+        edge = torch.tensor([0.0, -1e4], dtype=dtype)
+        assert bool(ratios.binary_kl(edge, edge.flip(0)).isfinite().all())
+
+
+def test_total_variation_and_chi_square_by_hand() -> None:
+    tv = correction.statistic("tv", "token", X, EVERY, SEQ, 2, log_mu=MU.log())
+    assert tv.tolist() == pytest.approx([0.1, 0.4, 0.2, 0.1, 0.4, 0.3])
+    tv = correction.statistic("tv", "max", X, EVERY, SEQ, 2, log_mu=MU.log())
+    assert tv.tolist() == pytest.approx([0.4] * 6)
+    chi2 = correction.statistic("chi2", "mean", X, EVERY, SEQ, 2)
+    first, second = (1.44 + 0.25 + 2.25) / 3 - 1, (0.64 + 4 + 0.0625) / 3 - 1
+    assert chi2.tolist() == pytest.approx([first] * 3 + [second] * 3)
+
+
+OPSM: dict[str, Any] = {
+    "reject": "k1",
+    "reject_over": "mean",
+    "reject_when": "negative",
+    "reject_at": "target",
+}
+PLAIN_RATIO = [1.2, 0.5, 1.5, -0.8, -2, -0.25]
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({**OPSM, "reject_hi": 0.1}, [1.2, 0.5, 1.5, 0, 0, 0]),
+        ({**OPSM, "reject_hi": 0.5}, PLAIN_RATIO),
+        ({**OPSM, "reject_hi": 0.01}, [1.2, 0.5, 1.5, 0, 0, 0]),  # A > 0 stays at any bound
+        ({**OPSM, "reject_hi": 0.01, "reject_when": "always"}, [0] * 6),
+        ({"m2": 0.04, "m2_over": "pushing"}, [1.2, 0.5, 0, 0, -2, 0]),
+        ({"m2": 9.0, "m2_over": "pushing"}, PLAIN_RATIO),
+        (
+            {"reject": "kb_mu", "reject_over": "mean", "reject_at": "target", "reject_hi": 0.2},
+            [1.2, 0.5, 1.5, 0, 0, 0],
+        ),
+        ({"reject": "kb", "reject_at": "target", "reject_hi": 0.3}, [1.2, 0, 1.5, -0.8, 0, 0]),
+        (
+            {
+                "reject": "tv",
+                "reject_at": "target",
+                "reject_hi": 0.35,
+                "reject2": "ratio",
+                "reject2_hi": 1.4,
+            },
+            [1.2, 0, 0, -0.8, 0, 0],
+        ),
+    ],
+)
+@pytest.mark.parametrize("parts", [None, [[0], [1]]])
+def test_what_is_dropped_at_the_policy_as_it_is(
+    keys: dict[str, Any], expected: list[float], parts: Any
+) -> None:
+    c = config(
+        loss={"surrogate": "vanilla", "reduction": ANSWER},
+        correction={"proximal": "behavior", **keys},
+    )
+    lp = LP.clone().requires_grad_(True)
+    assert (-6 * gradient(example(), c, lp, parts)[1]).tolist() == pytest.approx(expected)
+
+
+def test_at_the_anchor_the_same_statistics_leave_the_anchor_alone() -> None:
+    """theta = 2 prox: the weight is prox / mu, and rejection looks at prox."""
+    b = example()
+    b.anchor = LP.clone()
+    lp = (LP + math.log(2.0)).requires_grad_(True)
+    for keys, expected in (
+        ({"reject": "kb", "reject_hi": 0.3}, [2.4, 0, 3, -1.6, 0, 0]),
+        ({"reject": "tv", "reject_hi": 0.35}, [2.4, 0, 3, -1.6, 0, -0.5]),
+        ({"reject": "chi2", "reject_over": "mean", "reject_hi": 0.4}, [2.4, 1, 3, 0, 0, 0]),
+        ({**OPSM, "reject_at": "proximal", "reject_hi": 0.1}, [2.4, 1, 3, 0, 0, 0]),
+    ):
+        c = config(
+            loss={"surrogate": "vanilla", "reduction": ANSWER},
+            correction={"level": "token", "bound": "none", **keys},
+        )
+        assert (-6 * gradient(b, c, lp)[1]).tolist() == pytest.approx(expected)
+
+
+def test_published_m2po_is_not_ours() -> None:
+    gone = correction.masked_by_second_moment(X, SIGN, EVERY, 0.04)
+    assert gone.tolist() == [False, False, True, True, False, True]
+    limit = correction.m2_threshold(X, EVERY, 0.04)
+    assert (X.abs() < limit).tolist() == [True] + [False] * 5
+    assert not correction.masked_by_second_moment(X * 0, SIGN, EVERY, 0.04).any()
+
+
+def test_a_mask_of_m2po_is_of_the_whole_batch_and_of_the_step() -> None:
+    """Any split is the same; answers of another optimizer step do not count."""
+    b = batch(7, spread=0.0)
+    b.anchor = b.behavior.clone()
+    lp = theta(b)
+    c = config(
+        loss={"surrogate": "vanilla"},
+        correction={"proximal": "behavior", "m2": 0.04, "m2_over": "pushing"},
+    )
+    whole = gradient(b, c, lp)[1]
+    assert torch.allclose(whole, gradient(b, c, lp, [[i] for i in range(12)])[1])
+    half = list(range(4))
+    inside = b.seq < 4
+    gone = correction.masked_by_second_moment(
+        (lp - b.behavior).detach(),
+        advantages.rloo(b.rewards, b.groups)[b.seq],
+        b.mask & inside,
+        0.04,
+    )
+    got = gradient(b, c, lp, samples=half)[1]
+    assert torch.equal(got == 0, gone | ~(b.mask & inside)) and int(gone.sum()) > 0
+    prep = sl.prepare(b, c)
+    assert sl.needs_current(prep)
+    with pytest.raises(ConfigError, match="begin_step needs the current logprobs"):
+        sl.begin_step(prep, torch.arange(12))
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"reject_when": "negative"}, "correction.reject_when: acts only where correction.reject"),
+        ({"reject_at": "target"}, "correction.reject_at: acts only where correction.reject"),
+        ({"reject2": "k1"}, "correction.reject2: acts only where correction.reject is"),
+        ({"reject": "tv"}, "correction.reject_hi: reject = tv has no default bound"),
+        (
+            {"reject": "ratio", "reject2": "kb"},
+            "correction.reject2_hi: reject2 = kb has no default bound",
+        ),
+        ({"reject": "tv", "reject_hi": -1.0}, "tv is never negative, -1 would reject everything"),
+        (
+            {"reject": "ratio", "reject2": "ratio", "reject2_lo": 3.0, "reject2_hi": 2.0},
+            "correction.reject2_lo: 3 is above correction.reject2_hi = 2",
+        ),
+        (
+            {**OPSM, "reject_hi": 1.0, "denominator": "after"},
+            "after is not known before the step with reject_at = target",
+        ),
+        (
+            {**OPSM, "reject_hi": 1.0, "self_normalize": True, "proximal": "recompute"},
+            "not known before the step with reject_at = target",
+        ),
+        ({"m2_over": "pushing"}, "correction.m2_over: acts only where correction.m2 is set"),
+        (
+            {"proximal": "behavior", "reject": "kb", "reject_hi": 1.0},
+            "correction.reject: acts on pi_prox / mu",
+        ),
+    ],
+)
+def test_rejections_that_cannot_work_are_refused(keys: dict[str, Any], said: str) -> None:
+    raw = {"model": {"path": "m"}, "task": {"name": "sort"}, "correction": keys}
+    with pytest.raises(ConfigError, match=said):
+        load.convert(raw, "c.toml")
+
+
+# ---- VCPO ----------------------------------------------------------------------------------------
+
+
+def test_an_optimal_baseline_by_hand() -> None:
+    r, w = vec(1, 0), vec(0.9, 0.4)
+    for squared, b, expected in (
+        (vec(2, 1), 0.910112, [0.080899, -0.364045]),
+        (vec(1.36, 2.42), 0.739925, [0.234068, -0.295970]),  # by the logits
+        (vec(3, 3), 0.835052, None),  # by the length
+        (vec(5, 5) / vec(0.81, 0.16), 0.5, [0.45, -0.2]),  # equal W g: the group's mean
+    ):
+        found = advantages.optimal_baseline(r, GROUP, w, squared)
+        assert found.tolist() == pytest.approx([b] * 2, abs=1e-6)
+        if expected:
+            assert (w * (r - found)).tolist() == pytest.approx(expected, abs=1e-6)
+    half = advantages.opob(r, GROUP, w, vec(2, 1))  # the deviation is 1/2
+    assert (half * w).tolist() == pytest.approx([0.080899 * 2, -0.364045 * 2], abs=1e-6)
+    assert advantages.opob(vec(1, 1), GROUP, w, vec(2, 1)).tolist() == [0, 0]
+    assert advantages.optimal_baseline(r, GROUP, w, vec(0, 0)).tolist() == [0.5, 0.5]
+
+
+def test_the_baseline_in_the_loss_takes_whole_ratios_of_the_start() -> None:
+    b = example()
+    b.start = LP.clone()
+    lp = LP.clone().requires_grad_(True)
+    keys = {"name": "opob", "squared_norm": "length"}
+    got = gradient(b, config(**vcpo(advantage=keys)), lp)[1]
+    expected = [0.9 * (1 - 0.835052) * 2] * 3 + [-0.4 * 0.835052 * 2] * 3
+    assert (-6 * got).tolist() == pytest.approx(expected, abs=1e-5)
+    b.squared_norms = vec(2, 1)
+    got = gradient(b, config(**vcpo(advantage={"name": "opob"})), lp)[1]
+    assert (-6 * got).tolist() == pytest.approx([0.161798] * 3 + [-0.72809] * 3, abs=1e-5)
+    b.squared_norms = None
+    with pytest.raises(ConfigError, match="needs the learner's start and"):
+        gradient(b, config(**vcpo(advantage={"name": "opob"})), lp)
+    assert sl.needs_start_first(config(advantage={"name": "opob"}))
+
+
+def test_the_rate_follows_the_ess_of_whole_answers() -> None:
+    """Any split of the batch, whatever the weights are bounded to; masked tokens do not count."""
+    b = example()
+    for how, scale in (("sqrt", 0.933346), ("linear", 0.871134), ("off", 1.0)):
+        c = config(**vcpo(stop={"lr_by_ess": how}))
+        for parts in (None, [[0], [1]]):
+            prep = sl.prepare(b, c)
+            step = sl.begin_step(prep, torch.arange(2))
+            sums: dict[str, torch.Tensor] = {}
+            for p in parts or [[0, 1]]:
+                at = torch.nonzero(torch.isin(SEQ, torch.tensor(p)))[:, 0]
+                sl.add_sums(sums, sl.micro_loss(prep, step, at, LP[at])[1])
+            assert sl.learning_rate_share(prep, step, sums) == pytest.approx(scale, abs=1e-6)
+            if how != "off":
+                assert prep.metrics["optim/answer_ess"] == pytest.approx(0.871134, abs=1e-6)
+                assert prep.metrics["optim/lr_scale"] == pytest.approx(scale, abs=1e-6)
+    assert stopping.rate_by_ess(0.5, 0.8, "linear") == 0.625
+    assert stopping.rate_by_ess(0.9, 0.8, "sqrt") == 1
+    # an answer without a token in the loss is none
+    mask = torch.tensor([True] * 3 + [False] * 3)
+    assert stopping.answer_weights(X, mask, SEQ, 2).tolist() == pytest.approx([1, 0.9, 0.81])
+    # on policy the rate is whole
+    on = stopping.answer_weights(X * 0, EVERY, SEQ, 2).tolist()
+    assert on == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"stop": {"ess_on_policy": 0.5}}, "stop.ess_on_policy: acts only where stop.lr_by_ess"),
+        ({"learner": {"cosine_max": 0.5}}, "learner.cosine_max: belongs to"),
+        (
+            {"learner": {"gradient_cosine": "log", "backend": "deepspeed"}},
+            "learner.gradient_cosine: reads whole gradients",
+        ),
+        (
+            {"advantage": {"name": "opob"}, "learner": {"backend": "deepspeed"}},
+            "advantage.squared_norm: gradient reads whole gradients",
+        ),
+        ({"advantage": {"squared_norm": "length"}}, "belongs to advantage.name = opob"),
+    ],
+)
+def test_what_needs_whole_gradients_is_refused_elsewhere(
+    sections: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load.convert({"model": {"path": "m"}, "task": {"name": "sort"}, **sections}, "c.toml")
+
+
+# ---- what peers have -----------------------------------------------------------------------------
+
+
+def test_ipo_drops_what_moved_far_on_either_side_and_pulls_the_rest() -> None:
+    """pi - mu is .1 -.4 .2 | -.1 .4 -.3."""
+    assert coefficient("ipo", dppo_threshold=0.25) == pytest.approx([1.2, 0, 1.5, -0.8, 0, 0])
+    high = coefficient("ipo", dppo_threshold=0.25, dppo_high=0.15)
+    assert high == pytest.approx([1.2, 0, 0, -0.8, 0, 0])
+    pulled = coefficient("ipo", dppo_threshold=0.25, pull=0.1)
+    assert pulled == pytest.approx(
+        [a - 0.2 * math.log(w) for a, w in zip([1.2, 0, 1.5, -0.8, 0, 0], W.tolist(), strict=True)]
+    )
+
+
+def test_dppo_with_two_thresholds_and_by_binary_kl() -> None:
+    """KL(mu || pi): .0204 .3347 .0811 | .0201 .3819 .2380, as it moved."""
+
+    def kept(**keys: Any) -> list[float]:
+        return coefficient("dppo", **keys)
+
+    # against A: never cut
+    assert kept(dppo_threshold=0.05) == pytest.approx([0, 0.5, 0, 0, -2, 0])
+    assert kept(dppo_threshold=0.05, dppo_high=0.15) == pytest.approx([1.2, 0.5, 0, 0, -2, 0])
+    assert kept(dppo_threshold=0.2, dppo_high=0.05) == pytest.approx([0, 0.5, 0, -0.8, -2, 0])
+    kl = correction.statistic("kb_mu", "token", X, EVERY, SEQ, 2, log_mu=MU.log()).tolist()
+    for threshold in (0.05, 0.15, 0.3):
+        gone = [
+            value > threshold and sign * x > 0 for value, sign, x in zip(kl, SIGN, X, strict=True)
+        ]
+        expected = [0 if cut else a for cut, a in zip(gone, PLAIN_RATIO, strict=True)]
+        assert kept(dppo_divergence="kl", dppo_threshold=threshold) == pytest.approx(expected)
+    assert kl[2] == pytest.approx(0.4 * math.log(0.4 / 0.6) + 0.6 * math.log(0.6 / 0.4))
+
+
+def test_ppo_and_sapo_on_whole_answers() -> None:
+    wide = {"eps_low": 0.05, "eps_high": 0.05}
+    assert coefficient("ppo", ratio="sequence", **wide) == pytest.approx([0.9] * 3 + [0] * 3)
+    geometric = [0.965489] * 3 + [-0.736806] * 3
+    free = {"eps_low": 9.0, "eps_high": 9.0}
+    assert coefficient("ppo", ratio="geometric", **free) == pytest.approx(geometric, abs=1e-6)
+    narrow = {"eps_low": 0.3, "eps_high": 0.01}
+    assert coefficient("ppo", ratio="geometric", **narrow) == coefficient("gspo", **narrow)
+    for level, r in (("sequence", 0.9), ("geometric", 0.965489)):
+        gate = 1 / (1 + math.exp(1 - r))
+        got = coefficient("sapo", ratio=level)[0]
+        assert got == pytest.approx(4 * gate * (1 - gate) * r, abs=1e-6)
+    one = [coefficient("ppo", ratio=level) for level in ("token", "sequence")]
+    assert one[0] != one[1]
+
+
+def test_maxrl_by_hand() -> None:
+    """Of n successes in G answers, each gets G / n - 1, the others -1."""
+    r, g = vec(1, 0, 0, 0, 0, 0, 1, 1), torch.tensor([0, 0, 0, 0, 1, 1, 2, 2])
+    assert advantages.maxrl(r, g).tolist() == pytest.approx([3, -1, -1, -1, 0, 0, 0, 0])
+    # below 0 there is no pass rate
+    assert advantages.maxrl(vec(-1, -3), GROUP).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("k", [2, 3, 4, 5, 0])
+def test_what_an_answer_adds_to_the_best_of_k(k: int) -> None:
+    rewards = vec(0.3, 1, 0.3, 0, 0.7)
+    many = k or 5
+    expected = []
+    for i, own in enumerate(rewards.tolist()):
+        others = [x for j, x in enumerate(rewards.tolist()) if j != i]
+        best = [max(drawn) for drawn in itertools.combinations(others, many - 1)]
+        expected.append(sum(max(own, x) - x for x in best) / len(best))
+    both, groups = torch.cat([rewards, vec(2, 0)]), torch.tensor([0] * 5 + [1] * 2)
+    got = advantages.pass_at_k(both[:5], groups[:5], k=k)
+    assert got.tolist() == pytest.approx(expected)
+    if k in (0, 2):  # each group by itself
+        got = advantages.pass_at_k(both, groups, k=k)
+        assert got.tolist() == pytest.approx([*expected, 2, 0])
+    else:
+        with pytest.raises(ConfigError, match="needs 2 or more, and groups of as many"):
+            advantages.pass_at_k(both, groups, k=k)
+
+
+def test_a_deviation_of_the_batch_spares_groups_of_little_spread() -> None:
+    r, g = vec(1, 0, 0.5, 0.49), torch.tensor([0, 0, 1, 1])
+    deviation = float(r.std())
+    got = advantages.batch_grpo(r, g, eps=0.0)
+    assert got.tolist() == pytest.approx([x / deviation for x in (0.5, -0.5, 0.005, -0.005)])
+    b = batch(9)
+    got = gradient(b, config(advantage={"name": "grpo", "std": "batch"}), theta(b))[1]
+    assert not torch.allclose(got, gradient(b, config(advantage={"name": "grpo"}), theta(b))[1])
+    with pytest.raises(ConfigError, match="more than 1 samples in a batch"):
+        advantages.batch_grpo(vec(1), torch.tensor([0]))
+
+
+def test_flash_reinforce_by_hand() -> None:
+    """Single answers: the baseline is the batch's, taken before anything is dropped."""
+    b = example()
+    b.groups = torch.tensor([0, 1])
+    c = config(
+        learner={"group_size": 1},
+        advantage={"name": "reinforce", "baseline": "batch"},
+        loss={"surrogate": "vanilla", "reduction": ANSWER},
+        correction={
+            "proximal": "behavior",
+            "reject": "kb_mu",
+            "reject_over": "mean",
+            "reject_at": "target",
+            "reject_hi": 0.2,
+        },
+    )
+    got = gradient(b, c, LP.clone().requires_grad_(True))[1]
+    assert (-6 * got).tolist() == pytest.approx([0.6, 0.25, 0.75, 0, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"loss": {"surrogate": "gspo", "ratio": "sequence"}}, "loss.ratio: belongs to"),
+        ({"loss": {"dppo_divergence": "kl"}}, "loss.dppo_divergence: belongs to"),
+        ({"loss": {"dppo_high": 0.1}}, "loss.dppo_high: belongs to loss.surrogate = dppo or ipo"),
+        ({"loss": {"pull": 0.1}}, "loss.pull: belongs to loss.surrogate = ipo or band"),
+        ({"advantage": {"std": "batch"}}, "advantage.std: belongs to advantage.name = grpo"),
+        ({"advantage": {"k": 2}}, "advantage.k: belongs to advantage.name = pass_at_k"),
+        ({"advantage": {"name": "pass_at_k", "k": 99}}, "advantage.k: the best of 99 answers"),
+        ({"advantage": {"name": "pass_at_k", "k": 1}}, "advantage.k: the best of 1 answers"),
+    ],
+)
+def test_keys_of_another_choice_are_refused(sections: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load.convert({"model": {"path": "m"}, "task": {"name": "sort"}, **sections}, "c.toml")
+
+
+def test_gdpo_by_hand() -> None:
+    """Two parts of very different size count the same; each part by its own group."""
+    parts = torch.stack([vec(1, 0, 0, 0), vec(100, 300, 500, 100)], 1)
+    groups = torch.tensor([0, 0, 1, 1])
+    half = math.sqrt(0.5)
+    first = [half - half, -half + half, 0 + half, 0 - half]
+    got = advantages.gdpo(parts, groups, vec(1, 1), eps=0.0)
+    assert got.tolist() == pytest.approx(advantages.whiten(vec(*first)).tolist())
+    got = advantages.gdpo(parts, groups, vec(1, 0), eps=0.0)
+    assert got.tolist() == pytest.approx(advantages.whiten(vec(half, -half, 0, 0)).tolist())
+
+
+def test_gdpo_in_the_loss_takes_the_rewards_parts_by_name() -> None:
+    b = batch(11)
+    g = torch.Generator().manual_seed(2)
+    b.parts = torch.rand(12, 2, generator=g, dtype=D)
+    b.part_names = ("form", "truth")
+    lp = theta(b)
+    advantage = {"name": "gdpo", "part_weights": {"form": 0.0}}
+    got = gradient(b, config(advantage=advantage), lp)[1]
+    adv = advantages.whiten(advantages.grpo(b.parts[:, 1], b.groups))
+    c = config(advantage={"name": "reinforce", "baseline": "none"})
+    b.rewards = adv
+    assert torch.allclose(got, gradient(b, c, lp)[1])
+    with pytest.raises(ConfigError, match="no part frm; the reward has form, truth"):
+        gradient(b, config(advantage={"name": "gdpo", "part_weights": {"frm": 1.0}}), lp)
+    b.parts = None
+    with pytest.raises(ConfigError, match="needs the same named parts"):
+        gradient(b, config(advantage={"name": "gdpo"}), lp)
+
+
+def test_otb_by_hand() -> None:
+    """Answers of 3 and 2 tokens in the mask; at the third place one goes on alone."""
+    seq, groups = torch.tensor([0, 0, 0, 0, 1, 1]), torch.tensor([0, 0])
+    mask = torch.tensor([True, False, True, True, True, True])
+    energy, returns = vec(1, 99, 2, 1, 3, 1), vec(1, 99, 1, 1, 0, 0)
+    got = advantages.otb(returns, energy, mask, seq, groups)
+    first, second = 1 / (1 + 3), 3 / (3 + 4)
+    assert got.tolist() == pytest.approx([1 - first, 0, 1 - second, 0, -first, -second])
+    equal = advantages.otb(returns, energy * 0 + 1, mask, seq, groups)
+    assert equal[mask].tolist() == pytest.approx([0.5, 0.5, 0, -0.5, -0.5])
+    apart = advantages.otb(returns, energy, mask, seq, torch.tensor([0, 1]))
+    assert apart.tolist() == [0] * 6
+    b = batch(12)
+    b.energy = torch.rand(len(b.seq), generator=torch.Generator().manual_seed(3), dtype=D)
+    lp = theta(b)
+    c = config(
+        advantage={"name": "otb"}, loss={"surrogate": "gpg"}, correction={"proximal": "behavior"}
+    )
+    b.anchor = b.behavior.clone()
+    adv = advantages.otb(b.rewards[b.seq], b.energy, b.mask, b.seq, b.groups)
+    whole = gradient(b, c, lp)[1]
+    assert torch.allclose(whole, torch.where(b.mask, -adv, 0.0) / b.mask.sum())
+    assert torch.allclose(whole, gradient(b, c, lp, [[i] for i in range(12)])[1])
+    b.energy = None
+    with pytest.raises(ConfigError, match="otb needs each token's energy"):
+        gradient(b, c, lp)
+
+
+def test_a_baseline_of_each_prompt() -> None:
+    b = batch(13)
+    lp = theta(b)
+    known = torch.full((12,), 0.4, dtype=D)
+    known[4:8] = math.nan
+    b.baselines = known
+    got = gradient(b, config(advantage={"name": "reinforce", "baseline": "prompt"}), lp)[1]
+    shaped = b.rewards - torch.where(known.isnan(), b.rewards.mean(), known)
+    b.rewards = shaped
+    plain = config(advantage={"name": "reinforce", "baseline": "none"})
+    assert torch.allclose(got, gradient(b, plain, lp)[1])
+    b.baselines = None
+    with pytest.raises(ConfigError, match="needs the prompts' running means"):
+        gradient(b, config(advantage={"name": "reinforce", "baseline": "prompt"}), lp)
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"advantage": {"part_weights": {"a": 1.0}}}, "part_weights: belongs to advantage.name"),
+        (
+            {"advantage": {"name": "gdpo", "rewards": "unit"}},
+            "advantage.rewards: shapes rewards, and advantage.name = gdpo",
+        ),
+        (
+            {
+                "advantage": {
+                    "name": "reinforce",
+                    "baseline": "prompt",
+                    "truncated": "zero",
+                }
+            },
+            "advantage.truncated: shapes rewards, and advantage.baseline = prompt",
+        ),
+        (
+            {
+                "advantage": {"name": "reinforce", "baseline": "prompt"},
+                "kl": {"reward": {"coefficient": 0.1}},
+            },
+            "kl.reward.coefficient: shapes rewards",
+        ),
+        (
+            {"advantage": {"name": "otb"}, "learner": {"backend": "deepspeed"}},
+            "advantage.name: otb reads the model's states",
+        ),
+        (
+            {"advantage": {"name": "gdpo"}, "learner": {"group_size": 1}},
+            "leaves gdpo nothing to compare with",
+        ),
+    ],
+)
+def test_advantages_that_look_at_rewards_as_they_came(sections: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load.convert({"model": {"path": "m"}, "task": {"name": "sort"}, **sections}, "c.toml")
+
+
+# ---- what is shown of them -----------------------------------------------------------------------
+
+LOW, HIGH = view.LOW, view.HIGH
+CUTS: list[tuple[str, dict[str, Any], list[int]]] = [
+    ("vespo", {}, [0] * 6),
+    ("band", {}, [0, LOW, 0, 0, 0, LOW]),
+    ("band", {"band_hi": 1.4}, [0, LOW, HIGH, 0, HIGH, LOW]),
+    ("ipo", {"dppo_threshold": 0.25}, [0, LOW, 0, 0, HIGH, LOW]),
+    ("minpro", {"eps_low": 0.21}, [0, LOW, LOW, 0, HIGH, LOW]),
+    ("gmpo", {}, [0, 0, HIGH, 0, 0, LOW]),
+    ("bapo", {"bapo_share": 0.515}, [0, 0, HIGH, 0, 0, LOW]),
+]
+
+
+@pytest.mark.parametrize(("name", "keys", "expected"), CUTS)
+def test_which_bound_cut_is_told(name: str, keys: dict[str, Any], expected: list[int]) -> None:
+    c = config(loss={"surrogate": name, **keys}, correction={"proximal": "behavior"})
+    whole = view.StepBatch(MU.log(), SIGN, EVERY, SEQ, GROUP, LP)
+    prepass = surrogates.PREPASS.get(name, lambda *_: {})(whole, c.loss)
+    found = surrogates.SURROGATES[name](given(prepass=prepass), c.loss)
+    assert found.clipped.tolist() == expected and found.clipped.dtype == torch.int8
+
+
+def objective(name: str, **keys: Any) -> torch.Tensor:
+    c = config(loss={"surrogate": name, **keys}, correction={"proximal": "behavior"})
+    whole = view.StepBatch(MU.log(), SIGN, EVERY, SEQ, GROUP, LP)
+    prepass = surrogates.PREPASS.get(name, lambda *_: {})(whole, c.loss)
+    return surrogates.SURROGATES[name](given(prepass=prepass), c.loss).objective
+
+
+def test_the_objectives_value() -> None:
+    """Of a detached weight: the coefficient times log pi_theta; of a ratio: the ratio times A,
+    as it is bounded."""
+    for name in ("vespo", "minpro"):
+        assert torch.allclose(objective(name), torch.tensor(coefficient(name), dtype=D) * LP)
+    inside = vec(1.2, 0, 1.5, -0.8, -2, 0)
+    assert torch.allclose(objective("band"), inside * LP)
+    assert torch.allclose(objective("band", pull=0.1), inside * LP - 0.1 * X.square())
+    inside = vec(1.2, 0, 1.5, -0.8, 0, 0)
+    moved = {"dppo_threshold": 0.25, "pull": 0.1}
+    assert torch.allclose(objective("ipo", **moved), inside - 0.1 * X.square())
+    whole = [0.963732] * 3 + [-1.023609] * 3
+    assert objective("gmpo").tolist() == pytest.approx(whole, abs=1e-6)
+    assert objective("gepo").tolist() == pytest.approx(coefficient("gepo"))
+    bounded = [1.2, 0.5, 1.35, -0.8, -2, -0.6]
+    assert objective("bapo", bapo_share=0.515).tolist() == pytest.approx(bounded)
+
+
+def test_an_answer_without_a_token_in_the_loss_is_not_of_its_group() -> None:
+    mask = torch.tensor([True, True, True, False, False, False])
+    log_q = sequence_surrogates.group_probability(MU.log(), mask, SEQ, GROUP)
+    assert log_q.exp()[:3].tolist() == pytest.approx([0.542884] * 3, abs=1e-6)
+    both = sequence_surrogates.group_probability(MU.log(), EVERY, SEQ, GROUP)
+    assert both.exp().tolist() == pytest.approx([0.493326] * 6, abs=1e-6)
+    apart = sequence_surrogates.group_probability(MU.log(), EVERY, SEQ, torch.tensor([0, 1]))
+    assert apart.exp().tolist() == pytest.approx([0.542884] * 3 + [0.430887] * 3, abs=1e-6)
+
+
+def test_what_is_dropped_at_the_policy_is_counted() -> None:
+    """Rejected tokens have no weight left; those of M2PO are masked, not rejected."""
+    for keys, name, share in (
+        ({"reject": "kb", "reject_at": "target", "reject_hi": 0.3}, "is/rejected_share", 0.5),
+        ({"m2": 0.04, "m2_over": "pushing"}, "is/masked_share", 0.5),
+    ):
+        c = config(loss={"surrogate": "vanilla"}, correction={"proximal": "behavior", **keys})
+        shown = sl.finish(gradient(example(), c, LP.clone().requires_grad_(True))[2])
+        assert shown[name] == pytest.approx(share) and shown["is/zero_share"] == pytest.approx(0.5)
+        assert shown["is/mean_weight"] == pytest.approx(0.5)
+
+
+def test_far_ratios_of_whole_answers_stay_finite() -> None:
+    far = torch.tensor([1e4, -1e4, 0.1], dtype=D)
+    seq, mask = torch.arange(3), torch.ones(3, dtype=torch.bool)
+    count, total, square = stopping.answer_weights(far, mask, seq, 3).tolist()
+    assert count == 3 and total == pytest.approx(math.exp(20)) and math.isfinite(square)
+    b = batch(14)
+    b.start = b.behavior + 1e4
+    b.squared_norms = torch.ones(12, dtype=D)
+    got = gradient(b, config(**vcpo(advantage={"name": "opob"})), theta(b))[1]
+    assert bool(got.isfinite().all())
+
+
+def test_bapos_bounds_are_of_the_optimizer_step() -> None:
+    """Answers of another step of the batch do not move them."""
+    b = example()
+    b.groups = torch.tensor([0, 1])
+    c = config(
+        advantage={"name": "reinforce", "baseline": "batch"},
+        loss={"surrogate": "bapo", "bapo_share": 0.515},
+        correction={"proximal": "behavior"},
+    )
+    prep = sl.prepare(b, c)
+    found = [
+        sl.begin_step(prep, torch.tensor(of_step), LP).prepass for of_step in ([0, 1], [0], [1])
+    ]
+    bounds = [[round(float(each[key]), 6) for key in ("lo", "hi")] for each in found]
+    # positive answers alone have every share, negative ones none
+    assert bounds == [[0.6, 1.35], [0.6, 1.2], [0.9, 3.0]]

@@ -1,0 +1,289 @@
+"""Every key of every method acts where it is accepted: changed by itself on two batches through the
+learner's step, it changes the weights, a metric or an error.
+
+The keys come from the structs, so that one more is tried without a line here; what it needs around
+it comes from its `read_with`.  BESIDE has what a key needs more, EXCEPTIONS those that cannot act
+on two batches of one process, each with its reason."""
+
+from __future__ import annotations
+
+import math
+import typing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from learner_step_kit import GROUPS, SIZE, batch, weights
+
+from asyncrl.algorithms import settings
+from asyncrl.config import layers, load
+from asyncrl.config.tree import Config
+from asyncrl.contract.errors import AsyncrlError
+from asyncrl.models.policy import build_model
+from learner.step import LearnerCore
+
+pytestmark = pytest.mark.slow
+
+# a value that puts a key on, for those that hang on it
+ON: dict[str, Any] = {
+    "correction.level": "token",
+    "correction.reject": "ratio",
+    "correction.reject2": "k2",
+    "correction.veto": "ratio",
+    "correction.m2": 0.02,
+    "kl.reward.coefficient": 0.1,
+    "kl.loss.coefficient": 0.1,
+    "stop.kl_max": 1e-4,
+    "stop.lr_by_ess": "sqrt",
+    "reshape.kl_penalty": 0.1,
+    "reshape.budget": "tokens",
+}
+_REJECTS = {
+    "correction.reject": "ratio",
+    "correction.reject_at": "target",
+    "correction.reject_lo": 0.9,
+    "correction.reject_hi": 1.1,
+}
+_REJECTS_TWICE = {
+    "correction.reject": "ratio",
+    "correction.reject_at": "target",
+    "correction.reject2": "k2",
+    "correction.reject2_hi": 0.02,
+}
+_VETOES = {"correction.veto": "probability", "correction.veto_below": 0.1}
+# what a key needs besides
+BESIDE: dict[str, dict[str, Any]] = {
+    "advantage.ema_decay": {"advantage.baseline": "ema"},
+    "advantage.truncated": {"advantage.truncated": "penalty", "advantage.truncation_penalty": 0.5},
+    "advantage.truncation_penalty": {"advantage.truncation_penalty": 0.5},
+    "advantage.truncation_ramp": {
+        "advantage.truncation_penalty": 0.5,
+        "advantage.truncation_ramp": 4,
+    },
+    "correction.bound": {"correction.hi": 1.05},
+    "correction.lo": {"correction.bound": "mask", "correction.lo": 0.5},
+    "correction.denominator": _VETOES,
+    "correction.m2": {"correction.m2": 0.02, "correction.m2_over": "pushing"},
+    "correction.m2_over": {"correction.m2_over": "pushing"},
+    **{
+        f"correction.{key}": _REJECTS
+        for key in ("reject", "reject_over", "reject_lo", "reject_hi", "reject_when", "reject_at")
+    },
+    **{
+        f"correction.{key}": _REJECTS_TWICE
+        for key in ("reject2", "reject2_over", "reject2_lo", "reject2_hi")
+    },
+    "correction.veto": _VETOES,
+    "correction.veto_below": _VETOES,
+    "kl.reward.target": {"kl.reward.reference": "reference"},
+    "kl.reward.horizon": {"kl.reward.reference": "reference"},
+    "loss.cispo_absolute": {"loss.eps_high": 1.0},
+    "loss.dppo_divergence": {"loss.dppo_threshold": 1e-3},
+    "loss.dual_clip": {"loss.dual_clip": 1.01},
+}
+# what a method needs besides
+NEEDS: dict[str, dict[str, Any]] = {
+    **{name: {"correction.proximal": "behavior"} for name in settings.ON_BEHAVIOR},
+    "reinforce": {"correction.proximal": "recompute"},
+    "clip_cov": {"loss.cov_share": 0.3, "loss.cov_lo": -0.5},
+    "kl_cov": {"loss.cov_share": 0.3},
+}
+# another value than the one that follows from the key's type
+OTHER: dict[str, Any] = {
+    "advantage.part_weights": {"length": 3.0},
+    "advantage.k": 2,
+    "advantage.truncated": "fixed",
+    "correction.bound": "mask",
+    "correction.function": "test_algorithms_catalogue:half",
+    "correction.hi": 1.05,
+    "correction.lo": 0.9,
+    "correction.m2": 0.01,
+    "correction.m2_over": "all",
+    "correction.reject": "tv",
+    "correction.reject2": "tv",
+    "correction.reject2_lo": 0.001,
+    "correction.reject_at": "proximal",
+    "correction.veto": "none",
+    "correction.veto_below": 0.01,
+    "kl.loss.reference": "reference",
+    "kl.reward.reference": "reference",
+    "kl.reward.target": 1e-9,
+    "loss.band_hi": 1.01,
+    "loss.band_lo": 0.99,
+    "loss.cov_hi": 0.01,
+    "loss.cov_lo": 0.0,
+    "loss.cov_share": 0.6,
+    "loss.dppo_high": 1e-4,
+    "loss.dppo_threshold": 1e-3,
+    "loss.dual_clip": 1.2,
+    "loss.eps_high": 1.5,
+    "reshape.clip": 0.01,
+    "reshape.gamma_min": 0.9,
+    "reshape.kl_budget": 1e-5,
+    "reshape.rho_min": 0.99,
+    "reshape.weight_max": 1.0,
+    "stop.ess_min": 0.999,
+    "stop.ess_on_policy": 0.5,
+    "stop.kl_max": 1e-6,
+}
+BATCHES = {"advantage.ema_decay": 3}  # two where a key is not named
+EXCEPTIONS = {
+    "kl.preset": "names other keys, which are tried",
+    "correction.preset": "names other keys, which are tried",
+    "value.path": "a directory of a reward model (test_critic)",
+    "advantage.no_spread": "acts in the buffer, which holds such groups back (test_store_rules)",
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {name: tmp_path_factory.mktemp("act") / name for name in ("policy", "reference")}
+    for number, path in enumerate(made.values()):
+        build_model(path, "abcdefgh", hidden=16, layers=1, seed=number)
+    return made
+
+
+def nested(keys: dict[str, Any]) -> dict[str, Any]:
+    raw: dict[str, Any] = {}
+    for key, value in keys.items():
+        layers.remove(raw, key)
+        layers.put(raw, key, value)
+    return raw
+
+
+RUNS: dict[str, Any] = {}  # by what it ran with: keys share most of what is around them
+
+
+def found(models: dict[str, Path], keys: dict[str, Any], batches: int = 2) -> Any:
+    """Weights and metrics after two batches, or the error's text."""
+    name = f"{batches} {sorted(keys.items())}"
+    if name not in RUNS:
+        RUNS[name] = run(models, keys, batches)
+    return RUNS[name]
+
+
+def run(models: dict[str, Path], keys: dict[str, Any], batches: int) -> Any:
+    raw = nested(
+        {
+            "model.path": str(models["policy"]),
+            "model.device": "cpu",
+            "task.name": "sort",
+            "generator.max_new_tokens": 12,
+            "learner.optimizer": "sgd",
+            "learner.lr": 0.5,
+            "learner.groups": GROUPS,
+            "learner.group_size": SIZE,
+            "learner.minibatches": 2,
+            "record.split_every": 0,
+            "record.reference_kl_every": 0,
+            **{
+                key: str(models[value]) if value == "reference" else value
+                for key, value in keys.items()
+            },
+        }
+    )
+    try:
+        learner = LearnerCore(load.convert(raw, "c.toml"), models["policy"])
+        rows = [learner.train(varied(number)) for number in range(batches)]
+    except AsyncrlError as error:
+        return str(error)
+    numbers = [
+        {name: value for name, value in row.items() if not math.isnan(value)} for row in rows
+    ]
+    return numbers, weights(learner).tolist()
+
+
+def varied(number: int) -> Any:
+    """Answers with parts of their reward, some cut, lags up to 3."""
+    made = batch(number, seed=number)
+    samples = [
+        msgspec.structs.replace(
+            sample,
+            finish="length" if place % 4 == 0 else "stop",
+            reward_parts={"length": float(place % 3), "right": sample.reward},
+        )
+        for place, sample in enumerate(made.samples)
+    ]
+    return msgspec.structs.replace(made, samples=samples)
+
+
+def other(field: Any, key: str, now: Any) -> Any:
+    """Another value that the field may have."""
+    if key in OTHER:
+        return OTHER[key]
+    kind, _ = layers._parts(field.type)
+    options = [kind, *(layers._parts(option)[0] for option in typing.get_args(kind))]
+    for option in options:
+        if typing.get_origin(option) is typing.Literal:
+            return next(value for value in typing.get_args(option) if value != now)
+    if isinstance(now, bool):
+        return not now
+    if isinstance(now, int):
+        return now + 2
+    return 0.3 if now in (None, 0.0) or now > 100 else now * 0.7
+
+
+def context(struct: Any, section: str, field: Any, key: str) -> dict[str, Any]:
+    """What `key` needs around it to be read."""
+    keys: dict[str, Any] = {}
+    tag, value = layers.tag_of(struct)
+    if tag:
+        keys[f"{section}.{tag}"] = value
+    fields = layers.fields_of(struct)
+    pending = list(layers._conditions(field, f"{section}."))
+    while pending:
+        chooser, values = pending.pop()
+        keys[chooser] = values[0] if values else ON[chooser]
+        name = chooser.rpartition(".")[2]
+        if chooser.startswith(f"{section}.") and name in fields:
+            pending += layers._conditions(fields[name], f"{section}.")
+    return keys | NEEDS.get(value, {}) | BESIDE.get(key, {})
+
+
+def expected(section: str, struct: Any, key: str) -> bool:
+    """Whether a key is tried; gdpo looks at rewards as they came, and refuses what shapes them."""
+    shaping = ("advantage.truncated", "advantage.truncation_penalty", "advantage.truncation_ramp")
+    return key not in EXCEPTIONS and not (struct is settings.GdpoAdvantage and key in shaping)
+
+
+def cases() -> list[Any]:
+    made = []
+    plain: list[tuple[str, Any]] = [
+        ("reshape", settings.Reshape),
+        ("value", settings.Value),
+        ("kl.reward", settings.KLReward),
+        ("kl.loss", settings.KLLoss),
+        ("stop", settings.Stop),
+    ]
+    for section, kind in (
+        ("advantage", settings.Advantage),
+        ("loss", settings.Loss),
+        ("correction", settings.Correction),
+    ):
+        plain += [(section, struct) for struct in settings.variants(kind)]
+    for section, struct in plain:
+        for name, field in layers.fields_of(struct).items():
+            if not expected(section, struct, f"{section}.{name}"):
+                continue
+            made.append(pytest.param(section, struct, field, id=f"{struct.__name__}.{name}"))
+    return made
+
+
+@pytest.mark.parametrize(("section", "struct", "field"), cases())
+def test_a_key_that_is_accepted_acts(
+    models: dict[str, Path], section: str, struct: Any, field: Any
+) -> None:
+    key = f"{section}.{field.name}"
+    around = context(struct, section, field, key)
+    if section == "reshape":
+        around |= {"loss.surrogate": "reshape", "correction.proximal": "behavior"}
+    if section == "value":
+        around |= {"advantage.name": "gae"}
+    raw = nested(around)
+    now = layers.value_of(raw, Config, key)
+    batches = BATCHES.get(key, 2)
+    before = found(models, around, batches)
+    assert not isinstance(before, str), before
+    after = found(models, around | {key: other(field, key, now)}, batches)
+    assert before != after, f"{key}: {now} and {other(field, key, now)} do the same"

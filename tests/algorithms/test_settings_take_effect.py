@@ -1,0 +1,450 @@
+"""Each setting of the loss does what its description says, by the amount that follows from it:
+gradients against formulas, not against runs.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from algorithms_catalogue_kit import repaired, vec
+from algorithms_kit import D, batch, config, gradient, theta
+
+from asyncrl.algorithms import advantages, kl, reshape, stopping, surrogates
+from asyncrl.algorithms import batch as whole_batch
+from asyncrl.algorithms import loss as sl
+from asyncrl.algorithms.batch import LossBatch
+
+EVERYWHERE = {"correction": {"level": "none"}}  # weight 1 on every token
+
+
+def hidden(b: LossBatch, keep: torch.Tensor) -> LossBatch:
+    """The same batch whose loss mask itself leaves out what `keep` does not hold."""
+    b.mask = b.mask & keep
+    return b
+
+
+# ---- staleness and truncation --------------------------------------------------------------------
+
+
+def test_masked_tokens_leave_the_loss_and_its_denominator() -> None:
+    """on_exceed = mask is the loss of the batch whose mask ends at the limit; a token at the limit
+    itself stays.
+    """
+    b = batch(11)
+    lp = theta(b)
+    got = gradient(b, config(staleness={"max_lag": 2, "on_exceed": "mask"}), lp)[1]
+    want = gradient(hidden(batch(11), b.token_lag <= 2), config(), lp)[1]
+    assert torch.allclose(got, want) and float(got[b.mask & (b.token_lag == 2)].abs().max()) > 0
+    assert not torch.allclose(got, gradient(b, config(), lp)[1])
+
+
+def test_downweight_halves_a_token_for_each_half_life_above_the_limit() -> None:
+    b = batch(11)
+    b.token_lag = torch.arange(len(b.seq)) % 7
+    lp = theta(b)
+    got = gradient(
+        b, config(staleness={"max_lag": 2, "on_exceed": "downweight", "half_life": 2.0}), lp
+    )[1]
+    factor = vec(1, 1, 1, math.sqrt(0.5), 0.5, 0.5 * math.sqrt(0.5), 0.25)[b.token_lag]
+    plain = gradient(b, config(), lp)[1]
+    assert torch.allclose(got, plain * factor) and float(plain[b.token_lag == 6].abs().max()) > 0
+
+
+def test_truncated_answers_leave_the_loss_and_its_denominator() -> None:
+    b = batch(12)
+    b.truncated = torch.arange(len(b.rewards)) % 3 == 0
+    lp = theta(b)
+    got = gradient(b, config(advantage={"truncated": "mask"}), lp)[1]
+    assert torch.allclose(got, gradient(hidden(batch(12), ~b.truncated[b.seq]), config(), lp)[1])
+    assert (
+        torch.equal(got[b.truncated[b.seq]], torch.zeros_like(got[b.truncated[b.seq]]))
+        and float(got.abs().max()) > 0
+    )
+
+
+# ---- terms beside the policy's -------------------------------------------------------------------
+
+
+def with_terms(
+    b: LossBatch, c: Any, lp: torch.Tensor, **more: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    prep = sl.prepare(b, c)
+    everyone = torch.arange(len(b.rewards))
+    step = sl.begin_step(prep, everyone, lp.detach())
+    return sl.micro_loss(prep, step, torch.arange(len(b.seq)), lp, **more)
+
+
+def test_the_entropy_bonus_lowers_the_loss_by_its_coefficient() -> None:
+    b = batch(13)
+    lp, entropy = theta(b), torch.rand(len(b.seq), dtype=D, requires_grad=True)
+    loss, sums = with_terms(b, config(loss={"entropy": 0.3}), lp, entropy=entropy)
+    slope = torch.autograd.grad(loss, entropy, retain_graph=True)[0]
+    assert torch.allclose(slope, -0.3 * b.mask.to(D) / b.mask.sum())
+    assert float(sums["loss/entropy"]) == pytest.approx(float(entropy.detach()[b.mask].mean()))
+    bare, none = with_terms(b, config(), lp, entropy=entropy)
+    assert (
+        "loss/entropy" not in none
+        and "loss/entropy" not in with_terms(b, config(loss={"entropy": 0.3}), lp)[1]
+    )
+    assert float((bare - loss).detach()) == pytest.approx(
+        0.3 * float(entropy.detach()[b.mask].mean())
+    )
+
+
+def test_the_value_loss_has_its_own_coefficient_and_stays_behind_the_mask() -> None:
+    b = batch(13)
+    b.values, b.bootstrap = (
+        torch.randn(len(b.seq), generator=torch.Generator().manual_seed(1), dtype=D),
+        torch.zeros(len(b.rewards), dtype=D),
+    )
+    now = (b.values + 0.1).detach().requires_grad_(True)
+    c = config(advantage={"name": "gae", "lam": 1.0}, value={"coefficient": 0.5})
+    loss, sums = with_terms(b, c, theta(b), values_now=now)
+    returns = b.rewards[b.seq]  # lam = gamma = 1 and nothing to bootstrap
+    inside = b.mask.to(D) / b.mask.sum()
+    assert torch.allclose(
+        torch.autograd.grad(loss, now)[0], 0.5 * (now.detach() - returns) * inside
+    )
+    assert float(sums["loss/value"]) == pytest.approx(
+        float((0.5 * (now.detach() - returns).square() * inside).sum())
+    )
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_kl_in_the_loss_adds_beta_times_the_estimators_slope(estimator: str) -> None:
+    b = batch(14)
+    lp = theta(b)
+    plain = gradient(b, config(), lp)[1]
+    got = gradient(b, config(kl={"loss": {"coefficient": 0.2, "estimator": estimator}}), lp)[1]
+    x = (lp - b.reference).detach()
+    slope = {"k1": torch.ones_like(x), "k2": x, "k3": 1 - torch.exp(-x)}[estimator]
+    assert torch.allclose(got - plain, torch.where(b.mask, 0.2 * slope, 0.0) / b.mask.sum())
+
+
+@pytest.mark.parametrize("discount", [0.5, 1.0])
+def test_kl_in_the_loss_discounts_what_comes_later(discount: float) -> None:
+    b = batch(14)
+    lp = theta(b)
+    plain = gradient(b, config(), lp)[1]
+    terms = {"coefficient": 0.2, "off_policy": "prefix", "discount": discount}
+    got = gradient(b, config(kl={"loss": terms}), lp)[1] - plain
+    live = b.mask
+    own = lp.detach()[live].requires_grad_(True)
+    of = (own, b.reference[live], b.behavior[live], b.seq[live])  # type: ignore[index]
+    how: dict[str, Any] = {"estimator": "k3", "off_policy": "prefix"}
+    term = kl.term(*of, **how, discount=discount, truncate=math.inf, step_kl=None)
+    (want,) = torch.autograd.grad(0.2 * term.sum() / live.sum(), own)
+    assert torch.allclose(got[live], want)
+    assert bool((got[~live] == 0).all())
+
+
+# ---- stops that scale the step -------------------------------------------------------------------
+
+
+def scaled(c: Any, kl: float) -> sl.StepPlan:
+    """A step whose policy gives every token e^x times its probability at the start, x such that the
+    stop's estimate of their KL is `kl`.
+    """
+    b = batch(15)
+    b.mask[:] = True
+    b.anchor = b.start = b.behavior.clone()
+    low, high = 0.0, 3.0
+    for _ in range(80):  # r - 1 - log r = kl, by halving
+        x = (low + high) / 2
+        low, high = (x, high) if math.expm1(x) - x < kl else (low, x)
+    prep = sl.prepare(b, c)
+    return sl.begin_step(prep, torch.arange(len(b.rewards)), b.behavior + x)
+
+
+BYPASS = {"correction": {"proximal": "behavior"}}
+
+
+def test_slow_takes_the_share_of_a_step_that_fits_and_stops_at_the_budget() -> None:
+    """1 - sqrt(K / budget) before the first step has shown what one adds."""
+    c = config(stop={"kl_max": 0.04, "action": "slow"}, **BYPASS)
+    assert scaled(c, 0.0).lr_scale == pytest.approx(1.0)
+    step = scaled(c, 0.01)
+    assert step.lr_scale == pytest.approx(0.5) and step.metrics["optim/lr_scale"] == step.lr_scale
+    assert scaled(c, 0.05).lr_scale == 0
+    # skip is judged after the step, also where something else stops before it
+    assert scaled(config(stop={"kl_max": 0.04}, **BYPASS), 0.05).lr_scale == 1
+    assert scaled(config(stop={"kl_max": 0.04, "ess_min": 0.01}, **BYPASS), 0.05).lr_scale == 1
+
+
+def test_a_small_effective_sample_size_stops_the_batch() -> None:
+    """Weights 1 on n - 1 tokens and e on one: ESS = (n - 1 + e)^2 / (n (n - 1 + e^2))."""
+    b = batch(15)
+    b.mask[:] = True
+    b.anchor = b.behavior.clone()
+    n = len(b.seq)
+    now = b.behavior.clone()
+    now[3] += 3.0
+    w = math.exp(3.0)
+    ess = (n - 1 + w) ** 2 / (n * (n - 1 + w * w))
+    for least, scale in ((ess - 0.01, 1.0), (ess + 0.01, 0.0)):
+        prep = sl.prepare(b, config(stop={"ess_min": least}, **BYPASS))
+        step = sl.begin_step(prep, torch.arange(len(b.rewards)), now)
+        assert step.lr_scale == scale and step.metrics["optim/stop_ess"] == pytest.approx(ess)
+
+
+def test_a_budget_after_its_first_step_knows_what_one_costs() -> None:
+    """A half step moved sqrt(K) by 0.1, so a full one moves it by 0.2, and of 0.3 there is 0.2
+    left: all of a step; then nothing.
+    """
+    b = stopping.KLBudget(0.09)
+    b.next_share(0.0225)  # sqrt 0.15: half of the budget, g = 1/2
+    # 0.15 -> 0.25 by half a step; 0.05 of 0.2 fits
+    assert b.next_share(0.0625) == pytest.approx(0.25) and b.step_kl == pytest.approx(0.04)
+    assert b.next_share(0.09) == 0
+
+
+# ---- advantages ----------------------------------------------------------------------------------
+
+
+def two_groups(name: str, **keys: Any) -> torch.Tensor:
+    """Advantages of two groups of two answers: 1, 2 | 1, 2 tokens, rewards 3, 1 | 7, 5."""
+    seq = torch.tensor([0, 1, 1, 2, 3, 3])
+    b = LossBatch(
+        seq,
+        vec(*[-1.0] * 6),
+        torch.ones(6, dtype=torch.bool),
+        seq * 0,
+        vec(3, 1, 7, 5),
+        torch.tensor([0, 0, 1, 1]),
+        vec(0, 0, 0, 0) > 0,
+        values=keys.pop("values", None),
+        bootstrap=vec(0, 0, 0, 0),
+    )
+    return whole_batch.advantage(b, b.mask, config(advantage={"name": name, **keys}), 0.0, 0.0)[0]
+
+
+def test_a_group_baseline_leaves_only_what_a_group_did_not_share() -> None:
+    """Rewards less their group's mean: 1, -1 | 1, -1, on 1, 2 | 1, 2 tokens; whitened over the six
+    tokens.
+    """
+    raw = vec(1, -1, -1, 1, -1, -1)
+    assert torch.allclose(
+        two_groups("reinforce_pp", group_baseline=True), (raw - raw.mean()) / raw.std()
+    )
+    raw = vec(3, 1, 1, 7, 5, 5)
+    assert torch.allclose(two_groups("reinforce_pp"), (raw - raw.mean()) / raw.std())
+
+
+def test_gae_can_be_whitened_and_cut_after_k_residuals() -> None:
+    """gamma = lam = 1, V = 0.5 everywhere: residuals r - 0.5 for one token, 0 and r - 0.5 for
+    two.
+    """
+    v = vec(*[0.5] * 6)
+    whole = vec(2.5, 0.5, 0.5, 6.5, 4.5, 4.5)
+    assert torch.allclose(two_groups("gae", lam=1.0, values=v), whole)
+    assert torch.allclose(
+        two_groups("gae", lam=1.0, values=v, k_step=1), vec(2.5, 0, 0.5, 6.5, 0, 4.5)
+    )
+    assert torch.allclose(two_groups("gae", lam=1.0, values=v, k_step=2), whole)
+    # the second residual counts half: 0 + 0.5 (r - 0.5)
+    half = vec(2.5, 0.25, 0.5, 6.5, 2.25, 4.5)
+    assert torch.allclose(two_groups("gae", lam=0.5, values=v, k_step=2), half)
+    assert torch.allclose(
+        two_groups("gae", lam=1.0, values=v, whiten=True), (whole - whole.mean()) / whole.std()
+    )
+
+
+def test_advantages_of_answers_can_be_whitened() -> None:
+    # rloo of 3, 1 | 7, 5; std over answers 4 / sqrt 3
+    a = vec(2, -2, 2, -2)[torch.tensor([0, 1, 1, 2, 3, 3])]
+    assert torch.allclose(two_groups("rloo", whiten=True), a / (4 / math.sqrt(3)))
+
+
+def test_process_supervision_sums_the_normalised_steps_from_a_token_on() -> None:
+    """One group, answers of 3 and 2 tokens, steps of reward 2, 4 | 6: mean 4, std 2, so -1, 0 | 1;
+    a token takes what is still to come.
+    """
+    seq, m = torch.tensor([0, 0, 0, 1, 1]), torch.ones(5, dtype=torch.bool)
+    r, groups = vec(2, 0, 4, 6, 0), torch.tensor([0, 0])
+    got = advantages.process_grpo(r, r != 0, m, seq, groups, ddof=1, eps=0.0)
+    assert got.tolist() == pytest.approx([-1, 0, 0, 1, 0])
+    exact = advantages.process_grpo(r, r != 0, m, seq, groups, ddof=1, eps=1e-4)
+    assert torch.equal(advantages.process_grpo(r, r != 0, m, seq, groups), exact)
+    m[0] = False  # a token behind the mask is no step and gets nothing: 4 | 6, mean 5, std 1
+    got = advantages.process_grpo(r, r != 0, m, seq, groups, ddof=0, eps=0.0)
+    assert got.tolist() == pytest.approx([0, -1, -1, 1, 0])
+
+
+# ---- bounds of the surrogates --------------------------------------------------------------------
+
+
+def test_reshapes_exponent_is_computed_as_exactly_as_the_ratios() -> None:
+    x = vec(2, -2)  # sigma^2 = 8
+    base = reshape.statistics(x, torch.tensor([True, True]), 0.3).base
+    assert base.dtype == torch.float64
+    assert float(base) == pytest.approx(math.sqrt(-math.log(0.3) / 8), rel=1e-12)
+
+
+def test_reshapes_weight_is_bounded_in_value_and_gradient() -> None:
+    x, adv, g = vec(16, 16, 0.25).log(), vec(1, -1, 1), vec(0.5, 0.5, 0.5)  # w^gamma = 4, 4, 1/2
+    t = surrogates.reshape(x, adv, g, repaired(weight_max=3.0))
+    assert t.coefficient.tolist() == pytest.approx(
+        [1.5, -1.5, 0.25]
+    ) and t.objective.tolist() == pytest.approx([3, -3, 0.5])
+    free = surrogates.reshape(x, adv, g, repaired())
+    assert free.coefficient.tolist() == pytest.approx([2, -2, 0.25])
+    box = surrogates.reshape(x, adv, g, repaired(weight_max=3.0, form="box_cox"))
+    # (w^g - 1) / g
+    assert box.coefficient.tolist() == pytest.approx(
+        [3, -3, 0.5]
+    ) and box.objective.tolist() == pytest.approx([6, -6, -1])
+
+
+def test_cispos_upper_bound_is_relative_unless_it_is_said_to_be_absolute() -> None:
+    b = batch(16, spread=0.0)
+    b.anchor = b.behavior.clone()
+    lp = (b.behavior + math.log(4.0)).requires_grad_(True)
+    adv = advantages.rloo(b.rewards, b.groups)[b.seq]
+    part = -torch.where(b.mask, adv, 0.0) / b.mask.sum()
+    for keys, bound in (
+        ({"eps_high": 1.5}, 2.5),
+        ({"eps_high": 1.5, "cispo_absolute": True}, 1.5),
+        ({}, 1.2),
+    ):
+        assert torch.allclose(
+            gradient(b, config(loss={"surrogate": "cispo", **keys}, **EVERYWHERE), lp)[1],
+            bound * part,
+        )
+    low = (b.behavior - math.log(4.0)).requires_grad_(True)  # r = 1/4
+    for keys, r in (({}, 0.25), ({"eps_low": 0.4}, 0.6)):
+        assert torch.allclose(
+            gradient(b, config(loss={"surrogate": "cispo", **keys}, **EVERYWHERE), low)[1], r * part
+        )
+
+
+def test_clip_ranges_default_to_the_surrogates_own_and_are_one_sided() -> None:
+    """At r = 1.3 and r = 0.7 the gradient is gone where the advantage pushes on, with 0.2 and not
+    with 0.35.
+    """
+    b = batch(17, spread=0.0)
+    b.anchor = b.behavior.clone()
+    adv = advantages.rloo(b.rewards, b.groups)[b.seq]
+    part = -torch.where(b.mask, adv, 0.0) / b.mask.sum()
+    for r in (1.3, 0.7):
+        lp = (b.behavior + math.log(r)).requires_grad_(True)
+        away = (adv > 0) == (r > 1)
+        assert torch.allclose(
+            gradient(b, config(loss={"surrogate": "ppo"}, **EVERYWHERE), lp)[1],
+            torch.where(away, 0.0, r * part),
+        )
+        wide = {"surrogate": "ppo", "eps_low": 0.35, "eps_high": 0.35}
+        assert torch.allclose(gradient(b, config(loss=wide, **EVERYWHERE), lp)[1], r * part)
+        lopsided = {"surrogate": "ppo", "eps_low": 0.35}
+        want = torch.where(away, 0.0, r * part) if r > 1 else r * part
+        assert torch.allclose(gradient(b, config(loss=lopsided, **EVERYWHERE), lp)[1], want)
+    assert surrogates.GSPO_CLIP == (3e-4, 4e-4)  # the paper's, section 5.1
+
+
+SURROGATES = [
+    ("sapo", {"sapo_tau_pos": 2.0}, lambda x, a, lp, b: surrogates.sapo(x, a, tau_pos=2.0)),
+    ("sapo", {"sapo_tau_neg": 3.0}, lambda x, a, lp, b: surrogates.sapo(x, a, tau_neg=3.0)),
+    ("sapo", {}, lambda x, a, lp, b: surrogates.sapo(x, a, tau_pos=1.0, tau_neg=1.05)),
+    (
+        "dppo",
+        {"dppo_threshold": 0.01},
+        lambda x, a, lp, b: surrogates.dppo(x, a, lp.exp(), threshold=0.01),
+    ),
+    ("dppo", {}, lambda x, a, lp, b: surrogates.dppo(x, a, lp.exp(), threshold=0.2)),
+    ("dro", {"dro_beta": 0.7}, lambda x, a, lp, b: surrogates.dro(x, a, lp, beta=0.7)),
+    ("dro", {}, lambda x, a, lp, b: surrogates.dro(x, a, lp, beta=0.05)),
+    ("topr", {}, lambda x, a, lp, b: surrogates.topr(x, a, lp, b.mask, b.seq, 12)),
+    ("vanilla", {}, lambda x, a, lp, b: surrogates.vanilla(x, a)),
+    ("gpg", {}, lambda x, a, lp, b: surrogates.log_probability_term(lp, a)),
+    (
+        "ppo",
+        {"dual_clip": 1.1, "eps_high": 9.0},
+        lambda x, a, lp, b: surrogates.ppo(x, a, dual=1.1, high=9.0),
+    ),
+    (
+        "decoupled_ppo",
+        {"eps_low": 0.05, "eps_high": 0.3},
+        lambda x, a, lp, b: surrogates.ppo(x, a, low=0.05, high=0.3),
+    ),
+    ("gspo", {}, lambda x, a, lp, b: surrogates.gspo(x, a, b.mask, b.seq, 12, low=3e-4, high=4e-4)),
+    (
+        "gspo",
+        {"eps_low": 0.2, "eps_high": 0.1},
+        lambda x, a, lp, b: surrogates.gspo(x, a, b.mask, b.seq, 12, low=0.2, high=0.1),
+    ),
+    (
+        "kl_cov",
+        {"cov_share": 0.3, "cov_coefficient": 0.4},
+        lambda x, a, lp, b: surrogates.kl_cov(
+            x,
+            a,
+            surrogates.highest(surrogates.covariance(lp, a, b.mask), b.mask, 0.3),
+            coefficient=0.4,
+        ),
+    ),
+    (
+        "clip_cov",
+        {"cov_share": 0.3, "cov_lo": -1.0, "cov_hi": 1.0, "eps_low": 0.05, "eps_high": 0.3},
+        lambda x, a, lp, b: surrogates.clip_cov(
+            x,
+            a,
+            surrogates.sample_by_covariance(
+                surrogates.covariance(lp, a, b.mask), b.mask, 0.3, -1.0, 1.0, 0
+            ),
+            low=0.05,
+            high=0.3,
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "form"), SURROGATES, ids=[f"{n}-{'-'.join(k)}" for n, k, _ in SURROGATES]
+)
+def test_each_surrogate_is_given_its_own_settings(
+    name: str, keys: dict[str, Any], form: Any
+) -> None:
+    b = batch(18)
+    lp = theta(b)
+    adv = advantages.rloo(b.rewards, b.groups)[b.seq]
+    trust = form(lp.detach() - b.anchor, adv, lp.detach(), b)
+    got = gradient(b, config(loss={"surrogate": name, **keys}, **EVERYWHERE), lp)
+    assert torch.allclose(
+        got[1], torch.where(b.mask, -trust.coefficient, 0.0) / b.mask.sum(), rtol=1e-9
+    )
+    assert float(got[2]["loss/policy"]) == pytest.approx(-float(trust.objective[b.mask].mean()))
+    shown = sl.finish(got[2])
+    for side, mark in (
+        ("low", surrogates.LOW),
+        ("high", surrogates.HIGH),
+        ("dual", surrogates.DUAL),
+    ):
+        assert shown[f"clip/{side}"] == pytest.approx(
+            float((trust.clipped == mark)[b.mask].double().mean())
+        )
+
+
+def test_a_veto_by_probability_looks_at_the_anchor_and_not_at_the_ratio() -> None:
+    b = batch(19)
+    b.mask[:] = True
+    first = torch.tensor([True, *(b.seq[1:] != b.seq[:-1]).tolist()])
+    low = first & (b.seq % 3 == 0)
+    b.anchor = torch.where(low, -20.0, b.behavior)
+    b.behavior = torch.where(low, -20.0, b.behavior)
+    lp = b.anchor.clone().requires_grad_(True)
+    got = gradient(b, config(correction={"veto": "probability"}), lp)[1]
+    adv = advantages.rloo(b.rewards, b.groups)[b.seq]
+    assert torch.allclose(got, torch.where(b.seq % 3 == 0, 0.0, -adv) / len(b.seq))
+
+
+def test_the_tokens_of_clip_cov_are_shown_as_cut() -> None:
+    t = surrogates.clip_cov(
+        vec(0, 0.5, 0).exp().log(), vec(1, 1, 1), torch.tensor([True, True, False])
+    )
+    assert t.clipped.tolist() == [
+        surrogates.HIGH,
+        surrogates.HIGH,
+        surrogates.OPEN,
+    ] and t.coefficient.tolist() == [0, 0, 1]

@@ -1,0 +1,312 @@
+"""Early stopping in the learner's own step: it measures what this batch's updates moved, and a
+stopped step moves nothing at all.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from learner_step_kit import GROUPS, SIZE, batch, core, weights
+
+from asyncrl.algorithms import kl, stopping
+from asyncrl.algorithms import loss as sl
+from asyncrl.config import load
+from asyncrl.models.policy import build_model
+from learner.batch import pack
+from learner.step import LearnerCore
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("stops") / "m"
+    build_model(path, "abcdefgh", hidden=32, layers=2)
+    return path
+
+
+ANCHORS: list[dict[str, Any]] = [
+    {"correction": {"proximal": "behavior"}, "loss": {"surrogate": "ppo"}},
+    {"correction": {"proximal": "interpolate", "preset": "tis"}},
+    {"correction": {"proximal": "recompute", "preset": "tis"}},
+]
+
+
+@pytest.mark.parametrize("anchor", ANCHORS, ids=lambda a: a["correction"]["proximal"])
+@pytest.mark.parametrize("against", ["start", "behavior"])
+@pytest.mark.parametrize(
+    "layout",
+    [{"epochs": 3}, {"minibatches": 3}, {"epochs": 2, "minibatches": 2, "micro_batch_tokens": 40}],
+    ids=str,
+)
+def test_at_learning_rate_zero_nothing_ever_stops(
+    model_dir: Path, anchor: dict[str, Any], against: str, layout: dict[str, Any]
+) -> None:
+    """The batch arrives far from the policy (0.05 nats a token), as stale batches do; none of it is
+    the update's.
+    """
+    for action in ("skip", "slow"):
+        c = core(
+            model_dir,
+            learner={"lr": 0.0, **layout},
+            stop={"kl_max": 1e-6, "against": against, "action": action},
+            **anchor,
+        )
+        metrics = c.train(batch())
+        assert (
+            metrics["optim/steps"] == layout.get("epochs", 1) * layout.get("minibatches", 1)
+            and metrics["optim/early_stops"] == 0
+        )
+        # rounding alone, on any processor; the limit is 1e-6
+        assert metrics["optim/stop_kl"] < 2e-7 and metrics.get("optim/lr_scale", 1.0) > 0.8
+        assert metrics["kl/behavior_target_k3"] > 0.01
+
+
+@pytest.mark.parametrize("anchor", ANCHORS, ids=lambda a: a["correction"]["proximal"])
+@pytest.mark.parametrize("against", ["start", "behavior"])
+@pytest.mark.parametrize("layout", [{"epochs": 2}, {"minibatches": 2}], ids=str)
+def test_what_is_measured_by_hand(
+    model_dir: Path, anchor: dict[str, Any], against: str, layout: dict[str, Any]
+) -> None:
+    """Before the second step: its own tokens, at the policy that the first step left."""
+    packed, everyone = pack(batch()), range(GROUPS * SIZE)
+    c = core(model_dir, learner=layout, stop={"kl_max": 1e9, "against": against}, **anchor)
+    start = c._forward(c.model, packed, everyone).double()
+    second = (c._minibatches(packed, 0) + c._minibatches(packed, 1))[1]
+    seen: list[torch.Tensor] = []
+    real = c.backend.step
+
+    def step(*args: Any) -> Any:
+        found = real(*args)
+        seen.append(c._forward(c.model, packed, everyone).double())
+        return found
+
+    c.backend.step = step  # type: ignore[method-assign]
+    said = c.train(batch())["optim/stop_kl"]
+    part, mu = packed.token_positions(second), packed.loss.behavior.double()
+    now, start, mu = seen[0][part], start[part], mu[part]
+    if against == "start":
+        weight, x = (start - mu).exp().clamp(max=2.0), now - start
+        exact = float((weight * (x.exp() - 1 - x)).sum() / weight.sum())
+    else:
+        x, y = now - mu, start - mu
+        exact = max(0.0, float(((x.exp() - 1 - x) - (y.exp() - 1 - y)).mean()))
+    assert said == pytest.approx(exact, rel=1e-3, abs=1e-7) and (
+        exact > 1e-6 or against == "behavior"
+    )
+
+
+def test_the_statistic_by_hand() -> None:
+    """Tokens: start / mu = 4 (counts 2), 1/2, 1; theta / start = 2, 1/2, 9; the third is behind the
+    mask.
+    """
+    from algorithms_catalogue_kit import vec
+    from algorithms_kit import config
+
+    mu = vec(-2, -2, -2)
+    start = mu + vec(4, 0.5, 1).log()
+    b = sl.LossBatch(
+        torch.tensor([0, 0, 1]),
+        mu,
+        torch.tensor([True, True, False]),
+        torch.zeros(3, dtype=torch.long),
+        vec(1, 0),
+        torch.tensor([0, 0]),
+        torch.tensor([False, False]),
+        anchor=start,
+        start=start,
+    )
+    lp, part = start + vec(2, 0.5, 9).log(), torch.arange(3)
+
+    def statistic(**stop: Any) -> list[float]:
+        c = config(learner={"epochs": 2}, stop={"kl_max": 0.1, **stop})
+        return [float(x) for x in sl.stop_statistic(sl.prepare(b, c), part, lp)]
+
+    assert statistic() == pytest.approx([2 * (1 - math.log(2)) + 0.5 * (math.log(2) - 0.5), 2.5])
+    k = lambda r: r - 1 - math.log(r)  # noqa: E731
+    assert statistic(against="behavior") == pytest.approx([k(8) + k(0.25) - k(4) - k(0.5), 2])
+
+
+@pytest.mark.parametrize("deepspeed_order", [False, True])
+def test_a_batch_below_the_ess_floor_is_left_out_whole(
+    model_dir: Path, deepspeed_order: bool
+) -> None:
+    """Neither weights nor Adam's moments move, in the first step too; it is counted, and its
+    metrics are all there.
+    """
+    how: dict[str, Any] = {
+        "learner": {"optimizer": "adamw", "epochs": 2, "weight_decay": 0.1},
+        "stop": {"ess_min": 1.0},
+    }
+    c = core(model_dir, **how)
+    c.backend.stops_first = deepspeed_order
+    passes: list[Any] = []
+    real = c.backend.backward
+    # type: ignore[method-assign]
+    c.backend.backward = lambda *a, **k: (passes.append(a), real(*a, **k))[1]
+    before = weights(c)
+    metrics = c.train(batch())
+    assert torch.equal(weights(c), before) and not c.backend.optimizer.state
+    assert (
+        metrics["optim/early_stops"] == 1
+        and metrics["optim/steps"] == 0
+        and metrics["optim/grad_norm"] == 0
+        and metrics["optim/skipped"] == 0
+    )
+    assert metrics["optim/lr_scale"] == 0 and metrics["optim/stop_ess"] < 1
+    assert bool(passes) != deepspeed_order, (
+        "what accumulates gradients by itself is given none that no step would take"
+    )
+    plain = core(model_dir, learner=how["learner"] | {"epochs": 1}).train(batch())
+    for name in ("loss/policy", "is/ess", "kl/behavior_start_k3"):
+        assert metrics[name] == pytest.approx(plain[name], rel=1e-4, abs=1e-7)
+    assert all(p.grad is None for p in c.model.hf.parameters())
+    low = core(
+        model_dir, learner=how["learner"], stop={"ess_min": metrics["optim/stop_ess"] - 0.01}
+    )
+    assert low.train(batch())["optim/steps"] >= 1
+
+
+def test_a_step_without_room_in_the_budget_is_not_made(model_dir: Path) -> None:
+    """`slow`: the first step is whole, the second has no room: as one epoch, bitwise, moments
+    included.
+    """
+    adam: dict[str, Any] = {"optimizer": "adamw", "lr": 0.01}
+    one = core(model_dir, learner=adam)
+    three = core(model_dir, learner={**adam, "epochs": 3}, stop={"kl_max": 1e-9, "action": "slow"})
+    one.train(batch())
+    metrics = three.train(batch())
+    assert (
+        metrics["optim/early_stops"] == 1
+        and metrics["optim/steps"] == 1
+        and torch.equal(weights(one), weights(three))
+    )
+    for a, b in zip(one.model.hf.parameters(), three.model.hf.parameters(), strict=True):
+        assert torch.equal(
+            one.backend.optimizer.state[a]["exp_avg"], three.backend.optimizer.state[b]["exp_avg"]
+        )
+
+
+def test_a_budget_slows_before_it_stops(model_dir: Path) -> None:
+    """The share of the learning rate is `stopping.KLBudget`'s of the KL measured from the start."""
+    # after two steps
+    limit = core(model_dir, learner={"epochs": 3}, stop={"kl_max": 1e9}).train(batch())[
+        "optim/stop_kl"
+    ]
+    c = core(model_dir, learner={"epochs": 3}, stop={"kl_max": limit, "action": "slow"})
+    seen: list[float] = []
+    real = sl.stopping.KLBudget.next_share
+
+    def next_(self: stopping.KLBudget, k: float) -> float:
+        seen.append(k)
+        return real(self, k)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stopping.KLBudget, "next_share", next_)
+        metrics = c.train(batch())
+    assert seen[0] == pytest.approx(0, abs=1e-9) and seen[2] > seen[1] > limit / 10
+    budget = stopping.KLBudget(limit)
+    assert (
+        metrics["optim/lr_scale"] == [budget.next_share(k) for k in seen][-1]
+        and metrics["optim/lr_scale"] < 0.9
+    )
+
+
+# ---- what is carried from batch to batch ---------------------------------------------------------
+
+
+def test_the_adaptive_coefficient_is_the_controllers(model_dir: Path, tmp_path: Path) -> None:
+    """Nats an answer on both sides; a batch's metrics say the coefficient that it was trained
+    with.
+    """
+    build_model(tmp_path / "ref", "abcdefgh", hidden=32, layers=2, seed=5)
+    how = {"coefficient": 0.5, "controller": "adaptive", "target": 1e-4, "horizon": 100}
+    c = reference_core(model_dir, tmp_path / "ref", kl={"reward": how})
+    packed, everyone = pack(batch()), range(GROUPS * SIZE)
+    assert c.reference is not None
+    x = (c._forward(c.model, packed, everyone) - c._forward(c.reference, packed, everyone)).double()
+    an_answer = float(x.sum()) / (GROUPS * SIZE)
+    first, control = c.train(batch()), kl.KLController(0.5, "adaptive", 1e-4, 100)
+    assert (
+        first["kl/beta"] == 0.5
+        and first["kl/answer"] == pytest.approx(an_answer, rel=1e-3, abs=1e-6)
+        and abs(an_answer) > 1e-3
+    )
+    wanted = control.update(an_answer, GROUPS * SIZE)
+    assert c.state.beta == pytest.approx(wanted) and abs(wanted / 0.5 - 1) == pytest.approx(
+        0.2 * GROUPS * SIZE / 100
+    )
+    assert c.train(batch(1))["kl/beta"] == pytest.approx(wanted) and c.state.beta != pytest.approx(
+        wanted
+    )
+    fixed = reference_core(model_dir, tmp_path / "ref", kl={"reward": {"coefficient": 0.5}})
+    fixed.train(batch())
+    assert fixed.state.beta == 0.5
+
+
+def reference_core(model_dir: Path, ref: Path, **sections: Any) -> LearnerCore:
+    raw = {
+        "model": {"path": str(model_dir), "device": "cpu", "reference": str(ref)},
+        "task": {"name": "sort"},
+        **sections,
+        "learner": {
+            "optimizer": "sgd",
+            "lr": 0.1,
+            "clip_norm": 0.0,
+            "groups": GROUPS,
+            "group_size": SIZE,
+            **sections.get("learner", {}),
+        },
+    }
+    return LearnerCore(load.build(raw), model_dir)
+
+
+def test_the_running_mean_follows_rewards_as_they_were_used(model_dir: Path) -> None:
+    how = {
+        "name": "reinforce",
+        "baseline": "ema",
+        "ema_decay": 0.75,
+        "truncated": "fixed",
+        "truncation_penalty": 1.0,
+    }
+    c, b = core(model_dir, advantage=how), batch()
+    for s in b.samples[::3]:
+        s.finish = "length"
+    used = [-1.0 if s.finish == "length" else s.reward for s in b.samples]
+    mean = sum(used) / len(used)
+    first = c.train(b)
+    assert first["adv/mean"] == pytest.approx(
+        sum(u * s.length for u, s in zip(used, b.samples, strict=True))
+        / sum(s.length for s in b.samples),
+        abs=1e-6,
+    )
+    assert c.state.baseline == pytest.approx(mean, abs=1e-6)
+    b = msgspec.structs.replace(b, number=1)
+    for s in b.samples:
+        s.finish = "stop"
+    second = c.train(b)
+    plain = sum(s.reward for s in b.samples) / len(b.samples)
+    assert c.state.baseline == pytest.approx(0.75 * mean + 0.25 * plain, abs=1e-6) and second[
+        "reward/used_mean"
+    ] == pytest.approx(plain, abs=1e-6)
+
+
+def test_clip_cov_is_given_the_batchs_number(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds: list[int] = []
+    real = sl.surrogates.sample_by_covariance
+
+    def drawn(*args: Any) -> torch.Tensor:
+        seeds.append(args[-1])
+        return real(*args)
+
+    monkeypatch.setattr(sl.surrogates, "sample_by_covariance", drawn)
+    for _ in range(2):
+        c = core(model_dir, learner={"epochs": 2}, loss={"surrogate": "clip_cov", "cov_lo": -9.0})
+        c.train(batch(0))
+        c.train(batch(1))
+    assert len(seeds) == 8 and seeds[:4] == seeds[4:] and len(set(seeds)) == 4

@@ -1,0 +1,253 @@
+"""Reward functions as users write them: TRL's form, parameters that fit nothing, and what is kept
+of a call that failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from process_kit import ENV, ROOT, SMALL, Ended, demo_command
+
+from actors.rewards import RewardRunner, check, judge_all
+from actors.scorers import user_function
+from actors.scorers.user_function import in_our_form
+from asyncrl.config import load
+from asyncrl.config.tree import Config
+from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.messages import Prompt
+from asyncrl.tasks import get_task
+from asyncrl.tasks.file import FileTask, read_prompts
+
+SUM = Prompt(0, "1+1=", "2", meta={"unit": "m"})
+CHAT = Prompt(1, "3?", "3", [{"role": "user", "content": "3?"}], {"unit": "s"})
+
+FUNCTIONS = """
+import json
+
+def fails(prompt, text):
+    return helper(text)
+
+def helper(text):
+    return {}["no such key"] + json.loads(text)
+
+def parses(prompt, text):
+    return json.loads(text)["score"]
+
+def nothing(prompt, text):
+    return None
+
+def three(prompt, text, reference): ...
+def swapped(completion, prompt): ...
+def lists(prompts, answers): ...
+def one(text): ...
+
+def trl(prompts, completions, unit, **kwargs):
+    assert sorted(kwargs) == ["answer", "completion_ids"], kwargs
+    assert [len(ids) for ids in kwargs["completion_ids"]] == [2] * len(prompts)
+    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    roles = [c[0]["role"] if isinstance(c, list) else "" for c in completions]
+    chats = [isinstance(prompt, list) for prompt in prompts]
+    assert chats == [role == "assistant" for role in roles]
+    right = [text == answer for text, answer in zip(texts, kwargs["answer"])]
+    return [float(r) + (0.5 if u == "s" else 0.0) for r, u in zip(right, unit)]
+
+async def later(completions, answer):
+    return [float(c == a) for c, a in zip(completions, answer)]
+
+def lacks(completions, ground_truth):
+    return [0.0] * len(completions)
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Callable[..., Config]:
+    file = tmp_path / "own_reward.py"
+    file.write_text(FUNCTIONS)
+
+    def make(name: str, *sets: str) -> Config:
+        words = [f"reward.function='{file}:{name}'", "reward.deadline_s=600.0", *sets]
+        return load.load("demo", words)
+
+    return make
+
+
+def judged(config: Config, *asked: tuple[Prompt, str]) -> list[Any]:
+    return judge_all(config, get_task(config.task), [(p, text, [5, 6]) for p, text in asked])
+
+
+def line_of(text: str) -> int:
+    return FUNCTIONS[: FUNCTIONS.index(text)].count("\n") + 1
+
+
+def test_what_raised_is_said_with_its_line_prompt_and_response(
+    config: Callable[..., Config], tmp_path: Path
+) -> None:
+    made = config("fails")
+    runner = RewardRunner(made, get_task(made.task), tmp_path)
+    try:
+        runner.submit((0, 0, 0), SUM, "x" * 200, [5])
+        (result,) = runner.collect()
+    finally:
+        runner.close()
+    assert result.failed
+    line = line_of('return {}["no such key"]')
+    assert result.failed.why == (
+        f"the reward raised KeyError: 'no such key' at own_reward.py:{line} in helper; "
+        f"prompt '1+1=', response '{'x' * 80}'...; reward.log: {tmp_path / 'reward.log'}"
+    )
+    log = (tmp_path / "reward.log").read_text()
+    assert f"prompt:   '1+1='\nresponse: '{'x' * 200}'\nTraceback" in log
+    frames = [line.strip() for line in log.splitlines() if line.startswith("  File ")]
+    assert [f.partition(", line")[2] for f in frames] == [
+        f" {line_of('return helper')}, in fails",
+        f" {line}, in helper",
+    ], "from the function on: none of the frames that called it"
+    assert log.rstrip().endswith("KeyError: 'no such key'")
+
+
+def test_the_line_is_the_users_where_a_library_raises(config: Callable[..., Config]) -> None:
+    (result,) = judged(config("parses"), (SUM, "no JSON"))
+    line = line_of('json.loads(text)["score"]')
+    assert f"line 1 column 1 (char 0) at own_reward.py:{line} in parses" in result.failed.why
+    assert "reward.log" not in result.failed.why, "there is no run directory to write one in"
+
+
+def test_what_cannot_be_used_is_kept_too(config: Callable[..., Config], tmp_path: Path) -> None:
+    made = config("nothing")
+    runner = RewardRunner(made, get_task(made.task), tmp_path)
+    try:
+        runner.submit((0, 0, 0), SUM, "7", [5])
+        (result,) = runner.collect()
+    finally:
+        runner.close()
+    assert "reward is a NoneType, not a number; prompt '1+1=', response '7'" in result.failed.why
+    assert "reward is a NoneType" in (tmp_path / "reward.log").read_text()
+
+
+def test_the_log_is_bounded(tmp_path: Path) -> None:
+    log = user_function.FailureLog(str(tmp_path))
+    for _ in range(4):
+        log.note(SUM, "y" * (user_function.LOG_BYTES // 2), "why")
+    assert (tmp_path / "reward.log").stat().st_size < 2 * user_function.LOG_BYTES
+    user_function.FailureLog(str(tmp_path / "gone")).note(SUM, "", "no directory: no error")
+    user_function.FailureLog("").note(SUM, "", "no run: no log")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("three", "takes (prompt, text, reference) (missing a required argument: 'reference')"),
+        ("one", "takes (text) (too many positional arguments)"),
+        ("swapped", "takes (completion, prompt) (the prompt comes first)"),
+        ("lists", "mark one that takes lists by lists.batched = True"),
+    ],
+)
+def test_parameters_that_fit_nothing_are_refused_before_the_run(
+    name: str, said: str, config: Callable[..., Config]
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        check(config(name))
+    assert said in str(error.value) and f"own_reward.py:{name}" in str(error.value)
+    assert "write reward(prompt, text), or reward(prompts, completions, **columns)" in str(
+        error.value
+    )
+
+
+def test_our_own_forms_are_taken() -> None:
+    def tokens(prompt: Prompt, text: str, *, tokens: list[int]) -> float:
+        return 0.0
+
+    async def judge(prompt: Prompt, text: str, judge: Any) -> float:
+        return 0.0
+
+    def many(prompts: list[Prompt], texts: list[str]) -> list[float]:
+        return []
+
+    many.batched = True  # type: ignore[attr-defined]
+    for function in (tokens, many, print, max):
+        assert in_our_form(function, "m:f", ()) is function
+    assert in_our_form(judge, "m:f", ("judge",)) is judge
+    with pytest.raises(ConfigError, match="missing a required argument: 'judge'"):
+        in_our_form(judge, "m:f", ())
+
+
+def test_trls_form_is_called_by_names(config: Callable[..., Config]) -> None:
+    found = judged(config("trl"), (SUM, "2"), (SUM, "3"), (CHAT, "3"))
+    assert [(r.reward, str(r.failed)) for r in found] == [(1.0, ""), (0.0, ""), (1.5, "")]
+    found = judged(config("later"), (SUM, "2"), (SUM, "3"))
+    assert [(r.reward, str(r.failed)) for r in found] == [(1.0, ""), (0.0, "")]
+    (result,) = judged(config("lacks"), (SUM, "2"))
+    assert (
+        "it takes ground_truth, and the prompts have no such column: they have unit, answer "
+        "(task.columns renames)" in result.failed.why
+    )
+
+
+def test_an_async_function_of_trls_form_stays_one() -> None:
+    async def reward(completions: list[str], **_: Any) -> list[float]:
+        return [len(text) for text in completions]
+
+    made = in_our_form(reward, "m:f", ())
+    assert inspect.iscoroutinefunction(made) and made.batched
+    assert asyncio.run(made([SUM], ["abc"], tokens=[[1]])) == [3]
+
+
+def test_a_failed_reward_is_said_once(
+    small_model: Path, config: Callable[..., Config], tmp_path: Path
+) -> None:
+    function = config("fails").reward.function
+    sets = (*SMALL, f"reward.function={function!r}", "name='r'", "reward.error_budget=0.1")
+    argv = demo_command("run", tmp_path, small_model, *sets)
+    done = Ended(
+        subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=3600)
+    )
+    assert done.code == 1
+    said = f"KeyError: 'no such key' at own_reward.py:{line_of('return {}[')} in helper"
+    assert done.err.count(said) == 1, done.err
+    assert done.json["error"].count(said) == 1 and "reward.error_budget" in done.json["error"]
+    log = tmp_path / "runs" / "r" / "reward.log"
+    assert f"reward.log: {log}" in done.err and "in helper" in log.read_text()
+
+
+# ---- the columns of a file -----------------------------------------------------------------------
+
+
+def rows(path: Path, *found: dict[str, Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in found))
+    return str(path)
+
+
+def test_columns_of_other_names(tmp_path: Path) -> None:
+    path = rows(tmp_path / "p.jsonl", *({"question": f"{x}?", "solution": x} for x in "abc"))
+    with pytest.raises(ConfigError, match=r'is it `question`\? task.columns = \{ prompt = "ques'):
+        read_prompts(path, "train")
+    columns = {"prompt": "question", "answer": "solution"}
+    task = FileTask(path, columns=columns)
+    every = [prompt for split in ("train", "heldout") for prompt in task.sets[split]]
+    assert sorted((p.text, p.answer) for p in every) == [("a?", "a"), ("b?", "b"), ("c?", "c")]
+    assert every[0].meta == {"solution": every[0].answer}, "a reward may ask for it by its name"
+    with pytest.raises(ConfigError, match="has no column `task`; it has question, solution"):
+        read_prompts(path, "train", {"prompt": "task"})
+    words = ["task.name='file'", f"task.prompts={path!r}", 'task.columns={prompt="question"}']
+    config = load.load("demo", words)
+    assert get_task(config.task).prompt("heldout", 0, 0).text[1:] == "?"
+    with pytest.raises(ConfigError, match=r"task.columns: sort reads no file"):
+        load.load("demo", ['task.columns={prompt="question"}'])
+    with pytest.raises(ConfigError, match=r"task\.columns"):
+        load.load("demo", ["task.name='file'", 'task.columns={question="prompt"}'])
+
+
+def test_a_conversational_prompt_of_trl_is_a_chat(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "hello"}]
+    (prompt,) = read_prompts(rows(tmp_path / "p.jsonl", {"prompt": turns, "answer": "x"}), "train")
+    assert prompt.messages == turns and prompt.text == "hello" and prompt.answer == "x"
+    path = rows(tmp_path / "q.jsonl", {"chat": turns})
+    (prompt,) = read_prompts(path, "train", {"messages": "chat"})
+    assert prompt.messages == turns and prompt.meta == {}

@@ -1,0 +1,158 @@
+"""The session that a learner waits for: who it is, what limit would not wait, who is told."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+from process_kit import ROOT
+from rich.console import Console
+
+from asyncrl.config import load
+from asyncrl.contract.messages import RunStatus
+from asyncrl.contract.waits import (
+    BlockingSession,
+    OpenSession,
+    ProcessWait,
+    SessionWait,
+    find_blocking_session,
+)
+from asyncrl.supervise import launch, live
+from asyncrl.supervise.launch import SupervisedProcess, Supervisor
+
+ONE = OpenSession(
+    17, 3, "17.3.41", "prompt 5 'ab='", 6, "environment", "its tool add", 209.0, 212.0
+)
+
+
+def among(
+    ticket: int, *sessions: OpenSession, step_s: float = 35.0, max_lag: float = 2
+) -> BlockingSession:
+    found = find_blocking_session(
+        {"gateway-0": sessions}, ticket, usual_s=100.0, step_s=step_s, max_lag=max_lag
+    )
+    assert found is not None
+    return found
+
+
+def test_it_is_the_tickets_own_or_the_oldest() -> None:
+    later = msgspec.structs.replace(ONE, ticket=20, name="20.0.50")
+    assert among(20, later, ONE).session is later
+    assert among(-1, later, ONE).session is ONE
+    assert find_blocking_session({"gateway-0": [ONE]}, 18, usual_s=0, step_s=1, max_lag=0) is None
+    assert find_blocking_session({}, -1, usual_s=0, step_s=1, max_lag=0) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "open_s", "seconds", "named"),
+    [
+        ("environment", 4.9, 4.9, False),
+        ("environment", 5.0, 0.1, True),
+        ("agent", 60.0, 0.0, True),
+        ("engine", 60.0, 4.9, False),  # its calls are answered: that is throughput
+        ("engine", 60.0, 5.0, True),
+    ],
+)
+def test_what_goes_on_as_it_should_holds_nobody_up(
+    kind: SessionWait, open_s: float, seconds: float, named: bool
+) -> None:
+    one = msgspec.structs.replace(ONE, kind=kind, open_s=open_s, seconds=seconds)
+    found = find_blocking_session({"gateway-0": [one]}, 17, usual_s=0, step_s=1, max_lag=0)
+    assert (found is not None) == named
+
+
+@pytest.mark.parametrize(
+    ("open_s", "step_s", "max_lag", "kind", "needed"),
+    [
+        (212.0, 35.0, 2, "environment", 7),
+        (210.0, 35.0, 2, "environment", 6),
+        (50.0, 35.0, 2, "environment", 3),  # 95 % take 100 s
+        (212.0, 35.0, 7, "environment", 0),  # the limit is no less: it is not at fault
+        (212.0, 35.0, 6, "agent", 7),
+        (212.0, 35.0, float("inf"), "agent", 0),
+        (212.0, 35.0, 0, "engine", 0),
+        (212.0, 0.0, 0, "agent", 0),  # no step was made
+    ],
+)
+def test_the_limit_that_would_not_wait(
+    open_s: float, step_s: float, max_lag: float, kind: SessionWait, needed: int
+) -> None:
+    one = msgspec.structs.replace(ONE, open_s=open_s, kind=kind)
+    assert among(17, one, step_s=step_s, max_lag=max_lag).max_lag == needed
+
+
+def test_the_words() -> None:
+    usual = BlockingSession(
+        msgspec.structs.replace(ONE, open_s=5.0), "gateway-0", 210.0, 35.0, 6
+    ).describe()
+    assert "would not wait (95 % of sessions end within 210 s, a step takes 35 s)" in usual
+    assert "ends that" not in usual
+    nobody = BlockingSession(msgspec.structs.replace(ONE, name=""), "gateway-0").describe()
+    assert nobody == (
+        "the learner is held up by sample 3 of ticket 17 (prompt 5 'ab='): it has waited 209 s for "
+        "its tool add"
+    )
+
+
+def status(kind: SessionWait, limit: str, *, wait_s: float = 9.0) -> RunStatus:
+    one = msgspec.structs.replace(ONE, kind=kind, limit=limit, ends_s=88.0)
+    waits = [ProcessWait("learner", "ticket 17: 1 samples at gateway-0", "gateway-0", wait_s)]
+    peers = {"learner": 0.1, "gateway-0": 0.1}
+    held = BlockingSession(one, "gateway-0", 0.0, 35.0, 7)
+    return RunStatus("r", 3, 9, 1, {}, {}, waits, peers, False, held_up=held)
+
+
+def test_the_live_view_says_it() -> None:
+    now = status("environment", "agent.step_s")
+    assert now.held_up is not None and now.held_up.describe() in live.status_line(now)
+    brief = live.status_line(status("environment", "agent.step_s", wait_s=0.5))
+    assert "held up" not in brief
+    out = io.StringIO()
+    Console(file=out, width=400).print(live.table(now))
+    assert now.held_up.describe() in out.getvalue()
+
+
+class Killed:
+    """A process in name."""
+
+    killed = False
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit", "killed"),
+    [("environment", "agent.step_s", False), ("engine", "agent.deadline_s", True)],
+)
+def test_the_watchdog_leaves_a_session_to_its_own_deadline(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: SessionWait,
+    limit: str,
+    killed: bool,
+) -> None:
+    """No process is ended for a tool that takes its time; for an engine that does not answer one
+    is.
+    """
+    said: list[str] = []
+    now = 1e7
+    # it stands still: a supervisor that did itself blames nobody
+    monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=lambda: now))
+    supervisor = Supervisor(load.load(ROOT / "configs" / "calc.toml"), tmp_path, said.append)
+    supervisor.logs = tmp_path
+    gateway = Killed()
+    for name, process in (("buffer", Killed()), ("learner", Killed()), ("gateway-0", gateway)):
+        # type: ignore[arg-type]
+        supervisor.children.append(SupervisedProcess(name, [], 1, True, process))
+    supervisor.observe(status(kind, limit))
+    supervisor.looked = now
+    supervisor.watchdog.since = now - 1e6
+    supervisor.check_progress()
+    assert gateway.killed == killed
+    assert ("the learner is held up by session" in "".join(said)) == killed
+    # the time until its deadline does not count later either
+    assert supervisor.watchdog.overdue(now + 1) == ""

@@ -1,0 +1,526 @@
+"""The journal: every tear is cut, every damage is told, and a store folded from it is the store
+that wrote it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from journal_kit import evaluations, recorded, state
+from schedules import PROMPTS, World
+from store_kit import hello, judged, sample
+
+from asyncrl.contract.errors import AsyncrlError, DamagedDataError
+from asyncrl.contract.messages import (
+    Delivery,
+    LearnerHello,
+    Prompt,
+    RewardFailure,
+    SamplingSettings,
+    WeightsSource,
+)
+from asyncrl.contract.versions import Label, PolicyTree
+from buffer import journal as j
+from buffer.durable_store import RecordedStore
+from buffer.evaluation import Evaluations
+from buffer.groups import StoreSettings
+from buffer.state import StoreSnapshot
+from buffer.store import SESSIONS, Store
+
+PAYLOADS = [bytes([n + 1]) * (7 * n + 1) for n in range(6)]
+
+
+def written(directory: Path, *, together: bool = False) -> Path:
+    """A segment: a snapshot, then PAYLOADS, each written alone or all in one go; without `sure`, as
+    a power cut may leave it.
+    """
+    log = j.Journal(directory, sync=False)
+    log.rotate(b"snapshot")
+    for p in PAYLOADS:
+        log.append(p)
+        if not together:
+            log.write()
+    log.close()
+    (directory / "sure").unlink()
+    return j.segments(directory)[-1]
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    assert list(j.read(written(tmp_path))) == [b"snapshot", *PAYLOADS]
+
+
+@pytest.mark.parametrize("most", [1, 7, 1 << 20])
+def test_a_record_in_pieces_is_written_whole_whatever_the_system_takes_at_once(
+    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = os.writev, []
+
+    def some(fd: int, pieces: list[memoryview]) -> int:
+        calls.append(len(pieces))
+        return real(fd, [memoryview(b"".join(pieces))[:most]])
+
+    monkeypatch.setattr(os, "writev", some)
+    log = j.Journal(tmp_path, sync=False)
+    log.rotate(b"snapshot")
+    many = [bytes([n % 251]) * (n % 3) for n in range(3 * j.PIECES)]
+    log.append(b"head", memoryview(b"of it"), b"", b"end")
+    log.append(*many)
+    log.write()
+    size = log.size
+    log.close()
+    path = j.segments(tmp_path)[-1]
+    assert list(j.read(path)) == [b"snapshot", b"headof itend", b"".join(many)]
+    assert size == path.stat().st_size and max(calls) <= j.PIECES
+
+
+def test_a_tail_torn_at_any_byte_is_cut_to_whole_records(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    data, whole = path.read_bytes(), [b"snapshot", *PAYLOADS]
+    ends = [0]
+    for p in whole:
+        ends.append(ends[-1] + j.HEAD.size + len(p))
+    for size in range(ends[1], len(data)):
+        path.write_bytes(data[:size])
+        n = sum(e <= size for e in ends) - 1
+        assert list(j.read(path)) == whole[:n] and path.stat().st_size == ends[n]
+        # as some file systems leave it after a power cut
+        path.write_bytes(data[:size] + b"\0" * 500)
+        assert list(j.read(path)) == whole[:n] and path.stat().st_size == ends[n]
+
+
+def test_damage_before_durable_records_is_reported_at_any_byte(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    data = path.read_bytes()
+    last = len(data) - j.HEAD.size - len(PAYLOADS[-1])
+    for at in range(0, last, 3):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 0x40]) + data[at + 1 :])
+        with pytest.raises(DamagedDataError, match=rf"{path.name} is damaged at byte"):
+            list(j.read(path))
+        assert path.stat().st_size == len(data)  # nothing was cut
+
+
+def test_a_write_that_was_never_sure_may_lose_its_first_record(tmp_path: Path) -> None:
+    """Records of one group reach the disk in any order: a hole among them is a torn tail, not
+    damage.
+    """
+    path = written(tmp_path, together=True)
+    data, start = path.read_bytes(), j.HEAD.size + len(b"snapshot")
+    path.write_bytes(data[:start] + b"\0" * 12 + data[start + 12 :])
+    assert list(j.read(path)) == [b"snapshot"]
+
+
+def test_what_was_acknowledged_and_is_damaged_or_missing_is_reported_at_any_byte(
+    tmp_path: Path,
+) -> None:
+    """Also in the last group, behind which nothing was written, and after a kill."""
+    log = j.Journal(tmp_path, sync=False)
+    log.rotate(b"snapshot")
+    for p in PAYLOADS:
+        log.append(p)
+    log.write()
+    path = j.segments(tmp_path)[-1]
+    data = path.read_bytes()
+    # bytes of a write that was under way are no damage
+    path.write_bytes(data + j.frame(b"more", 0)[:-1])
+    assert list(j.read(path)) == [b"snapshot", *PAYLOADS] and path.read_bytes() == data
+    for at in range(len(data)):
+        flipped = data[:at] + bytes([data[at] ^ 0x40]) + data[at + 1 :]
+        for wrong in (flipped, data[:at]):
+            path.write_bytes(wrong)
+            with pytest.raises(
+                DamagedDataError, match=rf"{path.name} is damaged at byte|is missing"
+            ):
+                list(j.read(path))
+            assert path.read_bytes() == wrong, "nothing was cut"
+    path.write_bytes(data)
+    path.rename(tmp_path / "00000000.log")
+    with pytest.raises(DamagedDataError, match=r"00000001\.log is missing"):
+        list(j.read(tmp_path / "00000000.log"))
+
+
+def test_a_note_that_cannot_be_read_proves_nothing(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    data = path.read_bytes()
+    log = j.Journal(tmp_path, sync=False)
+    log.number, log.sure = 1, len(data)
+    log._write_sure()
+    note = (tmp_path / "sure").read_bytes()
+    for at in range(len(note)):
+        for wrong in (note[:at], note[:at] + bytes([note[at] ^ 1]) + note[at + 1 :]):
+            (tmp_path / "sure").write_bytes(wrong)
+            path.write_bytes(data[:-1])
+            assert list(j.read(path)) == [b"snapshot", *PAYLOADS[:-1]]
+
+
+def test_a_segment_is_replaced_while_it_goes_on_to_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The snapshot takes as long as it likes: what is appended meanwhile is safe, and stands behind
+    it once.
+    """
+    go = threading.Event()
+    put = j.Next.write_records
+
+    def slow(self: j.Next, payloads: list[bytes]) -> None:
+        assert go.wait(timeout=600)
+        put(self, payloads)
+
+    log = j.Journal(tmp_path, sync=False, segment_bytes=100)
+    log.rotate(b"one")
+    monkeypatch.setattr(j.Next, "write_records", slow)
+    log.append(b"x" * 100)
+    log.write()
+    assert log.is_full
+    log.append(b"before the snapshot")
+    log.rotate(b"two", wait=False)
+    assert not log.is_full and log.next is not None
+    for payload in (b"a", b"b"):
+        log.append(payload)
+        log.write()
+        assert log.durable == log.appended, "nobody waits for the snapshot"
+    was = tmp_path / "00000001.log"
+    assert list(j.read(was)) == [b"one", b"x" * 100, b"before the snapshot", b"a", b"b"]
+    assert j.segments(tmp_path) == [was]
+    go.set()
+    log.next.thread.join()
+    log.append(b"c")
+    log.write()
+    log.append(b"d")
+    log.close()
+    assert j.segments(tmp_path) == [tmp_path / "00000002.log"]
+    assert list(j.read(tmp_path / "00000002.log")) == [b"two", b"a", b"b", b"c", b"d"]
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_a_new_segment_that_cannot_be_written_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = j.Journal(tmp_path, sync=False)
+    log.rotate(b"one")
+
+    def no_room(self: j.Next, payloads: list[bytes]) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(j.Next, "write_records", no_room)
+    log.rotate(b"two", wait=False)
+    assert log.next is not None
+    log.next.thread.join()
+    log.append(b"a")
+    with pytest.raises(AsyncrlError, match=r"00000002\.part cannot be written: No space"):
+        log.write()
+    log.close()
+    assert list(j.read(tmp_path / "00000001.log")) == [b"one", b"a"]
+    assert [p.name for p in tmp_path.glob("0*")] == ["00000001.log"]
+
+
+def test_a_new_segment_replaces_the_old_ones(tmp_path: Path) -> None:
+    log = j.Journal(tmp_path, sync=True, segment_bytes=100)
+    log.rotate(b"one")
+    log.append(b"x" * 100)
+    log.write()
+    assert log.is_full
+    log.append(b"not written: the snapshot has it")
+    log.rotate(b"two")
+    assert log.durable == log.appended == 2 and not log.is_full
+    log.append(b"y")
+    log.close()
+    assert [p.name for p in j.segments(tmp_path)] == ["00000002.log"]
+    assert list(j.read(tmp_path / "00000002.log")) == [b"two", b"y"]
+
+
+def test_a_run_directory_that_goes_while_old_segments_are_removed_ends_no_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is raised where no caller sees it, and the old segment's file is closed."""
+    log = j.Journal(tmp_path / "journal", sync=False)
+    log.rotate(b"first")
+    old = log.fd
+
+    def vanish(directory: Path) -> list[Path]:
+        shutil.rmtree(directory)
+        with pytest.raises(FileNotFoundError) as gone:
+            os.listdir(directory)
+        raise gone.value
+
+    monkeypatch.setattr(j, "segments", vanish)
+    raised: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    log.rotate(b"second")
+    assert log._remover is not None
+    log._remover.join()
+    assert not raised and not (tmp_path / "journal").exists()
+    with pytest.raises(OSError):
+        os.fstat(old)
+    log.close()
+
+
+def test_group_commit_makes_nothing_durable_before_the_disk_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, go, syncs = threading.Semaphore(0), threading.Semaphore(0), []
+    real = os.fdatasync
+
+    def slow(fd: int) -> None:
+        began.release()
+        assert go.acquire(timeout=600)
+        syncs.append(fd)
+        real(fd)
+
+    log = j.Journal(tmp_path, sync=True)
+    log.rotate(b"")
+    monkeypatch.setattr(os, "fdatasync", slow)
+    log.append(b"a")
+    log.write()
+    assert began.acquire(timeout=600) and log.durable == 0
+    for p in (b"b", b"c", b"d"):  # while the disk works, more is written
+        log.append(p)
+        log.write()
+    go.release()
+    assert began.acquire(timeout=600)
+    assert log.durable == 1  # the sync that was under way covers what was written before it began
+    go.release()
+    with log._wake:
+        assert log._wake.wait_for(lambda: log.durable == 4, timeout=600)
+    assert len(syncs) == 2
+    monkeypatch.setattr(os, "fdatasync", real)
+    log.close()
+
+
+# ---- the store, folded ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_exceed", ["pace", "drop", "mask"])
+def test_a_killed_buffer_folds_to_the_same_state_and_the_run_goes_on(
+    on_exceed: str, tmp_path: Path
+) -> None:
+    kills = 0
+    for seed in range(150):
+        directory = tmp_path / str(seed)
+
+        def make(settings: StoreSettings, directory: Path = directory, now: float = 0.0) -> Store:
+            return RecordedStore.open(
+                directory,
+                sync=False,
+                settings=settings,
+                prompt=PROMPTS.__getitem__,
+                evaluations=Evaluations(),
+                now=now,
+                segment_bytes=3000,
+            )
+
+        world = World(
+            seed,
+            make=make,
+            on_exceed=on_exceed,
+            order="freshest" if on_exceed != "pace" and seed % 2 else "auto",
+            **({"limits": (1, 2, 3), "ess_floor": 0.5} if on_exceed == "pace" and seed % 2 else {}),
+        )
+
+        def kill(world: World = world, make: Any = make) -> bool:
+            nonlocal kills
+            kills += 1
+            assert isinstance(world.store, RecordedStore)
+            world.store.flush_journal()
+            before = state(world.store)
+            os.close(world.store.journal.fd)  # as the kernel does
+            world.store = make(world.settings, now=world.now)
+            assert state(world.store) == before
+            return True
+
+        world.more_faults = [kill, kill]
+        world.faults += 2
+        world.run()
+        assert isinstance(world.store, RecordedStore)
+        world.store.journal.close()
+        shutil.rmtree(directory)
+    assert kills > 100
+
+
+# what a snapshot leaves out: the task's prompts, caches, and what this process alone looks at
+OF_THE_PROCESS: dict[type, set[str]] = {
+    Store: {"prompt", "_kept", "changes", "lacking"},
+    Evaluations: {"prompt", "fresh"},
+    PolicyTree: {"_known", "_known_for"},
+}
+
+
+def fields(owner: Any) -> dict[str, Any]:
+    """Every attribute that must come back, those of the parts as `part.name`."""
+    out: dict[str, Any] = {}
+    for name in vars(owner).keys() - OF_THE_PROCESS[type(owner)]:
+        value = getattr(owner, name)
+        if type(value) in OF_THE_PROCESS:
+            out |= {f"{name}.{inner}": x for inner, x in fields(value).items()}
+        else:
+            out[name] = value
+    return out
+
+
+def new_store(settings: StoreSettings | None = None) -> Store:
+    return Store(
+        settings or StoreSettings(9, 9, 9, SamplingSettings()), PROMPTS.__getitem__, Evaluations()
+    )
+
+
+def unusual(store: Store) -> None:
+    """What the random schedules do not: a checkpoint of another buffer, failures, the end."""
+    totals = {"trained": {"tokens": 3.0, "samples": 1, "mean_length": 3.0, "mean_reward": 1.0}}
+    source = WeightsSource(1, "here", "there", "")
+    label = Label(1, 2)
+    assert store.hello(
+        LearnerHello(1, "", 1, label, None, "d", 4, 0, 2.0, source, [], totals, [6, 60])
+    )
+    for ticket in (t for t in store.grant("g", 1, 9, 0.0) if t.kind == "train"):
+        store.report_tokens("g", ticket.attempt, 5)
+        failed = RewardFailure("data" if ticket.ticket % 2 else "machinery", "no")
+        store.deliver(sample(ticket, 0, (label, 1), digest="d", failed=str(failed)), 0.0)
+    store.finish()
+    for session in range(SESSIONS + 100):
+        store.report_tokens("h", session, 1)
+
+
+def test_every_attribute_of_a_store_comes_back_from_a_snapshot() -> None:
+    """Over random schedules with evaluations, until each attribute has had something to lose."""
+    fresh = fields(new_store())
+    never = set(fresh)
+
+    def compare(store: Store) -> bool:
+        before = fields(store)
+        again = new_store()
+        again.restore(
+            msgspec.msgpack.decode(msgspec.msgpack.encode(store.snapshot()), type=StoreSnapshot)
+        )
+        after = fields(again)
+        assert after.keys() == before.keys()
+        for name, value in before.items():
+            assert after[name] == value, name
+            assert isinstance(value, int) or type(after[name]) is type(value), name
+            if fresh[name] != value:
+                never.discard(name)
+        return False
+
+    for seed in range(30):
+        world = World(seed, make=new_store)
+        world.faults += 6
+        world.more_faults = [lambda world=world: compare(world.store)] * 9
+        world.run()
+        compare(world.store)
+    for split in ("heldout", "ood"):
+        store = Store(
+            StoreSettings(1, 2, 9, SamplingSettings(), error_budget=9, machinery_budget=9),
+            PROMPTS.__getitem__,
+            Evaluations(2, 1, 1, int(split == "ood"), 0.7, lambda _, i: Prompt(i, ""), ood_every=5),
+        )
+        unusual(store)
+        compare(store)
+        assert hello(store, 2, 0) is False  # behind what is kept
+    deadly = new_store(StoreSettings(1, 1, 9, SamplingSettings()))
+    for epoch in (1, 2, 3):
+        assert hello(deadly, epoch, 0, origin=epoch - 1, before="crashed")
+        for ticket in deadly.grant("g", 1, 2, 0.0):
+            deadly.deliver(sample(ticket), 0.0)
+        deadly.ask(epoch, 0)
+        compare(deadly)
+    deadly.renew("g", 3, [], 0.0, gap=1e3)
+    compare(deadly)
+    assert deadly.aside == 1
+    evaluated = Store(
+        StoreSettings(1, 1, 9, SamplingSettings()), PROMPTS.__getitem__, evaluations()
+    )
+    assert hello(evaluated, 1, 0)
+    one, *_ = evaluated.grant("g", 1, 2, 0.0)
+    judged(evaluated, one, 1.0)
+    compare(evaluated)
+    for ticket in evaluated.grant("g", 1, 2, 0.0):
+        if ticket.kind == "eval":
+            judged(evaluated, ticket, 0.5)
+    compare(evaluated)
+    assert not never, f"never other than a new store's: {sorted(never)}"
+
+
+def test_evaluations_out_and_queued_survive(tmp_path: Path) -> None:
+    from store_kit import hello, judged
+
+    store = recorded(tmp_path)
+    assert hello(store, 1, 0)
+    a, b = store.grant("g", 1, 2, 0.0)
+    judged(store, a, 1.0)
+    store.flush_journal()
+    again = recorded(tmp_path)
+    assert (
+        state(again) == state(store)
+        and again.evaluations.labels() == [(1, 0), (1, 0)]
+        and again.evaluations.plan.ood_every == 5
+    )
+    judged(again, b, 1.0)
+    (c, *_) = again.grant("g", 1, 1, 0.0)
+    judged(again, c, 0.5)
+    assert again.evaluations.results["heldout", 0]["eval/heldout_n"] == 3
+
+
+def test_leases_renewed_while_judging_survive(tmp_path: Path) -> None:
+    from store_kit import hello
+
+    store = recorded(tmp_path)
+    assert hello(store, 1, 0, k=3)
+    granted = [t for t in store.grant("g", 1, 9, 0.0) if t.kind == "train"]
+    assert len(granted) > 1
+    store.renew("g", 1, [], 15.0, [(granted[0].ticket, granted[0].attempt)])
+    assert store.expire(21.0) >= 1 and store.alive[granted[0].ticket].lease is not None
+    store.flush_journal()
+    again = recorded(tmp_path)
+    assert state(again) == state(store)
+    assert (
+        again.alive[granted[0].ticket].lease is not None
+        and again.alive[granted[1].ticket].lease is None
+    )
+
+
+@pytest.mark.parametrize("as_it_came", [False, True])
+def test_a_frame_is_one_record_and_folds_to_what_its_samples_were(
+    as_it_came: bool, tmp_path: Path
+) -> None:
+    store = recorded(tmp_path)
+    assert hello(store, 1, 0, k=3)
+    train = [ticket for ticket in store.grant("g", 1, 9, 0.0) if ticket.kind == "train"]
+    written = store.journal.appended
+    frame = [sample(train[0]), sample(train[1], length=7), sample(train[0], length=5)]
+    came = msgspec.msgpack.encode(Delivery("g", 1, 1, frame)) if as_it_came else b""
+    assert store.accept_samples(frame, came) == ["accepted", "accepted", "accepted"]
+    assert store.journal.appended == written + 1
+    if as_it_came:  # its bytes, and no others
+        assert store.journal.waiting[-1][1] is came
+    store.flush_journal()
+    before = state(store)
+    store.journal.close()
+    assert state(recorded(tmp_path)) == before
+
+
+def test_a_finished_buffer_says_so_again_unless_more_steps_are_wanted(tmp_path: Path) -> None:
+    from store_kit import hello
+
+    store = recorded(tmp_path, steps=0)
+    assert hello(store, 1, 0)
+    store.finish()
+    store.flush_journal()
+    assert recorded(tmp_path, steps=0).finished and not recorded(tmp_path, steps=5).finished
+
+
+def test_a_journal_without_its_snapshot_or_of_another_task_is_refused(tmp_path: Path) -> None:
+    from store_kit import hello
+
+    store = recorded(tmp_path)
+    assert hello(store, 1, 0)
+    store.grant("g", 1, 1, 0.0)
+    store.flush_journal()
+    path = j.segments(tmp_path)[-1]
+    data = path.read_bytes()
+    path.write_bytes(data[:20])
+    with pytest.raises(DamagedDataError, match=r"damaged at byte 0|does not fold"):
+        recorded(tmp_path)

@@ -1,0 +1,191 @@
+"""A sample whose outcome cannot be is failed alone: its sender goes on, the ledger closes, and a
+sender that keeps doing it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hostile_messages_kit import honest_hello
+from refused_samples_kit import (
+    Bench,
+    bench,  # noqa: F401
+    sample,
+)
+
+from actors.delivery import Outbox
+from actors.reward_worker import check_or_explain
+from asyncrl.config.tree import WiresConfig
+from asyncrl.contract import messages as m
+from asyncrl.contract import outcomes
+from asyncrl.contract.errors import BadMessage
+from asyncrl.contract.versions import Label
+from buffer import service as module
+from buffer.ledger import total_tokens
+from buffer.service import open_store
+
+NAN = float("nan")
+BAD: list[dict[str, Any]] = [
+    {"reward": 1e19},
+    {"reward": NAN},
+    {"reward_parts": {f"p{i}": 0.0 for i in range(300)}},
+    {"reward_parts": {"x" * 300: 0.0}},
+    {"reward_parts": {"a": -1e19}},
+    {"failed": m.RewardFailure("data", "x" * 100_000)},
+    {"failed": m.RewardFailure("refused", "evades the budget")},
+    {"text": "x" * (1 << 23)},
+    {"group_key": "x" * 201},
+    {"token_rewards": np.float32([0.0, np.inf]).tobytes()},
+]
+
+
+@pytest.mark.parametrize("mode", ["memory", "process"])
+def test_a_sample_that_cannot_be_fails_alone_and_its_sender_goes_on(
+    mode: str, bench: Callable[..., Bench]
+) -> None:
+    at = bench(f"durability.mode='{mode}'")
+    service, tickets, failed = at.service, at.tickets(40), 0
+    for change, ticket in zip(BAD, tickets, strict=False):
+        reply = at.deliver(sample(ticket, 0), sample(ticket, 1, **change))
+        assert isinstance(reply, m.DeliveryAcks), reply
+        assert [what for *_, what in reply.acks] == ["accepted", "failed"]
+        failed += 1
+        assert service.refused.total() == failed
+        # a copy of the message hears the same, and counts nothing
+        again = at.deliver(sample(ticket, 0), sample(ticket, 1, **change), again=True)
+        assert isinstance(again, m.DeliveryAcks) and again.acks == reply.acks
+        assert service.refused.total() == failed
+        lines = service.store.ledger()
+        assert (lines["failed"]["tokens"], lines["failed"]["samples"]) == (2 * failed, failed)
+        assert total_tokens(lines) == service.store.generated_tokens() == 4 * failed
+        # and the sample is due again
+        assert 1 in service.store.alive[ticket.ticket].missing()
+    assert failed == len(BAD)
+    if mode == "process":  # what was taken is what the journal folds to
+        service.store.flush_journal()  # type: ignore[attr-defined]
+        folded = open_store(at.config, at.dir, module.get_task(at.config.task))
+        try:
+            assert folded.ledger() == service.store.ledger()
+        finally:
+            folded.journal.close()  # type: ignore[attr-defined]
+
+
+def test_a_sender_of_nothing_else_ends_and_good_samples_make_up_for_bad_ones(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MOST_REFUSED", 3)
+    at = bench("durability.mode='memory'")
+    tickets = iter(at.tickets(60))
+    for _ in range(3):  # as many good ones as bad ones: for ever
+        ticket = next(tickets)
+        reply = at.deliver(sample(ticket, 0, reward=NAN), sample(ticket, 1))
+        assert isinstance(reply, m.DeliveryAcks)
+    for _ in range(3):
+        assert isinstance(at.deliver(sample(next(tickets), 0, reward=NAN)), m.DeliveryAcks)
+    before = at.service.store.ledger()
+    reply = at.deliver(sample(next(tickets), 0, reward=NAN))
+    assert isinstance(reply, m.Refusal)
+    assert "4 more samples of generator-0 could not be used" in reply.reason
+    assert "its reward is nan" in reply.reason
+    assert at.service.store.ledger() == before
+
+
+def test_broken_arrays_still_end_their_sender(bench: Callable[..., Bench]) -> None:
+    at = bench("durability.mode='memory'")
+    (ticket, *_) = at.tickets(8)
+    reply = at.deliver(sample(ticket, 0), sample(ticket, 1, tokens=b"\0" * 7, reward=NAN))
+    assert isinstance(reply, m.Refusal) and "7 bytes of tokens" in reply.reason
+    assert not any(line["tokens"] for line in at.service.store.ledger().values())
+
+
+def test_an_older_learner_does_not_switch_the_vocabulary_check_off(
+    bench: Callable[..., Bench],
+) -> None:
+    at = bench("durability.mode='memory'")
+    newer = msgspec.structs.replace(
+        honest_hello(at.service.run, vocabulary=50), epoch=2, label=Label(2, 0)
+    )
+    at.service.handle(b"l", newer)
+    at.replies.clear()
+    at.service.handle(b"o", honest_hello(at.service.run))  # of epoch 1, and says no vocabulary
+    assert at.replies == [m.FencedReply(1, 2)] and at.service.vocabulary == 50
+    (ticket, *_) = at.tickets(8)
+    reply = at.deliver(sample(ticket, 0, tokens=b"\4\0\0\0\x32\0\0\0"))
+    assert isinstance(reply, m.Refusal) and "of a model with 50 tokens" in reply.reason
+
+
+# ---- at the source -------------------------------------------------------------------------------
+
+
+HALF = "\ud800"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"reward_parts": {HALF: 1.0}},
+        {"failed": m.RewardFailure("data", f"no {HALF}")},
+        {"text": HALF},
+        {"prompt_text": f"a{HALF}"},
+        {"group_key": HALF},
+        {"reward": NAN},
+        {"reward": 2e15},
+        {"reward_parts": {f"p{i}": 0.0 for i in range(257)}},
+        {"failed": m.RewardFailure("data", "x" * 65_537)},
+    ],
+)
+def test_what_cannot_be_encoded_or_would_be_refused_is_sent_as_failed(
+    change: dict[str, Any],
+) -> None:
+    """The others of its frame, and the process that sends it, are unharmed."""
+    ticket = m.Ticket(
+        ticket=1,
+        attempt=1,
+        kind="train",
+        prompt=m.Prompt(1, "p"),
+        samples=[0, 1],
+        sampling=m.SamplingSettings(),
+        min_version=Label(1, 0),
+        exact_version=None,
+        seed=0,
+    )
+    box = Outbox(WiresConfig(), "generator-0", 7)
+    good, bad = sample(ticket, 0), sample(ticket, 1, **change)
+    box.add(good)
+    box.add(bad)
+    (frame,) = box.frames(0.0, flush=True)
+    kept, failed = msgspec.msgpack.decode(msgspec.msgpack.encode(frame), type=m.Delivery).samples
+    assert kept == good and failed.failed and failed.failed.kind == "data"
+    assert failed.failed.why.startswith("it cannot be delivered: ") and failed.tokens == bad.tokens
+    assert failed.failed.why.isprintable() and len(failed.failed.why) <= 303
+    assert frame.drawn == 4
+
+
+@pytest.mark.parametrize(
+    "value, why",
+    [
+        ({"reward": 1.0, **{f"p{i}": 0.0 for i in range(300)}}, "301 parts; it may have 256"),
+        ({"reward": 1.0, "x" * 300: 0.0}, "300 characters"),
+        ({"reward": 1.0, HALF: 0.0}, "half of a character"),
+        ({"reward": 1.0, "\x1b[2J": "no"}, "x1b[2J is a str, not a number"),
+    ],
+)
+def test_a_reward_function_is_checked_for_the_same(value: Any, why: str) -> None:
+    found = check_or_explain(value, 1)
+    assert isinstance(found, str) and why in found and found.isprintable()
+
+
+def test_bounds_of_outcomes_are_what_the_buffer_takes() -> None:
+    """A reward that the door takes is one that the buffer takes."""
+    from asyncrl.transport import arrays
+
+    assert outcomes.LARGEST_REWARD < arrays.REWARD
+    outcomes.check_number(outcomes.LARGEST_REWARD, "reward")
+    outcomes.check_parts({str(i): 0.0 for i in range(outcomes.MOST_PARTS)})
+    outcomes.check_parts({"x" * outcomes.NAME_LENGTH: 0.0})
+    outcomes.check_reason("x" * outcomes.REASON_LENGTH)
+    assert BadMessage("x").reason == "message"

@@ -1,0 +1,922 @@
+"""The buffer's loop over its real socket, with a generator and a learner played by hand."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from journal_kit import state
+from service_kit import Run, answers, ask, greet, wait, want
+
+from asyncrl.contract import messages as m
+from asyncrl.contract.versions import Label
+from asyncrl.contract.waits import BlockingSession, OpenSession, ProcessWait
+from asyncrl.records import rundir
+from asyncrl.tasks import get_task
+from asyncrl.transport import sockets
+from asyncrl.transport.sockets import PeerSocket
+from buffer import service as module
+from buffer import sessions, training_log
+from buffer.service import max_message_bytes, open_store
+
+
+@pytest.fixture
+def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    # the players here may stand still for long
+    monkeypatch.setattr(module, "LINGER_S", 600.0)
+    monkeypatch.setattr(module, "SESSIONS_S", 600.0)
+    runs: list[Run] = []
+
+    def make(*sets: str) -> Run:
+        runs.append(Run(tmp_path, *sets))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run.end()
+
+
+def test_a_run_from_hello_to_its_end(begin: Any) -> None:
+    run = begin()
+    generator, learner = run.peer(), run.peer()
+    generator.send(want(1))
+    assert ask(learner, run.hello(1), m.Welcome) == m.Welcome(1, 0)
+    evaluated, number = 0, 0
+    while number < 2:
+        # the first answers the want that came before the learner
+        reply = wait(generator, m.TicketGrant)
+        assert reply.announcement.label == (1, number)
+        for t in reply.tickets:
+            acks = ask(generator, answers(t), m.DeliveryAcks)
+            evaluated += t.kind == "eval"
+            assert {a[3] for a in acks.acks} == (
+                {"evaluated"} if t.kind == "eval" else {"accepted"}
+            )
+            if t.kind == "train":
+                batch = ask(learner, m.BatchRequest(1, number), m.Batch)
+                assert [(s.ticket, s.sample) for s in batch.samples] == [
+                    (number, 0),
+                    (number, 1),
+                ] and batch.lags == [0, 0]
+                number += 1
+                assert (
+                    ask(
+                        learner,
+                        m.Commit(
+                            1, number - 1, Label(1, number), f"d{number}", {"reward/mean": 0.5}
+                        ),
+                        m.CommitReply,
+                    ).number
+                    == number - 1
+                )
+        generator.send(want(2 + number))
+    learner.send(m.LearnerGoodbye(1, 2))
+    (t,) = wait(generator, m.TicketGrant).tickets
+    # the last evaluation comes before the goodbye's answer
+    assert t.kind == "eval" and t.exact_version == (1, 2)
+    ask(generator, answers(t), m.DeliveryAcks)
+    assert wait(learner, m.RunFinished) == m.RunFinished(1)
+    generator.send(want(9))
+    while not wait(generator, m.TicketGrant).finished:
+        pass
+    run.thread.join(600)
+    summary = run.service.summary()
+    assert (summary["steps"], summary["trajectories"], summary["tokens"], summary["finished"]) == (
+        2,
+        4,
+        8,
+        True,
+    )
+    assert (
+        summary["lag"] == {"mean": 0.0, "p95": 0, "max": 0}
+        and summary["heldout_end"] == 0.0
+        and evaluated == 1
+    )
+
+
+def until_status(peer: PeerSocket) -> tuple[list[Any], m.RunStatus]:
+    """What else comes before the answer to a Watch, and that."""
+    peer.send(m.StatusRequest())
+    came: list[Any] = []
+    while not isinstance(reply := peer.recv(600), m.RunStatus):
+        came.append(reply)
+    return came, reply
+
+
+def test_a_commit_that_is_told_again_is_answered_again_and_counted_once(begin: Any) -> None:
+    """A lost answer holds up no learner; one that runs ahead is not answered."""
+    run = begin("learner.steps=3")
+    generator, learner = run.peer(), run.peer()
+    ask(learner, run.hello(1), m.Welcome)
+    number, wants = 0, itertools.count(1)
+    while number < 2:
+        for t in ask(generator, want(next(wants)), m.TicketGrant).tickets:
+            ask(generator, answers(t), m.DeliveryAcks)
+            if t.kind == "train":
+                ask(learner, m.BatchRequest(1, number), m.Batch)
+                commits = [
+                    m.Commit(1, n, Label(1, n + 1), f"d{n + 1}", {"time/step": 1.0 + n})
+                    for n in range(number + 1)
+                ]
+                for commit in (commits[-1], commits[-1], *commits):
+                    learner.send(commit)
+                came, status = until_status(learner)
+                number += 1
+                told = [c.number for c in came if isinstance(c, m.CommitReply)]
+                assert told == [number - 1] * 2 + list(range(number))
+                assert status.committed == number and status.progress >= number
+                assert status.metrics["time/step"] == number
+    rows = (run.dir / "metrics.jsonl").read_text().splitlines()
+    assert sum('"time/step"' in row for row in rows) == 2, "one row a batch"
+
+
+@pytest.mark.parametrize(
+    ("mode", "todo"),
+    [("memory", r"go on with `asyncrl run --resume .*run`"), ("process", "begin a new run")],
+)
+def test_a_learner_whose_newer_checkpoints_are_damaged_is_told_what_to_do(
+    begin: Any, mode: str, todo: str
+) -> None:
+    run = begin(f"durability.mode={mode!r}")
+    peer = run.peer()
+    ask(peer, run.hello(1, number=5), m.Welcome)
+    assert ask(run.peer(), run.hello(3, number=4, origin=1), m.Refusal).exit_code == 5
+    said = ask(run.peer(), run.hello(2, number=3, origin=1), m.Refusal).reason
+    assert re.search(r"version 3, .* nothing before version 5: .*" + todo, said)
+    assert ask(run.peer(), run.hello(1, number=3), m.Welcome).epoch == 1  # itself, once more
+    assert ask(run.peer(), run.hello(4, number=5, origin=1), m.Welcome).epoch == 4
+
+
+def test_a_learner_that_has_steps_to_make_takes_an_end_back(begin: Any) -> None:
+    run = begin("learner.steps=5")
+    service = run.service
+    ask(run.peer(), run.hello(1, number=3), m.Welcome)
+    service.told_before = True  # nobody is waited for
+    service.ended_at = time.monotonic()
+    service.store.finished = True
+    assert ask(run.peer(), run.hello(2, number=3, origin=1), m.Welcome).epoch == 2
+    assert not service.store.finished and service.ended_at == 0.0 and not service.told_before
+    assert not service.status().finished
+
+
+def test_a_new_buffer_takes_a_learner_from_any_checkpoint(begin: Any) -> None:
+    run = begin()
+    assert ask(run.peer(), run.hello(4, number=3, origin=1), m.Welcome).epoch == 4
+
+
+def test_strangers_and_old_learners_are_told_so(begin: Any) -> None:
+    run = begin()
+    peer = run.peer()
+    assert run.id in ask(peer, run.hello(1, run="another"), m.Refusal).reason
+    assert "protocol" in ask(peer, run.hello(1, protocol=99), m.Refusal).reason
+    assert ask(peer, run.hello(2), m.Welcome).epoch == 2
+    old = run.peer()
+    assert ask(old, run.hello(1), m.FencedReply) == m.FencedReply(1, 2)
+    assert (
+        ask(old, m.BatchRequest(1, 0), m.FencedReply)
+        == ask(old, m.Commit(1, 0, Label(1, 1), "x", {}), m.FencedReply)
+        == m.FencedReply(1, 2)
+    )
+
+
+def test_other_weights_are_refused_with_both_names_and_the_run_goes_on(begin: Any) -> None:
+    run = begin("evaluation.final_prompts=1")
+    generator, learner = run.peer(), run.peer()
+    ask(learner, run.hello(1), m.Welcome)
+    t = ask(generator, want(1), m.TicketGrant).tickets[0]
+    reason = ask(generator, answers(t, digest="stale"), m.Refusal).reason
+    assert "digest stale" in reason and "d0" in reason
+    assert {a[3] for a in ask(generator, answers(t), m.DeliveryAcks).acks} == {"evaluated"}
+
+
+def test_status_says_who_waits_for_whom(begin: Any) -> None:
+    run = begin("evaluation.final_prompts=1")
+    generator, learner, viewer = run.peer(), run.peer(), run.peer()
+    ask(learner, run.hello(1), m.Welcome)
+    while not any(t.kind == "train" for t in ask(generator, want(1), m.TicketGrant).tickets):
+        pass
+    learner.send(m.BatchRequest(1, 0))
+    while not (status := ask(viewer, m.StatusRequest(), m.RunStatus)).waits:
+        pass
+    assert status.waits[0][:3] == ("learner", "ticket 0: 2 samples at generator-0", "generator-0")
+
+
+def test_the_session_that_a_learner_waits_for_is_named(begin: Any) -> None:
+    """Of the batch's oldest ticket, while the learner has nothing to do; with the limit that would
+    not wait, by the steps that were made.
+    """
+    run = begin("evaluation.final_prompts=1", "learner.steps=3")
+    gateway, learner, viewer = run.peer(), run.peer(), run.peer()
+    ask(learner, run.hello(1), m.Welcome)
+
+    def ticket(number: int) -> m.Ticket:
+        while True:
+            for t in ask(gateway, want(number), m.TicketGrant).tickets:
+                if t.kind == "train":
+                    return t
+                ask(gateway, answers(t), m.DeliveryAcks)
+
+    def told(t: m.Ticket, **stats: float) -> None:
+        one = OpenSession(t.ticket, 1, "0.1.1", "prompt 5 'ab='", 6, "agent", "x", 21.0, 30.0)
+        other = msgspec.structs.replace(one, ticket=t.ticket + 1, name="1.0.2")
+        named = {key.replace("_", "/", 1): value for key, value in stats.items()}
+        ask(
+            gateway,
+            m.LeaseRenewal("generator-0", 1, [], named, None, sessions=[other, one]),
+            m.HeartbeatReply,
+        )
+
+    def waits(what: str) -> None:
+        waiting = ProcessWait("learner", what, "buffer", 3.0) if what else None
+        ask(learner, m.LearnerProgress("learner", waiting, {}, 1, 1), m.HeartbeatReply)
+
+    def held_up() -> BlockingSession | None:
+        return ask(viewer, m.StatusRequest(), m.RunStatus).held_up  # type: ignore[no-any-return]
+
+    first = ticket(1)
+    ask(gateway, answers(first), m.DeliveryAcks)
+    ask(learner, m.BatchRequest(1, 0), m.Batch)
+    numbers = {"time/step": 20.0, "time/learner_idle_share": 0.5}
+    ask(learner, m.Commit(1, 0, Label(1, 1), "d1", numbers), m.CommitReply)
+    second = ticket(2)
+    learner.send(m.BatchRequest(1, 1))
+    told(second)
+    while not ask(viewer, m.StatusRequest(), m.RunStatus).waits:
+        pass
+    assert held_up() is None  # it asks ahead, and has work
+    waits("batch 1")
+    held = held_up()
+    assert held is not None
+    assert (held.session.name, held.producer, held.step_s) == ("0.1.1", "generator-0", 10.0)
+    assert held.max_lag == 3  # open for 30 s
+    told(second, session_p95_s=41.0)
+    assert (held := held_up()) is not None and (held.usual_s, held.max_lag) == (41.0, 5)
+    ask(gateway, answers(second), m.DeliveryAcks)
+    wait(learner, m.Batch)
+    assert held_up() is None
+
+
+def test_reward_processes_in_the_metrics_and_among_the_waits(begin: Any) -> None:
+    """Sums since the last step, over generators; the state as it is now; who waits for its own
+    rewards is said to.
+    """
+    run = begin("learner.steps=3", "staleness.max_lag=2")
+    generator, learner, viewer = run.peer(), run.peer(), run.peer()
+    ask(learner, msgspec.structs.replace(run.hello(1), max_lag=2.0), m.Welcome)
+    tickets = {}
+    while len(tickets) < 3:
+        for t in ask(generator, want(1 + len(tickets)), m.TicketGrant).tickets:
+            if t.kind == "train":
+                tickets[t.ticket] = t
+            else:
+                ask(generator, answers(t), m.DeliveryAcks)
+
+    def step(number: int, **stats: float) -> dict[str, float]:
+        stats |= {"judge_requests": 10.0 + number, "judge_stolen": 1.0}
+        ask(
+            generator,
+            m.LeaseRenewal(
+                "generator-0",
+                1,
+                [],
+                {k.replace("_", "/", 1): v for k, v in stats.items()},
+                ProcessWait("generator-0", m.REWARDS_WAITED_FOR, "generator-0-rewards", 3.5),
+            ),
+            m.HeartbeatReply,
+        )
+        ask(generator, answers(tickets[number]), m.DeliveryAcks)
+        ask(learner, m.BatchRequest(1, number), m.Batch)
+        ask(
+            learner,
+            m.Commit(1, number, Label(1, number + 1), f"d{number + 1}", {"reward/mean": 0.5}),
+            m.CommitReply,
+        )
+        status = ask(viewer, m.StatusRequest(), m.RunStatus)
+        assert ("generator-0", m.REWARDS_WAITED_FOR, "generator-0-rewards", 3.5) in status.waits
+        return dict(status.metrics)
+
+    assert "reward/queue" not in step(0, generator_busy_s=1.0, generator_idle_s=1.0), (
+        "nobody has reward processes"
+    )
+    sums = {
+        "generator_busy_s": 2.0,
+        "generator_idle_s": 4.0,
+        "generator_reward_idle_s": 1.0,
+        "reward_judged": 10,
+        "reward_waited_s": 5.0,
+        "reward_called_s": 1.0,
+    }
+    got = step(1, **sums, reward_queue=7, reward_workers=2)
+    assert (
+        got["reward/queue"] == 7
+        and got["reward/workers"] == 2
+        and got["reward/wait_s"] == 0.5
+        and got["reward/call_s"] == 0.1
+    )
+    assert got["judge/requests"] == 11 and "judge/stolen" not in got
+    assert got["time/reward_wait_share"] == 0.25 and got["time/generator_idle_share"] == 0.75
+    later = sums | {
+        "generator_busy_s": 3.0,
+        "reward_judged": 12,
+        "reward_waited_s": 5.5,
+        "reward_called_s": 1.5,
+    }
+    got = step(2, **later, reward_queue=0, reward_workers=3)
+    assert (
+        got["reward/wait_s"] == 0.25
+        and got["reward/call_s"] == 0.25
+        and got["time/reward_wait_share"] == 0.0
+        and got["reward/workers"] == 3
+    )
+
+
+def test_samples_are_progress_up_to_a_batch_of_them(begin: Any) -> None:
+    """A slow step is no stand-still; a learner that does not commit is one, whatever else is
+    delivered.
+    """
+    run = begin("learner.steps=3", "staleness.max_lag=2")
+    generator, learner, viewer = run.peer(), run.peer(), run.peer()
+    ask(learner, msgspec.structs.replace(run.hello(1), max_lag=2.0), m.Welcome)
+    tickets = []
+    while len(tickets) < 3:
+        for t in ask(generator, want(1 + len(tickets)), m.TicketGrant).tickets:
+            if t.kind == "train":
+                tickets.append(t)
+            else:
+                ask(generator, answers(t), m.DeliveryAcks)
+
+    def progress() -> int:
+        return int(ask(viewer, m.StatusRequest(), m.RunStatus).progress)
+
+    def deliver(t: m.Ticket, sample: int) -> None:
+        ask(
+            generator, m.Delivery("generator-0", 1, 1, [answers(t).samples[sample]]), m.DeliveryAcks
+        )
+
+    seen = [progress()]
+    for t, sample in ((tickets[0], 0), (tickets[1], 0), (tickets[1], 1)):
+        deliver(t, sample)
+        seen.append(progress())
+    assert [b - a for a, b in itertools.pairwise(seen)] == [1, 1, 0], "a batch of two"
+    deliver(tickets[0], 1)
+    ask(learner, m.BatchRequest(1, 0), m.Batch)
+    ask(learner, m.Commit(1, 0, Label(1, 1), "d1", {"reward/mean": 0.5}), m.CommitReply)
+    before = progress()
+    deliver(tickets[2], 0)
+    assert before == seen[-1] + 1 and progress() == before + 1
+
+
+def test_under_disk_no_reply_leaves_before_the_disk_has_it(
+    begin: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, real, held = threading.Event(), os.fdatasync, threading.Event()
+    run = begin("durability.mode='disk'")
+
+    def slow(fd: int) -> None:
+        held.set()
+        assert go.wait(600)
+        real(fd)
+
+    monkeypatch.setattr(os, "fdatasync", slow)
+    learner = run.peer()
+    learner.send(run.hello(1))
+    # the hello is taken, and on its way to the disk
+    until = time.monotonic() + 600
+    while not (held.is_set() and run.service.outgoing):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert run.service.store.epoch == 1
+    assert run.service.store.journal.durable < run.service.store.journal.appended
+    go.set()
+    assert wait(learner, m.Welcome) == m.Welcome(1, 0)
+
+
+def ended_process() -> int:
+    """The number of a process that was and is no more."""
+    done = subprocess.Popen([sys.executable, "-c", ""])
+    done.wait()
+    return done.pid
+
+
+def greeting(run: Run, session: int, pid: int, name: str = "generator-0") -> m.GeneratorHello:
+    return m.GeneratorHello(m.PROTOCOL, run.id, name, session, 4, socket.gethostname(), pid)
+
+
+def test_what_a_dead_generator_had_asked_for_is_granted_to_nobody(begin: Any) -> None:
+    """Killed while it waited for tickets: its next life says hello, and gets them; nothing is out
+    under the old session until a lease ends.
+    """
+    run = begin()
+    dead, reborn, learner = run.peer(), run.peer(), run.peer()
+    dead.send(greeting(run, 1, ended_process()))
+    dead.send(want(1))
+    ask(dead, m.StatusRequest(), m.RunStatus)  # the want has been read
+    reborn.send(greeting(run, 2, os.getpid()))
+    ask(reborn, m.StatusRequest(), m.RunStatus)
+    ask(learner, run.hello(1), m.Welcome)  # from here on there are tickets to grant
+    got = ask(reborn, m.TicketRequest("generator-0", 2, 1, 4, None), m.TicketGrant)
+    assert got.session == 2 and {t.kind for t in got.tickets} == {"train", "eval"}
+    assert dead.recv(0.1) is None
+
+
+def first_ticket(run: Run, generator: PeerSocket, session: int = 1) -> m.Ticket:
+    """The first training ticket; what of evaluation comes with it is answered."""
+    number = 0
+    while True:
+        number += 1
+        for t in ask(
+            generator, m.TicketRequest("generator-0", session, number, 4, None), m.TicketGrant
+        ).tickets:
+            if t.kind == "train":
+                return t  # type: ignore[no-any-return]
+            ask(generator, answers(t), m.DeliveryAcks)
+
+
+@pytest.mark.parametrize("mode", ["memory", "process"])
+def test_a_generator_that_leaves_gives_its_leases_back_at_once(begin: Any, mode: str) -> None:
+    run = begin(f"durability.mode={mode!r}")
+    leaver, other, learner = run.peer(), run.peer(), run.peer()
+    ask(learner, run.hello(1), m.Welcome)
+    leaver.send(m.GeneratorHello(m.PROTOCOL, run.id, "generator-0", 1, 4, "here", 1))
+    held = first_ticket(run, leaver)
+    assert (
+        ask(
+            leaver,
+            m.LeaseRenewal("generator-0", 1, [(held.ticket, held.attempt, 5)], {}, None),
+            m.HeartbeatReply,
+        ).epoch
+        == 1
+    )
+    leaver.send(m.GeneratorGoodbye("generator-0", 1))
+    ask(leaver, m.StatusRequest(), m.RunStatus)  # the buffer has read it
+    again = ask(other, m.TicketRequest("generator-1", 1, 1, 4, None), m.TicketGrant).tickets[0]
+    assert (again.ticket, again.samples) == (
+        held.ticket,
+        held.samples,
+    ) and again.attempt > held.attempt
+    status = ask(other, m.StatusRequest(), m.RunStatus)
+    assert "generator-0" not in status.peers and status.ledger["lost_with_process"]["tokens"] == 5
+
+
+def test_the_last_word_of_a_session_that_was_replaced_takes_nothing_from_the_new_one(
+    begin: Any,
+) -> None:
+    run = begin()
+    older, newer, other, learner = run.peer(), run.peer(), run.peer(), run.peer()
+    ask(learner, run.hello(1), m.Welcome)
+    newer.send(m.GeneratorHello(m.PROTOCOL, run.id, "generator-0", 2, 4, "here", 1))
+    first_ticket(run, newer, session=2)
+    older.send(m.GeneratorGoodbye("generator-0", 1))
+    assert "generator-0" in ask(older, m.StatusRequest(), m.RunStatus).peers
+    other.send(m.TicketRequest("generator-1", 1, 1, 4, None))
+    ask(other, m.StatusRequest(), m.RunStatus)
+    assert run.service.store.alive[0].lease.producer == "generator-0"
+
+
+def test_after_a_restart_weights_are_announced_once_their_learner_is_heard(begin: Any) -> None:
+    """The journal names the ring of a learner that may be dead; who followed it would wait for
+    files that are gone.
+    """
+    run = begin("durability.mode='process'")
+    ask(run.peer(), run.hello(1), m.Welcome)
+    run.end()
+    run = begin("durability.mode='process'")
+    generator, learner = run.peer(), run.peer()
+    got = ask(generator, want(1), m.TicketGrant)
+    assert got.announcement is None and run.service.store.policy == (1, 0)
+    renew = m.LeaseRenewal("generator-0", 1, [], {}, None)
+    assert ask(generator, renew, m.HeartbeatReply).announcement is None
+    generator.send(want(2))
+    ask(generator, m.StatusRequest(), m.RunStatus)
+    # the same life goes on: only the buffer was away
+    ask(learner, m.LearnerProgress("learner", None, {}, 1, 1), m.HeartbeatReply)
+    assert wait(generator, m.TicketGrant).announcement.label == (1, 0)
+    assert ask(generator, renew, m.HeartbeatReply).announcement.label == (1, 0)
+
+
+def test_two_generators_of_one_name(begin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second is refused while the first is heard of, whatever their numbers; once the first's
+    process is gone, the next one has its leases.
+    """
+    monkeypatch.setattr(sessions, "MARGIN_S", 0.0)
+    run = begin()
+    first, second, third, learner = run.peer(), run.peer(), run.peer(), run.peer()
+    ask(learner, run.hello(1), m.Welcome)
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    first.send(greeting(run, 50, process.pid))
+    held = ask(first, m.TicketRequest("generator-0", 50, 1, 9, None), m.TicketGrant).tickets
+    assert {t.kind for t in held} == {"train", "eval"}
+    second.send(greeting(run, 60, os.getpid()))
+    ask(second, m.StatusRequest(), m.RunStatus)
+    for _ in range(2):
+        first.send(m.LeaseRenewal("generator-0", 50, [], {}, None))
+        ask(first, m.StatusRequest(), m.RunStatus)
+    refused = ask(second, m.TicketRequest("generator-0", 60, 1, 9, None), m.Refusal)
+    assert (
+        refused.exit_code == 2
+        and f"process {process.pid} on {socket.gethostname()}" in refused.reason
+        and "--index" in refused.reason
+    )
+    process.communicate(b"\n")
+    third.send(greeting(run, 3, os.getpid()))  # as after a clock that was set back
+    again = ask(third, m.TicketRequest("generator-0", 3, 1, 9, None), m.TicketGrant).tickets
+    # the leases were given back
+    assert {(t.ticket, t.kind) for t in again} == {(t.ticket, t.kind) for t in held}
+    late = m.Delivery(
+        "generator-0", 50, 1, answers(next(t for t in held if t.kind == "train")).samples
+    )
+    # what it had finished is taken
+    assert ask(first, late, m.DeliveryAcks).acks and run.service.sessions.token("generator-0") == 3
+    assert (
+        "taken the name"
+        in ask(first, m.TicketRequest("generator-0", 50, 2, 9, None), m.Refusal).reason
+    )
+
+
+def handed_out(
+    run: Run, generator: PeerSocket, learner: PeerSocket, numbers: tuple[int, ...]
+) -> list[m.Batch]:
+    """Batches `numbers`, written and handed to the learner of epoch 1."""
+    batches, sequence = [], 0
+    generator.send(greet(run.id, "generator-0", 1))
+    for n in numbers:
+        learner.send(m.BatchRequest(1, n))
+        while len(batches) == n:
+            assert sequence < 200, "no batch came"
+            sequence += 1
+            generator.send(want(sequence, 9))
+            reply = generator.recv(0.3)
+            while reply is not None:
+                for t in reply.tickets if isinstance(reply, m.TicketGrant) else ():
+                    generator.send(answers(t))
+                reply = generator.recv(0.05)
+            if isinstance(got := learner.recv(0.3), m.Batch):
+                batches.append(got)
+    return batches
+
+
+@pytest.mark.parametrize("mode", ["memory", "process", "process, rows lost"])
+@pytest.mark.parametrize("killed", ["learner", "both"])
+def test_a_batch_whose_commit_was_lost_is_trained_when_a_checkpoint_lies_behind_it(
+    begin: Any, mode: str, killed: str
+) -> None:
+    """The learner trains batches 0 and 1, writes the checkpoint of version 2, and is killed before
+    the buffer has heard of either.
+    """
+    words = ("learner.steps=3", f"durability.mode='{mode.partition(',')[0]}'")
+    run = begin(*words)
+    generator, learner = run.peer(), run.peer()
+    ask(learner, msgspec.structs.replace(run.hello(1), max_lag=3), m.Welcome)
+    batches = handed_out(run, generator, learner, (0, 1))
+    if killed == "both":
+        run.end()
+        if "lost" in mode:  # a power cut: what is not in the journal is gone
+            (run.dir / "leased.jsonl").unlink()
+        run = begin(*words)
+        learner = run.peer()
+    hello = msgspec.structs.replace(
+        run.hello(2, 2, origin=1),
+        next_ticket=batches[1].next_ticket,
+        ledger=batches[1].ledger,
+        parent=Label(1, 1),
+    )
+    ask(learner, hello, m.Welcome)
+    rows = training_log.read(run.dir / "trained.jsonl")
+    assert {n: (r.samples, r.tickets, r.ids) for n, r in rows.items()} == {
+        b.number: (2, [[b.number] * 2], training_log.digest(b.samples)) for b in batches
+    }
+    summary = run.service.summary()
+    assert (summary["trajectories"], summary["tokens"], summary["steps"]) == (4, 8, 2) and summary[
+        "ledger"
+    ]["trained"] == 8
+    ask(
+        learner,
+        msgspec.structs.replace(run.hello(3, 1 if killed == "learner" else 2, origin=1)),
+        m.Welcome,
+    )
+    # and a roll-back takes it out again
+    assert len(training_log.read(run.dir / "trained.jsonl")) == (1 if killed == "learner" else 2)
+
+
+def test_a_process_of_another_machine_is_not_looked_up_here(begin: Any) -> None:
+    """Its number may be anybody's on this one: only its silence says that it is gone."""
+    run = begin()
+    first, second = run.peer(), run.peer()
+    first.send(msgspec.structs.replace(greeting(run, 1, ended_process()), host="elsewhere"))
+    ask(first, m.StatusRequest(), m.RunStatus)
+    second.send(greeting(run, 2, os.getpid()))
+    ask(second, m.StatusRequest(), m.RunStatus)
+    assert run.service.sessions.token("generator-0") == 1
+
+
+# ---- what cannot be ------------------------------------------------------------------------------
+
+BAD_FRAMES = {
+    "empty": b"",
+    "no message": b"\xc1\xc1",
+    "another type": msgspec.msgpack.encode({"type": "trajectory"}),
+    "bad UTF-8": b"\x82\xa4type\xa5watch\xa4stop\xa3\xff\xfe\xfd",
+    "nesting without end": b"\x81\xa1x" + b"\x91" * 100_000 + b"\xc0",
+    "a size that no memory holds": b"\x82\xa4type\xa5watch\xa4stop\xdb\xff\xff\xff\xff",
+}
+
+
+def test_a_frame_that_does_not_decode_costs_its_sender(begin: Any) -> None:
+    run = begin()
+    stranger, learner = run.peer(), run.peer()
+    good = msgspec.msgpack.encode(m.StatusRequest())
+    for frame in BAD_FRAMES.values():
+        stranger.socket.send_multipart([stranger.head, frame])
+        assert wait(stranger, m.Refusal).exit_code == 4
+    for frames in ([stranger.head], [stranger.head, good, b""], [stranger.head] + [good] * 50):
+        stranger.socket.send_multipart(frames)
+        assert wait(stranger, m.Refusal).exit_code == 4
+    assert run.service.refused == {"frame": len(BAD_FRAMES) + 3}
+    assert ask(learner, run.hello(1), m.Welcome) == m.Welcome(1, 0)
+
+
+def test_messages_of_another_run_or_protocol_are_refused_unread(begin: Any) -> None:
+    """Each kind, also those that carry no run of their own: a generator that is left over from an
+    earlier run at the same address changes nothing.
+    """
+    run = begin()
+    generator, learner = run.peer(), run.peer()
+    ask(learner, run.hello(1), m.Welcome)
+    tickets = ask(generator, want(1, 9), m.TicketGrant).tickets
+    before = state(run.service.store)
+    address = rundir.buffer_address(run.config, run.dir)
+    kinds = [*map(answers, tickets), want(2, 9), m.LeaseRenewal("generator-0", 1, [], {}, None)]
+    kinds += [
+        m.GeneratorGoodbye("generator-0", 1),
+        m.BatchRequest(1, 0),
+        m.CheckpointNotice(1, 9),
+        run.hello(2),
+    ]
+    for head, said in (
+        (sockets.head("another"), f"belongs to run {run.id}, this process to run another"),
+        (sockets.head(run.id, m.PROTOCOL - 1), f"speaks protocol {m.PROTOCOL}, this process 2"),
+        (sockets.head(""), f"belongs to run {run.id}, this process to run (none)"),
+        (b"\xff" * 300, "its first frame names no run"),
+        (b"", "its first frame names no run"),
+    ):
+        stray = PeerSocket(address)
+        run.peers.append(stray)
+        for message in kinds:
+            stray.socket.send_multipart([head, msgspec.msgpack.encode(message)])
+            assert said in wait(stray, m.Refusal).reason
+    assert run.service.refused == {"stranger": 5 * len(kinds)}
+    assert state(run.service.store) == before
+    watcher = PeerSocket(address)  # who watches need not know the run, and is told it
+    run.peers.append(watcher)
+    assert ask(watcher, m.StatusRequest(), m.RunStatus).run == run.id
+    assert ask(watcher, m.StatusRequest(), m.RunStatus).metrics["refused/stranger"] == 5 * len(
+        kinds
+    )
+
+
+def test_frames_of_a_message_are_bounded_together(begin: Any) -> None:
+    """Also where each of them is small enough."""
+    run = begin("wires.frame_bytes=65536", "generator.context=128")
+    most = max_message_bytes(run.config)
+    assert most < 20 * 2**20 and run.service.socket.most == most
+    stranger, learner = run.peer(), run.peer()
+    stranger.socket.send_multipart([stranger.head, *[bytes(most // 2)] * 3])
+    assert f"more than {most} bytes" in wait(stranger, m.Refusal).reason
+    assert run.service.refused == {"frame": 1}
+    assert ask(learner, run.hello(1), m.Welcome) == m.Welcome(1, 0)
+
+
+def test_who_has_not_said_hello_gets_no_tickets(begin: Any) -> None:
+    run = begin("durability.mode='process'", "staleness.max_lag=1")
+    generator, learner = run.peer(), run.peer()
+    ask(learner, run.hello(1), m.Welcome)
+    generator.send(want(1, 9))
+    assert generator.recv(600) == m.UnknownSession("generator-0", 1)
+    assert run.service.store.attempts == 0
+    # what was asked for is given as soon as it is known who asks
+    assert ask(generator, greet(run.id, "generator-0", 1), m.TicketGrant).sequence == 1
+
+
+def bad(run: Run, train: m.Ticket, test: m.Ticket) -> dict[str, m.FromPeer]:
+    """One message of each kind of nonsense, for a run at batch 0 with these tickets out."""
+
+    def deliver(t: m.Ticket, **more: Any) -> m.Delivery:
+        return m.Delivery(
+            "generator-0", 1, 1, [msgspec.structs.replace(answers(t).samples[0], **more)]
+        )
+
+    def renew(
+        *progress: tuple[int, int, int], waiting: ProcessWait | None = None, **stats: float
+    ) -> m.LeaseRenewal:
+        return m.LeaseRenewal("generator-0", 1, list(progress), stats, waiting)
+
+    def wait(
+        seconds: float, *, who: str = "generator-0", what: str = "x", on: str = "buffer"
+    ) -> m.LeaseRenewal:
+        return renew(waiting=ProcessWait(who, what, on, seconds))
+
+    def told(count: int = 1, **more: Any) -> m.LeaseRenewal:
+        one = OpenSession(0, 0, "0.0.1", "prompt 0 ''", 1, "agent", "its harness", 1.0, 2.0)
+        each = [msgspec.structs.replace(one, **more)] * count
+        return msgspec.structs.replace(renew(), sessions=each)
+
+    def hello(**more: Any) -> m.LearnerHello:
+        return msgspec.structs.replace(run.hello(2), **more)
+
+    label, line = (
+        Label(1, 1),
+        {"tokens": 1.0, "samples": 1.0, "mean_length": 1.0, "mean_reward": 0.0},
+    )
+    return {
+        "sample past the group": deliver(train, sample=2),
+        "sample below 0": deliver(train, sample=-1),
+        "ticket not granted": deliver(train, ticket=99),
+        "ticket below 0": deliver(train, ticket=-1),
+        "attempt not granted": deliver(train, attempt=99),
+        "attempt of another": deliver(train, attempt=test.attempt),
+        "evaluation of another": deliver(test, ticket=test.ticket + 1),
+        "evaluation's second sample": deliver(test, sample=1),
+        "progress below 0": renew((train.ticket, train.attempt, -1)),
+        "progress without end": renew((train.ticket, train.attempt, 2**62)),
+        "stats not finite": renew(**{"generator/tokens": float("nan")}),
+        "stats below 0": renew(tokens=-1.0),
+        "wait not a number": wait(float("nan")),
+        "wait not finite": wait(float("inf")),
+        "wait below 0": wait(-1.0),
+        "wait of another": wait(1.0, who="learner"),
+        "wait for another": wait(1.0, on="generator-1"),
+        "wait without end": wait(1.0, what="x" * 1001),
+        "wait for a long name": wait(1.0, on="generator-0-" + "x" * 1000),
+        "a session's number": told(open_s=float("nan")),
+        "a session's age": told(seconds=-1.0),
+        "a session's screen": told(what="\x1b[2J"),
+        "a session without end": told(task="x" * 1001),
+        "sessions without end": told(count=257),
+        "no name": m.TicketRequest("", 1, 1, 1, None),
+        "a name like a screen": m.TicketRequest("\x1b[2J", 1, 1, 1, None),
+        "ask past the end": m.BatchRequest(1, 2),
+        "commit not composed": m.Commit(1, 0, label, "x", {}),
+        "commit far ahead": m.Commit(1, 5, Label(1, 6), "x", {}),
+        "commit of another name": m.Commit(1, 0, Label(9, 1), "x", {}),
+        "goodbye at 0": m.LearnerGoodbye(1, 2),
+        "hello of another epoch": hello(label=Label(9, 0)),
+        "hello below 0": hello(label=Label(2, -1)),
+        "limit below 0": hello(max_lag=-1.0),
+        "limit not a number": hello(max_lag=float("nan")),
+        "ticket past all": hello(next_ticket=1 << 60),
+        "trained below 0": hello(trained_above=[-1]),
+        "ring of the future": hello(ring=[(Label(2, 0), "x")]),
+        "ledger of other lines": hello(ledger={"stolen": line}),
+        "half a ledger": hello(ledger={"trained": {"tokens": 1.0}}),
+        "ledger not a number": hello(ledger={"trained": line | {"tokens": float("inf")}}),
+        "ledger with odd lengths": hello(ledger={"trained": line | {"upto_x": 1.0}}),
+    }
+
+
+@pytest.mark.parametrize("mode", ["memory", "process"])
+def test_what_cannot_be_is_refused_and_nothing_of_it_stays(begin: Any, mode: str) -> None:
+    run = begin(f"durability.mode='{mode}'", "staleness.max_lag=1")
+    generator, learner, stranger = run.peer(), run.peer(), run.peer()
+    ask(learner, run.hello(1), m.Welcome)
+    tickets = ask(generator, want(1, 9), m.TicketGrant).tickets
+    train, test = (next(t for t in tickets if t.kind == kind) for kind in ("train", "eval"))
+    before, wrong = state(run.service.store), bad(run, train, test)
+    for what, message in wrong.items():
+        assert ask(stranger, message, m.Refusal).reason, what
+        assert state(run.service.store) == before, what
+    assert run.service.refused.total() == len(wrong)
+    for t in tickets:
+        ask(generator, answers(t), m.DeliveryAcks)
+    assert len(ask(learner, m.BatchRequest(1, 0), m.Batch).samples) == 2
+    assert (
+        "no/metric"
+        in ask(stranger, m.Commit(1, 0, Label(1, 1), "x", {"no/metric": 1.0}), m.Refusal).reason
+    )
+    assert ask(learner, m.Commit(1, 0, Label(1, 1), "d1", {}), m.CommitReply).number == 0
+    if mode == "process":
+        run.end()
+        # the journal folds
+        assert state(open_store(run.config, run.dir, get_task(run.config.task))).committed == 1
+
+
+def test_an_epoch_before_any_hello_is_nobodys(begin: Any) -> None:
+    """A commit or goodbye of epoch 0, which is where the store begins."""
+    run = begin()
+    stranger = run.peer()
+    for message in (
+        m.BatchRequest(0, 0),
+        m.Commit(0, 0, Label(0, 1), "x", {}),
+        m.LearnerGoodbye(0, 0),
+        m.CheckpointNotice(0, 5),
+        m.LearnerProgress("learner", None, {}),
+    ):
+        stranger.send(message)
+    assert (
+        ask(stranger, m.StatusRequest(), m.RunStatus).committed == 0
+        and not run.service.asks
+        and not run.service.learner
+    )
+    assert ask(run.peer(), run.hello(1), m.Welcome).epoch == 1
+
+
+@pytest.mark.parametrize("exported", [True, False])
+def test_a_buffer_folded_after_the_end_waits_for_the_learner_only_if_its_model_is_missing(
+    begin: Any, exported: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the model there, only generators are to be told, and the buffer ends; without, a learner
+    comes again and says goodbye again.
+    """
+    run = begin("durability.mode='process'", "learner.steps=1")
+    generator, learner = run.peer(), run.peer()
+    ask(learner, run.hello(1), m.Welcome)
+    t = first_ticket(run, generator)
+    ask(generator, answers(t), m.DeliveryAcks)
+    ask(learner, m.BatchRequest(1, 0), m.Batch)
+    ask(learner, m.Commit(1, 0, Label(1, 1), "d1", {}), m.CommitReply)
+    learner.send(m.LearnerGoodbye(1, 1))
+    # the last evaluation
+    ask(generator, answers(ask(generator, want(9), m.TicketGrant).tickets[0]), m.DeliveryAcks)
+    wait(learner, m.RunFinished)
+    run.end()
+    (run.dir / "weights_digest").write_text("d") if exported else None
+    again = begin("durability.mode='process'", "learner.steps=1")
+    assert bool(again.service.ended_at) == exported == again.service.store.finished
+    generator, learner = again.peer(), again.peer()
+    generator.send(m.TicketRequest("generator-0", 2, 1, 4, None))
+    while not exported and "generator-0" not in again.service.generators:
+        time.sleep(0.001)  # heard before the learner ends the run, or nobody would be left to tell
+    if not exported:
+        assert ask(learner, again.hello(2, number=1, origin=1), m.Welcome).epoch == 2
+        assert ask(learner, m.LearnerGoodbye(2, 1), m.RunFinished).epoch == 2
+    while not wait(generator, m.TicketGrant).finished:
+        pass
+    if exported:  # it cannot know that nobody else is to be told
+        monkeypatch.setattr(module, "LINGER_S", 0.0)
+    again.thread.join(600)
+    assert not again.thread.is_alive()
+    assert (
+        again.service.summary()["finished"] and again.service.summary()["heldout_end"] is not None
+    )
+
+
+def test_tokens_a_second_are_over_all_the_time_since_the_last_report(begin: Any) -> None:
+    """Steps may be faster than the generators' reports: 300 tokens in 3 s are 100 a second, however
+    many steps lay between.
+    """
+    service = begin().service
+    service.clock.began = 100.0
+    service.generators["g"] = {
+        "stats": {"generator/tokens": 300.0, "generator/busy_s": 2.0, "generator/idle_s": 1.0},
+        "waiting": None,
+    }
+    service.reported.add("g")
+    first = service.generator_numbers(103.0)
+    assert first["throughput/generator_tokens_per_s"] == pytest.approx(100.0) and first[
+        "time/generator_idle_share"
+    ] == pytest.approx(1 / 3)
+    assert service.generator_numbers(104.0) == {} and service.generator_numbers(105.5) == {}
+    service.generators["g"]["stats"] = {
+        "generator/tokens": 700.0,
+        "generator/busy_s": 5.0,
+        "generator/idle_s": 2.0,
+    }
+    service.reported.add("g")
+    assert service.generator_numbers(107.0)["throughput/generator_tokens_per_s"] == pytest.approx(
+        100.0
+    )
+
+
+def test_reused_keys_are_summed_over_the_generators_that_keep_them(begin: Any) -> None:
+    service = begin().service
+
+    def step(at: float, **stats: dict[str, float]) -> dict[str, float]:
+        for name, said in stats.items():
+            entry = service.generators.setdefault(name, {"waiting": None})
+            entry["stats"] = {"generator/busy_s": at} | {
+                f"prefix/{each}": value for each, value in said.items()
+            }
+            service.reported.add(name)
+        got = service.generator_numbers(at)
+        return {name: value for name, value in got.items() if name.startswith("prefix/")}
+
+    assert step(1.0, a={}) == {}
+    one = {"hits": 2.0, "reused_tokens": 48.0, "encoded_tokens": 100.0}
+    two = {"hits": 3.0, "reused_tokens": 24.0, "encoded_tokens": 7.0}
+    assert step(2.0, a=one, b=two) == {
+        "prefix/hits": 5.0,
+        "prefix/reused_tokens": 72.0,
+        "prefix/encoded_tokens": 107.0,
+    }
+    later = step(3.0, a=one, b={name: value + 1 for name, value in two.items()})
+    assert set(later.values()) == {1.0}

@@ -1,0 +1,728 @@
+"""The store's rules that a run rarely meets: renewals, strays, resumed rings, rollbacks, orders,
+bounds of memory.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from store_kit import hello, make, prompt, sample, train, write
+
+from asyncrl.contract.errors import AsyncrlError, ProtocolError
+from asyncrl.contract.messages import LearnerHello, SamplingSettings, Ticket, WeightsSource
+from asyncrl.contract.versions import Label
+from buffer import store as store_module
+from buffer.batches import BatchWait
+from buffer.evaluation import EVAL_BASE, Evaluations
+from buffer.groups import Group, StoreSettings
+from buffer.store import Store
+
+
+def evaluations(every: int = 2) -> Evaluations:
+    return Evaluations(every, 2, 2, prompt=lambda split, i: prompt(i))
+
+
+# ---- grants --------------------------------------------------------------------------------------
+
+
+def test_an_evaluation_costs_one_slot_and_comes_first() -> None:
+    store = make(1, 4, 2, evaluations=evaluations())
+    tickets = store.grant("g", 7, 5, 0.0)
+    # 1 + 1 + 2 + 2: the last goes over the free slots
+    assert [t.ticket >= EVAL_BASE for t in tickets] == [True, True, False, False]
+    assert [t.attempt for t in tickets] == [1, 2, 3, 4] and store.attempts == 4
+    assert [t.ticket for t in tickets[2:]] == [0, 1] and all(
+        t.samples == [0, 1] for t in tickets[2:]
+    )
+    assert [store.alive[n].lease.session for n in (0, 1)] == [7, 7]  # type: ignore[union-attr]
+    assert store.grant("g", 7, 0, 0.0) == []
+
+
+def test_nothing_is_granted_after_the_end_or_before_a_learner() -> None:
+    store = Store(StoreSettings(1, 1, 9, SamplingSettings()), prompt)
+    assert store.grant("g", 1, 9, 0.0) == [] and store.announcement() is None
+    assert hello(store, 1, 0)
+    announced = store.announcement()
+    assert (
+        announced is not None
+        and announced.label == Label(1, 0)
+        and announced.digest == "d0"
+        and announced.source.epoch == 1
+    )
+    store.finish()
+    assert store.grant("g", 1, 9, 0.0) == [] and store.finished
+
+
+def test_a_ticket_carries_its_version_and_the_settings() -> None:
+    store = make(1, 1, 2, seed=11)
+    (t,) = store.grant("g", 1, 2, 0.0)
+    assert t == Ticket(
+        0, 1, "train", prompt(0), [0, 1], SamplingSettings(), Label(1, 0), None, 11, 1
+    )
+    lease = store.alive[0].lease
+    assert lease is not None and (
+        lease.attempt,
+        lease.producer,
+        lease.session,
+        lease.expires,
+        lease.todo,
+        lease.granted,
+    ) == (1, "g", 1, 20.0, {0, 1}, (1, 0))
+
+
+@pytest.mark.parametrize("many", [40, 400])
+def test_with_many_out_neither_a_question_nor_an_answer_looks_at_every_group(
+    many: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make(2 * many, 2, 2, many)
+    tickets = [store.grant("g", 1, 2, 0.0)[0] for _ in range(many)]
+    looked: list[int] = []
+    complete = Group.complete.fget  # type: ignore[attr-defined]
+    monkeypatch.setattr(
+        Group, "complete", property(lambda g: looked.append(g.ticket) or complete(g))
+    )
+    monkeypatch.setattr(
+        Store,
+        "uncomposed_groups",
+        lambda s: (looked.append(g.ticket) or g for g in s.alive.values()),
+    )
+    assert store.grant("g", 1, 2, 0.0)
+    for ticket in tickets[5:25]:
+        assert write(store, ticket) == ["accepted", "accepted"]
+        assert store.ask(1, 0) == ([], BatchWait("ticket 0: 2 samples at g", "g", 0))
+        assert store.grant("g", 1, 2, 0.0)
+    assert len(looked) < 20 * 10  # the same for 40 and for 400
+    # what is missing again is found all the same, before anything new
+    store.end_sessions("g", 2)
+    assert [t.ticket for t in store.grant("h", 1, 4, 0.0)] == [0, 1]
+
+
+# ---- renewals ------------------------------------------------------------------------------------
+
+
+def expires(store: Store, ticket: int) -> float:
+    lease = store.alive[ticket].lease
+    assert lease is not None
+    return lease.expires
+
+
+def test_a_lease_is_renewed_by_new_tokens_and_with_it_those_that_wait_for_a_row() -> None:
+    store = make(3, 1, 1)
+    a, b, c = store.grant("g", 1, 3, 0.0)
+    store.renew("g", 1, [(a.ticket, a.attempt, 0), (b.ticket, b.attempt, 0)], 5.0)
+    assert expires(store, 0) == expires(store, 1) == 20  # nothing moved: nothing is renewed
+    store.renew("g", 1, [(a.ticket, a.attempt, 3), (b.ticket, b.attempt, 0)], 6.0)
+    # the third was not spoken of
+    assert expires(store, 0) == expires(store, 1) == 26 and expires(store, 2) == 20
+    store.renew("g", 1, [(a.ticket, a.attempt, 3), (b.ticket, b.attempt, 0)], 7.0)
+    assert expires(store, 0) == expires(store, 1) == 26  # the same count is no progress
+    store.renew("g", 1, [(c.ticket, c.attempt, 1)], 8.0)
+    assert expires(store, 0) == 26 and expires(store, 2) == 28
+    assert (
+        store.expire(26.0) == 0
+        and store.expire(26.5) == 2
+        and store.alive[0].lease is None
+        and store.alive[2].lease is not None
+    )
+
+
+def test_an_attempt_that_is_over_renews_nobodys_lease_but_its_tokens_count() -> None:
+    store = make(1, 1, 1)
+    (a,) = store.grant("g", 1, 1, 0.0)
+    store.expire(21.0)
+    (b,) = store.grant("h", 1, 1, 30.0)
+    store.renew("g", 1, [(a.ticket, a.attempt, 4)], 31.0)
+    assert expires(store, 0) == 50
+    store.renew("g", 1, [(a.ticket, a.attempt, 0), (b.ticket, b.attempt, 0)], 32.0)
+    assert expires(store, 0) == 50
+    assert store.ledger()["lost_with_process"]["tokens"] == 4
+
+
+def test_an_evaluation_at_work_is_renewed_and_counts_as_movement() -> None:
+    store = make(1, 4, 1, evaluations=evaluations())
+    e, f, a = store.grant("g", 1, 3, 0.0)
+    store.renew("g", 1, [(e.ticket, e.attempt, 0), (a.ticket, a.attempt, 0)], 5.0)
+    assert expires(store, 0) == 20
+    store.renew("g", 1, [(e.ticket, e.attempt, 2), (a.ticket, a.attempt, 0)], 6.0)
+    assert expires(store, 0) == 26
+    # the other evaluation alone: 5 + 20 is over for none, 0 + 20 for it
+    assert store.expire(25.5) == 1
+    again = store.grant("g", 1, 1, 26.0)
+    assert [t.ticket for t in again] == [f.ticket] and again[0].attempt > a.attempt
+
+
+def test_an_evaluation_that_waits_for_its_reward_is_renewed_too() -> None:
+    store = make(1, 4, 1, evaluations=evaluations())
+    e, f, _ = store.grant("g", 1, 3, 0.0)
+    store.renew("g", 1, [], 6.0, [(e.ticket, e.attempt)])
+    assert store.expire(25.5) == 2  # the other evaluation and the group
+    assert [t.ticket for t in store.grant("g", 1, 1, 26.0)] == [f.ticket]
+    assert store.expire(26.5) == 1
+
+
+def test_a_new_session_ends_the_leases_of_its_own_name_alone() -> None:
+    store = make(2, 1, 1, evaluations=evaluations())
+    store.grant("g", 1, 3, 0.0)  # two evaluations and a group
+    store.grant("h", 1, 1, 0.0)
+    store.end_sessions("g", 1)
+    assert store.alive[0].lease is not None
+    store.end_sessions("g", 2)
+    assert store.alive[0].lease is None and store.alive[1].lease is not None
+    assert [t.ticket >= EVAL_BASE for t in store.grant("g", 2, 3, 0.0)] == [True, True, False]
+
+
+# ---- late copies ---------------------------------------------------------------------------------
+
+
+def test_a_stray_attempt_of_a_gone_group_is_lost_once_and_found_again() -> None:
+    """It had reported 3 tokens; it reports 5, then delivers 4, then a copy comes: lost 3, 5, 1, and
+    the copy is a duplicate once.
+    """
+    store = make(1, 1, 1)
+    (a,) = store.grant("g", 1, 1, 0.0)
+    store.renew("g", 1, [(0, a.attempt, 3)], 1.0)
+    store.expire(30.0)
+    (b,) = store.grant("h", 1, 1, 30.0)
+    write(store, b)
+    train(store, 0)
+    store.checkpointed(1)
+    assert store.retained == {} and store.ledger()["lost_with_process"]["tokens"] == 3
+    store.renew("g", 1, [(0, a.attempt, 5)], 31.0)
+    store.renew("g", 1, [(0, a.attempt, 2)], 31.0)  # an older report: no less than before
+    assert store.ledger()["lost_with_process"]["tokens"] == 5
+    assert store.deliver(sample(a, 0), 32.0) == "duplicate"
+    line = store.ledger()["duplicate"]
+    assert store.ledger()["lost_with_process"]["tokens"] == 1 and (
+        line["tokens"],
+        line["samples"],
+        line["mean_length"],
+        line["mean_reward"],
+    ) == (4, 1, 4, 1)
+    assert (
+        store.deliver(sample(a, 0), 33.0) == "duplicate"
+        and store.ledger()["duplicate"]["tokens"] == 4
+    )
+    # a late copy hears what became of the sample
+    assert store.deliver(sample(b, 0), 33.0) == "trained"
+
+
+def test_a_second_answer_for_a_sample_is_a_duplicate_and_a_copy_hears_the_same() -> None:
+    store = make(1, 1, 2)
+    (a,) = store.grant("g", 1, 2, 0.0)
+    store.expire(30.0)
+    (b,) = store.grant("h", 1, 2, 30.0)
+    assert (
+        store.deliver(sample(a, 0), 31.0) == "accepted"
+        and store.deliver(sample(b, 0, reward=3.0), 31.0) == "duplicate"
+    )
+    assert (
+        store.deliver(sample(a, 0), 32.0) == "accepted"
+        and store.deliver(sample(b, 0), 32.0) == "duplicate"
+    )
+    lines = store.ledger()
+    assert (
+        lines["duplicate"]["tokens"],
+        lines["duplicate"]["mean_reward"],
+        lines["left_over"]["tokens"],
+    ) == (4, 3.0, 4)
+    lease = store.alive[0].lease
+    assert lease is not None and lease.todo == {1}
+
+
+def test_what_is_remembered_of_gone_groups_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (store_module.REMEMBERED, store_module.STRAYS) == (200_000, 20_000)
+    monkeypatch.setattr(store_module, "REMEMBERED", 3)
+    monkeypatch.setattr(store_module, "STRAYS", 2)
+    store = make(9, 1, 1, 99)
+    tickets = store.grant("g", 1, 6, 0.0)
+    for n, t in enumerate(tickets):
+        write(store, t)
+        train(store, n)
+        store.checkpointed(n + 1)
+    assert list(store.gone) == [(n, 0, tickets[n].attempt) for n in (3, 4, 5)] and list(
+        store.strays
+    ) == [(n, tickets[n].attempt) for n in (4, 5)]
+    assert (
+        store.deliver(sample(tickets[5], 0), 1.0) == "trained"
+        and store.deliver(sample(tickets[0], 0), 1.0) == "duplicate"
+    )
+
+
+# ---- failures ------------------------------------------------------------------------------------
+
+
+def test_the_third_failure_abandons_a_group_that_nobody_composed() -> None:
+    store = make(1, 1, 2, error_budget=99.0)
+    for n in (1, 2, 3):
+        (t,) = store.grant("g", 1, 1, 0.0)
+        assert t.ticket == 0
+        if n == 1:
+            assert store.deliver(sample(t, 1, reward=0.5), 0.0) == "accepted"
+        assert store.deliver(sample(t, 0, failed="data: no"), 0.0) == "failed"
+        assert (0 in store.alive) == (n < 3)
+    lines = store.ledger()
+    assert (
+        lines["failed"]["tokens"],
+        lines["failed"]["samples"],
+        lines["failed"]["mean_reward"],
+    ) == (12, 3, 0)
+    assert (lines["abandoned"]["tokens"], lines["abandoned"]["mean_reward"]) == (
+        4,
+        0.5,
+    ) and store.stored_bytes == 0
+    assert store.failures == {"data": 3} and store.deliver(sample(t, 1), 0.0) == "duplicate"
+    assert store.grant("g", 1, 1, 0.0)[0].ticket == 1
+
+
+def test_a_budget_is_used_up_one_past_it_and_filled_again_by_a_commit() -> None:
+    store = make(1, 1, 2, error_budget=0.5, machinery_budget=1.0)  # of two samples: one, and two
+    (t,) = store.grant("g", 1, 2, 0.0)
+    assert store.deliver(sample(t, 0, failed="data: x"), 0.0) == "failed"
+    said = r"^2 samples failed since the last batch, more than reward.error_budget "
+    said += r"allows \(0.5 of 2\); the last one: ticket 0, data: y"
+    with pytest.raises(AsyncrlError, match=said):
+        store.deliver(sample(t, 1, failed="data: y"), 0.0)
+    assert (
+        store.failed_samples == 2 and store.failed_machinery == 0 and store.failures == {"data": 2}
+    )
+
+
+@pytest.mark.parametrize("kind", ["data", "machinery"])
+def test_a_commit_gives_each_kind_of_failure_its_whole_budget_again(kind: str) -> None:
+    store = make(0, 1, 2, error_budget=1.0, machinery_budget=1.0)
+    for number in range(2):  # twice what the budget holds, and a batch between
+        (failing,) = store.grant("g", 1, 4, 0.0)
+        for n in (0, 1):
+            assert store.deliver(sample(failing, n, failed=f"{kind}: x"), 0.0) == "failed"
+        (again,) = store.grant("g", 1, 4, 1.0)
+        assert again.ticket == failing.ticket == number
+        write(store, again)
+        train(store, number)
+        assert store.failed_samples == store.failed_machinery == 0
+    assert store.failures == {kind: 4}
+
+
+# ---- a learner that comes back -------------------------------------------------------------------
+
+
+def resumed(
+    store: Store,
+    epoch: int,
+    number: int,
+    ring: list[tuple[Label, str]],
+    origin: int = 1,
+    **more: Any,
+) -> bool:
+    label = Label(epoch, number)
+    parent = Label(origin, number - 1) if number else None
+    digest, k, source = (
+        more.pop("digest", f"d{number}"),
+        more.pop("k", 2),
+        WeightsSource(epoch, "h", "", ""),
+    )
+    return store.hello(
+        LearnerHello(1, "run", epoch, label, parent, digest, 0, origin, k, source, ring, **more)
+    )
+
+
+def test_a_ring_of_a_resumed_learner_names_the_same_policies() -> None:
+    """Weights held for injection are those of the life before where the digest says so; others are
+    branches of their own.
+    """
+    store = make(4, 1, 1)
+    for n, t in enumerate(store.grant("g", 1, 4, 0.0)):
+        write(store, t)
+        train(store, n)
+    assert resumed(store, 2, 3, [(Label(2, 1), "d1"), (Label(2, 2), "else")], k=7)
+    tree = store.tree
+    assert tree.lag(Label(2, 1), Label(1, 1), 1) == 0 and tree.digest(Label(2, 1)) == "d1"
+    # a child of the version before it
+    assert tree.digest(Label(2, 2)) == "else" and tree.lag(Label(2, 2), Label(2, 1), 1) == 1
+    assert tree.lag(Label(2, 2), Label(1, 2), 2) == 2
+    assert tree.lag(Label(2, 3), Label(1, 3), 3) == 0  # its parent is the one that the hello names
+    assert (
+        (store.epoch, store.max_lag, store.committed, store.policy) == (2, 7, 3, Label(2, 3))
+        and store.source is not None
+        and store.source.epoch == 2
+    )
+    # the same again; an older one is fenced
+    assert resumed(store, 2, 3, []) and not resumed(store, 1, 3, [])
+
+
+def test_a_hello_whose_parent_nobody_knows_hangs_on_its_own_ring() -> None:
+    store = Store(StoreSettings(1, 1, 9, SamplingSettings()), prompt)
+    assert resumed(store, 2, 3, [(Label(2, 1), "r1"), (Label(2, 2), "r2")], digest="r3")
+    assert [store.tree.lag(Label(2, n), Label(2, 3), 3) for n in (1, 2, 3)] == [
+        2,
+        1,
+        0,
+    ] and store.base == store.committed == 3
+
+
+def test_a_rollback_gives_the_same_batches_and_ends_the_leases() -> None:
+    store = make(4, 1, 1)
+    tickets = store.grant("g", 1, 5, 0.0)
+    for n in range(3):
+        write(store, tickets[n])
+        train(store, n)
+    assert (
+        sorted(store.retained) == [0, 1, 2]
+        and list(store.alive) == [3, 4]
+        and store.alive[3].lease is not None
+    )
+    assert resumed(store, 2, 1, [])
+    assert (
+        list(store.alive) == [1, 2, 3, 4]
+        and sorted(store.retained) == [0]
+        and store.committed == 1
+        and store.alive[3].lease is None
+    )
+    groups, _ = store.ask(2, 1)
+    assert [g.ticket for g in groups] == [1] and store.active == 2
+    # it has not seen what the learner of epoch 2 was given
+    assert not resumed(store, 3, 1, [], origin=1)
+    assert store.ask(2, 0) == ([], None) and store.commit(0, Label(2, 1), "x") is False
+
+
+def test_evaluations_start_over_with_a_resumed_learner() -> None:
+    store = make(4, 1, 1, steps=3, evaluations=evaluations(every=1))
+    first = store.grant("g", 1, 2, 0.0)
+    assert all(t.ticket >= EVAL_BASE for t in first) and store.pinned_versions() == [Label(1, 0)]
+    assert resumed(store, 2, 0, [], origin=0)
+    again = store.grant("g", 1, 2, 0.0)
+    assert [t.exact_version for t in again] == [Label(2, 0)] * 2 and store.pinned_versions() == [
+        Label(2, 0)
+    ]
+    store.deliver(sample(again[0], 0), 0.0)
+    assert store.deliver(sample(first[1], 0, (Label(1, 0), 4)), 0.0) == "duplicate"
+
+
+# ---- batches -------------------------------------------------------------------------------------
+
+
+def test_an_ask_says_what_it_waits_for() -> None:
+    store = make(2, 2, 2)
+    assert store.ask(1, 1) == ([], BatchWait("batch 0 to be composed"))
+    assert store.ask(1, 0) == ([], BatchWait("2 more groups: tickets are out or wait for room"))
+    a, b = store.grant("gen", 1, 4, 0.0)
+    write(store, a)
+    assert store.ask(1, 0) == ([], BatchWait("ticket 1: 2 samples at gen", "gen", 1))
+    store.deliver(sample(b, 1), 0.0)
+    assert store.ask(1, 0) == ([], BatchWait("ticket 1: 1 samples at gen", "gen", 1))
+    store.expire(100.0)
+    assert store.ask(1, 0) == ([], BatchWait("ticket 1: 1 samples to be granted again"))
+    before = store.changes
+    (c,) = store.grant("gen", 1, 1, 0.0)
+    write(store, c)
+    groups, why = store.ask(1, 0)
+    assert [g.ticket for g in groups] == [0, 1] and why is None and store.changes > before
+    done = store.changes
+    assert store.ask(1, 0)[0] == groups and store.changes == done  # asked again: nothing happened
+    late = make(math.inf, 3, 1)
+    write(late, late.grant("g", 1, 1, 0.0)[0])
+    assert late.ask(1, 0) == ([], BatchWait("2 more groups: tickets are out or wait for room"))
+
+
+def test_the_freshest_answers_train_first() -> None:
+    """Two versions on, the groups of version 0 are two behind, one has a token of version 1;
+    completion decides among equals.
+    """
+    store = make(9, 1, 1, 9, on_exceed="mask", order="freshest")
+    t = store.grant("g", 1, 5, 0.0)
+    for n in (0, 1):
+        write(store, t[n])
+        train(store, n)
+    store.deliver(sample(t[2], 0, (Label(1, 0), 4)), 0.0)
+    store.deliver(sample(t[3], 0, (Label(1, 2), 4)), 0.0)
+    store.deliver(sample(t[4], 0, (Label(1, 2), 2), (Label(1, 1), 2)), 0.0)
+    order = []
+    for n in (2, 3, 4):
+        (g,) = store.ask(1, n)[0]
+        order.append(g.ticket)
+        store.commit(n, Label(1, n + 1), f"d{n + 1}")
+    assert order == [3, 4, 2]
+    plain = make(9, 1, 1, 9, on_exceed="mask")
+    t = plain.grant("g", 1, 3, 0.0)
+    for i in (2, 0, 1):
+        write(plain, t[i])
+    assert [plain.ask(1, 0)[0][0].ticket] == [2]
+
+
+def test_a_batch_says_what_it_holds_and_what_a_new_buffer_must_know() -> None:
+    store = make(9, 2, 1, 9, on_exceed="mask")
+    t = store.grant("g", 1, 6, 0.0)
+    for i in (0, 3):
+        write(store, t[i])
+    train(store, 0)
+    store.deliver(sample(t[2], 0, (Label(1, 0), 3), (Label(1, 1), 1), length=4, reward=2.0), 0.0)
+    write(store, t[5])
+    groups, _ = store.ask(1, 1)
+    batch = store.batch(groups, 1, 1)
+    assert (batch.epoch, batch.number, [s.ticket for s in batch.samples]) == (1, 1, [2, 5])
+    assert (
+        batch.lags == [1, 1]
+        and batch.token_lags == [[(0, 3, 1), (3, 4, 0)], [(0, 4, 1)]]
+        and batch.in_flight == [1, 1]
+    )
+    assert batch.next_ticket == 1 and batch.trained_above == [2, 3, 5]
+    assert (
+        batch.ledger["trained"]["tokens"] == 16
+        and batch.ledger["trained"]["mean_reward"] == (1 + 1 + 2 + 1) / 4
+    )
+
+
+def test_masked_and_faded_tokens_are_what_is_past_the_limit() -> None:
+    for how, want in (("mask", (3, 0.0)), ("downweight", (0, 3 * 0.5 + 2 * (1 - math.sqrt(0.5))))):
+        store = make(9, 1, 1, 9, on_exceed=how, half_life=2.0)
+        t = store.grant("g", 1, 4, 0.0)
+        for n in (1, 2, 3):
+            write(store, t[n])
+            train(store, n - 1)
+        store.max_lag = 1 if how == "downweight" else 2
+        # lags 3, 2, 1
+        store.deliver(sample(t[0], 0, (Label(1, 0), 3), (Label(1, 1), 2), (Label(1, 2), 1)), 0.0)
+        (g,) = store.ask(1, 3)[0]
+        (s,) = g.stored_samples()
+        assert (s.masked, pytest.approx(s.faded)) == want
+        assert store.commit(3, Label(1, 4), "d4")
+        lines = store.ledger()
+        assert (
+            lines["trained"]["tokens"] == 12 + 6 - want[0]
+            and lines["masked_stale"]["tokens"] == want[0]
+        )
+        assert lines["trained"].get("faded_upto_8", 0.0) == pytest.approx(want[1])
+
+
+# ---- memory and the ring -------------------------------------------------------------------------
+
+
+def test_versions_that_tickets_may_name_are_kept() -> None:
+    store = make(3, 1, 1, inject=2)
+    for n in range(4):
+        (t,) = store.grant("g", 1, 1, 0.0)
+        assert t.exact_version == Label(1, max(0, n - 2))
+        write(store, t)
+        train(store, n)
+    assert store.pinned_versions() == [Label(1, 2), Label(1, 3), Label(1, 4)]
+    assert (
+        make(3, 1, 1, inject=[0.5, 0.5]).pinned_versions() == [Label(1, 0)]
+        and make().pinned_versions() == []
+    )
+    drawn = make(3, 1, 1, inject=[0.25, 0.25, 0.5])
+    for n in range(4):
+        (t,) = drawn.grant("g", 1, 1, 0.0)
+        write(drawn, t)
+        train(drawn, n)
+    assert drawn.pinned_versions() == [Label(1, 2), Label(1, 3), Label(1, 4)]
+
+
+def test_bytes_are_counted_while_a_sample_is_stored() -> None:
+    """11 bytes a token (id, log-probability, mask and what goes with them) for a prompt of none."""
+    store = make(4, 1, 2)
+    a, b = store.grant("g", 1, 4, 0.0)
+    store.deliver(sample(a, 0), 0.0)
+    assert store.stored_bytes == 44
+    store.deliver(sample(a, 1, length=8), 0.0)
+    assert store.stored_bytes == 44 + 88
+    train(store, 0)
+    assert store.stored_bytes == 132
+    store.checkpointed(5)  # no further than what is committed
+    assert store.stored_bytes == 0 and store.base == 1
+    store.deliver(sample(b, 0), 0.0)
+    store.remove_group(store.alive[1], "filtered")
+    assert (
+        store.stored_bytes == 0
+        and store.ledger()["filtered"]["tokens"] == 4
+        and 1 not in store.alive
+    )
+
+
+def test_bytes_of_what_is_dropped_or_orphaned_are_free_again() -> None:
+    store = make(9, 1, 1, 9, on_exceed="drop")
+    t = store.grant("g", 1, 4, 0.0)
+    write(store, t[2])
+    train(store, 0)
+    for i in (0, 1):
+        store.deliver(sample(t[i], 0, length=8), 0.0)
+    assert store.stored_bytes == 44 + 88 + 88
+    store.max_lag = 0
+    # both are of version 0, at number 1
+    assert store.ask(1, 1)[0] == [] and store.stored_bytes == 44
+    paced = make(2, 1, 1, 9)
+    t = paced.grant("g", 1, 3, 0.0)
+    for n in (0, 1):
+        write(paced, t[n])
+        train(paced, n)
+    paced.deliver(sample(t[2], 0, length=8), 0.0)  # of version 0 of the first life
+    assert paced.stored_bytes == 44 + 44 + 88
+    assert resumed(paced, 2, 2, [], k=1)
+    assert (
+        paced.ask(2, 2) == ([], BatchWait("ticket 2: 1 samples to be granted again"))
+        and paced.stored_bytes == 88
+    )
+    assert paced.ledger()["orphaned"]["tokens"] == 8
+
+
+def test_the_ledger_of_a_checkpoint_calls_lost_what_it_would_lose() -> None:
+    store = make(4, 1, 1)
+    a, b, c = store.grant("g", 1, 3, 0.0)
+    write(store, a)
+    train(store, 0)
+    write(store, b)
+    store.renew("g", 1, [(c.ticket, c.attempt, 3)], 1.0)
+    assert store.ledger()["left_over"]["tokens"] == 7 and store.ledger()["trained"]["tokens"] == 4
+    kept = store.checkpoint_ledger({0, 1})
+    assert (
+        kept["trained"]["tokens"],
+        kept["lost_with_process"]["tokens"],
+        kept["left_over"]["tokens"],
+    ) == (8, 3, 0)
+    kept = store.checkpoint_ledger({0})
+    assert (
+        kept["trained"]["tokens"],
+        kept["lost_with_process"]["tokens"],
+        kept["left_over"]["tokens"],
+    ) == (4, 7, 0)
+
+
+def test_tokens_past_the_limit_are_counted_wherever_they_stand() -> None:
+    """A fresh token before three old ones, which a prompt continued on older weights never makes
+    but a file may hold.
+    """
+    store = make(9, 1, 1, 9, on_exceed="mask")
+    t = store.grant("g", 1, 3, 0.0)
+    for n in (1, 2):
+        write(store, t[n])
+        train(store, n - 1)
+    store.max_lag = 1
+    store.deliver(sample(t[0], 0, (Label(1, 2), 2), (Label(1, 0), 3), (Label(1, 1), 1)), 0.0)
+    (g,) = store.ask(1, 2)[0]
+    assert [s.masked for s in g.stored_samples()] == [3]
+
+
+def test_a_sample_past_the_limit_in_its_own_epoch_is_a_bug_and_is_called_one() -> None:
+    store = make(9, 1, 1, 9)
+    t = store.grant("g", 1, 3, 0.0)
+    for n in (0, 1):
+        write(store, t[n])
+        train(store, n)
+    store.deliver(sample(t[2], 0, (Label(1, 0), 4)), 0.0)
+    store.max_lag = 1
+    with pytest.raises(ProtocolError) as e:
+        store.ask(1, 2)
+    assert str(e.value) == (
+        "ticket 2, sample 0 would train 2 versions late in batch 2, past the limit 1: a bug of "
+        "ours; "
+        "keep the run directory and report it"
+    )
+
+
+def test_a_learner_that_is_further_on_than_the_buffer_has_trained_what_lies_here() -> None:
+    """Two batches are committed and one is composed; the learner comes with number 5, next ticket 3
+    and ticket 4 trained above it.
+    """
+    store = make(9, 1, 1, 9)
+    t = store.grant("g", 1, 6, 0.0)
+    for n in (0, 1):
+        write(store, t[n])
+        train(store, n)
+    for n in (2, 3, 4):
+        write(store, t[n])
+    label, source = Label(2, 5), WeightsSource(2, "h", "", "")
+    totals = {
+        "trained": {"tokens": 100.0, "samples": 10.0, "mean_length": 10.0, "mean_reward": 0.5}
+    }
+    assert store.hello(
+        LearnerHello(
+            1, "run", 2, label, None, "d5", 3, 1, 9, source, [], ledger=totals, trained_above=[4, 7]
+        )
+    )
+    assert (store.base, store.committed, store.comps, store.composed, store.retained) == (
+        5,
+        5,
+        [],
+        set(),
+        {},
+    )
+    assert (
+        list(store.alive) == [3, 5]
+        and store.cursor == 6
+        and store.skip == {7}
+        and store.stored_bytes == 44
+    )
+    lines = store.ledger()
+    assert (
+        lines["trained"]["tokens"] == 100 + 8
+        and lines["orphaned"]["tokens"] == 8
+        and lines["left_over"]["tokens"] == 4
+    )
+    assert store.deliver(sample(t[1], 0), 1.0) == "trained"
+    got = store.grant("g", 1, 3, 1.0)
+    assert [x.ticket for x in got] == [5, 6, 8] and store.skip == set()
+
+
+def test_versions_far_behind_are_forgotten_unless_something_names_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two behind the oldest checkpoint are kept; further back only what a stored answer was written
+    by and what a ticket that is out was granted at.
+    """
+    monkeypatch.setattr(store_module, "VERSIONS", 2)
+    store = make(math.inf, 1, 2, 99)
+    for n in range(12):
+        if n in (1, 4):
+            (waits,) = store.grant("g", 1, 1, 0.0)  # out for good
+            if n == 1:
+                store.deliver(sample(waits, 0), 0.0)  # half of it written, by version 1
+                store.end_sessions("g", 2)
+                (waits,) = store.grant("g", 2, 1, 0.0)
+                assert waits.samples == [1]
+        (t,) = store.grant("g", 2, 1, 0.0)
+        write(store, t)
+        train(store, n)
+        store.checkpointed(n + 1)
+    labels = store.tree.labels()
+    assert labels[:2] == [Label(1, 1), Label(1, 4)] and labels[-1] == Label(1, 12)
+    assert all(x.number >= 12 - 2 * 2 - 1 for x in labels[2:]) and len(labels) <= 2 * 2 + 2
+    assert (
+        store.tree.lag(Label(1, 1), Label(1, 12), 12) == 11
+        and store.tree.lag(Label(1, 4), Label(1, 12), 12) == 8
+    )
+
+
+def test_versions_of_what_is_trained_and_not_in_a_checkpoint_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(store_module, "VERSIONS", 2)
+    store = make(math.inf, 1, 2, 99)
+    waits: Ticket | None = None
+    for n in range(14):
+        if n == 1:
+            (waits,) = store.grant("g", 1, 1, 0.0)
+            store.deliver(sample(waits, 0), 0.0)
+        if n == 10 and waits is not None:
+            store.deliver(sample(waits, 1), 0.0)
+        (t,) = store.grant("g", 1, 1, 0.0)
+        write(store, t)
+        train(store, n)
+        if n < 10 or n == 12:
+            store.checkpointed(n + 1)
+        assert (Label(1, 1) in store.tree) == (n < 13), n
+        assert (waits is not None and waits.ticket in store.retained) == (10 <= n < 12), n
+
+
+def test_a_late_samples_tokens_that_were_set_aside_are_counted_once() -> None:
+    store = make(1, 1, 1)
+    (a,) = store.grant("g", 1, 1, 0.0)
+    store.expire(30.0)
+    (b,) = store.grant("h", 1, 1, 30.0)
+    write(store, b)
+    train(store, 0)
+    store.checkpointed(1)
+    late = sample(a, 0)
+    late.aside = 1
+    assert store.deliver(late, 31.0) == "duplicate"
+    line = store.ledger()["set_aside"]
+    assert (line["samples"], line["tokens"]) == (1, 1)

@@ -1,0 +1,103 @@
+"""What was trained, summed: the same totals and the same digest, however much of it is only sums;
+copies of a run keep to themselves.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+
+from process_kit import ROOT
+
+from asyncrl.config import load
+from asyncrl.contract.messages import Batch, Trajectory, VersionSpan
+from asyncrl.contract.versions import Label
+from asyncrl.records import rundir
+from buffer.training_log import TrainingLog
+
+
+def batch(number: int, r: random.Random) -> Batch:
+    label = Label(1, 0)
+    samples = [
+        Trajectory(
+            number,
+            s,
+            1,
+            b"",
+            b"\0" * 16,
+            b"",
+            b"",
+            [VersionSpan(label, "", 0, 4, label)],
+            0.0,
+            {},
+            "stop",
+            1.0,
+        )
+        for s in range(2)
+    ]
+    lags = [[(0, 2, r.randint(0, 2)), (2, 4, r.randint(0, 2))] for _ in samples]
+    return Batch(1, number, samples, [0, 0], [0, 0], lags, {}, number + 1, {})
+
+
+def test_sums_of_old_batches_say_what_their_rows_said(tmp_path: Path) -> None:
+    r = random.Random(0)
+    plain, summed = TrainingLog(tmp_path / "plain.jsonl"), TrainingLog(tmp_path / "summed.jsonl")
+    for _life in range(6):
+        start = r.randint(summed.summed, max(summed.rows, default=-1) + 1)
+        plain.begin_at(start)
+        summed.begin_at(start)
+        for n in range(start, start + 30):
+            b = batch(n, r)
+            for t in (plain, summed):
+                t.record_lease(b, 1.0)
+                t.add(b, 1.0)
+            summed.fold_below(n - 5)
+            assert len(summed.rows) <= 6 and len(summed.lent) <= 1
+            assert (plain.samples(), plain.lags(), plain.ids()) == (
+                summed.samples(),
+                summed.lags(),
+                summed.ids(),
+            )
+    again = TrainingLog(tmp_path / "summed.jsonl")
+    assert (again.samples(), again.lags(), again.ids()) == (
+        plain.samples(),
+        plain.lags(),
+        plain.ids(),
+    )
+
+
+def test_what_was_handed_out_is_settled_at_the_hello_and_never_twice(tmp_path: Path) -> None:
+    path, lent = tmp_path / "trained.jsonl", tmp_path / "leased.jsonl"
+    r = random.Random(0)
+    first = TrainingLog(path)
+    first.begin_at(0)
+    for number in range(3):
+        first.record_lease(batch(number, r), 1.0)
+    first.add(batch(0, r), 1.0)
+    assert list(first.lent) == [1, 2] and len(lent.read_text().splitlines()) == 3
+    first.close()
+    with lent.open("a") as file:
+        file.write('{"batch": 3, "samples": 2}\n{"batch": 4, "sam')  # torn
+    again = TrainingLog(path)
+    assert list(again.lent) == [1, 2]
+    again.begin_at(2)
+    assert sorted(again.rows) == [0, 1] and not again.lent and not lent.read_text()
+    again.close()
+    # the branch was left, and what was lent on it is nobody's
+    assert not TrainingLog(path).lent
+
+
+def test_a_copy_of_a_run_directory_has_a_socket_and_weights_of_its_own(tmp_path: Path) -> None:
+    config = load.load(ROOT / "configs" / "demo.toml", [])
+    rundir.ensure(config, "", tmp_path / "run")
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    a, b = tmp_path / "run", tmp_path / "copy"
+    assert rundir.run_id(a) == rundir.run_id(b)
+    assert rundir.buffer_address(config, a) != rundir.buffer_address(config, b) and rundir.shm_dir(
+        a
+    ) != rundir.shm_dir(b)
+    a.rename(tmp_path / "moved")
+    assert rundir.shm_dir(tmp_path / "moved") != rundir.shm_dir(b)
+    for path in (tmp_path / "moved", b):
+        rundir.clean(path)

@@ -1,0 +1,407 @@
+"""What goes wrong at a user's desk, typed as the user types it: one clear line, a non-zero exit
+code, nothing half-written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bad_input_kit import refused
+from process_kit import ENV, ROOT, Ended, demo_command
+from run_kit import finish, start, steps_done, wait_until
+
+from asyncrl.cli import main
+from asyncrl.supervise.run import steps_made
+from learner import checkpoint
+
+pytestmark = pytest.mark.slow
+
+Call = Callable[..., Ended]
+SMALL = (
+    "learner.groups=4",
+    "learner.group_size=4",
+    "evaluation.prompts=8",
+    "evaluation.final_prompts=8",
+    "evaluation.ood_prompts=0",
+    "evaluation.every=0",
+)
+
+
+def model_without(path: Path, model: Path, names: tuple[str, ...] = (), cut: str = "") -> Path:
+    shutil.copytree(model, path)
+    for pattern in names:
+        for f in path.glob(pattern):
+            f.unlink()
+    if cut:
+        data = (path / cut).read_bytes()
+        (path / cut).write_bytes(data[: len(data) // 2])
+    return path
+
+
+MODELS: list[tuple[str, dict[str, Any], str]] = [
+    ("no such directory", {"names": ("*",)}, "is no model directory (it has no config.json)"),
+    ("no tokenizer", {"names": ("tokenizer*",)}, "has no tokenizer"),
+    ("no weights", {"names": ("*.safetensors",)}, "has no weights"),
+    ("weights cut short", {"cut": "model.safetensors"}, "is damaged"),
+]
+
+
+@pytest.mark.parametrize(("how", "said"), [m[1:] for m in MODELS], ids=[m[0] for m in MODELS])
+def test_a_model_directory_that_cannot_work(
+    how: dict[str, Any], said: str, asyncrl: Call, tmp_path: Path, sort_model: Path
+) -> None:
+    path = model_without(tmp_path / "m", sort_model, **how)
+    refused(
+        asyncrl("run", f"model.path={str(path)!r}", "model.warm_start=false", "name='bad'"),
+        2,
+        "model.path",
+        str(path),
+        said,
+    )
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_prompt_longer_than_the_context(asyncrl: Call, tmp_path: Path) -> None:
+    done = asyncrl("run", "generator.max_new_tokens=44", "generator.context=48", "name='bad'")
+    refused(done, 2, "generator.context", "tokens; context 48 less max_new_tokens 44 leaves 4")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (['{"prompt": "1="}', '{"promt": "2="}'], ":2: "),
+        (['{"prompt": "1="}', "", "{nonsense"], ":3: "),
+        ([], "no prompts in it"),
+        (['{"prompt": "1="}', '{"prompt": "1="}'], "cannot be both trained on and held out"),
+    ],
+)
+def test_a_malformed_file_of_prompts(
+    lines: list[str], said: str, asyncrl: Call, tmp_path: Path
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(lines))
+    refused(
+        asyncrl("run", "task.name='file'", f"task.prompts={str(path)!r}", "name='bad'"),
+        2,
+        f"{path}",
+        said,
+    )
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "function", ["no_such_module:reward", "json:no_such_function", "json", "json:__name__"]
+)
+def test_a_reward_function_that_is_not_there(function: str, asyncrl: Call, tmp_path: Path) -> None:
+    refused(
+        asyncrl("run", f"reward.function={function!r}", "name='bad'"),
+        2,
+        "reward.function",
+        function,
+    )
+    assert not (tmp_path / "runs").exists()
+
+
+def rewards(tmp_path: Path, body: str) -> str:
+    (tmp_path / "bad_reward.py").write_text(
+        "import time\nfrom asyncrl.contract.messages import Prompt\n\ndef reward(prompt: Prompt, "
+        "text: "
+        f"str):\n{body}"
+    )
+    return "reward.function='bad_reward:reward'"
+
+
+@pytest.mark.parametrize(
+    ("at_import", "said"),
+    [
+        ("import sys; sys.exit(5)", "called sys.exit(5)"),
+        ("input()", "EOFError"),
+        ("import os; os._exit(0)", "3 processes ended"),
+        ("1 / 0", "ZeroDivisionError"),
+    ],
+)
+def test_a_reward_module_that_cannot_be_imported_is_said_before_the_start(
+    at_import: str, said: str, tmp_path: Path, sort_model: Path
+) -> None:
+    (tmp_path / "bad_reward.py").write_text(f"print('hello')\n{at_import}\n")
+    done = with_rewards(tmp_path, sort_model, "reward.function='bad_reward:reward'")
+    refused(done, 2, "reward.function = bad_reward:reward", said)
+    assert not (tmp_path / "runs").exists() and "hello" not in done.out
+
+
+def with_rewards(tmp_path: Path, model: Path, *words: str) -> Ended:
+    env = ENV | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    argv = demo_command("run", tmp_path, model, *SMALL, *words, "name='r'")
+    return Ended(
+        subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=3600)
+    )
+
+
+BROKEN = [
+    ("raises", 600.0, "    raise ValueError('no such answer')\n", "no such answer"),
+    ("nan", 600.0, "    return float('nan')\n", "nan"),
+    ("hangs", 0.3, "    time.sleep(3600)\n", "deadline"),
+]
+
+
+@pytest.mark.parametrize(
+    ("deadline_s", "body", "why"), [b[1:] for b in BROKEN], ids=[b[0] for b in BROKEN]
+)
+def test_a_reward_that_always_fails_stops_the_run_past_its_budget(
+    deadline_s: float, body: str, why: str, tmp_path: Path, sort_model: Path
+) -> None:
+    done = with_rewards(
+        tmp_path,
+        sort_model,
+        rewards(tmp_path, body),
+        f"reward.deadline_s={deadline_s}",
+        "reward.workers=1",
+        "learner.steps=3",
+    )
+    assert done.code == 1 and "Traceback" not in done.err.split("error: ")[-1], done.err[-3000:]
+    last = [x for x in done.err.splitlines() if x.startswith("error: ")][-1]
+    assert "reward.error_budget" in last and why in last.lower(), last
+
+
+def test_on_error_stop_ends_at_the_first_failure(tmp_path: Path, sort_model: Path) -> None:
+    done = with_rewards(
+        tmp_path,
+        sort_model,
+        rewards(tmp_path, BROKEN[0][2]),
+        "reward.on_error='stop'",
+        "reward.workers=1",
+        "learner.steps=3",
+    )
+    assert done.code == 1 and "no such answer" in done.err and "reward.on_error = stop" in done.err
+
+
+def test_a_reward_that_fails_now_and_then_is_counted_and_never_a_reward_of_zero(
+    tmp_path: Path, sort_model: Path
+) -> None:
+    """One call in nine fails, whatever its text, which the same weights would write again: the
+    answer is written again; every reward that is trained on is 1.
+    """
+    body = (
+        "    reward.calls = getattr(reward, 'calls', 0) + 1\n"
+        "    if reward.calls % 9 == 0:\n        raise ValueError('now and then')\n"
+        "    return 1.0\n"
+    )
+    done = with_rewards(
+        tmp_path,
+        sort_model,
+        rewards(tmp_path, body),
+        "reward.workers=1",
+        "learner.steps=4",
+        "reward.error_budget=0.9",
+    )
+    assert done.code == 0, done.err[-3000:]
+    rows = [
+        json.loads(x) for x in (tmp_path / "runs" / "r" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert {r["reward/mean"] for r in rows if "reward/mean" in r} == {1.0}
+    assert sum(done.json["failures"].values()) > 0 and done.json["ledger"]["failed"] > 0
+
+
+def test_a_port_in_use(asyncrl: Call, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        done = asyncrl("run", f"wires.address={address!r}", "name='bad'")
+    assert done.code == 2 and f"cannot listen on {address}" in done.err.splitlines()[-1], done.err[
+        -2000:
+    ]
+
+
+def test_a_run_directory_in_use_or_taken(asyncrl: Call, tmp_path: Path, sort_model: Path) -> None:
+    process = start(tmp_path, sort_model, "learner.steps=400", "name='taken'")
+    run_dir = tmp_path / "runs" / "taken"
+    wait_until(lambda: steps_done(run_dir) >= 1, process)
+    refused(
+        asyncrl("run", "--resume", str(run_dir)), 2, f"{run_dir} is in use by process {process.pid}"
+    )
+    refused(asyncrl("run", "name='taken'"), 2, str(run_dir), "holds a run already")
+    os.kill(process.pid, signal.SIGINT)
+    assert process.wait(timeout=600) == 130
+
+
+def stopped(tmp_path: Path, model: Path, *words: str) -> Path:
+    """A run of 400 steps, stopped by Ctrl-C after a few: its directory."""
+    process = start(
+        tmp_path, model, "learner.steps=400", "learner.checkpoint_every=2", "name='ck'", *words
+    )
+    run_dir = tmp_path / "runs" / "ck"
+    wait_until(lambda: steps_done(run_dir) >= 6, process)
+    os.kill(process.pid, signal.SIGINT)
+    assert process.wait(timeout=600) == 130
+    return run_dir
+
+
+def newest_checkpoints(run_dir: Path) -> list[Path]:
+    return sorted(
+        run_dir.glob("checkpoints/epoch_*/number_*"),
+        key=lambda p: int(p.name.removeprefix("number_")),
+    )
+
+
+def test_checkpoints_truncated_foreign_or_all_gone(
+    asyncrl: Call, tmp_path: Path, sort_model: Path
+) -> None:
+    run_dir = stopped(tmp_path, sort_model)
+    before, newest = newest_checkpoints(run_dir)[-2:]
+    data = (newest / "state.pt").read_bytes()
+    (newest / "state.pt").write_bytes(data[: len(data) // 2])
+    process = start(
+        tmp_path, sort_model, "--resume", str(run_dir), f"learner.steps={int(newest.name[7:]) + 2}"
+    )
+    summary = finish(process, tmp_path)
+    log = "".join(p.read_text() for p in run_dir.glob("logs/attempt_2/learner.log"))
+    assert f"{newest.name} is damaged" in log and f"{before.name} at version" in log
+    assert summary["steps"] == int(newest.name[7:]) + 2
+    for path in newest_checkpoints(run_dir):
+        (path / "manifest").unlink()
+    done = asyncrl("run", "--resume", str(run_dir), f"learner.steps={summary['steps'] + 2}")
+    assert (
+        done.code == 5
+        and "no checkpoint in" in done.err.splitlines()[-1]
+        and "start a new run" in done.err.splitlines()[-1]
+    ), done.err[-2000:]
+
+
+def test_resume_refuses_what_may_not_change_and_has_nothing_to_do_at_the_end(
+    asyncrl: Call, gain: Ended
+) -> None:
+    run_dir = gain.json["run_dir"]
+    refused(
+        asyncrl("run", "--resume", run_dir, "seed=7"), 2, "seed cannot change when a run is resumed"
+    )
+    refused(
+        asyncrl("run", "--resume", run_dir), 6, "has made all its 40 steps", "--set learner.steps=N"
+    )
+    refused(asyncrl("run", "--resume", "nowhere"), 2, "no run directory")
+    before = (Path(run_dir) / "config.toml").read_text()
+    refused(
+        asyncrl("run", "--resume", run_dir, "learner.steps=30"),
+        2,
+        "it has made 40 steps, and learner.steps = 30 is fewer; give --set learner.steps=N above",
+    )
+    assert (Path(run_dir) / "config.toml").read_text() == before
+
+
+def test_the_steps_made_are_those_of_the_newest_learner(tmp_path: Path) -> None:
+    assert steps_made(tmp_path) == 0
+    for epoch, number in ((1, 9), (1, 10), (2, 0), (2, 8), (10, 2)):
+        (tmp_path / "checkpoints" / f"epoch_{epoch}" / f"number_{number}").mkdir(parents=True)
+    for place in ("epoch_11/.number_12.part", "epoch_12.new/number_13"):
+        (tmp_path / "checkpoints" / place).mkdir(parents=True)
+    assert steps_made(tmp_path) == 2
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_export_of_an_untrained_model_is_noted(
+    number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run" / "checkpoints" / "epoch_1" / f"number_{number}"
+    (path / "model").mkdir(parents=True)
+    (path / "model" / "config.json").write_text("{}")
+    checkpoint.seal(path)
+    main(["export", str(tmp_path / "run"), str(tmp_path / "out")], standalone_mode=False)
+    assert (tmp_path / "out" / "config.json").exists()
+    assert ("has made no step" in capsys.readouterr().err) == (number == 0)
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "said"),
+    [
+        (["run"], 2, "give either a CONFIG or --resume"),
+        (["run", "nowhere.toml"], 2, "no such config file"),
+        (["runn"], 2, "runn"),
+        (["doctor", "nowhere"], 2, "no run directory"),
+        (["report", "nowhere"], 2, "no run directory"),
+        (["export", "nowhere", "x"], 2, "no model"),
+        (["run", "configs/demo.toml", "--sett", "x=1"], 2, "--sett"),
+    ],
+)
+def test_commands_typed_wrong(argv: list[str], code: int, said: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "asyncrl.cli", *argv],
+        cwd=ROOT,
+        env=ENV,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == code and said in done.stderr and "Traceback" not in done.stderr, (
+        done.stderr
+    )
+
+
+def test_a_full_disk_at_checkpoint_ends_the_run_with_the_one_before_whole(
+    tmp_path: Path, sort_model: Path
+) -> None:
+    """The run directory lies on a file system of 3 MiB, which a few checkpoints fill: a checkpoint
+    cannot be written, or, while one is half written, the metrics.
+    """
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(small)],
+        capture_output=True,
+        text=True,
+    )
+    limit = mounted.returncode == 0
+    if not limit:  # no right to mount: a file-size limit makes the same write fail
+        words = ["prlimit", "--fsize=700000"]
+    else:
+        words = []
+    try:
+        run_dir = tmp_path / "runs" / "full"
+        argv = demo_command(
+            "run",
+            tmp_path,
+            sort_model,
+            *SMALL,
+            "learner.steps=60",
+            "learner.checkpoint_every=1",
+            "learner.keep_checkpoints=50",
+            "name='full'",
+        )
+        run_dir.parent.mkdir()
+        if limit:
+            (small / "runs").mkdir()
+            argv = [
+                a.replace(f"runs={str(tmp_path / 'runs')!r}", f"runs={str(small / 'runs')!r}")
+                for a in argv
+            ]
+            run_dir = small / "runs" / "full"
+        done = Ended(
+            subprocess.run(
+                [*words, *argv], cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=3600
+            )
+        )
+        assert (
+            done.code == 1
+            and re.search("(could not|cannot) be written", done.err)
+            and "free some space" in done.err
+        ), done.err[-3000:]
+        left = newest_checkpoints(run_dir)
+        from learner import checkpoint
+
+        assert all(checkpoint.verify(p) == "" for p in left) and not list(
+            run_dir.glob("checkpoints/epoch_*/.number_*")
+        )
+    finally:
+        if limit:
+            subprocess.run(["umount", str(small)], check=True)

@@ -1,0 +1,279 @@
+"""Configs, typed as a user types them: every mistake is one line that says where, what and what to
+do, and exit code 2.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from process_kit import ENV, ROOT
+
+from asyncrl.config import layers, load
+from asyncrl.config.tree import Config
+from asyncrl.contract.errors import ConfigError
+from asyncrl.records import metrics
+
+CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
+BASE = 'model.path = "m"\ntask.name = "sort"\n'
+
+
+def written(tmp_path: Path, more: str) -> Path:
+    path = tmp_path / "c.toml"
+    path.write_text(BASE + more)
+    return path
+
+
+MISTAKES = [
+    (
+        "[staleness]\nmax_lagg = 4\n",
+        "c.toml:4: staleness.max_lagg: unknown key; did you mean staleness.max_lag?",
+    ),
+    (
+        "[generator]\nmax_lag = 4\n",
+        "c.toml:4: generator.max_lag: unknown key; did you mean staleness.max_lag?",
+    ),
+    ("[learner]\nlr = -1.0\n", "c.toml:4: learner.lr"),
+    ('[learner]\nlr = "fast"\n', "c.toml:4: learner.lr"),
+    ('[loss]\nsurrogate = "pppo"\n', "choose one of"),
+    ("staleness = 3\n", "c.toml:3: staleness: is a section, not a value"),
+    ("[staleness]\nmax_lag = 1.5\n", "staleness.max_lag: 1.5 is neither a whole number nor inf"),
+    (
+        "[staleness]\nmax_lag = 2\ninject = 4\n",
+        "staleness.inject: injects up to 4 versions, above staleness.max_lag = 2",
+    ),
+    ("[learner]\ngroups = 2\nminibatches = 3\n", "3 minibatches of 2 groups"),
+    ("[learner]\ngroup_size = 1\n", "leaves rloo nothing to compare with"),
+    ("[generator]\nmax_new_tokens = 64\ncontext = 64\n", "leave no room for a prompt"),
+    ("[stop]\nkl_max = 0.1\n", "there is nothing to stop"),
+    ("[[[", "not TOML"),
+]
+
+
+@pytest.mark.parametrize(("more", "said"), MISTAKES, ids=[m[1][:40] for m in MISTAKES])
+def test_mistakes_in_a_file(more: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as e:
+        load.load(written(tmp_path, more))
+    assert said in str(e.value) and "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("item", "said"),
+    [
+        (
+            "learner.lrr=1",
+            "--set learner.lrr=1: learner.lrr: unknown key; did you mean learner.lr?",
+        ),
+        ("learner.lr", "write key.path=value"),
+        ("learner.steps=0", "--set learner.steps=0: learner.steps"),
+        ("seed.x=1", "seed: Expected `int`"),
+        (f"seed={2**63}", "seed: Expected `int` <= 9223372036854775807"),
+        ("model.device=tpu", "model.device: 'tpu' is no device; choose one of auto, cpu, cuda, c"),
+    ],
+)
+def test_mistakes_on_the_command_line(item: str, said: str, tmp_path: Path) -> None:
+    """The real command: one line on stderr, exit code 2, nothing written."""
+    argv = [
+        sys.executable,
+        "-m",
+        "asyncrl.cli",
+        "run",
+        str(written(tmp_path, "")),
+        "--set",
+        f"runs={str(tmp_path / 'runs')!r}",
+        "--set",
+        item,
+    ]
+    done = subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 2, done.stderr
+    assert (
+        said in done.stderr
+        and "Traceback" not in done.stderr
+        and len(done.stderr.strip().splitlines()) == 1
+    )
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_resolved_config_repeats_itself(path: Path, tmp_path: Path) -> None:
+    config = load.load(path)
+    again = tmp_path / "resolved.toml"
+    again.write_text(load.dump(config))
+    assert load.load(again) == config
+
+
+def test_every_key_says_what_it_means() -> None:
+    """The schema that editors show: every key is in it, with its default."""
+    schema = json.loads((ROOT / "configs" / "schema.json").read_text())
+    assert schema == json.loads(json.dumps(load.schema())), (
+        "stale: asyncrl config schema > configs/schema.json"
+    )
+    config_keys = load.keys()
+    named = {p for d in schema["$defs"].values() for p in d["properties"]}
+    assert "method" in schema["$defs"]["Config"]["properties"]
+    assert {k.rsplit(".", 1)[-1] for k in config_keys} <= named
+
+
+def test_presets_fill_only_what_is_not_given(tmp_path: Path) -> None:
+    c = load.load(written(tmp_path, '[correction]\npreset = "tis"\nhi = 3.0\n')).correction
+    assert (c.level, c.bound, c.hi) == ("token", "truncate", 3.0)
+
+
+def test_a_preset_on_the_command_line_acts_on_a_resolved_config(tmp_path: Path) -> None:
+    """As `asyncrl run --resume --set correction.preset=mis` needs it: RUN/config.toml gives every
+    key.
+    """
+    resolved = tmp_path / "resolved.toml"
+    resolved.write_text(
+        load.dump(
+            load.load(written(tmp_path, '[correction]\nproximal = "recompute"\nlevel = "none"\n'))
+        )
+    )
+    c = load.load(resolved, ["correction.preset=mis", "correction.hi=3.0"]).correction
+    assert (c.level, c.bound, c.hi, c.reject, c.veto) == (
+        "token",
+        "truncate",
+        3.0,
+        "ratio",
+        "ratio",
+    )
+    resolved.write_text(load.dump(load.load(resolved, ["correction.preset=mis"])))
+    c = load.load(resolved, ["correction.preset=none"]).correction
+    assert (c.level, c.bound, c.reject, c.veto) == ("none", "truncate", "none", "none")
+
+
+def test_the_table_of_metrics_is_the_documented_one() -> None:
+    assert (ROOT / "docs" / "metrics.md").read_text() == metrics.markdown(), (
+        "stale: asyncrl config metrics > docs/metrics.md"
+    )
+    for line in metrics.markdown().splitlines():
+        if line.startswith("|"):  # a `|` inside a cell would cut the row when rendered
+            assert len(re.findall(r"(?<!\\)\|", line)) == 4, line
+
+
+def test_an_unknown_metric_is_refused(tmp_path: Path) -> None:
+    writer = metrics.MetricsWriter(tmp_path)
+    with pytest.raises(Exception, match="no/such"):
+        writer.write(0, {"reward/mean": 1.0, "no/such": 2.0})
+    writer.write(1, {"reward/mean": 0.5, "lag/mean": 1.0}, histograms={"lag/samples": [0, 0, 2]})
+    writer.close()
+    (row,) = metrics.read(tmp_path)
+    assert row["reward/mean"] == 0.5 and row["lag/samples"] == {"0": 2, "2": 1}
+
+
+def test_tensorboard_reads_numbers_and_histograms_as_soon_as_they_are_written(
+    tmp_path: Path,
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    began = time.time()
+    writer = metrics.MetricsWriter(tmp_path)
+    writer.write(1, {"reward/mean": 0.5, "lag/mean": 1.0}, histograms={"lag/samples": [0, 0, 2]})
+    writer.write(3, {"lag/mean": 2.0}, 9.0, {"lag/samples": []})
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    writer.close()
+    assert [(e.step, e.value) for e in board.Scalars("reward/mean")] == [(1, 0.5)]
+    assert [(e.step, e.value) for e in board.Scalars("lag/mean")] == [(1, 1.0), (3, 2.0)]
+    assert all(began <= e.wall_time <= time.time() for e in board.Scalars("lag/mean"))
+    (event,) = board.Histograms("lag/samples")
+    found = event.histogram_value
+    assert (event.step, found.min, found.max, found.num) == (1, 0.0, 2.0, 3.0)
+    assert (found.sum, found.sum_squares) == (2.0, 4.0)
+    # up to each limit, from the one before; TensorBoard draws none without an empty first
+    assert list(zip(found.bucket_limit, found.bucket, strict=True)) == [
+        (-0.5, 0.0),
+        (0.5, 2.0),
+        (1.5, 0.0),
+        (2.5, 1.0),
+    ]
+    # a step's numbers travel together: one event each was most of what they cost the buffer
+    (path,) = (tmp_path / "tensorboard").glob("events.out.tfevents.*")
+    sizes = [len(e.summary.value) for e in EventFileLoader(str(path)).Load()]
+    assert sizes == [0, 3, 1]
+    again = metrics.MetricsWriter(tmp_path)  # another life: what was written stays
+    again.close()
+    assert path.stat().st_size > 100
+
+
+def test_what_is_not_finite_is_in_no_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    writer = metrics.MetricsWriter(tmp_path)
+    writer.write(1, {"reward/mean": 0.5, "kl/moved": math.inf, "loss/policy": math.nan})
+    writer.write(2, {"reward/mean": 0.5, "kl/moved": -math.inf})
+    writer.close()
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert (
+        "Infinity" not in text
+        and "NaN" not in text
+        and [r["reward/mean"] for r in metrics.read(tmp_path)] == [0.5, 0.5]
+    )
+    assert capsys.readouterr().err.splitlines() == [
+        "step 1: not finite, left out of the metrics: kl/moved, loss/policy"
+    ], "once a name"
+
+
+def test_the_layers_hold() -> None:
+    """The import contracts of pyproject.toml: the mathematics knows no wire, the buffer no torch,
+    the parts not each other.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()"],
+        cwd=ROOT,
+        env=ENV,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "0 broken" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("item", "value"),
+    [
+        ("name=R", "R"),
+        ("name= two words, and {more} ", "two words, and {more}"),
+        ("name=2026", "2026"),
+        ("name=true", "true"),
+        ("name='R'", "R"),
+        ("name=", ""),
+    ],
+)
+def test_text_needs_no_quotes_on_the_command_line(item: str, value: str) -> None:
+    assert load.load("demo", [item]).name == value
+
+
+@pytest.mark.parametrize(
+    ("item", "said"),
+    [
+        ('name="R', "is no TOML value"),
+        ("learner.lr=1 2", "is no TOML value"),
+        ("generator.engine=v llm", "is no TOML value"),
+        ("name=['R']", "name: Expected `str`, got `array`"),
+    ],
+)
+def test_what_is_neither_text_nor_toml_is_refused(item: str, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load.load("demo", [item])
+    assert said in str(error.value)
+
+
+def test_text_that_only_some_methods_take_is_found() -> None:
+    assert layers.is_text(Config, "model.path") and layers.is_text(Config, "correction.function")
+    for key in ("learner.lr", "generator.engine", "kl", "no.such.key", "staleness.max_lag"):
+        assert not layers.is_text(Config, key), key
+
+
+def test_a_misspelled_section_on_the_command_line_is_not_the_files() -> None:
+    with pytest.raises(ConfigError) as error:
+        load.load("demo", ["lerner.lr=1"])
+    assert str(error.value).startswith("--set lerner.lr=1: lerner: unknown key")
+    assert "did you mean learner?" in str(error.value)

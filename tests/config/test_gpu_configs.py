@@ -1,0 +1,192 @@
+"""The GPU configs on a machine without one: what they would start, which GPU each process would
+see, and that nothing starts.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from process_kit import ENV, ROOT
+
+from actors.weights_receiver import WeightsReceiver
+from asyncrl.cli import main
+from asyncrl.config import load
+from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.messages import WeightsSource
+from asyncrl.models import devices
+
+NO_GPU = ENV | {"CUDA_VISIBLE_DEVICES": ""}
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("gpu_one", ["learner rank 0: cuda", "generator 0: cuda"]),
+        (
+            "gpu_many",
+            [
+                "learner rank 0: GPU 0",
+                "learner rank 1: GPU 1",
+                "generator 0: GPU 2",
+                "generator 1: GPU 3",
+            ],
+        ),
+    ],
+)
+def test_dry_run(name: str, said: list[str]) -> None:
+    argv = [sys.executable, "-m", "asyncrl.cli", "run", f"configs/{name}.toml"]
+    done = subprocess.run(
+        [*argv, "--dry-run"], cwd=ROOT, env=NO_GPU, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0 and ", ".join(said) in done.stderr, done.stderr
+
+
+def test_without_cuda_the_run_says_so_before_anything_starts(tmp_path: Path) -> None:
+    argv = [
+        sys.executable,
+        "-m",
+        "asyncrl.cli",
+        "run",
+        "configs/gpu_one.toml",
+        "--set",
+        f"runs={str(tmp_path)!r}",
+    ]
+    done = subprocess.run(argv, cwd=ROOT, env=NO_GPU, capture_output=True, text=True, timeout=600)
+    assert (
+        done.returncode == 2
+        and "model.device: asks for CUDA, and torch" in done.stderr
+        and not list(tmp_path.iterdir())
+    )
+
+
+def test_each_process_sees_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also as a child of one that has taken its GPU already, and among the GPUs that a scheduler
+    left visible.
+    """
+    config = load.load("configs/gpu_many.toml")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for start, wanted in (("", ["0", "1", "2", "3"]), ("4,5,6,7", ["4", "5", "6", "7"])):
+        monkeypatch.setattr(os, "environ", {"CUDA_VISIBLE_DEVICES": start} if start else {})
+        seen = []
+        for rank in range(2):  # rank 1 is started by rank 0, with its environment
+            os.environ["LOCAL_RANK"] = str(rank)
+            devices.bind_learner(config)
+            seen.append(os.environ["CUDA_VISIBLE_DEVICES"])
+            assert os.environ["LOCAL_RANK"] == "0"
+        for index in range(2):
+            devices.bind(config.generator.gpus, index, "generator.gpus")
+            seen.append(os.environ["CUDA_VISIBLE_DEVICES"])
+        assert seen == wanted
+    monkeypatch.setattr(os, "environ", {"CUDA_VISIBLE_DEVICES": "0,1"})
+    with pytest.raises(ConfigError, match=r"generator\.gpus: GPU 2 of 2"):
+        devices.bind(config.generator.gpus, 0, "generator.gpus")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(os, "environ", {})
+    with pytest.raises(ConfigError, match=r"generator\.gpus: GPU 2 is not there"):
+        devices.bind(config.generator.gpus, 0, "generator.gpus")
+    assert devices.missing(config).startswith("generator.gpus: asks for CUDA")
+
+
+@pytest.mark.parametrize(
+    ("sets", "said"),
+    [
+        (["learner.gpus=[0]"], "for 2 rank"),
+        (["learner.gpus=[0, 0]"], "each needs a GPU of its own"),
+        (["learner.gpus=[]"], "2 ranks would share model.device = cuda"),
+        (["model.device='cpu'"], "model.device = cpu another"),
+        (
+            ["model.device='cuda:1'", "learner.gpus=[]", "generator.gpus=[]", "learner.ranks=1"],
+            "vLLM takes the first GPU",
+        ),
+        (["generator.gpus=[-1]"], "generator.gpus"),
+    ],
+)
+def test_what_cannot_work_is_refused(sets: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load.load("configs/gpu_many.toml", sets)
+
+
+def test_on_one_gpu_weights_go_through_the_hosts_memory(tmp_path: Path) -> None:
+    """NCCL makes no group of two ranks on one GPU: the config's own way is the ring, a copy to the
+    host and one back, and NCCL by hand is refused."""
+    config = load.load(ROOT / "configs" / "gpu_one.toml")
+    assert config.weights.transport == "auto" and not config.learner.gpus
+    receiver = WeightsReceiver(config, "generator-0")
+    source = WeightsSource(1, socket.gethostname(), str(tmp_path), "")
+    assert receiver.local(source)
+    for gpus in ((), ("learner.gpus=[0]", "generator.gpus=[0]")):
+        with pytest.raises(ConfigError, match=r"weights.transport: nccl .*use auto"):
+            load.load(ROOT / "configs" / "gpu_one.toml", ("weights.transport='nccl'", *gpus))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "count", "sets", "reason"),
+    [
+        (1, 1, ([0], [0], 1), "learner and generator share the only GPU and its memory"),
+        (1, 2, ([0], [1], 1), "the learner takes one GPU; the other one has a generator"),
+        (1, 8, ([0], [1, 2, 3, 4, 5, 6, 7], 7), "each of the other 7 has a generator"),
+        (2, 3, ([0, 1], [2], 1), "each of 2 learner ranks takes one; the other one has a"),
+        (2, 8, ([0, 1], [2, 3, 4, 5, 6, 7], 6), "takes one; each of the other 6 has a generator"),
+        (7, 8, ([0, 1, 2, 3, 4, 5, 6], [7], 1), "each of 7 learner ranks takes one"),
+    ],
+)
+def test_gpus_are_divided_among_ranks_and_generators(
+    ranks: int, count: int, sets: tuple[list[int], list[int], int], reason: str
+) -> None:
+    """A config with lists of its own too: the command line wins."""
+    more = [f"learner.ranks={ranks}", "weights.transport='auto'"]
+    before = load.load("gpu_many", [*more, f"learner.gpus={list(range(ranks))}"])
+    split = devices.split_gpus(before, count)
+    assert reason in split.reason
+    config = load.load("gpu_many", [*more, *split.sets])  # the rules take it
+    assert (config.learner.gpus, config.generator.gpus, config.generators) == sets
+
+
+def test_a_learner_of_one_rank_is_told_how_it_gets_more_gpus() -> None:
+    one = load.load("gpu_one")
+    assert "(more with learner.backend=deepspeed and" in devices.split_gpus(one, 8).reason
+    assert "deepspeed" not in devices.split_gpus(one, 2).reason
+
+
+@pytest.mark.parametrize(
+    ("count", "more", "said"),
+    [
+        (1, (), r"--gpus 1: 2 learner ranks .* need a GPU of their own; use --gpus 3 or learner.r"),
+        (2, (), r"--gpus 2: 2 learner ranks .* leave no GPU .* --gpus 3 or learner.ranks=1$"),
+        (8, ("model.device='cuda:1'",), "model.device = cuda:1 chooses a device already"),
+        (8, ("model.device='cpu'",), "model.device = cpu chooses a device already"),
+        (8, ("generators=2",), "leave out --set generators=2"),
+        (8, ("learner.gpus=[4]",), r"leave out --set learner.gpus=\[4\]"),
+        (8, ("generator.gpus = [4]",), r"leave out --set generator.gpus = \[4\]"),
+        (1, ("learner.ranks=1",), "nccl does not connect GPU 0 with itself"),
+        (0, (), r"'--gpus': 0 is not in the range x>=1"),
+        (8, ("--on", "ray"), "--on ray places processes by placement.learner"),
+        (8, ("--resume", "r"), "a resumed run keeps its own"),
+    ],
+)
+def test_gpus_that_cannot_be_divided(
+    count: int, more: tuple[str, ...], said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = (
+        more if more[:1] and more[0].startswith("--") else [w for s in more for w in ("--set", s)]
+    )
+    source = () if "--resume" in more else ("gpu_many",)
+    with pytest.raises(SystemExit) as ended:
+        main(["run", *source, "--gpus", str(count), *words, "--dry-run"])
+    error = capfd.readouterr().err.splitlines()[-1]
+    assert ended.value.code == 2 and re.search(said, error), error
+
+
+def test_what_gpus_writes_is_said_and_in_the_config(capfd: pytest.CaptureFixture[str]) -> None:
+    """Also where the config without it would be refused: two ranks and no list."""
+    lists = ("--set", "learner.ranks=3")
+    main.main(["run", "gpu_many", "--gpus", "8", *lists, "--dry-run"], standalone_mode=False)
+    out, err = capfd.readouterr()
+    assert "--gpus 8: learner.gpus=[0, 1, 2], generator.gpus=[3, 4, 5, 6, 7], generators=5: " in err
+    assert "learner rank 2: GPU 2, generator 0: GPU 3" in err and "generators = 5" in out

@@ -1,0 +1,114 @@
+"""Text from outside reaches terminals, logs and events on one line, with nothing that acts."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import deque
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from hostile_messages_kit import greeting
+from refused_samples_kit import Bench, bench, sample
+
+from actors.gateway import service
+from asyncrl.cli import base
+from asyncrl.config.agents import AgentConfig
+from asyncrl.contract import messages as m
+from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.printable import escape_line
+from asyncrl.contract.waits import ProcessWait, WaitLog
+from asyncrl.records import process_log
+from asyncrl.supervise import doctor, hosts, live
+
+__all__ = ["bench"]
+# an escape code, a forged line, marks of direction, separators, half of a character, a bell
+EVIL = "no\x1b[2J\x1b]0;x\x07\r\nbuffer: all is well\u202e\u2066\u2028\u2029\x85\x9b1m\u200b\ud800"
+
+
+def harmless(text: str) -> bool:
+    """Each line of ours is printable, and none begins as the forged one does."""
+    return all(
+        line.isprintable() and not line.startswith("buffer: all") for line in text.split("\n")
+    )
+
+
+def test_every_character_that_acts_is_escaped() -> None:
+    rare = (0xE000, 0xFEFF, 0xFFF9, 0x1D173, 0xE0001, sys.maxunicode)
+    for code in (*range(0x3000), *range(0xD800, 0xE000, 64), *rare):
+        if not (c := chr(code)).isprintable():
+            shown = escape_line(f"a{c}b")
+            assert shown.isprintable() and re.fullmatch(r"a\\[xunrtU0-9a-f]+b", shown), ascii(c)
+    assert escape_line("na\u00efve \u6f22\u5b57") == "na\u00efve \u6f22\u5b57"
+    assert escape_line("\x1b" * 1000).count("x1b") <= 76 and escape_line(EVIL * 99).endswith("...")
+
+
+def test_a_peer_cannot_write_into_the_log_or_the_terminal(
+    bench: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    at: Bench = bench("durability.mode='memory'")
+    (ticket, *_) = at.tickets(8)
+    evil = EVIL.encode("utf-8", "replace").decode()
+    at.deliver(sample(ticket, 0, reward=1e19, reward_parts={evil: 1e19}))
+    failed = msgspec.structs.replace(greeting(at.service), producer=evil)
+    at.service.handle(b"x", failed)
+    at.service.refuse("message", f"refused: {EVIL}")
+    assert harmless(capsys.readouterr().err)
+    # a failure that ends the run, by its budget
+    with pytest.raises(Exception, match=r"reward\.error_budget") as caught:
+        for ticket in at.tickets(60):
+            at.deliver(sample(ticket, 0, failed=m.RewardFailure("data", evil)))
+    assert str(caught.value).isprintable()
+
+
+def test_what_is_shown_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wait = ProcessWait(EVIL, EVIL, "buffer", 99.0)
+    assert all(line.isprintable() for line in WaitLog(1.0).lines([wait]))
+    log = tmp_path / "log"
+    log.write_bytes(EVIL.encode("utf-8", "replace") + b"\n")
+    assert doctor.last_line(log).isprintable()
+    assert all(line.isprintable() for line in hosts.last_lines(log, 9))
+    row = {"at": 0.0, "name": "gateway-0", "pid": 7, "event": "ended", "code": 1, "why": EVIL}
+    assert process_log.end_of(row).isprintable()
+    with pytest.raises(SystemExit):
+        base.fail(EVIL, 1, False)
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 1 and harmless(shown)
+    status = m.RunStatus(
+        run="r",
+        committed=1,
+        steps=9,
+        epoch=1,
+        metrics={},
+        ledger={},
+        waits=[wait],
+        peers={},
+        finished=False,
+    )
+    assert live.status_line(status).isprintable()
+
+
+def test_a_reason_from_an_agent_is_one_line_of_the_log(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    gateway: Any = SimpleNamespace(
+        config=SimpleNamespace(agent=AgentConfig(serve=True)),
+        failed=0,
+        recent=deque(maxlen=64),
+        producer="gateway-0",
+        took=[1.0],
+    )
+    session: Any = SimpleNamespace(name="1.0.1")
+    service.Gateway.count(gateway, session, m.RewardFailure("data", EVIL))
+    shown = capsys.readouterr().err
+    assert shown.startswith("gateway-0: session 1.0.1: data: no") and shown.count("\n") == 1
+    assert harmless(shown)
+    # and one that ends the run
+    gateway.config.agent = AgentConfig(function="a:b")
+    gateway.failed, gateway.took, gateway.numbered, gateway.run_dir = 99, [], 99, Path("r")
+    with pytest.raises(ConfigError) as caught:
+        service.Gateway.count(gateway, session, m.RewardFailure("data", EVIL))
+    assert str(caught.value).isprintable()

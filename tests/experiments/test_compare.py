@@ -1,0 +1,491 @@
+"""`asyncrl compare` on real runs: the same data, bitwise twins, resuming, the page and its numbers,
+and what it refuses.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from process_kit import ENV, PATIENT, ROOT, RUN_SEED, Ended
+
+from asyncrl.config import load
+from asyncrl.experiments.compare import arms as arms_made
+from asyncrl.experiments.compare import comparison, methods, page, progress
+from asyncrl.experiments.compare.comparison import CellResult, warm_cell
+from asyncrl.experiments.compare.comparison_analysis import (
+    analyse,
+    data_apart,
+    reference_kl,
+    signs_of,
+    signs_told,
+)
+from asyncrl.experiments.figure import figure_points
+from buffer import training_log
+
+pytestmark = pytest.mark.slow
+
+SETS = (
+    *PATIENT,
+    f"seed={RUN_SEED}",
+    "learner.steps=5",
+    "learner.groups=8",
+    "learner.group_size=4",
+    "evaluation.every=2",
+    "evaluation.prompts=32",
+    "evaluation.final_prompts=32",
+    "evaluation.ood_prompts=8",
+    "evaluation.ood_every=3",
+)
+SEEDS = (RUN_SEED, RUN_SEED + 1)
+
+
+def compare(model: Path, out: Path, *words: str, timeout: float = 3600) -> Ended:
+    argv = [sys.executable, "-m", "asyncrl.cli", "compare", "configs/demo.toml", "--out", str(out)]
+    argv += [x for s in (*SETS, f"model.path={str(model)!r}") for x in ("--set", s)] + list(words)
+    return Ended(
+        subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=timeout)
+    )
+
+
+def on_a_terminal(model: Path, out: Path, *words: str) -> tuple[int, str]:
+    """The exit code, and what came to a terminal on stderr."""
+    ours, theirs = pty.openpty()
+    argv = [sys.executable, "-m", "asyncrl.cli", "compare", "configs/demo.toml", "--out", str(out)]
+    argv += [x for s in (*SETS, f"model.path={str(model)!r}") for x in ("--set", s)] + list(words)
+    env = ENV | {"TERM": "xterm", "COLUMNS": "110", "LINES": "40", "NO_COLOR": "1"}
+    process = subprocess.Popen(argv, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=theirs)
+    os.close(theirs)
+    seen = b""
+    try:
+        while chunk := os.read(ours, 65536):
+            seen += chunk
+    except OSError as e:  # Linux says EIO when the other side has gone
+        assert e.errno == errno.EIO
+    os.close(ours)
+    return process.wait(3600), seen.decode()
+
+
+def test_a_comparison_from_start_to_verdict(sort_model: Path, tmp_path: Path) -> None:
+    arms = (
+        "--arm",
+        "sync:staleness.max_lag=0",
+        "--arm",
+        "twin:same-as=sync",
+        "--arm",
+        "late:staleness.max_lag=2,staleness.inject=2",
+        "--seeds",
+        "2",
+    )
+    out = tmp_path / "c"
+    done = compare(sort_model, out, *arms, "--jobs", "2", "--json")
+    assert done.code == 0, done.err[-3000:]
+    found = done.json
+    assert list(found["arms"]) == ["sync", "twin", "late"] and found["seeds"] == list(SEEDS)
+    words = {(v["arm"], v["metric"]): v for v in found["verdicts"]}
+    assert (
+        words["twin", "heldout_end"]["verdict"] == "equal"
+        and words["twin", "heldout_end"]["difference"] == 0
+    )
+    assert found["arms"]["sync"]["weights_digests"] == found["arms"]["twin"]["weights_digests"]
+    assert words["late", "heldout_end"]["verdict"] in ("no difference visible", "better", "worse")
+    assert found["same_data"] == {"twin": [True, True], "late": [True, True]}
+    assert found["data_apart"] == {"twin": ["", ""], "late": ["", ""]}
+
+    def reached(curve: list[float]) -> bool:
+        return max(curve) >= found["arms"]["sync"]["target"]
+
+    curves = [
+        json.loads((out / "cells" / f"sync-seed{n}.json").read_text())["accuracy"][1] for n in SEEDS
+    ]
+    assert found["arms"]["sync"]["target"] == pytest.approx(
+        0.9 * found["arms"]["sync"]["heldout_end"]
+    ) and found["arms"]["sync"]["reached"] == sum(map(reached, curves))
+    # the mean of the ends is above nine tenths of itself
+    assert found["arms"]["sync"]["reached"] >= 1
+    assert all(f"accuracy {found['arms']['sync']['target']:.3f}" in t for t in found["trade"])
+    assert found["arms"]["sync"]["lag"] == 0 and found["arms"]["late"]["lag_max"] == 2
+    assert ("twin", "ood_end") in words and all(
+        0 <= x <= 1
+        for a in found["arms"].values()
+        for x in (a["ood_start"], a["ood_end"], *a["ood_each"])
+    )
+    assert words["twin", "area"]["differs"] == {}
+    assert words["late", "area"]["differs"] == {
+        "staleness.inject": [None, 2],
+        "staleness.max_lag": [0, 2],
+    }
+    assert "found with 80 % power" in done.err
+    assert (
+        len(
+            re.findall(
+                rf"^(sync|twin|late)-seed({SEEDS[0]}|{SEEDS[1]}): "
+                r"accuracy [\d.]+ in \d+ s \([1-6] of 6",
+                done.err,
+                re.M,
+            )
+        )
+        == 6
+    ), done.err
+    html = (out / "report.html").read_text()
+    assert (
+        ("late against sync" in html or "late is" in html)
+        and "<th>OOD end</th>" in html
+        and "<th>KL to ref</th>" in html
+    )
+    assert (
+        "Accuracy on out-of-distribution prompts" in html and "KL from target to reference" in html
+    )
+    settings = html[html.index('<table id="settings">') :].split("</table>")[0]
+    assert "staleness.inject = 2 (none), staleness.max_lag = 2 (0)" in settings
+    assert "the same as sync" in settings and "otherwise than sync" in settings
+    assert json.loads((out / "comparison.json").read_text()) == found and any(
+        (out / "tensorboard").rglob("events*")
+    )
+
+    # Interrupted: what is finished is not made again.
+    kept = (out / "cells" / f"sync-seed{RUN_SEED}.json").stat().st_mtime_ns
+    (out / "cells" / f"late-seed{SEEDS[1]}.json").unlink()
+    code, shown = on_a_terminal(sort_model, out, *arms)
+    assert code == 0 and "5 of 6 runs are finished already" in shown
+    # as it was redrawn: the second seed comes last
+    table = re.findall(r"late[ \u2502]+([\d.]+), \d+ s[ \u2502]+(\S+)", shown)
+    ends = [f"{x:.3f}" for x in found["arms"]["late"]["each"]]
+    assert (
+        {x for x, _ in table} == {ends[0]} and table[0][1] == "-" and table[-1][1] == f"{ends[1]},"
+    ), shown[-3000:]
+    again = compare(sort_model, out, *arms, "--json")
+    assert again.code == 0 and "6 of 6 runs are finished already" in again.err
+    assert (out / "cells" / f"sync-seed{RUN_SEED}.json").stat().st_mtime_ns == kept
+    assert again.json["arms"]["late"]["weights_digests"] == found["arms"]["late"]["weights_digests"]
+
+    # These arms ran in warm processes.  Processes of their own give the same samples at the same
+    # lags; synchronously, the same weights, bitwise.
+    assert all(a["warm"] for a in found["arms"].values())
+    real = compare(
+        sort_model,
+        tmp_path / "real",
+        *arms[:2],
+        *arms[4:6],
+        "--seeds",
+        "1",
+        "--real",
+        "--jobs",
+        "2",
+        "--json",
+    ).json
+    assert not any(a["warm"] for a in real["arms"].values())
+    assert real["arms"]["sync"]["weights_digests"] == found["arms"]["sync"]["weights_digests"][:1]
+    assert (
+        real["arms"]["sync"]["ood_each"] == found["arms"]["sync"]["ood_each"][:1]
+        and real["arms"]["sync"]["ood_start"] == found["arms"]["sync"]["ood_start"]
+    )
+    assert (
+        real["arms"]["sync"]["each"] == found["arms"]["sync"]["each"][:1]
+        and real["arms"]["late"]["lag_max"] == 2
+    )
+    assert real["same_data"]["late"] == [True]
+    warm, apart = (
+        json.loads((out / "cells" / f"late-seed{RUN_SEED}.json").read_text())["batches"],
+        training_log.read(tmp_path / "real" / "runs" / f"late-seed{RUN_SEED}" / "trained.jsonl"),
+    )
+    assert (
+        [b["tickets"] for b in warm]
+        == [apart[n].tickets for n in range(5)]
+        == [[[8 * n, 8 * n + 7]] for n in range(5)]
+    )
+
+    # A figure's points are the same from either directory; both hold seed 0 of these arms.
+    for across in (figure_points.STEP, figure_points.LAG):
+        warm_points, real_points = (
+            figure_points.read_points([where], "eval/heldout", across)
+            for where in (out, tmp_path / "real")
+        )
+        assert len(real_points) == (8 if across == figure_points.STEP else 2)
+        for arm in ("sync", "late"):
+            first = [p for p in warm_points if (p.series, p.seed) == (arm, RUN_SEED)]
+            apart_points = [p for p in real_points if p.series == arm]
+            assert [p.position for p in apart_points] == pytest.approx([p.position for p in first])
+            if arm == "sync":
+                assert [p.value for p in apart_points] == [p.value for p in first]
+
+    # Other settings in the same directory.
+    other = compare(sort_model, out, *arms, "--set", "learner.lr=1e-3")
+    assert other.code == 2 and "learner.lr: 0.0003, now 0.001" in other.err and "--out" in other.err
+
+
+def cell(
+    arm: str,
+    *batches: list[list[int]],
+    ids: str = "",
+    steps: tuple[float, ...] = (0, 2, 4),
+    accuracy: tuple[float, ...] = (0.4, 0.6, 0.8),
+) -> CellResult:
+    rows = [{"step": n, "t": 10.0 * n} for n in range(4)]
+    summary = {
+        "trained_ids": ids or str(batches),
+        "heldout_end": accuracy[-1],
+        "heldout_start": accuracy[0],
+        "wall_s": 40.0,
+        "tokens": 100,
+        "ledger": {"generated": 100},
+        "lag": {"mean": 0.0, "max": 0},
+        "weights_digest": arm,
+    }
+    return CellResult(
+        arm, 0, summary, list(steps), list(accuracy), rows, batches=[(str(b), b) for b in batches]
+    )
+
+
+def test_how_far_the_data_of_two_runs_differ() -> None:
+    base = cell("a", [[0, 3]], [[4, 7]])
+    assert data_apart(cell("b", [[0, 3]], [[4, 7]]), base) == ""
+    assert (
+        data_apart(cell("b", [[0, 3]], [[4, 5], [8, 9]]), base)
+        == "75% of the groups in common, in other batches from number 1 on"
+    )
+    assert (
+        data_apart(cell("b", [[0, 3]]), base)
+        == "50% of the groups in common, in other batches from number 1 on"
+    )
+    assert data_apart(cell("b", ids="of an older version"), base) == "other samples"
+
+
+def test_the_time_to_an_accuracy() -> None:
+    """Base ends at .8, so the target is .72: the base is there at its third evaluation, the other
+    at its second, and one never.
+    """
+    config = load.load("configs/demo.toml")
+    cells = [
+        cell("a"),
+        cell("fast", accuracy=(0.4, 0.75, 0.8)),
+        cell("low", accuracy=(0.4, 0.5, 0.6)),
+    ]
+    found = analyse(cells, dict.fromkeys(("a", "fast", "low"), config))
+    assert (
+        found["arms"]["fast"]["steps_to_target"] == 2
+        and found["arms"]["fast"]["seconds_to_target"] == 20
+    )
+    assert found["trade"][0].endswith("accuracy 0.720 at batch 2 (a 4), after 20 s (30)")
+    assert found["trade"][1].endswith("accuracy 0.720 was never reached")
+
+
+def test_out_of_distribution_accuracy_and_kl_to_the_reference_of_every_arm() -> None:
+    """Means over the runs that have them; KL over the last 20 batches; a verdict only when every
+    run has its end.
+    """
+    config = load.load("configs/demo.toml", ["evaluation.ood_prompts=50"])
+    base, arm, gone = cell("base"), cell("arm"), cell("arm")
+    base.ood, arm.ood = {0.0: 0.2, 2.0: 0.3, 4.0: 0.1}, {0.0: 0.2, 4.0: 0.4}
+    # 28 is the last
+    base.rows = [
+        {"step": n, "t": 0.0} | ({"kl/target_ref_k3": float(n)} if n % 2 else {}) for n in range(29)
+    ]
+    found = analyse([base, arm], {"base": config, "arm": config})
+    a, b = found["arms"]["arm"], found["arms"]["base"]
+    assert (b["ood_start"], b["ood_end"], a["ood_end"], b["ood_each"]) == (0.2, 0.1, 0.4, [0.1])
+    assert b["kl_ref"] == (9 + 27) / 2 and math.isnan(a["kl_ref"])
+    assert (
+        reference_kl(base.rows[:8]) == (1 + 3 + 5 + 7) / 4
+        and reference_kl([*base.rows[:4], *[{"step": 5}] * 20]) == 3
+    )
+    (far,) = [v for v in found["verdicts"] if v["metric"] == "ood_end"]
+    assert (
+        far["difference"] == pytest.approx(0.3)
+        and "out-of-distribution accuracy +0.300" in far["text"]
+        and math.isfinite(far["interval_other_prompts"][0])
+    )
+    row = dict(zip(page.HEAD, page.arm_rows(found)[1], strict=True))
+    assert (row["OOD start"], row["OOD end"], row["KL to ref"]) == ("0.200", "0.400", "-")
+    assert dict(zip(page.HEAD, page.arm_rows(found)[0], strict=True))["KL to ref"] == "18"
+    other = cell("base")
+    # the last has no end
+    other.seed, other.ood, gone.seed, gone.ood = 1, {0.0: 0.2, 4.0: 0.3}, 1, {0.0: 0.4, 2.0: 0.9}
+    short = analyse([base, other, arm, gone], {"base": config, "arm": config})
+    assert short["arms"]["arm"]["ood_end"] == 0.4 and short["arms"]["arm"][
+        "ood_start"
+    ] == pytest.approx(0.3)
+    assert not [v for v in short["verdicts"] if v["metric"] == "ood_end"]
+
+
+@pytest.mark.parametrize(
+    ("arms", "said"),
+    [
+        (
+            ("a:staleness.max_lagg=0", "b:"),
+            "--arm a: --set staleness.max_lagg=0: staleness.max_lagg: unknown key; did you mean "
+            "staleness.max_lag?",
+        ),
+        (
+            ("a:", "b:"),
+            "--arm b: resolves to the same config as a; leave one out, or write b:same-as=a",
+        ),
+        (("a:",), "one arm has nothing to be compared with"),
+        (("a:", "a:staleness.max_lag=0"), "the name a is given twice"),
+        (("nonsense", "b:"), "write NAME:key=value"),
+        (("x y:", "b:"), "a name has letters, digits and . + - _ alone"),
+        (("tsi", "b:"), "--arm tsi: no such method (did you mean tis?); known are none, ppo"),
+        (("TIS:learner.lr=1", "b:"), "the name TIS reads like the method tis; write tis:..."),
+        (("a:method=tsi", "b:"), "method=tsi: no such method (did you mean tis?)"),
+        (("a:method=tis,method=ppo", "b:"), "method is given twice"),
+        (("tis:method=ppo", "b:"), "tis is a method itself"),
+        (("b:", "tis:same-as=b"), "tis is a method; give an arm that repeats another a name"),
+        (("tis:correction.preset=mis", "b:"), "so correction.preset would change nothing"),
+        (("tis", "tis:learner.lr=1"), "given twice; write the second as NAME:method=tis,..."),
+        (("a:", "b:seed=4"), "seed must be the same in all arms"),
+        (("a:", "b:same-as=z"), "no arm of that name before it"),
+    ],
+)
+def test_what_it_refuses(arms: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    done = compare(tmp_path / "m", tmp_path / "c", *[x for a in arms for x in ("--arm", a)])
+    assert done.code == 2 and said in done.err and len(done.err.strip().splitlines()) == 1, done.err
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_method_before_the_colon_is_that_method() -> None:
+    """Its own keys come first, those beside it refine them, wherever `method=` stands."""
+    texts = ("tis:staleness.max_lag=8", "tis16:staleness.max_lag=16,method='tis'", "tis:", "free:")
+    refined, named, bare, free = map(arms_made.parse_arm, texts)
+    whole = methods.CORRECTIONS["tis"][1]
+    assert refined.sets == [*whole, "staleness.max_lag=8"] and bare.sets == whole
+    assert named.sets == [*whole, "staleness.max_lag=16"] and free.sets == []
+    assert refined.title == f"{methods.CORRECTIONS['tis'][0]}; with staleness.max_lag=8"
+    assert (bare.title, free.title) == (methods.CORRECTIONS["tis"][0], "as configured")
+    assert arms_made.parse_arm("mine:learner.lr=1").title == "learner.lr=1"
+    configs = comparison.resolve(
+        "demo", (), [arms_made.parse_arm("sync:staleness.max_lag=0"), named]
+    )
+    assert configs["tis16"].correction.level == "token" and configs["tis16"].staleness.limit == 16
+    differs = arms_made.from_first(configs)["tis16"]
+    assert differs["staleness.max_lag"] == (0, 16) and differs["loss.surrogate"] == (
+        "ppo",
+        "decoupled_ppo",
+    )
+    assert "learner.lr" not in differs and "staleness.max_lag = 16 (0)" in arms_made.words(differs)
+
+
+def test_one_seed_runs_and_says_that_no_verdict_is_possible(
+    sort_model: Path, tmp_path: Path
+) -> None:
+    done = compare(
+        sort_model,
+        tmp_path / "c",
+        "--arm",
+        "sync:staleness.max_lag=0",
+        "--arm",
+        "async:",
+        "--seeds",
+        "1",
+        "--set",
+        "learner.steps=3",
+    )
+    assert done.code == 0, done.err[-3000:]
+    assert (tmp_path / "c" / "runs" / f"sync-seed{RUN_SEED}" / "summary.json").exists(), (
+        "its speed is compared with a real run's"
+    )
+    assert re.search(r"arm +OOD start +OOD end +KL to ref", done.out)
+    assert "sync: staleness.max_lag=0" in done.out
+    assert re.search(r"async, otherwise than sync: staleness.max_lag = \d+ \(0\)", done.out)
+    assert (
+        "no verdict is possible" in done.err and "with one seed: no verdict is possible" in done.out
+    )
+
+
+def test_signs_of_warm_runs(tmp_path: Path) -> None:
+    """By the rules of a run: the size of each evaluation comes from the settings, and only what
+    came to its end is judged by it.
+    """
+    lost = [
+        {"version": n + 1, "t": 1.0, "reward/mean": 0.5, "kl/target_ref_k3": 0.008 * n}
+        for n in range(50)
+    ]
+    record: dict[str, Any] = {
+        "accuracy": [[0.0, 20.0, 50.0], [0.4, 0.6, 0.9]],
+        "ood": [[0.0, 20.0, 50.0], [0.4, 0.2, 0.1]],
+        "curve": lost,
+        "lag_histogram": {"0": 1},
+        "wall_s": 1.0,
+        "ledger_lines": {},
+        "weights_digest": "d",
+        "trained_ids": "x",
+    }
+    sets = [
+        "learner.steps=50",
+        "evaluation.final_prompts=512",
+        "evaluation.prompts=10",
+        "evaluation.ood_prompts=256",
+        "kl.loss.coefficient=0.3",
+    ]
+    k1, k3 = (
+        load.load("configs/demo.toml", [*sets, f"kl.loss.estimator={x}"]) for x in ("k1", "k3")
+    )
+    both = warm_cell("a", 0, record, k1)
+    assert [s.name for s in both.signs] == ["out_of_distribution", "kl_drift"]
+    assert [s.name for s in warm_cell("a", 0, record, k3).signs] == ["out_of_distribution"]
+    early = record | {
+        "accuracy": [[0.0, 20.0], [0.4, 0.9]],
+        "ood": [[0.0, 20.0], [0.4, 0.1]],
+        "curve": lost[:20],
+    }
+    assert [s.name for s in warm_cell("a", 0, early, k3).signs] == ["out_of_distribution"], (
+        "given up: its last evaluation is its end"
+    )
+    middle = record | {"ood": [[0.0, 20.0], [0.4, 0.2]]}
+    assert warm_cell("a", 0, middle, k3).signs == [], "ten prompts say little"
+    still = record | {"accuracy": [[0.0, 50.0], [0.4, 0.41]], "ood": [[], []]}
+    assert [s.name for s in warm_cell("a", 0, still, k3).signs] == ["unmoved_accuracy"]
+    assert warm_cell("a", 0, still | {"accuracy": [[0.0, 20.0], [0.4, 0.41]]}, k3).signs == []
+    found = signs_of([both, warm_cell("a", 1, record, k1), warm_cell("a", 2, middle, k3)])
+    assert list(found) == ["out_of_distribution", "kl_drift"] and [
+        len(x) for x in found.values()
+    ] == [2, 2]
+    first, second = signs_told("late", found, 3)
+    assert (
+        first.startswith(
+            "late: out_of_distribution in 2 of 3 runs: held-out accuracy rose from 0.400 to 0.900"
+        )
+        and "kl_drift" in second
+    )
+    cells = [both, warm_cell("b", 0, middle, k3)]
+    arms = analyse(cells, {"a": k1, "b": k3})
+    assert (
+        arms["arms"]["a"]["signs"] == {k: x[:1] for k, x in found.items()}
+        and arms["arms"]["b"]["signs"] == {}
+    )
+    html = page.write(
+        tmp_path, "n", cells, arms, [page.Setting("a", "k1", ""), page.Setting("b", "k3", "kl")], k1
+    ).read_text()
+    listed = html[html.index('<ul id="signs">') :].split("</ul>")[0]
+    assert listed.count("<li>") == 2 and "a: kl_drift in 1 of 1 runs: KL to the reference" in listed
+
+
+def test_what_is_beside_the_accuracy_has_a_table_of_its_own(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole numbers on a terminal of 80 columns; columns that nobody has are left out, and so is a
+    table of none.
+    """
+    monkeypatch.setenv("COLUMNS", "80")
+    rows = [
+        [{"arm": "sync", "OOD end": "0.213", "end": "0.9"}.get(h, "-") for h in page.HEAD],
+        ["-"] * len(page.HEAD),
+    ]
+    progress.print_beside(page.HEAD, rows, ("arm",), ("OOD start", "OOD end", "KL to ref"))
+    said = capsys.readouterr().out
+    assert (
+        re.search(r"arm +OOD end", said)
+        and re.search(r"sync +0\.213", said)
+        and "OOD start" not in said
+        and "0.9" not in said
+    )
+    progress.print_beside(page.HEAD, rows[1:], ("arm",), ("OOD start", "OOD end", "KL to ref"))
+    assert capsys.readouterr().out == ""

@@ -1,0 +1,234 @@
+"""The order in which the buffer serves groups (`staleness.order`), and answers that come late on
+purpose (`staleness.delay`).
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from process_kit import ROOT, RUN_SEED
+from store_kit import make, train, write
+
+from actors.delay import DelayQueue, decode_steps
+from asyncrl.config import load
+from asyncrl.contract import admission
+from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.versions import Label
+from asyncrl.experiments import serial
+
+
+@pytest.mark.parametrize(("order", "first"), [("completion", 1), ("auto", 1), ("freshest", 3)])
+def test_freshest_takes_the_newest_weights_completion_what_was_ready_first(
+    order: str, first: int
+) -> None:
+    store = make(2, on_exceed="mask", order=order)
+    a, b, _ = store.grant("g", 1, 9, 0.0)
+    write(store, a)
+    train(store, 0)
+    (d,) = store.grant("g", 1, 9, 0.0)
+    write(store, b)  # of version 0, complete before d, which is of version 1
+    write(store, d)
+    assert [g.ticket for g in store.ask(1, 1)[0]] == [first]
+    assert store.commit(1, Label(1, 2), "d2")
+    assert [g.ticket for g in store.ask(1, 2)[0]] == [4 - first], (
+        "what was passed over is served when it is the freshest left"
+    )
+
+
+def test_freshest_with_drop_sends_again_what_it_passed_over_for_too_long() -> None:
+    store = make(1, on_exceed="drop", order="freshest")
+    a, b = store.grant("g", 1, 9, 0.0)
+    write(store, a)
+    train(store, 0)
+    (c,) = store.grant("g", 1, 9, 0.0)
+    write(store, b)  # of version 0
+    write(store, c)  # of version 1, served first
+    train(store, 1)
+    assert not store.ask(1, 2)[0] and store.ledger()["dropped_stale"]["tokens"] == 4, (
+        "b would train two versions late"
+    )
+    again, _ = store.grant("g", 1, 9, 0.0)
+    assert again.ticket == b.ticket and again.min_version == Label(1, 2)
+
+
+REFUSED = [
+    (
+        ("order=completion",),
+        "lets slow answers past the limit, which on_exceed = pace keeps by ticket order alone",
+    ),
+    (("order=freshest",), "lets slow answers past the limit"),
+    (
+        ("order=freshest", "on_exceed=mask", "max_lag=0"),
+        "synchronous (staleness.max_lag = 0) repeat because of ticket order",
+    ),
+    (("order=ticket", "on_exceed=drop"), "so on_exceed = drop has nothing to do"),
+    (("order=ticket", "max_lag=inf"), "waits for the oldest answer, however late"),
+    (("order=freshest", "max_lag=inf", "inject=2"), "in another batch than lag injection planned"),
+    (("order=oldest",), "choose one of auto, ticket, completion, freshest"),
+    (("delay=-1.0",), "staleness.delay"),
+]
+
+
+@pytest.mark.parametrize(("sets", "said"), REFUSED, ids=["-".join(s) for s, _ in REFUSED])
+def test_orders_that_would_break_a_promise_are_refused(sets: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError) as e:
+        load.load(ROOT / "configs" / "demo.toml", [f"staleness.{s}" for s in sets])
+    assert said in str(e.value) and "\n" not in str(e.value)
+
+
+def test_exact_mode_keeps_ticket_order() -> None:
+    exact = ["exact=true", "weights.in_flight=recompute_kv", "staleness.on_exceed=drop"]
+    with pytest.raises(ConfigError, match="runs that are exact repeat because of ticket order"):
+        load.load(ROOT / "configs" / "demo.toml", [*exact, "staleness.order=freshest"])
+    load.load(ROOT / "configs" / "demo.toml", ["staleness.order=ticket", *exact[:2]])
+
+
+def test_the_delay_of_a_ticket_is_seeded_and_has_a_long_tail() -> None:
+    each = sorted(admission.delay(2.0, 7, t) for t in range(4000))
+    assert (
+        each
+        == sorted(admission.delay(2.0, 7, t) for t in range(4000))
+        != sorted(admission.delay(2.0, 8, t) for t in range(4000))
+    )
+    # Lomax, shape 1.5: P(X > x) = (1 + x)^-1.5, so the median is 2^(2/3) - 1 = 0.587 scales and P(X
+    # > 20) = 21^-1.5 = 0.0104
+    assert each[2000] == pytest.approx(2 * 0.587, rel=0.1) and each[-1] == 40.0
+    assert 0.006 < sum(x == 40.0 for x in each) / 4000 < 0.016
+    assert admission.delay(0.0, 7, 3) == 0.0
+
+
+def test_answers_of_a_ticket_are_late_together_or_each_by_itself() -> None:
+    (ticket,) = make(1).grant("g", 1, 1, 0.0)
+    ticket = msgspec.structs.replace(ticket, ticket=5, seed=7)
+    both = ticket, msgspec.structs.replace(ticket, kind="eval")
+
+    def steps(*sets: str) -> list[list[float]]:
+        config = load.load(ROOT / "configs" / "demo.toml", ["staleness.delay=2", *sets])
+        return [[decode_steps(config, t, sample, 10) for sample in range(3)] for t in both]
+
+    together, evaluated = steps()
+    assert together == [10 * admission.delay(2.0, 7, 5)] * 3 and evaluated == [0.0] * 3
+    apart, evaluated = steps("staleness.delay_of=answer")
+    assert apart == [10 * admission.delay(2.0, 7, 5, s) for s in range(3)]
+    assert len(set(apart)) == 3 and evaluated == [0.0] * 3
+    # of ticket 5, sample 1, and not of ticket 51
+    assert admission.delay(2.0, 7, 5, 1) != admission.delay(2.0, 7, 51)
+
+
+def test_late_answers_come_back_by_their_time() -> None:
+    late: DelayQueue[str] = DelayQueue()
+    assert late.next_due == float("inf") and late.due(1e9) == []
+    for until, what in ((3.0, "b"), (1.0, "a"), (3.0, "c"), (9.0, "d")):
+        late.hold(until, what)
+    assert (
+        late.next_due == 1.0
+        and late.due(0.5) == []
+        and late.due(3.0) == ["a", "b", "c"]
+        and late.next_due == 9.0
+    )
+
+
+SMALL = (
+    "generator.max_new_tokens=56",
+    "generator.slots=32",
+    "learner.steps=8",
+    "learner.groups=4",
+    "learner.group_size=4",
+    "evaluation.every=0",
+    "evaluation.prompts=8",
+    "evaluation.final_prompts=8",
+    "evaluation.ood_prompts=0",
+    "staleness.max_lag=2",
+)
+
+
+@pytest.fixture(scope="module")
+def late_runs(sort_model: Path) -> dict[str, dict[str, Any]]:
+    def run(*sets: str) -> dict[str, Any]:
+        return serial.run_serial(
+            load.load(
+                ROOT / "configs" / "demo.toml", [f"model.path='{sort_model}'", *SMALL, *sets]
+            ),
+            3 + RUN_SEED,
+        )
+
+    out = {
+        "prompt": run(),
+        "pace": run("staleness.delay=1"),
+        "drop": run("staleness.delay=1", "staleness.on_exceed=drop"),
+    }
+    for name in ("completion", "freshest", "freshest again"):
+        out[f"mask {name}"] = run(
+            "staleness.delay=1", "staleness.on_exceed=mask", f"staleness.order={name.split()[0]}"
+        )
+    return out
+
+
+def mean_lag(r: dict[str, Any]) -> float:
+    lags = {int(k): n for k, n in r["lag_histogram"].items()}
+    return sum(k * n for k, n in lags.items()) / sum(lags.values())
+
+
+def test_ticket_order_waits_for_late_answers_and_loses_nothing(
+    late_runs: dict[str, dict[str, Any]],
+) -> None:
+    prompt, late = late_runs["prompt"], late_runs["pace"]
+    assert late["clock"] > 1.3 * prompt["clock"] and late["trained_ids"] == prompt["trained_ids"]
+    assert max(map(int, late["lag_histogram"])) <= 2
+    assert late["ledger_lines"]["trained"]["tokens"] == sum(
+        x["tokens"] for x in late["ledger_lines"].values()
+    )
+
+
+def test_other_orders_do_not_wait_and_what_they_lose_is_counted_by_length(
+    late_runs: dict[str, dict[str, Any]],
+) -> None:
+    pace, drop, first, fresh = (
+        late_runs[x] for x in ("pace", "drop", "mask completion", "mask freshest")
+    )
+    for r, line in ((drop, "dropped_stale"), (first, "masked_stale"), (fresh, "masked_stale")):
+        assert r["steps"] == 8 and r["trained_ids"] != pace["trained_ids"]
+        assert max(map(int, r["lag_histogram"])) <= 2, "past the limit nothing is trained"
+        lost = r["ledger_lines"][line]
+        assert (
+            lost["tokens"] > 0
+            and sum(v for k, v in lost.items() if k.startswith("upto_")) == lost["tokens"]
+        )
+    assert first["clock"] < pace["clock"] and fresh["clock"] < pace["clock"]
+    assert mean_lag(fresh) < mean_lag(first)
+
+
+def test_a_late_run_repeats_bitwise(late_runs: dict[str, dict[str, Any]]) -> None:
+    a, b = late_runs["mask freshest"], late_runs["mask freshest again"]
+    assert (
+        a["weights_digest"] == b["weights_digest"]
+        and a["ledger_lines"] == b["ledger_lines"]
+        and a["clock"] == b["clock"]
+    )
+
+
+def test_what_a_rule_took_is_a_share_of_what_it_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    # last: benchmarks/buffer.py must not hide the package
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])
+    import orders
+
+    lines = {
+        "trained": {"tokens": 90, "upto_8": 60, "upto_16": 30, "faded_upto_16": 6.0},
+        "dropped_stale": {"tokens": 30, "upto_16": 20, "upto_32": 10},
+    }
+    by = orders.by_length(lines)
+    assert by["8"] == {"tokens": 60, "taken": 0.0} and by["32"] == {"tokens": 10, "taken": 1.0}
+    assert by["16"] == {"tokens": 50, "taken": pytest.approx((20 + 6) / 50)}
+
+
+def test_every_evaluation_along_the_way_is_in_the_record(sort_model: Path) -> None:
+    sets = [f"model.path='{sort_model}'", *SMALL, "evaluation.every=2", "learner.lr=1e-3"]
+    record = serial.run_serial(load.load(ROOT / "configs" / "demo.toml", sets), 3 + RUN_SEED)
+    steps, accuracy = record["accuracy"]
+    assert steps == [0.0, 2.0, 4.0, 6.0, 8.0] and len(accuracy) == 5
+    rewards = record["evals"]["heldout"]
+    assert accuracy == pytest.approx([sum(x) / len(x) for x in rewards.values()])

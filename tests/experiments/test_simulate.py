@@ -1,0 +1,648 @@
+"""`asyncrl simulate`: cases reckoned by hand, in simulated time; the fit to a trace written here;
+the command and its errors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from simulate_kit import BARE, ROOT, config, run
+
+from asyncrl import cli
+from asyncrl.contract.errors import ConfigError
+from asyncrl.experiments.simulate import fit, questions, simulated_processes, times
+from asyncrl.experiments.simulate.outcome import Simulation
+from asyncrl.experiments.simulate.times import TimeModel, change
+
+GENERATE = 0.64  # seconds of a batch, when all its answers are written at once
+
+
+# ---- by hand -------------------------------------------------------------------------------------
+
+
+def test_synchronous_each_side_idles_for_the_others_share() -> None:
+    # 6.4 s of generation, 4 s of learning
+    o = run(change(BARE, step=0.1, train=4.0), "staleness.max_lag=0")
+    assert o.step_s == pytest.approx(10.4)
+    assert o.idle_generator == pytest.approx(4 / 10.4, abs=0.01)
+    assert o.idle_learner == pytest.approx(6.4 / 10.4)
+    assert o.lag_histogram == {0: 1.0} and o.tickets_max == 4
+    assert o.tokens == 20 * 16 * 64 and o.losses == {}
+    assert o.tickets_mean == pytest.approx(4 * 6.4 / 10.4)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 5])
+def test_where_the_learner_limits_the_lag_is_the_limit(limit: int) -> None:
+    """Generation is far faster: when batch n is committed, the tickets of batch n + 1 + k go out
+    with version n + 1.
+    """
+    o = run(change(BARE, step=1e-4, train=1.0), f"staleness.max_lag={limit}", "generator.slots=256")
+    assert o.step_s == pytest.approx(1.0, rel=0.01) and o.idle_learner < 0.01
+    first = dict.fromkeys(range(limit), 1 / 20)  # batches 0..k start with version 0
+    assert o.lag_histogram == pytest.approx(first | {limit: 1 - limit / 20})
+
+
+def test_where_the_generators_limit_they_never_wait() -> None:
+    """A batch fills the engine, so the next one starts when it ends, with the version before the
+    update it feeds: lag 1.
+    """
+    o = run(change(BARE, train=0.1), "staleness.max_lag=4", "generator.slots=16")
+    assert o.idle_generator < 0.02 and o.idle_learner == pytest.approx(1 - 0.1 / GENERATE, abs=0.02)
+    assert o.step_s == pytest.approx(GENERATE, rel=0.02)
+    assert o.lag_histogram == pytest.approx({0: 1 / 20, 1: 19 / 20})
+
+
+def test_weights_swapped_in_mid_answer_split_its_lag() -> None:
+    """Limit 1, learning about half as long as an answer: of two batches, one starts at a commit,
+    and the next commit comes half way through it.
+
+    Batches 0 and 1 start at 0 with version 0; from then on the even ones start at commit n - 2 and
+    are swapped to version n half way (half lag 1, half 0); the odd ones start there, with the
+    version before the one they train."""
+    # a free slot keeps a request open, and with it the commits' news come at once
+    sets = ("staleness.max_lag=1", "generator.slots=33")
+    o = run(change(BARE, train=0.30), *sets)
+    assert o.lag_histogram == pytest.approx({0: (1 + 9 / 2) / 20, 1: (10 + 9 / 2) / 20})
+    assert o.step_s == pytest.approx((GENERATE + 0.30 + 0.08) / 2, rel=0.03), (
+        "two batches for an answer, an update, and one call that answers linger for"
+    )
+    drained = run(change(BARE, train=0.30), *sets, "weights.in_flight='between_groups'")
+    assert drained.lag_histogram == pytest.approx({0: 1 / 20, 1: 19 / 20}), (
+        "between_groups: no answer has two versions"
+    )
+    assert drained.step_s == pytest.approx(GENERATE, rel=0.03), (
+        "and a batch waits until the one before it has ended"
+    )
+
+
+def test_what_a_synchronous_step_is_made_of() -> None:
+    """Publishing, swapping, the wire, the hand-over, the commit and the reward processes each add
+    their own time, and nothing else.
+    """
+    plain = run(BARE, "staleness.max_lag=0").step_s
+    for name, seconds in (("publish", 0.3), ("swap", 0.2), ("batch", 0.1), ("commit", 0.15)):
+        assert run(change(BARE, **{name: seconds}), "staleness.max_lag=0").step_s == pytest.approx(
+            plain + seconds, rel=0.02
+        ), name
+    # delivery, commit, tickets
+    assert run(change(BARE, wire=0.01), "staleness.max_lag=0").step_s == pytest.approx(
+        plain + 3 * 0.01, rel=0.02
+    )
+    slow = run(change(BARE, reward=0.5), "staleness.max_lag=0", "reward.workers=4")
+    assert slow.step_s == pytest.approx(plain + 4 * 0.5, rel=0.02), "16 answers, 4 at a time"
+    assert run(change(BARE, row=0.001), "staleness.max_lag=0").step_s == pytest.approx(
+        plain + 64 * 16 * 0.001, rel=0.02
+    )
+
+
+def test_reward_processes_are_fed_whatever_the_engine_does() -> None:
+    """Calls of 30 ms beside decode calls of 80 ms, one process: a step is its 16 calls, and the
+    first one waits for the first answers.
+    """
+    o = run(
+        change(BARE, reward=0.03, train=0.1),
+        "staleness.max_lag=4",
+        "generator.slots=64",
+        "reward.workers=1",
+    )
+    assert o.step_s == pytest.approx(16 * 0.03 + GENERATE / 20, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("sets", "workers"),
+    [
+        ((), 0),
+        (("reward.workers=3",), 3),
+        (("reward.function='a:b'",), len(os.sched_getaffinity(0))),
+        (("reward.function='a:b'", "reward.workers=0"), 1),
+    ],
+)
+def test_how_many_reward_processes_there_are(sets: tuple[str, ...], workers: int) -> None:
+    assert simulated_processes._reward_processes(config(*sets)) == workers
+
+
+def test_two_generators_halve_the_time_of_a_batch() -> None:
+    """Eight slots each: alone, one generator writes a batch in two turns."""
+    one, two = (
+        run(BARE, "staleness.max_lag=0", "generator.slots=8", f"generators={n}") for n in (1, 2)
+    )
+    assert one.step_s == pytest.approx(
+        2 * GENERATE + 0.4, rel=0.02
+    ) and two.step_s == pytest.approx(GENERATE + 0.4, rel=0.02)
+
+
+def test_training_time_follows_the_tokens() -> None:
+    o = run(change(BARE, train_tokens=2 * 16 * 64), "staleness.max_lag=0")
+    assert o.step_s == pytest.approx(GENERATE + 0.2)
+    assert times.parse(TimeModel(), ["train=0.5"]).train_tokens is None, (
+        "a time given for a batch is that of any batch"
+    )
+    assert times.parse(TimeModel(), ["train=0.5", "train_tokens=100"]).train_tokens == 100
+
+
+def test_beside_slows_both_where_they_run_at_once_only() -> None:
+    busy = change(BARE, train=0.64, beside=1.5)
+    assert run(busy, "staleness.max_lag=0").step_s == pytest.approx(1.28), "by turns"
+    assert run(busy, "staleness.max_lag=4", "generator.slots=64").step_s == pytest.approx(
+        0.96, rel=0.05
+    ), "at once"
+
+
+# ---- the same rules as a run ---------------------------------------------------------------------
+
+
+def rough() -> TimeModel:
+    return change(
+        TimeModel(),
+        lengths="lognormal(20, 0.6)",
+        noise="lognormal(1, 0.4)",
+        train="exponential(0.2)",
+        train_tokens=None,
+        no_spread=0.25,
+    )
+
+
+SITUATIONS: list[tuple[dict[str, Any], list[str]]] = [
+    ({}, ["staleness.max_lag=2"]),
+    ({"failed": 0.02}, ["staleness.max_lag=1", "reward.error_budget=1.0", "generators=3"]),
+    ({"lost_every": 2.0, "restart": 1.0}, ["staleness.max_lag=2", "generators=4"]),
+    (
+        {"lost_every": 2.0, "restart": 40.0},
+        ["staleness.max_lag=3", "generators=3", "wires.lease_s=2.0", "reward.deadline_s=1.0"],
+    ),
+    ({}, ["staleness.max_lag=1", "staleness.on_exceed='drop'", "generators=2"]),
+    ({}, ["staleness.max_lag=1", "staleness.on_exceed='mask'", "generators=2"]),
+    (
+        {},
+        [
+            "staleness.max_lag=1",
+            "staleness.on_exceed='drop'",
+            "staleness.order='freshest'",
+            "generators=2",
+        ],
+    ),
+    (
+        {},
+        [
+            "staleness.max_lag=1",
+            "staleness.on_exceed='mask'",
+            "staleness.order='freshest'",
+            "generators=2",
+        ],
+    ),
+    ({}, ["staleness.max_lag=3", "staleness.inject=2"]),
+    ({}, ["staleness.max_lag=inf", "generators=2"]),
+    ({"ess": 0.8}, ["staleness.max_lag={auto='ess',floor=0.7,most=3}", "generators=2"]),
+    (
+        {"reward": "pareto(0.05, 2.5, 1)"},
+        ["staleness.max_lag=2", "reward.workers=4", "advantage.no_spread='filter'"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "sets"), SITUATIONS)
+def test_limits_losses_and_the_quick_store(changes: dict[str, Any], sets: list[str]) -> None:
+    """The limit holds, every token has an end, and the store without its walk does what the store
+    does.
+    """
+    made = [
+        Simulation(
+            config(
+                "evaluation.every=5",
+                "evaluation.prompts=8",
+                "evaluation.final_prompts=16",
+                "evaluation.ood_prompts=8",
+                *sets,
+            ),
+            change(rough(), **changes),
+            3,
+            quick=q,
+        )
+        for q in (True, False)
+    ]
+    quick, plain = (msgspec.structs.replace(s.run(), took_s=0) for s in made)
+    assert quick == plain
+    hard = "on_exceed='" not in " ".join(sets) or "drop" in " ".join(sets)
+    assert quick.steps == 20 and sum(quick.lag_histogram.values()) == pytest.approx(1)
+    if hard:
+        assert quick.lag_max <= quick.max_lag
+    assert quick.generated == quick.tokens + quick.left_over + sum(quick.losses.values())
+    expected = {"lost_every": "lost_with_process", "failed": "failed"}
+    for cause, line in expected.items():
+        assert (quick.losses.get(line, 0) > 0) == (cause in changes), line
+    for word, line in (
+        ("'drop'", "dropped_stale"),
+        ("'mask'", "masked_stale"),
+        ("'filter'", "filtered"),
+    ):
+        assert (quick.losses.get(line, 0) > 0) == (word in " ".join(sets)), line
+    if "staleness.inject=2" in sets:
+        assert quick.lag_histogram[2] == pytest.approx(18 / 20, abs=0.03)
+
+
+def test_a_seed_repeats_and_another_differs() -> None:
+    a, b, c = (msgspec.structs.replace(run(rough(), seed=s), took_s=0) for s in (1, 1, 2))
+    assert a == b and a != c
+
+
+def test_ten_thousand_generators_cost_little_more_than_a_hundred() -> None:
+    """Counted in events, not in seconds: those that find no ticket sleep."""
+    counts = []
+    for n in (100, 10_000):
+        s = Simulation(config(f"generators={n}", "learner.groups=32"), rough(), evaluate=False)
+        o = s.run()
+        counts.append(next(s.clock._count))
+        assert o.idle_generator > 0.7 and o.lag_max <= 2
+    assert counts[1] < counts[0] + 2 * 10_000
+
+
+def test_the_generators_constants_are_the_real_ones() -> None:
+    from actors import generator, turn
+
+    assert (
+        simulated_processes.DECODE_STEPS,
+        simulated_processes.IDLE_POLL_S,
+        simulated_processes.RENEW_S,
+    ) == (
+        generator.DECODE_STEPS,
+        generator.IDLE_POLL_S,
+        generator.RENEW_S,
+    )
+    assert simulated_processes.samples_to_ask_for is turn.samples_to_ask_for
+
+
+# ---- distributions -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "mean"),
+    [
+        (0.5, 0.5),
+        ("exponential(2)", 2.0),
+        ("uniform(1, 3)", 2.0),
+        ("normal(4, 0.5)", 4.0),
+        ("lognormal(1, 0.5)", math.exp(0.125)),
+        ("pareto(1, 3, 1e9)", 1.5),
+        ([1.0, 2.0, 6.0], 3.0),
+        ({"sequence": [1.0, 2.0, 6.0]}, 3.0),
+    ],
+)
+def test_distributions_have_their_means_and_scale(spec: Any, mean: float) -> None:
+    stages = [random.Random(2), random.Random(2)]
+    one, three = (
+        times.draw(x, random.Random(1), stage=stages[i].random)
+        for i, x in enumerate((spec, times.scale_distribution(spec, 3.0)))
+    )
+    drawn = [(one(), three()) for _ in range(30_000)]
+    assert sum(x for x, _ in drawn) / len(drawn) == pytest.approx(mean, rel=0.03)
+    assert all(3 * x == pytest.approx(y) for x, y in drawn[:100])
+
+
+def test_a_sequence_is_drawn_along_the_run() -> None:
+    done = 0.0
+    draw = times.draw(
+        {"sequence": [float(i) for i in range(100)]}, random.Random(0), stage=lambda: done
+    )
+    for done in (0.0, 0.3, 1.0):
+        got = [draw() for _ in range(300)]
+        assert all(abs(x - 100 * done) <= 6 for x in got) and len(set(got)) > 4
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nonsense=1"], "unknown time `nonsense`"),
+        (["swap"], "write KEY=VALUE"),
+        (["swap=-1"], "finite numbers of at least 0"),
+        (["swap=gamma(1)"], "is no distr"),
+        (["swap=normal(1)"], "takes 2 numbers"),
+        (["swap=[]"], "finite numbers"),
+        (["failed=1.5"], "failed"),
+        (["swap={ order = [1] }"], "one key `sequence`"),
+        (["step='fast'"], "step"),
+        (["swap=true"], "swap"),
+        (["group_lengths=[[]]"], "needs a length"),
+    ],
+)
+def test_times_that_cannot_be_are_one_clear_error(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("[", "\\[")):
+        times.parse(TimeModel(), words)
+
+
+def test_what_limits_a_run_is_named() -> None:
+    def says(known: TimeModel, *sets: str) -> str:
+        return questions.limiting_side(questions.average_outcomes([run(known, *sets)]))
+
+    assert says(change(BARE, step=1e-3, train=1.0)).startswith("the learner limits it")
+    assert says(change(BARE, train=0.1), "generator.slots=16").startswith("the generators limit it")
+    assert says(BARE, "staleness.max_lag=0").startswith("both sides wait for each other")
+    assert says(change(BARE, train=0.62), "generator.slots=16").startswith("both sides are busy")
+    assert says(change(BARE, step=1e-3, train=0.1, buffer=0.05)).startswith("the buffer limits it")
+
+
+def test_every_time_is_documented() -> None:
+    text = (ROOT / "docs" / "simulate.md").read_text()
+    assert [name for name in TimeModel.__struct_fields__ if f"`{name}`" not in text] == []
+
+
+# ---- the fit -------------------------------------------------------------------------------------
+
+
+def write_run(path: Path, known: TimeModel, *, rewards: int = 0) -> None:
+    """A run directory as a run leaves it: 60 batches of 2,000 tokens, a generator that decodes
+    beside them and by itself.
+    """
+    rng = random.Random(5)
+    (path / "trace").mkdir(parents=True)
+    (path / "config.toml").write_text((ROOT / "configs" / "demo.toml").read_text())
+    learner, at = [], 100.0
+    for i in range(60):
+        tokens, alone = rng.randint(1500, 2500), i % 2
+        learner += [
+            ["train", at, at + 0.4 * tokens / 2000 * (1.0 if alone else known.beside), tokens]
+        ]
+        learner += [["publish", learner[-1][2], learner[-1][2] + 0.002]]
+        at = learner[-1][2] + 0.2
+    trains = [s for s in learner if s[0] == "train"]
+    lane: list[list[Any]] = []
+    for i, batch in enumerate(trains):
+        if i % 2:
+            lane += [["weights", batch[2] + 0.01, batch[2] + 0.01 + 0.003]]
+            continue
+        # before the update, and during it
+        for start, beside in ((batch[1] - 0.19, 1.0), (batch[1], known.beside)):
+            rows, now, end = 0, start, start + (0.19 if beside == 1 else batch[2] - batch[1])
+            while now < end:
+                admitted = rng.randint(0, 20) if rows else rng.randint(10, 60)
+                rows += admitted
+                seconds = beside * (8 * (known.step + known.row * rows) + known.admit * admitted)
+                finished = rng.randint(0, min(rows - 1, 20)) if rows > 1 else 0
+                if now + seconds > end:
+                    break
+                lane += [["prefill", now, now, admitted]] if admitted else []
+                lane += [["decode", now, now + seconds, rows]]
+                now += seconds + known.look + known.finish * finished
+                rows -= finished
+    (path / "trace" / "learner.jsonl").write_text("".join(json.dumps(s) + "\n" for s in learner))
+    (path / "trace" / "generator-0.jsonl").write_text("".join(json.dumps(s) + "\n" for s in lane))
+    if rewards:
+        # the last took a list of two
+        calls = [["reward", 100 + i, 100 + i + 0.3] for i in range(rewards - 2)] + [
+            ["reward", 200, 200.6, 2]
+        ]
+        (path / "trace" / "generator-0-rewards.jsonl").write_text(
+            "".join(json.dumps(s) + "\n" for s in calls)
+        )
+    (path / "metrics.jsonl").write_text(
+        json.dumps(
+            {"step": 0, "reward/mean": 0.5, "reward/no_spread_share": 0.25, "answer/length": 24.0}
+        )
+        + "\n"
+    )
+    samples = [{"ticket": t, "tokens": [1] * (20 + t % 3)} for t in range(60) for _ in range(8)]
+    (path / "samples.jsonl").write_text("".join(json.dumps(s) + "\n" for s in samples))
+
+
+def test_a_fit_finds_the_times_that_made_the_trace(tmp_path: Path) -> None:
+    known = change(
+        TimeModel(), step=0.002, row=5e-5, admit=3e-4, look=0.003, finish=1e-4, beside=1.4
+    )
+    write_run(tmp_path / "r", known, rewards=5)
+    found, seen = fit.fit(tmp_path / "r")
+    for name in ("step", "row", "beside", "look", "finish"):
+        assert getattr(found, name) == pytest.approx(getattr(known, name), rel=0.08), name
+    assert found.admit == pytest.approx(known.admit, rel=0.15)
+    assert isinstance(found.noise, dict) and all(0.9 < x < 1.1 for x in found.noise["sequence"])
+    assert isinstance(found.train, dict) and found.train_tokens
+    per_token = [x / found.train_tokens for x in found.train["sequence"]]
+    assert sum(per_token) / len(per_token) == pytest.approx(0.4 / 2000, rel=0.05)
+    assert found.publish == pytest.approx([0.002] * 60, abs=1e-5) and found.swap == pytest.approx(
+        [0.003] * 30, abs=1e-5
+    )
+    assert found.reward == pytest.approx([0.3] * 5) and found.no_spread == 0.25
+    assert found.group_lengths is not None and sorted({tuple(g) for g in found.group_lengths}) == [
+        (n,) * 8 for n in (20, 21, 22)
+    ]
+    assert seen.staleness.max_lag == 2
+
+
+def write_short_answers(path: Path, known: TimeModel, *, with_steps: bool) -> None:
+    """The same run, but all answers of a call end in it, after 1 to 6 of its steps."""
+    write_run(path, known)
+    rng = random.Random(6)
+    lane: list[list[Any]] = []
+    for i in range(100):
+        start = 100 + 0.3 * i
+        rows = rng.randint(10, 200)
+        steps = rng.randint(1, 6)
+        seconds = steps * (known.step + known.row * rows) + known.admit * rows
+        call = ["decode", start, start + seconds, rows, *([steps] if with_steps else [])]
+        lane += [["prefill", start, start, rows], call]
+    (path / "trace" / "generator-0.jsonl").write_text("".join(json.dumps(s) + "\n" for s in lane))
+
+
+def test_answers_that_all_end_in_one_call_are_fitted_by_the_steps_in_the_trace(
+    tmp_path: Path,
+) -> None:
+    known = change(TimeModel(), step=0.004, row=2e-4, admit=3e-4)
+    write_short_answers(tmp_path / "r", known, with_steps=True)
+    found, _ = fit.fit(tmp_path / "r")
+    for name in ("step", "row", "admit"):
+        assert getattr(found, name) == pytest.approx(getattr(known, name), rel=0.01), name
+    assert (found.look, found.finish) == (TimeModel().look, TimeModel().finish), (
+        "no call had a pause"
+    )
+    write_short_answers(tmp_path / "old", known, with_steps=False)
+    with pytest.raises(ConfigError, match="does not say in how many steps; make a run with this"):
+        fit.fit(tmp_path / "old")
+
+
+def test_what_cannot_be_fitted_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no run directory"):
+        fit.fit(tmp_path)
+    write_run(tmp_path / "old", TimeModel())
+    lane = tmp_path / "old" / "trace" / "generator-0.jsonl"
+    # a trace without sizes
+    lane.write_text(
+        "".join(json.dumps(json.loads(x)[:3]) + "\n" for x in lane.read_text().splitlines())
+    )
+    with pytest.raises(
+        ConfigError, match="too little to fit times to: 0 decode calls and 60 batches"
+    ):
+        fit.fit(tmp_path / "old")
+
+
+# ---- questions and the command -------------------------------------------------------------------
+
+
+def test_questions_are_answered_with_the_same_seeds() -> None:
+    c, known = config("staleness.max_lag=0", "generator.slots=8"), change(rough(), train=0.5)
+    base = questions.simulate_seeds(c, known, 2, evaluate=False)
+    limit, more, sync = questions.answers(c, known, base, [2], [1], [4.0], evaluate=False)
+    assert (
+        limit.ratio > 1.2
+        and "A limit of 2 instead of 0" in limit.sentence
+        and "times the throughput" in limit.sentence
+    )
+    assert more.outcome["generators"] == 2 and "2 generators instead of 1" in more.sentence
+    assert (
+        abs(sync.ratio - 1) < questions.NOTHING and "no throughput to speak of" in sync.sentence
+    ), "1 ms of 0.7 s"
+    assert (
+        limit.lag_range is not None
+        and limit.lag_range[0] <= limit.outcome["lag_mean"] <= limit.lag_range[1]
+        and more.lag_range is None
+    )
+    slow = change(known, publish=0.4, swap=0.4)
+    faster = questions.answers(
+        c, slow, questions.simulate_seeds(c, slow, 2, evaluate=False), [], [], [4.0], evaluate=False
+    )[0]
+    assert faster.ratio > 1.3 and faster.least <= faster.ratio <= faster.largest
+
+
+def test_sides_of_equal_speed_leave_the_lag_open() -> None:
+    """Where the learner is much the slower side, the lag is at the limit either way; where both
+    take as long, 5 % of its speed move the lag.
+    """
+    c = config("staleness.max_lag=8", "generator.slots=8", "learner.steps=150")
+    # seconds in which the generator writes a batch
+    writing = questions.simulate_seeds(c, change(rough(), train=1e-4), 1, evaluate=False)[0].step_s
+    ranges = []
+    for train in (3 * writing, writing):
+        known = change(rough(), train=train)
+        answer = questions.answers(
+            c,
+            known,
+            questions.simulate_seeds(c, known, 1, evaluate=False),
+            [8],
+            [],
+            [],
+            evaluate=False,
+        )[0]
+        low, high = answer.lag_range or (0.0, 0.0)
+        ranges.append((high - low, "if the learner's speed is 5% off" in answer.sentence))
+    (firm, unsaid), (open_, said) = ranges
+    assert firm < questions.WIDE < open_ and said and not unsaid, ranges
+
+
+def command(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = 0
+    sets = (
+        "learner.steps=6",
+        "learner.groups=4",
+        "evaluation.final_prompts=8",
+        "evaluation.ood_prompts=8",
+    )
+    try:
+        cli.main(
+            [
+                "simulate",
+                str(ROOT / "configs" / "demo.toml"),
+                *(x for s in sets for x in ("--set", s)),
+                *words,
+            ]
+        )
+    except SystemExit as e:
+        code = int(e.code or 0)
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = tmp_path / "limits.html"
+    words = (
+        "--limit",
+        "4",
+        "--more",
+        "1",
+        "--sync",
+        "2",
+        "--generators",
+        "1,100",
+        "--plot",
+        str(page),
+        "--seeds",
+        "2",
+        "--time",
+        "train=0.3",
+        "--json",
+    )
+    code, out, _ = command(capsys, *words)
+    found = json.loads(out)
+    assert (
+        code == 0
+        and [a["outcome"]["max_lag"] for a in found["answers"]] == [4, 2, 2]
+        and found["base"]["steps"] == 6
+    )
+    assert [(o["generators"], o["max_lag"]) for o in found["sweep"]] == [
+        (g, k) for g in (1, 100) for k in (0, 1, 2, 4, 8, 16)
+    ]
+    base, (asked, *_) = found["base"], found["answers"]
+    assert found["tokens_per_s"] == base["tokens_per_s"] > 0
+    assert found["idle_share"] == {
+        "generator": base["idle_generator"],
+        "learner": base["idle_learner"],
+    }
+    assert found["lag"] == {
+        "mean": base["lag_mean"],
+        "p95": base["lag_p95"],
+        "max": base["lag_max"],
+    }
+    table = {(o["generators"], o["max_lag"]): o for o in found["sweep"]}
+    assert (
+        table[1, 2] == base
+        and table[1, 4] == asked["outcome"]
+        and f"mean lag {table[1, 4]['lag_mean']:.2f}" in asked["sentence"]
+    )
+    html = page.read_text()
+    assert "Throughput against limit" in html and all(
+        a["sentence"] in html for a in found["answers"]
+    )
+    code, out, _ = command(capsys, "--seeds", "1")
+    assert (
+        code == 0
+        and "A limit of 4 instead of 2" in out
+        and "2 generators instead of 1" in out
+        and "lag: mean" in out
+    )
+
+
+def test_the_table_is_simulated_with_the_seeds_of_the_sentences() -> None:
+    """Where a row was not asked for: the mean over the same seeds, not the first one's."""
+    c, known = config("staleness.max_lag=2", "generator.slots=8"), change(rough(), train=0.3)
+    (row,) = questions.sweep(c, known, [3.0], [1], 2, {}, evaluate=False)
+    both = questions.simulate_seeds(questions.with_limit(c, 3), known, 2, evaluate=False)
+    assert (
+        row["lag_mean"] == sum(o.lag_mean for o in both) / 2
+        and both[0].lag_mean != both[1].lag_mean
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--limit", "1.5"], "--limit 1.5: a staleness limit is a whole number"),
+        (["--generators", "0,5"], "from 1 to 10000"),
+        (["--more", "-1"], "--more -1"),
+        (["--sync", "0"], "--sync 0"),
+        (["--from", "/nowhere"], "no run directory"),
+        (["--times", "/nowhere.toml"], "/nowhere.toml"),
+        (["--time", "swap=fast"], "no distribution"),
+        (["--plot", "/nowhere/p.html"], "there is no directory /nowhere"),
+        (["--set", "staleness.delay=1"], "staleness.delay: is not simulated"),
+        (["--limit", "1", "--set", "staleness.inject=2"], "below staleness.inject"),
+        (["--time", "failed=0.1", "--set", "reward.on_error='stop'"], "on_error"),
+    ],
+)
+def test_bad_input_is_one_line(
+    capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    code, _, err = command(capsys, *words)
+    assert code == 2 and message in err and err.count("\n") == 1

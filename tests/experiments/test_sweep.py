@@ -1,0 +1,450 @@
+"""`asyncrl sweep`: its cells, early abandonment, resuming, the limit it suggests, and what it
+refuses.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from process_kit import ENV, ROOT, RUN_SEED, Ended
+
+from asyncrl.cli.compare import swept_corrections
+from asyncrl.config import load
+from asyncrl.contract.errors import AsyncrlError, ConfigError
+from asyncrl.experiments import serial
+from asyncrl.experiments.compare import (
+    methods,
+    sweep,
+    sweep_analysis,
+    sweep_page,
+    verdict,
+    warm_pool,
+)
+from asyncrl.experiments.figure import figure_points
+from asyncrl.models.policy import build_model
+
+pytestmark = pytest.mark.slow
+
+# An untrained model is never right: the entropy term is what moves its weights.
+SMALL = (
+    "learner.steps=4",
+    "learner.groups=4",
+    "learner.group_size=4",
+    "generator.slots=16",
+    "generator.max_new_tokens=12",
+    "evaluation.every=2",
+    "evaluation.prompts=8",
+    "evaluation.final_prompts=8",
+    "evaluation.ood_prompts=0",
+    "loss.entropy=0.1",
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("sweep") / "model"
+    build_model(path, "0123456789=:,#", hidden=32, layers=1)
+    return path
+
+
+def call(model: Path, out: Path, *words: str) -> Ended:
+    argv = [sys.executable, "-m", "asyncrl.cli", "sweep", "configs/demo.toml", "--out", str(out)]
+    argv += [x for s in (*SMALL, f"model.path={str(model)!r}") for x in ("--set", s)]
+    argv += ["--set", f"seed={RUN_SEED}", *words]
+    return Ended(
+        subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=600)
+    )
+
+
+def test_a_sweep_from_start_to_suggestion_and_again(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "s"
+    words = (
+        "--set",
+        "evaluation.ood_prompts=4",
+        "--inject",
+        "--limits",
+        "0,2",
+        "--correction",
+        "configured",
+        "--correction",
+        "other:loss.entropy=0.2",
+        "--seeds",
+        "2",
+        "--json",
+    )
+    done = call(model, out, *words)
+    assert done.code == 0, done.err[-3000:]
+    found = done.json
+    cells = {(c["correction"], c["limit"]): c for c in found["cells"]}
+    assert (
+        set(cells) == {(n, x) for n in ("configured", "other") for x in ("0", "2")}
+        and found["missing"] == 0
+    )
+    assert cells["configured", "0"]["arm"] == "sync", (
+        "limit 0 as configured is the synchronous run itself, not made twice"
+    )
+    assert [cells[n, "2"]["lag_max"] for n in ("configured", "other")] == [2, 2] and cells[
+        "other", "0"
+    ]["lag_max"] == 0
+    assert cells["other", "2"]["digests"] != cells["configured", "2"]["digests"]
+    assert len({tuple(c["trained_ids"]) for c in cells.values()}) == 1, (
+        "every cell trains the same samples in the same order"
+    )
+    assert [c["ood_each"] for c in cells.values()] == [[0.0, 0.0]] * 4 and found["sync"][
+        "ood_end"
+    ] == found["sync"]["ood_start"] == 0
+    assert found["speed"]["2"] >= found["speed"]["0"] == 1
+    # An untrained model scores 0 everywhere, and every interval is [0, 0].
+    assert found["suggestion"]["limit"] == "2" and found["suggestion"]["set"].startswith(
+        "--set staleness.max_lag=2"
+    )
+    page = (out / "report.html").read_text()
+    assert all(set(c["signs"]) == {"unmoved_accuracy"} for c in cells.values()), "it is never right"
+    assert (
+        page.count("unmoved_accuracy in 2 of 2 runs: held-out accuracy went from 0.000 to 0.000")
+        == 4
+    )
+    assert "Frontier" in page and found["suggestion"]["set"] in page and len(page) < 500_000
+    assert json.loads((out / "result.json").read_text()) == found
+
+    # A figure over steps has a series for each cell; over lags, one for each correction.
+    points = figure_points.read_points([out], "eval/heldout", figure_points.STEP)
+    names = [line.name for line in figure_points.make_lines(points)]
+    assert names == [f"{n}, limit {x}" for n in ("configured", "other") for x in ("0", "2")]
+    assert {p.position for p in points} == {0.0, 2.0, 4.0} and len(points) == 3 * 2 * 4
+    points = figure_points.read_points([out], "eval/heldout", figure_points.LAG)
+    for line in figure_points.make_lines(points):
+        assert line.positions[0] == 0 < line.positions[1] <= 2 and line.counts == [2, 2]
+
+    # Interrupted: only what is missing is made, and it comes out the same.
+    gone, kept = (
+        out / "cells" / f"other-limit2-seed{RUN_SEED + 1}.json",
+        out / "cells" / f"sync-seed{RUN_SEED}.json",
+    )
+    before, stamp = json.loads(gone.read_text())["weights_digest"], kept.stat().st_mtime_ns
+    gone.unlink()
+    again = call(model, out, *words)
+    assert (
+        again.code == 0
+        and "9 of 10 runs are finished already" in again.err
+        and "(10 of 10" in again.err
+        and kept.stat().st_mtime_ns == stamp
+    )
+    assert json.loads(gone.read_text())["weights_digest"] == before
+
+    shown = call(model, out, *words[:-1]).out
+    assert re.search(r"correction +limit +OOD end +KL to ref", shown) and shown.count("0.000") >= 4
+
+    with pytest.raises(
+        ConfigError, match=r"learner.lr: 0.0003, now 0.001.*choose another directory by --out"
+    ):
+        sets = [*SMALL, f"model.path={str(model)!r}", "learner.lr=1e-3", "evaluation.ood_prompts=4"]
+        what = sweep.plan(
+            "configs/demo.toml", sets, [("configured", [])], [0.0, 2.0], injected=True
+        )
+        sweep.Sweep(out, what, 2, print)
+
+
+@pytest.mark.parametrize(
+    ("corrections", "limits", "sets", "said"),
+    [
+        (
+            ("pppo",),
+            "1",
+            (),
+            "--correction pppo: no such method (did you mean ppo?); known are none, ppo",
+        ),
+        (("none",), "1,x", (), "--limits 1,x: write whole numbers"),
+        (("none",), "1.5", (), "1.5 is neither a whole number"),
+        (("none",), "inf", (), "a lag of inf cannot be injected"),
+        (("none",), "2,2", (), "given twice"),
+        (
+            ("configured", "ppo"),
+            "2",
+            (),
+            "--correction ppo: with limit 2 it is the same as configured-limit2",
+        ),
+        (
+            ("tis", "tis:learner.lr=1"),
+            "2",
+            (),
+            "given twice; give the second a name of its own, as in NAME:method=tis",
+        ),
+        (("a:same-as=b",), "2", (), "same-as belongs to compare"),
+        (("a:seed=3",), "2", (), "--correction a: seed must be the same in all cells"),
+        (
+            ("a:staleness.max_lag=3",),
+            "2",
+            (),
+            "--correction a: staleness.max_lag must be the same in all cells",
+        ),
+        (("a:los.surrogate=ppo",), "2", (), "--correction a, limit 2: "),
+        (("none",), "2", ("staleness.inject=1",), "staleness.inject: the sweep sets it"),
+        (("none",), "2", ("generator.engine=vllm",), "does not run in a warm process"),
+    ],
+)
+def test_what_it_refuses(
+    corrections: tuple[str, ...], limits: str, sets: tuple[str, ...], said: str
+) -> None:
+    with pytest.raises(ConfigError) as e:
+        sweep.plan(
+            "configs/demo.toml",
+            sets,
+            [(arm.name, arm.sets) for arm in map(sweep.parse_correction, corrections)],
+            sweep.parse_limits(limits, True),
+            injected=True,
+        )
+    assert said in str(e.value) and "\n" not in str(e.value)
+
+
+def test_what_a_correction_is_comes_from_its_configs() -> None:
+    """A method with keys of its own is that method, and the page says what its config has."""
+    asked = ("tis:learner.lr=1e-4", "far:method=tis,correction.hi=4.0", "ppo")
+    arms = [sweep.parse_correction(text) for text in asked]
+    made = sweep.plan(
+        "configs/rle.toml", (), [(arm.name, arm.sets) for arm in arms], [2.0], injected=True
+    )
+    config = made.arms["tis-limit2"]
+    assert (config.correction.level, config.correction.hi, config.learner.lr) == (
+        "token",
+        2.0,
+        1e-4,
+    )
+    assert made.arms["far-limit2"].correction.hi == 4.0
+    tis, far, ppo = swept_corrections(made, {arm.name: arm.title for arm in arms})
+    assert tis[:2] == ("tis", f"{methods.CORRECTIONS['tis'][0]}; with learner.lr=1e-4")
+    assert "learner.lr = 0.0001 (0.0002)" in tis[2] and "correction.hi = 2 (none)" in tis[2]
+    assert "correction.hi = 4 (none)" in far[2] and "learner.lr" not in far[2]
+    assert ppo[2] == "nothing", "the config is PPO already, and limits are the cells' own"
+
+
+def test_every_correction_is_a_valid_config_at_every_limit() -> None:
+    names = [n for n in sweep.CORRECTIONS if n != "configured"]
+    p = sweep.plan(
+        "configs/rle.toml",
+        (),
+        [(n, sweep.CORRECTIONS[n][1]) for n in names],
+        [0.0, 4.0],
+        injected=True,
+    )
+    assert len({load.dump(c) for c in p.arms.values()}) == len(p.arms) == 2 * len(names), (
+        "sync is ppo at limit 0"
+    )
+    assert (
+        p.arms["tis-limit4"].correction.hi == 2.0
+        and p.arms["none-limit4"].loss.surrogate == "vanilla"
+    )
+    assert (
+        p.arms["mis-limit4"].staleness.inject == 4 and p.arms["mis-limit0"].staleness.inject is None
+    )
+
+
+def test_a_collapsed_run_is_given_up_and_keeps_its_last_accuracy(sort_model: Path) -> None:
+    sets = [
+        f"model.path={str(sort_model)!r}",
+        "learner.steps=30",
+        "learner.groups=8",
+        "learner.group_size=4",
+        "learner.lr=0.3",
+        "evaluation.every=1",
+        "evaluation.prompts=64",
+        "evaluation.final_prompts=64",
+        "evaluation.ood_prompts=0",
+    ]
+    record = serial.run_serial(load.load("configs/demo.toml", sets), RUN_SEED, warm_pool.collapsed)
+    assert (
+        record["abandoned"].startswith("collapse: accuracy below half its best")
+        and record["steps"] < 10
+    )
+    steps, accuracy = sweep_analysis.curve(record, 30)
+    assert steps[-1] == 30 and accuracy[-1] == accuracy[-2] < accuracy[0] / 2
+    assert any(x.startswith("collapse") for x in sweep_analysis.instability_reasons(record))
+
+
+def test_a_run_that_fails_is_named_and_the_others_are_kept(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_reward.py").write_text(
+        "def reward(prompt, text):\n    raise ValueError('no')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    cells, told = warm_pool.CellStore(tmp_path / "s"), []
+    good = load.load("configs/demo.toml", [f"model.path={str(model)!r}", *SMALL, "learner.steps=1"])
+    cells.add("good", good, 0)
+    cells.add(
+        "bad",
+        load.load(
+            "configs/demo.toml",
+            [f"model.path={str(model)!r}", *SMALL, "reward.function=broken_reward:reward"],
+        ),
+        0,
+    )
+    cells.add("late", good, 1)
+    with pytest.raises(
+        AsyncrlError,
+        match=r"run bad: the reward function failed on ticket \d+: .*no.*goes on from here",
+    ):
+        cells.run(1, lambda name, event: told.append((name, "done" in event)))
+    assert cells.todo() == ["bad", "late"] and ("good", True) in told
+
+
+def cell(
+    correction: str,
+    limit: str,
+    low: float,
+    high: float,
+    *,
+    ess: float = 0.9,
+    unstable: int = 0,
+    final: float = 0.7,
+) -> dict[str, Any]:
+    d = {"mean": (low + high) / 2, "sd": (high - low) / 4.97, "interval": [low, high]}  # 3 seeds
+    return {
+        "correction": correction,
+        "limit": limit,
+        "difference": d,
+        "ess": ess,
+        "unstable": unstable,
+        "seeds": 3,
+        "trouble": ["collapse"],
+        "final": final,
+        "speed": {"1": 1.5, "2": 1.9, "4": 1.91, "8": 1.91}[limit],
+    }
+
+
+def test_out_of_distribution_accuracy_and_kl_to_the_reference_of_a_cell() -> None:
+    """The end counts only where the run came to it; KL is the mean over the last 20 batches."""
+
+    def record(ood: list[list[float]], kls: list[float]) -> dict[str, Any]:
+        curve = [{"version": n + 1, "t": 0.0} | {"kl/target_ref_k3": k} for n, k in enumerate(kls)]
+        return {
+            "curve": curve,
+            "accuracy": [[0.0, 4.0], [0.5, 0.6]],
+            "lag_histogram": {"0": 1},
+            "steps": 4,
+            "abandoned": "",
+            "ledger_lines": {},
+            "weights_digest": "",
+            "trained_ids": "",
+            "ood": ood,
+        }
+
+    given_up, old = record([[0.0, 2.0], [0.5, 0.9]], []), record([], [])
+    del old["ood"]
+    found = sweep_analysis._cell(
+        [record([[0.0, 4.0], [0.3, 0.2]], [9.0, 1.0, 2.0] + [3.0] * 18), given_up, old], 4
+    )
+    assert (
+        found["ood_start"] == pytest.approx(0.4) and found["ood_end"] == found["ood_each"][0] == 0.2
+    )
+    assert found["kl_ref"] == pytest.approx((1 + 2 + 3 * 18) / 20)
+    against = {"difference": {"mean": 0.0, "interval": [0, 0], "p": 1.0}, "speed": 1.0}
+    (row,) = sweep_page.cell_rows({"cells": [cell("ppo", "1", 0, 0) | found | against]})
+    shown = dict(zip(sweep_page.HEAD, row, strict=True))
+    assert (shown["OOD end"], shown["KL to ref"]) == ("0.200", "2.85")
+
+
+@pytest.mark.parametrize(
+    ("cells", "limit", "words"),
+    [
+        (
+            [cell("ppo", "4", -0.02, 0.01), cell("ppo", "8", -0.09, -0.01)],
+            "4",
+            "at limit 8: accuracy -0.050 [-0.090, -0.010] against sync",
+        ),
+        (
+            [cell("ppo", "4", -0.02, 0.01), cell("ppo", "8", -0.02, 0.01, ess=0.4)],
+            "4",
+            "at limit 8: ESS falls to 0.40",
+        ),
+        (
+            [cell("ppo", "2", 0.01, 0.03), cell("ppo", "4", -0.9, 0.1, unstable=1)],
+            "2",
+            "at limit 4: 1 of 3 runs unstable (collapse)",
+        ),
+        (
+            [cell("ppo", "2", -0.04, 0.1), cell("ppo", "8", -0.04, 0.1)],
+            "8",
+            "limit 2 is as fast there",
+        ),
+        (
+            [cell("ppo", "4", -0.02, 0.1, final=0.6), cell("none", "4", -0.02, 0.1, final=0.7)],
+            "4",
+            "limit 4 with none",
+        ),
+        ([cell("ppo", "1", -0.1, -0.05)], "0", "stay synchronous"),
+        (
+            [cell("ppo", "1", -0.04, 0.1), cell("ppo", "8", -1.2, 0.6)],
+            "1",
+            "0.05 below or more, though the interval",
+        ),
+        (
+            [cell("ppo", "1", -0.04, -0.01), cell("ppo", "4", -0.07, 0.05)],
+            "1",
+            "at limit 4: accuracy -0.010 [-0.070, +0.050] at 3 seeds says nothing; about 6 seeds",
+        ),
+    ],
+)
+def test_the_suggested_limit_and_its_reason(
+    cells: list[dict[str, Any]], limit: str, words: str
+) -> None:
+    p = sweep.plan(
+        "configs/rle.toml",
+        (),
+        [(n, sweep.CORRECTIONS[n][1]) for n in ("ppo", "none")],
+        [1.0, 2.0, 4.0, 8.0],
+        injected=True,
+    )
+    found = sweep_analysis.suggest({"cells": cells, "seeds": [0, 1, 2]}, p)
+    assert found["limit"] == limit and words in found["reason"]
+    assert (
+        f"--set staleness.max_lag={limit}" in found["set"]
+        and "staleness.inject" not in found["set"]
+    )
+    if found["correction"] == "none":  # to be pasted as it is
+        c = load.load("configs/rle.toml", [x for x in found["set"].split() if x != "--set"])
+        assert (
+            c.loss.surrogate == "vanilla"
+            and c.correction.level == "none"
+            and c.staleness.max_lag == 4
+        )
+
+
+def test_an_interval_that_reaches_below_the_margin_suggests_nothing() -> None:
+    """The lower bound decides: here of -0.016 [-0.214, +0.183], which says nothing of a limit."""
+    plan = sweep.plan(
+        "configs/rle.toml", (), [("ppo", sweep.CORRECTIONS["ppo"][1])], [1.0, 2.0], injected=True
+    )
+    wide = cell("ppo", "1", -0.214, 0.183)
+    found = sweep_analysis.suggest({"cells": [wide], "seeds": [0, 1, 2]}, plan)
+    assert (found["limit"], found["set"], found["by_correction"]["ppo"]["limit"]) == (
+        None,
+        "",
+        None,
+    )
+    need = verdict.seeds_needed(-0.0155 + 0.05, wide["difference"]["sd"])
+    assert (
+        "no limit is suggested: none has an interval above -0.05 (ppo, at limit 1: accuracy -0.015 "
+        f"[-0.214, +0.183] at 3 seeds says nothing; about {need} seeds would tell)"
+    ) in found["reason"]
+    assert "stays above -0.05" in found["rule"] and sweep_page.headline(found) == "No suggestion"
+    found = sweep_analysis.suggest({"cells": [wide], "seeds": [0, 1, 2]}, plan, 0.3)
+    assert found["limit"] == "1" and "above -0.3," in found["rule"]
+    bad = [cell("ppo", "1", -0.3, -0.1), cell("ppo", "2", -0.214, 0.183)]
+    found = sweep_analysis.suggest({"cells": bad, "seeds": [0, 1, 2]}, plan)
+    assert found["limit"] is None and "ppo, at limit 2:" in found["reason"]
+
+
+def test_one_seed_suggests_nothing() -> None:
+    p = sweep.plan(
+        "configs/rle.toml", (), [("ppo", sweep.CORRECTIONS["ppo"][1])], [1.0], injected=True
+    )
+    found = sweep_analysis.suggest({"cells": [cell("ppo", "1", -0.1, 0.1)], "seeds": [0]}, p)
+    assert found["limit"] is None and "one seed" in found["reason"] and found["set"] == ""

@@ -1,0 +1,476 @@
+"""The DeepSpeed learner against the torch one: same data, same seed, every ZeRO stage; stops,
+resumes, lost ranks, whole runs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from process_kit import ENV, ROOT, Ended
+from run_kit import check_summary, children, finish, steps_done, wait_until
+from run_kit import start as start_run
+
+from asyncrl.config import load
+from asyncrl.contract.errors import ConfigError
+from asyncrl.models.policy import build_model
+
+pytestmark = pytest.mark.slow
+
+# no rank is taken for lost because others have the cores
+PATIENT_S = 1800.0
+LEARNER = {
+    "lr": 0.003,
+    "steps": 100,
+    "groups": 6,
+    "group_size": 3,
+    "micro_batch_tokens": 60,
+    "rank_timeout_s": PATIENT_S,
+}
+STEPS = 20
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("deepspeed") / "m"
+    build_model(path, "abcdefgh", hidden=32, layers=2)
+    return path
+
+
+PATHS = ENV | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'support'}"}
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def start(job: dict[str, Any], launcher: Sequence[str] = ()) -> subprocess.Popen[str]:
+    argv = [sys.executable, *launcher, "tests/support/deepspeed_program.py", json.dumps(job)]
+    return subprocess.Popen(
+        argv, cwd=ROOT, env=PATHS, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+FORKED = ("forked",)
+
+
+@functools.cache
+def forge() -> subprocess.Popen[str]:
+    """The process that forks ranks (forked_ranks.py), one for all tests of a worker."""
+    argv, env = [sys.executable, "tests/support/forked_ranks.py"], PATHS
+    process = subprocess.Popen(
+        argv, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    )
+    atexit.register(process.stdin.close)  # type: ignore[union-attr]
+    return process
+
+
+def forked(job: dict[str, Any]) -> tuple[int, str, str]:
+    env = {key: value for key, value in ENV.items() if PATHS.get(key) != value}
+    order = {"job": job, "ranks": job["config"]["learner"].get("ranks", 1), "env": env}
+    process = forge()
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(json.dumps(order) + "\n")
+    line = process.stdout.readline()
+    assert line, "the process that forks ranks has ended"
+    answer = json.loads(line)
+    return answer["code"], answer["out"], answer["err"]
+
+
+def trained(
+    model: Path, learner: dict[str, Any], batches: int = STEPS, **more: Any
+) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
+    """(what rank 0 printed, rank -> what the others printed)."""
+    sections, launcher = more.pop("sections", {}), more.pop("launcher", FORKED)
+    job = {
+        "model": str(model),
+        "batches": batches,
+        "config": {"learner": LEARNER | learner, **sections},
+        **more,
+    }
+    if launcher == FORKED:
+        code, out, err = forked(job)
+    else:
+        p = start(job, launcher)
+        out, err = p.communicate(timeout=7200)
+        code = p.returncode
+    assert code == 0, err[-4000:]
+    rows = [json.loads(x) for x in err.splitlines() if x.startswith('{"rank"')]
+    return json.loads(out.strip().splitlines()[-1]), {r["rank"]: r for r in rows}
+
+
+@pytest.fixture(scope="module")
+def plain(model_dir: Path) -> dict[str, Any]:
+    return trained(model_dir, {"backend": "torch"}, sessions=["whole"] * 3)[0]
+
+
+@pytest.mark.parametrize(("stage", "ranks"), [(0, 2), (1, 2), (2, 1), (2, 2), (3, 2)])
+def test_every_stage_is_the_torch_learner(
+    stage: int, ranks: int, model_dir: Path, plain: dict[str, Any]
+) -> None:
+    """Answers of 1 to 12 tokens, 18 a batch: uneven over ranks and micro-batches; then sessions
+    split into rows, which torch trains unsplit.  One stage's ranks are started by torchrun, one
+    stage's by rank 0, the others forked.
+    """
+    launcher = {(1, 2): TORCHRUN, (2, 2): ()}.get((stage, ranks), FORKED)
+    mine, others = trained(
+        model_dir,
+        {"backend": "deepspeed", "zero_stage": stage, "ranks": ranks},
+        launcher=launcher,
+        sessions=["split", "shared", "split"],
+    )
+    assert len(mine["losses"]) == STEPS + 3
+    assert mine["losses"] == pytest.approx(plain["losses"], abs=1e-5)
+    assert mine["norms"] == pytest.approx(plain["norms"], rel=1e-4)
+    assert mine["weights"] == pytest.approx(plain["weights"], abs=1e-5)
+    for a, b in zip(mine["numbers"], plain["numbers"], strict=True):
+        assert a == pytest.approx(b, abs=1e-5)
+    whole = plain["parameters"]
+    part = whole if stage == 0 or ranks == 1 else whole / ranks
+    # the stage is really on: what each rank holds of Adam's moments, and of the parameters
+    for r in (mine, *others.values()):
+        assert part <= r["held"] <= part + 64
+        assert r["parameters"] == (0 if stage == 3 else whole)
+    assert len(others) == ranks - 1
+    # what it publishes for a generator to check itself by is a plain forward of the published
+    # weights
+    assert max(mine["probe_off"], plain["probe_off"]) < 1e-5
+
+
+@pytest.mark.parametrize("stage", [2, 3])  # the packed forward, and transformers' own modules
+def test_layers_computed_again_are_the_torch_learner(
+    stage: int, model_dir: Path, plain: dict[str, Any]
+) -> None:
+    more = {"zero_stage": stage, "ranks": 2, "gradient_checkpointing": True}
+    mine, _ = trained(model_dir, {"backend": "deepspeed", **more}, batches=4)
+    assert mine["losses"] == pytest.approx(plain["losses"][:4], abs=1e-5)
+    assert mine["norms"] == pytest.approx(plain["norms"][:4], rel=1e-4)
+    assert mine["again"] >= 4 and plain["again"] == 0
+
+
+def test_a_sample_split_into_rows_has_the_gradient_that_torch_has_of_the_unsplit_one(
+    model_dir: Path,
+) -> None:
+    """By plain gradient steps at every stage, for losses by token, by sequence, towards a
+    reference, and over mini-batches and epochs.
+    """
+    argv = [sys.executable, "tests/support/rows_program.py", str(model_dir)]
+    done = subprocess.run(argv, cwd=ROOT, env=PATHS, capture_output=True, text=True, timeout=7200)
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = json.loads(done.stdout.strip().splitlines()[-1])
+    assert {(stage, variant) for stage, variant, *_ in rows} == {
+        (stage, variant) for stage in range(4) for variant in range(4)
+    }
+    assert all(moved > 1e-3 and apart <= 1e-6 for *_, apart, moved in rows), rows
+
+
+ADAPTERS = {"lora": {"rank": 4}, "kl": {"loss": {"coefficient": 0.1, "estimator": "k3"}}}
+
+
+@pytest.fixture(scope="module")
+def plain_adapters(model_dir: Path) -> dict[str, Any]:
+    return trained(model_dir, {"backend": "torch"}, batches=6, sections=ADAPTERS)[0]
+
+
+@pytest.mark.parametrize("stage", [0, 2])  # stage 1 differs from 2 in the gradients' place alone
+def test_adapters_are_trained_published_and_kept_alone(
+    stage: int, model_dir: Path, plain_adapters: dict[str, Any], tmp_path: Path
+) -> None:
+    """As by torch, at two ranks and, of one stage, then at one, with the base as reference: what
+    ZeRO partitions is the adapters' state, and a checkpoint holds them alone.
+    """
+    plain = plain_adapters
+    two = {"backend": "deepspeed", "zero_stage": stage, "ranks": 2}
+    mine, others = trained(model_dir, two, batches=6, save=[3, str(tmp_path)], sections=ADAPTERS)
+    runs = [(mine, 0)]
+    if stage == 2:
+        again, _ = trained(
+            model_dir,
+            two | {"ranks": 1},
+            batches=6,
+            restore=str(tmp_path / "number_3"),
+            sections=ADAPTERS,
+        )
+        assert again["held"] == plain["held"]
+        runs.append((again, 3))
+    adapters = sum(file.stat().st_size for file in tmp_path.rglob("adapter_model.safetensors"))
+    assert 0 < adapters < 4 * plain["parameters"] and not list(tmp_path.rglob("model.safetensors"))
+    for found, since in runs:
+        assert found["names"] == plain["names"] and all("lora" in name for name in found["names"])
+        assert found["losses"] == pytest.approx(plain["losses"][since:], abs=1e-5)
+        assert found["norms"] == pytest.approx(plain["norms"][since:], rel=1e-4)
+        assert found["weights"] == pytest.approx(plain["weights"], abs=1e-5)
+        assert found["probe_off"] == 0
+    assert len(others) == 1
+    part = plain["held"] / (2 if stage else 1)  # at stage 0 every rank has all of it
+    for rank in (mine, *others.values()):
+        assert part <= rank["held"] <= part + 64
+    assert plain["held"] < plain["parameters"] / 2
+
+
+def test_an_early_stopped_step_leaves_weights_and_moments_untouched(model_dir: Path) -> None:
+    """With a bound that any step passes, four epochs end as one does: in this batch and, by the
+    moments, in the next ones.
+    """
+    two = {"backend": "deepspeed", "zero_stage": 2, "ranks": 2}
+    one, _ = trained(model_dir, two, batches=3)
+    four, _ = trained(
+        model_dir, two | {"epochs": 4}, batches=3, sections={"stop": {"kl_max": 1e-12}}
+    )
+    assert [n[0] for n in four["numbers"]] == [1, 1, 1]
+    assert four["weights"] == pytest.approx(one["weights"], abs=1e-7)
+
+
+def test_a_resumed_learner_goes_on_as_if_nothing_had_happened(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    """At stage 3; a whole run at stage 2 is stopped and resumed below."""
+    two = {"backend": "deepspeed", "zero_stage": 3, "ranks": 2}
+    whole, _ = trained(model_dir, two, batches=6, save=[3, str(tmp_path)])
+    again, _ = trained(model_dir, two, batches=6, restore=str(tmp_path / "number_3"))
+    assert (
+        again["losses"] == pytest.approx(whole["losses"][3:], abs=1e-7)
+        and len(again["losses"]) == 3
+    )
+    assert again["digest"] == whole["digest"]
+    # at another number of ranks, with the same moments
+    one, _ = trained(model_dir, two | {"ranks": 1}, batches=6, restore=str(tmp_path / "number_3"))
+    assert one["losses"] == pytest.approx(whole["losses"][3:], abs=1e-5) and len(one["losses"]) == 3
+    assert (
+        one["weights"] == pytest.approx(whole["weights"], abs=1e-5) and one["held"] > whole["held"]
+    )
+    assert [x.name for x in tmp_path.iterdir()] == ["number_3"]
+    other = {
+        "model": str(model_dir),
+        "batches": 6,
+        "restore": str(tmp_path / "number_3"),
+        "config": {"learner": LEARNER | two | {"zero_stage": 1}},
+    }
+    code, _, err = forked(other)
+    assert code != 0 and "is of 2 ranks at ZeRO stage 3" in err
+
+
+@pytest.fixture(scope="module")
+def bad(model_dir: Path) -> dict[str, Any]:
+    return trained(model_dir, {"backend": "torch"}, batches=4, bad=1)[0]
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(3, False), (2, True)])
+def test_a_batch_without_a_finite_loss_is_skipped_on_every_rank(
+    stage: int, offload: bool, model_dir: Path, bad: dict[str, Any]
+) -> None:
+    """Weights and moments stay as they were: the batches after it go as they go with torch."""
+    mine, _ = trained(
+        model_dir,
+        {"backend": "deepspeed", "zero_stage": stage, "ranks": 2, "offload": offload},
+        batches=4,
+        bad=1,
+    )
+    assert [n[0] for n in mine["numbers"]] == [1, 0, 1, 1]
+    assert mine["losses"] == pytest.approx(bad["losses"], abs=1e-5, nan_ok=True)
+    assert mine["weights"] == pytest.approx(bad["weights"], abs=1e-5)
+
+
+def test_bfloat16_stages_agree_and_a_lock_left_behind_holds_nobody_up(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    """A process killed while DeepSpeed compiled an operator leaves a lock file, for which later
+    ones wait without end.
+    """
+    (tmp_path / "deepspeed_shm_comm").mkdir()
+    (tmp_path / "deepspeed_shm_comm" / "lock").touch()
+    ENV["TORCH_EXTENSIONS_DIR"] = str(tmp_path)
+    try:
+        one, two = [
+            trained(
+                model_dir,
+                {"backend": "deepspeed", "zero_stage": s, "ranks": r},
+                batches=4,
+                dtype="bfloat16",
+            )[0]
+            for s, r in ((1, 1), (2, 2))
+        ]
+    finally:
+        del ENV["TORCH_EXTENSIONS_DIR"]
+    assert two["losses"] == pytest.approx(one["losses"], abs=2e-3)
+    assert two["norms"] == pytest.approx(one["norms"], rel=0.03)
+    assert max(abs(a - b) for a, b in zip(two["weights"], one["weights"], strict=True)) < 0.02
+
+
+def test_the_ports_at_which_ranks_meet_are_nobody_elses() -> None:
+    import torch.distributed as dist
+
+    from learner.backend_deepspeed import reserved_port
+
+    with reserved_port() as meet:
+        port = meet.getsockname()[1]
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        store.set("key", "value")
+        assert store.get("key") == b"value"
+
+
+def ranks_of(pid: int, word: bytes = b"deepspeed_program") -> list[int]:
+    """Processes that rank 0 started."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if (
+                    int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1]) == pid
+                    and word in (entry / "cmdline").read_bytes()
+                ):
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_rank_that_stands_still_ends_the_step_with_a_clear_error(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    """At stage 3 the forward pass waits for the others too; a killed rank is the subject of the
+    whole run below.  Until it is stopped nobody is impatient.
+    """
+    learner = LEARNER | {
+        "backend": "deepspeed",
+        "zero_stage": 3,
+        "ranks": 2,
+        "steps": 10**6,
+    }
+    stopped = tmp_path / "stopped"
+    p = start(
+        {
+            "model": str(model_dir),
+            "batches": 10**6,
+            "save": [3, str(tmp_path)],
+            "stand": [str(stopped), 5.0],
+            "config": {"learner": learner},
+        }
+    )
+    try:
+        deadline = time.monotonic() + 7200
+        while not stopped.with_suffix(".there").exists():
+            assert time.monotonic() < deadline and p.poll() is None
+            time.sleep(0.05)
+        (other,) = ranks_of(p.pid)
+        os.kill(other, signal.SIGSTOP)
+        stopped.touch()
+        _, err = p.communicate(timeout=7200)
+    finally:
+        if p.poll() is None:
+            p.kill()
+    assert p.returncode != 0 and "RankLost" in err, err[-3000:]
+    assert "learner.rank_timeout_s = 5)" in err, err[-3000:]
+    # it is killed with the first rank's end, and takes a moment to be gone
+    deadline = time.monotonic() + 600
+    while alive(other):
+        assert time.monotonic() < deadline, "the other rank lives on"
+        time.sleep(0.05)
+
+
+def test_a_whole_run_on_two_ranks_stops_resumes_and_exports(asyncrl: Callable[..., Ended]) -> None:
+    words = (
+        "learner.backend='deepspeed'",
+        "learner.ranks=2",
+        "learner.zero_stage=2",
+        "learner.checkpoint_every=3",
+        f"learner.rank_timeout_s={PATIENT_S}",
+        "name='two'",
+    )
+    done = asyncrl("run", "learner.steps=6", *words)
+    assert done.code == 0, done.err[-3000:]
+    check_summary(done.json, done.json["lag"]["limit"])
+    run_dir = done.json["run_dir"]
+    assert done.json["steps"] == 6 and done.json["mismatch_k3_max"] < 1e-9
+    more = asyncrl("run", "--resume", run_dir, "learner.steps=9", "learner.ranks=1")
+    assert more.code == 0 and more.json["steps"] == 9, more.err[-3000:]
+    import transformers
+
+    transformers.AutoModelForCausalLM.from_pretrained(Path(run_dir) / "model")
+
+
+def test_a_killed_rank_costs_the_run_only_its_time(tmp_path: Path, sort_model: Path) -> None:
+    words = (
+        "learner.backend='deepspeed'",
+        "learner.ranks=2",
+        "learner.checkpoint_every=3",
+        f"learner.rank_timeout_s={PATIENT_S}",
+        "learner.steps=10",
+        "name='rank'",
+    )
+    process = start_run(tmp_path, sort_model, *words)
+    wait_until(lambda: steps_done(tmp_path / "runs" / "rank") >= 4, process)
+    (other,) = ranks_of(children(process.pid)["learner"], b"asyncrl.cli")
+    os.kill(other, signal.SIGKILL)
+    summary = finish(process, tmp_path)
+    check_summary(summary, summary["lag"]["limit"])
+    assert (
+        summary["steps"] == 10 and "of the learner has ended" in (tmp_path / "stderr").read_text()
+    )
+
+
+OTHER_RANK = """
+import atexit, os, sys
+from learner import backend_deepspeed, loop
+
+atexit.register(os.abort)  # what threads of the transport do to an interpreter that ends
+loop.LearnerCore = lambda *words: words
+backend_deepspeed.follow = lambda core: print("followed", end="")
+from asyncrl.config import load
+
+words = {"model": {"path": "m"}, "task": {"name": "sort"}, "learner": {"backend": "deepspeed"}}
+loop.main(load.convert(words, "c.toml"), None)
+print("and went on")
+"""
+
+
+def test_a_rank_that_has_followed_to_the_end_leaves_without_the_interpreters_own() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", OTHER_RANK],
+        cwd=ROOT,
+        env=ENV | {"RANK": "1"},
+        capture_output=True,
+        text=True,
+        timeout=3600,
+    )
+    assert (done.returncode, done.stdout) == (0, "followed"), done.stderr[-3000:]
+
+
+@pytest.mark.parametrize(
+    ("learner", "model", "said"),
+    [
+        ({"ranks": 2}, {}, "2 ranks need learner.backend = deepspeed"),
+        ({"backend": "deepspeed", "zero_stage": 0}, {"dtype": "bfloat16"}, "use 1 or higher"),
+        (
+            {"backend": "deepspeed", "zero_stage": 0, "offload": True},
+            {},
+            r"learner\.offload: needs",
+        ),
+        ({"offload": True}, {}, r"learner\.offload: needs"),
+    ],
+)
+def test_what_cannot_work_is_refused(
+    learner: dict[str, Any], model: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load.convert(
+            {"model": {"path": "m", **model}, "task": {"name": "sort"}, "learner": learner},
+            "c.toml",
+        )

@@ -1,0 +1,164 @@
+"""How a learner's life ends: what lies in the run directory by the time that the buffer hears of
+it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from learner_end_kit import Buffer
+from process_kit import ROOT
+
+from asyncrl.config import load
+from asyncrl.contract import messages as m
+from asyncrl.contract.errors import NothingToDo
+from asyncrl.contract.versions import Label
+from asyncrl.records import rundir
+from asyncrl.transport.ring import RingReader
+from learner.loop import Learner
+from learner.state import BatchCursor
+
+
+@pytest.fixture
+def learner(tmp_path: Path, small_model: Path) -> Iterator[Callable[[], Learner]]:
+    made: list[Learner] = []
+
+    def make() -> Learner:
+        config = load.load(
+            ROOT / "configs" / "demo.toml",
+            [f"model.path={str(small_model)!r}", "learner.steps=2", "learner.threads=1"],
+        )
+        rundir.ensure(config, "", tmp_path / "run")
+        one = Learner(config, tmp_path / "run")
+        one.socket.close()
+        one.socket = Buffer(tmp_path / "run")  # type: ignore[assignment]
+        made.append(one)
+        return one
+
+    yield make
+    for one in made:
+        one.close()
+    rundir.clean(tmp_path / "run")
+
+
+def test_the_model_is_exported_before_the_buffer_hears_the_goodbye(
+    learner: Callable[[], Learner],
+) -> None:
+    """So whoever is killed after the buffer has said Finished leaves nothing undone."""
+    one = learner()
+    one.core.state.number = 2  # a life that finds the last checkpoint at the last step
+    one.loop()
+    # type: ignore[attr-defined]
+    assert one.finished and one.socket.seen["LearnerGoodbye"] == [
+        "model/config.json",
+        "weights_digest",
+    ]
+    assert one.socket.seen["LearnerHello"] == []  # type: ignore[attr-defined]
+
+
+def test_a_run_that_goes_on_past_its_end_has_no_final_weights_until_its_new_end(
+    learner: Callable[[], Learner],
+) -> None:
+    one = learner()
+    (one.run_dir / "weights_digest").write_text("of the end before")
+    one.hello()
+    assert one.welcomed and not (one.run_dir / "weights_digest").exists()
+
+
+def test_a_learner_whose_ring_was_removed_makes_it_anew_while_it_waits(
+    learner: Callable[[], Learner],
+) -> None:
+    """A generator that is started then finds the weights, though no step has been made since."""
+    one = learner()
+    one.hello()
+    shutil.rmtree(one.publisher.directory)
+    one.sent["progress"] = 0.0
+    one.handle_messages(0)
+    reader = RingReader(one.publisher.directory, "late")
+    assert reader.labels() == {Label(one.epoch, 0): one.digest}
+    reader.close()
+
+
+def test_a_buffer_found_elsewhere_is_asked_at_once_for_all_that_was_not_answered(
+    learner: Callable[[], Learner],
+) -> None:
+    one = learner()
+    one.hello()
+    one.repeat("ask 0", m.BatchRequest(one.epoch, 0))
+    one.socket.sent.clear()  # type: ignore[attr-defined]
+    one.waiting = "a batch"
+    one.heard -= 1e6  # the one before would be given up
+    one.socket.moved = True  # type: ignore[attr-defined]
+    one.handle_messages(0)
+    one.repeat("ask 0", m.BatchRequest(one.epoch, 0))
+    assert m.BatchRequest(one.epoch, 0) in one.socket.sent  # type: ignore[attr-defined]
+
+
+def test_one_that_comes_after_the_end_says_so_and_one_whose_last_answer_was_lost_ends_well(
+    learner: Callable[[], Learner],
+) -> None:
+    one, two = learner(), learner()
+    (one.run_dir / "buffer_summary.json").write_text('{"finished": true, "steps": 2}')
+    (one.run_dir / "weights_digest").write_text("d")
+    for life in (one, two):
+        # nobody is there any more
+        life.socket.send = lambda message: None  # type: ignore[method-assign]
+    one.heard -= 3
+    one.waiting_since -= 3
+    one.waiting = "the buffer's welcome"
+    with pytest.raises(NothingToDo, match="all its 2 steps are made: this learner came too late"):
+        one.hello()
+    two.core.state.number, two.welcomed, two.waiting = 2, True, "the last evaluation"
+    two.heard -= 3
+    two.handle_messages(0)
+    assert two.finished
+
+
+def test_told_to_stop_it_leaves_a_checkpoint_and_exports_nothing(
+    learner: Callable[[], Learner],
+) -> None:
+    one = learner()
+    one.hello()
+    one.stopping = True
+    one.loop()
+    assert (
+        not one.finished
+        and list(one.directory.glob("number_0"))
+        and "LearnerGoodbye" not in one.socket.seen
+    )  # type: ignore[attr-defined]
+    assert not (one.run_dir / "model").exists()
+
+
+def test_a_resumed_learner_tells_the_buffer_what_the_checkpoint_kept(
+    learner: Callable[[], Learner],
+) -> None:
+    one = learner()
+    one.hello()
+    one.cursor = BatchCursor(7, {"trained": {"tokens": 5.0}}, [9], [1, 0])
+    one.checkpoint()
+    two = learner()
+    assert two.cursor == one.cursor
+    said: list[m.LearnerHello] = []
+    send = two.socket.send
+
+    def listen(message: m.FromPeer) -> None:
+        if isinstance(message, m.LearnerHello):
+            said.append(message)
+        send(message)
+
+    two.socket.send = listen  # type: ignore[method-assign]
+    two.hello()
+    [hello] = said
+    assert (hello.next_ticket, hello.ledger, hello.trained_above, hello.parent) == (
+        7,
+        {"trained": {"tokens": 5.0}},
+        [9],
+        Label(1, 0),
+    )
+
+
+def test_what_an_earlier_program_did_not_keep_has_its_default() -> None:
+    assert BatchCursor.read({"next_ticket": 3, "no more": 1}) == BatchCursor(next_ticket=3)

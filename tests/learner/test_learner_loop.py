@@ -1,0 +1,629 @@
+"""A learner's life with a buffer that answers as the test says: what it sends, in which order, what
+a resumed one says of itself, what it ignores and what ends it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from learner_end_kit import Buffer
+from learner_step_kit import batch
+from process_kit import ROOT
+
+from asyncrl.config import load
+from asyncrl.contract import messages as m
+from asyncrl.contract.errors import (
+    AsyncrlError,
+    BadMessage,
+    LearnerFenced,
+    NotFiniteError,
+    NothingToDo,
+    PeerUnreachable,
+)
+from asyncrl.contract.versions import Label, PolicyTree
+from asyncrl.models import policy
+from asyncrl.records import rundir, stream
+from asyncrl.transport.ring import RingReader
+from learner import checkpoint, loop, publisher
+from learner.loop import Learner
+
+STEPS = 4
+LEDGER = {"trained": {"tokens": 7.0}}
+
+
+class ServingBuffer(Buffer):
+    """Answers asks with batches and commits with Committed.  lose: the classes of which the first
+    message is lost on its way.
+    """
+
+    def __init__(self, run_dir: Path, lose: tuple[type, ...] = ()) -> None:
+        super().__init__(run_dir)
+        self.crash = set(lose)
+        self.checkpointed = 0  # what its Welcome says
+        self.keep: list[Label] = []  # what its Committed says
+        self.held: dict[Label, str] = {}  # of the ring, as each commit came
+        self.ring: Any = None
+
+    def send(self, message: m.FromPeer) -> None:
+        if type(message) in self.crash:
+            self.crash.remove(type(message))
+            self.sent.append(message)
+            return
+        super().send(message)
+        if isinstance(message, m.LearnerHello):
+            self.inbox[-1] = m.Welcome(message.epoch, self.checkpointed)
+        if isinstance(message, m.BatchRequest):
+            self.inbox.append(made(message.epoch, message.number))
+        if isinstance(message, m.Commit):
+            self.held[message.label] = self.ring.labels().get(message.label, "")
+            self.inbox.append(m.CommitReply(message.epoch, message.number, self.keep))
+
+    def of(self, kind: type) -> list[Any]:
+        return [message for message in self.sent if isinstance(message, kind)]
+
+
+def made(epoch: int, number: int) -> m.Batch:
+    return msgspec.structs.replace(
+        batch(number, seed=number),
+        epoch=epoch,
+        next_ticket=10 * number + 6,
+        ledger=LEDGER,
+        trained_above=[number],
+        limit=2,
+    )
+
+
+Made = Callable[..., tuple[Learner, ServingBuffer]]
+
+
+@pytest.fixture
+def life(tmp_path: Path, small_model: Path) -> Iterator[Made]:
+    """`life("key=value", ..., lose=(m.Commit,))`: (a learner of the run, its buffer)."""
+    begun: list[Learner] = []
+
+    def make(*sets: str, lose: tuple[type, ...] = ()) -> tuple[Learner, ServingBuffer]:
+        words = [
+            f"model.path={str(small_model)!r}",
+            f"learner.steps={STEPS}",
+            "learner.threads=1",
+            "learner.checkpoint_every=3",
+            "wires.retry_s=0.001",
+            *sets,
+        ]
+        config = load.load(ROOT / "configs" / "demo.toml", words)
+        rundir.ensure(config, "", tmp_path / "run")
+        one = Learner(config, tmp_path / "run")
+        one.socket.close()
+        buffer = ServingBuffer(tmp_path / "run", lose)
+        buffer.ring = one.publisher.ring
+        one.socket = buffer  # type: ignore[assignment]
+        begun.append(one)
+        return one, buffer
+
+    yield make
+    for one in begun:
+        one.close()
+    rundir.clean(tmp_path / "run")
+
+
+def flat(one: Learner) -> bytes:
+    """Its weights as they lie in a ring."""
+    data = bytearray(one.publisher.ring.size)
+    one.core.backend.write_flat(memoryview(data))
+    return bytes(data)
+
+
+def test_a_life_from_hello_to_goodbye(life: Made) -> None:
+    one, buffer = life()
+    start = one.digest
+    one.loop()
+    (hello,) = buffer.of(m.LearnerHello)
+    assert (hello.epoch, hello.label, hello.parent, hello.origin) == (1, Label(1, 0), None, 0)
+    assert hello.digest == start and hello.pid == os.getpid() and hello.protocol == m.PROTOCOL
+    assert hello.ring == [] and hello.vocabulary == one.core.model.hf.config.vocab_size
+    assert hello.source == one.publisher.source and hello.source.epoch == 1
+    assert (hello.next_ticket, hello.ledger, hello.trained_above) == (0, {}, [])
+    assert hello.max_lag == one.config.staleness.limit and hello.run == rundir.run_id(one.run_dir)
+    # each batch is asked for, the next one while this one is trained, and none past the last
+    assert [a.number for a in buffer.of(m.BatchRequest)] == list(range(STEPS))
+    at = {type(x).__name__ + str(getattr(x, "number", "")): n for n, x in enumerate(buffer.sent)}
+    assert all(at[f"BatchRequest{n + 1}"] < at[f"Commit{n}"] for n in range(STEPS - 1))
+    commits = buffer.of(m.Commit)
+    assert [(c.epoch, c.number, c.label) for c in commits] == [
+        (1, n, Label(1, n + 1)) for n in range(STEPS)
+    ]
+    # published before it is told of
+    assert [c.digest for c in commits] == [buffer.held[c.label] for c in commits]
+    assert len({start, *(c.digest for c in commits)}) == STEPS + 1
+    # the first, every third, and the last one
+    assert checkpoint.numbers(one.directory) == [3, 4] and one.directory.name == "epoch_1"
+    assert [c.oldest for c in buffer.of(m.CheckpointNotice)] == [0, 0, 3]
+    (goodbye,) = buffer.of(m.LearnerGoodbye)
+    assert (goodbye.epoch, goodbye.number) == (1, STEPS) and one.finished
+    assert (one.run_dir / "weights_digest").read_text() == commits[-1].digest
+    left = policy.load_policy(one.run_dir / "model", device="cpu")
+    assert policy.weights_digest(left) == commits[-1].digest
+
+
+def test_what_a_commit_says_of_its_step(life: Made) -> None:
+    one, buffer = life()
+    began = time.monotonic()
+    one.loop()
+    whole = time.monotonic() - began
+    for commit in buffer.of(m.Commit):
+        t = commit.metrics
+        assert 0 < t["time/train"] < t["time/step"] < whole and 0 < t["time/publish"] < whole
+        assert t["time/train"] + t["time/publish"] <= t["time/step"] + 1e-6
+        busy = (t["time/train"] + t["time/publish"]) / t["time/step"]
+        assert t["time/learner_idle_share"] == pytest.approx(1 - busy, abs=1e-6)
+        tokens = sum(s.length for s in made(1, commit.number).samples)
+        assert t["throughput/learner_tokens_per_s"] * t["time/step"] == pytest.approx(tokens)
+        assert t["weights/bytes"] == t["weights/full_bytes"] == one.publisher.ring.size
+        assert t["weights/bytes"] == len(flat(one))
+        assert 50 < t["memory/learner_mb"] < 100_000
+        assert t["reward/mean"] == pytest.approx(
+            np.mean([s.reward for s in made(1, commit.number).samples]), rel=1e-5
+        )
+    assert sum(c.metrics["time/step"] for c in buffer.of(m.Commit)) < whole
+
+
+def test_a_resumed_learner_goes_on_from_its_checkpoint_and_its_own_version_has_no_lag(
+    life: Made, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, first = life()
+    one.hello()
+    for _ in range(3):
+        ready = one.next_batch()
+        assert ready is not None
+        one.step(ready)
+    assert one.number == 3
+    two, second = life()
+    said = capsys.readouterr().err
+    assert "resumed from" in said and "number_3 at version 3, 1 steps left" in said
+    assert flat(two) == flat(one) and two.digest == one.digest
+    two.hello()
+    (hello,) = second.of(m.LearnerHello)
+    assert (hello.epoch, hello.origin, hello.label) == (2, 1, Label(2, 3))
+    # batch 2 made version 3 of version 2
+    assert hello.parent == Label(1, 2)
+    assert (hello.next_ticket, hello.ledger, hello.trained_above) == (26, LEDGER, [2])
+    assert hello.limit == 2 and hello.digest == first.of(m.Commit)[-1].digest
+    # as the buffer takes it: the same policy under both names, one update behind the one before
+    tree = PolicyTree()
+    tree.register(Label(1, 0), None, first.of(m.LearnerHello)[0].digest)
+    for commit in first.of(m.Commit):
+        tree.register(commit.label, Label(1, commit.number), commit.digest)
+    tree.register(hello.label, hello.parent, hello.digest)
+    assert tree.lag(Label(1, 3), hello.label, 3) == 0 and tree.lag(hello.label, hello.label, 3) == 0
+    assert tree.lag(Label(1, 2), hello.label, 3) == 1
+    two.loop()
+    assert [a.number for a in second.of(m.BatchRequest)] == [3]
+    assert [(c.number, c.label) for c in second.of(m.Commit)] == [(3, Label(2, 4))]
+    assert two.finished
+
+
+def test_a_lost_commit_is_repeated_in_order_while_training_goes_on(life: Made) -> None:
+    one, buffer = life(lose=(m.Commit,))
+    one.loop()
+    numbers = [c.number for c in buffer.of(m.Commit)]
+    assert numbers[0] == 0 and 0 in numbers[1:]
+    # none is sent before those ahead of it are answered
+    assert list(dict.fromkeys(numbers)) == list(range(STEPS)) == sorted(set(numbers))
+    assert numbers.index(1) > numbers.index(0, 1) and one.finished
+
+
+@pytest.mark.parametrize("lost", [m.LearnerHello, m.BatchRequest, m.LearnerGoodbye])
+def test_a_lost_request_is_sent_again(life: Made, lost: type) -> None:
+    one, buffer = life(lose=(lost,))
+    one.loop()
+    sent = buffer.of(lost)
+    assert one.finished and sent[0] in sent[1:]
+
+
+def test_a_request_is_not_repeated_before_its_time(life: Made) -> None:
+    one, buffer = life("wires.retry_s=1000")
+    for _ in range(3):
+        one.repeat("ask 0", m.BatchRequest(1, 0))
+    one.repeat("ask 1", m.BatchRequest(1, 1))
+    assert buffer.sent == [m.BatchRequest(1, 0), m.BatchRequest(1, 1)]
+
+
+def test_what_is_not_for_this_life_changes_nothing(life: Made) -> None:
+    one, _ = life()
+    one.hello()
+    one.commits = {0: "waits"}  # type: ignore[dict-item]
+    for other in (
+        m.FencedReply(2, 3),
+        m.RunFinished(2),
+        m.CommitReply(2, 0, [Label(2, 0)]),
+        made(2, 0),
+        made(1, 2),  # only this number and the next one are asked for
+        m.Welcome(2, 0),
+    ):
+        one.handle(other)
+    assert not one.finished and one.commits and not one.batches and not one.publisher.keep
+    one.handle(made(1, 1))
+    second = made(1, 0)
+    one.handle(second)
+    one.handle(made(1, 0))
+    assert set(one.batches) == {0, 1} and one.batches[0] is second
+    one.handle(m.CommitReply(1, 0, [Label(1, 0)]))
+    assert not one.commits and one.publisher.keep == [Label(1, 0)]
+    with pytest.raises(LearnerFenced, match="epoch 3 of the learner has taken over from epoch 1"):
+        one.handle(m.FencedReply(1, 3))
+    with pytest.raises(AsyncrlError, match="of another run") as refused:
+        one.handle(m.Refusal("of another run", 7))
+    assert refused.value.exit_code == 7
+
+
+def test_a_second_welcome_does_not_claim_again(life: Made) -> None:
+    one, _ = life()
+    one.hello()
+    claimed = one.directory
+    one.handle(m.Welcome(1, 0))
+    assert one.directory == claimed == one.run_dir / "checkpoints" / "epoch_1"
+
+
+def test_a_welcome_that_keeps_nothing_that_it_has_is_refused(life: Made) -> None:
+    one, _ = life()
+    one.check(m.Welcome(1, 0))
+    one.check(m.Welcome(2, 1))  # of another life
+    with pytest.raises(BadMessage, match="checkpoints are kept from 1, and this one is 0"):
+        one.check(m.Welcome(1, 1))
+    with pytest.raises(BadMessage):  # tokens that the model does not have
+        bad = made(1, 0)
+        worse = msgspec.structs.replace(bad.samples[0], tokens=b"\xff\xff\xff\x7f")
+        one.check(msgspec.structs.replace(bad, samples=[worse, *bad.samples[1:]]))
+
+
+def test_what_it_waits_for_goes_to_the_buffer_and_to_stderr(
+    life: Made, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, buffer = life("watchdog.floor_s=8")
+    now = time.monotonic()
+    one.report(now + 3)
+    assert not buffer.of(m.LearnerProgress), "it is not welcomed yet"
+    one.hello()
+    buffer.sent.clear()
+    one.sent["progress"] = now
+    one.wait("batch 0")
+    one.report(now + loop.PROGRESS_S / 2)
+    assert not buffer.sent
+    one.waiting_since = now - 3
+    one.report(now + 0.9)
+    (told,) = buffer.of(m.LearnerProgress)
+    assert (told.who, told.pid, told.epoch, told.stats) == ("learner", os.getpid(), 1, {})
+    assert told.waiting.what == "batch 0" and told.waiting.seconds == pytest.approx(3.9)
+    assert told.waiting.on == "buffer"
+    assert "batch 0" not in capsys.readouterr().err, "not long enough: half of watchdog.floor_s"
+    one.report(now + 2)
+    said = capsys.readouterr().err
+    assert "batch 0" in said and f"the buffer at {buffer.address}" in said
+    one.wait("")
+    buffer.sent.clear()
+    one.report(now + 9)
+    assert [p.waiting for p in buffer.of(m.LearnerProgress)] == [None]
+
+
+def test_silence_counts_from_the_wait_and_ends_it_after_connect_s(life: Made) -> None:
+    one, _ = life("wires.connect_s=30")
+    one.judge_silence(30.0)
+    with pytest.raises(PeerUnreachable, match=r"has not answered for 31 s.*wires\.connect_s"):
+        one.judge_silence(31.0)
+    one.ever_heard, one.waiting = True, ""
+    one.judge_silence(1e6)  # it has asked for nothing
+    one.heard = time.monotonic() - 100
+    one.wait("batch 0")
+    assert time.monotonic() - one.heard < 50 and one.heard == one.waiting_since
+    since = one.waiting_since
+    one.wait("batch 0")
+    assert one.waiting_since == since, "the same wait goes on"
+    with pytest.raises(PeerUnreachable):
+        one.judge_silence(31.0)
+
+
+@pytest.mark.parametrize(("welcomed", "number"), [(False, STEPS), (True, STEPS - 1)])
+def test_a_run_that_has_ended_without_it_is_nothing_to_do(
+    life: Made, welcomed: bool, number: int
+) -> None:
+    one, _ = life()
+    (one.run_dir / "buffer_summary.json").write_text(f'{{"finished": true, "steps": {STEPS}}}')
+    (one.run_dir / "weights_digest").write_text("d")
+    one.welcomed, one.core.state.number = welcomed, number
+    one.judge_silence(loop.ENDED_S)
+    with pytest.raises(NothingToDo, match="all its 4 steps are made"):
+        one.judge_silence(loop.ENDED_S + 0.1)
+    one.welcomed, one.core.state.number = True, STEPS
+    one.judge_silence(loop.ENDED_S + 0.1)
+    assert one.finished
+
+
+def test_without_prefetch_one_batch_is_asked_for_at_a_time(life: Made) -> None:
+    one, buffer = life("learner.prefetch=0", "learner.steps=2")
+    one.loop()
+    order = [
+        (type(x).__name__, x.number)
+        for x in buffer.sent
+        if isinstance(x, m.BatchRequest | m.Commit)
+    ]
+    assert order == [("BatchRequest", 0), ("Commit", 0), ("BatchRequest", 1), ("Commit", 1)]
+
+
+def test_the_rings_of_lower_epochs_go_with_the_welcome(life: Made, tmp_path: Path) -> None:
+    one, _ = life()
+    two, _ = life()
+    assert (one.publisher.directory.exists(), two.epoch) == (True, 2)
+    above = two.publisher.directory.with_name("epoch_3")
+    above.mkdir()
+    (above.parent / "epoch_0.note").write_text("not a ring")
+    two.hello()
+    assert not one.publisher.directory.exists() and two.publisher.directory.exists()
+    assert above.exists() and (above.parent / "epoch_0.note").exists()
+
+
+# ---- lag injection: versions of before a resume --------------------------------------------------
+
+
+def test_injected_versions_survive_a_resume(life: Made) -> None:
+    sets = ("staleness.max_lag=2", "staleness.inject=2", "learner.checkpoint_every=1")
+    one, buffer = life(*sets)
+    assert one.publisher.depth == 2
+    one.hello()
+    made_before = {0: flat(one)}
+    for n in range(3):
+        ready = one.next_batch()
+        assert ready is not None
+        one.step(ready)
+        made_before[n + 1] = flat(one)
+    assert set(one.publisher.earlier_versions(3)) == {1, 2}, "as far as the injection names them"
+    two, second = life(*sets)
+    two.hello()
+    (hello,) = second.of(m.LearnerHello)
+    digests = {c.label.number: c.digest for c in buffer.of(m.Commit)}
+    assert hello.ring == [(Label(2, n), digests[n]) for n in (1, 2)]
+    assert {n: two.publisher.weights_of(Label(2, n), "") for n in (1, 2, 3)} == {
+        n: made_before[n] for n in (1, 2, 3)
+    }
+    assert two.publisher.weights_of(Label(2, 0), "") == b""
+    # answers of before the resume name the first life's labels: their weights are known by digest
+    assert two.publisher.weights_of(Label(1, 2), digests[2]) == made_before[2]
+    assert two.publisher.weights_of(Label(1, 2), "") == b"", "it may be of a branch that died"
+    assert two.publisher.weights_of(Label(2, 2), digests[1]) == made_before[1]
+    # as generators see them
+    reader = RingReader(two.publisher.directory, "one")
+    assert reader.labels() == {Label(2, n): digests[n] for n in (1, 2, 3)}
+    reader.close()
+    assert two.publisher.held_versions([2, 9]) == [(Label(2, 2), digests[2])]
+
+
+@pytest.mark.parametrize(
+    ("inject", "depth"),
+    [("", 0), ("staleness.inject=3", 3), ("staleness.inject=[0.5,0.25,0.25]", 2)],
+)
+def test_how_many_versions_an_injection_names(inject: str, depth: int) -> None:
+    sets = ["staleness.max_lag=4", *([inject] if inject else [])]
+    assert publisher.depth(load.load(ROOT / "configs" / "demo.toml", sets)) == depth
+
+
+# ---- weights that cannot be used -----------------------------------------------------------------
+
+
+def test_weights_that_give_no_logprobs_are_not_published(life: Made) -> None:
+    one, _ = life()
+    before = one.publisher.ring.labels()
+    weight = next(p for n, p in policy.named_weights(one.core.model) if p.dim() == 2)
+    kept = weight.detach().clone()
+
+    def with_first(value: float) -> str:
+        with torch.no_grad():
+            weight.copy_(kept)
+            weight.view(-1)[0] = value
+        flat_bytes = bytearray(flat(one))
+        return one.publisher.find_problem(memoryview(flat_bytes))
+
+    assert with_first(float(kept.view(-1)[0])) == "" and with_first(2e3) == ""
+    assert with_first(float("nan")) == with_first(float("-inf")) == "are not finite"
+    assert with_first(publisher.HUGE) == "are up to 1.0e+06, too large for finite logprobs,"
+    with pytest.raises(
+        NotFiniteError, match=r"after 7 batches: learner\.lr = .*nothing of them was"
+    ):
+        one.publisher.publish(7)
+    assert one.publisher.ring.labels() == before
+
+
+# ---- stopping, starting over ---------------------------------------------------------------------
+
+
+def test_a_learner_told_to_stop_while_it_waits_has_no_batch(life: Made) -> None:
+    one, buffer = life()
+    one.hello()
+    recv = buffer.recv
+
+    def stop(timeout: float) -> Any:
+        one.stopping = True
+        return (
+            recv(timeout) if not buffer.inbox or not isinstance(buffer.inbox[0], m.Batch) else None
+        )
+
+    buffer.recv = stop  # type: ignore[method-assign]
+    buffer.inbox.clear()
+    buffer.crash = {m.BatchRequest}
+    assert one.next_batch() is None
+    assert one.waiting == ""
+
+
+def test_one_that_was_never_welcomed_leaves_nothing(life: Made) -> None:
+    one, buffer = life(lose=(m.LearnerHello,))
+    one.stopping = True
+    one.loop()
+    assert not one.finished and not buffer.of(m.LearnerGoodbye)
+    assert checkpoint.numbers(one.directory) == [] and not (one.run_dir / "model").exists()
+
+
+class FakeLearner:
+    """What `main` does with lives: `lives` says how each ends."""
+
+    made: ClassVar[list[FakeLearner]] = []
+    lives: ClassVar[list[Any]] = []
+
+    def __init__(self, config: Any, run_dir: Path) -> None:
+        self.welcomed = self.finished = self.stopping = self.closed = False
+        self.how = self.lives[len(self.made)]
+        self.made.append(self)
+
+    def loop(self) -> None:
+        if isinstance(self.how, BaseException):
+            raise self.how
+        self.how(self)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def lives(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., bool]]:
+    """`lives(HOW, ...)`: what `main` returns where its lives end so."""
+    monkeypatch.setattr(loop, "Learner", FakeLearner)
+    monkeypatch.setattr(loop, "bind_learner", lambda config: None)
+    monkeypatch.delenv("ASYNCRL_SUPERVISED", raising=False)
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
+    config: Any = SimpleNamespace(learner=SimpleNamespace(backend="torch"))
+
+    def run(*how: Any) -> bool:
+        FakeLearner.made, FakeLearner.lives = [], list(how)
+        return loop.main(config, Path("run"))
+
+    yield run
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def finish(one: FakeLearner) -> None:
+    one.finished = True
+
+
+def test_a_life_that_is_overtaken_before_its_welcome_starts_over(
+    lives: Callable[..., bool], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert lives(LearnerFenced("overtaken"), LearnerFenced("again"), finish) is True
+    assert len(FakeLearner.made) == 3 and all(one.closed for one in FakeLearner.made)
+    assert capsys.readouterr().err.count("it starts over from the newest checkpoint") == 2
+    assert (
+        lives(
+            LearnerFenced("overtaken"), LearnerFenced("again"), LearnerFenced("and again"), finish
+        )
+        is True
+    )
+    assert len(FakeLearner.made) == loop.TRIES
+    assert "and again; this one ends" in capsys.readouterr().err
+
+
+def test_a_welcomed_life_that_is_fenced_ends(lives: Callable[..., bool]) -> None:
+    def overtaken(one: FakeLearner) -> None:
+        one.welcomed = True
+        raise LearnerFenced("epoch 2 has taken over")
+
+    assert lives(overtaken, finish) is True and len(FakeLearner.made) == 1
+    with pytest.raises(NothingToDo):
+        lives(NothingToDo("the run has ended"))
+    assert FakeLearner.made[0].closed
+
+
+def test_a_signal_stops_the_life_and_says_that_it_is_not_finished(
+    lives: Callable[..., bool],
+) -> None:
+    def told(number: int) -> Callable[[FakeLearner], None]:
+        def life(one: FakeLearner) -> None:
+            assert not one.stopping
+            os.kill(os.getpid(), number)
+            assert one.stopping
+
+        return life
+
+    assert lives(told(signal.SIGTERM)) is False and lives(told(signal.SIGINT)) is False
+
+    def late(one: FakeLearner) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise LearnerFenced("overtaken as well")
+
+    def begins_stopping(one: FakeLearner) -> None:
+        assert one.stopping
+
+    assert lives(late, begins_stopping) is False
+
+
+def test_under_a_supervisor_the_terminals_interrupt_is_not_the_learners(
+    lives: Callable[..., bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASYNCRL_SUPERVISED", "1")
+
+    def life(one: FakeLearner) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert not one.stopping
+        finish(one)
+
+    assert lives(life) is True
+
+
+# ---- the recording -------------------------------------------------------------------------------
+
+
+def test_a_recording_holds_each_batch_and_the_weights_that_were_asked_for(
+    life: Made, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, buffer = life("record.stream=true", "record.weights_every=2")
+    one.loop()
+    said = capsys.readouterr().err
+    assert said.count("recording:") == 1 and "KiB a batch and 3 x" in said
+    assert f"after {STEPS} batches, bound {one.config.record.stream_mib} MiB" in said
+    assert list(stream.weights(one.run_dir)) == [0, 2, 4]
+    found = stream.read(one.run_dir)
+    ((first, whole),) = found.lives
+    assert (first, whole.epoch, whole.start) == (0, 1, 0)
+    assert found.missing_part(STEPS) == "" and whole.digest == buffer.of(m.LearnerHello)[0].digest
+    for commit, step in zip(buffer.of(m.Commit), found.steps(0, STEPS), strict=True):
+        assert (step.digest, step.batch.number) == (commit.digest, commit.number)
+        assert step.metrics["reward/mean"] == commit.metrics["reward/mean"]
+    used = one.recorder.log.used  # type: ignore[union-attr]
+    assert used == stream.size(one.run_dir)
+
+
+@pytest.mark.parametrize("after", [0, 2])
+def test_a_recording_that_reaches_its_bound_says_so_once_and_the_run_goes_on(
+    life: Made, after: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, buffer = life("record.stream=true")
+    send = buffer.send
+
+    def fill(message: m.FromPeer) -> None:
+        if isinstance(message, m.Commit) and message.number == after:
+            one.recorder.log.most = one.recorder.log.used  # type: ignore[union-attr]
+        send(message)
+
+    buffer.send = fill  # type: ignore[method-assign]
+    one.loop()
+    said = capsys.readouterr().err
+    assert one.finished and said.count("recording: stops") == 1
+    assert f"recording: stops before batch {after + 1}: record.stream_mib = " in said
+    assert "the run goes on, a replay ends there" in said
+    assert stream.read(one.run_dir).end == after if after else True
+
+
+def test_a_recording_that_cannot_hold_the_first_weights_is_refused(life: Made) -> None:
+    one, _ = life("record.stream=true", "record.stream_mib=1")
+    one.hello()
+    one.config = msgspec.structs.replace(
+        one.config, record=msgspec.structs.replace(one.config.record, stream_mib=0)
+    )
+    with pytest.raises(AsyncrlError, match=r"0 MiB do not hold the first weights"):
+        loop.Recorder(one.config, one.run_dir, 1, one.core, one.digest)

@@ -1,0 +1,214 @@
+"""What the learner carries from batch to batch, and the anchor it makes: the running baseline, the
+adaptive coefficient, the interpolation.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from learner_step_kit import GROUPS, SIZE, batch, core, model_dir, weights
+
+from asyncrl.contract.errors import AsyncrlError, ConfigError
+from asyncrl.models.policy import build_model, load_policy
+from learner import step
+from learner.batch import pack
+
+__all__ = ["model_dir"]
+
+
+def test_the_baseline_is_the_running_mean_of_the_rewards_and_is_subtracted(model_dir: Path) -> None:
+    """The first batch sets it, then decay b + (1 - decay) mean; a batch at the baseline itself
+    moves nothing.
+    """
+    c = core(model_dir, advantage={"name": "reinforce", "baseline": "ema", "ema_decay": 0.75})
+    c.train(batch(0, reward=0.5))
+    assert c.state.baseline == pytest.approx(0.5)
+    before = weights(c)
+    c.train(batch(1, seed=1, reward=0.5))
+    assert torch.equal(weights(c), before) and c.state.baseline == pytest.approx(0.5)
+    c.train(batch(2, seed=2, reward=0.9))
+    assert c.state.baseline == pytest.approx(0.75 * 0.5 + 0.25 * 0.9) and not torch.equal(
+        weights(c), before
+    )
+
+
+def test_an_adaptive_coefficient_falls_by_a_bounded_step_while_the_policy_is_the_reference(
+    model_dir: Path,
+) -> None:
+    """KL 0 is below any target: beta (1 - 0.2 samples / horizon), in every batch that leaves the
+    policy where it is.
+    """
+    kl = {
+        "coefficient": 0.1,
+        "estimator": "k2",
+        "controller": "adaptive",
+        "target": 6.0,
+        "horizon": 1000,
+    }
+    c = core(model_dir, learner={"lr": 0.0}, kl={"reward": kl})
+    for n in range(3):
+        c.train(batch(n, seed=n))
+        assert c.state.beta == pytest.approx(0.1 * (1 - 0.2 * GROUPS * SIZE / 1000) ** (n + 1))
+    still = {"coefficient": 0.1, "estimator": "k2", "controller": "fixed"}
+    fixed = core(model_dir, learner={"lr": 0.0}, kl={"reward": still})
+    fixed.train(batch())
+    assert fixed.state.beta == 0.1
+
+
+def test_the_coefficient_of_now_and_not_of_the_configuration_is_charged(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    """Resumed at 0 the run is the run without the term; at twice the coefficient the charge is
+    twice as large.
+    """
+    build_model(tmp_path / "ref", "abcdefgh", hidden=32, layers=2, seed=5)
+    kl = {"reward": {"coefficient": 0.1, "reference": str(tmp_path / "ref")}}
+    plain, none, once, twice = (
+        core(model_dir),
+        core(model_dir, kl=kl),
+        core(model_dir, kl=kl),
+        core(model_dir, kl=kl),
+    )
+    none.state.beta, twice.state.beta = 0.0, 0.2
+    without, at_zero = plain.train(batch()), none.train(batch())
+    assert (
+        torch.equal(weights(plain), weights(none))
+        and "kl/answer" not in at_zero
+        and at_zero["reward/used_mean"] == without["reward/mean"]
+    )
+    a, b = once.train(batch()), twice.train(batch())
+    assert b["kl/reward_gradient_share"] == pytest.approx(2 * a["kl/reward_gradient_share"]) and (
+        a["kl/beta"],
+        b["kl/beta"],
+    ) == (0.1, 0.2)
+    assert (
+        b["reward/mean"] - b["reward/used_mean"]
+        == pytest.approx(2 * (a["reward/mean"] - a["reward/used_mean"]), rel=1e-3)
+        != 0
+    )
+
+
+def test_other_ranks_are_told_of_the_batch_before_anything_else(model_dir: Path) -> None:
+    c, told = core(model_dir), []
+    c.backend.broadcast = lambda *what: told.append(what)  # type: ignore[method-assign]
+    b = batch(4)
+    c.train(b)
+    assert told == [("train", b)]
+
+
+def test_a_bad_batch_names_its_number_and_where_it_lies(model_dir: Path, tmp_path: Path) -> None:
+    c = core(model_dir, tmp_path)
+    c.state.bad_in_a_row = 2
+    with pytest.raises(AsyncrlError) as e:
+        c.train(batch(7, reward=math.nan))
+    path = tmp_path / "bad_batch.msgpack"
+    assert (
+        str(e.value)
+        == "the loss or its gradient was not finite 3 times in a row, last in batch 0; "
+        f"the batch is saved in {path}"
+    )
+    rows = msgspec.msgpack.decode(path.read_bytes())
+    samples = batch(7, reward=math.nan).samples
+    sent = [
+        {
+            "prompt": np.frombuffer(s.prompt_tokens, "<i4").tolist(),
+            "tokens": np.frombuffer(s.tokens, "<i4").tolist(),
+        }
+        for s in samples
+    ]
+    assert [{k: r[k] for k in ("prompt", "tokens")} for r in rows] == sent and all(
+        r.keys() == {"prompt", "tokens", "reward"} for r in rows
+    )
+    nowhere = core(model_dir)
+    nowhere.state.bad_in_a_row = 2
+    with pytest.raises(AsyncrlError, match=r"last in batch 0$"):
+        nowhere.train(batch(7, reward=math.nan))
+
+
+def test_exact_runs_end_at_the_first_difference(model_dir: Path) -> None:
+    """The behaviour policy here is nobody's: at lag 0 it differs by its largest log ratio."""
+    c = core(model_dir)
+    c.config = msgspec.structs.replace(c.config, exact=True)
+    packed = pack(batch())
+    off = (
+        (c._forward(c.model, packed, range(len(packed.responses))) - packed.loss.behavior)
+        .abs()[packed.loss.token_lag == 0]
+        .max()
+    )
+    with pytest.raises(AsyncrlError) as e:
+        c.train(batch(3))
+    assert str(e.value) == (
+        f"exact: engine and learner differ at lag 0 in batch 3 by {float(off):.1e} nats; see "
+        '`asyncrl doctor --exact`, or exact = "try"'
+    )
+
+
+def test_the_exact_kl_of_each_step_needs_both_models_packed(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model of another kind has no packed forward: the policy's own, or the reference's."""
+    kl = {"loss": {"coefficient": 0.1, "off_policy": "prefix_full"}}
+    for without in (0, 1):
+        loaded = []
+
+        def load(
+            *args: object, without: int = without, loaded: list[object] = loaded, **more: object
+        ) -> object:
+            model = load_policy(*args, **more)  # type: ignore[arg-type]
+            if len(loaded) == without:
+                model.fast = None
+            loaded.append(model)
+            return model
+
+        monkeypatch.setattr(step, "load_policy", load)
+        with pytest.raises(ConfigError) as e:
+            core(model_dir, kl=kl)
+        assert str(e.value) == (
+            "kl.loss.off_policy: prefix_full needs a model of the packed forward (Llama, Qwen2, "
+            "Qwen3, Mistral), "
+            "also as its reference; use prefix"
+        )
+        loaded.clear()
+        # the others do without it
+        core(model_dir, kl={"loss": {"coefficient": 0.1, "off_policy": "prefix"}})
+
+
+def test_the_interpolated_anchor_leans_on_the_behaviour_policy_the_fresher_a_token_is(
+    model_dir: Path,
+) -> None:
+    """1 / (lag + 1) of mu's log-probability, the rest the learner's own: mu itself at lag 0."""
+    c = core(model_dir, correction={"proximal": "interpolate"})
+    packed = pack(batch())
+    c._anchor(packed, range(len(packed.responses)))
+    loss, own = packed.loss, c._forward(c.model, packed, range(len(packed.responses)))
+    assert loss.anchor is not None and set(loss.token_lag.tolist()) == {0, 1, 2, 3}
+    share = torch.tensor([1, 1 / 2, 1 / 3, 1 / 4])[loss.token_lag]
+    assert torch.allclose(
+        loss.anchor, share * loss.behavior + (1 - share) * own
+    ) and not torch.allclose(own, loss.behavior)
+    assert torch.equal(loss.anchor[loss.token_lag == 0], loss.behavior[loss.token_lag == 0])
+
+
+def test_the_learning_rate_follows_its_schedule_and_its_warmup(model_dir: Path) -> None:
+    """Of ten steps: linear to 0 and a half cosine; warm-up of three steps: 1/4, 2/4, 3/4, 1 of
+    it.
+    """
+
+    def share(n: int, **learner: object) -> float:
+        c.config = core(model_dir, learner={"steps": 10, **learner}).config
+        c.state.number = n
+        return c._schedule()
+
+    c = core(model_dir)
+    assert [share(n, schedule="linear") for n in (0, 5, 9)] == pytest.approx([1, 0.5, 0.1])
+    assert [share(n, schedule="cosine") for n in (0, 5, 10)] == pytest.approx([1, 0.5, 0])
+    assert [share(n, schedule="constant", warmup_steps=3) for n in range(6)] == pytest.approx(
+        [0.25, 0.5, 0.75, 1, 1, 1]
+    )
+    assert share(1, schedule="linear", warmup_steps=3) == pytest.approx(0.5 * 0.9)
+    assert c._rate() == pytest.approx(0.1 * 0.5 * 0.9)

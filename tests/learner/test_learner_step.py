@@ -1,0 +1,516 @@
+"""One learner step: the gradient does not know how the batch was cut, the trust region can stop it,
+bad numbers are skipped.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from learner_step_kit import (
+    GROUPS,
+    SIZE,
+    batch,
+    core,
+    model_dir,  # noqa: F401
+    weights,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from asyncrl.algorithms import loss as step_loss
+from asyncrl.config import load
+from asyncrl.contract.errors import AsyncrlError, ConfigError
+from asyncrl.contract.messages import Batch
+from asyncrl.models.policy import build_model
+from learner.batch import micro_batches, pack
+from learner.step import LearnerCore
+
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"correction": {"proximal": "behavior"}, "loss": {"surrogate": "ppo"}},
+    {"correction": {"proximal": "interpolate", "preset": "tis"}},
+    {"correction": {"preset": "icepop"}},
+    {"loss": {"surrogate": "gspo"}},
+    {"kl": {"loss": {"coefficient": 0.1, "estimator": "k3"}}},
+    {"kl": {"reward": {"coefficient": 0.1, "estimator": "k1"}}},
+    {
+        "kl": {
+            "loss": {
+                "coefficient": 0.1,
+                "off_policy": "prefix_full",
+                "discount": 0.9,
+                "truncate": 2.0,
+            }
+        }
+    },
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_micro_batches_accumulate_the_big_batchs_gradient(
+    model_dir: Path, variant: dict[str, Any]
+) -> None:
+    moved, metrics = [], []
+    for tokens in (100_000, 40, 1):
+        c = core(model_dir, learner={"micro_batch_tokens": tokens}, **variant)
+        before = weights(c)
+        metrics.append(c.train(batch()))
+        moved.append(weights(c) - before)
+    assert float(moved[0].norm()) > 1e-4
+    for other, seen in zip(moved[1:], metrics[1:], strict=True):
+        assert torch.allclose(other, moved[0], atol=1e-6 + 1e-4 * float(moved[0].abs().max()))
+        for name in ("loss/policy", "policy/entropy", "is/ess", "clip/share", "optim/grad_norm"):
+            assert seen[name] == pytest.approx(metrics[0][name], rel=1e-4, abs=1e-6), name
+
+
+def test_micro_batches_hold_every_sample_once_within_the_token_budget() -> None:
+    packed = pack(batch())
+    parts = micro_batches(packed, range(GROUPS * SIZE), 40)
+    assert sorted(i for p in parts for i in p) == list(range(GROUPS * SIZE))
+    longest = [max(len(packed.prompts[i]) + len(packed.responses[i]) for i in p) for p in parts]
+    assert all(len(p) * n <= 40 or len(p) == 1 for p, n in zip(parts, longest, strict=True))
+    assert longest == sorted(longest)
+
+
+def test_groups_stand_together_where_a_prompt_is_encoded_once(model_dir: Path) -> None:
+    c, packed = core(model_dir), pack(batch())
+
+    def order() -> list[int]:
+        return [i for micro in c._own_micro_batches(packed, range(packed.count))[0] for i in micro]
+
+    groups = [packed.groups[i] for i in order()]
+    assert sum(a != b for a, b in itertools.pairwise(groups)) == GROUPS - 1
+    c.model.exact = True
+    assert [packed.groups[i] for i in order()] == groups
+    c.model.fast = None  # encodes every row whole: by length
+    lengths = [packed.sample_tokens()[i] for i in order()]
+    assert lengths == sorted(lengths) and order() != sorted(order(), key=lambda i: packed.groups[i])
+
+
+def test_minibatches_are_whole_groups_and_repeat_by_seed(model_dir: Path) -> None:
+    c, packed = core(model_dir, learner={"minibatches": 3}), pack(batch())
+    first, again, other = (
+        c._minibatches(packed, 0),
+        c._minibatches(packed, 0),
+        c._minibatches(packed, 1),
+    )
+    assert first == again != other
+    assert sorted(i for p in first for i in p) == list(range(GROUPS * SIZE)) and len(first) == 3
+    groups = [{packed.groups[i] for i in p} for p in first]
+    assert all(len(g) == 2 for g in groups) and not groups[0] & groups[1]
+    assert c.train(batch())["optim/steps"] == 3
+
+
+def test_kl_early_stop_makes_no_further_step_and_leaves_no_gradient(model_dir: Path) -> None:
+    """With a bound that any step passes, epochs = 4 ends as epochs = 1 does, bitwise, moments
+    included.
+    """
+    one = core(model_dir, learner={"optimizer": "adamw", "lr": 0.01})
+    four = core(
+        model_dir, learner={"optimizer": "adamw", "lr": 0.01, "epochs": 4}, stop={"kl_max": 1e-12}
+    )
+    one.train(batch())
+    metrics = four.train(batch())
+    assert (
+        metrics["optim/early_stops"] == 1
+        and metrics["optim/steps"] == 1
+        and metrics["optim/stop_kl"] > 1e-12
+    )
+    assert torch.equal(weights(one), weights(four))
+    for a, b in zip(one.model.hf.parameters(), four.model.hf.parameters(), strict=True):
+        assert torch.equal(
+            one.backend.optimizer.state[a]["exp_avg"], four.backend.optimizer.state[b]["exp_avg"]
+        )
+    assert all(p.grad is None for p in four.model.hf.parameters())
+    generous = core(
+        model_dir, learner={"optimizer": "adamw", "lr": 0.01, "epochs": 4}, stop={"kl_max": 1e9}
+    )
+    assert generous.train(batch())["optim/steps"] == 4
+
+
+def test_what_a_batch_moved_is_measured_and_changes_nothing(model_dir: Path) -> None:
+    """kl/moved is KL(before || after) by k3 on the batch's tokens, each weighed by before /
+    behaviour, at most 2.
+    """
+    how: dict[str, Any] = {
+        "learner": {"minibatches": 2},
+        "correction": {"proximal": "behavior"},
+        "loss": {"surrogate": "ppo"},
+    }
+    c, plain, packed = (
+        core(model_dir, record={"kl_moved": 2, "split_every": 1}, **how),
+        core(model_dir, record={"split_every": 0}, **how),
+        pack(batch()),
+    )
+    everyone = range(GROUPS * SIZE)
+    before = c._forward(c.model, packed, everyone).double()
+    said = c.train(batch())
+    x = c._forward(c.model, packed, everyone).double() - before
+    weight = (before - packed.loss.behavior).exp().clamp(max=2.0)
+    by_hand = float((weight * (x.exp() - 1 - x)).sum() / weight.sum())
+    assert by_hand > 1e-5 and said["kl/moved"] == pytest.approx(by_hand, rel=1e-3)
+    assert "kl/moved" not in plain.train(batch()) and torch.equal(weights(c), weights(plain)), (
+        "measuring leaves training alone"
+    )
+    assert "kl/moved" not in c.train(batch(1)) and "kl/moved" in c.train(batch(2))
+    still = core(model_dir, record={"kl_moved": 1}, learner={"lr": 0.0})
+    assert abs(still.train(batch())["kl/moved"]) < 1e-9
+
+
+def test_equal_rewards_teach_nothing(model_dir: Path) -> None:
+    c = core(model_dir)
+    before = weights(c)
+    metrics = c.train(batch(reward=1.0))
+    assert metrics["reward/no_spread_share"] == 1.0
+    assert torch.equal(weights(c), before)
+
+
+def test_bad_loss_is_skipped_and_the_third_in_a_row_saves_the_batch(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    c = core(model_dir, tmp_path)
+    before = weights(c)
+    for n in range(2):
+        assert c.train(batch(n, reward=math.nan))["optim/skipped"] == n + 1
+        assert torch.equal(weights(c), before)
+    c.train(batch(2))  # a good one between: the count starts again
+    assert not torch.equal(weights(c), before)
+    for n in range(3, 5):
+        c.train(batch(n, reward=math.nan))
+    with pytest.raises(AsyncrlError, match="3 times in a row, last in batch 5"):
+        c.train(batch(5, reward=math.nan))
+    rows = msgspec.msgpack.decode((tmp_path / "bad_batch.msgpack").read_bytes())
+    assert (
+        len(rows) == GROUPS * SIZE
+        and rows[0]["tokens"] == np.frombuffer(batch(5).samples[0].tokens, "<i4").tolist()
+    )
+
+
+def test_same_batch_same_seed_bitwise(model_dir: Path) -> None:
+    runs = [
+        core(model_dir, learner={"minibatches": 2, "epochs": 2, "optimizer": "adamw"})
+        for _ in range(2)
+    ]
+    for n in range(3):
+        assert runs[0].train(batch(n, seed=n)) == runs[1].train(batch(n, seed=n))
+    assert torch.equal(weights(runs[0]), weights(runs[1]))
+
+
+def test_schedule_is_a_function_of_the_batch_number(model_dir: Path) -> None:
+    c = core(model_dir, learner={"schedule": "linear", "warmup_steps": 4, "lr": 1.0, "steps": 10})
+    rates = []
+    for n in range(10):
+        c.state.number = n
+        rates.append(c._rate())
+    assert rates == pytest.approx([min(1, (n + 1) / 5) * (1 - n / 10) for n in range(10)])
+
+
+def test_prefix_full_is_the_plain_formula_on_both_models_logits(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    """With equal rewards the KL term is all there is: one SGD step is -lr grad of beta/N sum_k
+    W_{1:k-1} KL_k, W with gradient too, written out on transformers' own logits.  The step KLs
+    carry the temperature."""
+    build_model(tmp_path / "ref", "abcdefgh", hidden=32, layers=2, seed=5)
+    kl = {"loss": {"coefficient": 0.5, "off_policy": "prefix_full"}}
+    b = batch(reward=1.0)
+    for s in b.samples:
+        s.temperature = 0.7
+    for tokens in (100_000, 1):
+        raw = {
+            "model": {"path": str(model_dir), "device": "cpu", "reference": str(tmp_path / "ref")},
+            "task": {"name": "sort"},
+            "kl": kl,
+            "learner": {
+                "optimizer": "sgd",
+                "lr": 0.1,
+                "clip_norm": 0.0,
+                "groups": GROUPS,
+                "group_size": SIZE,
+                "micro_batch_tokens": tokens,
+            },
+        }
+        c = LearnerCore(load.build(raw), model_dir)
+        before = weights(c)
+        assert c.reference is not None
+        total, packed = torch.zeros(()), pack(b)
+        for p, r, s in zip(packed.prompts, packed.responses, b.samples, strict=True):
+            ids = torch.from_numpy(np.concatenate([p, r]).astype(np.int64))[None]
+            at = slice(len(p) - 1, len(p) + len(r) - 1)
+            here, there = (
+                torch.log_softmax(m.hf(input_ids=ids).logits[0, at] / 0.7, -1)
+                for m in (c.model, c.reference)
+            )
+            step = (here.exp() * (here - there.detach())).sum(-1)
+            log_w = here.gather(1, ids[0, len(p) :, None])[:, 0] - torch.from_numpy(
+                np.frombuffer(s.behavior_logprobs, "<f4").copy()
+            )
+            total = total + ((log_w.cumsum(0) - log_w).exp() * step).sum()
+        total = 0.5 * total / len(packed.loss.seq)
+        total.backward()
+        # type: ignore[union-attr]
+        exact = torch.cat([p.grad.flatten() for p in c.model.hf.parameters()])
+        c.train(b)
+        assert (
+            torch.allclose(weights(c) - before, -0.1 * exact, atol=1e-6)
+            and float(exact.norm()) > 1e-3
+        )
+
+
+def test_prefix_full_is_refused_where_it_cannot_work() -> None:
+    on = ["kl.loss.coefficient=0.1", "kl.loss.off_policy=prefix_full"]
+    with pytest.raises(
+        ConfigError,
+        match=r"prefix_full reads both models' last states, which needs learner\.backend = torch",
+    ):
+        load.load("configs/demo.toml", [*on, "learner.backend=deepspeed", "learner.ranks=2"])
+    assert load.load("configs/demo.toml", on).kl.loss.off_policy == "prefix_full"
+
+
+class Reads(TorchDispatchMode):
+    """Counts what makes the host wait for a device: numbers read from tensors, and indexing by a
+    mask, whose size must be known.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = args[1] if "aten.index" in str(func) and isinstance(args[1], list) else []
+        masks = any(isinstance(i, torch.Tensor) and i.dtype == torch.bool for i in given)
+        self.count += masks or any(
+            name in str(func) for name in ("_local_scalar_dense", "nonzero", "masked_select")
+        )
+        return func(*args, **(kwargs or {}))
+
+
+def reads(c: LearnerCore, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Of one batch; `tolist` reads memory past the dispatcher, so it is counted where it is
+    called.
+    """
+    seen, real = Reads(), torch.Tensor.tolist
+
+    def tolist(self: torch.Tensor) -> Any:
+        seen.count += 1
+        return real(self)
+
+    with monkeypatch.context() as patch, seen:
+        patch.setattr(torch.Tensor, "tolist", tolist)
+        c.train(batch())
+    return seen.count
+
+
+READERS: list[dict[str, Any]] = [
+    {},
+    {"kl": {"loss": {"coefficient": 0.1, "estimator": "k3"}}, "loss": {"entropy": 0.01}},
+    {"correction": {"preset": "mis"}},
+    {"loss": {"surrogate": "reshape"}, "correction": {"proximal": "behavior"}},
+]
+
+
+@pytest.mark.parametrize("variant", READERS, ids=str)
+def test_the_host_waits_once_a_step_however_many_micro_batches(
+    model_dir: Path, variant: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Norm and loss are read together, before the weights move; every diagnostic once a batch.
+    `reshape` also needs K before its gradient.
+    """
+
+    def cost(epochs: int, tokens: int) -> int:
+        return reads(
+            core(model_dir, learner={"epochs": epochs, "micro_batch_tokens": tokens}, **variant),
+            monkeypatch,
+        )
+
+    whole, pieces = cost(2, 100_000), cost(2, 40)
+    assert whole == pieces, "a micro-batch reads nothing"
+    for_each_step = cost(3, 40) - pieces
+    assert for_each_step == (2 if "loss" in variant and "surrogate" in variant["loss"] else 1)
+
+
+# ---- what is measured is the learner's start, whatever the loss divides by -----------------------
+
+ANCHORS: list[dict[str, Any]] = [
+    {"correction": {"proximal": "behavior"}, "loss": {"surrogate": "ppo"}},
+    {"correction": {"proximal": "interpolate", "preset": "tis"}},
+    {"correction": {"proximal": "recompute", "preset": "tis"}},
+    {
+        "correction": {"proximal": "behavior"},
+        "loss": {"surrogate": "ppo"},
+        "learner": {"epochs": 2},
+    },
+]
+
+
+@pytest.mark.parametrize("how", ANCHORS, ids=str)
+def test_the_instruments_read_the_learners_start_under_every_anchor(
+    model_dir: Path, how: dict[str, Any]
+) -> None:
+    """By hand from one forward before the batch: x = log pi_start - log mu over all tokens; ess,
+    chi2, KL and the split of both.
+    """
+    c, packed = core(model_dir, **how), pack(batch())
+    start = c._forward(c.model, packed, range(GROUPS * SIZE)).double()
+    x = start - packed.loss.behavior.double()
+    m = c.train(batch())
+    ratio = x.exp()
+    assert m["kl/behavior_start_k1"] == pytest.approx(float(-x.mean()), rel=1e-5)
+    assert (
+        m["kl/behavior_start_k3"] == pytest.approx(float((ratio - 1 - x).mean()), rel=1e-5)
+        and m["kl/behavior_start_k3"] > 0.01
+    )
+    assert (
+        m["is/ess"]
+        == pytest.approx(float(ratio.sum() ** 2 / (len(x) * ratio.square().sum())), rel=1e-5)
+        and m["is/ess"] < 0.99
+    )
+    assert m["is/chi2"] == pytest.approx(float(ratio.square().mean() - 1), rel=1e-5)
+    assert m["is/ratio_max"] == pytest.approx(float(ratio.max()), rel=1e-5)
+    assert m["perplexity/start"] == pytest.approx(float((-start).mean().exp()), rel=1e-5)
+    at_zero = packed.loss.token_lag == 0
+    assert m["mismatch/k3_at_lag_0"] == pytest.approx(
+        float((ratio - 1 - x)[at_zero].mean()), rel=1e-5
+    )
+    assert m["by_lag/ess_0"] == pytest.approx(
+        float(ratio[at_zero].sum() ** 2 / (at_zero.sum() * ratio[at_zero].square().sum())), rel=1e-5
+    )
+    # two passes over the same answers: the second is under the policy that the first step made
+    if how.get("learner"):
+        assert m["kl/start_target_k3"] > 1e-8
+    else:
+        assert "kl/start_target_k3" not in m, "the one pass is the start itself"
+    assert m["kl/behavior_start_k1"] + m.get("kl/start_target_k1", 0.0) == pytest.approx(
+        m["kl/behavior_target_k1"], abs=1e-6
+    )
+
+
+def test_m2po_masks_each_minibatch_by_the_policy_as_it_is_then(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second optimizer step is masked by what the first one made of the policy, among its own
+    samples alone.
+    """
+    c = core(
+        model_dir,
+        learner={"minibatches": 2, "lr": 5.0},
+        loss={"surrogate": "vanilla"},
+        correction={"proximal": "behavior", "m2": 0.01, "m2_over": "pushing"},
+    )
+    packed = pack(batch())
+    begin_step, masks = step_loss.begin_step, []
+
+    def begin(prep: Any, samples: torch.Tensor, current: torch.Tensor | None = None) -> Any:
+        now = c._forward(c.model, packed, range(packed.count))
+        assert current is not None and torch.allclose(current, now, atol=1e-6)
+        step = begin_step(prep, samples, current)
+        inside = prep.valid & torch.isin(prep.batch.seq, samples)
+        pushing = inside & ((now - prep.batch.behavior) * prep.advantage > 0)
+        assert step.far.any() and not (step.far & ~pushing).any()
+        left = pushing & ~step.far
+        far = (now - prep.batch.behavior).abs()
+        assert not left.any() or far[left].max() < far[step.far].min()
+        assert not left.any() or float(far[left].square().mean()) <= 0.01 + 1e-6
+        masks.append((set(samples.tolist()), now.clone()))
+        return step
+
+    monkeypatch.setattr(step_loss, "begin_step", begin)
+    c.train(batch())
+    (first, before), (second, after) = masks
+    assert not first & second and len(first | second) == GROUPS * SIZE
+    assert not torch.allclose(before, after, atol=1e-3)
+
+
+def test_several_minibatches_measure_the_first_ones_answers(model_dir: Path) -> None:
+    """Only the first optimizer step's forward is the learner's start; the later ones' answers are
+    left out, not taken for it.
+    """
+    c = core(
+        model_dir,
+        learner={"minibatches": 3, "lr": 5.0},
+        correction={"proximal": "behavior"},
+        loss={"surrogate": "ppo"},
+    )
+    packed = pack(batch())
+    start = c._forward(c.model, packed, range(GROUPS * SIZE)).double()
+    first = packed.token_positions(c._minibatches(packed, 0)[0])
+    x = (start - packed.loss.behavior.double())[first]
+    m = c.train(batch())
+    assert m["kl/behavior_start_k1"] == pytest.approx(float(-x.mean()), rel=1e-5)
+    assert "kl/start_target_k3" not in m, "no answer is seen twice"
+
+
+def test_kl_in_the_reward_is_charged_at_the_learners_start_under_a_bypass(model_dir: Path) -> None:
+    """beta k1(start, reference) is 0 while both are the initial model, also where the loss divides
+    by mu, far away.
+    """
+    how: dict[str, Any] = {"correction": {"proximal": "behavior"}, "loss": {"surrogate": "ppo"}}
+    charged = core(model_dir, kl={"reward": {"coefficient": 5.0, "estimator": "k1"}}, **how)
+    free = core(model_dir, **how)
+    m = charged.train(batch())
+    free.train(batch())
+    assert m["kl/reward_gradient_share"] == pytest.approx(0.0, abs=1e-5) and torch.allclose(
+        weights(charged), weights(free), atol=1e-6
+    )
+
+
+# ---- what no step used ---------------------------------------------------------------------------
+
+
+def lengths(b: Batch) -> list[int]:
+    return [s.length for s in b.samples]
+
+
+def test_a_batch_that_is_used_up_leaves_nothing_unused(model_dir: Path) -> None:
+    c = core(model_dir, learner={"minibatches": 3, "epochs": 2})
+    c.train(batch())
+    assert c.unused == []
+
+
+def test_minibatches_that_early_stopping_leaves_out_are_counted_whole(model_dir: Path) -> None:
+    b = batch()
+    c = core(
+        model_dir,
+        learner={"optimizer": "adamw", "lr": 0.01, "minibatches": 3},
+        stop={"kl_max": 1e-12},
+    )
+    assert c.train(b)["optim/steps"] == 1
+    c.state.number = b.number  # the permutation is the batch's
+    (made, *_) = c._minibatches(pack(b), 0)
+    assert len(made) == len(b.samples) // 3
+    assert c.unused == [(0, 0) if i in made else (n, 0) for i, n in enumerate(lengths(b))]
+    again = core(
+        model_dir, learner={"optimizer": "adamw", "lr": 0.01, "epochs": 3}, stop={"kl_max": 1e-12}
+    )
+    # its first pass had used all of it
+    assert again.train(batch())["optim/early_stops"] == 1 and again.unused == []
+
+
+def test_rejected_tokens_are_those_that_no_step_weighed(model_dir: Path) -> None:
+    b = batch()
+    c = core(model_dir, correction={"reject": "ratio", "reject_lo": 0.8, "reject_hi": 1.1})
+    c.train(b)
+    rejected = sum(r for _, r in c.unused)
+    assert 0 < rejected < sum(lengths(b)) and all(s == 0 for s, _ in c.unused)
+    icepop = core(model_dir, correction={"bound": "mask", "lo": 0.8, "hi": 1.1})
+    zero = icepop.train(batch())["is/zero_share"]
+    assert sum(r for _, r in icepop.unused) == pytest.approx(zero * sum(lengths(b))) and zero > 0
+
+
+def test_a_baseline_that_is_not_trained_on_is_not_counted_as_unused(model_dir: Path) -> None:
+    c = core(
+        model_dir,
+        advantage={"name": "remax"},
+        learner={"optimizer": "adamw", "lr": 0.01, "minibatches": 3},
+        stop={"kl_max": 1e-12},
+    )
+    b = batch()
+    c.train(b)
+    assert all(x == (0, 0) for x, s in zip(c.unused, b.samples, strict=True) if s.sample == 0)
+    assert sum(n for n, _ in c.unused) > 0

@@ -1,0 +1,722 @@
+"""What a step of the loss needs, remembers and adds up: forwards asked for, denominators, chosen
+tokens, terms, numbers; and the learner's parts.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from algorithms_catalogue_kit import vec
+from algorithms_kit import D, batch, config, gradient, theta
+from learner_step_kit import GROUPS, SIZE, core, model_dir
+from learner_step_kit import batch as learner_batch
+
+from asyncrl.algorithms import correction, ratios, reshape, surrogates
+from asyncrl.algorithms import loss as sl
+from asyncrl.algorithms.batch import LossBatch
+from asyncrl.algorithms.settings import RecomputedCorrection
+from asyncrl.contract.errors import ConfigError
+from learner.batch import pack
+from learner.step import make_backend
+
+__all__ = ["model_dir"]
+OFF = {"correction": {"level": "none"}}
+BYPASS = {"correction": {"proximal": "behavior"}}
+
+
+def begun(
+    b: LossBatch, c: Any, current: torch.Tensor | None = None, samples: list[int] | None = None
+) -> tuple[sl.PreparedBatch, sl.StepPlan]:
+    prep = sl.prepare(b, c)
+    return prep, sl.begin_step(
+        prep, torch.tensor(list(range(len(b.rewards))) if samples is None else samples), current
+    )
+
+
+def test_what_the_module_offers_is_there() -> None:
+    assert all(hasattr(sl, name) for name in sl.__all__) and len(set(sl.__all__)) == len(sl.__all__)
+
+
+# ---- which forwards are needed -------------------------------------------------------------------
+
+
+def test_an_anchor_is_made_first_where_one_pass_is_not_enough() -> None:
+    assert not sl.needs_anchor_first(config())
+    for more in (
+        {"learner": {"epochs": 2}},
+        {"learner": {"minibatches": 2}},
+        {"correction": {"self_normalize": True}},
+        {"correction": {"m2": 0.04}},
+        {"correction": {"denominator": "after"}},
+    ):
+        assert sl.needs_anchor_first(config(**more)), more
+    assert not sl.needs_anchor_first(
+        SimpleNamespace(
+            learner=SimpleNamespace(epochs=1, minibatches=1),
+            correction=RecomputedCorrection(self_normalize=False),
+        )
+    )
+
+
+def test_the_start_is_measured_first_for_kl_in_the_reward_and_for_stops_in_parts() -> None:
+    assert not sl.needs_start_first(config()) and not sl.needs_start_first(
+        config(stop={"kl_max": 0.1})
+    )
+    assert sl.needs_start_first(
+        config(kl={"reward": {"coefficient": 0.1}})
+    ) and not sl.needs_start_first(config(kl={"loss": {"coefficient": 0.1}}))
+    assert not sl.needs_start_first(config(kl={"reward": {"coefficient": 0.1, "at": "behavior"}}))
+    assert sl.needs_start_first(
+        config(stop={"kl_max": 0.1}, learner={"minibatches": 2})
+    ) and not sl.needs_start_first(config(learner={"minibatches": 2}))
+    assert sl.needs_start_first(config(stop={"kl_max": 0.1}, learner={"backend": "deepspeed"}))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"loss": {"surrogate": "reshape"}, **BYPASS},
+        {"loss": {"surrogate": "kl_cov"}},
+        {"loss": {"surrogate": "clip_cov"}},
+        {"stop": {"kl_max": 0.1, "action": "slow"}},
+        {"stop": {"ess_min": 0.1}},
+        {
+            "loss": {"surrogate": "reinforce"},
+            "correction": {"proximal": "recompute", "self_normalize": True},
+        },
+    ],
+    ids=str,
+)
+def test_who_looks_at_the_whole_batch_needs_its_logprobs_unless_they_are_the_start(
+    more: dict[str, Any],
+) -> None:
+    b = batch(1)
+    b.start = None
+    proximal = more.get("correction", {}).get("proximal")
+    if proximal:  # of a recomputed one nothing is known before the step
+        b.anchor = b.behavior.clone() if proximal == "behavior" else None
+    c = config(**{**more, "correction": {"proximal": "behavior", **more.get("correction", {})}})
+    prep = sl.prepare(b, c)
+    assert sl.needs_current(prep)
+    with pytest.raises(
+        ConfigError, match="begin_step needs the current logprobs of the whole batch"
+    ):
+        sl.begin_step(prep, torch.arange(12))
+    b.start = b.behavior.clone()
+    prep = sl.prepare(b, c)
+    assert not sl.needs_current(prep)  # before the first step the policy is the start
+    sl.begin_step(prep, torch.arange(12))
+    assert sl.needs_current(prep)
+    assert not sl.needs_current(sl.prepare(batch(1), config())) and not sl.needs_current(
+        sl.prepare(batch(1), config(loss={"surrogate": "reinforce"}))
+    )
+    assert not sl.needs_current(sl.prepare(batch(1), config(stop={"kl_max": 0.1})))
+
+
+# ---- the start, the latest pass ------------------------------------------------------------------
+
+
+def test_the_first_steps_pass_is_the_start_and_later_ones_are_the_latest() -> None:
+    b = batch(2, proximal=False)
+    first, second = theta(b, 1).detach(), theta(b, 2).detach()
+    prep, step = begun(b, config(**OFF))
+    assert not prep.known.any() and not prep.passed.any()
+    half, rest = torch.nonzero(b.seq < 6)[:, 0], torch.nonzero(b.seq >= 6)[:, 0]
+    sl.micro_loss(prep, step, half, first[half])
+    assert (
+        torch.equal(prep.known, b.seq < 6)
+        and torch.equal(prep.start[half], first[half])
+        and torch.equal(prep.passed, b.seq < 6)
+    )
+    # a second pass of the same step is not another start
+    sl.micro_loss(prep, step, half, second[half])
+    assert torch.equal(prep.start[half], first[half]) and torch.equal(
+        prep.latest[half], second[half]
+    )
+    step = sl.begin_step(prep, torch.arange(12))
+    sl.micro_loss(prep, step, rest, second[rest])
+    assert (
+        torch.equal(prep.known, b.seq < 6)
+        and prep.passed.all()
+        and torch.equal(prep.latest, second)
+        and prep.steps == 2
+    )
+    b.start = first
+    given = sl.prepare(b, config(**BYPASS))
+    assert (
+        given.known.all()
+        and torch.equal(given.start, first)
+        and given.start is not first
+        and torch.equal(given.latest, first)
+    )
+    shown, _ = begun(batch(2, proximal=False), config(**OFF), first)
+    assert shown.known.all() and torch.equal(shown.start, first)
+
+
+def test_a_recomputed_anchor_is_the_start_and_another_is_not() -> None:
+    b = batch(3)
+    assert torch.equal(sl.prepare(b, config()).start, b.anchor)  # type: ignore[arg-type]
+    b = batch(3)
+    assert not sl.prepare(b, config(**BYPASS)).known.any() and b.start is None
+
+
+# ---- denominators --------------------------------------------------------------------------------
+
+
+def test_a_step_divides_by_its_own_samples() -> None:
+    b = batch(4)
+    _, step = begun(b, config(), samples=[0, 5, 7])
+    mine = b.mask & torch.isin(b.seq, torch.tensor([0, 5, 7]))
+    assert torch.equal(step.factor, mine.to(D) / mine.sum())
+
+
+def test_rejected_tokens_leave_the_denominator_when_it_is_said_so() -> None:
+    b = batch(5, spread=0.8)
+    reject = {"reject": "ratio", "reject_over": "token"}
+    keep = (
+        b.mask & (b.anchor - b.behavior >= math.log(0.5)) & (b.anchor - b.behavior <= math.log(2))
+    )  # type: ignore[operator]
+    assert 0 < int(keep.sum()) < int(b.mask.sum())
+    for how, counted in (("before", b.mask), ("after", keep)):
+        _, step = begun(b, config(correction={**reject, "denominator": how}))
+        assert torch.equal(step.factor, counted.to(D) / counted.sum())
+
+
+def test_the_constant_of_dr_grpo_is_the_longest_answer_or_what_is_said() -> None:
+    b = batch(6)
+    for more, length in (({}, 40), ({"norm_length": 7}, 7)):
+        c = config(
+            loss={"reduction": "seq-mean-token-sum-norm", **more},
+            generator={"max_new_tokens": 40, "context": 99},
+        )
+        some = int((ratios.seq_sum(b.mask.double(), b.seq, 12) > 0).sum())
+        assert torch.allclose(begun(b, c)[1].factor, b.mask.to(D) / (some * length))
+
+
+# ---- what a step knows of the batch --------------------------------------------------------------
+
+
+def test_covariances_choose_their_tokens_of_the_whole_batch() -> None:
+    b = batch(7)
+    now = theta(b).detach()
+    prep, step = begun(b, config(loss={"surrogate": "kl_cov", "cov_share": 0.2}), now)
+    cov = surrogates.covariance(now, prep.advantage, prep.valid)
+    assert (
+        step.chosen is not None
+        and torch.equal(step.chosen, surrogates.highest(cov, prep.valid, 0.2))
+        and step.chosen.any()
+    )
+    how = {"surrogate": "clip_cov", "cov_share": 0.2, "cov_lo": -1.0, "cov_hi": 1.0}
+    prep, step = begun(b, config(loss=how, seed=5), now)
+    seed = 5 * 1_000_003 * 1009
+    assert step.chosen is not None and torch.equal(
+        step.chosen, surrogates.sample_by_covariance(cov, prep.valid, 0.2, -1.0, 1.0, seed)
+    )
+    later = sl.begin_step(prep, torch.arange(12), now)
+    assert later.chosen is not None and torch.equal(
+        later.chosen, surrogates.sample_by_covariance(cov, prep.valid, 0.2, -1.0, 1.0, seed + 1)
+    )
+    other = sl.begin_step(sl.prepare(b, config(loss=how, seed=5), number=3), torch.arange(12), now)
+    assert other.chosen is not None and torch.equal(
+        other.chosen,
+        surrogates.sample_by_covariance(
+            cov, prep.valid, 0.2, -1.0, 1.0, (5 * 1_000_003 + 3) * 1009
+        ),
+    )
+
+
+def test_reshape_is_told_the_statistics_of_pi_over_mu() -> None:
+    b = batch(8)
+    b.anchor = b.behavior.clone()
+    now = theta(b).detach()
+    how = {"loss": {"surrogate": "reshape"}, **BYPASS}
+    _, step = begun(
+        b, config(**how, reshape={"rho_min": 0.9, "budget": "tokens", "kl_budget": 0.5}), now
+    )
+    want = reshape.statistics(now - b.behavior, b.mask, 0.9)
+    assert step.reshape is not None and float(step.reshape.base) == float(want.base) < 1
+    share = 1 - math.sqrt(float(want.kl) / 0.5)
+    assert step.reshape.share == pytest.approx(share) and 0 < share < 1
+    assert step.metrics == pytest.approx(
+        {
+            "reshape/gamma_base": float(want.base),
+            "reshape/sigma2": float(want.sigma2),
+            "reshape/share": share,
+        }
+    )
+    _, free = begun(b, config(**how), now)
+    assert free.reshape is not None and free.reshape.share == 1 and free.lr_scale == 1
+
+
+def test_reshapes_own_sums_are_their_definitions() -> None:
+    b = batch(8)
+    b.anchor = b.behavior.clone()
+    lp = theta(b)
+    c = config(
+        loss={"surrogate": "reshape"},
+        reshape={"mode": "constant", "gamma": 0.5, "budget": "tokens", "kl_budget": 0.5},
+        **BYPASS,
+    )
+    prep, step = begun(b, c, lp.detach())
+    _, sums = sl.micro_loss(prep, step, torch.arange(len(b.seq)), lp)
+    assert step.reshape is not None
+    at = [i for i in range(len(b.seq)) if b.mask[i]]
+    x, a = (lp.detach() - b.behavior)[at].tolist(), prep.advantage[at].tolist()
+    g = [0.5 * (step.reshape.share if p * q > 0 else 1.0) for p, q in zip(x, a, strict=True)]
+    w = [math.exp(p * q) for p, q in zip(x, g, strict=True)]
+    away, back = (
+        [p * q > 0 for p, q in zip(x, a, strict=True)],
+        [p * q < 0 for p, q in zip(x, a, strict=True)],
+    )
+    want = [
+        len(at),
+        sum(g),
+        sum(map(math.exp, x)),
+        sum(w),
+        sum(p * q for p, q in zip(w, a, strict=True)),
+        sum((p * q) ** 2 for p, q in zip(w, a, strict=True)),
+        sum(p for p, q in zip(g, away, strict=True) if q),
+        sum(away),
+        sum(p for p, q in zip(g, back, strict=True) if q),
+        sum(back),
+    ]
+    assert sums["reshape"].tolist() == pytest.approx(want)
+
+
+def test_reinforce_weighs_by_the_policy_as_it_is_now() -> None:
+    """Truncated pi_theta / mu times A grad lp, whatever the anchor; self-normalised over the whole
+    batch, not a part of it.
+    """
+    b = batch(9)
+    lp = theta(b)
+    adv = sl.prepare(batch(9), config()).advantage
+    rho = (lp.detach() - b.behavior).exp().clamp(max=2.0)
+    plain = gradient(b, config(loss={"surrogate": "reinforce"}), lp)
+    assert torch.allclose(plain[1], torch.where(b.mask, -rho * adv, 0.0) / b.mask.sum())
+    assert float(plain[2]["loss/policy"]) == pytest.approx(
+        float(-(torch.where(b.mask, rho * adv * lp.detach(), 0.0)).sum() / b.mask.sum())
+    )
+    c = config(loss={"surrogate": "reinforce"}, correction={"self_normalize": True})
+    mean = rho[b.mask].mean()
+    for parts in (None, [[0, 1, 2], list(range(3, 12))]):
+        assert torch.allclose(
+            gradient(b, c, lp, parts)[1], torch.where(b.mask, -rho / mean * adv, 0.0) / b.mask.sum()
+        )
+
+
+# ---- terms ---------------------------------------------------------------------------------------
+
+
+def test_the_terms_of_a_micro_batch_are_its_share_and_its_numbers() -> None:
+    b = batch(10)
+    lp = theta(b)
+    c = config(kl={"loss": {"coefficient": 0.3, "estimator": "k2"}}, **OFF)
+    prep, step = begun(b, c)
+    loss, sums = sl.micro_loss(prep, step, torch.arange(len(b.seq)), lp)
+    x = (lp.detach() - b.reference)[b.mask]  # type: ignore[operator]
+    n = int(b.mask.sum())
+    assert float(sums["loss/kl"]) == pytest.approx(float((x.square() / 2).mean()))
+    assert float(sums["sq/kl"]) == pytest.approx(float((0.3 * x / n).square().sum()))
+    r = (lp.detach() - b.anchor).exp()  # type: ignore[operator]
+    adv = prep.advantage
+    open_ = b.mask & ~((adv > 0) & (r > 1.2)) & ~((adv < 0) & (r < 0.8))
+    assert float(sums["sq/policy"]) == pytest.approx(float((r * adv / n)[open_].square().sum()))
+    assert not any(t.requires_grad for t in sums.values())
+    bare, _ = sl.micro_loss(prep, step, torch.arange(len(b.seq)), lp.detach())
+    # a pass without a gradient says the same
+    assert float(bare) == pytest.approx(float(loss.detach()))
+    plain, more = sl.micro_loss(*begun(b, config(**OFF)), torch.arange(len(b.seq)), lp)
+    assert (
+        float((loss - plain).detach()) == pytest.approx(0.3 * float(sums["loss/kl"]))
+        and "loss/kl" not in more
+        and "sq/kl" not in more
+    )
+
+
+def test_the_policys_value_is_the_surrogates_and_not_the_losss_own() -> None:
+    """loss/policy is - sum of the clipped objective, with its factor and weight; the loss's value
+    is the coefficients times lp.
+    """
+    b = batch(10)
+    lp = theta(b)
+    prep, step = begun(b, config(**OFF))
+    loss, sums = sl.micro_loss(prep, step, torch.arange(len(b.seq)), lp)
+    r, a = (lp.detach() - b.anchor).exp(), prep.advantage  # type: ignore[operator]
+    assert float(sums["loss/policy"]) == pytest.approx(
+        -float(torch.minimum(r * a, r.clamp(0.8, 1.2) * a)[b.mask].sum()) / int(b.mask.sum())
+    )
+    slope = torch.autograd.grad(loss, lp)[0]
+    assert float(loss.detach()) == pytest.approx(float((slope * lp.detach()).sum()))
+
+
+def test_reshapes_penalty_is_weighed_and_named() -> None:
+    b = batch(10)
+    b.anchor = b.behavior.clone()
+    lp = theta(b)
+    c = config(
+        loss={"surrogate": "reshape"}, reshape={"kl_penalty": 0.3, "kl_estimator": "k1"}, **BYPASS
+    )
+    prep, step = begun(b, c, lp.detach())
+    _, sums = sl.micro_loss(prep, step, torch.arange(len(b.seq)), lp)
+    assert float(sums["loss/kl_penalty"]) == pytest.approx(
+        float((lp.detach() - b.behavior)[b.mask].mean())
+    )
+    _, none = sl.micro_loss(
+        *begun(b, config(loss={"surrogate": "reshape"}, **BYPASS), lp.detach()),
+        torch.arange(len(b.seq)),
+        lp,
+    )
+    assert "loss/kl_penalty" not in none
+
+
+def test_a_clipped_value_loss_takes_the_old_values() -> None:
+    b = batch(10)
+    b.values, b.bootstrap = (
+        torch.randn(len(b.seq), generator=torch.Generator().manual_seed(2), dtype=D),
+        torch.zeros(12, dtype=D),
+    )
+    now = (b.values + 0.7).requires_grad_(True)
+    c = config(advantage={"name": "gae", "lam": 1.0}, value={"coefficient": 0.5, "clip": 0.2})
+    prep, step = begun(b, c)
+    loss, sums = sl.micro_loss(prep, step, torch.arange(len(b.seq)), theta(b), None, now)
+    want = sl.value_loss(now.detach(), b.rewards[b.seq], b.values, 0.2)[b.mask].mean()
+    assert float(sums["loss/value"]) == pytest.approx(float(want)) and prep.returns is not None
+    bare, _ = sl.micro_loss(*begun(b, c), torch.arange(len(b.seq)), theta(b))
+    assert float((loss - bare).detach()) == pytest.approx(0.5 * float(want))
+
+
+# ---- the pre-pass's numbers ----------------------------------------------------------------------
+
+
+def three(**keys: Any) -> tuple[torch.Tensor, Any, dict[str, float]]:
+    """Two groups of two answers (1, 2 | 1, 2 tokens; rewards 3, 1 | 5, 5; the last cut); the third
+    token is behind the mask.
+    """
+    seq = torch.tensor([0, 1, 1, 2, 3, 3])
+    m = torch.tensor([True, True, False, True, True, True])
+    b = LossBatch(
+        seq,
+        vec(*[-1.0] * 6),
+        m,
+        seq * 0,
+        vec(3, 1, 5, 5),
+        torch.tensor([0, 0, 1, 1]),
+        torch.tensor([False, False, False, True]),
+        start=vec(-0.5, -1, -9, -2, -1, -1.5),
+        reference=vec(*[-1.0] * 6),
+        **keys.pop("more", {}),
+    )
+    c = config(**keys)
+    prep = sl.prepare(b, c, beta=keys.get("beta"))
+    return prep.advantage, prep, prep.metrics
+
+
+def test_numbers_of_a_batch_by_hand() -> None:
+    adv, _, m = three()
+    assert adv.tolist() == [2, -2, 0, 0, 0, 0]
+    assert (m["reward/mean"], m["reward/min"], m["reward/max"], m["reward/used_mean"]) == (
+        3.5,
+        1,
+        5,
+        3.5,
+    )
+    assert m["reward/std"] == pytest.approx(math.sqrt(11 / 3)) and m[
+        "advantage/std"
+    ] == pytest.approx(math.sqrt(8 / 3))
+    assert (
+        m["reward/no_spread_share"] == 0.5
+        and m["answer/truncated_share"] == 0.25
+        and m["answer/masked_share"] == pytest.approx(1 / 6)
+    )
+    assert (
+        m["adv/mean"] == 0
+        and m["adv/abs_max"] == 2
+        and "reward/greedy" not in m
+        and "kl/answer" not in m
+        and "value/mean" not in m
+    )
+    _, _, masked = three(advantage={"truncated": "mask"})
+    assert masked["answer/masked_share"] == 0.5
+    b = batch(0)
+    b.mask[:] = False
+    empty = sl.prepare(b, config()).metrics
+    assert empty["adv/mean"] == 0 == empty["adv/abs_max"] and empty["answer/masked_share"] == 1
+    one = LossBatch(
+        torch.tensor([0, 0]),
+        vec(-1, -1),
+        torch.tensor([True, True]),
+        torch.tensor([0, 0]),
+        vec(2),
+        torch.tensor([0]),
+        torch.tensor([False]),
+    )
+    assert (
+        sl.prepare(one, config(advantage={"name": "reinforce", "baseline": "none"})).metrics[
+            "reward/std"
+        ]
+        == 0
+    )
+
+
+def test_kl_in_the_reward_is_charged_to_the_answer_and_said() -> None:
+    """log pi / pi_ref of the start: 0.5 | 0 (masked -8) | -1 | 0, -0.5, of which the coefficient
+    0.4 takes its share before the baseline.
+    """
+    adv, _, m = three(kl={"reward": {"coefficient": 0.4}})
+    r = [3 - 0.2, 1, 5 + 0.4, 5 + 0.2]
+    a = [r[0] - r[1], r[1] - r[0], r[2] - r[3], r[3] - r[2]]
+    assert adv.tolist() == pytest.approx([a[0], a[1], 0, a[2], a[3], a[3]])
+    assert m["kl/answer"] == pytest.approx((0.5 + 0 - 1 - 0.5) / 4) and m[
+        "reward/used_mean"
+    ] == pytest.approx(sum(r) / 4)
+    own = [a[0] - 2, a[1] + 2, a[2], a[3], a[3]]
+    assert m["kl/reward_gradient_share"] == pytest.approx(
+        math.sqrt(sum(x * x for x in own)) / math.sqrt(8)
+    )
+    _, _, other = three(
+        kl={"reward": {"coefficient": 0.4}}, more={"reward_reference": vec(*[-2.0] * 6)}
+    )
+    assert other["kl/answer"] == pytest.approx((1.5 + 1 + 0 + 1 + 0.5) / 4)
+    _, _, mu = three(kl={"reward": {"coefficient": 0.4, "at": "behavior"}})
+    assert mu["kl/answer"] == 0
+    b = batch(0)
+    b.reference = None
+    with pytest.raises(
+        ConfigError,
+        match=r"kl\.reward\.coefficient: the batch carries no logprobs of the learner's "
+        r"start, or none of the reference",
+    ):
+        sl.prepare(b, config(kl={"reward": {"coefficient": 0.4}}))
+
+
+def test_token_level_charges_stand_on_their_tokens() -> None:
+    """reinforce_pp: the reward on the last token of the mask, less 0.4 log pi / pi_ref on each;
+    returns-to-go, whitened over the mask.
+    """
+    adv, _, _ = three(advantage={"name": "reinforce_pp"}, kl={"reward": {"coefficient": 0.4}})
+    raw = vec(3 - 0.2, 1, 5 + 0.4, 5 + 0.2, 5 + 0.2)
+    want = (raw - raw.mean()) / raw.std()
+    assert adv[[0, 1, 3, 4, 5]].tolist() == pytest.approx(want.tolist()) and float(adv[2]) == 0
+
+
+def test_values_are_judged_over_the_mask() -> None:
+    v = vec(1, 2, 99, 3, 4, 5)
+    adv, prep, m = three(
+        advantage={"name": "gae", "lam": 1.0}, more={"values": v, "bootstrap": vec(7, 7, 7, 2)}
+    )
+    returns = vec(3, 1, 5, 7, 7)  # the last answer was cut: 5 + 2
+    at = [0, 1, 3, 4, 5]
+    assert (
+        prep.returns is not None
+        and prep.returns[at].tolist() == returns.tolist()
+        and adv[at].tolist() == (returns - v[at]).tolist()
+    )
+    assert m["value/mean"] == 3 and m["value/explained_variance"] == pytest.approx(
+        float(1 - (returns - v[at]).var() / returns.var())
+    )
+    _, bare, _ = three(advantage={"name": "gae", "lam": 1.0}, more={"values": v})
+    # no bootstrap: it ended
+    assert bare.returns is not None and bare.returns[at].tolist() == [3, 1, 5, 5, 5]
+    with pytest.raises(
+        ConfigError, match=r"advantage\.name = gae needs values .LossBatch\.values.: a value head"
+    ):
+        three(advantage={"name": "gae"})
+
+
+@pytest.mark.parametrize(
+    ("advantage", "said"),
+    [
+        (
+            {"name": "remax"},
+            "advantage.name = remax needs the reward of a greedy answer to each prompt "
+            "(LossBatch.greedy)",
+        ),
+        ({"name": "nothing"}, "advantage.name = nothing: choose one of reinforce, rloo, "),
+        (
+            {"name": "reinforce", "baseline": "mean"},
+            "advantage.baseline = mean: choose one of none, batch, ema",
+        ),
+    ],
+)
+def test_errors_of_the_pre_pass(advantage: dict[str, str], said: str) -> None:
+    c = config()
+    plain = SimpleNamespace(
+        **{
+            k: getattr(c, k)
+            for k in ("staleness", "correction", "loss", "kl", "learner", "generator", "stop")
+        }
+    )
+    plain.advantage = SimpleNamespace(
+        **{k: getattr(c.advantage, k) for k in c.advantage.__struct_fields__} | advantage
+    )
+    with pytest.raises(ConfigError) as e:
+        sl.prepare(batch(0), plain)
+    assert str(e.value).startswith(said)
+
+
+def test_each_baseline_of_reinforce() -> None:
+    b = batch(1)
+    for baseline, value in (("none", 0.0), ("batch", float(b.rewards.mean())), ("ema", 0.7)):
+        prep = sl.prepare(
+            b, config(advantage={"name": "reinforce", "baseline": baseline}), baseline=0.7
+        )
+        assert torch.allclose(prep.advantage, torch.where(b.mask, (b.rewards - value)[b.seq], 0.0))
+
+
+# ---- the learner's parts -------------------------------------------------------------------------
+
+
+def test_minibatches_deal_whole_groups_evenly_by_seed_batch_and_epoch(model_dir: Path) -> None:
+    c, packed = core(model_dir, learner={"minibatches": 4}, seed=3), pack(learner_batch())
+    c.state.number = 2
+    source = torch.Generator().manual_seed((3 * 1_000_003 + 2) * 1009 + 1)
+    order = torch.randperm(GROUPS, generator=source).tolist()
+    want = [
+        sorted(i for i in range(GROUPS * SIZE) if order.index(packed.groups[i]) * 4 // GROUPS == p)
+        for p in range(4)
+    ]
+    assert c._minibatches(packed, 1) == want and [len(p) // SIZE for p in want] == [2, 1, 2, 1]
+    assert core(model_dir)._minibatches(packed, 1) == [list(range(GROUPS * SIZE))]
+
+
+def test_sums_of_ranks_add_up_and_a_rank_without_samples_takes_part(model_dir: Path) -> None:
+    c = core(model_dir)
+    theirs = {
+        "loss/policy": torch.tensor(2.0),
+        "max/ratio": torch.tensor(5.0, dtype=D),
+        "tokens": torch.ones(2, 3, dtype=D),
+    }
+    shapes = {k: (tuple(v.shape), str(v.dtype).removeprefix("torch.")) for k, v in theirs.items()}
+    seen: list[Any] = []
+
+    def gather(mine: Any) -> list[Any]:
+        seen.append(mine)
+        return [mine, shapes]
+
+    names = iter(sorted(theirs))
+    c.backend = SimpleNamespace(
+        gather=gather,
+        sum_over_ranks=lambda x: x + theirs[next(names)],
+        max_over_ranks=lambda x: torch.maximum(x, theirs[next(names)]),
+    )  # type: ignore[assignment]
+    mine = {"loss/policy": torch.tensor(1.0), "max/ratio": torch.tensor(7.0, dtype=D)}
+    out = c._sum_over_ranks(mine)
+    assert (
+        float(out["loss/policy"]) == 3
+        and float(out["max/ratio"]) == 7
+        and out["tokens"].tolist() == [[1, 1, 1], [1, 1, 1]]
+        and len(out) == 3
+    )
+    assert (
+        seen == [{"loss/policy": ((), "float32"), "max/ratio": ((), "float64")}]
+        and float(mine["loss/policy"]) == 1
+    )
+    names = iter(sorted(theirs))
+    assert float(c._sum_over_ranks({})["max/ratio"]) == 5
+
+
+def test_the_stop_sees_a_quotient_that_is_never_negative(model_dir: Path) -> None:
+    c = core(model_dir, stop={"kl_max": 0.1})
+    assert (
+        c._stop_kl(torch.tensor(3.0), torch.tensor(4.0)) == 0.75
+        and c._stop_kl(torch.tensor(-3.0), torch.tensor(4.0)) == 0
+    )
+    assert (
+        c._stop_kl(torch.tensor(0.0), torch.tensor(0.0)) == 0
+        and core(model_dir)._stop_kl(torch.tensor(3.0), torch.tensor(4.0)) == 0
+    )
+
+
+def test_references_are_loaded_once_for_each_directory(model_dir: Path) -> None:
+    none = core(model_dir)
+    assert none.reference is None and none.reward_reference is None and not none.full_kl
+    both = core(model_dir, kl={"reward": {"coefficient": 0.1}, "loss": {"coefficient": 0.1}})
+    assert (
+        both.reference is not None
+        and both.reference is both.reward_reference
+        and both.reference is not both.model
+    )
+    assert not any(p.requires_grad for p in both.reference.hf.parameters()) and all(
+        p.requires_grad for p in both.model.hf.parameters()
+    )
+    reward = core(model_dir, kl={"reward": {"coefficient": 0.1}})
+    assert reward.reference is reward.reward_reference is not None
+    loss = core(model_dir, kl={"loss": {"coefficient": 0.1, "off_policy": "prefix_full"}})
+    assert (
+        loss.reference is not None
+        and loss.reward_reference is None
+        and loss.full_kl
+        and loss.where == torch.device("cpu")
+    )
+    assert type(make_backend(loss.config, loss.model)).__name__ == "TorchBackend"
+
+
+def test_a_batch_says_what_its_optimizer_did(model_dir: Path) -> None:
+    c = core(
+        model_dir,
+        learner={"epochs": 2, "minibatches": 2, "lr": 0.5, "schedule": "linear", "steps": 4},
+        kl={"loss": {"coefficient": 0.2}},
+    )
+    norms: list[float] = []
+    real = c.backend.step
+
+    def step(rate: float, loss: torch.Tensor) -> float | None:
+        norms.append(real(rate, loss) or 0.0)
+        return norms[-1]
+
+    c.backend.step = step  # type: ignore[method-assign]
+    m = c.train(learner_batch(1))
+    assert (
+        m["optim/lr"],
+        m["optim/steps"],
+        m["optim/early_stops"],
+        m["optim/skipped"],
+        m["optim/stop_kl"],
+    ) == (0.5, 4, 0, 0, 0.0)
+    assert (
+        m["optim/grad_norm"] == pytest.approx(sum(norms) / 4)
+        and len(norms) == 4
+        and m["kl/loss_beta"] == 0.2
+        and m["kl/beta"] == 0.0
+    )
+    assert c.state.number == 2 and c.train(learner_batch(2))["optim/lr"] == 0.25
+
+
+def test_rewards_per_token_that_nobody_takes_are_spoken_of_once(
+    model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import numpy as np
+
+    b = learner_batch()
+    for s in b.samples:
+        s.token_rewards = np.ones(s.length, "<f4").tobytes()
+    c = core(model_dir)
+    c.train(b)
+    c.train(b)
+    said = capsys.readouterr().err
+    assert said == (
+        "learner: advantage.name = rloo takes one reward an answer, so the reward function's "
+        "token_rewards are not trained on; "
+        "reinforce_pp, gae, grpo, otb take them\n"
+    )
+    core(model_dir, advantage={"name": "grpo"}).train(b)
+    assert capsys.readouterr().err == ""
+
+
+def test_weights_of_a_bare_correction_section_are_those_of_the_defaults() -> None:
+    b = batch(2)
+    plain = RecomputedCorrection(level="token", bound="truncate", lo=None, hi=None)
+    x = ratios.difference(b.anchor, b.behavior)  # type: ignore[arg-type]
+    got, want = (
+        correction.correct(x, b.anchor, b.mask, b.seq, 12, c) for c in (plain, config().correction)
+    )  # type: ignore[arg-type]
+    assert (
+        torch.equal(got.weight, want.weight)
+        and torch.equal(got.kept, want.kept)
+        and torch.equal(got.vetoed, want.vetoed)
+    )

@@ -1,0 +1,520 @@
+"""Supervised training: what is learned of a file, packed or row by row the same, resumed bit for
+bit, and a model that a run takes.  The warm start is made of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from process_kit import ROOT
+
+from asyncrl.cli import main
+from asyncrl.config import load
+from asyncrl.config import sft as configs
+from asyncrl.config.sft import SftData, SftTraining
+from asyncrl.contract.errors import ConfigError, DamagedDataError, NotFiniteError, NothingToDo
+from asyncrl.models.policy import build_model, export, load_policy, weights_digest
+from asyncrl.models.tokenizer import load_tokenizer
+from asyncrl.supervise.preflight import preflight
+from asyncrl.tasks import fit, get_task, pairs, warm_start
+from asyncrl.tasks.fit import FitExample
+from learner import sft
+
+SYMBOLS = "0123456789+= abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ<>|_\n.,:?!"
+CHATML = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}|{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    torch.set_num_threads(1)
+    build_model(path, SYMBOLS, hidden=32, heads=2)
+    (path / "chat_template.jinja").write_text(CHATML)
+    return path
+
+
+def written(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def config(tmp_path: Path, model: Path) -> configs.SftConfig:
+    draw = random.Random(0)
+    rows = [
+        {"prompt": f"{a}+{b}=", "answer": str(a + b)}
+        for a, b in ((draw.randrange(10), draw.randrange(100)) for _ in range(60))
+    ]
+    written(tmp_path / "train.jsonl", rows[:50])
+    written(tmp_path / "heldout.jsonl", rows[50:])
+    (tmp_path / "my.toml").write_text(
+        f'model.path = "{model}"\nruns = "{tmp_path / "runs"}"\n'
+        '[data]\ntrain = "{here}/train.jsonl"\nheldout = "{here}/heldout.jsonl"\n'
+        "[training]\nsteps = 10\nbatch = 16\nlr = 1e-2\n"
+        "checkpoint_every = 3\nmicro_batch_tokens = 60\nheldout_every = 5\nwarmup_steps = 2\n"
+    )
+    return configs.read(str(tmp_path / "my.toml"), ("name='whole'",))
+
+
+def trained(config: configs.SftConfig) -> dict[str, Any]:
+    found = sft.run(config, sft.prepare(config, "my.toml"), lambda _: None)
+    assert found is not None
+    return found
+
+
+# ---- what is learned -----------------------------------------------------------------------------
+
+
+def test_every_assistant_turn_is_an_answer_behind_the_turns_before_it(
+    tmp_path: Path, model: Path
+) -> None:
+    turns = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "yes?"},
+        {"role": "user", "content": "more"},
+        {"role": "assistant", "content": "no"},
+    ]
+    path = written(
+        tmp_path / "d.jsonl",
+        [
+            {"messages": turns},
+            {"messages": turns[:1], "answer": "ok"},
+            {"prompt": "1+1=", "answer": "2"},
+        ],
+    )
+    tokenizer = load_tokenizer(model)
+    rows = pairs.read(str(path), tokenizer, SftData(train=str(path)), 256, model).rows
+    assert [
+        (tokenizer.decode(row.prompt.tolist()), tokenizer.decode(row.answer.tolist()))
+        for row in rows
+    ] == [
+        ("<user>hi|<assistant>", "yes?<eos>"),
+        ("<user>hi|<assistant>yes?|<user>more|<assistant>", "no<eos>"),
+        ("<user>hi|<assistant>", "ok<eos>"),
+        ("1+1=", "2<eos>"),
+    ]
+
+
+# ends a turn by a token of its own, by one in the middle of more, strips the text, or refuses it
+ENDED = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>\n{% endfor %}"
+SPACED = "{% for m in messages %}<{{ m.role }}> {{ m.content | trim }} <end>{% endfor %}"
+ASKING = "{% if add_generation_prompt %}<assistant>{% endif %}"
+REFUSING = "{% if not add_generation_prompt %}{{ raise_exception('no answers') }}{% endif %}"
+
+
+def chatting(path: Path, template: str, **special: str) -> Path:
+    """A tiny model with the tokens <end> and <more>, and a chat template."""
+    build_model(path, SYMBOLS, hidden=32, heads=2)
+    stored = json.loads((path / "tokenizer.json").read_text())
+    size = len(stored["model"]["vocab"])
+    for at, text in enumerate(("<end>", "<more>")):
+        # in the place of two symbols: the model's vocabulary stays as it is
+        place = size - 1 - at
+        old = next(token for token, number in stored["model"]["vocab"].items() if number == place)
+        del stored["model"]["vocab"][old]
+        stored["model"]["vocab"][text] = place
+        row = dict(stored["added_tokens"][0]) | {"id": place, "content": text, "special": True}
+        stored["added_tokens"].append(row)
+    (path / "tokenizer.json").write_text(json.dumps(stored))
+    (path / "chat_template.jinja").write_text(template)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "learned"),
+    [
+        (ENDED + ASKING, "no", "no<end>"),  # and not the line's end behind it
+        (SPACED + ASKING, " no ", " no <end>"),
+        (SPACED.replace("<end>", "<more><end>") + ASKING, "no", " no <more>"),
+        (SPACED.replace("<end>", "<more><eos>") + ASKING, "no", " no <more><eos>"),
+        ("<think>" + ENDED + ASKING + "<think>", "no", "no<end>"),  # no beginning of the other
+    ],
+    ids=["own", "stripped", "first-special", "first-stop", "otherwise"],
+)
+def test_a_chats_answer_ends_as_its_template_ends_it(
+    tmp_path: Path, template: str, content: str, learned: str
+) -> None:
+    model = chatting(tmp_path / "m", template)
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}]
+    path = written(tmp_path / "d.jsonl", [{"messages": turns}, {"prompt": "a", "answer": "b"}])
+    tokenizer = load_tokenizer(model)
+    found = pairs.read(str(path), tokenizer, SftData(train=str(path)), 256, model)
+    chat, plain = (tokenizer.decode(row.answer.tolist()) for row in found.rows)
+    assert chat == learned
+    assert plain == "b<eos>"
+    assert {tokenizer.decode([end]) for end in found.ends} == {
+        "<eos>",
+        learned[learned.rindex("<") :],
+    }
+
+
+def test_a_template_that_fails_on_an_answer_is_named(tmp_path: Path) -> None:
+    model = chatting(tmp_path / "m", REFUSING + ENDED + ASKING)
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    path = written(tmp_path / "d.jsonl", [{"messages": turns}])
+    with pytest.raises(
+        ConfigError, match=r"d.jsonl:1: the chat template fails on the answer: .*no"
+    ):
+        pairs.read(str(path), load_tokenizer(model), SftData(train=str(path)), 256, model)
+
+
+def test_a_run_of_what_it_leaves_ends_answers_where_the_learned_ones_end(
+    tmp_path: Path, forked: Callable[..., dict[str, Any]]
+) -> None:
+    """The template's end is no stop token of the model that it began with."""
+    model = chatting(tmp_path / "m", ENDED + ASKING)
+    rows: list[dict[str, Any]] = [
+        {"messages": [{"role": "user", "content": text}], "answer": "no"} for text in "abcdefgh"
+    ]
+    written(tmp_path / "train.jsonl", rows)
+    (tmp_path / "my.toml").write_text(
+        f'model.path = "{model}"\nruns = "{tmp_path / "runs"}"\n'
+        'data.train = "{here}/train.jsonl"\n'
+        "[training]\nsteps = 60\nbatch = 8\nlr = 1e-2\nwarmup_steps = 2\n"
+    )
+    left = Path(trained(configs.read(str(tmp_path / "my.toml"), ("name='end'",)))["model"])
+    file = written(tmp_path / "prompts.jsonl", rows)
+    run = forked(
+        tmp_path / "run",
+        f"model.path='{left}'",
+        "task.name='file'",
+        f"task.prompts='{file}'",
+        "evaluation.ood_prompts=0",
+        "reward.function=''",
+        "generator.context=40",
+        "learner.steps=2",
+        "record.samples_every=1",
+    )
+    samples = [
+        json.loads(line) for line in (run["run_dir"] / "samples.jsonl").read_text().splitlines()
+    ]
+    asked = [sample for sample in samples if sample["prompt"] in "abcdefgh"]
+    assert asked and all(sample["text"] == "no" for sample in asked)
+    assert all(sample["finish"] == "stop" and len(sample["tokens"]) == 3 for sample in asked)
+    assert run["rows"][-1]["eval/heldout_length"] == 3.0
+    settings = json.loads((left / "generation_config.json").read_text())
+    assert len(settings["eos_token_id"]) == 2 and settings["eos_token_id"][0] == 1
+
+
+BAD = [
+    ("{", "d.jsonl:2: not JSON"),
+    ("[]", "d.jsonl:2: needs an object"),
+    ('{"answer": "x"}', "d.jsonl:2: needs either `prompt`"),
+    ('{"prompt": "x", "messages": []}', "d.jsonl:2: needs either `prompt`"),
+    ('{"prompt": "x"}', "d.jsonl:2: has no `answer`"),
+    ('{"prompt": "", "answer": "x"}', "d.jsonl:2: `prompt` must be a text"),
+    ('{"prompt": "x", "answer": 3}', "d.jsonl:2: `answer` must be a text"),
+    ('{"messages": "x"}', "d.jsonl:2: `messages` must be a list"),
+    ('{"messages": [{"role": "user"}]}', "d.jsonl:2: `messages` must be a list"),
+    ('{"messages": [{"role": "user", "content": "x"}]}', "d.jsonl:2: `messages` has no assistant"),
+    ('{"messages": [{"role": "assistant", "content": "x"}]}', "there is none before it"),
+    (
+        '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": ""}]}',
+        "turn 2 of `messages` is the assistant's and empty",
+    ),
+    ('{"prompt": "0123456789", "answer": "0123456789"}', "d.jsonl:2: 21 tokens are more than data"),
+]
+
+
+@pytest.mark.parametrize(("line", "why"), BAD)
+def test_a_bad_line_is_named(tmp_path: Path, model: Path, line: str, why: str) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"prompt": "1+1=", "answer": "2"}\n' + line + "\n")
+    with pytest.raises(ConfigError) as error:
+        pairs.read(
+            str(path), load_tokenizer(model), SftData(train=str(path), context=20), 256, model
+        )
+    assert why in str(error.value) and "\n" not in str(error.value)
+
+
+def test_too_long_rows_are_left_out_where_that_is_asked_for(tmp_path: Path, model: Path) -> None:
+    path = written(
+        tmp_path / "d.jsonl",
+        [{"prompt": "1", "answer": "2"}, {"prompt": "1" * 20, "answer": "2"}],
+    )
+    tokenizer = load_tokenizer(model)
+    data = SftData(train=str(path), too_long="skip")
+    found = pairs.read(str(path), tokenizer, data, 22, model)
+    assert (len(found.rows), found.skipped) == (2, 0)  # 22 tokens fit
+    found = pairs.read(str(path), tokenizer, data, 21, model)
+    assert (len(found.rows), found.skipped) == (1, 1)
+    with pytest.raises(ConfigError, match=r"d.jsonl:2: 22 tokens are more than the model's 21"):
+        pairs.read(str(path), tokenizer, SftData(train=str(path)), 21, model)
+    with pytest.raises(ConfigError, match="nothing to learn from"):
+        pairs.read(str(path), tokenizer, data, 2, model)
+    with pytest.raises(ConfigError, match=r"none.jsonl is no file"):
+        pairs.read(str(tmp_path / "none.jsonl"), tokenizer, data, 21, model)
+
+
+def test_without_a_template_messages_are_refused_by_line(tmp_path: Path) -> None:
+    build_model(tmp_path / "bare", "ab", hidden=32, heads=2)
+    path = written(
+        tmp_path / "d.jsonl", [{"messages": [{"role": "user", "content": "a"}], "answer": "b"}]
+    )
+    with pytest.raises(ConfigError, match=r"d.jsonl:1: has `messages`, and the tokenizer in"):
+        pairs.read(
+            str(path), load_tokenizer(tmp_path / "bare"), SftData(train=""), 99, tmp_path / "bare"
+        )
+
+
+# ---- how it is learned ---------------------------------------------------------------------------
+
+
+def rows_of(lengths: list[tuple[int, int]]) -> list[FitExample]:
+    draw = np.random.default_rng(1)
+    return [
+        FitExample(
+            draw.integers(3, 40, p).astype(np.int32), draw.integers(3, 40, a).astype(np.int32)
+        )
+        for p, a in lengths
+    ]
+
+
+def test_passes_hold_every_row_once_and_keep_to_their_tokens() -> None:
+    rows = rows_of([(3, 2), (9, 9), (1, 1), (30, 30), (4, 4), (2, 2), (5, 1)])
+    passes = fit.micro_batches(rows, 20)
+    assert sorted(id(row) for part in passes for row in part) == sorted(map(id, rows))
+    assert all(len(part) * max(row.size for row in part) <= 20 or len(part) == 1 for part in passes)
+    assert len(passes) < len(rows)
+    assert fit.micro_batches(rows, 60 * 7) == [rows]  # one pass: as they came
+
+
+def test_packed_passes_give_the_gradient_of_one_row_at_a_time(model: Path) -> None:
+    rows = rows_of([(3, 2), (9, 9), (1, 1), (12, 20), (4, 4)])
+    gradients = []
+    for most in (1, 40, 1 << 30):
+        policy = load_policy(model, device="cpu")
+        fitter = fit.ModelFitter(
+            policy, SftTraining(micro_batch_tokens=most, lr=0.0, clip_norm=0.0)
+        )
+        loss = fitter.step(rows)
+        assert loss == pytest.approx(fitter.loss(rows), abs=1e-6)
+        gradients.append(torch.cat([p.grad.flatten() for p in policy.hf.parameters()]))
+    tokens = sum(len(row.answer) for row in rows)
+    ids = [torch.tensor([[*row.prompt.tolist(), *row.answer.tolist()]]) for row in rows]
+    plain = load_policy(model, device="cpu", whole=True)
+    total = torch.zeros(())
+    for row, each in zip(rows, ids, strict=True):
+        logs = plain.hf(input_ids=each).logits[0].log_softmax(-1)
+        picked = logs[len(row.prompt) - 1 : -1].gather(1, each[0, len(row.prompt) :, None])
+        total = total - picked.sum() / tokens
+    total.backward()
+    theirs = torch.cat([p.grad.flatten() for p in plain.hf.parameters()])
+    for ours in gradients:
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+    assert loss == pytest.approx(float(total.detach()), abs=1e-5)
+
+
+def test_batches_go_through_the_file_in_a_new_order_each_pass() -> None:
+    rows = rows_of([(1, 1)] * 10)
+    training = SftTraining(batch=4)
+    drawn = [row for step in range(5) for row in fit.batch_at(rows, training, 3, step)]
+    first, second = drawn[:10], drawn[10:]
+    assert sorted(map(id, first)) == sorted(map(id, second)) == sorted(map(id, rows))
+    assert [id(row) for row in first] != [id(row) for row in second]
+    other = [row for step in range(5) for row in fit.batch_at(rows, training, 4, step)]
+    assert [id(row) for row in other] != [id(row) for row in drawn]
+
+
+def test_schedules() -> None:
+    def shares(**keys: Any) -> list[float]:
+        training = SftTraining(steps=10, warmup_steps=2, lr_end=0.2, **keys)
+        return [round(fit.learning_rate_share(training, step), 3) for step in (0, 1, 5, 9)]
+
+    assert shares(schedule="linear") == [0.5, 0.9, 0.5, 0.2]
+    assert shares(schedule="constant") == [0.5, 1.0, 1.0, 1.0]
+    assert shares(schedule="cosine") == [0.5, 0.976, 0.5, 0.2]
+
+
+def test_a_loss_that_is_not_finite_ends_it_with_the_weights_as_they_were(model: Path) -> None:
+    policy = load_policy(model, device="cpu")
+    fitter = fit.ModelFitter(policy, SftTraining())
+    with torch.no_grad():
+        policy.hf.model.norm.weight[0] = torch.inf
+    before = [p.detach().clone() for p in policy.hf.parameters()]
+    with pytest.raises(NotFiniteError, match=r"step 0: training.lr = 0.0001"):
+        fitter.step(rows_of([(3, 2)]))
+    assert all(torch.equal(a, b) for a, b in zip(before, policy.hf.parameters(), strict=True))
+
+
+def test_a_gradient_that_is_not_finite_ends_it_though_the_loss_is(model: Path) -> None:
+    policy = load_policy(model, device="cpu")
+    fitter = fit.ModelFitter(policy, SftTraining())
+    first = next(iter(policy.hf.parameters()))
+    first.register_hook(lambda gradient: gradient * torch.inf)
+    before = [p.detach().clone() for p in policy.hf.parameters()]
+    with pytest.raises(NotFiniteError, match=r"the loss or its gradient is not finite in step 0"):
+        fitter.step(rows_of([(3, 2)]))
+    assert all(torch.equal(a, b) for a, b in zip(before, policy.hf.parameters(), strict=True))
+    assert fitter.number == 0
+
+
+def test_the_warm_start_is_bit_for_bit_what_a_plain_loop_makes(tmp_path: Path) -> None:
+    """Torch's own scheduler and mean, as the warm start was first written."""
+    config = load.load("demo", [f"model.path='{tmp_path / 'warm'}'"])
+    warm_start.warm_start(config, tmp_path / "warm", steps=4, threads=1)
+    task = get_task(config.task)
+    policy = build_model(tmp_path / "plain", task.symbols, seed=config.seed)
+    tokenizer = load_tokenizer(tmp_path / "plain")
+    optimizer = torch.optim.AdamW(
+        policy.hf.parameters(), lr=3e-3, betas=(0.9, 0.99), weight_decay=0.0, fused=True
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda s: min((s + 1) / 20, max(0.05, 1 - s / 4))
+    )
+    shown = task.demonstrations(4 * 64, config.seed)
+    for step in range(4):
+        prompts, answers = zip(*shown[step * 64 : (step + 1) * 64], strict=True)
+        out = policy.logprobs(
+            [np.array(tokenizer.encode(text), np.int32) for text in prompts],
+            [np.array([*tokenizer.encode(text), 1], np.int32) for text in answers],
+            torch.ones(64),
+        )
+        optimizer.zero_grad()
+        (-out.logprobs.mean()).backward()
+        torch.nn.utils.clip_grad_norm_(policy.hf.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+    assert weights_digest(load_policy(tmp_path / "warm", device="cpu")) == weights_digest(policy)
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def test_it_learns_and_a_run_takes_what_it_leaves(
+    config: configs.SftConfig, tmp_path: Path
+) -> None:
+    found = trained(config)
+    assert found["steps"] == 10 and found["rows"] == 50
+    assert found["heldout_end"] < 0.8 * found["heldout_start"]
+    assert found["loss_end"] < found["loss_start"]
+    run_dir = Path(found["model"]).parent
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["number"] for row in rows] == list(range(10))
+    assert [row["number"] for row in rows if "heldout" in row] == [0, 5]
+    assert [row["lr"] for row in rows[:2]] == [1e-2 * 0.5, 1e-2 * 0.9]
+    assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["number_10", "number_9"]
+    left = load_policy(found["model"], device="cpu")
+    assert weights_digest(left) == found["weights_digest"]
+    preflight(
+        load.load(
+            ROOT / "configs" / "file_example.toml",
+            (
+                f"model.path='{found['model']}'",
+                "model.warm_start=false",
+                f"task.prompts='{tmp_path / 'train.jsonl'}'",
+            ),
+        )
+    )
+    with pytest.raises(ConfigError, match=r"is not empty: go on with it by"):
+        sft.prepare(config, "my.toml")
+    with pytest.raises(NothingToDo, match="all its 10 steps"):
+        sft.run(config, run_dir, print)
+
+
+def test_a_resumed_training_is_bit_for_bit_one_that_never_stopped(
+    config: configs.SftConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = trained(config)
+
+    class Killed(Exception):
+        pass
+
+    def step(self: sft.SftRun) -> None:
+        if self.fitter.number == 8:
+            raise Killed
+        plain(self)
+
+    plain = sft.SftRun.step
+    cut = configs.read(str(Path(config.runs).parent / "my.toml"), ("name='cut'",))
+    run_dir = sft.prepare(cut, "my.toml")
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(sft.SftRun, "step", step)
+        sft.run(cut, run_dir, print)
+    said: list[str] = []
+    again = sft.run(sft.load_resumed(run_dir, ()), run_dir, said.append)
+    assert said[-1].startswith("resumed from") and "number_6" in said[-1]
+    assert again is not None
+    different = {"seconds", "model"}
+    assert {k: v for k, v in again.items() if k not in different} == {
+        k: v for k, v in whole.items() if k not in different
+    }
+    lines = [(Path(f["model"]).parent / "metrics.jsonl").read_text() for f in (whole, again)]
+    assert lines[0] == lines[1]
+
+
+def test_a_signal_leaves_a_checkpoint_and_the_command_goes_on(
+    config: configs.SftConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = sft.prepare(config, "my.toml")
+    before = signal.getsignal(signal.SIGTERM)
+    assert sft.run(config, run_dir, lambda _: os.kill(os.getpid(), signal.SIGTERM)) is None
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert (run_dir / "checkpoints" / "number_0" / "manifest").exists()
+    words = ["sft", "--resume", str(run_dir), "--set", "training.steps=2", "--json"]
+    main(words)
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["steps"] == 2
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 6
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ((), "give either a CONFIG or --resume"),
+        (("--resume", "nowhere"), "holds no training"),
+        (("my.toml", "--set", "trainig.lr=1"), "did you mean training?"),
+        (("my.toml", "--set", "data.lr=1"), "did you mean training.lr?"),
+        (("my.toml", "--set", "training.schedule=x"), "choose one of constant, linear, cosine"),
+        (("my.toml", "--set", "name='a/b'"), "is no name of one directory"),
+        (("my.toml", "--set", "data.context=3"), "train.jsonl:1: "),
+    ],
+)
+def test_what_is_refused(
+    words: tuple[str, ...],
+    why: str,
+    config: configs.SftConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["sft", *words])
+    assert ended.value.code == 2
+    assert why in capsys.readouterr().err
+    # nothing is left in the way of the next try
+    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
+
+
+def test_a_checkpoint_of_another_model_is_refused(
+    config: configs.SftConfig, tmp_path: Path
+) -> None:
+    found = trained(config)
+    other = tmp_path / "other"
+    export(build_model(tmp_path / "small", SYMBOLS, hidden=16, heads=2), other)
+    run_dir = Path(found["model"]).parent
+    with pytest.raises(DamagedDataError, match="is of another model"):
+        sft.run(sft.load_resumed(run_dir, (f"model.path='{other}'",)), run_dir, print)
+
+
+def test_the_schema_for_editors_is_the_one_of_the_code() -> None:
+    kept = json.loads((ROOT / "configs" / "sft.schema.json").read_text())
+    assert kept == json.loads(json.dumps(configs.schema())), (
+        "stale: asyncrl config schema --of sft > configs/sft.schema.json"
+    )
+    example = configs.read(str(ROOT / "configs" / "examples" / "sft.toml"))
+    assert Path(example.data.train).is_file()

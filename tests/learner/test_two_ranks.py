@@ -1,0 +1,138 @@
+"""Two ranks in one process, each a learner in a thread of its own: the same step as one, however
+unevenly the samples are dealt.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from learner_step_kit import batch, core, model_dir, weights
+
+from learner.backend import TorchBackend
+from learner.step import LearnerCore
+
+__all__ = ["model_dir"]
+
+
+class Meeting:
+    """Where the ranks exchange things: each leaves its own and takes both."""
+
+    def __init__(self) -> None:
+        self.barrier, self.left = threading.Barrier(2), [None, None]
+
+    def exchange(self, rank: int, x: Any) -> list[Any]:
+        self.left[rank] = x
+        self.barrier.wait(timeout=600)
+        both = list(self.left)
+        self.barrier.wait(timeout=600)
+        return both
+
+
+class Rank(TorchBackend):
+    """Gradients summed over the ranks before the step; rank 0 gets the first `first` samples of a
+    step, rank 1 the rest.
+    """
+
+    ranks = 2
+
+    def __init__(
+        self, c: LearnerCore, rank: int, meeting: Meeting, first: int, stops_first: bool
+    ) -> None:
+        super().__init__(c.config, c.model)
+        self.rank, self.meeting, self.first, self.stops_first = rank, meeting, first, stops_first
+        self.passes = 0
+
+    def split_samples(self, samples: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
+        return [list(samples)[: self.first], list(samples)[self.first :]]
+
+    def gather(self, x: Any) -> list[Any]:
+        return self.meeting.exchange(self.rank, x)
+
+    def sum_over_ranks(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = self.gather(x)
+        return a + b  # type: ignore[no-any-return]
+
+    def max_over_ranks(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.maximum(*self.gather(x))
+
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        self.passes += 1
+        super().backward(loss, last=last)
+        assert last == (len(set(self.gather((self.passes, last)))) == 1 and last), (
+            "ranks make their passes side by side"
+        )
+
+    def step(self, rate: float, loss: torch.Tensor) -> float | None:
+        for p in self.model.hf.parameters():
+            a, b = self.gather(torch.zeros_like(p) if p.grad is None else p.grad)
+            p.grad = a + b
+        return super().step(rate, loss)
+
+
+def trained(
+    model_dir: Path, first: int, batches: int, stops_first: bool, how: dict[str, Any]
+) -> list[tuple[torch.Tensor, list[dict[str, float]], int]]:
+    """(weights, metrics of each batch, passes) of both ranks."""
+    meeting, found, errors = Meeting(), [None, None], []  # type: ignore[var-annotated]
+
+    def run(rank: int, c: LearnerCore) -> None:
+        try:
+            rows = [c.train(batch(n, seed=n)) for n in range(batches)]
+            found[rank] = (weights(c), rows, c.backend.passes)  # type: ignore[attr-defined]
+        except BaseException as e:
+            errors.append(e)
+            meeting.barrier.abort()
+
+    cores = [core(model_dir, **how) for _ in range(2)]
+    for rank, c in enumerate(cores):
+        c.backend = Rank(c, rank, meeting, first, stops_first)
+    threads = [threading.Thread(target=run, args=(rank, c)) for rank, c in enumerate(cores)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not errors, errors
+    return found  # type: ignore[return-value]
+
+
+# on answers of rank 0's own passes: the reference where no term needs it, and the batch's own move
+MEASURED = ("kl/target_ref", "kl/ref_target", "kl/moved")
+HOW: list[dict[str, Any]] = [
+    {"learner": {"micro_batch_tokens": 40}},
+    {
+        "learner": {"micro_batch_tokens": 40, "minibatches": 2},
+        "stop": {"kl_max": 1e9},
+        "kl": {"loss": {"coefficient": 0.1}},
+    },
+    {"learner": {"epochs": 3, "lr": 1.0}, "stop": {"kl_max": 1e-6}},
+    {"loss": {"surrogate": "reshape"}, "correction": {"proximal": "behavior"}},
+]
+
+
+@pytest.mark.parametrize("stops_first", [False, True])
+@pytest.mark.parametrize("first", [5, 0])
+@pytest.mark.parametrize("how", HOW, ids=str)
+def test_two_ranks_make_the_step_of_one(
+    model_dir: Path, how: dict[str, Any], first: int, stops_first: bool
+) -> None:
+    """A rank may be dealt nothing (first = 0): it makes passes of no weight beside the other."""
+    alone = core(model_dir, **how)
+    alone.backend.stops_first = stops_first
+    rows = [alone.train(batch(n, seed=n)) for n in range(2)]
+    (a, mine, some), (b, theirs, others) = trained(model_dir, first, 2, stops_first, how)
+    assert torch.equal(a, b) and torch.allclose(a, weights(alone), atol=2e-6) and some == others > 0
+    for one, two in zip(rows, mine, strict=True):
+        said = {k for k in one if not k.startswith(MEASURED)}
+        assert {k for k in two if not k.startswith(MEASURED)} == said
+        wrong = {
+            k: (two[k], one[k]) for k in said if two[k] != pytest.approx(one[k], rel=2e-3, abs=2e-5)
+        }
+        assert not wrong
+    # the other rank knows what rank 0 says, but for what only rank 0 measures
+    for one, two in zip(mine, theirs, strict=True):
+        assert two.items() <= one.items()

@@ -1,0 +1,234 @@
+"""Weights through the ring: whole or not at all, whatever happens to a reader."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from process_kit import ENV, ROOT
+
+from asyncrl.contract.errors import AsyncrlError
+from asyncrl.contract.versions import Label
+from asyncrl.transport import ring as weight_ring
+from asyncrl.transport.chunks import ChunkClient, ChunkServer
+from asyncrl.transport.ring import RingReader, WeightRing
+
+ROWS: weight_ring.Rows = [("w", "uint8", [1 << 20], 0, 1 << 20)]
+SIZE = 1 << 20
+
+
+def ring(path: Path, slots: int = 2, **more: float) -> WeightRing:
+    return WeightRing(path / "ring", SIZE, slots, ROWS, 1, **more)  # type: ignore[arg-type]
+
+
+def fill(value: int):  # type: ignore[no-untyped-def]
+    def write(buffer: memoryview) -> None:
+        buffer[:] = bytes([value]) * len(buffer)
+
+    return write
+
+
+def test_a_version_comes_out_as_it_went_in(tmp_path: Path) -> None:
+    r = ring(tmp_path, 3)
+    digests = {Label(1, n): r.write(Label(1, n), fill(n)) for n in range(5)}
+    reader, into = RingReader(tmp_path / "ring", "a"), bytearray(SIZE)
+    # the three newest
+    assert reader.labels() == {Label(1, n): digests[Label(1, n)] for n in (2, 3, 4)}
+    assert (
+        reader.read(Label(1, 3), digests[Label(1, 3)], memoryview(into))
+        and into == bytes([3]) * SIZE
+    )
+    assert not reader.read(Label(1, 0), digests[Label(1, 0)], memoryview(into))
+    assert not reader.read(Label(1, 3), digests[Label(1, 4)], memoryview(into))
+    reader.close()
+    r.close()
+    assert not (tmp_path / "ring").exists()
+
+
+def test_a_reader_denied_shared_memory_gets_every_byte_over_the_socket(tmp_path: Path) -> None:
+    """As on another host: the directory is not there for it."""
+
+    from actors.weights_receiver import WeightsReceiver
+    from asyncrl.config import load
+    from asyncrl.contract.messages import WeightsSource
+    from asyncrl.models import policy
+
+    model = policy.build_model(tmp_path / "m", "abcdefgh", hidden=256, layers=3)
+    layout = policy.manifest(model)
+    r = WeightRing(tmp_path / "ring", policy.flat_bytes(layout), 2, layout, 1)
+    server = ChunkServer("tcp://127.0.0.1:0", layout, r.read_part)
+    raw = {"model": {"path": "m"}, "task": {"name": "sort"}, "wires": {"connect_s": 600.0}}
+    receiver = WeightsReceiver(load.build(raw), "generator-0")
+    denied = WeightsSource(1, "another-host", str(tmp_path / "not-there"), server.address)
+    for n in range(3):
+        with torch.no_grad():
+            next(model.hf.parameters()).add_(n)
+        digest = r.write(Label(1, n), lambda buffer: policy.write_flat(model, buffer))
+        got = receiver.pull(denied, Label(1, n), digest)
+        assert got is not None and got[1] == digest and receiver.reader is None
+        for name, tensor in policy.named_weights(model):
+            assert (got[0][name] == tensor).all(), name
+        whole = (n + 1) * policy.flat_bytes(layout)
+        assert whole <= receiver.bytes_over_socket == server.bytes_sent < whole + 100_000
+    told, bytes_of_weights = receiver.numbers(), 3 * policy.flat_bytes(layout)
+    assert told["link/fetched_mb"] == bytes_of_weights / 1e6 and told["link/fetch_s"] > 0
+    assert receiver.pull(denied, Label(1, 0), "gone") is None
+    receiver.close()
+    assert receiver.numbers()["link/fetch_s"] > told["link/fetch_s"]
+    server.close()
+    r.close()
+
+
+def test_kept_versions_stay_and_a_full_ring_names_its_holder(tmp_path: Path) -> None:
+    r = ring(tmp_path, 2, most=3, wait_s=0.05)
+    for n in range(4):
+        r.write(Label(1, n), fill(n), keep=[Label(1, 0)])
+    assert Label(1, 0) in r.labels()
+    reader = RingReader(tmp_path / "ring", "generator-7")
+    kept = list(r.labels())
+    with pytest.raises(AsyncrlError, match=r"weights\.slots"):
+        r.write(Label(1, 9), fill(9), keep=kept)
+        r.write(Label(1, 10), fill(9), keep=[*kept, Label(1, 9)])
+        r.write(Label(1, 11), fill(9), keep=[*kept, Label(1, 9), Label(1, 10)])
+    reader.close()
+
+
+def test_a_torn_copy_is_refused(tmp_path: Path) -> None:
+    r = ring(tmp_path)
+    digest = r.write(Label(1, 0), fill(1))
+    with memoryview(r.slots[0]) as view:
+        view[weight_ring.HEADER + 77] = 9
+    reader = RingReader(tmp_path / "ring", "a")
+    assert not reader.read(Label(1, 0), digest, memoryview(bytearray(SIZE)))
+
+
+READER = """
+import os, pathlib, signal, sys
+from asyncrl.transport import ring as weight_ring
+plain = weight_ring._PIN
+
+class Stops:
+    size, beats = plain.size, 0
+
+    def pack_into(self, *words):
+        plain.pack_into(*words)
+        self.beats = self.beats + 1 if words[2] >= 0 else 0
+        # The first is the pin's own, then one a piece: half of the bytes are copied.
+        if self.beats == 5:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+weight_ring._PIN, weight_ring.COPY = Stops(), 1 << 17
+reader, into = weight_ring.RingReader(pathlib.Path(sys.argv[1]), "slow"), bytearray(1 << 20)
+while not pathlib.Path(sys.argv[2]).exists():
+    whole = reader.read(*max(reader.labels().items()), memoryview(into))
+    print("given up" if not whole else "whole" if len(set(into)) == 1 else "torn", flush=True)
+"""
+
+
+def test_a_stopped_reader_never_sees_a_torn_copy_nor_blocks_the_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader stands still whenever it has copied half; every other time its slot is overwritten
+    meanwhile, as its pin is too old.
+    """
+    r, end = ring(tmp_path, 2, wait_s=600), tmp_path / "end"
+    r.write(Label(1, 0), fill(0))
+    argv = [sys.executable, "-c", READER, str(tmp_path / "ring"), str(end)]
+    with subprocess.Popen(argv, cwd=ROOT, env=ENV, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            for n in range(1, 13):
+                stopped(process.pid)
+                monkeypatch.setattr(weight_ring, "PIN_S", 600.0)
+                assert list(r.pins().values()) == ["slow"]
+                monkeypatch.setattr(weight_ring, "PIN_S", 0.0)
+                for extra in range(3 * (n % 2)):  # more versions than slots
+                    r.write(Label(1, 3 * n + extra), fill((3 * n + extra) % 251))
+                os.kill(process.pid, signal.SIGCONT)
+                assert process.stdout.readline().strip() == ("given up" if n % 2 else "whole")
+        finally:
+            process.kill()
+
+
+def stopped(pid: int) -> None:
+    """Wait until the process has stopped itself."""
+    deadline = time.monotonic() + 600
+    while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_chunks_over_tcp_without_shared_memory(tmp_path: Path) -> None:
+    r = ring(tmp_path, 2)
+    digest = r.write(Label(1, 0), fill(7))
+    server = ChunkServer("tcp://127.0.0.1:0", ROWS, r.read_part)
+    client = ChunkClient(server.address, 600)
+    try:
+        assert client.manifest() == ROWS
+        before, into = client.bytes_received, bytearray(SIZE)
+        assert (
+            client.fetch(Label(1, 0), digest, memoryview(into)) == digest
+            and into == bytes([7]) * SIZE
+        )
+        assert client.bytes_received - before == SIZE
+        assert client.fetch(Label(1, 5), "", memoryview(into)) == ""
+        # the connection is still in step
+        assert client.fetch(Label(1, 0), "", memoryview(into)) == digest
+    finally:
+        client.close()
+        server.close()
+
+
+def test_a_ring_whose_directory_was_removed_is_made_anew_with_all_that_it_held(
+    tmp_path: Path,
+) -> None:
+    """Who mapped the old files finds that nothing new comes there, and opens the new ones; who
+    begins finds the newest version.
+    """
+    import socket
+    from shutil import rmtree
+
+    from actors.weights_receiver import WeightsReceiver
+    from asyncrl.config import load
+    from asyncrl.contract.messages import WeightsSource
+
+    config = load.build({"model": {"path": "m"}, "task": {"name": "sort"}})
+    layout = [("w", "float32", [SIZE // 4], 0, SIZE)]
+    r = WeightRing(tmp_path / "ring", SIZE, 3, layout, 1)  # type: ignore[arg-type]
+    digests = {n: r.write(Label(1, n), fill(n), probe=bytes([n])) for n in range(2)}
+    before = WeightsReceiver(config, "before")
+    source = WeightsSource(1, socket.gethostname(), str(tmp_path / "ring"), "")
+    assert before.pull(source, Label(1, 1), digests[1]) is not None and not r.recreate()
+    rmtree(tmp_path / "ring")
+    assert before.pull(source, Label(1, 1), digests[1]) is not None  # its maps hold what they held
+    assert r.recreate() and not r.recreate()
+    assert r.labels() == {Label(1, n): digests[n] for n in range(2)}
+    digests[2] = r.write(Label(1, 2), fill(2))
+    assert before.pull(source, Label(1, 2), digests[2]) is None  # and lets go of them
+    for name in ("before", "after"):
+        reader = before if name == "before" else WeightsReceiver(config, name)
+        for n in (2, 1):
+            got = reader.pull(source, Label(1, n), digests[n])
+            assert (
+                got is not None and got[1] == digests[n] and got[2] == (b"\x01" if n == 1 else b"")
+            )
+        reader.close()
+    r.close()
+
+
+def test_a_ring_that_cannot_be_made_anew_says_so(tmp_path: Path) -> None:
+    from shutil import rmtree
+
+    (tmp_path / "shm").mkdir()
+    r = ring(tmp_path / "shm")
+    rmtree(tmp_path / "shm")
+    (tmp_path / "shm").write_text("something else")
+    with pytest.raises(AsyncrlError, match="is gone and cannot be made again"):
+        r.recreate()

@@ -1,0 +1,174 @@
+"""The fast path is the plain path: value and gradient; flat weights come back; directories load
+with transformers.
+"""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from models_kit import FAMILIES, sample_batch
+from process_kit import ENV, ROOT
+
+from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.messages import Prompt
+from asyncrl.models import policy
+from asyncrl.models.tokenizer import encode_prompt, load_tokenizer
+
+
+@pytest.mark.parametrize("tables", [1, 3])
+@pytest.mark.parametrize("family,kv,tied", FAMILIES)
+def test_packed_logprobs_equal_plain_ones_in_value_and_gradient(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, kv: int, tied: bool, tables: int
+) -> None:
+    monkeypatch.setitem(policy.packed_forward.WORTH_A_TABLE, "cpu", 70 if tables > 1 else 1 << 13)
+    model = policy.build_model(tmp_path, "abcdefgh", family=family, kv_heads=kv, tied=tied)
+    assert model.fast is not None
+    prompts, responses, owner = sample_batch(11)
+    made = policy.packed_forward.plan(prompts, responses, owner, torch.device("cpu"))
+    assert len(made.answers) == tables
+    temperature = torch.tensor([1.0, 0.7, 1.3, 1.0, 2.0, 0.5])
+    grads = []
+    for path in ("fast", "plain"):
+        model.hf.zero_grad()
+        if path == "fast":
+            out = model.logprobs(
+                prompts, responses, temperature, groups=owner, want_entropy=True, want_hidden=True
+            )
+        else:
+            out = policy.plain_logprobs(
+                model.hf, prompts, responses, temperature, True, True, rows=4
+            )
+        weight = torch.linspace(-1, 1, len(out.logprobs))
+        assert out.entropy is not None and out.hidden is not None
+        ((out.logprobs * weight).sum() + 0.3 * (out.entropy * weight).sum()).backward()
+        grads.append((out, {n: p.grad.clone() for n, p in model.hf.named_parameters()}))
+    (a, ga), (b, gb) = grads
+    torch.testing.assert_close(a.logprobs, b.logprobs, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(a.entropy, b.entropy, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(a.hidden, b.hidden, atol=1e-5, rtol=1e-4)
+    for name in ga:
+        torch.testing.assert_close(ga[name], gb[name], atol=2e-5, rtol=1e-4)
+
+
+def test_packed_gradients_in_bfloat16_and_of_answers_of_one_token(tmp_path: Path) -> None:
+    model = policy.build_model(tmp_path, "abcdefgh", kv_heads=2)
+    prompts, responses, owner = sample_batch(11)
+    cases = {"long": responses, "one token": [response[:1] for response in responses]}
+    for what, answers in cases.items():
+        found = []
+        for dtype in (torch.float32, torch.bfloat16):
+            model.hf.to(dtype)
+            model.hf.zero_grad()
+            out = model.logprobs(prompts, answers, torch.ones(len(answers)), groups=owner)
+            out.logprobs.sum().backward()
+            gradient = torch.cat([p.grad.float().flatten() for p in model.hf.parameters()])
+            found.append((out.logprobs.detach(), gradient))
+        (whole, right), (rounded, near) = found
+        assert (whole - rounded).abs().max() < 0.1, what
+        assert (right - near).norm() < 0.1 * right.norm(), what
+
+
+def test_answers_are_padded_with_others_of_like_length() -> None:
+    r = np.random.default_rng(0)
+    lengths = r.permutation([*[4] * 40, *[20] * 40, 50])
+    prompts = [np.arange(12, dtype=np.int32)] * len(lengths)
+    answers = [np.ones(n + 1, np.int32) for n in lengths]
+    made = policy.packed_forward.plan(
+        prompts, answers, [0] * len(lengths), torch.device("cpu")
+    ).answers
+    widths = [table.rows.shape[1] for table in made]
+    assert widths == sorted(widths) and widths[0] == 4 and widths[-1] == 50
+    padded = sum(table.bias.numel() for table in made)
+    least = sum(n * (12 + n) for n in lengths)
+    assert padded < 1.6 * least and len(made) < 8, (padded / least, widths)
+    alike = policy.packed_forward.plan(
+        prompts, [np.ones(21, np.int32)] * len(lengths), None, torch.device("cpu")
+    )
+    assert len(alike.answers) == 1  # nothing to save
+    fixed = policy.packed_forward.plan(prompts, answers, None, torch.device("cpu"), True).answers
+    shapes = [(table.rows.shape[1], table.keys.shape[1]) for table in fixed]
+    assert shapes[0] == (4, 16) and shapes[-1] == (52, 64)  # exact mode: in steps of 4 and 16
+
+
+def test_chunked_head_equals_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = policy.build_model(tmp_path, "abcdefgh")
+    prompts, responses, owner = sample_batch(11)
+    results = []
+    for chunk in (1 << 24, 11 * 3):  # three rows at a time
+        monkeypatch.setattr(policy.packed_forward, "LOGIT_CHUNK", chunk)
+        model.hf.zero_grad()
+        out = model.logprobs(prompts, responses, torch.ones(6), groups=owner, want_entropy=True)
+        assert out.entropy is not None
+        (out.logprobs.sum() + out.entropy.square().sum()).backward()
+        results.append([out.logprobs.detach(), *[p.grad.clone() for p in model.hf.parameters()]])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def test_flat_weights_come_back_and_have_a_digest(tmp_path: Path) -> None:
+    model = policy.build_model(tmp_path / "a", "abc", seed=1)
+    other = policy.build_model(tmp_path / "b", "abc", seed=2)
+    layout = policy.manifest(model)
+    buffer = bytearray(policy.flat_bytes(layout))
+    policy.write_flat(model, memoryview(buffer))
+    assert policy.weights_digest(other) != policy.digest(buffer) == policy.weights_digest(model)
+    policy.load_weights(other, policy.read_flat(memoryview(buffer), layout))
+    assert policy.weights_digest(other) == policy.digest(buffer)
+    policy.export(other, tmp_path / "c")
+    assert policy.weights_digest(policy.load_policy(tmp_path / "c")) == policy.digest(buffer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_flat_weights_come_with_a_bound_of_the_largest(tmp_path: Path, dtype: torch.dtype) -> None:
+    """What a publication looks at before anything else is asked of the weights."""
+    model = policy.build_model(tmp_path, "abc")
+    model.hf.to(dtype)
+    layout = policy.manifest(model)
+    buffer = bytearray(policy.flat_bytes(layout))
+
+    def bound() -> float:
+        return float(policy.copy_flat(policy.named_weights(model), memoryview(buffer), layout))
+
+    weights = model.hf.model.embed_tokens.weight
+    for last in (0.0, -300.0, 3e5):
+        with torch.no_grad():
+            weights[1, 2] = last
+        largest = max(float(p.detach().abs().amax()) for p in model.hf.parameters())
+        assert largest**2 <= bound() * (1 + 1e-5) <= 2e4 * max(largest, 1.0) ** 2
+        assert policy.digest(buffer) == policy.weights_digest(model)
+    for last in (math.inf, -math.inf, math.nan):
+        with torch.no_grad():
+            weights[1, 2] = last
+        assert not bound() < 1e6
+
+
+def test_tokenizer_round_trip(tmp_path: Path) -> None:
+    policy.build_model(tmp_path, "0123456789=,:#")
+    tokenizer = load_tokenizer(tmp_path)
+    text = "932849=2:93849,#"
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+    assert encode_prompt(tokenizer, Prompt(0, "12=")).tolist() == [4, 5, 13]
+
+
+def test_a_directory_that_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        policy.load_policy(tmp_path)
+
+
+def test_a_model_is_written_without_deepspeed(tmp_path: Path) -> None:
+    """accelerate, where it is installed, would import it to see what it has wrapped."""
+    code = (
+        "import sys; from pathlib import Path; from asyncrl.models import policy; "
+        "policy.build_model(Path(sys.argv[1]), 'abc'); assert 'accelerate' in sys.modules; "
+        "assert 'deepspeed' not in sys.modules; import transformers.modeling_utils as t; "
+        "assert t.unwrap_model.__name__ == 'unwrap_model'"
+    )
+    argv = [sys.executable, "-c", code, str(tmp_path / "m")]
+    done = subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0 and not done.stdout, done.stdout + done.stderr[-2000:]

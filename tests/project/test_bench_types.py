@@ -1,0 +1,87 @@
+"""Every program in benchmarks/ calls the product as it is today.
+
+They run for minutes to hours, so no test runs them all; the type checker reads every call.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("learner", "buffer")  # programs of these names would hide the packages
+# what it says of a call that does not fit, and of a name that is gone
+CALLS = [
+    "arg-type",
+    "call-arg",
+    "call-overload",
+    "attr-defined",
+    "name-defined",
+    "import-not-found",
+    "syntax",
+    "assignment",
+]
+CONFIG = """
+[mypy]
+python_version = 3.11
+check_untyped_defs = true
+ignore_missing_imports = true
+namespace_packages = true
+mypy_path = {root}
+cache_dir = {root}/.mypy_cache/benchmarks
+
+[mypy-asyncrl.*,actors.*,buffer.*,learner.*]
+follow_imports = silent
+ignore_missing_imports = false
+"""
+ROTTEN = """
+from actors.rewards import RewardRunner
+from asyncrl.contract import messages as m
+from asyncrl.contract.messages import Grant
+from asyncrl.messages import Want
+from asyncrl.tasks.synthetic import TASKS
+
+def main(runner: RewardRunner) -> None:
+    runner.timed = lambda name, began, ended: print(ended - began)
+    m.TicketRequest()
+    m.GeneratorGoodbye("generator-0", "7")
+    TASKS["sort"].symbols
+"""
+
+
+def checked(into: Path) -> list[str]:
+    """What mypy says of the programs copied to `into`, a line each."""
+    config = into.parent / "mypy.ini"
+    config.write_text(CONFIG.format(root=ROOT))
+    programs = sorted(path.name for path in into.glob("*.py"))
+    argv = [sys.executable, "-m", "mypy", "--config-file", str(config), *programs, "lib"]
+    ended = subprocess.run(argv, cwd=into, capture_output=True, text=True)
+    assert ended.returncode in (0, 1), ended.stdout + ended.stderr
+    lines = ended.stdout.splitlines()
+    return [line for line in lines if re.search(rf" error: .*\[({'|'.join(CALLS)})\]$", line)]
+
+
+def test_every_program_calls_what_is_there(tmp_path: Path) -> None:
+    into = tmp_path / "benchmarks"
+    shutil.copytree(
+        ROOT / "benchmarks", into, ignore=shutil.ignore_patterns("results", "node_agent")
+    )
+    for name in PACKAGES:
+        (into / f"{name}.py").rename(into / f"program_{name}.py")
+    found = checked(into)
+    assert not found, "\n".join(found)
+    # what had rotted once: a callback of too few arguments, a message of old
+    (into / "rotten.py").write_text(ROTTEN)
+    found = checked(into)
+    said = [f"{line.split(':')[1]} {line.rsplit('[')[-1][:-1]}" for line in found]
+    assert said == [
+        "4 attr-defined",
+        "5 import-not-found",
+        "9 assignment",
+        "10 call-arg",
+        "11 arg-type",
+        "12 attr-defined",
+    ]

@@ -1,0 +1,296 @@
+"""README, CONTRIBUTING and docs: what they name is there, links lead somewhere, the site builds."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import figures  # noqa: E402
+import table  # noqa: E402
+
+from asyncrl.config import load  # noqa: E402
+
+LOOP = "2026-11-24_43508fc_2core_loop_speed.json"
+LOG = sorted((ROOT / "docs" / "log").glob("2*.md"))
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "configs" / "README.md",
+    ROOT / "benchmarks" / "results" / "README.md",
+    *sorted((ROOT / "docs").rglob("[!e]*.md")),
+    *sorted((ROOT / "docs").glob("e[!x]*.md")),
+    ROOT / "docs" / "extending.md",
+]
+RESULT = re.compile(r"benchmarks/results/[\w.-]+")
+RESULT_NAME = re.compile(r"\d{4}-\d\d-\d\d_([0-9a-f]+)_\d+core_[\w-]+\.(?:json|html)")
+NAMED = re.compile(
+    r"`((?:asyncrl|actors|buffer|learner|configs|tests|benchmarks|docs|requirements)/(?:[\w./-]*(?:/|\.\w+))?)`"
+)
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def prose(page: Path) -> str:
+    """The page without its fenced blocks."""
+    return re.sub(r"(?ms)^```.*?^```", "", page.read_text())
+
+
+def anchors(page: Path) -> set[str]:
+    """What a heading is called in a link, as GitHub and the site do it."""
+    found: set[str] = set()
+    for heading in re.findall(r"(?m)^#+ (.+)$", prose(page)):
+        words = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower()
+        found.add(re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", words).strip()))
+    return found
+
+
+def links(page: Path) -> list[str]:
+    without_code = re.sub(r"`[^`]*`", "", prose(page))
+    return re.findall(r"\]\(([^)\s]+)\)", without_code)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_link_and_anchor_leads_somewhere(page: Path) -> None:
+    for link in links(page):
+        if link.startswith(("http://", "https://", "mailto:")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{name(page)}: {link} leads nowhere"
+        if anchor:
+            assert anchor in anchors(target), f"{name(page)}: {name(target)} has no #{anchor}"
+
+
+def test_there_are_links_to_check() -> None:
+    assert len(links(ROOT / "README.md")) > 10
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p not in LOG], ids=name)
+def test_every_file_that_a_page_names_is_there(page: Path) -> None:
+    """The log speaks of its day; every other page of today."""
+    for named in NAMED.findall(prose(page)):
+        assert "NAME" in named or (ROOT / named).exists(), (
+            f"{name(page)} names {named}, which is not there"
+        )
+
+
+def test_every_page_that_the_code_names_is_there() -> None:
+    folders = ("asyncrl", "actors", "buffer", "learner", "benchmarks", "tests", "configs")
+    sources = [p for f in folders for kind in ("*.py", "*.toml") for p in (ROOT / f).rglob(kind)]
+    found = {
+        (path, page)
+        for path in [*sources, ROOT / "Makefile", ROOT / "pyproject.toml"]
+        for page in re.findall(r"\b(docs/[\w/-]+\.md|CONTRIBUTING\.md)", path.read_text())
+    }
+    assert len(found) > 5
+    for path, page in sorted(found):
+        assert (ROOT / page).is_file(), f"{name(path)} names {page}, which is not there"
+
+
+def test_every_key_that_a_page_names_exists() -> None:
+    keys = load.keys()
+    sections = {k.split(".")[0] for k in keys if "." in k}
+    ends = ("py", "md", "toml", "json", "jsonl", "html", "log", "txt", "key", "key_secret")
+    named = 0
+    for page in PAGES:
+        if page in LOG:
+            continue
+        for key in re.findall(r"`(\w+(?:\.\w+)+)(?: = [^`]*)?`", page.read_text()):
+            section, *_, last = key.split(".")
+            if section not in sections or last in ends:
+                continue
+            named += 1
+            assert key in keys or any(k.startswith(key + ".") for k in keys), f"{name(page)}: {key}"
+    assert named > 100
+
+
+def git(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["git", *words], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
+    )
+
+
+def results_named() -> dict[str, str]:
+    """Result file -> a page that names it."""
+    return {found: name(page) for page in PAGES for found in RESULT.findall(page.read_text())}
+
+
+def test_every_result_that_a_page_names_is_there() -> None:
+    named = results_named()
+    assert len(named) > 30
+    for path, page in named.items():
+        assert (ROOT / path).is_file(), f"{page} names {path}, which is not there"
+
+
+def test_every_result_was_measured_at_a_commit_of_this_history() -> None:
+    if git("rev-parse", "--git-dir").returncode:
+        pytest.skip("no git history here (an unpacked archive): commits of results not checked")
+    if git("rev-parse", "--is-shallow-repository").stdout.strip() == "true":
+        pytest.skip("a shallow clone: commits of results not checked; `git fetch --unshallow`")
+    files = sorted(p.name for p in (ROOT / "benchmarks" / "results").glob("20*"))
+    assert files
+    for file in files:
+        found = RESULT_NAME.fullmatch(file)
+        assert found, f"{file} is not called DATE_COMMIT_MACHINE_NAME"
+        assert git("merge-base", "--is-ancestor", found[1], "HEAD").returncode == 0, (
+            f"{file}: commit {found[1]} is not in this history: measure it again, or leave it out"
+        )
+
+
+def test_the_readme_fits_on_one_page() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+@pytest.mark.parametrize("image", sorted(figures.drawn()))
+def test_every_figure_is_what_its_result_draws(image: str) -> None:
+    drawn = figures.drawn()[image]
+    assert drawn == (ROOT / "docs" / "img" / image).read_text(), "run benchmarks/figures.py"
+
+
+def test_the_demo_s_figure_shows_its_run() -> None:
+    """Of another run, another picture: the end of the curve is in the title and in the line."""
+    result = json.loads(json.dumps(figures.demo_result()))
+    before = figures.demo(result)
+    result["heldout"][-1][1] = 0.123
+    after = figures.demo(result)
+    assert "to 0.88" in before and "to 0.12" in after
+    line = re.compile(r"stroke='#2563eb'.*?points='([^']+)'")
+    old, new = (line.search(x) for x in (before, after))
+    assert old and new and old[1].split()[-1] != new[1].split()[-1]
+    assert old[1].split()[:-1] == new[1].split()[:-1]
+
+
+@pytest.mark.parametrize("page", LOG, ids=name)
+def test_an_entry_of_the_log_has_heading_and_verdict_and_is_in_the_index(page: Path) -> None:
+    lines = page.read_text().splitlines()
+    date = page.name[:10]
+    assert lines[0].startswith("# ") and not lines[1]
+    verdict = re.fullmatch(rf"{date}\. \*\*(.+)\*\*", lines[2])
+    assert verdict, f"{page.name}: the third line is its date and its verdict in bold"
+    index = (page.parent / "index.md").read_text()
+    assert f"| {date} | [{lines[0][2:]}]({page.name}) | {verdict[1]} |" in index
+
+
+def test_the_site_builds_strictly(tmp_path: Path) -> None:
+    """A link that the site cannot follow, or a page that its menu lacks, is an error."""
+    argv = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "s")]
+    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(
+        argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    made = {p.parent.name for p in (tmp_path / "s").rglob("index.html")}
+    assert {"staleness", "algorithms", "performance", "log"} <= made
+
+
+def result(file: str) -> dict[str, Any]:
+    assert file in (ROOT / "README.md").read_text(), f"README does not name {file}"
+    return dict(json.loads((ROOT / "benchmarks" / "results" / file).read_text()))
+
+
+def bullet(file: str) -> str:
+    """The README's line that names the result file, on one line."""
+    text = (ROOT / "README.md").read_text().split("## Measured")[1].split("\n## ")[0]
+    (line,) = [" ".join(b.split()) for b in text.split("\n- ") if file in b]
+    return line
+
+
+def faster(found: dict[str, Any], seconds: str = "wall_s") -> str:
+    """How many times as fast the asynchronous arm of a comparison is."""
+    return f"{found['arms']['sync'][seconds] / found['arms']['async'][seconds]:.2f}"
+
+
+def test_the_goal_of_the_step_stands_beside_the_fastest_rival() -> None:
+    """The two ranks are the faster loop in every file, and the page's figures are of its rounds."""
+    page = " ".join((ROOT / "docs" / "performance.md").read_text().split())
+    files = sorted((ROOT / "benchmarks" / "results").glob("*_loop_speed*.json"))
+    pooled: dict[str, list[float]] = {}
+    for path in files:
+        rounds = json.loads(path.read_text())["speed"]["rounds"]
+        over = {
+            rival: [r["async"]["step"] / r[rival]["step"] for r in rounds]
+            for rival in ("two ranks", "strong")
+        }
+        least, most = (median(over[rival]) for rival in ("strong", "two ranks"))
+        assert most > 0.65 and least < most, path
+        pooled.setdefault(path.name[:18], []).extend(over["two ranks"])
+    assert len(files) == 5 and "0.69 to 0.79 in five of five" in page
+    old = pooled["2026-11-22_239afbe"]
+    latest = json.loads((ROOT / "benchmarks/results" / LOOP).read_text())["speed"]["rounds"]
+    now = [r["async"]["step"] / r["two ranks"]["step"] for r in latest]
+    said = [f"{median(x):.2f} ({min(x):.2f} to {max(x):.2f})" for x in (now, old)]
+    fastest = "as two ranks, the fastest rival |"
+    cells = page.partition(fastest)[2].split(" | ")
+    assert cells[0].strip().startswith(said[0]) and cells[1] == said[1]
+    assert cells[2:4] == ["0.65", "not met"]
+    assert f"takes {median(now):.2f} of the time of the strongest rival" in bullet(LOOP)
+
+
+def test_the_readme_s_figures_are_those_of_their_files() -> None:
+    seeds = "2026-11-21_c0f74bc_4core_demo_seeds.json"
+    rows = result(seeds)["seeds"]
+    low, start = min(r["heldout_end"] for r in rows), min(r["heldout_start"] for r in rows)
+    slowest = max(r["wall_s"] for r in rows)
+    assert f"five seeds: {start:.2f} to {low:.2f} and more in {slowest:.0f} s" in bullet(seeds)
+    assert len(rows) == 5
+
+    real = "2026-11-22_239afbe_2core_smollm2_sort.json"
+    found = result(real)
+    (first, last), (strange, known) = (
+        [f"{found['accuracy'][split][when]['share']:.2f}" for when in ("start", "end")]
+        for split in ("heldout", "ood")
+    )
+    assert f"{first} to {last} in twelve minutes, {strange} to {known} on names" in bullet(real)
+    assert round(found["seconds"] / 60) == 12
+
+    compared = "2026-11-21_80ca5c9_4core_comparisons_default.json"
+    found = result(compared)["parts"]["default"]["found"]
+    verdicts = {(v["arm"], v["metric"]): v["verdict"] for v in found["verdicts"]}
+    assert f"{faster(found, 'seconds_to_target')}, {faster(found)} times the speed" in bullet(
+        compared
+    )
+    assert verdicts["async", "heldout_end"] == "no difference visible"
+    assert "no difference in final accuracy visible" in bullet(compared)
+
+    compared = "2026-11-24_59b14a2_2core_comparisons_default.json"
+    found = result(compared)["parts"]["default"]["found"]
+    difference = next(
+        v["difference"] for v in found["verdicts"] if (v["arm"], v["metric"]) == ("async", "area")
+    )
+    assert (
+        f"same accuracy {faster(found, 'seconds_to_target')} times as fast" in bullet(compared)
+        and f"1 / {faster(found)} of the time" in bullet(compared)
+        and f"is {-difference:.2f} lower" in bullet(compared)
+    )
+    slow = "2026-11-24_65278ca_2core_comparisons_slow.json"
+    found = result(slow)["parts"]["slow"]["found"]
+    assert f"limit 4: {faster(found, 'seconds_to_target')} times as fast" in bullet(slow)
+
+    grid = "2026-11-21_3ff3b71_4core_lag_grid.json"
+    cells = result(grid)["tasks"]["rle-5e-4"]["cells"]
+    final = {(c["correction"], c["limit"]): f"{c['final']:.2f}" for c in cells}
+    with_it, without, synchronous = final["ppo", "4"], final["none", "4"], final["ppo", "0"]
+    assert f"At lag 4: {with_it} with PPO" in bullet(grid)
+    assert f"{without} without ({synchronous} synchronous)" in bullet(grid)
+
+
+def test_speed_is_claimed_from_results_against_present_rivals_only() -> None:
+    """A result against a weaker rival is no figure any more, on any page but the log."""
+    for page in PAGES:
+        for file in () if page in LOG else RESULT.findall(page.read_text()):
+            day, _, _, name = Path(file).stem.split("_", 3)
+            assert day >= table.SINCE.get(name, ""), f"{page}: {file} had a weaker rival"
+            assert not name.startswith(table.OUTDATED), f"{page}: {file} had a weaker rival"

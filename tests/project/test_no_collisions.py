@@ -1,0 +1,199 @@
+"""Names cannot collide: whatever files lie in a user's folder, ours and the standard library's are
+what is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from process_kit import ENV, ROOT, SMALL, Ended
+
+pytestmark = pytest.mark.slow
+
+PLAIN_ENV = {k: v for k, v in ENV.items() if k != "PYTHONPATH"}
+TAKEN = (
+    "learner",
+    "buffer",
+    "actors",
+    "config",
+    "messages",
+    "queue",
+    "random",
+    "secrets",
+    "selectors",
+    "tempfile",
+    "logging",
+    "uuid",
+)
+REWARD = """
+import json, queue, sys
+from pathlib import Path
+
+def reward(prompt, text):
+    wanted = ("actors", "asyncrl", "queue")
+    names = {n: getattr(sys.modules.get(n), "__file__", None) for n in wanted}
+    Path(__file__).with_name("seen.json").write_text(json.dumps(names))
+    return float(len(text) % 2)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A user's folder with files of unlucky names, each of which says so when it is imported, and a
+    reward module.
+    """
+    path = tmp_path / "work"
+    path.mkdir()
+    for name in TAKEN:
+        (path / f"{name}.py").write_text(
+            f"raise RuntimeError('{name}.py of the working directory was imported')\n"
+        )
+    (path / "my_reward.py").write_text(REWARD)
+    shutil.copy(ROOT / "configs" / "demo.toml", path / "demo.toml")
+    return path
+
+
+def small_run(folder: Path, model: Path, argv: list[str], **env: str) -> Ended:
+    sets = [
+        f"model.path={str(model)!r}",
+        *SMALL[:-1],
+        "learner.steps=2",
+        "evaluation.every=0",
+        "name='r'",
+        "reward.function='my_reward:reward'",
+        "reward.deadline_s=600.0",
+    ]
+    words = [*argv, "run", "demo.toml", "--json", *[x for s in sets for x in ("--set", s)]]
+    return Ended(
+        subprocess.run(
+            words, cwd=folder, env=PLAIN_ENV | env, capture_output=True, text=True, timeout=1800
+        )
+    )
+
+
+CALLS = [
+    ("console script", [str(Path(sys.executable).with_name("asyncrl"))]),
+    ("module", [sys.executable, "-m", "asyncrl.cli"]),
+]
+
+
+@pytest.mark.parametrize("argv", [c[1] for c in CALLS], ids=[c[0] for c in CALLS])
+def test_a_run_in_a_folder_with_files_of_our_names(
+    argv: list[str], folder: Path, small_model: Path
+) -> None:
+    done = small_run(folder, small_model, argv)
+    assert done.code == 0 and done.json["steps"] == 2, done.err[-3000:]
+    assert "working directory was imported" not in done.err + "".join(
+        p.read_text() for p in folder.glob("runs/r/logs/*/*.log")
+    )
+    seen = json.loads((folder / "seen.json").read_text())
+    assert seen["actors"] == str(ROOT / "actors" / "__init__.py") and "lib/python" in seen["queue"]
+
+
+def test_modules_on_a_pythonpath_of_the_users_own_are_found_and_hide_nothing(
+    folder: Path, tmp_path: Path, small_model: Path
+) -> None:
+    """There the standard library comes later, as the user asked for; our names still win."""
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (folder / "my_reward.py").rename(mine / "my_reward.py")
+    for name in ("learner", "buffer", "actors"):
+        shutil.copy(folder / f"{name}.py", mine / f"{name}.py")
+    done = small_run(folder, small_model, CALLS[0][1], PYTHONPATH=str(mine))
+    assert done.code == 0 and (mine / "seen.json").exists(), done.err[-3000:]
+
+
+def test_the_wheel_brings_one_name_and_runs(
+    folder: Path, tmp_path: Path, small_model: Path
+) -> None:
+    tree, out = tmp_path / "tree", tmp_path / "site"
+    for name in ("asyncrl", "actors", "buffer", "learner", "configs"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tree)
+    build = "import sys, setuptools.build_meta as b; b.build_wheel(sys.argv[1])"
+    subprocess.run(
+        [sys.executable, "-c", build, str(tmp_path)],
+        cwd=tree,
+        env=PLAIN_ENV,
+        check=True,
+        capture_output=True,
+    )
+    (wheel,) = tmp_path.glob("asyncrl-*.whl")
+    with zipfile.ZipFile(wheel) as z:
+        names = z.namelist()
+        z.extractall(out)
+    assert {n.split("/")[0] for n in names if ".dist-info" not in n} == {"asyncrl"}
+    ours = {
+        p.relative_to(ROOT)
+        for x in ("asyncrl", "actors", "buffer", "learner", "configs")
+        for p in (ROOT / x).rglob("*.py")
+    }
+    inside = {
+        Path(n) if (ROOT / n).exists() else Path(n).relative_to("asyncrl")
+        for n in names
+        if n.endswith(".py")
+    }
+    assert inside == ours, "every module is in it, each once"
+
+    done = small_run(
+        folder, small_model, [sys.executable, "-P", "-m", "asyncrl.cli"], PYTHONPATH=str(out)
+    )
+    assert done.code == 0 and done.json["steps"] == 2, done.err[-3000:]
+    seen = json.loads((folder / "seen.json").read_text())
+    assert seen["actors"] == str(out / "asyncrl" / "actors" / "__init__.py") and seen[
+        "asyncrl"
+    ] == str(out / "asyncrl" / "__init__.py")
+
+
+def ended(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd="/",
+        env=PLAIN_ENV | env,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+def test_a_module_has_one_name() -> None:
+    done = ended("import asyncrl, learner; print(learner.__file__); import asyncrl.learner")
+    assert (
+        done.stdout.strip() == str(ROOT / "learner" / "__init__.py")
+        and "asyncrl.learner is imported as learner" in done.stderr
+    )
+
+
+def test_another_module_of_our_name_is_named(tmp_path: Path) -> None:
+    (tmp_path / "buffer.py").touch()
+    done = ended("import buffer, asyncrl", PYTHONPATH=str(tmp_path))
+    assert (
+        done.returncode == 1
+        and f"asyncrl needs its own package `buffer`, but {tmp_path / 'buffer.py'} was imported"
+        in done.stderr
+    )
+
+
+def test_a_checkout_that_is_not_installed_runs_by_name(tmp_path: Path) -> None:
+    """`python -m asyncrl.cli` in it: processes that it starts find it too, which `-P` alone would
+    keep from them.
+    """
+    code = (
+        "import os, asyncrl.contract.importing as i; i.INSIDE = i.Path(os.getcwd()) / 'asyncrl'; "
+        "i.export_checkout_path(); print(os.environ['PYTHONPATH'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=PLAIN_ENV | {"PYTHONPATH": "a" + os.pathsep + "b"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.strip().split(os.pathsep) == [str(tmp_path), "a", "b"], done.stderr

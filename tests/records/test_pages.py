@@ -1,0 +1,273 @@
+"""What the pages say beside their curves: how sure an accuracy is, what a band is, which colour is
+which work; and that nothing is empty.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from process_kit import ROOT, SMALL
+
+from asyncrl.cli import run as cli
+from asyncrl.config.load import load
+from asyncrl.config.tree import Config
+from asyncrl.experiments.compare import page as compare_page
+from asyncrl.experiments.compare.comparison import CellResult
+from asyncrl.experiments.compare.svg import svg, ticks
+from asyncrl.experiments.lab import page as lab_page
+from asyncrl.experiments.serial import run_serial
+from asyncrl.records import page_kit
+from asyncrl.supervise import run_page
+
+ROWS: list[dict[str, Any]] = [
+    {"step": 0, "eval/heldout": 0.4, "eval/heldout_n": 100},
+    {"step": 0, "reward/mean": 0.5, "reward/min": 0.0, "reward/max": 1.0},
+    {"step": 9, "eval/heldout": 0.9, "eval/heldout_n": 400},
+]
+
+
+def test_an_accuracy_stands_with_its_n_and_interval() -> None:
+    """1.96 sqrt(0.24 / 100) = 0.0960; 1.96 sqrt(0.09 / 400) = 0.0294."""
+    assert [(n, round(half, 4)) for n, half in run_page.certainty(ROWS, "heldout")] == [
+        (100, 0.096),
+        (400, 0.0294),
+    ]
+    assert run_page.certainty(ROWS, "ood") == []
+    lag, idle = {"mean": 1.0, "p95": 2, "max": 2, "limit": 2}, {"generator": 0.1, "learner": 0.2}
+    summary = {
+        "heldout_start": 0.4,
+        "heldout_end": 0.9,
+        "ood_start": None,
+        "ood_end": None,
+        "wall_s": 1.0,
+        "steps": 9,
+        "lag": lag,
+        "trajectories": 1,
+        "tokens": 1,
+        "speed": {"generator_tokens_per_s": 1.0, "learner_tokens_per_s": 1.0, "idle_share": idle},
+        "ledger": {"generated": 1},
+        "certainty": {"heldout": {"n": 400, "half": 0.0294}},
+    }
+    cards = {id_: (value, note) for _, value, id_, note in run_page._cards(summary, ROWS)}
+    assert cards["heldout-start"] == ("0.400", "+-0.096 (n = 100)") and cards["heldout-end"] == (
+        "0.900",
+        "+-0.029 (n = 400)",
+    )
+    assert cards["ood-end"][1] == "" and cards["steps"] == ("9", "")
+    assert (
+        cli.outline(summary)["held-out"]
+        == "0.400 -> 0.900 +-0.029 (n = 400)   out of distribution - -> -"
+    )
+
+
+def test_the_curve_of_accuracy_has_the_intervals_as_bars() -> None:
+    accuracy = run_page._plots(ROWS, {"lag_histogram": {}})[0]
+    (held_out,) = [t for t in accuracy.data if t.name == "held-out"]
+    assert [round(x, 4) for x in held_out.error_y.array] == [
+        0.096,
+        0.0294,
+    ] and accuracy.layout.yaxis.range == (0, 1.02)
+    wide = run_page._plots(
+        [*ROWS, {"step": 1, "reward/mean": 3.0, "reward/min": -5.0, "reward/max": 5.0}],
+        {"lag_histogram": {}},
+    )[0]
+    assert wide.layout.yaxis.range is None, "rewards beyond 1 are not cut off"
+
+
+def test_a_kind_of_work_has_one_colour() -> None:
+    """Also where another kind is missing, and an unknown one has none of theirs."""
+
+    def colours(*lanes: tuple[str, list[str]]) -> dict[str, str]:
+        spans = {
+            process: [(name, 0.1 * i, 0.1 * i + 0.05) for i, name in enumerate(names)]
+            for process, names in lanes
+        }
+        figure, _ = run_page._timeline(spans)
+        return {t.name: t.marker.color for t in figure.data}
+
+    whole = colours(
+        ("learner", ["train", "publish", "checkpoint"]),
+        ("generator-0", ["decode", "prefill", "weights", "reward", "polish"]),
+    )
+    assert (
+        whole == run_page.KINDS | {"polish": run_page.OTHER_KIND} and len(set(whole.values())) == 8
+    )
+    assert colours(("learner", ["train"]), ("generator-0", ["weights"])) == {
+        k: whole[k] for k in ("weights", "train")
+    }
+
+
+def test_what_a_run_does_not_measure_has_no_empty_plot() -> None:
+    rows = [{"step": 1, "t": 1.0, "reward/mean": 0.5, "split/update_k3": 0.1}]
+    titles = [p.layout.title.text for p in run_page._plots(rows, {"lag_histogram": {}})]
+    assert titles == [
+        "Accuracy",
+        "Lag of trained tokens",
+        "Log ratio to the behaviour policy, in three parts",
+    ]
+
+
+def test_the_timeline_shows_several_steps_however_long_they_are() -> None:
+    def shown(step_s: float) -> float:
+        steps = [("train", step_s * i, step_s * (i + 0.9)) for i in range(20)]
+        figure, seconds = run_page._timeline({"learner": steps, "generator-0": []})
+        (train,) = figure.data
+        assert figure.layout.xaxis.range == (0, seconds)
+        assert max(b + w for b, w in zip(train.base, train.x, strict=True)) <= seconds
+        return seconds
+
+    assert shown(0.1) == run_page.TIMELINE_S
+    assert shown(5.0) == pytest.approx(run_page.STEPS_SHOWN * 4.5)
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(0, 0.1), (0, 0.37), (0, 1.08), (3, 17), (0, 1e-9), (-0.04, 130), (0, 4321)]
+)
+def test_ticks_are_few_round_numbers(low: float, high: float) -> None:
+    found = ticks(low, high)
+    assert 2 <= len(found) <= 6 and low <= found[0] and found[-1] <= high
+    assert all(
+        len(f"{x:.6e}".partition("e")[0].replace(".", "").replace("-", "").rstrip("0")) <= 3
+        for x in found
+    ), found
+
+
+def test_an_axis_of_a_plot_is_labelled_with_them() -> None:
+    drawn = svg("t", [("a", "red", [(0.0, 0.1), (120.0, 0.75)], True)], "steps", "accuracy")
+    for label in ("0.2", "0.4", "0.6", "0.8", "25", "100"):
+        assert f">{label}</text>" in drawn
+    assert ">0.20</text>" not in drawn and ">0.61</text>" not in drawn
+
+
+def warm(config: Config, arm: str, seed: int) -> CellResult:
+    record = run_serial(config, seed)
+    rows = [r | {"step": r["version"]} for r in record["curve"]]
+    return CellResult(arm, seed, {"heldout_end": 0.5}, [0.0, 6.0], [0.4, 0.5], rows, warm=True)
+
+
+def test_a_warm_run_has_answer_lengths(small_model: Path) -> None:
+    c = load(
+        ROOT / "configs" / "demo.toml",
+        [
+            f"model.path={str(small_model)!r}",
+            *SMALL[:-1],
+            "evaluation.every=0",
+            "staleness.inject=1",
+        ],
+    )
+    cell = warm(c, "late", 0)
+    figure = compare_page.curves(
+        "Answer length", "tokens", ["late"], [cell], compare_page._metric("answer/length")
+    )
+    (line,) = figure.data
+    assert len(line.y) == 6 and all(1 <= y <= 12 for y in line.y)
+
+
+def test_bands_are_named_for_what_they_are() -> None:
+    c = load(
+        ROOT / "configs" / "demo.toml", ["evaluation.final_prompts=1024", "evaluation.prompts=256"]
+    )
+    said = compare_page.bands({"seeds": [0, 1, 2]}, c)
+    assert (
+        "bands: from the lowest to the highest seed, no interval" in said
+        and "mean over 3 seeds" in said
+    )
+    # 0.98 / sqrt(n)
+    assert (
+        "+-0.031 at most (n = 1,024 held-out prompts) at both ends, +-0.061 at most (n = 256 "
+        "held-out prompts) between" in said
+    )
+    assert "bands" not in compare_page.bands({"seeds": [0]}, c)
+    assert (
+        '<p id="bands" class="sub">{{ bands }}</p>'
+        in (Path(page_kit.__file__).parent / "templates" / "compare.html").read_text()
+    )
+
+
+def test_many_estimators_stand_in_rows_of_their_own() -> None:
+    """Points that share a place stay apart: every name is a row, every panel an axis with numbers
+    written out.
+    """
+    names = [f"estimator {i}" for i in range(25)]
+    figure = lab_page.dots(
+        "t", names, {"bias": [1e-3] * 25, "variance": [4.0 + i for i in range(25)]}
+    )
+    assert [list(t.y) for t in figure.data] == [
+        names,
+        names,
+    ] and figure.layout.yaxis.autorange == "reversed"
+    assert figure.layout.height >= 25 * 20 and list(figure.layout.xaxis2.ticktext) == [
+        "1",
+        "2",
+        "5",
+        "10",
+        "20",
+        "50",
+        "100",
+    ]
+    assert figure.layout.xaxis.type == figure.layout.xaxis2.type == "log"
+
+
+def plotted(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """Titles of the report's plots and the names of their lines."""
+    return {
+        p.layout.title.text: [line.name for line in p.data]
+        for p in run_page._plots(rows, {"lag_histogram": {}})
+    }
+
+
+def test_what_is_the_same_throughout_is_one_line() -> None:
+    """With one update a batch the policy trained is the start: the batch's own move is what
+    differs."""
+    rows = [
+        {
+            "step": n,
+            "t": 1.0,
+            "kl/behavior_start_k3": 0.01 * n,
+            "kl/behavior_target_k3": 0.01 * n + (1e-3 if several and n == 3 else 1e-15),
+            "kl/moved": 0.002,
+        }
+        for several in (False, True)
+        for n in range(5)
+    ]
+    title = "KL: behaviour, learner's start, target"
+    assert plotted(rows[:5])[title] == [
+        "behaviour to start = behaviour to target",
+        "one batch's own move",
+    ]
+    assert plotted(rows[5:])[title] == [
+        "behaviour to start",
+        "behaviour to target",
+        "one batch's own move",
+    ]
+
+
+def test_stops_reshape_rates_and_lags_are_shown_where_they_act() -> None:
+    rows: list[dict[str, Any]] = [
+        {
+            "step": n,
+            "t": 1.0,
+            "optim/stop_kl": 0.0,
+            "optim/early_stops": 0.0,
+            "optim/lr_scale": 1.0,
+            "by_lag/ess_0": 1.0,
+            "by_lag/ess_3to4": 0.9,
+            "by_lag/k3_1": 0.01,
+        }
+        for n in range(4)
+    ]
+    still = plotted(rows)
+    assert still["Effective sample size by lag"] == ["lag 0", "lag 3to4"]
+    assert still["KL of the behavior policy to the learner's start by lag"] == ["lag 1"]
+    assert not {"Learning-rate scale", "Reshape"} & still.keys()
+    assert not [title for title in still if "early stopping" in title]
+    assert run_page.early_stops(rows) == []
+    rows[2] |= {"optim/stop_kl": 0.04, "optim/early_stops": 1.0, "optim/lr_scale": 0.5}
+    rows[3] |= {"optim/stop_kl": 0.01, "optim/early_stops": 1.0, "reshape/sigma2": 0.1}
+    acting = plotted(rows)
+    assert acting["Learning-rate scale"] == ["of the batch's last step"]
+    assert acting["Reshape"] == ["sigma2, variance of log w"]
+    assert acting["KL that early stopping last measured in a batch"] == ["KL"]
+    assert run_page.early_stops(rows) == [0.04]

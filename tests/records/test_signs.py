@@ -1,0 +1,254 @@
+"""Nothing to learn is said: rules over rows of metrics, by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from process_kit import ENV, ROOT, SMALL, Ended, demo_command
+
+from asyncrl.config.load import load
+from asyncrl.records import health_checks
+from asyncrl.records.health_checks import HealthFinding
+from asyncrl.supervise import doctor
+from asyncrl.supervise import run as runner
+from asyncrl.tasks.file import FileTask
+
+
+def rows(n: int, **keys: Any) -> list[dict[str, Any]]:
+    """n batches with these metrics; `_` in a name stands for `/` once."""
+    usual = {
+        "reward/mean": 0.5,
+        "reward/no_spread_share": 0.3,
+        "reward/min": 0.0,
+        "reward/max": 1.0,
+        "answer/truncated_share": 0.1,
+    }
+    return [
+        {"step": i, "t": float(i)} | usual | {k.replace("_", "/", 1): v for k, v in keys.items()}
+        for i in range(n)
+    ]
+
+
+def names(found: list[HealthFinding]) -> list[str]:
+    return [s.name for s in found]
+
+
+def test_a_healthy_run_has_no_signs() -> None:
+    assert (
+        health_checks.signs(rows(30)) == []
+        and health_checks.signs([], ended=True) == []
+        and health_checks.signs(rows(30), ended=True) == []
+    )
+
+
+def test_constant_rewards_are_said_from_the_fifth_batch_on() -> None:
+    flat = {"reward_no_spread_share": 1.0, "reward_min": 0.25, "reward_max": 0.25}
+    assert health_checks.signs(rows(4, **flat)) == []
+    (sign,) = health_checks.signs(rows(5, **flat))
+    assert (
+        sign.name == "constant_rewards"
+        and "last 5 batches has the reward 0.25" in sign.said
+        and "task try" in sign.try_this
+    )
+    assert sign.as_line() == f"{sign.said}; {sign.try_this}"
+
+
+def test_rewards_without_spread_in_most_groups() -> None:
+    """95 % is the limit, over the last 20 batches only; groups may differ among each other."""
+    (sign,) = health_checks.signs(rows(8, reward_no_spread_share=0.95))
+    assert (
+        "in 95% of the groups of the last 8 batches all completions have the same reward"
+        in sign.said
+    )
+    assert health_checks.signs(rows(8, reward_no_spread_share=0.94)) == []
+    assert names(health_checks.signs(rows(30) + rows(20, reward_no_spread_share=0.96))) == [
+        "constant_rewards"
+    ]
+    assert health_checks.signs(rows(30, reward_no_spread_share=1.0) + rows(20)) == []
+
+
+def test_rewards_that_hold_the_generators_up() -> None:
+    of = {"reward_queue": 120.0, "reward_wait_s": 3.0, "reward_call_s": 0.2, "reward_workers": 1.0}
+    (sign,) = health_checks.signs(rows(6, time_reward_wait_share=0.42, **of))
+    assert (
+        sign.name == "rewards_hold_up"
+        and "idle 42% of their time because of rewards: 120 completions waited, 3 s each, and "
+        "calls took 0.2 s in 1 process"
+        in sign.said
+    )
+    assert "async def" in sign.try_this and "reward.workers" in sign.try_this
+    assert (
+        health_checks.signs(rows(6, time_reward_wait_share=0.09, **of)) == []
+        and health_checks.signs(rows(4, time_reward_wait_share=0.42, **of)) == []
+    )
+    # No call has ended yet, as in a run of few steps.
+    del of["reward_call_s"], of["reward_wait_s"]
+    assert health_checks.signs(rows(6, time_reward_wait_share=0.42, **of)) == []
+    of |= {"reward_call_s": 0.2, "reward_wait_s": 3.0}
+    # Calls of 20 microseconds explain no wait of 3 s: answers wait for a core.
+    assert (
+        health_checks.signs(rows(6, time_reward_wait_share=0.42, **of | {"reward_call_s": 2e-5}))
+        == []
+    )
+
+
+def test_all_answers_truncated() -> None:
+    (sign,) = health_checks.signs(rows(6, answer_truncated_share=1.0))
+    assert (
+        sign.name == "all_truncated"
+        and "100% of the completions of the last 6 batches" in sign.said
+        and "generator.max_new_tokens" in sign.said
+    )
+    assert health_checks.signs(rows(6, answer_truncated_share=0.9)) == []
+
+
+def evaluated(start: float, end: float, n: int, **keys: Any) -> list[dict[str, Any]]:
+    ends = [
+        {"step": s, "t": 0.0, "eval/heldout": p, "eval/heldout_n": n}
+        for s, p in ((0, start), (30, end))
+    ]
+    return [ends[0], *rows(30, **keys), ends[1]]
+
+
+def test_accuracy_that_moves_less_than_its_interval() -> None:
+    """n = 100 at 0.5: 1.96 sqrt(2 x 0.25 / 100) = 0.1386."""
+    (sign,) = health_checks.signs(evaluated(0.5, 0.6, 100), ended=True)
+    half = math.sqrt(1.96**2 * (0.25 + 0.24) / 100)
+    assert (
+        sign.name == "unmoved_accuracy"
+        and f"from 0.500 to 0.600 in 30 batches, which is within chance (+-{half:.3f} at n = 100)"
+        in sign.said
+    )
+    assert health_checks.signs(evaluated(0.5, 0.6, 100)) == [], (
+        "a run that goes on is not judged by it"
+    )
+    assert (
+        health_checks.signs(evaluated(0.5, 0.65, 100), ended=True) == []
+        and health_checks.signs(evaluated(0.5, 0.35, 100), ended=True) == []
+    )
+    assert names(health_checks.signs(evaluated(0.0, 0.0, 1000), ended=True)) == ["unmoved_accuracy"]
+
+
+def test_the_interval_follows_the_range_of_the_rewards() -> None:
+    """Rewards of -10 to 10 around 0 vary by up to 10: 1.96 sqrt(2 x 100 / 100) = 2.77, where shares
+    of 1 would give 0.
+    """
+    wide = {"reward_min": -10.0, "reward_max": 10.0}
+    assert names(health_checks.signs(evaluated(0.0, 2.7, 100, **wide), ended=True)) == [
+        "unmoved_accuracy"
+    ]
+    assert health_checks.signs(evaluated(0.0, 2.8, 100, **wide), ended=True) == []
+
+
+def test_one_evaluation_is_no_movement() -> None:
+    assert (
+        health_checks.signs(
+            [{"step": 0, "eval/heldout": 0.5, "eval/heldout_n": 10}, *rows(30)], ended=True
+        )
+        == []
+    )
+
+
+def test_signs_are_said_once_while_a_run_goes_on(tmp_path: Path) -> None:
+    """Each on one line, at the first look that finds it; ever fewer looks at the file."""
+    told: list[str] = []
+    watcher = runner.HealthWatcher(tmp_path, told.append)
+    for n in range(1, 40):
+        with (tmp_path / "metrics.jsonl").open("a") as f:
+            flat = {"reward_no_spread_share": 1.0, "reward_min": 0.0, "reward_max": 0.0}
+            f.write(json.dumps(rows(1, **flat)[0] | {"step": n - 1}) + "\n")
+        watcher.check(n)
+        assert len(told) == (n >= 5)
+    assert told[0].startswith("note: every completion of the last 5 batches has the reward 0")
+    assert watcher.next == 41  # looked after 5 6 7 8 10 12 15 18 22 27 33
+
+
+def test_refused_messages_are_said_at_once_and_stay_in_report_and_doctor(tmp_path: Path) -> None:
+    (sign,) = health_checks.signs(
+        rows(2) + rows(1, refused_number=2.0, refused_token=1.0) + rows(1)
+    )
+    assert sign.name == "refused_messages" and sign.said == (
+        "the buffer has refused 3 messages: 2 answers with a reward, part, log-probability or "
+        "temperature that cannot be; 1 answers with tokens that the model does not have"
+    )
+    told: list[str] = []
+    watcher = runner.HealthWatcher(tmp_path, told.append)
+    watcher.check(0, {"reward/mean": 0.5})
+    assert not told
+    watcher.check(0, {"refused/limit": 1.0})
+    watcher.check(1, {"refused/limit": 2.0})
+    (line,) = told
+    assert line.startswith("note: the buffer has refused 1 message: 1 answers by weights older")
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(rows(1, refused_frame=4.0)[0]) + "\n")
+    config = load("configs/demo.toml")
+    seen = doctor.examine_run(config, tmp_path, None)
+    assert seen["refused"] == {"frame": 4}
+    said = "refused: 4 frames that do not decode, or are too large"
+    assert said in doctor.lines(config, tmp_path, seen)
+
+
+def test_prompts_without_answers(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text(
+        "\n".join(
+            json.dumps({"prompt": f"{i}="} | ({"answer": "1"} if i % 2 else {})) for i in range(20)
+        )
+    )
+    config = load("configs/demo.toml", ["task.name=file", f"task.prompts={str(path)!r}"])
+    (sign,) = runner.task_signs(config)
+    left = len(FileTask(str(path)).sets["train"])
+    assert (
+        sign.name == "answers_missing"
+        and f"of {left} prompts have no `answer`" in sign.said
+        and "reward.function" in sign.try_this
+    )
+    with_function = load(
+        "configs/demo.toml",
+        ["task.name=file", f"task.prompts={str(path)!r}", "reward.function='a:b'"],
+    )
+    assert runner.task_signs(with_function) == [] == runner.task_signs(load("configs/demo.toml"))
+
+
+def test_a_run_with_nothing_to_learn_says_so_on_the_terminal_and_in_its_report(
+    tmp_path: Path, small_model: Path
+) -> None:
+    """For real: prompts without answers, so that no answer is ever right."""
+    path = tmp_path / "p.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": f"{i}{i}="}) for i in range(10, 40)))
+    words = (
+        "task.name='file'",
+        f"task.prompts={str(path)!r}",
+        *SMALL[:-1],
+        "generator.max_new_tokens=12",
+        "learner.steps=8",
+        "name='r'",
+    )
+    done = Ended(
+        subprocess.run(
+            demo_command("run", tmp_path, small_model, *words),
+            cwd=ROOT,
+            env=ENV,
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+    )
+    assert done.code == 0, done.err[-3000:]
+    found = ["answers_missing", "constant_rewards", "unmoved_accuracy"]
+    assert [s["name"] for s in done.json["signs"]] == found
+    html = (tmp_path / "runs" / "r" / "report.html").read_text()
+    for sign in done.json["signs"]:
+        # its numbers are of the moment when it was first seen
+        assert done.err.count(f"; {sign['try_this']}\n") == 1, done.err
+    assert 'id="heldout-end-note">+-0.000 (n = 3)<' in html and done.json["certainty"][
+        "heldout"
+    ] == {"n": 3, "half": 0.0}
+    head = html.index('<ul id="signs">')
+    assert (
+        html.index("</h1>") < head < html.index('class="card"')
+        and html[head : html.index("</ul>", head)].count("<li>") == 3
+    )

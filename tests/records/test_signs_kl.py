@@ -1,0 +1,507 @@
+"""Runs that drift, collapse or overfit say so by name: rules over rows like those of real runs
+(docs/log), and over healthy ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from signs_kl_kit import LOST, Row, config, evals, names, rows
+
+from asyncrl.config import load
+from asyncrl.records import health_checks
+from asyncrl.supervise import run as runner
+
+K1_LOSS = ("kl.loss.coefficient=0.3", "kl.loss.estimator=k1")
+K3_REWARD = ("kl.reward.coefficient=0.1", "kl.reward.estimator=k3")
+K3_LOSS = ("kl.loss.coefficient=0.1", "kl.loss.estimator=k3")
+# KL to the reference under a term that works
+HELD = [0.06 * (1 - math.exp(-n / 10)) for n in range(50)]
+
+
+# ---- growth --------------------------------------------------------------------------------------
+
+
+def test_the_chance_of_an_order_is_that_of_counting_them_all() -> None:
+    """Every order of 2 late and 3 early values."""
+    values, at_least = [1.0, 2.0, 3.0, 4.0, 5.0], dict.fromkeys(range(7), 0)
+    picks = list(itertools.combinations(values, 2))
+    for late in picks:
+        u = sum(x > y for x in late for y in values if y not in late)
+        for k in range(u + 1):
+            at_least[k] += 1
+    for late in picks:
+        early = [y for y in values if y not in late]
+        u = sum(x > y for x in late for y in early)
+        assert health_checks.chance_above(late, early) == at_least[u] / len(picks)
+    assert (
+        health_checks.chance_above([5.0] * 4, [1.0] * 8) == 1 / math.comb(12, 4)
+        and health_checks.chance_above([1.0] * 4, [1.0] * 8) == 1.0
+    ), "ties are no growth"
+
+
+def noise(seed: int, n: int, spread: float = 0.5, carry: float = 0.0) -> list[float]:
+    """Lognormal; carry: correlation of neighbours."""
+    r, x, out = random.Random(seed), 0.0, []
+    for _ in range(n):
+        x = carry * x + math.sqrt(1 - carry**2) * r.gauss(0, spread)
+        out.append(1e-4 * math.exp(x))
+    return out
+
+
+@pytest.mark.parametrize(("spread", "carry", "most"), [(0.5, 0.0, 3), (1.5, 0.0, 3), (0.3, 0.5, 3)])
+def test_noise_without_trend_is_seldom_called_growing(
+    spread: float, carry: float, most: int
+) -> None:
+    """1,000 series of 15 to 200 values; a look may be wrong once in 1,000, so 3 or fewer with a
+    chance of 98 %.
+    """
+    assert (
+        sum(
+            health_checks.growth(noise(i, 15 + 37 * i % 186, spread, carry)) is not None
+            for i in range(1000)
+        )
+        <= most
+    )
+
+
+def test_growth_is_found() -> None:
+    """Fivefold over the run in noise; or late, as before a collapse.  What does not double is no
+    growth, and neither are spikes.
+    """
+
+    def share(shape: Any) -> float:
+        return (
+            sum(
+                health_checks.growth(
+                    [x * shape(i / 199) for i, x in enumerate(noise(seed, 200, 0.3))]
+                )
+                is not None
+                for seed in range(40)
+            )
+            / 40
+        )
+
+    assert (
+        share(lambda t: 1 + 4 * t) > 0.6
+        and share(lambda t: math.exp(3 * t)) > 0.9
+        and share(lambda t: 10.0 if t > 0.66 else 1.0) == 1
+    )
+    assert (
+        share(lambda t: 1 + 0.7 * t) == 0
+        and share(lambda t: 100.0 if t > 0.97 else 1.0) == 0
+        and share(lambda t: 5 - 4 * t) == 0
+    )
+    assert (
+        health_checks.growth([1.0] * 10 + [2.0] * 5) == (1.0, 2.0)
+        and health_checks.growth([1.0] * 10 + [1.99] * 5) is None
+    )
+    assert health_checks.growth([float(i) for i in range(13)]) is None and health_checks.growth(
+        [float(i) for i in range(14)]
+    ) == (1.5, 11.5), "14 values are needed"
+    assert (
+        health_checks.growth([]) is None
+        and health_checks.growth([1.0]) is None
+        and health_checks.growth([1.0, 2.0]) is None
+    )
+    # 17 values: 5 late over 12 early; three pairs the wrong way round have a chance of 7 / 6188 =
+    # 0.0011, two one of 4 / 6188.
+    assert health_checks.growth(
+        [1.0] * 9 + [10.0] * 3 + [5.0] + [20.0] * 4
+    ) is None and health_checks.growth([1.0] * 10 + [10.0] * 2 + [5.0] + [20.0] * 4) == (1.0, 20.0)
+    # stretches of ten: their medians are 3, though a third of the values is not
+    long = [1.0] * 120 + [3.0, 1.0, 3.0] * 20
+    assert health_checks.growth(long) == (1.0, 3.0)
+
+
+@pytest.mark.parametrize("name", ["mismatch__k3_at_lag_0", "split__mismatch_k3"])
+def test_a_growing_mismatch_is_said(name: str) -> None:
+    (sign,) = health_checks.signs(
+        rows(60, **{name: [1e-4 * math.exp(0.05 * i) for i in range(60)]})
+    )
+    assert (
+        sign.name == "growing_mismatch"
+        and name.replace("__", "/") in sign.said
+        and "from 1.6e-04 to 1.2e-03" in sign.said
+    )
+    assert "learner.lr" in sign.try_this and "exact" in sign.try_this
+    assert (
+        health_checks.signs(rows(60, **{name: [1e-9 * math.exp(0.05 * i) for i in range(60)]}))
+        == []
+    ), "too small to matter"
+    assert health_checks.signs(rows(60, **{name: noise(3, 60)})) == []
+    assert health_checks.signs(rows(60, **{name: [1e-6] * 40 + [9.9e-6] * 20})) == []
+    assert names(health_checks.signs(rows(60, **{name: [1e-6] * 40 + [1e-5] * 20}))) == [
+        "growing_mismatch"
+    ], "harmless below 1e-5"
+
+
+def test_both_measures_of_the_mismatch_are_looked_at() -> None:
+    grows = [1e-4 * math.exp(0.05 * i) for i in range(60)]
+    assert names(
+        health_checks.signs(rows(60, mismatch__k3_at_lag_0=noise(3, 60), split__mismatch_k3=grows))
+    ) == ["growing_mismatch"]
+    assert names(
+        health_checks.signs(rows(60, mismatch__k3_at_lag_0=grows, split__mismatch_k3=grows))
+    ) == ["growing_mismatch"], "said once"
+    holes = [math.nan if i % 2 else x for i, x in enumerate(grows)]
+    assert names(health_checks.signs(rows(60, mismatch__k3_at_lag_0=holes))) == ["growing_mismatch"]
+
+
+def test_an_engine_that_differs() -> None:
+    differs = [1e-4, 2e-3, 3e-3]
+    (sign,) = health_checks.signs(rows(6, mismatch__k3_at_lag_0=differs), config())
+    assert (
+        sign.name == "engine_mismatch"
+        and "by k3 = 2.0e-03" in sign.said
+        and "above 0.001" in sign.said
+        and "generator.dtype" in sign.try_this
+    )
+    assert (
+        health_checks.signs(rows(6, mismatch__k3_at_lag_0=[1e-3]), config())
+        == []
+        == health_checks.signs(rows(6), config())
+    )
+    assert health_checks.signs(rows(6, mismatch__k3_at_lag_0=[1e-13, 2e-3]), config()) == [], (
+        "one batch with few tokens says little"
+    )
+    late = rows(60, mismatch__k3_at_lag_0=[1e-5] * 41 + [0.01] * 11)
+    assert (
+        health_checks.engine_mismatch(late[:45], config()) is None
+        and health_checks.engine_mismatch(late[:46], config()) is not None
+    ), "the last 9 count: five of them are enough"
+    assert (
+        health_checks.signs(
+            rows(6, mismatch__k3_at_lag_0=[0.05]), health_checks.RunFacts(config().config, 0.1)
+        )
+        == []
+    ), "a mixture of experts"
+
+
+def test_answers_continued_on_older_keys_are_no_fault_of_the_engine() -> None:
+    (sign,) = health_checks.signs(
+        rows(6, mismatch__k3_at_lag_0=[2e-3] * 6, by_age__mismatch_k3_0=[1e-13, 2e-13]), config()
+    )
+    assert (
+        sign.name == "engine_mismatch"
+        and "but by 1.0e-13 where no older keys" in sign.said
+        and "recompute_kv" in sign.try_this
+    )
+    (engine,) = health_checks.signs(
+        rows(6, mismatch__k3_at_lag_0=[2e-3] * 6, by_age__mismatch_k3_0=[2e-3] * 6), config()
+    )
+    assert "older keys" not in engine.said and "generator.dtype" in engine.try_this
+
+
+# ---- the four of the KL terms --------------------------------------------------------------------
+
+
+def test_drift_under_k1_in_the_loss() -> None:
+    lost = rows(kl__target_ref_k3=LOST)
+    (sign,) = health_checks.signs(lost, config(*K1_LOSS))
+    assert (
+        sign.name == "kl_drift"
+        and "rises from 0.19 to 0.33 nats a token" in sign.said
+        and "k1 in the loss" in sign.said
+        and "k3" in sign.try_this
+    )
+    assert health_checks.signs(rows(kl__target_ref_k3=HELD), config(*K1_LOSS)) == [], (
+        "the settings alone are no sign"
+    )
+    assert (
+        health_checks.signs(rows(kl__target_ref_k3=[x / 5 for x in LOST]), config(*K1_LOSS)) == []
+    ), "little"
+    assert health_checks.signs(rows(kl__target_ref_k3=[0.3] * 50), config(*K1_LOSS)) == [], (
+        "no longer rising"
+    )
+    for middle, late, said in (
+        (0.08, 0.1, ["kl_drift"]),
+        (0.07, 0.099, []),
+        (0.16, 0.2, ["kl_drift"]),
+        (0.1601, 0.2, []),
+    ):
+        assert (
+            names(
+                health_checks.signs(
+                    rows(48, kl__target_ref_k3=[0.0] * 16 + [middle] * 16 + [late] * 16),
+                    config(*K1_LOSS),
+                )
+            )
+            == said
+        ), (middle, late)
+    assert (
+        health_checks.signs(
+            rows(14, kl__target_ref_k3=[0.1 * x for x in range(14)]), config(*K1_LOSS)
+        )
+        == []
+    ), "too early"
+    assert names(
+        health_checks.signs(
+            rows(15, kl__target_ref_k3=[0.1 * x for x in range(15)]), config(*K1_LOSS)
+        )
+    ) == ["kl_drift"]
+    for other in (
+        K3_LOSS,
+        ("kl.reward.coefficient=0.3", "kl.reward.estimator=k1"),
+        (*K1_LOSS, "kl.loss.off_policy=ratio"),
+        (K1_LOSS[0], "kl.loss.estimator='k1+'"),
+    ):
+        assert health_checks.signs(lost, config(*other)) == [], other
+
+
+@pytest.mark.parametrize("sets", [(), ("kl.loss.coefficient=0.0",)])
+def test_drift_without_a_kl_term(sets: tuple[str, ...]) -> None:
+    """While the reward rises, a policy that leaves the reference learns; then it drifts."""
+    (sign,) = health_checks.signs(rows(kl__target_ref_k3=LOST), config(*sets))
+    assert (
+        sign.name == "kl_drift"
+        and "without a KL penalty, and the reward does not rise" in sign.said
+    )
+    assert "kl.loss.coefficient" in sign.try_this
+    learning = rows(kl__target_ref_k3=LOST, reward__mean=[0.4 + 0.01 * n for n in range(50)])
+    assert health_checks.signs(learning, config(*sets)) == []
+    assert health_checks.signs(rows(kl__target_ref_k3=HELD), config(*sets)) == []
+
+
+def test_drift_is_seen_in_a_run_that_gives_few_values() -> None:
+    """The demo measures the KL to the reference 12 times."""
+    few = [r | {"kl/target_ref_k3": 0.03 * r["step"] / 10} for r in rows(120)]
+    few = [
+        r if r["step"] % 10 == 0 else {n: x for n, x in r.items() if "ref" not in n} for r in few
+    ]
+    assert names(health_checks.signs(few, config())) == ["kl_drift"]
+    assert health_checks.signs(few[:80], config()) == []
+
+
+def test_collapse_under_k3_in_the_reward() -> None:
+    gone = [
+        *evals("heldout", 128, (0, 0.377), (10, 0.4), (20, 0.02)),
+        *rows(20, kl__target_ref_k3=HELD),
+    ]
+    (sign,) = health_checks.signs(gone, config(*K3_REWARD))
+    assert (
+        sign.name == "kl_collapse"
+        and "held-out accuracy fell to 0.020 from 0.400" in sign.said
+        and "k3 in the reward" in sign.said
+    )
+    assert "k1" in sign.try_this and "checkpoint" in sign.try_this
+    (drifts,) = health_checks.signs(rows(kl__target_ref_k3=LOST), config(*K3_REWARD))
+    assert drifts.name == "kl_collapse" and "rises from 0.19 to 0.33 nats a token" in drifts.said
+    half = [*evals("heldout", 128, (0, 0.4), (20, 0.2)), *rows(20)]
+    assert (
+        health_checks.signs(half, config(*K3_REWARD))
+        == []
+        == health_checks.signs(evals("heldout", 128, (0, 0.4)) + rows(20), config(*K3_REWARD))
+    )
+    back = [*evals("heldout", 128, (30, 0.6), (20, 0.02), (0, 0.4)), *rows(30)]
+    assert health_checks.signs(back, config(*K3_REWARD)) == [], "in the order of steps"
+    for other in (
+        K3_LOSS,
+        (),
+        ("kl.reward.coefficient=0.0",),
+        (K3_REWARD[0], "kl.reward.estimator=k1"),
+    ):
+        assert health_checks.signs(gone, config(*other)) == [], other
+    assert names(health_checks.signs(gone, config(K3_REWARD[0], "kl.reward.estimator='k3+'"))) == [
+        "kl_collapse"
+    ]
+
+
+def test_good_in_distribution_and_poor_out_of_distribution() -> None:
+    """`rlenarrow` without KL: 0.38 to 0.88 on what is trained, 0.35 to 0.07 on what is not; 3
+    sqrt(.35 .65 / 256 + .07 .93 / 256) = 0.102.
+    """
+    near, far = (
+        evals("heldout", 512, (0, 0.38), (60, 0.88)),
+        evals("ood", 256, (0, 0.35), (60, 0.07)),
+    )
+    half = 3 * math.sqrt((0.35 * 0.65 + 0.07 * 0.93) / 256)
+    (sign,) = health_checks.signs([*near, *far, *rows()])
+    assert (
+        sign.name == "out_of_distribution"
+        and "held-out accuracy rose from 0.380 to 0.880" in sign.said
+    )
+    assert (
+        f"out-of-distribution accuracy fell from 0.350 to 0.070, more than chance (+-{half:.3f})"
+        in sign.said
+        and "kl.reward.coefficient" in sign.try_this
+    )
+    assert (
+        health_checks.signs([*near, *evals("ood", 256, (0, 0.35), (60, 0.35 - 0.11)), *rows()])
+        == []
+    ), "half = 0.116 there"
+    assert names(
+        health_checks.signs([*near, *evals("ood", 256, (0, 0.35), (60, 0.35 - 0.13)), *rows()])
+    ) == ["out_of_distribution"]
+    assert health_checks.signs([*near, *evals("ood", 256, (0, 0.07), (60, 0.35)), *rows()]) == []
+    assert (
+        health_checks.signs([*near, *far[:1], *rows()])
+        == []
+        == health_checks.signs([*near[:1], *far, *rows()])
+        == health_checks.signs([*near, *far])
+    )
+    worse = evals("heldout", 512, (0, 0.38), (60, 0.2))
+    assert health_checks.signs([*worse, *far, *rows()]) == [], (
+        "a run that gets worse at everything is another matter"
+    )
+
+
+def test_a_checker_that_is_fooled_shows_out_of_distribution() -> None:
+    """`rlehack` without KL: training reward 0.5 to 0.83, exact held-out 0.38 to 0.13, out of
+    distribution 0.14 to 0.01.
+    """
+    ends = [
+        *evals("heldout", 512, (0, 0.38), (50, 0.13)),
+        *evals("ood", 256, (0, 0.14), (50, 0.01)),
+    ]
+    (sign,) = health_checks.signs(
+        [*ends, *rows(reward__mean=[0.5 + 0.33 * min(i, 40) / 40 for i in range(50)])]
+    )
+    assert (
+        "the training reward rose from 0.537 to 0.830 while out-of-distribution accuracy fell from "
+        "0.140 to 0.010" in sign.said
+    )
+    assert health_checks.signs([*ends, *rows(reward__mean=[0.5] * 50)]) == []
+
+
+def test_a_coefficient_without_effect() -> None:
+    moved, none = [0.05] * 50, [0.004] * 50
+    (sign,) = health_checks.signs(
+        rows(kl__target_ref_k3=moved, kl__gradient_share=none), config(*K3_LOSS)
+    )
+    assert (
+        sign.name == "kl_without_effect"
+        and "0.4% of the policy term's" in sign.said
+        and "a KL of 0.05 nats" in sign.said
+    )
+    assert "kl.loss.coefficient = 0.1" in sign.try_this
+    assert (
+        health_checks.signs(
+            rows(kl__target_ref_k3=moved, kl__gradient_share=[0.01] * 50), config(*K3_LOSS)
+        )
+        == []
+    )
+    assert (
+        health_checks.signs(
+            rows(kl__target_ref_k3=[0.019] * 50, kl__gradient_share=none), config(*K3_LOSS)
+        )
+        == []
+    ), "nothing to hold"
+    for share, kl, said in ((0.0099, 0.02, ["kl_without_effect"]), (0.01, 0.02, [])):
+        assert (
+            names(
+                health_checks.signs(
+                    rows(kl__target_ref_k3=[kl] * 50, kl__gradient_share=[share] * 50),
+                    config(*K3_LOSS),
+                )
+            )
+            == said
+        )
+    assert names(
+        health_checks.signs(
+            rows(20, kl__target_ref_k3=moved, kl__gradient_share=none), config(*K3_LOSS)
+        )
+    ) == ["kl_without_effect"]
+    assert (
+        health_checks.signs(
+            rows(19, kl__target_ref_k3=moved, kl__gradient_share=none), config(*K3_LOSS)
+        )
+        == []
+    ), "too early"
+    assert names(
+        health_checks.signs(
+            rows(kl__target_ref_k3=moved, kl__gradient_share=[0.5] * 30 + none[:20]),
+            config(*K3_LOSS),
+        )
+    ) == ["kl_without_effect"]
+    assert (
+        health_checks.signs(
+            rows(kl__target_ref_k3=moved, kl__gradient_share=none),
+            config("kl.loss.coefficient=0.0"),
+        )
+        == []
+    )
+    both = (*K3_LOSS, "kl.reward.coefficient=0.2")
+    (sign,) = health_checks.signs(
+        rows(
+            kl__target_ref_k3=moved, kl__gradient_share=[0.5] * 50, kl__reward_gradient_share=none
+        ),
+        config(*both),
+    )
+    assert (
+        "kl.reward.coefficient = 0.2" in sign.try_this and "(kl/reward_gradient_share)" in sign.said
+    ), "each term by its own share"
+    assert (
+        health_checks.signs(
+            rows(
+                kl__target_ref_k3=moved,
+                kl__gradient_share=[0.5] * 50,
+                kl__reward_gradient_share=none,
+            ),
+            config(*K3_LOSS),
+        )
+        == []
+    )
+    assert (
+        health_checks.signs(rows(kl__target_ref_k3=moved), config(*K3_LOSS))
+        == []
+        == health_checks.signs(rows(kl__gradient_share=none), config(*K3_LOSS))
+    )
+
+
+# ---- where they are said -------------------------------------------------------------------------
+
+
+def test_a_watcher_knows_the_settings(tmp_path: Path) -> None:
+    told: list[str] = []
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps(r) + "\n" for r in rows(kl__target_ref_k3=LOST))
+    )
+    runner.HealthWatcher(tmp_path, told.append).check(50)
+    assert told == []
+    watcher = runner.HealthWatcher(
+        tmp_path, told.append, runner.run_facts(load.load("configs/demo.toml", K1_LOSS))
+    )
+    watcher.check(50)
+    watcher.check(80)
+    assert len(told) == 1 and told[0].startswith("note: KL to the reference rises")
+
+
+def test_the_summary_keeps_them(tmp_path: Path) -> None:
+    """And the accuracies at the start that a resumed buffer no longer knows."""
+    ends = [*evals("heldout", 512, (0, 0.3), (50, 0.6)), *evals("ood", 256, (0, 0.2), (50, 0.3))]
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps(r) + "\n" for r in [*ends, *rows(kl__target_ref_k3=LOST)])
+    )
+    left: Row = dict.fromkeys(
+        (
+            "wall_s",
+            "trajectories",
+            "tokens",
+            "heldout_end",
+            "ood_end",
+            "ledger",
+            "ledger_lines",
+            "lag_histogram",
+            "trained_ids",
+            "failures",
+            "mismatch_k3_max",
+        )
+    )
+    left |= {"steps": 50, "heldout_start": None, "ood_start": None, "lag": {}}
+    (tmp_path / "buffer_summary.json").write_text(json.dumps(left))
+    found = runner.summarise(load.load("configs/demo.toml", K1_LOSS), tmp_path)
+    assert [s["name"] for s in found["signs"]] == ["kl_drift"] and found["signs"][0][
+        "said"
+    ].startswith("KL to the reference rises")
+    assert (found["heldout_start"], found["ood_start"]) == (0.3, 0.2)
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in ends[3:]))
+    assert runner.summarise(load.load("configs/demo.toml"), tmp_path)["ood_start"] is None, (
+        "the end is not the start"
+    )

@@ -1,0 +1,258 @@
+"""benchmarks/chaos.py: its checker finds what is wrong with histories made by hand, and a short run
+of real processes, killed and stopped at points of their work, has nothing wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from process_kit import ENV, ROOT
+
+sys.path.append(str(ROOT / "benchmarks"))  # last: benchmarks/learner.py must not hide the package
+from lib.chaos import board, checker, forks
+
+pytestmark = pytest.mark.slow
+
+STEPS, GROUPS, SIZE = 6, 1, 2
+WRONG = ("lost", "duplicated", "over_limit", "miscounted", "foreign")
+
+
+def sound() -> checker.History:
+    """Two lives: the second goes on from version 2 of the first, and version 3 comes out as it had
+    been.
+    """
+    history = checker.History(lives={1: (0, 0), 2: (1, 2)})
+    for epoch, numbers in ((1, range(4)), (2, range(2, STEPS + 1))):
+        for number in numbers:
+            same = number <= 3
+            history.digests[epoch, number] = f"w{number}" if same else f"w{epoch}.{number}"
+    for number in range(STEPS):
+        epoch = 1 if number < 2 else 2
+        rows = []
+        for sample in range(SIZE):
+            key = (number, sample, 10 + number)
+            drawn = (1, min(number, 3)) if number < 4 else (2, number - 1)
+            rows.append([*key, 3, [list(drawn)]])
+            history.witness.append((number, epoch, *key, 3))
+            history.made[key] = 3
+            history.made_by_survivors.add(key)
+            history.acks[key] = {"accepted"}
+        history.trained[number, epoch] = rows
+    history.ledger = {"trained": STEPS * SIZE * 3, "orphaned": 0}
+    return history
+
+
+def wrong(history: checker.History, **more: Any) -> dict[str, int]:
+    found = checker.check(history, STEPS, GROUPS, SIZE, 1, **more)
+    return {name: found[name] for name in WRONG if found[name]}
+
+
+def test_a_sound_history_has_nothing_wrong() -> None:
+    assert wrong(sound()) == {}
+    assert checker.lag(sound(), (1, 3), (2, 3)) == 0, "the same weights, whatever their name"
+    assert checker.lag(sound(), (2, 3), (2, 5)) == 2
+    assert checker.ancestors(sound(), 2) == {1}
+
+
+def test_each_kind_of_wrong_is_counted_apart() -> None:
+    history = sound()
+    row = history.witness.pop()
+    history.ledger["trained"] -= 3
+    assert wrong(history) == {"lost": 2}, "planned and not trained, acknowledged and not trained"
+    assert wrong(history, memory=True) == {"lost": 1}
+    history = sound()
+    history.witness.append(row)
+    history.ledger["trained"] += 3
+    assert wrong(history) == {"duplicated": 1}
+    history = sound()
+    history.witness.append((STEPS - 1, 2, STEPS + 7, 0, 99, 3))
+    history.ledger["trained"] += 3
+    assert wrong(history) == {"duplicated": 1}, "of no planned ticket"
+    history = sound()
+    history.trained[STEPS - 1, 2][0][4] = [[1, 2]]
+    assert wrong(history) == {"over_limit": 1}
+    history = sound()
+    history.ledger["trained"] -= 2
+    assert wrong(history) == {"miscounted": 2}
+    history = sound()
+    history.lives[3] = (1, 2)
+    assert "foreign" in wrong(history), "the newest life does not come from what was trained"
+
+
+def test_an_acknowledged_answer_that_was_written_anew_must_be_accounted_for() -> None:
+    history = sound()
+    history.made[2, 0, 9] = 5
+    history.acks[2, 0, 9] = {"accepted"}
+    assert wrong(history) == {"lost": 1}
+    history.ledger["orphaned"] = 5
+    assert wrong(history) == {}
+
+
+def test_an_answer_that_was_taken_and_then_called_a_duplicate_counts_twice() -> None:
+    history = sound()
+    history.acks[1, 0, 11] = {"accepted", "duplicate"}
+    assert wrong(history) == {"duplicated": 1}
+
+
+def test_a_group_whose_answers_failed_three_times_leaves_the_plan_and_no_other() -> None:
+    history = sound()
+    moved = [(row[0], row[1], row[2] + (row[2] >= 3), *row[3:]) for row in history.witness]
+    history.witness = moved
+    history.acks = {key: said for key, said in history.acks.items() if key[0] < 3}
+    history.acks |= {(3, 0, 50): {"failed"}, (3, 1, 50): {"failed"}}
+    assert wrong(history)["lost"] == SIZE, "two failures are no reason"
+    history.acks[3, 0, 51] = {"failed"}
+    assert wrong(history) == {}
+
+
+def test_a_batch_that_was_set_aside_leaves_the_plan_and_no_other() -> None:
+    history = sound()
+    history.witness = [(*row[:2], row[2] + (row[2] >= 3), *row[3:]) for row in history.witness]
+    history.acks = {key: said for key, said in history.acks.items() if key[0] < 3}
+    assert wrong(history)["lost"] == SIZE
+    history.set_aside = {3, 4}
+    assert wrong(history) == {}, "what is in the file and was trained was not set aside"
+
+
+def test_an_answer_that_nobody_acknowledged_is_lost_if_its_generator_lived() -> None:
+    history = sound()
+    history.made[1, 0, 9] = 5
+    assert wrong(history) == {}
+    history.made_by_survivors.add((1, 0, 9))
+    assert wrong(history) == {"lost": 1}
+    history = sound()
+    del history.acks[1, 0, 11]
+    assert wrong(history) == {}, "trained, and the run ended before the word came a second time"
+
+
+def test_a_slow_recovery_is_told_with_its_seed_and_what_else_went_on() -> None:
+    import chaos
+    from lib.chaos.faults import Fault
+
+    shared, choice = board.Board(), random.Random(1)
+    drawn = [
+        ("buffer", "idle", "kill"),
+        ("learner", "mid-step", "stop"),
+        ("reward", "idle", "kill"),
+    ]
+    faults = [Fault(shared, one, choice) for one in drawn]
+    for fault, seconds in zip(faults, (38.7, 0.5, 20.0), strict=True):
+        fault.state, fault.seconds = "over", seconds
+    faults[2].state = "none"  # it never came about
+    rows = [fault.row() for fault in chaos.over(faults)]
+    (row,) = chaos.slow(rows, 1007)
+    assert (row["what"], row["seed"], row["beside"]) == (
+        "buffer: kill idle",
+        1007,
+        ["learner: stop mid-step"],
+    )
+    run = {"each": rows, "slow": [row], "seconds": 40.0, "error": ""}
+    run["messages"] = dict.fromkeys(("lost", "doubled", "held"), 0)
+    assert chaos.summed([run])["slow"] == [row]
+
+
+def ended(body: Callable[[], Any]) -> int:
+    """Exit code of a process that runs `body`."""
+    return os.waitstatus_to_exitcode(os.waitpid(forks.fork(body), 0)[1])
+
+
+def test_a_full_disk_takes_half_and_the_record_of_the_faults_goes_on(tmp_path: Path) -> None:
+    def body() -> int:
+        shared = board.Board()
+        shared.give("buffer", "idle", "disk")
+        assert shared.reached("buffer", "idle") and not shared.reached("buffer", "mid-journal")
+        shared.obey("buffer", room=10)
+        assert shared.obeyed("buffer") and not shared.reached("buffer", "idle")
+        board.Notes(tmp_path / "notes").add({"longer": "than ten bytes"})
+        file = os.open(tmp_path / "file", os.O_WRONLY | os.O_CREAT)
+        assert os.write(file, bytes(20)) == 10
+        try:
+            os.write(file, b"x")
+        except OSError:
+            return 7
+        return 0
+
+    assert ended(body) == 7
+    assert json.loads((tmp_path / "notes").read_text()) == {"longer": "than ten bytes"}
+
+
+def test_clocks_jump_for_one_process_and_stay_so_in_its_next_life() -> None:
+    shared = board.Board()
+
+    def body() -> int:
+        shared.own_clocks("learner")
+        wall, monotonic = time.time(), time.monotonic()
+        shared.give("learner", "idle", "clock", 5.0)
+        shared.obey("learner")
+        ahead, away = time.monotonic() - monotonic, abs(time.time() - wall)
+        away_ns = abs(time.time_ns() / 1e9 - wall)
+        return 7 if 5.0 <= ahead < 100.0 and away > 400.0 and away_ns > 400.0 else 1
+
+    assert ended(body) == 7
+    assert shared.seconds("learner", board.MONOTONIC) == 5.0
+    assert shared.seconds("buffer", board.MONOTONIC) == 0.0
+
+
+def test_broken_connections_lose_what_was_under_way_and_spare_the_door() -> None:
+    def body() -> int:
+        name = f"\0chaos-{os.getpid()}"
+        door = socket.socket(socket.AF_UNIX)
+        door.bind(name)
+        door.listen()
+        client = socket.socket(socket.AF_UNIX)
+        client.connect(name)
+        served, _ = door.accept()
+        client.send(b"under way")
+        assert board.cut_connections() == 2
+        again = socket.socket(socket.AF_UNIX)
+        again.connect(name)
+        return 7 if served.recv(100) in (b"", b"under way") and client.recv(1) == b"" else 1
+
+    assert ended(body) == 7
+
+
+def test_a_flipped_bit_is_one_and_is_mended(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    (tmp_path / "file").write_bytes(bytes(range(50)))
+    found = board.flip(tmp_path, random.Random(1))
+    now = (tmp_path / "file").read_bytes()
+    differ = [(a ^ b).bit_count() for a, b in zip(now, bytes(range(50)), strict=True) if a != b]
+    assert found[0] == tmp_path / "file" and differ == [1]
+    board.mend(found)
+    assert (tmp_path / "file").read_bytes() == bytes(range(50))
+
+
+@pytest.mark.parametrize("seed", [5])
+def test_kills_and_stops_at_points_of_the_work_lose_and_double_nothing(seed: int) -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "benchmarks" / "chaos.py"),
+            "--quick",
+            "--json",
+            "--seed",
+            str(seed),
+            "--patience",
+            "900",
+        ],
+        cwd=ROOT,
+        env={**ENV, "PYTHONPATH": str(Path(ROOT))},
+        capture_output=True,
+        text=True,
+        timeout=3600,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert {name: found[name] for name in WRONG} == dict.fromkeys(WRONG, 0)
+    assert found["faults"] == found["recovered"] >= 10 and found["errors"] == []
+    assert found["trained"] > 100 and len(found["victims"]) >= 3

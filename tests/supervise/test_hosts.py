@@ -1,0 +1,157 @@
+"""The supervisor's rules with a maker that starts nothing: whoever starts the processes, they are
+the same.
+"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+from hosts_kit import (
+    maker,
+    said,  # noqa: F401
+    supervisor,  # noqa: F401
+)
+
+from asyncrl.contract.errors import ConfigError, ProcessLost
+from asyncrl.contract.messages import RunStatus
+from asyncrl.contract.printable import LONGEST_LINE
+from asyncrl.contract.waits import ProcessWait
+from asyncrl.records import process_log
+from asyncrl.supervise import launch
+from asyncrl.supervise.hosts import TAIL_BYTES, last_lines
+from asyncrl.supervise.launch import Supervisor
+
+
+def test_what_a_maker_is_asked_to_start(supervisor: Supervisor, tmp_path: Path) -> None:
+    orders = {process.order.name: process.order for process in maker(supervisor).made}
+    assert list(orders) == ["buffer", "learner", "generator-0", "generator-1"]
+    assert orders["learner"].threads == 3 and orders["buffer"].threads == 1
+    assert orders["generator-1"].argv[-2:] == ["--index", "1"]
+    assert orders["buffer"].log == tmp_path / "logs" / "attempt_1" / "buffer.log"
+
+
+def test_the_budget_of_restarts_is_the_supervisors(supervisor: Supervisor, said: list[str]) -> None:
+    for life in range(3):
+        process = maker(supervisor).newest("generator-1")
+        process.code = 1
+        if life < 2:
+            assert not supervisor.poll() and process.closed == 1
+            assert maker(supervisor).newest("generator-1") is not process
+    assert "    the last 20 lines of generator-1" in said
+    with pytest.raises(ProcessLost, match=r"generator-1 died \(exit code 1\) and cannot be"):
+        supervisor.poll()
+
+
+def test_generators_come_back_to_a_run_that_goes_on_after_its_end(
+    supervisor: Supervisor, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it waits for evaluations that no process writes."""
+    now = launch.time.monotonic()
+    monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=lambda: now))
+    status = RunStatus("r", 9, 9, 1, {}, {}, [], {}, True)
+    for name in ("generator-0", "generator-1"):
+        maker(supervisor).newest(name).code = 0
+    before = len(maker(supervisor).made)
+    for finished, later in ((True, 60.0), (False, 0.0), (False, launch.LATE_S)):
+        supervisor.observe(msgspec.structs.replace(status, finished=finished))
+        supervisor.heard = now + later
+        assert not supervisor.poll() and len(maker(supervisor).made) == before
+    supervisor.heard = now + launch.LATE_S + 1
+    assert not supervisor.poll() and len(maker(supervisor).made) == before + 2
+    assert "the run goes on after its end: starting generator-1 again" in said
+    assert not supervisor.poll() and len(maker(supervisor).made) == before + 2
+    # where the buffer itself has ended well, the run is over
+    maker(supervisor).newest("generator-0").code = maker(supervisor).newest("buffer").code = 0
+    supervisor.poll()
+    supervisor.heard = now + 60.0
+    supervisor.poll()
+    assert len(maker(supervisor).made) == before + 2
+
+
+def test_a_refusal_told_through_any_maker_ends_the_run(supervisor: Supervisor) -> None:
+    process = maker(supervisor).newest("learner")
+    process.refusal, process.code = ConfigError("learner.lr: not today"), 2
+    with pytest.raises(ConfigError, match=r"^learner\.lr: not today$"):
+        supervisor.poll()
+    assert maker(supervisor).newest("learner") is process
+
+
+def test_who_holds_the_run_up_is_ended_and_started_again(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = launch.time.monotonic()
+    # a supervisor that was away for seconds blames nobody: its clock stands still here
+    monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=lambda: now))
+    waits = [ProcessWait("learner", "a batch", "generator-0", 900.0)]
+    peers = {"generator-0": 900.0, "generator-1": 0.1, "learner": 0.1}
+    supervisor.observe(RunStatus("r", 1, 9, 1, {}, {}, waits, peers, False))
+    supervisor.looked = now
+    supervisor.watchdog.restart(now - 1e6)
+    held_up = maker(supervisor).newest("generator-0")
+    supervisor.check_progress()
+    assert maker(supervisor).events == ["generator-0 killed"]
+    assert not supervisor.poll() and maker(supervisor).newest("generator-0") is not held_up
+    again = maker(supervisor).newest("generator-0")
+    again.code = -signal.SIGKILL  # by somebody else
+    assert not supervisor.poll()
+    ends = [row for row in process_log.read_events(supervisor.run_dir) if row["event"] == "died"]
+    assert [row.get("held_up", False) for row in ends] == [True, False]
+
+
+def test_a_run_ends_in_order_and_who_does_not_hear_is_killed(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "END_S", 0.05)
+    maker(supervisor).newest("generator-1").deaf = True
+    supervisor.end(gently=True)
+    assert maker(supervisor).events == [
+        "learner SIGTERM",
+        "generator-0 SIGTERM",
+        "generator-1 SIGTERM",
+        "generator-1 killed",
+        "buffer SIGTERM",
+    ]
+    assert all(process.closed == 1 for process in maker(supervisor).made)
+    assert {c.name: c.code for c in supervisor.children} == {
+        "buffer": 130,
+        "learner": 130,
+        "generator-0": 130,
+        "generator-1": -signal.SIGKILL,
+    }
+
+
+def test_a_learner_has_as_long_for_its_end_as_for_a_step(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a step and a checkpoint of its model take; all others END_S."""
+    clock = [0.0]
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+
+    monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    learner, generator = (maker(supervisor).newest(n) for n in ("learner", "generator-0"))
+    learner.deaf = generator.deaf = True
+    killed: dict[str, float] = {}
+    for process in (learner, generator):
+        kill, name = process.kill, process.order.name
+        monkeypatch.setattr(
+            process, "kill", lambda kill=kill, name=name: (killed.update({name: clock[0]}), kill())
+        )
+    patience = supervisor.watchdog.deadline
+    supervisor.end(gently=True)
+    assert patience > 2 * launch.END_S
+    assert killed["learner"] == pytest.approx(patience, abs=0.1)
+    assert killed["generator-0"] == pytest.approx(killed["learner"] + launch.END_S, abs=0.1)
+
+
+def test_the_last_lines_of_a_log(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert last_lines(log, 3) == []
+    log.write_bytes(b"x" * TAIL_BYTES + b"\nb\nc\xff\nd\n")
+    assert last_lines(log, 3) == ["b", "c\ufffd", "d"]
+    assert last_lines(log, 9)[0] == "x" * LONGEST_LINE + "..."

@@ -1,0 +1,457 @@
+"""`asyncrl join` and `asyncrl scale`: what is fetched, from whom, what a live run makes of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from hosts_kit import Pretender, maker, said, supervisor
+from process_kit import ENV, ROOT
+from several_hosts_kit import free_address, other_machine
+
+from asyncrl.config import load
+from asyncrl.contract.errors import AsyncrlError, ConfigError, DamagedDataError, PeerUnreachable
+from asyncrl.contract.messages import JoinReply, RunStatus
+from asyncrl.records import process_log, rundir
+from asyncrl.supervise import join, launch, live, scaling
+from asyncrl.supervise.launch import Supervisor
+from asyncrl.tasks import get_task
+from asyncrl.transport import file_server
+from asyncrl.transport.chunks import CHUNK_BYTES, ChunkClient, ChunkServer
+from asyncrl.transport.file_server import FileEntry, FileServer
+from asyncrl.transport.keys import make_keys
+
+pytestmark = pytest.mark.slow
+
+__all__ = ["said", "supervisor"]  # fixtures
+WAIT_S = 1800.0
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with all that a run reads."""
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    (tmp_path / "run" / "model" / "config.json").write_text("{}")
+    (tmp_path / "run" / "model" / "model.safetensors").write_bytes(os.urandom(3 * CHUNK_BYTES + 7))
+    (tmp_path / "run" / "model" / "old.bin").write_text("a second copy")
+    (tmp_path / "run" / "prompts.jsonl").write_text("{}\n")
+    (tmp_path / "run" / "mine.py").write_text("def reward(prompt, text): return 1.0\n")
+    monkeypatch.chdir(tmp_path / "run")
+    return tmp_path / "run"
+
+
+SETS = [
+    "model.path='model'",
+    "task.name='file'",
+    "task.prompts='prompts.jsonl'",
+    "reward.function='mine.py:reward'",
+]
+
+
+@pytest.fixture
+def served(place: Path) -> Iterator[Callable[..., ChunkClient]]:
+    ends: list[ChunkClient | ChunkServer] = []
+
+    def serve(*sets: str) -> ChunkClient:
+        config = load.load(ROOT / "configs" / "demo.toml", [*SETS, *sets])
+        server = ChunkServer(
+            "tcp://127.0.0.1:*", [], lambda *_: ("", b"", b""), "", FileServer(config)
+        )
+        client = ChunkClient(server.address, WAIT_S)
+        ends.extend((client, server))
+        return client
+
+    yield serve
+    for end in ends:
+        end.close()
+
+
+def test_files_come_by_digest_and_stay_in_the_cache(
+    served: Callable[..., ChunkClient], place: Path, tmp_path: Path
+) -> None:
+    (place / "judge").mkdir()
+    (place / "judge" / "config.json").write_text("{}")
+    client = served("reward.share=true", "reward.function=''", "reward.model.path='judge'")
+    assert [(e.part, e.name) for e in client.listing()][2] == ("reward_model", "config.json")
+    client = served("reward.share=true")
+    entries = client.listing()
+    assert [(e.part, e.name, e.given) for e in entries] == [
+        ("model", "config.json", True),
+        ("model", "model.safetensors", True),
+        ("prompts", "prompts.jsonl", True),
+        ("reward", "mine.py", True),
+    ]
+    lines: list[str] = []
+    where = file_server.fetch_files(client, entries[:2], tmp_path / "cache", lines.append)
+    assert (where / "model.safetensors").read_bytes() == (
+        place / "model" / "model.safetensors"
+    ).read_bytes()
+    assert (where.stat().st_mode & 0o777, len(lines)) == (0o700, 2)
+    received = client.bytes_received
+    assert file_server.fetch_files(client, entries[:2], tmp_path / "cache", lines.append) == where
+    assert client.bytes_received == received and "from the cache" in lines[-1]
+    # what was damaged there comes again
+    (where / "config.json").write_text("[]")
+    file_server.fetch_files(client, entries[:2], tmp_path / "cache", lines.append)
+    assert (where / "config.json").read_text() == "{}" and client.bytes_received == received + 2
+
+
+def test_code_that_the_run_does_not_allow_is_not_given(
+    served: Callable[..., ChunkClient], place: Path, tmp_path: Path
+) -> None:
+    client = served()
+    code = client.listing()[-1]
+    assert (code.part, code.given) == ("reward", False)
+    with pytest.raises(PeerUnreachable, match="does not give the file"):
+        list(client.file(code.digest, 0, code.size))
+    assert client.listing()[0].name == "config.json"  # it goes on
+    file_server.local_code("mine.py:reward", code)
+    file_server.local_code("package.module:reward", None)
+    (place / "mine.py").write_text("def reward(prompt, text): return 0.0\n")
+    with pytest.raises(ConfigError, match=r"mine\.py differs from mine\.py.*reward\.share = true"):
+        file_server.local_code("mine.py:reward", code)
+    (place / "mine.py").unlink()
+    with pytest.raises(ConfigError, match="is not here; copy it here"):
+        file_server.local_code("mine.py:reward", code)
+
+
+class Broken:
+    """A source whose connection breaks after each chunk."""
+
+    def __init__(self, data: bytes, wrong: bool = False) -> None:
+        self.data, self.wrong = data, wrong
+        self.begun: list[int] = []
+
+    def file(self, digest: str, begin: int, size: int) -> Iterator[bytes]:
+        self.begun.append(begin)
+        if begin < size:
+            yield b"x" * 4 if self.wrong else self.data[begin : begin + 4]
+        if begin + 4 < size:
+            raise PeerUnreachable("gone")
+
+
+def entry(data: bytes, name: str = "a.json") -> FileEntry:
+    import hashlib
+
+    return FileEntry("model", name, len(data), hashlib.sha256(data).hexdigest(), True)
+
+
+def test_a_broken_connection_is_gone_on_with_where_it_broke(tmp_path: Path) -> None:
+    data = os.urandom(4 * file_server.TRIES)
+    source = Broken(data)
+    file_server.fetch(source, entry(data), tmp_path / "a.json")
+    assert (tmp_path / "a.json").read_bytes() == data
+    assert source.begun == list(range(0, len(data), 4))
+    longer = data + b"more"
+    with pytest.raises(PeerUnreachable):
+        file_server.fetch(Broken(longer), entry(longer), tmp_path / "b.json")
+    file_server.fetch(source := Broken(longer), entry(longer), tmp_path / "b.json")
+    assert source.begun == [len(data)] and (tmp_path / "b.json").read_bytes() == longer
+
+
+def test_wrong_bytes_and_names_that_lead_elsewhere_are_refused(tmp_path: Path) -> None:
+    data = b"abcdefgh"
+    with pytest.raises(DamagedDataError, match=r"a\.json does not match its digest"):
+        file_server.fetch(Broken(data, wrong=True), entry(data), tmp_path / "a.json")
+    assert list(tmp_path.iterdir()) == []
+    for name in ("../a", "/etc/passwd", "..", "", "a/b", "a\n"):
+        with pytest.raises(DamagedDataError, match="no cache takes"):
+            file_server.fetch_files(Broken(data), [entry(data, name)], tmp_path / "cache", print)
+
+
+def test_the_config_of_a_joined_generator(place: Path, tmp_path: Path) -> None:
+    config = load.load(ROOT / "configs" / "demo.toml", [*SETS, "staleness.max_lag=0"])
+    files = [entry(b"", "config.json"), msgspec.structs.replace(entry(b"", "p"), part="prompts")]
+    reward = msgspec.structs.replace(entry(b"", "mine.py"), part="reward")
+    folders = {"model": tmp_path / "m", "prompts": tmp_path / "p", "reward": tmp_path / "r"}
+    told = JoinReply("r", "generator-3", load.dump(config), "tcp://127.0.0.1:2")
+    found = join.localize_config(told, "tcp://127.0.0.1:1", "keys", folders, [*files, reward])
+    assert found.model.path == str(tmp_path / "m")
+    assert found.task.prompts == str(tmp_path / "p" / "p")
+    assert found.reward.function == f"{tmp_path / 'r' / 'mine.py'}:reward"
+    assert (found.wires.address, found.wires.curve_dir) == ("tcp://127.0.0.1:1", "keys")
+    assert found.generators == 2  # or it would take every ticket there is, at a limit of 0
+    assert msgspec.structs.replace(found, generators=1).learner == config.learner
+    judged = load.load(ROOT / "configs" / "demo.toml", ["reward.model.path='judge'"])
+    told = msgspec.structs.replace(told, config=load.dump(judged))
+    folders = {"model": tmp_path / "m", "reward_model": tmp_path / "j"}
+    found = join.localize_config(told, "tcp://127.0.0.1:1", "keys", folders, files)
+    assert found.reward.model.path == str(tmp_path / "j")
+
+
+def test_a_variable_of_the_joiner_goes_where_the_run_says_only_by_its_word(tmp_path: Path) -> None:
+    judge = ["reward.judge.url='http://10.0.0.9/v1'", "reward.judge.model='x'"]
+    asks = load.load(ROOT / "configs" / "demo.toml", [*judge, "reward.judge.key_env='AWS_KEY'"])
+    told = JoinReply("r", "generator-3", load.dump(asks), "tcp://127.0.0.1:2")
+    args = (told, "tcp://127.0.0.1:1", "", {"model": tmp_path}, [entry(b"", "config.json")])
+    for env in ((), ("AWS", "JUDGE_KEY")):
+        with pytest.raises(ConfigError, match=r"'AWS_KEY' .* to 'http://10.0.0.9/v1': .* --env"):
+            join.localize_config(*args, join.Trust(env, code=True))
+    found = join.localize_config(*args, join.Trust(("OTHER", "AWS_KEY")))
+    assert found.reward.judge.key_env == "AWS_KEY"
+    # the machines of a run's own cluster are told to
+    assert join.trusting(asks) == ["--env", "AWS_KEY"]
+    shares = load.load(ROOT / "configs" / "demo.toml", [*SETS, "reward.share=true"])
+    assert join.trusting(shares) == ["--trust-code"] and join.trusting(found) == [
+        "--env",
+        "AWS_KEY",
+    ]
+
+
+def test_code_of_the_run_is_fetched_and_run_only_by_the_joiners_word(
+    served: Callable[..., ChunkClient], place: Path, tmp_path: Path
+) -> None:
+    client = served("reward.share=true")
+    config = load.dump(load.load(ROOT / "configs" / "demo.toml", [*SETS, "reward.share=true"]))
+    code = (place / "mine.py").read_text()
+    lines: list[str] = []
+
+    def gather(trust: join.Trust) -> set[str]:
+        return set(join.gather(client, config, tmp_path / "cache", lines.append, trust)[0])
+
+    assert gather(join.Trust()) == {"model", "prompts"}  # the same file is here
+    (place / "mine.py").unlink()
+    with pytest.raises(ConfigError, match=r"SHA-256 \w+\), which would run here .* --trust-code"):
+        gather(join.Trust(env=("A",)))
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.name.startswith("reward")]
+    (place / "mine.py").write_text(code)
+    assert gather(join.Trust(code=True)) == {"model", "prompts", "reward"}
+    assert "as reward.share = true and --trust-code allow" in lines[-1]
+
+
+def test_who_joins_is_told_what_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """First nobody answers, then a buffer that knows no learner yet."""
+    monkeypatch.setattr(join, "ASK_S", 0.05)
+    monkeypatch.setattr(join, "NOTICE_S", 0.0)
+    lines: list[str] = []
+    address = free_address()
+    with pytest.raises(PeerUnreachable, match="says what to join within"):
+        join.ask(address, "", "generator-0", 0.1, lines.append)
+    assert lines[0].startswith(f"waiting for a buffer at {address} to answer: ")
+    status = RunStatus("r", 0, 10, 1, {}, {}, [], {}, False)
+    monkeypatch.setattr(live, "ask", lambda *args: status)
+    lines.clear()
+    with pytest.raises(PeerUnreachable):
+        join.ask(address, "", "generator-0", 0.1, lines.append)
+    assert lines[0].startswith(f"waiting for the learner of run r at {address}: ")
+
+
+def test_which_key_and_which_number(tmp_path: Path) -> None:
+    make_keys(tmp_path / "keys", 1)
+    assert join.find_own_key(str(tmp_path / "keys" / "generator-0"), None) == ""
+    assert (
+        join.find_own_key(str(tmp_path / "keys"), 3) == "generator-3"
+        and join.find_own_key("", None) == ""
+    )
+    with pytest.raises(ConfigError, match=r"holds no client\.key_secret"):
+        join.find_own_key(str(tmp_path / "keys"), None)
+    assert join.generator_number("generator-12") == 12
+    with pytest.raises(ConfigError, match="only generators can join"):
+        join.generator_number("viewer")
+
+
+# ---- the number of generators --------------------------------------------------------------------
+
+
+def names(s: Supervisor) -> list[str]:
+    return [c.name for c in s.children if c.name.startswith("generator")]
+
+
+def test_generators_are_added_and_leave_without_loss(
+    supervisor: Supervisor, said: list[str]
+) -> None:
+    supervisor.status = RunStatus("r", 1, 9, 1, {}, {}, [], {"generator-2": 0.1}, False)
+    assert supervisor.resize(4) == ""
+    # 2 has joined by itself
+    assert names(supervisor) == ["generator-0", "generator-1", "generator-3", "generator-4"]
+    assert supervisor.resize(1) == ""
+    leaving = ["generator-1", "generator-3", "generator-4"]
+    assert maker(supervisor).events == [f"{name} SIGTERM" for name in leaving]
+    assert not supervisor.poll() and names(supervisor) == ["generator-0"]
+    assert [line for line in said if "left" in line] == [f"{name} has left" for name in leaving]
+    # the numbers are free again, and a crash is one as before
+    assert supervisor.resize(2) == "" and names(supervisor) == ["generator-0", "generator-1"]
+    maker(supervisor).newest("generator-1").code = 1
+    supervisor.poll()
+    assert maker(supervisor).newest("generator-1").code is None
+
+
+def test_who_does_not_leave_is_killed(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "END_S", -1.0)
+    maker(supervisor).newest("generator-1").deaf = True
+    supervisor.resize(1)
+    # its name is taken until it has gone
+    supervisor.resize(2)
+    assert names(supervisor) == ["generator-0", "generator-1", "generator-2"]
+    supervisor.poll()
+    assert maker(supervisor).events[-1] == "generator-1 killed"
+    supervisor.poll()
+    assert names(supervisor) == ["generator-0", "generator-2"]
+
+
+def test_a_run_that_ends_or_has_no_keys_starts_no_more(
+    supervisor: Supervisor, tmp_path: Path
+) -> None:
+    make_keys(tmp_path / "keys", 3)
+    wires = msgspec.structs.replace(supervisor.config.wires, curve_dir=str(tmp_path / "keys"))
+    supervisor.config = msgspec.structs.replace(supervisor.config, wires=wires)
+    assert "no key for generator-3" in supervisor.resize(4)
+    assert names(supervisor) == ["generator-0", "generator-1"] and not supervisor.resize(3)
+    maker(supervisor).places = 3
+    assert "the cluster has places for 3 generators" in supervisor.resize(4)
+    assert supervisor.resize(3) == ""
+    supervisor.interrupts = 1
+    assert supervisor.resize(1) == "the run is ending"
+
+
+def test_a_request_is_answered_once_and_by_its_id(
+    supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.toml").write_text("")
+    with pytest.raises(ConfigError, match="no `asyncrl run` is going on"):
+        scaling.ask(tmp_path, 3, 5.0)
+    lock = rundir.RunLock(tmp_path)
+    turns = []
+
+    def turn(_seconds: float) -> None:
+        turns.append(1)
+        supervisor.scale_looked = 0.0
+        supervisor.scale()
+
+    monkeypatch.setattr(scaling.time, "sleep", turn)
+    assert scaling.ask(tmp_path, 3, WAIT_S) == 3 and len(names(supervisor)) == 3
+    assert scaling.ask(tmp_path, 2, WAIT_S) == 2 and len(turns) == 2
+    supervisor.interrupts = 1
+    with pytest.raises(AsyncrlError, match="the run is ending"):
+        scaling.ask(tmp_path, 3, WAIT_S)
+    monkeypatch.setattr(scaling.time, "sleep", lambda _: scaling.forget(tmp_path))
+    with pytest.raises(PeerUnreachable, match="has not answered within"):
+        scaling.ask(tmp_path, 3, 0.2)
+    lock.close()
+    for text in ("{", "[]", '{"id": "a"}', '{"id": "a", "generators": 0}'):
+        (tmp_path / "scale.asked").write_text(text)
+        assert scaling.read_request(tmp_path) is None
+    assert isinstance(supervisor.maker, Pretender)
+
+
+# ---- a real run ----------------------------------------------------------------------------------
+
+
+def wait_for(what: Callable[[], bool], *processes: subprocess.Popen[str]) -> None:
+    until = time.monotonic() + WAIT_S
+    while not what():
+        assert time.monotonic() < until and all(p.poll() is None for p in processes)
+        time.sleep(0.05)
+
+
+def test_a_machine_with_nothing_but_keys_joins_a_run_that_is_then_scaled(
+    tmp_path: Path, small_model: Path
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    make_keys(tmp_path / "keys", 3)
+    other_machine(tmp_path / "keys", there / "copied", "generator-2")
+    task = get_task(load.load(ROOT / "configs" / "demo.toml").task)
+    rows = [task.prompt("train", index, 0) for index in range(64)]
+    (here / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": row.text, "answer": row.answer}) + "\n" for row in rows)
+    )
+    (here / "mine.py").write_text("def reward(prompt, text):\n    return len(text) % 5 / 4\n")
+    address = free_address()
+    sets = [
+        "name='r'",
+        f"model.path={str(small_model)!r}",
+        "task.name='file'",
+        "task.prompts='prompts.jsonl'",
+        "reward.function='mine.py:reward'",
+        "reward.share=true",
+        "reward.workers=1",
+        "learner.steps=100000",
+        "learner.groups=2",
+        "learner.group_size=4",
+        "generator.max_new_tokens=12",
+        "generator.slots=8",
+        "evaluation.every=0",
+        "evaluation.final_prompts=4",
+        f"wires.address={address!r}",
+        f"wires.weights_address={free_address()!r}",
+        f"wires.curve_dir={str(tmp_path / 'keys')!r}",
+        "wires.lease_s=2",
+        "wires.connect_s=600",
+        "reward.deadline_s=600",
+        # its generator stands still for as long as the other one needs
+        "watchdog.floor_s=3600.0",
+        "watchdog.startup_s=3600.0",
+        "weights.transport='tcp'",
+    ]
+    command = [sys.executable, "-m", "asyncrl.cli"]
+    demo = str(ROOT / "configs" / "demo.toml")
+
+    def start(name: str, where: Path, *words: str) -> subprocess.Popen[str]:
+        log = (tmp_path / f"{name}.log").open("w")
+        return subprocess.Popen([*command, *words], cwd=where, env=ENV, stderr=log, text=True)
+
+    def log(name: str) -> str:
+        return (tmp_path / f"{name}.log").read_text()
+
+    def status() -> RunStatus:
+        until = time.monotonic() + WAIT_S
+        while (found := live.ask(address, str(tmp_path / "keys"), 5.0)) is None:
+            assert time.monotonic() < until and run.poll() is None, log("run")
+        return found
+
+    def scale(number: int) -> subprocess.CompletedProcess[str]:
+        words = [*command, "scale", str(here / "runs" / "r"), str(number), "--json"]
+        words += ["--wait", f"{WAIT_S}"]
+        return subprocess.run(words, cwd=there, env=ENV, capture_output=True, text=True)
+
+    run = start("run", here, "run", demo, *[word for each in sets for word in ("--set", each)])
+    cache = ["--cache", str(there / "cache"), "--trust-code"]
+    joined = start(
+        "join", there, "join", address, "--keys", "copied", "--wait", f"{WAIT_S}", *cache
+    )
+    try:
+        wait_for(lambda: "generator-2" in status().peers, run, joined)
+        rows = process_log.read_events(here / "runs" / "r")
+        alone = next(row["pid"] for row in rows if row["name"] == "generator-0")
+        os.kill(alone, signal.SIGSTOP)
+        before = status().committed
+        # more batches than the stopped one can have written ahead: the other machine's
+        wait_for(lambda: status().committed >= before + 12, run, joined)
+        os.kill(alone, signal.SIGCONT)
+        assert json.loads(scale(2).stdout)["generators"] == 2
+        wait_for(lambda: "generator-1" in status().peers, run, joined)
+        joined.send_signal(signal.SIGINT)
+        assert joined.wait(WAIT_S) == 130
+        wait_for(lambda: "generator-2" not in status().peers, run)
+        assert json.loads(scale(1).stdout)["generators"] == 1
+        wait_for(lambda: "generator-1 has left" in log("run"), run)
+        run.send_signal(signal.SIGINT)
+        assert run.wait(WAIT_S) == 130, log("run")
+    finally:
+        for process in (joined, run):
+            process.kill()
+            process.wait()
+    assert "code of the run's (mine.py, SHA-256" in log("join")
+    assert "reward.share: who joins this run is given the file of mine.py:reward" in log("run")
+    drawn = re.search(r"generator-2: ended after (\d+) tokens", log("join"))
+    assert drawn and int(drawn[1]) > 0
+    kept = sorted(p.name.partition("-")[0] for p in (there / "cache").iterdir() if p.is_dir())
+    assert kept == ["model", "prompts", "reward", "runs"]
+    assert not list((there / "cache" / "runs").iterdir())
+    ledger = json.loads((here / "runs" / "r" / "summary.json").read_text())["ledger"]
+    assert ledger["generated"] == sum(ledger.values()) - ledger["generated"] > 0

@@ -1,0 +1,180 @@
+"""The supervisor's rules, with children of one line: what is started again, what ends the run, what
+no longer matters at its end.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from process_kit import ROOT
+
+from asyncrl.config import load
+from asyncrl.contract.errors import AsyncrlError, NothingToDo, ProcessLost
+from asyncrl.contract.messages import RunStatus
+from asyncrl.supervise import launch
+from asyncrl.supervise.launch import SupervisedProcess, Supervisor
+
+REFUSE = (
+    "import sys; from asyncrl.contract import refusal; from asyncrl.contract.errors import {kind}; "
+    "refusal.listen(); "
+    "e = {kind}('{words}'); refusal.send_refusal(e);"
+    "print('error: something else', file=sys.stderr); sys.exit(e.exit_code)"
+)
+WAIT = "import time; time.sleep(600)"
+Make = Callable[..., Supervisor]
+LATE_S, END_S = 5000.0, 30000.0  # longer than any test stands still
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is late for a run's end is late by what a test says, not by how long it took."""
+    monkeypatch.setattr(launch, "LATE_S", LATE_S)
+    monkeypatch.setattr(launch, "END_S", END_S)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> object:
+    made: list[Supervisor] = []
+
+    def supervisor(restarts: int = 1, **codes: str) -> Supervisor:
+        s = Supervisor(
+            load.load(ROOT / "configs" / "demo.toml", [f"watchdog.restarts={restarts}"]),
+            tmp_path,
+            lambda x: s.said.append(x),
+        )  # type: ignore[attr-defined]
+        s.said, s.logs = [], tmp_path  # type: ignore[attr-defined]
+        s.children = [
+            SupervisedProcess(name.replace("_", "-"), [sys.executable, "-c", code], 1, True)
+            for name, code in codes.items()
+        ]
+        for child in s.children:
+            s.spawn(child)
+        s.watchdog.restart(time.monotonic())
+        made.append(s)
+        return s
+
+    yield supervisor
+    for s in made:
+        s.end(gently=False)
+
+
+def run(s: Supervisor, until: Callable[[], bool] = lambda: False) -> bool:
+    """poll, as the live view does, until it says the end or `until` holds; whatever poll raises
+    comes out.
+    """
+    deadline = time.monotonic() + 600
+    while time.monotonic() < deadline:
+        if s.poll():
+            return True
+        if until():
+            return False
+        time.sleep(0.01)
+    raise AssertionError("the awaited event did not come")
+
+
+CRASHES = {
+    "a traceback": "raise KeyError(3)",
+    "a library's own exit": "import os; print('error: CUDA is gone'); os._exit(1)",
+    "a kill": "import os; os.kill(os.getpid(), 9)",
+    "an error that ends as a kill would": "import sys; from asyncrl.contract import refusal; from "
+    "asyncrl.contract.errors import AsyncrlError; "
+    "refusal.listen();"
+    "e = AsyncrlError('rank 1 has ended'); e.exit_code = 137; "
+    "refusal.send_refusal(e); sys.exit(137)",
+    "told to end by somebody": "import sys; sys.exit(130)",
+}
+
+
+@pytest.mark.parametrize("name", ["buffer", "learner", "generator_0"])
+@pytest.mark.parametrize("how", CRASHES.values(), ids=CRASHES)
+def test_a_crash_is_started_again_as_often_as_may_be(make: Make, name: str, how: str) -> None:
+    s = make(restarts=2, **{name: how})
+    with pytest.raises(
+        ProcessLost,
+        match=f"{name.replace('_', '-')} died .* and cannot be started again; log: "
+        f".*{name.replace('_', '-')}.log",
+    ):
+        run(s)
+    assert s.children[0].restarts == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [("ConfigError", 2), ("AsyncrlError", 1), ("PeerUnreachable", 4), ("DamagedDataError", 5)],
+)
+def test_a_refusal_ends_the_run_at_once_in_its_own_words(make: Make, kind: str, code: int) -> None:
+    s = make(learner=REFUSE.format(kind=kind, words="learner.lr: not today"))
+    with pytest.raises(AsyncrlError, match=r"^learner\.lr: not today$") as e:
+        run(s)
+    assert e.value.exit_code == code and s.children[0].restarts == 0
+
+
+def test_a_buffer_that_may_not_be_started_again_is_lost(make: Make) -> None:
+    s = make(buffer=CRASHES["a traceback"])
+    s.children[0].restartable = False
+    with pytest.raises(ProcessLost, match="buffer died"):
+        run(s)
+
+
+def test_a_long_refusal_does_not_hold_the_child_up(make: Make) -> None:
+    s = make(learner=REFUSE.format(kind="ConfigError", words="x" * 100_000))
+    with pytest.raises(AsyncrlError, match=r"^x{4000}"):
+        run(s)
+
+
+def test_a_child_of_a_child_cannot_speak_for_it(make: Make) -> None:
+    """A process that a part starts has neither the pipe nor its number in its environment."""
+    grandchild = "import os, sys; sys.exit(any('REFUSAL' in k for k in os.environ))"
+    code = (
+        "import subprocess, sys; from asyncrl.contract import refusal; refusal.listen(); "
+        f"subprocess.run([sys.executable, '-c', {grandchild!r}], check=True)"
+    )
+    assert run(make(learner=code))
+
+
+@pytest.mark.parametrize("name", ["learner", "generator_0"])
+def test_a_death_after_the_end_is_no_loss(make: Make, name: str) -> None:
+    """The model was exported before the buffer could end: who dies now leaves nothing undone."""
+    s = make(restarts=0, buffer="pass", **{name: WAIT})
+    run(s, lambda: s.is_ended)
+    assert s.children[1].process is not None
+    s.children[1].process.kill()
+    # type: ignore[attr-defined]
+    assert run(s) and "ended (SIGKILL) when the run was over" in s.said[-1]
+
+
+def test_a_generator_that_has_heard_of_the_end_is_not_started_again(make: Make) -> None:
+    s = make(generator_0=REFUSE.format(kind="NothingToDo", words="the run is over"))
+    assert run(s) and s.children[0].restarts == 0 and NothingToDo.exit_code == 6
+
+
+def test_what_starts_too_late_is_ended_soon_and_a_learner_that_is_closing_late(make: Make) -> None:
+    s = make(buffer="pass", learner=WAIT, generator_0=WAIT)
+    run(s, lambda: s.is_ended)
+    codes = lambda: [c.code for c in s.children]  # noqa: E731
+    s.end_remaining(LATE_S - 0.1)
+    assert codes() == [0, None, None]
+    s.status = RunStatus("r", 1, 1, 1, {}, {}, [], {"learner": 0.1}, True)
+    s.end_remaining(LATE_S + 0.1)
+    assert codes() == [0, None, 0]
+    s.end_remaining(END_S + 0.1)
+    assert codes() == [0, 0, 0] and run(s)
+
+
+def test_who_is_asked_to_end_has_longer_where_steps_may_take_longer(make: Make) -> None:
+    """The learner finishes its batch: ten times the usual floor, ten times the patience."""
+    s = make(buffer="pass", learner=WAIT)
+    assert s.end_s == END_S
+    watchdog = msgspec.structs.replace(s.config.watchdog, floor_s=600.0)
+    s.config = msgspec.structs.replace(s.config, watchdog=watchdog)
+    run(s, lambda: s.is_ended)
+    s.status = RunStatus("r", 1, 1, 1, {}, {}, [], {"learner": 0.1}, True)
+    s.end_remaining(10 * END_S - 0.1)
+    assert [c.code for c in s.children] == [0, None]
+    s.end_remaining(10 * END_S + 0.1)
+    assert [c.code for c in s.children] == [0, 0]

@@ -1,0 +1,183 @@
+"""A thousand generators that wait cost a trajectory no more than ten: counts of work, no times."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hostile_messages_kit import honest_hello
+from process_kit import ROOT
+from service_kit import SMALL, answers, greet
+from store_kit import hello, make, train, write
+
+from asyncrl.config import load
+from asyncrl.contract import messages as m
+from asyncrl.contract.versions import Label
+from asyncrl.records import rundir
+from buffer import service
+from buffer.groups import Group
+from buffer.service import BufferService
+from buffer.sessions import NAMES
+from buffer.store import SESSIONS, Store
+
+
+class Counted(Store):
+    """Counts the groups that grants look at."""
+
+    looked = 0
+
+    def _positions(self) -> Iterator[tuple[int, Group]]:
+        for place in super()._positions():
+            self.looked += 1
+            yield place
+
+
+def test_grants_that_find_nothing_look_at_no_group() -> None:
+    source = make(3, 8, 2)
+    store = Counted(source.settings, source.prompt)
+    assert hello(store, 1, 0, k=3)
+    (tickets,) = [store.grant("g", 1, 999, 0.0)]
+    assert len(tickets) == 32 and not store.grant("g", 1, 9, 0.0)
+    before = store.looked
+    for _ in range(1000):
+        assert not store.grant("g", 1, 9, 0.0)
+    assert store.looked == before
+    # what is due again is found all the same: by a lost lease, by a failure, after a roll-back
+    store.expire(1e9)
+    assert [t.ticket for t in store.grant("h", 1, 999, 0.0)] == list(range(32))
+    write(store, store_ticket(store, 0), failed="data: no")
+    assert [t.ticket for t in store.grant("h", 1, 999, 0.0)] == [0]
+    for ticket in range(8):
+        write(store, store_ticket(store, ticket))
+    train(store, 0)
+    assert [t.ticket for t in store.grant("h", 1, 999, 0.0)] == list(range(32, 40))
+    assert hello(store, 2, 0, origin=1, k=3)
+    assert [t.ticket for t in store.grant("h", 2, 999, 0.0)] == list(range(8, 32))
+
+
+def store_ticket(store: Store, ticket: int) -> m.Ticket:
+    """The ticket that group `ticket` is out by."""
+    group = store.alive[ticket]
+    assert group.lease is not None
+    return m.Ticket(
+        ticket=ticket,
+        attempt=group.lease.attempt,
+        kind="train",
+        prompt=store.prompt(ticket),
+        samples=sorted(group.lease.todo),
+        sampling=store.settings.sampling,
+        min_version=group.lease.granted,
+        exact_version=None,
+        seed=0,
+    )
+
+
+def test_sessions_that_may_hold_a_name_are_all_counted_by_themselves() -> None:
+    """One that is forgotten and tells again would be counted twice."""
+    store = make()
+    for _ in range(2):
+        for number in range(NAMES):
+            store.report_tokens(f"generator-{number}", 1, 5)
+    assert store.generated_tokens() == 5 * NAMES and SESSIONS > NAMES
+
+
+@pytest.fixture
+def waiting(tmp_path: Path) -> Iterator[Any]:
+    """A service with so many generators waiting, and what it sends."""
+    config = load.load(ROOT / "configs" / "demo.toml", [*SMALL, "learner.steps=9"])
+    rundir.ensure(config, "", tmp_path / "run")
+    made = BufferService(config, tmp_path / "run")
+    sent: list[tuple[bytes, Any]] = []
+    made.send = lambda peer, message: sent.append((peer, message))  # type: ignore[method-assign]
+
+    def wait(many: int) -> tuple[BufferService, list[tuple[bytes, Any]]]:
+        made.handle(b"l", honest_hello(made.run))
+        made.store.max_lag = 0
+        for number in range(many):
+            name = f"generator-{number}"
+            made.handle(name.encode(), greet(made.run, name, 1))
+            made.handle(name.encode(), m.TicketRequest(name, 1, 1, 4, Label(1, 0)))
+        return made, sent
+
+    yield wait
+    assert made.close() == ""
+    rundir.clean(tmp_path / "run")
+
+
+def test_one_question_to_the_store_serves_all_that_wait(waiting: Any) -> None:
+    made, sent = waiting(500)
+    calls = []
+    grant = made.store.grant
+
+    def counted(*args: Any) -> list[m.Ticket]:
+        calls.append(args[0])
+        return grant(*args)
+
+    made.store.grant = counted
+    made.answer()
+    first = [(peer, x) for peer, x in sent if isinstance(x, m.TicketGrant)]
+    # who asked first: both kinds of ticket fit into its four rows, then nothing is left for anybody
+    assert [peer for peer, _ in first] == [b"generator-0"]
+    assert {t.kind for t in first[0][1].tickets} == {"train", "eval"}
+    assert calls == ["generator-0", "generator-1"]
+    for _ in range(50):
+        made.answer()
+    assert len(calls) == 52
+    # a new version: its room goes to the next in line, some more are told, none of them twice
+    sent.clear()
+    for ticket in first[0][1].tickets:
+        made.handle(b"generator-0", answers(ticket))
+    made.handle(b"l", m.BatchRequest(1, 0))
+    made.answer()
+    made.handle(b"l", m.Commit(1, 0, Label(1, 1), "d1", {}))
+    for _ in range(5):
+        made.answer()
+    told = [(peer, x) for peer, x in sent if isinstance(x, m.TicketGrant)]
+    assert told[0][0] == b"generator-1" and told[0][1].tickets
+    assert [peer for peer, _ in told[1:]] == [
+        f"generator-{n}".encode() for n in range(2, 2 + service.NEWS)
+    ]
+    assert not any(x.tickets for _, x in told[1:])
+    assert all(x.announcement.label == (1, 1) for _, x in told)
+    # who asks later with older weights is told at once, once
+    sent.clear()
+    made.handle(b"generator-499", m.TicketRequest("generator-499", 1, 2, 4, Label(1, 0)))
+    made.answer()
+    made.answer()
+    assert [peer for peer, x in sent if isinstance(x, m.TicketGrant)] == [b"generator-499"]
+
+
+def test_who_wants_no_sample_is_told_of_versions_and_the_end_and_holds_nobody_up(
+    waiting: Any,
+) -> None:
+    made, sent = waiting(0)
+    for name in ("drawing", "writing"):
+        made.handle(name.encode(), greet(made.run, name, 1))
+        made.handle(name.encode(), m.TicketRequest(name, 1, 1, 0 if name == "drawing" else 4, None))
+    made.answer()
+    made.answer()
+    granted = {peer: x for peer, x in sent if isinstance(x, m.TicketGrant) and x.tickets}
+    assert list(granted) == [b"writing"]
+    told = [x for peer, x in sent if isinstance(x, m.TicketGrant) and peer == b"drawing"]
+    assert [(x.tickets, x.finished) for x in told] == [([], False)]
+    assert told[0].announcement.label == (1, 0)
+    sent.clear()
+    made.store.finish()
+    made.answer()
+    assert [x.finished for peer, x in sent if peer == b"drawing"] == [True]
+    assert "drawing" not in made.generators and not made.followers
+    made.handle(b"drawing", m.TicketRequest("drawing", 1, 2, -1, None))
+    assert made.store  # a number below nothing is refused, as any broken message
+
+
+def test_only_generators_that_told_something_are_counted_at_a_commit(waiting: Any) -> None:
+    made, _ = waiting(20)
+    stats = {"generator/tokens": 100.0, "generator/busy_s": 3.0, "generator/idle_s": 1.0}
+    made.handle(b"generator-3", m.LeaseRenewal("generator-3", 1, [], stats, None))
+    made.handle(b"generator-4", m.LeaseRenewal("generator-4", 1, [], stats, None))
+    assert made.reported == {"generator-3", "generator-4"}
+    found = made.generator_numbers(1.0)
+    assert found["time/generator_idle_share"] == 0.25 and not made.reported
+    assert made.generator_numbers(2.0) == {}

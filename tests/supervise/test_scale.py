@@ -1,0 +1,103 @@
+"""benchmarks/scale.py: generators with connections of their own and a real buffer, and the service
+with a list for a socket; what is judged.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from process_kit import ROOT
+
+sys.path.append(str(ROOT / "benchmarks"))  # last: benchmarks/learner.py must not hide the package
+from lib import crowd_of_peers, rounds
+from lib.crowd_of_peers import GROUPS, SIZE, Crowd
+
+BATCH = GROUPS * SIZE
+
+
+@pytest.fixture(scope="module")
+def bench() -> Any:
+    path = ROOT / "benchmarks" / "scale.py"
+    spec = importlib.util.spec_from_file_location("bench_scale", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("pace", [0.0, 1000.0])
+def test_a_crowd_over_real_sockets_trains_every_answer(
+    pace: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lag = 4 if pace else 0
+    # a limit of 0: one batch is all there is room for, and of 40 generators some must wait
+    crowd = Crowd(tmp_path, "process", lag, 40, pace)
+    monkeypatch.setattr(crowd, "retry_s", 0.0)  # questions come again with each renewal
+    monkeypatch.setattr(crowd_of_peers, "RENEW_S", 0.05)
+    try:
+        first = crowd.batches(2)
+        second = crowd.batches(3)
+        assert crowd.memory() > 1e6
+    finally:
+        crowd.end()
+    assert crowd.process.poll() is not None
+    assert crowd.peers.trajectories == 5 * BATCH == crowd.peers.number * BATCH
+    assert sum(crowd.peers.written.values()) >= 5 * GROUPS  # beside them the evaluation's
+    # who asks again before others have come takes their turn: on a quick machine not all have one
+    assert 10 < len(crowd.peers.written) <= 40
+    assert max(crowd.peers.sequence.values()) > max(crowd.peers.written.values()) + 1
+    for each in (first, second):
+        assert each.per_s > 0 and each.cpu_us > 0
+        assert each.ticket_ms == sorted(each.ticket_ms) and each.ticket_ms[0] > 0
+
+
+@pytest.mark.parametrize("mode", ["memory", "disk"])
+def test_the_service_alone(bench: Any, mode: str, tmp_path: Path) -> None:
+    loop = bench.Loop(tmp_path, mode, 120)
+    assert loop.batches(4) > 0 and loop.renewals(130) > 0
+    assert loop.peers.trajectories == 4 * BATCH
+    assert not loop.heard
+    assert loop.batches(2) > 0 and loop.peers.trajectories == 6 * BATCH
+    loop.end()
+
+
+def test_what_is_judged(bench: Any) -> None:
+    grown = bench.grows("disk", {1: 90.0, 10: 40.0, 100: 50.0, 1000: 60.0})
+    assert (grown["value"], grown["met"]) == (1.5, True)
+    assert grown["figure"] == "disk: CPU a trajectory, 1000 generators over 10"
+    assert not bench.grows("disk", {10: 40.0, 1000: 61.0})["met"]
+    assert bench.grows("disk", {1: 40.0, 10: 20.0})["value"] == 0.5
+    assert [bench.quantile([1.0, 2.0, 3.0, 4.0], q) for q in (0.0, 0.5, 0.99)] == [1.0, 3.0, 4.0]
+
+
+def test_the_table(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stand_in(
+        work: Path, many: int, lag: int, batches: int, pace: float
+    ) -> tuple[crowd_of_peers.Measured, int]:
+        assert lag == (bench.ROOM if pace else bench.LAG) and batches == 6
+        return crowd_of_peers.Measured(1e3, 5.0 * many, [1.0, 2.0 * many]), 1_000_000 * many
+
+    monkeypatch.setattr(bench, "over_sockets", stand_in)
+    monkeypatch.setattr(rounds, "quiet", lambda n, one: [one(number) for number in range(n)])
+    monkeypatch.setattr(sys, "argv", ["scale.py", "--quick", "--json", "--parts", "sockets"])
+    bench.main()
+    said = json.loads(capsys.readouterr().out)
+    (goal,) = said["goals"]
+    assert goal["figure"].endswith("10 generators over 1") and goal["value"] == 10.0
+    assert said["over_sockets"][1] == {
+        "generators": 10,
+        "per_s": 1000.0,
+        "cpu_us": 50.0,
+        "memory_mb": 10.0,
+        "cpu_us_at_a_pace": 50.0,
+        "ticket_ms_p50": 20.0,
+        "ticket_ms_p99": 20.0,
+    }
+    assert said["kb_a_generator"] == 1000.0

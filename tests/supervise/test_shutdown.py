@@ -1,0 +1,179 @@
+"""Whatever ends a run, nothing of it survives: no process, no socket, no shared memory.  And a run
+that stands still is ended by rule.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from process_kit import ENV, ROOT
+from run_kit import check_summary, children, finish, start, steps_done, wait_until
+from shutdown_kit import left
+
+pytestmark = pytest.mark.slow
+
+
+def of_run(run_dir: Path) -> dict[int, str]:
+    """pid -> command of every process whose command line names the run directory."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+                state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
+            except OSError:
+                continue
+            if str(run_dir) in words and state != "Z":
+                found[int(entry.name)] = " ".join(words)
+    return found
+
+
+def gone(run_dir: Path, seconds: float = 600) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and (of_run(run_dir) or left(run_dir)):
+        time.sleep(0.05)
+    assert of_run(run_dir) == {} and left(run_dir) == []
+
+
+def under_way(tmp_path: Path, model: Path, *words: str) -> tuple[subprocess.Popen[str], Path]:
+    process = start(tmp_path, model, "learner.steps=400", "name='end'", *words)
+    run_dir = tmp_path / "runs" / "end"
+    wait_until(lambda: steps_done(run_dir) >= 4, process)
+    assert len(of_run(run_dir)) >= 3 and left(run_dir), "the test looks at the wrong places"
+    return process, run_dir
+
+
+@pytest.mark.parametrize(
+    ("how", "code"), [("SIGINT", 130), ("SIGTERM", 130), ("SIGINT twice", 130), ("SIGKILL", -9)]
+)
+def test_nothing_survives_the_end(how: str, code: int, tmp_path: Path, sort_model: Path) -> None:
+    process, run_dir = under_way(tmp_path, sort_model)
+    name, _, twice = how.partition(" ")
+    os.kill(process.pid, signal.Signals[name])
+    if twice:
+        time.sleep(0.05)
+        os.kill(process.pid, signal.Signals[name])
+    assert process.wait(timeout=600) == code, (tmp_path / "stderr").read_text()[-2000:]
+    gone(run_dir)
+    if how == "SIGKILL":  # and the run goes on from its checkpoint
+        steps = steps_done(run_dir) + 4
+        process = start(tmp_path, sort_model, "--resume", str(run_dir), f"learner.steps={steps}")
+        assert finish(process, tmp_path)["steps"] == steps
+        gone(run_dir)
+
+
+def test_doctor_says_who_waits_for_whom_and_until_when(tmp_path: Path, sort_model: Path) -> None:
+    """A generator stands still: the learner waits for it by name; the deadline is a multiple of the
+    run's own median.
+    """
+    process, run_dir = under_way(
+        tmp_path, sort_model, "watchdog.floor_s=3600.0", "wires.lease_s=3600.0"
+    )
+    generator = children(process.pid)["generator"]
+    os.kill(generator, signal.SIGSTOP)
+    try:
+
+        def doctor(*flags: str) -> str:
+            argv = [sys.executable, "-m", "asyncrl.cli", "doctor", str(run_dir), *flags]
+            return subprocess.run(
+                argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=600, check=True
+            ).stdout
+
+        def held_up() -> dict[str, Any] | None:
+            seen: dict[str, Any] = json.loads(doctor("--json").splitlines()[-1])
+            return (
+                seen
+                if any(
+                    w["who"] == "learner" and w["on"] == "generator-0" and w["seconds"] > 1
+                    for w in seen["waits"]
+                )
+                else None
+            )
+
+        seen = wait_until(held_up, process)
+        assert seen["deadline_s"] >= 3600.0
+        # it asks the buffer anew, which may take its time
+        said = wait_until(lambda: text if "learner waits" in (text := doctor()) else "", process)
+        assert "generator-0: heard" in said and "a step is overdue after" in said
+    finally:
+        os.kill(generator, signal.SIGCONT)
+    os.kill(process.pid, signal.SIGINT)
+    assert process.wait(timeout=600) == 130
+    gone(run_dir)
+
+
+@pytest.mark.parametrize("victim", ["learner", "generator", "buffer"])
+def test_a_process_that_stands_still_is_ended_and_started_again(
+    victim: str, tmp_path: Path, sort_model: Path
+) -> None:
+    """SIGSTOP, as a hanging device or file system looks from outside."""
+    words = (
+        "learner.steps=24",
+        "learner.checkpoint_every=5",
+        "watchdog.floor_s=4.0",
+        "watchdog.startup_s=300.0",
+        "watchdog.multiple=5.0",
+        # of a machine that stands still itself, others may be ended before: that costs time alone
+        "watchdog.restarts=1000",
+        "wires.lease_s=3600.0",
+        "durability.mode='process'",
+        "name='still'",
+    )
+    process = start(tmp_path, sort_model, *words)
+    run_dir = tmp_path / "runs" / "still"
+    wait_until(lambda: steps_done(run_dir) >= 8, process)
+    os.kill(wait_until(lambda: children(process.pid).get(victim), process), signal.SIGSTOP)
+    summary = finish(process, tmp_path)
+    check_summary(summary, summary["lag"]["limit"])
+    assert summary["steps"] == 24
+    said = (tmp_path / "stderr").read_text()
+    ended = [line for line in said.splitlines() if line.endswith("holds it up and is ended")]
+    assert all(
+        "the run stands still: no commit and no evaluation answer for" in line for line in ended
+    )
+    assert any(victim in line.rsplit(";", 1)[1] for line in ended), said
+
+
+def test_a_run_that_cannot_go_on_ends_and_says_who_was_waited_for(
+    tmp_path: Path, sort_model: Path
+) -> None:
+    """No restarts left: exit code 3, the process, its deadline with the arithmetic, its log."""
+    process = start(
+        tmp_path,
+        sort_model,
+        "learner.steps=400",
+        "watchdog.floor_s=60.0",  # with no restart a busy machine must not pass it by itself
+        "watchdog.startup_s=3600.0",
+        "watchdog.multiple=5.0",
+        "watchdog.restarts=0",
+        "wires.lease_s=3600.0",
+        "name='still'",
+    )
+    run_dir = tmp_path / "runs" / "still"
+    wait_until(lambda: steps_done(run_dir) >= 8, process)
+    os.kill(children(process.pid)["generator"], signal.SIGSTOP)
+    assert process.wait(timeout=600) == 3
+    said = (tmp_path / "stderr").read_text()
+    assert (
+        "medians of" in said
+        and "learner waits" in said
+        and "generator-0.log" in said
+        and "cannot be started again" in said
+    )
+    logs = {
+        name: next((run_dir / "logs").glob(f"*/{name}.log")).read_text()
+        for name in ("buffer", "learner")
+    }
+    assert (
+        "learner has waited for generator-0 for" in logs["buffer"]
+        and "learner has waited for the buffer at" in logs["learner"]
+    ), logs
+    gone(run_dir)

@@ -1,0 +1,13 @@
+"""Helpers of the bare tests that other test files use."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def edit(path: Path, file: str, **keys: Any) -> None:
+    """Set keys of a JSON file; None removes."""
+    raw = json.loads((path / file).read_text()) | keys
+    (path / file).write_text(json.dumps({k: v for k, v in raw.items() if v is not None}))

@@ -1,0 +1,145 @@
+"""Runs the pages of docs/clients: the block of a page, started as a run starts agent.command, with
+the real package, against the endpoint over an engine that answers what a test says.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+from gateway_kit import Served
+from process_kit import ROOT
+from pushed_kit import Commands
+
+from actors.gateway import web
+from actors.gateway.agents.session_messages import SessionAccess, SessionResult
+from actors.gateway.chat import hermes
+from actors.gateway.requests import ParsedRequest
+from actors.gateway.sessions import SessionCall
+from actors.gateway.web import OpenedSession
+from asyncrl.config.agents import AgentConfig
+from asyncrl.contract.messages import Prompt
+
+ENDINGS = {"python": "py", "js": "mjs", "sh": "sh"}
+PAGES = ROOT / "docs" / "clients"
+TASK = Prompt(0, "What is 17 times 3?", answer="51", meta={"value": "51"})
+# one process for all pages of an environment: the page is named in the task
+RUN_PAGE = (
+    "import json, os, runpy; task = json.load(open(os.environ['ASYNCRL_TASK'])); "
+    "runpy.run_path(task['meta']['program'], run_name='__main__')"
+)
+
+
+def tool_call(name: str, **arguments: Any) -> str:
+    """As the policy writes one."""
+    body = msgspec.json.encode({"name": name, "arguments": arguments}).decode()
+    return f"<tool_call>{body}</tool_call>"
+
+
+MULTIPLY = tool_call("multiply", a=17, b=3)
+
+
+def write_program(page: str, folder: Path) -> Path:
+    """The program of a page, in a file that its interpreter takes."""
+    blocks = r"(?ms)^```(python|js|sh)\n(.*?)^```"
+    ((language, code),) = re.findall(blocks, (PAGES / f"{page}.md").read_text())
+    program = folder / f"{page}.{ENDINGS[language]}"
+    program.write_text(code)
+    return program
+
+
+def python_of(environment: str) -> str:
+    """The interpreter of an environment beside ours."""
+    path = Path(sys.prefix) / environment / "bin" / "python"
+    assert path.exists(), f"{path} is not there: run `make env`"
+    return str(path)
+
+
+@dataclass
+class Ended:
+    """What came of a session.  ignored: what its requests asked for in vain."""
+
+    opened: OpenedSession
+    left: SessionResult
+    ignored: set[str] = field(default_factory=set)
+
+    @property
+    def prompts(self) -> list[str]:
+        """Of its calls."""
+        session = self.opened.session
+        text = self.opened.chat.decode_text
+        return [text(node.prompt().tolist()) for node in session.forest.nodes]
+
+
+class Runner:
+    """The endpoint, and a process that starts programs."""
+
+    def __init__(self, path: Path, command: Sequence[str]) -> None:
+        self.path = path
+        self.served = Served(parser=hermes)
+        agent = AgentConfig(command=[*command])
+        self.commands = Commands(path, agent)
+        self.number = 0
+
+    def play(
+        self, page: str, answers: Sequence[str], asides: Mapping[str, str] = MappingProxyType({})
+    ) -> Ended:
+        """One session of a page's program.  answers: what the engine writes, call by call, the last
+        one again where it is asked for more.  asides: text in a prompt -> the answer to that call,
+        which is not counted.
+        """
+        program = write_program(page, self.path)
+        opened = self.served.do(self.served.service.open)
+        ended = Ended(opened, SessionResult(0, "failed"))
+        left = [*answers]
+
+        def answer(call: SessionCall) -> str:
+            prompt = opened.chat.decode_text(call.prompt_ids.tolist())
+            aside = next((asides[text] for text in asides if text in prompt), None)
+            return aside or (left.pop(0) if len(left) > 1 else left[0])
+
+        self.served.service.say = answer
+        self.number += 1
+        prompt = msgspec.structs.replace(TASK, meta={**TASK.meta, "program": str(program)})
+        url = f"{self.served.url}/s/{opened.session.name}"
+        seat = SessionAccess(
+            *(self.number, opened.session.name, url, opened.key, "policy", prompt),
+            *(9, 1, True, 600.0),
+        )
+        with recorded(ended):
+            self.commands.worker.fresh.append(seat)
+            ended.left = self.commands.left(self.number)
+        return ended
+
+    def log(self) -> str:
+        """What programs printed."""
+        return self.commands.log.read_text()
+
+    def close(self) -> None:
+        self.commands.worker.kill()
+        self.served.close()
+
+
+@contextmanager
+def recorded(ended: Ended) -> Iterator[None]:
+    """Note what the endpoint ignores of each request."""
+    request = web.WebApp._request
+
+    def noted(
+        self: Any, http: Any, opened: OpenedSession, asked: ParsedRequest, body: bytes
+    ) -> Any:
+        ended.ignored.update(asked.ignored)
+        return request(self, http, opened, asked, body)
+
+    web.WebApp._request = noted  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        web.WebApp._request = request  # type: ignore[method-assign]

@@ -1,0 +1,90 @@
+"""Helpers of the critic tests that other test files use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl.config import load
+from asyncrl.contract.messages import Batch, Trajectory
+from asyncrl.models.policy import build_model
+from learner.step import LearnerCore
+
+GROUPS, SIZE = 4, 4
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("critic") / "m"
+    build_model(path, "0123456789=:,#", hidden=32, layers=1)
+    return path
+
+
+def batch(number: int = 0) -> Batch:
+    """The reward says whether the first token is below 8, so that a critic can know it from the
+    second state on; every fifth is cut.
+    """
+    r = np.random.default_rng(0)
+    samples = []
+    for i in range(GROUPS * SIZE):
+        n = int(r.integers(2, 10))
+        prompt = np.random.default_rng(i // SIZE).integers(3, 13, 4).astype("<i4").tobytes()
+        tokens, lp = (
+            r.integers(3, 13, n).astype("<i4"),
+            (-2.8 + 0.3 * r.standard_normal(n)).astype("<f4"),
+        )
+        reward = float(tokens[0] < 8)
+        samples.append(
+            Trajectory(
+                i // SIZE,
+                i % SIZE,
+                0,
+                prompt,
+                tokens.tobytes(),
+                lp.tobytes(),
+                bytes([1] * n),
+                [],
+                reward,
+                {},
+                "length" if i % 5 == 0 else "stop",
+                1.0,
+            )
+        )
+    return Batch(
+        1,
+        number,
+        samples,
+        [0] * len(samples),
+        [0] * len(samples),
+        [[(0, s.length, 0)] for s in samples],
+        {},
+        GROUPS,
+        {},
+    )
+
+
+def core(model_dir: Path, **sections: Any) -> LearnerCore:
+    learner = {
+        "optimizer": "sgd",
+        "lr": 0.1,
+        "clip_norm": 0.0,
+        "steps": 100,
+        "groups": GROUPS,
+        "group_size": SIZE,
+    } | sections.pop("learner", {})
+    raw = {
+        "model": {"path": str(model_dir), "device": "cpu"},
+        "task": {"name": "sort"},
+        "learner": learner,
+        **sections,
+    }
+    return LearnerCore(load.build(raw), model_dir)
+
+
+def gae(
+    model_dir: Path, value: dict[str, Any] | None = None, lam: float = 0.95, **sections: Any
+) -> LearnerCore:
+    return core(model_dir, advantage={"name": "gae", "lam": lam}, value=value or {}, **sections)

@@ -1,0 +1,146 @@
+"""Rank program of test_deepspeed.py: `python deepspeed_program.py JSON` trains LearnerCore on a
+fixed stream of batches.
+
+JSON: model, config (sections), batches, and optionally sessions (how those of the batches after
+these are cut into rows), dtype, bad (a batch without finite rewards), save (after which batch,
+directory), stand (behind that checkpoint rank 0 touches FILE.there, waits for FILE, and has so
+many seconds of patience from then on), restore (directory). Rank 0 prints one JSON object: losses,
+norms, weights' digest, what each rank holds of the optimizer's state."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from learner_step_kit import batch
+from rows_kit import sessions
+
+from asyncrl.config import load
+from asyncrl.models.policy import (
+    digest,
+    flat_bytes,
+    load_policy,
+    load_weights,
+    probe_logprobs,
+    read_flat,
+)
+from learner import checkpoint
+from learner.step import LearnerCore
+
+
+def held(core: LearnerCore) -> int:
+    """Numbers in this rank's Adam moments."""
+    states = (
+        core.backend.optimizer.state
+        if hasattr(core.backend.optimizer, "state")
+        else core.backend.optimizer.optimizer.state
+    )
+    return sum(v["exp_avg"].numel() for v in states.values() if "exp_avg" in v)
+
+
+def stand(core: LearnerCore, until: Path, patience_s: float) -> None:
+    """Wait for that file; from then on a rank that does not answer is soon lost."""
+    until.with_suffix(".there").touch()
+    while not until.exists():
+        time.sleep(0.01)
+    config = core.backend.config
+    learner = msgspec.structs.replace(config.learner, rank_timeout_s=patience_s)
+    core.backend.config = msgspec.structs.replace(config, learner=learner)
+
+
+def main() -> None:
+    job: dict[str, Any] = json.loads(sys.argv[1])
+    config = load.build(
+        {
+            "model": {"path": job["model"], "device": "cpu", "dtype": job.get("dtype", "float32")},
+            "task": {"name": "sort"},
+            "generator": {"engine": "vllm"},
+            **job["config"],
+        }
+    )
+    core = LearnerCore(config, job["model"])
+    again: list[int] = []  # calls of a layer's first matrix within a backward pass
+    core.model.hf.model.layers[0].mlp.gate_proj.register_forward_hook(
+        lambda *_: again.append(1) if torch._C._current_graph_task_id() != -1 else None
+    )
+    if core.backend.rank > 0:
+        from learner import backend_deepspeed
+
+        backend_deepspeed.follow(core)
+        print(
+            json.dumps(
+                {
+                    "rank": core.backend.rank,
+                    "held": held(core),
+                    "parameters": sum(p.numel() for p in core.model.hf.parameters()),
+                }
+            ),
+            file=sys.stderr,
+        )
+        backend_deepspeed.exit_rank()
+    if "restore" in job:
+        checkpoint.restore(core, Path(job["restore"]))
+    losses, norms, steps = [], [], []
+    cuts = job.get("sessions", [])
+    for n in range(core.state.number, job["batches"] + len(cuts)):
+        if n < job["batches"]:
+            data = batch(n, seed=n, reward=math.nan if n == job.get("bad") else None)
+        else:
+            data = msgspec.structs.replace(sessions(cuts[n - job["batches"]]), number=n)
+        metrics = core.train(data)
+        losses.append(metrics["loss/policy"])
+        norms.append(metrics["optim/grad_norm"])
+        steps.append(
+            [
+                metrics["optim/steps"],
+                metrics["is/ess"],
+                metrics["policy/entropy"],
+                metrics["clip/share"],
+            ]
+        )
+        if job.get("save") and n + 1 == job["save"][0]:
+            Path(job["save"][1]).mkdir(parents=True, exist_ok=True)
+            checkpoint.save(Path(job["save"][1]), core, {}, 3)
+            if "stand" in job:
+                stand(core, Path(job["stand"][0]), job["stand"][1])
+    buffer = bytearray(flat_bytes(core.layout))
+    core.backend.broadcast("publish")
+    raw = core.backend.probe()
+    core.backend.write_flat(memoryview(buffer))
+    tensors = read_flat(memoryview(buffer), core.layout)
+    if core.model.adapter is None:
+        published = load_policy(job["model"], job.get("dtype", "float32"), "cpu")
+        load_weights(published, tensors)
+        probe_off = float(np.abs(np.frombuffer(raw, np.float32) - probe_logprobs(published)).max())
+    else:
+        probe_off = float(raw != core.model.adapter.base.encode())
+    parameters = list(core.model.hf.parameters())
+    out = {
+        "losses": losses,
+        "norms": norms,
+        "numbers": steps,
+        "digest": digest(buffer),
+        "held": held(core),
+        "pid": os.getpid(),
+        "again": len(again),
+        "names": list(tensors),
+        "weights": torch.frombuffer(buffer, dtype=next(iter(tensors.values())).dtype)
+        .float()[:: max(1, len(buffer) // 2000)]
+        .tolist(),
+        "parameters": sum(p.numel() for p in parameters),
+        "probe_off": probe_off,
+    }
+    core.backend.close()
+    print(json.dumps(out))
+
+
+if __name__ == "__main__":
+    main()

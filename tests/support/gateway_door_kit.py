@@ -1,0 +1,36 @@
+"""Helpers of the gateway_door tests that other test files use."""
+
+from __future__ import annotations
+
+import pytest
+from gateway_service_kit import AT
+
+from asyncrl.config.agents import AgentConfig
+from asyncrl.config.tree import Config, ModelConfig, TaskConfig
+from asyncrl.contract import messages as m
+from asyncrl.models.policy import build_model
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    path = tmp_path_factory.mktemp("door") / "m"
+    build_model(path, "abcdefgh0123456789=", hidden=32, layers=1)
+    return Config(
+        model=ModelConfig(path=str(path)),
+        task=TaskConfig(name="sort"),
+        agent=AgentConfig(serve=True, sessions=2),
+    )
+
+
+def ticket(number: int, kind: str = "train", samples: int = 2) -> m.Ticket:
+    return m.Ticket(
+        ticket=number,
+        attempt=number,
+        kind=kind,  # type: ignore[arg-type]
+        prompt=m.Prompt(5, "ab=", answer="secret"),
+        samples=list(range(samples)),
+        sampling=m.SamplingSettings(max_new_tokens=6),
+        min_version=AT,
+        exact_version=None,
+        seed=3,
+    )

@@ -1,0 +1,57 @@
+"""Helpers of the gateway_web tests that other test files use."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from gateway_kit import Served
+from openai import OpenAI
+
+from actors.gateway.chat import hermes
+from actors.gateway.web import OpenedSession
+
+WAIT_S = 600.0
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Served]:
+    made = Served(parser=hermes)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def served(shared: Served) -> Iterator[Served]:
+    """The endpoint with an open gate, as it begins."""
+    yield shared
+    service = shared.service
+    service.say = lambda call: f"answer {call.number}"
+    service.is_over = service.is_ending = False
+    service.skew = 0.0
+    service.clock = time.monotonic
+    service.drawn.clear()
+    shared.do(service.gate.set)
+
+
+def client(
+    served: Served, opened: OpenedSession | None = None, **more: Any
+) -> tuple[OpenAI, OpenedSession]:
+    opened = opened or served.do(served.service.open)
+    base = f"{served.url}/s/{opened.session.name}/v1"
+    return OpenAI(base_url=base, api_key=opened.key, **more), opened
+
+
+def post(
+    served: Served, opened: OpenedSession, path: str, body: Any, **headers: str
+) -> httpx.Response:
+    return httpx.post(
+        f"{served.url}/s/{opened.session.name}{path}",
+        content=body if isinstance(body, bytes) else json.dumps(body),
+        headers={"authorization": f"Bearer {opened.key}", **headers},
+        timeout=WAIT_S,
+    )

@@ -1,0 +1,45 @@
+"""Helpers of the journal tests that other test files use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+from schedules import PROMPTS
+
+from asyncrl.contract.messages import (
+    Prompt,
+)
+from buffer.durable_store import RecordedStore
+from buffer.evaluation import Evaluations
+from buffer.groups import StoreSettings
+from buffer.state import StoreSnapshot
+from buffer.store import Store
+
+
+def evaluations() -> Evaluations:
+    return Evaluations(2, 2, 3, 1, 0.7, lambda split, i: Prompt(i, split), ood_every=5)
+
+
+def state(store: Store) -> StoreSnapshot:
+    """Everything the store knows, without the clocks of leases."""
+    x = msgspec.msgpack.decode(msgspec.msgpack.encode(store.snapshot()), type=StoreSnapshot)
+    for g in x.alive:
+        if g.lease:
+            g.lease.expires = 0.0
+    out = [(attempt, out._replace(expires=0.0)) for attempt, out in x.evaluations.out]
+    x.evaluations = x.evaluations._replace(out=out)
+    return x
+
+
+def recorded(directory: Path, steps: int = 3) -> RecordedStore:
+    from schedules import SamplingSettings
+
+    return RecordedStore.open(
+        directory,
+        sync=False,
+        settings=StoreSettings(1, 1, steps, SamplingSettings()),
+        prompt=PROMPTS.__getitem__,
+        evaluations=evaluations(),
+        now=0.0,
+    )

@@ -1,0 +1,61 @@
+"""Helpers of the lagged_methods tests that other test files use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from algorithms_kit import D
+
+from asyncrl.algorithms.batch import LossBatch
+
+MU = torch.tensor([0.5, 0.8, 0.4, 0.5, 0.4, 0.4], dtype=D)
+
+
+W = torch.tensor([1.2, 0.5, 1.5, 0.8, 2.0, 0.25], dtype=D)
+
+
+SEQ = torch.tensor([0, 0, 0, 1, 1, 1])
+
+
+GROUP = torch.tensor([0, 0])
+
+
+EVERY = torch.ones(6, dtype=torch.bool)
+
+
+SIGN = torch.tensor([1, 1, 1, -1, -1, -1], dtype=D)
+
+
+LP = (MU * W).log()
+
+
+ANSWER = "seq-mean-token-mean"
+
+
+def vec(*x: float) -> torch.Tensor:
+    return torch.tensor(x, dtype=D)
+
+
+def example() -> LossBatch:
+    return LossBatch(
+        SEQ,
+        MU.log(),
+        EVERY.clone(),
+        torch.zeros(6, dtype=torch.long),
+        vec(1, 0),
+        GROUP,
+        torch.tensor([False, False]),
+        anchor=MU.log(),
+    )
+
+
+X = LP - MU.log()
+
+
+def vcpo(**more: Any) -> dict[str, Any]:
+    return {
+        "loss": {"surrogate": "reinforce", "reduction": ANSWER},
+        "correction": {"level": "sequence", "bound": "truncate", "hi": 8.0},
+        **more,
+    }

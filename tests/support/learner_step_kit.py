@@ -1,0 +1,82 @@
+"""Helpers of the learner_step tests that other test files use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.config import load
+from asyncrl.contract.messages import Batch, Trajectory
+from asyncrl.models.policy import build_model
+from learner.step import LearnerCore
+
+GROUPS, SIZE = 6, 3
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("step") / "m"
+    build_model(path, "abcdefgh", hidden=32, layers=2)
+    return path
+
+
+def batch(number: int = 0, *, seed: int = 0, reward: float | None = None) -> Batch:
+    """Answers of 1 to 12 tokens; behaviour log-probabilities near uniform over the ten symbols."""
+    r = np.random.default_rng(seed)
+    samples = []
+    for t in range(GROUPS):
+        prompt = r.integers(2, 8, 2 + t % 3).astype("<i4").tobytes()
+        for s in range(SIZE):
+            n = int(r.integers(1, 13))
+            tokens, logprobs = (
+                r.integers(2, 8, n).astype("<i4"),
+                (-2.3 + 0.3 * r.standard_normal(n)).astype("<f4"),
+            )
+            value = float(r.random()) if reward is None else reward
+            samples.append(
+                Trajectory(
+                    t,
+                    s,
+                    0,
+                    prompt,
+                    tokens.tobytes(),
+                    logprobs.tobytes(),
+                    bytes([1] * n),
+                    [],
+                    value,
+                    {},
+                    "stop",
+                    1.0,
+                )
+            )
+    runs = [[(0, s.length, int(r.integers(0, 4)))] for s in samples]
+    return Batch(
+        1, number, samples, [x[0][2] for x in runs], [0] * len(samples), runs, {}, GROUPS, {}
+    )
+
+
+def core(model_dir: Path, run_dir: Path | None = None, **sections: Any) -> LearnerCore:
+    learner = {
+        "optimizer": "sgd",
+        "lr": 0.1,
+        "clip_norm": 0.0,
+        "steps": 100,
+        "groups": GROUPS,
+        "group_size": SIZE,
+    } | sections.pop("learner", {})
+    sections["correction"] = {"proximal": "recompute"} | sections.get("correction", {})
+    raw = {
+        "model": {"path": str(model_dir), "device": "cpu"},
+        "task": {"name": "sort"},
+        "learner": learner,
+        **sections,
+    }
+    return LearnerCore(load.build(raw), model_dir, run_dir)
+
+
+def weights(c: LearnerCore) -> torch.Tensor:
+    return torch.cat([p.detach().flatten().clone() for p in c.model.hf.parameters()])

@@ -1,0 +1,107 @@
+"""Run `asyncrl` in real processes as a user would: environment, settings and results."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+# also for the reward processes of commands called in this process
+os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests' / 'support'}"
+
+
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+
+
+# For real processes on a busy machine: nobody is taken for hung, or gone, because others have the
+# cores.
+PATIENT = (
+    "watchdog.floor_s=3600.0",
+    "watchdog.startup_s=3600.0",
+    "wires.connect_s=1200.0",
+    "reward.deadline_s=600.0",
+)
+
+
+# The seed of the runs that tests make: no outcome hangs on what a short run happens to sample and
+# learn, hence ASYNCRL_TEST_SEED=7 passes as well.
+RUN_SEED = int(os.environ.get("ASYNCRL_TEST_SEED", "0"))
+
+
+class Ended:
+    """A finished command: its exit code, stdout, stderr, and the last stdout line as JSON."""
+
+    def __init__(self, process: subprocess.CompletedProcess[str]) -> None:
+        self.code, self.out, self.err = process.returncode, process.stdout, process.stderr
+
+    @property
+    def json(self) -> dict[str, Any]:
+        assert self.out.strip(), (
+            f"nothing on stdout (exit {self.code}); stderr ends:\n{self.err[-3000:]}"
+        )
+        return dict(json.loads(self.out.strip().splitlines()[-1]))
+
+
+def shared(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
+    """A directory that `make` fills once for all workers of a test session; the others wait for
+    it.
+    """
+    base = factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    path, done = base / name, base / f"{name}.done"
+    with (base / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            path.mkdir()
+            make(path)
+            done.touch()
+    return path
+
+
+def demo_command(command: str, tmp_path: Path, model: Path, *words: str) -> list[str]:
+    sets = [
+        f"model.path={str(model)!r}",
+        f"runs={str(tmp_path / 'runs')!r}",
+        "evaluation.final_prompts=256",
+        "evaluation.ood_prompts=16",
+        "evaluation.prompts=64",
+        f"seed={RUN_SEED}",
+        *PATIENT,
+    ]
+    sets += [w for w in words if "=" in w and not w.startswith("-")]
+    flags = [w for w in words if "=" not in w or w.startswith("-")]
+    argv = [sys.executable, "-m", "asyncrl.cli", command]
+    if "--resume" not in flags:
+        argv.append("configs/demo.toml")
+        argv += [x for s in sets for x in ("--set", s)]
+    else:
+        argv += [x for s in words if "=" in s and not s.startswith("-") for x in ("--set", s)]
+    return argv + flags + ["--json"]
+
+
+SMALL = (
+    *PATIENT,
+    f"seed={RUN_SEED}",
+    "learner.steps=6",
+    "learner.groups=4",
+    "learner.group_size=4",
+    "learner.lr=3e-3",
+    "learner.checkpoint_every=2",
+    "generator.max_new_tokens=12",
+    "generator.slots=7",
+    "evaluation.every=3",
+    "evaluation.prompts=3",
+    "evaluation.final_prompts=5",
+    "evaluation.ood_prompts=2",
+    "reward.function='shared_reward:reward'",
+)

@@ -1,0 +1,56 @@
+"""Helpers of the pushed tests that other test files use."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from gateway_service_kit import PATIENCE_S
+
+from actors.gateway.agents.agent_pool import _AgentProcess, _decode
+from actors.gateway.agents.session_messages import AgentSetup, SessionAccess, SessionResult
+from asyncrl.config.agents import AgentConfig
+from asyncrl.contract import messages as m
+
+HERE = Path(__file__).parent
+
+
+def until(what: Callable[[], Any]) -> Any:
+    end = time.monotonic() + PATIENCE_S
+    while not (found := what()):
+        assert time.monotonic() < end
+        time.sleep(0.002)
+    return found
+
+
+PROGRAM = AgentConfig(command=["sh", str(HERE / "agent_command.sh")])
+
+
+class Commands:
+    """A process that starts programs, or calls a function, and what it said."""
+
+    def __init__(self, path: Path, agent: AgentConfig = PROGRAM) -> None:
+        self.log = path / "agent-0.log"
+        passed = ["PIDS", "PYTHON", "ASKS", "GIVEN_*"]
+        setup = AgentSetup(agent.command, agent.function, str(self.log), passed)
+        self.worker = _AgentProcess(agent, msgspec.msgpack.encode(setup))
+        self.lefts: dict[int, SessionResult] = {}
+
+    def begin(self, number: int, kind: str, url: str = "http://a/s/1.2.3", key: str = "k") -> None:
+        prompt = m.Prompt(5, "ab=", answer="secret", meta={"kind": kind})
+        seat = SessionAccess(number, f"{number}.2.3", url, key, "policy", prompt, 9, 1, True, 60.0)
+        self.worker.fresh.append(seat)
+
+    def left(self, number: int) -> SessionResult:
+        def look() -> bool:
+            self.worker.flush()
+            found, closed = self.worker.receive_messages(_decode)
+            assert not closed
+            self.lefts |= {each.number: each for each in found}
+            return number in self.lefts
+
+        until(look)
+        return self.lefts[number]

@@ -1,0 +1,141 @@
+"""Helpers of the service tests that other test files use."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+from process_kit import ROOT
+
+from asyncrl.config import load
+from asyncrl.contract import messages as m
+from asyncrl.contract.versions import Label
+from asyncrl.records import rundir
+from asyncrl.transport.sockets import PeerSocket
+from buffer.service import BufferService
+
+SMALL = (
+    "learner.steps=2",
+    "learner.groups=1",
+    "learner.group_size=2",
+    "staleness.max_lag=0",
+    "evaluation.every=0",
+    "evaluation.final_prompts=1",
+    "evaluation.ood_prompts=0",
+    "wires.lease_s=600",  # nothing here comes by time
+)
+
+
+class Run:
+    """A service in a thread, and what ended it."""
+
+    def __init__(self, tmp_path: Path, *sets: str) -> None:
+        self.config = load.load(ROOT / "configs" / "demo.toml", [*SMALL, *sets])
+        self.dir = tmp_path / "run"
+        rundir.ensure(self.config, "", self.dir)
+        # type: ignore[var-annotated]
+        self.id, self.error, self.peers = rundir.run_id(self.dir), None, []
+        self.service = BufferService(self.config, self.dir)
+        self.thread = threading.Thread(target=self._loop)
+        self.thread.start()
+
+    def _loop(self) -> None:
+        try:
+            self.service.loop()
+        except Exception as e:
+            self.error = e
+
+    def peer(self) -> PeerSocket:
+        self.peers.append(PeerSocket(rundir.buffer_address(self.config, self.dir), run=self.id))
+        return self.peers[-1]
+
+    def end(self) -> None:
+        if self.service.stop:
+            return
+        self.service.stop = True
+        self.thread.join(600)
+        self.service.close()
+        for p in self.peers:
+            p.close()
+        rundir.clean(self.dir)
+
+    def hello(
+        self,
+        epoch: int,
+        number: int = 0,
+        origin: int = 0,
+        run: str = "",
+        protocol: int = m.PROTOCOL,
+    ) -> m.LearnerHello:
+        source = m.WeightsSource(epoch, "here", "", "")
+        return m.LearnerHello(
+            protocol,
+            run or self.id,
+            epoch,
+            Label(epoch, number),
+            None,
+            f"d{number}",
+            0,
+            origin,
+            0,
+            source,
+            [],
+        )
+
+
+def ask(peer: PeerSocket, message: m.FromPeer, kind: type[Any]) -> Any:
+    """Send, and wait for the next reply of a kind."""
+    peer.send(message)
+    return wait(peer, kind)
+
+
+def wait(peer: PeerSocket, kind: type[Any]) -> Any:
+    while (reply := peer.recv(600)) is not None:
+        if isinstance(reply, kind):
+            return reply
+        if isinstance(reply, m.UnknownSession):  # as a generator does
+            peer.send(greet(peer.run, reply.producer, reply.session))
+    raise AssertionError(f"no {kind.__name__} came")
+
+
+def greet(run: str, producer: str, session: int) -> m.GeneratorHello:
+    return m.GeneratorHello(
+        protocol=m.PROTOCOL,
+        run=run,
+        producer=producer,
+        session=session,
+        slots=8,
+        host="here",
+        pid=0,
+    )
+
+
+def want(n: int, samples: int = 4) -> m.TicketRequest:
+    return m.TicketRequest("generator-0", 1, n, samples, None)
+
+
+def answers(t: m.Ticket, digest: str = "") -> m.Delivery:
+    label = t.exact_version or t.min_version
+    return m.Delivery(
+        "generator-0",
+        1,
+        1,
+        [
+            m.Trajectory(
+                t.ticket,
+                s,
+                t.attempt,
+                b"",
+                b"\0" * 8,
+                b"\0" * 8,
+                b"\1\1",
+                [m.VersionSpan(label, digest, 0, 2, label)],
+                float(s),
+                {},
+                "stop",
+                1.0,
+            )
+            for s in t.samples
+        ],
+    )

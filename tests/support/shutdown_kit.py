@@ -1,0 +1,15 @@
+"""Helpers of the shutdown tests that other test files use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from asyncrl.records import rundir
+
+
+def left(run_dir: Path) -> list[str]:
+    """Sockets and shared memory of the run."""
+    name = rundir.run_id(run_dir)
+    return [
+        str(p) for base in ("/dev/shm", "/tmp") for p in Path(base).glob(f"asyncrl-*{name}*")
+    ] + [str(p) for p in Path("/tmp").glob(f"asyncrl-*/{name}*")]

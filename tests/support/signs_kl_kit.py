@@ -1,0 +1,42 @@
+"""Helpers of the signs_kl tests that other test files use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncrl.config import load
+from asyncrl.records import health_checks
+
+Row = dict[str, Any]
+
+
+def config(*sets: str) -> health_checks.RunFacts:
+    return health_checks.RunFacts(load.load("configs/demo.toml", sets))
+
+
+LOST = [0.008 * n for n in range(50)]  # and under one that does not: 0.39 at the end
+
+
+def rows(n: int = 50, **lists: list[float]) -> list[Row]:
+    """n batches; a list is a metric by batch (`__` for `/`)."""
+    usual = {
+        "reward/mean": 0.5,
+        "reward/no_spread_share": 0.3,
+        "reward/min": 0.0,
+        "reward/max": 1.0,
+        "answer/truncated_share": 0.1,
+    }
+    return [
+        {"step": i, "t": float(i)}
+        | usual
+        | {k.replace("__", "/"): x[i] for k, x in lists.items() if i < len(x)}
+        for i in range(n)
+    ]
+
+
+def evals(split: str, n: int, *points: tuple[int, float]) -> list[Row]:
+    return [{"step": s, "t": 0.0, f"eval/{split}": p, f"eval/{split}_n": n} for s, p in points]
+
+
+def names(found: list[health_checks.HealthFinding]) -> list[str]:
+    return [s.name for s in found]

@@ -1,0 +1,47 @@
+"""Helpers of the simulate tests that other test files use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from asyncrl.config.load import load
+from asyncrl.config.tree import Config
+from asyncrl.experiments.simulate.outcome import SimulationOutcome, simulate
+from asyncrl.experiments.simulate.times import TimeModel
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+BATCH = ("learner.groups=4", "learner.group_size=4")
+
+
+# Nothing takes time but what a test names: an answer has 64 tokens, its decode steps take 10 ms
+# each, whatever is beside it.
+BARE = TimeModel(
+    step=0.01,
+    row=0,
+    admit=0,
+    finish=0,
+    look=0,
+    lengths=64,
+    train=0.4,
+    train_tokens=None,
+    batch=0,
+    commit=0,
+    publish=0,
+    swap=0,
+    checkpoint=0,
+    wire=0,
+    buffer=0,
+)
+
+
+def config(*sets: str) -> Config:
+    return load(
+        ROOT / "configs" / "demo.toml",
+        ["generator.max_new_tokens=64", "generator.context=96", "learner.steps=20", *BATCH, *sets],
+    )
+
+
+def run(known: TimeModel, *sets: str, seed: int = 0) -> SimulationOutcome:
+    return simulate(config(*sets), known, seed, evaluate=False)

@@ -1,0 +1,617 @@
+"""Games of two: whose turn it is, who answers for the other side, and what of it is trained."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+import socket
+import struct
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from agent_envs import Longer, answers
+from process_kit import ENV, ROOT
+
+from actors.gateway.environment_worker import (
+    EnvironmentEvent,
+    EnvironmentHost,
+    EnvironmentOperation,
+    EnvironmentSetup,
+    serve,
+)
+from asyncrl.config import load
+from asyncrl.config.agents import AgentConfig
+from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.messages import Prompt
+from asyncrl.experiments.play import HumanPlayer, ModelPlayer, play, ticket_of
+from asyncrl.models.policy import build_model
+from asyncrl.tasks import arena, games, nim
+from asyncrl.tasks.calc import END
+from asyncrl.tasks.games import (
+    GameMatch,
+    OpponentMove,
+    SeededRandom,
+    check,
+    random_move,
+    text_opponent,
+)
+from asyncrl.transport.child import frame
+
+LONGER = f"{ROOT}/tests/support/agent_envs.py:Longer"
+
+
+def options(kind: str = "", text: str = "ab=") -> dict[str, Any]:
+    return {"prompt": Prompt(0, text, meta={"kind": kind})}
+
+
+def match(opponent: games.Opponent | None, kind: str = "", seed: int = 0) -> tuple[GameMatch, str]:
+    made = GameMatch(Longer(), "them", opponent)
+    said, info = made.reset(seed=seed, options=options(kind))
+    assert info == {}
+    return made, said
+
+
+# ---- a match -------------------------------------------------------------------------------------
+
+
+def test_the_seed_says_which_side_the_policy_plays() -> None:
+    """And the function that plays the other one reads all that its side has heard and said."""
+    read: list[str] = []
+
+    def function(text: str) -> str:
+        read.append(text)
+        return "ccc"
+
+    first, said = match(text_opponent(function), seed=4)
+    assert (said, first.asked, first.told, read) == ("ab=", 0, [], [])
+    assert first.step("a") == ("3=", 0.0, False, False, {})
+    assert first.told == [OpponentMove("1=", "ccc")] and read == ["1="]
+    assert first.step("bb")[0] == "3=" and read[1:] == ["1=\nccc\n2="]
+    won = first.step("abcdefgh")
+    assert won == ("", 1.0, True, False, {"parts": {"won": 1.0, "length": 11.0}})
+    assert len(first.told) == 1
+
+    second, said = match(text_opponent(function), seed=5)
+    assert said == "3=" and second.told == [OpponentMove("ab=", "ccc")] and not second.asked
+    assert [second.step(text)[0] for text in ("a", "a")] == ["3=", "3="]
+    lost = second.step("a")
+    assert lost == ("", 0.0, True, False, {"parts": {"won": 0.0, "length": 3.0}})
+    assert second.told == []
+    draw, _ = match(text_opponent(lambda _text: "a"))
+    assert [draw.step("a")[1] for _ in range(3)][-1] == 0.5
+    quiet = GameMatch(SimpleNamespace(), "them", None)
+    quiet.close()
+    closed = []
+    GameMatch(SimpleNamespace(close=lambda: closed.append(1)), "them", None).close()
+    assert closed == [1]
+
+
+def test_against_itself_whoever_is_to_move_is_asked() -> None:
+    asked = []
+    for seed in (0, 1):
+        made, said = match(None, seed=seed)
+        turns = [(made.asked, said)]
+        for text in ("a", "bb", "ccc", "dddd", "eeeee"):
+            said, reward, ended, *_ = made.step(text)
+            assert not ended and not reward and not made.told
+            turns.append((made.asked, said))
+        asked.append(turns)
+        reward, ended = made.step("ffffff")[1:3]
+        assert (reward, ended) == (float(seed == 1), True)
+    told = ["ab=", "1=", "2=", "3=", "4=", "5="]
+    assert asked[0] == list(zip([0, 1] * 3, told, strict=True))
+    assert asked[1] == list(zip([1, 0] * 3, told, strict=True))
+
+
+def test_a_game_that_ends_before_the_policys_turn_is_begun_again() -> None:
+    """Nothing of it could be trained.  Once the policy has had a turn it is an outcome."""
+    made, _ = match(None, "quits", seed=1)
+    assert made.asked == 1
+    for game in (2, 3):
+        assert made.step("h") == ("ab=", 0.0, False, False, {})
+        assert made.asked == game
+    assert made.step("a")[0] == "1=" and not made.asked
+    assert made.step("bb")[0] == "2=" and made.asked == 3
+    assert made.step("h")[1:3] == (0.5, True)  # two letters each
+    seeds = []
+
+    class Ends:
+        def reset(self, *, seed: int, options: Any) -> None:
+            seeds.append(seed)
+
+        def turn(self) -> tuple[int, str]:
+            return 0, ""
+
+        def play(self, text: str) -> tuple[float, float]:
+            return 1.0, 0.0
+
+    endless = GameMatch(Ends(), "them", text_opponent(str))
+    with pytest.raises(RuntimeError, match=f"{games.DEALT} games in a row ended before"):
+        endless.reset(seed=7, options={})
+    assert seeds == list(range(7, 7 + 2 * games.DEALT, 2))  # on the same side, of other luck
+
+
+def test_random_moves_are_the_sessions_own_luck() -> None:
+    def moves(seed: int) -> Any:
+        made, _ = match(random_move, seed=seed)
+        yield made.told
+        for _ in range(2):
+            made.step("a")
+            yield made.told
+
+    alone = [list(moves(seed)) for seed in range(12)]
+    random.seed(3)
+    before = random.getstate()
+    together = list(zip(*[moves(seed) for seed in range(12)], strict=True))
+    assert random.getstate() == before
+    assert [list(each) for each in zip(*together, strict=True)] == alone
+    drawn = {told.move for game in alone for turn in game for told in turn}
+    assert drawn == {"a", "bb"} and len({str(game) for game in alone[::2]}) > 2
+    with SeededRandom(5), pytest.raises(KeyError):
+        raise KeyError
+    assert random.getstate() == before
+
+
+@pytest.mark.parametrize(
+    ("opponent", "kind", "text", "said"),
+    [
+        (text_opponent(answers), "", "", "the opponent them raised KeyError: 'gone'"),
+        (
+            text_opponent(answers),
+            "",
+            "a",
+            "the opponent them gave NoneType, not the text of a move",
+        ),
+        (random_move, "mute", "a", "raised ValueError: the game names no move to choose from"),
+    ],
+)
+def test_an_opponent_that_fails_says_so(
+    opponent: games.Opponent, kind: str, text: str, said: str
+) -> None:
+    made, _ = match(opponent, kind)
+    with pytest.raises(RuntimeError, match=re.escape(said)):
+        made.step(text)
+
+
+def test_a_third_player_is_refused() -> None:
+    with pytest.raises(ValueError, match="turn of player 2: a game of two has 0 and 1"):
+        match(None, "three")
+
+
+def test_a_class_is_checked_before_a_session_begins() -> None:
+    class Speechless:
+        reset = turn = play = None
+
+    check(Longer, "x", ["random", "self"])
+    check(Speechless, "x", ["self"])
+    check(lambda: None, "x", ["random"])
+    check(dict, "x", [])
+    with pytest.raises(
+        ConfigError, match=r"x has no moves: .* has reset, turn, play, moves; leave"
+    ):
+        check(Speechless, "x", ["random", "self"])
+    with pytest.raises(ConfigError, match=r"x has no reset: .* which has reset, turn, play; leave"):
+        check(dict, "x", ["self"])
+    with pytest.raises(ConfigError, match="x is a game of two: who plays the other side"):
+        check(Longer, "x", [])
+
+
+# ---- in an environment's process -----------------------------------------------------------------
+
+
+def test_a_process_of_environments_plays_it() -> None:
+    names = ["agent_envs:answers", "random", "self"]
+    made = EnvironmentHost(EnvironmentSetup("agent_envs:Longer", [], names))
+
+    def begun(opponent: str, seed: int, kind: str = "") -> EnvironmentEvent | None:
+        prompt = Prompt(0, "ab=", meta={"kind": kind})
+        return made.apply(
+            EnvironmentOperation(1, "reset", prompt=prompt, seed=seed, opponent=opponent)
+        )
+
+    def step(text: str) -> EnvironmentEvent | None:
+        return made.apply(EnvironmentOperation(1, "step", text=text))
+
+    assert begun("self", 1) == EnvironmentEvent(1, "ok", "ab=", asked=1)
+    assert step("a") == EnvironmentEvent(1, "ok", "1=")
+    assert step("a") == EnvironmentEvent(1, "ok", "1=", asked=1)
+    assert begun(names[0], 1) == EnvironmentEvent(1, "ok", "2=", told=[("ab=", "cc")])
+    assert step("bb") == EnvironmentEvent(1, "ok", "3=", told=[("2=", "ccc")])
+    got = step("")
+    assert got is not None and got.kind == "failed"
+    assert (
+        got.why == "the environment raised RuntimeError: the opponent agent_envs:answers raised "
+        "KeyError: 'gone' in step"
+    )
+    got = begun("random", 0, "three")
+    assert got is not None and got.kind == "failed" and "player 2" in got.why
+
+
+@pytest.mark.parametrize(
+    ("env", "opponents", "said"),
+    [
+        ("agent_envs:Talks", ["self"], "agent.env = agent_envs:Talks has no turn"),
+        ("agent_envs:Longer", [], "agent_envs:Longer is a game of two"),
+        ("agent_envs:Longer", ["no_such:f"], "the opponent no_such:f: importing it raised Module"),
+    ],
+)
+def test_what_cannot_be_played_is_said_at_the_import(
+    env: str, opponents: list[str], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        EnvironmentHost(EnvironmentSetup(env, [], opponents))
+
+
+@pytest.mark.parametrize(
+    ("env", "why"),
+    [
+        (
+            "agent_envs:Longer",
+            "agent.env = agent_envs:Longer is a game of two: who plays the other ",
+        ),
+        ("no_such:Env", "agent.env = no_such:Env: importing it raised ModuleNotFoundError: "),
+    ],
+)
+def test_a_process_says_why_it_cannot_begin(env: str, why: str) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(frame(msgspec.msgpack.encode(EnvironmentSetup(env, []))))
+        serve(theirs)
+        (length,) = struct.unpack(">I", ours.recv(4))
+        got = msgspec.msgpack.decode(ours.recv(length), type=EnvironmentEvent)
+    assert got.kind == "broken" and got.why.startswith(why)
+    assert got.why.endswith("write module:name or file.py:name") == (env == "no_such:Env")
+
+
+# ---- textarena's games ---------------------------------------------------------------------------
+
+
+class Cards:
+    """A game of two as textarena has them: each is dealt a card, names a number, the higher card
+    wins; no number, twice, loses.
+    """
+
+    def reset(self, num_players: int, seed: int) -> None:
+        if num_players != 2:
+            raise AssertionError(f"two players,\nreceived {num_players}")
+        self.cards = random.sample(range(100), 2)
+        self.at = self.bad = 0
+        self.news: list[list[Any]] = [
+            [(-1, f"Card {card}, say '[1]' or\n'[2]'.", "PROMPT"), (-1, "Now!", "MESSAGE")]
+            for card in self.cards
+        ]
+
+    def get_observation(self) -> tuple[int, list[Any]]:
+        news, self.news[self.at] = self.news[self.at], []
+        return self.at, news
+
+    def step(self, action: str) -> tuple[bool, dict[str, Any]]:
+        for news in self.news:
+            news.append((self.at, action, "ACTION"))
+        if not action.startswith("["):
+            self.bad += 1
+            self.news[self.at].append((-1, "no number", "ADMIN"))
+            return self.bad == 2, {}
+        self.at += 1
+        return self.at == 2, {}
+
+    def close(self) -> tuple[dict[int, int], dict[int, Any]]:
+        wins = self.cards[0] > self.cards[1] if self.bad < 2 else self.at == 1
+        other = {1 - self.at: {"invalid_move": False}} if self.at < 2 else {}
+        info = {self.at: {"invalid_move": True}} if self.at < 2 else {}
+        return {0: 1 if wins else -1, 1: -1 if wins else 1}, {**info, **other}
+
+
+@pytest.fixture
+def cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "textarena", SimpleNamespace(make=lambda name: Cards()))
+
+
+def test_a_game_of_two_by_one_line(cards: None) -> None:
+    before = random.getstate()
+    made = EnvironmentHost(EnvironmentSetup("textarena:Cards-v0", [], ["random", "self"]))
+    assert random.getstate() == before
+    op = EnvironmentOperation(1, "reset", prompt=Prompt(0, "0"), seed=6, opponent="self")
+    got = made.apply(op)
+    assert got is not None and not got.asked and str(got.obs).startswith("Card ")
+    got = made.apply(EnvironmentOperation(1, "step", text="well"))
+    assert got is not None and (got.obs, got.asked) == ("no number", 0)  # its own words are known
+    got = made.apply(EnvironmentOperation(1, "step", text="[1]"))
+    assert got is not None and got.asked == 1
+    assert str(got.obs).endswith("'[2]'.\nNow!\n[Player 0] well\n[Player 0] [1]")
+    got = made.apply(EnvironmentOperation(1, "step", text="[2]"))
+    assert got is not None and got.ended and abs(got.reward) == 1
+    assert got.parts == {"won": float(got.reward > 0), "invalid": 0.0}
+
+    wins = set()
+    for seed in range(1, 40, 2):  # random moves first
+        got = made.apply(
+            EnvironmentOperation(1, "reset", prompt=Prompt(0, "0"), seed=seed, opponent="random")
+        )
+        assert got is not None
+        ((told, move),) = got.told
+        assert told.startswith("Card ") and move in ("[1]", "[2]")
+        assert made.apply(EnvironmentOperation(1, "step", text="")) is not None
+        got = made.apply(EnvironmentOperation(1, "step", text=""))
+        assert got is not None and got.ended and got.parts["invalid"] == 1.0
+        wins.add((move, got.reward))
+    assert wins == {("[1]", -1.0), ("[2]", -1.0)}
+
+
+def test_the_number_of_players_is_told_at_once(cards: None) -> None:
+    with pytest.raises(
+        ConfigError, match="with 1 player: AssertionError: two players, received 1; a"
+    ):
+        EnvironmentHost(EnvironmentSetup("textarena:Cards-v0", []))
+
+
+def test_the_real_games() -> None:
+    """Random moves are those that the game lists; three players are refused, and one with an
+    opponent.
+    """
+    pytest.importorskip("textarena")
+    made = arena.find_game("TicTacToe-v0", 2)
+    for seed in range(6):
+        env = GameMatch(made(), "random", random_move)
+        said, _ = env.reset(seed=seed, options={})
+        assert f"You are Player {seed % 2}" in said
+        ended, told = False, list(env.told)
+        while not ended:
+            moves = arena.BRACKETS.findall(said)[-9:]
+            said, reward, ended, _, info = env.step(moves[-1])
+            told += env.told
+        assert info["parts"]["invalid"] == 0.0 and info["parts"]["won"] == float(reward > 0)
+        assert len({each.move for each in told}) == len(told) >= 2
+    with pytest.raises(ConfigError, match=r"with 2 players: .* of more none is played here"):
+        arena.find_game("ThreePlayerTicTacToe-v0", 2)
+    with pytest.raises(ConfigError, match=r"has to be 1, received 2; agent\.opponent is for games"):
+        arena.find_game("GuessTheNumber-v0", 2)
+    with pytest.raises(ConfigError, match=r"has to be 2, received 1; a game of two needs agent\.o"):
+        arena.find_game("TicTacToe-v0", 1)
+
+
+# ---- Nim -----------------------------------------------------------------------------------------
+
+
+def test_nim_by_hand() -> None:
+    game = nim.NimGame()
+    game.reset(seed=0, options=options(text="201:"))
+    assert game.turn() == (0, "201:") and game.moves() == ["a1", "a2", "c1"]
+    assert game.play("a2") is None and game.turn() == (1, "001:")
+    assert game.play("c1") == (0.0, 1.0)
+    for wrong in ("b1", "a3", "a0", "", "a1 "):
+        game.reset(seed=0, options=options(text="201:"))
+        assert game.play(wrong) == (0.0, 1.0)
+    game.reset(seed=0, options=options(text="001:"))
+    assert game.play("c1") == (1.0, 0.0)
+
+
+def test_who_plays_its_best_moves_wins_whatever_is_won() -> None:
+    @cache
+    def won(heaps: tuple[int, ...]) -> bool:
+        """By trying everything: can who is to move win?"""
+        return any(
+            not won(tuple(nim.apply_move(list(heaps), m))) for m in nim.legal_moves(list(heaps))
+        )
+
+    for heaps in itertools.product(range(nim.MOST + 1), repeat=3):
+        if not any(heaps):
+            continue
+        move = nim.best_move("a1\n" + "".join(map(str, heaps)) + ":")
+        assert move in nim.legal_moves(list(heaps))
+        assert won(heaps) == (not won(tuple(nim.apply_move(list(heaps), move))))
+
+
+def test_demonstrated_moves_stand_behind_what_the_game_says() -> None:
+    task = nim.NimTask()
+    pairs = task.demonstrations(2000, 0)
+    assert pairs == nim.NimTask().demonstrations(2000, 0) and len(pairs) == 2000
+    legal = began = 0
+    for number, (before, move) in enumerate(pairs):
+        *past, now = before.split(END)
+        heaps = [[int(stone) for stone in said[:3]] for said in (*past, now)]
+        played = [said[4:] for said in past]
+        assert now[3:] == ":" and set(before.replace(END, "") + move) <= set(task.symbols)
+        for mine, left, then in zip(heaps, played, heaps[1:], strict=False):
+            assert left in nim.legal_moves(mine)
+            theirs = nim.apply_move(mine, left)
+            assert then in [nim.apply_move(theirs, each) for each in nim.legal_moves(theirs)]
+        legal += move in nim.legal_moves(heaps[-1])
+        if past:
+            assert (before.rpartition(END)[0]) == "".join(pairs[number - 1])
+        began += not past
+        assert len(past) < task.turns and len(move) < task.longest
+    assert 0.85 < legal / 2000 < 0.95 and 500 < began < 1000
+    prompts = [task.prompt(split, 3, 0) for split in ("train", "heldout", "ood")]
+    assert [(each.id, each.split) for each in prompts] == [(3, "train"), (3, "heldout"), (3, "ood")]
+    assert task.prompt("heldout", 3, 1) == prompts[1] and task.size("heldout") == 2048
+    texts = {task.prompt("train", index, 0).text for index in range(300)}
+    assert len(texts) == 27 and task.size("train") is None
+    assert [task.prompt("train", i, 0) for i in range(9)] != [
+        task.prompt("train", i, 1) for i in range(9)
+    ]
+    with pytest.raises(ValueError, match="the environment pays"):
+        task.reward(prompts[0], "a1")
+    game = task.environment()
+    said, _ = game.reset(seed=1, options={"prompt": prompts[0]})
+    assert said != prompts[0].text and game.told[0].told == prompts[0].text
+
+
+# ---- played by hand and by a model ---------------------------------------------------------------
+
+
+def longer(*sets: str) -> Any:
+    return load.load(
+        ROOT / "configs" / "calc.toml", ["agent.tools=[]", f"agent.env='{LONGER}'", *sets]
+    )
+
+
+SELF = ("agent.opponent='self'", "agent.eval_opponent='random'")
+
+
+def test_both_sides_are_shown_turn_by_turn() -> None:
+    texts = ["a", "bb", "ccc", "dddd", "eeeee", "ffffff"]
+
+    def shown(*sets: str) -> list[tuple[str, int, str, bool]]:
+        settings = longer(*sets)
+        lines = iter(texts)
+        player = HumanPlayer(settings, lambda: next(lines, None))
+        found = list(play(settings, ticket_of(settings, 1), player))
+        assert found[-1].kind == "ended" and found[-1].parts["won"] == found[-1].reward
+        return [(x.kind, x.turn, x.text, x.other) for x in found[:-1]]
+
+    both = shown(*SELF)
+    assert [(turn, text) for kind, turn, text, _ in both if kind == "answered"] == [
+        (turn, text) for turn, text in enumerate(texts, 1)
+    ]
+    sides = [other for kind, _, _, other in both if kind == "asked"]
+    assert sides[:2] * 3 == sides and sides[0] != sides[1]
+    assert sides == [other for kind, _, _, other in both if kind == "answered"]
+    fixed = shown("agent.opponent='random'")
+    begins = sides[0]  # the other side of this seed, by its turn 0
+    moves = [(turn, text) for kind, turn, text, other in fixed if kind == "answered" and other]
+    assert [turn for turn, _ in moves] == ([0, 1, 2] if begins else [1, 2, 3])
+    assert all(text in ("a", "bb") for _, text in moves)
+    assert len([1 for kind, _, _, other in fixed if kind == "asked" and other]) == 3
+    assert [x[2] for x in fixed if x[0] == "answered" and not x[3]] == texts[:3]
+
+
+def test_a_model_plays_both_sides(tmp_path: Path) -> None:
+    """On ids that a run would train on the policy's side; the other's are none of its rows."""
+    build_model(tmp_path, "0123456789*+-=?#e", hidden=32, layers=1, seed=3)
+    settings = longer(*SELF, f"model.path='{tmp_path}'", "generator.max_new_tokens=3")
+    ticket = ticket_of(settings, 0)
+    player = ModelPlayer(settings, ticket)
+    found = list(play(settings, ticket, player))
+    drawn = {
+        side: sum(x.tokens for x in found if x.kind == "answered" and x.other is side)
+        for side in (True, False)
+    }
+    assert sum(x.kind == "asked" for x in found) == 6 and not any(x.row for x in found)
+    (row,) = player.session.training_rows()
+    assert int(np.frombuffer(row.mask, np.uint8).sum()) == drawn[False] > 0
+    assert player.session.aside == drawn[True] > 0
+
+
+def test_the_command_shows_the_other_side() -> None:
+    from asyncrl.cli.config import _format_turn
+    from asyncrl.experiments.play import PlayEvent
+
+    assert (
+        _format_turn(PlayEvent("asked", 2, "312:", other=True))
+        == "--- turn 2, the other side\n312:"
+    )
+    named = PlayEvent("asked", 2, "312:", tokens=9, other=True)
+    assert _format_turn(named) == "--- turn 2, the other side (9 tokens)\n312:"
+    assert "a row of its own" in _format_turn(PlayEvent("asked", 2, "x", row=True))
+    assert "a row of its own" not in _format_turn(PlayEvent("asked", 2, "x"))
+
+
+# ---- the config ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sets", "said"),
+    [
+        (
+            ["agent.opponent='Random'"],
+            "agent.opponent: Random; choose random or self, or write mod",
+        ),
+        (["agent.eval_opponent='m:f g'"], "agent.eval_opponent: m:f g; choose random or self"),
+        (["agent.eval_opponent=''"], "agent.eval_opponent: against itself a policy wins half"),
+        (["agent.opponent=''"], "agent.eval_opponent: is for a game of two; give agent.opponent"),
+        (["agent.env=''", "agent.serve=true"], "agent.opponent: plays the other side of an env"),
+        (["agent.env=''"], "task.name: nim is for an environment that asks and pays"),
+    ],
+)
+def test_what_opponents_may_be(sets: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load.load("nim", sets)
+
+
+def test_who_plays_the_other_side() -> None:
+    made = AgentConfig(env="e", opponent="m:f")
+    assert made.opponent_for("train") == made.opponent_for("eval") == "m:f"
+    made = AgentConfig(env="e", opponent="self", eval_opponent="random")
+    assert [made.opponent_for(kind) for kind in ("train", "eval")] == ["self", "random"]
+    for name in ("random", "file.py:f", "self"):
+        assert load.load("nim", [f"agent.opponent='{name}'"]).agent.opponent == name
+
+
+# ---- real processes ------------------------------------------------------------------------------
+
+
+SETS = (
+    "exact=true",
+    "model.path='m'",
+    "model.warm_start=false",
+    "staleness.max_lag=0",
+    "learner.steps=2",
+    "learner.groups=4",
+    "learner.group_size=4",
+    "generator.slots=16",
+    "generator.max_new_tokens=6",
+    "evaluation.every=0",
+    "evaluation.prompts=4",
+    "evaluation.final_prompts=4",
+    "evaluation.ood_prompts=1",
+    "record.samples_every=1",
+    "record.samples=0",
+    f"agent.env='{LONGER}'",
+    # nobody is taken for hung or gone, and nothing is drawn again, because others have the cores
+    "agent.step_s=3600",
+    "agent.deadline_s=7200",
+    "wires.lease_s=3600",
+    "wires.connect_s=1200",
+    "watchdog.floor_s=3600",
+    "watchdog.startup_s=3600",
+)
+
+
+def test_runs_against_itself_are_the_same_to_the_last_bit(tmp_path: Path) -> None:
+    """In exact mode at limit 0, twice: every token drawn is trained or set aside, each of the
+    policy's side once, with the probability that the learner finds.
+    """
+    build_model(tmp_path / "m", "0123456789abc:=", hidden=32, layers=1)
+    found = []
+    for name in ("one", "other"):
+        sets = [part for each in (*SETS, f"name='{name}'") for part in ("--set", each)]
+        argv = [sys.executable, "-m", "asyncrl.cli", "run", "nim", "--json", *sets]
+        done = subprocess.run(
+            argv, cwd=tmp_path, env=ENV, capture_output=True, text=True, timeout=7200
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        found.append(json.loads(done.stdout))
+    one, other = found
+    assert one["weights_digest"] == other["weights_digest"]
+    assert one["trained_ids"] == other["trained_ids"]
+    folders = [tmp_path / "runs" / name for name in ("one", "other")]
+    first, second = ([json.loads(x) for x in (f / "samples.jsonl").open()] for f in folders)
+    parts = ("ticket", "sample", "tokens", "logprobs", "mask", "versions", "reward", "calls")
+    assert [[s[part] for part in parts] for s in first] == [
+        [s[part] for part in parts] for s in second
+    ]
+    ledger = one["ledger"]
+    assert ledger["generated"] == ledger["trained"] + ledger["set_aside"]
+    assert ledger["trained"] == sum(sum(s["mask"]) for s in first)
+    assert ledger["set_aside"] == sum(s["aside"] for s in first) > 0
+    assert len({(s["ticket"], s["sample"]) for s in first}) == len(first) == 32
+    assert all(s["calls"] == 6 and not s["rows"] for s in first)
+    sides = {s["ticket"]: len(s["prompt_tokens"]) for s in first}  # 4 for the heaps, 2 for "n="
+    assert all(len(s["prompt_tokens"]) == sides[s["ticket"]] for s in first), "a group plays one"
+    assert set(sides.values()) == {2, 4}
+    largest = [
+        row["mismatch/max_at_lag_0"]
+        for row in map(json.loads, (folders[0] / "metrics.jsonl").open())
+        if "mismatch/max_at_lag_0" in row
+    ]
+    assert largest == [0.0, 0.0]

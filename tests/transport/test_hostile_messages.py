@@ -1,0 +1,444 @@
+"""Random messages of every kind, most of them nonsense, among those of a run: none ends the buffer,
+and its journal folds.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hostile_messages_kit import F4, GOOD, greeting, honest_hello
+from journal_kit import state
+from process_kit import ROOT
+from service_kit import SMALL
+
+from actors.turn import PromptTooLong, failed_trajectory
+from asyncrl.config import load
+from asyncrl.contract import messages as m
+from asyncrl.contract.errors import BadMessage
+from asyncrl.contract.versions import Label
+from asyncrl.records import rundir
+from asyncrl.tasks import get_task
+from buffer import checks
+from buffer.evaluation import Evaluations
+from buffer.groups import StoreSettings
+from buffer.service import BufferService, open_store
+from buffer.store import Store
+
+NUMBERS = (-1, 0, 1, 2, 3, 4, 5, 7, 63, 2**31, 2**40, 2**40 + 1, 2**62, -(2**63))
+FLOATS = (0.0, 1.0, -1.0, 1e308, float("inf"), float("-inf"), float("nan"))
+TEXTS = (
+    "",
+    "generator-0",
+    "generator-1",
+    "learner",
+    "x" * 300,
+    "\x1b[2J",
+    "a|b",
+    "a|1.5",
+    "data: no",
+    "machinery: no",
+    "reward/mean",
+    "no/metric",
+)
+
+
+class Fuzz:
+    """Values of a message's fields by their types, sometimes of the run as it is."""
+
+    def __init__(self, service: BufferService, r: random.Random) -> None:
+        self.service, self.r = service, r
+
+    def number(self) -> int:
+        s = self.service.store
+        near = (s.epoch, s.committed, s.cursor, s.attempts, s.base, s.committed + 1, s.epoch + 1)
+        return self.r.choice(near if self.r.random() < 0.6 else NUMBERS)
+
+    def make(self, kind: Any) -> Any:
+        r, info = (
+            self.r,
+            msgspec.inspect.type_info(kind) if not isinstance(kind, msgspec.inspect.Type) else kind,
+        )
+        i = msgspec.inspect
+        if isinstance(info, i.IntType):
+            return self.number()
+        if isinstance(info, i.FloatType):
+            return r.choice(FLOATS)
+        if isinstance(info, i.StrType):
+            return self.service.run if r.random() < 0.2 else r.choice(TEXTS)
+        if isinstance(info, i.BytesType):
+            return bytes(4 * r.choice((0, 1, 2, 5)))
+        if isinstance(info, i.BoolType):
+            return r.random() < 0.5
+        if isinstance(info, i.LiteralType):
+            return r.choice(info.values)
+        if isinstance(info, i.NoneType):
+            return None
+        if isinstance(info, i.UnionType):
+            return self.make(r.choice(info.types))
+        if isinstance(info, i.ListType):
+            return [self.make(info.item_type) for _ in range(r.choice((0, 0, 1, 2, 3)))]
+        if isinstance(info, i.DictType):
+            return {
+                self.make(info.key_type): self.make(info.value_type)
+                for _ in range(r.choice((0, 1, 2)))
+            }
+        if isinstance(info, i.TupleType):
+            return tuple(self.make(x) for x in info.item_types)
+        if isinstance(info, i.NamedTupleType):
+            return info.cls(*(self.make(f.type) for f in info.fields))
+        assert isinstance(info, i.StructType), info
+        fields = {f.name: self.make(f.type) for f in info.fields if f.required or r.random() < 0.5}
+        if "protocol" in fields and r.random() < 0.9:
+            fields |= {"protocol": m.PROTOCOL, "run": self.service.run}
+        return info.cls(**fields)
+
+
+def honest(service: BufferService, r: random.Random) -> m.FromPeer | None:
+    """What a peer of the run would say next."""
+    s = service.store
+    if s.policy is None:
+        return honest_hello(service.run)
+    leases = [
+        (g.ticket, g.lease.attempt, k, g.lease.granted)
+        for g in s.alive.values()
+        if g.lease
+        for k in sorted(g.lease.todo)
+    ]
+    leases += [
+        (job.ticket, attempt, 0, job.label) for attempt, (job, *_) in s.evaluations.out.items()
+    ]
+    what = r.random()
+    if "greeted" not in service.generators.get("generator-0", {}) and what < 0.5:
+        return greeting(service)
+    if what < 0.5 and leases:
+        ticket, attempt, k, label = r.choice(leases)
+        t = m.Trajectory(
+            ticket,
+            k,
+            attempt,
+            b"",
+            b"\0" * 8,
+            b"\0" * 8,
+            b"\1\1",
+            [m.VersionSpan(label, "", 0, 2, label)],
+            float(k),
+            {},
+            "stop",
+            1.0,
+        )
+        return m.Delivery("generator-0", 7, 1, [t])
+    if what < 0.7:
+        return m.TicketRequest("generator-0", 7, 1, 8, None)
+    if what < 0.85 and s.committed < s.settings.steps:
+        return m.BatchRequest(s.epoch, s.committed)
+    return (
+        m.Commit(
+            s.epoch,
+            s.committed,
+            Label(s.epoch, s.committed + 1),
+            f"d{s.epoch}.{s.committed}",
+            {"reward/mean": 0.5},
+        )
+        if service.leased
+        else None
+    )
+
+
+SPAN = m.VersionSpan(Label(1, 0), "", 0, 1, Label(1, 0))
+NAN, INF = float("nan"), float("inf")
+LIMITS = StoreSettings(1, 2, 9, m.SamplingSettings(max_new_tokens=2), context=3)
+# what is changed, what is said of it, and the reason that it is counted under
+BAD = [
+    ({"tokens": b"\0" * 7}, "7 bytes of tokens for 2 mask bytes", "shape"),
+    (
+        {"tokens": b"", "mask": b"", "behavior_logprobs": b"", "spans": []},
+        "0 bytes of tokens for 0 mask bytes",
+        "shape",
+    ),
+    ({"mask": b"\1"}, "8 bytes of tokens for 1 mask bytes", "shape"),
+    ({"mask": b"\1\2"}, "its mask holds other bytes", "shape"),
+    ({"prompt_tokens": b"\0" * 3}, "int32, one or more", "shape"),
+    ({"behavior_logprobs": b"\0" * 4}, "4 bytes of behavior_logprobs for 2 tokens", "shape"),
+    ({"behavior_logprobs": F4["half"] + F4["nan"]}, "above 0 or not finite", "number"),
+    ({"behavior_logprobs": F4["half"] + F4["up"]}, "above 0 or not finite", "number"),
+    (
+        {"behavior_logprobs": F4["half"] + np.float32(-np.inf).tobytes()},
+        "above 0 or not finite",
+        "number",
+    ),
+    (
+        {"behavior_logprobs": F4["half"] + np.float32(-1e9).tobytes()},
+        "above 0 or not finite",
+        "number",
+    ),
+    ({"token_rewards": F4["up"]}, "4 bytes of token_rewards for 2 tokens", "shape"),
+    (
+        {"token_rewards": F4["up"] + np.float32(np.inf).tobytes()},
+        "a token reward is not finite",
+        "number",
+    ),
+    ({"reward": NAN}, "its reward is nan", "number"),
+    ({"reward": INF}, "its reward is inf", "number"),
+    ({"reward": -1e300}, "its reward is -1e[+]300", "number"),
+    ({"reward_parts": {"a": 0.0, "b": NAN}}, "the part 'b' of its reward is nan", "number"),
+    ({"reward_parts": {"b": -INF}}, "the part 'b' of its reward is -inf", "number"),
+    ({"reward_parts": dict.fromkeys(map(str, range(300)), 0.0)}, "300 parts of its reward", "text"),
+    ({"reward_parts": {"x" * 201: 0.0}}, "a name of over 200 characters", "text"),
+    ({"temperature": NAN}, "its temperature is nan", "number"),
+    ({"temperature": INF}, "its temperature is inf", "number"),
+    ({"temperature": 0.0}, "its temperature is 0", "number"),
+    ({"generated_at": NAN}, "it was drawn at nan", "number"),
+    ({"spans": []}, "its spans are not its 2 tokens in order", "shape"),
+    ({"spans": [SPAN]}, "its spans are not its 2 tokens in order", "shape"),
+    ({"spans": [SPAN, SPAN]}, "its spans are not its 2 tokens in order", "shape"),
+    (
+        {
+            "spans": [
+                msgspec.structs.replace(SPAN, end=2),
+                msgspec.structs.replace(SPAN, start=2, end=2),
+            ]
+        },
+        "not its 2 tokens in order",
+        "shape",
+    ),
+    ({"segments": [("tool", 1, 3)]}, "its segments are not of its 2 tokens", "shape"),
+    ({"segments": [("tool", -1, 1)]}, "its segments are not of its 2 tokens", "shape"),
+    ({"segments": [("tool", 0, 1)] * 4}, "its segments are not of its 2 tokens", "shape"),
+    ({"segments": [("x" * 201, 0, 1)]}, "its segments are not of its 2 tokens", "shape"),
+    ({"tokens": b"\0\0\0\0\5\0\0\0"}, "tokens from 0 to 5, of a model with 5 tokens", "token"),
+    ({"tokens": b"\0\0\0\0\xff\xff\xff\xff"}, "tokens from -1 to 0", "token"),
+    (
+        {"prompt_tokens": b"\5\0\0\0"},
+        "prompt_tokens from 5 to 5, of a model with 5 tokens",
+        "token",
+    ),
+    (
+        {
+            "tokens": b"\0" * 12,
+            "mask": b"\1" * 3,
+            "behavior_logprobs": F4["half"] * 3,
+            "token_rewards": b"",
+            "spans": [msgspec.structs.replace(SPAN, end=3)],
+        },
+        "3 tokens behind a prompt of 1; generator.max_new_tokens is 2, generator.context 3",
+        "length",
+    ),
+    ({"prompt_tokens": b"\0" * 8}, "2 tokens behind a prompt of 2", "length"),
+    ({"text": "x" * 100_000}, "texts of 100000 and 0 characters", "text"),
+    ({"prompt_text": "x" * 100_000}, "texts of 0 and 100000 characters", "text"),
+    ({"group_key": "x" * 201}, "a text without end", "text"),
+    ({"failed": m.RewardFailure("data", "x" * 70_000)}, "a text without end", "text"),
+]
+
+
+def test_an_answer_that_could_not_be_begun_and_rewards_given_for_some_tokens_are_taken() -> None:
+    """Nothing was drawn of the first; NaN among token rewards says that none was given."""
+    failed = failed_trajectory(
+        PromptTooLong(
+            m.Ticket(
+                ticket=3,
+                attempt=1,
+                kind="train",
+                prompt=m.Prompt(3, "long"),
+                samples=[1],
+                sampling=m.SamplingSettings(),
+                min_version=Label(1, 0),
+                exact_version=None,
+                seed=0,
+            ),
+            (3, 1, 1),
+            m.RewardFailure("data", "the prompt is too long"),
+        ),
+        Label(1, 0),
+        "d",
+    )
+    some = m.Trajectory(
+        ticket=3,
+        sample=0,
+        attempt=1,
+        reward=0.0,
+        reward_parts={},
+        finish="stop",
+        temperature=1.0,
+        **GOOD | {"token_rewards": F4["up"] + F4["nan"]},
+    )
+    checks.answers([failed, some], 5, LIMITS)
+    checks.answers([failed], 5, LIMITS)
+
+
+@pytest.mark.parametrize(("change", "said", "reason"), BAD)
+def test_an_answer_that_would_end_the_learner_is_refused(
+    change: dict[str, Any], said: str, reason: str
+) -> None:
+    """In a durable run every later learner would end on it too."""
+
+    def answer(**fields: Any) -> m.Trajectory:
+        scalars = {"reward": 0.0, "reward_parts": {"a": 1.0}, "temperature": 1.0}
+        return m.Trajectory(ticket=3, sample=1, attempt=1, finish="stop", **scalars | fields)
+
+    good, bad = answer(**GOOD), answer(**GOOD | change)
+    checks.answers([good, good], 5, LIMITS)
+    for place in range(3):  # also in the company of good ones, which are looked at together
+        many = [good] * place + [bad] + [good] * (2 - place)
+        with pytest.raises(BadMessage, match=said) as error:
+            checks.answers(many, 5, LIMITS)
+        assert str(error.value).startswith("ticket 3, sample 1: ") and error.value.reason == reason
+    if "of a model with 5" in said:
+        checks.answers([bad], 0, LIMITS)  # no learner has said what it has
+
+
+def test_a_refused_answer_leaves_its_lease_and_an_honest_one_ends_it(tmp_path: Path) -> None:
+    config = load.load(ROOT / "configs" / "demo.toml", SMALL)
+    rundir.ensure(config, "", tmp_path / "run")
+    service = BufferService(config, tmp_path / "run")
+    try:
+        hello = honest(service, random.Random(0))
+        service.handle(b"l", msgspec.structs.replace(hello, vocabulary=5))
+        service.handle(b"g", greeting(service))
+        service.handle(b"g", m.TicketRequest("generator-0", 7, 1, 8, None))
+        service.answer()
+        group = next(g for g in service.store.alive.values() if g.lease)
+        todo = set(group.lease.todo)
+        spans = GOOD["spans"]
+        sample = m.Trajectory(
+            group.ticket,
+            min(todo),
+            group.lease.attempt,
+            **GOOD | {"spans": spans},
+            reward=1.0,
+            reward_parts={},
+            finish="stop",
+            temperature=1.0,
+        )
+        high = msgspec.structs.replace(sample, tokens=b"\0\0\0\0\7\0\0\0")
+        service.handle(b"g", m.Delivery("generator-0", 7, 2, [high]))
+        assert service.refused.total() == 1 and set(group.lease.todo) == todo
+        service.handle(b"g", m.Delivery("generator-0", 7, 3, [sample]))
+        assert service.refused.total() == 1 and set(group.lease.todo) == todo - {sample.sample}
+    finally:
+        service.close()
+        rundir.clean(tmp_path / "run")
+
+
+def test_versions_that_a_ticket_did_not_ask_for_are_refused() -> None:
+    """Older ones evade the limit; those of a newer epoch were never granted."""
+    plan = Evaluations(final_prompts=1, prompt=lambda split, index: m.Prompt(index, "p"))
+    store = Store(StoreSettings(1, 1, 9, m.SamplingSettings()), lambda i: m.Prompt(i, "p"), plan)
+    greet = honest_hello("run", vocabulary=0)
+    assert store.hello(greet)
+    test, first = store.grant("g", 1, 2, 0.0)
+
+    def answer(ticket: m.Ticket, *labels: Label, kv: Label | None = None) -> m.Trajectory:
+        spans = [m.VersionSpan(x, "", at, at + 1, kv or x) for at, x in enumerate(labels)]
+        many = len(labels)
+        return m.Trajectory(
+            ticket=ticket.ticket,
+            sample=0,
+            attempt=ticket.attempt,
+            prompt_tokens=b"",
+            tokens=b"\0" * 4 * many,
+            behavior_logprobs=b"\0" * 4 * many,
+            mask=b"\1" * many,
+            spans=spans,
+            reward=0.0,
+            reward_parts={},
+            finish="stop",
+            temperature=1.0,
+        )
+
+    def refused(sample: m.Trajectory) -> str:
+        with pytest.raises(BadMessage) as error:
+            checks.sample(store, sample)
+            checks.versions(store, sample)
+        return error.value.reason
+
+    def taken(sample: m.Trajectory) -> None:
+        checks.sample(store, sample)
+        checks.versions(store, sample)
+        store.deliver(sample, 0.0)
+
+    taken(answer(first, Label(1, 0)))
+    assert store.ask(1, 0)[0] and store.commit(0, Label(1, 1), "d1")
+    (second,) = store.grant("g", 1, 1, 0.0)
+    assert second.min_version == (1, 1)
+    assert refused(answer(second, Label(1, 0))) == "limit"
+    assert refused(answer(second, Label(1, 1), Label(1, 0))) == "limit"
+    assert refused(answer(second, Label(1, 2))) == "version"  # of the future
+    assert refused(answer(second, Label(1, 1), kv=Label(1, 2))) == "version"
+    assert refused(answer(second, Label(1, 1), kv=Label(1, -(2**63)))) == "version"
+    assert refused(answer(test, Label(1, 1))) == "limit"  # held-out answers are of version 0
+    assert store.hello(
+        msgspec.structs.replace(greet, epoch=2, label=Label(2, 1), digest="d1", origin=1)
+    )
+    assert refused(answer(second, Label(2, 1))) == "limit"
+    # a session that the next life's grant adopted: each version keeps to the grant it was drawn for
+    again = next(x for x in store.grant("g", 1, 9, 0.0) if x.ticket == second.ticket)
+    both = answer(again, Label(1, 1), Label(2, 1))
+    assert refused(both) == "limit"
+    adopted = msgspec.structs.replace(both, adopted=[(second.attempt, 1)])
+    checks.sample(store, adopted)
+    checks.versions(store, adopted)
+    older = answer(again, Label(1, 0), Label(2, 1))
+    assert refused(msgspec.structs.replace(older, adopted=[(second.attempt, 1)])) == "limit"
+    for wrong in ([(second.attempt, 3)], [(second.attempt, -1)], [(again.attempt, 1)]):
+        assert refused(msgspec.structs.replace(both, adopted=wrong)) == "ticket"
+    assert refused(msgspec.structs.replace(both, adopted=[(first.attempt, 1)])) == "ticket"
+    taken(answer(second, Label(1, 1), kv=Label(1, 0)))
+    taken(answer(test, Label(1, 0)))
+
+
+@pytest.mark.parametrize("mode", ["memory", "process"])
+def test_no_message_ends_the_run(mode: str, tmp_path: Path) -> None:
+    kinds, committed, refused = m.FromPeer.__args__, 0, 0
+    for seed in range(12):
+        r = random.Random(seed)
+        config = load.load(
+            ROOT / "configs" / "demo.toml",
+            [*SMALL, "learner.steps=30", f"durability.mode='{mode}'"],
+        )
+        run_dir = tmp_path / str(seed)
+        rundir.ensure(config, "", run_dir)
+        service = BufferService(config, run_dir)
+        # these end a run, and are meant to
+        service.store.settings.error_budget = service.store.settings.machinery_budget = 1e9
+        fuzz = Fuzz(service, r)
+        try:
+            for _ in range(600):
+                kind = r.choice(kinds)
+                message = honest(service, r) if r.random() < 0.6 else fuzz.make(kind)
+                if isinstance(message, m.LearnerHello) and message.epoch > 50:
+                    continue  # a well-formed hello of a far epoch is a learner's right
+                if message is not None:
+                    service.handle(
+                        bytes([r.randrange(3)]),
+                        msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=m.FromPeer),
+                    )
+                    service.answer()
+                    service.flush()
+                    service.status()
+            committed, refused = (
+                committed + service.store.committed,
+                refused + service.refused.total(),
+            )
+            assert all(line.tokens >= 0 for line in service.store.current_ledger().lines.values())
+            before = state(service.store)
+            assert service.close() == ""
+            if mode == "process":
+                again = open_store(config, run_dir, get_task(config.task))
+                again.settings.error_budget = again.settings.machinery_budget = 1e9
+                after = state(again)
+                assert {
+                    f: (x, getattr(after, f))
+                    for f in before.__struct_fields__
+                    if (x := getattr(before, f)) != getattr(after, f)
+                } == {}
+        except Exception as e:
+            raise AssertionError(f"seed {seed}: {type(e).__name__} {e}") from e
+        finally:
+            rundir.clean(run_dir)
+    assert committed > 20 and refused > 300

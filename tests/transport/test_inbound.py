@@ -1,0 +1,378 @@
+"""What a server says to those that ask: a message that cannot be costs a counter and the
+connection, never the process; what would end its reader is refused before it is acted on.
+"""
+
+from __future__ import annotations
+
+import socket as plain_socket
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import xxhash
+import zmq
+from gateway_kit import Served
+from hostile_messages_kit import GOOD
+
+from actors.gateway import web
+from asyncrl.contract import messages as m
+from asyncrl.contract.errors import BadMessage, PeerUnreachable
+from asyncrl.contract.versions import Label
+from asyncrl.supervise import live
+from asyncrl.transport import chunks, message_checks, sockets
+from asyncrl.transport.chunks import ChunkClient
+from asyncrl.transport.sockets import PeerSocket
+from learner.loop import Learner
+
+WAIT_S = 600.0
+NAN, INF = float("nan"), float("inf")
+AT = Label(1, 3)
+SAID = m.PolicyAnnouncement(AT, "d", m.WeightsSource(1, "here", "/nowhere", ""))
+SAMPLING = m.SamplingSettings(1.0, 1.0, 0, 4)
+TICKET = m.Ticket(3, 1, "train", m.Prompt(3, "p"), [0, 1], SAMPLING, AT, None, 0)
+CALL = m.GenerationCall(1, 7, 1, "train", b"\3\0\0\0\4\0\0\0", 4, SAMPLING, AT, None, 5)
+replace = msgspec.structs.replace
+
+
+def answer(sample: int, **more: Any) -> m.Trajectory:
+    rest = {"reward": 0.0, "reward_parts": {}, "finish": "stop", "temperature": 1.0}
+    return m.Trajectory(ticket=3, sample=sample, attempt=1, **GOOD | rest | more)
+
+
+def batch(**more: Any) -> m.Batch:
+    fields: dict[str, Any] = {
+        "samples": [answer(0), answer(1)],
+        "lags": [1, 1],
+        "in_flight": [0, 1],
+        "token_lags": [[(0, 2, 1)], [(0, 1, 0), (1, 2, 1)]],
+        "ledger": {"trained": {"tokens": 4.0}},
+    }
+    return m.Batch(epoch=1, number=2, stats={}, next_ticket=4, **fields | more)
+
+
+def tickets(**more: Any) -> m.TicketGrant:
+    return m.TicketGrant(1, 1, [TICKET, replace(TICKET, **more)], SAID)
+
+
+def announced(**more: Any) -> m.HeartbeatReply:
+    return m.HeartbeatReply(1, replace(SAID, source=replace(SAID.source, **more)))
+
+
+def calls(**more: Any) -> m.CallAssignments:
+    return m.CallAssignments(1, 1, [replace(CALL, **more)], [], None)
+
+
+def sampled(**more: Any) -> m.SamplingSettings:
+    return replace(SAMPLING, **more)
+
+
+STATUS = m.RunStatus("r", 1, 9, 1, {}, {}, [], {}, False)
+REFUSED: list[tuple[Any, str]] = [
+    (batch(samples=[]), "0 samples"),
+    (batch(lags=[1]), "2 samples with 1 lags"),
+    (batch(in_flight=[0, 2]), "a lag of 1, 2 of it"),
+    (batch(lags=[-1, 1]), "a lag of -1"),
+    (batch(token_lags=[[(0, 3, 1)], []]), "lag 1 from 0 to 3, of 2 tokens"),
+    (batch(token_lags=[[(1, 0, 1)], []]), "lag 1 from 1 to 0"),
+    (batch(token_lags=[[(0, 2, 2)], []]), "lag 2 from 0 to 2"),
+    (batch(samples=[answer(0), answer(0)]), "groups that lack samples"),
+    (batch(samples=[answer(1), answer(2)]), "groups that lack samples"),
+    (batch(samples=[answer(0), answer(1, mask=b"\1")]), "for 1 mask bytes"),
+    (batch(samples=[answer(0), answer(1, tokens=b"\0" * 7)]), "7 bytes of tokens"),
+    (batch(samples=[answer(0), answer(1, token_rewards=b"\0" * 4)]), "4 of token_rewards"),
+    (batch(samples=[answer(0), answer(1, prompt_tokens=b"\0" * 3)]), "3 of its prompt"),
+    (batch(samples=[answer(0), answer(1, spans=GOOD["spans"][::-1])]), "not in order"),
+    (
+        batch(
+            samples=[answer(0), answer(1, spans=[m.VersionSpan(AT, "", 0, 2, Label(1, -(2**63)))])]
+        ),
+        "weights 1.3 on keys of 1.-9223372036854775808",
+    ),
+    (batch(samples=[answer(0), answer(1, reward=NAN)]), "its reward is nan"),
+    (batch(samples=[answer(0), answer(1, temperature=0.0)]), "temperature is 0"),
+    (batch(samples=[answer(0), answer(1, tokens=b"\5" + b"\0" * 7)]), "with 5 tokens"),
+    (batch(samples=[answer(0), answer(1, mask=b"\1\2")]), "other bytes than 0 and 1"),
+    (batch(ledger={"lost": {"tokens": 1.0}}), "its ledger is none"),
+    (batch(ledger={"trained": {"tokens": NAN}}), "its ledger is none"),
+    (m.Welcome(1, -1), "kept from -1"),
+    (m.CommitReply(1, 1, [Label(1, -1)]), "weights to keep: 1.-1"),
+    (m.Refusal("x" * 70_000), "a refusal of 70000"),
+    (m.Refusal("x", 300), "an exit code of 300"),
+    (tickets(ticket=-1), "ticket -1"),
+    (tickets(attempt=0), "attempt 0"),
+    (tickets(samples=[]), r"samples \[\]"),
+    (tickets(samples=[0, 0]), r"samples \[0, 0\]"),
+    (tickets(samples=[-1]), r"samples \[-1\]"),
+    (tickets(sampling=sampled(temperature=NAN)), "temperature=nan"),
+    (tickets(sampling=sampled(temperature=INF)), "temperature=inf"),
+    (tickets(sampling=sampled(top_p=0.0)), "top_p=0"),
+    (tickets(sampling=sampled(top_k=-1)), "top_k=-1"),
+    (tickets(sampling=sampled(max_new_tokens=0)), "max_new_tokens=0"),
+    (tickets(min_version=Label(1, -1)), "versions: 1.-1"),
+    (tickets(exact_version=Label(2, 0)), "exactly 2.0"),
+    (m.DeliveryAcks(1, [], -1, None), "a credit of -1"),
+    (m.DeliveryAcks(1, [], 0, replace(SAID, label=Label(-1, 0))), "an announcement: -1.0"),
+    (announced(directory="a\0b"), "weights 1.3"),
+    (announced(address="x" * 5000), "weights 1.3"),
+    (announced(epoch=-1), "in epoch -1"),
+    (calls(prompt=b""), "0 bytes"),
+    (calls(prompt=b"\0" * 5), "5 bytes"),
+    (calls(prompt=b"\5\0\0\0"), "of a model with 5"),
+    (calls(prompt=b"\xff" * 4), "tokens from -1"),
+    (calls(max_new_tokens=0), "0 tokens behind 2"),
+    (calls(max_new_tokens=7), "7 tokens behind 2, of a context of 8"),
+    (calls(sample=-1), "sample -1"),
+    (calls(stream=-1), "stream -1"),
+    (calls(sampling=sampled(top_p=2.0)), "top_p=2"),
+    (replace(STATUS, committed=-1), "-1 of 9 batches"),
+    (replace(STATUS, waits=[("a", "b", "c", NAN)]), "a wait of nan s"),
+]
+ALLOWED = [
+    batch(),
+    tickets(samples=[5], exact_version=Label(1, 2)),
+    m.DeliveryAcks(1, [(3, 0, 1, "accepted")], 0, SAID),
+    m.HeartbeatReply(1, None),
+    calls(max_new_tokens=6),
+    calls(stream=(1 << 64) - 1),
+    m.Welcome(1, 0),
+    m.CommitReply(1, 1, [AT]),
+    STATUS,
+    m.Refusal("no"),
+]
+
+
+def look(message: Any) -> None:
+    message_checks.check(message, vocabulary=5)
+    for call in getattr(message, "calls", ()):
+        message_checks.call(call, 5, 8)
+
+
+@pytest.mark.parametrize(("message", "said"), REFUSED, ids=[said for _, said in REFUSED])
+def test_what_cannot_be_is_refused(message: Any, said: str) -> None:
+    # as it comes over a wire: what decodes, decodes
+    kind = type(message)
+    message = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=kind)
+    with pytest.raises(BadMessage, match=said):
+        look(message)
+
+
+@pytest.mark.parametrize("message", ALLOWED, ids=[type(x).__name__ for x in ALLOWED])
+def test_what_an_honest_server_says_is_taken(message: Any) -> None:
+    look(message)
+    message_checks.check(message)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"tokens": b"\0" * 5}, "5 bytes of tokens"),
+        ({"logprobs": b""}, "0 of logprobs"),
+        ({"lost": -1}, "-1 lost"),
+        ({"lost": 5}, "5 lost"),
+        ({"spans": []}, "not its 2 tokens"),
+        ({"spans": GOOD["spans"][:1]}, "not its 2 tokens"),
+        ({"spans": [m.VersionSpan(Label(2, 0), "", 0, 2, Label(2, 0))]}, "of another epoch than 1"),
+        ({"spans": [m.VersionSpan(Label(1, -1), "", 0, 2, AT)]}, "versions: 1.-1"),
+        ({"tokens": b"\5\0\0\0" * 2}, "with 5 tokens"),
+        ({"logprobs": np.float32([-1, NAN]).tobytes()}, "above 0 or not finite"),
+        ({"logprobs": np.float32([-1, 0.5]).tobytes()}, "above 0 or not finite"),
+        ({"tokens": b"\0" * 20, "logprobs": b"\0" * 20}, "5 tokens and 0 lost"),
+    ],
+)
+def test_an_answer_to_a_call_fits_it(more: dict[str, Any], said: str) -> None:
+    good = m.CallResult(1, b"\0" * 8, b"\0" * 8, GOOD["spans"], "stop")
+    message_checks.check_call_result(good, CALL, 5)
+    message_checks.check_call_result(m.CallResult(1, b"", b"", [], "length", 4), CALL, 5)
+    with pytest.raises(BadMessage, match=said):
+        message_checks.check_call_result(replace(good, **more), CALL, 5)
+
+
+def test_a_generators_word_of_itself() -> None:
+    good = m.ServingReport(m.PROTOCOL, "run", "generator-0", 1, 8, [1], 3)
+    message_checks.serving(good)
+    for more in ({"producer": ""}, {"producer": "\x1b[2J"}, {"slots": -1}, {"heard": -1}):
+        with pytest.raises(BadMessage):
+            message_checks.serving(replace(good, **more))  # type: ignore[arg-type]
+
+
+ROWS = [("a", "float32", [2, 3], 0, 24), ("b", "bfloat16", [4], 64, 8)]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [],
+        [ROWS[0], ("a", *ROWS[1][1:])],
+        [("a", "load", [2, 3], 0, 24)],
+        [("a", "float32", [2, 3], 0, 23)],
+        [("a", "float32", [-2, -3], 0, 24)],
+        [("a", "float32", [2, 3], -4, 24)],
+        [ROWS[0], ("b", "bfloat16", [4], 8, 8)],
+        [("a", "float32", [2, 3], 1, 24)],
+        [("a", "uint8", [1 << 50], 0, 1 << 50)],
+    ],
+)
+def test_a_layout_that_no_model_has_is_refused(rows: Any) -> None:
+    assert chunks.layout(msgspec.msgpack.encode(ROWS)) == ROWS
+    with pytest.raises(BadMessage):
+        chunks.layout(msgspec.msgpack.encode(rows))
+
+
+class Server:
+    """A server that says what it likes: `say` of the number of the message that came."""
+
+    def __init__(self, say: Any) -> None:
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.address = f"tcp://127.0.0.1:{self.socket.bind_to_random_port('tcp://127.0.0.1')}"
+        self.say, self.end, self.peers = say, False, []  # type: ignore[var-annotated]
+        self.thread = threading.Thread(target=self._serve)
+        self.thread.start()
+
+    def _serve(self) -> None:
+        number = 0
+        while not self.end:
+            if self.socket.poll(20):
+                peer, *frames = self.socket.recv_multipart()
+                self.peers.append(peer)
+                self.socket.send_multipart([peer, *self.say(number, frames)])
+                number += 1
+
+    def close(self) -> None:
+        self.end = True
+        self.thread.join()
+        self.socket.close()
+        self.context.term()
+
+
+def heard(peer: PeerSocket, message: Any) -> Any:
+    """What comes after asking, again and again."""
+    until = time.monotonic() + WAIT_S
+    while time.monotonic() < until:
+        peer.send(message)
+        if (reply := peer.recv(0.2)) is not None:
+            return reply
+    raise AssertionError("no answer")
+
+
+GOOD_REPLY = msgspec.msgpack.encode(m.Welcome(1, 0))
+
+
+def test_a_message_that_cannot_be_costs_a_counter_and_the_connection() -> None:
+    bad = [[b"\xc1"], [GOOD_REPLY, GOOD_REPLY], [msgspec.msgpack.encode(m.Welcome(1, -1))]]
+    bad += [[GOOD_REPLY] * 60, [b"\x91" * 100_000]]
+
+    def say(*_: Any) -> list[bytes]:
+        """By the connection, which may have asked again before it heard."""
+        at = len(set(server.peers)) - 1
+        return bad[at] if at < len(bad) else [GOOD_REPLY]
+
+    server = Server(say)
+    peer = PeerSocket(server.address)
+    try:
+        assert heard(peer, m.StatusRequest()) == m.Welcome(1, 0)
+        assert peer.broken == len(bad) and peer.broken_in_a_row == 0
+        assert len(set(server.peers)) == len(bad) + 1  # a connection each
+    finally:
+        peer.close()
+        server.close()
+
+
+def test_who_says_nothing_else_is_given_up_by_its_peers_and_not_by_who_only_looks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sockets, "BROKEN", 3)
+    server = Server(lambda *_: [b"\xc1"])
+    peer = PeerSocket(server.address)
+    viewer = PeerSocket(server.address)
+    try:
+        with pytest.raises(PeerUnreachable, match="3 messages in a row cannot be"):
+            heard(peer, m.StatusRequest())
+        until = time.monotonic() + WAIT_S
+        while viewer.broken < 5:
+            assert time.monotonic() < until
+            viewer.send(m.StatusRequest())
+            assert live.receive_reply(viewer, 0.2) is None
+    finally:
+        peer.close()
+        viewer.close()
+        server.close()
+
+
+def test_a_learner_takes_no_word_by_which_it_would_lose_its_checkpoints() -> None:
+    learner: Any = SimpleNamespace(vocabulary=5, epoch=2, number=7)
+    Learner.check(learner, m.Welcome(2, 7))
+    Learner.check(learner, m.Welcome(1, 8))  # another's, not acted on
+    with pytest.raises(BadMessage, match="kept from 8, and this one is 7"):
+        Learner.check(learner, m.Welcome(2, 8))
+    with pytest.raises(BadMessage, match="with 5 tokens"):
+        Learner.check(learner, batch(samples=[answer(0), answer(1, tokens=b"\5" + b"\0" * 7)]))
+
+
+def test_a_damaged_chunk_does_not_shift_those_of_the_next_fetch() -> None:
+    """Those that were on their way behind it are of the connection that ends with it."""
+    data = np.random.default_rng(0).bytes(3 * chunks.CHUNK_BYTES)
+    digest = xxhash.xxh3_64_hexdigest(data)
+
+    def say(number: int, frames: list[bytes]) -> list[bytes]:
+        ask = msgspec.msgpack.decode(frames[0], type=chunks._ChunkRequest)
+        part = data[ask.offset : ask.offset + ask.size]
+        checksum = xxhash.xxh3_64_intdigest(part) + (number == 0)
+        return [msgspec.msgpack.encode(chunks._ChunkReply(digest, part, checksum, b""))]
+
+    server = Server(say)
+    client = ChunkClient(server.address, WAIT_S)
+    into = bytearray(len(data))
+    try:
+        with pytest.raises(PeerUnreachable, match="a damaged chunk"):
+            client.fetch(AT, digest, memoryview(into))
+        assert client.fetch(AT, digest, memoryview(into)) == digest and bytes(into) == data
+    finally:
+        client.close()
+        server.close()
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    made = Served()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("what", ["line", "headers", "trailers", "nothing", "half"])
+def test_a_head_without_end_costs_its_connection(
+    what: str, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And holds no more than a bounded piece of it, whoever sends it: no key is needed."""
+    if what in ("nothing", "half"):
+        monkeypatch.setattr(web, "HEAD_S", 0.05)
+    begin = {
+        "line": b"GET /",
+        "headers": b"GET / HTTP/1.1\r\n",
+        "trailers": b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n0\r\n",
+        "nothing": b"",
+        "half": b"GET / HTTP/1.1\r\nx-a: b",
+    }[what]
+    piece = {"line": b"a" * 1000, "nothing": b"", "half": b""}.get(
+        what, b"x-a: " + b"b" * 1000 + b"\r\n"
+    )
+    host, port = served.url.removeprefix("http://").split(":")
+    sent = 0
+    with plain_socket.create_connection((host, int(port)), WAIT_S) as wire:
+        try:
+            wire.sendall(begin)
+            while piece and sent < 1 << 28:
+                wire.sendall(piece * 100)
+                sent += 100 * len(piece)
+            while wire.recv(1 << 16):
+                pass
+        except (ConnectionError, BrokenPipeError):
+            pass
+    assert sent < 1 << 25  # what the sockets themselves hold
+    served.until(lambda: not served.endpoint.server.server_state.connections)

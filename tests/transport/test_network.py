@@ -1,0 +1,252 @@
+"""benchmarks/network.py: the relay's clock and its cuts, what is judged, nothing left behind, and a
+real run over a slow link where namespaces can be made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from process_kit import ENV, ROOT
+
+sys.path.append(str(ROOT / "benchmarks"))  # last: benchmarks/learner.py must not hide the package
+from lib.network import namespaces
+from lib.network.relay import Line, Order, Relay, Shape
+
+PROGRAM = ROOT / "benchmarks" / "network.py"
+WAIT_S = 600.0
+CUT = 60_000
+
+
+@pytest.fixture(scope="module")
+def bench() -> Any:
+    spec = importlib.util.spec_from_file_location("bench_network", PROGRAM)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_line_is_shared_and_delays_what_has_left_it() -> None:
+    line = Line(Shape(delay_s=1.0, rate=10.0))
+    assert line.arrival(100, now=5.0) == 16.0
+    assert (line.arrival(20, now=6.0), line.ahead(16.0)) == (18.0, 1.0)
+    assert (line.arrival(10, now=30.0), line.bytes) == (32.0, 130)  # it stood idle
+    assert Line(Shape(delay_s=0.02)).arrival(1 << 30, now=3.0) == 3.02
+
+
+def test_the_relay_hands_on_everything_and_cuts_the_connection_that_carried_so_much(
+    tmp_path: Path,
+) -> None:
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while piece := await reader.read(4096):
+            writer.write(piece)
+        writer.close()
+
+    async def both() -> None:
+        server = await asyncio.start_server(echo, "127.0.0.1", 0)
+        there = server.sockets[0].getsockname()[:2]
+        link = Relay(Order([], Shape(cut_bytes=CUT), str(tmp_path / "counts")))
+        front = await asyncio.start_server(
+            lambda reader, writer: link.connection(there, reader, writer), "127.0.0.1", 0
+        )
+        port = front.sockets[0].getsockname()[1]
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        data = bytes(range(250)) * 100
+        writer.write(data)
+        writer.write_eof()
+        assert await asyncio.wait_for(reader.read(-1), WAIT_S) == data  # and then its end
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(bytes(CUT))
+        with pytest.raises(ConnectionResetError):
+            while await asyncio.wait_for(reader.read(4096), WAIT_S):
+                pass
+        assert (link.cuts, link.connections) == (1, 2) and link.down.bytes >= CUT
+        assert link.counts()["up"] <= len(data) + CUT
+        for each in (server, front):
+            each.close()
+
+    asyncio.run(both())
+
+
+def test_the_arithmetic(bench: Any) -> None:
+    size = 10 * (1 << 20)  # ten chunks, four under way: an answer, and two more waits
+    assert bench.fetch_s(Shape(delay_s=0.5), size) == 1.0 + 2 * 1.0
+    assert bench.fetch_s(Shape(delay_s=0.5, rate=size / 8), size) == 1.0 + 8.0
+    # zmq's wait, five round trips, one chunk of ten again; a cut with every fourth version
+    assert bench.cut_s(Shape(0.5, size / 8, 4 * size), size) == (0.05 + 5 * 1.0 + 0.8) / 4
+    assert bench.cut_s(Shape(delay_s=0.5), size) == 0.0
+
+
+def test_what_is_judged_by_the_arithmetic(bench: Any) -> None:
+    size = 10 * (1 << 20)
+    links = {"bare": Shape(), "rate": Shape(rate=size / 2)}
+    shares = {"link/fetch_share": 0.0, "versions_a_step": 1.0}
+    run = {"seconds_a_step": 1.0, "busy_s": 1.0, "wrong": [], "doctor": ""} | shares
+    slow = run | {"seconds_a_step": 4.0, "doctor": "the link holds generators up"}
+
+    def met(*bare: float, **more: Any) -> dict[str, bool]:
+        runs = {"bare": [run | {"busy_s": s} for s in bare], "rate": [slow | more]}
+        return {g["figure"]: g["met"] for g in bench.judged(runs, links, size)}
+
+    def value(bare: dict[str, Any], links: dict[str, Shape] = links, **more: Any) -> float:
+        (last,) = bench.judged({"bare": [run | bare], "rate": [slow | more]}, links, size)[-1:]
+        return last["value"]
+
+    ratio = "rate: steps/s over the arithmetic's"
+    assert all(met(1.0, 2.0).values()) and len(met(1.0)) == 4
+    assert not met(0.5)[ratio] and not met(4.0)[ratio]
+    # each link beside the bare runs before and after it
+    both = {"bare": [run | {"busy_s": s} for s in (1.0, 3.0, 8.0)], "rate": [slow]}
+    goals = bench.judged(both | {"all": [slow]}, links | {"all": Shape()}, size)
+    values = {g["figure"]: g["value"] for g in goals}
+    assert (values[ratio], values["all: steps/s over the arithmetic's"]) == (1.0, 1.375)
+    # the learner's step is the longer one, and hides the link
+    assert value({"seconds_a_step": 9.0, "busy_s": 1.0}) == 2.25
+    # versions that were skipped cost nothing
+    assert value({}, versions_a_step=0.5) == 0.5
+    # fetching over the bare link is not the generator's work, and the least that a version costs
+    fetching = {"link/fetch_share": 0.5, "seconds_a_step": 2.0, "busy_s": 2.0}
+    assert value(fetching) == 0.75
+    assert value(fetching, {"bare": Shape(), "rate": Shape(cut_bytes=size / 40)}) == 1.0
+    assert not met(1.0, doctor="")["rate: doctor names the link"]
+    assert not met(1.0, wrong=["lag 3, limit 2"])["rate: wrong"]
+
+
+@pytest.mark.parametrize(
+    ("broken", "word"),
+    [
+        ({}, ""),
+        ({"lags": {"3": 1}}, "lag 3"),
+        ({"batch": 0}, "trained batches"),
+        ({"trajectories": 31}, "31 trajectories"),
+        ({"ledger": {"generated": 9, "trained": 8}}, "does not sum"),
+        ({"ledger": {"generated": 0}}, "does not sum"),
+    ],
+)
+def test_a_run_that_is_wrong_is_found(
+    bench: Any, tmp_path: Path, broken: dict[str, Any], word: str
+) -> None:
+    rows = [{"batch": 0, "lags": {"0": 1}}, {"batch": 1, "lags": {"2": 1}}]
+    rows[1] |= {name: broken[name] for name in ("batch", "lags") if name in broken}
+    summary = {"trajectories": 32, "ledger": {"generated": 9, "trained": 7, "orphaned": 2}}
+    summary |= {name: broken[name] for name in summary if name in broken}
+    run = bench.Run(None, tmp_path, Shape(), [])
+    run.run_dir.mkdir()
+    (run.run_dir / "trained.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run.run_dir / "buffer_summary.json").write_text(json.dumps(summary))
+    assert len(found := run.wrong(2)) == bool(word) and all(word in each for each in found)
+
+
+def test_where_no_namespaces_can_be_made_it_says_so(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["network.py", "--quick"])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    with pytest.raises(SystemExit) as ended:
+        bench.main()
+    assert ended.value.code == bench.CANNOT
+    assert "no network namespaces here: there is no program `ip`" in capsys.readouterr().err
+    monkeypatch.setattr(shutil, "which", lambda _: "/sbin/ip")
+    said = subprocess.CompletedProcess([], 1, "", "Operation not permitted\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: said)
+    with pytest.raises(namespaces.NoNamespaces, match="list` says: Operation not permitted"):
+        namespaces.ours()
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_two_programs_may_remove_what_a_third_has_left(
+    gone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = ["asyncrl-999999999-near", "asyncrl-1-far", "somebodys"]
+
+    def stand_in(*words: str) -> str:
+        if words[1] == "list":
+            return "\n".join(there)
+        assert words == ("netns", "del", "asyncrl-999999999-near")
+        if gone:
+            del there[0]  # by the other one
+        raise namespaces.NoNamespaces("Cannot remove namespace file: No such file or directory")
+
+    monkeypatch.setattr(namespaces, "ip", stand_in)
+    if gone:
+        namespaces.tidy()
+    else:
+        with pytest.raises(namespaces.NoNamespaces, match="Cannot remove"):
+            namespaces.tidy()
+
+
+def program(*words: str, log: Path) -> subprocess.Popen[str]:
+    argv = [sys.executable, str(PROGRAM), *words]
+    with log.open("w") as file:
+        return subprocess.Popen(
+            argv, cwd=ROOT, env=ENV, stdout=subprocess.PIPE, stderr=file, text=True
+        )
+
+
+def left_of(pid: int) -> list[str]:
+    return [name for name, owner in namespaces.ours().items() if owner == pid]
+
+
+def test_ctrl_c_leaves_nothing_and_what_a_killed_one_left_goes_with_the_next(
+    bench: Any, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    for number in (signal.SIGKILL, signal.SIGINT):
+        process = program("--quick", log=log)
+        until = time.monotonic() + WAIT_S
+        try:
+            while process.poll() is None and len(left_of(process.pid)) < 2:
+                assert time.monotonic() < until
+                time.sleep(0.02)
+            if process.poll() == bench.CANNOT:
+                pytest.skip(log.read_text())
+            if number == signal.SIGKILL:
+                process.kill()
+                killed = process.pid
+            else:
+                # its own are there, so what the other one left is not
+                assert not left_of(killed)
+                process.send_signal(number)
+            process.communicate(timeout=WAIT_S)
+        finally:
+            process.kill()
+            process.communicate()
+    assert process.returncode == 130, log.read_text()
+    assert not left_of(process.pid)
+
+
+def test_a_run_over_a_slow_link_that_is_cut(bench: Any, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    process = program("--quick", "--json", log=log)
+    try:
+        out, _ = process.communicate(timeout=6 * WAIT_S)
+    finally:
+        process.terminate()  # it takes its own down
+        process.communicate()
+    if process.returncode == bench.CANNOT:
+        pytest.skip(log.read_text())
+    assert process.returncode == 0, log.read_text()[-4000:]
+    result = json.loads(out.splitlines()[-1])
+    (run,) = result["runs"]["all"]
+    assert run["wrong"] == [] and run["steps"] == 10
+    # on a busy machine the link takes a small part of a step
+    assert "the link holds generators up" in run["doctor"] or run["link/fetch_share"] < 0.3
+    counts = run["relay"]
+    assert counts["cuts"] >= 1 and counts["connections"] > 2
+    # a generator that comes late skips versions, as far as the limit lets it
+    versions = run["steps"] // (bench.MAX_LAG + 1)
+    assert counts["down"] > versions * result["bytes"] and counts["up"] > 0
+    # no faster than the line
+    assert 0 < run["link/fetch_mb_per_s"] * 1e6 < 1.02 * bench.QUICK["all"].rate
+    assert not left_of(process.pid)

@@ -1,0 +1,182 @@
+"""Keys: who is let in, and what the holder of each key may say; a secret that others can read is
+refused.
+"""
+
+from __future__ import annotations
+
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from several_hosts_kit import other_machine
+
+from asyncrl.contract import messages as m
+from asyncrl.contract.errors import ConfigError, PeerUnreachable
+from asyncrl.contract.versions import Label
+from asyncrl.transport import keys
+from asyncrl.transport.chunks import ChunkClient, ChunkServer
+from asyncrl.transport.sockets import BufferSocket, PeerSocket
+
+WAIT_S = 600.0
+LEARNER_HELLO = m.LearnerHello(
+    m.PROTOCOL,
+    "run",
+    1,
+    Label(1, 0),
+    None,
+    "d",
+    0,
+    0,
+    1.0,
+    m.WeightsSource(1, "here", "", ""),
+    [],
+)
+OF_THE_LEARNER: list[Any] = [
+    LEARNER_HELLO,
+    m.BatchRequest(1, 0),
+    m.Commit(1, 0, Label(1, 1), "d", {}),
+    m.CheckpointNotice(1, 0),
+    m.LearnerGoodbye(1, 0),
+    m.LearnerProgress("learner", None, {}),
+]
+OF_GENERATOR_0: list[Any] = [
+    m.GeneratorHello(m.PROTOCOL, "run", "generator-0", 7, 8, "here", 1),
+    m.TicketRequest("generator-0", 7, 1, 8, None),
+    m.Delivery("generator-0", 7, 1, []),
+    m.LeaseRenewal("generator-0", 7, [], {}, None),
+    m.GeneratorGoodbye("generator-0", 7),
+    m.JoinRequest("generator-0"),
+]
+
+
+@pytest.fixture(scope="module")
+def key_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("roles") / "keys"
+    keys.make_keys(path, 2)
+    return path
+
+
+@pytest.fixture
+def said(key_dir: Path) -> Iterator[Callable[[str, Any], Any]]:
+    """said(NAME, MESSAGE): what a buffer with these keys reads, or what it answers."""
+    buffer = BufferSocket("tcp://127.0.0.1:*", str(key_dir))
+    refused: list[str] = []
+    buffer.refused = lambda reason, line: refused.append(reason)
+    peers: dict[str, PeerSocket] = {}
+
+    def say(name: str, message: Any) -> Any:
+        peer = peers.setdefault(name, PeerSocket(buffer.address, str(key_dir), name))
+        refused.clear()
+        peer.send(message)
+        for _ in range(int(WAIT_S / 0.05)):
+            if (got := buffer.recv(0.05)) is not None:
+                return got[1]
+            if refused:
+                assert refused == ["role"]
+                return peer.recv(WAIT_S)
+        raise AssertionError("nothing came")
+
+    yield say
+    for peer in peers.values():
+        peer.close()
+    buffer.close()
+
+
+def test_every_message_belongs_to_one_role() -> None:
+    named = {type(x) for x in OF_THE_LEARNER + OF_GENERATOR_0} | {m.StatusRequest}
+    assert named == set(m.FromPeer.__args__)
+    for message in OF_THE_LEARNER:
+        assert [
+            n for n in ("learner", "viewer", "generator-0", "") if keys.is_allowed(n, message)
+        ] == ["learner"]
+    for message in OF_GENERATOR_0:
+        told = ("learner", "viewer", "generator-0", "generator-1", "generator-00", "")
+        assert [n for n in told if keys.is_allowed(n, message)] == ["generator-0"]
+        posing = msgspec.structs.replace(message, producer="learner")
+        assert not keys.is_allowed("learner", posing)
+
+
+def test_a_key_says_what_its_role_says_and_no_more(said: Callable[[str, Any], Any]) -> None:
+    assert said("learner", LEARNER_HELLO) == LEARNER_HELLO
+    want = OF_GENERATOR_0[1]
+    assert (
+        said("generator-0", want) == want and said("viewer", m.StatusRequest()) == m.StatusRequest()
+    )
+    refused = said("generator-0", LEARNER_HELLO)
+    assert isinstance(refused, m.Refusal) and refused.exit_code == 2
+    assert "the key of generator-0 may not send a LearnerHello" in refused.reason
+    refused = said("generator-1", want)
+    assert "the key of generator-1 may not send a TicketRequest of 'generator-0'" in refused.reason
+    assert (
+        "the key of viewer may not send a BatchRequest"
+        in said("viewer", m.BatchRequest(1, 0)).reason
+    )
+    # and they go on
+    assert said("generator-1", m.StatusRequest()) == m.StatusRequest()
+
+
+def test_weights_go_to_generators_alone(key_dir: Path, tmp_path: Path) -> None:
+    rows = [("w", "float32", [4], 0, 16)]
+    server = ChunkServer("tcp://127.0.0.1:*", rows, lambda *_: ("", b"", b""), str(key_dir))
+    try:
+        copied = str(other_machine(key_dir, tmp_path / "copied", "generator-1"))
+        friend = ChunkClient(server.address, WAIT_S, copied, "generator-1")
+        assert friend.manifest() == [rows[0]]
+        friend.close()
+        viewer = ChunkClient(server.address, 1.0, str(key_dir), "viewer")
+        with pytest.raises(PeerUnreachable, match="has not answered"):
+            viewer.manifest()
+        viewer.close()
+        assert server.refused == 1 and server.answered == 1
+    finally:
+        server.close()
+
+
+def test_keys_are_for_this_user_alone_and_a_wider_secret_is_refused(
+    key_dir: Path, tmp_path: Path
+) -> None:
+    secrets = sorted(key_dir.rglob("*.key_secret"))
+    assert [str(p.relative_to(key_dir)) for p in secrets] == [
+        *(f"{n}/client.key_secret" for n in ("generator-0", "generator-1", "learner")),
+        "server.key_secret",
+        "viewer/client.key_secret",
+    ]
+    assert {stat.S_IMODE(p.stat().st_mode) for p in secrets} == {0o600}
+    for path in (key_dir, *(p for p in key_dir.rglob("*") if p.is_dir())):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    copied = shutil.copytree(key_dir, tmp_path / "wide")
+    (copied / "server.key_secret").chmod(0o640)
+    with pytest.raises(ConfigError, match=r"server\.key_secret has mode 0640.*chmod 600"):
+        BufferSocket("tcp://127.0.0.1:*", str(copied))
+    (copied / "learner" / "client.key_secret").chmod(0o604)
+    with pytest.raises(ConfigError, match=r"client\.key_secret has mode 0604"):
+        PeerSocket("tcp://127.0.0.1:1", str(copied), "learner")
+
+
+def test_keys_of_no_role_are_refused_and_missing_ones_named(key_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"generator-7/?.*missing|--generators"):
+        PeerSocket("tcp://127.0.0.1:1", str(key_dir), "generator-7")
+    copied = shutil.copytree(key_dir, tmp_path / "old")
+    (copied / "clients" / "client.key").write_bytes((copied / "server.key").read_bytes())
+    with pytest.raises(ConfigError, match=r"clients/client\.key is of no role"):
+        BufferSocket("tcp://127.0.0.1:*", str(copied))
+    (copied / "clients" / "client.key").unlink()
+    (copied / "server.key_secret").write_text("nothing")
+    with pytest.raises(ConfigError, match=r"server\.key_secret holds no"):
+        BufferSocket("tcp://127.0.0.1:*", str(copied))
+
+
+def test_further_generators_get_keys_and_the_others_keep_theirs(tmp_path: Path) -> None:
+    made = keys.make_keys(tmp_path / "keys", 1)
+    before = (made[0] / "client.key_secret").read_bytes()
+    assert [p.name for p in keys.make_keys(tmp_path / "keys", 3)] == [
+        f"generator-{n}" for n in range(3)
+    ]
+    assert (made[0] / "client.key_secret").read_bytes() == before
+    assert (tmp_path / "keys" / "generator-2" / "server.key").read_bytes() == (
+        tmp_path / "keys" / "server.key"
+    ).read_bytes()
