@@ -1,24 +1,26 @@
-"""The mathematics: tensors and floats in, tensors out.  Torch only; `loss` is the one entry that
-the learner uses.
+"""The mathematics of the learner: tensors and floats in, tensors out. It depends on torch alone.
 
-    settings     what is read of a config: frozen structs, one a section; the names of the dicts
-    loss         one batch's loss: once a batch, once an optimizer step, once a micro-batch
-    batch        tokens in the loss, rewards as the advantage takes them, KL in the reward
+`loss` is the only entry that the learner uses. The other modules are its parts:
+
+    settings     the config sections that the algorithms read, and the names of the registries
+    loss         the loss of a batch: per batch, per optimizer step, per micro-batch
+    batch        tokens in the loss, shaped rewards, KL in the reward
     advantages   rewards to advantages
-    correction   behaviour -> proximal: level, bound, reject, veto, self-normalise
-    surrogates   trust regions on theta / anchor
-    trust        its parts: what a surrogate is given and returns; those made for old samples
-    reshape      gamma of IS-reshape, and its repairs
-    kl           estimators, with a gradient through the expectation too, off-policy
-    reductions   factors with global denominators
-    stopping     early stop, budgets, ESS floor
-    diagnostics  sums, and metrics from them
-    split        the log ratio in three parts
+    correction   importance weights proximal / behavior: level, bound, rejection, veto
+    surrogates   trust regions on the ratio target / proximal
+    trust        inputs and output of a surrogate; surrogates made for old samples
+    reshape      gamma of IS-reshape and its repairs
+    kl           KL estimators, also off-policy with a gradient through the expectation
+    reductions   token factors with global denominators
+    stopping     early stop, KL budgets, ESS floor
+    diagnostics  sums over tokens and the metrics computed from them
+    split        the log-ratio in three parts
     ratios       log-ratios and sums over samples
 
-What the config chooses by name stands in dicts at the end of `advantages`, `surrogates` and beside
-the functions of the others: SURROGATES, BY_ANSWER, BY_TOKEN, LEVELS, BOUNDS, STATISTICS, OVER,
-ESTIMATORS, OFF_POLICY, REDUCTIONS, MODES, FORMS, BUDGETS, BASELINES, SCALES.
+The names that a config can choose are keys of a dict: SURROGATES, BY_ANSWER, BY_TOKEN, LEVELS,
+BOUNDS, STATISTICS, OVER, ESTIMATORS, OFF_POLICY, REDUCTIONS, MODES, FORMS, BUDGETS, BASELINES and
+SCALES. Each dict stands after the functions that it lists.
 
-Packed notation: N response tokens, B samples; `seq` int64 [N] is each token's sample, tokens of a
-sample contiguous and in order."""
+Tensors are packed: N response tokens of B samples. `seq` int64 [N] is the sample of each token, and
+the tokens of a sample are contiguous and in order.
+"""

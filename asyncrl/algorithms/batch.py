@@ -1,5 +1,7 @@
-"""A whole batch before its first step: which tokens are in the loss, what their answers earn, and
-their advantages.  No gradient; see `loss` for the rest."""
+"""A whole batch before its first step: tokens in the loss, shaped rewards and advantages.
+
+Nothing here carries a gradient. `loss` does the rest.
+"""
 
 from __future__ import annotations
 
@@ -15,28 +17,42 @@ from asyncrl.contract.errors import ConfigError
 
 @dataclass
 class LossBatch:
-    """seq, token_lag int64 [N]; behavior fp32 [N]; mask bool [N]; rewards fp32 [B]; groups int64
-    [B]; truncated bool [B].  seq numbers samples: the rows of a session have its number, one row
-    after another, so that lengths, ratios of a sequence and weights run over all of them.
+    """The packed batch that the loss takes: N response tokens of B samples.
 
-    Optional: start, anchor, reference, token_rewards, values [N]; bootstrap [B]: V after the last
-    token of a truncated answer; greedy [B]: reward of a greedy answer to the same prompt,
-    greedy_truncated bool and greedy_lengths int64 [B] of that answer. token_rewards: an answer
-    without any has its reward on its last token; steps bool [N]: where a step of process
-    supervision ends, absent: see `advantages.steps`; reward_reference [N]: of KL in the reward,
-    where it has another reference than `reference`, which is the loss's and the metrics'.  All
-    logprobs at the sample's own temperature.
+    Required:
+        seq: int64 [N], the sample of each token. All training sequences of a session have one
+            sample number, one after another, so lengths, sequence ratios and weights cover all of
+            them.
+        behavior: fp32 [N], log mu.
+        mask: bool [N], tokens that may be trained.
+        token_lag: int64 [N], versions between the sampling policy and the start.
+        rewards: fp32 [B].
+        groups: int64 [B].
+        truncated: bool [B].
 
-    age int64 [N]: versions between the weights that drew a token and the oldest that computed any
-    of the keys and values it attended to.
+    Optional:
+        start: [N], the learner's policy at the start of the batch, the origin of all measurements.
+        anchor: [N], pi_prox, the denominator of the loss: the start (correction.proximal =
+            recompute), mu (behavior) or between the two (interpolate).
+        reference: [N], the reference policy of the loss and the metrics.
+        reward_reference: [N], the reference of KL in the reward where it differs.
+        token_rewards: [N]; a sample without any has its reward on its last token.
+        steps: bool [N], the last token of each step of process supervision; absent: see
+            `advantages.steps`.
+        values: [N].
+        bootstrap: [B], V after the last token of a truncated sample.
+        greedy: [B], reward of a greedy completion of the same prompt.
+        greedy_truncated: bool [B] of that completion.
+        greedy_lengths: int64 [B] of that completion, in tokens.
+        age: int64 [N], versions between the weights that sampled a token and the oldest weights
+            that computed any key or value it attended to.
+        squared_norms: [B], of each sample's gradient.
+        energy: [N], squared norm of each token's gradient with respect to the logits.
+        baselines: [B], running mean of the prompt's rewards; nan: its first batch.
+        parts: [B, P], the named parts of the reward, where all samples have the same ones.
 
-    squared_norms [B]: of each answer's gradient; energy [N]: of each token's with respect to the
-    logits; baselines [B]: running mean of the prompt's rewards, nan: its first; parts [B, P]: the
-    reward's named parts, where all answers have the same ones.
-
-    start: the learner's policy as the batch begins, which is what is measured against.  anchor:
-    pi_prox, what the loss divides by; it is the start (correction.proximal = recompute), mu
-    (behavior) or between the two (interpolate)."""
+    All log-probabilities are at the sample's own temperature.
+    """
 
     seq: torch.Tensor
     behavior: torch.Tensor
@@ -65,7 +81,7 @@ class LossBatch:
 
 
 def loss_mask(batch: LossBatch, config: Settings) -> torch.Tensor:
-    """Tokens that staleness.on_exceed = mask and advantage.truncated = mask leave in the loss."""
+    """Return bool [N]: tokens left by staleness.on_exceed = mask and advantage.truncated = mask."""
     keep = torch.ones_like(batch.mask)
     if config.staleness.on_exceed == "mask":
         keep &= batch.token_lag <= config.staleness.limit
@@ -75,8 +91,9 @@ def loss_mask(batch: LossBatch, config: Settings) -> torch.Tensor:
 
 
 def staleness_weight(batch: LossBatch, config: Settings) -> torch.Tensor:
-    """Factor [N]: half for each `half_life` versions above max_lag, under staleness.on_exceed =
-    downweight.
+    """Return the staleness weight [N]: half per `half_life` versions above the limit.
+
+    It is 1 everywhere unless staleness.on_exceed = downweight.
     """
     factor = torch.ones_like(batch.behavior)
     if config.staleness.on_exceed == "downweight":
@@ -90,12 +107,13 @@ def staleness_weight(batch: LossBatch, config: Settings) -> torch.Tensor:
 
 @dataclass
 class ShapedRewards:
-    """Rewards as the advantage takes them: after what befalls answers that were cut, and scaling;
-    before KL.
+    """Rewards after the handling of truncated samples and scaling, before KL.
 
-    answers [B]; greedy [B]: of the greedy answers, shaped the same; tokens [N]: per token, on
-    trained tokens, where the batch has them and the advantage takes them: with `answers - totals`
-    on each answer's last token they add up to `answers`."""
+    answers: [B].
+    greedy: [B], of the greedy completions, shaped the same way.
+    tokens: [N], on trained tokens, where the batch has token rewards and the advantage uses them.
+    totals: [B], sums of `tokens`; `answers - totals` on the last token completes `answers`.
+    """
 
     answers: torch.Tensor
     greedy: torch.Tensor | None
@@ -106,7 +124,7 @@ class ShapedRewards:
 def _shape_truncated(
     rewards: torch.Tensor, truncated: torch.Tensor, lengths: torch.Tensor, config: Settings
 ) -> torch.Tensor:
-    """Rewards [B] after `advantage.truncated`: truncated bool [B], lengths int64 [B] in tokens."""
+    """Apply `advantage.truncated` to rewards [B]; truncated bool [B], lengths int64 [B] in tokens."""
     a = config.advantage
     penalty = float(a.truncation_penalty)
     if a.truncated == "penalty":
@@ -137,9 +155,7 @@ SCALES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 def shape_rewards(batch: LossBatch, valid: torch.Tensor, config: Settings) -> ShapedRewards:
-    """The batch's rewards after `advantage.truncated` and `advantage.rewards`.  A baseline that is
-    a reward is treated as one.
-    """
+    """Apply `advantage.truncated` and `advantage.rewards` to the rewards and greedy baselines."""
     a = config.advantage
     n = len(batch.rewards)
     given = batch.token_rewards if a.name in advantages.BY_TOKEN else None
@@ -159,7 +175,7 @@ def shape_rewards(batch: LossBatch, valid: torch.Tensor, config: Settings) -> Sh
         ends = torch.tensor([1.0, 0.0], dtype=rewards.dtype, device=rewards.device)
         one, zero = scale(ends, over)
         factor = (one - zero).expand(n)
-        if a.truncated in ("zero", "fixed"):  # in the place of all that a cut answer was given
+        if a.truncated in ("zero", "fixed"):  # replaces all token rewards of a truncated sample
             factor = torch.where(batch.truncated, 0.0, factor)
         out.tokens = advantages.credit_trained_tokens(factor[batch.seq] * given, valid, batch.seq)
         out.totals = factor * earned
@@ -169,7 +185,7 @@ def shape_rewards(batch: LossBatch, valid: torch.Tensor, config: Settings) -> Sh
 def _kl_in_reward(
     batch: LossBatch, valid: torch.Tensor, config: Settings, beta: float
 ) -> torch.Tensor | None:
-    """beta * sg[k] per token [N], 0 outside `valid`; None without such a term."""
+    """Return beta * sg[k] per token [N], 0 outside `valid`; None without such a term."""
     if beta <= 0:
         return None
     return beta * torch.where(
@@ -178,8 +194,9 @@ def _kl_in_reward(
 
 
 def _to_reference(batch: LossBatch, config: Settings) -> torch.Tensor:
-    """log pi / pi_ref [N] for KL in the reward: pi is the learner's start, never mu unless
-    kl.reward.at = behavior asks for it.
+    """Return log pi / pi_ref [N] for KL in the reward.
+
+    pi is the learner's start, or mu where kl.reward.at = behavior.
     """
     by = batch.behavior if config.kl.reward.at == "behavior" else batch.start
     ref = batch.reference if batch.reward_reference is None else batch.reward_reference
@@ -192,8 +209,9 @@ def _to_reference(batch: LossBatch, config: Settings) -> torch.Tensor:
 
 
 def _kl_of_answers(batch: LossBatch, valid: torch.Tensor, config: Settings) -> torch.Tensor:
-    """k1 estimate of KL(start || reference) in nats an answer: mean over answers with a token in
-    the loss of the sum over its tokens.
+    """Return the k1 estimate of KL(start || reference) in nats per sample.
+
+    It is the mean over samples with a token in the loss of the sum over their tokens.
     """
     x = torch.where(valid, _to_reference(batch, config), 0.0)
     some = ratios.seq_sum(valid.to(x.dtype), batch.seq, len(batch.rewards)) > 0
@@ -203,7 +221,7 @@ def _kl_of_answers(batch: LossBatch, valid: torch.Tensor, config: Settings) -> t
 def advantage(
     batch: LossBatch, valid: torch.Tensor, config: Settings, baseline: float, beta: float
 ) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
-    """(advantage [N], returns [N] or None, numbers for the metrics)."""
+    """Return (advantage [N], returns [N] or None, scalars for the metrics)."""
     rewards = shape_rewards(batch, valid, config)
     charge = _kl_in_reward(batch, valid, config, beta)
     adv, returns = _charged(batch, valid, rewards, charge, config, baseline)
@@ -248,7 +266,7 @@ def _charged(
     config: Settings,
     baseline: float,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(advantage [N], returns [N] or None) of the rewards less the KL charge [N]."""
+    """Return (advantage [N], returns [N] or None) of the rewards minus the KL penalty [N]."""
     a = config.advantage
     if config.loss.surrogate == "sft":
         return (batch.rewards > 0).to(batch.rewards.dtype)[batch.seq], None
@@ -275,7 +293,7 @@ def _charged(
 
 
 def _whole_ratios(batch: LossBatch) -> torch.Tensor:
-    """start / mu of each whole answer [B], not truncated."""
+    """Return start / mu of each whole sample [B], not truncated."""
     assert batch.start is not None
     log_w = torch.where(batch.mask, ratios.difference(batch.start, batch.behavior), 0.0)
     whole = ratios.seq_sum(log_w, batch.seq, len(batch.rewards))

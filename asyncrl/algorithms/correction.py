@@ -1,16 +1,16 @@
-"""Correct: importance weights proximal / behaviour, always detached; and what leaves the loss
-because of them.
+"""Importance weights proximal / behavior, always detached, and the exclusions based on them.
 
-`sequence` is the product over the answer and `geometric` the geometric mean: the two names never
-mix.
+`sequence` is the product over the sample and `geometric` the geometric mean. The two names are
+never used for each other.
 
-log_rho comes as `ratios.difference` gives it and is clamped to [-20, 20] at the last moment: a
-token's where it is used by itself, a whole answer's after it was summed or averaged.  Clamping each
-token first would change the product: one token at -30 in an answer whose others add up to +25
-weighs e^-5, not e^5.
+log_rho comes from `ratios.difference` unclamped. It is clamped to [-20, 20] last: per token where a
+token's ratio is used by itself, and after the sum or mean for a whole sample. Clamping each token
+first would change the product: a token at -30 in a sample whose other tokens add up to +25 weighs
+e^-5, not e^5.
 
-LEVELS, BOUNDS, STATISTICS and OVER have what the config names: a new one is a function and its line
-in the dict."""
+LEVELS, BOUNDS, STATISTICS and OVER hold the names that a config can choose. To add one, write a
+function and add its line to the dict.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ from asyncrl.algorithms.settings import Correction
 from asyncrl.contract.errors import ConfigError
 
 DEFAULT_BOUNDS = {"token": (0.5, 2.0), "sequence": (0.5, 2.0), "geometric": (0.99, 1.01)}
-# a level that has none is not bounded until lo and hi are given; of the ratio; k's have none
+# a level without an entry above is unbounded until lo and hi are given; the bands below are of the
+# ratio, and the other statistics have no default
 REJECT_BAND = {"token": (0.5, 2.0), "sum": (0.5, 2.0), "mean": (0.99, 1.01), "max": (0.0, 2.0)}
 VETO = {"none": 0.0, "probability": 1e-6, "ratio": 1e-4}
 
@@ -44,19 +45,19 @@ def _none(log_rho: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int) 
 
 
 def _token(log_rho: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int) -> torch.Tensor:
-    """rho."""
+    """Return rho."""
     return log_rho.clamp(-CLAMP, CLAMP).exp()
 
 
 def _sequence(log_rho: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int) -> torch.Tensor:
-    """exp(sum log rho): per-trajectory importance sampling."""
+    """Return exp(sum log rho): per-trajectory importance sampling."""
     return seq_sum(log_rho, seq, n).clamp(-CLAMP, CLAMP).exp()[seq]
 
 
 def _geometric(
     log_rho: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int
 ) -> torch.Tensor:
-    """exp(mean log rho): GSPO's ratio (arXiv 2507.18071) taken on proximal / behaviour."""
+    """Return exp(mean log rho): GSPO's ratio (arXiv 2507.18071) on proximal / behavior."""
     return seq_mean(log_rho, mask, seq, n).clamp(-CLAMP, CLAMP).exp()[seq]
 
 
@@ -72,8 +73,16 @@ LEVELS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torc
 def weights(
     log_rho: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int, level: str
 ) -> torch.Tensor:
-    """Unbounded weights [N] from log rho [N], by a name of LEVELS; an answer's is broadcast to its
-    tokens.  Raises ConfigError for another level."""
+    """Return unbounded weights [N] by a name of LEVELS.
+
+    A sample's weight is broadcast to its tokens. Raises ConfigError for an unknown level.
+
+    Args:
+        log_rho: [N].
+        mask: bool [N].
+        seq: int64 [N].
+        n: number of samples.
+    """
     x = torch.where(mask, log_rho.detach(), 0.0)
     return choose_function("correction.level", LEVELS, level)(x, mask, seq, n)
 
@@ -83,17 +92,17 @@ def _unbounded(w: torch.Tensor, lo: float, hi: float) -> torch.Tensor:
 
 
 def _truncate(w: torch.Tensor, lo: float, hi: float) -> torch.Tensor:
-    """min(w, hi) (TIS, Yao et al. 2025)."""
+    """Return min(w, hi) (TIS, Yao et al. 2025)."""
     return w.clamp(max=hi)
 
 
 def _clip(w: torch.Tensor, lo: float, hi: float) -> torch.Tensor:
-    """clamp(w, lo, hi)."""
+    """Return clamp(w, lo, hi)."""
     return w.clamp(lo, hi)
 
 
 def _mask(w: torch.Tensor, lo: float, hi: float) -> torch.Tensor:
-    """w 1[lo <= w <= hi] (IcePop, at token level)."""
+    """Return w 1[lo <= w <= hi] (IcePop, at token level)."""
     return torch.where((w >= lo) & (w <= hi), w, 0.0)
 
 
@@ -107,15 +116,16 @@ BOUNDS: dict[str, Callable[[torch.Tensor, float, float], torch.Tensor]] = {
 
 
 def bounded(w: torch.Tensor, bound: str, lo: float, hi: float) -> torch.Tensor:
-    """Weights [N] after a name of BOUNDS.  Raises ConfigError for another."""
+    """Return weights [N] after a name of BOUNDS. Raises ConfigError for an unknown one."""
     return choose_function("correction.bound", BOUNDS, bound)(w, lo, hi)
 
 
 def mean_weight(
     w: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int, level: str
 ) -> torch.Tensor:
-    """What self-normalisation (Owen 2013, chapter 9) divides by: the mean over tokens in the mask
-    (token level) or over samples with any (other levels).
+    """Return the divisor of self-normalization (Owen 2013, chapter 9), a scalar.
+
+    It is the mean over tokens in the mask (token level) or over samples with any (other levels).
     """
     if level == "token":
         mean = masked_mean(w, mask)
@@ -142,24 +152,26 @@ def _k3(raw: torch.Tensor, log_mu: torch.Tensor) -> torch.Tensor:
 
 
 def _chi2(raw: torch.Tensor, log_mu: torch.Tensor) -> torch.Tensor:
-    """rho^2 - 1: its mean over an answer estimates chi^2(pi || mu)."""
+    """Return rho^2 - 1, whose mean over a sample estimates chi^2(pi || mu)."""
     return torch.expm1(2 * raw.clamp(-CLAMP, CLAMP))
 
 
 def _tv(raw: torch.Tensor, log_mu: torch.Tensor) -> torch.Tensor:
-    """|pi - mu| of the sampled token: total variation, all other tokens as one."""
+    """Return |pi - mu| of the sampled token: total variation with all other tokens as one."""
     return ((log_mu + raw).exp() - log_mu.exp()).abs()
 
 
 def _kb(raw: torch.Tensor, log_mu: torch.Tensor) -> torch.Tensor:
-    """The larger of KL(pi || mu) and KL(mu || pi), binary (KPop): a rare token may move by orders
-    of magnitude, a probable one may not."""
+    """Return the larger of the binary KL(pi || mu) and KL(mu || pi) (KPop).
+
+    A rare token may move by orders of magnitude, a probable one may not.
+    """
     pi = log_mu + raw
     return torch.maximum(binary_kl(pi, log_mu), binary_kl(log_mu, pi))
 
 
 def _kb_mu(raw: torch.Tensor, log_mu: torch.Tensor) -> torch.Tensor:
-    """KL(mu || pi), binary (FlashREINFORCE)."""
+    """Return the binary KL(mu || pi) (FlashREINFORCE)."""
     return binary_kl(log_mu, log_mu + raw)
 
 
@@ -167,8 +179,8 @@ def _zero(raw: torch.Tensor, log_mu: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(raw)
 
 
-# correction.reject -> of a token's log rho [N] and log mu [N]; the ratio is exponentiated when it
-# is summed up
+# correction.reject -> statistic [N] of log rho [N] and log mu [N] per token; the ratio stays a
+# logarithm until the sum over the sample
 STATISTICS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "none": _zero,
     "ratio": _raw,
@@ -180,7 +192,7 @@ STATISTICS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "kb": _kb,
     "kb_mu": _kb_mu,
 }
-# those that are never negative
+# statistics that are never negative
 NOT_NEGATIVE = ("k2", "k3", "tv", "kb", "kb_mu")
 
 
@@ -200,7 +212,7 @@ def _of_max(s: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int) -> t
     return seq_max(s, mask, seq, n)[seq]
 
 
-# correction.reject_over -> [N], the token's own statistic or its whole answer's
+# correction.reject_over -> [N], the token's own statistic or that of its whole sample
 OVER: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]] = {
     "token": _of_token,
     "sum": _of_sum,
@@ -218,12 +230,18 @@ def statistic(
     n: int,
     log_mu: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What rejection looks at, [N]: a name of STATISTICS, of the token or its whole answer (sum,
-    mean, max).
+    """Return the rejection statistic [N], by a name of STATISTICS and one of OVER.
 
-    With x = log rho: k1 = -x, k2 = x^2/2, k3 = e^x - 1 - x.  A ratio over the answer is exp of the
-    log-ratios' sum, mean or max.  log_mu [N]: what tv, kb and kb_mu are taken from too; absent: mu
-    is 1."""
+    With x = log rho: k1 = -x, k2 = x^2/2, k3 = e^x - 1 - x. A ratio over the sample is exp of the
+    sum, mean or max of the log-ratios.
+
+    Args:
+        log_rho: [N].
+        mask: bool [N].
+        seq: int64 [N].
+        n: number of samples.
+        log_mu: [N], used by tv, kb and kb_mu; None: mu is 1.
+    """
     raw = torch.where(mask, log_rho.detach(), 0.0)
     mu = torch.zeros_like(raw) if log_mu is None else torch.where(mask, log_mu.detach(), 0.0)
     by_token = choose_function("correction.reject", STATISTICS, name)(raw, mu)
@@ -242,11 +260,12 @@ def rejection_mask(
     n: int,
     log_mu: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Rejection, independent of the weight: bool [N], False where the statistic has left [lo, hi];
-    `none` keeps all.
+    """Return bool [N]: False where the statistic lies outside [lo, hi]; `none` keeps all.
 
-    Absent bounds: the defaults of the ratio; for the others `hi` is required, lo is -inf (Liu et
-    al. 2025, "When speed kills stability")."""
+    Rejection does not depend on the weight. Missing bounds take the defaults of the ratio; the
+    other statistics require `hi`, and their lo is -inf (Liu et al. 2025, "When speed kills
+    stability"). Raises ConfigError when `hi` is missing.
+    """
     if name == "none":
         return torch.ones_like(mask)
     if name != "ratio" and hi is None:
@@ -265,8 +284,15 @@ def unrejected(
     c: Correction,
     adv: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Bool [N]: what `c.reject` and `c.reject2` leave, both; with reject_when = negative they act
-    where A < 0 alone.  log_rho [N]: log pi / mu, not clamped; log_pi, adv [N]."""
+    """Return bool [N]: tokens that both `c.reject` and `c.reject2` leave.
+
+    With reject_when = negative they act only where A < 0.
+
+    Args:
+        log_rho: [N], log pi / mu, not clamped.
+        log_pi: [N].
+        adv: [N].
+    """
     log_mu = log_pi - log_rho
     keep = rejection_mask(
         c.reject,
@@ -298,9 +324,11 @@ def unrejected(
 def masked_by_second_moment(
     log_w: torch.Tensor, adv: torch.Tensor, mask: torch.Tensor, limit: float
 ) -> torch.Tensor:
-    """Bool [N]: tokens that went where their advantage pushes them (A log w > 0), the largest of
-    them until `m2_threshold` holds for the others of them; log_w = log pi_theta / mu (M2PO as
-    published, arXiv 2510.01161)."""
+    """Return bool [N]: tokens that M2PO as published drops (arXiv 2510.01161).
+
+    Candidates are tokens that moved in the direction of their advantage (A log w > 0). The largest
+    of them are dropped until `m2_threshold` holds for the rest. log_w = log pi_theta / mu.
+    """
     pushing = mask & (adv * log_w > 0)
     return pushing & (log_w.abs() >= m2_threshold(log_w, pushing, limit))
 
@@ -314,8 +342,9 @@ def vetoed(
     seq: torch.Tensor,
     n: int,
 ) -> torch.Tensor:
-    """Bool [N]: True for every token of an answer that holds one with pi_prox < 1e-6
-    (`probability`) or rho < 1e-4 (`ratio`).
+    """Return bool [N]: True for every token of a sample that holds a vetoed token.
+
+    The veto is pi_prox < 1e-6 (`probability`) or rho < 1e-4 (`ratio`), unless `threshold` is given.
     """
     if kind == "none":
         return torch.zeros_like(mask)
@@ -327,12 +356,13 @@ def vetoed(
 
 
 def m2_threshold(log_rho: torch.Tensor, mask: torch.Tensor, limit: float = 0.04) -> torch.Tensor:
-    """|log rho| from which tokens are dropped, largest first, until the mean of (log rho)^2 of the
-    rest is at most `limit`.
+    """Return the |log rho| from which tokens are dropped, a scalar; inf when none needs to be.
 
-    A scalar; inf when nothing needs to go; equal ratios go together.  M2PO (Zheng et al. 2025,
-    arXiv 2510.01161); the paper restricts it to tokens that push on in the direction of their
-    advantage (`masked_by_second_moment`), this form and the preset `m2po` take all tokens."""
+    The largest go first, until the mean of (log rho)^2 of the rest is at most `limit`. Equal ratios
+    go together. M2PO (Zheng et al. 2025, arXiv 2510.01161). The paper restricts it to tokens that
+    moved in the direction of their advantage (`masked_by_second_moment`). This form and the preset
+    `m2po` take all tokens.
+    """
     size = torch.where(mask, log_rho.detach().abs(), torch.inf).sort().values
     square = torch.where(size.isfinite(), size, 0.0).square()
     rank = torch.arange(1, len(size) + 1, device=size.device)
@@ -341,8 +371,9 @@ def m2_threshold(log_rho: torch.Tensor, mask: torch.Tensor, limit: float = 0.04)
 
 
 def effective_sample_size(w: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-    """(sum w)^2 / (n sum w^2), a share in (0, 1] (Kong 1992), over the mask or all; 1 for no
-    weights.
+    """Return (sum w)^2 / (n sum w^2), a share in (0, 1] (Kong 1992); 1 without weights.
+
+    It covers the mask, or all of w.
     """
     inside = torch.ones_like(w, dtype=torch.bool) if mask is None else mask
     w = torch.where(inside, w, 0.0)
@@ -352,8 +383,10 @@ def effective_sample_size(w: torch.Tensor, mask: torch.Tensor | None = None) -> 
 
 @dataclass
 class WeightStatistics:
-    """What weights need of the whole batch: the mean weight of self-normalisation, M2PO's
-    threshold.  Scalars or None.
+    """Statistics of the whole batch that weights need, scalars or None.
+
+    mean: the divisor of self-normalization.
+    m2: the threshold of M2PO.
     """
 
     mean: torch.Tensor | None = None
@@ -362,7 +395,12 @@ class WeightStatistics:
 
 @dataclass
 class ImportanceWeights:
-    """weight [N], 0 where dropped; kept bool [N]: not rejected and not vetoed; vetoed bool [N]."""
+    """Weights of a batch or a part of it.
+
+    weight: [N], 0 where dropped.
+    kept: bool [N], neither rejected nor vetoed.
+    vetoed: bool [N].
+    """
 
     weight: torch.Tensor
     kept: torch.Tensor
@@ -370,7 +408,7 @@ class ImportanceWeights:
 
 
 def needs_statistics(c: Correction) -> bool:
-    """Does this `correction` need the whole batch's ratios before any weight is known?"""
+    """Return whether this `correction` needs the ratios of the whole batch before any weight."""
     return bool(c.self_normalize or (c.m2 and c.m2_over == "all"))
 
 
@@ -384,12 +422,20 @@ def correct(
     stats: WeightStatistics | None = None,
     adv: torch.Tensor | None = None,
 ) -> ImportanceWeights:
-    """All of Correct for whole answers, by the config section `c`.
+    """Compute importance weights for whole samples by the config section `c`.
 
-    log_rho [N] not clamped, log_prox [N]; mask bool [N].  stats: of the whole batch, when these
-    tokens are a part of it; None: they are the batch.  adv [N]: for reject_when = negative.  What
-    acts at pi_theta is left to the loss (reject_at = target, m2_over = pushing).  Order: level,
-    bound, rejection and veto, M2PO, self-normalisation over what is kept."""
+    The order is level, bound, rejection and veto, M2PO, self-normalization over the kept tokens.
+    The parts that act at pi_theta are left to the loss (reject_at = target, m2_over = pushing).
+
+    Args:
+        log_rho: [N], not clamped.
+        log_prox: [N].
+        mask: bool [N].
+        seq: int64 [N].
+        n: number of samples.
+        stats: of the whole batch, when these tokens are a part of it; None: they are the batch.
+        adv: [N], for reject_when = negative.
+    """
     lo, hi = DEFAULT_BOUNDS.get(c.level, (0.0, torch.inf))
     token = log_rho.clamp(-CLAMP, CLAMP)
     if c.function:
@@ -419,7 +465,7 @@ def correct(
 
 
 def load_function(path: str) -> Callable[..., Any]:
-    """`module:name` imported.  Raises ConfigError that says which half is missing."""
+    """Import `module:name`. Raises ConfigError that names the missing half."""
     module, _, name = path.partition(":")
     try:
         found = getattr(importlib.import_module(module), name, None)

@@ -1,22 +1,23 @@
-"""One batch's loss: the single entry that the learner uses.
+"""The loss of one batch, and the only entry that the learner uses.
 
-    # once a batch: advantages, masks, weights where the anchor is known
+    # once per batch: advantages, masks, importance weights where the proximal policy is known
     prep = prepare(batch, config)
-    # once an optimizer step: global factors and statistics
+    # once per optimizer step: global factors and statistics
     step = begin_step(prep, samples, current)
-    # per micro-batch: backward `loss`; losses and sums add up to the step's
+    # per micro-batch: call backward on `loss`; losses and sums add up to those of the step
     loss, sums = micro_loss(prep, step, part, lp)
-    # share of the learning rate, from the step's sums
-    share = rate_share(prep, step, sums)
-    # early stop: KL = sum a / sum b over the step's micro-batches
+    # share of the learning rate, from the sums of the step
+    share = learning_rate_share(prep, step, sums)
+    # early stop: KL = sum a / sum b over the micro-batches of the step
     a, b = stop_statistic(prep, part, lp)
-    # once a batch: one synchronisation with the device
+    # once per batch: one synchronization with the device
     add_sums(total, sums); metrics = finish(total)
 
-Everything is packed over response tokens: N in the batch, B samples, tokens of a sample contiguous
-and in order.  A micro-batch holds whole samples, so what belongs to a sequence needs nothing
-outside it; what is a statistic of the batch is computed in `prepare` and `begin_step`.  What is
-read of `config` is `settings.Settings`."""
+Tensors are packed over response tokens: N tokens of B samples, the tokens of a sample contiguous
+and in order. A micro-batch holds whole samples, so it needs nothing from outside for a per-sample
+quantity. Statistics of the whole batch are computed in `prepare` and `begin_step`.
+`settings.Settings` lists the config keys that are read.
+"""
 
 from __future__ import annotations
 
@@ -62,65 +63,67 @@ __all__ = [
 
 @dataclass(kw_only=True)
 class PreparedBatch:
-    """A batch after its pre-pass; nothing here carries a gradient."""
+    """A batch after its pre-pass. No tensor in it carries a gradient."""
 
     batch: LossBatch
     config: Settings
     advantage: torch.Tensor  # [N]
     valid: torch.Tensor  # bool [N]: tokens in the loss, before rejection
-    fade: torch.Tensor  # [N] factor of staleness.on_exceed = downweight
-    # None: taken from the forward of the only optimizer step
+    fade: torch.Tensor  # [N] staleness weight (staleness.on_exceed = downweight)
+    # None: computed from the forward of the only optimizer step
     corrected: correction.ImportanceWeights | None
     returns: torch.Tensor | None = None  # [N], with a value head
     metrics: dict[str, float] = field(default_factory=dict)
-    budget: stopping.KLBudget | None = None  # over this batch's steps
+    budget: stopping.KLBudget | None = None  # over the steps of this batch
     steps: int = 0  # optimizer steps begun
-    number: int = 0  # of the batch: what is drawn at random is a function of (seed, number, step)
-    # the learner's policy as the batch began [N], where `known`: given, or what the first optimizer
-    # step's own forward said
+    number: int = 0  # of the batch; random choices are a function of (seed, number, step)
+    # [N] the learner's policy at the start of the batch, valid where `known`: given with the batch,
+    # or recorded by the forward of the first optimizer step
     start: torch.Tensor
     known: torch.Tensor
-    # [N] the target policy at each token's last pass, where `passed`
+    # [N] the target policy at the last pass over each token, valid where `passed`
     latest: torch.Tensor
     passed: torch.Tensor
-    # [N] in the loss of the step under way
+    # bool [N] in the loss of the current step
     live: torch.Tensor
-    # [N] in the loss of a step that was made
+    # bool [N] in the loss of a completed step
     used: torch.Tensor
 
 
 @dataclass
 class StepPlan:
-    """One optimizer step: factor [N] of the reduction, and what must be known of the whole batch
-    before any micro-batch.
+    """Factors and batch statistics of one optimizer step, computed before any micro-batch.
+
+    factor [N] is the factor of the reduction.
     """
 
     factor: torch.Tensor
     stats: correction.WeightStatistics
     reshape: reshape.ReshapeStatistics | None = None
-    chosen: torch.Tensor | None = None  # bool [N], kl_cov and clip_cov
-    # of this step's learning rate; 0: the batch's remaining steps are skipped
+    chosen: torch.Tensor | None = None  # bool [N], for kl_cov and clip_cov
+    # share of the learning rate; 0 skips the remaining steps of the batch
     lr_scale: float = 1.0
     metrics: dict[str, float] = field(default_factory=dict)
-    # of the whole step, for the surrogate: [N] or scalars
+    # inputs of the surrogate from the whole step: [N] or scalars
     prepass: dict[str, torch.Tensor] = field(default_factory=dict)
-    # bool [N]: what M2PO as published drops
+    # bool [N]: tokens that M2PO as published drops
     far: torch.Tensor | None = None
 
 
 def needs_anchor_first(config: Settings) -> bool:
-    """Must a recomputed anchor be known before the first optimizer step of a batch?"""
+    """Return whether the recomputed proximal policy is needed before the first optimizer step."""
     several = config.learner.epochs * config.learner.minibatches > 1
     after = config.correction.denominator == "after"
     return bool(several or correction.needs_statistics(config.correction) or after)
 
 
 def needs_start_first(config: Settings) -> bool:
-    """Must the learner's start be known before the first optimizer step, whatever the anchor is?
-    (One forward over the batch.)
+    """Return whether the learner's start is needed before the first optimizer step.
 
-    KL in the reward is measured there.  Early stopping measures from it: with minibatches the first
-    step shows only some of it, and of several ranks each sees its own samples."""
+    It costs one forward over the batch, whatever the proximal policy is. KL in the reward and the
+    weights of `opob` are computed from it. Early stopping measures from it: with minibatches the
+    first step covers only part of the batch, and each rank sees only its own samples.
+    """
     in_advantage = config.advantage.name == "opob"
     in_reward = config.kl.reward.coefficient > 0 and config.kl.reward.at == "start"
     in_parts = config.learner.minibatches > 1 or config.learner.backend != "torch"
@@ -128,8 +131,9 @@ def needs_start_first(config: Settings) -> bool:
 
 
 def needs_current(prep: PreparedBatch) -> bool:
-    """Must `begin_step` be given the logprobs [N] of the policy as it is now?  (A forward without
-    gradient over the batch.)
+    """Return whether `begin_step` needs the log-probabilities [N] of the current policy.
+
+    They cost a forward over the batch without gradient.
     """
     c = prep.config
     stop = c.stop
@@ -144,7 +148,7 @@ def needs_current(prep: PreparedBatch) -> bool:
 
 
 def _start_given(prep: PreparedBatch) -> bool:
-    """Before the first step the policy is the learner's start, where that was given."""
+    """Return whether the current policy is the given start: no step has been made yet."""
     return prep.steps == 0 and prep.batch.start is not None
 
 
@@ -160,8 +164,12 @@ def prepare(
     beta: float | None = None,
     number: int = 0,
 ) -> PreparedBatch:
-    """The pre-pass over the whole batch.  baseline: of advantage.name = reinforce; beta: of KL in
-    the reward, now; number: the batch's.
+    """Run the pre-pass over the whole batch.
+
+    Args:
+        baseline: the running baseline of advantage.name = reinforce.
+        beta: the current coefficient of KL in the reward; None: the configured one.
+        number: the number of the batch, which seeds random choices.
     """
     beta = config.kl.reward.coefficient if beta is None else beta
     if batch.start is None and config.correction.proximal == "recompute":
@@ -205,15 +213,18 @@ def prepare(
 
 
 def mark_step_made(prep: PreparedBatch) -> None:
-    """The optimizer has made the step: what was in its loss is used."""
+    """Mark the tokens in the loss of the step as used, after the optimizer has made it."""
     prep.used |= prep.live
 
 
 def learning_rate_share(
     prep: PreparedBatch, step: StepPlan, sums: dict[str, torch.Tensor]
 ) -> float:
-    """Share of the learning rate that this optimizer step is made with, from its sums over all
-    micro-batches and ranks.  Reads the device where stop.lr_by_ess asks for it."""
+    """Return the share of the learning rate for this optimizer step.
+
+    sums covers all micro-batches and ranks of the step. Reads from the device where stop.lr_by_ess
+    needs the effective sample size.
+    """
     if "ess/answers" not in sums:
         return step.lr_scale
     count, total, square = sums["ess/answers"].tolist()
@@ -234,8 +245,14 @@ def _correct(
     adv: torch.Tensor,
     stats: correction.WeightStatistics | None = None,
 ) -> correction.ImportanceWeights:
-    """Weights of the tokens `part`; anchor, valid, adv [n]: pi_prox (or pi_theta for surrogate =
-    reinforce), its mask and the advantage.
+    """Compute the importance weights of the tokens `part`.
+
+    Args:
+        part: int64 [n], positions among the batch's N tokens.
+        anchor: [n], log pi_prox (log pi_theta for surrogate = reinforce).
+        valid: bool [n], the mask.
+        adv: [n], the advantage.
+        stats: of the whole batch; None: computed from these tokens.
     """
     log_rho = ratios.difference(anchor, batch.behavior[part])
     return correction.correct(
@@ -257,11 +274,16 @@ def _correct(
 def begin_step(
     prep: PreparedBatch, samples: torch.Tensor, current: torch.Tensor | None = None
 ) -> StepPlan:
-    """Factors over the samples (int64) of one optimizer step, from global counts, so that
-    micro-batches and ranks add up.
+    """Compute the factors and statistics of one optimizer step.
 
-    current [N]: logprobs under the policy as it is now, where `needs_current` says so.  Raises
-    ConfigError when it is missing."""
+    Counts are global, so that micro-batches and ranks add up.
+
+    Args:
+        samples: int64, the samples of the step.
+        current: [N], log-probabilities under the current policy, where `needs_current` is true.
+
+    Raises ConfigError when `current` is missing.
+    """
     batch = prep.batch
     c = prep.config
     if current is None and needs_current(prep):
@@ -303,7 +325,7 @@ def begin_step(
 
 
 def _statistics(prep: PreparedBatch, step: StepPlan, current: torch.Tensor | None) -> None:
-    """Fill in what the surrogate and the stop need of the whole batch."""
+    """Fill in the statistics of the whole batch that the surrogate and the stop need."""
     c = prep.config
     batch = prep.batch
     stop = c.stop
@@ -328,7 +350,7 @@ def _statistics(prep: PreparedBatch, step: StepPlan, current: torch.Tensor | Non
     if name == "reshape":
         step.reshape = reshape.statistics(log_w, prep.valid, c.reshape.rho_min)
         read |= {"k": step.reshape.kl, "base": step.reshape.base, "sigma2": step.reshape.sigma2}
-    # the step's one wait for the device before its gradient
+    # the only synchronization with the device before the gradient of the step
     host = {key: x[0] for key, x in diagnostics.copy_to_host(read).items()}
     if stops:
         step.lr_scale = stopping.scale(
@@ -351,9 +373,7 @@ def _statistics(prep: PreparedBatch, step: StepPlan, current: torch.Tensor | Non
 
 
 def _stop_kl(prep: PreparedBatch, current: torch.Tensor) -> torch.Tensor:
-    """The KL of the batch's update so far, over the whole batch, as `stop_statistic` measures it: a
-    scalar.
-    """
+    """Return the KL of the updates so far over the whole batch, as `stop_statistic` measures it."""
     total, weight = stop_statistic(
         prep, torch.arange(len(prep.valid), device=prep.valid.device), current
     )
@@ -366,7 +386,7 @@ def _stop_kl(prep: PreparedBatch, current: torch.Tensor) -> torch.Tensor:
 def _tokens(
     prep: PreparedBatch, step: StepPlan, part: torch.Tensor, now: torch.Tensor
 ) -> SurrogateTokens:
-    """What a surrogate looks at, of the tokens `part`; now [n]: log pi_theta."""
+    """Build the surrogate's inputs for the tokens `part`; now [n] is log pi_theta."""
     b = prep.batch
     return SurrogateTokens(
         raw=ratios.difference(now, now if b.anchor is None else b.anchor[part]),
@@ -390,8 +410,7 @@ def _correct_at_target(
     now: torch.Tensor,
     fixed: correction.ImportanceWeights,
 ) -> correction.ImportanceWeights:
-    """What correction.reject_at = target and m2_over = pushing leave of the tokens `part`; now [n]:
-    log pi_theta."""
+    """Apply reject_at = target and m2_over = pushing to the weights; now [n] is log pi_theta."""
     b = prep.batch
     c = prep.config.correction
     if c.reject_at != "target" and step.far is None:
@@ -422,11 +441,16 @@ def micro_loss(
     values_now: torch.Tensor | None = None,
     step_kl: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss of one micro-batch (its share of the step's) and sums for the metrics.
+    """Return the loss of one micro-batch (its share of the step) and the sums for the metrics.
 
-    part int64 [n]: its tokens' places among N, whole samples; lp [n] with gradient; entropy,
-    values_now [n] with gradient, or None; step_kl [n] with gradient: exact KL(theta || ref) of each
-    step, for kl.loss.off_policy = prefix_full."""
+    Args:
+        part: int64 [n], positions among the batch's N tokens; whole samples.
+        lp: [n], log pi_theta with gradient.
+        entropy: [n] with gradient, or None.
+        values_now: [n] with gradient, or None.
+        step_kl: [n] with gradient, the exact KL(theta || ref) of each step, for
+            kl.loss.off_policy = prefix_full.
+    """
     b = prep.batch
     c = prep.config
     now = lp.detach()
@@ -490,8 +514,9 @@ def micro_loss(
 
 
 def _remember(prep: PreparedBatch, part: torch.Tensor, now: torch.Tensor) -> None:
-    """Keep the logprobs of this pass; those of the first optimizer step are the learner's start,
-    which costs no forward of its own.
+    """Record the log-probabilities of this pass.
+
+    Those of the first optimizer step are the learner's start, which then costs no extra forward.
     """
     now = now.to(prep.start.dtype)
     if prep.steps == 1:
@@ -514,16 +539,14 @@ def _terms(
     values_now: torch.Tensor | None,
     step_kl: torch.Tensor | None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """What is added to the policy term: entropy, KL in the loss, reshape's KL penalty, value
-    loss.
-    """
+    """Return the terms added to the policy loss: entropy, KL, reshape's KL penalty, value loss."""
     b = prep.batch
     c = prep.config
     total = lp.new_zeros(())
     sums = {}
 
     def safe(x: torch.Tensor) -> torch.Tensor:
-        return torch.where(live, x, 0.0)  # not x[live], whose size the host would have to wait for
+        return torch.where(live, x, 0.0)  # x[live] would make the host wait for its size
 
     def apply_weights(x: torch.Tensor) -> torch.Tensor:
         return (safe(x) * factor).sum()
@@ -562,7 +585,7 @@ def _kl_in_loss(
     factor: torch.Tensor,
     step_kl: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The KL to the reference over the tokens `live` of `part`, reduced: a scalar with gradient."""
+    """Return the reduced KL to the reference over the tokens `live` of `part`, with gradient."""
     b = prep.batch
     k = prep.config.kl.loss
     assert b.reference is not None
@@ -571,7 +594,7 @@ def _kl_in_loss(
     def safe(x: torch.Tensor) -> torch.Tensor:
         return torch.where(live, x, 0.0)
 
-    if k.off_policy in kl.PREFIXES:  # a product over the live tokens alone
+    if k.off_policy in kl.PREFIXES:  # a product over the live tokens only
         lp, reference, behavior, seq = lp[live], reference[live], behavior[live], seq[live]
         step_kl = None if step_kl is None else step_kl[live]
     else:
@@ -595,9 +618,16 @@ def _kl_in_loss(
 def value_loss(
     values: torch.Tensor, returns: torch.Tensor, old: torch.Tensor | None = None, clip: float = 0.0
 ) -> torch.Tensor:
-    """Per token [N]: 0.5 (V - R)^2, or with clip > 0 0.5 max((V-R)^2, (clip(V, V_old - c, V_old +
-    c) - R)^2) (PPO; Huang et al. 2022, "The 37 implementation details of PPO").  values with
-    gradient; returns, old [N] detached."""
+    """Return the value loss per token [N]: 0.5 (V - R)^2.
+
+    With clip c > 0: 0.5 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) (PPO; Huang et al.
+    2022, "The 37 implementation details of PPO").
+
+    Args:
+        values: [N] with gradient.
+        returns: [N] detached.
+        old: [N] detached, or None.
+    """
     loss = (values - returns).square()
     if clip > 0 and old is not None:
         near = old + (values - old).clamp(-clip, clip)
@@ -609,13 +639,16 @@ def value_loss(
 def stop_statistic(
     prep: PreparedBatch, part: torch.Tensor, lp: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weighted sum, weight) over the tokens `part` of what this batch's updates alone have moved:
-    nothing, as long as lp is the start.
+    """Return (weighted sum, weight) of the KL that the updates of this batch alone have added.
 
-    stop.against = start: r - 1 - log r with r = pi_theta / start, whose mean estimates KL(start ||
-    theta); the samples are mu's, so each counts start / mu, at most 2.  behavior: the same estimate
-    of KL(mu || theta), less KL(mu || start) of these very tokens, with which the batch arrived.
-    The sums of micro-batches and of ranks add up, and every rank must decide on the same ones."""
+    Both are sums over the tokens `part`; their quotient is 0 while lp equals the start. Sums of
+    micro-batches and ranks add up, and every rank must decide on the same sums.
+
+    - stop.against = start: r - 1 - log r with r = pi_theta / start, whose mean estimates
+      KL(start || theta). The samples come from mu, so each token has weight start / mu, at most 2.
+    - stop.against = behavior: the same estimate of KL(mu || theta), minus KL(mu || start) of the
+      same tokens, which is the KL that the batch arrived with.
+    """
     valid = prep.valid[part]
     behavior = prep.batch.behavior[part]
     start = prep.start[part]

@@ -1,12 +1,12 @@
-"""Trust: surrogates in coefficient form.  Each maps (log r [N], A [N], ...) to a Trust, detached; r
-= exp(lp - anchor).
+"""Surrogates in coefficient form: each maps (log r [N], A [N], ...) to a detached SurrogateTerm.
 
-SURROGATES, at the end, has them by their name in the config: a new one is a struct with its keys in
-`settings`, a function of (Tokens, that struct) and its line there.
+r = exp(lp - log pi_prox). The loss is - sum coefficient w norm lp with everything but lp detached.
+The coefficient (A phi) depends on pi_theta / pi_prox only, so that a token's weight against the
+behavior policy is never counted twice.
 
-The loss is - sum coefficient w norm lp with everything but lp detached.  The coefficient (A phi)
-depends on pi_theta / anchor only, so that a token's weight against the behaviour policy is never
-counted twice."""
+SURROGATES, at the end, maps config names to functions. To add a surrogate, write a struct with its
+keys in `settings` and a function of (SurrogateTokens, that struct), and add its line there.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from asyncrl.algorithms.trust.view import (
 )
 from asyncrl.algorithms.trust.view import LOW as LOW
 
-# as published their ratio is pi_theta / mu: the anchor must be the behaviour policy
+# as published their ratio is pi_theta / mu: the proximal policy must be the behavior policy
 ON_BEHAVIOR = (
     "topr",
     "dro",
@@ -52,7 +52,7 @@ ON_BEHAVIOR = (
     "minpro",
     "ipo",
 )
-# what they do to a token depends on the whole batch under the policy as it is now
+# their effect on a token depends on the whole batch under the current policy
 NEED_CURRENT = ("reshape", "kl_cov", "clip_cov", "bapo")
 GSPO_CLIP = (3e-4, 4e-4)  # its ratio is a mean: a clip range that is not 0.2
 
@@ -64,10 +64,10 @@ def vanilla(log_r: torch.Tensor, adv: torch.Tensor) -> SurrogateTerm:
 
 
 def log_probability_term(lp: torch.Tensor, adv: torch.Tensor) -> SurrogateTerm:
-    """lp A: `reinforce` (Williams 1992; the bounded weight pi_theta / mu is Correct's), `gpg`
-    (arXiv 2504.02546) and `sft`.
+    """lp A: `reinforce` (Williams 1992), `gpg` (arXiv 2504.02546) and `sft`.
 
-    For `sft` A is 1 where the answer was rewarded and 0 elsewhere.
+    For `reinforce` the bounded weight pi_theta / mu belongs to the correction. For `sft` A is 1
+    where the sample was rewarded and 0 elsewhere.
     """
     return unclipped(adv.clone(), lp * adv)
 
@@ -80,11 +80,15 @@ def ppo(
     high: float = 0.2,
     dual: float = 0.0,
 ) -> SurrogateTerm:
-    """min(r A, clip(r, 1-low, 1+high) A) (Schulman et al. 2017, arXiv 1707.06347); dual > 1: dual
-    clip (arXiv 1912.09729).
+    """min(r A, clip(r, 1-low, 1+high) A) (Schulman et al. 2017, arXiv 1707.06347).
 
-    With importance weights prox / mu it is decoupled PPO (Hilton et al. 2021, arXiv 2110.00641);
-    high = 0.28 is DAPO's clip-higher."""
+    dual > 1: dual clip (arXiv 1912.09729). With importance weights prox / mu this is decoupled PPO
+    (Hilton et al. 2021, arXiv 2110.00641). high = 0.28 is DAPO's clip-higher.
+
+    Args:
+        log_r: [N].
+        adv: [N].
+    """
     r = log_r.exp()
     value = torch.minimum(r * adv, r.clamp(1 - low, 1 + high) * adv)
     clipped = sides((adv < 0) & (r < 1 - low), (adv > 0) & (r > 1 + high))
@@ -100,8 +104,13 @@ def cispo(
 ) -> SurrogateTerm:
     """sg[clamp(r, lo, hi)] A lp (MiniMax-M1, arXiv 2506.13585): the gradient never vanishes.
 
-    lo and hi are absolute here; the caller turns 1 - e and 1 + e into them.  lo = 0: no lower
-    bound, as published."""
+    Args:
+        log_r: [N].
+        adv: [N].
+        lp: [N].
+        lo: absolute lower bound; 0: none, as published. The caller computes 1 - e.
+        hi: absolute upper bound. The caller computes 1 + e.
+    """
     r = log_r.exp()
     w = r.clamp(lo, hi)
     return SurrogateTerm(w * adv, w * adv * lp, sides(r < lo, r > hi))
@@ -117,20 +126,27 @@ def gspo(
     low: float = GSPO_CLIP[0],
     high: float = GSPO_CLIP[1],
 ) -> SurrogateTerm:
-    """Clip on the sequence ratio s = exp(mean log r), a token's share of its gradient through s
-    (Qwen, arXiv 2507.18071).
+    """Clip on the sequence ratio s = exp(mean log r) (Qwen, arXiv 2507.18071).
 
-    log_r as `ratios.difference` gives it: the mean is clamped, not each token.
-    With seq-mean-token-mean the reduced coefficient of a token is s A / |answer|, the published
-    gradient."""
+    With seq-mean-token-mean the reduced coefficient of a token is s A / |sample|, the published
+    gradient.
+
+    Args:
+        log_r: [N], not clamped: the mean is clamped, not each token.
+        adv: [N].
+        mask: bool [N].
+        seq: int64 [N].
+        n: number of samples.
+    """
     return ppo(seq_mean(log_r, mask, seq, n).clamp(-CLAMP, CLAMP)[seq], adv, low=low, high=high)
 
 
 def sapo(
     log_r: torch.Tensor, adv: torch.Tensor, *, tau_pos: float = 1.0, tau_neg: float = 1.05
 ) -> SurrogateTerm:
-    """Soft gate 4/tau sigma(tau (r - 1)) (SAPO, arXiv 2511.20347); its derivative in r is 4 sigma
-    (1 - sigma).
+    """4/tau sigma(tau (r - 1)) A: a soft gate (SAPO, arXiv 2511.20347).
+
+    Its derivative in r is 4 sigma (1 - sigma) A. tau is tau_pos where A > 0, else tau_neg.
     """
     r = log_r.exp()
     tau = torch.where(adv > 0, torch.full_like(adv, tau_pos), tau_neg)
@@ -147,11 +163,17 @@ def dppo(
     high: float | None = None,
     divergence: str = "tv",
 ) -> SurrogateTerm:
-    """r A, 0 where pi_theta - anchor moved more than `threshold` in the direction of A (`high`: of
-    A > 0, where it is another); prob = exp(lp) [N].
+    """r A, 0 where pi_theta - pi_prox moved more than `threshold` in the direction of A.
 
-    Divergence PPO, total-variation form (Qi et al. 2026, arXiv 2602.04879); with divergence = kl
-    its binary KL(anchor || pi_theta).  As published the anchor is mu."""
+    Divergence PPO, total-variation form (Qi et al. 2026, arXiv 2602.04879). With divergence = kl it
+    uses the binary KL(pi_prox || pi_theta). As published the proximal policy is mu.
+
+    Args:
+        log_r: [N].
+        adv: [N].
+        prob: [N], exp(lp).
+        high: threshold for A > 0; None: `threshold`.
+    """
     r = log_r.exp()
     up = threshold if high is None else high
     if divergence == "kl":
@@ -171,10 +193,17 @@ def topr(
     seq: torch.Tensor,
     n: int,
 ) -> SurrogateTerm:
-    """Per answer: A > 0: lp A; A < 0: min(pi_theta / mu, 1) lp A, the whole answer's ratio,
-    detached (TOPR, arXiv 2503.14286).
+    """lp A for A > 0, min(pi_theta / mu, 1) lp A for A < 0 (TOPR, arXiv 2503.14286).
 
-    log_r as `ratios.difference` gives it: the answer's sum is clamped, not each token.
+    The ratio is that of the whole sample, detached.
+
+    Args:
+        log_r: [N], not clamped: the sum over the sample is clamped, not each token.
+        adv: [N].
+        lp: [N].
+        mask: bool [N].
+        seq: int64 [N].
+        n: number of samples.
     """
     whole = seq_sum(torch.where(mask, log_r, 0.0), seq, n).clamp(-CLAMP, 0.0).exp()[seq]
     w = torch.where(adv < 0, whole, 1.0)
@@ -184,15 +213,17 @@ def topr(
 def dro(
     log_r: torch.Tensor, adv: torch.Tensor, lp: torch.Tensor, *, beta: float = 0.05
 ) -> SurrogateTerm:
-    """lp A - beta/2 (log pi_theta/mu)^2: token form of direct reward optimisation (Richemond et al.
-    2024, arXiv 2405.19107).
+    """lp A - beta/2 (log pi_theta / mu)^2: token form of direct reward optimization.
+
+    Richemond et al. 2024, arXiv 2405.19107.
     """
     return unclipped(adv - beta * log_r, lp * adv - beta / 2 * log_r.square())
 
 
 def covariance(lp: torch.Tensor, adv: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """(lp - mean lp)(A - mean A) [N], means over the mask; 0 elsewhere (Cui et al. 2025, arXiv
-    2505.22617).
+    """(lp - mean lp)(A - mean A) [N], means over the mask; 0 elsewhere.
+
+    Cui et al. 2025, arXiv 2505.22617.
     """
     count = mask.sum().clamp(min=1)
     x = torch.where(mask, lp, 0.0)
@@ -201,8 +232,9 @@ def covariance(lp: torch.Tensor, adv: torch.Tensor, mask: torch.Tensor) -> torch
 
 
 def highest(cov: torch.Tensor, mask: torch.Tensor, share: float) -> torch.Tensor:
-    """Bool [N]: the `share` of the mask's tokens with the largest covariance, at least one
-    (KL-Cov).
+    """Return bool [N]: the `share` of the mask's tokens with the largest covariance (KL-Cov).
+
+    At least one token is chosen.
     """
     many = min(max(1, int(share * int(mask.sum()))), len(cov))
     out = torch.zeros_like(mask)
@@ -213,9 +245,7 @@ def highest(cov: torch.Tensor, mask: torch.Tensor, share: float) -> torch.Tensor
 def sample_by_covariance(
     cov: torch.Tensor, mask: torch.Tensor, share: float, lo: float, hi: float, seed: int
 ) -> torch.Tensor:
-    """Bool [N]: `share` of the mask's tokens, drawn at random among those with lo < covariance < hi
-    (Clip-Cov).
-    """
+    """Return bool [N]: `share` of the mask's tokens, sampled where lo < covariance < hi (Clip-Cov)."""
     inside = mask & (cov > lo) & (cov < hi)
     many = max(1, int(share * int(mask.sum())))
     key = torch.rand(len(cov), generator=torch.Generator().manual_seed(seed)).to(cov.device)
@@ -227,7 +257,7 @@ def sample_by_covariance(
 def kl_cov(
     log_r: torch.Tensor, adv: torch.Tensor, chosen: torch.Tensor, *, coefficient: float = 1.0
 ) -> SurrogateTerm:
-    """r A, less coefficient |log r| on the tokens `chosen` by `highest` (arXiv 2505.22617)."""
+    """r A, minus coefficient |log r| on the tokens `chosen` by `highest` (arXiv 2505.22617)."""
     r = log_r.exp()
     pull = torch.where(chosen, coefficient, 0.0)
     return unclipped(r * adv - pull * log_r.sign(), r * adv - pull * log_r.abs())
@@ -241,8 +271,10 @@ def clip_cov(
     low: float = 0.2,
     high: float = 0.2,
 ) -> SurrogateTerm:
-    """`ppo`, without gradient on the tokens `chosen` by `sample_by_covariance` (arXiv
-    2505.22617)."""
+    """`ppo` without gradient on the tokens `chosen` by `sample_by_covariance`.
+
+    arXiv 2505.22617.
+    """
     t = ppo(log_r, adv, low=low, high=high)
     return SurrogateTerm(
         torch.where(chosen, 0.0, t.coefficient),
@@ -254,13 +286,19 @@ def clip_cov(
 def reshape(
     log_w: torch.Tensor, adv: torch.Tensor, g: torch.Tensor, c: Reshape, share: float = 1.0
 ) -> SurrogateTerm:
-    """IS-reshape of log w [N], A [N], gamma [N]; `c.clip` e > 0 is repair B: no gradient where w
-    (not w^gamma, which overshoots) has left [1-e, 1+e] in the direction of A; `c.weight_max` > 0
-    bounds w^gamma.
+    """IS-reshape: w^gamma A (power) or A (w^gamma - 1) / gamma (Box-Cox).
 
-    share: of repair D by tokens, for the Box-Cox form: there gamma = 0 leaves the full gradient of
-    the log-likelihood, so what pushes away is multiplied by the share itself (the power form has it
-    in gamma, whose gradient goes to 0 with it)."""
+    `c.clip` e > 0 is repair B: no gradient where w has left [1-e, 1+e] in the direction of A. It
+    looks at w, not w^gamma, which overshoots. `c.weight_max` > 0 bounds w^gamma.
+
+    Args:
+        log_w: [N].
+        adv: [N].
+        g: [N], gamma.
+        share: of repair D by tokens, for the Box-Cox form. There gamma = 0 leaves the full gradient
+            of the log-likelihood, so tokens that push away are multiplied by the share itself. The
+            power form has the share in gamma, whose gradient goes to 0 with it.
+    """
     w = (g * log_w).exp()
     bounded = w.clamp(max=c.weight_max) if c.weight_max > 0 else w
     slow = torch.ones_like(adv)
@@ -286,13 +324,13 @@ def _power(
 def _box_cox(
     log_w: torch.Tensor, adv: torch.Tensor, g: torch.Tensor, w: torch.Tensor, slow: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    # w^gamma - 1 over gamma, whose limit at 0 is log w
+    # (w^gamma - 1) / gamma, whose limit at 0 is log w
     value = adv * torch.where(g > 1e-6, torch.expm1(g * log_w) / g.clamp(min=1e-6), log_w)
     return slow * w * adv, slow * value
 
 
 # reshape.form -> (coefficient [N], objective [N]) of log w, A, gamma, the bounded w^gamma, and the
-# share that what pushes away keeps
+# share left to tokens that push away
 FORMS: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor]]] = {
     "power": _power,
     "box_cox": _box_cox,
@@ -306,7 +344,7 @@ def _or(given: float | None, default: float) -> float:
 
 
 def _ratio(t: SurrogateTokens, c: settings.PpoFamilyLoss | settings.SapoLoss) -> torch.Tensor:
-    """log r [N] by `loss.ratio`: of a token, or its answer's sum or mean."""
+    """Return log r [N] by `loss.ratio`: of the token, or the sum or mean over its sample."""
     if c.ratio == "token":
         return t.log_r
     if c.ratio == "geometric":
@@ -373,7 +411,7 @@ def _clip_cov(t: SurrogateTokens, c: settings.ClipCovLoss) -> SurrogateTerm:
 
 
 def _reshape(t: SurrogateTokens, c: settings.ReshapeLoss) -> SurrogateTerm:
-    """Against mu, whatever the anchor; with sums for its own metrics."""
+    """Apply IS-reshape against mu, whatever the proximal policy is, and add its metric sums."""
     assert t.stats is not None and t.reshape is not None
     log_w = log_ratio(t.lp, t.behavior)
     g = gamma(log_w, t.adv, t.stats, t.reshape)
@@ -407,7 +445,7 @@ def _sample_by_covariance(
     return sample_by_covariance(cov, mask, c.cov_share, c.cov_lo, c.cov_hi, seed)
 
 
-# loss.surrogate, the tag of its struct in `settings` -> Trust of the tokens
+# loss.surrogate, the tag of its struct in `settings` -> SurrogateTerm of the tokens
 SURROGATES: dict[str, Callable[[SurrogateTokens, Any], SurrogateTerm]] = {
     "vanilla": _vanilla,
     "reinforce": _log_probability,
@@ -433,7 +471,7 @@ SURROGATES: dict[str, Callable[[SurrogateTokens, Any], SurrogateTerm]] = {
     "gmpo": sequence_surrogates.gmpo_term,
     "ipo": token_surrogates.ipo_term,
 }
-# loss.surrogate -> the batch's tokens, bool [N], that are picked by their covariance before a step
+# loss.surrogate -> bool [N]: tokens chosen by their covariance before a step
 BEFORE: dict[str, Callable[[torch.Tensor, torch.Tensor, Any, int], torch.Tensor]] = {
     "kl_cov": _highest,
     "clip_cov": _sample_by_covariance,
@@ -449,8 +487,8 @@ def _bapo_bounds(w: StepBatch, c: settings.BapoLoss) -> dict[str, torch.Tensor]:
     return token_surrogates.bapo_bounds(w.current, w.behavior, w.adv, w.mask, c.bapo_share)
 
 
-# loss.surrogate -> what it must know of all tokens of an optimizer step: tensors [N] and scalars,
-# for `SurrogateTokens.prepass`; one that reads `current` stands in NEED_CURRENT too
+# loss.surrogate -> its inputs from all tokens of an optimizer step: tensors [N] and scalars, for
+# `SurrogateTokens.prepass`; one that reads `current` stands in NEED_CURRENT too
 PREPASS: dict[str, Callable[[StepBatch, Any], dict[str, torch.Tensor]]] = {
     "gepo": _group_q,
     "bapo": _bapo_bounds,
@@ -458,5 +496,5 @@ PREPASS: dict[str, Callable[[StepBatch, Any], dict[str, torch.Tensor]]] = {
 
 
 def trust(t: SurrogateTokens, c: Settings) -> SurrogateTerm:
-    """The config's surrogate of the tokens.  Raises ConfigError for an unknown one."""
+    """Apply the configured surrogate. Raises ConfigError for an unknown one."""
     return choose_function("loss.surrogate", SURROGATES, c.loss.surrogate)(t, c.loss)

@@ -1,10 +1,10 @@
-"""Parts of `surrogates`: what every surrogate is given and returns, and those that others published
-for samples of an old policy, with the ratio w = pi_theta / mu.
+"""Parts of `surrogates`: its types, and the surrogates published for samples of an old policy.
 
-    view         Tokens, Trust, Whole
-    answers      on the ratio of whole answers
-    tokens       on the ratio of tokens and of prefixes
+    view                  SurrogateTokens, SurrogateTerm, StepBatch
+    sequence_surrogates   on the ratio of whole samples
+    token_surrogates      on the ratio of tokens and of prefixes
 
-W is an answer's product of w, x = log w, X its sum.  They stand in `surrogates.SURROGATES`; where
-the ratio must be against mu, in `surrogates.ON_BEHAVIOR` too, so that Correct is off and nothing
-counts twice."""
+w = pi_theta / mu, x = log w. W is the product of w over a sample and X the sum of x. They are
+listed in `surrogates.SURROGATES`. Where the ratio must be against mu, they are listed in
+`surrogates.ON_BEHAVIOR` too, which turns the correction off so that nothing counts twice.
+"""

@@ -1,5 +1,7 @@
-"""Surrogates on the ratio of whole answers.  Every token of an answer has the answer's coefficient,
-but where a bound cuts it."""
+"""Surrogates on the ratio of whole samples.
+
+Every token has the coefficient of its sample, except where a bound cuts it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from asyncrl.algorithms import settings
 from asyncrl.algorithms.ratios import CLAMP, seq_mean, seq_sum
 from asyncrl.algorithms.trust.view import SurrogateTerm, SurrogateTokens, sides, unclipped
 
-GMPO_CLIP = 0.4  # in nats of a token's log ratio
+GMPO_CLIP = 0.4  # in nats of a token's log-ratio
 
 
 def vespo(
@@ -19,10 +21,13 @@ def vespo(
     positive: tuple[float, float] = (2.0, 3.0),
     negative: tuple[float, float] = (3.0, 2.0),
 ) -> torch.Tensor:
-    """phi(W) A with phi = W^k e^(l (1 - W)), (k, l) by A's sign: the coefficient (VESPO, arXiv
-    2602.10693).
+    """phi(W) A with phi = W^k e^(l (1 - W)): the coefficient (VESPO, arXiv 2602.10693).
 
-    log_w [N]: X of each token's answer, not clamped.  phi(1) = 1; the largest is at W = k / l.
+    (k, l) is chosen by the sign of A. phi(1) = 1, and the maximum is at W = k / l.
+
+    Args:
+        log_w: [N], X of each token's sample, not clamped.
+        adv: [N].
     """
     k = torch.where(adv < 0, negative[0], positive[0])
     m = torch.where(adv < 0, negative[1], positive[1])
@@ -42,11 +47,16 @@ def vespo_term(t: SurrogateTokens, c: settings.VespoLoss) -> SurrogateTerm:
 
 
 def oapl(log_w: torch.Tensor, adv: torch.Tensor, beta: float) -> torch.Tensor:
-    """2 beta (A* - beta X): the coefficient of the mean over answers of -(beta X - A*)^2, gradient
-    through X (OAPL, arXiv 2602.19362; its A* is `advantages.oapl`).
+    """2 beta (A* - beta X): the coefficient of OAPL (arXiv 2602.19362).
 
-    log_w [N]: X of each token's answer.  It is not clamped: nothing is exponentiated, and what
-    pulls back would end at the clamp."""
+    The loss is the mean over samples of (beta X - A*)^2, with gradient through X; A* is
+    `advantages.oapl`.
+
+    Args:
+        log_w: [N], X of each token's sample. It is not clamped: nothing is exponentiated, and the
+            pull back would end at a clamp.
+        adv: [N].
+    """
     return 2 * beta * (adv - beta * log_w)
 
 
@@ -68,11 +78,12 @@ def gmpo(
     low: float = GMPO_CLIP,
     high: float = GMPO_CLIP,
 ) -> SurrogateTerm:
-    """s A with s = exp(mean x'), x' the token's log ratio cut at `high` for A > 0 and at -low for A
-    < 0; no gradient on the tokens that are cut (GMPO, arXiv 2507.20673).
+    """s A with s = exp(mean x'), no gradient on tokens that are cut (GMPO, arXiv 2507.20673).
 
-    With seq-mean-token-mean this is the gradient of the geometric mean.  Without a cut it is
-    `gspo` without one."""
+    x' is the token's log-ratio cut at `high` for A > 0 and at -low for A < 0. With
+    seq-mean-token-mean this is the gradient of the geometric mean. Without a cut it equals `gspo`
+    without a cut.
+    """
     over = (adv > 0) & (log_r > high)
     under = (adv < 0) & (log_r < -low)
     cut = torch.where(over, high, torch.where(under, -low, log_r))
@@ -93,10 +104,17 @@ def group_probability(
     seq: torch.Tensor,
     groups: torch.Tensor,
 ) -> torch.Tensor:
-    """log E_q [N] of each token's group: E_q = sum q^2 / sum q over the group's answers that have a
-    token in the mask, q = exp(mean log mu) of an answer; groups int64 [B] (GEPO's denominator).
+    """Return log E_q [N] of each token's group: GEPO's denominator.
 
-    Of the whole group: to be known before any micro-batch."""
+    E_q = sum q^2 / sum q over the group's samples with a token in the mask, q = exp(mean log mu) of
+    a sample. It covers the whole group, so it must be known before any micro-batch.
+
+    Args:
+        behavior: [N], log mu.
+        mask: bool [N].
+        seq: int64 [N].
+        groups: int64 [B].
+    """
     n = len(groups)
     q = seq_mean(behavior, mask, seq, n).clamp(-CLAMP, CLAMP).double().exp()
     q = torch.where(seq_sum(mask.to(q.dtype), seq, n) > 0, q, 0.0)
@@ -106,9 +124,11 @@ def group_probability(
 
 
 def gepo(log_p: torch.Tensor, log_q: torch.Tensor, adv: torch.Tensor) -> torch.Tensor:
-    """(p / E_q) A: the coefficient with seq-mean-token-mean, p = exp(mean log pi_theta) of each
-    token's answer (GEPO, arXiv 2508.17850).  Not centred: at pi_theta = mu the weight is q / E_q,
-    which is not 1."""
+    """(p / E_q) A: the coefficient with seq-mean-token-mean (GEPO, arXiv 2508.17850).
+
+    p = exp(mean log pi_theta) of each token's sample. It is not centered: at pi_theta = mu the
+    weight is q / E_q, which is not 1.
+    """
     return (log_p - log_q).clamp(-CLAMP, CLAMP).exp() * adv
 
 

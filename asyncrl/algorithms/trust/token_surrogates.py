@@ -8,7 +8,7 @@ from asyncrl.algorithms import settings
 from asyncrl.algorithms.ratios import FAR, log_ratio, running_min
 from asyncrl.algorithms.trust.view import SurrogateTerm, SurrogateTokens, sides
 
-# BAPO's bounds of the ratio: where they start, their steps, and where they end
+# bounds of BAPO's ratio: first, step, last
 BAPO_LOW = (0.6, 0.02, 0.9)
 BAPO_HIGH = (1.2, 0.05, 3.0)
 
@@ -16,11 +16,12 @@ BAPO_HIGH = (1.2, 0.05, 3.0)
 def band(
     log_w: torch.Tensor, adv: torch.Tensor, lp: torch.Tensor, *, lo: float, hi: float, pull: float
 ) -> SurrogateTerm:
-    """w A where lo < w < hi, whatever A's sign, else 0; less 2 pull log w everywhere.
+    """w A where lo < w < hi for either sign of A, else 0; minus 2 pull log w everywhere.
 
     Double-sided importance sampling of GLM-5 (arXiv 2602.15763) and SAO (arXiv 2607.07508), whose
-    weight is detached; with a pull (tau) the loss of Kimi K2.5 (arXiv 2602.02276).  That the pull
-    goes on outside the band, the only way back from there, is our reading."""
+    weight is detached. With a pull (tau) it is the loss of Kimi K2.5 (arXiv 2602.02276). That the
+    pull acts outside the band too, where it is the only way back, is our reading.
+    """
     w = log_w.exp()
     under, over = w <= lo, w >= hi
     weighed = torch.where(under | over, 0.0, w * adv)
@@ -41,9 +42,16 @@ def ipo(
     high: float = 0.2,
     pull: float = 0.0,
 ) -> SurrogateTerm:
-    """w A where pi_theta - mu lies within [-low, high], whatever A's sign, else 0; less 2 pull log
-    w everywhere; prob [N]: pi_theta (prime-rl's IPO: the total variation of `dppo` on both sides
-    and the pull of Kimi K2.5; read in a port)."""
+    """w A where pi_theta - mu lies within [-low, high], else 0; minus 2 pull log w everywhere.
+
+    It acts for either sign of A. prime-rl's IPO: the total variation of `dppo` on both sides and
+    the pull of Kimi K2.5, read in a port.
+
+    Args:
+        log_w: [N].
+        adv: [N].
+        prob: [N], pi_theta.
+    """
     w = log_w.exp()
     moved = prob - prob / w
     under, over = moved < -low, moved > high
@@ -66,8 +74,10 @@ def ipo_term(t: SurrogateTokens, c: settings.IpoLoss) -> SurrogateTerm:
 
 
 def prefix_minimum(log_w: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
-    """log u [N]: u_t = w_t times the smallest w before it in its answer; the first token's is w
-    itself (our reading).  Tokens outside the mask are skipped."""
+    """Return log u [N]: u_t = w_t times the smallest w before it in its sample.
+
+    The first token's u is its w (our reading). Tokens outside the mask are skipped.
+    """
     least = running_min(torch.where(mask, log_w, FAR), seq)
     new = torch.ones_like(mask)
     new[1:] = seq[1:] != seq[:-1]
@@ -78,8 +88,10 @@ def prefix_minimum(log_w: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor) -
 def minpro(
     log_u: torch.Tensor, adv: torch.Tensor, lp: torch.Tensor, *, low: float, high: float
 ) -> SurrogateTerm:
-    """sg[clip(u, 1 - low, 1 + high)] A lp: no gradient is ever 0 (MinPRO, arXiv 2601.22718).  On
-    answers of one token it is `cispo`."""
+    """sg[clip(u, 1 - low, 1 + high)] A lp: the gradient is never 0 (MinPRO, arXiv 2601.22718).
+
+    On samples of one token it is `cispo`.
+    """
     u = log_u.exp()
     w = u.clamp(1 - low, 1 + high)
     return SurrogateTerm(w * adv, w * adv * lp, sides(u < 1 - low, u > 1 + high))
@@ -98,12 +110,13 @@ def bapo_bounds(
     mask: torch.Tensor,
     share: float,
 ) -> dict[str, torch.Tensor]:
-    """The bounds of the ratio, `lo` and `hi`, scalars, from a whole batch [N]: from the first of
-    BAPO_LOW and BAPO_HIGH on, hi rises to its end and then lo, until the tokens of A > 0 have
-    `share` of sum |mu min(w A, clip(w, lo, hi) A)| (BAPO, arXiv 2510.18927, equation 8 as we read
-    it: its code has another order and no mu).
+    """Return the bounds `lo` and `hi` of the ratio, scalars, from a whole batch [N].
 
-    Of A > 0 the sum depends on hi alone, of A < 0 on lo alone."""
+    Starting at the first of BAPO_LOW and BAPO_HIGH, hi rises to its last value and then lo, until
+    the tokens with A > 0 have `share` of sum |mu min(w A, clip(w, lo, hi) A)|. For A > 0 the sum
+    depends on hi alone, for A < 0 on lo alone. BAPO, arXiv 2510.18927, equation 8 as we read it:
+    its code has another order and no mu.
+    """
     w = torch.where(mask, log_ratio(current, behavior), 0.0).double().exp()
     size = torch.where(mask, behavior, -torch.inf).double().exp() * adv.double().abs()
     up, down = (torch.where(side, size, 0.0) for side in (adv > 0, adv < 0))
@@ -118,7 +131,7 @@ def bapo_bounds(
             (negative, [lo for lo, _ in tries]),
         )
     )
-    short = p < share * (p + q)  # nothing at all is enough
+    short = p < share * (p + q)  # a batch without any mass is satisfied
     place = torch.where(short.all(), len(tries) - 1, (~short).int().argmax())
     both = torch.tensor(tries, dtype=current.dtype, device=current.device)[place]
     return {"lo": both[0], "hi": both[1]}
@@ -132,7 +145,7 @@ def _rising(bounds: tuple[float, float, float]) -> list[float]:
 def bapo(
     log_w: torch.Tensor, adv: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor
 ) -> SurrogateTerm:
-    """min(w A, clip(w, lo, hi) A), the bounds scalars of `bapo_bounds`."""
+    """min(w A, clip(w, lo, hi) A), with the scalar bounds of `bapo_bounds`."""
     w = log_w.exp()
     value = torch.minimum(w * adv, torch.minimum(torch.maximum(w, lo), hi) * adv)
     clipped = sides((adv < 0) & (w < lo), (adv > 0) & (w > hi))

@@ -1,5 +1,4 @@
-"""What a surrogate is given and what it returns: the vocabulary that `surrogates` and `lagged`
-share."""
+"""Inputs and output of a surrogate, shared by `surrogates` and the modules of this package."""
 
 from __future__ import annotations
 
@@ -19,8 +18,11 @@ DUAL = 3
 
 
 class SurrogateTerm(NamedTuple):
-    """coefficient [N] of grad lp; objective [N], its value; clipped int8 [N]: OPEN, or which bound
-    cut the gradient.
+    """The result of a surrogate, detached.
+
+    coefficient: [N], of grad lp.
+    objective: [N], the value.
+    clipped: int8 [N], OPEN or the bound that cut the gradient.
     """
 
     coefficient: torch.Tensor
@@ -29,7 +31,7 @@ class SurrogateTerm(NamedTuple):
 
 
 def unclipped(coefficient: torch.Tensor, objective: torch.Tensor) -> SurrogateTerm:
-    """No bound has cut anything."""
+    """Build a term whose gradient no bound has cut."""
     return SurrogateTerm(coefficient, objective, torch.zeros_like(coefficient, dtype=torch.int8))
 
 
@@ -39,13 +41,21 @@ def sides(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class SurrogateTokens:
-    """What a surrogate may look at: [n] tokens of whole answers, nothing with a gradient.
+    """Inputs of a surrogate: n tokens of whole samples, without gradient.
 
-    raw: log pi_theta / anchor, finite and not clamped; log_r: clamped to [-20, 20], what a token's
-    own ratio is taken from. lp: log pi_theta; behavior: log mu; mask bool: in the loss; seq int64:
-    each token's answer, of `n`.  drawn bool: the tokens that BEFORE picked, stats: IS-reshape's
-    statistics, both of the whole batch before the step; reshape: its keys.  sums: what the
-    surrogate adds to the batch's sums for its own metrics."""
+    raw: [n], log pi_theta / pi_prox, finite and not clamped. `log_r` is clamped to [-20, 20] and
+        gives a token's own ratio.
+    adv: [n].
+    lp: [n], log pi_theta.
+    behavior: [n], log mu.
+    mask: bool [n], in the loss.
+    seq: int64 [n], the sample of each token, of `n` samples.
+    drawn: bool [n], tokens chosen by BEFORE from the whole batch before the step.
+    stats: statistics of IS-reshape from the whole batch before the step.
+    reshape: the config section of IS-reshape.
+    sums: the surrogate adds sums for its own metrics here.
+    prepass: results of PREPASS.
+    """
 
     raw: torch.Tensor
     adv: torch.Tensor
@@ -67,8 +77,15 @@ class SurrogateTokens:
 
 @dataclass
 class StepBatch:
-    """The batch before an optimizer step, [N] tokens: log mu; mask bool: in the step's loss; groups
-    int64 [B].  current: log pi_theta, where the surrogate asks for it."""
+    """The batch before an optimizer step.
+
+    behavior: [N], log mu.
+    adv: [N].
+    mask: bool [N], in the loss of the step.
+    seq: int64 [N].
+    groups: int64 [B].
+    current: [N], log pi_theta, where the surrogate needs it.
+    """
 
     behavior: torch.Tensor
     adv: torch.Tensor
