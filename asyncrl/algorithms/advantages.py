@@ -1,9 +1,12 @@
-"""Rewards to advantages.  rewards [B] float, groups [B] int64 (samples of one prompt share a
-number); these return [B].
+"""Advantages from rewards.
 
-The token-level ones (reinforce_pp, gae, k_step, process_grpo) take and return [N], packed.
-BY_ANSWER and BY_TOKEN, at the end, have them by their name in the config: a new one is a function
-of (Answers, its struct of `settings`) or (Tokens, its struct) and its line there.
+Args of most functions: rewards float [B] and groups int64 [B], where the samples of one prompt
+share a number. They return [B]. The token-level functions (reinforce_pp, gae, k_step, process_grpo,
+otb) take and return packed tensors [N].
+
+BY_ANSWER and BY_TOKEN, at the end, map config names to functions. To add an advantage, write a
+function of (ResponseRewards, its struct of `settings`) or (TokenRewards, its struct) and add its
+line there.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from asyncrl.algorithms.ratios import (
 )
 from asyncrl.contract.errors import ConfigError
 
-# those that compare the samples of one prompt, and need two of them
+# advantages that compare the samples of one prompt, and need at least two
 BY_GROUP = (
     "rloo",
     "grpo",
@@ -41,13 +44,13 @@ BY_GROUP = (
     "gdpo",
     "otb",
 )
-# numbers that differ by less than this share of the larger one are equal: what rounding to float32
-# leaves of equal rewards
+# numbers that differ by less than this share of the larger one count as equal: float32 rounding of
+# equal rewards leaves such differences
 EQUAL = 1e-6
 
 
 def _sum(x: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """Sum of x over each sample's group, [B]."""
+    """Return the sum of x over each sample's group, [B]."""
     return seq_sum(x, groups, int(groups.max()) + 1)[groups]
 
 
@@ -56,13 +59,14 @@ def _counts(groups: torch.Tensor) -> torch.Tensor:
 
 
 def group_mean(x: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """Mean of x over each sample's group."""
+    """Return the mean of x over each sample's group, [B]."""
     return _sum(x, groups) / _counts(groups)
 
 
 def zero_variance(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """Bool [B]: samples of groups whose rewards are all equal (to EQUAL of the largest), which
-    teach nothing.
+    """Return bool [B]: samples of zero-variance groups, which carry no learning signal.
+
+    Rewards are equal to within EQUAL of the largest.
     """
     every = torch.ones_like(groups, dtype=torch.bool)
     n = int(groups.max()) + 1
@@ -72,22 +76,23 @@ def zero_variance(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
 
 
 def centred(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """r_i minus its group's mean; exactly 0 where the group's rewards are equal.
+    """Return r_i minus its group's mean; exactly 0 in zero-variance groups.
 
-    The mean of equal rewards is often not the reward itself in floating point (0.7 three times):
-    what is left of it would be blown up to full size by a standard deviation as small, or by Adam,
-    whatever the advantage."""
+    In floating point the mean of equal rewards is often not the reward itself (0.7 three times). A
+    standard deviation as small, or Adam, would scale the remainder up to full size.
+    """
     return torch.where(zero_variance(rewards, groups), 0.0, rewards - group_mean(rewards, groups))
 
 
 def _less(rewards: torch.Tensor, baseline: torch.Tensor) -> torch.Tensor:
-    """r - b, exactly 0 where the two are equal (to EQUAL)."""
+    """Return r - b, exactly 0 where the two are equal (to EQUAL)."""
     return torch.where((rewards - baseline).abs() <= EQUAL * rewards.abs(), 0.0, rewards - baseline)
 
 
 def rloo(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """r_i minus the mean of the other G-1 (Ahmadian et al. 2024, arXiv 2402.14740).  Raises
-    ConfigError for a group of one.
+    """r_i minus the mean of the other G-1 (Ahmadian et al. 2024, arXiv 2402.14740).
+
+    Raises ConfigError for a group of one.
     """
     n = _counts(groups)
     if int(n.min()) < 2:
@@ -101,10 +106,10 @@ def rloo(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
 def grpo(
     rewards: torch.Tensor, groups: torch.Tensor, *, ddof: int = 1, eps: float = 1e-4
 ) -> torch.Tensor:
-    """(r_i - mean) / (std + eps) (DeepSeekMath, arXiv 2402.03300); 0 where the group's rewards are
-    equal, with eps = 0 too.
+    """(r_i - mean) / (std + eps) (DeepSeekMath, arXiv 2402.03300).
 
-    Raises ConfigError for ddof = 1 and a group of one.
+    It is 0 in zero-variance groups, also with eps = 0. Raises ConfigError for ddof = 1 and a group
+    of one.
     """
     n = _counts(groups)
     if int(n.min()) <= ddof:
@@ -120,8 +125,11 @@ def grpo(
 def batch_grpo(
     rewards: torch.Tensor, groups: torch.Tensor, *, ddof: int = 1, eps: float = 1e-4
 ) -> torch.Tensor:
-    """(r_i - group's mean) / (std of the whole batch's rewards + eps): groups of little spread are
-    not blown up (Liu et al. 2025, "Tricks or traps", arXiv 2508.08221)."""
+    """(r_i - group's mean) / (std of the whole batch's rewards + eps).
+
+    Groups with little variance are not scaled up (Liu et al. 2025, "Tricks or traps", arXiv
+    2508.08221).
+    """
     if len(rewards) <= ddof:
         raise ConfigError(
             f"advantage.name = grpo with ddof = {ddof} needs more than {ddof} samples in a batch"
@@ -130,20 +138,25 @@ def batch_grpo(
 
 
 def maxrl(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """(r_i - mean) / mean, 0 where the group's mean is not above 0: for rewards of 0 and 1 the
-    gradient of the log of the pass rate, to the order that the group allows (MaxRL, arXiv
-    2602.02710)."""
+    """(r_i - mean) / mean, 0 where the group's mean is not above 0 (MaxRL, arXiv 2602.02710).
+
+    For rewards of 0 and 1 it is the gradient of the log of the pass rate, to the order that the
+    group size allows.
+    """
     mean = group_mean(rewards, groups)
     return torch.where(mean > 0, centred(rewards, groups) / mean.clamp(min=1e-30), 0.0)
 
 
 def pass_at_k(rewards: torch.Tensor, groups: torch.Tensor, *, k: int = 0) -> torch.Tensor:
-    """What each answer adds to the best of k: the mean, over all k - 1 others of its group, of
-    max(r_i, theirs) - max(theirs), so never below 0 (the `loo - 1` estimator of PKPO, arXiv
-    2505.15201, times the group's size over k).  k = 0: the whole group, where only a single best
-    answer gets anything: its distance to the second.
+    """The contribution of each sample to the best of k, never below 0.
 
-    Raises ConfigError for a group of fewer than k."""
+    It is the mean, over all choices of k - 1 others of its group, of max(r_i, theirs) -
+    max(theirs): the `loo - 1` estimator of PKPO (arXiv 2505.15201), times the group's size over k.
+    k = 0 takes the whole group, where only a single best sample gets anything: its distance to the
+    second.
+
+    Raises ConfigError for a group of fewer than k.
+    """
     out = torch.zeros_like(rewards)
     for group in sorted(set(groups.tolist())):
         inside = groups == group
@@ -152,8 +165,11 @@ def pass_at_k(rewards: torch.Tensor, groups: torch.Tensor, *, k: int = 0) -> tor
 
 
 def _added(rewards: torch.Tensor, k: int) -> torch.Tensor:
-    """`pass_at_k` of one group [G].  Sorted upwards, the best of k - 1 drawn from the answers below
-    place i is at place j with C(j, k - 2) / C(G - 1, k - 1); nothing is added from above."""
+    """Return `pass_at_k` of one group [G].
+
+    Sorted upwards, the best of k - 1 sampled from the samples below position i is at position j
+    with probability C(j, k - 2) / C(G - 1, k - 1). Samples above i add nothing.
+    """
     count = len(rewards)
     many = k or count
     if many > count or many < 2:
@@ -177,7 +193,7 @@ def _added(rewards: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def dr_grpo(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """r_i - mean, no division (Liu et al. 2025, arXiv 2503.20783)."""
+    """r_i - mean, without division (Liu et al. 2025, arXiv 2503.20783)."""
     return centred(rewards, groups)
 
 
@@ -187,8 +203,14 @@ def reinforce(rewards: torch.Tensor, baseline: float) -> torch.Tensor:
 
 
 def opo(rewards: torch.Tensor, groups: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """r_i minus the length-weighted mean of the group's rewards; lengths [B] in tokens (Hao et al.
-    2025, arXiv 2505.23585).
+    """r_i minus the length-weighted mean of the group's rewards.
+
+    Hao et al. 2025, arXiv 2505.23585.
+
+    Args:
+        rewards: [B].
+        groups: int64 [B].
+        lengths: [B], in tokens.
     """
     t = lengths.to(rewards.dtype)
     apart = rewards - _sum(t * rewards, groups) / _sum(t, groups).clamp(min=1)
@@ -201,11 +223,18 @@ def optimal_baseline(
     weights: torch.Tensor,
     squared_norms: torch.Tensor,
 ) -> torch.Tensor:
-    """Of each sample's group [B]: the constant b that makes the variance of sum W (R - b) grad log
-    pi(y) smallest, sum W^2 g^2 R / sum W^2 g^2 (OPOB of VCPO, arXiv 2602.17616).
+    """Return the variance-optimal constant b of each sample's group [B].
 
-    weights [B]: W = pi_theta / mu of the whole answer, not truncated; squared_norms [B]: g^2 =
-    |grad log pi_theta(y)|^2.  The answer's own reward is in it: a bias of the order of 1/G."""
+    b minimizes the variance of sum W (R - b) grad log pi(y): sum W^2 g^2 R / sum W^2 g^2 (OPOB of
+    VCPO, arXiv 2602.17616). The sample's own reward is included, which biases it by the order of
+    1/G.
+
+    Args:
+        rewards: [B].
+        groups: int64 [B].
+        weights: [B], W = pi_theta / mu of the whole sample, not truncated.
+        squared_norms: [B], g^2 = |grad log pi_theta(y)|^2.
+    """
     share = weights.double().square() * squared_norms.double()
     whole = _sum(share, groups)
     b = _sum(share * rewards, groups) / whole.clamp(min=1e-300)
@@ -218,8 +247,7 @@ def opob(
     weights: torch.Tensor,
     squared_norms: torch.Tensor,
 ) -> torch.Tensor:
-    """(r - `optimal_baseline`) over the group's standard deviation (ddof 0); 0 where its rewards
-    are equal."""
+    """(r - `optimal_baseline`) / (std of the group, ddof 0); 0 in zero-variance groups."""
     apart = rewards - optimal_baseline(rewards, groups, weights, squared_norms)
     std = group_mean(centred(rewards, groups).square(), groups).sqrt()
     return torch.where(zero_variance(rewards, groups), 0.0, apart / std.clamp(min=1e-8))
@@ -233,8 +261,14 @@ def gdpo(
     ddof: int = 1,
     eps: float = 1e-4,
 ) -> torch.Tensor:
-    """Each named part of the reward, parts [B, P], as `grpo` by itself, summed with weights [P],
-    then whitened over the batch: no part drowns in the spread of another (GDPO, arXiv 2601.05242).
+    """`grpo` of each named part of the reward, summed with weights, then whitened over the batch.
+
+    No part is dominated by the variance of another (GDPO, arXiv 2601.05242).
+
+    Args:
+        parts: [B, P].
+        groups: int64 [B].
+        weights: [P].
     """
     each = [grpo(part, groups, ddof=ddof, eps=eps) for part in parts.unbind(1)]
     return whiten((torch.stack(each, 1) * weights).sum(1))
@@ -247,12 +281,19 @@ def otb(
     seq: torch.Tensor,
     groups: torch.Tensor,
 ) -> torch.Tensor:
-    """G_t - B_t [N], a baseline of its own at each place t of a group: B_t = sum G_t E_t / sum E_t
-    over the answers that have reached t, E_t the energy of an answer's tokens up to and with t
-    (OTB, arXiv 2602.07078).  returns, energy [N]; places are counted in tokens of the mask.
+    """G_t - B_t [N], with a baseline for each position t of a group (OTB, arXiv 2602.07078).
 
-    Where one answer of a group alone goes on, its baseline is its own return and nothing is
-    left."""
+    B_t = sum G_t E_t / sum E_t over the samples that have reached t, where E_t is the energy of a
+    sample's tokens up to and including t. Positions are counted in tokens of the mask. Where only
+    one sample of a group goes on, its baseline is its own return and the advantage is 0.
+
+    Args:
+        returns: [N].
+        energy: [N].
+        mask: bool [N].
+        seq: int64 [N].
+        groups: int64 [B].
+    """
     if not bool(mask.any()):
         return torch.zeros_like(returns)
     spent = running_sum(torch.where(mask, energy, 0.0), seq)
@@ -267,23 +308,31 @@ def otb(
 
 
 def remax(rewards: torch.Tensor, greedy: torch.Tensor) -> torch.Tensor:
-    """r_i minus the reward [B] of a greedy answer to the same prompt (Li et al. 2023, arXiv
-    2310.10505).
+    """r_i minus the reward of a greedy completion of the same prompt.
+
+    Li et al. 2023, arXiv 2310.10505.
+
+    Args:
+        rewards: [B].
+        greedy: [B].
     """
     return _less(rewards, greedy)
 
 
 def gpg(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """(r_i - mean) B / B', B' the samples of groups with any spread (GPG, Chu et al. 2025, arXiv
-    2504.02546).
+    """(r_i - mean) B / B', B' the number of samples outside zero-variance groups.
+
+    GPG, Chu et al. 2025, arXiv 2504.02546.
     """
     live = (~zero_variance(rewards, groups)).sum().clamp(min=1)
     return dr_grpo(rewards, groups) * len(rewards) / live
 
 
 def soft_value(rewards: torch.Tensor, groups: torch.Tensor, beta: float) -> torch.Tensor:
-    """beta log mean e^(r / beta) over each sample's group [B]; beta = 0: the largest, inf: the
-    mean."""
+    """Return beta log mean e^(r / beta) over each sample's group [B].
+
+    beta = 0 gives the largest reward, beta = inf the mean.
+    """
     if beta == math.inf:
         return group_mean(rewards, groups)
     every = torch.ones_like(groups, dtype=torch.bool)
@@ -294,20 +343,25 @@ def soft_value(rewards: torch.Tensor, groups: torch.Tensor, beta: float) -> torc
 
 
 def oapl(rewards: torch.Tensor, groups: torch.Tensor, *, beta: float) -> torch.Tensor:
-    """A* = r - V, V the group's `soft_value` (A*-PO, arXiv 2505.20686; OAPL, arXiv 2602.19362);
-    beta = inf: `dr_grpo`."""
+    """A* = r - V, V the group's `soft_value` (A*-PO, arXiv 2505.20686; OAPL, arXiv 2602.19362).
+
+    beta = inf is `dr_grpo`.
+    """
     apart = rewards - soft_value(rewards, groups, beta)
     return torch.where(zero_variance(rewards, groups), 0.0, apart)
 
 
 def asymre(rewards: torch.Tensor, groups: torch.Tensor, *, shift: float) -> torch.Tensor:
-    """r - (group mean + shift), shift below 0: what was rewarded teaches more than what was not,
-    and a group of equal rewards is raised (AsymRE, arXiv 2506.20520)."""
+    """r - (group mean + shift) (AsymRE, arXiv 2506.20520).
+
+    With shift below 0, rewarded samples count for more than unrewarded ones, and a zero-variance
+    group gets a positive advantage.
+    """
     return centred(rewards, groups) - shift
 
 
 def place_on_last_token(x: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
-    """x [B] on each sample's last token of the mask, 0 elsewhere: [N]."""
+    """Place x [B] on each sample's last token of the mask, 0 elsewhere: [N]."""
     place = torch.arange(len(seq), device=seq.device)
     last = torch.full((len(x),), -1, device=seq.device).scatter_reduce_(
         0, seq, torch.where(mask, place, -1), "amax"
@@ -318,11 +372,11 @@ def place_on_last_token(x: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor) 
 def reinforce_pp(
     token_rewards: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, *, gamma: float = 1.0
 ) -> torch.Tensor:
-    """Discounted return-to-go [N], whitened over the batch's tokens in the mask (REINFORCE++, Hu
-    2025, arXiv 2501.03262).
+    """Discounted return-to-go [N], whitened over the batch's tokens in the mask.
 
-    Its group-baseline variant subtracts the group's mean reward before
-    (`advantage.group_baseline`)."""
+    REINFORCE++, Hu 2025, arXiv 2501.03262. Its group-baseline variant subtracts the group's mean
+    reward first (`advantage.group_baseline`).
+    """
     returns = _skipping(token_rewards, mask, seq, gamma)
     return masked_whiten(returns, mask)
 
@@ -330,20 +384,18 @@ def reinforce_pp(
 def _skipping(
     x: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, discount: float
 ) -> torch.Tensor:
-    """Suffix sums over the tokens of the mask only: others add nothing and take no discount; 0
-    there.
-    """
-    # two numbers of x's precision: of two Python floats `where` makes float32
+    """Return suffix sums [N] over the tokens of the mask; other tokens take no discount."""
+    # two scalars of x's precision: `where` makes float32 of two Python floats
     d = torch.where(mask, x.new_full((), discount), x.new_ones(()))
-    # S_t = x_t + discount S_{t'} with t' the next token in the mask: a skipped token hands S on
-    # undiscounted.
+    # S_t = x_t + discount S_{t'} with t' the next token in the mask: a skipped token passes S on
+    # undiscounted
     return torch.where(mask, discounted_suffix(torch.where(mask, x, 0.0), seq, d), 0.0)
 
 
 def _next_value(
     values: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, bootstrap: torch.Tensor
 ) -> torch.Tensor:
-    """V at the next token of the mask; after the last one, bootstrap [B]."""
+    """Return V at the next token of the mask; after the last one, bootstrap [B]."""
     rows = PaddedRows(seq)
     v = rows.matrix(torch.where(mask, values, 0.0))
     m = rows.matrix(mask)
@@ -368,8 +420,10 @@ def td_residual(
     bootstrap: torch.Tensor,
     gamma: float = 1.0,
 ) -> torch.Tensor:
-    """delta_t = r_t + gamma V_{t+1} - V_t over the tokens of the mask, 0 elsewhere: [N].  bootstrap
-    [B]: V after the last token, 0 where the answer ended by itself."""
+    """delta_t = r_t + gamma V_{t+1} - V_t over the tokens of the mask, 0 elsewhere: [N].
+
+    bootstrap [B] is V after the last token, 0 where the sample ended by itself.
+    """
     after = _next_value(values, mask, seq, bootstrap)
     return torch.where(mask, token_rewards + gamma * after - values, 0.0)
 
@@ -384,11 +438,17 @@ def gae(
     gamma: float = 1.0,
     lam: float = 0.95,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(advantages, returns) [N]: A_t = sum_l (gamma lam)^l delta_{t+l}, returns = A + V (Schulman
-    et al. 2015, arXiv 1506.02438).
+    """Return (advantages, returns) [N]: A_t = sum_l (gamma lam)^l delta_{t+l}, returns = A + V.
 
-    token_rewards, values [N]; bootstrap [B] is 0 at EOS and V at truncation.  Tokens outside the
-    mask are skipped, as if absent. lam = 1: return minus value; lam = 0: the TD residual."""
+    Schulman et al. 2015, arXiv 1506.02438. lam = 1 is return minus value, lam = 0 the TD residual.
+
+    Args:
+        token_rewards: [N].
+        values: [N].
+        mask: bool [N]; tokens outside it are skipped as if absent.
+        seq: int64 [N].
+        bootstrap: [B], 0 at EOS and V at truncation.
+    """
     adv = _skipping(
         td_residual(token_rewards, values, mask, seq, bootstrap, gamma), mask, seq, gamma * lam
     )
@@ -406,8 +466,9 @@ def k_step(
     gamma: float = 1.0,
     lam: float = 1.0,
 ) -> torch.Tensor:
-    """gae cut after k terms: sum_{l<k} (gamma lam)^l delta_{t+l} (Mnih et al. 2016, arXiv
-    1602.01783); k >= 1.
+    """GAE cut after k terms: sum_{l<k} (gamma lam)^l delta_{t+l}, k >= 1.
+
+    Mnih et al. 2016, arXiv 1602.01783.
     """
     rows = PaddedRows(seq[mask])
     out = torch.zeros_like(values)
@@ -431,12 +492,19 @@ def process_grpo(
     ddof: int = 1,
     eps: float = 1e-4,
 ) -> torch.Tensor:
-    """The process-supervised form of grpo (DeepSeekMath, section 4.1.3): [N].
+    """The process-supervised form of GRPO (DeepSeekMath, section 4.1.3): [N].
 
-    step bool [N]: the tokens that end a step (a reward of 0 is a step's reward too; see `steps`).
-    Each is normalised by mean and std over all steps of its group, and a token's advantage is the
-    sum of the normalised rewards from it on.  With one step an answer, on its last token, this is
-    `grpo`."""
+    Step rewards are normalized by mean and std over all steps of the group. A token's advantage is
+    the sum of the normalized rewards from it on. With one step per sample, on its last token, this
+    is `grpo`.
+
+    Args:
+        token_rewards: [N].
+        step: bool [N], tokens that end a step; a reward of 0 counts too (see `steps`).
+        mask: bool [N].
+        seq: int64 [N].
+        groups: int64 [B].
+    """
     step = step & mask
     out = torch.zeros_like(token_rewards)
     if bool(step.any()):
@@ -452,8 +520,9 @@ def process_grpo(
 def steps(
     token_rewards: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int
 ) -> torch.Tensor:
-    """Bool [N]: where a step of process supervision ends, if nobody says it: tokens whose reward is
-    not 0, and each answer's last.
+    """Return bool [N]: the default ends of process-supervision steps.
+
+    They are the tokens with a reward other than 0 and the last token of each sample.
     """
     last = (
         place_on_last_token(torch.ones(n, dtype=token_rewards.dtype, device=seq.device), mask, seq)
@@ -463,8 +532,9 @@ def steps(
 
 
 def _scatter_within_response(x: torch.Tensor, at: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
-    """x [N] added up at the places `at` int64 [N]; what would leave its own answer, or the batch
-    (-1), is dropped.
+    """Add up x [N] at the positions `at` int64 [N].
+
+    Values that would leave their own sample, or the batch (-1), are dropped.
     """
     padded = torch.cat([seq, seq.new_full((1,), -1)])
     return torch.zeros_like(x).index_add_(
@@ -473,33 +543,33 @@ def _scatter_within_response(x: torch.Tensor, at: torch.Tensor, seq: torch.Tenso
 
 
 def credit_trained_tokens(x: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
-    """x [N] of tokens outside the mask counts for the last token of the mask before them, which led
-    there: [N].
+    """Move x [N] of tokens outside the mask to the last token of the mask before them: [N].
 
-    What an answer gets before its first token of the mask is owed to none of them and dropped.
+    That token led there. Values before a sample's first token of the mask are dropped.
     """
     place = torch.arange(len(seq), device=seq.device)
     return _scatter_within_response(x, torch.where(mask, place, -1).cummax(0).values, seq)
 
 
 def sum_by_step(x: torch.Tensor, step: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
-    """x [N] summed over each step, on the token that ends it (step bool [N]); what follows an
-    answer's last step is that one's: [N].
+    """Sum x [N] over each step, on the token that ends it (step bool [N]): [N].
+
+    Values after a sample's last step belong to that step.
     """
     place = torch.arange(len(seq), device=seq.device)
     n = len(seq)
     # the next end, at or after each token
     ends = torch.where(step, place, n).flip(0).cummin(0).values.flip(0)
-    before = torch.where(step, place, -1).cummax(0).values  # the last end, at or before it
+    before = torch.where(step, place, -1).cummax(0).values  # the previous end, at or before it
     inside = torch.cat([seq, seq.new_full((1,), -1)])[ends] == seq
     return _scatter_within_response(x, torch.where(inside, ends, before), seq)
 
 
 def whiten(x: torch.Tensor, eps: float = 1e-8, over: torch.Tensor | None = None) -> torch.Tensor:
-    """Mean 0, standard deviation 1 over the batch (ddof 1); a single value, and values that are all
-    equal, become 0.
+    """Scale to mean 0 and standard deviation 1 over the batch (ddof 1).
 
-    over: the values whose mean and deviation are taken, when they are not x itself.
+    A single value, or values that are all equal, become 0. `over` holds the values whose mean and
+    deviation are taken, when they are not x itself.
     """
     over = x if over is None else over
     if len(over) < 2:
@@ -508,20 +578,21 @@ def whiten(x: torch.Tensor, eps: float = 1e-8, over: torch.Tensor | None = None)
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
-    """Bool scalar: are all values equal, to EQUAL of the largest?"""
+    """Return a bool scalar: all values are equal to within EQUAL of the largest."""
     return x.amax() - x.amin() <= EQUAL * x.abs().amax()
 
 
 def masked_whiten(x: torch.Tensor, mask: torch.Tensor, eps: float = 1e-8) -> torch.Tensor:
-    """whiten over the tokens of the mask; 0 elsewhere."""
+    """Whiten over the tokens of the mask; 0 elsewhere."""
     out = torch.zeros_like(x)
     out[mask] = whiten(x[mask], eps)
     return out
 
 
 def scale_to_unit(x: torch.Tensor, over: torch.Tensor | None = None) -> torch.Tensor:
-    """Rewards scaled to [0, 1] over the batch; all equal: 0.  over: the values that become 0 to 1,
-    when they are not x itself.
+    """Scale rewards to [0, 1] over the batch; equal rewards become 0.
+
+    `over` holds the values that map to 0 and 1, when they are not x itself.
     """
     over = x if over is None else over
     return (
@@ -532,8 +603,9 @@ def scale_to_unit(x: torch.Tensor, over: torch.Tensor | None = None) -> torch.Te
 
 
 def overlong_penalty(lengths: torch.Tensor, limit: int, ramp: int) -> torch.Tensor:
-    """A linear ramp [B] from 0 at `limit - ramp` tokens to 1 at `limit` (soft overlong punishment
-    of DAPO, arXiv 2503.14476).
+    """A linear ramp [B] from 0 at `limit - ramp` tokens to 1 at `limit`.
+
+    Soft overlong punishment of DAPO, arXiv 2503.14476.
     """
     return ((lengths - (limit - ramp)) / max(ramp, 1)).clamp(0.0, 1.0)
 
@@ -543,12 +615,18 @@ def overlong_penalty(lengths: torch.Tensor, limit: int, ramp: int) -> torch.Tens
 
 @dataclass
 class ResponseRewards:
-    """What an advantage of whole answers may look at, [B]: rewards as they are left after
-    truncation, scaling and KL; groups int64; lengths in tokens of the loss; greedy: the reward of a
-    greedy answer to the same prompt, shaped as the rewards are.  ema: their mean over past batches,
-    a number.  weights: start / mu of the whole answers; squared_norms: of their gradients; both
-    where the advantage asks for them.  baselines: running means of the prompts' rewards, nan where
-    there is none; parts [B, P], part_names: named parts of the rewards, as they came."""
+    """Inputs of an advantage of whole samples.
+
+    rewards: [B], after truncation, scaling and KL.
+    groups: int64 [B].
+    lengths: [B], in tokens of the loss.
+    greedy: [B], reward of a greedy completion of the same prompt, shaped like the rewards.
+    ema: mean of the rewards over past batches, a float.
+    weights: [B], start / mu of the whole samples, where the advantage needs them.
+    squared_norms: [B], of their gradients, where the advantage needs them.
+    baselines: [B], running means of the prompts' rewards, nan where there is none.
+    parts: [B, P], the named parts of the rewards, unshaped; `part_names` are their names.
+    """
 
     rewards: torch.Tensor
     groups: torch.Tensor
@@ -564,13 +642,21 @@ class ResponseRewards:
 
 @dataclass
 class TokenRewards:
-    """What an advantage of tokens may look at.  answers [B]: rewards after truncation and scaling;
-    charge [N]: of KL in the reward.
+    """Inputs of an advantage of tokens.
 
-    given [N]: the reward function's rewards of tokens, as they came, None: it gave none; tokens
-    [N], totals [B]: the same on trained tokens after truncation and scaling, and their sums; steps
-    bool [N]: where a step of process supervision ends, as the reward function says it.  values [N],
-    after [B]: V of the tokens, and behind the last one of an answer that was cut (else 0)."""
+    answers: [B], rewards after truncation and scaling.
+    mask: bool [N].
+    seq: int64 [N].
+    groups: int64 [B].
+    charge: [N], the KL penalty in the reward.
+    given: [N], the reward function's token rewards, unshaped; None: it gave none.
+    tokens: [N], the same on trained tokens, after truncation and scaling.
+    totals: [B], the sums of `tokens`.
+    steps: bool [N], ends of process-supervision steps given by the reward function.
+    values: [N], V of the tokens.
+    after: [B], V after the last token of a truncated sample, else 0.
+    energy: [N].
+    """
 
     answers: torch.Tensor
     mask: torch.Tensor
@@ -586,7 +672,7 @@ class TokenRewards:
     energy: torch.Tensor | None = None
 
     def rewards(self, answers: torch.Tensor) -> torch.Tensor:
-        """[N]: what each token earns, less its KL charge; answers [B]: in all."""
+        """Return what each token earns, minus its KL penalty, [N]; answers [B] are the totals."""
         if self.tokens is None:
             each = place_on_last_token(answers, self.mask, self.seq)
         else:
@@ -595,8 +681,9 @@ class TokenRewards:
         return each if self.charge is None else each - self.charge
 
     def step_ends(self) -> torch.Tensor:
-        """Bool [N]: the trained tokens that end a step, by what the reward function rewarded: no KL
-        charge makes one.
+        """Return bool [N]: trained tokens that end a step, by what the reward function rewarded.
+
+        A KL penalty never makes a step.
         """
         assert self.given is not None
         if self.steps is None:
@@ -721,7 +808,7 @@ def _process_grpo(t: TokenRewards, c: settings.GrpoAdvantage) -> tuple[torch.Ten
 
 
 def needs_energy(c: settings.Advantage) -> bool:
-    """Does this `advantage` need the energy of each token?"""
+    """Return whether this `advantage` needs the energy of each token."""
     return c.name == "otb" or (isinstance(c, settings.OpobAdvantage) and c.squared_norm == "logits")
 
 

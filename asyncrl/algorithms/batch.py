@@ -124,7 +124,7 @@ class ShapedRewards:
 def _shape_truncated(
     rewards: torch.Tensor, truncated: torch.Tensor, lengths: torch.Tensor, config: Settings
 ) -> torch.Tensor:
-    """Apply `advantage.truncated` to rewards [B]; truncated bool [B], lengths int64 [B] in tokens."""
+    """Apply `advantage.truncated`: rewards [B], truncated bool [B], lengths int64 [B] in tokens."""
     a = config.advantage
     penalty = float(a.truncation_penalty)
     if a.truncated == "penalty":

@@ -1,8 +1,8 @@
-"""Sums over tokens and samples, by lag bucket, and the metrics they make.  Sums of micro-batches
-add up; `max/` takes the larger.
+"""Sums over tokens and samples, by lag bucket, and the metrics computed from them.
 
-Each micro-batch makes one matrix [statistics, 1 + buckets]: column 0 is all valid tokens, then one
-column a lag bucket."""
+Sums of micro-batches add up; keys with `max/` take the larger. Each micro-batch makes one matrix
+[statistics, 1 + buckets]: column 0 covers all valid tokens, and each further column a lag bucket.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ BUCKETS = (
 )
 LOWS = torch.tensor([low for low, _ in BUCKETS[1:]])
 BUCKET_NAMES = ("0", "1", "2", "3to4", "5to8", "9plus")
-# of every valid token; then, from "known" on, of those whose log-probability at the learner's start
-# is known (b behaviour, s start, t target)
+# Columns up to "known" cover every valid token, the rest those whose log-probability at the
+# learner's start is known (b behavior, s start, t target).
 TOKENS = (
     "n",
     "w",
@@ -78,17 +78,25 @@ SAMPLES = (
     "nll_start",
 )
 EDGES = 0.01 * 1.15 ** torch.arange(48)  # |log rho| histogram: from 0.01 to about 7
-UPPER_EDGES: list[float] = EDGES.tolist()  # the same for the host
+UPPER_EDGES: list[float] = EDGES.tolist()  # a copy on the host
 
 
 @dataclass
 class DiagnosticTokens:
-    """What is looked at, [n] tokens of whole samples, detached.  valid bool [n]; reference, entropy
-    may be None.
+    """Inputs of the metrics: n tokens of whole samples, detached.
 
-    start: the learner's policy as the batch began, where `known` bool [n] (None: everywhere);
-    elsewhere it is not looked at. age: versions between the weights that drew a token and the
-    oldest of its keys and values (None: one version computed all)."""
+    seq, lag: int64 [n].
+    valid, kept, vetoed: bool [n].
+    behavior, target: [n], log-probabilities.
+    start: [n], the learner's policy at the start of the batch; ignored outside `known`.
+    weight: [n].
+    clipped: int8 [n].
+    rewards: [B].
+    reference, entropy: [n] or None.
+    known: bool [n], where the start is known; None: everywhere.
+    age: int64 [n], versions between the weights that sampled a token and the oldest of its keys and
+        values; None: one version computed all.
+    """
 
     seq: torch.Tensor
     lag: torch.Tensor
@@ -100,7 +108,7 @@ class DiagnosticTokens:
     target: torch.Tensor
     weight: torch.Tensor
     clipped: torch.Tensor
-    rewards: torch.Tensor  # [B]
+    rewards: torch.Tensor
     reference: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
     known: torch.Tensor | None = None
@@ -108,9 +116,14 @@ class DiagnosticTokens:
 
 
 def sums(v: DiagnosticTokens) -> dict[str, torch.Tensor]:
-    """`tokens` [TOKENS, 1 + buckets], `samples` [SAMPLES], `ratios` [bins], `at_lag_0` (count and
-    k3 of what the start's own weights computed whole), `max/ratio`, `max/at_lag_0`: all float64, on
-    the tokens' device."""
+    """Return the sums of a micro-batch, float64 on the tokens' device.
+
+    tokens: [TOKENS, 1 + buckets].
+    samples: [SAMPLES].
+    ratios: [bins].
+    at_lag_0: [2], count and k3 of tokens that the start's own weights computed entirely.
+    max/ratio, max/at_lag_0: scalars.
+    """
     a = log_ratio(v.start, v.behavior)
     b = log_ratio(v.target, v.start)
     t = log_ratio(v.target, v.behavior)
@@ -154,7 +167,7 @@ def sums(v: DiagnosticTokens) -> dict[str, torch.Tensor]:
         "st_k3": kl.k3(-b),
         "nll_start": -v.start,
     } | to_reference
-    # one pass over all rows, and not one for each: with few tokens what a call costs is the cost
+    # one pass over all rows: with few tokens the number of calls is the cost
     table = torch.stack([columns[name] for name in TOKENS]).double()
     table[: -len(OF_START)].masked_fill_(~v.valid, 0.0)
     table[-len(OF_START) :].masked_fill_(~known, 0.0)
@@ -180,7 +193,7 @@ def sums(v: DiagnosticTokens) -> dict[str, torch.Tensor]:
 
 
 def _samples(v: DiagnosticTokens) -> torch.Tensor:
-    """Sums over samples with a valid token of each one's mean over its tokens."""
+    """Sum, over samples with a valid token, each one's mean over its tokens."""
     n = len(v.rewards)
 
     def per(x: torch.Tensor) -> torch.Tensor:
@@ -195,7 +208,7 @@ def _samples(v: DiagnosticTokens) -> torch.Tensor:
     masked = per(v.kept & (v.weight == 0))
     rewards = v.rewards.double()
     seen = torch.ones_like(v.valid) if v.known is None else v.known
-    known = (per(seen) == length).double() * some  # a pass covers whole answers
+    known = (per(seen) == length).double() * some  # a pass covers whole samples
     rows = {
         "n": some,
         "nll_mu": per(-v.behavior) / size,
@@ -218,7 +231,7 @@ def _samples(v: DiagnosticTokens) -> torch.Tensor:
 
 
 def add(total: dict[str, torch.Tensor], more: dict[str, torch.Tensor]) -> None:
-    """Accumulate in place: sums add, maxima take the larger."""
+    """Accumulate in place: sums add up, maxima take the larger."""
     for name, x in more.items():
         if name not in total:
             total[name] = x
@@ -229,7 +242,7 @@ def add(total: dict[str, torch.Tensor], more: dict[str, torch.Tensor]) -> None:
 
 
 def copy_to_host(tensors: dict[str, torch.Tensor]) -> dict[str, list[float]]:
-    """Every tensor as a flat list; one synchronisation with the device."""
+    """Copy every tensor to a flat list, with one synchronization with the device."""
     if not tensors:
         return {}
     flat = torch.cat([x.detach().double().reshape(-1) for x in tensors.values()]).tolist()
@@ -242,12 +255,12 @@ def copy_to_host(tensors: dict[str, torch.Tensor]) -> dict[str, list[float]]:
 
 
 def metrics(total: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Metrics of a batch from its sums, as `metric_names` lists them."""
+    """Return the metrics of a batch from its sums, as `metric_names` lists them."""
     return metrics_of_each([total])[0]
 
 
 def metrics_of_each(totals: Sequence[dict[str, torch.Tensor]]) -> list[dict[str, float]]:
-    """The same of several sums by themselves, at one synchronization with the device."""
+    """Return the metrics of several sums, with one synchronization with the device."""
     host = copy_to_host({f"{i}/{name}": x for i, t in enumerate(totals) for name, x in t.items()})
     return [_of_sums({name: host[f"{i}/{name}"] for name in t}) for i, t in enumerate(totals)]
 
@@ -285,7 +298,7 @@ def _of_sums(host: dict[str, list[float]]) -> dict[str, float]:
 def explained_variance(
     values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor
 ) -> torch.Tensor:
-    """1 - var(R - V) / var(R) over the mask: 1 is a perfect critic, 0 one that says the mean."""
+    """1 - var(R - V) / var(R) over the mask: 1 for a perfect critic, 0 for a constant one."""
     v = values[mask]
     r = returns[mask]
     if len(r) < 2:
@@ -336,7 +349,7 @@ def _of_tokens(s: dict[str, float]) -> dict[str, float]:
 
 
 def _of_start(m: dict[str, float]) -> dict[str, float]:
-    """What is measured from the learner's start; m: means over the tokens where it is known."""
+    """Return metrics relative to the learner's start; m holds means over its known tokens."""
     return {
         "is/chi2": m["rho2"] - 1,
         "kl/behavior_start_k1": m["bs_k1"],
@@ -385,8 +398,10 @@ def _of_bucket(s: dict[str, float], bucket: str) -> dict[str, float]:
 
 
 def _of_reshape(s: list[float]) -> dict[str, float]:
-    """From the sums of `surrogates`: n, gamma, w, w^gamma, w^gamma A and its square, gamma and
-    count away, and back.
+    """Return IS-reshape's metrics from the sums of `surrogates`.
+
+    They are n, gamma, w, w^gamma, w^gamma A and its square, then gamma and count of tokens that
+    push away, then of those that come back.
     """
     n = max(s[0], 1.0)
     return {
@@ -405,7 +420,7 @@ def _exp(x: float) -> float:
 
 
 def _quantile(counts: list[float], q: float) -> float:
-    """Upper edge of the bin that holds the quantile, 0 for none."""
+    """Return the upper edge of the bin that holds the quantile; 0 without counts."""
     goal = q * sum(counts)
     seen = 0.0
     for i, count in enumerate(counts):

@@ -1,10 +1,16 @@
-"""KL estimators on sampled tokens.  x = lp - lp_ref [N].  For samples of pi_theta k1 and k3 are
-unbiased VALUES; gradients differ.
+"""KL estimators on sampled tokens, x = lp - lp_ref [N].
 
-Where the term stands decides its gradient in expectation, on policy: k1 in the reward is the exact
-sequence-level reverse KL; k1 in the loss nothing; k2 in the loss the token-level reverse KL; k3 in
-the loss the token-level forward KL; k3 in the reward is biased. Schulman, "Approximating KL
-divergence" (2020); Tang and Munos 2025, arXiv 2506.09477."""
+For samples of pi_theta, k1 and k3 are unbiased values, but their gradients differ. On policy, the
+place of the term decides its gradient in expectation:
+
+- k1 in the reward: the exact sequence-level reverse KL.
+- k1 in the loss: nothing.
+- k2 in the loss: the token-level reverse KL.
+- k3 in the loss: the token-level forward KL.
+- k3 in the reward: biased.
+
+Schulman, "Approximating KL divergence" (2020); Tang and Munos 2025, arXiv 2506.09477.
+"""
 
 from __future__ import annotations
 
@@ -35,15 +41,16 @@ def k2(x: torch.Tensor) -> torch.Tensor:
 
 
 def k3(x: torch.Tensor) -> torch.Tensor:
-    """exp(-x) - 1 + x: its gradient in the loss is that of the token-level forward KL.  Below -20,
-    where exp would overflow, constant.
+    """exp(-x) - 1 + x: its gradient in the loss is that of the token-level forward KL.
+
+    It is constant below -20, where exp would overflow.
     """
     x = x.clamp(min=-CLAMP)
     return torch.expm1(-x) + x
 
 
 def low_var_kl(x: torch.Tensor) -> torch.Tensor:
-    """k3 clamped to [-10, 10]: no gradient beyond."""
+    """k3 clamped to [-10, 10], without gradient beyond."""
     return k3(x).clamp(-10, 10)
 
 
@@ -57,8 +64,9 @@ ESTIMATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def estimate(name: str, x: torch.Tensor) -> torch.Tensor:
-    """The estimator `name`; with `+`: its value with the gradient of k2 (straight-through).  Raises
-    ConfigError for another name.
+    """Apply the estimator `name` to x [N]. Raises ConfigError for an unknown name.
+
+    With `+` it has the estimator's value and the gradient of k2 (straight-through).
     """
     if (base := name.removesuffix("+")) not in ESTIMATORS:
         raise unknown(
@@ -71,18 +79,19 @@ def estimate(name: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def forward_k3(x: torch.Tensor) -> torch.Tensor:
-    """Estimate of the forward KL(ref || theta) from samples of theta: r log r - (r - 1) with r =
-    exp(-x), x from -20; never negative.
+    """Estimate the forward KL(ref || theta) from samples of theta; never negative.
+
+    r log r - (r - 1) with r = exp(-x), x clamped from below at -20.
     """
     x = x.clamp(min=-CLAMP)
     return -x * torch.exp(-x) - torch.expm1(-x)
 
 
 def ratio(name: str, x: torch.Tensor, lp: torch.Tensor, behavior: torch.Tensor) -> torch.Tensor:
-    """exp(lp - lp_behavior) times the estimator, gradient through the ratio too (DeepSeek-V3.2,
-    arXiv 2512.02556).
+    """exp(lp - lp_behavior) times the estimator, with gradient through the ratio too.
 
-    Right on the behaviour policy's states only: the states' own distribution is not corrected.
+    DeepSeek-V3.2, arXiv 2512.02556. It is exact only on the states of the behavior policy: the
+    distribution of states is not corrected.
     """
     return log_ratio(lp, behavior).exp() * estimate(name, x)
 
@@ -90,15 +99,16 @@ def ratio(name: str, x: torch.Tensor, lp: torch.Tensor, behavior: torch.Tensor) 
 def _straight_through(
     coefficient: torch.Tensor, lp: torch.Tensor, value: torch.Tensor
 ) -> torch.Tensor:
-    """Value `value`, gradient coefficient * grad lp."""
+    """Return the value `value` with the gradient coefficient * grad lp."""
     return coefficient.detach() * difference(lp, lp.detach()) + value.detach()
 
 
 def prefix_weights(
     lp: torch.Tensor, behavior: torch.Tensor, seq: torch.Tensor, truncate: float = torch.inf
 ) -> torch.Tensor:
-    """W_{1:t} = prod_{u<=t} pi_theta / mu [N], detached; min(W, truncate).  The running sum is
-    clamped, not each of its tokens.
+    """W_{1:t} = prod_{u<=t} pi_theta / mu [N], detached, at most `truncate`.
+
+    The running sum is clamped, not each of its tokens.
     """
     log_w = difference(lp.detach(), behavior)
     return running_sum(log_w, seq).clamp(-CLAMP, CLAMP).exp().clamp(max=truncate)
@@ -113,12 +123,13 @@ def prefix(
     discount: float = 1.0,
     truncate: float = torch.inf,
 ) -> torch.Tensor:
-    """Per token [N], summing to L = sum_k W_{1:k} k3_k with nothing detached: the exact
-    sequence-level gradient of the reverse KL for any mu with support.
+    """W_{1:k} k3_k per token [N]: the exact sequence-level gradient of the reverse KL.
 
-    Its gradient is sum_t grad lp_t [W_{1:t} k1_t + sum_{k>t} discount^(k-t) W_{1:k} k3_k], written
-    here as a straight-through; (discount, truncate) = (1, inf) is exact, discount 0 the token
-    level.  Compare Tang and Munos 2025, arXiv 2506.09477."""
+    It sums to L = sum_k W_{1:k} k3_k with nothing detached, for any mu with support. Its gradient
+    is sum_t grad lp_t [W_{1:t} k1_t + sum_{k>t} discount^(k-t) W_{1:k} k3_k], written here as a
+    straight-through. (discount, truncate) = (1, inf) is exact, discount 0 the token level. Compare
+    Tang and Munos 2025, arXiv 2506.09477.
+    """
     x = difference(lp.detach(), ref)
     w = prefix_weights(lp, behavior, seq, truncate)
     value = w * k3(x)
@@ -135,9 +146,11 @@ def prefix_full(
     discount: float = 1.0,
     truncate: float = torch.inf,
 ) -> torch.Tensor:
-    """Per token [N], summing to L = sum_k W_{1:k-1} KL_k; step_kl [N]: the exact KL(theta || ref)
-    over the vocabulary at each state, with gradient.  Exact like `prefix` with less variance (Tang
-    and Munos 2025, arXiv 2506.09477)."""
+    """W_{1:k-1} KL_k per token [N]: exact like `prefix`, with less variance.
+
+    Tang and Munos 2025, arXiv 2506.09477. step_kl [N] is the exact KL(theta || ref) over the
+    vocabulary at each state, with gradient.
+    """
     log_w = difference(lp.detach(), behavior)
     w = (running_sum(log_w, seq) - log_w).clamp(-CLAMP, CLAMP).exp().clamp(max=truncate)
     value = w * step_kl.detach()
@@ -147,8 +160,15 @@ def prefix_full(
 
 @dataclass(frozen=True)
 class KLInputs:
-    """A term of the loss [N]: theta's, the reference's and mu's logprobs, the tokens' answers, the
-    keys of [kl.loss], and the exact KL(theta || ref) of each step where a model gives it."""
+    """Inputs of the KL term of the loss.
+
+    lp: [N], log pi_theta.
+    ref: [N], log pi_ref.
+    behavior: [N], log mu.
+    seq: int64 [N].
+    estimator, discount, truncate: the keys of [kl.loss].
+    step_kl: [N], the exact KL(theta || ref) of each step, where a model gives it.
+    """
 
     lp: torch.Tensor
     ref: torch.Tensor
@@ -161,8 +181,11 @@ class KLInputs:
 
     @property
     def x(self) -> torch.Tensor:
-        """lp - ref: what exponentiates it clamps it; k1, k2 and abs pull however far the policy
-        has gone."""
+        """lp - ref [N], unclamped.
+
+        Estimators that exponentiate it clamp it. k1, k2 and abs pull however far the policy has
+        moved.
+        """
         return difference(self.lp, self.ref)
 
 
@@ -195,7 +218,7 @@ OFF_POLICY: dict[str, Callable[[KLInputs], torch.Tensor]] = {
     "prefix": _prefix,
     "prefix_full": _prefix_full,
 }
-# those that are a product over an answer's tokens in the loss
+# forms whose loss has a product over a sample's tokens
 PREFIXES = ("prefix", "prefix_full")
 
 
@@ -211,22 +234,21 @@ def term(
     truncate: float = torch.inf,
     step_kl: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The KL term of the loss per token [N], with gradient: any estimator, off-policy form of it or
-    none.
-    """
+    """Return the KL term of the loss per token [N], with gradient."""
     pair = KLInputs(lp, ref, behavior, seq, estimator, discount, truncate=truncate, step_kl=step_kl)
     return choose_function("kl.loss.off_policy", OFF_POLICY, off_policy)(pair)
 
 
 def adaptive(beta: float, kl: float, target: float, samples: int, horizon: int) -> float:
-    """The next beta (Ziegler et al. 2019, arXiv 1909.08593)."""
+    """Return the next beta (Ziegler et al. 2019, arXiv 1909.08593)."""
     return beta * (1 + min(max(kl / target - 1, -0.2), 0.2) * samples / horizon)
 
 
 @dataclass
 class KLController:
-    """beta over a run: `fixed`, or `adaptive` towards kl = target, both in nats an answer (as
-    published).  horizon in samples.
+    """beta over a run: `fixed`, or `adaptive` towards kl = target.
+
+    kl and target are in nats per sample (as published), horizon in samples.
     """
 
     beta: float
@@ -235,8 +257,9 @@ class KLController:
     horizon: int = 10000
 
     def update(self, kl: float, samples: int) -> float:
-        """The beta of the next batch, after `samples` samples with mean `kl`; a kl that is not
-        finite changes nothing.
+        """Return the beta of the next batch, after `samples` samples with mean `kl`.
+
+        A kl that is not finite changes nothing.
         """
         if self.kind not in ("fixed", "adaptive"):
             raise unknown("kl.reward.controller", self.kind, ("fixed", "adaptive"))

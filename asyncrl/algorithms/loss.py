@@ -4,7 +4,7 @@
     prep = prepare(batch, config)
     # once per optimizer step: global factors and statistics
     step = begin_step(prep, samples, current)
-    # per micro-batch: call backward on `loss`; losses and sums add up to those of the step
+    # per micro-batch: call backward on `loss`, add up losses and sums over the step
     loss, sums = micro_loss(prep, step, part, lp)
     # share of the learning rate, from the sums of the step
     share = learning_rate_share(prep, step, sums)

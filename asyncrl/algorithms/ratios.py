@@ -1,9 +1,11 @@
-"""Log-ratios and sums over samples.  Packed: tensors [N] over tokens, seq int64 [N] the sample of
-each, n samples.
+"""Log-ratios, and sums over samples of packed tensors.
 
-A log-ratio is clamped to [-20, 20] where it is exponentiated: a token's own, and for a whole answer
-the sum (or mean) of its tokens' log-ratios, not each of them before: the product of ratios is what
-it is, and one token beyond the clamp would make it another."""
+Tensors are [N] over tokens; seq int64 [N] is the sample of each, of n samples.
+
+A log-ratio is clamped to [-20, 20] where it is exponentiated. For a whole sample that is the sum
+(or mean) of its tokens' log-ratios. Clamping each token first would change the product as soon as
+one token lies beyond the clamp.
+"""
 
 from __future__ import annotations
 
@@ -16,27 +18,28 @@ from asyncrl.contract.errors import ConfigError
 
 Function = TypeVar("Function")
 CLAMP = 20.0
-# what an infinite log-ratio counts as: beyond every clamp, and sums of them are numbers still
+# stands for an infinite log-ratio: beyond every clamp, and sums of it stay finite
 FAR = 1000.0
-EDGE = 1e-8  # of a probability, where its logarithm is taken
+EDGE = 1e-8  # distance of a probability from 0 and 1 before its logarithm is taken
 
 
 def unknown(key: str, name: object, valid: Iterable[str]) -> ConfigError:
-    """The error for a name outside a closed set."""
+    """Build the error for a name outside a closed set."""
     return ConfigError(f"{key} = {name}: choose one of {', '.join(valid)}")
 
 
 def choose_function(key: str, table: Mapping[str, Function], name: str) -> Function:
-    """The function that `table` has under `name`, the value of the config's `key`.  Raises
-    ConfigError for a name that it has not."""
+    """Return the function of `table` named by the config's `key`. Raises ConfigError."""
     if name not in table:
         raise unknown(key, name, table)
     return table[name]
 
 
 def difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a - b with its gradient, not clamped.  Both -inf, or not a number: 0; infinite: +-FAR; these
-    without gradient.
+    """Return a - b with its gradient, not clamped.
+
+    Where both are -inf, or the difference is nan, it is 0. Infinite differences become +-FAR. These
+    values carry no gradient.
     """
     x = a - b
     return torch.where(
@@ -45,46 +48,47 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def log_ratio(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """clamp(a - b, -20, 20); where both are -inf the ratio is 1, and what is not a number counts as
-    0.
-    """
+    """Return clamp(a - b, -20, 20); nan (also of two -inf) counts as 0, ratio 1."""
     return difference(a, b).clamp(-CLAMP, CLAMP)
 
 
 def binary_kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-    """KL of (p, 1 - p) from (q, 1 - q) [N], all other tokens as one; p and q within [1e-8, 1 -
-    1e-8]."""
+    """Return KL of (p, 1 - p) from (q, 1 - q) [N], with all other tokens as one.
+
+    p and q are clamped to [1e-8, 1 - 1e-8].
+    """
     p, q = (x.double().exp().clamp(EDGE, 1 - EDGE) for x in (log_p, log_q))
     kl = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
     return kl.to(log_p.dtype)
 
 
 def seq_sum(x: torch.Tensor, seq: torch.Tensor, n: int) -> torch.Tensor:
-    """Sum of x over each sample: [n]."""
+    """Return the sum of x over each sample: [n]."""
     return torch.zeros(n, dtype=x.dtype, device=x.device).index_add_(0, seq, x)
 
 
 def seq_mean(x: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int) -> torch.Tensor:
-    """Mean of x over each sample's tokens in the mask: [n]; 0 where there is none."""
+    """Return the mean of x over each sample's tokens in the mask: [n]; 0 without any."""
     return seq_sum(torch.where(mask, x, 0.0), seq, n) / seq_sum(mask.to(x.dtype), seq, n).clamp(
         min=1
     )
 
 
 def seq_max(x: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int) -> torch.Tensor:
-    """Largest x of each sample's tokens in the mask: [n]; -inf where there is none."""
+    """Return the largest x of each sample's tokens in the mask: [n]; -inf without any."""
     out = torch.full((n,), -torch.inf, dtype=x.dtype, device=x.device)
     return out.scatter_reduce_(0, seq, torch.where(mask, x, -torch.inf), "amax")
 
 
 def masked_mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Mean of x over the mask, 0 when it is empty; what lies outside changes nothing, even NaN."""
+    """Return the mean of x over the mask, 0 when it is empty; nan outside has no effect."""
     return torch.where(mask, x, 0.0).sum() / mask.sum().clamp(min=1)
 
 
 class PaddedRows:
-    """Packed tokens as a matrix [rows, width], one row a sample, and back.  Reads one number from
-    the device.
+    """Packed tokens as a matrix [samples, width], and back.
+
+    Building one reads a number from the device.
     """
 
     def __init__(self, seq: torch.Tensor) -> None:
@@ -100,23 +104,26 @@ class PaddedRows:
         )
 
     def matrix(self, x: torch.Tensor) -> torch.Tensor:
-        """[rows, width], 0 beyond a sample's end."""
+        """Return [samples, width], 0 beyond a sample's end."""
         return x.new_zeros(self.shape).index_put((self.row, self.column), x)
 
     def pack(self, m: torch.Tensor) -> torch.Tensor:
-        """[N]."""
+        """Return the packed form [N] of a matrix."""
         return m[self.row, self.column]
 
 
 def running_sum(x: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
-    """Sum of x over a sample's tokens up to and with each: [N]."""
+    """Return the sum of x over a sample's tokens up to and including each: [N]."""
     rows = PaddedRows(seq)
     return rows.pack(rows.matrix(x).cumsum(1))
 
 
 def running_min(x: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
-    """Smallest x of a sample's tokens up to and with each: [N]; |x| at most FAR.  One pass without
-    reading the device: each sample is moved below all before it, in float64."""
+    """Return the smallest x of a sample's tokens up to and including each: [N].
+
+    |x| is at most FAR. One pass without reading the device: each sample is shifted below all
+    earlier ones, in float64.
+    """
     new = torch.zeros_like(seq, dtype=torch.float64)
     new[1:] = (seq[1:] != seq[:-1]).double()
     below = new.cumsum(0) * (2 * FAR + 1)
@@ -126,7 +133,7 @@ def running_min(x: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
 def discounted_suffix(
     x: torch.Tensor, seq: torch.Tensor, discount: float | torch.Tensor
 ) -> torch.Tensor:
-    """S_t = x_t + discount_t S_{t+1} within each sample: [N].  discount: a number, or [N]."""
+    """S_t = x_t + discount_t S_{t+1} within each sample: [N]. discount: a float or [N]."""
     if not len(x):
         return x
     rows = PaddedRows(seq)

@@ -1,6 +1,4 @@
-"""Aggregate: the factor of each token, with global denominators, so that micro-batches and ranks
-add up to one big batch.
-"""
+"""Token factors with global denominators: micro-batches and ranks add up to one batch."""
 
 from __future__ import annotations
 
@@ -31,8 +29,8 @@ def token_sum_norm(tokens: torch.Tensor, samples: torch.Tensor, length: float) -
     return torch.ones_like(tokens) / (samples * length)
 
 
-# loss.reduction -> the factor [S] of each sample's tokens: of T_i [S], the mask's tokens of each
-# sample (T their sum), S, the samples that have any, and a constant length
+# loss.reduction -> the factor [B] of each sample's tokens. Its arguments are T_i [B], the tokens of
+# the mask in each sample (T is their sum), S, the number of samples with any, and a fixed length
 REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]] = {
     "token-mean": token_mean,
     "seq-mean-token-sum": token_sum,
@@ -44,8 +42,11 @@ REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor
 def factors(
     counted: torch.Tensor, seq: torch.Tensor, n: int, how: str, length: float = 1.0
 ) -> torch.Tensor:
-    """Factor [N] of each token in the mask `counted` bool [N], 0 elsewhere, by `how`, a name of
-    REDUCTIONS; the loss is sum(factor * per-token loss).  Raises ConfigError for another name."""
+    """Return the factor [N] of each token of `counted` bool [N], 0 elsewhere.
+
+    The loss is sum(factor * per-token loss). `how` is a name of REDUCTIONS. Raises ConfigError for
+    an unknown name.
+    """
     tokens = seq_sum(counted.to(torch.float64), seq, n)
     samples = (tokens > 0).sum().clamp(min=1)
     by_sample = choose_function("loss.reduction", REDUCTIONS, how)(tokens, samples, length)

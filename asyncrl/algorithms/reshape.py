@@ -5,10 +5,11 @@ power:   objective w^gamma A, gradient coefficient gamma w^gamma A
 box_cox: objective A (w^gamma - 1) / gamma, gradient coefficient w^gamma A
          (gamma -> 0: weighted log-likelihood)
 
-gamma = 1 is `vanilla` on the behaviour policy in both.  It controls variance and not drift; the
-repairs are A an early stop (`[stop]`), B `clip`, C a KL penalty towards mu, D a KL budget on gamma
-or the coefficient (here) or on the learning rate (`stopping.KLBudget`). IS-reshape v3.1 (technical
-report); Box and Cox 1964 for the second form."""
+gamma = 1 is `vanilla` on the behavior policy in both forms. IS-reshape controls variance, not
+drift. Its repairs against drift are A an early stop (`[stop]`), B `clip`, C a KL penalty towards
+mu, and D a KL budget on gamma or the coefficient (here) or on the learning rate
+(`stopping.KLBudget`). IS-reshape v3.1 (technical report); Box and Cox 1964 for the second form.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +24,12 @@ from asyncrl.algorithms.settings import Reshape
 
 @dataclass
 class ReshapeStatistics:
-    """Of the whole batch, before an optimizer step: sigma2 = var(log w), gamma_base, K the k3
-    estimate of KL(mu || theta), g of repair D.
+    """Statistics of the whole batch before an optimizer step.
+
+    sigma2: var(log w).
+    base: gamma_base.
+    kl: K, the k3 estimate of KL(mu || theta).
+    share: g of repair D.
     """
 
     sigma2: torch.Tensor
@@ -34,8 +39,9 @@ class ReshapeStatistics:
 
 
 def statistics(log_w: torch.Tensor, mask: torch.Tensor, rho_min: float = 0.3) -> ReshapeStatistics:
-    """gamma_base = min(1, sqrt(-log rho_min / sigma2)), sigma2 the unbiased variance of log w over
-    the mask (1 where it is 0).
+    """gamma_base = min(1, sqrt(-log rho_min / sigma2)), 1 where sigma2 is 0.
+
+    sigma2 is the unbiased variance of log w [N] over the mask.
     """
     x = torch.where(mask, log_w, 0.0)
     count = mask.sum()
@@ -54,8 +60,9 @@ def gamma_v31(
     tau: float = 1.0,
     temperature: float = 5.0,
 ) -> torch.Tensor:
-    """gamma_base + (sigmoid(-T log w) - gamma_base) sigmoid(A log w / tau) [N].  At w = 1 it is
-    (gamma_base + 1/2) / 2, so 0.75.
+    """gamma_base + (sigmoid(-T log w) - gamma_base) sigmoid(A log w / tau) [N].
+
+    At w = 1 it is (gamma_base + 1/2) / 2, so 0.75 for gamma_base = 1.
     """
     target = torch.sigmoid(-temperature * log_w)
     return base + (target - base) * torch.sigmoid(adv * log_w / tau)
@@ -63,7 +70,7 @@ def gamma_v31(
 
 @dataclass(frozen=True)
 class GammaInputs:
-    """What gamma is made of: log w, A [N], the batch's statistics, the config's [reshape]."""
+    """Inputs of gamma: log w [N], A [N], the batch's statistics and the section [reshape]."""
 
     log_w: torch.Tensor
     adv: torch.Tensor
@@ -89,14 +96,14 @@ def _unspent(g: torch.Tensor, x: GammaInputs) -> torch.Tensor:
 
 
 def _of_tokens(g: torch.Tensor, x: GammaInputs) -> torch.Tensor:
-    """Less of what pushes away; in the box_cox form it is the coefficient that is lowered."""
+    """Reduce gamma of tokens that push away; box_cox reduces the coefficient instead."""
     if x.c.form == "box_cox":
         return g
     return torch.where(x.adv * x.log_w > 0, g * x.stats.share, g)
 
 
 def _of_batch(g: torch.Tensor, x: GammaInputs) -> torch.Tensor:
-    """The report's wording of D: gamma_kl for the whole batch."""
+    """Repair D as the report words it: gamma_kl for the whole batch."""
     target = (x.c.kl_budget / x.stats.kl.clamp(min=1e-30)).sqrt().clamp(max=1.0)
     return torch.minimum(x.stats.base, target).expand_as(x.log_w)
 
@@ -118,9 +125,7 @@ BUDGETS: dict[str, Callable[[torch.Tensor, GammaInputs], torch.Tensor]] = {
 def gamma(
     log_w: torch.Tensor, adv: torch.Tensor, stats: ReshapeStatistics, c: Reshape
 ) -> torch.Tensor:
-    """gamma [N] by the config section `c` = reshape: mode, then gamma_min, then repair D (which may
-    reach 0).
-    """
+    """Return gamma [N]: mode, then gamma_min, then repair D (which may reach 0)."""
     x = GammaInputs(log_w, adv, stats, c)
     g = choose_function("reshape.mode", MODES, c.mode)(x)
     return choose_function("reshape.budget", BUDGETS, c.budget)(g, x)

@@ -1,13 +1,14 @@
-"""What the mathematics reads of a config: frozen structs, one a section.  Imports no torch.
+"""Config sections that the algorithms read: frozen structs. Imports no torch.
 
-The config is built of them (`asyncrl.config.tree`); a caller without a config makes them itself.
-Each advantage, surrogate and correction is a struct of its own, with the keys that it reads: one
-more is a struct here, a function and its line in the dict that has it by its tag.  A key that acts
-under one value of another key alone says so with `read_with`; every other place that a key is
-given in is an error, which `asyncrl.config.layers` derives from here.
+The config is built of them (`asyncrl.config.tree`), and a caller without a config builds them
+itself. Each advantage, surrogate and correction has its own struct with the keys that it reads. To
+add one, write its struct here and its function, and add a line to the dict that maps its tag to it.
+A key that acts only under one value of another key says so with `read_with`; giving it elsewhere is
+an error, which `asyncrl.config.layers` derives from here.
 
-A key that names a function takes the names of the dict that holds it: the choices of the config, of
-its schema and of its error messages, without a second list."""
+A key that names a function takes its choices from the dict that holds the functions, so the config,
+its schema and its error messages need no second list.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +30,7 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 
 @functools.cache
 def _tables(module: str) -> dict[str, tuple[str, ...]]:
-    """Every dict with text for keys, and every tuple of texts, that the module assigns at its top
-    level."""
+    """Return every dict with text keys and every tuple of texts at the module's top level."""
     found = {}
     source = Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8")
     for node in ast.parse(source).body:
@@ -50,10 +50,11 @@ def _tables(module: str) -> dict[str, tuple[str, ...]]:
 
 
 def names(module: str, table: str) -> tuple[str, ...]:
-    """The keys of the dict `table` (or the words of a tuple) in MODULE.py of this folder.
+    """Return the keys of the dict `table` (or the words of a tuple) in MODULE.py of this folder.
 
-    Read from its source: importing it would import torch, which a config must not.  Raises KeyError
-    where there is no such table."""
+    They are read from its source: importing it would import torch, which a config must not. Raises
+    KeyError for an unknown table.
+    """
     return _tables(module)[table]
 
 
@@ -95,15 +96,18 @@ BY_GROUP = names("advantages", "BY_GROUP")
 
 
 def read_with(key: str, *values: str) -> Meta:
-    """The annotation of a key that is read only while `key` has one of `values`, or, without
-    values, only while it is on: neither absent, 0, empty, false, "none" nor "off".
+    """Mark a key that is read only while `key` has one of `values`.
 
-    key: of the same section, or with dots from the root of the config."""
+    Without values it is read while `key` is on: not absent, 0, empty, false, "none" or "off".
+
+    Args:
+        key: of the same section, or with dots from the root of the config.
+    """
     return Meta(extra={"read_with": (key, values)})
 
 
 def variants(kind: Any) -> tuple[Any, ...]:
-    """The tagged structs below `kind`, in the order of their definition."""
+    """Return the tagged structs below `kind`, in the order of their definition."""
     found = []
     for below in kind.__subclasses__():
         if isinstance(below.__struct_config__.tag, str) and not below.__subclasses__():
@@ -113,8 +117,10 @@ def variants(kind: Any) -> tuple[Any, ...]:
 
 
 def variant(kind: Any, tag: str, **keys: Any) -> Any:
-    """The struct below `kind` that has this tag, made of `keys`: `variant(Loss, "dppo",
-    dppo_threshold=0.1)`.  Raises KeyError for a tag that there is not."""
+    """Build the struct below `kind` with this tag: `variant(Loss, "dppo", dppo_threshold=0.1)`.
+
+    Raises KeyError for an unknown tag.
+    """
     return {below.__struct_config__.tag: below for below in variants(kind)}[tag](**keys)
 
 
@@ -142,8 +148,10 @@ CovShare = Annotated[Share, Meta(description="Share of the tokens that the surro
 class Advantage(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name"
 ):
-    """What every advantage reads.  Each has its own struct below, tagged by `advantage.name`, with
-    the keys that it alone reads."""
+    """Keys that every advantage reads.
+
+    Each advantage has its own struct below, tagged by `advantage.name`, with its own keys.
+    """
 
     rewards: Annotated[
         Scale,
@@ -189,7 +197,7 @@ class Advantage(
 
 
 class AnswerAdvantage(Advantage, frozen=True, kw_only=True):
-    """One number for a whole answer."""
+    """An advantage with one number per sample."""
 
     whiten: Annotated[
         bool,
@@ -245,7 +253,7 @@ class GpgAdvantage(AnswerAdvantage, frozen=True, kw_only=True, tag="gpg"):
 
 
 class RemaxAdvantage(AnswerAdvantage, frozen=True, kw_only=True, tag="remax"):
-    """Draws the first sample of each group greedily, as a baseline that is not trained on."""
+    """Samples the first sample of each group greedily, as a baseline that is not trained on."""
 
 
 class OaplAdvantage(AnswerAdvantage, frozen=True, kw_only=True, tag="oapl"):
@@ -370,8 +378,10 @@ class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 class Correction(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="proximal"
 ):
-    """What every proximal policy reads: the policy that ratios and clips are taken against.  Each
-    has its own struct below, tagged by `correction.proximal`."""
+    """Keys that every proximal policy reads: the policy that ratios and clips are taken against.
+
+    Each has its own struct below, tagged by `correction.proximal`.
+    """
 
     preset: Annotated[
         Literal["", "none", "tis", "seq_tis", "icepop", "mis", "m2po"],
@@ -480,7 +490,7 @@ class Correction(
     def proximal(self) -> str:
         return str(self.__struct_config__.tag)
 
-    # pi_prox / mu is 1 on the behavior policy: there is nothing to weigh
+    # pi_prox / mu is 1 on the behavior policy: weights do not apply
 
     @property
     def level(self) -> str:
@@ -559,18 +569,20 @@ class WeightedCorrection(Correction, frozen=True, kw_only=True):
 
 
 class RecomputedCorrection(WeightedCorrection, frozen=True, kw_only=True, tag="recompute"):
-    """The learner's policy as the batch begins (decoupled PPO)."""
+    """The learner's policy at the start of the batch (decoupled PPO)."""
 
 
 class InterpolatedCorrection(WeightedCorrection, frozen=True, kw_only=True, tag="interpolate"):
-    """Between the two, nearer to the learner's the older a token is."""
+    """Between the two, nearer to the learner's policy the older a token is."""
 
 
 class Loss(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="surrogate"
 ):
-    """What every surrogate reads.  Each has its own struct below, tagged by `loss.surrogate`, with
-    the keys that it alone reads."""
+    """Keys that every surrogate reads.
+
+    Each surrogate has its own struct below, tagged by `loss.surrogate`, with its own keys.
+    """
 
     coefficient: Annotated[
         NonNegative,
@@ -905,7 +917,7 @@ class Reshape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class KLReward(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """KL to the reference taken off the reward, before the advantage."""
+    """KL to the reference subtracted from the reward, before the advantage."""
 
     coefficient: Annotated[
         NonNegative, Meta(description="Coefficient beta of the KL penalty in the reward. 0: none.")
@@ -1079,7 +1091,7 @@ else:
 
 
 class StalenessKeys(Protocol):
-    """What is read of [staleness]."""
+    """Keys read from [staleness]."""
 
     @property
     def on_exceed(self) -> str: ...
@@ -1090,14 +1102,14 @@ class StalenessKeys(Protocol):
 
 
 class GeneratorKeys(Protocol):
-    """What is read of [generator]."""
+    """Keys read from [generator]."""
 
     @property
     def max_new_tokens(self) -> int: ...
 
 
 class LearnerKeys(Protocol):
-    """What is read of [learner]."""
+    """Keys read from [learner]."""
 
     @property
     def epochs(self) -> int: ...
@@ -1108,7 +1120,7 @@ class LearnerKeys(Protocol):
 
 
 class Settings(Protocol):
-    """All that the mathematics reads: `asyncrl.config.tree.Config`, or anything with these."""
+    """All sections that the algorithms read: `asyncrl.config.tree.Config` or an equivalent."""
 
     @property
     def seed(self) -> int: ...
@@ -1135,8 +1147,9 @@ class Settings(Protocol):
 
 
 def ordered(config: Settings) -> list[str]:
-    """What of a config needs the order of all tokens of a sample, which the rows of a session that
-    forked have not: `key = value` of each.
+    """Return `key = value` of each setting that needs the token order of a whole sample.
+
+    The training sequences of a session that forked have no such order.
     """
     out = []
     advantage = config.advantage

@@ -1,13 +1,13 @@
-"""The log ratio of the target to the behaviour policy in three parts that add up exactly, token by
-token.
+"""The log-ratio target / behavior in three parts that add up exactly, token by token.
 
-    log pi_theta - log mu = (log pi_v - log mu) + (log pi_start - log pi_v) + (log pi_theta - log
-    pi_start)
-                            engine mismatch       staleness                   update
+    log pi_theta - log mu =   log pi_v - log mu            engine mismatch
+                            + log pi_start - log pi_v      staleness
+                            + log pi_theta - log pi_start  update
 
-v is the version that drew the token, pi_v the learner's own forward with that version's weights:
-what engine and learner compute differently for the same weights stands in the first part, and what
-the weights have moved since in the second."""
+v is the version that sampled the token, and pi_v the learner's own forward with the weights of that
+version. The first part holds what engine and learner compute differently for the same weights, the
+second how far the weights have moved since.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +24,16 @@ PARTS = ("mismatch", "staleness", "update")
 
 @dataclass
 class LogRatioSplit:
-    """[n] tokens: logprobs under mu, pi_v, the learner's start and the target; int64 lag and age.
+    """Log-probabilities of n tokens under four policies, with their lag and age.
 
-    age: versions between the weights that drew a token and the oldest ones that computed any of the
-    keys and values it attended to; 0: one version computed all of it."""
+    behavior: [n], log mu.
+    version: [n], log pi_v.
+    start: [n], under the learner's start.
+    target: [n].
+    lag: int64 [n].
+    age: int64 [n], versions between the weights that sampled a token and the oldest weights that
+        computed any key or value it attended to; 0: one version computed all of it.
+    """
 
     behavior: torch.Tensor
     version: torch.Tensor
@@ -37,7 +43,7 @@ class LogRatioSplit:
     age: torch.Tensor
 
     def log_ratio_parts(self) -> dict[str, torch.Tensor]:
-        """Each part's log ratio [n]."""
+        """Return each part's log-ratio [n]."""
         pairs = (
             (self.version, self.behavior),
             (self.start, self.version),
@@ -47,10 +53,10 @@ class LogRatioSplit:
 
 
 def metrics(split: LogRatioSplit) -> dict[str, float]:
-    """Means over the tokens: `split/PART` of minus the log ratio (k1: they add up to split/total),
-    `split/PART_k3`, and by lag and age.
+    """Return means over the tokens; empty without tokens.
 
-    Empty without tokens.
+    `split/PART` is minus the log-ratio (k1; the parts add up to split/total), `split/PART_k3` its
+    k3, and both are repeated by lag and age.
     """
     if not len(split.lag):
         return {}

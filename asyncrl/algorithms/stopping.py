@@ -1,4 +1,4 @@
-"""Stop: when the remaining optimizer steps of a batch are skipped, or made smaller."""
+"""Early stopping: when the remaining optimizer steps of a batch are skipped or reduced."""
 
 from __future__ import annotations
 
@@ -12,21 +12,27 @@ from asyncrl.algorithms.ratios import CLAMP, seq_sum
 def kl_statistic(
     log_r: torch.Tensor, weight: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weighted sum, weight) over the mask of r - 1 - log r, r = exp(lp - anchor): their quotient
-    estimates KL(anchor || theta).
+    """Return (weighted sum, weight) over the mask of r - 1 - log r, r = exp(log_r).
 
-    weight [N]: the truncated prox / behaviour ratio where the samples are mu's and the anchor is
-    pi_prox, else 1."""
+    Their quotient estimates KL(denominator || theta).
+
+    Args:
+        log_r: [N], log pi_theta minus that of the policy it is measured from.
+        weight: [N], the truncated ratio of that policy to mu where the samples are mu's, else 1.
+        mask: bool [N].
+    """
     k = torch.expm1(log_r) - log_r
     return torch.where(mask, weight * k, 0.0).sum(), torch.where(mask, weight, 0.0).sum()
 
 
 def step_share(kl: float, budget: float, step_kl: float | None = None) -> float:
-    """g in [0, 1]: how much of one full step still fits into the KL budget; exactly 0 at the
-    budget.
+    """Return g in [0, 1]: the share of one full step that still fits into the KL budget.
 
-    To second order sqrt(KL) adds like a distance: g = clip((sqrt(budget) - sqrt(K)) / sqrt(dK1), 0,
-    1) with dK1 the KL that one full step adds; before it is known, 1 - sqrt(K / budget)."""
+    It is exactly 0 at the budget. To second order sqrt(KL) adds like a distance: g =
+    clip((sqrt(budget)
+    - sqrt(K)) / sqrt(dK1), 0, 1) with dK1 the KL that one full step adds. Before dK1 is known, g =
+      1 - sqrt(K / budget).
+    """
     left = max(budget, 0.0) ** 0.5 - max(kl, 0.0) ** 0.5
     full = budget**0.5 if step_kl is None else max(step_kl, 1e-12) ** 0.5
     return float(min(1.0, max(0.0, left / max(full, 1e-12))))
@@ -45,11 +51,11 @@ class KLBudget:
 
     limit: float
     step_kl: float | None = None
-    # sqrt(K) before the first step, and its g
+    # sqrt(K) before the first step, and the g of that step
     _last: tuple[float, float] | None = field(default=None, repr=False)
 
     def next_share(self, kl: float) -> float:
-        """g of the coming step, from K measured before it.  Call once per optimizer step."""
+        """Return g of the coming step, from K measured before it. Call once per optimizer step."""
         root = max(kl, 0.0) ** 0.5
         if self.step_kl is None and self._last is not None and self._last[1] > 0:
             self.step_kl = ((root - self._last[0]) / self._last[1]) ** 2
@@ -62,10 +68,11 @@ class KLBudget:
 def scale(
     kl: float, ess: float, *, kl_max: float, ess_min: float, budget: KLBudget | None
 ) -> float:
-    """Learning-rate scale of the coming step: 0 stops the batch.
+    """Return the learning-rate scale of the coming step; 0 stops the batch.
 
-    kl_max, ess_min 0: off.  Without a budget the KL limit is a stop (1 or 0), with one it is the
-    share that fits."""
+    kl_max and ess_min are off at 0. Without a budget the KL limit is a stop (1 or 0), with one it
+    is the share that fits.
+    """
     if ess_min > 0 and ess < ess_min:
         return 0.0
     if kl_max <= 0:
@@ -76,8 +83,10 @@ def scale(
 def answer_weights(
     log_w: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int
 ) -> torch.Tensor:
-    """(answers, sum W, sum W^2) of answers with a token in the mask: W = exp(sum log w) of each,
-    not truncated; sums of micro-batches and ranks add up.  float64 [3]."""
+    """Return (samples, sum W, sum W^2), float64 [3], over samples with a token in the mask.
+
+    W = exp(sum log w) of each sample, not truncated. Sums of micro-batches and ranks add up.
+    """
     inside = seq_sum(mask.double(), seq, n) > 0
     whole = seq_sum(torch.where(mask, log_w, 0.0).double(), seq, n).clamp(-CLAMP, CLAMP).exp()
     w = torch.where(inside, whole, 0.0)
@@ -85,7 +94,9 @@ def answer_weights(
 
 
 def rate_by_ess(ess: float, on_policy: float, how: str) -> float:
-    """Share of the learning rate: min(1, ess / on_policy), its root with `sqrt` (VCPO, arXiv
-    2602.17616).  It is a rate and no factor of the loss, which Adam would undo."""
+    """Return the share of the learning rate: min(1, ess / on_policy), its root with `sqrt`.
+
+    VCPO, arXiv 2602.17616. It scales the rate, because Adam would undo a factor of the loss.
+    """
     share = min(1.0, ess / on_policy)
     return share**0.5 if how == "sqrt" else share

@@ -245,7 +245,7 @@ def highest(cov: torch.Tensor, mask: torch.Tensor, share: float) -> torch.Tensor
 def sample_by_covariance(
     cov: torch.Tensor, mask: torch.Tensor, share: float, lo: float, hi: float, seed: int
 ) -> torch.Tensor:
-    """Return bool [N]: `share` of the mask's tokens, sampled where lo < covariance < hi (Clip-Cov)."""
+    """Sample `share` of the mask's tokens where lo < covariance < hi: bool [N] (Clip-Cov)."""
     inside = mask & (cov > lo) & (cov < hi)
     many = max(1, int(share * int(mask.sum())))
     key = torch.rand(len(cov), generator=torch.Generator().manual_seed(seed)).to(cov.device)
