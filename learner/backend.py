@@ -1,9 +1,10 @@
-"""What turns gradients into new weights: torch on one process, or DeepSpeed over several ranks.
+"""Optimizer backends: torch in one process, or DeepSpeed over several ranks.
 
-The learner's mathematics (learner/step.py) is the same on every rank and sees the whole batch; a
-backend says which samples' forward and backward passes are this rank's, adds up what ranks
-computed, and makes the optimizer step.  Rank 0 alone talks to the buffer: it tells the others what
-to do (`broadcast`), they `hear` it."""
+The learner's mathematics (learner/step.py) is the same on every rank and sees the whole batch. A
+backend assigns samples' forward and backward passes to ranks, adds up their results and makes the
+optimizer step. Only rank 0 communicates with the buffer. It sends commands to the others by
+`broadcast`.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +24,12 @@ from learner.gradients import GradientAlignment
 
 
 class PlainAdamW(torch.optim.AdamW):
-    """torch's AdamW without what wraps its methods for torch.compile: the first call of each would
-    import the compiler, seconds of CPU.
+    """torch's AdamW without the wrappers for torch.compile.
+
+    The first call of each wrapper would import the compiler, which takes seconds of CPU.
     """
 
-    # what its wrapper does when nothing is compiled
+    # the effect of the wrapper when nothing is compiled
     step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
     add_param_group = inspect.unwrap(torch.optim.AdamW.add_param_group)
     zero_grad = inspect.unwrap(torch.optim.AdamW.zero_grad)
@@ -51,21 +53,20 @@ def optimizer_for(
 
 
 class TorchBackend:
-    """One process, plain torch."""
+    """The backend of one process with plain torch."""
 
     rank = 0
     ranks = 1
-    # early stopping may look at the gradient's own forward pass: an unused gradient is simply
-    # dropped
+    # early stopping may use the gradient's own forward pass: an unused gradient is dropped
     stops_first = False
-    # of the last step's gradient with that of the step before, where it is measured
+    # cosine of the last step's gradient with the previous one, where it is measured
     cosine: float | None = None
 
     def __init__(self, config: Config, model: PolicyModel) -> None:
         self.config = config
         self.model = model
         self.layout = manifest(model)
-        # looking through the modules would take half the time of a small model's publication
+        # walking through the modules would take half the time of a small model's publication
         self.weights: list[tuple[str, torch.Tensor]] = (
             list(model.hf.named_parameters(remove_duplicate=True))
             if model.adapter is None
@@ -84,33 +85,29 @@ class TorchBackend:
     # ---- ranks -----------------------------------------------------------------------------------
 
     def broadcast(self, what: str, payload: Any = None) -> None:
-        """Rank 0: what the other ranks do now."""
+        """Send the next command from rank 0 to the other ranks."""
 
     def keep_alive(self) -> None:
-        """Rank 0, while it waits for a batch: the others are not left waiting past their own
-        deadline.
-        """
+        """Keep the other ranks within their deadline while rank 0 waits for a batch."""
 
     def guard(self) -> AbstractContextManager[None]:
-        """Around whatever may wait for another rank, such as a forward pass over partitioned
-        parameters.
-        """
+        """Guard an operation that may wait for another rank, such as a ZeRO-3 forward pass."""
         return nullcontext()
 
     def split_samples(self, samples: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
-        """`samples` dealt to the ranks; lengths of all samples of the batch, in tokens."""
+        """Assign `samples` to ranks; lengths are those of all samples, in tokens."""
         return [list(samples)]
 
     def sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
-        """Sum of x over the ranks."""
+        """Return the sum of `value` over the ranks."""
         return value
 
     def max_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
-        """Elementwise maximum over the ranks."""
+        """Return the elementwise maximum of `value` over the ranks."""
         return value
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's object."""
+        """Return every rank's object."""
         return [value]
 
     # ---- one optimizer step ----------------------------------------------------------------------
@@ -119,14 +116,14 @@ class TorchBackend:
         self.optimizer.zero_grad(set_to_none=True)
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
-        """Accumulate a micro-batch's gradient; `last`: of this optimizer step."""
+        """Accumulate a micro-batch's gradient; `last` marks the last of the optimizer step."""
         loss.backward()  # type: ignore[no-untyped-call]
 
     def step(self, rate: float, loss: torch.Tensor) -> float | None:
-        """Clip and step with the learning rate `rate`; the gradient's norm, None where it or the
-        loss (a scalar) is not finite.
+        """Clip and step with the learning rate `rate`; return the gradient's norm.
 
-        Reads the device once.
+        It returns None where the gradient or the loss (a scalar) is not finite. Reads the device
+        once.
         """
         seen = []
         if self.alignment is not None:
@@ -154,19 +151,21 @@ class TorchBackend:
 
     @contextmanager
     def full_parameters(self) -> Iterator[None]:
-        """Inside, rank 0's model holds every parameter in full."""
+        """Hold every parameter in full in rank 0's model inside the context."""
         yield
 
     def write_flat(self, buffer: memoryview | None) -> torch.Tensor | None:
-        """The weights into `buffer`, on rank 0; the other ranks give their parts.  Returns a bound
-        as `asyncrl.models.policy.copy_flat` does, None where nothing was looked at.
+        """Write the weights into `buffer` on rank 0; the other ranks contribute their parts.
+
+        Returns a bound like `asyncrl.models.policy.copy_flat`, or None where nothing was checked.
         """
         assert buffer is not None
         return copy_flat(self.weights, buffer, self.layout)
 
     def probe(self) -> bytes:
-        """The weights' log-probabilities of the probe's tokens (float32), for engines that check a
-        swap; nothing for the others.  Of adapters: digest of the base that they belong to.
+        """Return the probe's log-probabilities (float32) for engines that check swaps.
+
+        It is empty for other engines. With adapters it is the digest of the base they belong to.
         """
         if self.model.adapter is not None:
             return self.model.adapter.base.encode()
@@ -177,7 +176,7 @@ class TorchBackend:
         )
 
     def state(self, directory: Path) -> dict[str, Any]:
-        """The optimizer's state: returned, or written below `directory` by every rank."""
+        """Return the optimizer's state, or write it below `directory` on every rank."""
         state = self.optimizer.state_dict()
         if self.alignment is not None:
             state |= {"previous_gradient": self.alignment.previous}

@@ -1,9 +1,10 @@
-"""DeepSpeed ZeRO 0 to 3 over one or several ranks, gloo on a CPU and nccl on GPUs.
+"""DeepSpeed ZeRO 0 to 3 over one or several ranks, with gloo on a CPU and nccl on GPUs.
 
-Every rank holds the whole batch and the same state; forward and backward passes are dealt out by
-length, and the loss's global denominators make the ranks' gradients add up to the whole (DeepSpeed
-averages them, so each loss is multiplied by the ranks). Ranks must make the same number of passes:
-those with fewer micro-batches add empty ones.  Rajbhandari et al. 2020, arXiv 1910.02054."""
+Every rank holds the whole batch and the same state. Forward and backward passes are assigned by
+length. The loss has global denominators, so the ranks' gradients add up to the whole; DeepSpeed
+averages them, so each loss is multiplied by the number of ranks. Ranks must make the same number of
+passes, so those with fewer micro-batches add empty ones. Rajbhandari et al. 2020, arXiv 1910.02054.
+"""
 
 from __future__ import annotations
 
@@ -42,21 +43,22 @@ from asyncrl.models.policy import (
 from learner.backend import TorchBackend, optimizer_for
 from learner.state import LearnerState
 
-# more than learner.rank_timeout_s to come together, imports and all; to end
+# time to come together, imports included, in addition to learner.rank_timeout_s; time to end
 START_S = 60.0
 END_S = 20.0
 TRANSPORT = ("gloo", "nccl", "connection", "timed out", "timeout", "socket", "broken pipe")
 
 
 class RankLost(AsyncrlError):
-    """A rank has ended or does not answer."""
+    """A rank has ended or does not respond."""
 
-    exit_code = 137  # as if killed: the supervisor starts the learner again from its checkpoint
+    exit_code = 137  # like a kill: the supervisor restarts the learner from its checkpoint
 
 
 def reserved_port() -> socket.socket:
-    """A socket that holds a free port of this host: nobody gets it by chance until it is closed,
-    and torch's store may listen there meanwhile, which it does some imports later.
+    """Open a socket that holds a free port of this host until it is closed.
+
+    torch's store, which starts some imports later, may listen on the port meanwhile.
     """
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -65,8 +67,10 @@ def reserved_port() -> socket.socket:
 
 
 def start_ranks(config: Config, meet: socket.socket) -> list[subprocess.Popen[bytes]]:
-    """Make this process rank 0 and start the others as copies of it, which meet at the port that
-    `meet` holds; nothing when a launcher (torchrun) has set the ranks.
+    """Make this process rank 0 and start the other ranks as copies of it.
+
+    They meet at the port that `meet` holds. Nothing is started when a launcher (torchrun) has set
+    the ranks. Raises ConfigError when the launcher's number differs from learner.ranks.
     """
     if "WORLD_SIZE" in os.environ:
         if int(os.environ["WORLD_SIZE"]) != config.learner.ranks:
@@ -80,7 +84,7 @@ def start_ranks(config: Config, meet: socket.socket) -> list[subprocess.Popen[by
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(meet.getsockname()[1]),
     }
-    # another rank takes its own GPU: asyncrl/models/devices.py
+    # other ranks choose their own GPU: asyncrl/models/devices.py
     os.environ.update(common | {"RANK": "0", "LOCAL_RANK": "0"})
     return [
         subprocess.Popen(
@@ -94,9 +98,9 @@ def start_ranks(config: Config, meet: socket.socket) -> list[subprocess.Popen[by
 
 
 class DeepSpeedBackend(TorchBackend):
-    """See `TorchBackend`."""
+    """The backend of several ranks; see `TorchBackend`."""
 
-    # what ZeRO has reduced cannot be dropped: whether to stop is decided before the backward pass
+    # gradients reduced by ZeRO cannot be dropped: early stopping decides before the backward pass
     stops_first = True
 
     def __init__(self, config: Config, model: PolicyModel) -> None:
@@ -114,8 +118,8 @@ class DeepSpeedBackend(TorchBackend):
         from deepspeed.utils import logger
 
         logger.setLevel("WARNING")
-        # an operator that only inference uses: its compiler takes a lock file which a killed
-        # process leaves, and all later ones wait for it, for ever
+        # an inference-only operator, whose compiler takes a lock file: a killed process leaves the
+        # file behind, and all later processes would wait for it forever
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         cuda = model.device.type == "cuda"
         if cuda and learner.ranks > 1 and not learner.gpus:
@@ -169,8 +173,8 @@ class DeepSpeedBackend(TorchBackend):
         }
         self.trained = [p for p in model.hf.parameters() if p.requires_grad]
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
-            # of a model with adapters it sees these alone: its type and its place are not touched,
-            # nor do its weights go into checkpoints
+            # with adapters it gets only these: type and device of the base stay as they are, and
+            # its weights stay out of checkpoints
             model=model.hf if model.adapter is None else torch.nn.ParameterList(self.trained),
             optimizer=optimizer_for(config, self.trained),
             config=settings,
@@ -181,7 +185,7 @@ class DeepSpeedBackend(TorchBackend):
         self._evaluate(model)
 
     def _evaluate(self, model: PolicyModel) -> None:
-        """Nothing is dropped out; layers that are to be computed again are told so after that."""
+        """Turn dropout off, then enable gradient checkpointing of the modules."""
         self.engine.eval()
         if self.config.learner.gradient_checkpointing and model.one_pass:
             recompute_modules(model.hf)
@@ -197,7 +201,7 @@ class DeepSpeedBackend(TorchBackend):
             self.heard_at = time.monotonic()
 
     def receive_broadcast(self) -> tuple[str, Any]:
-        """A rank above 0: what rank 0 tells."""
+        """Receive the next command of rank 0, on another rank."""
         size = torch.zeros(1, dtype=torch.int64)
         with self.guard():
             dist.broadcast(size, src=0)
@@ -217,7 +221,8 @@ class DeepSpeedBackend(TorchBackend):
             self.broadcast("wait")
 
     def _watch(self) -> None:
-        """A thread: ends this process, and with it its ranks, when a collective lasts too long.
+        """End this process and its ranks when a collective takes too long (a thread).
+
         DeepSpeed's own groups have no deadline.
         """
         while not self.closed:
@@ -245,11 +250,11 @@ class DeepSpeedBackend(TorchBackend):
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Around whatever may wait for another rank: a deadline for rank 0, and the error of a lost
-        rank instead of the transport's.
+        """Set a deadline for rank 0, and raise RankLost instead of a transport error.
 
-        The other ranks have no deadline: they may wait for rank 0 as long as it waits for a batch,
-        and end with it.  Guards nest."""
+        The other ranks have no deadline: they may wait as long as rank 0 waits for a batch, and end
+        with it. Guards nest.
+        """
         outer = self.inside
         self.inside = self.inside or (time.monotonic() if self.rank == 0 else 0.0)
         try:
@@ -258,8 +263,8 @@ class DeepSpeedBackend(TorchBackend):
             if not isinstance(error, dist.DistError) and not any(
                 word in str(error).lower() for word in TRANSPORT
             ):
-                raise  # an error of this rank's own
-            time.sleep(0.2)  # its end is seen a little after its connection's
+                raise  # an error of this rank itself
+            time.sleep(0.2)  # a process's end becomes visible shortly after its connection's
             ended = [r for r, p in enumerate(self.others, 1) if p.poll() is not None]
             who = (
                 f"rank {ended[0]} of the learner has ended"
@@ -317,7 +322,7 @@ class DeepSpeedBackend(TorchBackend):
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         if self.config.learner.zero_stage:
-            # what engine.forward does: without it stage 3 overwrites instead of accumulating
+            # done by engine.forward too: without it stage 3 overwrites instead of accumulating
             self.engine.optimizer.clear_backward_seen_flag()
         self.engine.set_gradient_accumulation_boundary(last)
         with self.guard():
@@ -330,7 +335,7 @@ class DeepSpeedBackend(TorchBackend):
         if flag.item():
             self._drop()
             return None
-        # its gradients are whole and summed on every rank, and it reports no norm
+        # at stage 0 gradients are whole and summed on every rank, and no norm is reported
         if self.config.learner.zero_stage == 0:
             norm = float(
                 torch.nn.utils.get_total_norm([p.grad for p in self.trained if p.grad is not None])
@@ -347,13 +352,13 @@ class DeepSpeedBackend(TorchBackend):
         return float(found) if found is not None and math.isfinite(float(found)) else None
 
     def _drop(self) -> None:
-        """Forget an accumulated gradient that must not be used."""
+        """Discard an accumulated gradient that must not be used."""
         self.zero_grad()
         for name in ("averaged_gradients", "_DeepSpeedZeroOptimizer_Stage3__param_reduce_events"):
             kept = getattr(self.optimizer, name, None)
             if isinstance(kept, dict):
                 kept.clear()
-        # the next pass starts over in the CPU's memory instead of adding
+        # the next pass starts over in CPU memory instead of adding
         if self.config.learner.offload and self.config.learner.zero_stage < 3:
             inner: Any = self.optimizer
             inner.micro_step_id = -1
@@ -372,16 +377,16 @@ class DeepSpeedBackend(TorchBackend):
                 enabled=self.config.learner.zero_stage == 3,
             ),
         ):
-            # what is done with the weights takes its time
+            # using the weights takes time that must not count against the deadline
             began = self.inside
             self.inside = 0.0
             yield
             self.inside = time.monotonic() if began else 0.0
 
     def write_flat(self, buffer: memoryview | None) -> None:
-        """One parameter at a time: no second whole copy, also under ZeRO-3."""
+        """Write one parameter at a time: no second full copy, also under ZeRO-3."""
         views = read_flat(buffer, self.layout) if buffer is not None else {}
-        # partitioned ones are gathered by what they are, not by what they hold
+        # partitioned parameters are gathered by identity, not by content
         published = (
             list(self.model.hf.named_parameters(remove_duplicate=True))
             if self.model.adapter is None
@@ -409,7 +414,7 @@ class DeepSpeedBackend(TorchBackend):
                 save_latest=False,
                 client_state={"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}},
             )
-            # every rank's part is on the file system before rank 0 writes the manifest
+            # every rank's part is on disk before rank 0 writes the manifest
             dist.barrier()
         return {"deepspeed": self.ranks, "zero_stage": self.config.learner.zero_stage}
 
@@ -436,7 +441,7 @@ class DeepSpeedBackend(TorchBackend):
             raise DamagedDataError(
                 f"checkpoint {directory} is of {state['deepspeed']} ranks, this learner has "
                 f"{self.ranks}: only the state of learner.optimizer = "
-                "adamw can be dealt out anew; resume with the same learner.ranks"
+                "adamw can be redistributed; resume with the same learner.ranks"
             )
         apart = directory.with_name(f".{directory.name}.universal")  # the same on every rank
         try:
@@ -455,7 +460,7 @@ class DeepSpeedBackend(TorchBackend):
     def close(self) -> None:
         self.closed = True
         if self.ranks > 1 and self.rank == 0:
-            # this rank failed, where the others are nobody knows: they would not hear it
+            # after a failure here the other ranks' state is unknown: they would not receive it
             if sys.exc_info()[0] is not None:
                 for process in self.others:
                     process.kill()
@@ -481,8 +486,9 @@ class DeepSpeedBackend(TorchBackend):
 
 
 def universal(source: Path, target: Path) -> None:
-    """Write DeepSpeed's universal form of the checkpoint in `source`: each parameter's state whole,
-    for any number of ranks.
+    """Write DeepSpeed's universal form of the checkpoint in `source`.
+
+    Each parameter's state is whole, for any number of ranks.
     """
     from deepspeed.checkpoint import ds_to_universal
 
@@ -506,8 +512,10 @@ def _first_line(error: BaseException) -> str:
 
 
 def exit_rank() -> NoReturn:
-    """The end of a rank above 0, without the interpreter's own: a thread of Gloo's may still let go
-    of the last broadcast's tensors, which then aborts the process, and torchrun ends rank 0 for it.
+    """End a rank above 0 without the interpreter's own shutdown.
+
+    A gloo thread may still release tensors of the last broadcast, which would abort the process,
+    and torchrun would end rank 0 for it.
     """
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -515,8 +523,8 @@ def exit_rank() -> NoReturn:
 
 
 def follow(core: Any) -> None:
-    """A rank above 0: do what rank 0 tells, until it tells the end; `exit_rank` comes next."""
-    # the order of rank 0's own imports
+    """Run the commands of rank 0 on another rank until it ends; then call `exit_rank`."""
+    # the import order of rank 0
     from learner import checkpoint
 
     backend: DeepSpeedBackend = core.backend

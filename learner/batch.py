@@ -1,4 +1,4 @@
-"""Trajectories to packed tensors, and how samples are split into micro-batches."""
+"""Trajectories to packed tensors, and the split of samples into micro-batches."""
 
 from __future__ import annotations
 
@@ -13,36 +13,38 @@ from asyncrl.algorithms.loss import LossBatch
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import Batch, Trajectory
 
-# samples in a micro-batch at most: with more, padding and what backward keeps outgrow the caches
+# most training sequences in a micro-batch: with more, padding and saved activations outgrow caches
 ROWS = 96
 
 
 @dataclass
 class PackedBatch:
-    """A batch of B samples, R rows and N response tokens.  offsets int64 [B + 1] bound each
-    sample's tokens; a single answer is a sample of one row, a session may have several.
+    """A batch of B samples, R training sequences (rows) and N response tokens.
 
-    Rows exist in the forward pass alone: prompts, responses and shared are of each row (those of a
-    sample in order, one after another), all else is of samples and tokens."""
+    A single completion is a sample of one row; a session may have several. Rows exist only in the
+    forward pass: `prompts`, `responses` and `shared` hold one entry per row, the rows of a sample
+    in order. Everything else is per sample or per token. offsets int64 [B + 1] bound each sample's
+    tokens.
+    """
 
     prompts: list[np.ndarray]
     responses: list[np.ndarray]
-    # rows with the same number have the same prompt, within a group: it is encoded once
+    # rows with the same number share a prompt within a group: it is encoded once
     shared: list[int]
     row_offsets: np.ndarray  # int64 [B + 1]: the rows of each sample
     groups: list[int]
     temperature: torch.Tensor
     offsets: np.ndarray
     loss: LossBatch
-    places: list[int]  # of each answer among the batch's samples
+    places: list[int]  # index of each sample in the batch's samples
 
     @property
     def count(self) -> int:
-        """Samples B."""
+        """Number of samples B."""
         return len(self.groups)
 
     def rows_of(self, samples: Sequence[int]) -> list[int]:
-        """The rows of `samples`, in their order."""
+        """Return the rows of `samples`, in their order."""
         bounds = self.row_offsets
         return [row for i in samples for row in range(bounds[i], bounds[i + 1])]
 
@@ -54,28 +56,28 @@ class PackedBatch:
         )
 
     def sample_tokens(self) -> list[int]:
-        """Tokens of each sample in the forward pass: prompts and responses of its rows."""
+        """Return the tokens of each sample in the forward pass, prompts and responses."""
         found: list[int] = np.add.reduceat(self.row_lengths, self.row_offsets[:-1]).tolist()
         return found
 
     def token_positions(self, samples: Sequence[int]) -> torch.Tensor:
-        """Places among N of the tokens of `samples`, in their order."""
+        """Return the positions among N of the tokens of `samples`, in their order."""
         return torch.from_numpy(
             np.concatenate([np.arange(self.offsets[i], self.offsets[i + 1]) for i in samples])
         ).to(self.loss.seq.device)
 
     def row_arrays(self, samples: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """(prompts, responses) of the rows of `samples`."""
+        """Return (prompts, responses) of the rows of `samples`."""
         rows = self.rows_of(samples)
         return [self.prompts[row] for row in rows], [self.responses[row] for row in rows]
 
     def row_temperature(self, samples: Sequence[int]) -> torch.Tensor:
-        """The sampling temperature of each row of `samples`."""
+        """Return the sampling temperature of each row of `samples`."""
         count = torch.from_numpy(np.diff(self.row_offsets)[list(samples)])
         return self.temperature[list(samples)].repeat_interleave(count)
 
     def to_device(self, device: torch.device) -> PackedBatch:
-        """The same with the loss's tensors on `device`."""
+        """Move the loss's tensors to `device`; returns self."""
         for name, value in vars(self.loss).items():
             if isinstance(value, torch.Tensor):
                 setattr(self.loss, name, value.to(device))
@@ -83,11 +85,12 @@ class PackedBatch:
 
 
 def pack(batch: Batch, *, greedy: bool = False) -> PackedBatch:
-    """Decode a batch.  Token ids are used exactly as they were sampled.
+    """Decode a batch. Token ids are used exactly as they were sampled.
 
-    greedy: sample 0 of each group is a baseline (remax): left out, its reward kept for the others.
-    Rewards per token come with the batch where any answer has them; an answer without has its own
-    on its last token, and so has a session of several rows, whose calls have no order."""
+    With `greedy`, sample 0 of each group is a baseline (remax): it is excluded, and its reward goes
+    to the others. Token rewards are packed where any sample has them. A sample without them has its
+    reward on its last token. So does a session of several rows, whose calls have no order.
+    """
     at = [row for row, sample in enumerate(batch.samples) if not (greedy and sample.sample == 0)]
     samples = [batch.samples[row] for row in at]
     baseline = {sample.ticket: sample for sample in batch.samples if sample.sample == 0}
@@ -150,11 +153,11 @@ def pack(batch: Batch, *, greedy: bool = False) -> PackedBatch:
 
 
 def _per_token(samples: Sequence[Trajectory]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rewards fp32 [N], bool [N]: where a step of process supervision ends).  Raises AsyncrlError
-    for another count than tokens.
+    """Return (rewards fp32 [N], bool [N]: ends of process-supervision steps).
 
-    A token given no number at all (NaN on the wire) ends no step and has reward 0.  Where a
-    function gives a number for every token, its steps end where that is not 0, and with the answer.
+    A token without a number (NaN on the wire) ends no step and has reward 0. Where a function gives
+    a number for every token, steps end where it is not 0 and at the end of the sample. Raises
+    AsyncrlError when the number of rewards is not the number of tokens.
     """
     rewards = []
     steps = []
@@ -182,11 +185,14 @@ def micro_batches(
     *,
     by_group: bool = False,
 ) -> list[list[int]]:
-    """`samples` sorted by length and cut so that none holds more than `tokens` padded tokens or
-    `rows_of` rows.  A sample is never cut: what belongs to a sequence needs all of it.
+    """Sort `samples` by length and cut them into micro-batches.
 
-    by_group: those of a group beside each other, groups by their longest: for a forward pass that
-    encodes a prompt once and pads rows of like lengths only."""
+    None holds more than `tokens` padded tokens or `rows` rows, and a sample is never cut, because
+    per-sample quantities need all its tokens.
+
+    With `by_group` the samples of a group stay together and groups are sorted by their longest
+    sample, for a forward pass that encodes a prompt once and pads only rows of similar lengths.
+    """
     count = np.diff(packed.row_offsets).tolist()
     widest = np.maximum.reduceat(packed.row_lengths, packed.row_offsets[:-1]).tolist()
     longest: dict[int, int] = {}

@@ -1,10 +1,10 @@
-"""Checkpoints: the run's only truth.
+"""Checkpoints: the only durable state of a run.
 
 ```
-checkpoints/epoch_E.new/   made exclusively by a learner's life; links to what it resumes from
-checkpoints/epoch_E/       the same, claimed by a rename when the buffer welcomed it: the highest
-                           one counts
-    number_N/model/        a Hugging Face directory; with LoRA the adapter alone
+checkpoints/epoch_E.new/   made exclusively by one incarnation of the learner; links to the
+                           checkpoints it resumes from
+checkpoints/epoch_E/       the same, renamed when the buffer welcomed it; the highest one counts
+    number_N/model/        a Hugging Face directory; with LoRA only the adapter
     number_N/state.pt      optimizer, learner state, cursor, ledger totals
     number_N/older_M.bin   flat weights of version M < N (lag injection)
     number_N/manifest      size and xxh3-64 of every file; written last, before the directory gets
@@ -37,8 +37,9 @@ from learner.step import LearnerCore
 
 
 def epochs(root: Path, *, claimed: bool) -> list[int]:
-    """Epoch directories, ascending; with claimed=False also those of learners that were never
-    welcomed.
+    """Return the epoch numbers, ascending.
+
+    With claimed=False they include those of learners that were never welcomed.
     """
     pattern = r"epoch_(\d+)" if claimed else r"epoch_(\d+)(\.new)?"
     return sorted(
@@ -55,8 +56,10 @@ def numbers(directory: Path) -> list[int]:
 
 
 def start_epoch(root: Path) -> tuple[int, int, Path]:
-    """A new life: (epoch, origin, its directory), with links to the origin's checkpoints; they
-    survive a power cut.  Others may begin and claim at the same time.
+    """Start an incarnation: return (epoch, origin, its directory).
+
+    The directory links to the origin's checkpoints and survives a power cut. Other learners may
+    start and claim epochs at the same time.
     """
     atomic_write.directory(root)
     while True:
@@ -67,7 +70,7 @@ def start_epoch(root: Path) -> tuple[int, int, Path]:
             mine.mkdir()
         except FileExistsError:
             continue
-        # somebody may have claimed this number, or a greater one, since it was chosen
+        # another learner may have claimed this number, or a greater one, since it was chosen
         if max(epochs(root, claimed=True), default=0) >= epoch:
             shutil.rmtree(mine, ignore_errors=True)
             continue
@@ -89,13 +92,17 @@ def start_epoch(root: Path) -> tuple[int, int, Path]:
 
 
 def fenced_error(directory: Path) -> LearnerFenced:
-    """The error for a directory that the claim of a greater epoch has removed."""
-    return LearnerFenced(f"{directory} is gone: a newer life of the learner has claimed its place")
+    """Build the error for a directory that the claim of a greater epoch has removed."""
+    return LearnerFenced(
+        f"{directory} was removed: a newer incarnation of the learner has replaced it"
+    )
 
 
 def claim(mine: Path, checkpointed: int) -> Path:
-    """Welcomed: the directory takes its name, which survives a power cut; what lies below
-    `checkpointed` is gone from the buffer, so it goes here too.  Raises Fenced.
+    """Give a welcomed learner's directory its final name, which survives a power cut.
+
+    Checkpoints below `checkpointed` are removed, because the buffer no longer covers them. Raises
+    LearnerFenced.
     """
     final = mine.with_suffix("")
     try:
@@ -111,7 +118,7 @@ def claim(mine: Path, checkpointed: int) -> Path:
         if (found := re.fullmatch(r"epoch_(\d+)(\.new)?", lower.name)) and int(
             found.group(1)
         ) < epoch:
-            # what counts of it is linked here; gone at once, so that nobody takes it for damaged
+            # the checkpoints that count are linked here; a rename removes the rest in one step
             with contextlib.suppress(OSError):
                 os.rename(lower, lower.with_name(f".{lower.name}.gone"))
     for gone in final.parent.glob(".epoch_*.gone"):
@@ -126,7 +133,8 @@ def save(
     keep: int,
     older: Mapping[int, bytes] | None = None,
 ) -> int:
-    """Write the checkpoint of `core`'s number, keep the last `keep`; returns the oldest kept.
+    """Write the checkpoint of `core`'s number and keep the last `keep`; return the oldest.
+
     Raises AsyncrlError (disk full).
     """
     number = core.state.number
@@ -135,10 +143,10 @@ def save(
     try:
         with atomic_write.replacing(final, part=hidden, sync=True) as part:
             _fill(part, core, extra, older or {})
-    except AsyncrlError:  # a lost rank: not the disk's fault
+    except AsyncrlError:  # a lost rank, not a full disk
         raise
     except Exception as error:
-        # torch and safetensors each have error classes of their own for a full disk
+        # torch and safetensors have their own error classes for a full disk
         raise AsyncrlError(
             f"checkpoint {final} could not be written: {error}; the ones before it are whole: free "
             "some space and resume"
@@ -152,7 +160,7 @@ def save(
 def _fill(
     part: Path, core: LearnerCore, extra: Mapping[str, Any], older: Mapping[int, bytes]
 ) -> None:
-    """Everything of a checkpoint into the new directory `part`, with sizes and checksums."""
+    """Write all files of a checkpoint into the new directory `part`, and seal it."""
     part.mkdir()
     core.backend.broadcast("save", str(part))
     optimizer = core.backend.state(part)
@@ -174,7 +182,7 @@ def _fill(
 
 
 def seal(part: Path) -> None:
-    """Sizes and checksums of what lies in `part`: from now on `verify` knows it."""
+    """Write the manifest of `part` (sizes and checksums), which `verify` checks."""
     files = {
         str(file.relative_to(part)): [
             file.stat().st_size,
@@ -187,7 +195,7 @@ def seal(part: Path) -> None:
 
 
 def verify(path: Path) -> str:
-    """What is wrong with a checkpoint; empty when it is whole."""
+    """Return the problem with a checkpoint; empty when it is whole."""
     try:
         files = json.loads((path / "manifest").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -202,8 +210,9 @@ def verify(path: Path) -> str:
 
 
 def newest_checkpoint(directory: Path) -> Path | None:
-    """The newest whole checkpoint; a damaged one is passed over, and said.  Raises Damaged when
-    none is whole, Fenced.
+    """Return the newest whole checkpoint, reporting and removing damaged ones.
+
+    Raises DamagedDataError when none is whole, LearnerFenced.
     """
     found = numbers(directory)
     if not found and not directory.exists():
@@ -225,8 +234,9 @@ def newest_checkpoint(directory: Path) -> Path | None:
 
 
 def restore(core: LearnerCore, path: Path) -> dict[str, Any]:
-    """Load weights, optimizer and state; returns what the loop keeps (`extra`).  Raises Damaged for
-    another model's checkpoint.
+    """Load weights, optimizer and state; return the loop's part (`extra`).
+
+    Raises DamagedDataError for another model's checkpoint.
     """
     core.backend.broadcast("restore", str(path))
     restore_weights(core, path)
@@ -235,14 +245,17 @@ def restore(core: LearnerCore, path: Path) -> dict[str, Any]:
     if core.critic is not None:
         core.critic.load_state(data.get("critic"), path)
     core.state = LearnerState(**data["state"])
-    # only the adaptive controller has a coefficient of its own to go on with
+    # only the adaptive controller continues with its own coefficient
     if core.config.kl.reward.controller == "fixed":
         core.state.beta = core.config.kl.reward.coefficient
     return dict(data["extra"])
 
 
 def restore_weights(core: LearnerCore, path: Path) -> None:
-    """Every weight of the model, or its adapter, on every rank.  Raises Damaged."""
+    """Load every weight of the model, or its adapter, on every rank.
+
+    Raises DamagedDataError.
+    """
     if core.model.adapter is not None:
         adapters.restore(core.model, path / "model")
         return
@@ -259,7 +272,7 @@ def restore_weights(core: LearnerCore, path: Path) -> None:
 
 
 def read_earlier_versions(path: Path) -> dict[int, bytes]:
-    """Flat weights of earlier versions that a checkpoint holds."""
+    """Return the flat weights of earlier versions in a checkpoint."""
     return {
         int(p.stem.removeprefix("older_")): p.read_bytes() for p in sorted(path.glob("older_*.bin"))
     }

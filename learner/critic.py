@@ -1,11 +1,11 @@
-"""The value head of advantage.name = gae: V of the state that predicts each response token, on a
-trunk of its own or the policy's.
+"""The value head of advantage.name = gae: V of the state that predicts each response token.
 
-`value.trunk = own`: a second model, so that what the critic learns leaves the policy alone.
-`shared`: a linear head on the policy's last hidden state, whose value loss also moves the policy's
-trunk (value.coefficient says how much).  Either is trained by the learner's own step, on the same
-micro-batches, its norm clipped apart from the policy's (PPO, Schulman et al. 2017, arXiv
-1707.06347; initialisations as in Huang et al. 2024, arXiv 2403.17031)."""
+`value.trunk = own` trains a second model, so that the critic does not affect the policy. `shared`
+adds a linear head to the policy's last hidden state, and its value loss also moves the policy's
+trunk (by value.coefficient). Either is trained by the learner's own step, on the same
+micro-batches, with its gradient clipped separately from the policy's (PPO, Schulman et al. 2017,
+arXiv 1707.06347; initializations as in Huang et al. 2024, arXiv 2403.17031).
+"""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ HEADS = ("score.weight", "v_head.weight", "value_head.weight")
 
 
 class Critic:
-    """Trunk (None: the policy's), a linear head in fp32, and their optimizer.  Raises ConfigError
-    for a value.path that is no reward model.
+    """A trunk (None: the policy's), a linear head in fp32, and their optimizer.
+
+    Raises ConfigError when value.path is not a reward model.
     """
 
     def __init__(self, config: Config, policy: PolicyModel) -> None:
@@ -90,8 +91,9 @@ class Critic:
     def values(
         self, packed: PackedBatch, samples: Sequence[int], hidden: torch.Tensor | None
     ) -> torch.Tensor:
-        """V [n] before each response token of `samples`, with gradient; hidden [n, H]: the policy's
-        states, for a shared trunk.
+        """Return V [n] before each response token of `samples`, with gradient.
+
+        hidden [n, H] holds the policy's states, for a shared trunk.
         """
         if self.trunk is not None:
             hidden = self._states(self.trunk, packed, samples, packed.row_arrays(samples)[1])
@@ -102,16 +104,17 @@ class Critic:
     def start(
         self, packed: PackedBatch, parts: Sequence[Sequence[int]]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(V [N], bootstrap [B]) as the batch begins: bootstrap is V after the last token of a
-        truncated answer, elsewhere 0.  Every sample is one row: `LearnerCore` refuses others.
+        """Return (V [N], bootstrap [B]) at the start of the batch.
+
+        bootstrap is V after the last token of a truncated sample, elsewhere 0. Every sample must
+        have one row; `LearnerCore` refuses others.
         """
         trunk = self.trunk or self.policy
         values = torch.zeros(int(packed.offsets[-1]))
         bootstrap = torch.zeros(packed.count)
         cut = packed.loss.truncated.tolist()
         for part in parts:
-            # one token more makes the state after the last one appear; which token it is plays no
-            # part: it is never read
+            # an extra token makes the state after the last one appear; its value has no effect
             answers = [
                 np.append(r, r[-1:]) if cut[place] else r
                 for place, r in ((place, packed.responses[place]) for place in part)
@@ -138,7 +141,7 @@ class Critic:
         samples: Sequence[int],
         answers: list[np.ndarray],
     ) -> torch.Tensor:
-        """The state [n, H] that predicts each token of `answers`."""
+        """Return the state [n, H] that predicts each token of `answers`."""
         out = model.logprobs(
             packed.row_arrays(samples)[0],
             answers,
@@ -155,8 +158,11 @@ class Critic:
         self.optimizer.zero_grad(set_to_none=True)
 
     def step(self, rate: float, share: float) -> float:
-        """Clip and step; the gradient's norm.  rate: the policy's learning rate now; share: of the
-        schedule, for a value.lr of its own.
+        """Clip and step; return the gradient's norm.
+
+        Args:
+            rate: the policy's current learning rate.
+            share: of the schedule, for a separate value.lr.
         """
         norm = float(
             torch.nn.utils.clip_grad_norm_(
@@ -170,7 +176,7 @@ class Critic:
         return norm
 
     def state(self) -> dict[str, Any]:
-        """For the checkpoint: weights and optimizer."""
+        """Return weights and optimizer for the checkpoint."""
         trunk = self.trunk.hf.state_dict() if self.trunk is not None else {}
         return {
             "head": self.head.state_dict(),
@@ -179,7 +185,7 @@ class Critic:
         }
 
     def load_state(self, state: dict[str, Any] | None, path: Path) -> None:
-        """Raises Damaged for a checkpoint without a value head, or with one of another kind."""
+        """Restore the critic. Raises DamagedDataError for a missing or different value head."""
         if not state or bool(state["trunk"]) != (self.trunk is not None):
             raise DamagedDataError(
                 f"checkpoint {path} has no value head with value.trunk = "
@@ -193,7 +199,7 @@ class Critic:
 
 @torch.no_grad()
 def _draw(model: PolicyModel, source: torch.Generator) -> None:
-    """New weights for a trunk: matrices normal with the model's own spread, norms 1, biases 0."""
+    """Initialize a trunk: matrices normal with the model's own spread, norms 1, biases 0."""
     spread = float(getattr(model.hf.config, "initializer_range", 0.02))
     for name, parameter in model.hf.named_parameters():
         if parameter.dim() > 1:

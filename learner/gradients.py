@@ -1,4 +1,4 @@
-"""What is measured of gradients: how one lies to the one before it; how long each answer's is."""
+"""Measurements of gradients: cosine with the previous one, squared norm per sample."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ from learner.batch import PackedBatch
 
 
 class GradientAlignment:
-    """Keeps the last gradient, in bfloat16: one more copy of the weights at half their size.
+    """The last gradient in bfloat16: one more copy of the weights at half their size.
 
-    Gradients of stale batches stay aligned from step to step where those of fresh ones are near
-    orthogonal (GAC, arXiv 2603.01501).  How it projects was not read: `project` is a
-    reconstruction from its summary."""
+    Gradients of stale batches stay aligned from step to step, while those of fresh ones are nearly
+    orthogonal (GAC, arXiv 2603.01501). `project` is a reconstruction from the paper's summary,
+    because its projection was not available to read.
+    """
 
     def __init__(self, most: float | None) -> None:
-        self.most = most  # of the cosine; None: it is measured alone
+        self.most = most  # largest cosine; None: the cosine is only measured
         self.previous: list[torch.Tensor] = []
 
     @torch.no_grad()
     def measure(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The cosine with the previous gradient, nan without one; with `most`, the gradients are
-        changed in place so that it is at most that.
+        """Return the cosine with the previous gradient, nan without one.
 
-        Call with what all ranks have summed, before clipping; then `remember`, unless the step is
-        dropped."""
+        With `most`, the gradients are changed in place so that the cosine is at most that. Call it
+        with the gradients summed over ranks, before clipping, then call `remember` unless the step
+        is dropped.
+        """
         raw = [gradient.to(torch.bfloat16, copy=True) for gradient in gradients]
         cosine = torch.full((), torch.nan, dtype=torch.float64, device=raw[0].device)
         if len(self.previous) == len(raw):
@@ -44,35 +46,43 @@ class GradientAlignment:
         return cosine
 
     def remember(self) -> None:
-        """The gradient that was looked at is the previous one of the next step: as it was, before
-        any projection."""
+        """Store the measured gradient, without projection, for the next step."""
         self.previous = self._next
 
 
 def excess(along: torch.Tensor, size: torch.Tensor, most: float) -> torch.Tensor:
-    """By how much a gradient's part along the previous one is too long for a cosine of `most`:
-    along less |across| m / sqrt(1 - m^2), at least 0.  along: the signed length of that part, size:
-    the gradient's squared norm.  Scalars."""
+    """Return the excess length of a gradient's part along the previous one.
+
+    It is along - |across| m / sqrt(1 - m^2), at least 0, for a cosine of m = `most`.
+
+    Args:
+        along: scalar, the signed length of that part.
+        size: scalar, the gradient's squared norm.
+        most: the largest cosine.
+    """
     across = (size - along.square()).clamp(min=0).sqrt()
     slope: float = most / (1 - most**2) ** 0.5
     return (along - across * slope).clamp(min=0)
 
 
 def _dot(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Sum of products over all tensors, float64; each in float32."""
+    """Return the sum of products over all tensors, float64; products in float32."""
     parts = [
         (a.float() * b.float()).sum(dtype=torch.float64) for a, b in zip(left, right, strict=True)
     ]
     return torch.stack(parts).sum()
 
 
-# output of the model for these samples, with its states or without: see `LearnerCore._run`
+# runs the model on samples, with or without hidden states: see `LearnerCore._run`
 Run = Callable[[Sequence[int], bool], packed_forward.ForwardOutput]
 
 
 def squared_norms(packed: PackedBatch, model: PolicyModel, run: Run) -> torch.Tensor:
-    """|grad log pi_theta(y)|^2 of each sample over all parameters, of the sum over its tokens in
-    the mask: [B].  A forward and a backward pass a sample; leaves no gradient behind."""
+    """Return |grad log pi_theta(y)|^2 of each sample over all parameters: [B].
+
+    log pi_theta(y) is the sum over the sample's tokens in the mask. It takes a forward and a
+    backward pass per sample and leaves no gradient behind.
+    """
     parameters = [p for p in model.hf.parameters() if p.requires_grad]
     each = []
     for sample in range(packed.count):
@@ -88,8 +98,11 @@ def squared_norms(packed: PackedBatch, model: PolicyModel, run: Run) -> torch.Te
 def energies(
     packed: PackedBatch, model: PolicyModel, run: Run, micros: Sequence[Sequence[int]]
 ) -> torch.Tensor:
-    """1 - 2 p + sum_v p_v^2 of each token [N]: |grad log pi_theta|^2 with respect to the logits
-    alone (the proxy of arXiv 2602.07078).  A forward pass without gradient."""
+    """Return 1 - 2 p + sum_v p_v^2 of each token [N].
+
+    It is |grad log pi_theta|^2 with respect to the logits alone (the proxy of arXiv 2602.07078),
+    and takes a forward pass without gradient.
+    """
     loss = packed.loss
     out = torch.zeros_like(loss.behavior)
     assert model.fast is not None

@@ -1,10 +1,11 @@
-"""The learner process: hello, then ask, train, publish, commit, and now and then a checkpoint.
+"""The learner process: connect, then request, train, publish and commit batches.
 
-    ask n --> batch n --> train --> weights into the ring --> commit n --> (ask n+1 went out when
-    batch n came)
+    request n --> batch n --> train --> weights into the ring --> commit n
+                     `--> request n+1
 
-Requests are repeated until answered.  Commits are sent in order and repeated in order; training
-goes on meanwhile."""
+Requests are repeated until answered. Commits are sent, and repeated, in order while training goes
+on. Checkpoints are written every `learner.checkpoint_every` batches.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +38,12 @@ from learner.step import LearnerCore
 
 POLL_S = 0.1
 PROGRESS_S = 0.5
-ENDED_S = 2.0  # of the buffer's silence, before it is looked up whether the run has ended
-TRIES = 3  # lives that may be overtaken while they start
+ENDED_S = 2.0  # silence of the buffer before the learner checks whether the run has ended
+TRIES = 3  # incarnations that may be fenced while they start
 
 
 class Learner:
-    """One life (epoch) of the learner."""
+    """One incarnation (epoch) of the learner."""
 
     def __init__(self, config: Config, run_dir: Path) -> None:
         self.config, self.run_dir, self.run = config, run_dir, run_id(run_dir)
@@ -99,17 +100,16 @@ class Learner:
     # ---- messages --------------------------------------------------------------------------------
 
     def repeat(self, key: str, message: m.FromPeer) -> None:
-        """Send a request now, and again every wires.retry_s until somebody takes it off the
-        list.
-        """
+        """Send a request now and every wires.retry_s until it is no longer pending."""
         now = time.monotonic()
         if now - self.sent.get(key, -1e9) >= self.config.wires.retry_s:
             self.sent[key] = now
             self.socket.send(message)
 
     def handle_messages(self, timeout: float) -> None:
-        """Handle what has arrived within `timeout` seconds; repeat what is unanswered; say what it
-        waits for; judge the buffer's silence.
+        """Handle what arrives within `timeout` seconds, and repeat unanswered requests.
+
+        It also reports the current wait and reacts to the buffer's silence.
         """
         reply = self.socket.recv(timeout)
         while reply is not None:
@@ -124,19 +124,19 @@ class Learner:
             self.checkpointed is not None
             and min(self.commits, default=self.number) >= self.checkpointed
         ):
-            # never ahead of a commit that it would make void
+            # never before a commit that the checkpoint would invalidate
             self.socket.send(m.CheckpointNotice(self.epoch, self.checkpointed))
             self.checkpointed = None
         self.core.backend.keep_alive()
         now = time.monotonic()
         if self.waiting and self.socket.find_moved_buffer(now - self.heard):
             self.heard = now
-            self.sent.clear()  # every request goes to the other one, too
+            self.sent.clear()  # send every request to the new buffer too
         self.report(now)
         self.judge_silence(now - self.heard)
 
     def report(self, now: float) -> None:
-        """What it waits for: to the buffer now and then, and on stderr when that takes long."""
+        """Report the current wait to the buffer, and on stderr when it takes long."""
         waiting = None
         if self.waiting:
             waiting = ProcessWait("learner", self.waiting, BUFFER, now - self.waiting_since)
@@ -149,8 +149,10 @@ class Learner:
             print(line, file=sys.stderr, flush=True)
 
     def judge_silence(self, silent: float) -> None:
-        """The buffer has sent nothing for `silent` seconds: the run has ended without its last word
-        having come, or the buffer is gone.  Raises NothingToDo, PeerUnreachable.
+        """React to `silent` seconds without a message from the buffer.
+
+        Either the run has ended and its last message was lost, or the buffer is gone. Raises
+        NothingToDo, PeerUnreachable.
         """
         if (
             silent > ENDED_S
@@ -162,7 +164,7 @@ class Learner:
                     f"the run in {self.run_dir} has ended, all its {self.config.learner.steps} "
                     "steps are made: this learner came too late"
                 )
-            self.finished = True  # the buffer's last word was lost
+            self.finished = True  # the buffer's last message was lost
             return
         if silent > self.config.wires.connect_s and (not self.ever_heard or self.waiting):
             raise PeerUnreachable(
@@ -171,7 +173,7 @@ class Learner:
             )
 
     def check(self, reply: m.FromBuffer) -> None:
-        """Raises BadMessage for what this learner would end on, or lose checkpoints by."""
+        """Raise BadMessage for replies that would end this learner or lose its checkpoints."""
         message_checks.check(reply, vocabulary=self.vocabulary)
         if isinstance(reply, m.Welcome) and reply.epoch == self.epoch:
             message_checks.require(
@@ -191,14 +193,14 @@ class Learner:
         if isinstance(reply, m.Welcome) and reply.epoch == self.epoch and not self.welcomed:
             self.directory = checkpoint.claim(self.directory, reply.checkpointed)
             self.welcomed = True
-            # the run is not over (any more): what it exported is not its end
+            # the run has not ended (again): an earlier export is not its result
             if self.number < self.config.learner.steps:
                 (self.run_dir / "weights_digest").unlink(missing_ok=True)
             self.publisher.remove_earlier()
         elif (
             isinstance(reply, m.Batch)
             and reply.epoch == self.epoch
-            and self.number <= reply.number <= self.number + 1  # no other is asked for
+            and self.number <= reply.number <= self.number + 1  # no other batch was requested
         ):
             self.batches.setdefault(reply.number, reply)
         elif isinstance(reply, m.CommitReply) and reply.epoch == self.epoch:
@@ -211,7 +213,7 @@ class Learner:
         if what != self.waiting:
             self.waiting = what
             self.waiting_since = time.monotonic()
-            # silence counts from the start of a wait: nobody listened during a long step
+            # silence counts from the start of a wait: a long step reads no messages
             self.heard = self.waiting_since
 
     # ---- the loop --------------------------------------------------------------------------------
@@ -251,21 +253,21 @@ class Learner:
         if self.config.record.stream and self.welcomed and not self.stopping:
             self.recorder = Recorder(self.config, self.run_dir, self.epoch, self.core, self.digest)
         if self.number == 0 and not self.stopping:
-            self.checkpoint()  # from now on a killed learner always finds one
+            self.checkpoint()  # from here on a killed learner finds a checkpoint
         self.mark = time.monotonic()
         while self.number < steps and not self.stopping:
             batch = self.next_batch()
             if batch is not None:
                 self.step(batch)
-        self.wait("the answers to its commits")
+        self.wait("the replies to its commits")
         while (self.commits or self.checkpointed is not None) and not self.stopping:
             self.handle_messages(POLL_S)
         if not self.welcomed:
-            return  # stopped before it began: nothing of it is worth keeping
+            return  # stopped before it was welcomed: there is nothing to keep
         if self.number not in checkpoint.numbers(self.directory):
             self.checkpoint()
         if self.stopping:
-            return  # the checkpoint is what it leaves; run_dir/model is the finished run's
+            return  # the checkpoint is enough; run_dir/model belongs to a finished run
         self.export()
         self.wait("the last evaluation")
         while not self.finished and not self.stopping:
@@ -273,8 +275,10 @@ class Learner:
             self.handle_messages(POLL_S)
 
     def export(self) -> None:
-        """The final model, then its digest.  Before the goodbye: whoever hears that the run is over
-        finds them, whatever dies next.
+        """Write the final model, then its digest.
+
+        This comes before the goodbye, so that the files exist by the time the run counts as
+        finished.
         """
         self.core.backend.broadcast("export")
         with self.core.backend.full_parameters():
@@ -288,7 +292,7 @@ class Learner:
             atomic_write.write(self.run_dir / "weights_digest", digest, sync=True)
 
     def next_batch(self) -> m.Batch | None:
-        """The batch to train on; None when told to stop while waiting."""
+        """Return the batch to train on, or None when stopped while waiting."""
         began = time.monotonic()
         while self.number not in self.batches and not self.stopping:
             self.wait(f"batch {self.number}")
@@ -349,7 +353,7 @@ class Learner:
         if min(self.commits) == batch.number:
             self.repeat(f"commit {batch.number}", commit)
         self.handle_messages(0)
-        # before a checkpoint could make a resumed learner begin behind this batch
+        # before a checkpoint, from which a resumed learner would skip this batch
         if self.recorder is not None:
             self.recorder.add(batch, metrics, self.digest)
         if self.number % self.config.learner.checkpoint_every == 0:
@@ -381,8 +385,9 @@ class Learner:
 
 
 def main(config: Config, run_dir: Path) -> bool:
-    """Run the learner until its last batch is committed and evaluated, or SIGTERM: finish the
-    batch, checkpoint, end; False: by SIGTERM.
+    """Run the learner until its last batch is committed and evaluated, or until SIGTERM.
+
+    After SIGTERM it finishes the batch, writes a checkpoint and returns False.
     """
     asked: list[int] = []
     learner: Learner | None = None
@@ -392,7 +397,7 @@ def main(config: Config, run_dir: Path) -> bool:
         from learner.backend_deepspeed import exit_rank, follow
 
         for signal_number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(signal_number, signal.SIG_IGN)  # rank 0 tells when it is over
+            signal.signal(signal_number, signal.SIG_IGN)  # rank 0 ends the other ranks
         follow(LearnerCore(config, config.model.path, run_dir))
         exit_rank()
 
@@ -415,7 +420,7 @@ def main(config: Config, run_dir: Path) -> bool:
                 print(f"learner: {error}; this one ends", file=sys.stderr)
                 return True
             print(
-                f"learner: {error} while this one was starting; it starts over from the newest "
+                f"learner: {error} while this one was starting; starting over from the newest "
                 "checkpoint",
                 file=sys.stderr,
             )

@@ -1,5 +1,6 @@
-"""Weights into the ring of this epoch, and out to other hosts in chunks or to other GPUs by
-NCCL.
+"""Publication of weights: into this epoch's ring, and to other hosts or GPUs.
+
+Other hosts receive them in chunks, other GPUs by NCCL.
 """
 
 from __future__ import annotations
@@ -27,21 +28,23 @@ from asyncrl.transport.chunks import ChunkServer
 from asyncrl.transport.ring import WeightRing
 from learner.step import LearnerCore
 
-# No weight of a language model in use is so large.  From LARGE on a forward pass tells whether they
-# still give logprobs; products of two HUGE ones and their squares leave the range of float32 in one
-# place or the other.
+# Weights of usable language models stay far below LARGE. From LARGE on, a forward pass checks that
+# log-probabilities are still finite. Products and squares of HUGE weights overflow float32.
 LARGE = 1e3
 HUGE = 1e6
 
 
 def depth(config: Config) -> int:
-    """How many earlier versions lag injection names."""
+    """Return how many earlier versions lag injection may use."""
     inject = config.staleness.inject
     return 0 if inject is None else (inject if isinstance(inject, int) else len(inject) - 1)
 
 
 class Publisher:
-    """One ring per epoch; earlier epochs' rings stay until the buffer has welcomed this one."""
+    """Publisher of one epoch's ring.
+
+    Rings of earlier epochs stay until the buffer has welcomed this one.
+    """
 
     def __init__(self, config: Config, run_dir: Path, epoch: int, core: LearnerCore) -> None:
         self.epoch = epoch
@@ -69,9 +72,7 @@ class Publisher:
         )
 
     def remove_earlier(self) -> None:
-        """Remove the rings of lower epochs; readers that still map one keep it until they let
-        go.
-        """
+        """Remove the rings of lower epochs; readers that still map one keep it."""
         for old in self.directory.parent.glob("epoch_*"):
             if (found := re.fullmatch(r"epoch_(\d+)", old.name)) and int(
                 found.group(1)
@@ -79,27 +80,25 @@ class Publisher:
                 shutil.rmtree(old, ignore_errors=True)
 
     def recreate_ring(self) -> None:
-        """Somebody may have removed the ring's directory: generators that begin now would find no
-        weights.
-        """
+        """Recreate the ring's directory if it was removed, so that new generators find it."""
         if self.ring.recreate():
             print(
-                f"learner: {self.directory} was removed by somebody; it is made anew with all its "
-                "versions",
+                f"learner: {self.directory} was removed; it is recreated with all its versions",
                 file=sys.stderr,
                 flush=True,
             )
 
     def publish(self, number: int) -> str:
-        """Write the model's weights as version `number`; returns their digest.  Raises
-        NotFinite.
+        """Write the model's weights as version `number`; return their digest.
+
+        Raises NotFiniteError for weights that are not finite or too large.
         """
         self.core.backend.broadcast("publish")
         probe = self.core.backend.probe()
 
         def fill(buffer: memoryview) -> None:
             bound = self.core.backend.write_flat(buffer)
-            # as a rule: no weight comes near LARGE
+            # usually no weight comes near LARGE
             if bound is not None and float(bound) < LARGE**2:
                 return
             if why := self.find_problem(buffer):
@@ -124,7 +123,7 @@ class Publisher:
         return digest
 
     def find_problem(self, buffer: memoryview) -> str:
-        """What keeps the flat weights in `buffer` from being used; "" as a rule."""
+        """Return why the flat weights in `buffer` are unusable; "" when they are usable."""
         weights = policy.read_flat(buffer, self.core.layout)
         largest = float(
             torch.stack(
@@ -140,7 +139,7 @@ class Publisher:
         return "" if sound else f"are up to {largest:.1e}, too large for finite logprobs,"
 
     def publish_bytes(self, number: int, data: bytes) -> str:
-        """Write an earlier version, as a checkpoint kept it."""
+        """Write an earlier version from its flat bytes in a checkpoint."""
 
         def fill(buffer: memoryview) -> None:
             buffer[:] = data
@@ -150,7 +149,7 @@ class Publisher:
         )
 
     def earlier_versions(self, number: int) -> dict[int, bytes]:
-        """Flat bytes of the versions before `number` that injection may still name."""
+        """Return the flat bytes of versions before `number` that injection may still use."""
         out = {}
         for label, digest in self.ring.labels().items():
             if number - self.depth <= label.number < number:
@@ -158,10 +157,10 @@ class Publisher:
         return out
 
     def weights_of(self, label: Label, digest: str) -> bytes:
-        """Flat bytes of version `label`; empty when the ring does not hold it any more.
+        """Return the flat bytes of version `label`; empty when the ring no longer holds it.
 
-        An earlier epoch's version lies in this epoch's ring under this epoch's label, where a
-        resumed learner has published it again: `digest` finds it ("": unknown).
+        A resumed learner publishes an earlier epoch's version again under its own epoch's label.
+        `digest` finds it there ("" when unknown).
         """
         if data := self.ring.read_part(label, digest, 0, self.ring.size)[1]:
             return data
@@ -169,7 +168,7 @@ class Publisher:
         return self.ring.read_part(max(same), digest, 0, self.ring.size)[1] if same else b""
 
     def held_versions(self, numbers: Iterable[int]) -> list[tuple[Label, str]]:
-        """(label, digest) of those of `numbers` that the ring holds."""
+        """Return (label, digest) of the `numbers` that the ring holds."""
         wanted = set(numbers)
         return sorted(
             (label, digest)

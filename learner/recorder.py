@@ -1,6 +1,7 @@
-"""What a learner writes of its work beside its checkpoints: the log of its optimizer steps, and a
-recording of its life: every batch as it was trained, and weights at chosen versions
-(asyncrl/records/stream.py has the format).
+"""The learner's own records: the log of optimizer steps, and the recording for replay.
+
+A recording holds every batch as it was trained, and weights at chosen versions.
+`asyncrl/records/stream.py` defines its format.
 """
 
 from __future__ import annotations
@@ -26,15 +27,17 @@ STEP_LOG = "optimizer_steps.jsonl"
 
 
 class StepLog:
-    """RUN/optimizer_steps.jsonl: a batch's rows are written before its commit leaves, so that a
-    committed batch has all of them.
+    """RUN/optimizer_steps.jsonl.
 
-    Raises AsyncrlError when the file cannot be written."""
+    A batch's rows are written before its commit is sent, so that a committed batch has all of them.
+    Raises AsyncrlError when the file cannot be written.
+    """
 
     def __init__(self, run_dir: Path, number: int) -> None:
-        """Keep the rows of batches below `number`, the next one: a resumed learner trains the
-        others again.  The file is always a new one, as a learner that this one replaces may
-        still have the old one open."""
+        """Keep the rows of batches below `number`, the next one; later batches train again.
+
+        The file is always a new one, because a replaced learner may still have the old one open.
+        """
         path = run_dir / STEP_LOG
         kept = [row for row in jsonl.read(path) if row.get("step", number) < number]
         try:
@@ -48,7 +51,7 @@ class StepLog:
             self.file.write(row)
 
     def sync(self) -> None:
-        """Rows so far survive a power cut: a checkpoint after them counts on it."""
+        """Make the rows so far survive a power cut, which a later checkpoint relies on."""
         os.fsync(self.file.fd)
 
     def close(self) -> None:
@@ -56,7 +59,9 @@ class StepLog:
 
 
 class Recorder:
-    """A recording that cannot be written any more (bound reached, disk full) says so once; the run
+    """The recording of a run.
+
+    When it can no longer be written (bound reached, disk full), it reports that once and the run
     goes on without it.
     """
 
@@ -80,7 +85,7 @@ class Recorder:
                 f"record.stream: {stream.directory(run_dir)} cannot be written: {error}; free some "
                 "space, or leave record.stream out"
             ) from error
-        # expected, until some are written
+        # an estimate until weights have been written
         self.weights_bytes = policy.flat_bytes(core.layout) * (
             3 if config.learner.optimizer == "adamw" else 1
         )
@@ -93,7 +98,7 @@ class Recorder:
                 )
 
     def add(self, batch: Batch, metrics: dict[str, float], digest: str) -> None:
-        """One batch, after its update; digest: of the weights that it made."""
+        """Add one batch after its update; digest is that of the updated weights."""
         if self.broken:
             return
         try:
@@ -110,7 +115,7 @@ class Recorder:
         self.report_size(batch.number)
 
     def weights(self) -> None:
-        """Keep the weights and the optimizer as they are now."""
+        """Store the current weights and optimizer."""
         if self.log.has_room(self.weights_bytes):
             self.directory.mkdir(parents=True, exist_ok=True)
             try:
@@ -119,12 +124,12 @@ class Recorder:
                 return self.stop(str(error))
             path = self.directory / f"number_{self.core.state.number}"
             written = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
-            # the first have no moments of the optimizer yet
+            # the first ones have no optimizer moments yet
             self.weights_bytes = max(written, self.weights_bytes)
             self.log.used += written
 
     def report_size(self, number: int) -> None:
-        """After the third batch: what the recording will come to."""
+        """Report the expected size of the recording, after the third batch."""
         if number - self.start != 2 or self.said:
             return
         self.said = True

@@ -1,5 +1,6 @@
-"""What a batch's number alone decides: its learning rate, and which answers each optimizer step
-takes.  Nothing of it is carried from batch to batch, so nothing of it needs saving.
+"""Functions of a batch's number: its learning rate, and the samples of each optimizer step.
+
+They carry nothing from batch to batch, so a checkpoint needs nothing of them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from asyncrl.config.tree import LearnerConfig
 
 
 def learning_rate_share(settings: LearnerConfig, number: int) -> float:
-    """Share of `learner.lr` that batch `number` trains with: the schedule, after the warm-up."""
+    """Return batch `number`'s share of `learner.lr`: the schedule, after the warm-up."""
     left = 1.0 - number / settings.steps
     shape = {
         "constant": 1.0,
@@ -26,10 +27,11 @@ def learning_rate_share(settings: LearnerConfig, number: int) -> float:
 def minibatches(
     groups: Sequence[int], parts: int, *, seed: int, number: int, epoch: int
 ) -> list[list[int]]:
-    """Answers of each optimizer step: whole groups, dealt by a permutation that (seed, batch,
-    epoch) fixes.
+    """Return the samples of each optimizer step.
 
-    groups: of each answer, numbered from 0."""
+    Whole groups are assigned by a permutation that (seed, batch, epoch) determines. groups holds
+    each sample's group, numbered from 0.
+    """
     if parts == 1:
         return [list(range(len(groups)))]
     source = torch.Generator().manual_seed(((seed * 1_000_003 + number) * 1009 + epoch) % 2**63)

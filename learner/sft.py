@@ -1,15 +1,16 @@
-"""`asyncrl sft`: supervised training of a model, with held-out loss, checkpoints and resume.
+"""`asyncrl sft`: supervised training with held-out loss, checkpoints and resume.
 
 ```
-RUN/sft.toml           the resolved config
-RUN/metrics.jsonl      a row a step: number, loss, lr; heldout where it was measured
+RUN/sft.toml                the resolved config
+RUN/metrics.jsonl           a row per step: number, loss, lr; heldout where it was measured
 RUN/checkpoints/number_N/   model, optimizer, random state, sealed like a run's
-RUN/model/             at the end: a Hugging Face directory, for model.path of a run
-RUN/summary.json       at the end
+RUN/model/                  at the end: a Hugging Face directory, for model.path of a run
+RUN/summary.json            at the end
 ```
 
-A resumed run makes the steps after its checkpoint again, bit for bit as one never stopped: the rows
-of a step are a function of (seed, step)."""
+The rows of a step are a function of (seed, step). A resumed training repeats the steps after its
+checkpoint bitwise as if it had never stopped.
+"""
 
 from __future__ import annotations
 
@@ -48,13 +49,13 @@ Say = Callable[[str], None]
 
 
 def prepare(config: SftConfig, source: str) -> Path:
-    """A new directory for the training.  Raises ConfigError where something is in it."""
+    """Create the training's directory. Raises ConfigError when it is not empty."""
     name = config.name or f"{Path(source).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     run_dir = Path(config.runs) / name
     if run_dir.exists() and any(run_dir.iterdir()):
         raise ConfigError(
-            f"{run_dir} is not empty: go on with it by `asyncrl sft --resume {run_dir}`, or choose "
-            "another name by --set name=..."
+            f"{run_dir} is not empty: continue it with `asyncrl sft --resume {run_dir}`, or choose "
+            "another name with --set name=..."
         )
     (run_dir / "checkpoints").mkdir(parents=True)
     atomic_write.write(run_dir / CONFIG, load.dump(config), sync=True)
@@ -62,7 +63,7 @@ def prepare(config: SftConfig, source: str) -> Path:
 
 
 class SftRun:
-    """One life of a training: from its newest checkpoint, or from the model in model.path."""
+    """One incarnation of a training: from its newest checkpoint, or from model.path."""
 
     def __init__(self, config: SftConfig, run_dir: Path, say: Say) -> None:
         torch.set_num_threads(config.training.threads)
@@ -84,7 +85,7 @@ class SftRun:
         self.ends = train.ends if new else ()
         self.rows = train.rows
         say(
-            f"{len(train.rows)} rows to learn from ({train.skipped} too long and left out), "
+            f"{len(train.rows)} training rows ({train.skipped} too long and excluded), "
             f"{len(self.heldout)} held out"
         )
         self.fitter = ModelFitter(self.model, config.training)
@@ -97,18 +98,18 @@ class SftRun:
         self.metrics = jsonl.JsonlAppender(run_dir / "metrics.jsonl")
 
     def forget_after(self, number: int) -> None:
-        """Rows of steps that are made again."""
+        """Remove the metric rows of steps that will be repeated."""
         path = self.run_dir / "metrics.jsonl"
         kept = [row for row in jsonl.read(path) if row["number"] < number]
         if path.exists():
             atomic_write.write(path, "".join(json.dumps(row) + "\n" for row in kept))
 
     def run(self, stopping: Callable[[], bool]) -> bool:
-        """Train to the last step; False where `stopping` ended it before, with a checkpoint."""
+        """Train to the last step; return False where `stopping` ended it with a checkpoint."""
         training = self.config.training
         if self.fitter.number >= training.steps:
             raise NothingToDo(
-                f"{self.run_dir} has made all its {training.steps} steps; more by "
+                f"{self.run_dir} has completed all its {training.steps} steps; to add steps, use "
                 f"--resume {self.run_dir} --set training.steps=..."
             )
         began = time.monotonic()
@@ -139,12 +140,13 @@ class SftRun:
             self.say(f"step {number}: loss {row['loss']:.4f}, held out {row['heldout']:.4f}")
 
     def due(self, number: int) -> bool:
-        """Whether the held-out loss is measured before step `number`."""
+        """Return whether the held-out loss is measured before step `number`."""
         every = self.config.training.heldout_every
         return number == 0 or bool(every and number % every == 0)
 
     def save(self) -> None:
-        """A checkpoint of the steps so far, sealed, and those beyond `keep_checkpoints` removed.
+        """Write a sealed checkpoint and remove those beyond `keep_checkpoints`.
+
         Raises AsyncrlError (disk full).
         """
         final = self.checkpoints / f"number_{self.fitter.number}"
@@ -160,7 +162,7 @@ class SftRun:
                 }
                 torch.save(state, part / "state.pt")
                 checkpoint.seal(part)
-        except Exception as error:  # torch and safetensors have error classes of their own
+        except Exception as error:  # torch and safetensors have their own error classes
             raise AsyncrlError(
                 f"checkpoint {final} could not be written: {error}; the ones before it are whole: "
                 "free some space and resume"
@@ -171,7 +173,7 @@ class SftRun:
             shutil.rmtree(self.checkpoints / f"number_{number}")
 
     def restore(self, path: Path) -> None:
-        """Go on from the checkpoint at `path`.  Raises Damaged for another model's."""
+        """Continue from the checkpoint at `path`. Raises DamagedDataError for another model's."""
         saved = load_policy(path / "model", self.config.model.dtype, self.config.model.device)
         if [row[:3] for row in manifest(saved)] != [row[:3] for row in manifest(self.model)]:
             raise DamagedDataError(
@@ -186,7 +188,7 @@ class SftRun:
         self.say(f"resumed from {path}")
 
     def finish(self, seconds: float) -> None:
-        """The model, then the summary: who finds it finds both."""
+        """Write the model, then the summary, so that a summary implies a model."""
         self.model.hf.eval()
         end = self.fitter.loss(self.heldout) if self.heldout else None
         export(self.model, self.run_dir / "model", self.ends)
@@ -208,8 +210,9 @@ class SftRun:
 
 
 def run(config: SftConfig, run_dir: Path, say: Say) -> dict[str, Any] | None:
-    """Train, or go on training, in `run_dir`; the summary, None where SIGINT or SIGTERM ended it
-    with a checkpoint.
+    """Train in `run_dir`, from the start or a checkpoint; return the summary.
+
+    Returns None where SIGINT or SIGTERM ended it with a checkpoint.
     """
     lock = RunLock(run_dir, "sft")
     try:
@@ -218,7 +221,7 @@ def run(config: SftConfig, run_dir: Path, say: Say) -> dict[str, Any] | None:
             try:
                 training = SftRun(config, run_dir, say)
             except ConfigError:
-                if not began:  # what is wrong is set right, and the same command given again
+                if not began:  # leave nothing behind, so that the corrected command can run again
                     shutil.rmtree(run_dir, ignore_errors=True)
                 raise
             try:
@@ -231,7 +234,7 @@ def run(config: SftConfig, run_dir: Path, say: Say) -> dict[str, Any] | None:
 
 
 def load_resumed(run_dir: Path, sets: tuple[str, ...]) -> SftConfig:
-    """The config of the training in `run_dir`.  Raises ConfigError where there is none."""
+    """Return the config of the training in `run_dir`. Raises ConfigError without one."""
     from asyncrl.config import sft
 
     if not (run_dir / CONFIG).is_file():
@@ -241,7 +244,7 @@ def load_resumed(run_dir: Path, sets: tuple[str, ...]) -> SftConfig:
 
 @contextmanager
 def catch_stop_signals() -> Iterator[Callable[[], bool]]:
-    """Whether SIGINT or SIGTERM has come: the step ends, then the training."""
+    """Yield a function that tells whether SIGINT or SIGTERM has come."""
     came: list[int] = []
     before = {
         number: signal.signal(number, lambda number, _: came.append(number))

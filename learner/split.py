@@ -1,9 +1,10 @@
-"""The three-part split of the log ratio, measured on some answers of a batch with weights out of
-the ring, how far the batch moved the policy, and KL to the reference.
+"""Measurements beside the loss: the split of the log-ratio, moved KL and reference KL.
 
-Each needs a forward of its own, so they are measured every `record.split_every` batches on
-`record.split_samples` answers, and every `record.reference_kl_every` on `record.reference_samples`:
-of those of the first optimizer step, whose forward was the learner's start."""
+Each needs its own forward pass. The split is measured every `record.split_every` batches on
+`record.split_samples` samples, the reference KL every `record.reference_kl_every` on
+`record.reference_samples`. Samples are taken from the first optimizer step, whose forward was the
+learner's start.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +24,15 @@ from asyncrl.models import adapters
 from asyncrl.models.policy import Manifest, PolicyModel, load_policy, load_weights, read_flat
 from learner.batch import PackedBatch
 
-Forward = Callable[[PolicyModel, PackedBatch, list[int]], torch.Tensor]  # logprobs [N], 0 elsewhere
-# flat weights of a version by its label and digest, empty where they are not held any more
+Forward = Callable[[PolicyModel, PackedBatch, list[int]], torch.Tensor]  # [N], 0 elsewhere
+# flat weights of a version by its label and digest, empty where they are no longer held
 WeightsOf = Callable[[Label, str], bytes]
 
 
 class SplitMeter:
-    """What one learner measures beside its loss; rank 0 alone does.  `weights_of` is set by whoever
-    has a ring.
+    """Measurements of one learner besides its loss, at rank 0.
+
+    `weights_of` is set by the owner of a ring.
     """
 
     def __init__(
@@ -41,12 +43,14 @@ class SplitMeter:
         self.layout = layout
         self.forward = forward
         self.weights_of: WeightsOf | None = None
-        self.shadow: PolicyModel | None = None  # holds one earlier version at a time
+        self.shadow: PolicyModel | None = None  # the model of one earlier version at a time
         self.reference: PolicyModel | None = None
 
     def due(self, number: int) -> tuple[bool, bool]:
-        """Is the split of batch `number` to be measured, and its KL to the reference?  Every rank
-        says the same."""
+        """Return whether batch `number` measures the split, and the reference KL.
+
+        Every rank returns the same.
+        """
         every = self.config.record
         return (
             every.split_every > 0 and number % every.split_every == 0,
@@ -61,11 +65,10 @@ class SplitMeter:
         answers: tuple[list[int], list[int]],
         after: torch.Tensor | None,
     ) -> dict[str, float]:
-        """Metrics of this batch on its `answers`, as `choose_samples` names them.
+        """Return the metrics of this batch on its `answers`, from `choose_samples`.
 
-        after: logprobs [N] under the policy that the batch's updates have made, where the split is
-        due.  Raises AsyncrlError when `exact` is true and engine and learner differ at equal
-        weights.
+        after [N] holds the log-probabilities under the updated policy, where the split is due.
+        Raises AsyncrlError when `exact` is true and engine and learner differ at equal weights.
         """
         found: dict[str, float] = {}
         split_on, refer_on = answers
@@ -84,11 +87,11 @@ class SplitMeter:
     def choose_samples(
         self, packed: PackedBatch, prep: PreparedBatch, number: int
     ) -> tuple[list[int], list[int]]:
-        """Answers for the split and for the KL to the reference, drawn by (seed, batch) of those
-        whose start is known and that a pass of this rank has seen.
+        """Choose samples for the split and for the reference KL, by (seed, batch).
 
-        Those of the split are of as few groups as can be: their prompt is encoded once, and few
-        versions drew them, each of which costs a forward with its weights.
+        Candidates have a known start and were seen by a pass of this rank. The split's samples come
+        from as few groups as possible: a group's prompt is encoded once, and few versions sampled
+        it, each of which costs a forward with its weights.
         """
         seen = prep.known & prep.passed
         count = ratios.seq_sum(seen.long(), packed.loss.seq, packed.count)
@@ -113,9 +116,9 @@ class SplitMeter:
         samples: list[Trajectory],
         number: int,
     ) -> dict[str, float]:
-        """The split over the valid tokens of `answers` whose version's weights are at hand."""
+        """Return the split over valid tokens of `answers` whose version's weights are held."""
         loss = packed.loss
-        # drawn by the policy that the batch starts from
+        # sampled by the policy that the batch starts from
         version = torch.where(loss.token_lag == 0, prep.start, torch.nan)
         spans: dict[tuple[Label, str], list[tuple[int, int, int]]] = {}
         for answer in answers:
@@ -147,8 +150,9 @@ class SplitMeter:
     def logprobs_under(
         self, version: tuple[Label, str], packed: PackedBatch, answers: list[int]
     ) -> torch.Tensor | None:
-        """Logprobs [N] of `answers` under `version`, (label, digest); None when its weights are not
-        held any more.
+        """Return log-probabilities [N] of `answers` under `version`, (label, digest).
+
+        Returns None when its weights are no longer held.
         """
         assert self.weights_of is not None
         data = self.weights_of(*version)
@@ -173,8 +177,9 @@ class SplitMeter:
     def to_reference(
         self, packed: PackedBatch, prep: PreparedBatch, answers: list[int]
     ) -> dict[str, float]:
-        """KL(target || reference) over the valid tokens of `answers`, where no KL term has its
-        logprobs already.
+        """Return KL(target || reference) over the valid tokens of `answers`.
+
+        It is needed where no KL term has computed the reference's log-probabilities.
         """
         if self.reference is None:
             settings = self.config.model
@@ -197,10 +202,16 @@ class SplitMeter:
 def measure_move(
     before: torch.Tensor, after: torch.Tensor, behavior: torch.Tensor, valid: torch.Tensor
 ) -> float:
-    """KL(before || after) of one batch's updates, nats a token, by k3 on the tokens `valid`.
+    """Return KL(before || after) of one batch's updates, nats per token, by k3.
 
-    before, after [N]: logprobs under the policy before and after them; behavior [N]: mu's, whose
-    the tokens are: each counts before / mu, at most 2.  Their states stay mu's.
+    The tokens were sampled by mu, so each has weight before / mu, at most 2. Their states stay
+    mu's.
+
+    Args:
+        before: [N], log-probabilities before the updates.
+        after: [N], after the updates.
+        behavior: [N], log mu.
+        valid: bool [N].
     """
     weight = ratios.log_ratio(before, behavior).exp().clamp(max=2.0)
     far = kl.k3(ratios.log_ratio(before, after.to(before.dtype)))

@@ -1,4 +1,4 @@
-"""What a learner carries from batch to batch beside weights and optimizer."""
+"""State that a learner carries from batch to batch, besides weights and optimizer."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ import msgspec
 
 @dataclass
 class LearnerState:
-    """Every rank has the same one; a checkpoint keeps it.  number: of the next batch; baseline:
-    running mean of the rewards; beta: of the KL term; prompts: the running mean of each prompt's
-    rewards, by the prompt's digest, with advantage.baseline = prompt.
+    """Learner state, equal on every rank and kept in checkpoints.
+
+    number: of the next batch.
+    baseline: running mean of the rewards.
+    beta: coefficient of KL in the reward.
+    prompts: running mean of each prompt's rewards by the prompt's digest, with advantage.baseline =
+        prompt.
     """
 
     number: int = 0
@@ -25,11 +29,11 @@ class LearnerState:
 
 
 class BatchCursor(msgspec.Struct, frozen=True):
-    """What a learner's hello tells the buffer, so that both go on from the same batch; a checkpoint
-    keeps it beside the `LearnerState`.
+    """Position in the stream of batches, sent in a learner's hello and kept in checkpoints.
 
-    next_ticket, ledger, trained_above, limit: as the last batch brought them; parent: epoch and
-    number of the weights that it was trained on."""
+    next_ticket, ledger, trained_above, limit: from the last batch.
+    parent: epoch and number of the weights that batch was trained on.
+    """
 
     next_ticket: int = 0
     ledger: dict[str, dict[str, float]] = {}
@@ -38,10 +42,10 @@ class BatchCursor(msgspec.Struct, frozen=True):
     limit: int = 0
 
     def as_checkpoint(self) -> dict[str, Any]:
-        """As a checkpoint keeps it, for `read`."""
+        """Return the form that a checkpoint keeps and `read` reads."""
         return msgspec.structs.asdict(self)
 
     @staticmethod
     def read(kept: dict[str, Any]) -> BatchCursor:
-        """What a checkpoint kept; a name that an earlier program did not write has its default."""
+        """Read a checkpoint's cursor; names that an earlier version did not write get defaults."""
         return msgspec.convert(kept, BatchCursor)

@@ -1,5 +1,6 @@
-"""One batch to one new version: the learner without sockets.  `LearnerCore.train` is what run,
-replay and tests share.
+"""One batch to one new version: the learner without sockets.
+
+`run`, `replay` and the tests share `LearnerCore.train`.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from learner.state import LearnerState
 BAD_IN_A_ROW = 3
 
 
-# metrics of what the passes after a batch's first optimizer step see
+# metrics of the passes after a batch's first optimizer step
 OF_LATER_PASSES = ("kl/start_target_", "by_lag/update_")
-# of each optimizer step's own pass, in RUN/optimizer_steps.jsonl
+# metrics of each optimizer step's own pass, in RUN/optimizer_steps.jsonl
 OF_EACH_STEP = (
     "loss/policy",
     "kl/behavior_target_k3",
@@ -48,8 +49,12 @@ OF_EACH_STEP = (
 
 
 class Update(NamedTuple):
-    """One optimizer step that was made: its gradient's norm before clipping, the learning rate, the
-    sums of its pass, and what was measured of the batch before it.
+    """One completed optimizer step.
+
+    norm: of its gradient, before clipping.
+    lr: its learning rate.
+    sums: of its pass.
+    before: metrics of the batch measured before the step.
     """
 
     norm: float
@@ -58,8 +63,13 @@ class Update(NamedTuple):
     before: dict[str, float]
 
     def row(self, number: int, index: int, found: dict[str, float]) -> dict[str, float]:
-        """Its row of RUN/optimizer_steps.jsonl; number: the batch's; index: of the step in it;
-        found: the metrics of `sums`.  What is not finite is left out."""
+        """Return its row of RUN/optimizer_steps.jsonl, without values that are not finite.
+
+        Args:
+            number: of the batch.
+            index: of the step in the batch.
+            found: the metrics of `sums`.
+        """
         values = {"optim/grad_norm": self.norm, "optim/lr": self.lr, **self.before}
         values |= {name: found[name] for name in OF_EACH_STEP if name in found}
         return {"step": number, "update": index} | {
@@ -68,8 +78,11 @@ class Update(NamedTuple):
 
 
 class StepSums(NamedTuple):
-    """The optimizer steps that were made on a batch: the sums behind their metrics, each by itself,
-    and the last KL that early stopping looked at.
+    """The optimizer steps that were made on a batch.
+
+    sums: the sums behind their metrics.
+    updates: each step by itself.
+    stop_kl: the last KL that early stopping measured.
     """
 
     sums: dict[str, torch.Tensor]
@@ -78,8 +91,9 @@ class StepSums(NamedTuple):
 
 
 class LearnerCore:
-    """Model, optimizer and state.  Everything drawn at random is a function of (seed, batch number,
-    epoch).
+    """Model, optimizer and state of the learner.
+
+    Every random choice is a function of (seed, batch number, epoch).
     """
 
     def __init__(self, config: Config, model_dir: str | Path, run_dir: Path | None = None) -> None:
@@ -87,7 +101,7 @@ class LearnerCore:
         memory.keep_freed()
         self.config = config
         self.run_dir = run_dir
-        # they fetch their parameters by hooks
+        # under ZeRO-3, modules fetch their parameters by hooks
         by_modules = config.learner.backend == "deepspeed" and config.learner.zero_stage == 3
         self.model = load_policy(
             model_dir, config.model.dtype, config.model.device, whole=by_modules
@@ -112,8 +126,8 @@ class LearnerCore:
             )
         self.layout = manifest(self.model)  # before a backend partitions the parameters
         self.backend = make_backend(config, self.model)
-        # where the loss is computed: beside the model, so that nothing of it waits for the device;
-        # several ranks exchange it on the host
+        # the loss is computed beside the model, so that it never waits for the device; several
+        # ranks exchange it on the host
         self.where = (
             self.model.device
             if self.backend.ranks == 1 and config.learner.backend == "torch"
@@ -123,16 +137,19 @@ class LearnerCore:
         self.measure = SplitMeter(config, self.model, self.layout, self._forward)
         self.state = LearnerState(beta=config.kl.reward.coefficient)
         self.told: set[str] = set()
-        self.made: set[int] = set()  # answers of the batch that an optimizer step was made on
-        self.updates: list[dict[str, float]] = []  # of the last batch, one row an optimizer step
-        # of the last batch, per sample: what `Commit.unused` says
+        self.made: set[int] = set()  # samples of the batch that an optimizer step was made on
+        self.updates: list[dict[str, float]] = []  # of the last batch, one row per optimizer step
+        # of the last batch, per sample, for `Commit.unused`
         self.unused: list[tuple[int, int]] = []
 
     def _load_references(self) -> None:
-        """`reference`: the policy that KL in the loss is towards, `reward_reference` the one of KL
-        in the reward; one model where both are the same directory.  With one term alone, the
-        metrics are of its reference.  With adapters the base is there already: the model with them
-        off."""
+        """Load the reference policies of KL in the loss and KL in the reward.
+
+        `reference` belongs to the loss and the metrics, `reward_reference` to the reward; one model
+        serves both where they name the same directory. With only one term, the metrics use its
+        reference. With adapters the base model is already loaded: it is the model with adapters
+        off.
+        """
         config = self.config
         loaded: dict[Path, PolicyModel] = {}
         if self.model.adapter is not None:
@@ -156,8 +173,10 @@ class LearnerCore:
     # ---- one batch -------------------------------------------------------------------------------
 
     def train(self, batch: Batch) -> dict[str, float]:
-        """Train on one batch; returns its metrics.  Raises NotFinite after three batches whose
-        loss is not finite.
+        """Train on one batch and return its metrics.
+
+        Raises NotFiniteError after three batches in a row whose loss is not finite, and
+        AsyncrlError when `exact` is true and engine and learner differ.
         """
         self.backend.broadcast("train", batch)
         config = self.config
@@ -186,7 +205,7 @@ class LearnerCore:
         metrics = prep.metrics | found
         again = config.learner.epochs > 1 or packed.loss.start is not None
         if len(steps.updates) < 2 or not again:
-            # every pass over known answers is the start itself: 0, whatever the batch does
+            # every pass over known samples is the start itself: always 0
             metrics = {k: x for k, x in metrics.items() if not k.startswith(OF_LATER_PASSES)}
         metrics |= self._measures(batch, packed, prep)
         self.updates = [
@@ -225,8 +244,9 @@ class LearnerCore:
     def _measures(
         self, batch: Batch, packed: PackedBatch, prep: step_loss.PreparedBatch
     ) -> dict[str, float]:
-        """What is measured on some answers of the batch, at rank 0; all ranks make the pass under
-        the policy that the updates have made.
+        """Measure the split and the reference KL on some samples of the batch, at rank 0.
+
+        All ranks run the pass under the updated policy.
         """
         split, reference = self.measure.due(batch.number)
         if not split and not reference:
@@ -240,25 +260,23 @@ class LearnerCore:
         return self.measure(batch, packed, prep, (split_on, refer_on), after)
 
     def _pack_batch(self, batch: Batch) -> PackedBatch:
-        """The batch, with what other models and the critic make of it: the anchor, the references'
-        logprobs, the values.
-        """
+        """Pack the batch and add proximal and reference log-probabilities and values."""
         config = self.config
         packed = pack(batch, greedy=config.advantage.name == "remax").to_device(self.where)
         everyone = range(packed.count)
         if len(packed.responses) > packed.count and (keys := settings.ordered(config)):
             raise ConfigError(
-                f"{keys[0]} needs the order of a session's tokens, and a session of batch "
-                f'{batch.number} has forked: its rows have none; set agent.fork = "end"'
+                f"{keys[0]} needs the order of a session's tokens, but a session of batch "
+                f'{batch.number} has forked, so it has no order; set agent.fork = "end"'
             )
         if (
             packed.loss.token_rewards is not None
             and config.advantage.name not in advantages.BY_TOKEN
         ):
             self._report(
-                f"advantage.name = {config.advantage.name} takes one reward an answer, so the "
+                f"advantage.name = {config.advantage.name} uses one reward per sample, so the "
                 "reward function's token_rewards are not trained on; "
-                f"{', '.join(advantages.BY_TOKEN)} take them"
+                f"{', '.join(advantages.BY_TOKEN)} use them"
             )
         self._anchor(packed, everyone)
         self._measured(packed)
@@ -274,7 +292,7 @@ class LearnerCore:
         return packed
 
     def _measured(self, packed: PackedBatch) -> None:
-        """Norms of gradients, where the advantage asks for them."""
+        """Add gradient norms to the batch where the advantage needs them."""
         advantage = self.config.advantage
 
         def run(samples: Sequence[int], hidden: bool) -> Any:
@@ -287,9 +305,7 @@ class LearnerCore:
             packed.loss.energy = gradients.energies(packed, self.model, run, mine)
 
     def _known_prompts(self, batch: Batch, packed: PackedBatch) -> list[str]:
-        """Of each sample: its prompt's name in `LearnerState.prompts`; their running means go to
-        the
-        loss."""
+        """Return each sample's key in `LearnerState.prompts`; set the baselines of the loss."""
         digests = [
             xxhash.xxh3_64_hexdigest(batch.samples[place].prompt_tokens) for place in packed.places
         ]
@@ -298,7 +314,7 @@ class LearnerCore:
         return digests
 
     def _remember_prompts(self, digests: Sequence[str], rewards: Sequence[float]) -> None:
-        """The batch's mean reward of each prompt goes into its running mean."""
+        """Update the running mean of each prompt with the batch's mean reward."""
         given: dict[str, list[float]] = {}
         for digest, reward in zip(digests, rewards, strict=True):
             given.setdefault(digest, []).append(reward)
@@ -309,20 +325,20 @@ class LearnerCore:
             self.state.prompts[digest] = kept * before + (1 - kept) * mean
 
     def _ema_decay(self) -> float:
-        """Of the running means that a baseline reads; another advantage keeps them by default."""
+        """Return the decay of the running means; other advantages use the default."""
         advantage = self.config.advantage
         if not isinstance(advantage, settings.ReinforceAdvantage):
             advantage = settings.ReinforceAdvantage()
         return advantage.ema_decay
 
     def _report(self, what: str) -> None:
-        """Say something of the data on stderr, once, by rank 0."""
+        """Print a remark about the data on stderr, once, at rank 0."""
         if what not in self.told and self.backend.rank == 0:
             print(f"learner: {what}", file=sys.stderr, flush=True)
         self.told.add(what)
 
     def _epochs(self, prep: step_loss.PreparedBatch, packed: PackedBatch) -> StepSums:
-        """All optimizer steps of a batch, until KL early stopping ends them."""
+        """Make all optimizer steps of a batch, until KL early stopping ends them."""
         total: dict[str, torch.Tensor] = {}
         updates: list[Update] = []
         stop_kl = 0.0
@@ -337,7 +353,7 @@ class LearnerCore:
                 )
                 step = step_loss.begin_step(prep, torch.tensor(samples, device=self.where), current)
                 prep.metrics |= step.metrics
-                # no step at all: one with a learning rate of 0 would still move Adam's moments
+                # skip the step: with a learning rate of 0 it would still move Adam's moments
                 stopped = step.lr_scale == 0
                 if first and current is not None and not stopped:
                     stop_kl = self._stop_kl(
@@ -377,10 +393,12 @@ class LearnerCore:
     def _unused_tokens(
         self, prep: step_loss.PreparedBatch, packed: PackedBatch, samples: int
     ) -> list[tuple[int, int]]:
-        """Per sample of the batch: its tokens where no optimizer step was made on it, else those
-        rejected or vetoed in every step; [] when there are none.
+        """Return (untrained, rejected) token counts per sample of the batch; [] when all are 0.
+
+        A sample without any optimizer step counts all its tokens as untrained. Otherwise, rejected
+        counts the tokens that were rejected or vetoed in every step.
         """
-        # each rank has seen its own
+        # each rank has seen only its own samples
         used = (
             self.backend.sum_over_ranks(prep.used.float()) if self.backend.ranks > 1 else prep.used
         )
@@ -403,8 +421,9 @@ class LearnerCore:
         packed: PackedBatch,
         samples: Sequence[int],
     ) -> dict[str, torch.Tensor]:
-        """The sums of a batch whose first step was stopped, so that its metrics say why; its
-        gradient, if one was made, is dropped.
+        """Return the sums of a batch whose first step was stopped, for its metrics.
+
+        A gradient that was computed is dropped.
         """
         if not self.backend.stops_first:
             return self._gradient(prep, step, packed, samples)[0]
@@ -413,7 +432,7 @@ class LearnerCore:
             return step_loss.micro_loss(prep, step, part, prep.start[part])[1]
 
     def _minibatches(self, packed: PackedBatch, epoch: int) -> list[list[int]]:
-        """Answers of each optimizer step of the epoch."""
+        """Return the samples of each optimizer step of the epoch."""
         return schedule.minibatches(
             packed.groups,
             self.config.learner.minibatches,
@@ -429,9 +448,7 @@ class LearnerCore:
         packed: PackedBatch,
         samples: Sequence[int],
     ) -> tuple[dict[str, torch.Tensor], float]:
-        """Accumulate the gradient of one optimizer step; returns its sums and the KL that early
-        stopping looks at.
-        """
+        """Accumulate the gradient of one optimizer step; return its sums and the stop's KL."""
         sums: dict[str, torch.Tensor] = {}
         stop = [torch.zeros((), device=self.where), torch.zeros((), device=self.where)]
         self._zero_grad()
@@ -446,7 +463,7 @@ class LearnerCore:
                 hidden=self.full_kl or (self.critic is not None and self.critic.trunk is None),
             )
             part = packed.token_positions(micro)
-            if not real:  # every rank makes as many passes as the busiest
+            if not real:  # every rank makes as many passes as the busiest one
                 self.backend.backward(out.logprobs.sum() * 0.0, last=at == rounds - 1)
                 continue
             values = (
@@ -476,13 +493,13 @@ class LearnerCore:
         return sums, self._stop_kl(*stop)
 
     def _stop_kl(self, total: torch.Tensor, weight: torch.Tensor) -> float:
-        """The KL that early stopping looks at, from the sums of `step_loss.stop_statistic`."""
+        """Return the KL for early stopping from the sums of `step_loss.stop_statistic`."""
         return max(0.0, float(total / weight.clamp(min=1e-12))) if self.config.stop.kl_max else 0.0
 
     def _own_micro_batches(
         self, packed: PackedBatch, samples: Sequence[int]
     ) -> tuple[list[list[int]], int]:
-        """This rank's micro-batches of `samples`, and how many the busiest rank has."""
+        """Return this rank's micro-batches of `samples` and the number of the busiest rank's."""
         each = [
             self._split_micro_batches(self.model, packed, share) if share else []
             for share in self.backend.split_samples(samples, packed.sample_tokens())
@@ -492,7 +509,7 @@ class LearnerCore:
     def _split_micro_batches(
         self, model: PolicyModel, packed: PackedBatch, samples: Sequence[int]
     ) -> list[list[int]]:
-        """The micro-batches of `samples` under `model`."""
+        """Return the micro-batches of `samples` under `model`."""
         return micro_batches(
             packed,
             samples,
@@ -501,8 +518,9 @@ class LearnerCore:
         )
 
     def _sum_over_ranks(self, sums: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The sums of all ranks.  A rank without samples has none of its own: it takes the names
-        from the others.
+        """Add up the sums of all ranks.
+
+        A rank without samples has no sums, so it takes their names and shapes from the others.
         """
         shapes = self.backend.gather(
             {k: (tuple(v.shape), str(v.dtype).removeprefix("torch.")) for k, v in sums.items()}
@@ -522,8 +540,10 @@ class LearnerCore:
     def _apply(
         self, packed: PackedBatch, sums: dict[str, torch.Tensor], lr_scale: float = 1.0
     ) -> float | None:
-        """The optimizer step; None when the gradient is not finite: skipped, counted, and the third
-        in a row ends the run.
+        """Make the optimizer step; return its gradient norm, None when it was skipped.
+
+        A gradient that is not finite is skipped and counted. Raises NotFiniteError for the third in
+        a row.
         """
         norm = self.backend.step(self._rate() * lr_scale, sums["loss/policy"])
         if norm is not None:
@@ -583,8 +603,9 @@ class LearnerCore:
     def _step_kl(
         self, packed: PackedBatch, samples: Sequence[int], hidden: torch.Tensor
     ) -> torch.Tensor:
-        """KL(theta || ref) over the vocabulary at each state of `samples`, [n] with gradient;
-        hidden [n, H]: the policy's states.
+        """Return KL(theta || ref) over the vocabulary at each state, [n] with gradient.
+
+        hidden [n, H] holds the policy's states.
         """
         assert (
             self.reference is not None
@@ -610,7 +631,10 @@ class LearnerCore:
     def _forward(
         self, model: PolicyModel, packed: PackedBatch, samples: Sequence[int]
     ) -> torch.Tensor:
-        """Logprobs [N] under `model`, without gradient, by the micro-batches that training uses."""
+        """Return log-probabilities [N] under `model`, without gradient.
+
+        It uses the micro-batches of training.
+        """
         out = torch.zeros(int(packed.offsets[-1]), device=self.where)
         mine, rounds = (
             self._own_micro_batches(packed, samples)
@@ -621,17 +645,17 @@ class LearnerCore:
             out[packed.token_positions(micro)] = (
                 self._run(model, packed, micro, entropy=False).logprobs.float().to(self.where)
             )
-        # with partitioned parameters every rank makes as many passes as the busiest
+        # with partitioned parameters every rank makes as many passes as the busiest one
         for _ in range(rounds - len(mine)):
             self._run(model, packed, [samples[0]], entropy=False)
         return self.backend.sum_over_ranks(out) if model is self.model else out
 
     def _anchor(self, packed: PackedBatch, samples: Sequence[int]) -> None:
-        """The anchor by correction.proximal, and the learner's start wherever a forward is made for
-        one of them.
+        """Set the proximal policy, and the learner's start where a forward computes it.
 
         interpolate: a lp_behavior + (1 - a) lp_theta with a = 1 / (lag + 1), frozen at the batch's
-        first pass (A-3PO; AReaL). Left out where the first optimizer step's own forward gives it.
+        first pass (A-3PO; AReaL). Nothing is set where the first optimizer step's own forward
+        provides it.
         """
         config = self.config
         loss = packed.loss
@@ -654,17 +678,15 @@ class LearnerCore:
             loss.anchor = share * loss.behavior + (1 - share) * loss.start
 
     def _rate(self) -> float:
-        """The learning rate of this batch."""
+        """Return the learning rate of this batch."""
         return self.config.learner.lr * self._schedule()
 
     def _schedule(self) -> float:
-        """Share of the learning rate."""
+        """Return the schedule's share of the learning rate."""
         return schedule.learning_rate_share(self.config.learner, self.state.number)
 
     def _carry(self, packed: PackedBatch, metrics: dict[str, float]) -> None:
-        """Running mean of the rewards as the advantage took them, and the adaptive KL
-        coefficient.
-        """
+        """Update the running mean of the rewards and the adaptive KL coefficient."""
         mean = metrics["reward/used_mean"]
         decay = self._ema_decay()
         self.state.baseline = (
@@ -679,7 +701,7 @@ class LearnerCore:
 
 
 def make_backend(config: Config, model: PolicyModel) -> TorchBackend:
-    """The backend that `learner.backend` names."""
+    """Build the backend named by `learner.backend`."""
     if config.learner.backend == "deepspeed":
         from learner.backend_deepspeed import DeepSpeedBackend
 

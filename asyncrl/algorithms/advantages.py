@@ -174,7 +174,7 @@ def _added(rewards: torch.Tensor, k: int) -> torch.Tensor:
     many = k or count
     if many > count or many < 2:
         raise ConfigError(
-            f"advantage.k: pass_at_k of {many} needs 2 or more, and groups of as many answers, not "
+            f"advantage.k: pass_at_k of {many} needs 2 or more, and groups of as many samples, not "
             f"{count}: raise learner.group_size"
         )
     order = rewards.argsort()
@@ -767,7 +767,7 @@ def _opob(a: ResponseRewards, c: settings.OpobAdvantage) -> torch.Tensor:
     if a.weights is None or squared is None:
         raise ConfigError(
             "advantage.name = opob needs the learner's start and, unless advantage.squared_norm = "
-            "length, the norms of the answers' gradients (LossBatch.start, squared_norms)"
+            "length, the norms of the samples' gradients (LossBatch.start, squared_norms)"
         )
     return opob(a.rewards, a.groups, a.weights, squared)
 
@@ -775,7 +775,7 @@ def _opob(a: ResponseRewards, c: settings.OpobAdvantage) -> torch.Tensor:
 def _gdpo(a: ResponseRewards, c: settings.GdpoAdvantage) -> torch.Tensor:
     if a.parts is None:
         raise ConfigError(
-            "advantage.name = gdpo needs the same named parts of the reward in every answer: the "
+            "advantage.name = gdpo needs the same named parts of the reward in every sample; the "
             "reward function returns them (docs/rewards.md)"
         )
     if unknown_part := next((name for name in c.part_weights if name not in a.part_names), ""):
@@ -790,7 +790,7 @@ def _gdpo(a: ResponseRewards, c: settings.GdpoAdvantage) -> torch.Tensor:
 def _remax(a: ResponseRewards, c: settings.Advantage) -> torch.Tensor:
     if a.greedy is None:
         raise ConfigError(
-            "advantage.name = remax needs the reward of a greedy answer to each prompt "
+            "advantage.name = remax needs the reward of a greedy completion of each prompt "
             "(LossBatch.greedy)"
         )
     return remax(a.rewards, a.greedy)

@@ -202,7 +202,7 @@ def _to_reference(batch: LossBatch, config: Settings) -> torch.Tensor:
     ref = batch.reference if batch.reward_reference is None else batch.reward_reference
     if by is None or ref is None:
         raise ConfigError(
-            "kl.reward.coefficient: the batch carries no logprobs of the learner's start, or none "
+            "kl.reward.coefficient: the batch has no log-probabilities of the learner's start or "
             "of the reference"
         )
     return ratios.difference(by, ref)

@@ -187,7 +187,7 @@ def test_it_is_measured_at_the_start_or_at_the_behaviour_policy_if_asked() -> No
         assert torch.allclose(p.advantage, torch.where(b.mask, free - 0.2 * charge[b.seq], 0.0))
     b.start = None
     with pytest.raises(
-        ConfigError, match=r"kl\.reward\.coefficient: the batch carries no logprobs"
+        ConfigError, match=r"kl\.reward\.coefficient: the batch has no log-probabilities"
     ):
         sl.prepare(b, config(kl={"reward": {"coefficient": 0.2}}, **how))
 

@@ -323,9 +323,9 @@ def test_errors_say_what_is_missing() -> None:
         "length, the norms of the answers' gradients (LossBatch.start, squared_norms)": {
             "name": "opob"
         },
-        "advantage.name = gdpo needs the same named parts of the reward in every answer: the "
+        "advantage.name = gdpo needs the same named parts of the reward in every sample; the "
         "reward function returns them (docs/rewards.md)": {"name": "gdpo"},
-        "advantage.k: pass_at_k of 3 needs 2 or more, and groups of as many answers, not 2: "
+        "advantage.k: pass_at_k of 3 needs 2 or more, and groups of as many samples, not 2: "
         "raise learner.group_size": {"name": "pass_at_k", "k": 3},
     }
     for words, keys in said.items():

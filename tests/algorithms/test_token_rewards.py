@@ -132,7 +132,7 @@ def test_where_they_cannot_be_used_it_is_said_once(
         c.train(Batch(1, n, b.samples, [0] * 16, [0] * 16, b.token_lags, {}, 4, {}))
     said = capsys.readouterr().err
     assert (
-        said.count("advantage.name = rloo takes one reward an answer") == 1
+        said.count("advantage.name = rloo uses one reward per sample") == 1
         and "reinforce_pp, gae, grpo, otb take them" in said
     )
     plain.train(batch())

@@ -517,7 +517,7 @@ def test_a_life_that_is_overtaken_before_its_welcome_starts_over(
 ) -> None:
     assert lives(LearnerFenced("overtaken"), LearnerFenced("again"), finish) is True
     assert len(FakeLearner.made) == 3 and all(one.closed for one in FakeLearner.made)
-    assert capsys.readouterr().err.count("it starts over from the newest checkpoint") == 2
+    assert capsys.readouterr().err.count("starting over from the newest checkpoint") == 2
     assert (
         lives(
             LearnerFenced("overtaken"), LearnerFenced("again"), LearnerFenced("and again"), finish

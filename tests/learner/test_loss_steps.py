@@ -488,8 +488,8 @@ def test_kl_in_the_reward_is_charged_to_the_answer_and_said() -> None:
     b.reference = None
     with pytest.raises(
         ConfigError,
-        match=r"kl\.reward\.coefficient: the batch carries no logprobs of the learner's "
-        r"start, or none of the reference",
+        match=r"kl\.reward\.coefficient: the batch has no log-probabilities of the learner's "
+        r"start or of the reference",
     ):
         sl.prepare(b, config(kl={"reward": {"coefficient": 0.4}}))
 
@@ -533,7 +533,7 @@ def test_values_are_judged_over_the_mask() -> None:
     [
         (
             {"name": "remax"},
-            "advantage.name = remax needs the reward of a greedy answer to each prompt "
+            "advantage.name = remax needs the reward of a greedy completion of each prompt "
             "(LossBatch.greedy)",
         ),
         ({"name": "nothing"}, "advantage.name = nothing: choose one of reinforce, rloo, "),
@@ -700,9 +700,9 @@ def test_rewards_per_token_that_nobody_takes_are_spoken_of_once(
     c.train(b)
     said = capsys.readouterr().err
     assert said == (
-        "learner: advantage.name = rloo takes one reward an answer, so the reward function's "
+        "learner: advantage.name = rloo uses one reward per sample, so the reward function's "
         "token_rewards are not trained on; "
-        "reinforce_pp, gae, grpo, otb take them\n"
+        "reinforce_pp, gae, grpo, otb use them\n"
     )
     core(model_dir, advantage={"name": "grpo"}).train(b)
     assert capsys.readouterr().err == ""

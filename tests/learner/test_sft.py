@@ -418,7 +418,7 @@ def test_it_learns_and_a_run_takes_what_it_leaves(
             ),
         )
     )
-    with pytest.raises(ConfigError, match=r"is not empty: go on with it by"):
+    with pytest.raises(ConfigError, match=r"is not empty: continue it with"):
         sft.prepare(config, "my.toml")
     with pytest.raises(NothingToDo, match="all its 10 steps"):
         sft.run(config, run_dir, print)
