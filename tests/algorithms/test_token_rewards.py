@@ -133,7 +133,7 @@ def test_where_they_cannot_be_used_it_is_said_once(
     said = capsys.readouterr().err
     assert (
         said.count("advantage.name = rloo uses one reward per sample") == 1
-        and "reinforce_pp, gae, grpo, otb take them" in said
+        and "reinforce_pp, gae, grpo, otb use them" in said
     )
     plain.train(batch())
     plain.train(Batch(1, 1, batch().samples, [0] * 16, [0] * 16, batch().token_lags, {}, 4, {}))
