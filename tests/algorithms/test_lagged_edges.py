@@ -320,7 +320,7 @@ def test_errors_say_what_is_missing() -> None:
             "baseline": "prompt",
         },
         "advantage.name = opob needs the learner's start and, unless advantage.squared_norm = "
-        "length, the norms of the answers' gradients (LossBatch.start, squared_norms)": {
+        "length, the norms of the samples' gradients (LossBatch.start, squared_norms)": {
             "name": "opob"
         },
         "advantage.name = gdpo needs the same named parts of the reward in every sample; the "
