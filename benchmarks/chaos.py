@@ -2,14 +2,20 @@
 messages lost, doubled and late; then a checker of its own counts what became of every sample.
 
     python benchmarks/chaos.py [--quick] [--json] [--seed N] [--disable MECHANISM]
+        [--topology tickets|sessions|relays] [--durability memory|process|disk]
         [--faults N] [--minutes M] [--learner real] [--kinds K,K] [--points P,P] [--actions A,A]
         [--patience SECONDS]
 
 Supervisor, buffer, learner, generators and reward processes are forked from one warm process, so
-that a fault costs no imports.  One to three faults at a time are drawn by the seed: the victim, at
-which point of its work it is held, and what happens to it there (lib/chaos/board.py).  A point that
-does not come in time is given up, and the victim killed where it is.  A full disk, a supervisor's
-death and a flipped byte of the journal end the run, which is resumed.
+that a fault costs no imports.  --topology sessions: a gateway plays a tool task, whose calls the
+generators draw; relays: three generators, of which one gets the weights from the learner and the
+others from each other (`weights.fan_out`).  Where a mode of durability has a buffer's death end
+the run, it is resumed.
+
+One to three faults at a time are drawn by the seed: the victim, at which point of its work it is
+held, and what happens to it there (lib/chaos/board.py).  A point that does not come in time is
+given up, and the victim killed where it is.  A full disk, a supervisor's death and a flipped byte
+of the journal end the run, which is resumed.
 
 Fake learner: its update is one number, all else of it is real (--learner real: PPO by torch).
 --disable: switch a mechanism off, after which the checker (lib/chaos/checker.py) must find
@@ -47,13 +53,37 @@ from asyncrl.contract.parent import die_with_parent
 from asyncrl.records import rundir
 
 RECOVER_S = 60.0  # a fault that has not been recovered from by then never is (--patience)
-GENERATORS = 2
 EACH = 40  # faults a run
 SLOW_S = 10.0  # a recovery that takes longer wants an explanation: its run is kept
 _SUBREAPER = 36
+OF_TOPOLOGY = {
+    "tickets": ["generators=2", "reward.workers=1"],
+    "sessions": [
+        "generators=2",
+        "task.name='calc'",
+        "agent.env='asyncrl.tasks.calc:Calculator'",
+        "agent.workers=1",
+        "agent.max_calls=3",
+        "agent.max_tokens=36",
+    ],
+    "relays": [
+        "generators=3",
+        "reward.workers=1",
+        "weights.transport='tcp'",
+        "weights.fan_out=1",
+        "wires.weights_address='tcp://127.0.0.1:*'",
+    ],
+}
 
 
-def warm(model: Path) -> None:
+def symbols(topology: str) -> str:
+    from asyncrl.tasks.calc import CalcTask
+    from asyncrl.tasks.synthetic import TASKS
+
+    return CalcTask.symbols if topology == "sessions" else TASKS["sort"]().symbols
+
+
+def warm(model: Path, topology: str = "tickets") -> None:
     """Import what the parts import, and make a small model.  No backward pass: autograd's threads
     do not survive a fork.
     """
@@ -62,10 +92,11 @@ def warm(model: Path) -> None:
     from asyncrl.models import policy
     from asyncrl.models.tokenizer import load_tokenizer
     from asyncrl.records import event_file
-    from asyncrl.tasks.synthetic import TASKS
 
     for name in (
         "actors.engine_embedded",
+        "actors.gateway.environment_worker",
+        "actors.gateway.service",
         "actors.generator",
         "actors.reward_worker",
         "asyncrl.cli.processes",
@@ -76,7 +107,7 @@ def warm(model: Path) -> None:
     ):
         importlib.import_module(name)
     torch.set_num_threads(1)
-    policy.build_model(model, TASKS["sort"]().symbols, hidden=16, kv_heads=2, seed=1)
+    policy.build_model(model, symbols(topology), hidden=16, kv_heads=2, seed=1)
     policy.load_policy(model)
     load_tokenizer(model)
     event_file.protocol()
@@ -95,13 +126,16 @@ class Run:
         *,
         real: bool,
         patience_s: float,
+        topology: str = "tickets",
+        durability: str = "",
     ) -> None:
         self.patience_s = patience_s
         choice = random.Random(f"shape {seed}")
         self.groups = choice.choice((2, 2, 4))
         self.size = choice.choice((2, 4))
         self.limit = choice.choice((1, 1, 1, 0, 2))
-        mode = "memory" if off == "cursor" else choice.choice(("process", "process", "disk"))
+        drawn = choice.choice(("process", "process", "disk"))
+        mode = "memory" if off == "cursor" else durability or drawn
         if off == "ticket_order":
             self.groups, self.size, self.limit = 4, 4, 1
         sets = [
@@ -109,7 +143,6 @@ class Run:
             f"learner.steps={steps}",
             f"learner.groups={self.groups}",
             f"learner.group_size={self.size}",
-            f"generators={GENERATORS}",
             f"staleness.max_lag={self.limit}",
             f"durability.mode={mode!r}",
             f"seed={seed}",
@@ -123,7 +156,6 @@ class Run:
             "record.samples_every=0",
             "record.split_every=0",
             "record.reference_kl_every=0",
-            "reward.workers=1",
             "reward.machinery_budget=1.0",
             # what stands still for so long was not asked to
             f"watchdog.floor_s={max(60.0, patience_s)}",
@@ -131,6 +163,7 @@ class Run:
             "watchdog.restarts=1000000",
             "wires.lease_s=3",
             "wires.retry_s=0.3",
+            *OF_TOPOLOGY[topology],
         ]
         self.config = load.load(results_file.ROOT / "configs" / "demo.toml", sets)
         self.dir = work / f"run_{seed}"
@@ -141,7 +174,7 @@ class Run:
         self.notes.mkdir()
         self.board = b.Board()
         self.hook = points.Hook(
-            self.board, self.notes, off, 0.0 if self.memory else 0.03, real=real
+            self.board, self.notes, off, 0.0 if off == "cursor" else 0.03, real=real
         )
         self.pid = 0
         self.over = False
@@ -234,6 +267,14 @@ class Run:
         self.all_gone()
 
 
+def own_errors(log: Path) -> str:
+    """The first line of a log by which a process ended that no fault ended."""
+    lines = log.read_text().splitlines()
+    return next(
+        (x for x in lines if x.startswith(("TypeError", "AttributeError", "NameError"))), ""
+    )
+
+
 def alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -252,7 +293,7 @@ def is_child(pid: int) -> bool:
 def draw(run: Run, wanted: Wanted, off: str, choice: random.Random) -> list[Fault]:
     """One to three faults of different victims; of a supervisor, or a full disk, one alone."""
     # without a sync, what is lost is lost when a buffer dies behind its words
-    if off == "sync" or run.memory:
+    if off in ("sync", "cursor"):
         wanted = Wanted(("buffer",), ("idle",), ("kill",))
     choices = wanted.choices()
     kinds = sorted({kind for kind, _, _ in choices})
@@ -267,8 +308,10 @@ def draw(run: Run, wanted: Wanted, off: str, choice: random.Random) -> list[Faul
         run.disk_full |= drawn[2] == "disk"
         run.flip_next = drawn[0] == "supervisor" and drawn[2] == "flip"
         if drawn[1] == "mid-start":  # something must be started
+            producer = "relay" if wanted.topology == "relays" else "generator"
             with contextlib.suppress(ProcessLookupError):  # of another fault, a moment ago
-                os.kill(run.board.number(f"generator-{choice.randrange(2)}", b.PID), signal.SIGKILL)
+                pid = run.board.number(f"{producer}-{choice.randrange(2)}", b.PID)
+                os.kill(pid, signal.SIGKILL)
         if alone:
             break
     return found
@@ -318,10 +361,13 @@ def chaos(
     *,
     real: bool = False,
     patience_s: float = RECOVER_S,
+    durability: str = "",
 ) -> dict[str, Any]:
     """One run with about `faults` faults; what the checker found, and how it recovered."""
     choice = random.Random(seed)
-    run = Run(work, model, 8 + 3 * faults, seed, off, real=real, patience_s=patience_s)
+    steps = 8 + 3 * faults
+    more: Any = {"topology": wanted.topology, "durability": durability}
+    run = Run(work, model, steps, seed, off, real=real, patience_s=patience_s, **more)
     done: list[Fault] = []
     error = ""
     began = time.perf_counter()
@@ -346,6 +392,8 @@ def chaos(
         rundir.clean(run.dir)
     found: dict[str, Any] = {"faults": len(done), "recovered": len(done), "error": error}
     limits = (run.steps, run.groups, run.size, run.limit)
+    if not error and (broken := own_errors(run.notes / "log")):
+        found["error"] = f"seed {seed}: a hook or the product has a defect: {broken}"
     try:
         if not error:
             found |= checker.check(checker.read(run.dir), *limits, memory=run.memory)
@@ -450,6 +498,8 @@ def parser() -> argparse.ArgumentParser:
     mechanisms = [name for name in points.MECHANISMS if name != "epoch_fence"]
     made.add_argument("--disable", default="", choices=["", *mechanisms])
     made.add_argument("--learner", default="fake", choices=["fake", "real"])
+    made.add_argument("--topology", default="tickets", choices=list(b.TOPOLOGIES))
+    made.add_argument("--durability", default="", choices=["", "memory", "process", "disk"])
     for name in ("kinds", "points", "actions"):
         made.add_argument(f"--{name}", default="", help="of these alone, with commas between")
     made.add_argument("--patience", type=float, default=RECOVER_S, help="seconds for a recovery")
@@ -463,7 +513,8 @@ def main() -> None:
         *(
             tuple(x for x in getattr(args, name).split(",") if x)
             for name in ("kinds", "points", "actions")
-        )
+        ),
+        topology=args.topology,
     )
     if not wanted.choices():
         parser().error("there is no such fault")
@@ -474,7 +525,7 @@ def main() -> None:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as work:
         model = Path(work) / "model"
-        warm(model)
+        warm(model, args.topology)
         start_s = time.monotonic() - began
         for number in itertools.count():
             # a run may end before its faults came about, while this process stood still
@@ -487,6 +538,7 @@ def main() -> None:
             seed = args.seed + number
             real = args.learner == "real"
             more: Any = {"real": real, "patience_s": args.patience}
+            more["durability"] = args.durability
             runs.append(chaos(Path(work), model, each, seed, args.disable, wanted, **more))
             brief = {k: v for k, v in runs[-1].items() if k != "each"}
             print(json.dumps(brief), file=sys.stderr, flush=True)
@@ -495,6 +547,7 @@ def main() -> None:
     found["met"] = wrong if args.disable else not wrong and not found["errors"]
     if not args.quick and not args.disable:
         said = {"what_it_is": __doc__, "learner": args.learner, "first_seed": args.seed}
+        said |= {"topology": args.topology, "durability": args.durability or "process or disk"}
         found["file"] = results_file.write(args.name, said | found, measured).name
     print(json.dumps(found) if args.json else "\n".join(f"{k:18} {v}" for k, v in found.items()))
     sys.exit(0 if found["met"] else 1)

@@ -232,19 +232,10 @@ def test_a_flipped_bit_is_one_and_is_mended(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == bytes(range(50))
 
 
-@pytest.mark.parametrize("seed", [5])
-def test_kills_and_stops_at_points_of_the_work_lose_and_double_nothing(seed: int) -> None:
+def chaos_run(*words: str) -> dict[str, Any]:
+    argv = [sys.executable, str(ROOT / "benchmarks" / "chaos.py"), "--quick", "--json"]
     done = subprocess.run(
-        [
-            sys.executable,
-            str(ROOT / "benchmarks" / "chaos.py"),
-            "--quick",
-            "--json",
-            "--seed",
-            str(seed),
-            "--patience",
-            "900",
-        ],
+        [*argv, "--patience", "900", *words],
         cwd=ROOT,
         env={**ENV, "PYTHONPATH": str(Path(ROOT))},
         capture_output=True,
@@ -252,7 +243,34 @@ def test_kills_and_stops_at_points_of_the_work_lose_and_double_nothing(seed: int
         timeout=3600,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert {name: found[name] for name in WRONG} == dict.fromkeys(WRONG, 0)
     assert found["faults"] == found["recovered"] >= 10 and found["errors"] == []
+    return found
+
+
+def test_kills_and_stops_at_points_of_the_work_lose_and_double_nothing() -> None:
+    found = chaos_run("--seed", "5")
     assert found["trained"] > 100 and len(found["victims"]) >= 3
+
+
+@pytest.mark.parametrize(
+    ("topology", "victim", "mode"),
+    [("sessions", "gateway", "memory"), ("relays", "relay", "process")],
+)
+def test_kills_of_what_only_some_runs_have_lose_and_double_nothing(
+    topology: str, victim: str, mode: str
+) -> None:
+    words = ["--topology", topology, "--kinds", victim, "--actions", "kill", "--durability", mode]
+    found = chaos_run(*words)
+    assert list(found["victims"]) == [victim] and found["trained"] > 100
+
+
+def test_an_error_of_a_hook_is_no_end_that_a_run_recovers_from(tmp_path: Path) -> None:
+    import chaos
+
+    log = tmp_path / "log"
+    log.write_text("ended with 3: a rank\nTraceback (most recent call last):\n")
+    assert chaos.own_errors(log) == ""
+    log.write_text("  File x\nTypeError: on_acks() takes 2\n")
+    assert chaos.own_errors(log) == "TypeError: on_acks() takes 2"

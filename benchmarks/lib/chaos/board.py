@@ -22,7 +22,17 @@ ROLES = (
     "generator-1",
     "reward-0",
     "reward-1",
+    "gateway-0",
+    "relay-0",
+    "relay-1",
+    "relay-2",
 )
+# what a run is made of, beside supervisor, buffer and learner -> the kinds that faults befall in it
+TOPOLOGIES = {
+    "tickets": ("supervisor", "buffer", "learner", "generator", "reward"),
+    "sessions": ("supervisor", "buffer", "learner", "generator", "gateway"),
+    "relays": ("supervisor", "buffer", "learner", "relay"),
+}
 # kind of victim -> the states of its work in which it can be held
 POINTS = {
     "supervisor": ("idle", "mid-start"),
@@ -30,6 +40,9 @@ POINTS = {
     "learner": ("idle", "mid-step", "mid-publication", "mid-checkpoint"),
     "generator": ("idle", "mid-answer", "mid-send"),
     "reward": ("idle", "mid-answer", "mid-send"),
+    "gateway": ("idle", "mid-answer", "mid-send"),
+    # a generator that hands weights on
+    "relay": ("idle", "mid-answer", "mid-send", "mid-relay"),
 }
 # what happens there: SIGKILL; SIGSTOP, later SIGCONT; its connections break; its clocks jump; its
 # disk is full; a byte of what it had written is another, and it is killed
@@ -40,12 +53,15 @@ MAY = {
     "learner": ("kill", "stop", "cut", "clock", "disk", "flip"),
     "generator": ("kill", "stop", "cut", "clock", "disk"),
     "reward": ("kill", "stop"),
+    "gateway": ("kill", "stop"),
+    "relay": ("kill", "stop"),
 }
 SLOT = 128
 # offsets in a role's slot
 ORDER, ACTION, OBEYED = 0, 1, 2  # a byte each
 PID, LIVES, WORK, LOST, DOUBLED, HELD = 8, 16, 24, 32, 40, 48  # int64
 WALL, MONOTONIC, JUMP = 56, 64, 72  # float64, seconds
+SERVED = 80  # int64: chunks of weights that others asked a relay for
 
 
 def kind_of(role: str) -> str:

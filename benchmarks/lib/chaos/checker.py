@@ -2,7 +2,7 @@
 of the product.
 
 ```
-chaos/generator-N.PID.jsonl   every sample made, every acknowledgement heard
+chaos/PRODUCER-N.PID.jsonl    every sample made, every acknowledgement heard
 chaos/learner.jsonl           every life, publication and trained batch
 chaos/ended.jsonl             which processes ended well
 checkpoints/.../witness.json  what the weights of that checkpoint were trained on
@@ -31,7 +31,7 @@ class History:
     # (ticket, sample, attempt) -> tokens; -> dispositions heard
     made: dict[tuple[int, ...], int] = field(default_factory=dict)
     acks: dict[tuple[int, ...], set[str]] = field(default_factory=dict)
-    # by generators that lived to the end
+    # by those that lived to the end
     made_by_survivors: set[tuple[int, ...]] = field(default_factory=set)
     lives: dict[int, tuple[int, int]] = field(default_factory=dict)  # epoch -> (origin, number)
     digests: dict[tuple[int, int], str] = field(default_factory=dict)  # label -> weights
@@ -57,7 +57,7 @@ def read(run_dir: Path) -> History:
     history = History()
     # pids of the processes that ended well
     survivors = {row["pid"] for row in rows(run_dir / "chaos" / "ended.jsonl")}
-    for path in sorted((run_dir / "chaos").glob("generator-*.jsonl")):
+    for path in sorted((run_dir / "chaos").glob("*-*.jsonl")):
         alive = int(path.name.split(".")[1]) in survivors
         for row in rows(path):
             if "made" in row:

@@ -23,13 +23,14 @@ class Wanted:
     kinds: tuple[str, ...] = ()
     points: tuple[str, ...] = ()
     actions: tuple[str, ...] = ()
+    topology: str = "tickets"
 
     def choices(self) -> list[tuple[str, str, str]]:
         """(kind, point, action)"""
         return [
             (kind, point, action)
-            for kind, points in b.POINTS.items()
-            for point in points
+            for kind in b.TOPOLOGIES[self.topology]
+            for point in b.POINTS[kind]
             for action in b.MAY[kind]
             if (not self.kinds or kind in self.kinds)
             and (not self.points or point in self.points)
@@ -48,7 +49,10 @@ class Fault:
     def __init__(self, board: b.Board, drawn: tuple[str, str, str], choice: random.Random) -> None:
         self.board = board
         kind, self.point, self.action = drawn
-        self.role = choice.choice([role for role in b.ROLES if b.kind_of(role) == kind])
+        roles = [role for role in b.ROLES if b.kind_of(role) == kind]
+        # of relays one that hands something on, if there is one
+        serving = [role for role in roles if board.number(role, b.SERVED)]
+        self.role = choice.choice(serving or roles)
         self.kind = kind
         # beyond the lease now and then
         self.stop_s = 3.5 if choice.random() < 0.05 else choice.uniform(0.05, 0.5)

@@ -16,21 +16,25 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from lib.chaos.board import LIVES, PID, Board, Notes
+from lib.chaos.board import LIVES, PID, ROLES, Board, Notes
 
 # role, what is left to run in it -> what a process of it is made of
 Life = Callable[[str], None]
 
 
+# processes of generators and gateways, which a socket connects with them
+CHILDREN = {"actors.reward_worker": "reward", "actors.gateway.environment_worker": "environment"}
+
+
 def role_of(argv: Sequence[str]) -> str:
     """Of a command line of `importing.command`."""
     module, *rest = argv[argv.index("asyncrl.supervise.start") + 1 :]
-    if module == "actors.reward_worker":
-        return "reward"
+    if module in CHILDREN:
+        return CHILDREN[module]
     if module != "asyncrl.cli":
         return module
-    if rest[0] == "generator":
-        return f"generator-{rest[rest.index('--index') + 1]}"
+    if rest[0] in ("generator", "gateway"):
+        return f"{rest[0]}-{rest[rest.index('--index') + 1]}"
     return rest[0]
 
 
@@ -154,6 +158,7 @@ def install(board: Board, notes: Path, config: Any, hook: Callable[[str], None])
     """In the supervisor's process, before it starts anything.  config: the run's, read once; hook:
     what is done to a role's code in its own process."""
     from actors import reward_worker
+    from actors.gateway import environment_worker
     from asyncrl.cli import main
     from asyncrl.config import load
     from asyncrl.supervise import cleanup
@@ -170,10 +175,17 @@ def install(board: Board, notes: Path, config: Any, hook: Callable[[str], None])
         role = role_of(argv)
         if role == "asyncrl.supervise.cleanup":
             return cleanup.main(Path(argv[-1]))
+        if role == "environment":
+            return child.run(
+                int(argv[-2]), int(argv[-1]), environment_worker.serve, reward_worker.BoundedOutput
+            )
+        if config.weights.fan_out:
+            role = role.replace("generator-", "relay-")
         if role == "reward":
             role = f"reward-{mine.partition('-')[2]}"
-            begin(board, role)
-            hook(role)
+            if role in ROLES:  # a third generator's is not
+                begin(board, role)
+                hook(role)
             return child.run(
                 int(argv[-2]), int(argv[-1]), reward_worker.serve, reward_worker.BoundedOutput
             )

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lib.chaos.board import DOUBLED, HELD, LOST, WORK, Board, Notes
+from lib.chaos.board import DOUBLED, HELD, LOST, SERVED, WORK, Board, Notes
 
 MECHANISMS = ("dedupe", "redelivery", "sync", "cursor", "ticket_order", "epoch_fence")
 
@@ -99,10 +99,9 @@ def messages(owner: Any, hook: Hook, role: str, which: tuple[str, ...]) -> None:
     owner.__init__ = init
 
 
-def generator(hook: Hook, role: str) -> None:
+def recorded(hook: Hook, role: str) -> None:
+    """The samples that a process delivers, and what it hears of them."""
     from actors import delivery
-    from actors import generator as module
-    from actors.engine_embedded import EmbeddedEngine
     from asyncrl.transport.sockets import PeerSocket
 
     kept = Notes(hook.notes / f"{role}.{os.getpid()}.jsonl")
@@ -111,17 +110,44 @@ def generator(hook: Hook, role: str) -> None:
         kept.add({"made": [sample.ticket, sample.sample, sample.attempt, sample.length]})
         hook.worked(role)
 
-    def point(name: str) -> Callable[..., None]:
-        return lambda *_args, **_kwargs: hook.look(role, name)
-
     before(delivery.Outbox, "add", made)
-    before(delivery.Outbox, "on_acks", lambda box, reply, now: kept.add({"acks": reply.acks}))
-    before(EmbeddedEngine, "step", point("mid-answer"))
-    before(delivery.Outbox, "_frame", point("mid-send"))
+    before(delivery.Outbox, "on_acks", lambda box, reply, *_: kept.add({"acks": reply.acks}))
+    before(delivery.Outbox, "_frame", lambda *_args, **_kwargs: hook.look(role, "mid-send"))
+    messages(PeerSocket, hook, role, ("Delivery", "TicketRequest", "LeaseRenewal"))
+
+
+def generator(hook: Hook, role: str) -> None:
+    from actors import generator as module
+    from actors.engine_embedded import EmbeddedEngine
+    from actors.gateway.generator_calls import CallTurn
+
+    recorded(hook, role)
+    before(CallTurn, "finished", lambda *_: hook.worked(role))
+    before(EmbeddedEngine, "step", lambda *_args, **_kwargs: hook.look(role, "mid-answer"))
     before(module.Generator, "wait", lambda g, what: what and hook.look(role, "idle"))
     if hook.off == "redelivery":
         switch_off(hook.off)
-    messages(PeerSocket, hook, role, ("Delivery", "TicketRequest", "LeaseRenewal"))
+
+
+def relay(hook: Hook, role: str) -> None:
+    """A generator that hands weights on: of what it has, as another asks for a chunk of it."""
+    from asyncrl.transport.relay import RelayCache
+
+    generator(hook, role)
+
+    def asked(*_args: Any) -> None:
+        hook.board.count(role, SERVED)
+        hook.look(role, "mid-relay")
+
+    before(RelayCache, "read", asked)
+
+
+def gateway(hook: Hook, role: str) -> None:
+    from actors.gateway.service import Gateway
+
+    recorded(hook, role)
+    before(Gateway, "on_result", lambda *_: hook.look(role, "mid-answer"))
+    before(Gateway, "wait", lambda *_: hook.look(role, "idle"))
 
 
 def reward(hook: Hook, role: str) -> None:
@@ -374,4 +400,6 @@ HOOKS = {
     "learner": learner,
     "generator": generator,
     "reward": reward,
+    "gateway": gateway,
+    "relay": relay,
 }
