@@ -1,11 +1,12 @@
-"""The shape of the product's code: what a reader meets, as numbers with limits (`make shape`).
+"""Measure the shape of the product's code and prose, each figure with its limit (`make shape`).
 
     python benchmarks/shape.py            the figures, each with its limit; exit 1 beyond one
     python benchmarks/shape.py --where    and the places beyond, worst first
 
-Counted over asyncrl, actors, buffer and learner.  Tokens a line: names, operators, numbers and
-strings, over the lines that hold any.  One-letter names: what is bound outside comprehensions,
-lambdas and the modules of MATHEMATICS, where a letter is the formula's own.
+Code is counted over asyncrl, actors, buffer and learner, prose also over README, CONTRIBUTING and
+docs (without docs/log).  Tokens a line: names, operators, numbers and strings, over the lines that
+hold any.  One-letter names: bound outside comprehensions, lambdas and the modules of MATHEMATICS,
+where a letter is that of the formula.  Dialect: see lib/prose.py.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+from lib import prose
 
 ROOT = Path(__file__).resolve().parents[1]
 PRODUCT = ("asyncrl", "actors", "buffer", "learner")
@@ -63,6 +66,29 @@ class Figure(NamedTuple):
 
 def files() -> list[Path]:
     return [path for part in PRODUCT for path in sorted((ROOT / part).rglob("*.py"))]
+
+
+def pages() -> list[Path]:
+    """Return the pages that a reader of the documentation meets, without the log."""
+    written = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    skipped = {ROOT / page for page in prose.GENERATED}
+    return [p for p in written if ROOT / "docs" / "log" not in p.parents and p not in skipped]
+
+
+def prose_figures() -> list[Figure]:
+    """Count what `lib/prose.py` finds in code and pages."""
+    code = [place for path in files() for place in prose.dialect(path)]
+    page = [place for path in pages() for place in prose.dialect(path)]
+    wide = [place for path in pages() for place in prose.wide_lines(path)]
+    split = [place for path in files() for place in prose.split_literals(path)]
+    subjects = prose.long_subjects()
+    return [
+        Figure("dialect in docstrings and comments", len(code), 603, code),
+        Figure("dialect in pages", len(page), 200, page),
+        Figure("lines of pages wider than 100 columns", len(wide), 700, wide),
+        Figure("literals split although they fit", len(split), 0, split),
+        Figure("commit subjects over 72 characters", len(subjects), 0, subjects),
+    ]
 
 
 def where(path: Path, line: int) -> str:
@@ -176,7 +202,7 @@ def main() -> None:
     parser.add_argument("--where", action="store_true", help="name the places beyond a limit")
     asked = parser.parse_args()
     beyond = False
-    for figure in figures():
+    for figure in [*figures(), *prose_figures()]:
         over = figure.value > figure.limit
         beyond |= over
         mark = "beyond" if over else "ok"

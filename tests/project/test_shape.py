@@ -1,13 +1,18 @@
-"""What a reader of the product's code meets stays within its limits (benchmarks/shape.py)."""
+"""The product's code and prose stay within the limits of benchmarks/shape.py."""
 
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from process_kit import ROOT
+
+sys.path.append(str(ROOT / "benchmarks"))  # last: benchmarks/learner.py must not hide the package
+from lib import prose
 
 SPEC = importlib.util.spec_from_file_location("shape", ROOT / "benchmarks" / "shape.py")
 assert SPEC is not None and SPEC.loader is not None
@@ -16,9 +21,10 @@ SPEC.loader.exec_module(shape)
 
 
 def test_the_product_is_within_every_limit() -> None:
-    found = {figure.name: (figure.value, figure.limit, figure.places) for figure in shape.figures()}
+    figures = [*shape.figures(), *shape.prose_figures()]
+    found = {figure.name: (figure.value, figure.limit, figure.places) for figure in figures}
     assert {name: each for name, each in found.items() if each[0] > each[1]} == {}
-    assert len(found) == 9
+    assert len(found) == 14
 
 
 LONG = "\n".join(["def long():", *["    pass"] * 81])
@@ -53,3 +59,56 @@ def test_what_is_beyond_a_limit_is_found_with_its_place(
     assert [figure.name for figure in beyond] == [name]
     if name != "tokens a line, mean":
         assert beyond[0].places[0].startswith("part")
+
+
+SENTENCES = [
+    ("Whoever comes first makes the directory.", True),
+    ("Nothing here. Who reads it first wins.", True),
+    ("Who reads it?", False),
+    ("A session is no lease.", True),
+    ("There is no lease, and a lease is no longer held.", False),
+    ("A limit; a floor; a ceiling.", True),
+    ("A limit; a floor.", False),
+    ("`whoever` is code, `nobody` too.", False),
+]
+
+
+@pytest.mark.parametrize(("sentence", "found"), SENTENCES)
+def test_dialect_is_found_in_docstrings_comments_and_pages(
+    sentence: str, found: bool, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(prose, "ROOT", tmp_path)
+    for name, text in {
+        "comment.py": f"value = 1\n# {sentence}\n",
+        "docstring.py": f"def read():\n    '''{sentence}'''\n",
+        "page.md": f"# Title\n\n{sentence}\n\n```sh\nwhoever\n```\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+        places = prose.dialect(tmp_path / name)
+        assert bool(places) == found, (name, places)
+        assert all(place.startswith(name + ":") for place in places)
+    assert prose.dialect(tmp_path / "page.md") == [] or "page.md:3:" in places[0]
+
+
+def test_wide_lines_and_split_literals_are_found(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(prose, "ROOT", tmp_path)
+    page, code = tmp_path / "page.md", tmp_path / "code.py"
+    wide = "word " * 21
+    page.write_text(f"{wide}\n| {wide} |\n```\n{wide}\n```\nfine\n{wide}\n")
+    assert prose.wide_lines(page) == ["page.md:1", "page.md:7"]
+    long = "x" * 60
+    code.write_text(f'a = ("one " "two")\nb = (\n    "{long}"\n    "{long}"\n)\nc = "one"\n')
+    assert prose.split_literals(code) == ["code.py:1"]
+
+
+def test_commit_subjects_are_read_from_the_history(tmp_path: Path, monkeypatch: Any) -> None:
+    def git(*words: str) -> None:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", *identity, *words], cwd=tmp_path, check=True)
+
+    git("init", "--quiet")
+    for subject in ("first", "x" * 73, "y" * 72):
+        git("commit", "--quiet", "--allow-empty", "-m", subject)
+    monkeypatch.setattr(prose, "ROOT", tmp_path)
+    monkeypatch.setattr(prose, "FIRST_COMMIT", "HEAD~2")
+    assert [line.split(" ", 1)[1] for line in prose.long_subjects()] == ["x" * 73]
