@@ -1,4 +1,4 @@
-"""asyncrl trains language models by reinforcement learning while generation goes on.
+"""Reinforcement learning of language models, with generation and training at the same time.
 
 ```
  prompts --ticket--> generator --trajectories--> buffer --batch--> learner
@@ -7,58 +7,59 @@
     +------------- admission: may another ticket go out? -------------+
 ```
 
-With a section `[agent]` a gateway stands between: tickets go to it, it plays their sessions with
-environments, with programs it starts or with a harness, and generators draw its calls.
+With a section `[agent]` a gateway takes the tickets. It runs their sessions with environments, with
+programs that it starts or with a harness, and generators sample the tokens of its calls.
 
 | loop      | consumes        | waits for                              | unblocked by              |
 |-----------|-----------------|----------------------------------------|---------------------------|
 | generator | tickets         | a ticket; the ticket's minimum version | a commit, a publication   |
-| buffer    | what peers send | nothing: it never blocks               | -                         |
+| buffer    | messages        | nothing: it never blocks               | -                         |
 | learner   | batches         | the oldest group of its batch          | a generator that delivers |
-| gateway   | tickets, calls  | an environment's step, a call's answer | deadlines of the session  |
-| weights   | a publication   | nothing: generators pull what is there | the learner               |
+| gateway   | tickets, calls  | an environment's step, a call's result | deadlines of the session  |
+| weights   | a publication   | nothing: generators pull the newest    | the learner               |
 
-Glossary, one word for one thing in code, configs, metrics and docs:
+Glossary: each thing has one word in code, configs, metrics and docs.
 
-- behaviour policy (mu): drew the token; `behavior_logprobs` are recorded by the engine, after
-  temperature, top-p and top-k.
-- start (pi_start): the learner as the batch begins, which is what staleness and mismatch are
-  measured from.
-- proximal policy (pi_prox), the loss's anchor: what the trust region divides by; pi_start, mu or
-  between (`correction.proximal`).
-- target policy (pi_theta): the learner now. Reference (pi_ref): frozen.
-- version, label: (epoch, number). The number counts committed batches, the epoch the learner's
-  lives.
-- term: a life of the buffer, numbered in the run directory; the newest alone speaks.
-- lag: versions between the policy that drew a token and the one its batch starts from. Staleness:
-  the fact of lag.
-- group: the samples of one prompt. Ticket: the order to write one group. Lease, attempt: one grant
-  of a ticket.
-- session: a sample that takes several calls of the model. Row: what the learner runs forward of it;
-  a call that continues no earlier one begins a row of its own. Set aside: drawn, never trained.
-- ledger: where every generated token ended, in exactly one line.
+- behavior policy (mu): the policy that sampled the token. The engine records `behavior_logprobs`
+  after temperature, top-p and top-k.
+- start policy (pi_start): the learner's policy at the beginning of a batch. Staleness and mismatch
+  are measured from it.
+- proximal policy (pi_prox): the denominator of the trust region's ratio: pi_start, mu or a mixture
+  (`correction.proximal`).
+- target policy (pi_theta): the learner's current policy. Reference policy (pi_ref): frozen.
+- version, label: (epoch, number). The number counts committed batches; the epoch counts starts of
+  the learner.
+- term: the number of a buffer process in its run directory. Only the newest term may send.
+- lag: updates between the policy that sampled a token and the policy that its batch starts from.
+  Staleness: the effect of lag on training.
+- group: the samples of one prompt. Ticket: the order to generate one group. Attempt: one grant of a
+  ticket. Lease: the time for which an attempt is granted.
+- session: a sample that takes several calls of the model. Training sequence: one forward pass of
+  the learner over part of a session; a call that does not continue an earlier call begins a new
+  one. Excluded: sampled but never trained (ledger line `set_aside`).
+- ledger: the account of generated tokens. Every token ends in exactly one line.
 - ESS: effective sample size of the importance weights, as a share of the samples.
 
-Where things are.  `actors` prompt to trajectory, `buffer` trajectory to batch, `learner` batch to
-weights: they never import each other and meet in `asyncrl.contract.messages`.  Around them lie the
-floors of this package, and imports run down only:
+`actors` turns a prompt into a trajectory, `buffer` trajectories into a batch, and `learner` a batch
+into weights. They never import each other; they share `asyncrl.contract.messages`.  The other
+packages form layers, and each imports only from the layers below it:
 
-- `cli`: a command each.
-- `experiments`: `serial` (the whole system in one process: read it first), `compare` (compare,
-  sweep: many runs and what their difference is worth), `simulate` (a run in simulated time, by the
-  buffer's own store), `replay` (of the stream that `learner.recorder` kept), `lab` (estimators
-  against exact gradients).
-- `supervise`: starts, watches, ends and reports one run; `hosts`: where its processes are made.
+- `cli`: one module per command.
+- `experiments`: `serial` (the whole system in one process: read it first), `compare` (compare and
+  sweep: many runs, and whether they differ significantly), `simulate` (a run in simulated time with
+  the buffer's real store), `replay` (of the batches that `learner.recorder` saved), `lab`
+  (estimators against exact gradients).
+- `supervise`: starts, watches, stops and reports one run; `hosts`: starts processes on machines.
 - `actors`, `buffer`, `learner`.
 - `tasks`: prompts and rewards.
-- `transport`: sockets, and the ways of the weights.
+- `transport`: sockets, and the transport of weights.
 - `models`: the policy, its packed forward, its adapters, its tokenizer.
-- `records`: what a run writes and what is read from it.
+- `records`: the files that a run writes, and their readers.
 - `config`: from TOML to one frozen tree.
 - `algorithms`: the mathematics, on torch alone.
 - `contract`: messages, versions, admission, errors.
 
-From Python, as in a notebook: `asyncrl.run(config, sets)` and `asyncrl.load_run(path)`.
+From Python, for example in a notebook: `asyncrl.run(config, sets)` and `asyncrl.load_run(path)`.
 """
 
 import sys as _sys
@@ -66,8 +67,8 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-# `python -m asyncrl...` is looking for its module, with the working directory first on sys.path: it
-# goes last before anything else is imported, so that a queue.py in it hides nothing.
+# `python -m asyncrl...` puts the working directory first on sys.path. Move it to the end before
+# anything else is imported, so that a user's queue.py does not shadow the standard library.
 _by_name = (
     _sys.argv[:1] == ["-m"]
     and "-m asyncrl" in " ".join(_sys.orig_argv)
@@ -89,7 +90,7 @@ __all__ = ["LoadedRun", "__version__", "load_run", "run"]
 
 
 def __getattr__(name: str) -> object:
-    """What a notebook calls, imported when it is asked for: every process of a run imports this."""
+    """Import the notebook API on first use: every process of a run imports this module."""
     if name not in ("LoadedRun", "load_run", "run"):
         raise AttributeError(f"module 'asyncrl' has no attribute {name!r}")
     from asyncrl.supervise import notebook

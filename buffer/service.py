@@ -1,8 +1,7 @@
-"""The buffer process: sockets around the store.  It never blocks on a peer; it is also where a
-run's numbers are written.
+"""The buffer process: sockets around the store, and the writer of the run's metrics.
 
-Everything it knows of time is read here and passed in: leases, ages of waits, wall time from the
-first ticket."""
+It never blocks on a peer.  Clocks are read here and passed on as arguments: leases, ages of waits,
+wall time since the first ticket."""
 
 from __future__ import annotations
 
@@ -55,25 +54,25 @@ from buffer.training_log import TrainingLog
 POLL_S = 0.25
 TICK_S = 0.25
 SYNC_POLL_S = 0.001  # while replies wait for the disk
-NOBODY = -1  # no session: all of a producer's leases end
-# how long the end of the run is told to generators that have not asked yet: one on a slow machine,
-# or to which weights come over a slow link, would find nobody and end with an error
+NOBODY = -1  # matches no session: ends all leases of a producer
+# After the end of a run the buffer stays so long for generators that have not asked again yet. A
+# generator on a slow machine or link would otherwise lose its peer and exit with an error.
 LINGER_S = 20.0
-ANSWER_BYTES = 1024  # of a token of an answer: ids, logprobs, texts, a version each
-MORE_BYTES = 4 * 1024 * 1024  # of a message that is no answer: ledgers, lists of tickets
-FORGET = 0.9  # of a generator's longest silence that the next renewal remembers
-NEWS = 64  # of those that wait for tickets, so many are told at once of a new version
-JOINED = 1000  # numbers of generators that join without a key begin here
-SESSIONS_S = 5.0  # a gateway that was silent for so long vouches for no session
-PASS = 500  # messages taken in before the others are answered: whoever sends without end waits too
-OUTGOING = 10_000  # replies that wait for the disk: with more nothing is taken in
-MOST_REFUSED = 16  # samples of a generator that are refused alone, beyond those that are good
-ASKS = 16  # batches that are asked for at once; a learner asks for two
-REFUSALS_SAID = 20  # lines in the log; further ones are only counted
+ANSWER_BYTES = 1024  # per token of a completion: ids, logprobs, texts, a version each
+MORE_BYTES = 4 * 1024 * 1024  # for other contents of messages: ledgers, lists of tickets
+FORGET = 0.9  # decay of a generator's longest gap between renewals, per renewal
+NEWS = 64  # waiting generators that are notified of a new version at once
+JOINED = 1000  # first number of generators that join without a key
+SESSIONS_S = 5.0  # a gateway's list of sessions is outdated after so long
+PASS = 500  # messages received before replies are sent: a flooding peer must not block the others
+OUTGOING = 10_000  # replies waiting for the disk; with more, nothing is received
+MOST_REFUSED = 16  # refused samples of a generator, beyond its number of good ones
+ASKS = 16  # pending batch requests; a learner sends two
+REFUSALS_SAID = 20  # refusals in the log; further ones are only counted
 
 
 def evaluations(config: Config, task: Task) -> Evaluations:
-    """What this run evaluates; never more prompts than the task has."""
+    """Make the run's evaluations, with no more prompts than the task has."""
     wanted = config.evaluation
 
     def most(prompts: int, split: str) -> int:
@@ -94,7 +93,7 @@ def evaluations(config: Config, task: Task) -> Evaluations:
 def open_store(
     config: Config, run_dir: Path, task: Task, term: buffer_leadership.BufferTerm | None = None
 ) -> Store:
-    """A new store (`memory`), or the journal's, folded (`process`, `disk`)."""
+    """Make a new store (`memory`), or restore one from the journal (`process`, `disk`)."""
 
     def prompt(index: int) -> m.Prompt:
         return task.prompt("train", index, config.seed)
@@ -113,15 +112,13 @@ def open_store(
 
 
 def max_message_bytes(config: Config) -> int:
-    """Bytes of the largest message that a peer of this run has reason to send: some frames of
-    answers, each as long as its context allows, with texts.
-    """
+    """Bytes of the largest valid message: frames of completions of full context, with texts."""
     frame = 2 * config.wires.frame_bytes + ANSWER_BYTES * config.generator.context
     return min(m.MAX_FRAME_BYTES, MORE_BYTES + frame)
 
 
 def log(line: str) -> None:
-    """One line to the log; on a full disk there is none."""
+    """Write one line to the log; a full disk is ignored."""
     with contextlib.suppress(OSError):
         print(escape_line(line, LONGEST_LINE), file=sys.stderr, flush=True)
 
@@ -129,12 +126,13 @@ def log(line: str) -> None:
 class BufferService:
     """The loop over one ROUTER socket.
 
-    moved: it takes the run over, at `wires.address`, which is not where the run's config says."""
+    moved: take over the run at a new address, `wires.address`, which differs from the run's
+    config."""
 
     def __init__(self, config: Config, run_dir: Path, *, moved: bool = False) -> None:
         self.config, self.run_dir, self.run = config, run_dir, run_id(run_dir)
         task = get_task(config.task)
-        # before the term is taken: a buffer that nobody could reach ends no other
+        # before taking the term: a buffer that cannot bind its address must not end another one
         self.socket = BufferSocket(
             buffer_address(config, run_dir),
             config.wires.curve_dir,
@@ -153,32 +151,30 @@ class BufferService:
         except BaseException:
             self.socket.close()
             raise
-        # replies that wait for the journal, with the record they rest on
+        # replies that wait for the journal, each with the record that must be durable first
         self.outgoing: deque[tuple[int, bytes, m.FromBuffer]] = deque()
         self.metrics = MetricsWriter(run_dir)
         self.samples = jsonl.JsonlAppender(run_dir / "samples.jsonl")
         self.wants: dict[str, tuple[bytes, m.TicketRequest]] = {}
-        # the same of those that want no sample: they draw the calls of sessions, and are told of
-        # every version and of the end
+        # requests for zero samples: these generators sample the calls of sessions, and need only
+        # new versions and the end of the run
         self.followers: dict[str, tuple[bytes, m.TicketRequest]] = {}
-        self.fresh: dict[str, None] = {}  # of all these, who may not know of the newest version
-        self.told: Label | None = None  # the version that those waiting were told of last
-        self.reported: set[str] = set()  # who has told of its work since the last commit
-        self.early: dict[
-            str, tuple[bytes, m.TicketRequest]
-        ] = {}  # of those who have not said hello
+        self.fresh: dict[str, None] = {}  # names in both that may lack the newest version
+        self.told: Label | None = None  # the version that waiting generators were last sent
+        self.reported: set[str] = set()  # generators whose numbers came since the last commit
+        self.early: dict[str, tuple[bytes, m.TicketRequest]] = {}  # before the sender's hello
         self.asks: deque[tuple[bytes, m.BatchRequest]] = deque()
         self.goodbyes: dict[bytes, m.LearnerGoodbye] = {}
         self.generators: dict[str, dict[str, Any]] = {}
         self.sessions = PeerSessions(config.wires.lease_s)
-        self.next_joined = JOINED  # the number of the next one that joins without a key
-        self.toml = load.dump(config)  # for those who join
-        self.vocabulary = 0  # of the model, as the learner says; 0: not heard in this life
-        self.refused = Counter[str]()  # messages that were, by reason
+        self.next_joined = JOINED  # number of the next generator that joins without a key
+        self.toml = load.dump(config)  # for generators that join
+        self.vocabulary = 0  # tokens of the model, from the learner's hello; 0: unknown
+        self.refused = Counter[str]()  # refused messages by reason
         self.learner: dict[str, Any] = {}
-        self.learner_waits: tuple[batches.BatchWait, float] | None = None  # since when
+        self.learner_waits: tuple[batches.BatchWait, float] | None = None  # (reason, since when)
         self.wait_log = WaitLog(min(10.0, config.watchdog.floor_s / 2))
-        # seconds of the learner's last steps, without its waits
+        # seconds of the learner's last steps, waits excluded
         self.step_s: deque[float] = deque(maxlen=KEPT)
         self.latest: dict[str, float] = {}
         self.leased: dict[int, m.Batch] = {}
@@ -187,13 +183,13 @@ class BufferService:
         self.trained = TrainingLog(run_dir / "trained.jsonl")
         self.error = ""
         self.stop = self.taken_over = False
-        # taken: samples that counted as progress since the last commit
+        # taken: samples counted as progress since the last commit
         self.progress = self.taken = 0
         if self.store.finished and not (run_dir / "weights_digest").exists():
-            # folded after the end, and what the learner exports is missing: it comes again, and
-            # says goodbye again
+            # restored after the end, but the learner's export is missing: the learner will restart
+            # and send its goodbye again
             self.store.finished = False
-        # folded after the end: only generators are left to be told
+        # restored after the end: only generators still need to learn of it
         self.ended_at = time.monotonic() if self.store.finished else 0.0
         self.told_before = self.store.finished
         self.mismatch = 0.0
@@ -217,26 +213,25 @@ class BufferService:
                 return
 
     def receive_messages(self) -> None:
-        """What has come, up to PASS messages; nothing while the disk holds up OUTGOING replies.
-        Raises TakenOver: whatever has come since another buffer speaks is not looked at.
+        """Handle up to PASS messages; none while OUTGOING replies wait for the disk.
+
+        Raises BufferTakenOver before it handles a message that came after another buffer took over.
         """
         if len(self.outgoing) >= OUTGOING:
             time.sleep(SYNC_POLL_S)
             return
-        got = self.socket.recv(SYNC_POLL_S if self.outgoing else POLL_S)
+        received = self.socket.recv(SYNC_POLL_S if self.outgoing else POLL_S)
         self.term.check()
         for _ in range(PASS):
-            if got is None:
+            if received is None:
                 return
-            self.handle(*got)
-            got = self.socket.recv(0)
-        if got is not None:
-            self.handle(*got)
+            self.handle(*received)
+            received = self.socket.recv(0)
+        if received is not None:
+            self.handle(*received)
 
     def send(self, peer: bytes, message: m.FromBuffer) -> None:
-        """A reply: it leaves once the journal is as durable as the mode promises, up to the record
-        it rests on.
-        """
+        """Send a reply once the records appended so far are as durable as the mode promises."""
         if isinstance(self.store, RecordedStore):
             self.outgoing.append((self.store.journal.appended, peer, message))
         else:
@@ -249,12 +244,12 @@ class BufferService:
         durable = self.store.journal.durable
         if not self.outgoing or self.outgoing[0][0] > durable:
             return
-        self.term.check()  # behind what is durable: see asyncrl/records/buffer_leadership.py
+        self.term.check()  # after the records are durable: see records/buffer_leadership.py
         while self.outgoing and self.outgoing[0][0] <= durable:
             self.socket.send(*self.outgoing.popleft()[1:])
 
     def handle(self, peer: bytes, message: m.FromPeer) -> None:
-        """One message; what cannot be costs its sender, never the run."""
+        """Handle one message; refuse the sender of an invalid one. The run continues."""
         kind = type(message).__name__
         try:
             getattr(self, f"on_{kind}")(peer, message)
@@ -263,9 +258,8 @@ class BufferService:
             self.send(peer, m.Refusal(str(error), error.exit_code))
 
     def refuse(self, reason: str, line: str) -> None:
-        """Count it, by reason, for the metrics, `asyncrl doctor` and the report; the first ones
-        stand in the log.
-        """
+        """Count a refusal by reason for the metrics, `asyncrl doctor` and the report; log the first
+        ones."""
         self.refused[reason] += 1
         self.latest[f"refused/{reason}"] = float(self.refused[reason])
         if self.refused.total() <= REFUSALS_SAID:
@@ -274,52 +268,49 @@ class BufferService:
     # ---- generators ------------------------------------------------------------------------------
 
     def generator_state(self, name: str, peer: bytes, session: int) -> dict[str, Any] | None:
-        """What is known of the generator, when this session holds its name.  Another one waits, or
-        is told that it must end.
-        """
+        """Return the state of a generator if this session holds its name.
+
+        Any other session has to wait (None) or is refused (None, with a `Refusal`)."""
         now = time.monotonic()
         known = self.sessions.token(name)
         if known is None:
             checks.producer(name)
-        said = self.sessions.on_message(
+        state = self.sessions.on_message(
             name, session, now, gone=known not in (None, session) and self.process_gone(name)
         )
-        if said == "new":
+        if state == "new":
             self.store.end_sessions(name, session)
-            # what a dead session asked for would be granted to nobody, and held until its lease
-            # ends
+            # a ticket granted to a dead session would be blocked until its lease expires
             self.forget_wants(name)
             self.generators[name] = {"stats": {}, "waiting": None, "pid": 0, "host": ""}
-        elif said == "refused":
+        elif state == "refused":
             self.send(
                 peer,
                 m.Refusal(
-                    f"another generator named {name} is running{self.peer_address(name)}: "
-                    "give this one "
-                    "another --index, or end that one first",
+                    f"another generator named {name} is running{self.peer_address(name)}: give "
+                    "this one another --index, or end that one first",
                     2,
                 ),
             )
-        elif said == "over":
+        elif state == "over":
             self.send(
                 peer,
                 m.Refusal(
-                    f"another process has taken the name {name} over{self.peer_address(name)}, "
-                    "as this "
-                    "one was silent: end one of them",
+                    f"another process has taken over the name {name}{self.peer_address(name)}, "
+                    "because this one was silent: end one of them",
                     2,
                 ),
             )
-        elif said == "full":
+        elif state == "full":
             self.send(
                 peer,
                 m.Refusal(
-                    f"{len(self.sessions.names)} names of generators are known, and {name} is one "
-                    "too many",
+                    f"the buffer already has {len(self.sessions.names)} names of generators, the "
+                    f"most it keeps, and cannot add {name}: reuse a name",
                     2,
                 ),
             )
-        if said not in ("new", "holds"):
+        if state not in ("new", "holds"):
             return None
         entry = self.generators.setdefault(
             name, {"stats": {}, "waiting": None, "pid": 0, "host": ""}
@@ -332,9 +323,7 @@ class BufferService:
         return f" (process {entry['pid']} on {entry['host']})" if entry.get("pid") else ""
 
     def process_gone(self, name: str) -> bool:
-        """Is the process that holds the name known to have ended?  Only one of this machine can be
-        looked up.
-        """
+        """Whether the process that holds the name has certainly ended; False on other machines."""
         entry = self.generators.get(name, {})
         pid = entry.get("pid", 0)
         if not pid or entry["host"] != socket.gethostname():
@@ -347,7 +336,7 @@ class BufferService:
             return False
 
     def forget(self, now: float) -> None:
-        """Names that nobody has carried for very long."""
+        """Forget names that have been unused for very long."""
         for name in self.sessions.forget(now):
             self.generators.pop(name, None)
             self.forget_wants(name)
@@ -383,27 +372,27 @@ class BufferService:
                 self.wait_for_tickets(*early)
 
     def on_JoinRequest(self, peer: bytes, message: m.JoinRequest) -> None:
-        """What a generator on another machine begins with.  Nothing changes by it: it speaks as a
-        generator once it says hello.
-        """
+        """Send the start parameters to a generator on another machine.
+
+        The state does not change: it becomes a generator of the run with its hello."""
         if self.config.agent.uses_sessions:
-            why = "agent: the samples are sessions, drawn on the gateway's machine alone"
-            self.send(peer, m.Refusal(f"{why}: nobody can join", 2))
+            reason = "agent: sessions are generated only on the gateway's machine"
+            self.send(peer, m.Refusal(f"{reason}: a generator cannot join this run", 2))
             return
         if message.producer:
             checks.producer(message.producer)
-        said = self.announcement()
+        announcement = self.announcement()
         name = message.producer or self.socket.speaker
         if not name:
             numbers_from = itertools.count(self.next_joined)
             number = next(n for n in numbers_from if f"generator-{n}" not in self.sessions.names)
             self.next_joined = number + 1
             name = f"generator-{number}"
-        weights = "" if said is None else said.source.address
+        weights = "" if announcement is None else announcement.source.address
         self.send(peer, m.JoinReply(self.run, name, self.toml, weights))
 
     def on_TicketRequest(self, peer: bytes, want: m.TicketRequest) -> None:
-        """Tickets go to those who have said hello to this life of the buffer."""
+        """Queue a request for tickets; a generator without a hello is asked for it first."""
         checks.want(want)
         entry = self.generator_state(want.producer, peer, want.session)
         if entry is None:
@@ -425,7 +414,7 @@ class BufferService:
         self.early.pop(name, None)
 
     def on_Delivery(self, peer: bytes, message: m.Delivery) -> None:
-        """Finished samples are taken whoever brings them: also from a session that is over."""
+        """Take finished samples, also from a session that has lost its name."""
         checks.check_token_count(message.drawn)
         samples, refused = checks.check_delivery(self.store, message.samples, self.vocabulary)
         entry = self.generator_state(message.producer, peer, message.session)
@@ -433,10 +422,10 @@ class BufferService:
             self.count_refused(message.producer, samples, refused, entry)
         if entry is not None or self.sessions.is_over(message.producer, message.session):
             self.store.report_tokens(message.producer, message.session, message.drawn)
-        became = self.store.accept_samples(samples, b"" if refused else self.socket.payload)
+        dispositions = self.store.accept_samples(samples, b"" if refused else self.socket.payload)
         acks = [
-            (sample.ticket, sample.sample, sample.attempt, what)
-            for sample, what in zip(samples, became, strict=True)
+            (sample.ticket, sample.sample, sample.attempt, disposition)
+            for sample, disposition in zip(samples, dispositions, strict=True)
         ]
         self.progress += sum(
             sample.ticket >= m.EVAL_BASE for sample in samples
@@ -455,18 +444,19 @@ class BufferService:
         refused: dict[Key, BadMessage],
         entry: dict[str, Any] | None,
     ) -> None:
-        """Count samples that are refused alone, each once however often it is sent; a good one
-        makes up for one of them.  Raises BadMessage, which ends the sender, at MOST_REFUSED.
+        """Count refused samples, each once however often it is sent; good samples offset them.
 
-        entry: what is known of the sender; None: it is over, and is told so anyway."""
-        keys = [(each.ticket, each.sample, each.attempt) for each in samples]
+        Raises BadMessage, which ends the sender, above MOST_REFUSED.
+
+        entry: the sender's state; None: its session has lost its name and is refused anyway."""
+        keys = [(sample.ticket, sample.sample, sample.attempt) for sample in samples]
         new = [key for key in keys if not self.store.is_delivered(key)]
         bad = [refused[key] for key in new if key in refused]
         total = 0 if entry is None else max(0, entry.get("refused", 0) + 2 * len(bad) - len(new))
         if bad and total > MOST_REFUSED:
             raise BadMessage(
-                f"{total} more samples of {producer} could not be used than it delivered good "
-                f"ones, of which {MOST_REFUSED} are borne; the last one: {bad[-1]}",
+                f"{producer} delivered {total} more unusable samples than good ones (at most "
+                f"{MOST_REFUSED} are allowed); the last one: {bad[-1]}",
                 bad[-1].reason,
             )
         if entry is not None:
@@ -475,11 +465,11 @@ class BufferService:
             self.refuse(error.reason, f"failed a sample of {producer}: {error}")
 
     def progress_samples(self, acks: list[tuple[int, int, int, m.Disposition]]) -> int:
-        """Samples taken, as progress of a step that takes long: a batch of them, no more, as a
-        learner that hangs would be hidden otherwise.
-        """
+        """Number of accepted samples that count as progress: at most one batch between two commits.
+
+        More would hide a learner that hangs."""
         fresh = min(
-            sum(what == "accepted" for *_, what in acks),
+            sum(disposition == "accepted" for *_, disposition in acks),
             max(0, self.store.settings.batch * self.store.settings.group - self.taken),
         )
         self.taken += fresh
@@ -494,7 +484,7 @@ class BufferService:
         self.store.report_tokens(message.producer, message.session, message.drawn)
         now = time.monotonic()
         gap = 0.0
-        if entry is not None:  # what was long is forgotten by and by
+        if entry is not None:  # the longest gap decays slowly
             gap = max(now - entry.get("renewed", now), FORGET * entry.get("gap", 0.0))
             entry["renewed"], entry["gap"] = now, gap
         self.store.renew(
@@ -505,31 +495,35 @@ class BufferService:
             entry["stats"], entry["waiting"] = message.stats, message.waiting
             entry["sessions"] = message.sessions
             self.reported.add(message.producer)
-            said = self.announcement()
-            self.send(peer, m.HeartbeatReply(self.store.epoch, said, attempts=self.store.attempts))
+            announcement = self.announcement()
+            self.send(
+                peer,
+                m.HeartbeatReply(self.store.epoch, announcement, attempts=self.store.attempts),
+            )
 
     def free_unheld_leases(self, message: m.LeaseRenewal) -> None:
-        """Tickets whose reply died with a connection, or with the buffer's life before, are due
-        again: the generator says up to which attempt it takes none, and names those that it has.
-        """
-        each = (message.progress, message.judging, message.written)
-        named = {row[1] for rows in each for row in rows}
+        """End the leases of tickets that were lost with a connection or an earlier buffer process.
+
+        The generator names the attempts that it holds, and the attempt up to which it takes no
+        others."""
+        lists = (message.progress, message.judging, message.written)
+        named = {row[1] for rows in lists for row in rows}
         unheld = self.store.unheld_attempts(message.producer, message.session, message.taken, named)
         if unheld:
             self.store.free_leases(unheld)
 
     def on_GeneratorGoodbye(self, peer: bytes, message: m.GeneratorGoodbye) -> None:
-        """A generator ends: what it holds is due again now, and nobody waits for it."""
+        """End the leases of a generator that exits."""
         if not self.sessions.end_session(message.producer, message.session):
-            return  # another session holds its name, and the leases with it
+            return  # another session holds its name and its leases
         self.store.end_sessions(message.producer, NOBODY)
         self.forget_wants(message.producer)
         self.generators.pop(message.producer, None)
 
     def announcement(self) -> m.PolicyAnnouncement | None:
-        """What the store announces, once the learner of that epoch has been heard in this life of
-        the buffer: a journal also names dead ones.
-        """
+        """The store's announcement, or None before a learner's hello to this buffer process.
+
+        The journal may name a learner that is dead."""
         return self.store.announcement() if self.learner else None
 
     # ---- the learner -----------------------------------------------------------------------------
@@ -539,9 +533,9 @@ class BufferService:
             return
         checks.hello(hello)
         new = hello.epoch != self.store.epoch
-        unheard = self.unreported_batches(hello.label.number) if new else []
-        aside = self.store_suspect_batch(hello) if new else ""
-        before = self.store.aside
+        unreported = self.unreported_batches(hello.label.number) if new else []
+        exclusion = self.store_suspect_batch(hello) if new else ""
+        excluded = self.store.aside
         if not self.store.hello(hello):
             behind = self.store.is_behind(hello)
             self.send(
@@ -554,13 +548,13 @@ class BufferService:
         if self.ended_at and not self.store.finished:
             self.ended_at, self.told_before = 0.0, False
         self.vocabulary = hello.vocabulary
-        if self.store.aside > before:
-            log(aside)
+        if self.store.aside > excluded:
+            log(exclusion)
             self.latest["buffer/set_aside"] = float(self.store.aside)
         if new:
             self.leased = {}
             self.trained.begin_at(hello.label.number)
-            for batch in unheard:
+            for batch in unreported:
                 if not self.trained.has_batch(batch.number):
                     self.trained.add(batch, self.mask_limit)
             self.asks.clear()
@@ -575,24 +569,23 @@ class BufferService:
         self.send(peer, m.Welcome(hello.epoch, self.store.base))
 
     def damage(self, number: int) -> str:
-        """What to do where the newest whole checkpoint is of version `number`, before all that is
-        kept here.
-        """
+        """The error message for a learner whose newest intact checkpoint, of version `number`, is
+        older than everything kept here."""
         todo = (
-            f"end the run and go on with `asyncrl run --resume {self.run_dir}`: a new buffer takes "
-            f"version {number}, and the steps after it are made again"
+            f"end the run and continue with `asyncrl run --resume {self.run_dir}`: a new buffer "
+            f"starts from version {number}, and the steps after it are repeated"
             if self.config.durability.mode == "memory"
-            else f"begin a new run, with a model of {self.run_dir / 'checkpoints'} as model.path"
+            else f"start a new run, with a model of {self.run_dir / 'checkpoints'} as model.path"
         )
         return (
-            f"the newest whole checkpoint of the learner is of version {number}, the newer ones "
-            f"are damaged, and the buffer holds nothing before version {self.store.base}: {todo}"
+            f"the learner's newest intact checkpoint is of version {number}, the newer ones are "
+            f"damaged, and the buffer has no groups before version {self.store.base}: {todo}"
         )
 
     def store_suspect_batch(self, hello: m.LearnerHello) -> str:
-        """The batch that this hello sets aside, written for a look before it leaves the store; what
-        to say then.  "": none.
-        """
+        """Write the batch that this hello excludes to RUN/set_aside before the store removes it.
+
+        Returns the line for the log, or "" if no batch is excluded."""
         store = self.store
         tickets, count = store.suspect_batch(hello)
         if count < ENOUGH or store.policy is None or not all(t in store.alive for t in tickets):
@@ -609,17 +602,16 @@ class BufferService:
             raise jsonl.disk_full_error(path, error) from error
         tokens = sum(sample.length for sample in batch.samples)
         return (
-            f"batch {number} is set aside: the learner's last lives ended on it; its "
-            f"{len(batch.samples)} samples ({tokens} tokens, `fatal` in the ledger) are kept "
-            f"in {path}, the run goes on without them"
+            f"batch {number} is excluded, because the last learner processes ended on it; its "
+            f"{len(batch.samples)} samples ({tokens} tokens, `fatal` in the ledger) are kept in "
+            f"{path}, and the run continues without them"
         )
 
     def unreported_batches(self, number: int) -> list[m.Batch]:
-        """Batches before `number` whose rows are missing and whose samples are here: their commits
-        were lost, or their rows torn.
-        """
+        """Batches before `number` that are missing in the training log although their samples are
+        here: the commit was lost, or the row was torn."""
         store = self.store
-        out = []
+        unreported = []
         for trained, comp in enumerate(store.comps, store.base):
             groups = [
                 group
@@ -633,16 +625,16 @@ class BufferService:
                 and len(groups) == len(comp)
                 and store.policy is not None
             ):
-                out.append(store.batch(groups, store.epoch, trained))
-        return out
+                unreported.append(store.batch(groups, store.epoch, trained))
+        return unreported
 
     @property
     def mask_limit(self) -> float:
-        """Tokens past this lag are left out of the loss."""
+        """Tokens of a greater lag are masked in the loss."""
         return self.store.max_lag if self.config.staleness.on_exceed == "mask" else float("inf")
 
     def is_fenced(self, peer: bytes, epoch: int) -> bool:
-        """Is this not of the learner that is followed?  Before any hello there is none."""
+        """Whether a message is not of the current learner; True before any hello."""
         if self.store.policy is None:
             return True
         if epoch < self.store.epoch:
@@ -672,19 +664,19 @@ class BufferService:
                 "metrics not in the table of asyncrl/records/metrics.py: "
                 f"{', '.join(unknown)[:200]}"
             )
-        # leased by this buffer's life before
+        # leased by an earlier buffer process
         if commit.number == self.store.committed and commit.number not in self.leased:
             groups = [
                 self.store.alive[t] for t in self.store.comps[commit.number - self.store.base]
             ]
             self.leased[commit.number] = self.store.batch(groups, commit.epoch, commit.number)
-        before = self.store.limit
+        limit_before = self.store.limit
         seen = admission.limit_evidence(commit.metrics, self.store.settings.ess_floor)
         done = self.store.commit(commit.number, commit.label, commit.digest, commit.unused, seen)
         if done is None:
             return
         if done:
-            self.record_commit(commit, numbers.limit_metrics(self.store, before))
+            self.record_commit(commit, numbers.limit_metrics(self.store, limit_before))
         self.send(peer, m.CommitReply(commit.epoch, commit.number, self.store.pinned_versions()))
 
     def on_CheckpointNotice(self, peer: bytes, message: m.CheckpointNotice) -> None:
@@ -695,7 +687,7 @@ class BufferService:
     def on_LearnerGoodbye(self, peer: bytes, message: m.LearnerGoodbye) -> None:
         if not self.is_fenced(peer, message.epoch):
             checks.goodbye(self.store, message.number)
-            self.goodbyes = {peer: message}  # of one learner, however often it connects
+            self.goodbyes = {peer: message}  # one, however often the learner connects
 
     def on_LearnerProgress(self, peer: bytes, message: m.LearnerProgress) -> None:
         if self.is_fenced(peer, message.epoch):
@@ -711,15 +703,13 @@ class BufferService:
     def on_StatusRequest(self, peer: bytes, message: m.StatusRequest) -> None:
         self.send(peer, self.status())
 
-    # ---- answers that wait for the state ---------------------------------------------------------
+    # ---- replies that wait for the state ---------------------------------------------------------
 
     def answer(self) -> None:
-        """Lease batches, grant tickets, say goodbye: whatever the messages just handled made
-        possible.
-        """
+        """Send the replies that the last messages made possible: batches, tickets, the end."""
         for _ in range(len(self.asks)):
             peer, ask = self.asks.popleft()
-            groups, lack = self.store.ask(ask.epoch, ask.number)
+            groups, wait = self.store.ask(ask.epoch, ask.number)
             if groups:
                 batch = self.store.batch(groups, ask.epoch, ask.number)
                 self.leased[ask.number] = batch
@@ -728,9 +718,9 @@ class BufferService:
                 self.clock.start(time.monotonic())
                 self.send(peer, batch)
                 self.learner_waits = None
-            elif lack is not None:
-                if self.learner_waits is None or self.learner_waits[0] != lack:
-                    self.learner_waits = lack, time.monotonic()
+            elif wait is not None:
+                if self.learner_waits is None or self.learner_waits[0] != wait:
+                    self.learner_waits = wait, time.monotonic()
                 self.asks.append((peer, ask))
         self.grant()
         if not self.store.evaluations.pending:
@@ -744,9 +734,9 @@ class BufferService:
         self.write_evaluations()
 
     def grant(self) -> None:
-        """Tickets for those that wait, in the order in which they asked, until there are none:
-        whom it is that asks makes no difference to the store.
-        """
+        """Grant tickets to waiting generators in the order of their requests.
+
+        The first request without a ticket ends it: the store treats all generators alike."""
         now = time.monotonic()
         over = self.store.finished
         while self.wants:
@@ -768,14 +758,15 @@ class BufferService:
         self.announce_version()
 
     def send_tickets(self, peer: bytes, want: m.TicketRequest, tickets: list[m.Ticket]) -> None:
-        said = self.announcement()
+        announcement = self.announcement()
         over = self.store.finished
-        self.send(peer, m.TicketGrant(want.session, want.sequence, tickets, said, over))
+        self.send(peer, m.TicketGrant(want.session, want.sequence, tickets, announcement, over))
 
     def announce_version(self) -> None:
-        """Those that wait hear of a new version, to load it meanwhile: who has just asked, who is
-        next in line, and who draws for sessions.  The others hear of it with their next renewal.
-        """
+        """Announce a new version to waiting generators, so that they load it while they wait.
+
+        It goes to generators that have just asked, that are next in line, or that sample calls of
+        sessions.  The others receive it with the reply to their next renewal."""
         policy = self.store.policy
         if self.announcement() is None:
             return
@@ -785,10 +776,10 @@ class BufferService:
             self.fresh |= dict.fromkeys(self.followers)
         fresh, self.fresh = self.fresh, {}
         for name in fresh:
-            found = self.wants.get(name) or self.followers.get(name)
-            if found is None:
+            request = self.wants.get(name) or self.followers.get(name)
+            if request is None:
                 continue
-            peer, want = found
+            peer, want = request
             entry = self.generators[name]
             if want.holding != policy and entry.get("told") != policy:
                 entry["told"] = policy
@@ -797,7 +788,7 @@ class BufferService:
     # ---- numbers ---------------------------------------------------------------------------------
 
     def record_commit(self, commit: m.Commit, limit: dict[str, float]) -> None:
-        """A batch is trained: its metrics, its lags, the limit from now on, some of its samples."""
+        """Write the metrics, the lags and some samples of a trained batch, and the new limit."""
         now = time.monotonic()
         self.progress += 1
         self.taken = 0
@@ -835,9 +826,9 @@ class BufferService:
         self.metrics.write(commit.number, values, self.clock.seconds_at(now), histogram)
 
     def judge_numbers(self) -> dict[str, float]:
-        """What a judge was asked so far; names of ours alone, whoever tells them."""
-        each = [(entry["host"], entry["stats"]) for entry in self.generators.values()]
-        return {k: v for k, v in numbers.judge_metrics(each).items() if k in metrics.METRICS}
+        """Numbers of the judge's requests so far; names outside the metrics table are dropped."""
+        stats = [(entry["host"], entry["stats"]) for entry in self.generators.values()]
+        return {k: v for k, v in numbers.judge_metrics(stats).items() if k in metrics.METRICS}
 
     def generator_numbers(self, now: float) -> dict[str, float]:
         """Sums over the generators since the last step."""
@@ -846,8 +837,8 @@ class BufferService:
         self.reported.clear()
         spent = totals["busy_s"] + totals["idle_s"]
         if not spent:
-            # steps are faster than the generators' reports: the next report is of all the time
-            # since the last one
+            # steps are shorter than the generators' report interval: the next report covers all
+            # the time since the last one
             return {}
         span = now - (self.last_metrics or self.clock.began or now)
         self.last_metrics = now
@@ -871,42 +862,44 @@ class BufferService:
             self.metrics.write(number, values, self.clock.seconds_at(time.monotonic()))
 
     def waits(self) -> list[ProcessWait]:
-        """All there are: the learner's for its batch, and what the generators say."""
+        """All current waits: the learner's for its batch, and those that generators report."""
         waits = []
         if self.learner_waits is not None:
-            lack, since = self.learner_waits
-            waits.append(ProcessWait("learner", lack.what, lack.on, time.monotonic() - since))
+            wait, since = self.learner_waits
+            waits.append(ProcessWait("learner", wait.what, wait.on, time.monotonic() - since))
         return waits + [
             entry["waiting"] for entry in self.generators.values() if entry["waiting"] is not None
         ]
 
     def log_waits(self) -> None:
-        """Waits that have grown long, for the log; the learner's with the session it is for."""
+        """Log long waits; for the learner's wait also the session that blocks it."""
         lines = self.wait_log.lines(self.waits())
         for line in lines:
             log(line)
-        held = (
+        blocking = (
             self.blocking_session() if any(line.startswith("learner ") for line in lines) else None
         )
-        if held is not None:
-            log(held.describe())
+        if blocking is not None:
+            log(blocking.describe())
 
     def blocking_session(self) -> BlockingSession | None:
-        """The session that the learner waits for; None while it has work, or waits for something
-        else.  A gateway that is silent vouches for none.
-        """
+        """The session that the learner waits for, or None.
+
+        Sessions of a gateway that is silent do not count: they may have ended."""
         if self.learner_waits is None or self.learner.get("waiting") is None:
             return None
         now = time.monotonic()
-        heard = {
+        gateways = {
             name: entry
             for name, entry in self.generators.items()
             if entry.get("sessions") and now - entry["at"] < SESSIONS_S
         }
         return find_blocking_session(
-            {name: entry["sessions"] for name, entry in heard.items()},
+            {name: entry["sessions"] for name, entry in gateways.items()},
             self.learner_waits[0].ticket,
-            usual_s=max((x["stats"].get(m.SESSION_P95, 0.0) for x in heard.values()), default=0.0),
+            usual_s=max(
+                (entry["stats"].get(m.SESSION_P95, 0.0) for entry in gateways.values()), default=0.0
+            ),
             step_s=statistics.median(self.step_s) if self.step_s else 0.0,
             max_lag=self.store.max_lag,
         )
@@ -932,7 +925,7 @@ class BufferService:
         )
 
     def summary(self) -> dict[str, Any]:
-        """What only the buffer knows of the run."""
+        """The part of the run's summary that only the buffer knows."""
         return numbers.summary(
             self.store, self.trained, self.clock.seconds_at(self.last_commit)
         ) | {
@@ -943,9 +936,7 @@ class BufferService:
         }
 
     def write_summary(self) -> None:
-        """RUN/buffer_summary.json, whole or as it was.  Raises AsyncrlError when the disk is
-        full.
-        """
+        """Write RUN/buffer_summary.json atomically. Raises AsyncrlError when the disk is full."""
         path = self.run_dir / "buffer_summary.json"
         try:
             atomic_write.write(path, json.dumps(self.summary()))
@@ -953,10 +944,10 @@ class BufferService:
             raise jsonl.disk_full_error(path, error) from error
 
     def close(self) -> str:
-        """End everything; returns what could not be written, "" when all is well.  One that was
-        taken over leaves what is the other's.
-        """
-        wrong = []
+        """Close everything; return the first error message, or "".
+
+        After a takeover the other buffer's files are not touched."""
+        errors = []
         kept = [self.store.journal] if isinstance(self.store, RecordedStore) else []
         last = [] if self.taken_over else [self.write_summary]
         for end in (
@@ -970,22 +961,24 @@ class BufferService:
             try:
                 end()
             except (AsyncrlError, OSError) as error:
-                wrong.append(str(error))
+                errors.append(str(error))
         self.socket.close()
-        return wrong[0] if wrong else ""
+        return errors[0] if errors else ""
 
 
 def main(config: Config, run_dir: Path, *, moved: bool = False) -> bool:
-    """Serve the run in `run_dir` until it is finished, or SIGTERM ends it (False); moved: taken
-    over from a buffer elsewhere.  Raises AsyncrlError when the run must stop, TakenOver when
-    another buffer speaks for it.
+    """Serve the run in `run_dir`; return True when it is finished, False after SIGTERM.
+
+    moved: take over from a buffer at another address.
+    Raises AsyncrlError when the run must stop, BufferTakenOver when another buffer takes it over.
     """
     lock = RunLock(run_dir, "buffer")
     memory.keep_freed()
     service = BufferService(config, run_dir, moved=moved)
     clear_end(run_dir)
-    # thousands of stored samples and no cycles among them: looking for some took a sixth of its
-    # time, and at 100,000 still a tenth, as what is kept up to a checkpoint is as many objects
+    # The thousands of stored samples contain no cycles. Searching for cycles took a sixth of the
+    # buffer's time, and at a threshold of 100,000 still a tenth, because the samples kept for a
+    # checkpoint are as many objects.
     gc.set_threshold(1_000_000, 50, 50)
 
     def end(_number: int, _frame: object) -> None:
@@ -993,12 +986,12 @@ def main(config: Config, run_dir: Path, *, moved: bool = False) -> bool:
 
     signal.signal(signal.SIGTERM, end)
     signal.signal(signal.SIGINT, signal.SIG_IGN if os.environ.get("ASYNCRL_SUPERVISED") else end)
-    wrong = ""
+    close_error = ""
     try:
         service.loop()
         return bool(service.ended_at)
     except BufferTakenOver:
-        service.taken_over = True  # and not a word to the peers, who are the other's
+        service.taken_over = True  # send nothing: the peers belong to the other buffer
         raise
     except AsyncrlError as error:
         service.error = str(error)
@@ -1009,7 +1002,7 @@ def main(config: Config, run_dir: Path, *, moved: bool = False) -> bool:
             service.socket.send(entry["peer"], m.Refusal(str(error), error.exit_code))
         raise
     finally:
-        wrong = service.close()
+        close_error = service.close()
         lock.close()
-    if wrong:
-        raise AsyncrlError(wrong)
+    if close_error:
+        raise AsyncrlError(close_error)

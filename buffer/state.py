@@ -1,6 +1,7 @@
-"""A store's whole state, as a snapshot keeps it.  `Store.snapshot` fills it, `Store.restore` takes
-it up again: a field of the store that the future hangs on stands here, or it is lost at a restart.
-"""
+"""The snapshot of a store's state.
+
+`Store.snapshot` makes it and `Store.restore` takes it over. A field of the store that is missing
+here is lost at a restart."""
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ FORMAT = 2
 
 
 class SnapshotHead(msgspec.Struct, tag="snapshot"):
-    """What a snapshot of any format begins with."""
+    """The first field of a snapshot in any format."""
 
     format: int
 
 
 class StoreSnapshot(msgspec.Struct, tag="snapshot", kw_only=True):
-    """See `Store.__init__` for what the fields are."""
+    """The fields are described in `Store.__init__`."""
 
     format: int = FORMAT
     settings: StoreSettings
@@ -55,7 +56,7 @@ class StoreSnapshot(msgspec.Struct, tag="snapshot", kw_only=True):
     drawn: list[tuple[tuple[str, int], int]]
     tree: PolicyTreeState
     evaluations: EvaluationsState
-    # which older snapshots lack
+    # fields that older snapshots lack
     suspect: tuple[list[int], float] = ([], 0.0)
     patience: dict[str, float] = {}
     aside: int = 0

@@ -1,4 +1,5 @@
-"""The versioned buffer without sockets or wall clock: the fold of what peers said.
+"""The versioned buffer as a state machine, without sockets and wall clock.
+
 docs/protocol.md states the rules.
 
 ```
@@ -40,18 +41,18 @@ from buffer.groups import MAX_DROPS, Grant, Group, Lease, LeaseTable, StoredSamp
 from buffer.ledger import Key, Ledger, SampleFates, StrayAttempt, StrayAttempts, total_tokens
 from buffer.state import StoreSnapshot
 
-# rewards that differ by this share of the larger one are equal, as in
-# asyncrl/algorithms/advantages.py (which needs torch)
+# Rewards that differ by at most this share of the larger one are equal, as in
+# asyncrl/algorithms/advantages.py (which needs torch).
 EQUAL = 1e-6
-REMEMBERED = 200_000  # final dispositions of gone groups kept for late copies
-SESSIONS = 8192  # of generators, whose counts may still grow: more than may hold a name
-LEASE_GAPS = 3.0  # silences between two renewals, the longest of late, that a lease lasts
-MOST_LEASES = 10.0  # times `lease_s` that this makes of it at most
-STRAYS = 20_000  # attempts of gone groups that may still report or deliver
-VERSIONS = 10_000  # behind the oldest checkpoint kept: an answer that spans more is refused
-# what the end of a learner's life counts against the batch that it was given last: two that ended
-# by themselves are enough to set it aside, four that may have been killed for what they did
-# (memory, no progress), sixteen killed by somebody else
+REMEMBERED = 200_000  # final dispositions of removed groups, kept for late copies
+SESSIONS = 8192  # generator sessions whose counts may still grow: more than can hold a name
+LEASE_GAPS = 3.0  # a lease lasts this many times the longest recent gap between two renewals ...
+MOST_LEASES = 10.0  # ... but at most this many times `lease_s`
+STRAYS = 20_000  # attempts of removed groups that may still report or deliver
+VERSIONS = 10_000  # kept before the oldest checkpoint: a completion that spans more is refused
+# Points against the last batch of a learner process, by how the process ended. ENOUGH of them
+# exclude the batch: two crashes, four ends that its work may have caused (memory, no progress), or
+# sixteen signals from outside.
 ENDS = {"ended": 0.0, "outside": 0.25, "killed": 1.0, "": 1.0, "crashed": 2.0}
 ENOUGH = 4.0
 
@@ -69,50 +70,48 @@ class Store:
         self.prompt = prompt
         self.tree = PolicyTree()
         self.epoch = self.active = 0
-        self.max_lag = math.inf  # where the limit sets itself: its hard bound
-        self.limit = (
-            admission.AdaptiveLimit()
-        )  # where it sets itself: the one for tickets from now on
+        self.max_lag = math.inf  # with an adaptive limit: its hard bound
+        self.limit = admission.AdaptiveLimit()  # used only if `settings.ess_floor` is set
         self.cursor = self.attempts = self.committed = self.base = 0
         self.policy: Label | None = None
         self.source: WeightsSource | None = None
         self.alive: dict[int, Group] = {}  # in ticket order
         self.leases = LeaseTable()  # of `alive`
-        self.retained: dict[int, Group] = {}  # committed, needed by a checkpoint kept
+        self.retained: dict[int, Group] = {}  # committed, but after the oldest checkpoint kept
         self.comps: list[list[int]] = []  # tickets of batch base, base + 1, ...
         self.composed: set[int] = set()
-        # batches that the learner of this epoch has been given: they stay as they were judged then
+        # batches handed to the learner of this epoch: their lags and masks no longer change
         self.leased: set[int] = set()
         self.past = Ledger()
-        # totals that a learner's checkpoint brought from a buffer that is gone (`memory`)
+        # totals of an earlier buffer process, from the learner's checkpoint (`memory`)
         self.carried = Ledger()
-        # the lines of `retained`, summed; None: to be summed again (see `_lines_kept`)
+        # the sum of the lines of `retained`; None: must be computed again (see `_lines_kept`)
         self._kept: Ledger | None = None
         self.gone = SampleFates(REMEMBERED)
         self.strays = StrayAttempts(STRAYS)
-        # tickets at or above the cursor that a checkpoint had trained already (completion order)
+        # tickets at or above the cursor that are trained in the checkpoint (completion order)
         self.skip: set[int] = set()
-        # counts what `ask` changed: the journal records an ask only when it did something
+        # number of changes by `ask`: the journal records only requests that changed something
         self.changes = 0
         self.evaluations = evaluations or Evaluations()
         self.completions = self.failed_samples = self.failed_machinery = self.stored_bytes = 0
         self.failures: dict[str, int] = {}
-        # (producer, session) -> tokens that it says it has drawn
+        # (producer, session) -> tokens that it reports to have sampled
         self.drawn: OrderedDict[tuple[str, int], int] = OrderedDict()
-        self.drawn_before = 0  # of sessions long gone
-        # producer -> seconds of its leases, where it is measured to be slower than `lease_s` allows
+        self.drawn_before = 0  # the same of sessions that are no longer in `drawn`
+        # producer -> seconds of its leases, where its renewals come too slowly for `lease_s`
         self.patience: dict[str, float] = {}
-        # tickets of the batch that the learner's last lives ended on, and what that counts (ENDS)
+        # tickets of the batch on which the last learner processes ended, and its points (ENDS)
         self.suspect: tuple[list[int], float] = ([], 0.0)
-        self.aside = 0  # batches set aside
+        self.aside = 0  # excluded batches
         self.finished = False
-        # may a group alive lack samples that nobody writes?  False only if `_grants` has looked
+        # False once `_grants` has found no alive group with missing samples and no lease
         self.lacking = True
 
-    # ---- kept over a restart ---------------------------------------------------------------------
+    # ---- restarts --------------------------------------------------------------------------------
 
     def snapshot(self) -> StoreSnapshot:
-        """The whole state.  It shares what it holds with the store: encode it at once."""
+        """Return the whole state. It shares objects with the store: encode it at once."""
         return StoreSnapshot(
             settings=self.settings,
             epoch=self.epoch,
@@ -150,7 +149,7 @@ class Store:
         )
 
     def restore(self, state: StoreSnapshot) -> None:
-        """Become the store that `state` was taken of; its prompts stay this one's."""
+        """Take over the state of a snapshot; the prompts stay those of this store."""
         self.settings = state.settings
         self.epoch = state.epoch
         self.active = state.active
@@ -193,57 +192,57 @@ class Store:
         self.limit = state.limit
 
     def renew_all_leases(self, now: float) -> None:
-        """The clock of the life before says nothing: every lease runs its full time from now."""
+        """Let every lease run its full time from `now`: an earlier process had another clock."""
         for group in self.alive.values():
             if group.lease is not None:
                 group.lease.expires = now + self.settings.lease_s
         self.evaluations.renew_all_leases(now + self.settings.lease_s)
 
-    # ---- the rules, each of them needed: tests override them one by one --------------------------
+    # ---- rules: tests override each of them to show that it is needed ----------------------------
 
     @property
     def uses_ticket_order(self) -> bool:
-        """Do batches take groups in ticket order?"""
+        """Whether batches take groups in ticket order."""
         return self.settings.uses_ticket_order
 
     def has_room(self, place: int, room: float) -> bool:
-        """May a group with so many before it be granted again?"""
+        """Whether a group at position `place` may be granted again."""
         return place < room
 
     def current_limit(self) -> float:
-        """The limit of a ticket granted now."""
+        """The staleness limit of a ticket granted now."""
         return self.limit.now if self.settings.ess_floor else self.max_lag
 
     def admits_to(self) -> float:
-        """The limit that room is reckoned by: the announced one."""
+        """The limit that determines the room for groups: the announced one."""
         return self.current_limit()
 
     def groups_ahead(self) -> int:
-        """How many groups stand before a new one: the leased batches' too, until their commit."""
+        """Number of groups before a new one; groups of leased batches count until their commit."""
         return len(self.alive)
 
     def groups_to_train(self) -> int:
-        """How many groups alive will be trained, if nothing befalls them."""
+        """Number of alive groups that will be trained if none is removed."""
         return len(self.alive)
 
     def uncomposed_groups(self) -> Iterator[Group]:
-        """Groups that no batch has yet, in ticket order."""
+        """Groups that are in no batch yet, in ticket order."""
         return (group for group in self.alive.values() if group.ticket not in self.composed)
 
     def least_version(self, policy: Label) -> Label:
-        """The oldest version that may write a ticket granted now, at `policy`."""
+        """The oldest version that may sample a ticket granted now, at `policy`."""
         return policy
 
     def disposition(self, group: Group, sample: Trajectory) -> Disposition | None:
-        """What became of the sample when it was delivered before; None: it is new."""
+        """The disposition of an earlier delivery of the sample; None: it is new."""
         return group.finals.get((sample.sample, sample.attempt))
 
     def may_train(self, sample: Trajectory, lag: float, limit: float) -> bool:
-        """Under a hard limit, as the batch is handed out."""
+        """Whether the sample may train under a hard limit; asked when the batch is handed out."""
         return lag <= limit
 
     def on_zero_variance(self, group: Group) -> None:
-        """A complete group teaches nothing."""
+        """Remove a complete zero-variance group: it has no gradient."""
         self.remove_group(group, "filtered")
 
     # ---- tickets ---------------------------------------------------------------------------------
@@ -254,10 +253,12 @@ class Store:
         return PolicyAnnouncement(self.policy, self.tree.digest(self.policy), self.source)
 
     def grant(self, producer: str, session: int, samples: int, now: float) -> list[Ticket]:
-        """Tickets for at most about `samples` free engine slots; evaluation first."""
-        out: list[Ticket] = []
+        """Grant tickets for about `samples` free engine slots, evaluations first.
+
+        The last ticket may have more samples than there are slots."""
+        granted: list[Ticket] = []
         if self.policy is None or self.finished:
-            return out
+            return granted
         while samples > 0 and self.evaluations.queue:
             self.attempts += 1
             ticket = self.evaluations.grant(
@@ -267,20 +268,20 @@ class Store:
                 session=session,
                 expires=now + self.lease_of(producer),
             )
-            out.append(ticket)
+            granted.append(ticket)
             samples -= 1
         tickets = self._grants(producer, session, now)
-        while samples > 0 and (granted := next(tickets, None)) is not None:
-            out.append(granted)
-            samples -= len(granted.samples)
-        return out
+        while samples > 0 and (next_ticket := next(tickets, None)) is not None:
+            granted.append(next_ticket)
+            samples -= len(next_ticket.samples)
+        return granted
 
     def _positions(self) -> Iterator[tuple[int, Group]]:
-        """(place, group) of those alive: how many train before it.
+        """(position, group) of the alive groups: how many groups train before it.
 
-        Composed batches come first, as they train: under `pace` they are the first in ticket order
-        too, unless another order or no limit composed them, in a life before.  The rest follows in
-        ticket order."""
+        Composed batches come first, in their order.  Under `pace` they are also the first in ticket
+        order, unless an earlier process composed them with another order or without a limit.  The
+        other groups follow in ticket order."""
         first = (
             self.alive[ticket]
             for comp in self.comps[self.committed - self.base :]
@@ -293,9 +294,10 @@ class Store:
         )
 
     def _grants(self, producer: str, session: int, now: float) -> Iterator[Ticket]:
-        """Tickets in the order in which they are due: what is missing of groups alive, then new
-        ones, as long as there is room.  It ends where lag injection wants a version to come.
-        """
+        """Grant tickets in the order in which they are due: first for missing samples of alive
+        groups, then for new groups while there is room.
+
+        It stops where lag injection needs a future version."""
         room = admission.group_limit(
             self.admits_to(), self.settings.batch, self.stored_bytes, self.settings.byte_limit
         )
@@ -308,7 +310,7 @@ class Store:
                     return
                 yield ticket
         else:
-            # with many that wait, most grants find nothing: they must not look at every group
+            # with many generators waiting, most grants find nothing: do not search all groups again
             self.lacking = False
         while True:
             enough = (
@@ -372,9 +374,8 @@ class Store:
         )
 
     def lease_of(self, producer: str) -> float:
-        """Seconds of a lease of this generator: `lease_s`, or LEASE_GAPS times its longest measured
-        silence between two renewals, where that is more.
-        """
+        """Seconds of a lease of this generator: `lease_s`, or LEASE_GAPS times its longest recent
+        gap between two renewals where that is longer, up to MOST_LEASES times `lease_s`."""
         return max(self.settings.lease_s, self.patience.get(producer, 0.0))
 
     def renew(
@@ -386,12 +387,16 @@ class Store:
         judging: Sequence[tuple[int, int]] = (),
         gap: float = 0.0,
     ) -> None:
-        """Decode progress: a lease whose tokens grew lasts longer, and with it those of the same
-        generator that wait for a row.
+        """Renew leases by decode progress.
 
-        judging: written tickets that wait for their rewards; their leases last longer too, as each
-        call ends by its deadline. gap: the producer's longest silence between two renewals of late,
-        seconds. Raises BadMessage for counts that no attempt can have."""
+        A lease is renewed if its token count grew. Leases of the same message that have no tokens
+        yet are queued behind it in the generator and are renewed with it.
+
+        progress: (ticket, attempt, tokens so far).
+        judging: (ticket, attempt) that wait for their rewards; they are renewed because each reward
+            call has a deadline.
+        gap: the producer's longest recent gap between two renewals, in seconds.
+        Raises BadMessage for counts that no attempt can have."""
         checks.progress(self, progress)
         if LEASE_GAPS * gap > self.settings.lease_s:
             self.patience[producer] = min(LEASE_GAPS * gap, MOST_LEASES * self.settings.lease_s)
@@ -430,7 +435,7 @@ class Store:
             lease.expires = expires
 
     def report_tokens(self, producer: str, session: int, drawn: int) -> None:
-        """A session's own count of the tokens that it has told of; counts only grow."""
+        """Record a session's own count of sampled training tokens; counts only grow."""
         key = producer, session
         self.drawn[key] = max(drawn, self.drawn.get(key, 0))
         self.drawn.move_to_end(key)
@@ -438,15 +443,14 @@ class Store:
             self.drawn_before += self.drawn.popitem(last=False)[1]
 
     def generated_tokens(self) -> int:
-        """Tokens drawn for training, as the generators count them, the dead ones up to their last
-        word; what the ledger's lines must sum to.
-        """
+        """Tokens sampled for training by the generators' own counts, to which the ledger must sum.
+
+        A dead generator counts up to its last message."""
         return total_tokens(self.carried.totals()) + self.drawn_before + sum(self.drawn.values())
 
     def _stray(self, ticket: int, attempt: int, reported: int, delivered: int) -> None:
-        """A gone group's attempt reports or delivers: its tokens that were counted as lost are
-        counted again.
-        """
+        """Correct the ledger for an attempt of a removed group that reports or delivers late: its
+        tokens were counted as lost."""
         stray = self.strays.get(ticket, attempt)
         if stray is not None:
             lost = max(0, stray.reported - stray.delivered)
@@ -456,7 +460,7 @@ class Store:
             self.past.add("lost_with_process", reported - delivered - lost)
 
     def expire(self, now: float) -> int:
-        """End the leases that ran out; returns how many."""
+        """End the expired leases; return their number."""
         late = [
             group
             for group in self.alive.values()
@@ -467,7 +471,7 @@ class Store:
         return len(late) + self.evaluations.expire(now)
 
     def end_sessions(self, producer: str, session: int) -> None:
-        """A producer's new session: its older leases end."""
+        """End the leases of a producer's other sessions."""
         for group in self.alive.values():
             if (
                 group.lease is not None
@@ -480,9 +484,8 @@ class Store:
     def unheld_attempts(
         self, producer: str, session: int, taken: int, named: Set[int]
     ) -> list[tuple[int, int]]:
-        """(ticket, attempt) granted to a session that it has not, and will not take: those up to
-        `taken`, the attempt up to which it takes none any more, that are not `named`.
-        """
+        """(ticket, attempt) granted to a session that were lost in transit: attempts up to `taken`
+        that are not in `named`. The session no longer takes attempts up to `taken`."""
         mine = self.leases.unnamed_attempts(producer, session, taken, named)
         return mine + self.evaluations.leases.unnamed_attempts(producer, session, taken, named)
 
@@ -506,14 +509,14 @@ class Store:
     # ---- samples ---------------------------------------------------------------------------------
 
     def deliver(self, sample: Trajectory, now: float) -> Disposition:
-        """Take one sample; returns its disposition.  Raises BadMessage for one that no ticket asked
-        for, or of weights that no learner registered.
-        """
+        """Check and take one sample; return its disposition.
+
+        Raises BadMessage if no ticket asked for it or no learner registered its weights."""
         checks.sample(self, sample)
         return self.accept_sample(sample)
 
     def is_delivered(self, key: Key) -> bool:
-        """Was (ticket, sample, attempt) delivered before?"""
+        """Whether (ticket, sample, attempt) was delivered before."""
         ticket, sample, attempt = key
         if ticket >= EVAL_BASE:
             return attempt not in self.evaluations.out
@@ -525,14 +528,13 @@ class Store:
     def accept_samples(
         self, samples: Sequence[Trajectory], came: bytes | memoryview = b""
     ) -> list[Disposition]:
-        """`accept_sample` of a frame's samples, in their order; came: the `Delivery` that brought
-        them, as it
-        was encoded, for a store that keeps a record.
-        """
+        """Take a frame's samples in their order; return their dispositions.
+
+        came: the encoded `Delivery` with these samples, for a store that keeps a journal."""
         return [self.accept_sample(sample) for sample in samples]
 
     def accept_sample(self, sample: Trajectory) -> Disposition:
-        """`deliver` of a sample that `checks.sample` has passed."""
+        """Take a sample that has passed `checks.sample`; return its disposition."""
         if sample.ticket >= EVAL_BASE:
             return self.evaluations.deliver(sample)
         key = sample.ticket, sample.sample, sample.attempt
@@ -545,7 +547,7 @@ class Store:
         return self._accept(group, sample)
 
     def _late(self, key: Key, sample: Trajectory) -> Disposition:
-        """A sample of a group that is gone, not known or no longer remembered."""
+        """Count a sample of a removed group whose disposition is unknown or forgotten."""
         self.past.add("duplicate", sample.length, 1, sample.length, sample.reward)
         self.past.add("set_aside", sample.aside, int(sample.aside > 0), sample.aside)
         for attempt, tokens in sample.tokens_by_attempt:
@@ -556,24 +558,24 @@ class Store:
         return "duplicate"
 
     def _accept(self, group: Group, sample: Trajectory) -> Disposition:
-        what: Disposition
+        disposition: Disposition
         self._touched(group.ticket)
         for attempt, tokens in sample.tokens_by_attempt:
             count = group.attempts.setdefault(attempt, [0, 0, 1])
             count[1] += tokens
             count[0] = max(count[0], count[1])
-        if sample.aside:  # whatever becomes of the sample
+        if sample.aside:  # independent of the sample's own disposition
             group.other.append(("set_aside", sample.aside, 0.0))
         if group.lease is not None and group.lease.attempt == sample.attempt:
             group.lease.todo.discard(sample.sample)
         if sample.failed:
-            what = "failed"
+            disposition = "failed"
             self._fail(group, sample, sample.failed)
         elif group.samples[sample.sample] is not None:
-            what = "duplicate"
+            disposition = "duplicate"
             group.other.append(("duplicate", sample.length, sample.reward))
         else:
-            what = "accepted"
+            disposition = "accepted"
             assert self.policy is not None
             lag = admission.sample_lag(
                 admission.span_lags(self.tree, sample.all_spans(), self.policy, self.committed)
@@ -581,10 +583,10 @@ class Store:
             stored = StoredSample(sample, lag)
             group.set_sample(sample.sample, stored)
             self.stored_bytes += stored.size
-        group.finals[sample.sample, sample.attempt] = what
+        group.finals[sample.sample, sample.attempt] = disposition
         if group.lease is not None and not group.lease.todo:
             self._end_lease(group)
-        if what == "accepted" and group.complete:
+        if disposition == "accepted" and group.complete:
             self._on_complete(group)
         if (
             group.failures >= MAX_DROPS
@@ -592,14 +594,14 @@ class Store:
             and group.ticket not in self.composed
         ):
             self.remove_group(group, "abandoned")
-        return what
+        return disposition
 
     def _fail(self, group: Group, sample: Trajectory, failure: RewardFailure) -> None:
         group.failures += 1
         group.other.append(("failed", sample.length, 0.0))
         kind = failure.kind
         self.failures[kind] = self.failures.get(kind, 0) + 1
-        if kind == "refused":  # what sends such samples ends: see `Service.count_refused`
+        if kind == "refused":  # limited for each sender: see `BufferService.count_refused`
             return
         if kind == "machinery":
             self.failed_machinery += 1
@@ -633,23 +635,24 @@ class Store:
         ):
             self.on_zero_variance(group)
 
-    def remove_group(self, group: Group, what: LedgerLine) -> None:
-        """A group leaves the stream: filtered, abandoned, or of a branch that is not followed."""
-        if self.settings.inject is not None and what in ("abandoned", "fatal"):
+    def remove_group(self, group: Group, line: LedgerLine) -> None:
+        """Remove a group from the stream and count its samples under a ledger line."""
+        if self.settings.inject is not None and line in ("abandoned", "fatal"):
             self._succeed(group)
         self.alive.pop(group.ticket, None)
         self._end_lease(group)
         for stored in group.stored_samples():
-            group.other.append((what, stored.length, stored.trajectory.reward))
-            group.finals[stored.trajectory.sample, stored.trajectory.attempt] = what
+            group.other.append((line, stored.length, stored.trajectory.reward))
+            group.finals[stored.trajectory.sample, stored.trajectory.attempt] = line
         self.stored_bytes -= group.release_samples()
         group.empty()
         self._retire(group, trained=False)
 
     def _succeed(self, group: Group) -> None:
-        """Under injection the place decides the lag: a new group stands where `g` stood, so that
-        those behind keep their batches.
-        """
+        """Put a new group at the position of a removed one.
+
+        Under lag injection the position decides the lag: the later groups must keep their
+        batches."""
         self._skip_trained()
         new = Group(self.cursor, [None] * self.settings.group, stands=group.position)
         self.alive = {
@@ -664,9 +667,7 @@ class Store:
             self.cursor += 1
 
     def _retire(self, group: Group, *, trained: bool) -> None:
-        """Fold a group's lines into the past; late copies of its samples still find their
-        disposition.
-        """
+        """Add a group's final lines to `past`; keep its samples' dispositions for late copies."""
         group.fold(self.past, trained=trained)
         self.gone.add_all(group.ticket, group.finals)
         for attempt, (reported, delivered, _) in group.attempts.items():
@@ -675,9 +676,9 @@ class Store:
     # ---- the learner -----------------------------------------------------------------------------
 
     def hello(self, hello: LearnerHello) -> bool:
-        """Follow a learner; False: it is fenced.  Raises BadMessage for a hello that contradicts
-        itself.
-        """
+        """Follow a learner; return False if it is fenced off.
+
+        Raises BadMessage for a hello that contradicts itself."""
         checks.hello(hello)
         if hello.epoch == self.epoch:
             return True
@@ -687,20 +688,20 @@ class Store:
         self.suspect = self.suspect_batch(hello)
         set_aside = self.suspect[1] >= ENOUGH
         for label, digest in sorted(hello.ring):
-            was = Label(hello.origin, label.number)
-            if was in self.tree and self.tree.digest(was) == digest:
-                self.tree.add_alias(label, was)
+            original = Label(hello.origin, label.number)
+            if original in self.tree and self.tree.digest(original) == digest:
+                self.tree.add_alias(label, original)
             else:
-                before = Label(label.epoch, label.number - 1)
-                self.tree.register(label, before if before in self.tree else None, digest)
+                previous = Label(label.epoch, label.number - 1)
+                self.tree.register(label, previous if previous in self.tree else None, digest)
         parent = hello.parent if hello.parent is not None and hello.parent in self.tree else None
-        before = Label(hello.epoch, hello.label.number - 1)
+        previous = Label(hello.epoch, hello.label.number - 1)
         self.tree.register(
             hello.label,
-            parent if parent is not None else (before if before in self.tree else None),
+            parent if parent is not None else (previous if previous in self.tree else None),
             hello.digest,
         )
-        # a buffer that has followed nobody yet takes the limit of the learner's checkpoint
+        # a buffer that has not followed a learner yet takes the limit from the checkpoint
         known = (
             self.limit if self.epoch or not hello.limit else admission.AdaptiveLimit(hello.limit)
         )
@@ -714,24 +715,22 @@ class Store:
         if set_aside:
             self._set_aside(last)
         self.policy = hello.label
-        # an end that was said is taken back by a learner that has steps to make
+        # a finished run continues if the learner still has steps to make
         self.finished = self.finished and hello.label.number >= self.settings.steps
         self.evaluations.restart(hello.label, self.settings.steps)
         return True
 
     def is_behind(self, hello: LearnerHello) -> bool:
-        """Is a learner that `hello` fenced off the newest one, and goes on from a checkpoint that
-        is older than everything kept here?  No later life of it can do better.
-        """
+        """Whether the newest learner was fenced off because its checkpoint is older than all groups
+        kept here. Restarting it would not help."""
         newest = hello.epoch > self.epoch and hello.origin >= self.active
         return newest and hello.label.number < self.base
 
     def suspect_batch(self, hello: LearnerHello) -> tuple[list[int], float]:
-        """`suspect` with what the hello of a new life tells of the one before: it ended on the
-        batch after its last commit, if that had been handed out.
+        """Return `suspect`, updated with how the learner's previous process ended.
 
-        A life that ended elsewhere, before its first batch, or behind a checkpoint past that batch,
-        says nothing of it."""
+        That process ended on the batch after its last commit if this batch was handed out. The end
+        does not count against a batch that was not handed out or that the checkpoint includes."""
         if self.committed not in self.leased or hello.label.number > self.committed:
             return self.suspect
         tickets, count = self.suspect
@@ -739,9 +738,9 @@ class Store:
         return list(batch), (count if tickets == batch else 0) + ENDS[hello.before]
 
     def _set_aside(self, number: int) -> None:
-        """Batch `number` leaves, with all its groups; the later ones move up, which makes no token
-        of theirs older.
-        """
+        """Remove batch `number` with all its groups; later batches move up by one.
+
+        Moving up cannot increase the lag of a token."""
         for ticket in self.comps.pop(number - self.base):
             self.composed.discard(ticket)
             self.remove_group(self.alive[ticket], "fatal")
@@ -749,9 +748,9 @@ class Store:
         self.aside += 1
 
     def _follow(self, hello: LearnerHello) -> None:
-        """Move `committed` to the learner's number, down or up; a new (`memory`) buffer takes its
-        cursor and totals.
-        """
+        """Move `committed` to the learner's number, down or up.
+
+        A new buffer (`memory`) also takes the cursor and the totals of the checkpoint."""
         number = hello.label.number
         self.lacking = True
         self._kept = None
@@ -765,16 +764,14 @@ class Store:
                 if batch >= number and ticket in self.retained:
                     self.alive[ticket] = self.retained.pop(ticket)
                     for stored in self.alive[ticket].stored_samples():
-                        stored.skipped = stored.rejected = (
-                            0  # it is trained again, perhaps otherwise
-                        )
+                        stored.skipped = stored.rejected = 0  # may differ when trained again
         self.alive = dict(sorted(self.alive.items(), key=lambda x: x[1].position))
         self.committed = number
 
     def _follow_beyond(self, hello: LearnerHello) -> None:
-        """The learner has trained what this buffer never composed: what of it is alive here, since
-        an older checkpoint, is not trained again.
-        """
+        """Follow a learner that has trained batches which this buffer never composed.
+
+        Groups of those batches that are still alive here are not trained again."""
         for group in self.retained.values():
             self._retire(group, trained=True)
             self.stored_bytes -= group.release_samples()
@@ -795,28 +792,30 @@ class Store:
             self.carried = Ledger.restore(hello.ledger)
 
     def ask(self, epoch: int, number: int) -> tuple[list[Group], batches.BatchWait | None]:
-        """(the groups of batch `number`, None), or ([], what it waits for); ([], None) for a late
-        copy of a request: it is trained.  Composes it when it is asked for the first time.
+        """Return the groups of batch `number`, or ([], the reason for waiting).
+
+        The first request composes the batch. A late copy of a request for a trained batch gets
+        ([], None).
 
         Raises BadMessage for a batch past the last one.
         """
         checks.ask(self, number)
         if number < self.committed:
             return [], None
-        at = number - self.base
-        if at > len(self.comps):
+        position = number - self.base
+        if position > len(self.comps):
             return [], batches.BatchWait(f"batch {number - 1} to be composed")
-        if at == len(self.comps):
-            picked, why = batches.pick_groups(self, number)
+        if position == len(self.comps):
+            picked, wait = batches.pick_groups(self, number)
             if not picked:
-                return [], why
+                return [], wait
             self.comps.append([group.ticket for group in picked])
             self.composed.update(group.ticket for group in picked)
             self.changes += 1
-        groups = [self.alive[ticket] for ticket in self.comps[at]]
+        groups = [self.alive[ticket] for ticket in self.comps[position]]
         self.changes += self.active != epoch
         self.active = epoch
-        # the learner may be training on it already: judged once, it comes again the same
+        # the learner may be training on it already: it must get the same batch again
         if number in self.leased:
             return groups, None
         runs = batches.judge(self, groups, number)
@@ -825,13 +824,13 @@ class Store:
             return [], batches.explain_wait(late)
         self.leased.add(number)
         self.changes += 1
-        each = (stored for group in groups for stored in group.stored_samples())
-        for stored, of_it in zip(each, runs, strict=True):
-            stored.runs = of_it
+        samples = (stored for group in groups for stored in group.stored_samples())
+        for stored, sample_runs in zip(samples, runs, strict=True):
+            stored.runs = sample_runs
         return groups, None
 
     def batch(self, groups: list[Group], epoch: int, number: int) -> Batch:
-        """The message for composed, complete groups."""
+        """Make the message for composed, complete groups."""
         return batches.message(self, groups, epoch, number)
 
     def commit(
@@ -842,13 +841,13 @@ class Store:
         unused: Sequence[tuple[int, int]] = (),
         seen: admission.LimitEvidence | None = None,
     ) -> bool | None:
-        """Batch `number` is trained: True; False: told before; None: an earlier commit is still on
-        its way.
+        """Record that batch `number` is trained and `label` is the new policy.
 
-        unused: per sample of the batch, in its order, tokens that were skipped and rejected; empty:
-        none.  seen: what moves a limit that sets itself; None: nothing.
+        Returns True; False for a repeated commit; None if an earlier commit is still missing.
 
-        Raises BadMessage for a batch that nobody can have been given.
+        unused: per sample of the batch, in its order: (skipped, rejected) tokens; empty: none.
+        seen: evidence that moves an adaptive limit; None: none.
+        Raises BadMessage for a batch that was never handed out.
         """
         checks.commit(self, number, label, unused)
         if number != self.committed:
@@ -866,9 +865,9 @@ class Store:
         for stored, (skipped, rejected) in zip(
             of_batch, unused or [(0, 0)] * len(of_batch), strict=True
         ):
-            left = stored.length - stored.masked
-            stored.skipped = min(skipped, left)
-            stored.rejected = min(rejected, left - stored.skipped)
+            unmasked = stored.length - stored.masked
+            stored.skipped = min(skipped, unmasked)
+            stored.rejected = min(rejected, unmasked - stored.skipped)
         for ticket in self.comps[number - self.base]:
             group = self.retained[ticket] = self.alive.pop(ticket)
             group.fold(kept, trained=True)
@@ -888,9 +887,7 @@ class Store:
         return True
 
     def _prune(self) -> None:
-        """Forget versions far behind, of which nothing is stored and no answer is being written any
-        more.
-        """
+        """Forget old versions that no stored sample and no lease refers to."""
         groups = itertools.chain(self.alive.values(), self.retained.values())
         used = {
             span.label
@@ -905,7 +902,7 @@ class Store:
         )
 
     def checkpointed(self, oldest: int) -> None:
-        """Retire what lies behind the oldest checkpoint kept."""
+        """Retire the batches before `oldest`, the oldest checkpoint kept."""
         before = self.base
         while self.base < min(oldest, self.committed) and self.comps:
             for ticket in self.comps.pop(0):
@@ -919,56 +916,56 @@ class Store:
             self.evaluations.forget(self.base)
 
     def finish(self) -> None:
-        """The run is over: no more tickets."""
+        """End the run: grant no more tickets."""
         self.finished = True
 
     def pinned_versions(self) -> list[Label]:
-        """Versions that the ring must hold: those that tickets, out or to come, name exactly."""
-        out = set(self.evaluations.labels())
+        """Versions that the ring must keep: those that granted or future tickets name exactly."""
+        pinned = set(self.evaluations.labels())
         if self.settings.inject is not None:
             most = (
                 self.settings.inject
                 if isinstance(self.settings.inject, int)
                 else len(self.settings.inject) - 1
             )
-            out |= {
+            pinned |= {
                 Label(self.epoch, number)
                 for number in range(max(0, self.committed - most), self.committed + 1)
             }
-        return sorted(out)
+        return sorted(pinned)
 
     # ---- the ledger ------------------------------------------------------------------------------
 
     def ledger(self) -> dict[str, dict[str, float]]:
-        """Totals of every generated token known to the buffer, each in one line."""
+        """Totals of all generated tokens known to the buffer; each token is in one line."""
         return self.current_ledger().totals()
 
     def current_ledger(self) -> Ledger:
-        """What is final, with what may still change, as it stands now."""
-        out = self.carried.copy()
-        out.merge(self.past)
-        out.merge(self._lines_kept())
+        """The ledger of final and current dispositions."""
+        ledger = self.carried.copy()
+        ledger.merge(self.past)
+        ledger.merge(self._lines_kept())
         for group in self.alive.values():
-            group.fold(out, trained=False)
-        return out
+            group.fold(ledger, trained=False)
+        return ledger
 
     def checkpoint_ledger(self, trained: set[int]) -> dict[str, dict[str, float]]:
-        """Totals should a new (`memory`) buffer go on from here: what is stored and not yet trained
-        is lost with this one.
+        """Totals for a checkpoint from which a new buffer (`memory`) can continue.
 
-        trained: tickets of all that is committed, and of what will be then.
+        Samples that are stored but not trained count as lost, because they end with this process.
+
+        trained: tickets that are committed when the checkpoint is written.
         """
-        out = self.carried.copy()
-        out.merge(self.past)
-        out.merge(self._lines_kept())
+        ledger = self.carried.copy()
+        ledger.merge(self.past)
+        ledger.merge(self._lines_kept())
         for group in self.alive.values():
-            group.fold(out, trained=group.ticket in trained, rest="lost_with_process")
-        return out.totals()
+            group.fold(ledger, trained=group.ticket in trained, rest="lost_with_process")
+        return ledger.totals()
 
     def _lines_kept(self) -> Ledger:
-        """The lines of `retained`: some thousand samples, asked for at every batch and changed by a
-        commit at most.
-        """
+        """The lines of `retained`, cached: they cover thousands of samples, are needed for every
+        batch, and rarely change."""
         if self._kept is None:
             self._kept = Ledger()
             for group in self.retained.values():
@@ -976,6 +973,6 @@ class Store:
         return self._kept
 
     def _touched(self, ticket: int) -> None:
-        """A group's lines change."""
+        """Note that the ledger lines of a group change."""
         if ticket in self.retained:
             self._kept = None

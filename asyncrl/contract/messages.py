@@ -1,9 +1,9 @@
-"""Every struct on every wire, each headed by who makes it and who reads it.
+"""Messages between processes: each docstring names the sender and the reader.
 
 Arrays travel as raw little-endian bytes: token ids int32, logprobs float32, masks uint8.  Every
-message on the control socket is one frame of msgpack, a tagged union (`FromPeer` towards the
-buffer, behind a frame that names protocol and run, `FromBuffer` back); decoding is typed. Requests
-are repeated until they are answered and are idempotent."""
+message on the control socket is one msgpack frame, decoded as a tagged union: `FromPeer` to the
+buffer, after a frame that names protocol and run, and `FromBuffer` back. Senders repeat a request
+until it is answered; requests are idempotent."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from asyncrl.contract.versions import Label
 from asyncrl.contract.waits import BlockingSession, OpenSession, ProcessWait
 
 PROTOCOL = 3
-# ticket numbers from here on are of evaluations: the same prompt has the same random stream at
-# every version
+# Ticket numbers from here on belong to evaluations. They depend on the prompt alone, so that a
+# prompt has the same random stream at every version.
 EVAL_BASE = 1 << 40
-MAX_FRAME_BYTES = 256 * 1024 * 1024  # a larger frame is refused: nothing here needs it
+MAX_FRAME_BYTES = 256 * 1024 * 1024  # a larger frame is refused: no message needs it
 
-# where a generated token ends: the lines of the ledger
+# the lines of the ledger: the possible fates of a generated token
 LedgerLine = Literal[
     "trained",
     "skipped",
@@ -39,23 +39,23 @@ LedgerLine = Literal[
     "set_aside",
 ]
 DISPOSITIONS: tuple[LedgerLine, ...] = get_args(LedgerLine)
-# of these, the lines of tokens that were written for nothing: they reached no batch, or counted for
-# nothing in it by their age; what the loss left out is no loss of the buffer's, and what an agent
-# asked not to be trained (set_aside) was written for the agent
+# Lines of wasted tokens: they reached no batch, or had no weight in it because of their age. Tokens
+# that the loss left out are not wasted by the buffer, and those that an agent asked to exclude from
+# training (set_aside) served the agent.
 LOST = tuple(
     line
     for line in DISPOSITIONS
     if line not in ("trained", "skipped", "rejected", "left_over", "set_aside")
 )
-# what has become of a sample so far: "accepted" until its batch is trained; an answer to an
-# evaluation ticket has no line
+# the current fate of a sample: "accepted" until its batch is trained; completions of evaluation
+# tickets have no line in the ledger
 Disposition = LedgerLine | Literal["accepted", "evaluated"]
 
 
 class Prompt(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """Made by asyncrl.tasks; read by generators (text, tokenised there) and reward functions
-    (answer, meta).
-    """
+    """A prompt. Made by asyncrl.tasks.
+
+    Generators read `text`; reward functions read `answer` and `meta`."""
 
     id: int
     text: str
@@ -67,26 +67,25 @@ class Prompt(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
 
 
 class SamplingSettings(msgspec.Struct, frozen=True, array_like=True):
-    """Made by the buffer from the config; read by the engine.  logprobs are those of exactly this
-    distribution.
-    """
+    """The sampling distribution. Made by the buffer from the config; read by the engine.
+
+    Recorded logprobs are those of exactly this distribution."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0: all
     max_new_tokens: int = 64
-    # sample 0 of the group is the likeliest answer, a baseline and not trained on (remax)
+    # sample 0 of the group is sampled greedily: a baseline that is not trained on (remax)
     greedy: bool = False
 
     def top_k_of(self, sample: int) -> int:
-        """top_k of that sample."""
+        """top_k of sample number `sample` in its group."""
         return 1 if self.greedy and sample == 0 else self.top_k
 
 
-# gc=False: stored by the thousand, and no cycle can go through them
+# gc=False: thousands are stored, and they cannot be part of a reference cycle
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Tokens [start, end) of an answer: drawn by `label` (weights `digest`), on keys and values
-    written since `kv`.
+    """Tokens [start, end) of a completion, sampled by version `label` with weights `digest`.
 
     `kv` is the oldest label whose weights computed any of the keys and values that the span
     attended to."""
@@ -99,11 +98,12 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class RewardFailure(msgspec.Struct, frozen=True, array_like=True):
-    """Why a sample has no reward.  Made by the generator; counted by kind in the buffer, each
-    against a budget of its own.
+    """The reason why a sample has no reward. Made by the generator; counted by the buffer.
 
-    kind: data, the answer; machinery, the process that judged it; refused, what was said of it
-    could not be, which the buffer alone finds, and bounds for each sender."""
+    kind, each with its own budget:
+    - data: the completion caused it.
+    - machinery: the process that computes rewards failed.
+    - refused: the buffer found an impossible outcome; it limits these for each sender."""
 
     kind: Literal["data", "machinery", "refused"]
     why: str
@@ -113,36 +113,37 @@ class RewardFailure(msgspec.Struct, frozen=True, array_like=True):
 
 
 def count_ones(mask: bytes) -> int:
-    """How many bytes are 1.  Mostly all are, and a comparison of 16,000 takes a hundredth of what
-    counting them does.
-    """
+    """Count the bytes that are 1.
+
+    Usually all are: comparing 16,000 bytes takes a hundredth of the time of counting them."""
     return len(mask) if mask == b"\1" * len(mask) else mask.count(1)
 
 
 class TrainingSequence(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A root-to-leaf path of a session's calls, as the learner runs it forward: made by a gateway
-    (actors/gateway/call_tree.py).  P tokens before the row's first own token, T from it on.
+    """A root-to-leaf path of a session's calls, for one forward pass of the learner.
 
-    A token that several rows share was drawn once: it has mask 1 and a span in the first of them,
-    mask 0 and none in the others; so have tokens that no call drew (tools, other turns)."""
+    Made by a gateway (actors/gateway/call_tree.py). P tokens precede the first trained token of the
+    sequence; T tokens follow.  A token that several sequences share was sampled once: it has mask 1
+    and a span in the first of them, mask 0 and no span in the others. Tokens that were not sampled
+    (tools, other turns) also have mask 0 and no span."""
 
     prompt_tokens: bytes  # int32 [P]
-    tokens: bytes  # int32 [T]: drawn ones exactly as sampled, and what stood between the calls
+    tokens: bytes  # int32 [T]: the sampled tokens unchanged, and the tokens between the calls
     behavior_logprobs: bytes  # float32 [T], 0 where mask is 0
-    # uint8 [T]: 1 where the token was drawn here and is trained in this row
+    # uint8 [T]: 1 where the token was sampled and is trained in this sequence
     mask: bytes
     spans: list[VersionSpan]  # cover exactly the tokens of mask 1, in order
     segments: list[tuple[str, int, int]] = []  # ("model" or "context", start, end) of [0, T)
-    # float32 [T] when calls have rewards of their own, NaN where there is none; else empty
+    # float32 [T] when calls have their own rewards, NaN where there is none; else empty
     token_rewards: bytes = b""
 
 
 class Trajectory(msgspec.Struct, array_like=True, gc=False):
-    """One sample.  Made by a generator or a gateway; stored by the buffer; read by the learner.  P
-    prompt, T response tokens.
+    """One sample. Made by a generator or a gateway; stored by the buffer; read by the learner.
 
-    A single answer is one row, the fields here.  A session's further rows are in `rows`: `all_rows`
-    has every one, and a place "in the sample" counts their T in that order."""
+    P prompt tokens, T response tokens.  A single completion is one training sequence, in the fields
+    here. A session's further sequences are in `rows`; `all_rows` returns all of them. A position
+    "in the sample" counts their T tokens in that order."""
 
     ticket: int
     sample: int
@@ -162,18 +163,18 @@ class Trajectory(msgspec.Struct, array_like=True, gc=False):
     # (kind, start, end): "model", "tool", ... in response tokens
     segments: list[tuple[str, int, int]] = []
     token_rewards: bytes = b""  # float32 [T] when the reward function gives them, else empty
-    generated_at: float = 0.0  # CLOCK_MONOTONIC seconds, when the last token was drawn
-    # a failed sample is never trained on; "" is no failure (and what recordings hold)
+    generated_at: float = 0.0  # CLOCK_MONOTONIC seconds, when the last token was sampled
+    # a failed sample is never trained on; "" means no failure (also the value in recordings)
     failed: RewardFailure | Literal[""] = ""
-    rows: list[TrainingSequence] = []  # of a session: those after the first
-    aside: int = 0  # tokens that were drawn and are never trained (ledger: set_aside)
-    calls: int = 0  # of a session: generations it asked for; 0: a single answer
-    # of a session that went on under a new attempt: (earlier attempt, tokens drawn under it)
+    rows: list[TrainingSequence] = []  # a session's sequences after the first
+    aside: int = 0  # tokens that were sampled and are never trained (ledger: set_aside)
+    calls: int = 0  # generations that a session requested; 0: a single completion
+    # a session resumed under a new attempt: (earlier attempt, tokens sampled under it)
     adopted: list[tuple[int, int]] = []
 
     @property
     def tokens_by_attempt(self) -> list[tuple[int, int]]:
-        """(attempt, tokens drawn under it, those set aside included), its own first."""
+        """(attempt, tokens sampled under it, excluded tokens included), the own attempt first."""
         if not self.adopted:
             return [(self.attempt, self.length + self.aside)]
         earlier = sum(tokens for _, tokens in self.adopted)
@@ -181,17 +182,18 @@ class Trajectory(msgspec.Struct, array_like=True, gc=False):
 
     @property
     def length(self) -> int:
-        """Tokens drawn to be trained: of mask 1, over all rows; without a mask (simulated) all."""
+        """Tokens to train on: those of mask 1 in all sequences; all tokens where there is no mask
+        (simulated runs)."""
         own = count_ones(self.mask) if self.mask else len(self.tokens) // 4
         return own + sum(count_ones(row.mask) for row in self.rows) if self.rows else own
 
     @property
     def token_count(self) -> int:
-        """Tokens T of all rows, whoever wrote them."""
+        """Tokens T of all sequences, sampled or not."""
         return (len(self.tokens) + sum(len(row.tokens) for row in self.rows)) // 4
 
     def all_rows(self) -> list[TrainingSequence]:
-        """Every row, the first from the fields here."""
+        """All training sequences, the first one from the fields here."""
         first = TrainingSequence(
             prompt_tokens=self.prompt_tokens,
             tokens=self.tokens,
@@ -204,116 +206,112 @@ class Trajectory(msgspec.Struct, array_like=True, gc=False):
         return [first, *self.rows]
 
     def all_spans(self) -> list[VersionSpan]:
-        """The spans of every row, by places in the sample."""
+        """The spans of all sequences, with positions in the sample."""
         if not self.rows:
             return self.spans
-        out = list(self.spans)
+        spans = list(self.spans)
         begin = len(self.mask)
         for row in self.rows:
-            out += [
+            spans += [
                 VersionSpan(span.label, span.digest, begin + span.start, begin + span.end, span.kv)
                 for span in row.spans
             ]
             begin += len(row.mask)
-        return out
+        return spans
 
 
 # ---- generator to buffer -------------------------------------------------------------------------
 
 
 class GeneratorHello(msgspec.Struct, frozen=True, tag="gen_hello"):
-    """A generator says who it is; repeated now and then.  One session holds a name
-    (buffer/sessions.py says which); what others hold ends with them.
-    """
+    """A generator identifies itself; repeated from time to time.
+
+    One session holds a name (buffer/sessions.py decides which). The leases of the other sessions
+    end."""
 
     protocol: int
     run: str
     producer: str  # stable name, "generator-0"
-    # of this process alone; the buffer orders sessions by when it hears of them, never by this
-    # number
+    # unique to this process; the buffer orders sessions by the arrival of their first message,
+    # never by this number
     session: int
     slots: int
-    host: str  # names the machine: weights come over shared memory when it is the learner's
+    host: str  # the machine's name: on the learner's machine, weights come over shared memory
     pid: int
 
 
 class TicketRequest(msgspec.Struct, frozen=True, tag="want"):
-    """Free engine slots: answered by Tickets at once or as soon as some may be granted.  Replaces
-    an earlier Want.
-    """
+    """A request for tickets for free engine slots; answered by `TicketGrant`.
+
+    The answer comes as soon as a ticket may be granted. A request replaces the earlier one."""
 
     producer: str
     session: int
     sequence: int
     samples: int
-    holding: Label | None  # newest weights loaded; informs the view
+    holding: Label | None  # newest weights loaded, for the live view
 
 
 class Delivery(msgspec.Struct, frozen=True, tag="deliver"):
-    """Finished samples, several in a frame; repeated until each is acknowledged."""
+    """Finished samples, several in a frame; repeated until each one is acknowledged."""
 
     producer: str
     session: int
     sequence: int
     samples: list[Trajectory]
-    drawn: int = 0  # as in Renew, these samples included
+    drawn: int = 0  # as in `LeaseRenewal`, these samples included
 
 
-# what a generator waits for that has nothing else to do
-REWARDS_WAITED_FOR = "the rewards of its answers"
+# the wait of a generator that has nothing else to do
+REWARDS_WAITED_FOR = "the rewards of its samples"
 
 
-SESSION_P95 = "session/p95_s"  # of a gateway's numbers: within which 95 % of its sessions end
+SESSION_P95 = "session/p95_s"  # a gateway's number: 95 % of its sessions end within this time
 
 
 class LeaseRenewal(msgspec.Struct, frozen=True, tag="renew"):
-    """Decode progress: renews leases whose token count grew or whose answers are being judged, and
-    carries the generator's own numbers.
-    """
+    """Decode progress and numbers of a generator; renews its leases.
+
+    A lease is renewed when its token count grew or its completions wait for their rewards."""
 
     producer: str
     session: int
     progress: list[tuple[int, int, int]]  # (ticket, attempt, tokens so far over its samples)
     stats: dict[str, float]
     waiting: ProcessWait | None  # None: it has work
-    # (ticket, attempt) that are written and wait for their rewards, which have deadlines of their
-    # own
+    # (ticket, attempt) that are generated and wait for their rewards, which have their own
+    # deadlines
     judging: list[tuple[int, int]] = []
-    # tokens for training that this session has told of so far, by its own count: of each attempt
-    # what it reported or delivered
+    # training tokens that this session has reported or delivered so far, summed over its attempts
     drawn: int = 0
-    sessions: list[OpenSession] = []  # of a gateway: one of each of its oldest tickets
-    # (ticket, attempt) that are written and not acknowledged, the rest of what it holds
+    sessions: list[OpenSession] = []  # of a gateway: one for each of its oldest tickets
+    # the remaining (ticket, attempt) that it holds: generated, but not acknowledged
     written: list[tuple[int, int]] = []
-    # up to this attempt it takes no ticket any more: what was granted to it and is not named here
-    # never came, and is due again; 0: it does not say
+    # Attempts <= `taken` that are not listed were lost in transit; the buffer grants them again.
+    # 0 means unknown.
     taken: int = 0
 
 
 class GeneratorGoodbye(msgspec.Struct, frozen=True, tag="leaving"):
-    """The last word of a generator that ends: its leases end now.  Sent once; should it be lost,
-    they end by time.
-    """
+    """The last message of a generator: its leases end now.
+
+    It is sent once; if it is lost, the leases expire."""
 
     producer: str
     session: int
 
 
 class JoinRequest(msgspec.Struct, frozen=True, tag="join"):
-    """A machine that knows the address and has a key asks what it needs to be a generator of the
-    run; answered by Joined.
-    """
+    """A machine that has the address and a key asks to join the run; answered by `JoinReply`."""
 
-    producer: str  # the name it wants; "": that of its key, or without keys any free one
+    producer: str  # the name it wants; "": the name of its key, or without keys any free name
 
 
 # ---- buffer to generator -------------------------------------------------------------------------
 
 
 class WeightsSource(msgspec.Struct, frozen=True):
-    """Where the learner of one epoch keeps its ring.  Made by the learner, handed on by the
-    buffer.
-    """
+    """The location of a learner's ring of weights. Made by the learner, forwarded by the buffer."""
 
     epoch: int
     host: str
@@ -322,7 +320,7 @@ class WeightsSource(msgspec.Struct, frozen=True):
 
 
 class PolicyAnnouncement(msgspec.Struct, frozen=True):
-    """The last durable commit or hello; rides on every reply to a generator."""
+    """The newest durable version; part of every reply to a generator."""
 
     label: Label
     digest: str
@@ -330,12 +328,12 @@ class PolicyAnnouncement(msgspec.Struct, frozen=True):
 
     @property
     def announcement_key(self) -> Label:
-        """Announcements may arrive out of order: the greater key is the newer one."""
+        """Sort key: announcements may arrive out of order, the greatest is the newest."""
         return Label(*self.label)
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
-    """One group to write.  Made by the buffer, which owns the prompt cursor."""
+    """The order to generate one group. Made by the buffer, which owns the prompt cursor."""
 
     ticket: int
     attempt: int
@@ -344,10 +342,10 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     samples: list[int]
     sampling: SamplingSettings
     min_version: Label
-    # evaluation and lag injection: the whole answer with exactly these weights
+    # evaluation and lag injection: sample the whole completion with exactly these weights
     exact_version: Label | None
     seed: int  # of the random stream: (seed, ticket, sample, position)
-    limit: float = math.inf  # the staleness limit announced for it, in versions
+    limit: float = math.inf  # its staleness limit, in versions
 
 
 class TicketGrant(msgspec.Struct, frozen=True, tag="tickets"):
@@ -355,40 +353,40 @@ class TicketGrant(msgspec.Struct, frozen=True, tag="tickets"):
     sequence: int
     tickets: list[Ticket]
     announcement: PolicyAnnouncement | None
-    finished: bool = False  # the run is over: the generator ends
+    finished: bool = False  # the run is over: the generator exits
 
 
 class DeliveryAcks(msgspec.Struct, frozen=True, tag="acks"):
-    """What became of each delivered sample, and the bytes the generator may have unacknowledged."""
+    """The disposition of each delivered sample."""
 
     session: int
     acks: list[tuple[int, int, int, Disposition]]  # (ticket, sample, attempt, disposition)
-    credit: int
+    credit: int  # bytes that the generator may have unacknowledged
     announcement: PolicyAnnouncement | None
 
 
 class JoinReply(msgspec.Struct, frozen=True, tag="joined"):
-    """All that a generator elsewhere begins with; the files come from the chunk server."""
+    """The start parameters of a generator elsewhere; its files come from the chunk server."""
 
     run: str
     producer: str
     config: str  # TOML
-    weights: str  # address of the chunk server, "" while no learner has said it
+    weights: str  # address of the chunk server, "" before the first learner's hello
 
 
 class UnknownSession(msgspec.Struct, frozen=True, tag="unknown"):
-    """A session wants tickets that has not said hello to this life of the buffer: it says hello,
-    and is given them.
-    """
+    """A session requested tickets before its hello to this buffer process.
+
+    The generator sends its hello, and the buffer then grants the tickets."""
 
     producer: str
     session: int
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refused"):
-    """The peer must stop: it speaks another protocol, belongs to another run, or said what cannot
-    be.  The run goes on without it.
-    """
+    """The peer must stop; the run continues without it.
+
+    It has another protocol, belongs to another run, or sent an invalid message."""
 
     reason: str
     exit_code: int = 4
@@ -398,27 +396,27 @@ class Refusal(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class GenerationCall(msgspec.Struct, frozen=True, array_like=True):
-    """One generation that a session asks for.  Made by a gateway; drawn by one generator, by
-    another one if that dies: with the same random stream.
-    """
+    """One generation that a session requests. Made by a gateway; sampled by a generator.
 
-    id: int  # unique in the gateway's life
+    If that generator dies, another one samples the call again with the same random stream."""
+
+    id: int  # unique within the gateway process
     ticket: int
     sample: int
     kind: Literal["train", "eval"]
     prompt: bytes  # int32 [P], P >= 1
     max_new_tokens: int
     sampling: SamplingSettings
-    # every call of a session is admitted at or above the ticket's, however late it comes
+    # at least the ticket's for every call of a session, however late the call comes
     min_version: Label
     exact_version: Label | None
     seed: int
-    # 0: the stream of a plain answer to the ticket, (seed, ticket, sample); else beside it
+    # 0: the random stream of a plain completion of the ticket, (seed, ticket, sample); else another
     stream: int = 0
 
 
 class CallAssignments(msgspec.Struct, frozen=True, tag="calls"):
-    """To one generator: calls to draw, calls to end, and the weights to follow."""
+    """To one generator: calls to sample, calls to cancel, and the weights to follow."""
 
     session: int  # of the generator
     sequence: int
@@ -428,11 +426,11 @@ class CallAssignments(msgspec.Struct, frozen=True, tag="calls"):
 
 
 class ServingReport(msgspec.Struct, frozen=True, tag="serving"):
-    """A generator draws calls; said again now and then.  held: those that it has; heard: the
-    highest `CallAssignments.sequence` it has seen.  A call that was sent up to there, and is
-    neither held
-    nor answered, is sent again.
-    """
+    """A generator's state toward the gateway; repeated from time to time.
+
+    held: ids of the calls that it has.
+    heard: the highest `CallAssignments.sequence` that it has received. The gateway sends a call
+    again that it assigned up to there and that is neither held nor answered."""
 
     protocol: int
     run: str
@@ -444,9 +442,10 @@ class ServingReport(msgspec.Struct, frozen=True, tag="serving"):
 
 
 class CallResult(msgspec.Struct, frozen=True, tag="called"):
-    """A call's answer.  lost: tokens that were drawn of a call that was cut, of which nothing
-    remains; failed: why the generator cannot draw it, with no token then.
-    """
+    """The result of a call.
+
+    lost: tokens sampled for a call that was canceled; they are gone.
+    failed: why the generator cannot sample it; there are no tokens then."""
 
     id: int
     tokens: bytes  # int32 [T], the stop token included
@@ -471,15 +470,15 @@ class LearnerHello(msgspec.Struct, frozen=True, tag="learner_hello"):
     origin: int  # epoch of the directory it resumed from; 0 at the start
     max_lag: float
     source: WeightsSource
-    ring: list[tuple[Label, str]]  # (label, digest) of older weights held for injection
+    ring: list[tuple[Label, str]]  # (label, digest) of older weights kept for injection
     ledger: dict[str, dict[str, float]] = {}  # totals at the checkpoint (`memory` durability)
     trained_above: list[int] = []  # completion order: tickets trained above next_ticket
     pid: int = 0
-    vocabulary: int = 0  # tokens of the model; 0: not said
-    # how the learner's life before this one ended: well or told to; by a signal from outside; by
-    # one that its work may have brought about; by itself; "": nobody knows
+    vocabulary: int = 0  # tokens of the model; 0: unknown
+    # how the learner's previous process ended: regularly ("ended"), by a signal from outside, by a
+    # signal that its own work may have caused ("killed"), by itself ("crashed"), or unknown ("")
     before: Literal["", "ended", "outside", "killed", "crashed"] = ""
-    limit: int = 0  # where the limit sets itself: the one at the checkpoint; 0: none
+    limit: int = 0  # adaptive limit: its value at the checkpoint; 0: none
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
@@ -498,25 +497,25 @@ class BatchRequest(msgspec.Struct, frozen=True, tag="ask"):
 
 
 class Batch(msgspec.Struct, frozen=True, tag="batch"):
-    """Made by the buffer at the lease; `lags` are whole-sample lags in the batch, in the order of
-    `samples`.
-    """
+    """A batch. Made by the buffer at the lease; read by the learner.
+
+    Lists have one entry for each of `samples`, in their order."""
 
     epoch: int
     number: int
     samples: list[Trajectory]  # groups are contiguous
-    lags: list[int]
+    lags: list[int]  # of the whole sample, in this batch
     in_flight: list[int]  # the part of each lag up to delivery; the rest is in_queue
     token_lags: list[list[tuple[int, int, int]]]  # per sample: (start, end, lag) runs
-    stats: dict[str, float]  # the buffer's and the generators' numbers for the metrics of this step
+    stats: dict[str, float]  # numbers of buffer and generators for the metrics of this step
     next_ticket: int
     ledger: dict[str, dict[str, float]]  # totals, for the checkpoint
     trained_above: list[int] = []
-    limit: int = 0  # where the limit sets itself: the one for tickets then; 0: it is constant
+    limit: int = 0  # adaptive limit: its value for new tickets; 0: the limit is constant
 
 
 class Commit(msgspec.Struct, frozen=True, tag="commit"):
-    """Batch `number` is trained and the new policy lies in the ring."""
+    """Batch `number` is trained and the new policy is in the ring. Sent by the learner."""
 
     epoch: int
     number: int
@@ -524,14 +523,14 @@ class Commit(msgspec.Struct, frozen=True, tag="commit"):
     digest: str
     metrics: dict[str, float]
     # per sample of the batch: tokens (in no optimizer step that was made, rejected or vetoed in
-    # all); []: none
+    # all); []: zero for all
     unused: list[tuple[int, int]] = []
 
 
 class CommitReply(msgspec.Struct, frozen=True, tag="committed"):
     epoch: int
     number: int
-    keep: list[Label]  # weights that pending evaluation tickets still name: the ring keeps them
+    keep: list[Label]  # weights that the ring must keep: pending evaluation tickets name them
 
 
 class CheckpointNotice(msgspec.Struct, frozen=True, tag="checkpointed"):
@@ -540,9 +539,9 @@ class CheckpointNotice(msgspec.Struct, frozen=True, tag="checkpointed"):
 
 
 class LearnerGoodbye(msgspec.Struct, frozen=True, tag="goodbye"):
-    """The learner has trained its last batch; answered by Finished once its evaluation is in (or by
-    FencedOff).
-    """
+    """The learner has trained its last batch.
+
+    Answered by `RunFinished` once its evaluation is complete, or by `FencedReply`."""
 
     epoch: int
     number: int
@@ -556,7 +555,7 @@ class RunFinished(msgspec.Struct, frozen=True, tag="finished"):
 
 
 class LearnerProgress(msgspec.Struct, frozen=True, tag="progress"):
-    """The learner's state while it works: what it does or waits for, since when."""
+    """The learner's state: its wait and its numbers. Sent repeatedly."""
 
     who: str
     waiting: ProcessWait | None  # None: it has work
@@ -566,26 +565,26 @@ class LearnerProgress(msgspec.Struct, frozen=True, tag="progress"):
 
 
 class HeartbeatReply(msgspec.Struct, frozen=True, tag="heard"):
-    """The buffer's answer to Progress and Renew: it lives, however long the batch or the next
-    ticket takes.
+    """The buffer's reply to `LearnerProgress` and `LeaseRenewal`: it is alive, however long the
+    next batch or ticket takes.
 
-    A generator whose hands are full of a dead learner's tickets asks for no others: it hears here
-    of the weights to follow."""
+    It carries the announcement because a generator that is busy with the tickets of a dead learner
+    requests no others, and must still follow the new learner's weights."""
 
     epoch: int
     announcement: PolicyAnnouncement | None = None
-    # granted so far: a ticket up to here that has not come by now is lost, and not taken later
+    # granted so far: the generator treats a ticket up to here that has not arrived as lost
     attempts: int = 0
 
 
 class StatusRequest(msgspec.Struct, frozen=True, tag="watch"):
-    """The live view and `asyncrl doctor` ask for the state of the run."""
+    """The live view and `asyncrl doctor` request the state of the run."""
 
-    stop: str = ""  # "drain": finish the batch, checkpoint, end
+    stop: str = ""  # "drain": finish the batch, write a checkpoint, exit
 
 
 class RunStatus(msgspec.Struct, frozen=True, tag="status"):
-    """Made by the buffer; read by the live view, doctor and tests."""
+    """The state of the run. Made by the buffer; read by the live view, doctor and tests."""
 
     run: str
     committed: int
@@ -594,11 +593,11 @@ class RunStatus(msgspec.Struct, frozen=True, tag="status"):
     metrics: dict[str, float]  # newest value of every metric
     ledger: dict[str, dict[str, float]]
     waits: list[ProcessWait]
-    peers: dict[str, float]  # name: seconds since it was heard of
+    peers: dict[str, float]  # name: seconds since its last message
     finished: bool
     error: str = ""
-    # commits, evaluation answers, samples up to a batch between two commits: what the watchdog
-    # looks at
+    # the watchdog's measure: commits, evaluation completions, and between two commits the samples
+    # of at most one batch
     progress: int = 0
     held_up: BlockingSession | None = None  # the session that the learner waits for
 

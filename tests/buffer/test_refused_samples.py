@@ -89,7 +89,7 @@ def test_a_sender_of_nothing_else_ends_and_good_samples_make_up_for_bad_ones(
     before = at.service.store.ledger()
     reply = at.deliver(sample(next(tickets), 0, reward=NAN))
     assert isinstance(reply, m.Refusal)
-    assert "4 more samples of generator-0 could not be used" in reply.reason
+    assert "generator-0 delivered 4 more unusable samples than good ones" in reply.reason
     assert "its reward is nan" in reply.reason
     assert at.service.store.ledger() == before
 

@@ -143,7 +143,7 @@ def test_a_commit_that_is_told_again_is_answered_again_and_counted_once(begin: A
 
 @pytest.mark.parametrize(
     ("mode", "todo"),
-    [("memory", r"go on with `asyncrl run --resume .*run`"), ("process", "begin a new run")],
+    [("memory", r"continue with `asyncrl run --resume .*run`"), ("process", "start a new run")],
 )
 def test_a_learner_whose_newer_checkpoints_are_damaged_is_told_what_to_do(
     begin: Any, mode: str, todo: str
@@ -153,7 +153,7 @@ def test_a_learner_whose_newer_checkpoints_are_damaged_is_told_what_to_do(
     ask(peer, run.hello(1, number=5), m.Welcome)
     assert ask(run.peer(), run.hello(3, number=4, origin=1), m.Refusal).exit_code == 5
     said = ask(run.peer(), run.hello(2, number=3, origin=1), m.Refusal).reason
-    assert re.search(r"version 3, .* nothing before version 5: .*" + todo, said)
+    assert re.search(r"version 3, .* no groups before version 5: .*" + todo, said)
     assert ask(run.peer(), run.hello(1, number=3), m.Welcome).epoch == 1  # itself, once more
     assert ask(run.peer(), run.hello(4, number=5, origin=1), m.Welcome).epoch == 4
 
@@ -539,7 +539,7 @@ def test_two_generators_of_one_name(begin: Any, monkeypatch: pytest.MonkeyPatch)
     # what it had finished is taken
     assert ask(first, late, m.DeliveryAcks).acks and run.service.sessions.token("generator-0") == 3
     assert (
-        "taken the name"
+        "taken over the name"
         in ask(first, m.TicketRequest("generator-0", 50, 2, 9, None), m.Refusal).reason
     )
 
