@@ -1,6 +1,4 @@
-"""Batches: which groups make one, what may be trained in it, and the message that carries it.
-Functions over the store.
-"""
+"""Composing batches: choose groups, judge their lag, make the message. Functions over the store."""
 
 from __future__ import annotations
 
@@ -20,44 +18,43 @@ if TYPE_CHECKING:
 
 
 class BatchWait(NamedTuple):
-    """Why a batch cannot be handed out: what it waits for, the process that holds it, and the
-    ticket, where it is one.
-    """
+    """The reason why a batch cannot be handed out."""
 
     what: str
-    on: str = BUFFER
-    ticket: int = -1
+    on: str = BUFFER  # the process that must act
+    ticket: int = -1  # the incomplete ticket, if there is one
 
     def __str__(self) -> str:
         return self.what
 
 
 def pick_groups(store: Store, number: int) -> tuple[list[Group], BatchWait | None]:
+    """Choose the groups of batch `number`; return them, or ([], the reason for waiting)."""
     if store.uses_ticket_order and not math.isinf(store.max_lag):
-        # in ticket order, as `alive` is; asked for again and again, of thousands
+        # `alive` is in ticket order; called often, with thousands of groups
         picked = list(itertools.islice(store.uncomposed_groups(), store.settings.batch))
         late = next((group for group in picked if not group.complete), None)
         if late is not None:
             return [], explain_wait(late)
     else:
-        line = list(store.uncomposed_groups())
+        candidates = list(store.uncomposed_groups())
         if store.settings.on_exceed == "drop":
-            drop_stale(store, line, number)
+            drop_stale(store, candidates, number)
         ready = sorted(
-            (group for group in line if group.complete and group.ticket in store.alive),
+            (group for group in candidates if group.complete and group.ticket in store.alive),
             key=lambda group: (rank(store, group, number), group.completed),
         )
         picked = ready[: store.settings.batch]
     if len(picked) < store.settings.batch:
         more = store.settings.batch - len(picked)
-        return [], BatchWait(f"{more} more groups: tickets are out or wait for room")
+        return [], BatchWait(f"{more} more groups: their tickets are granted or wait for room")
     return picked, None
 
 
 def rank(store: Store, group: Group, number: int) -> int:
-    """What goes before completion: in the order `freshest` the lag of the group's oldest token,
-    should it train in batch `number`.
-    """
+    """The first sort key of a group, before its order of completion.
+
+    In the order `freshest` it is the lag of the group's oldest token in batch `number`, else 0."""
     if store.settings.order != "freshest":
         return 0
     return max(
@@ -66,20 +63,24 @@ def rank(store: Store, group: Group, number: int) -> int:
 
 
 def explain_wait(group: Group) -> BatchWait:
-    lacks = f"ticket {group.ticket}: {len(group.missing())} samples"
+    """Explain what an incomplete group waits for."""
+    missing = f"ticket {group.ticket}: {len(group.missing())} samples"
     if group.lease is None:
-        return BatchWait(f"{lacks} to be granted again")
-    return BatchWait(f"{lacks} at {group.lease.producer}", group.lease.producer, group.ticket)
+        return BatchWait(f"{missing} to be granted again")
+    return BatchWait(f"{missing} at {group.lease.producer}", group.lease.producer, group.ticket)
 
 
 def lag_runs(store: Store, stored: StoredSample, number: int) -> list[tuple[int, int, int]]:
+    """(start, end, lag) of each span of a sample in batch `number`."""
     assert store.policy is not None
     return admission.span_lags(store.tree, stored.trajectory.all_spans(), store.policy, number)
 
 
-def drop_stale(store: Store, line: list[Group], number: int) -> None:
-    """`drop`: a complete group past the limit is sent again; the third time it is abandoned."""
-    for group in line:
+def drop_stale(store: Store, groups: list[Group], number: int) -> None:
+    """Drop the samples of complete groups past the limit (on_exceed = drop).
+
+    The group's ticket is granted again; the third time the group is abandoned."""
+    for group in groups:
         if not group.complete or all(
             admission.sample_lag(lag_runs(store, stored, number)) <= store.max_lag
             for stored in group.stored_samples()
@@ -99,10 +100,12 @@ def drop_stale(store: Store, line: list[Group], number: int) -> None:
 
 
 def announced_limits(store: Store, group: Group, stored: StoredSample) -> list[float]:
-    """The lag up to which each span of a sample may be trained: the run's limit, or the one that
-    its ticket announced.  Of an adopted session what a grant announced that the span's version may
-    have written under, the largest of them: of two grants in one epoch a token keeps to its own by
-    its place, of two epochs no later one excuses what an earlier one drew."""
+    """The greatest lag at which each span of a sample may train.
+
+    It is the run's limit or the limit of its ticket, whichever is smaller.  A resumed session has
+    several grants. Each span gets the largest limit among the grants that permit its version: a
+    grant of a later epoch never permits tokens of an earlier epoch. Within one epoch the position
+    of the group bounds the lag of each token by the limit of its own grant."""
     sample = stored.trajectory
     spans = sample.all_spans()
     if not sample.adopted:
@@ -126,10 +129,13 @@ def announced_limits(store: Store, group: Group, stored: StoredSample) -> list[f
 
 
 def judge(store: Store, groups: list[Group], number: int) -> list[list[tuple[int, int, int]]]:
-    """Lag is judged at the lease: orphans of an earlier epoch are written again; in this epoch it
-    is a bug of ours.  Returns the runs (start, end, lag) of each sample that stays.
-    """
-    out = []
+    """Judge the lag of the samples when their batch is handed out.
+
+    Under a hard limit, samples of an earlier epoch past the limit become orphans and are generated
+    again. In the current epoch that cannot happen, and ProtocolError is raised.
+
+    Returns the runs (start, end, lag) of each sample that stays."""
+    runs_of_samples = []
     on_exceed = store.settings.on_exceed
     hard = on_exceed in ("pace", "drop")
     for group in groups:
@@ -156,15 +162,14 @@ def judge(store: Store, groups: list[Group], number: int) -> list[list[tuple[int
                 if not store.may_train(stored.trajectory, lag, limit)
             ]
             if not late:
-                out.append(runs)
+                runs_of_samples.append(runs)
                 continue
             if min(x.label.epoch for x in stored.trajectory.all_spans()) >= store.epoch:
                 lag, limit = max(late)
                 raise ProtocolError(
-                    f"ticket {group.ticket}, sample {index} would train "
-                    f"{lag} versions late in batch {number}, "
-                    f"past the limit {limit:g}: a bug of ours; keep the run directory "
-                    "and report it"
+                    f"ticket {group.ticket}, sample {index} would train {lag} versions late in "
+                    f"batch {number}, past the limit {limit:g}: this is a bug in asyncrl; keep the "
+                    "run directory and report it"
                 )
             group.other.append(("orphaned", stored.length, stored.trajectory.reward))
             group.finals[index, stored.trajectory.attempt] = "orphaned"
@@ -172,11 +177,11 @@ def judge(store: Store, groups: list[Group], number: int) -> list[list[tuple[int
             store.lacking = True
             store.stored_bytes -= stored.size
             store.changes += 1
-    return out
+    return runs_of_samples
 
 
 def message(store: Store, groups: list[Group], epoch: int, number: int) -> Batch:
-    """The message for composed, complete groups."""
+    """Make the message for composed, complete groups."""
     stored = [s for group in groups for s in group.stored_samples()]
     runs = [lag_runs(store, s, number) if s.runs is None else s.runs for s in stored]
     lags = [admission.sample_lag(r) for r in runs]

@@ -1,9 +1,9 @@
-"""What a message may say: each function raises BadMessage for what cannot be, before anything of
-the store is changed.
+"""Checks of messages: each function raises BadMessage for an invalid one.
 
-They look at names and counts, which index the store, at the versions, and at what an answer holds:
-one whose arrays do not fit together would end the learner that trains on it, and in a durable run
-every learner after it.  Each refusal has a reason, a key of REFUSALS, by which it is counted.
+They run before anything in the store is changed.  They check names and counts, which index the
+store, versions, and the contents of samples: a sample whose arrays do not fit together would crash
+the learner that trains on it, and in a durable run every learner after it.  Each refusal has a
+reason, a key of REFUSALS, under which it is counted.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 
 TEXT_LENGTH = 1000
 TEXT_PER_TOKEN = 128  # characters: the longest tokens are runs of spaces
-TEXT_MORE = 1 << 16  # characters on top, of prompts that a template wraps
-NAMES = MOST_PARTS  # parts of a reward, numbers of a generator
-ROWS = 1 << 16  # of a list in one message
+TEXT_MORE = 1 << 16  # characters on top, for the template around a prompt
+NAMES = MOST_PARTS  # limit of the parts of a reward and the numbers of a generator
+ROWS = 1 << 16  # longest list in one message
 TICKET_END = 1 << 48
-MOST_ROWS = 4096  # of a session
-WANTED = 1 << 30  # samples, which is how a generator in lockstep asks for all there are
+MOST_ROWS = 4096  # training sequences of a session
+WANTED = 1 << 30  # samples: a generator in lockstep asks for as many as there are
 
 
 def require(ok: bool, what: str, reason: str = "message") -> None:
@@ -51,7 +51,7 @@ def require(ok: bool, what: str, reason: str = "message") -> None:
 
 
 def producer(name: str) -> None:
-    """A generator's name: it stands in logs and in the live view."""
+    """Check a generator's name, which appears in logs and in the live view."""
     require(
         0 < len(name) <= NAME_LENGTH and name.isprintable(),
         f"a generator's name is printable and has 1 to {NAME_LENGTH} characters, not {name[:40]!r}",
@@ -61,21 +61,21 @@ def producer(name: str) -> None:
 def check_delivery(
     store: Store, samples: Sequence[Trajectory], vocabulary: int
 ) -> tuple[Sequence[Trajectory], dict[Key, BadMessage]]:
-    """Check a message of answers; return them as they are to be taken, and why some are refused.
+    """Check the samples of a delivery; return the samples to take and the errors of refused ones.
 
-    A sample is refused alone, and taken as failed, when only its outcome cannot be: its reward, its
-    parts, a text.  These come from a reward function, an environment or an agent, and the process
-    that sends them is sound.  Raises BadMessage, before anything is changed, for a sample whose
-    ticket, versions or arrays cannot be: the process that sends these is not.
+    A sample with an invalid outcome (its reward, its parts, a text) is refused alone and taken as
+    failed. Outcomes come from a reward function, an environment or an agent; the sender works.  An
+    invalid ticket, version or array means that the sender itself is broken: that raises BadMessage,
+    before anything is changed.
 
-    vocabulary: 0 while no learner has said it."""
+    vocabulary: tokens of the model; 0 before the first learner's hello."""
     try:
         _delivered(store, samples, vocabulary)
     except BadMessage:
         pass
     else:
         return samples, {}
-    taken, refused = [], {}
+    checked, refused = [], {}
     for answer in samples:
         try:
             _delivered(store, [answer], vocabulary)
@@ -84,16 +84,15 @@ def check_delivery(
             _delivered(store, [answer], vocabulary)
             answer = outcomes.failed_sample(answer, "refused", str(error))
             refused[answer.ticket, answer.sample, answer.attempt] = error
-        taken.append(answer)
-    return taken, refused
+        checked.append(answer)
+    return checked, refused
 
 
 def _delivered(store: Store, samples: Sequence[Trajectory], vocabulary: int) -> None:
-    """All that a message of answers must be: `sample`, `versions` and `answers` of each.
+    """Apply `sample`, `versions` and `answers` to all samples.
 
-    Nearly all are `are_plain_samples`, which looks at the same in one pass; whenever one is not,
-    the functions
-    that know why, and every case there is, look at all of them."""
+    `are_plain_samples` checks the same in one fast pass and accepts nearly all deliveries. If it
+    does not, the complete functions check every sample and report what is wrong."""
     if are_plain_samples(store, samples):
         arrays.numbers(samples, vocabulary)
         return
@@ -104,9 +103,9 @@ def _delivered(store: Store, samples: Sequence[Trajectory], vocabulary: int) -> 
 
 
 def are_plain_samples(store: Store, samples: Sequence[Trajectory]) -> bool:
-    """Is each a single answer of the usual kind, to a group that is here, which `sample`,
-    `versions` and `answers` would take, the numbers in its arrays apart?  False says nothing.
-    """
+    """Whether all are ordinary completions that `sample`, `versions` and `answers` would accept.
+
+    The numbers in their arrays are not checked here.  False does not mean that one is invalid."""
     limits = store.settings
     most, context = limits.sampling.max_new_tokens, limits.context or math.inf
     text_most = TEXT_PER_TOKEN * (limits.context or ROWS) + TEXT_MORE
@@ -117,7 +116,7 @@ def are_plain_samples(store: Store, samples: Sequence[Trajectory]) -> bool:
     for answer in samples:
         group = alive.get(answer.ticket) or retained.get(answer.ticket)
         if (
-            group is None  # with it, ticket and attempt are known to be granted
+            group is None  # a group that exists proves that its tickets and attempts were granted
             or answer.attempt not in group.attempts
             or answer.ticket >= EVAL_BASE
             or not 0 <= answer.sample < limits.group
@@ -142,29 +141,29 @@ def are_plain_samples(store: Store, samples: Sequence[Trajectory]) -> bool:
             and _plain_segments(answer.segments, length)
         ):
             return False
-        grant = group.grants.get(answer.attempt)  # journals of older versions do not tell
-        at = 0
+        grant = group.grants.get(answer.attempt)  # None in journals of older versions
+        end = 0
         for span in answer.spans:
             label = span.label
             if (
-                span.start != at
-                or span.end <= at
+                span.start != end
+                or span.end <= end
                 or not (grant is None or is_granted(grant, label))
             ):
                 return False
-            at = span.end
+            end = span.end
             weights = (label, span.digest, span.kv)
             if weights not in registered:
                 if not _is_known_version(store, span):
                     return False
                 registered.add(weights)
-        if at != length:
+        if end != length:
             return False
     return True
 
 
 def _plain_numbers(answer: Trajectory) -> bool:
-    """What `arrays.scalars` demands, and the names of the parts (`_texts`)."""
+    """Check the same as `arrays.scalars`, and the names of the parts as `_texts` does."""
     if not (
         -arrays.REWARD <= answer.reward <= arrays.REWARD  # false for NaN too
         and 0 < answer.temperature < math.inf
@@ -179,7 +178,7 @@ def _plain_numbers(answer: Trajectory) -> bool:
 
 
 def _plain_segments(segments: list[tuple[str, int, int]], length: int) -> bool:
-    """Those of an answer lie in its tokens (`_texts`)."""
+    """Whether the segments lie within the tokens, as `_texts` demands."""
     for kind, start, end in segments:
         if not 0 <= start <= end <= length or len(kind) > NAME_LENGTH:
             return False
@@ -187,7 +186,7 @@ def _plain_segments(segments: list[tuple[str, int, int]], length: int) -> bool:
 
 
 def _is_known_version(store: Store, span: VersionSpan) -> bool:
-    """What `_registered` demands."""
+    """Check the same as `_registered`."""
     label = span.label
     return (
         label in store.tree
@@ -197,9 +196,7 @@ def _is_known_version(store: Store, span: VersionSpan) -> bool:
 
 
 def sample(store: Store, answer: Trajectory) -> None:
-    """An answer: to a ticket and an attempt that were granted, by weights that a learner
-    registered.
-    """
+    """Check that ticket and attempt were granted and a learner registered the weights."""
     for span in answer.all_spans():
         _registered(store, answer, span)
     if not 1 <= answer.attempt <= store.attempts:
@@ -209,17 +206,18 @@ def sample(store: Store, answer: Trajectory) -> None:
             "ticket",
         )
     if answer.ticket >= EVAL_BASE:
-        out = store.evaluations.out.get(answer.attempt)
-        if answer.sample != 0 or (out is not None and out.job.ticket != answer.ticket):
+        leased = store.evaluations.out.get(answer.attempt)
+        if answer.sample != 0 or (leased is not None and leased.job.ticket != answer.ticket):
             raise BadMessage(
-                f"attempt {answer.attempt} is not of evaluation ticket {answer.ticket}, sample "
-                f"{answer.sample}",
+                f"attempt {answer.attempt} does not belong to evaluation ticket {answer.ticket}, "
+                f"sample {answer.sample}",
                 "ticket",
             )
         return
     if not 0 <= answer.sample < store.settings.group:
         raise BadMessage(
-            f"ticket {answer.ticket}: sample {answer.sample} of a group of {store.settings.group}",
+            f"ticket {answer.ticket}: sample {answer.sample}, but its group has "
+            f"{store.settings.group} samples, numbered from 0",
             "ticket",
         )
     if not 0 <= answer.ticket < store.cursor:
@@ -236,29 +234,28 @@ def sample(store: Store, answer: Trajectory) -> None:
 
 
 def _check_adopted_attempts(answer: Trajectory) -> None:
-    """The earlier attempts of a session that went on: earlier ones, each once, and no more tokens
-    than the session has.
-    """
+    """Check the earlier attempts of a resumed session.
+
+    They must precede its attempt, appear once each, and have no more tokens than the session."""
     attempts = [*(attempt for attempt, _ in answer.adopted), answer.attempt]
     rising = all(earlier < later for earlier, later in itertools.pairwise(attempts))
     if not rising or any(tokens < 0 for _, tokens in answer.tokens_by_attempt):
         raise BadMessage(
-            f"ticket {answer.ticket}, attempt {answer.attempt}: it says that it went on from "
-            f"{answer.adopted[:8]}, with {answer.length + answer.aside} tokens in all",
+            f"ticket {answer.ticket}, attempt {answer.attempt}: it claims to continue the attempts "
+            f"{answer.adopted[:8]} (attempt, tokens), but has {answer.length + answer.aside} "
+            "tokens in all",
             "ticket",
         )
 
 
 def _registered(store: Store, answer: Trajectory, span: VersionSpan) -> None:
-    """The weights of a span are those that a learner has announced under this name; its keys and
-    values are no newer.
-    """
+    """Check that a learner announced the span's weights, and its keys and values are not newer."""
     label = span.label
     if label not in store.tree:
         raise BadMessage(
-            f"ticket {answer.ticket}: weights {label} (digest {span.digest[:40]}) wrote tokens, "
-            f"but no learner has announced them; known are up to {store.policy}: stop the "
-            "generator that runs other weights",
+            f"ticket {answer.ticket}: tokens were sampled with weights {label} (digest "
+            f"{span.digest[:40]}), but no learner has announced them; the newest known are "
+            f"{store.policy}: stop the generator that runs other weights",
             "version",
         )
     if span.digest and span.digest != (ours := store.tree.digest(label)):
@@ -269,56 +266,56 @@ def _registered(store: Store, answer: Trajectory, span: VersionSpan) -> None:
         )
     if span.kv != label and not (span.kv.epoch >= 0 and span.kv.number >= 0 and span.kv <= label):
         raise BadMessage(
-            f"ticket {answer.ticket}: weights {label} wrote tokens on keys and values of {span.kv}",
+            f"ticket {answer.ticket}: weights {label} sampled tokens on keys and values of "
+            f"{span.kv}, which is not an earlier version",
             "version",
         )
 
 
 def versions(store: Store, answer: Trajectory) -> None:
-    """The versions of an answer keep to its ticket, whose attempt `sample` knows: exactly the one
-    that it names, or from its minimum on in its epoch.  Those of an adopted session keep to one of
-    its attempts each.
+    """Check the versions of a sample against its ticket; call `sample` first.
 
-    What is older evades the limit, and what a later epoch drew was never granted."""
+    They must be exactly the version that the ticket names, or at least its minimum in the same
+    epoch.  In a resumed session each span must fit one of the session's attempts.  An older version
+    would evade the staleness limit, and a later epoch's version was never granted."""
     if answer.ticket >= EVAL_BASE:
         group = None
-        out = store.evaluations.out.get(answer.attempt)
-        grant = None if out is None else Grant(out.job.label, exact=True)
+        leased = store.evaluations.out.get(answer.attempt)
+        grant = None if leased is None else Grant(leased.job.label, exact=True)
     else:
         group = store.alive.get(answer.ticket) or store.retained.get(answer.ticket)
-        # journals of older versions do not tell
+        # None in journals of older versions
         grant = None if group is None else group.grants.get(answer.attempt)
     if grant is None:
         return
     least = grant.label
-    earlier = [
-        each
+    earlier_grants = [
+        earlier
         for attempt, _ in answer.adopted
-        if group is not None and (each := group.grants.get(attempt)) is not None
+        if group is not None and (earlier := group.grants.get(attempt)) is not None
     ]
     for span in answer.all_spans():
         label = span.label
-        if not any(is_granted(each, label) for each in (grant, *earlier)):
+        if not any(is_granted(one, label) for one in (grant, *earlier_grants)):
             raise BadMessage(
-                f"ticket {answer.ticket}, attempt {answer.attempt}: weights {label} wrote tokens, "
-                f"its ticket asked for {'exactly ' if grant.exact else ''}{least}"
-                f"{'' if grant.exact else ' or newer of its epoch'}",
+                f"ticket {answer.ticket}, attempt {answer.attempt}: tokens were sampled with "
+                f"weights {label}, but its ticket asked for {'exactly ' if grant.exact else ''}"
+                f"{least}{'' if grant.exact else ' or newer of its epoch'}",
                 "limit",
             )
 
 
 def is_granted(grant: Grant, label: Label) -> bool:
-    """May this version write under the grant?"""
+    """Whether this version may sample under the grant."""
     least = grant.label
     newer = label.epoch == least.epoch and label.number >= least.number
     return label == least or (newer and not grant.exact)
 
 
 def answers(samples: Sequence[Trajectory], vocabulary: int, settings: StoreSettings) -> None:
-    """The answers of a message by themselves: arrays of one length, numbers where numbers are
-    meant, tokens that the model has, no more than the config allows.
+    """Check samples by themselves: lengths of arrays, finite numbers, token ids, config limits.
 
-    vocabulary: 0 while no learner has said it."""
+    vocabulary: tokens of the model; 0 before the first learner's hello."""
     for answer in samples:
         if settings.session_tokens:
             _session(answer, settings)
@@ -334,16 +331,16 @@ def answers(samples: Sequence[Trajectory], vocabulary: int, settings: StoreSetti
 def _single(answer: Trajectory) -> None:
     if answer.rows or answer.aside or answer.calls or answer.adopted:
         raise BadMessage(
-            f"{arrays.name(answer)}: {len(answer.rows) + 1} rows of {answer.calls} calls, and the "
-            "run has no [agent]",
+            f"{arrays.name(answer)}: it is a session ({len(answer.rows) + 1} training sequences of "
+            f"{answer.calls} calls), but the run has no [agent]",
             "shape",
         )
 
 
 def _session(answer: Trajectory, settings: StoreSettings) -> None:
-    """A session: rows of arrays of one length, whose spans are the tokens of their masks.  A failed
-    one may be empty.
-    """
+    """Check a session: arrays of one length per training sequence, spans that match its mask.
+
+    A failed session may be empty."""
     check_token_count(answer.aside)
     check_token_count(answer.calls)
     if answer.failed and not answer.mask and not answer.rows:
@@ -352,20 +349,21 @@ def _session(answer: Trajectory, settings: StoreSettings) -> None:
     most = settings.session_tokens
     if len(answer.rows) >= MOST_ROWS or not 0 < answer.length <= most:
         raise BadMessage(
-            f"{arrays.name(answer)}: {len(answer.rows) + 1} rows with {answer.length} tokens to be "
-            f"trained; a session has some and may have {most} (agent.max_tokens)",
+            f"{arrays.name(answer)}: {len(answer.rows) + 1} training sequences with "
+            f"{answer.length} tokens to train; a session has 1 to {most} of these tokens "
+            f"(agent.max_tokens) in at most {MOST_ROWS} sequences",
             "length",
         )
     for number, row in enumerate(arrays.array_parts(answer)):
-        which = f"{arrays.name(answer)}, row {number}"
+        which = f"{arrays.name(answer)}, training sequence {number}"
         length = len(row.mask)
         prompt = len(row.prompt_tokens)
         sizes = {len(row.tokens), len(row.behavior_logprobs), 4 * length}
         if len(sizes) > 1 or not length or prompt % 4 or len(row.token_rewards) % (4 * length):
             raise BadMessage(
                 f"{which}: {len(row.tokens)} bytes of tokens and {len(row.behavior_logprobs)} of "
-                f"behavior_logprobs for {length} mask bytes, {prompt} of its prompt; 4 bytes each, "
-                "one or more",
+                f"behavior_logprobs for {length} mask bytes, {prompt} of its prompt; each token "
+                "takes 4 bytes, and there is at least one",
                 "shape",
             )
         if settings.context and length + prompt // 4 > settings.context:
@@ -377,32 +375,33 @@ def _session(answer: Trajectory, settings: StoreSettings) -> None:
 
 
 def _covered(row: Trajectory | TrainingSequence, which: str) -> None:
-    """The spans of a row are in order, and exactly its tokens of mask 1."""
-    at = 0
+    """Check that the spans of a sequence are in order and cover exactly its tokens of mask 1."""
+    previous_end = 0
     for span in row.spans:
-        if not at <= span.start < span.end <= len(row.mask):
+        if not previous_end <= span.start < span.end <= len(row.mask):
             break
         if row.mask.count(1, span.start, span.end) != span.end - span.start:
             break
-        at = span.end
+        previous_end = span.end
     else:
         inside = all(0 <= start <= end <= len(row.mask) for _, start, end in row.segments)
         if inside and sum(x.end - x.start for x in row.spans) == row.mask.count(1):
             return
     raise BadMessage(
-        f"{which}: its spans are not its {row.mask.count(1)} tokens of mask 1 in order", "shape"
+        f"{which}: its spans do not cover its {row.mask.count(1)} tokens of mask 1 in order",
+        "shape",
     )
 
 
 def _lengths(answer: Trajectory, settings: StoreSettings) -> None:
-    """A failed answer may be empty: what cannot be begun has no tokens."""
+    """Check the lengths of a completion's arrays; only a failed completion may be empty."""
     length = len(answer.mask)
     size = len(answer.tokens)
     prompt = len(answer.prompt_tokens)
     if size != 4 * length or prompt % 4 or not (length or answer.failed):
         raise BadMessage(
             f"{arrays.name(answer)}: {size} bytes of tokens for {length} mask bytes, {prompt} of "
-            "its prompt; int32, one or more",
+            "its prompt; tokens are int32, and there is at least one",
             "shape",
         )
     if len(answer.behavior_logprobs) != size:
@@ -420,86 +419,94 @@ def _lengths(answer: Trajectory, settings: StoreSettings) -> None:
     most = settings.sampling.max_new_tokens
     if length > most or (settings.context and length + prompt // 4 > settings.context):
         raise BadMessage(
-            f"{arrays.name(answer)}: {length} tokens behind a prompt of {prompt // 4}; generator."
-            f"max_new_tokens is {most}, generator.context {settings.context}",
+            f"{arrays.name(answer)}: {length} tokens after a prompt of {prompt // 4}; "
+            f"generator.max_new_tokens is {most}, generator.context {settings.context}",
             "length",
         )
 
 
 def _spans(answer: Trajectory) -> None:
-    """They tile the answer: no token is without a version, none has two."""
-    at = 0
+    """Check that the spans give each token of a completion exactly one version."""
+    previous_end = 0
     for span in answer.spans:
-        if span.start != at or span.end <= at:
+        if span.start != previous_end or span.end <= previous_end:
             break
-        at = span.end
+        previous_end = span.end
     else:
-        if at == len(answer.mask):
+        if previous_end == len(answer.mask):
             return
     empty = len(answer.spans) == 1 and (answer.spans[0].start, answer.spans[0].end) == (0, 0)
     if answer.failed and not answer.mask and empty:
         return
     raise BadMessage(
-        f"{arrays.name(answer)}: its spans are not its {len(answer.mask)} tokens in order", "shape"
+        f"{arrays.name(answer)}: its spans do not cover its {len(answer.mask)} tokens in order",
+        "shape",
     )
 
 
 def _texts(answer: Trajectory, settings: StoreSettings) -> None:
-    """What is only shown, or names something: of bounded length."""
+    """Check the lengths of texts and names, and that the segments lie within the tokens."""
     context = settings.context or ROWS
     if max(len(answer.text), len(answer.prompt_text)) > TEXT_PER_TOKEN * context + TEXT_MORE:
         raise BadMessage(
             f"{arrays.name(answer)}: texts of {len(answer.text)} and {len(answer.prompt_text)} "
-            f"characters, of at most {context} tokens",
+            f"characters are too long for at most {context} tokens",
             "text",
         )
     parts = answer.reward_parts
     if len(parts) > NAMES or any(len(name) > NAME_LENGTH for name in parts):
         raise BadMessage(
-            f"{arrays.name(answer)}: {len(parts)} parts of its reward, or a name of over "
-            f"{NAME_LENGTH} characters; up to {NAMES}",
+            f"{arrays.name(answer)}: its reward has {len(parts)} parts (at most {NAMES} are "
+            f"allowed), or the name of one has more than {NAME_LENGTH} characters",
             "text",
         )
     if len(answer.group_key) > NAME_LENGTH or (
         answer.failed and len(answer.failed.why) > REASON_LENGTH
     ):
-        raise BadMessage(f"{arrays.name(answer)}: a text without end", "text")
+        raise BadMessage(
+            f"{arrays.name(answer)}: its group_key or the reason of its failure is too long", "text"
+        )
     if answer.failed and answer.failed.kind == "refused":
-        raise BadMessage(f"{arrays.name(answer)}: it says that the buffer refused it", "text")
+        raise BadMessage(
+            f"{arrays.name(answer)}: its failure has the kind `refused`, which only the buffer may "
+            "set",
+            "text",
+        )
     length = len(answer.mask)
     if len(answer.segments) > length + 1 or not all(
         0 <= start <= end <= length and len(kind) <= NAME_LENGTH
         for kind, start, end in answer.segments
     ):
         raise BadMessage(
-            f"{arrays.name(answer)}: its segments are not of its {length} tokens", "shape"
+            f"{arrays.name(answer)}: its segments do not lie within its {length} tokens", "shape"
         )
 
 
 def progress(store: Store, rows: list[tuple[int, int, int]]) -> None:
-    """(ticket, attempt, tokens so far): no attempt has more tokens than its samples may have."""
-    require(len(rows) <= ROWS, f"{len(rows)} tickets in one message; up to {ROWS}", "text")
+    """Check (ticket, attempt, tokens so far) against the most tokens that an attempt may have."""
+    require(len(rows) <= ROWS, f"{len(rows)} tickets in one message; at most {ROWS}", "text")
     most = store.settings.group * store.settings.most_tokens
     for ticket, attempt, tokens in rows:
         if not 0 <= tokens <= most:
             raise BadMessage(
-                f"ticket {ticket}, attempt {attempt}: {tokens} tokens so far, of at most {most}"
+                f"ticket {ticket}, attempt {attempt}: {tokens} tokens so far; at most {most} are "
+                "possible"
             )
 
 
 def want(message: TicketRequest) -> None:
     require(
         0 <= message.samples <= WANTED,
-        f"{message.producer[:40]!r} asks for {message.samples} samples",
+        f"{message.producer[:40]!r} asks for {message.samples} samples; 0 to {WANTED} are possible",
     )
 
 
 def renew(message: LeaseRenewal) -> None:
-    """A generator's own numbers and its wait: finite, not negative, and its own."""
+    """Check a generator's numbers and its wait: finite, not negative, and about itself."""
     require(
         len(message.stats) <= NAMES and len(message.judging) + len(message.written) <= ROWS,
-        f"{message.producer} tells {len(message.stats)} numbers and "
-        f"{len(message.judging) + len(message.written)} tickets",
+        f"{message.producer} sends {len(message.stats)} numbers (at most {NAMES}) and "
+        f"{len(message.judging) + len(message.written)} tickets (at most {ROWS})",
         "text",
     )
     for name, value in message.stats.items():
@@ -512,98 +519,99 @@ def renew(message: LeaseRenewal) -> None:
         return
     require(
         wait.who == message.producer and (wait.on == BUFFER or wait.is_internal),
-        f"{message.producer} tells of the wait of {wait.who[:40]!r} for {wait.on[:40]!r}",
+        f"{message.producer} reports a wait of {wait.who[:40]!r} for {wait.on[:40]!r}; it may "
+        "report only its own",
     )
     require(
         len(wait.what) <= TEXT_LENGTH and len(wait.on) <= TEXT_LENGTH,
-        f"{message.producer}: a wait's text has up to {TEXT_LENGTH} characters, not "
+        f"{message.producer}: a wait's text has at most {TEXT_LENGTH} characters, not "
         f"{len(wait.what)} and {len(wait.on)}",
     )
     require(
         math.isfinite(wait.seconds) and wait.seconds >= 0,
-        f"{message.producer}: a wait of {wait.seconds} s, for {wait.what[:40]!r}",
+        f"{message.producer}: a wait of {wait.seconds} s for {wait.what[:40]!r}",
     )
 
 
 def sessions(message: LeaseRenewal) -> None:
-    """A few open sessions: words of a line, numbers that are some."""
+    """Check the open sessions of a renewal: their number, printable texts, finite numbers."""
     require(
         len(message.sessions) <= NAMES,
-        f"{message.producer} tells of {len(message.sessions)} sessions, more than {NAMES}",
+        f"{message.producer} reports {len(message.sessions)} sessions; at most {NAMES} are allowed",
     )
     for one in message.sessions:
         words = (one.name, one.task, one.what, one.limit)
         require(
             all(len(word) <= TEXT_LENGTH and word.isprintable() for word in words),
-            f"{message.producer}: a session's words are printable, up to {TEXT_LENGTH} characters",
+            f"{message.producer}: a session's texts are printable and have at most {TEXT_LENGTH} "
+            "characters",
             "text",
         )
         numbers = (one.turn, one.seconds, one.open_s, one.ends_s)
         require(
             all(0 <= number < math.inf for number in numbers),
-            f"{message.producer}: session {one.name[:40]!r} tells {numbers}",
+            f"{message.producer}: session {one.name[:40]!r} has the numbers {numbers}; they must "
+            "be finite and not negative",
         )
 
 
 def check_token_count(tokens: int) -> None:
-    require(0 <= tokens < 1 << 60, f"{tokens} tokens cannot have been drawn")
+    require(0 <= tokens < 1 << 60, f"{tokens} tokens cannot have been sampled")
 
 
 def hello(message: LearnerHello) -> None:
-    """A learner's names are of its own epoch, its ring lies behind it, its totals are a ledger."""
-    who = f"the learner of epoch {message.epoch}"
+    """Check a learner's hello: labels of its epoch, a ring of earlier versions, a valid ledger."""
+    learner = f"the learner of epoch {message.epoch}"
     require(
         message.epoch >= 1 and message.label.epoch == message.epoch and message.label.number >= 0,
-        f"{who} says that it is at version {message.label}",
+        f"{learner} cannot be at version {message.label}",
     )
     require(
         0 <= message.origin <= message.epoch,
-        f"{who} says that it resumed from epoch {message.origin}",
+        f"{learner} cannot have resumed from epoch {message.origin}",
     )
-    require(message.max_lag >= 0, f"{who} has the limit {message.max_lag}")
-    require(message.limit >= 0, f"{who} says that its limit stood at {message.limit}")
+    require(message.max_lag >= 0, f"{learner} cannot have the limit {message.max_lag}")
+    require(message.limit >= 0, f"{learner} cannot have the adaptive limit {message.limit}")
     require(
-        0 <= message.vocabulary < 1 << 31, f"{who} has a model with {message.vocabulary} tokens"
+        0 <= message.vocabulary < 1 << 31,
+        f"{learner} cannot have a model with {message.vocabulary} tokens",
     )
     require(
         0 <= message.next_ticket < TICKET_END
         and all(0 <= ticket < TICKET_END for ticket in message.trained_above),
-        f"{who} goes on at ticket {message.next_ticket}",
+        f"{learner} cannot continue at ticket {message.next_ticket}",
     )
-    behind = all(
+    ring_is_older = all(
         label.epoch == message.epoch and 0 <= label.number < message.label.number
         for label, _ in message.ring
     )
     require(
-        behind,
-        f"{who} at version {message.label} holds weights that are not of its past: "
-        f"{', '.join(str(x) for x, _ in message.ring[:8])}",
+        ring_is_older,
+        f"{learner} at version {message.label} has weights in its ring that are not earlier "
+        f"versions of its epoch: {', '.join(str(x) for x, _ in message.ring[:8])}",
     )
     try:
         require(
             set(message.ledger) <= set(DISPOSITIONS),
-            f"{who} has a ledger with other lines than {', '.join(DISPOSITIONS)}",
+            f"{learner} has a ledger with other lines than {', '.join(DISPOSITIONS)}",
         )
         Ledger.restore(message.ledger)
     except (KeyError, ValueError, OverflowError) as error:
         raise BadMessage(
-            f"{who} has a ledger that does not read: {type(error).__name__} {error}"
+            f"{learner} has an invalid ledger: {type(error).__name__} {error}"
         ) from error
 
 
 def ask(store: Store, number: int) -> None:
     require(
         number < store.settings.steps,
-        f"batch {number} is asked for; the last one of {store.settings.steps} is "
-        f"{store.settings.steps - 1} "
-        "(learner.steps)",
+        f"batch {number} was requested; the last of {store.settings.steps} batches is "
+        f"{store.settings.steps - 1} (learner.steps)",
     )
 
 
 def commit(store: Store, number: int, label: Label, unused: Sequence[tuple[int, int]] = ()) -> None:
-    """A batch that is told to be trained: it is composed and complete, and its update has the name
-    that follows.
-    """
+    """Check a commit: the batch is composed and complete, and the new label is the next one."""
     require(
         label == (store.epoch, number + 1),
         f"the commit of batch {number} in epoch {store.epoch} makes version "
@@ -611,32 +619,34 @@ def commit(store: Store, number: int, label: Label, unused: Sequence[tuple[int, 
     )
     if number < store.committed:
         return
-    at = number - store.base
+    position = number - store.base
     require(
-        at < len(store.comps),
-        f"batch {number} is committed and was not composed: known are batches up to "
+        position < len(store.comps),
+        f"batch {number} is committed but was not composed; the last composed batch is "
         f"{store.base + len(store.comps) - 1}",
     )
-    missing = [t for t in store.comps[at] if t not in store.alive or not store.alive[t].complete]
-    samples = len(store.comps[at]) * store.settings.group
+    tickets = store.comps[position]
+    missing = [t for t in tickets if t not in store.alive or not store.alive[t].complete]
+    samples = len(tickets) * store.settings.group
     fits = len(unused) in (0, samples) and all(
         0 <= x < 1 << 60 for counts in unused for x in counts
     )
     require(
         fits,
-        f"batch {number} has {samples} samples; its commit counts unused tokens of {len(unused)}, "
-        "or counts that cannot be",
+        f"batch {number} has {samples} samples; its commit has counts of unused tokens for "
+        f"{len(unused)}, or impossible counts",
     )
     require(
         not missing,
-        f"batch {number} is committed and was never complete: ticket "
+        f"batch {number} is committed but was never complete: ticket "
         f"{missing[0] if missing else ''} lacks samples",
     )
 
 
 def goodbye(store: Store, number: int) -> None:
-    """A learner that leaves has trained all there is."""
+    """Check that a learner which leaves has trained all batches."""
     done = f"{store.committed} of {store.settings.steps} batches are committed (learner.steps)"
     require(
-        store.committed >= store.settings.steps, f"the learner leaves at version {number}; {done}"
+        store.committed >= store.settings.steps,
+        f"the learner leaves at version {number}, but only {done}",
     )

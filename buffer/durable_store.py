@@ -1,9 +1,9 @@
-"""A store whose every change is in the journal: what peers said and when, in order.  Folding it
-again gives the same state.
+"""A store that records every change in the journal; replaying the records restores its state.
 
-The store is a function of these records (its clock is passed in, its prompts are the task's, its
-lag is the tree's), so a record is what was asked, not what came of it.  A segment begins with a
-snapshot, made with the settings that its records need."""
+A record is the request with its time, not its result.  That is enough because the store is a
+deterministic function of its records: its clock is an argument, its prompts come from the task, and
+lag follows from the tree of versions.  A segment begins with a snapshot that has the settings under
+which its records were written."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class GrantRecord(msgspec.Struct, tag="grant", array_like=True):
     session: int
     samples: int
     now: float
-    attempts: int  # the counter afterwards: a fold that differs is found out
+    attempts: int  # the counter afterwards, which detects a replay that differs
 
 
 class RenewalRecord(msgspec.Struct, tag="renew", array_like=True):
@@ -47,7 +47,7 @@ class RenewalRecord(msgspec.Struct, tag="renew", array_like=True):
     session: int
     progress: list[tuple[int, int, int]]
     now: float
-    judging: list[tuple[int, int]] = []  # which older journals lack, as what follows
+    judging: list[tuple[int, int]] = []  # older journals lack this and the next field
     gap: float = 0.0
 
 
@@ -65,13 +65,13 @@ class SampleRecord(msgspec.Struct, tag="deliver", array_like=True):
 
 
 class FrameRecord(msgspec.Struct, tag="frame", array_like=True):
-    """Several samples at once: one record costs a third of one each."""
+    """Several samples; one record costs a third of the separate records."""
 
     trajectories: list[Trajectory]
 
 
 class DeliveryRecord(msgspec.Struct, tag="came", array_like=True):
-    """A frame of samples as its generator encoded it, which is not encoded again."""
+    """A frame of samples in the generator's encoding, so that it is not encoded again."""
 
     message: Delivery
 
@@ -90,7 +90,7 @@ class CommitRecord(msgspec.Struct, tag="commit", array_like=True):
     label: Label
     digest: str
     unused: list[tuple[int, int]] = []
-    seen: LimitEvidence | None = None  # which older journals lack
+    seen: LimitEvidence | None = None  # older journals lack it
 
 
 class CheckpointRecord(msgspec.Struct, tag="checkpointed", array_like=True):
@@ -128,7 +128,7 @@ Record = (
     | FreedLeasesRecord
 )
 _encode = msgspec.msgpack.Encoder().encode
-# the beginning of a Came, behind which the message stands
+# the encoded beginning of a `DeliveryRecord`, which the message follows
 _CAME = _encode(DeliveryRecord(Delivery("", 0, 0, [])))
 _CAME = _CAME[: -len(_encode(Delivery("", 0, 0, [])))]
 _decode = msgspec.msgpack.Decoder(Record).decode
@@ -141,11 +141,9 @@ def _samples(record: SampleRecord | FrameRecord | DeliveryRecord) -> list[Trajec
 
 
 class RecordedStore(Store):
-    """A Store that appends each change to the journal after making it; nothing may leave the
-    process before it is durable there.
+    """A `Store` that appends each change to the journal after making it.
 
-    `open` folds what an earlier life left, of terms before `term`.  Raises Damaged when that does
-    not fold, TakenOver when there is a later term.
+    Replies may leave the process only after the records are durable.
     """
 
     journal: Journal
@@ -163,14 +161,18 @@ class RecordedStore(Store):
         segment_bytes: int = 0,
         term: BufferTerm | None = None,
     ) -> RecordedStore:
+        """Restore the store from the journal of earlier processes (of terms before `term`).
+
+        Raises DamagedDataError if the journal does not replay, BufferTakenOver if there is a later
+        term."""
         store = cls(settings, prompt, evaluations)
         plan = evaluations.plan
         try:
             store._fold_newest(directory, term.number if term else 0)
         finally:
             if term is not None:
-                term.check()  # a later one may have removed what was to be folded, or added to it
-        # a segment folds with the settings that it was written under; from here on count ours
+                term.check()  # a later buffer may have removed or extended the segments
+        # a segment replays with the settings that it was written under; now use the current ones
         evaluations.plan = plan
         store.settings = settings
         store.finished = store.finished and store.committed >= settings.steps
@@ -186,43 +188,45 @@ class RecordedStore(Store):
         return store
 
     def _fold_newest(self, directory: Path, term: int) -> None:
-        """Of the segments of earlier terms.  One that goes meanwhile was replaced by a newer one,
-        of a buffer that did not know that it is over.
-        """
-        while found := segments(directory, term):
+        """Replay the newest segment of earlier terms.
+
+        A segment may vanish meanwhile: a buffer that does not know yet that it was replaced may
+        have written a newer one."""
+        while paths := segments(directory, term):
             try:
-                return self._fold_segment(found[-1])
+                return self._fold_segment(paths[-1])
             except FileNotFoundError:
-                if found[-1] in segments(directory, term):
+                if paths[-1] in segments(directory, term):
                     raise
 
     def _fold_segment(self, path: Path) -> None:
         records = read(path)
         try:
             first = next(records)
-            found = msgspec.msgpack.decode(first, type=SnapshotHead).format
-            if found != FORMAT:
+            written_format = msgspec.msgpack.decode(first, type=SnapshotHead).format
+            if written_format != FORMAT:
                 raise DamagedDataError(
-                    f"{path} has format {found}, this version reads {FORMAT}: go on with "
-                    "the version that wrote it"
+                    f"{path} has format {written_format}, but this version reads {FORMAT}: "
+                    "continue with the version that wrote it"
                 )
             self.restore(msgspec.msgpack.decode(first, type=StoreSnapshot))
             for payload in records:
                 self._apply(_decode(payload))
         except (StopIteration, msgspec.MsgspecError, KeyError) as error:
             raise DamagedDataError(
-                f"{path} does not fold: {error or 'it is empty'}; start a new run, or restore the "
-                "file"
+                f"{path} cannot be replayed: {error or 'it is empty'}; start a new run, or restore "
+                "the file"
             ) from error
 
     def _apply(self, record: Record) -> None:
-        """One record again, by the plain store's own methods."""
+        """Replay one record with the methods of `Store`, which do not record."""
         if isinstance(record, GrantRecord):
             super().grant(record.producer, record.session, record.samples, record.now)
             if self.attempts != record.attempts:
                 raise DamagedDataError(
-                    f"the journal does not fold: a grant gives attempt {self.attempts}, it gave "
-                    f"{record.attempts}; was the task or the code changed?"
+                    f"the journal cannot be replayed: a grant now gives attempt {self.attempts}, "
+                    f"but the record has {record.attempts}: restore the task and the code that "
+                    "wrote it, or start a new run"
                 )
         elif isinstance(record, SampleRecord | FrameRecord | DeliveryRecord):
             try:
@@ -230,7 +234,7 @@ class RecordedStore(Store):
                     checks.sample(self, sample)
                     super().accept_sample(sample)
             except AsyncrlError as error:
-                raise DamagedDataError(f"the journal does not fold: {error}") from error
+                raise DamagedDataError(f"the journal cannot be replayed: {error}") from error
         elif isinstance(record, RenewalRecord):
             super().renew(
                 record.producer,
@@ -263,9 +267,7 @@ class RecordedStore(Store):
         self.journal.append(_encode(record))
 
     def flush_journal(self) -> None:
-        """End of a pass of the loop: write what was appended; begin a new segment when this one is
-        full.
-        """
+        """Write the appended records; begin a new segment when this one is full."""
         if self.journal.is_full:
             self.journal.rotate(_encode(self.snapshot()), wait=False)
         self.journal.write()
@@ -287,9 +289,9 @@ class RecordedStore(Store):
         judging: Sequence[tuple[int, int]] = (),
         gap: float = 0.0,
     ) -> None:
-        before = self.patience.get(producer)
+        patience_before = self.patience.get(producer)
         super().renew(producer, session, progress, now, judging, gap)
-        if progress or judging or before != self.patience.get(producer):
+        if progress or judging or patience_before != self.patience.get(producer):
             self._record(RenewalRecord(producer, session, progress, now, list(judging), gap))
 
     def report_tokens(self, producer: str, session: int, drawn: int) -> None:
@@ -314,17 +316,17 @@ class RecordedStore(Store):
     def accept_samples(
         self, samples: Sequence[Trajectory], came: bytes | memoryview = b""
     ) -> list[Disposition]:
-        what = [super(RecordedStore, self).accept_sample(sample) for sample in samples]
+        dispositions = [super(RecordedStore, self).accept_sample(sample) for sample in samples]
         if came:
             self.journal.append(_CAME, came)
         else:
             self._record(FrameRecord(list(samples)))
-        return what
+        return dispositions
 
     def accept_sample(self, sample: Trajectory) -> Disposition:
-        what = super().accept_sample(sample)
+        disposition = super().accept_sample(sample)
         self._record(SampleRecord(sample))
-        return what
+        return disposition
 
     def hello(self, hello: LearnerHello) -> bool:
         new = hello.epoch != self.epoch
@@ -334,11 +336,11 @@ class RecordedStore(Store):
         return followed
 
     def ask(self, epoch: int, number: int) -> tuple[list[Group], BatchWait | None]:
-        before = self.changes
-        answer = super().ask(epoch, number)
-        if self.changes != before:
+        changes_before = self.changes
+        groups_or_wait = super().ask(epoch, number)
+        if self.changes != changes_before:
             self._record(BatchRequestRecord(epoch, number))
-        return answer
+        return groups_or_wait
 
     def commit(
         self,
@@ -354,12 +356,12 @@ class RecordedStore(Store):
         return done
 
     def checkpointed(self, oldest: int) -> None:
-        before = self.base
+        base_before = self.base
         super().checkpointed(oldest)
-        if self.base != before:
+        if self.base != base_before:
             self._record(CheckpointRecord(oldest))
 
     def finish(self) -> None:
-        """The run is over; a buffer that starts again says so."""
+        """End the run, also for a buffer that restarts."""
         super().finish()
         self._record(FinishRecord())

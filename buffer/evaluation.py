@@ -1,6 +1,6 @@
-"""Evaluation: held-out prompts as tickets of their own, all at one exact version, outside pacing
-and the training ledger.
-"""
+"""Evaluation: held-out prompts as separate tickets, all at one exact version.
+
+They are outside the staleness limit and the training ledger."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class EvaluationRound:
 
 
 class EvaluationPlan(NamedTuple):
-    """What a run evaluates: every so many versions, how many prompts."""
+    """The evaluations of a run: their interval in versions and their numbers of prompts."""
 
     every: int = 0
     prompts: int = 0
@@ -76,9 +76,9 @@ class EvaluationPlan(NamedTuple):
 
 
 class LeasedJob(NamedTuple):
-    """A job at a generator.  lapsed: its lease ran out, and the job is in the queue again, but no
-    other generator has it yet.
-    """
+    """A job at a generator.
+
+    lapsed: its lease has expired and the job is queued again, but not granted again yet."""
 
     job: EvaluationJob
     producer: str
@@ -88,7 +88,7 @@ class LeasedJob(NamedTuple):
 
 
 class EvaluationsState(NamedTuple):
-    """Evaluations, to be kept."""
+    """The state of `Evaluations` in a snapshot."""
 
     plan: EvaluationPlan
     queue: list[EvaluationJob]
@@ -98,9 +98,7 @@ class EvaluationsState(NamedTuple):
 
 
 class Evaluations:
-    """Which rounds are due, which jobs are out, and the results by (split, number of the
-    version).
-    """
+    """The open rounds, the queued and leased jobs, and the results by (split, version number)."""
 
     def __init__(
         self,
@@ -126,7 +124,7 @@ class Evaluations:
         self.leases = LeaseTable()  # of `out`
         self.rounds: list[EvaluationRound] = []
         self.results: dict[tuple[str, int], dict[str, float]] = {}
-        # finished, not yet written to the metrics
+        # results not yet written to the metrics
         self.fresh: list[tuple[int, dict[str, float]]] = []
 
     def snapshot(self) -> EvaluationsState:
@@ -139,25 +137,27 @@ class Evaluations:
         )
 
     def restore(self, state: EvaluationsState) -> None:
-        """Go on from `state`.  Results that were not written yet (`fresh`) are not in it: they are
-        of the process, and a buffer that starts again has nobody to tell them to.
-        """
+        """Take over the state of a snapshot.
+
+        Results in `fresh` are not part of it: they belong to the process that must write them."""
         self.plan = state.plan
         self.queue = deque(state.queue)
         self.out = dict(state.out)
         self.leases = LeaseTable()
-        for attempt, out in self.out.items():
-            self.leases.add(out.producer, out.session, attempt, out.job.ticket)
+        for attempt, leased in self.out.items():
+            self.leases.add(leased.producer, leased.session, attempt, leased.job.ticket)
         self.rounds = state.rounds
         self.results = dict(state.results)
 
     def renew_all_leases(self, expires: float) -> None:
-        self.out = {attempt: out._replace(expires=expires) for attempt, out in self.out.items()}
+        self.out = {
+            attempt: leased._replace(expires=expires) for attempt, leased in self.out.items()
+        }
 
     def restart(self, label: Label, steps: int) -> None:
-        """A learner's hello: what is unfinished starts over, at the learner's version if one is due
-        there; what lies past it was of another branch.
-        """
+        """Start over at a learner's hello: drop unfinished rounds and results of later versions.
+
+        Later versions belong to another branch. A round that is due at `label` begins."""
         self.queue.clear()
         self.out.clear()
         self.leases = LeaseTable()
@@ -167,9 +167,9 @@ class Evaluations:
         self.on_commit(label, steps)
 
     def forget(self, base: int) -> None:
-        """No learner begins behind version `base` any more: of the results behind it only the first
-        and the newest of a split are of use.
-        """
+        """Drop results before version `base`, to which no learner can roll back any more.
+
+        The first and the newest result of each split are kept for the summary."""
         newest = dict(sorted(self.results))  # of each split, the last one counts
         self.results = {
             (split, number): values
@@ -203,11 +203,12 @@ class Evaluations:
     def grant(
         self, attempt: int, settings: StoreSettings, *, producer: str, session: int, expires: float
     ) -> Ticket:
-        """The next job of `queue` as a ticket."""
+        """Grant the next job of `queue` as a ticket."""
         assert self.prompt is not None
         job = self.queue.popleft()
-        for before in [old for old, out in self.out.items() if out.lapsed and out.job == job]:
-            self._take_back_job(before)
+        lapsed = [old for old, leased in self.out.items() if leased.lapsed and leased.job == job]
+        for lapsed_attempt in lapsed:
+            self._take_back_job(lapsed_attempt)
         self.out[attempt] = LeasedJob(job, producer, session, expires)
         self.leases.add(producer, session, attempt, job.ticket)
         limit = settings.sampling.max_new_tokens
@@ -231,10 +232,10 @@ class Evaluations:
         self.out[attempt] = entry._replace(expires=expires, lapsed=False)
 
     def expire(self, now: float) -> int:
-        """Queue the jobs whose leases ran out.  Until one is granted again, its first holder may
-        still renew it or deliver: a generator that was slow, not dead.
-        """
-        late = [(a, out) for a, out in self.out.items() if out.expires < now and not out.lapsed]
+        """Queue the jobs whose leases have expired; return their number.
+
+        Until a job is granted again, a slow generator may still renew or deliver it."""
+        late = [(a, e) for a, e in self.out.items() if e.expires < now and not e.lapsed]
         for attempt, entry in late:
             self.queue.appendleft(entry.job)
             self.out[attempt] = entry._replace(lapsed=True)
@@ -244,13 +245,13 @@ class Evaluations:
         self._requeue_jobs(
             [
                 attempt
-                for attempt, out in self.out.items()
-                if out.producer == producer and out.session != session
+                for attempt, leased in self.out.items()
+                if leased.producer == producer and leased.session != session
             ]
         )
 
     def requeue_job(self, attempt: int) -> None:
-        """A job that is out is due again."""
+        """Queue a leased job again."""
         if attempt in self.out:
             self._requeue_jobs([attempt])
 
@@ -261,9 +262,9 @@ class Evaluations:
                 self.queue.appendleft(entry.job)
 
     def _take_back_job(self, attempt: int) -> LeasedJob:
-        out = self.out.pop(attempt)
-        self.leases.end(out.producer, out.session, attempt)
-        return out
+        leased = self.out.pop(attempt)
+        self.leases.end(leased.producer, leased.session, attempt)
+        return leased
 
     def deliver(self, sample: Trajectory) -> Disposition:
         if sample.attempt not in self.out:

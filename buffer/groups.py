@@ -1,6 +1,4 @@
-"""What the store keeps of a group: its samples, its lease, its attempts, and the lines it gives the
-ledger.
-"""
+"""Groups in the store: samples, lease, attempts, and their lines in the ledger."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ MAX_DROPS = 3  # the third drop, or failure, of a group abandons it
 
 @dataclass
 class StoreSettings:
-    """What the store needs of the config."""
+    """The settings that the store needs from the config."""
 
     batch: int
     group: int
@@ -35,23 +33,23 @@ class StoreSettings:
     error_budget: float = 1.0
     machinery_budget: float = 1.0
     byte_limit: int = 1 << 30
-    context: int = 0  # tokens of prompt and answer at most; 0: not said
-    ess_floor: float = 0.0  # of a limit that sets itself; 0: it is constant
-    session_tokens: int = 0  # that a session's calls may draw; 0: samples are single answers
+    context: int = 0  # most tokens of prompt and completion; 0: unknown
+    ess_floor: float = 0.0  # of an adaptive limit; 0: the limit is constant
+    session_tokens: int = 0  # most sampled tokens of a session; 0: samples are single completions
 
     @property
     def most_tokens(self) -> int:
-        """That one attempt of a sample may have."""
+        """The most tokens that one attempt of a sample may have."""
         return self.session_tokens or self.sampling.max_new_tokens
 
     @property
     def uses_ticket_order(self) -> bool:
-        """Do groups stand in ticket order, as the bound of `pace` needs it?"""
+        """Whether batches take groups in ticket order, as the bound of `pace` requires."""
         return self.on_exceed == "pace" and self.order in ("auto", "ticket")
 
 
 def settings(config: Config) -> StoreSettings:
-    """The store's settings of a run."""
+    """Make the store's settings from the config."""
     generator = config.generator
     staleness = config.staleness
     return StoreSettings(
@@ -92,7 +90,7 @@ class Lease:
 
 @dataclass
 class LeaseTable:
-    """Which attempts a session holds, of the leases that stand.
+    """Active leases: the attempts that each session holds.
 
     >>> leases = LeaseTable()
     >>> leases.add("g", 1, 5, ticket=0), leases.add("g", 1, 6, ticket=1)
@@ -118,15 +116,15 @@ class LeaseTable:
     def unnamed_attempts(
         self, producer: str, session: int, taken: int, named: Set[int]
     ) -> list[tuple[int, int]]:
-        """(ticket, attempt) up to the attempt `taken` that are not among those `named`."""
+        """(ticket, attempt) with attempt <= `taken` that are not in `named`."""
         mine = self.held.get((producer, session), {})
         return [(t, a) for a, t in mine.items() if a <= taken and a not in named]
 
 
 class Grant(NamedTuple):
-    """What may write an attempt: versions from `label` on, of its epoch; or exactly that one.
+    """The versions that may sample an attempt: `label` or newer of its epoch, or exactly `label`.
 
-    limit: the lag up to which it may be trained, where the limit sets itself."""
+    limit: the greatest lag at which it may train under an adaptive limit."""
 
     label: Label
     exact: bool
@@ -141,17 +139,17 @@ class StoredSample:
     faded: float = 0.0  # tokens times (1 - weight) past the limit (downweight)
     skipped: int = 0  # tokens: no optimizer step was made on the sample (early stopping)
     rejected: int = 0  # tokens that the correction rejected or vetoed in every step
-    # (start, end, lag) as its batch was handed out, until the commit
+    # (start, end, lag) from handing out its batch until the commit
     runs: list[tuple[int, int, int]] | None = None
 
     def __post_init__(self) -> None:
-        """What every fold and every batch asks for: no fields, as snapshots can do without."""
+        """Cache what every fold and every batch needs; not fields, so that snapshots omit them."""
         self.length = self.trajectory.length
         self.size = size(self.trajectory)
 
     @property
     def is_partly_trained(self) -> bool:
-        """Trained, and not every token of it counted whole."""
+        """Whether some tokens of a trained sample were not trained with full weight."""
         return bool(self.skipped or self.rejected or self.masked or self.faded)
 
 
@@ -163,34 +161,34 @@ class Group:
     drops: int = 0
     failures: int = 0
     completed: int = 0  # order of completion
-    # finals that were not accepted: (what, tokens, reward)
+    # samples that are not stored: (ledger line, tokens, reward)
     other: list[tuple[LedgerLine, int, float]] = field(default_factory=list)
     # attempt -> [tokens reported, delivered, ended]
     attempts: dict[int, list[int]] = field(default_factory=dict)
-    # attempt -> the versions that may write it
+    # attempt -> the versions that may sample it
     grants: dict[int, Grant] = field(default_factory=dict)
     # (sample, attempt) -> disposition
     finals: dict[tuple[int, int], Disposition] = field(default_factory=dict)
-    stands: int = -1  # the ticket whose place it took over (lag injection), -1: its own
+    stands: int = -1  # the ticket whose position it has (lag injection), -1: its own
 
     def __post_init__(self) -> None:
-        # the line of its samples when it is complete, all their tokens in it: folded at every batch
-        # (no field: a snapshot has the samples)
+        # the sums of a complete group's samples with all their tokens, cached because every batch
+        # folds them; not a field: a snapshot has the samples
         self.whole: LedgerSums | None = None
 
     def set_sample(self, index: int, stored: StoredSample | None) -> None:
-        """A sample comes, or leaves (None)."""
+        """Store a sample, or remove it (None)."""
         self.samples[index] = stored
         self.whole = None
 
     def empty(self) -> None:
-        """All samples leave."""
+        """Remove all samples."""
         self.samples = [None] * len(self.samples)
         self.whole = None
 
     @property
     def position(self) -> int:
-        """Where it stands in ticket order."""
+        """Position in ticket order."""
         return self.ticket if self.stands < 0 else self.stands
 
     def missing(self) -> list[int]:
@@ -208,18 +206,19 @@ class Group:
 
     @property
     def has_partly_trained(self) -> bool:
-        """Has it a sample of which not every token counted whole?"""
+        """Whether a sample has tokens that were not trained with full weight."""
         for stored in self.stored_samples():
             if stored.skipped or stored.rejected or stored.masked or stored.faded:
                 return True
         return False
 
     def fold(self, into: Ledger, *, trained: bool, rest: LedgerLine = "left_over") -> None:
-        """Add this group's lines: accepted samples are trained or `rest`; tokens of attempts that
-        ended undelivered are lost.
-        """
-        for what, tokens, reward in self.other:
-            into.add(what, tokens, 1, tokens, reward)
+        """Add this group's lines to a ledger.
+
+        Accepted samples count as trained, or under `rest`. Undelivered tokens of ended attempts are
+        lost; those of other attempts count under `rest`."""
+        for ledger_line, tokens, reward in self.other:
+            into.add(ledger_line, tokens, 1, tokens, reward)
         line = into.lines["trained" if trained else rest]
         if self.complete and not (trained and self.has_partly_trained):
             if self.whole is None:
@@ -231,7 +230,7 @@ class Group:
             for stored in self.stored_samples():
                 if trained and stored.is_partly_trained:
                     self._fold_parts(stored, into)
-                else:  # it ends in one line with all its tokens
+                else:  # all its tokens are in one line
                     line.add_whole(stored.length, stored.trajectory.reward)
         for reported, delivered, ended in self.attempts.values():
             if reported > delivered:
@@ -239,11 +238,11 @@ class Group:
 
     @staticmethod
     def _fold_parts(stored: StoredSample, into: Ledger) -> None:
-        """The lines of a trained sample of which not every token counted whole."""
+        """Add the lines of a trained sample whose tokens were not all trained with full weight."""
         length, reward = stored.length, stored.trajectory.reward
         if not stored.skipped:
-            left = length - stored.masked - stored.rejected
-            into.add("trained", left, 1, length, reward, stored.faded)
+            trained = length - stored.masked - stored.rejected
+            into.add("trained", trained, 1, length, reward, stored.faded)
         if stored.skipped:
             into.add("skipped", stored.skipped, 1, length, reward)
         if stored.rejected:
@@ -252,12 +251,12 @@ class Group:
             into.add("masked_stale", stored.masked, 1, length, reward)
 
     def release_samples(self) -> int:
-        """Bytes that its stored samples take."""
+        """Bytes of its stored samples."""
         return sum(stored.size for stored in self.stored_samples())
 
 
 def size(sample: Trajectory) -> int:
-    """What a stored sample counts against the byte limit: ids, logprobs, mask, and its prompt."""
+    """Bytes of a stored sample for the byte limit: ids, logprobs, mask, and its prompt."""
     own = 11 * len(sample.tokens) // 4 + len(sample.prompt_tokens)
     if not sample.rows:
         return own

@@ -1,4 +1,6 @@
-"""The segmented log: records with checksums, group commit, a torn tail cut, damage reported.
+"""The journal: a segmented log with checksums and group commit.
+
+Reading it cuts a torn tail off and reports damage.
 
 ```
 journal/00000002-00000007.log   [mark 4 | length 4 | sure 8 | xxh3-64 8 | payload] ...
@@ -6,22 +8,23 @@ journal/00000002-00000007.log   [mark 4 | length 4 | sure 8 | xxh3-64 8 | payloa
 journal/00000002.sure           [segment 8 | sure 8 | xxh3-64 8]
 ```
 
-2 is the term of the buffer that writes it (`asyncrl/records/buffer_leadership.py`; without one,
-00000007.log
-and sure), 7 counts segments.  A buffer reads what terms before its own have written, and writes
-under its own alone: one that is over, and does not know yet, harms nothing.
+2 is the term of the buffer that writes it (`asyncrl/records/buffer_leadership.py`; without a term
+the files are 00000007.log and sure), and 7 counts segments.  A buffer reads the segments of earlier
+terms and writes only under its own term: a buffer that does not know yet that it was replaced
+cannot do harm.
 
 `sure` is the offset up to which the file was as durable as the mode promises when the frame was
-written (`process`: written, `disk`: synced).  An unreadable place, or an end, is a torn tail, hence
-cut, unless a readable frame behind it, or the file `sure`, says that it was sure.  That file is
-written after the segment and never waited for: behind a power cut it may be older, never newer.
+written (`process`: written, `disk`: synced).  An unreadable position, or the end of the file, is a
+torn tail and is cut off, unless a readable later frame or the file `sure` proves that it was
+durable.  That file is written after the segment, without waiting: after a power cut it may be older
+than the segment, never newer.
 
-A segment that has grown too large is replaced by a snapshot while it goes on to count:
+A segment that has grown too large is replaced by a snapshot. It remains valid meanwhile:
 
 ```
 records ---> old segment (acknowledged from here)
         +--> tail -----------------+
-snapshot --> N+1.part --> + tail --> rename --> N+1.log; the old segment goes
+snapshot --> N+1.part --> + tail --> rename --> N+1.log; the old segment is removed
 ```
 """
 
@@ -44,9 +47,11 @@ MARK = b"aRJ1"
 HEAD = struct.Struct("<4sIQQ")
 SURE = struct.Struct("<QQQ")
 SEGMENT_BYTES = 64 * 1024 * 1024
-PIECES = 512  # that one call writes; the system takes 1,024
+PIECES = 512  # pieces written by one system call, which accepts 1,024
 Record = Sequence[bytes | memoryview]  # a payload in pieces, which are written without a copy
-TAIL_BYTES = 256 * 1024  # written in the end by the caller, who waits for it
+TAIL_BYTES = (
+    256 * 1024
+)  # a tail of at most this length is written by the caller, which waits for it
 
 
 def _sum(length: int, sure: int, record: Record) -> int:
@@ -61,7 +66,7 @@ def _length(record: Record) -> int:
 
 
 def head(record: Record, sure: int) -> bytes:
-    """What stands before a payload."""
+    """Make the header of a record."""
     length = _length(record)
     return HEAD.pack(MARK, length, sure, _sum(length, sure, record))
 
@@ -71,7 +76,7 @@ def frame(payload: bytes, sure: int) -> bytes:
 
 
 def _read_frame(data: bytes, offset: int) -> tuple[int, bytes] | None:
-    """(sure, payload) of a whole, undamaged frame at `offset`, or None."""
+    """Return (sure, payload) of a complete, undamaged frame at `offset`, or None."""
     if offset + HEAD.size > len(data):
         return None
     mark, length, sure, checksum = HEAD.unpack_from(data, offset)
@@ -83,7 +88,7 @@ def _read_frame(data: bytes, offset: int) -> tuple[int, bytes] | None:
 
 
 def segment_position(path: Path) -> tuple[int, int]:
-    """Term and number of a segment, which order them.
+    """Term and number of a segment: the sort key of segments.
 
     >>> segment_position(Path("journal/00000002-00000007.log"))
     (2, 7)
@@ -95,15 +100,17 @@ def segment_position(path: Path) -> tuple[int, int]:
 
 
 def segment_path(directory: Path, term: int, number: int) -> Path:
-    """The segment of that place."""
+    """The path of a segment."""
     return directory / (f"{term:08d}-{number:08d}.log" if term else f"{number:08d}.log")
 
 
 def segments(directory: Path, before: int = 0) -> list[Path]:
-    """Oldest first; before: those of earlier terms alone, where it is one."""
-    found = (path for path in directory.glob("[0-9]*.log"))
+    """The segments, oldest first.
+
+    before: only those of earlier terms; 0: all."""
+    paths = (path for path in directory.glob("[0-9]*.log"))
     return sorted(
-        (p for p in found if not before or segment_position(p)[0] < before), key=segment_position
+        (p for p in paths if not before or segment_position(p)[0] < before), key=segment_position
     )
 
 
@@ -112,34 +119,35 @@ def sure_file(directory: Path, term: int) -> Path:
 
 
 def read(path: Path) -> Iterator[bytes]:
-    """The payloads of a segment.  Cuts a torn tail off the file.  Raises Damaged for anything else
-    that is unreadable or missing.
-    """
+    """Yield the payloads of a segment; cut a torn tail off the file.
+
+    Raises DamagedDataError for anything else that is unreadable or missing."""
     data = path.read_bytes()
     offset = 0
     while offset < len(data):
-        found = _read_frame(data, offset)
-        if found is None:
+        sure_and_payload = _read_frame(data, offset)
+        if sure_and_payload is None:
             _judge_tail(path, data, offset)
             return
-        offset += HEAD.size + len(found[1])
-        yield found[1]
+        _, payload = sure_and_payload
+        offset += HEAD.size + len(payload)
+        yield payload
     if _durable_count(path) > offset:
         raise _damaged(path, offset, len(data))
 
 
 def _durable_count(path: Path) -> int:
-    """What the files `sure` say of this segment; 0: nothing.  Raises Damaged when one knows a newer
-    one.
-    """
-    known = max(map(_noted, path.parent.glob("*sure")), default=(0, 0, 0))
-    if known[:2] > segment_position(path):
-        raise DamagedDataError(f"{segment_path(path.parent, *known[:2])} is missing: restore it")
-    return known[2] if known[:2] == segment_position(path) else 0
+    """The durable bytes of a segment according to the files `sure`; 0: unknown.
+
+    Raises DamagedDataError if a file `sure` names a newer segment."""
+    newest = max(map(_read_sure_file, path.parent.glob("*sure")), default=(0, 0, 0))
+    if newest[:2] > segment_position(path):
+        raise DamagedDataError(f"{segment_path(path.parent, *newest[:2])} is missing: restore it")
+    return newest[2] if newest[:2] == segment_position(path) else 0
 
 
-def _noted(path: Path) -> tuple[int, int, int]:
-    """Term and number of the segment that a file `sure` tells of, and up to where."""
+def _read_sure_file(path: Path) -> tuple[int, int, int]:
+    """Read (term, number of the segment, durable bytes) from a file `sure`; zeros if it is torn."""
     try:
         number, sure, checksum = SURE.unpack(path.read_bytes())
     except (OSError, struct.error):
@@ -150,36 +158,35 @@ def _noted(path: Path) -> tuple[int, int, int]:
 
 
 def _term_of(path: Path) -> int:
-    """Of a file `sure`."""
+    """The term of a file `sure`."""
     return int(path.stem) if path.suffix else 0
 
 
 def _damaged(path: Path, bad: int, size: int) -> DamagedDataError:
     return DamagedDataError(
-        f"{path} is damaged at byte {bad} of {size}, where it had been whole: restore it, or start "
-        "a new run (a power cut does this under durability.mode = process; disk survives one)"
+        f"{path} is damaged at byte {bad} of {size}, where it was intact before: restore it, or "
+        "start a new run (a power cut can cause this under durability.mode = process, but not "
+        "under disk)"
     )
 
 
 def _judge_tail(path: Path, data: bytes, bad: int) -> None:
-    """Cut `path` at `bad`, or raise Damaged when a later frame proves that the place had been
-    durable.
-    """
+    """Cut `path` at `bad`; raise DamagedDataError if the data there was durable before."""
     if not bad or _durable_count(path) > bad:
         raise _damaged(path, bad, len(data))
-    at = data.find(MARK, bad + 1)
-    while at >= 0:
-        found = _read_frame(data, at)
-        if found is not None and found[0] > bad:
+    offset = data.find(MARK, bad + 1)
+    while offset >= 0:
+        later_frame = _read_frame(data, offset)
+        if later_frame is not None and later_frame[0] > bad:
             raise _damaged(path, bad, len(data))
-        at = data.find(MARK, at + 1)
+        offset = data.find(MARK, offset + 1)
     with path.open("r+b") as file:
         file.truncate(bad)
         os.fsync(file.fileno())
 
 
 class Next:
-    """The segment to come: a thread writes the snapshot, then most of what was appended since."""
+    """The next segment: a thread writes the snapshot and most records appended since."""
 
     def __init__(self, path: Path, snapshot: bytes, *, sync: bool) -> None:
         self.path = path
@@ -189,14 +196,14 @@ class Next:
         self.fd = -1
         self.size = 0
         self.tail: list[Record] = []
-        self.ready = False  # what is left of the tail is short
+        self.ready = False  # the rest of the tail is short
         self.error: OSError | None = None
         self._lock = threading.Lock()
         self.thread = threading.Thread(target=self._write, name="journal-next", daemon=True)
         self.thread.start()
 
     def append(self, records: list[Record]) -> None:
-        """These stand behind the snapshot."""
+        """Append records after the snapshot."""
         with self._lock:
             self.tail += records
 
@@ -208,10 +215,10 @@ class Next:
             self.snapshot = b""
             while not self.ready:
                 with self._lock:
-                    left = sum(_length(record) for record in self.tail)
-                    self.ready = left <= TAIL_BYTES
-                    some, self.tail = ([], self.tail) if self.ready else (self.tail, [])
-                self.write_records(some)
+                    tail_bytes = sum(_length(record) for record in self.tail)
+                    self.ready = tail_bytes <= TAIL_BYTES
+                    records, self.tail = ([], self.tail) if self.ready else (self.tail, [])
+                self.write_records(records)
         except OSError as error:
             self.error = error
             self.ready = True
@@ -224,9 +231,9 @@ class Next:
             os.fdatasync(self.fd)
 
     def name(self) -> None:
-        """Write what is left, and take the place: from here on this is the journal.  Raises
-        OSError.
-        """
+        """Write the rest of the tail and rename the file: it is now the newest segment.
+
+        Raises OSError."""
         if self.error is not None:
             raise self.error
         self.write_records(self.tail)
@@ -236,7 +243,7 @@ class Next:
             atomic_write.sync_path(self.path.parent)
 
     def abandon(self) -> None:
-        """It is not needed; the older segment goes on to count."""
+        """Discard the file; the older segment stays valid."""
         self.thread.join()
         if self.fd >= 0:
             os.close(self.fd)
@@ -244,11 +251,13 @@ class Next:
 
 
 class Journal:
-    """The log being written.  `append`, then `write`; a record is safe once `durable` has reached
-    its number.
+    """The log being written: `append`, then `write`.
 
-    Under `disk` a thread syncs what is written, in groups: while it does, more is appended and
-    written.  term: of the buffer that writes."""
+    A record is safe once `durable` has reached its number.  With `sync` a thread syncs groups of
+    records, while more are appended and written.
+
+    sync: wait for the disk (durability `disk`).
+    term: the term of the buffer that writes."""
 
     def __init__(
         self, directory: Path, *, sync: bool, segment_bytes: int = SEGMENT_BYTES, term: int = 0
@@ -258,13 +267,14 @@ class Journal:
         self.sync = sync
         self.segment_bytes = segment_bytes
         atomic_write.directory(directory)
-        for left in directory.glob("*.part"):
-            if segment_position(left)[0] <= term:
-                atomic_write.remove(left)
+        for leftover in directory.glob("*.part"):
+            if segment_position(leftover)[0] <= term:
+                atomic_write.remove(leftover)
         self.next: Next | None = None
         self._remover: threading.Thread | None = None
         self._sure_fd = os.open(sure_file(directory, term), os.O_WRONLY | os.O_CREAT, 0o600)
-        self.number = segment_position(found[-1])[1] if (found := segments(directory, term)) else 0
+        existing = segments(directory, term)
+        self.number = segment_position(existing[-1])[1] if existing else 0
         self.fd = -1
         self.appended = self.durable = self.size = self.sure = self.first = 0
         self.waiting: list[Record] = []
@@ -279,13 +289,13 @@ class Journal:
             self.thread.start()
 
     def append(self, *record: bytes | memoryview) -> int:
-        """Queue a record, whose pieces stay as they are until it is written; returns its number."""
+        """Queue a record and return its number; its pieces must not change until it is written."""
         self.waiting.append(record)
         self.appended += 1
         return self.appended
 
     def write(self) -> None:
-        """Hand everything appended to the kernel; under `disk` the syncer takes it from there."""
+        """Hand all appended records to the kernel; the thread syncs them under `disk`."""
         if self.failure is not None:
             raise disk_full_error(self.directory, self.failure) from self.failure
         if self.next is not None and self.next.ready:
@@ -302,9 +312,7 @@ class Journal:
         try:
             self.size += _write(self.fd, pieces)
         except OSError as error:
-            self.failure = (
-                error  # what was written of it is a torn tail: nothing may come behind it
-            )
+            self.failure = error  # the file may end in a torn tail: append nothing after it
             raise disk_full_error(self.directory, error) from error
         if not self.sync:
             self.durable = self.appended
@@ -341,32 +349,34 @@ class Journal:
                 self._wake.notify_all()
 
     def _write_sure(self) -> None:
-        """Write `sure` down.  It proves more where it can be written; nothing rests on it."""
+        """Write the file `sure`, an additional proof; correctness does not depend on it."""
         head = struct.pack("<QQ", self.number, self.sure)
         with contextlib.suppress(OSError):
             os.pwrite(self._sure_fd, head + struct.pack("<Q", xxhash.xxh3_64_intdigest(head)), 0)
 
     @property
     def is_full(self) -> bool:
-        """Time for a new segment: it would be smaller than what this one has become."""
+        """Whether a new segment is due, which would be smaller than this one."""
         return self.next is None and self.size > max(self.segment_bytes, 2 * self.first)
 
     def _next_path(self) -> Path:
         return segment_path(self.directory, self.term, self.number + 1)
 
     def rotate(self, snapshot: bytes, *, wait: bool = True) -> None:
-        """Start a new segment with a snapshot that contains everything appended so far; older
-        segments go.  wait=False: a thread writes it, and a later `write` goes over to it.
+        """Start a new segment with a snapshot of everything appended so far.
 
-        Raises AsyncrlError when the disk is full: the older segment is then as it was, and goes on
-        to count."""
+        Older segments are removed. With wait=False a thread writes the new segment, and a later
+        `write` switches to it.
+
+        Raises AsyncrlError when the disk is full; the older segment is unchanged and stays
+        valid."""
         if self.failure is not None:
             raise disk_full_error(self.directory, self.failure) from self.failure
         if self.next is not None:
             self.next.abandon()
             self.next = None
         if not wait:
-            self.write()  # the snapshot has it: it is no part of the tail
+            self.write()  # the snapshot contains these records: keep them out of the tail
             self.next = Next(self._next_path(), snapshot, sync=self.sync)
             return
         self.waiting = []
@@ -374,7 +384,7 @@ class Journal:
         self._switch()
 
     def _switch(self) -> None:
-        """From the segment that was to the next one."""
+        """Switch to the next segment."""
         new = self.next
         assert new is not None
         self.next = None
@@ -395,12 +405,12 @@ class Journal:
             self.durable = self.appended - len(self.waiting)
             self._goal = (self.durable, self.size)
             self._write_sure()
-        # in a thread, as the system takes its time to free what was large
+        # in a thread, because removing a large file takes long
         self._remover = threading.Thread(target=self._remove, args=(old, new.path), daemon=True)
         self._remover.start()
 
     def _remove(self, old: int, keep: Path) -> None:
-        """Remove what the new segment supersedes; a file that stays is removed with a later one."""
+        """Remove the segments that the new one replaces; a later call removes what remains."""
         try:
             with contextlib.suppress(OSError):  # the run directory may be gone
                 for other in segments(self.directory):
@@ -414,7 +424,7 @@ class Journal:
                 os.close(old)
 
     def abandon(self) -> None:
-        """Another buffer's journal counts: what was appended here and is not written stays away."""
+        """Close without writing the queued records: another buffer's journal is valid now."""
         self.waiting = []
         self.close()
 
@@ -443,15 +453,15 @@ class Journal:
 
 
 def _write(fd: int, pieces: Record) -> int:
-    """All of them, one behind the other; returns how many bytes that is.  Raises OSError."""
-    left = [memoryview(piece) for piece in pieces if len(piece)]
-    size = _length(left)
-    at = 0
-    while at < len(left):
-        taken = os.writev(fd, left[at : at + PIECES])
-        while at < len(left) and taken >= len(left[at]):
-            taken -= len(left[at])
-            at += 1
-        if taken:
-            left[at] = left[at][taken:]
+    """Write all pieces in order; return the number of bytes. Raises OSError."""
+    views = [memoryview(piece) for piece in pieces if len(piece)]
+    size = _length(views)
+    first = 0
+    while first < len(views):
+        written = os.writev(fd, views[first : first + PIECES])
+        while first < len(views) and written >= len(views[first]):
+            written -= len(views[first])
+            first += 1
+        if written:
+            views[first] = views[first][written:]
     return size

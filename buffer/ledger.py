@@ -1,6 +1,6 @@
-"""The ledger: every generated token ends in exactly one line; and what became of the samples of
-groups that are gone, for late copies of them.
-"""
+"""The ledger, in which every generated token ends in exactly one line.
+
+Also compact tables of the samples and attempts of removed groups, for late copies of them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from asyncrl.contract.messages import DISPOSITIONS, Disposition, LedgerLine
 
 @dataclass
 class LedgerSums:
-    """Sums over the samples that ended in one way; means follow from them."""
+    """Sums over the samples of one ledger line, from which its means follow."""
 
     tokens: int = 0
     samples: int = 0
     length_sum: float = 0.0
     reward_sum: float = 0.0
-    # tokens of answers up to 1, 2, 4, 8, ... long
+    # tokens by length of their sample: upper bound 1, 2, 4, 8, ... -> tokens
     by_length: dict[int, int] = field(default_factory=dict)
-    # of these, what `downweight` took: tokens times (1 - weight)
+    # the same for the weight that `downweight` removed: tokens times (1 - weight)
     faded: dict[int, float] = field(default_factory=dict)
 
     def add(
@@ -46,7 +46,7 @@ class LedgerSums:
         self.reward_sum += reward
 
     def add_whole(self, tokens: int, reward: float) -> None:
-        """`add` for a sample that ends here with all its tokens: hundreds are folded a batch."""
+        """Add a sample with all its tokens; faster than `add`, for hundreds of samples a batch."""
         if tokens:
             upto = 1 << (tokens - 1).bit_length()
             self.by_length[upto] = self.by_length.get(upto, 0) + tokens
@@ -92,14 +92,12 @@ class LedgerSums:
 
 @dataclass
 class Ledger:
-    """Totals of what is final for good.  The store adds what may still change (see
-    `Store.ledger`).
-    """
+    """Totals of final dispositions. `Store.ledger` adds those that may still change."""
 
     lines: dict[str, LedgerSums] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Every line is there, also of a snapshot that an older version wrote."""
+        """Add lines that a snapshot of an older version lacks."""
         self.lines = {name: self.lines.get(name) or LedgerSums() for name in DISPOSITIONS}
 
     def copy(self) -> Ledger:
@@ -107,14 +105,14 @@ class Ledger:
 
     def add(
         self,
-        what: LedgerLine,
+        line: LedgerLine,
         tokens: int,
         samples: int = 0,
         length: float = 0.0,
         reward: float = 0.0,
         faded: float = 0.0,
     ) -> None:
-        self.lines[what].add(tokens, samples, length, reward, faded)
+        self.lines[line].add(tokens, samples, length, reward, faded)
 
     def merge(self, other: Ledger) -> None:
         for name, line in other.lines.items():
@@ -125,11 +123,11 @@ class Ledger:
 
     @classmethod
     def restore(cls, totals: dict[str, dict[str, float]]) -> Ledger:
-        """From `totals`, as a checkpoint keeps them (`memory` durability)."""
-        out = cls()
+        """Make a ledger from `totals` of a checkpoint (`memory` durability)."""
+        ledger = cls()
         for name, line in totals.items():
             samples = line["samples"]
-            out.lines[name] = LedgerSums(
+            ledger.lines[name] = LedgerSums(
                 int(line["tokens"]),
                 int(samples),
                 line["mean_length"] * samples,
@@ -137,11 +135,11 @@ class Ledger:
                 {k: int(x) for k, x in binned(line, "upto_").items()},
                 binned(line, "faded_upto_"),
             )
-        return out
+        return ledger
 
 
 def binned(line: dict[str, float], prefix: str) -> dict[int, float]:
-    """upper bound of the answers' length -> value, from one line of `totals`.
+    """Return {upper bound of the samples' length: value} of one line of `totals`.
 
     >>> binned({"tokens": 9, "upto_8": 6, "upto_16": 3, "faded_upto_16": 1.5}, "upto_")
     {8: 6, 16: 3}
@@ -153,16 +151,16 @@ def total_tokens(totals: dict[str, dict[str, float]], names: Iterable[str] = DIS
     return sum(int(totals[n]["tokens"]) for n in names if n in totals)
 
 
-# ---- what is remembered of groups that are gone --------------------------------------------------
+# ---- samples and attempts of removed groups ------------------------------------------------------
 
-ROWS = 256  # of a block: one is looked through, and all are asked for their bounds
+ROWS = 256  # of a block: a lookup compares the bounds of all blocks and searches a few of them
 CODES: tuple[Disposition, ...] = (*DISPOSITIONS, *get_args(get_args(Disposition)[1]))
 Key = tuple[int, int, int]  # ticket, sample, attempt
-CODE_OF: dict[str, int] = {what: code for code, what in enumerate(CODES)}
+CODE_OF: dict[str, int] = {disposition: code for code, disposition in enumerate(CODES)}
 
 
 class RowBlock:
-    """Up to ROWS rows of whole numbers, packed; those before `first` are gone."""
+    """Up to ROWS packed rows of integers; rows before `first` are dropped."""
 
     __slots__ = (
         "first",
@@ -178,8 +176,8 @@ class RowBlock:
         self.tickets = array("q")  # the first number of each row
         self.packed = bytearray()  # the others
         self.first = 0
-        self.low = low  # no ticket is below
-        self.high = low  # none is above
+        self.low = low  # the lowest ticket
+        self.high = low  # the highest ticket
 
     def __len__(self) -> int:
         return len(self.tickets)
@@ -191,33 +189,34 @@ class RowBlock:
         self.tickets.append(ticket)
         self.packed += self.form.pack(*others)
 
-    def row_at(self, at: int) -> tuple[int, ...]:
-        offset = at * self.form.size
+    def row_at(self, position: int) -> tuple[int, ...]:
+        offset = position * self.form.size
         others = self.form.unpack_from(self.packed, offset)
-        return self.tickets[at], *others
+        return self.tickets[position], *others
 
-    def replace_row(self, at: int, row: tuple[int, ...]) -> None:
-        """In the place of one with the same first number."""
-        offset = at * self.form.size
+    def replace_row(self, position: int, row: tuple[int, ...]) -> None:
+        """Replace a row that has the same first number."""
+        offset = position * self.form.size
         self.form.pack_into(self.packed, offset, *row[1:])
 
     def row_positions(self, ticket: int) -> Iterator[int]:
-        at = self.first
+        position = self.first
         while True:
             try:
-                at = self.tickets.index(ticket, at)
+                position = self.tickets.index(ticket, position)
             except ValueError:
                 return
-            yield at
-            at += 1
+            yield position
+            position += 1
 
 
 class RowTable:
-    """Rows in the order in which they came, found by their first number, a ticket.  form: of the
-    others.
+    """Rows in order of arrival, found by their first number, a ticket.
 
-    Tickets go nearly in their order, so that few blocks can hold one.  A row takes what its numbers
-    take, where a dictionary's entry takes ten times as much."""
+    Tickets arrive nearly in order, so that few blocks can contain a given one.  A row needs only
+    the bytes of its numbers; a dictionary's entry would need ten times as much.
+
+    form: struct format of the other numbers."""
 
     def __init__(self, form: str) -> None:
         self.form = Struct(form)
@@ -229,8 +228,8 @@ class RowTable:
 
     def __iter__(self) -> Iterator[tuple[int, ...]]:
         for block in self.blocks:
-            for at in range(block.first, len(block)):
-                yield block.row_at(at)
+            for position in range(block.first, len(block)):
+                yield block.row_at(position)
 
     def append(self, row: tuple[int, ...]) -> None:
         if not self.blocks or len(self.blocks[-1]) == ROWS:
@@ -240,7 +239,7 @@ class RowTable:
         self.size += 1
 
     def drop(self) -> None:
-        """The oldest one."""
+        """Drop the oldest row."""
         block = self.blocks[0]
         block.first += 1
         self.size -= 1
@@ -248,21 +247,21 @@ class RowTable:
             self.blocks.popleft()
 
     def find(self, ticket: int) -> Iterator[tuple[RowBlock, int]]:
-        """Where its rows are, the newest first."""
+        """(block, position) of each row of a ticket, the newest first."""
         for block in reversed(self.blocks):
             if block.low <= ticket <= block.high:
-                for at in reversed(list(block.row_positions(ticket))):
-                    yield block, at
+                for position in reversed(list(block.row_positions(ticket))):
+                    yield block, position
 
 
 class SampleRun(NamedTuple):
-    """Samples of a group in a row that one attempt wrote, and that ended alike."""
+    """Consecutive samples of a group with the same attempt and the same disposition."""
 
     ticket: int
     attempt: int
     first: int
     size: int
-    code: int  # of what became of them
+    code: int  # of their disposition, an index of CODES
 
     def sample_keys(self) -> Iterator[Key]:
         for sample in range(self.first, self.first + self.size):
@@ -270,7 +269,7 @@ class SampleRun(NamedTuple):
 
 
 class SampleFates:
-    """(ticket, sample, attempt) -> what became of it, of the last `limit` samples.
+    """(ticket, sample, attempt) -> disposition, of the last `limit` samples.
 
     >>> gone = SampleFates(3)
     >>> gone.add_all(7, {(0, 9): "accepted", (1, 9): "accepted", (1, 8): "duplicate"})
@@ -285,15 +284,15 @@ class SampleFates:
         self.samples = 0
         self.rows = RowTable("=qiib")
         finals: dict[tuple[int, int], Disposition] = {}
-        before = -1, -1, -1
-        for key, what in items:
+        previous = -1, -1, -1
+        for key, disposition in items:
             ticket, sample, attempt = key
-            if ticket != before[0] or key <= before:
-                self.add_all(before[0], finals)
+            if ticket != previous[0] or key <= previous:
+                self.add_all(previous[0], finals)
                 finals = {}
-            finals[sample, attempt] = what
-            before = key
-        self.add_all(before[0], finals)
+            finals[sample, attempt] = disposition
+            previous = key
+        self.add_all(previous[0], finals)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, SampleFates):
@@ -312,43 +311,43 @@ class SampleFates:
                 yield key, CODES[run.code]
 
     def get(self, key: Key) -> Disposition | None:
-        """The last that was added of this one."""
-        for block, at in self.rows.find(key[0]):
-            row = block.row_at(at)
+        """The newest disposition of this sample, or None."""
+        for block, position in self.rows.find(key[0]):
+            row = block.row_at(position)
             run = SampleRun(*row)
             if key in run.sample_keys():
                 return CODES[run.code]
         return None
 
-    def add(self, key: Key, what: Disposition) -> None:
+    def add(self, key: Key, disposition: Disposition) -> None:
         ticket, sample, attempt = key
-        self.add_all(ticket, {(sample, attempt): what})
+        self.add_all(ticket, {(sample, attempt): disposition})
 
     def add_all(self, ticket: int, finals: Mapping[tuple[int, int], Disposition]) -> None:
-        """finals: (sample, attempt) -> what became of it."""
-        wrote = -1
-        what = ""
+        """Add samples of one ticket, as (sample, attempt) -> disposition."""
+        run_attempt = -1
+        run_disposition = ""
         first = end = 0
-        for (sample, attempt), became in sorted(finals.items()):
-            if sample != end or attempt != wrote or became != what:
-                self._append(ticket, wrote, first, end, what)
-                wrote = attempt
-                what = became
+        for (sample, attempt), disposition in sorted(finals.items()):
+            if sample != end or attempt != run_attempt or disposition != run_disposition:
+                self._append(ticket, run_attempt, first, end, run_disposition)
+                run_attempt = attempt
+                run_disposition = disposition
                 first = sample
             end = sample + 1
-        self._append(ticket, wrote, first, end, what)
+        self._append(ticket, run_attempt, first, end, run_disposition)
         while self.samples > self.limit:
             self._forget(self.samples - self.limit)
 
-    def _append(self, ticket: int, attempt: int, first: int, end: int, what: str) -> None:
-        if what:
+    def _append(self, ticket: int, attempt: int, first: int, end: int, disposition: str) -> None:
+        if disposition:
             size = end - first
-            code = CODE_OF[what]
+            code = CODE_OF[disposition]
             self.rows.append((ticket, attempt, first, size, code))
             self.samples += size
 
     def _forget(self, most: int) -> None:
-        """The oldest samples, of one row."""
+        """Forget at most `most` of the oldest samples, all from the oldest row."""
         block = self.rows.blocks[0]
         run = SampleRun(*block.row_at(block.first))
         if run.size > most:
@@ -361,7 +360,7 @@ class SampleFates:
 
 
 class StrayAttempt(NamedTuple):
-    """An attempt of a gone group: tokens that were reported of it, and delivered."""
+    """An attempt of a removed group, with the tokens that were reported and delivered for it."""
 
     ticket: int
     attempt: int
@@ -408,16 +407,16 @@ class StrayAttempts:
             self.rows.drop()
 
     def get(self, ticket: int, attempt: int) -> StrayAttempt | None:
-        for block, at in self.rows.find(ticket):
-            row = block.row_at(at)
+        for block, position in self.rows.find(ticket):
+            row = block.row_at(position)
             stray = StrayAttempt(*row)
             if stray.attempt == attempt:
                 return stray
         return None
 
     def update(self, stray: StrayAttempt) -> None:
-        """What `get` gave, with other counts."""
-        for block, at in self.rows.find(stray.ticket):
-            if StrayAttempt(*block.row_at(at)).attempt == stray.attempt:
-                block.replace_row(at, stray)
+        """Replace the counts of an attempt that `get` has returned."""
+        for block, position in self.rows.find(stray.ticket):
+            if StrayAttempt(*block.row_at(position)).attempt == stray.attempt:
+                block.replace_row(position, stray)
                 return

@@ -1,6 +1,6 @@
-"""What the buffer knows in numbers: of a committed batch, of the generators between two commits,
-and of the whole run.  Without sockets or clock.
-"""
+"""Metrics of committed batches, of the generators between commits, and of the whole run.
+
+Pure functions without sockets or clock."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncrl.contract.messages import Batch, Trajectory
 from buffer.store import Store
 from buffer.training_log import TrainingLog, mean, quantile
 
-# sums that a generator tells since its start
+# sums that a generator reports, counted since its start
 SUMS = (
     *(f"generator/{name}" for name in ("tokens", "busy_s", "idle_s", "swap_s", "reward_idle_s")),
     "reward/judged",
@@ -30,10 +30,10 @@ SUMS = (
 
 
 def batch_metrics(batch: Batch, counts: dict[int, int]) -> dict[str, float]:
-    """Lag over the batch's trained tokens (`counts`: tokens by lag), and what its samples were made
-    of.
-    """
-    many = max(len(batch.lags), 1)
+    """Metrics of a trained batch: lag, length of its samples, parts of their rewards.
+
+    counts: trained tokens by lag."""
+    sample_count = max(len(batch.lags), 1)
     parts: dict[str, list[float]] = {}
     for sample in batch.samples:
         for name, value in sample.reward_parts.items():
@@ -42,15 +42,17 @@ def batch_metrics(batch: Batch, counts: dict[int, int]) -> dict[str, float]:
         "lag/mean": mean(counts),
         "lag/max": max(counts, default=0),
         "lag/p95": quantile(counts, 0.95),
-        "lag/in_flight": sum(batch.in_flight) / many,
-        "lag/in_queue": (sum(batch.lags) - sum(batch.in_flight)) / many,
-        "answer/length": sum(sample.length for sample in batch.samples) / many,
+        "lag/in_flight": sum(batch.in_flight) / sample_count,
+        "lag/in_queue": (sum(batch.lags) - sum(batch.in_flight)) / sample_count,
+        "answer/length": sum(sample.length for sample in batch.samples) / sample_count,
     } | {name: sum(values) / len(values) for name, values in parts.items()}
 
 
 def limit_metrics(store: Store, before: AdaptiveLimit) -> dict[str, float]:
-    """A limit that sets itself, after a commit; where the commit moved it, why.  {}: it is
-    constant."""
+    """Metrics of an adaptive limit after a commit, with the reason if the commit moved it.
+
+    before: the limit before the commit.
+    Returns {} for a constant limit."""
     now = store.limit
     if not store.settings.ess_floor:
         return {}
@@ -59,19 +61,19 @@ def limit_metrics(store: Store, before: AdaptiveLimit) -> dict[str, float]:
 
 
 def sample_rows(batch: Batch, record: RecordConfig) -> Iterator[dict[str, Any]]:
-    """Rows of samples.jsonl: some samples of every `samples_every`-th batch, spread over it."""
+    """Rows of samples.jsonl: some samples of every `samples_every`-th batch, evenly spaced."""
     if not record.samples_every or batch.number % record.samples_every:
         return
-    many = record.samples or len(batch.samples)
-    apart = max(1, len(batch.samples) // many)
-    yield from batch_rows(batch, range(len(batch.samples))[::apart][:many])
+    wanted = record.samples or len(batch.samples)
+    stride = max(1, len(batch.samples) // wanted)
+    yield from batch_rows(batch, range(len(batch.samples))[::stride][:wanted])
 
 
-def batch_rows(batch: Batch, which: Iterable[int] | None = None) -> list[dict[str, Any]]:
-    """These samples of a batch, by default all, for people who look; a number by itself takes many
-    times the memory that it came in.
-    """
-    which = range(len(batch.samples)) if which is None else which
+def batch_rows(batch: Batch, positions: Iterable[int] | None = None) -> list[dict[str, Any]]:
+    """Samples of a batch as JSON rows for people to read; by default all.
+
+    JSON needs many times the memory of the arrays: pass `positions` for large batches."""
+    positions = range(len(batch.samples)) if positions is None else positions
     return [
         {
             "batch": batch.number,
@@ -91,14 +93,12 @@ def batch_rows(batch: Batch, which: Iterable[int] | None = None) -> list[dict[st
             "logprobs": memoryview(sample.behavior_logprobs).cast("f").tolist(),
         }
         | (_session_fields(sample) if sample.calls else {})
-        for sample, lag in ((batch.samples[at], batch.lags[at]) for at in which)
+        for sample, lag in ((batch.samples[i], batch.lags[i]) for i in positions)
     ]
 
 
 def _session_fields(sample: Trajectory) -> dict[str, Any]:
-    """What a session has more than an answer: its calls, whose tokens are its own (mask 1), and
-    the rows after the first, shown like it.
-    """
+    """The fields that only a session has: calls, excluded tokens, mask, further sequences."""
     rows = [
         {
             "prompt_tokens": memoryview(row.prompt_tokens).cast("i").tolist(),
@@ -118,9 +118,9 @@ def _session_fields(sample: Trajectory) -> dict[str, Any]:
 
 
 def new_totals(generators: Iterable[dict[str, Any]]) -> dict[str, float]:
-    """Each of SUMS over the generators since they were counted last; notes in each that it is
-    counted.
-    """
+    """Growth of each of SUMS over the generators since the last call.
+
+    Each generator's entry remembers the values that were counted."""
     totals = dict.fromkeys(SUMS, 0.0)
     for entry in generators:
         counted = entry.setdefault("counted", {})
@@ -134,9 +134,10 @@ def new_totals(generators: Iterable[dict[str, Any]]) -> dict[str, float]:
 def reward_metrics(
     stats: Sequence[Mapping[str, float]], totals: Mapping[str, float], spent: float
 ) -> dict[str, float]:
-    """Of the reward processes, where there are any: `totals` since the last step, in which the
-    generators have `spent` so many seconds.
-    """
+    """Metrics of the reward processes, {} if there are none.
+
+    stats: the generators' numbers. totals: their growth since the last step. spent: seconds of all
+    generators since the last step."""
     judging = [entry for entry in stats if "reward/workers" in entry]
     if not judging:
         return {}
@@ -157,9 +158,9 @@ def reward_metrics(
 def prefix_metrics(
     stats: Sequence[Mapping[str, float]], totals: Mapping[str, float]
 ) -> dict[str, float]:
-    """Of the engines that keep keys and values for later calls, if any do: `totals` since the last
-    step.
-    """
+    """Metrics of the engines' prefix caches, {} if there are none.
+
+    totals: growth of the sums since the last step."""
     if not any("prefix/hits" in entry for entry in stats):
         return {}
     names = ("hits", "reused_tokens", "encoded_tokens")
@@ -167,8 +168,10 @@ def prefix_metrics(
 
 
 def judge_metrics(machines: Iterable[tuple[str, Mapping[str, float]]]) -> dict[str, float]:
-    """What a judge was asked in the whole run: (machine, numbers) of each generator.  Those of one
-    machine tell of the same account, the newest of which counts.
+    """Numbers of the judge's requests in the whole run.
+
+    machines: (machine, numbers) of each generator. All generators of a machine report the same
+    budget, so that only the newest report of each machine counts.
 
     >>> here = [("a", {"judge/requests": 3.0}), ("a", {"judge/requests": 5.0, "x": 1.0})]
     >>> judge_metrics([*here, ("b", {"judge/requests": 2.0, "judge/requests_left": 98.0})])
@@ -180,27 +183,27 @@ def judge_metrics(machines: Iterable[tuple[str, Mapping[str, float]]]) -> dict[s
             if name.startswith("judge/"):
                 better = min if name.endswith("_left") else max
                 newest[name, machine] = better(newest.get((name, machine), value), value)
-    out: dict[str, float] = {}
+    totals: dict[str, float] = {}
     for (name, _), value in newest.items():
-        out[name] = out.get(name, 0.0) + value
-    return out
+        totals[name] = totals.get(name, 0.0) + value
+    return totals
 
 
 def link_metrics(totals: Mapping[str, float], spent: float) -> dict[str, float]:
-    """Of the ways to the generators, since the last step, in which they have `spent` so many
-    seconds; of the weights, where they come over a socket.
-    """
-    out = {}
+    """Metrics of the connections to the generators, and of weights that come over a socket.
+
+    totals: growth of the sums since the last step. spent: seconds of all generators since then."""
+    link = {}
     if totals["acked"]:
-        out["link/ack_s"] = totals["ack_waited_s"] / totals["acked"]
+        link["link/ack_s"] = totals["ack_waited_s"] / totals["acked"]
     if totals["fetched_mb"]:
-        out["link/fetch_share"] = min(1.0, totals["fetch_s"] / spent)
-        out["link/fetch_mb_per_s"] = totals["fetched_mb"] / totals["fetch_s"]
-    return out
+        link["link/fetch_share"] = min(1.0, totals["fetch_s"] / spent)
+        link["link/fetch_mb_per_s"] = totals["fetched_mb"] / totals["fetch_s"]
+    return link
 
 
 def summary(store: Store, trained: TrainingLog, wall_s: float) -> dict[str, Any]:
-    """What the store and the rows of trained batches say of the whole run."""
+    """The summary of the run from the store and the training log."""
     results = store.evaluations.results
     evaluated = sorted(number for split, number in results if split == "heldout")
 

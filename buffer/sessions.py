@@ -1,17 +1,18 @@
-"""Which life of a generator counts, when several carry one name: by the order in which they are
-heard, never by a clock of theirs.
+"""Decide which generator process holds a name when several use it.
+
+The order in which their messages arrive decides, never their clocks.
 
 ```
-nobody --speaks--> holder <--speaks again--+
-                     |
-                     |   another speaks: a claim; it waits
-                     |     the holder is gone, or silent for `silent_s`:
-                     |       the claimant holds the name, the leases are given back
-                     |     the holder is heard again, twice and MARGIN_S apart:
-                     |       two live ones of one name; the claimant is refused
-                     |
-                     +-- once replaced it is over for good: refused,
-                         and only finished samples are taken from it
+free --message--> holder <--further messages--+
+                    |
+                    |   a message of another process: a claim; it waits
+                    |     the holder has ended, or was silent for `silent_s`:
+                    |       the claimant gets the name; the holder's leases end
+                    |     two more messages of the holder, MARGIN_S apart:
+                    |       two live processes have one name; the claimant is refused
+                    |
+                    +-- a replaced holder stays replaced: it is refused,
+                        and only its finished samples are taken
 ```
 """
 
@@ -20,32 +21,32 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-# frames of a dead process may still arrive: they come at once, a live one is heard again later
+# Frames of a dead process may still arrive, but all at once: a message this much later proves that
+# its sender is alive.
 MARGIN_S = 1.0
 PROOFS = 2
-# of a name; of a name; in all
-CLAIMS = 8
-ENDED = 64
-NAMES = 4096
-FORGET = 30  # silences after which a name is forgotten
+CLAIMS = 8  # most claims on a name
+ENDED = 64  # former sessions of a name that are remembered
+NAMES = 4096  # most names
+FORGET = 30  # times `silent_s` after which a silent name is forgotten
 
 
 @dataclass
 class NameClaim:
-    heard: float  # when it began, then when the holder was heard of last, MARGIN_S later at least
+    heard: float  # time of the claim, then of the holder's last proof, at least MARGIN_S later
     proofs: int = 0
 
 
 @dataclass
 class NameHolder:
-    token: int | None  # None: it has left
+    token: int | None  # None: the session has ended
     heard: float
     ended: deque[int] = field(default_factory=lambda: deque(maxlen=ENDED))
     claims: dict[int, NameClaim] = field(default_factory=dict)
 
 
 class PeerSessions:
-    """name -> the session that holds it.
+    """The session that holds each name.
 
     >>> s = PeerSessions(silent_s=20.0)
     >>> s.on_message("g", 7, 0.0), s.on_message("g", 3, 1.0), s.on_message("g", 7, 3.0)
@@ -53,7 +54,7 @@ class PeerSessions:
     >>> s.on_message("g", 7, 5.0), s.on_message("g", 3, 5.5)
     ('holds', 'refused')
 
-    The first one has been silent: the second takes over, for good.
+    After the first session's silence the second one takes over for good.
 
     >>> s.on_message("g", 3, 30.0), s.on_message("g", 7, 31.0)
     ('new', 'over')
@@ -64,10 +65,12 @@ class PeerSessions:
         self.names: dict[str, NameHolder] = {}
 
     def on_message(self, name: str, token: int, now: float, *, gone: bool = False) -> str:
-        """A session of `name` is heard: "new" (it holds the name from now on), "holds", "waits",
-        "refused", "over" or "full".
+        """Record a message of a session of `name`; return the session's state.
 
-        gone: the holder's process is known to have ended.
+        "new" (it holds the name from now on), "holds", "waits" (for the holder to end), "refused"
+        (the holder is alive), "over" (it was replaced) or "full" (there are too many names).
+
+        gone: the holder's process has certainly ended.
         """
         holder = self.names.get(name)
         if holder is None:
@@ -90,11 +93,11 @@ class PeerSessions:
         return "refused" if claim.proofs >= PROOFS else "waits"
 
     def is_over(self, name: str, token: int) -> bool:
-        """Has this session held the name, and does not any more?"""
+        """Whether this session has lost the name."""
         return name in self.names and token in self.names[name].ended
 
     def end_session(self, name: str, token: int) -> bool:
-        """The holder says that it ends; False: it is another that holds the name."""
+        """End a session; return False if another session holds the name."""
         holder = self.names.get(name)
         if holder is None:
             return True
@@ -118,12 +121,12 @@ class PeerSessions:
                 claim.proofs = claim.proofs + 1
 
     def token(self, name: str) -> int | None:
-        """The session that holds `name`."""
+        """The session that holds `name`, or None."""
         holder = self.names.get(name)
         return None if holder is None else holder.token
 
     def forget(self, now: float) -> list[str]:
-        """Drop names that have been silent for very long; returns them."""
+        """Forget names that have been silent for very long; return them."""
         late = [name for name, h in self.names.items() if now - h.heard > FORGET * self.silent_s]
         for name in late:
             del self.names[name]

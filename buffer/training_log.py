@@ -1,6 +1,6 @@
-"""What was trained, batch by batch: sample ids and lags.  A roll-back takes its batches out again;
-a resumed run goes on with it.
-"""
+"""The log of trained batches: digests of sample ids, and lags.
+
+A rollback removes its batches again; a resumed run continues the log."""
 
 from __future__ import annotations
 
@@ -19,45 +19,43 @@ from asyncrl.records import jsonl
 
 @dataclass
 class TrainedBatch:
-    """One batch: how many samples, a digest of their ids, trained tokens by lag, tickets in runs
-    [first, last] (none in older files).
-    """
+    """A row of the log."""
 
-    samples: int
-    ids: str
-    lags: dict[int, int]
-    tickets: list[list[int]] = field(default_factory=list)
+    samples: int  # number of samples
+    ids: str  # digest of their ids
+    lags: dict[int, int]  # lag -> trained tokens
+    tickets: list[list[int]] = field(default_factory=list)  # runs [first, last]; not in older files
 
 
 def digest(samples: Sequence[Trajectory]) -> str:
-    """Of the ids of a batch's samples, in their order."""
+    """Digest of the ids of a batch's samples, in their order."""
     return xxhash.xxh3_64_hexdigest(";".join(f"{s.ticket}.{s.sample}" for s in samples).encode())
 
 
 def runs(tickets: Iterable[int]) -> list[list[int]]:
-    """Ascending runs [first, last] without repetition.
+    """Ascending runs [first, last] of consecutive tickets, without duplicates.
 
     >>> runs([3, 1, 2, 2, 7])
     [[1, 3], [7, 7]]
     """
-    out: list[list[int]] = []
+    intervals: list[list[int]] = []
     for ticket in sorted(set(tickets)):
-        if out and ticket == out[-1][1] + 1:
-            out[-1][1] = ticket
+        if intervals and ticket == intervals[-1][1] + 1:
+            intervals[-1][1] = ticket
         else:
-            out.append([ticket, ticket])
-    return out
+            intervals.append([ticket, ticket])
+    return intervals
 
 
 def read(path: Path) -> dict[int, TrainedBatch]:
-    """number -> batch of the surviving history in a `trained.jsonl`; empty when there is none."""
+    """Read {number: batch} of the surviving history; empty if the file does not exist."""
     rows: dict[int, TrainedBatch] = {}
     for row in jsonl.read(path):
         try:
             _apply_row(rows, row)
         except (KeyError, TypeError, ValueError, AttributeError):
             print(
-                f"note: {path}: a row that is none of a batch is left out: {str(row)[:80]}",
+                f"note: {path}: skipped a row that does not describe a batch: {str(row)[:80]}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -76,36 +74,36 @@ def _apply_row(rows: dict[int, TrainedBatch], row: dict[str, Any]) -> None:
 
 
 class TrainingLog:
-    """The batches of the surviving history, kept in `trained.jsonl`: the last row of a batch
-    counts.
+    """The batches of the surviving history, in `trained.jsonl`; the last row of a batch counts.
 
-    `leased.jsonl` beside it has a row of each that this learner was handed: one whose checkpoint
-    lies behind a batch has trained it, also where the commit was not heard, and its row is made up
-    for at the hello.  Rows that no learner can take back any more are summed."""
+    `leased.jsonl` beside it has a row for each batch that was handed to this learner. If a later
+    learner resumes from a checkpoint after such a batch, the batch was trained although its commit
+    never arrived, and its row is added at the hello.  Rows that a rollback can no longer remove are
+    only summed."""
 
     def __init__(self, path: Path) -> None:
         self.file = jsonl.JsonlAppender(path)
         self.rows = read(path)
-        self.summed = 0  # rows below this number are in the sums
+        self.summed = 0  # rows of batches below this number are in the sums
         self.summed_samples = 0
         self.summed_lags = Counter[int]()
         self.summed_ids = xxhash.xxh3_64()
         self.lent_file = jsonl.JsonlAppender(path.with_name("leased.jsonl"))
-        # handed out, and not in `rows` yet
+        # batches handed out that are not in `rows` yet
         self.lent = {
             number: row for number, row in self._read_leases().items() if not self.has_batch(number)
         }
 
     def _read_leases(self) -> dict[int, dict[str, Any]]:
-        """A row that is not whole is as if the batch had not been handed out."""
-        found: dict[int, dict[str, Any]] = {}
+        """Read `leased.jsonl`; incomplete rows are ignored."""
+        leases: dict[int, dict[str, Any]] = {}
         for row in jsonl.read(self.lent_file.path):
             try:
                 _apply_row({}, row)
             except (KeyError, TypeError, ValueError, AttributeError):
                 continue
-            found[int(row["batch"])] = row
-        return found
+            leases[int(row["batch"])] = row
+        return leases
 
     def _write(self, row: dict[str, Any]) -> None:
         _apply_row(self.rows, row)
@@ -115,30 +113,31 @@ class TrainingLog:
         return number < self.summed or number in self.rows
 
     def record_lease(self, batch: Batch, limit: float) -> None:
-        """A batch is handed out; tokens past `limit` are masked."""
+        """Record that a batch is handed out; tokens of a lag past `limit` are masked."""
         row = self.lent[batch.number] = _make_row(batch, limit)
         self.lent_file.write(row)
 
     def begin_at(self, number: int) -> None:
-        """A learner begins at `number`: batches from there on are trained again, those before it
-        were trained, whether their commit was heard or not.
-        """
-        if any(which >= number for which in self.rows):
+        """Follow a learner that begins at batch `number`.
+
+        Batches from there on will be trained again. Batches before it were trained, even if their
+        commits never arrived."""
+        if any(batch >= number for batch in self.rows):
             self._write({"from": number})
-        for which in sorted(self.lent):
-            if which < number and not self.has_batch(which):
-                self._write(self.lent[which])
+        for batch in sorted(self.lent):
+            if batch < number and not self.has_batch(batch):
+                self._write(self.lent[batch])
         self.lent = {}
         self.lent_file.clear()
 
     def add(self, batch: Batch, limit: float) -> dict[int, int]:
-        """A trained batch; tokens past `limit` were masked.  Returns its trained tokens by lag."""
+        """Add a trained batch, with tokens of a lag past `limit` masked; return {lag: tokens}."""
         lent = batch.number in self.lent
         self._write(self.lent.pop(batch.number) if lent else _make_row(batch, limit))
         return self.rows[batch.number].lags
 
     def fold_below(self, below: int) -> None:
-        """No learner begins below this number any more: these rows are only summed from now on."""
+        """Move the rows below this number, to which no learner can roll back, into the sums."""
         for number in sorted(number for number in self.rows if number < below):
             row = self.rows.pop(number)
             self.summed_samples += row.samples
@@ -152,16 +151,16 @@ class TrainingLog:
 
     def lags(self) -> dict[int, int]:
         """Trained tokens by lag, over all batches."""
-        out = self.summed_lags.copy()
+        lags = self.summed_lags.copy()
         for row in self.rows.values():
-            out.update(row.lags)
-        return dict(out)
+            lags.update(row.lags)
+        return dict(lags)
 
     def ids(self) -> str:
-        """One digest of all sample ids in the order in which they were trained."""
-        out = self.summed_ids.copy()
-        out.update("".join(self.rows[number].ids for number in sorted(self.rows)).encode())
-        return out.hexdigest()
+        """A digest of all sample ids in the order in which they were trained."""
+        ids = self.summed_ids.copy()
+        ids.update("".join(self.rows[number].ids for number in sorted(self.rows)).encode())
+        return ids.hexdigest()
 
     def close(self) -> None:
         self.file.close()
@@ -189,7 +188,7 @@ def mean(counts: dict[int, int]) -> float:
 
 
 def quantile(counts: dict[int, int], share: float) -> int:
-    """The smallest key at or below which a share `q` of the counts lies."""
+    """The smallest key with at least a share `share` of the counts at or below it."""
     total = sum(counts.values())
     seen = 0
     for lag in sorted(counts):

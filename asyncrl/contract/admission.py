@@ -1,18 +1,19 @@
-"""Who may start and what may be trained on: the pure rules that the buffer and `simulate` share.
+"""Admission rules: when a ticket may be granted, and what may train; shared with `simulate`.
 
 **Staleness bound** (on_exceed = pace).  An attempt is granted in epoch e while `committed` = c, at
-place p < (k+1) * batch: p groups alive come before it: those composed already, batch by batch, then
-the others in ticket order, which is how they train. They only leave (trained, filtered, abandoned;
-under injection another takes the place), none enters before it, and compositions are durable, so
-its batch is at most c + floor(p / batch) <= c + k.  Its tokens carry (e, n) with n >= c: lag <= k
-within the epoch. Later epochs judge the tree distance again at the lease; what exceeds k there is
-an orphan and is written again.
+position p < (k+1) * batch: p alive groups come before it. These are the groups of composed batches,
+then the others in ticket order, which is the order in which they train.  Groups before it can only
+leave (trained, filtered, abandoned; under injection another takes the position), none can enter,
+and compositions are durable, so its batch is at most c + floor(p / batch) <= c + k.  Its tokens
+carry (e, n) with n >= c: lag <= k within the epoch.  In later epochs the lag, a distance in the
+tree of versions, is judged again when the batch is leased; a sample that exceeds k there is an
+orphan and is generated again.
 
-**A limit that sets itself** (`next_limit`) moves between commits, within hard bounds.  The proof
-above is about one grant and the k of that moment: an attempt granted under k_t at p < (k_t+1) *
-batch trains in batch c + k_t at the latest, whatever the limit is later, because its place depends
-on nobody admitted after it.  So the guarantee is: no token passes the limit that its ticket
-announced, and none passes `most`.  The run cannot stand still: a limit is at least 1, so the oldest
+**An adaptive limit** (`next_limit`) moves between commits, within hard bounds.  The proof above
+concerns one grant and the k of that moment: an attempt granted under k_t at p < (k_t+1) * batch
+trains in batch c + k_t at the latest, whatever the limit is later, because its position does not
+depend on groups admitted after it.  This guarantees that no token exceeds the limit that its ticket
+announced, and none exceeds `most`.  The run cannot deadlock: a limit is at least 1, so the oldest
 batch always has room."""
 
 from __future__ import annotations
@@ -30,43 +31,42 @@ from asyncrl.contract.versions import Label, PolicyTree
 def group_limit(
     max_lag: float, batch: int, stored_bytes: int = 0, byte_limit: int = 1 << 30
 ) -> float:
-    """How many groups may be alive: (k + 1) * batch; without a limit, as many as the bytes
-    allow.
-    """
+    """The number of groups that may be alive: (k + 1) * batch; without a staleness limit,
+    infinity until the stored bytes reach `byte_limit`."""
     if math.isinf(max_lag):
         return math.inf if stored_bytes < byte_limit else 0
     return (int(max_lag) + 1) * batch
 
 
-LEAST = 1  # versions: at 0 the learner always waits, and the limit would rise at once
-AVERAGED = 3  # batches whose means decide
-IDLE = 0.05  # of the learner's time: more is worth a higher limit
-CLEAR = 0.25  # of the way from the floor to 1: the ESS that a higher limit needs
+LEAST = 1  # smallest adaptive limit: at 0 the learner always waits, and the limit would rise again
+AVERAGED = 3  # number of batches over which the evidence is averaged
+IDLE = 0.05  # share of idle learner time above which the limit may rise
+CLEAR = 0.25  # the limit rises only if the ESS is this share of the way from the floor to 1
 # upper edges of the buckets of by_lag/ess_*
 EDGES = {"0": 0.0, "1": 1.0, "2": 2.0, "3to4": 4.0, "5to8": 8.0, "9plus": math.inf}
 
 
 class LimitEvidence(msgspec.Struct, frozen=True, array_like=True):
-    """What a committed batch says of the limit."""
+    """The evidence of a committed batch for moving an adaptive limit."""
 
-    ess: float  # of the raw ratios start/behaviour, share
-    held: float  # the largest lag up to which the ESS at every lag keeps the floor
+    ess: float  # of the raw ratios start/behavior, share
+    held: float  # the largest lag up to which the ESS of every lag is at least the floor
     idle: float  # share of the learner's step in which it waited for the batch
 
 
 class AdaptiveLimit(msgspec.Struct, frozen=True, array_like=True):
-    """A limit that sets itself, and what moved it last."""
+    """An adaptive limit, and its last move."""
 
     now: int = LEAST
-    settling: int = 0  # batches to come that may hold tickets of the limit before
+    settling: int = 0  # number of coming batches that may contain tickets of the previous limit
     seen: tuple[LimitEvidence, ...] = ()
-    before: int = 0  # the last move: from which limit, by which means; 0: it has not moved
-    ess: float = 0.0
+    before: int = 0  # the limit before the last move; 0: it has not moved
+    ess: float = 0.0  # the means that caused the last move
     idle: float = 0.0
 
 
 def limit_evidence(metrics: Mapping[str, float], floor: float) -> LimitEvidence | None:
-    """What a commit's metrics say; None: not what the rule needs.
+    """Extract the evidence from a commit's metrics; None if there is no finite ESS.
 
     >>> by_lag = {"by_lag/ess_0": 1.0, "by_lag/ess_1": 0.8, "by_lag/ess_2": 0.4}
     >>> limit_evidence({"is/ess": 0.9} | by_lag, 0.5)
@@ -89,11 +89,11 @@ def limit_evidence(metrics: Mapping[str, float], floor: float) -> LimitEvidence 
 def next_limit(
     limit: AdaptiveLimit, batch: LimitEvidence, floor: float, most: int
 ) -> AdaptiveLimit:
-    """The limit for tickets from now on, after another batch.
+    """The limit for new tickets after another batch.
 
-    It falls while the mean ESS is below `floor`, to the largest lag whose own ESS holds, at least
-    by one; it rises by one while the learner waits for batches and the ESS is clear of the floor.
-    After a move it rests until batches of the limit before are through.
+    It falls while the mean ESS is below `floor`: to the largest lag whose ESS is above it, at least
+    by one. It rises by one while the learner waits for batches and the ESS is clearly above the
+    floor.  After a move it stays until the batches of the previous limit are trained.
 
     >>> starved = LimitEvidence(ess=0.95, held=math.inf, idle=0.3)
     >>> limit = AdaptiveLimit()
@@ -122,56 +122,54 @@ def next_limit(
 
 
 def clamp_limit(limit: AdaptiveLimit, most: int) -> AdaptiveLimit:
-    """The same as a new life of the learner takes it up, within its own hard bound."""
+    """The limit with which a new learner process continues, within that learner's hard bound."""
     now = max(LEAST, min(limit.now, most))
     return AdaptiveLimit(now, now, (), limit.before, limit.ess, limit.idle)
 
 
 def planned_batch(committed: int, place: int, batch: int) -> int:
-    """The batch that a group at `place` among the living trains in, if none before it leaves by
-    another way.
-    """
+    """The batch of the alive group at position `place`, if no group before it is removed."""
     return committed + place // batch
 
 
 def injected_lag(inject: int | Sequence[float], seed: int, ticket: int) -> int:
-    """The lag to inject into a ticket: the constant, or a draw from the probabilities of 0, 1, 2,
-    ... by a hash of the ticket.
-    """
+    """The lag to inject into a ticket.
+
+    inject: a constant, or the probabilities of lag 0, 1, 2, ..., from which a hash of the ticket
+    samples."""
     if isinstance(inject, int):
         return inject
-    drawn = xxhash.xxh3_64_intdigest(f"{seed}:{ticket}:inject".encode()) / 2**64 * sum(inject)
+    threshold = xxhash.xxh3_64_intdigest(f"{seed}:{ticket}:inject".encode()) / 2**64 * sum(inject)
     total = 0.0
-    at = 0
-    for at, share in enumerate(inject):
+    lag = 0
+    for lag, share in enumerate(inject):
         total += share
-        if drawn < total:
-            return at
-    return at
+        if threshold < total:
+            return lag
+    return lag
 
 
 def delay(scale: float, seed: int, *of: int) -> float:
-    """Decode steps a token by which answers come late: Lomax of shape 1.5 and `scale` by a hash of
-    `of` (a ticket, or a ticket and a sample), 20 scales at most.
+    """The artificial delay of a completion, in decode steps per token.
 
-    Half of the draws are less than 0.6 scales, one in ten more than 3.6, one in a hundred 20.
+    Its distribution is Lomax with shape 1.5 and `scale`, cut at 20 scales, sampled by a hash of
+    `of` (a ticket, or a ticket and a sample).  Half of the delays are less than 0.6 scales, one in
+    ten more than 3.6, one in a hundred 20.
     """
-    drawn = xxhash.xxh3_64_intdigest(f"{seed}:{':'.join(map(str, of))}:delay".encode()) / 2**64
-    return scale * min(20.0, (1 - drawn) ** (-2 / 3) - 1) if scale else 0.0
+    uniform = xxhash.xxh3_64_intdigest(f"{seed}:{':'.join(map(str, of))}:delay".encode()) / 2**64
+    return scale * min(20.0, (1 - uniform) ** (-2 / 3) - 1) if scale else 0.0
 
 
 def span_lags(
     tree: PolicyTree, spans: Iterable[VersionSpan], policy: Label, number: int
 ) -> list[tuple[int, int, int]]:
-    """(start, end, lag) of each span, should it train in batch `number`, a descendant of
-    `policy`.
-    """
+    """(start, end, lag) of each span if it trains in batch `number`, a descendant of `policy`."""
     lag = tree.lag
     return [(s.start, s.end, lag(s.label, policy, number)) for s in spans]
 
 
 def sample_lag(runs: Iterable[tuple[int, int, int]]) -> int:
-    """max over a sample's tokens."""
+    """The greatest lag of a sample's tokens."""
     most = 0
     for _, _, lag in runs:
         if lag > most:

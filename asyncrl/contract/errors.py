@@ -1,5 +1,6 @@
-"""One exception hierarchy.  A message says what, where and what to do; the exit code says which
-kind (see EXIT_CODES).
+"""The exception hierarchy, and the exit codes.
+
+A message says what is wrong, where, and what to do.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ class ConfigError(AsyncrlError):
 
 
 class ProcessLost(AsyncrlError):
-    """A process died and its restarts are used up."""
+    """A process crashed and has no restarts left."""
 
     exit_code = 3
 
 
 class PeerUnreachable(AsyncrlError):
-    """No answer from a peer within its deadline."""
+    """A peer did not reply within its deadline."""
 
     exit_code = 4
 
@@ -48,59 +49,60 @@ class DamagedDataError(AsyncrlError):
 
 
 class NothingToDo(AsyncrlError):
-    """A finished run was asked to go on."""
+    """A finished run was started again."""
 
     exit_code = 6
 
 
 class BufferTakenOver(AsyncrlError):
-    """Another buffer speaks for the run: this one says nothing any more."""
+    """Another buffer has taken over the run: this one must not send anything."""
 
     exit_code = 7
 
 
 class ProtocolError(AsyncrlError):
-    """A peer broke the protocol, or one of our own invariants does not hold: the run stops."""
+    """A peer violated the protocol, or an internal invariant does not hold: the run stops."""
 
 
 class NotFiniteError(AsyncrlError):
-    """The training has diverged: a loss, a gradient or the weights hold infinity or no number.  An
-    experiment records that as its result.
-    """
+    """The training has diverged: a loss, a gradient or a weight is infinite or NaN.
+
+    An experiment records this as its result."""
 
 
 class NotFiniteLogprob(NotFiniteError, ProtocolError):
-    """An engine gave a logprob that no token can have."""
+    """An engine returned a logprob that is not finite."""
 
 
-# why a message was refused at the buffer's door, each with a counter: `refused/REASON`
+# reasons why the buffer refuses a message, each with the metric `refused/REASON`
 REFUSALS = {
-    "frame": "frames that do not decode, or are too large",
+    "frame": "frames that do not decode or are too large",
     "stranger": "messages of another run or another protocol",
-    "role": "messages that their sender's key may not say",
-    "message": "names, counts, commits and hellos that cannot be",
-    "ticket": "answers to tickets, attempts or samples that were not granted",
-    "version": "answers by weights that no learner has announced",
-    "limit": "answers by weights older than their ticket allows, or not those it names",
-    "shape": "answers whose arrays, spans or segments do not fit together",
-    "length": "answers longer than generator.max_new_tokens or generator.context",
-    "number": "answers with a reward, part, log-probability or temperature that cannot be",
-    "token": "answers with tokens that the model does not have",
-    "text": "messages with texts or lists without end",
+    "role": "messages that their sender's key may not send",
+    "message": "impossible names, counts, commits and hellos",
+    "ticket": "samples of tickets, attempts or numbers that were not granted",
+    "version": "samples by weights that no learner has announced",
+    "limit": "samples by weights older than their ticket allows, or other than it names",
+    "shape": "samples whose arrays, spans or segments do not fit together",
+    "length": "samples longer than generator.max_new_tokens or generator.context",
+    "number": "samples with an impossible reward, part, log-probability or temperature",
+    "token": "samples with tokens that the model does not have",
+    "text": "messages with texts or lists that are too long",
 }
 
 
 class BadMessage(ProtocolError):
-    """A peer sent what cannot be.  Its sender is refused with this line; nothing was changed, and
-    the run goes on.
+    """A peer sent an invalid message.
+
+    The sender is refused with this text; nothing was changed, and the run continues.
 
     reason: a key of REFUSALS.
     """
 
-    def __init__(self, what: str, reason: str = "message") -> None:
-        super().__init__(what)
+    def __init__(self, text: str, reason: str = "message") -> None:
+        super().__init__(text)
         self.reason = reason
 
 
 class LearnerFenced(AsyncrlError):
-    """A newer epoch of the learner has taken over; this one ends quietly."""
+    """A learner of a newer epoch has taken over; this one exits quietly."""

@@ -1,10 +1,10 @@
-"""What is imported from where, and importing torch cheaply.
+"""Import rules: our packages are never shadowed, and torch is imported cheaply.
 
-Ours always win.  `actors`, `buffer` and `learner` are names that others use too, so they are never
+Other projects also use the names `actors`, `buffer` and `learner`, so these packages are never
 looked up on sys.path: `PartsFinder` finds them beside `asyncrl` (a checkout) or in it (an installed
-wheel, which brings no top-level name but `asyncrl`), under this one spelling.  The working
-directory comes last on sys.path, behind the standard library and what is installed: a user's
-queue.py or learner.py hides nothing, and a user's reward module is found all the same."""
+wheel, whose only top-level name is `asyncrl`), always under these names.  The working directory
+comes last on sys.path, after the standard library and the installed packages: a user's queue.py or
+learner.py shadows nothing, and a user's reward module is still found."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from pathlib import Path
 from types import ModuleType
 
 PARTS = ("actors", "buffer", "learner")
-INSIDE = Path(__file__).resolve().parents[1]  # of the package asyncrl
-HOME = INSIDE if (INSIDE / PARTS[0]).is_dir() else INSIDE.parent  # where the three packages lie
+INSIDE = Path(__file__).resolve().parents[1]  # the folder of the package asyncrl
+HOME = INSIDE if (INSIDE / PARTS[0]).is_dir() else INSIDE.parent  # the folder of the three packages
 
 
 class PartsFinder:
-    """A finder for the three packages, asked before sys.path is."""
+    """A finder for the three packages, used before sys.path."""
 
     @staticmethod
     def find_spec(
@@ -34,16 +34,13 @@ class PartsFinder:
         if name in PARTS:
             return PathFinder.find_spec(name, [str(HOME)])
         if name.startswith("asyncrl.") and name.count(".") == 1 and name.partition(".")[2] in PARTS:
-            part = name.partition(".")[2]  # a class under two names would be two classes
+            part = name.partition(".")[2]  # a module under two names would define its classes twice
             raise ModuleNotFoundError(f"{name} is imported as {part}", name=name)
         return None
 
 
 def install_finder() -> None:
-    """Let `PartsFinder` find our packages.  Raises ImportError when another module has one of
-    their names
-    already.
-    """
+    """Install `PartsFinder`. Raises ImportError if another module already has one of the names."""
     for name in PARTS:
         file = getattr(sys.modules.get(name), "__file__", None)
         if file is not None and Path(file).resolve().parent != HOME / name:
@@ -56,33 +53,34 @@ def install_finder() -> None:
 
 
 def append_working_directory() -> None:
-    """The working directory at the end of sys.path, if it is not on it already."""
+    """Append the working directory to sys.path if it is not there yet."""
     if (here := os.getcwd()) not in sys.path:
         sys.path.append(here)
 
 
 def module(name: str) -> ModuleType:
-    """The module called `name`, looked up from the working directory too; or the file `name`, when
-    it ends in .py, whose folder then comes last on sys.path for what it imports itself.
+    """Import a module by name, also from the working directory, or from a file if `name` ends in
+    .py.
 
-    Raises whatever importing it raises."""
+    The folder of such a file is appended to sys.path for its own imports.  All errors of the import
+    are raised."""
     append_working_directory()
     if not name.endswith(".py"):
         return importlib.import_module(name)
     file = Path(name).resolve()
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))
-    known = file.stem if file.stem not in sys.modules else str(file)
-    spec = spec_from_file_location(known, file)
-    assert spec is not None and spec.loader is not None  # as for every name that ends in .py
-    made = module_from_spec(spec)
-    sys.modules[known] = made  # dataclasses look themselves up there
-    spec.loader.exec_module(made)
-    return made
+    module_name = file.stem if file.stem not in sys.modules else str(file)
+    spec = spec_from_file_location(module_name, file)
+    assert spec is not None and spec.loader is not None  # true for every name that ends in .py
+    imported = module_from_spec(spec)
+    sys.modules[module_name] = imported  # dataclasses look themselves up there
+    spec.loader.exec_module(imported)
+    return imported
 
 
 def source_path(name: str) -> Path | None:
-    """The file that `module` would run for `name`, which is not run; None where there is none."""
+    """The file that `module` would run for `name`, without running it, or None."""
     if name.endswith(".py"):
         return Path(name) if Path(name).is_file() else None
     append_working_directory()
@@ -94,27 +92,23 @@ def source_path(name: str) -> Path | None:
 
 
 def export_checkout_path() -> None:
-    """After `python -m` in a checkout that is not installed: processes that this one starts find
-    asyncrl by PYTHONPATH.
-    """
+    """Put a checkout that is not installed on PYTHONPATH, so that child processes find asyncrl."""
     if (root := str(INSIDE.parent)) == os.getcwd():
         paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
 
 
 def command(module: str, *arguments: str) -> list[str]:
-    """The command line of a process of ours: `module` as the main program, the working directory
-    last.
-    """
+    """The command line that runs `module` as the main program, with our import rules."""
     return [sys.executable, "-P", "-m", "asyncrl.supervise.start", module, *arguments]
 
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """Around imports: no collection runs, and what is there afterwards is never looked at again.
+    """Pause garbage collection around imports; exempt all existing objects from it afterwards.
 
-    Modules are no garbage; to search them dozens of times while torch makes them, and once more at
-    the end, costs a process half a second of CPU."""
+    Modules never become garbage. Searching them dozens of times while torch is imported, and once
+    more at exit, costs a process half a second of CPU."""
     gc.disable()
     try:
         yield

@@ -1,9 +1,8 @@
-"""What the outcome of a sample may be: checked before it is sent, and again by the buffer.
+"""Checks of a sample's outcome, before it is sent and again by the buffer.
 
-An outcome is a reward with its named parts, or the reason why there is none.  It comes from code
-that is not ours: a reward function, an environment, an agent over HTTP.  Each of these is checked
-by the functions here before it becomes a sample, so that the buffer, which checks again, has no
-reason to refuse one."""
+An outcome is a reward with its named parts, or the reason why there is none.  It comes from user
+code: a reward function, an environment, an agent over HTTP.  The functions here check it before it
+becomes a sample, so that the buffer, which checks again, does not have to refuse it."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from msgspec import structs
 from asyncrl.contract.messages import RewardFailure, Trajectory
 from asyncrl.contract.printable import escape_line
 
-# of a reward: float32 holds the sum of a batch's squares of it, and no reward is meant to be larger
+# the sum of a batch's squared rewards still fits into float32; no sensible reward is larger
 LARGEST_REWARD = 1e15
 MOST_PARTS = 256
 NAME_LENGTH = 200  # characters
@@ -29,34 +28,36 @@ def check_number(value: float, name: str) -> None:
         raise ValueError(f"{name} is {value}, not a finite number")
     if abs(value) > LARGEST_REWARD:
         raise ValueError(
-            f"{name} is {value:g}, beyond {LARGEST_REWARD:g}: the learner's float32 would make it "
-            "infinite; scale it down"
+            f"{name} is {value:g}, more than {LARGEST_REWARD:g} in magnitude, which overflows the "
+            "learner's float32: scale it down"
         )
 
 
 def check_parts(parts: Mapping[str, float]) -> None:
     """Raise ValueError for too many parts, a long or broken name, or a value out of range."""
     if len(parts) > MOST_PARTS:
-        raise ValueError(f"a reward has {len(parts)} parts; it may have {MOST_PARTS}")
+        raise ValueError(f"a reward has {len(parts)} parts; at most {MOST_PARTS} are allowed")
     for name, value in parts.items():
         if len(name) > NAME_LENGTH:
             raise ValueError(
-                f"the name of a part has {len(name)} characters, {escape_line(name, 40)!r}...; it "
-                f"may have {NAME_LENGTH}"
+                f"the name of a part has {len(name)} characters, {escape_line(name, 40)!r}...; at "
+                f"most {NAME_LENGTH} are allowed"
             )
         check_text(name, "the name of a part")
         check_number(value, escape_line(name))
 
 
 def check_reason(reason: str) -> None:
-    """Raise ValueError for a reason that is too long or is no text."""
+    """Raise ValueError for a reason that is too long or cannot be encoded."""
     if len(reason) > REASON_LENGTH:
-        raise ValueError(f"the reason has {len(reason)} characters; it may have {REASON_LENGTH}")
+        raise ValueError(
+            f"the reason has {len(reason)} characters; at most {REASON_LENGTH} are allowed"
+        )
     check_text(reason, "the reason")
 
 
 def check_text(text: str, name: str) -> None:
-    """Raise ValueError for half of a character (a lone surrogate), which UTF-8 cannot encode."""
+    """Raise ValueError for a lone surrogate (half of a character), which UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -67,18 +68,18 @@ def check_text(text: str, name: str) -> None:
 
 
 def check_sample(sample: Trajectory) -> None:
-    """Raise ValueError for a sample whose outcome cannot be sent, or would be refused."""
+    """Raise ValueError for a sample whose outcome cannot be sent or would be refused."""
     check_number(sample.reward, "reward")
     check_parts(sample.reward_parts)
     if sample.failed:
         check_reason(sample.failed.why)
-    check_text(sample.text, "the text of the answer")
+    check_text(sample.text, "the text of the completion")
     check_text(sample.prompt_text, "the text of the prompt")
     check_text(sample.group_key, "the key of the group")
 
 
 def failed_sample(sample: Trajectory, kind: Literal["data", "refused"], why: str) -> Trajectory:
-    """The sample as a failed one: its tokens are counted, its outcome and its texts are dropped."""
+    """Make a failed sample: its tokens still count, its outcome and texts are dropped."""
     return structs.replace(
         sample,
         reward=0.0,

@@ -1,4 +1,4 @@
-"""What ties a child process to the one that started it: it must not outlive its parent."""
+"""Tie a child process to its parent: it must not outlive it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> Callable[[], None]:
-    """A `preexec_fn`: in the child, SIGKILL when the thread that started it ends, also if it had
-    ended before the child came to ask for that.
-    """
+    """Make a `preexec_fn` that kills the child (SIGKILL) when the thread that started it ends.
+
+    It also works if that thread has ended before the child calls it."""
     parent, libc = os.getpid(), ctypes.CDLL(None)
 
-    def ask() -> None:
+    def request_kill() -> None:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    return ask
+    return request_kill

@@ -1,16 +1,16 @@
-"""How text that comes from outside is shown on a terminal, in a log and in an event."""
+"""Escape text from outside for a terminal, a log or an event."""
 
 from __future__ import annotations
 
 LINE_LENGTH = 300  # characters
-LONGEST_LINE = 8000  # characters of a line that holds words of ours and of others
+LONGEST_LINE = 8000  # characters of a line that mixes our text with text from outside
 
 
 def escape_line(text: str, most: int = LINE_LENGTH) -> str:
-    r"""Show text from outside on one line: what is not printable is escaped, the end is cut.
+    r"""Show text from outside on one line: escape unprintable characters, cut the end.
 
-    A newline would forge a line of the log, an escape code would act on the terminal, and a mark
-    of writing direction would reorder what stands beside it.
+    A newline could forge a line of the log, an escape code could control the terminal, and a mark
+    of writing direction could reorder the text beside it.
 
     >>> escape_line("no\x1b[2J\r\nok: \u202eall\ud800")
     'no\\x1b[2J\\r\\nok: \\u202eall\\ud800'

@@ -1,8 +1,7 @@
-"""How a supervisor tells a clear refusal from a crash: the child says a refusal through a pipe of
-its own; whatever else ends it is a crash.
+"""Distinguish a child's clear refusal from a crash: it sends a refusal through a separate pipe.
 
-Exit codes alone cannot: Python ends with 1 after any traceback, and so do libraries that give up in
-their own words.  A pipe needs no disk, which may be full."""
+Exit codes do not suffice: Python exits with 1 after any traceback, and so do libraries with their
+own error messages.  A pipe also works when the disk is full."""
 
 from __future__ import annotations
 
@@ -19,32 +18,29 @@ _mine: list[int] = []
 
 
 def listen() -> None:
-    """In the child, at its start: the pipe is this process's alone; those that it starts itself
-    inherit neither it nor its number.
-    """
+    """Take the pipe in the child at its start.
+
+    The child's own children inherit neither the pipe nor its number."""
     if number := os.environ.pop(VARIABLE, ""):
         os.set_inheritable(int(number), False)
         _mine.append(int(number))
 
 
 def send_refusal(error: AsyncrlError) -> None:
-    """In the child: the message and its exit code, for the supervisor, if one has started this
-    process.
+    """Send the message and its exit code from the child to its supervisor, if there is one.
 
-    An error that ends as a signal would (RankLost: 137) is a crash of something else: starting
-    again may go well, so it is no refusal."""
+    An error with the exit code of a signal (RankLost: 137) is the crash of another process. It is
+    not sent: a restart may succeed."""
     if not _mine or error.exit_code >= 128:
         return
     try:
         os.write(_mine.pop(), json.dumps([error.exit_code, str(error)[: MOST_BYTES // 8]]).encode())
     except OSError:
-        pass  # nobody listens any more
+        pass  # the supervisor is gone
 
 
 def read_refusal(pipe: int) -> AsyncrlError | None:
-    """In the supervisor, after the child's end: the refusal it told through `pipe`, None when it
-    told none.
-    """
+    """Read a child's refusal in the supervisor after the child's exit; None if it sent none."""
     os.set_blocking(pipe, False)
     try:
         code, message = json.loads(os.read(pipe, MOST_BYTES))

@@ -1,9 +1,8 @@
-"""Policy versions: labels, their tree, and the one definition of lag.  Pure; see
-docs/protocol.md, "Names".
+"""Policy versions: labels, their tree, and the definition of lag (docs/protocol.md, "Names").
 
 A *policy* is a node of a tree: a parent and an update.  Its *number* is its depth, the count of
-batches committed since the start.  A *label* (epoch, number) names it; the epoch counts the
-learner's lives.  Same parent and same digest: same node, whatever the label."""
+batches committed since the start.  A *label* (epoch, number) names it; the epoch counts starts of
+the learner.  Equal parents and equal digests are the same node, whatever the labels."""
 
 from __future__ import annotations
 
@@ -13,11 +12,11 @@ from typing import NamedTuple
 
 from asyncrl.contract.errors import ProtocolError
 
-KNOWN = 4096  # policies whose distance is remembered
+KNOWN = 4096  # most policies whose distance is cached
 
 
 class Label(NamedTuple):
-    """A policy version.  Labels compare as pairs: a newer epoch wins, also with a lower number."""
+    """A policy version. Labels compare as pairs: a newer epoch is greater at any number."""
 
     epoch: int
     number: int
@@ -27,43 +26,43 @@ class Label(NamedTuple):
 
 
 class PolicyTreeState(NamedTuple):
-    """A tree, to be kept: the policies by number, and the labels that name them."""
+    """The state of a tree in a snapshot: policies by index, and the labels that name them."""
 
     labels: list[tuple[Label, int]]
-    parents: list[int]  # -1: none is stored
+    parents: list[int]  # -1: not stored
     depths: list[int]
     digests: list[str]
 
 
 class PolicyTree:
-    """The policies that learners registered by hello or commit.
+    """The policies that learners have registered by hello or commit.
 
     >>> tree = PolicyTree()
     >>> for n in range(3):
     ...     tree.register(Label(1, n), Label(1, n - 1) if n else None, f"d{n}")
 
-    Epoch 2 resumes from the checkpoint of number 1, and trains on: another update than epoch 1's.
+    Epoch 2 resumes from the checkpoint of number 1 and makes another update than epoch 1.
 
     >>> tree.register(Label(2, 1), Label(1, 0), "d1")
     >>> tree.register(Label(2, 2), Label(2, 1), "other")
 
-    One step back on the dead branch, one forward on ours:
+    One step back on the dead branch, one step forward on the new one:
 
     >>> tree.lag(Label(1, 2), Label(2, 2), 2)
     2
     """
 
     def __init__(self) -> None:
-        # epoch -> number -> policy; a run has a version a batch, so they take little memory each
+        # epoch -> number -> policy; compact, because a run has a version for each batch
         self._node: dict[int, dict[int, int]] = {}
         self._parent = array("q")
         self._depth: list[int] = []
         self._digest: list[str] = []
-        # a policy's newest child, and that one's elder sister: to find one by its digest
+        # a policy's newest child, and a child's next older sibling: to find a child by its digest
         self._child = array("q")
         self._sister = array("q")
         self._root: dict[tuple[int, str], int] = {}  # by number and digest
-        # token -> `lag` less the number, for one `train`: asked for at every answer, of few
+        # cache for one `train`: token -> `lag` minus the number; used for every sample
         self._known: dict[Label, int] = {}
         self._known_for: Label | None = None
 
@@ -73,7 +72,7 @@ class PolicyTree:
         return PolicyTreeState(labels, parents, self._depth, self._digest)
 
     def restore(self, state: PolicyTreeState) -> None:
-        """Become the tree that `state` was taken of."""
+        """Take over the state of a snapshot."""
         self._load_labels(state.labels)
         self._parent = array("q", state.parents)
         self._depth = list(state.depths)
@@ -104,7 +103,7 @@ class PolicyTree:
         return numbers is not None and number in numbers
 
     def digest(self, label: Label) -> str:
-        """The digest that was registered under `label`; KeyError when there is none."""
+        """The digest registered under `label`. Raises KeyError for an unknown label."""
         return self._digest[self._policy(label)]
 
     def labels(self) -> list[Label]:
@@ -115,8 +114,9 @@ class PolicyTree:
         return sum(map(len, self._node.values()))
 
     def prune(self, below: int, keep: Collection[Label]) -> None:
-        """Forget the labels of numbers under `below` that are not in `keep`; the lag between any
-        others stays what it is.
+        """Forget labels with numbers below `below` that are not in `keep`.
+
+        The lag between the remaining labels does not change.
 
         >>> tree = PolicyTree()
         >>> for n in range(9): tree.register(Label(1, n), Label(1, n - 1) if n else None, f"d{n}")
@@ -131,36 +131,36 @@ class PolicyTree:
         ]
         wanted = {policy for _, policy in names}
         size = len(self._parent)
-        # children of a policy under which something is wanted: two make a branch, whose depth
-        # counts
-        below_it = [0] * size
+        # number of children of a policy with wanted policies at or below them: with two it is a
+        # branching point, whose depth is needed
+        needed_children = [0] * size
         for number in reversed(range(size)):
-            if (number in wanted or below_it[number]) and self._parent[number] >= 0:
-                below_it[self._parent[number]] += 1
-        # the policy, or its nearest ancestor that stays; the last one: of roots
-        to = [-1] * (size + 1)
+            if (number in wanted or needed_children[number]) and self._parent[number] >= 0:
+                needed_children[self._parent[number]] += 1
+        # new index of the policy or of its nearest ancestor that stays; the last entry: for roots
+        new_index = [-1] * (size + 1)
         parent = array("q")
         depth: list[int] = []
         digest: list[str] = []
         for number in range(size):
-            above = to[self._parent[number]]
-            if number in wanted or below_it[number] >= 2:
-                to[number] = len(parent)
+            above = new_index[self._parent[number]]
+            if number in wanted or needed_children[number] >= 2:
+                new_index[number] = len(parent)
                 parent.append(above)
                 depth.append(self._depth[number])
                 digest.append(self._digest[number])
             else:
-                to[number] = above
-        self._load_labels([(label, to[policy]) for label, policy in names])
+                new_index[number] = above
+        self._load_labels([(label, new_index[policy]) for label, policy in names])
         self._parent = parent
         self._depth = depth
         self._digest = digest
         self.index()
 
     def index(self) -> None:
-        """Find policies by parent and digest again: a root by its number too, as equal weights may
-        come at several.
-        """
+        """Build the index of policies by parent and digest.
+
+        Roots are also indexed by number, because several roots may have equal weights."""
         self._known = {}
         self._child = array("q")
         self._sister = array("q")
@@ -170,8 +170,9 @@ class PolicyTree:
             self._append_policy(policy, parent, direct=beyond == 1)
 
     def _append_policy(self, policy: int, parent: int, *, direct: bool = True) -> None:
-        """The newest policy, where `_find_child` looks; not direct: policies between were
-        pruned."""
+        """Index the newest policy for `_find_child`.
+
+        direct: no policies between it and its parent were pruned."""
         sister = -1
         if parent < 0:
             self._root[self._depth[policy], self._digest[policy]] = policy
@@ -182,7 +183,7 @@ class PolicyTree:
         self._sister.append(sister)
 
     def _find_child(self, parent: int, number: int, digest: str) -> int:
-        """The policy of these weights under this one, -1: there is none."""
+        """The child of `parent` with these weights, or -1."""
         if parent < 0:
             return self._root.get((number, digest), -1)
         policy = self._child[parent]
@@ -191,11 +192,10 @@ class PolicyTree:
         return policy
 
     def register(self, label: Label, parent: Label | None, digest: str) -> None:
-        """Give a policy its label.  Registering it again is fine; another digest under it raises
-        ProtocolError.
+        """Register a policy under a label; repeating it is harmless.
 
-        A parent that is unknown (None: the tree starts here, as in a new buffer) makes a root of
-        depth `label.number`."""
+        A parent that is None or unknown makes a root of depth `label.number`, as in a new buffer.
+        Raises ProtocolError if the label exists with another digest."""
         label = Label(*label)
         if label in self:
             if self.digest(label) != digest:
@@ -215,19 +215,17 @@ class PolicyTree:
         self._name(label, policy)
 
     def add_alias(self, label: Label, known: Label) -> None:
-        """Let `label` name the policy that `known` names: a resumed learner's name for weights of
-        the life before.
-        """
+        """Let `label` name the policy of `known`: a resumed learner's name for earlier weights."""
         self._name(label, self._policy(known))
         self._known = {}
 
     def lag(self, token: Label, train: Label, number: int) -> int:
-        """Updates between the policy `token` and the one that batch `number` starts from, a
-        descendant of `train`.
+        """Updates between the policy `token` and the policy from which batch `number` starts.
 
-        `(n_token - c) + (number - c)` with c the depth of the last common ancestor; updates not yet
-        made count as different, so a lag reckoned early can only shrink.  Never negative.  KeyError
-        for a label nobody registered."""
+        That policy is a descendant of `train`.  The lag is `(n_token - c) + (number - c)` with c
+        the depth of the last common ancestor. Updates that are not made yet count as different, so
+        that a lag computed early can only shrink.  It is never negative.  Raises KeyError for an
+        unknown label."""
         if train != self._known_for or len(self._known) > KNOWN:
             self._known = {}
             self._known_for = train
@@ -237,17 +235,16 @@ class PolicyTree:
         return beyond + number
 
     def _lag_beyond_number(self, token: Label, train: Label) -> int:
-        """`lag` less the number."""
-        ours = self._policy(token)
-        theirs = self._policy(train)
-        start = ours
-        while ours != theirs:
-            # no common root is stored: the distance to both is known only from the depths
-            if ours < 0 or theirs < 0:
-                return self._depth[start]
-            if self._depth[ours] >= self._depth[theirs]:
-                ours = self._parent[ours]
+        """`lag` minus the number."""
+        token_policy = self._policy(token)
+        ancestor = token_policy
+        train_ancestor = self._policy(train)
+        while ancestor != train_ancestor:
+            # without a stored common root the distance follows from the depths alone
+            if ancestor < 0 or train_ancestor < 0:
+                return self._depth[token_policy]
+            if self._depth[ancestor] >= self._depth[train_ancestor]:
+                ancestor = self._parent[ancestor]
             else:
-                theirs = self._parent[theirs]
-        common = self._depth[ours]
-        return self._depth[start] - 2 * common
+                train_ancestor = self._parent[train_ancestor]
+        return self._depth[token_policy] - 2 * self._depth[ancestor]

@@ -1,8 +1,8 @@
-"""Who waits for whom; when is a run stuck, and who holds it up?  Pure: time is an argument.
+"""Waits of processes, and the detection of a stuck run. Pure functions: time is an argument.
 
-Progress means commits, evaluation answers, and between two commits the samples of one batch; never
-heartbeats.  A run is overdue when none came for `multiple` medians of its own steps, at least
-`floor_s`; before the first commit, `startup_s`."""
+Progress means commits, evaluation completions, and between two commits the samples of one batch,
+but never heartbeats.  A run is overdue after `multiple` medians of its own steps without progress,
+at least `floor_s`; before the first commit, after `startup_s`."""
 
 from __future__ import annotations
 
@@ -17,38 +17,37 @@ import msgspec
 
 from asyncrl.contract.printable import LONGEST_LINE, escape_line
 
-BUFFER = "buffer"  # the process that most waits are for
-KEPT = 50  # steps whose median counts
-HOLDS_S = 5.0  # a session open for less, or waiting for the engine for less, holds nobody up
+BUFFER = "buffer"  # most waits are for this process
+KEPT = 50  # number of steps in the median
+HOLDS_S = 5.0  # a session blocks a batch only if it is open, or waits for the engine, for longer
 
 
 class ProcessWait(NamedTuple):
-    """One process waits.  Made by the one that waits, or by the buffer of a learner's batch; read
-    by the logs, the watchdog, the live view and `asyncrl doctor`.
+    """One process waits for another.
 
-    It travels as its age, in seconds: clocks of two hosts have nothing in common."""
+    Made by the waiting process, or by the buffer for a learner's batch; read by the logs, the
+    watchdog, the live view and `asyncrl doctor`.  It is sent as its age, because clocks of two
+    hosts are not comparable."""
 
     who: str
     what: str
-    on: str  # the process that holds what it waits for
+    on: str  # the process that must act
     seconds: float
 
     @property
     def is_internal(self) -> bool:
-        """Is it for a part of the same process, as `generator-0-rewards` is of `generator-0`?"""
+        """Whether it waits for a part of itself, like `generator-0` for `generator-0-rewards`."""
         return self.on.startswith(f"{self.who}-")
 
 
-# what a session waits for; all but the engine has a deadline of its own
+# what a session waits for; all but the engine have their own deadlines
 SessionWait = Literal["environment", "agent", "engine", "reward", "place", "grant"]
 
 
 class OpenSession(msgspec.Struct, frozen=True, array_like=True):
-    """A session of an agent that has not ended, as its gateway tells of it; or a sample that none
-    has begun (name "").
+    """An agent's session that has not ended, or a sample without a session yet (name "").
 
-    Made by the gateway; kept by the buffer, in whose words a learner that waits for it hears of
-    it."""
+    Made by the gateway; the buffer uses it to explain a learner's wait."""
 
     ticket: int
     sample: int
@@ -57,31 +56,28 @@ class OpenSession(msgspec.Struct, frozen=True, array_like=True):
     turn: int  # calls so far
     kind: SessionWait
     what: str  # the same in words
-    seconds: float  # that it has waited so
+    seconds: float  # duration of this wait
     open_s: float
-    limit: str = ""  # the key that ends this wait; "": none does
-    ends_s: float = 0.0  # seconds until then
+    limit: str = ""  # the config key whose deadline ends this wait; "": none
+    ends_s: float = 0.0  # seconds until that deadline
 
     @property
     def bounded(self) -> bool:
-        """Does a deadline of its own end the wait?  Then nobody else need do it."""
+        """Whether its own deadline ends the wait, so that no other process has to act."""
         return self.kind != "engine" and bool(self.limit) and self.ends_s > 0
 
 
 class BlockingSession(msgspec.Struct, frozen=True):
-    """The session that a learner waits for: the oldest ticket of its batch is the session's.
-
-    usual_s: within which 95 % of sessions end; step_s: of the learner, without its waits; max_lag:
-    the limit with which it would not wait, 0 where that is not known, or would change nothing."""
+    """The session that a learner waits for: the oldest incomplete ticket of its batch."""
 
     session: OpenSession
     producer: str
-    usual_s: float = 0.0
-    step_s: float = 0.0
-    max_lag: int = 0
+    usual_s: float = 0.0  # 95 % of sessions end within this time
+    step_s: float = 0.0  # of the learner, without its waits
+    max_lag: int = 0  # the limit at which it would not wait; 0: unknown, or no limit helps
 
     def describe(self) -> str:
-        """In a line.
+        """Describe the wait in one line.
 
         >>> one = OpenSession(17, 3, "17.3.41", "prompt 5 'ab='", 6, "environment",
         ...     "the step of its environment", 209.0, 212.0, "agent.step_s", 88.0)
@@ -93,13 +89,13 @@ class BlockingSession(msgspec.Struct, frozen=True):
           staleness.max_lag >= 7 would not wait (open for 212 s, a step takes 35 s)
         """
         one = self.session
-        who = (
+        blocker = (
             f"session {one.name} ({one.task}, turn {one.turn})"
             if one.name
             else f"sample {one.sample} of ticket {one.ticket} ({one.task})"
         )
         parts = [
-            f"the learner is held up by {who}: it has waited {one.seconds:.0f} s for {one.what}"
+            f"the learner is held up by {blocker}: it has waited {one.seconds:.0f} s for {one.what}"
         ]
         if one.limit:
             parts.append(f"{one.limit} ends that in {one.ends_s:.0f} s")
@@ -124,21 +120,24 @@ def find_blocking_session(
     step_s: float,
     max_lag: float,
 ) -> BlockingSession | None:
-    """Who holds a batch up that waits for `ticket` (-1: for any), of the sessions that each gateway
-    tells of; None where no session does.
+    """Find the session that blocks a batch, or None.
 
-    A session of length D needs no wait at a limit k with D <= k * S, S a step: whoever waits for an
-    engine waits for throughput, which no limit gives."""
-    found = [
+    A session of duration D does not block at a limit k with D <= k * S, S the duration of a step.
+    A session that waits for the engine lacks throughput, which no limit can provide.
+
+    sessions: gateway -> its open sessions.
+    ticket: the ticket that the batch waits for; -1: any.
+    usual_s, step_s: see `BlockingSession`. max_lag: the current limit."""
+    blocking = [
         (one.ticket, name, one)
-        for name, each in sessions.items()
-        for one in each
+        for name, open_sessions in sessions.items()
+        for one in open_sessions
         if ticket in (-1, one.ticket)
         and (one.seconds if one.kind == "engine" else one.open_s) >= HOLDS_S
     ]
-    if not found:
+    if not blocking:
         return None
-    _, name, one = min(found, key=lambda x: x[:2])
+    _, name, one = min(blocking, key=lambda x: x[:2])
     needed = math.ceil(max(one.open_s, usual_s) / step_s) if step_s > 0 else 0
     if one.kind == "engine" or needed <= max_lag:
         needed = 0
@@ -147,7 +146,7 @@ def find_blocking_session(
 
 @dataclass
 class ProgressWatchdog:
-    """observe(...) at every status; `overdue` says since when, and the arithmetic of the deadline.
+    """Detect a run without progress: call `observe` at every status, then `overdue`.
 
     >>> w = ProgressWatchdog(multiple=10, floor_s=1, startup_s=60)
     >>> w.observe(0, 0, 0.0); w.overdue(59.0)
@@ -170,9 +169,11 @@ class ProgressWatchdog:
     steps: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
 
     def observe(self, progress: int, committed: int, now: float) -> None:
-        """progress: any number that changes with every commit and evaluation answer; committed:
-        batches; now in seconds.
-        """
+        """Record a status.
+
+        progress: a number that changes with every commit and evaluation completion.
+        committed: number of committed batches.
+        now: seconds."""
         if progress != self.progress:
             self.progress = progress
             self.since = now
@@ -183,11 +184,11 @@ class ProgressWatchdog:
         self.committed = committed
 
     def reset_deadline(self, now: float) -> None:
-        """What it waits for now has a deadline of its own: this time does not count."""
+        """Do not count the time until `now`: the current wait has its own deadline."""
         self.since = now
 
     def restart(self, now: float) -> None:
-        """A process is being started again: it gets the time of a start."""
+        """Allow the time of a start again, because a process is restarting."""
         self.since = now
         self.last_commit = None
         self.steps.clear()
@@ -201,7 +202,7 @@ class ProgressWatchdog:
         )
 
     def overdue(self, now: float) -> str:
-        """What is wrong, with the arithmetic; empty while nothing is."""
+        """Explain that the run is overdue, with the arithmetic of the deadline; "" if it is not."""
         if (silent := now - self.since) <= self.deadline:
             return ""
         if not self.steps:
@@ -212,18 +213,16 @@ class ProgressWatchdog:
         median = statistics.median(self.steps)
         return (
             f"no commit and no evaluation answer for {silent:.1f} s (deadline {self.deadline:.1f} "
-            f"s: {self.multiple:g} medians of {median:.2f} s, "
-            f"at least {self.floor_s:g} s)"
+            f"s: {self.multiple:g} medians of {median:.2f} s, at least {self.floor_s:g} s)"
         )
 
 
 @dataclass
 class WaitLog:
-    """Lines for a process's log: a wait that has lasted `first_s` seconds, then again each time its
-    age has doubled.
+    """Lines for a process's log: a wait of `first_s` seconds, then again whenever its age doubles.
 
-    The processes use 10 s, or half of watchdog.floor_s if that is less: it is said before the
-    deadline passes.
+    The processes use 10 s, or half of watchdog.floor_s if that is less, so that the line appears
+    before the deadline.
 
     >>> log = WaitLog(first_s=10)
     >>> log.lines([ProcessWait("learner", "batch 3", "buffer", 9.0)])
@@ -237,18 +236,18 @@ class WaitLog:
     """
 
     first_s: float = 10.0
-    said: dict[tuple[str, str], float] = field(default_factory=dict)
+    next_age: dict[tuple[str, str], float] = field(default_factory=dict)
 
     def lines(self, waits: Sequence[ProcessWait]) -> list[str]:
-        """waits: all there are now; those not among them have ended."""
+        """Return the lines that are due; `waits` are all current waits, others have ended."""
         keys = {(wait.who, wait.what) for wait in waits}
-        self.said = {key: age for key, age in self.said.items() if key in keys}
+        self.next_age = {key: age for key, age in self.next_age.items() if key in keys}
         due = [
             wait
             for wait in waits
-            if wait.seconds >= self.said.get((wait.who, wait.what), self.first_s)
+            if wait.seconds >= self.next_age.get((wait.who, wait.what), self.first_s)
         ]
-        self.said |= {(wait.who, wait.what): 2 * wait.seconds for wait in due}
+        self.next_age |= {(wait.who, wait.what): 2 * wait.seconds for wait in due}
         return [
             escape_line(
                 f"{wait.who} has waited for {wait.on} for {wait.seconds:.0f} s: {wait.what}",
@@ -265,8 +264,10 @@ def blocking_process(
     buffer_silent: float,
     patience: float,
 ) -> str:
-    """The process that holds the run up: a silent buffer; else the most silent peer; else one that
-    waits for nobody; else none.
+    """The process that holds the run up, or "".
+
+    A silent buffer comes first, then the peer that was silent longest, then a process that does not
+    wait for another one.
 
     >>> both = ["learner", "generator-0"]
     >>> waits = [ProcessWait("learner", "batch 3", "buffer", 9.0)]
@@ -285,6 +286,6 @@ def blocking_process(
     silent = {name: peers.get(name, float("inf")) for name in names}
     if silent and max(silent.values()) > patience:
         return max(silent, key=lambda n: silent[n])
-    # who waits for a part of itself, its rewards, waits for nobody
+    # a process that waits for a part of itself, such as its rewards, does not wait for another one
     waiting = {wait.who for wait in waits if not wait.is_internal}
     return next((n for n in names if n not in waiting), "")
