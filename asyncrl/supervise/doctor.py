@@ -194,8 +194,8 @@ def describe_refusals(seen: dict[str, Any]) -> list[str]:
 
     >>> seen = {"refused": {"number": 2, "token": 1}, "set_aside": ["R/set_aside/batch_3.jsonl"]}
     >>> print(*describe_refusals(seen), sep="\\n")
-    refused: 2 answers with a reward, part, log-probability or temperature that cannot be
-    refused: 1 answers with tokens that the model does not have
+    refused: 2 samples with an impossible reward, part, log-probability or temperature
+    refused: 1 samples with tokens that the model does not have
     set aside, as the learner's lives ended on it: R/set_aside/batch_3.jsonl
     """
     return [f"refused: {count} {REFUSALS[reason]}" for reason, count in seen["refused"].items()] + [

@@ -168,7 +168,10 @@ def test_what_cannot_be_encoded_or_would_be_refused_is_sent_as_failed(
 @pytest.mark.parametrize(
     "value, why",
     [
-        ({"reward": 1.0, **{f"p{i}": 0.0 for i in range(300)}}, "301 parts; it may have 256"),
+        (
+            {"reward": 1.0, **{f"p{i}": 0.0 for i in range(300)}},
+            "301 parts; at most 256 are allowed",
+        ),
         ({"reward": 1.0, "x" * 300: 0.0}, "300 characters"),
         ({"reward": 1.0, HALF: 0.0}, "half of a character"),
         ({"reward": 1.0, "\x1b[2J": "no"}, "x1b[2J is a str, not a number"),

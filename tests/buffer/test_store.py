@@ -109,7 +109,7 @@ def test_a_leased_batch_comes_again_the_same_and_late_asks_are_ignored() -> None
 def test_unknown_weights_are_refused_with_both_names() -> None:
     store = make()
     (t, *_) = store.grant("g", 1, 9, 0.0)
-    with pytest.raises(BadMessage, match=r"weights 1\.7 .*up to 1\.0"):
+    with pytest.raises(BadMessage, match=r"weights 1\.7 .*known are 1\.0"):
         store.deliver(sample(t, 0, (Label(1, 7), 3)), 0.0)
     with pytest.raises(BadMessage, match="digest other at the generator and d0 at the learner"):
         store.deliver(sample(t, digest="other"), 0.0)
@@ -626,7 +626,7 @@ def test_what_no_step_used_has_lines_of_its_own_and_a_roll_back_takes_them_back(
     )
     assert store.ask(2, 1)[0]
     for wrong in ([(1, 0)], [(0, 0), (-1, 0)], [(0, 0)] * 3):
-        with pytest.raises(BadMessage, match="unused tokens of"):
+        with pytest.raises(BadMessage, match="counts of unused tokens for"):
             store.commit(1, Label(2, 2), "x", wrong)
     assert store.commit(1, Label(2, 2), "x")
 

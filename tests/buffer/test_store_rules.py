@@ -615,9 +615,8 @@ def test_a_sample_past_the_limit_in_its_own_epoch_is_a_bug_and_is_called_one() -
     with pytest.raises(ProtocolError) as e:
         store.ask(1, 2)
     assert str(e.value) == (
-        "ticket 2, sample 0 would train 2 versions late in batch 2, past the limit 1: a bug of "
-        "ours; "
-        "keep the run directory and report it"
+        "ticket 2, sample 0 would train 2 versions late in batch 2, past the limit 1: this is "
+        "a bug in asyncrl; keep the run directory and report it"
     )
 
 

@@ -99,7 +99,7 @@ def test_weights_that_are_not_the_learners_are_refused_with_both_names(
             and f"{WRONG} at the generator and {digests.pop()} at the learner" in reason
         )
     else:
-        assert "no learner has announced them; known are up to 1." in reason
+        assert "no learner has announced them; the newest known are 1." in reason
     assert (run_dir / "logs").is_dir() and any(
         "refused a Deliver" in p.read_text() for p in (run_dir / "logs").rglob("buffer*.log")
     )

@@ -172,8 +172,8 @@ def test_refused_messages_are_said_at_once_and_stay_in_report_and_doctor(tmp_pat
         rows(2) + rows(1, refused_number=2.0, refused_token=1.0) + rows(1)
     )
     assert sign.name == "refused_messages" and sign.said == (
-        "the buffer has refused 3 messages: 2 answers with a reward, part, log-probability or "
-        "temperature that cannot be; 1 answers with tokens that the model does not have"
+        "the buffer has refused 3 messages: 2 samples with an impossible reward, part, "
+        "log-probability or temperature; 1 samples with tokens that the model does not have"
     )
     told: list[str] = []
     watcher = runner.HealthWatcher(tmp_path, told.append)
@@ -182,12 +182,12 @@ def test_refused_messages_are_said_at_once_and_stay_in_report_and_doctor(tmp_pat
     watcher.check(0, {"refused/limit": 1.0})
     watcher.check(1, {"refused/limit": 2.0})
     (line,) = told
-    assert line.startswith("note: the buffer has refused 1 message: 1 answers by weights older")
+    assert line.startswith("note: the buffer has refused 1 message: 1 samples by weights older")
     (tmp_path / "metrics.jsonl").write_text(json.dumps(rows(1, refused_frame=4.0)[0]) + "\n")
     config = load("configs/demo.toml")
     seen = doctor.examine_run(config, tmp_path, None)
     assert seen["refused"] == {"frame": 4}
-    said = "refused: 4 frames that do not decode, or are too large"
+    said = "refused: 4 frames that do not decode or are too large"
     assert said in doctor.lines(config, tmp_path, seen)
 
 

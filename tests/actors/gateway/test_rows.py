@@ -211,30 +211,39 @@ def test_a_failed_sessions_tokens_are_counted_and_its_rows_checked() -> None:
     checks.answers([empty], 9, SETTINGS)
     assert store.deliver(empty, 0.0) == "failed"
     empty.failed = ""
-    with pytest.raises(BadMessage, match="1 rows with 0 tokens to be trained"):
+    with pytest.raises(BadMessage, match="1 training sequences with 0 tokens to train"):
         checks.answers([empty], 9, SETTINGS)
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"mask": b"\1\0"}, "row 1: its spans are not its 1 tokens of mask 1 in order"),
+        (
+            {"mask": b"\1\0"},
+            "training sequence 1: its spans do not cover its 1 tokens of mask 1 in order",
+        ),
         (
             {"spans": [VersionSpan(AT, "", 0, 1, AT)]},
-            "row 1: its spans are not its 2 tokens of mask 1 in order",
+            "training sequence 1: its spans do not cover its 2 tokens of mask 1 in order",
         ),
         (
             {"spans": [VersionSpan(AT, "", 0, 3, AT)]},
-            "row 1: its spans are not its 2 tokens of mask 1 in order",
+            "training sequence 1: its spans do not cover its 2 tokens of mask 1 in order",
         ),
         (
             {"tokens": ids([5])},
-            "row 1: 4 bytes of tokens and 8 of behavior_logprobs for 2 mask bytes",
+            "training sequence 1: 4 bytes of tokens and 8 of behavior_logprobs for 2 mask bytes",
         ),
         ({"tokens": ids([5, 9])}, "tokens from 5 to 9, of a model with 9 tokens"),
-        ({"behavior_logprobs": b""}, "row 1: 8 bytes of tokens and 0 of behavior_logprobs"),
-        ({"token_rewards": b"1234"}, "row 1: 8 bytes of tokens"),
-        ({"prompt_tokens": ids(range(63))}, "row 1: 65 tokens; generator.context is 64"),
+        (
+            {"behavior_logprobs": b""},
+            "training sequence 1: 8 bytes of tokens and 0 of behavior_logprobs",
+        ),
+        ({"token_rewards": b"1234"}, "training sequence 1: 8 bytes of tokens"),
+        (
+            {"prompt_tokens": ids(range(63))},
+            "training sequence 1: 65 tokens; generator.context is 64",
+        ),
     ],
 )
 def test_a_row_that_would_end_the_learner_is_refused(change: dict[str, Any], said: str) -> None:
@@ -247,7 +256,7 @@ def test_a_row_that_would_end_the_learner_is_refused(change: dict[str, Any], sai
 
 def test_a_session_of_which_nothing_is_to_be_trained_is_refused() -> None:
     nothing = TrainingSequence(ids([1]), ids([2]), b"\0\0\0\0", b"\0", [])
-    with pytest.raises(BadMessage, match="2 rows with 0 tokens to be trained"):
+    with pytest.raises(BadMessage, match="2 training sequences with 0 tokens to train"):
         checks.answers([sample(0, 0, [nothing, nothing])], 9, SETTINGS)
 
 
@@ -257,7 +266,7 @@ def test_a_run_without_sessions_takes_none() -> None:
     for bad in (delivered(), delivered(aside=1)):
         with pytest.raises(BadMessage, match=r"the run has no \[agent\]"):
             checks.answers([bad], 9, settings)
-    with pytest.raises(BadMessage, match="101 tokens to be trained; a session has some and may"):
+    with pytest.raises(BadMessage, match="101 tokens to train; a session has 1 to 100 of these"):
         long = row([1], [2] * 101, [-1] * 101, [1] * 101)
         checks.answers([sample(0, 0, [long])], 9, SETTINGS)
     assert plain.length == 2
@@ -279,5 +288,5 @@ def test_the_limit_of_a_report_is_a_sessions() -> None:
     store = make(group=2, session_tokens=100)
     store.grant("gateway-0", 1, 1, 0.0)
     store.renew("gateway-0", 1, [(0, 1, 200)], 0.0)
-    with pytest.raises(BadMessage, match="201 tokens so far, of at most 200"):
+    with pytest.raises(BadMessage, match="201 tokens so far; at most 200 are possible"):
         store.renew("gateway-0", 1, [(0, 1, 201)], 0.0)
