@@ -1,4 +1,4 @@
-"""The section [agent]: samples that are sessions of several calls, and what a session may use."""
+"""The section [agent]: samples that are sessions of several calls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from asyncrl.algorithms.settings import Count, Positive
 
-# who plays the other side of a game of two, besides a function
+# opponents in a two-player game, besides a function
 RANDOM = "random"
 SELF = "self"
 
@@ -180,17 +180,17 @@ class AgentConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     ] = "keep"
 
     def opponent_for(self, kind: str) -> str:
-        """Who plays the other side in a ticket of this kind; empty: there is none."""
+        """Return the opponent in a ticket of this kind; empty: there is none."""
         return (self.eval_opponent if kind == "eval" else "") or self.opponent
 
     @property
     def uses_sessions(self) -> bool:
-        """Are samples sessions?"""
+        """True if samples are sessions."""
         return bool(self.env or self.tools or self.http)
 
     @property
     def source_name(self) -> str:
-        """What plays the sessions, with its key."""
+        """Key and value of the source of sessions."""
         for key in ("env", "tools", "command", "function"):
             if value := getattr(self, key):
                 return f"agent.{key} = {value}"
@@ -198,5 +198,5 @@ class AgentConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     @property
     def http(self) -> bool:
-        """Do agents ask over HTTP?"""
+        """True if agents call over HTTP."""
         return bool(self.serve or self.command or self.function)

@@ -1,6 +1,6 @@
-"""The configs that come with asyncrl: `configs/` of a checkout, inside the package once installed.
+"""Find the bundled configs, and substitute `{here}`, the folder of a config.
 
-Also what `{here}` means: the folder of the config that says it."""
+The configs are in `configs/` of a checkout, and inside the package once installed."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ HERE = "{here}"
 
 
 def names() -> list[str]:
-    """The configs that can be named without a path."""
+    """List the configs that can be named without a path."""
     return sorted(p.stem for p in FOLDER.glob("*.toml"))
 
 
 def find(path: str | Path) -> Path:
-    """`path` where it is a file, else the shipped config that it names: `demo`, `demo.toml` or
-    `configs/demo.toml`.  A `path` that is neither comes back as it is.
-    """
+    """Return `path` if it is a file, otherwise the bundled config that it names.
+
+    A name is `demo`, `demo.toml` or `configs/demo.toml`.  Any other `path` is returned as is."""
     given = Path(path)
     if not given.is_file() and given.parent in (Path(), Path("configs")):
         shipped = FOLDER / f"{given.name.removesuffix('.toml')}.toml"
@@ -31,7 +31,7 @@ def find(path: str | Path) -> Path:
 
 
 def substitute_here(value: Any, folder: Path) -> Any:
-    """A raw table with `{here}` at the beginning of its texts replaced by `folder`, absolute."""
+    """Replace `{here}` at the beginning of a raw table's texts by the absolute `folder`."""
     if isinstance(value, dict):
         return {key: substitute_here(x, folder) for key, x in value.items()}
     if isinstance(value, list):

@@ -1,9 +1,9 @@
-"""The engines, a row each: whoever asks what an engine is or can reads it here.
+"""Table of the engines and their abilities.
 
-A new engine is a module in `actors/` with `make_engine(config)`, which returns an
-`actors.engine.Engine`; a row here; and its test.  From the row follow `generator.engine` and its
-schema, the rules between settings, `asyncrl engines`, the check before a run, and what a generator
-process starts."""
+To add an engine, write a module in `actors/` with `make_engine(config)`, which returns an
+`actors.engine.Engine`, add an entry here, and add its test.  The entry defines the values of
+`generator.engine`, the rules on other settings, `asyncrl engines`, the check before a run and the
+module that a generator process starts."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ import msgspec
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of an engine before anything of it is imported."""
+    """Facts about an engine that are known without importing it."""
 
-    maker: str  # its module, with `make_engine(config)`: imported when a generator starts
-    title: str  # what people call it
-    # is it installed and usable
-    package: str  # what is imported of it
-    distributions: tuple[str, ...]  # any of which brings the package
-    pinned: str = ""  # the only version that will do; "": any
-    trial: str  # what `asyncrl engines` tries to run
-    # what it can
-    exact: bool = False  # logprobs that are bitwise the learner's (`exact`)
-    one_process: bool = False  # runs beside a learner, by turns (asyncrl/experiments/serial.py)
+    maker: str  # module with `make_engine(config)`, imported when a generator starts
+    title: str  # name in messages
+    # installation
+    package: str  # the package to import
+    distributions: tuple[str, ...]  # any of these provides the package
+    pinned: str = ""  # the only supported version; "": any
+    trial: str  # code that `asyncrl engines` runs to try it
+    # abilities
+    exact: bool = False  # logprobs bitwise equal to the learner's (`exact`)
+    one_process: bool = False  # can alternate with a learner (asyncrl/experiments/serial.py)
     probed: bool = False  # the learner publishes a probe with the weights, which checks each swap
-    numbered_gpu: bool = True  # takes model.device = cuda:N
+    numbered_gpu: bool = True  # accepts model.device = cuda:N
     least_temperature: float = 0.0
-    warm_start_heads: int = 4  # of the tiny model of 64 dimensions that is built for a task
-    settings: tuple[str, ...] = ()  # of the section `generator`, those that not every engine reads
+    warm_start_heads: int = 4  # heads of the tiny 64-dimensional model that is built for a task
+    settings: tuple[str, ...] = ()  # keys of `generator` that only some engines read
 
 
 ENGINES: dict[str, EngineInfo] = {
@@ -54,19 +54,19 @@ ENGINES: dict[str, EngineInfo] = {
         probed=True,
         numbered_gpu=False,
         least_temperature=0.01,
-        warm_start_heads=2,  # on a CPU it has kernels for 32 dimensions a head and more
+        warm_start_heads=2,  # its CPU kernels need at least 32 dimensions a head
         settings=("kv_cache_mib",),
     ),
 }
 
-if TYPE_CHECKING:  # a type checker has no names to read
+if TYPE_CHECKING:  # a type checker cannot read the names
     EngineName = str
 else:
     EngineName = Literal[tuple(ENGINES)]
 
 
 def engines_with(ability: str) -> str:
-    """The engines that have it, as a message names them.
+    """Name the engines with an ability, for messages.
 
     >>> engines_with("exact")
     'embedded'

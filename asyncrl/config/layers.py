@@ -1,8 +1,8 @@
-"""Which keys a config reads, given the methods that it chooses, derived from the structs.
+"""Decide which keys a config reads, given the methods that it chooses, from the structs alone.
 
-A section whose struct is one of several (`advantage`, `loss`, `correction`) has the keys of the
-chosen one; a key annotated with `read_with` is read under another key's value alone.  Every other
-given key is unread: an error where its own layer gives it, dropped where a later layer (`--set`, an
+A section with several structs (`advantage`, `loss`, `correction`) has the keys of the chosen one.
+A key annotated with `read_with` is read only under certain values of another key.  Every other
+given key is unread: an error if its own layer gives it, and dropped if a later layer (`--set`, an
 arm, a preset, a method) has changed the choice."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OFF = (None, False, 0, "", "none", "off")
 
 
 class UnreadKey(NamedTuple):
-    """A given key that nothing reads; chooser: the key that decides it; why: the error's text."""
+    """A given key that nothing reads, with the key that decides this and the error's text."""
 
     key: str
     chooser: str
@@ -29,7 +29,7 @@ class UnreadKey(NamedTuple):
 
 
 def _parts(kind: Any) -> tuple[Any, list[Meta]]:
-    """A field's type without its annotations, and these."""
+    """Return a field's type without its annotations, and the annotations."""
     metas: list[Meta] = []
     while typing.get_origin(kind) is typing.Annotated:
         metas += [meta for meta in typing.get_args(kind)[1:] if isinstance(meta, Meta)]
@@ -42,8 +42,7 @@ def _is_struct(kind: Any) -> bool:
 
 
 def structs_of(kind: Any) -> tuple[Any, ...]:
-    """The structs that a field may be: several for a method's section, one for another section,
-    none for a value."""
+    """Return the structs of a field: several for a section of methods, none for a value."""
     plain, _ = _parts(kind)
     if _is_struct(plain):
         return (plain,)
@@ -57,7 +56,7 @@ def fields_of(struct: Any) -> dict[str, msgspec.structs.FieldInfo]:
 
 
 def tag_of(struct: Any) -> tuple[str, str]:
-    """(key, value) that choose `struct` among the others of its section; ("", ""): it has none."""
+    """Return the (key, value) that choose `struct` in its section, or ("", "")."""
     config = struct.__struct_config__
     return (config.tag_field, config.tag) if config.tag_field else ("", "")
 
@@ -69,8 +68,9 @@ def _default(field: msgspec.structs.FieldInfo) -> Any:
 
 
 def member(field: msgspec.structs.FieldInfo, table: Any) -> Any:
-    """The struct of a section that `table` gives, by its tag or the default's; None: no section, or
-    a tag that there is not."""
+    """Return the struct that `table` chooses for a section, by its tag or the default.
+
+    None if the field is not a section or the tag is unknown."""
     options = structs_of(field.type)
     if len(options) <= 1:
         return options[0] if options else None
@@ -83,7 +83,7 @@ def member(field: msgspec.structs.FieldInfo, table: Any) -> Any:
 
 @functools.cache
 def keys(root: Any, prefix: str = "") -> tuple[str, ...]:
-    """Every key of the tree, dotted, those of all methods."""
+    """Return every key of the tree, dotted, including those of all methods."""
     found: dict[str, None] = {}
     for name, field in fields_of(root).items():
         options = structs_of(field.type)
@@ -97,7 +97,7 @@ def keys(root: Any, prefix: str = "") -> tuple[str, ...]:
 
 
 def is_text(root: Any, key: str) -> bool:
-    """Whether every method that has `key` takes any text there, and nothing else."""
+    """Decide whether `key` takes any text, and nothing else, in every method that has it."""
     *sections, last = key.split(".")
     options: tuple[Any, ...] = (root,)
     for section in sections:
@@ -108,8 +108,10 @@ def is_text(root: Any, key: str) -> bool:
 
 
 class GivenKey(NamedTuple):
-    """A leaf that a table gives: its field, None where `struct`, its section's, has none; and the
-    (key, values) of every `read_with` of it and of the sections around it."""
+    """A leaf that a table gives.
+
+    field: None if the struct of its section has no such field.
+    conditions: the (key, values) of every `read_with` of the leaf and of the sections around it."""
 
     key: str
     field: msgspec.structs.FieldInfo | None
@@ -120,7 +122,7 @@ class GivenKey(NamedTuple):
 def walk(
     raw: dict[str, Any], root: Any, prefix: str = "", around: tuple[tuple[str, Any], ...] = ()
 ) -> Iterator[GivenKey]:
-    """Every given leaf but the tags."""
+    """Yield every given leaf except the tags."""
     fields = fields_of(root)
     for name, value in raw.items():
         if name == tag_of(root)[0]:
@@ -135,7 +137,7 @@ def walk(
 
 
 def value_of(raw: dict[str, Any], root: Any, key: str) -> Any:
-    """What the config has at `key`, given or by default."""
+    """Return the value at `key`, given or by default."""
     table: Any = raw
     struct = root
     *sections, last = key.split(".")
@@ -152,7 +154,7 @@ def value_of(raw: dict[str, Any], root: Any, key: str) -> Any:
 
 
 def _conditions(field: msgspec.structs.FieldInfo, section: str) -> Iterator[tuple[str, Any]]:
-    """(key, values) of every `read_with` of a field."""
+    """Yield the (key, values) of every `read_with` of a field."""
     for meta in _parts(field.type)[1]:
         if meta.extra and "read_with" in meta.extra:
             key, values = meta.extra["read_with"]
@@ -160,7 +162,7 @@ def _conditions(field: msgspec.structs.FieldInfo, section: str) -> Iterator[tupl
 
 
 def unread(raw: dict[str, Any], root: Any) -> list[UnreadKey]:
-    """The given keys that nothing reads; keys that no method has are left out."""
+    """Return the given keys that nothing reads, except keys that no method has."""
     found = []
     for given in walk(raw, root):
         if given.field is None:
@@ -181,7 +183,7 @@ def unread(raw: dict[str, Any], root: Any) -> list[UnreadKey]:
 
 
 def _of_other_method(root: Any, key: str, struct: Any) -> list[UnreadKey]:
-    """`key` as one of another method of its section."""
+    """Report `key` if it belongs to another method of its section."""
     section, _, name = key.rpartition(".")
     tag, chosen = tag_of(struct)
     if not tag:
@@ -204,7 +206,7 @@ def _of_other_method(root: Any, key: str, struct: Any) -> list[UnreadKey]:
 
 
 def remove(raw: dict[str, Any], key: str) -> None:
-    """Take one dotted key out of a table, if it is there."""
+    """Remove one dotted key from a table, if it is there."""
     *sections, last = key.split(".")
     table: Any = raw
     for section in sections:
@@ -214,7 +216,7 @@ def remove(raw: dict[str, Any], key: str) -> None:
 
 
 def put(raw: dict[str, Any], key: str, value: Any) -> bool:
-    """Give one dotted key where it is not given; whether it was not."""
+    """Set one dotted key unless it is given; return whether it was set."""
     *sections, last = key.split(".")
     table: Any = raw
     for section in sections:
@@ -228,7 +230,7 @@ def put(raw: dict[str, Any], key: str, value: Any) -> bool:
 
 
 def tagged(raw: dict[str, Any], root: Any) -> dict[str, Any]:
-    """The table with the tags that it leaves to the defaults, as msgspec wants them; a copy."""
+    """Return a copy of the table with the tags that it leaves to the defaults, for msgspec."""
     made = dict(raw)
     for name, field in fields_of(root).items():
         value = made.get(name)
@@ -241,7 +243,7 @@ def tagged(raw: dict[str, Any], root: Any) -> dict[str, Any]:
 
 
 def read_keys(config: msgspec.Struct) -> dict[str, Any]:
-    """The config as a table of what it reads; keys that are None are left out."""
+    """Return the config as a table of the keys that it reads and that are not None."""
     raw = _drop_nones(msgspec.to_builtins(config))
     while found := unread(raw, type(config)):
         for key in found:

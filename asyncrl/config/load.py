@@ -1,6 +1,6 @@
-"""Reading a config: TOML, `--set` overrides, one clear line for each mistake, and the rules that
-span several keys.
-"""
+"""Read a config: TOML, `--set` overrides, method and presets, and the rules on several keys.
+
+Every mistake is one ConfigError with file, line and remedy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from asyncrl.config import bundled_configs, layers, methods, presets, rules
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 
-RENAMED = {  # a key's earlier name here, or its name in systems that people come from -> the key
+RENAMED = {  # earlier name of a key, or its name in other systems -> the key
     "staleness.limit": "staleness.max_lag",
     "max_staleness": "staleness.max_lag",
     "max_async_level": "staleness.max_lag",
@@ -57,7 +57,7 @@ Struct = typing.TypeVar("Struct", bound=msgspec.Struct)
 
 
 class ConfigSchema(typing.NamedTuple, typing.Generic[Struct]):
-    """A kind of config: its root, and the rules that span several keys."""
+    """A kind of config: its root struct and its rules on several keys."""
 
     root: type[Struct]
     check: typing.Callable[[Struct], list[str]]
@@ -71,13 +71,14 @@ def load(
     sets: typing.Sequence[str] = (),
     note: typing.Callable[[str], None] | None = None,
 ) -> Config:
-    """The config in `path` with `sets` ("key.path=value", TOML values) applied.  Raises
-    ConfigError: file:line, key, what to do.
+    """Load the config in `path` and apply `sets` ("key.path=value", TOML values).
 
-    A shipped config needs no path, only its name; `{here}` in the file is the file's folder.
+    A bundled config needs only its name, no path.  `{here}` in the file is the file's folder.
     `method` and presets fill the keys that are not given; in `sets` they also replace the file's.
-    Where an item of `sets` changes a method, the keys of the one before are dropped: `note` is
-    called with each."""
+    If an item of `sets` changes a method, the keys of the earlier one are dropped, and `note` is
+    called with a sentence about each.
+
+    Raises ConfigError with file:line, key and remedy."""
     return load_as(RUN, path, sets, note)
 
 
@@ -87,7 +88,7 @@ def load_as(
     sets: typing.Sequence[str] = (),
     note: typing.Callable[[str], None] | None = None,
 ) -> Struct:
-    """`load`, of another kind of config."""
+    """Load another kind of config as `load` does."""
     path = bundled_configs.find(path)
     try:
         # some editors put a byte order mark first
@@ -95,12 +96,13 @@ def load_as(
         raw = tomllib.loads(text)
     except FileNotFoundError as error:
         raise ConfigError(
-            f"{path}: no such config file; shipped, by name: {', '.join(bundled_configs.names())}"
+            f"{path}: no such config file; bundled configs, by name: "
+            f"{', '.join(bundled_configs.names())}"
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not TOML: {error}") from error
+        raise ConfigError(f"{path}: is not valid TOML: {error}") from error
     return _layered(
         tree,
         bundled_configs.substitute_here(raw, path.parent),
@@ -110,7 +112,7 @@ def load_as(
 
 
 class _ConfigSource(typing.NamedTuple):
-    """What errors point at: a file with its text, and the --set words."""
+    """The source of a config, to locate errors: a file with its text, and the --set items."""
 
     path: str
     text: str
@@ -123,13 +125,12 @@ class _ConfigSource(typing.NamedTuple):
 def convert(
     raw: dict[str, Any], source: str, text: str = "", sets: typing.Sequence[str] = ()
 ) -> Config:
-    """A raw table to a checked Config, `sets` applied; method and presets fill the keys that the
-    table does not give."""
+    """Convert a raw table to a checked Config, with `sets`, method and presets applied."""
     return _layered(RUN, raw, _ConfigSource(source, text, sets))
 
 
 def build(raw: dict[str, Any], source: str = "config") -> Config:
-    """`convert` without the rules that span several keys."""
+    """Convert a raw table without the rules on several keys."""
     return _layered(ConfigSchema(Config, lambda config: []), raw, _ConfigSource(source, "", ()))
 
 
@@ -139,7 +140,7 @@ def _layered(
     given: _ConfigSource,
     note: typing.Callable[[str], None] | None = None,
 ) -> Struct:
-    """The file's table, then `given.sets` one after another, then what method and presets fill."""
+    """Apply the layers in order: the table, the items of `sets`, then method and presets."""
     raw = copy.deepcopy(raw)
     written_whole = raw.keys() >= _WHOLE
     placed: dict[str, int] = {}  # key -> the last item of `sets` that gave it
@@ -156,7 +157,7 @@ def _layered(
         and "correction.preset" not in placed
         and layers.value_of(raw, Config, "correction.proximal") == "behavior"
     ):
-        layers.remove(raw, "correction.preset")  # its weights are gone
+        layers.remove(raw, "correction.preset")  # on the behavior policy it has no weights
     if "method" in raw and methods.find_method(raw) is None:
         raise ConfigError(
             f"{given.where('method')}: {methods.unknown_method_message(raw['method'])}"
@@ -178,12 +179,12 @@ def _layered(
                 if later and note is not None:
                     note(f"dropped {unread.why}")
             layers.remove(raw, unread.key)
-            placed[unread.key] = len(given.sets)  # what hangs on it goes with it
+            placed[unread.key] = len(given.sets)  # also drop the keys that depend on it
     return _convert(tree, raw, given)
 
 
-# sections that only a config has which a run wrote out whole: one from before a key was refused
-# where nothing reads it still has such keys
+# Only a config written by a run has all these sections.  Runs of earlier versions also wrote keys
+# that nothing reads, which are therefore dropped and not refused.
 _WHOLE = {"runs", "wires", "watchdog", "record", "durability", "weights", "evaluation"}
 
 
@@ -222,8 +223,10 @@ def _convert(tree: ConfigSchema[Struct], raw: dict[str, Any], given: _ConfigSour
 
 
 def apply(raw: dict[str, Any], item: str, root: Any = Config) -> str:
-    """Put one `key.path=value` into a raw table; returns its key.  Raises ConfigError when it is
-    not of that form.  A key of text in the tree `root` takes its value without quotes."""
+    """Put one `key.path=value` into a raw table and return the key.
+
+    A text key of the tree `root` takes its value without quotes.  Raises ConfigError for another
+    form."""
     key, eq, value = item.partition("=")
     if not eq or not key.strip():
         raise ConfigError(f"--set {item}: write key.path=value")
@@ -236,7 +239,7 @@ def apply(raw: dict[str, Any], item: str, root: Any = Config) -> str:
     except tomllib.TOMLDecodeError:
         if not takes_text and not re.fullmatch(r"[\w./:@+-]*", value):
             raise ConfigError(
-                f'--set {item}: `{value}` is no TOML value; quote text as "..."'
+                f'--set {item}: `{value}` is not a TOML value; quote text as "..."'
             ) from None
         parsed = value
     *path, last = key.strip().split(".")
@@ -250,8 +253,7 @@ def apply(raw: dict[str, Any], item: str, root: Any = Config) -> str:
 
 
 def _check_known(raw: dict[str, Any], root: Any, given: _ConfigSource) -> None:
-    """Raises ConfigError for a key that no method has, a section that is a value, a name that no
-    method has."""
+    """Raise ConfigError for an unknown key, a section given as a value or an unknown method."""
     _unknown(
         {k: v for k, v in raw.items() if root is not Config or k != "method"},
         root,
@@ -264,7 +266,7 @@ def _check_known(raw: dict[str, Any], root: Any, given: _ConfigSource) -> None:
 def _unknown(
     raw: dict[str, Any], root: Any, kind: Any, prefix: str, where: typing.Callable[[str], str]
 ) -> None:
-    """kind: the section's struct, of the tree `root`."""
+    """Check the keys of one section, whose struct is `kind`, and of the sections in it."""
     fields = layers.fields_of(kind)
     for name, value in raw.items():
         key = prefix + name
@@ -293,12 +295,12 @@ def _of_other_method(key: str, root: Any) -> bool:
 
 
 def _unknown_key(key: str, root: Any, fields: typing.Collection[str]) -> str:
-    """What to write in the place of a key that there is not."""
+    """Return the message for an unknown key, with the key to write instead."""
     prefix, _, name = key.rpartition(".")
     if root is Config and (now := RENAMED.get(key) or RENAMED.get(name)):
         return f"is called {now} here; write that"
     if root is Config and (instead := SPLIT.get(key) or SPLIT.get(name)):
-        return f"is no key now; write {instead}"
+        return f"was replaced; write {instead}"
     known = [*fields, *(["method"] if root is Config and not prefix else [])]
     section = f"{prefix}." if prefix else ""
     close = difflib.get_close_matches(name, known, 1, 0.5)
@@ -307,16 +309,16 @@ def _unknown_key(key: str, root: Any, fields: typing.Collection[str]) -> str:
         return f"unknown key; did you mean {section}{close[0]}?"
     if elsewhere:
         return f"unknown key; did you mean {elsewhere[0]}?"
-    return f"unknown key; known here: {', '.join(known)}"
+    return f"unknown key; keys of this section: {', '.join(known)}"
 
 
 def keys(kind: Any = Config) -> list[str]:
-    """Every key of the tree, dotted."""
+    """Return every key of the tree, dotted."""
     return list(layers.keys(kind))
 
 
 def _locate_key(key: str, source: str, text: str, sets: typing.Sequence[str]) -> str:
-    """file:line of a key, or the --set that gave it."""
+    """Return file:line of a key, or the --set that gave it."""
     for item in sets:
         given = item.partition("=")[0].strip()
         if key and (given == key or given.startswith(f"{key}.")):
@@ -336,7 +338,7 @@ def _locate_key(key: str, source: str, text: str, sets: typing.Sequence[str]) ->
 
 
 def _allowed_values(key: str, root: Any = Config) -> str:
-    """The values that a key with a closed set takes."""
+    """Return the choices of a key with a closed set of values, as a message's end."""
     options: list[Any] = [root]
     field: Any = None
     for part in key.split("."):
@@ -361,11 +363,10 @@ def _allowed_values(key: str, root: Any = Config) -> str:
 def require_same_config(
     given: Config, found: Config, sets: typing.Sequence[str], path: Path
 ) -> None:
-    """One process of a run was started with `given`; the run's config, which holds for all of them,
-    is `found` in `path`.
+    """Raise ConfigError for a --set that differs from the run's own config.
 
-    Raises ConfigError for a --set that differs from it: it would be ignored.
-    """
+    given: the config that a process was started with.  found: the run's config, in `path`, which
+    applies to all its processes, so that the --set would be ignored."""
     mine = msgspec.to_builtins(given)
     theirs = msgspec.to_builtins(found)
     # of a key given twice, the last one counts
@@ -377,14 +378,13 @@ def require_same_config(
             run = run.get(part) if isinstance(run, dict) else None
         if ours != run:
             raise ConfigError(
-                f"--set {item}: the run has {key} = {_toml(run)}, not {_toml(ours)} ({path}): one "
-                "run, one config; leave this --set out, "
-                "or start a new run"
+                f"--set {item}: the run has {key} = {_toml(run)}, not {_toml(ours)} ({path}), and "
+                "all its processes share one config; remove this --set, or start a new run"
             )
 
 
 def _toml(value: Any) -> str:
-    """A value as in a config; a section's as its table."""
+    """Format a value as in a config, and a section as its table."""
     if value is None:
         return "nothing"
     return (
@@ -395,14 +395,17 @@ def _toml(value: Any) -> str:
 
 
 def dump(config: msgspec.Struct) -> str:
-    """The config as TOML that loads back equal; keys that are None, or that its methods do not
-    read, are left out."""
+    """Write the config as TOML that loads back equal.
+
+    Keys that are None, or that its methods do not read, are left out."""
     return tomli_w.dumps(layers.read_keys(config))
 
 
 def schema() -> dict[str, Any]:
-    """JSON schema of the config, for editors.  A section that leaves its method to the default, and
-    `method`, which stands for keys of several sections, are no errors."""
+    """Return the JSON schema of the config, for editors.
+
+    It accepts a section that leaves its method to the default, and `method`, which fills keys of
+    several sections."""
     made = msgspec.json.schema(Config)
     for field in layers.fields_of(Config).values():
         tag, _ = (

@@ -1,8 +1,8 @@
-"""Published methods, each whole: surrogate, advantage, reduction, correction and what else it is.
+"""Published methods: surrogate, advantage, reduction, correction and all other keys of each.
 
-`method = "gmpo"` in a config, `--set method=gmpo` and an arm of compare give one by its name.  Keys
-that are given beside it win.  docs/algorithms.md says what of each source could be read, and what
-was measured."""
+`method = "gmpo"` in a config, `--set method=gmpo` and an arm of compare choose one by its name.
+Keys that are given beside it win.  docs/algorithms.md says which part of each source could be read,
+and what was measured."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncrl.algorithms import settings
 from asyncrl.config import layers, presets
 
 DESCRIPTION = (
-    "a published method, whole: it fills the keys that are not given; `asyncrl methods` lists them"
+    "A published method: it sets all its keys that you do not give. `asyncrl methods` lists them."
 )
 KL_STOP = 0.05  # nats a token that a batch's updates may move: repair A of the IS-reshape report
 LAG_GRID = "docs/staleness.md#what-lag-costs"
@@ -22,8 +22,7 @@ RESHAPE = "docs/reshape.md"
 
 
 class Method(NamedTuple):
-    """What a method is, where it comes from and what of that was read, where ours was measured, and
-    its keys with their values."""
+    """A published method: its summary, source, measurements and keys."""
 
     summary: str
     source: str
@@ -46,34 +45,34 @@ _VCPO = {
     "advantage.name": "opob",
 }
 
-# for samples of an old policy
+# for stale samples
 FOR_OLD_SAMPLES: dict[str, Method] = {
     "vcpo": Method(
-        "VCPO: whole answers' weights, a learning rate by their ESS, a baseline by their gradients",
+        "VCPO: weights of whole completions, learning rate by their ESS, baseline by gradient norm",
         "arXiv 2602.17616 (in notes); mit-han-lab/vcpo (code)",
         HIGH_LAG,
         _VCPO,
     ),
     "vcpo-length": Method(
-        "VCPO with answers' lengths for the norms of their gradients: a proxy, not VCPO's",
+        "VCPO with lengths in place of gradient norms: a proxy, not VCPO's",
         "ours",
         HIGH_LAG,
         _VCPO | {"advantage.squared_norm": "length"},
     ),
     "vcpo-logits": Method(
-        "VCPO with gradients of the logits alone: a proxy, not VCPO's",
+        "VCPO with the gradient of the logits alone: a proxy, not VCPO's",
         "arXiv 2602.07078 (code)",
         HIGH_LAG,
         _VCPO | {"advantage.squared_norm": "logits"},
     ),
     "gac": Method(
-        "PPO on mu; a gradient's part along the one before it is taken off (GAC, reconstructed)",
+        "GAC, reconstructed: PPO on mu, without the gradient's part along the previous gradient",
         "arXiv 2603.01501 (summary)",
         HIGH_LAG,
         {**BEHAVIOR, "loss.surrogate": "ppo", "learner.gradient_cosine": "project"},
     ),
     "vespo": Method(
-        "VESPO: answers by a soft bound on their whole ratio",
+        "VESPO: a soft bound on the ratio of a whole completion",
         "arXiv 2602.10693 (paper, code)",
         HIGH_LAG,
         {
@@ -84,7 +83,7 @@ FOR_OLD_SAMPLES: dict[str, Method] = {
         },
     ),
     "oapl": Method(
-        "OAPL: regression of answers' log ratios on their advantage",
+        "OAPL: regression of completions' log ratios on their advantage",
         "arXiv 2602.19362 (in notes; loss in two ports)",
         HIGH_LAG,
         {
@@ -101,13 +100,13 @@ FOR_OLD_SAMPLES: dict[str, Method] = {
         {**BEHAVIOR, **_ANSWERS, "loss.surrogate": "gpg", "advantage.name": "asymre"},
     ),
     "dis": Method(
-        "double-sided importance sampling (GLM-5, SAO): ratios of tokens, none outside a band",
+        "double-sided importance sampling (GLM-5, SAO): token ratios, 0 outside an interval",
         "arXiv 2602.15763, 2607.07508 (in notes)",
         HIGH_LAG,
         {**BEHAVIOR, "loss.surrogate": "band", "loss.band_lo": 0.7, "loss.band_hi": 6.0},
     ),
     "k25": Method(
-        "Kimi K2.5: ratios of tokens within a band, all of them drawn to mu; both chosen by us",
+        "Kimi K2.5: token ratios within an interval, pulled towards mu; both constants are ours",
         "arXiv 2602.02276 (in notes)",
         HIGH_LAG,
         {
@@ -119,7 +118,7 @@ FOR_OLD_SAMPLES: dict[str, Method] = {
         },
     ),
     "ipo": Method(
-        "IPO (prime-rl): tokens whose probability has moved little, all of them drawn to mu",
+        "IPO (prime-rl): tokens whose probability has moved little, pulled towards mu",
         "prime-rl (in a port)",
         HIGH_LAG,
         {
@@ -141,13 +140,13 @@ FOR_OLD_SAMPLES: dict[str, Method] = {
         },
     ),
     "gepo": Method(
-        "GEPO: answers' probabilities over their group's",
+        "GEPO: a completion's probability over that of its group",
         "arXiv 2508.17850 (code)",
         HIGH_LAG,
         {**BEHAVIOR, **_ANSWERS, "loss.surrogate": "gepo", "advantage.name": "grpo"},
     ),
     "bapo": Method(
-        "BAPO: PPO with bounds moved until positive tokens have their share",
+        "BAPO: PPO whose bounds move until positive tokens have their share",
         "arXiv 2510.18927 (in notes, code)",
         HIGH_LAG,
         {**BEHAVIOR, "loss.surrogate": "bapo"},
@@ -159,13 +158,13 @@ FOR_OLD_SAMPLES: dict[str, Method] = {
         {**BEHAVIOR, "loss.surrogate": "minpro", "loss.reduction": "token-mean"},
     ),
     "gmpo": Method(
-        "GMPO: answers by their geometric mean, tokens cut in it",
+        "GMPO: the geometric mean ratio of a completion, with clipped tokens",
         "arXiv 2507.20673 (code)",
         HIGH_LAG,
         {**BEHAVIOR, **_ANSWERS, "loss.surrogate": "gmpo", "advantage.name": "grpo"},
     ),
     "opsm": Method(
-        "PPO on mu; answers of negative advantage that have left mu are dropped (DeepSeek-V3.2)",
+        "DeepSeek-V3.2: PPO on mu without completions of negative advantage that have left mu",
         "arXiv 2512.02556 (in two ports)",
         HIGH_LAG,
         {
@@ -179,7 +178,7 @@ FOR_OLD_SAMPLES: dict[str, Method] = {
         },
     ),
     "m2po-published": Method(
-        "M2PO as published: of tokens that push on, the farthest go; plain ratios on the others",
+        "M2PO as published: without the outermost tokens that push further; plain ratios",
         "arXiv 2510.01161 v2 (paper)",
         HIGH_LAG,
         {
@@ -191,7 +190,7 @@ FOR_OLD_SAMPLES: dict[str, Method] = {
         },
     ),
     "kpop": Method(
-        "KPop: tokens by their ratio, those whose binary KL has left a bound dropped",
+        "KPop: token ratios, without tokens whose binary KL has left a bound",
         "AReaL (code)",
         HIGH_LAG,
         {
@@ -205,7 +204,7 @@ FOR_OLD_SAMPLES: dict[str, Method] = {
         },
     ),
     "flash-reinforce": Method(
-        "FlashREINFORCE: a baseline of the batch; answers by their mean binary KL; plain ratios",
+        "FlashREINFORCE: batch baseline, rejection of completions by mean binary KL, plain ratios",
         "a reference port (in notes)",
         HIGH_LAG,
         {
@@ -227,7 +226,7 @@ def _preset(name: str, source: str) -> Method:
     surrogate = "vanilla" if name == "none" else "decoupled_ppo"
     keys = {f"correction.{key}": value for key, value in presets.PRESETS[name].items()}
     if name == "none":
-        summary = "stale samples as if they were fresh"
+        summary = "no correction: stale samples as if they were fresh"
     else:
         summary = f"decoupled PPO with the preset {name}; its clip acts from a batch's second "
         summary += "update on"
@@ -257,7 +256,7 @@ METHODS: dict[str, Method] = {
         _RESHAPE | {"learner.minibatches": 2, "stop.kl_max": KL_STOP},
     ),
     "k3": Method(
-        "PPO on the behavior policy, and 0.1 k3 towards the initial model in the loss",
+        "PPO on the behavior policy, with a k3 penalty of 0.1 towards the initial model",
         "arXiv 2402.03300 (paper)",
         LAG_GRID,
         {
@@ -272,21 +271,23 @@ METHODS: dict[str, Method] = {
 
 
 def find_method(raw: dict[str, Any]) -> Method | None:
-    """The method that a table names, if it is one."""
+    """Return the method that a table names, or None."""
     name = raw.get("method")
     return METHODS.get(name) if isinstance(name, str) else None
 
 
 def unknown_method_message(name: Any) -> str:
-    """The error's text for a method that there is not."""
+    """Return the error message for an unknown method."""
     close = difflib.get_close_matches(str(name), METHODS, 1, 0.5)
     hint = f"did you mean {close[0]}? " if close else ""
-    return f"method: {name!r} is no method; {hint}choose one of {', '.join(METHODS)}"
+    return f"method: {name!r} is unknown; {hint}choose one of {', '.join(METHODS)}"
 
 
 def replace(raw: dict[str, Any]) -> None:
-    """Take out of `raw` what a method given by a later layer takes the place of: its own keys, the
-    correction, and the keys that the surrogate and the advantage before it alone read."""
+    """Remove from `raw` the keys that a method of a later layer replaces.
+
+    These are its own keys, the correction, and the keys that only the earlier surrogate and
+    advantage read."""
     method = find_method(raw)
     if method is None:
         return
@@ -301,7 +302,7 @@ def replace(raw: dict[str, Any]) -> None:
 
 
 def fill(raw: dict[str, Any]) -> None:
-    """Give the keys of `raw`'s method that `raw` does not give."""
+    """Set the keys of `raw`'s method that `raw` does not give."""
     if method := find_method(raw):
         for key, value in method.keys.items():
             layers.put(raw, key, value)

@@ -1,4 +1,4 @@
-"""The section [placement]: what the processes of a run ask of a cluster (`run --on ray`)."""
+"""The section [placement]: resources of a run's processes on a cluster (`run --on ray`)."""
 
 from __future__ import annotations
 

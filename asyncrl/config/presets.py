@@ -1,4 +1,4 @@
-"""Presets: names for several keys of a section at once."""
+"""Presets: names that set several keys of a section at once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KL_PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {"loss.coefficient": 0.04, "loss.estimator": "k3"},  # DeepSeekMath's beta
     "dr_grpo": {"loss.coefficient": 0.0},
     "rloo": {"reward.coefficient": 0.05, "reward.estimator": "k1"},
-    # the reverse KL over the vocabulary at each state of the student's own answers
+    # the reverse KL over the vocabulary at each state of the student's own completions
     "distill": {
         "loss.coefficient": 1.0,
         "loss.off_policy": "prefix_full",
@@ -39,8 +39,7 @@ PRESET_TABLES = (("correction", PRESETS), ("kl", KL_PRESETS))
 
 
 def fill(raw: dict[str, Any]) -> None:
-    """Each section of a raw table that names a preset takes from it the keys that it does not
-    give."""
+    """Fill the keys that a section with a preset does not give."""
     for section, named in PRESET_TABLES:
         table = raw.get(section)
         if isinstance(table, dict) and table.get("preset") in named:
@@ -48,9 +47,9 @@ def fill(raw: dict[str, Any]) -> None:
 
 
 def forget(raw: dict[str, Any], sets: Sequence[str]) -> None:
-    """A preset on the command line takes the place of the file's own keys: a resolved file gives
-    all of them, so it would change nothing.
-    """
+    """Remove the file's own keys that a preset on the command line replaces.
+
+    A resolved file gives all of them, so that the preset would otherwise change nothing."""
     given = {item.partition("=")[0].strip() for item in sets}
     for section, table in PRESET_TABLES:
         for key in (
@@ -65,7 +64,7 @@ def forget(raw: dict[str, Any], sets: Sequence[str]) -> None:
 
 
 def _fill(table: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """The table with what it does not give taken from `values`, whose keys may be dotted."""
+    """Return the table, with missing keys taken from `values`, whose keys may be dotted."""
     out = {k: dict(v) if isinstance(v, dict) else v for k, v in table.items()}
     for key, value in values.items():
         *path, last = key.split(".")

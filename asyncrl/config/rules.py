@@ -1,4 +1,4 @@
-"""Combinations of settings that cannot work (`check`) or deserve a word (`warnings`).  Pure."""
+"""Rules on combinations of settings: errors (`check`) and warnings (`warnings`).  Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from asyncrl.config.tree import Config
 
 
 def check(config: Config) -> list[str]:
-    """Rules that span several keys; each problem begins with its key and shows its arithmetic."""
+    """Check the rules that span several keys.
+
+    Each problem begins with its key and shows its numbers."""
     return (
         (_agent(config) if config.agent.uses_sessions else [])
         + (_exact(config) if config.exact else [])
@@ -37,36 +39,35 @@ def check(config: Config) -> list[str]:
 
 
 def _name(config: Config) -> list[str]:
-    """Of the run directory."""
+    """Check the name of the run directory."""
     out = []
     if config.name in (".", "..") or set(config.name) & {"/", "\\", "\0"}:
         out.append(
-            f"name: {config.name!r} is no name of one directory; where the directories of runs lie "
-            "is "
-            "`runs`"
+            f"name: {config.name!r} must be the name of one directory, without a path; `runs` "
+            "sets the folder of all runs"
         )
     return out
 
 
 def device_problems(device: str) -> list[str]:
-    """What is wrong with `model.device`."""
+    """Return the problems of a `model.device`."""
     if re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
         return []
-    return [f"model.device: {device!r} is no device; choose one of auto, cpu, cuda, cuda:N"]
+    return [f"model.device: {device!r} is not a device; choose one of auto, cpu, cuda, cuda:N"]
 
 
 def _staleness(config: Config) -> list[str]:
-    """The limit, and what is injected under it."""
+    """Check the staleness limit and the injected lag."""
     out = []
     lag = config.staleness.limit
     inject = config.staleness.inject
     if config.staleness.ess_floor and (inject is not None or config.staleness.on_exceed != "pace"):
         out.append(
-            "staleness.max_lag: a limit that sets itself is a promise to each ticket, which needs "
-            "staleness.on_exceed = pace and no injected lag"
+            "staleness.max_lag: an adaptive limit needs staleness.on_exceed = pace and no injected "
+            "lag, because each ticket is granted under the limit of its time"
         )
     if math.isnan(lag) or (not math.isinf(lag) and lag != int(lag)):
-        out.append(f"staleness.max_lag: {lag:g} is neither a whole number nor inf")
+        out.append(f"staleness.max_lag: {lag:g} must be a whole number or inf")
     most = inject if isinstance(inject, int) else (len(inject) - 1 if inject else 0)
     if inject is not None and most > lag:
         out.append(
@@ -90,25 +91,23 @@ def _staleness(config: Config) -> list[str]:
 
 
 def _sizes(config: Config) -> list[str]:
-    """What must fit into what."""
+    """Check that batches divide and prompts fit."""
     out = []
     if config.learner.groups < config.learner.minibatches:
         out.append(
             f"learner.minibatches: {config.learner.minibatches} minibatches of "
-            f"{config.learner.groups} "
-            "groups: some would be empty"
+            f"{config.learner.groups} groups: some would be empty"
         )
     if config.generator.max_new_tokens >= config.generator.context:
         out.append(
             f"generator.context: {config.generator.context} tokens leave no room for a prompt "
-            "beside "
-            f"{config.generator.max_new_tokens} new tokens"
+            f"beside {config.generator.max_new_tokens} new tokens"
         )
     return out
 
 
 def _needless(config: Config) -> list[str]:
-    """Settings of the update that have nothing to act on."""
+    """Find settings of the update that have nothing to act on."""
     out = []
     if config.correction.proximal == "behavior" and config.correction.preset not in ("", "none"):
         out.append(
@@ -124,20 +123,19 @@ def _needless(config: Config) -> list[str]:
 
 
 def _backend(config: Config) -> list[str]:
-    """What the learner's backend and the wires can do."""
+    """Check what the learner's backend and the wires support."""
     out = []
     if config.learner.backend == "torch" and config.learner.ranks > 1:
         out.append(
             f"learner.ranks: {config.learner.ranks} ranks need learner.backend = deepspeed; torch "
-            "is "
-            "one process"
+            "is one process"
         )
     if config.learner.offload and (
         config.learner.backend != "deepspeed" or config.learner.zero_stage == 0
     ):
         out.append(
             "learner.offload: needs learner.backend = deepspeed and learner.zero_stage = 1 or "
-            "higher; elsewhere nothing moves to the CPU"
+            "higher; otherwise nothing moves to the CPU"
         )
     if (
         config.learner.backend == "deepspeed"
@@ -157,7 +155,7 @@ def _backend(config: Config) -> list[str]:
 
 
 def _lora(config: Config) -> list[str]:
-    """What adapters cannot be combined with, or were never tried with."""
+    """Refuse settings that adapters do not support, or were never tested with."""
     lora = config.lora
     if not lora.rank:
         return []
@@ -169,21 +167,24 @@ def _lora(config: Config) -> list[str]:
         ),
         (
             config.generator.dtype not in dtypes,
-            "generator.dtype: base and adapter belong together bit for bit; use same",
+            "generator.dtype: the engine must merge the adapter with the same base; use same",
         ),
         (
             config.weights.transport in ("nccl", "gloo"),
             f"weights.transport: {config.weights.transport} sends whole weights only; use auto",
         ),
-        (bool(config.exact), "exact: the learner computes beside the base, the engine merged"),
+        (
+            bool(config.exact),
+            "exact: the learner adds the adapter to the base, and the engine merges the two",
+        ),
         (config.record.stream, "record.stream: replay trains whole weights only"),
-        (config.advantage.name == "gae", "advantage.name: gae was never tried with adapters"),
+        (config.advantage.name == "gae", "advantage.name: gae was never tested with adapters"),
     )
     return [f"{why} (lora.rank = {lora.rank})" for wrong, why in refused if wrong]
 
 
 def _limit(config: Config) -> list[str]:
-    """What happens above a limit, where there is none."""
+    """Find a treatment of samples above the limit in a run without a limit."""
     out = []
     if config.staleness.on_exceed in ("drop", "mask", "downweight") and math.isinf(
         config.staleness.limit
@@ -196,7 +197,7 @@ def _limit(config: Config) -> list[str]:
 
 
 def _order(config: Config) -> list[str]:
-    """Where `staleness.order` cannot be what it says."""
+    """Check `staleness.order` against the limit and its treatment."""
     staleness = config.staleness
     free = math.isinf(staleness.limit)
     if staleness.order == "auto" or (
@@ -206,45 +207,42 @@ def _order(config: Config) -> list[str]:
     if staleness.order == "ticket":
         if free:
             return [
-                "staleness.order: ticket waits for the oldest answer, however late; without a "
+                "staleness.order: ticket waits for the oldest completion, however late; without a "
                 "limit (staleness.max_lag = inf) use completion or freshest"
             ]
         return [
             "staleness.order: with ticket order nothing passes the limit, so on_exceed = "
-            f"{staleness.on_exceed} has nothing to do; that is on_exceed = pace"
+            f"{staleness.on_exceed} never acts; use on_exceed = pace"
         ]
     if config.exact or staleness.limit == 0:
         what = "exact" if config.exact else "synchronous (staleness.max_lag = 0)"
         return [
-            f"staleness.order: {staleness.order} makes batches of what happens to be ready; runs "
-            "that are "
-            f"{what} repeat because of ticket order: use that"
+            f"staleness.order: {staleness.order} makes batches of what happens to be ready; a run "
+            f"that is {what} can only be repeated with order = ticket"
         ]
     if staleness.inject is not None:
         return [
             f"staleness.order: {staleness.order} trains a ticket in another batch than lag "
-            "injection "
-            "planned; use ticket order, or leave staleness.inject out"
+            "injection planned; use order = ticket, or remove staleness.inject"
         ]
     if staleness.on_exceed == "pace" and not free:
         return [
-            f"staleness.order: {staleness.order} lets slow answers past the limit, which on_exceed "
-            "= pace "
-            "keeps by ticket order alone; use drop, mask or downweight"
+            f"staleness.order: {staleness.order} lets slow completions past the limit, and "
+            "on_exceed = pace prevents that only with order = ticket; use drop, mask or downweight"
         ]
     return []
 
 
 def _exact(config: Config) -> list[str]:
-    """What bitwise equal logprobs rule out."""
+    """Refuse settings that rule out bitwise equal logprobs."""
     out = []
     generator = config.generator
     if config.model.dtype != "float32" or generator.dtype not in ("same", "float32"):
         out.append("exact: needs model.dtype = float32 and generator.dtype = same")
     if generator.mantissa_bits:
         out.append(
-            "exact: generator.mantissa_bits rounds the generator's weights, which the learner's "
-            "are not; set it to 0"
+            "exact: generator.mantissa_bits rounds the generator's weights and not the learner's; "
+            "set it to 0"
         )
     if not ENGINES[config.generator.engine].exact:
         out.append(
@@ -255,8 +253,8 @@ def _exact(config: Config) -> list[str]:
         out.append(f"exact: needs learner.backend = torch, not {config.learner.backend}")
     if generator.top_p < 1 or generator.top_k > 0:
         out.append(
-            "exact: generator.top_p and top_k renormalise what is sampled from, which the learner "
-            "does not; set top_p = 1 and top_k = 0"
+            "exact: generator.top_p and top_k renormalize the sampled distribution and not the "
+            "learner's; set top_p = 1 and top_k = 0"
         )
     if (
         config.weights.in_flight == "keep_kv"
@@ -264,8 +262,8 @@ def _exact(config: Config) -> list[str]:
         and config.staleness.inject is None
     ):
         out.append(
-            "exact: weights.in_flight = keep_kv mixes keys of several versions in an answer; use "
-            "recompute_kv or between_groups"
+            "exact: weights.in_flight = keep_kv mixes keys of several versions in a completion; "
+            "use recompute_kv or between_groups"
         )
     return out
 
@@ -299,8 +297,8 @@ def _correction(config: Config) -> list[str]:
         and correction.veto == "none"
     ):
         out.append(
-            "correction.denominator: after counts what rejection leaves, and nothing is rejected; "
-            "set correction.reject or veto"
+            "correction.denominator: after counts the tokens that rejection leaves, and nothing is "
+            "rejected; set correction.reject or veto"
         )
     return out
 
@@ -316,7 +314,7 @@ def _rejection(config: Config) -> list[str]:
             out.append(f"correction.{key}_lo: {lo:g} is above correction.{key}_hi = {hi:g}")
         if name in settings.NOT_NEGATIVE and hi is not None and hi < 0:
             out.append(
-                f"correction.{key}_hi: {name} is never negative, {hi:g} would reject everything"
+                f"correction.{key}_hi: {name} is never negative, so {hi:g} would reject everything"
             )
     if correction.reject != "none" and correction.reject_at == "target":
         if correction.denominator == "after":
@@ -327,7 +325,7 @@ def _rejection(config: Config) -> list[str]:
         if correction.self_normalize:
             out.append(
                 "correction.self_normalize: divides by the mean of what is kept, which is not "
-                "known before the step with reject_at = target; leave one out"
+                "known before the step with reject_at = target; remove one of them"
             )
     return out
 
@@ -338,12 +336,12 @@ def _surrogate(config: Config) -> list[str]:
     out = []
     if config.loss.coefficient == 0 and not (config.kl.loss.coefficient or config.loss.entropy):
         out.append(
-            "loss.coefficient: 0 leaves nothing to learn from; give kl.loss.coefficient (kl.preset "
-            "= distill), or leave it out"
+            "loss.coefficient: 0 leaves nothing to learn from; set kl.loss.coefficient (kl.preset "
+            "= distill), or remove it"
         )
     if surrogate in settings.ON_BEHAVIOR and correction.proximal != "behavior":
         out.append(
-            f"loss.surrogate: {surrogate} takes its ratio against the behaviour policy; set "
+            f"loss.surrogate: {surrogate} takes its ratio against the behavior policy; set "
             "correction.proximal = behavior"
         )
     if surrogate == "reinforce" and correction.level == "none" and not correction.function:
@@ -391,7 +389,7 @@ def _kl(config: Config) -> list[str]:
         )
     if in_loss.off_policy == "prefix_full" and config.learner.backend != "torch":
         out.append(
-            "kl.loss.off_policy: prefix_full reads both models' last states, which needs "
+            "kl.loss.off_policy: prefix_full reads both models' last hidden states, which needs "
             f"learner.backend = torch, not {config.learner.backend}; use prefix"
         )
     if in_reward.controller == "adaptive" and not in_reward.target > 0:
@@ -406,7 +404,7 @@ def _reshape(config: Config) -> list[str]:
         if reshape.budget == "tokens" and config.stop.action == "slow":
             out.append(
                 "reshape.budget: tokens and stop.action = slow would spend the same KL budget "
-                "twice; choose one"
+                "twice; use one of them"
             )
         if reshape.budget == "global" and reshape.form == "box_cox":
             out.append(
@@ -450,20 +448,18 @@ def _advantage(config: Config) -> list[str]:
         )
         out.append(
             f"learner.group_size: {config.learner.group_size} sample a prompt leaves {what} "
-            "nothing to "
-            "compare with; 2 or more"
+            "nothing to compare with; use 2 or more"
         )
     if advantage.no_spread == "filter" and config.learner.group_size < 2:
         out.append(
-            "learner.group_size: 1 sample a prompt never has a spread, so advantage.no_spread = "
-            "filter would leave nothing to train on; 2 or more"
+            "learner.group_size: with 1 sample a prompt all rewards of a group are equal, so "
+            "advantage.no_spread = filter would leave nothing to train on; use 2 or more"
         )
     if advantage.truncated in ("penalty", "fixed", "soft") and not advantage.truncation_penalty > 0:
         hint = "; or advantage.truncated = zero" if advantage.truncated == "fixed" else ""
         out.append(
-            f"advantage.truncation_penalty: 0 makes advantage.truncated = {advantage.truncated} do "
-            "nothing "
-            f"of its own; give one above 0{hint}"
+            f"advantage.truncation_penalty: with 0, advantage.truncated = {advantage.truncated} "
+            f"has no effect; set it above 0{hint}"
         )
     if (
         isinstance(advantage, settings.ReinforceAdvantage)
@@ -472,7 +468,7 @@ def _advantage(config: Config) -> list[str]:
     ):
         out.append(
             "advantage.baseline: ema follows the mean reward from batch to batch, and "
-            "advantage.rewards = whiten makes it 0 in each; use none or batch"
+            "advantage.rewards = whiten makes it 0 in each batch; use none or batch"
         )
     if (
         advantage.truncated == "soft"
@@ -485,18 +481,17 @@ def _advantage(config: Config) -> list[str]:
     if advantage.name == "remax" and config.learner.group_size < 2:
         out.append(
             f"learner.group_size: {config.learner.group_size}; the first sample of a group is "
-            "remax's "
-            "greedy baseline, so 2 or more"
+            "remax's greedy baseline, so use 2 or more"
         )
     if advantage.name == "remax" and config.exact:
         out.append(
-            "advantage.name: remax draws its baseline greedily, among whose logprobs exact mode "
-            "does not hold; use rloo"
+            "advantage.name: remax samples its baseline greedily, and exact mode does not cover "
+            "greedy logprobs; use rloo"
         )
     if isinstance(advantage, settings.PassAtKAdvantage) and not 2 <= (advantage.k or size) <= size:
         out.append(
-            f"advantage.k: the best of {advantage.k or size} answers needs 2 or more, and not more "
-            f"than learner.group_size = {size}"
+            f"advantage.k: the best of {advantage.k or size} completions; choose from 2 to "
+            f"learner.group_size = {size}"
         )
     if (
         isinstance(advantage, settings.OpobAdvantage)
@@ -509,15 +504,15 @@ def _advantage(config: Config) -> list[str]:
         )
     if advantage.name == "otb" and config.learner.backend != "torch":
         out.append(
-            "advantage.name: otb reads the model's states, which needs learner.backend = torch, "
-            f"not {config.learner.backend}"
+            "advantage.name: otb reads the model's hidden states, which needs learner.backend = "
+            f"torch, not {config.learner.backend}"
         )
     out += _as_they_came(config)
     return out
 
 
 def _as_they_came(config: Config) -> list[str]:
-    """gdpo and the baseline of prompts look at rewards as they came: nothing may shape them."""
+    """Refuse shaped rewards for gdpo and the baseline per prompt, which need unshaped ones."""
     advantage = config.advantage
     by_prompt = (
         isinstance(advantage, settings.ReinforceAdvantage) and advantage.baseline == "prompt"
@@ -531,7 +526,7 @@ def _as_they_came(config: Config) -> list[str]:
         ("kl.reward.coefficient", config.kl.reward.coefficient > 0),
     )
     return [
-        f"{key}: shapes rewards, and {what} looks at them as they came; leave one out"
+        f"{key}: shapes the rewards, and {what} needs them unshaped; remove one of them"
         for key, on in shaping
         if on
     ]
@@ -549,50 +544,51 @@ def _value(config: Config) -> list[str]:
         )
     if config.loss.surrogate == "sft":
         out.append(
-            "advantage.name: gae has nothing to do under loss.surrogate = sft, which takes no "
-            "advantage"
+            "advantage.name: gae has no effect under loss.surrogate = sft, which takes no "
+            "advantage; choose another surrogate"
         )
     if value.trunk == "shared" and value.init in ("reward_model", "random"):
         out.append(
-            f"value.init: {value.init} brings a trunk of its own; with value.trunk = shared choose "
+            f"value.init: {value.init} brings its own trunk; with value.trunk = shared choose "
             "policy or zeros"
         )
     if value.init == "reward_model" and not value.path:
-        out.append(
-            "value.path: the directory of the reward model; value.init = reward_model needs it"
-        )
+        out.append("value.path: value.init = reward_model needs the directory of the reward model")
     if value.trunk == "shared" and value.coefficient == 0:
-        out.append("value.coefficient: 0 leaves the value head untrained; give one above 0")
+        out.append("value.coefficient: 0 leaves the value head untrained; set it above 0")
     return out
 
 
 def _reward(config: Config) -> list[str]:
-    """Who asks and who judges: the task, an environment, a function, a judge or a model."""
+    """Check the source of prompts and of rewards."""
     reward = config.reward
     judge = reward.judge
     out = []
     if reward.model.path and (reward.function or judge.url):
         out.append(
-            "reward.model.path: the model judges alone; leave reward.function and reward.judge out"
+            "reward.model.path: the model is the only scorer; remove reward.function and "
+            "reward.judge"
         )
     if bool(judge.url) != bool(judge.model):
-        out.append("reward.judge: url and model, the name the server knows it by, go together")
+        out.append("reward.judge: needs both url and model, the model's name on the server")
     if judge.url and not judge.url.startswith(("http://", "https://")):
-        out.append(f"reward.judge.url: {judge.url} begins with neither http:// nor https://")
+        out.append(f"reward.judge.url: {judge.url} must begin with http:// or https://")
     if config.task.name in ("seeds", "guess", "nim") and not config.agent.env:
         out.append(
-            f"task.name: {config.task.name} is for an environment that asks and pays: give "
-            "agent.env"
+            f"task.name: {config.task.name} needs an environment that gives prompts and rewards: "
+            "set agent.env"
         )
     if config.model.warm_start and config.task.name.startswith(("seeds", "reasoning_gym:")):
         out.append(
-            f"model.warm_start: {config.task.name} shows no answers to learn from; point "
-            "model.path at a model of your own"
+            f"model.warm_start: {config.task.name} has no answers to learn from; set model.path to "
+            "your own model"
         )
     if config.task.options and not config.task.name.startswith("reasoning_gym:"):
-        out.append(f"task.options: {config.task.name} has none; reasoning_gym:GENERATOR does")
+        out.append(
+            f"task.options: {config.task.name} has no options; only reasoning_gym:GENERATOR has"
+        )
     if config.task.columns and config.task.name != "file":
-        out.append(f"task.columns: {config.task.name} reads no file; task.name = file does")
+        out.append(f"task.columns: {config.task.name} reads no file; only task.name = file does")
     if judge.low >= judge.high:
         out.append(f"reward.judge.low: {judge.low:g} is not below high = {judge.high:g}")
     return out
@@ -602,60 +598,63 @@ DOORS = ("env", "tools", "serve", "command", "function")
 
 
 def _agent(config: Config) -> list[str]:
-    """What sessions cannot be combined with, or were never tried with."""
+    """Refuse settings that sessions do not support, or were never tested with."""
     agent = config.agent
     out = []
     if agent.env and agent.tools:
-        out.append("agent.env: an environment has its own tools; leave agent.tools out")
+        out.append("agent.env: an environment has its own tools; remove agent.tools")
     if agent.serve and (agent.env or agent.tools):
-        out.append("agent.serve: the harness has its own environment; leave env and tools out")
+        out.append("agent.serve: the harness has its own environment; remove env and tools")
     for key in ("command", "function"):
         others = [name for name in DOORS if name != key and getattr(agent, name)]
         if getattr(agent, key) and others:
-            said = " and ".join(f"agent.{name}" for name in others)
-            out.append(f"agent.{key}: it is the agent itself; leave {said} out")
+            keys = " and ".join(f"agent.{name}" for name in others)
+            out.append(f"agent.{key}: it is the agent itself; remove {keys}")
     if agent.forced == "refuse" and not agent.http:
         out.append(
-            "agent.forced: an agent that asks over HTTP can force an answer; give agent.serve, "
-            "command or function"
+            "agent.forced: only an agent that calls over HTTP can force an answer; set "
+            "agent.serve, command or function"
         )
     if agent.command and not all(agent.command):
         out.append('agent.command: a word is empty; write a list like ["python", "agent.py"]')
     if agent.env_pass and not agent.command:
-        out.append("agent.env_pass: is for the program of agent.command; give it, or leave it out")
+        out.append("agent.env_pass: is only for agent.command; set that, or remove this key")
     if wrong := [name for name in agent.env_pass if not name or "=" in name]:
-        out.append(f"agent.env_pass: {wrong[0]!r} is no name of a variable; its value is inherited")
+        out.append(
+            f"agent.env_pass: {wrong[0]!r} is not a variable's name; give only the name, the value "
+            "is inherited"
+        )
     module, colon, name = agent.function.rpartition(":")
     if agent.function and not (module and colon and name.isidentifier()):
         out.append(f"agent.function: {agent.function}; write module:function or file.py:function")
     out += _opponents(config)
     refused = (
-        (config.staleness.inject is not None, "staleness.inject: knows single answers only"),
-        (config.staleness.delay > 0, "staleness.delay: knows single answers only"),
+        (config.staleness.inject is not None, "staleness.inject: supports single completions only"),
+        (config.staleness.delay > 0, "staleness.delay: supports single completions only"),
         (config.advantage.name == "remax", "advantage.name: remax has no greedy session"),
         (
             config.advantage.truncated == "soft",
-            "advantage.truncated: soft knows one answer's limit",
+            "advantage.truncated: soft needs the length limit of a single completion",
         ),
         (bool(config.wires.curve_dir), "wires.curve_dir: a gateway has no key"),
     )
     out += [f"{why}, and [agent] makes samples sessions" for wrong, why in refused if wrong]
     if agent.fork == "row":
         out += [
-            f"{said}: needs the order of a session's tokens, which rows have not: set agent.fork = "
-            '"end"'
-            for said in settings.ordered(config)
+            f"{setting}: needs the order of a session's tokens, which several training sequences "
+            'do not have: set agent.fork = "end"'
+            for setting in settings.ordered(config)
         ]
     if agent.max_tokens < config.generator.max_new_tokens:
         out.append(
-            f"agent.max_tokens: {agent.max_tokens} are fewer than one call may draw "
+            f"agent.max_tokens: {agent.max_tokens} are fewer than one call may sample "
             f"(generator.max_new_tokens = {config.generator.max_new_tokens})"
         )
     return out
 
 
 def _opponents(config: Config) -> list[str]:
-    """Who plays the other side of a game of two."""
+    """Check the opponents of a two-player game."""
     agent = config.agent
     out = []
     for key in ("opponent", "eval_opponent"):
@@ -667,13 +666,13 @@ def _opponents(config: Config) -> list[str]:
                 "file.py:function"
             )
     if agent.opponent and not agent.env:
-        out.append("agent.opponent: plays the other side of an environment; give agent.env")
+        out.append("agent.opponent: plays the other side of an environment; set agent.env")
     if agent.eval_opponent and not agent.opponent:
-        out.append("agent.eval_opponent: is for a game of two; give agent.opponent too")
+        out.append("agent.eval_opponent: is for a two-player game; set agent.opponent, too")
     if agent.opponent == SELF and not agent.eval_opponent:
         out.append(
             "agent.eval_opponent: against itself a policy wins half its games, however well it "
-            "plays; give random or module:function"
+            "plays; set random or module:function"
         )
     return out
 
@@ -687,9 +686,9 @@ def _engine(config: Config) -> list[str]:
     ):
         if temperature < engine.least_temperature:
             out.append(
-                f"{key}: {temperature:g}; {engine.title} raises temperatures below "
-                f"{engine.least_temperature:g} to {engine.least_temperature:g}, and the recorded "
-                "one would be wrong"
+                f"{key}: {temperature:g}; {engine.title} raises lower temperatures to "
+                f"{engine.least_temperature:g}, and the recorded one would be wrong; use "
+                f"{engine.least_temperature:g} or more"
             )
     if not engine.numbered_gpu and config.model.device.startswith("cuda:"):
         out.append(
@@ -702,9 +701,8 @@ def _engine(config: Config) -> list[str]:
     ):
         if gpus and config.model.device not in ("auto", "cuda"):
             out.append(
-                f"{key}: chooses the GPU, and model.device = {config.model.device} another: use "
-                "auto or "
-                "cuda"
+                f"{key}: chooses the GPU, and so does model.device = {config.model.device}: set "
+                "that to auto or cuda"
             )
     if config.learner.gpus and (
         len(config.learner.gpus) != config.learner.ranks
@@ -712,8 +710,7 @@ def _engine(config: Config) -> list[str]:
     ):
         out.append(
             f"learner.gpus: {config.learner.gpus} for {config.learner.ranks} rank(s) "
-            "(learner.ranks); each "
-            "needs a GPU of its own"
+            "(learner.ranks); each needs its own GPU"
         )
     if (
         config.learner.ranks > 1
@@ -722,27 +719,26 @@ def _engine(config: Config) -> list[str]:
     ):
         out.append(
             f"learner.gpus: {config.learner.ranks} ranks would share model.device = "
-            f"{config.model.device}; "
-            "give one number each"
+            f"{config.model.device}; give one number each"
         )
     if (how := config.weights.transport) in ("nccl", "gloo") and config.wires.weights_address:
         out.append(
             f"wires.weights_address: weights.transport = {how} takes a free port of this machine "
-            "and knows no keys; leave it out, or use tcp"
+            "and has no keys; remove it, or use tcp"
         )
     if how not in ("auto", "tcp") and config.weights.fan_out:
         out.append(
-            f"weights.fan_out: weights.transport = {how} sends no copies over a network; leave it "
-            "out, or use tcp or auto"
+            f"weights.fan_out: weights.transport = {how} sends no copies over a network; remove "
+            "it, or use tcp or auto"
         )
     if how == "nccl" and not (config.learner.gpus and config.generator.gpus):
         out.append(
-            "weights.transport: nccl connects two GPUs; give learner.gpus and generator.gpus, or "
+            "weights.transport: nccl connects two GPUs; set learner.gpus and generator.gpus, or "
             "use auto"
         )
     elif how == "nccl" and (both := sorted(set(config.learner.gpus) & set(config.generator.gpus))):
         out.append(
-            f"weights.transport: nccl does not connect GPU {both[0]} with itself (learner.gpus, "
+            f"weights.transport: nccl cannot connect GPU {both[0]} with itself (learner.gpus, "
             "generator.gpus); use auto"
         )
     for key in sorted({key for row in ENGINES.values() for key in row.settings}):
@@ -756,14 +752,14 @@ def _engine(config: Config) -> list[str]:
 
 
 def warnings(config: Config) -> list[str]:
-    """What a run is told once at its start."""
+    """Return warnings that a run prints once at its start."""
     given = config.reward.function if config.reward.share else ""
-    shared = f"reward.share: who joins this run is given the file of {given}, and runs it"
+    shared = f"reward.share: machines that join this run receive the file of {given} and run it"
     return _kl_warnings(config) + _other_warnings(config) + ([shared] if given else [])
 
 
 def _kl_warnings(config: Config) -> list[str]:
-    """Gradients of KL terms that are not what the name says."""
+    """Warn of KL penalties whose gradient is not that of the KL."""
     out = []
     in_loss = config.kl.loss
     on = config.kl.loss.coefficient > 0
@@ -772,21 +768,23 @@ def _kl_warnings(config: Config) -> list[str]:
     if on and in_loss.estimator == "k1" and in_loss.off_policy == "none":
         tail = (
             "; off policy, as here, it pushes away from the data (minus the gradient of KL(mu || "
-            "pi))"
+            "pi)); use k3"
             if stale
             else ""
         )
         out.append("kl: k1 in the loss has no expected gradient on policy" + tail)
     if in_reward.coefficient > 0 and in_reward.estimator == "k3":
-        out.append("kl: k3 in the reward has a strongly biased gradient and is known to collapse")
+        out.append(
+            "kl: k3 in the reward has a strongly biased gradient and is known to collapse; use k1"
+        )
     if in_reward.coefficient > 0 and in_reward.at == "behavior" and config.staleness.limit > 0:
         out.append(
-            "kl: kl.reward.at = behavior takes the KL of the policy that wrote the tokens, whose "
+            "kl: kl.reward.at = behavior takes the KL of the policy that sampled the tokens, whose "
             "gradient is more than half wrong off policy; use start"
         )
     if on and in_loss.off_policy == "ratio":
         out.append(
-            "kl: off_policy = ratio is right on the behaviour policy's states only; prefix is exact"
+            "kl: off_policy = ratio is right only on the behavior policy's states; prefix is exact"
         )
     if on and in_loss.off_policy in ("prefix", "prefix_full"):
         cut = "staleness.on_exceed = mask" if config.staleness.on_exceed == "mask" else ""
@@ -796,19 +794,18 @@ def _kl_warnings(config: Config) -> list[str]:
             else ""
         ):
             out.append(
-                f"kl: off_policy = {in_loss.off_policy} is exact for whole answers; {cut} takes "
-                "tokens "
-                "out of the product of ratios"
+                f"kl: off_policy = {in_loss.off_policy} is exact for whole completions; {cut} "
+                "removes tokens from the product of ratios"
             )
     return out
 
 
-# surrogates that hold a token back once its ratio has left 1
+# surrogates that restrain a token once its ratio has left 1
 HELD_BY_RATIO = ("ppo", "decoupled_ppo", "gspo", "cispo", "dppo", "sapo", "clip_cov", "gmpo")
 
 
 def _inert_clip(config: Config) -> list[str]:
-    """Decoupled PPO with one optimizer step a batch: pi_theta is the proximal policy itself."""
+    """Warn of decoupled PPO with one step a batch, where pi_theta is the proximal policy itself."""
     steps = config.learner.epochs * config.learner.minibatches
     surrogate = config.loss.surrogate
     if (
@@ -826,7 +823,7 @@ def _inert_clip(config: Config) -> list[str]:
 
 
 def _other_warnings(config: Config) -> list[str]:
-    """Of the correction, the samples and the surrogate."""
+    """Warn of doubtful corrections, samples and surrogates."""
     out = _inert_clip(config)
     if (
         config.correction.level in ("sequence", "geometric")
@@ -835,13 +832,12 @@ def _other_warnings(config: Config) -> list[str]:
     ):
         out.append(
             f"correction: at {config.correction.level} level without self_normalize the mean "
-            "weight, an "
-            "effective learning rate, wanders"
+            "weight, an effective learning rate, drifts; set self_normalize = true"
         )
     if config.generator.top_p < 1 or config.generator.top_k > 0:
         out.append(
-            "generator: top_p/top_k cut the sampled distribution; ratios against the full one are "
-            "biased"
+            "generator: top_p and top_k restrict the sampled distribution, so ratios against the "
+            "full one are biased; set top_p = 1 and top_k = 0"
         )
     if (
         config.loss.surrogate == "reshape"
@@ -850,8 +846,8 @@ def _other_warnings(config: Config) -> list[str]:
         and config.reshape.gamma == 0
     ):
         out.append(
-            "reshape: gamma = 0 in the power form has no gradient at all; form = box_cox is "
-            "weighted log-likelihood there"
+            "reshape: gamma = 0 in the power form has no gradient at all; use form = box_cox, "
+            "which is weighted log-likelihood there"
         )
     if (
         config.loss.surrogate == "reshape"
@@ -859,13 +855,13 @@ def _other_warnings(config: Config) -> list[str]:
         and not (config.stop.kl_max or config.reshape.clip or config.reshape.kl_penalty)
     ):
         out.append(
-            "reshape: controls variance and not drift; without a repair (clip, kl_penalty, budget, "
-            "stop.kl_max) the KL runs away"
+            "reshape: controls variance and not drift, so the KL grows without bound; set a repair "
+            "(clip, kl_penalty, budget or stop.kl_max)"
         )
     if config.advantage.name == "dr_grpo" and config.loss.reduction != "seq-mean-token-sum-norm":
         out.append(
-            "advantage: dr_grpo goes with loss.reduction = seq-mean-token-sum-norm; another "
-            "reduction brings the length bias back"
+            "advantage: dr_grpo needs loss.reduction = seq-mean-token-sum-norm; any other "
+            "reduction brings back the length bias"
         )
     if config.loss.surrogate == "gspo" and config.loss.reduction != "seq-mean-token-mean":
         out.append(

@@ -1,4 +1,4 @@
-"""The sections [reward.judge] and [reward.model]: another model says what an answer is worth."""
+"""The sections [reward.judge] and [reward.model]: another model scores completions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The config of `asyncrl sft`: supervised training of a model on answers that are given."""
+"""The config of `asyncrl sft`: supervised training of a model on given answers."""
 
 from __future__ import annotations
 
@@ -116,17 +116,20 @@ class SftConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 def check(config: SftConfig) -> list[str]:
-    """Rules beyond one key."""
+    """Check the rules beyond one key."""
     if config.name in (".", "..") or set(config.name) & {"/", "\\", "\0"}:
-        return [f"name: {config.name!r} is no name of one directory; see `runs`"]
+        return [
+            f"name: {config.name!r} must be the name of one directory, without a path; `runs` "
+            "sets the folder of all runs"
+        ]
     return rules.device_problems(config.model.device)
 
 
 def read(path: str, sets: tuple[str, ...] = ()) -> SftConfig:
-    """The config in `path` with `sets` applied.  Raises ConfigError as `load.load` does."""
+    """Load the config in `path` with `sets` applied.  Raises ConfigError as `load.load` does."""
     return load.load_as(load.ConfigSchema(SftConfig, check), path, sets)
 
 
 def schema() -> dict[str, Any]:
-    """JSON schema of the config, for editors."""
+    """Return the JSON schema of the config, for editors."""
     return msgspec.json.schema(SftConfig)

@@ -1,9 +1,8 @@
-"""The ways of the weights from the learner to a generator, a row each.
+"""Table of the weight transports, from the learner to a generator.
 
-A new one is a module in `asyncrl/transport/` with `serve` and `connect`, as
-`asyncrl/transport/weight_transport.py` says; a row here; and its test.  From the row follow
-`weights.transport`
-and its schema, what the learner serves, and what a generator asks."""
+To add a transport, write a module in `asyncrl/transport/` with `serve` and `connect` (see
+`asyncrl/transport/weight_transport.py`), add an entry here, and add its test.  The entry defines
+the values of `weights.transport` and the modules that learner and generators start."""
 
 from __future__ import annotations
 
@@ -11,8 +10,8 @@ from typing import TYPE_CHECKING, Literal
 
 # name -> the module that serves and connects; imported when a learner or a generator starts
 TRANSPORTS: dict[str, str] = {
-    "auto": "asyncrl.transport.chunks",  # and the ring itself, where the generator can map it
-    "shared_memory": "asyncrl.transport.chunks",  # serves too, when it has an address
+    "auto": "asyncrl.transport.chunks",  # or the ring itself, if the generator can map it
+    "shared_memory": "asyncrl.transport.chunks",  # also serves chunks, if it has an address
     "tcp": "asyncrl.transport.chunks",
     "nccl": "asyncrl.transport.gpu_pairs",
     "gloo": "asyncrl.transport.gpu_pairs",

@@ -1,8 +1,8 @@
-"""The configuration: TOML to a frozen tree of msgspec structs.  Imports no torch.
+"""The configuration as a frozen tree of msgspec structs, one per section.  Imports no torch.
 
-A key's meaning, unit and range stand in its `Meta`; configs/README.md and the JSON schema are
-generated from here. `load` reads a file, applies `--set` overrides to the raw table, converts it
-(unknown keys and wrong types are one clear line) and checks the rules that span several keys."""
+A key's meaning, unit and range are in its `Meta`, from which the JSON schema is generated.
+`asyncrl.config.load` reads a file, applies `--set`, converts it and checks the rules on several
+keys."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ class RewardConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     @property
     def uses_reward_processes(self) -> bool:
-        """Is it judged by something other than the task, in processes of their own?"""
+        """True if something other than the task judges, in separate processes."""
         return bool(self.function or self.judge.url or self.model.path)
 
 
@@ -471,7 +471,7 @@ class ExportConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class AutoLimitConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A limit that sets itself, from 1 to `most`."""
+    """An adaptive limit, from 1 to `most`."""
 
     auto: Annotated[
         Literal["ess"],
@@ -544,13 +544,13 @@ class StalenessConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     @property
     def limit(self) -> float:
-        """Versions that no token may pass: where the limit sets itself, its hard bound."""
+        """Largest allowed lag in versions; of an adaptive limit its upper bound."""
         limit = self.max_lag
         return float(limit.most) if isinstance(limit, AutoLimitConfig) else limit
 
     @property
     def ess_floor(self) -> float:
-        """Of a limit that sets itself; 0: it is constant."""
+        """`floor` of an adaptive limit; 0: the limit is constant."""
         return self.max_lag.floor if isinstance(self.max_lag, AutoLimitConfig) else 0.0
 
 
@@ -757,7 +757,7 @@ class RecordConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The whole tree.  `model.path` and `task.name` have no default."""
+    """The config of a run.  `model.path` and `task.name` have no default."""
 
     name: Annotated[
         str,

@@ -425,9 +425,9 @@ def test_budgets_and_replies_outlive_a_process(tmp_path: Path) -> None:
     ("more", "why"),
     [
         ({"judge": {"url": "http://x/v1"}}, "url and model"),
-        ({"judge": {"url": "x:1", "model": "m"}}, "neither http"),
+        ({"judge": {"url": "x:1", "model": "m"}}, "must begin with http"),
         ({"judge": {"low": 1.0, "high": 1.0}}, "not below"),
-        ({"model": {"path": "p"}, "function": "a:b"}, "judges alone"),
+        ({"model": {"path": "p"}, "function": "a:b"}, "only scorer"),
     ],
 )
 def test_rules(more: dict[str, Any], why: str) -> None:

@@ -93,9 +93,9 @@ def test_refusals(gym: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     loaded = load.load(file)
     (tmp_path / "resolved.toml").write_text(load.dump(loaded))
     assert load.load(tmp_path / "resolved.toml") == loaded and loaded.task.options == {"most": 8}
-    with pytest.raises(ConfigError, match="shows no answers to learn from"):
+    with pytest.raises(ConfigError, match="has no answers to learn from"):
         load.load(file, ["model.warm_start=true"])
-    with pytest.raises(ConfigError, match="sort has none"):
+    with pytest.raises(ConfigError, match="sort has no options"):
         load.load(file, ["task.name=sort"])
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(ConfigError, match=r"pip install 'asyncrl\[reasoning\]'"):

@@ -485,7 +485,7 @@ REFUSED = [
     ({"correction": {"proximal": "behavior", "preset": "tis"}}, "makes every weight 1"),
     (
         {"loss": {"surrogate": "topr"}, "correction": {"proximal": "recompute"}},
-        "takes its ratio against the behaviour policy",
+        "takes its ratio against the behavior policy",
     ),
     (
         {"loss": {"surrogate": "reinforce"}},
@@ -515,16 +515,16 @@ REFUSED = [
     ),
     (
         {"advantage": {"truncated": "soft"}},
-        "truncation_penalty: 0 makes advantage.truncated = soft do nothing",
+        "truncation_penalty: with 0, advantage.truncated = soft has no effect",
     ),
     (
         {"advantage": {"truncated": "penalty"}},
-        "truncation_penalty: 0 makes advantage.truncated = penalty do nothing",
+        "truncation_penalty: with 0, advantage.truncated = penalty has no effect",
     ),
     ({"advantage": {"truncated": "fixed"}}, "or advantage.truncated = zero"),
     (
         {"advantage": {"name": "reinforce", "baseline": "ema", "rewards": "whiten"}},
-        "makes it 0 in each; use none or batch",
+        "makes it 0 in each batch; use none or batch",
     ),
     (
         {"advantage": {"name": "dr_grpo"}, "learner": {"group_size": 1}},

@@ -512,7 +512,7 @@ WARNED = [
     ({"kl": {"reward": {"coefficient": 0.1, "estimator": "k3"}}}, "known to collapse"),
     (
         {"kl": {"loss": {"coefficient": 0.1, "estimator": "k3", "off_policy": "ratio"}}},
-        "behaviour policy's states only",
+        "only on the behavior policy's states",
     ),
     (
         {
@@ -525,10 +525,10 @@ WARNED = [
         {"kl": {"reward": {"coefficient": 0.1, "at": "behavior"}}},
         "more than half wrong off policy; use start",
     ),
-    ({"correction": {"level": "sequence"}}, "mean weight, an effective learning rate, wanders"),
+    ({"correction": {"level": "sequence"}}, "mean weight, an effective learning rate, drifts"),
     (
         {"loss": {"surrogate": "reshape"}, "correction": {"proximal": "behavior"}},
-        "the KL runs away",
+        "the KL grows without bound",
     ),
     ({"advantage": {"name": "dr_grpo"}}, "length bias"),
 ]

@@ -27,17 +27,17 @@ from learner.step import LearnerCore
 GONE = [
     (
         "coefficient = 0.1",
-        "kl.coefficient: is no key now; write kl.reward.coefficient (KL in the reward) or "
+        "kl.coefficient: was replaced; write kl.reward.coefficient (KL in the reward) or "
         "kl.loss.coefficient (in the loss)",
     ),
     (
         'placement = "loss"',
-        "kl.placement: is no key now; write kl.reward.coefficient or kl.loss.coefficient: one "
+        "kl.placement: was replaced; write kl.reward.coefficient or kl.loss.coefficient: one "
         "above 0 puts the term there",
     ),
     (
         'estimator = "k3"',
-        "kl.estimator: is no key now; write kl.reward.estimator or kl.loss.estimator",
+        "kl.estimator: was replaced; write kl.reward.estimator or kl.loss.estimator",
     ),
     ('controller = "adaptive"', "kl.controller: is called kl.reward.controller here; write that"),
     ("target = 3.0", "kl.target: is called kl.reward.target here; write that"),
@@ -59,9 +59,9 @@ def test_the_keys_of_before_name_those_of_now(line: str, said: str, tmp_path: Pa
     with pytest.raises(ConfigError) as e:
         load.load(written(tmp_path, f"[kl]\n{line}\n"))
     assert str(e.value) == f"{tmp_path / 'c.toml'}:4: {said}"
-    with pytest.raises(ConfigError, match=r"beta: is no key now; write kl\.loss\.coefficient"):
+    with pytest.raises(ConfigError, match=r"beta: was replaced; write kl\.loss\.coefficient"):
         load.load(written(tmp_path, ""), ["learner.beta=0.1"])
-    with pytest.raises(ConfigError, match=r"kl_coef: is no key now; write kl\.reward\.coefficient"):
+    with pytest.raises(ConfigError, match=r"kl_coef: was replaced; write kl\.reward\.coefficient"):
         load.load(written(tmp_path, ""), ["kl_coef=0.1"])
 
 

@@ -426,7 +426,10 @@ def test_a_mask_of_m2po_is_of_the_whole_batch_and_of_the_step() -> None:
             {"reject": "ratio", "reject2": "kb"},
             "correction.reject2_hi: reject2 = kb has no default bound",
         ),
-        ({"reject": "tv", "reject_hi": -1.0}, "tv is never negative, -1 would reject everything"),
+        (
+            {"reject": "tv", "reject_hi": -1.0},
+            "tv is never negative, so -1 would reject everything",
+        ),
         (
             {"reject": "ratio", "reject2": "ratio", "reject2_lo": 3.0, "reject2_hi": 2.0},
             "correction.reject2_lo: 3 is above correction.reject2_hi = 2",
@@ -658,8 +661,8 @@ def test_flash_reinforce_by_hand() -> None:
         ({"loss": {"pull": 0.1}}, "loss.pull: belongs to loss.surrogate = ipo or band"),
         ({"advantage": {"std": "batch"}}, "advantage.std: belongs to advantage.name = grpo"),
         ({"advantage": {"k": 2}}, "advantage.k: belongs to advantage.name = pass_at_k"),
-        ({"advantage": {"name": "pass_at_k", "k": 99}}, "advantage.k: the best of 99 answers"),
-        ({"advantage": {"name": "pass_at_k", "k": 1}}, "advantage.k: the best of 1 answers"),
+        ({"advantage": {"name": "pass_at_k", "k": 99}}, "advantage.k: the best of 99 completions"),
+        ({"advantage": {"name": "pass_at_k", "k": 1}}, "advantage.k: the best of 1 completions"),
     ],
 )
 def test_keys_of_another_choice_are_refused(sections: dict[str, Any], said: str) -> None:
@@ -748,7 +751,7 @@ def test_a_baseline_of_each_prompt() -> None:
         ({"advantage": {"part_weights": {"a": 1.0}}}, "part_weights: belongs to advantage.name"),
         (
             {"advantage": {"name": "gdpo", "rewards": "unit"}},
-            "advantage.rewards: shapes rewards, and advantage.name = gdpo",
+            "advantage.rewards: shapes the rewards, and advantage.name = gdpo",
         ),
         (
             {
@@ -758,7 +761,7 @@ def test_a_baseline_of_each_prompt() -> None:
                     "truncated": "zero",
                 }
             },
-            "advantage.truncated: shapes rewards, and advantage.baseline = prompt",
+            "advantage.truncated: shapes the rewards, and advantage.baseline = prompt",
         ),
         (
             {
@@ -769,7 +772,7 @@ def test_a_baseline_of_each_prompt() -> None:
         ),
         (
             {"advantage": {"name": "otb"}, "learner": {"backend": "deepspeed"}},
-            "advantage.name: otb reads the model's states",
+            "advantage.name: otb reads the model's hidden states",
         ),
         (
             {"advantage": {"name": "gdpo"}, "learner": {"group_size": 1}},

@@ -282,7 +282,7 @@ def test_the_simulation_moves_it_by_idle_time_and_the_ratios_that_it_is_given() 
         (["staleness.max_lag={auto='kl'}"], "staleness.max_lag"),
         (["staleness.max_lag={auto='ess',flor=0.4}"], "staleness.max_lag"),
         (["staleness.max_lag=-1"], "staleness.max_lag"),
-        (["staleness.max_lag=2.5"], "neither a whole number nor inf"),
+        (["staleness.max_lag=2.5"], "must be a whole number or inf"),
     ],
 )
 def test_what_it_cannot_be(sets: list[str], what: str) -> None:

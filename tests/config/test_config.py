@@ -43,7 +43,7 @@ MISTAKES = [
     ('[learner]\nlr = "fast"\n', "c.toml:4: learner.lr"),
     ('[loss]\nsurrogate = "pppo"\n', "choose one of"),
     ("staleness = 3\n", "c.toml:3: staleness: is a section, not a value"),
-    ("[staleness]\nmax_lag = 1.5\n", "staleness.max_lag: 1.5 is neither a whole number nor inf"),
+    ("[staleness]\nmax_lag = 1.5\n", "staleness.max_lag: 1.5 must be a whole number or inf"),
     (
         "[staleness]\nmax_lag = 2\ninject = 4\n",
         "staleness.inject: injects up to 4 versions, above staleness.max_lag = 2",
@@ -52,7 +52,7 @@ MISTAKES = [
     ("[learner]\ngroup_size = 1\n", "leaves rloo nothing to compare with"),
     ("[generator]\nmax_new_tokens = 64\ncontext = 64\n", "leave no room for a prompt"),
     ("[stop]\nkl_max = 0.1\n", "there is nothing to stop"),
-    ("[[[", "not TOML"),
+    ("[[[", "not valid TOML"),
 ]
 
 
@@ -74,7 +74,10 @@ def test_mistakes_in_a_file(more: str, said: str, tmp_path: Path) -> None:
         ("learner.steps=0", "--set learner.steps=0: learner.steps"),
         ("seed.x=1", "seed: Expected `int`"),
         (f"seed={2**63}", "seed: Expected `int` <= 9223372036854775807"),
-        ("model.device=tpu", "model.device: 'tpu' is no device; choose one of auto, cpu, cuda, c"),
+        (
+            "model.device=tpu",
+            "model.device: 'tpu' is not a device; choose one of auto, cpu, cuda, c",
+        ),
     ],
 )
 def test_mistakes_on_the_command_line(item: str, said: str, tmp_path: Path) -> None:
@@ -254,9 +257,9 @@ def test_text_needs_no_quotes_on_the_command_line(item: str, value: str) -> None
 @pytest.mark.parametrize(
     ("item", "said"),
     [
-        ('name="R', "is no TOML value"),
-        ("learner.lr=1 2", "is no TOML value"),
-        ("generator.engine=v llm", "is no TOML value"),
+        ('name="R', "is not a TOML value"),
+        ("learner.lr=1 2", "is not a TOML value"),
+        ("generator.engine=v llm", "is not a TOML value"),
         ("name=['R']", "name: Expected `str`, got `array`"),
     ],
 )

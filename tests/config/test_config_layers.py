@@ -210,10 +210,10 @@ def test_a_method_leaves_nothing_of_the_clip_before_it() -> None:
 
 def test_an_unknown_method_is_refused_with_the_nearest(tmp_path: Path) -> None:
     path = written(tmp_path, "")
-    with pytest.raises(ConfigError, match=r"'gmppo' is no method; did you mean gmpo\?"):
+    with pytest.raises(ConfigError, match=r"'gmppo' is unknown; did you mean gmpo\?"):
         load.load(path, ["method=gmppo"])
     path.write_text("method = ['gmpo']\n" + BARE)
-    with pytest.raises(ConfigError, match=f"{path}:1: method: .* is no method"):
+    with pytest.raises(ConfigError, match=f"{path}:1: method: .* is unknown"):
         load.load(path)
 
 
@@ -230,5 +230,5 @@ def test_methods_are_listed_with_source_and_evidence() -> None:
             title.replace(",", "").replace(" ", "-") for title in titles
         }, anchor
     plain = CliRunner().invoke(main, ["methods"])
-    assert "gmpo: GMPO: answers by their geometric mean" in plain.stdout
+    assert "gmpo: GMPO: the geometric mean ratio of a completion" in plain.stdout
     assert "source: arXiv 2507.20673 (code); measured: docs/staleness.md" in plain.stdout

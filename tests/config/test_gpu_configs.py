@@ -97,9 +97,9 @@ def test_each_process_sees_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ("sets", "said"),
     [
         (["learner.gpus=[0]"], "for 2 rank"),
-        (["learner.gpus=[0, 0]"], "each needs a GPU of its own"),
+        (["learner.gpus=[0, 0]"], "each needs its own GPU"),
         (["learner.gpus=[]"], "2 ranks would share model.device = cuda"),
-        (["model.device='cpu'"], "model.device = cpu another"),
+        (["model.device='cpu'"], "so does model.device = cpu"),
         (
             ["model.device='cuda:1'", "learner.gpus=[]", "generator.gpus=[]", "learner.ranks=1"],
             "vLLM takes the first GPU",
@@ -164,7 +164,7 @@ def test_a_learner_of_one_rank_is_told_how_it_gets_more_gpus() -> None:
         (8, ("generators=2",), "leave out --set generators=2"),
         (8, ("learner.gpus=[4]",), r"leave out --set learner.gpus=\[4\]"),
         (8, ("generator.gpus = [4]",), r"leave out --set generator.gpus = \[4\]"),
-        (1, ("learner.ranks=1",), "nccl does not connect GPU 0 with itself"),
+        (1, ("learner.ranks=1",), "nccl cannot connect GPU 0 with itself"),
         (0, (), r"'--gpus': 0 is not in the range x>=1"),
         (8, ("--on", "ray"), "--on ray places processes by placement.learner"),
         (8, ("--resume", "r"), "a resumed run keeps its own"),

@@ -174,7 +174,9 @@ def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../escape", "a/b", "..", "/tmp/x", "a\\b"])
 def test_a_name_stays_in_runs(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"--set name=.*: name: .* is no name of one directory"):
+    with pytest.raises(
+        ConfigError, match=r"--set name=.*: name: .* must be the name of one directory"
+    ):
         load.load(ROOT / "configs" / "demo.toml", [f"name={name!r}"])
 
 

@@ -58,15 +58,15 @@ def test_freshest_with_drop_sends_again_what_it_passed_over_for_too_long() -> No
 REFUSED = [
     (
         ("order=completion",),
-        "lets slow answers past the limit, which on_exceed = pace keeps by ticket order alone",
+        "lets slow completions past the limit, and on_exceed = pace prevents that only",
     ),
-    (("order=freshest",), "lets slow answers past the limit"),
+    (("order=freshest",), "lets slow completions past the limit"),
     (
         ("order=freshest", "on_exceed=mask", "max_lag=0"),
-        "synchronous (staleness.max_lag = 0) repeat because of ticket order",
+        "a run that is synchronous (staleness.max_lag = 0) can only be repeated",
     ),
-    (("order=ticket", "on_exceed=drop"), "so on_exceed = drop has nothing to do"),
-    (("order=ticket", "max_lag=inf"), "waits for the oldest answer, however late"),
+    (("order=ticket", "on_exceed=drop"), "so on_exceed = drop never acts"),
+    (("order=ticket", "max_lag=inf"), "waits for the oldest completion, however late"),
     (("order=freshest", "max_lag=inf", "inject=2"), "in another batch than lag injection planned"),
     (("order=oldest",), "choose one of auto, ticket, completion, freshest"),
     (("delay=-1.0",), "staleness.delay"),
@@ -82,7 +82,9 @@ def test_orders_that_would_break_a_promise_are_refused(sets: tuple[str, ...], sa
 
 def test_exact_mode_keeps_ticket_order() -> None:
     exact = ["exact=true", "weights.in_flight=recompute_kv", "staleness.on_exceed=drop"]
-    with pytest.raises(ConfigError, match="runs that are exact repeat because of ticket order"):
+    with pytest.raises(
+        ConfigError, match="run that is exact can only be repeated with order = ticket"
+    ):
         load.load(ROOT / "configs" / "demo.toml", [*exact, "staleness.order=freshest"])
     load.load(ROOT / "configs" / "demo.toml", ["staleness.order=ticket", *exact[:2]])
 

@@ -173,9 +173,9 @@ def test_a_checkpoint_holds_it(model_dir: Path, tmp_path: Path, trunk: str) -> N
         ),
         (
             ["value.trunk=shared", "value.init=random"],
-            "value.init: random brings a trunk of its own",
+            "value.init: random brings its own trunk",
         ),
-        (["value.init=reward_model"], "value.path: the directory of the reward model"),
+        (["value.init=reward_model"], "value.path: value.init = reward_model needs the directory"),
         (
             ["value.trunk=shared", "value.path=x"],
             "value.path: belongs to value.trunk = own, not to shared",
@@ -185,7 +185,7 @@ def test_a_checkpoint_holds_it(model_dir: Path, tmp_path: Path, trunk: str) -> N
             ["advantage.name=rloo", "value.clip=0.2"],
             "value.clip: belongs to advantage.name = gae, not to rloo",
         ),
-        (["loss.surrogate=sft"], "gae has nothing to do"),
+        (["loss.surrogate=sft"], "gae has no effect"),
     ],
 )
 def test_what_cannot_work_is_refused_when_the_config_is_read(sets: list[str], said: str) -> None:

@@ -267,7 +267,7 @@ def test_prefix_full_is_refused_where_it_cannot_work() -> None:
     on = ["kl.loss.coefficient=0.1", "kl.loss.off_policy=prefix_full"]
     with pytest.raises(
         ConfigError,
-        match=r"prefix_full reads both models' last states, which needs learner\.backend = torch",
+        match=r"prefix_full reads both models' last hidden states, which needs learner\.backend",
     ):
         load.load("configs/demo.toml", [*on, "learner.backend=deepspeed", "learner.ranks=2"])
     assert load.load("configs/demo.toml", on).kl.loss.off_policy == "prefix_full"

@@ -479,7 +479,7 @@ def test_a_signal_leaves_a_checkpoint_and_the_command_goes_on(
         (("my.toml", "--set", "trainig.lr=1"), "did you mean training?"),
         (("my.toml", "--set", "data.lr=1"), "did you mean training.lr?"),
         (("my.toml", "--set", "training.schedule=x"), "choose one of constant, linear, cosine"),
-        (("my.toml", "--set", "name='a/b'"), "is no name of one directory"),
+        (("my.toml", "--set", "name='a/b'"), "must be the name of one directory"),
         (("my.toml", "--set", "data.context=3"), "train.jsonl:1: "),
     ],
 )

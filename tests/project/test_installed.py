@@ -172,7 +172,9 @@ def test_a_config_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         with pytest.raises(ConfigError) as error:
             load.load(name)
         said = str(error.value)
-        assert said.startswith(f"{name}: no such config file; shipped, by name: calc, calc_http,")
+        assert said.startswith(
+            f"{name}: no such config file; bundled configs, by name: calc, calc_http,"
+        )
     assert "demo" in bundled_configs.names()
 
 

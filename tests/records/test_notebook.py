@@ -161,7 +161,9 @@ def test_a_refusal_is_the_products_own(
     """
     with pytest.raises(ConfigError, match="holds a run already"):
         asyncrl.run(first.config)
-    with pytest.raises(ConfigError, match=r"^demoo: no such config file; shipped, by name: ") as e:
+    with pytest.raises(
+        ConfigError, match=r"^demoo: no such config file; bundled configs, by name: "
+    ) as e:
         asyncrl.run("demoo")
     assert e.value.exit_code == 2 and capfd.readouterr() == ("", "")
     with pytest.raises(ConfigError, match=r"^--set learner.lrr=1: learner.lrr: unknown key"):

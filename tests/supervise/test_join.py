@@ -447,7 +447,9 @@ def test_a_machine_with_nothing_but_keys_joins_a_run_that_is_then_scaled(
             process.kill()
             process.wait()
     assert "code of the run's (mine.py, SHA-256" in log("join")
-    assert "reward.share: who joins this run is given the file of mine.py:reward" in log("run")
+    assert "reward.share: machines that join this run receive the file of mine.py:reward" in log(
+        "run"
+    )
     drawn = re.search(r"generator-2: ended after (\d+) tokens", log("join"))
     assert drawn and int(drawn[1]) > 0
     kept = sorted(p.name.partition("-")[0] for p in (there / "cache").iterdir() if p.is_dir())

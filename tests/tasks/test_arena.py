@@ -174,5 +174,5 @@ def test_tasks_whose_environment_pays(name: str) -> None:
         task.reward(task.prompt("train", 0, 0), "")
     good = load.load("guess", [f"task.name={name}", "model.warm_start=false"])
     assert check(good) == []
-    with pytest.raises(ConfigError, match="is for an environment that asks and pays"):
+    with pytest.raises(ConfigError, match="needs an environment that gives prompts and rewards"):
         load.load("guess", [f"task.name={name}", "model.warm_start=false", "agent.env=''"])

@@ -528,9 +528,12 @@ def test_the_command_shows_the_other_side() -> None:
         ),
         (["agent.eval_opponent='m:f g'"], "agent.eval_opponent: m:f g; choose random or self"),
         (["agent.eval_opponent=''"], "agent.eval_opponent: against itself a policy wins half"),
-        (["agent.opponent=''"], "agent.eval_opponent: is for a game of two; give agent.opponent"),
+        (
+            ["agent.opponent=''"],
+            "agent.eval_opponent: is for a two-player game; set agent.opponent",
+        ),
         (["agent.env=''", "agent.serve=true"], "agent.opponent: plays the other side of an env"),
-        (["agent.env=''"], "task.name: nim is for an environment that asks and pays"),
+        (["agent.env=''"], "task.name: nim needs an environment that gives prompts and rewards"),
     ],
 )
 def test_what_opponents_may_be(sets: list[str], said: str) -> None:

@@ -234,7 +234,7 @@ def test_in_a_run_with_kills_the_weights_come_out_as_through_shared_memory(
                 "learner.gpus=[1]",
                 "generator.gpus=[0, 1]",
             ],
-            "nccl does not connect GPU 1 with itself",
+            "nccl cannot connect GPU 1 with itself",
         ),
         (
             ["weights.transport='gloo'", "wires.weights_address='tcp://127.0.0.1:0'"],

@@ -301,12 +301,12 @@ def until(what: Callable[[], bool]) -> None:
 @pytest.mark.parametrize(
     ("item", "said"),
     [
-        ("staleness.inject=1", "staleness.inject: knows single answers only"),
-        ("staleness.delay=1.0", "staleness.delay: knows single answers only"),
+        ("staleness.inject=1", "staleness.inject: supports single completions only"),
+        ("staleness.delay=1.0", "staleness.delay: supports single completions only"),
         ("advantage.name='remax'", "advantage.name: remax has no greedy session"),
         ("advantage.name='gae'", 'advantage.name = gae: needs the order .* agent.fork = "end"'),
         ("agent.tools=['m:f']", "agent.env: an environment has its own tools"),
-        ("agent.max_tokens=5", "agent.max_tokens: 5 are fewer than one call may draw"),
+        ("agent.max_tokens=5", "agent.max_tokens: 5 are fewer than one call may sample"),
         ("wires.curve_dir='k'", "wires.curve_dir: a gateway has no key"),
     ],
 )

@@ -463,15 +463,21 @@ def test_an_agent_that_is_not_there_is_named(
 @pytest.mark.parametrize(
     ("item", "said"),
     [
-        ("agent.env='m:C'", "agent.function: it is the agent itself; leave agent.env out"),
-        ("agent.serve=true", "agent.function: it is the agent itself; leave agent.serve out"),
-        ("agent.command=['a']", "agent.command: it is the agent itself; leave agent.function out"),
+        ("agent.env='m:C'", "agent.function: it is the agent itself; remove agent.env"),
+        ("agent.serve=true", "agent.function: it is the agent itself; remove agent.serve"),
+        ("agent.command=['a']", "agent.command: it is the agent itself; remove agent.function"),
         ("agent.function='';agent.command=['a', '']", "agent.command: a word is empty"),
         ("agent.function='play'", "agent.function: play; write module:function or file.py:fun"),
-        ("agent.function='';agent.env='m:C';agent.forced='refuse'", "agent.forced: an agent that"),
+        (
+            "agent.function='';agent.env='m:C';agent.forced='refuse'",
+            "agent.forced: only an agent that",
+        ),
         ("agent.at_once=0", "agent.at_once"),
-        ("agent.env_pass=['A']", "agent.env_pass: is for the program of agent.command"),
-        ("agent.function='';agent.command=['a'];agent.env_pass=['A=b']", "'A=b' is no name"),
+        ("agent.env_pass=['A']", "agent.env_pass: is only for agent.command"),
+        (
+            "agent.function='';agent.command=['a'];agent.env_pass=['A=b']",
+            "'A=b' is not a variable's name",
+        ),
     ],
 )
 def test_a_setting_that_cannot_be_is_one_line(item: str, said: str) -> None:
