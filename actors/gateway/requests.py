@@ -149,9 +149,9 @@ def decoded(body: bytes) -> dict[str, Any]:
     try:
         found = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise CallRefused(400, "invalid_json", f"the body is no JSON: {error}") from error
+        raise CallRefused(400, "invalid_json", f"the body is not JSON: {error}") from error
     if not isinstance(found, dict):
-        raise CallRefused(400, "invalid_json", "the body is no JSON object")
+        raise CallRefused(400, "invalid_json", "the body is not a JSON object")
     return found
 
 

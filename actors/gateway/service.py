@@ -1,14 +1,14 @@
-"""The gateway process: tickets in, sessions open, calls to the generators, trajectories out.
+"""The gateway process: tickets in, sessions played, trajectories out.
 
 ```
- buffer --Tickets--> waiting --> Episode <-- environments (environment_pool.py)
-    ^                              | place     ^ step
-    |                              v           |
-    +--Deliver-- outbox <-- ended  Call --> generator --> Called   (call_router.py)
+ buffer --Ticket--> waiting --> Episode --GenerationCall--> generator   (call_router.py)
+    ^                            |  ^  ^                        |
+    |                      ended |  |  +-------CallResult-------+
+    +--Trajectory-- outbox <-----+  +-- step --> environment            (environment_pool.py)
 ```
 
-To the buffer it is a generator whose answers take several calls.  It vouches for the leases of open
-sessions, each to its deadline: while a tool runs, no token is drawn."""
+To the buffer a gateway is a generator whose samples take several calls.  It renews the lease of
+each open session up to the session's deadline, since no token is sampled while a tool runs."""
 
 from __future__ import annotations
 
@@ -74,43 +74,43 @@ from asyncrl.transport import message_checks, sockets
 if TYPE_CHECKING:
     from actors.gateway.session_api import SessionApi
 
-MOST_AT_ONCE = 1000  # messages of generators in a turn: others are waited for too
-REFUSALS_SAID = 20  # lines in the log; further ones are only counted
-CALLED_BYTES = 128  # of a token of an answer: id, log-probability, a version each
-MORE_BYTES = 1 << 20  # of a message that is no answer
-POLL_S = 0.05  # a look at the clock with no news
+MOST_AT_ONCE = 1000  # generator messages read in one turn, so that the other sockets get theirs
+REFUSALS_SAID = 20  # refusals that are logged; further ones are only counted
+CALLED_BYTES = 128  # per sampled token of a result: id, log-probability, at most a span each
+MORE_BYTES = 1 << 20  # for the rest of a message
+POLL_S = 0.05  # longest wait before the clock is read again
 TICK_S = 0.25
-HOPELESS = 8  # sessions that failed, and none has ended well
-RECENT = 64  # the last sessions that ended, at least
-RARE = 0.1  # share of these that ended well, below which the run ends
-OLDEST = 8  # tickets of which a session is told
-SHOWN = 40  # characters of a prompt, or of tools' names
-KEPT_SESSIONS = 200  # whose length counts
-# what a session over HTTP waits for, by whether a command or a function plays it
+HOPELESS = 8  # failed sessions that end the run if none has ended well
+RECENT = 64  # ended sessions, at least, over which the share of failures is taken
+RARE = 0.1  # the run ends when a smaller share of them ended well
+OLDEST = 8  # tickets listed in a report, one session each
+SHOWN = 40  # characters shown of a prompt or of tool names
+KEPT_SESSIONS = 200  # sessions in the statistic of durations
+# what a session over HTTP waits for: (agent.command is set, agent.function is set) -> text
 HARNESS = {
     (False, False): "its harness: the next call, or its reward",
     (True, False): "its program (agent.command): the next call, or its end",
     (False, True): "its function (agent.function): the next call, or its end",
 }
 GREET_S = 5.0
-LAST_WORDS = 256  # tickets that are over and still told of: a report may be lost
-ENDED_S = 2.0  # of the buffer's silence, before it is looked up whether the run has ended
+LAST_WORDS = 256  # closed tickets that are still reported, since a report may be lost
+ENDED_S = 2.0  # without an answer of the buffer, before the run directory is checked for the end
 
 
 @dataclass
 class GatewayTicket:
-    """A ticket that this gateway has taken."""
+    """A ticket granted to this gateway, with its waiting samples and open episodes."""
 
     ticket: m.Ticket
     waiting: list[int]
-    open: set[int] = field(default_factory=set)  # episodes
-    tokens: int = 0  # drawn by sessions that are no more
+    open: set[int] = field(default_factory=set)  # episode numbers
+    tokens: int = 0  # sampled by its sessions that were dropped
     taken: float = field(default_factory=lambda: time.monotonic())
 
 
 @dataclass(eq=False)
 class Episode:
-    """A session and its environment, in which it plays one side or both."""
+    """A session with the state of its environment."""
 
     number: int
     session: Session
@@ -119,14 +119,14 @@ class Episode:
     tools: list[dict[str, Any]] = field(default_factory=list)
     reward: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)
-    shares: dict[int, float] = field(default_factory=dict)  # reward of each call, by its number
-    doing: str = ""  # what its environment was asked for last
+    shares: dict[int, float] = field(default_factory=dict)  # call number -> reward
+    doing: str = ""  # the newest request to its environment, in words
     call: SessionCall | None = None
-    last: SessionCall | None = None  # the newest of the policy's that was drawn
+    last: SessionCall | None = None  # the policy's newest answered call
 
 
 def limits(config: Config) -> SessionLimits:
-    """What a session may use, of a config."""
+    """Build the limits of a session from a config."""
     agent = config.agent
     return SessionLimits(
         context=config.generator.context,
@@ -142,15 +142,17 @@ def limits(config: Config) -> SessionLimits:
 
 
 def env_seed(config: Config, ticket: m.Ticket) -> int:
-    """What an environment is reset with: the same for all samples of a group, which are compared,
-    and for an evaluation prompt at every version.
+    """Compute the seed of an environment's reset.
+
+    All samples of a group get the same one, since they are compared with each other; an evaluation
+    prompt gets the same one at every version.
     """
     name = f"{config.seed}:{ticket.ticket}" if ticket.kind == "train" else f"e{ticket.prompt.id}"
     return xxhash.xxh3_64_intdigest(f"env:{name}".encode()) >> 33
 
 
 class Gateway:
-    """One gateway.  `loop` returns when the run is over or it was told to end."""
+    """A gateway process, which runs `loop` until the end of the run or SIGTERM."""
 
     def __init__(self, config: Config, run_dir: Path, index: int = 0) -> None:
         self.config = config
@@ -173,11 +175,10 @@ class Gateway:
         self.templated = has_template(config.model.path)
         if config.agent.tools and not self.templated:
             raise AsyncrlError(
-                f"agent.tools: the tokenizer in {config.model.path} has no chat template, which "
-                "says how a model calls tools; put one there (chat_template.jinja), or use "
-                "agent.env"
+                f"agent.tools: the tokenizer in {config.model.path} has no chat template, so the "
+                "model cannot be shown tools; add one there (chat_template.jinja) or use agent.env"
             )
-        self.door: SessionApi | None = None  # where a harness asks, in the place of environments
+        self.door: SessionApi | None = None  # serves harnesses over HTTP, instead of environments
         self.drive = None if config.agent.http else EnvironmentPool(config.agent)
         judges = bool(config.agent.tools) or config.agent.http
         self.rewards = RewardRunner(config, get_task(config.task), run_dir) if judges else None
@@ -192,21 +193,20 @@ class Gateway:
             reads=m.FromGenerator,
             key="agent",
         )
-        self.refused = Counter[str]()  # messages at calls_socket that were, by reason
+        self.refused = Counter[str]()  # reason -> messages refused at calls_socket
         self.calls_socket.refused = self.refuse
         self.board = CallRouter(self.run, config.wires.lease_s)
         self.held: dict[tuple[int, int], GatewayTicket] = {}
         self.episodes: dict[int, Episode] = {}
-        self.drawing: dict[int, Episode] = {}  # by the call's id
-        self.put_off: dict[
-            int, m.GenerationCall
-        ] = {}  # of these, calls that wait for their session's ticket
+        self.drawing: dict[int, Episode] = {}  # call id -> the episode that waits for it
+        # of these, the calls that wait until their session has a valid ticket
+        self.put_off: dict[int, m.GenerationCall] = {}
         # (ticket, attempt) of an earlier process, whose sessions wait for the next grant
         self.restored: set[tuple[int, int]] = set()
-        # (ticket, attempt) that hold nothing any more -> tokens drawn for them
+        # (ticket, attempt) without waiting samples or open sessions -> tokens sampled for it
         self.last_words: OrderedDict[tuple[int, int], int] = OrderedDict()
-        # of episodes and calls, given so far: a generator may still be at calls of the gateway's
-        # life before, whose answers must not be taken for those of this one
+        # the newest number of an episode or call.  It starts at the time, so that a generator's
+        # result for a call of an earlier gateway process never matches a call of this one
         self.numbers = self.session
         self.announced: m.PolicyAnnouncement | None = None
         self.newest_attempt = 0
@@ -218,16 +218,18 @@ class Gateway:
         self.numbered = self.failed = 0  # sessions that began; that failed
         agent = config.agent
         at_once = agent.at_once if agent.command or agent.function else agent.sessions
-        # whether each of the last sessions failed: twice as many as those that end at once
+        # whether each of the last sessions failed: twice as many as may end at the same time
         self.recent: deque[bool] = deque(maxlen=max(RECENT, 2 * at_once))
-        self.took: deque[float] = deque(maxlen=KEPT_SESSIONS)  # seconds of those that ended well
+        self.took: deque[float] = deque(maxlen=KEPT_SESSIONS)  # seconds, of successful sessions
         self.waiting_for = "the buffer's first answer"
         self.waiting_since = time.monotonic()
         self.wait_log = WaitLog(min(10.0, config.watchdog.floor_s / 2))
 
     def warm_up(self) -> None:
-        """Before anybody waits: import what renders templates, which takes seconds in which no turn
-        is made, and have the garbage collector leave alone what was made so far.
+        """Load the full tokenizer and freeze the heap, before any session waits.
+
+        Importing the template renderer takes seconds, which would block the loop; frozen objects
+        are skipped by later garbage collections.
         """
         if self.templated and isinstance(self.tokenizer, PlainTokenizer):
             _ = self.tokenizer.full_tokenizer
@@ -245,12 +247,12 @@ class Gateway:
         self.finish()
 
     def wait(self) -> None:
-        """Until there is news, or a look at the clock is due."""
+        """Wait until a socket or environment has something to read, at most POLL_S."""
         descriptors = list(self.drive.descriptors) if self.drive is not None else []
         sockets.wait([self.socket, self.calls_socket], descriptors, POLL_S)
 
     def step(self) -> bool:
-        """Take in the news and act on it; True when it was the last turn."""
+        """Run one turn: read all messages and act on them; True for the last turn."""
         self.read()
         if self.ending or self.over:
             return True
@@ -267,7 +269,7 @@ class Gateway:
         return False
 
     def finish(self) -> None:
-        """The buffer's last word from here.  Raises NothingToDo for a run that had ended before."""
+        """Send the last report.  Raises NothingToDo if the run had ended before."""
         if not self.over:
             self.renewed = 0.0
             self.renew()
@@ -296,7 +298,7 @@ class Gateway:
         )
 
     def read(self) -> None:
-        """What the buffer says.  Raises PeerUnreachable for its silence."""
+        """Handle the buffer's messages.  Raises PeerUnreachable when it stops answering."""
         while (reply := self.socket.recv(0)) is not None:
             self.unanswered = 0.0
             if isinstance(reply, m.TicketGrant) and reply.session == self.session:
@@ -329,8 +331,10 @@ class Gateway:
             )
 
     def announce(self, said: m.PolicyAnnouncement | None) -> None:
-        """Remember the newest weights.  With an epoch the leases of those before it are over: what
-        was not begun is forgotten, open sessions wait to be adopted.
+        """Record an announcement of newer weights.
+
+        A new epoch ends the leases of earlier ones: waiting samples are forgotten, and open
+        sessions are parked until their sample is granted again.
         """
         if said is None or (
             self.announced is not None and said.announcement_key <= self.announced.announcement_key
@@ -339,43 +343,48 @@ class Gateway:
         if self.announced is None or said.label.epoch > self.announced.label.epoch:
             self.epoch_since = time.monotonic()
         self.announced = said
-        for name, held in list(self.held.items()):
-            if not self.is_expired(held.ticket):
+        for name, grant in list(self.held.items()):
+            if not self.is_expired(grant.ticket):
                 continue
-            held.waiting = []
-            for number in list(held.open):
+            grant.waiting = []
+            for number in list(grant.open):
                 episode = self.episodes[number]
                 if (
-                    held.ticket.kind == "eval"
+                    grant.ticket.kind == "eval"
                     or len(self.parked_episodes()) > self.config.agent.sessions
                 ):
                     self.drop(episode)
                 else:
                     self.park(episode)
-            if not held.open:
+            if not grant.open:
                 self.close_ticket(name)
 
     def is_expired(self, ticket: m.Ticket) -> bool:
-        """Is the ticket of an epoch that is over, or its lease of an earlier gateway process?"""
+        """Whether the ticket belongs to an earlier epoch or to an earlier gateway process."""
         said = self.announced
         if (ticket.ticket, ticket.attempt) in self.restored:
             return True
         return said is not None and ticket.min_version.epoch < said.label.epoch
 
     def parked_episodes(self) -> list[Episode]:
-        """Open sessions whose ticket is over; the next one for their sample adopts them."""
-        over = (x for x in self.episodes.values() if self.is_expired(x.session.ticket))
-        return [episode for episode in over if episode.session.ticket.kind == "train"]
+        """Open training sessions with an expired ticket, which resume under a new one."""
+        return [
+            episode
+            for episode in self.episodes.values()
+            if episode.session.ticket.kind == "train" and self.is_expired(episode.session.ticket)
+        ]
 
     def park(self, episode: Episode) -> None:
-        """Its calls are not drawn by the weights of the epoch that is over, and not yet by others:
-        they wait, under new numbers, as answers to the old ones may be on their way.
+        """Take the episode's calls back until its session has a new ticket.
+
+        They must not be sampled by the weights of the old epoch.  They get new numbers, since
+        results for the old numbers may be on their way.
         """
-        mine = [number for number, each in self.drawing.items() if each is episode]
-        for number in mine:
+        numbers = [number for number, owner in self.drawing.items() if owner is episode]
+        for number in numbers:
             del self.drawing[number]
             call = self.board.forget(number)
-            if call is None:  # it was waiting already
+            if call is None:  # it was not submitted
                 call = self.put_off.pop(number)
             self.numbers += 1
             self.drawing[self.numbers] = episode
@@ -386,72 +395,72 @@ class Gateway:
     # ---- sessions --------------------------------------------------------------------------------
 
     def accept_tickets(self, tickets: list[m.Ticket]) -> None:
-        """Keep those that are new; what is open of their samples goes on under them."""
+        """Record the new tickets; open sessions of the same samples go on under them."""
         for ticket in tickets:
             if ticket.attempt <= self.newest_attempt:
                 continue
             self.newest_attempt = ticket.attempt
             new = GatewayTicket(ticket, list(ticket.samples))
-            for name, held in list(self.held.items()):
-                # of evaluations of two versions, both under way, the tickets have equal numbers
-                same = held.ticket.exact_version == ticket.exact_version
-                if name[0] == ticket.ticket and same:
-                    self.transfer_sessions(held, new)
-                    if not held.waiting and not held.open:
+            for name, grant in list(self.held.items()):
+                # two evaluations that run at once use the same ticket numbers
+                same_version = grant.ticket.exact_version == ticket.exact_version
+                if name[0] == ticket.ticket and same_version:
+                    self.transfer_sessions(grant, new)
+                    if not grant.waiting and not grant.open:
                         self.close_ticket(name)
             self.held[ticket.ticket, ticket.attempt] = new
 
-    def transfer_sessions(self, held: GatewayTicket, new: GatewayTicket) -> None:
-        """A ticket is granted again: its earlier grant has no sample of the new one any more."""
-        held.waiting = [sample for sample in held.waiting if sample not in new.ticket.samples]
-        for number in sorted(held.open):
+    def transfer_sessions(self, grant: GatewayTicket, new: GatewayTicket) -> None:
+        """Move the samples and open sessions of a ticket's earlier grant to its new one."""
+        grant.waiting = [sample for sample in grant.waiting if sample not in new.ticket.samples]
+        for number in sorted(grant.open):
             session = self.episodes[number].session
             if session.sample not in new.waiting:
                 continue
             new.waiting.remove(session.sample)
-            held.open.discard(number)
-            held.tokens += session.current_attempt_tokens
+            grant.open.discard(number)
+            grant.tokens += session.current_attempt_tokens
             session.resume_under(new.ticket)
             if self.door is not None:
                 self.door.on_resume(session)
             new.open.add(number)
-            waiting = [x for x, each in self.drawing.items() if each.number == number]
-            for call in waiting:
-                if call in self.put_off:
-                    self.submit_call(self.put_off.pop(call), new.ticket)
+            for call_number, episode in self.drawing.items():
+                if episode.number == number and call_number in self.put_off:
+                    self.submit_call(self.put_off.pop(call_number), new.ticket)
 
     def submit_call(self, call: m.GenerationCall, ticket: m.Ticket) -> None:
-        """Have a call drawn, at or above the minimum of its session's ticket of now."""
-        least = ticket.min_version
-        self.board.submit(msgspec.structs.replace(call, min_version=least))
+        """Submit a call, with the minimum version of its session's current ticket."""
+        self.board.submit(msgspec.structs.replace(call, min_version=ticket.min_version))
 
     def open_sessions(self) -> None:
-        """Open sessions while agent.sessions has room; a harness opens its own."""
-        for held in self.waiting_tickets() if self.door is None else ():
-            while held.waiting and self.free_sessions > 0:
-                self.open(held, held.waiting.pop(0), first=True)
-        self.waits_for("" if self.episodes else "a ticket: none may be granted, or all are out")
+        """Open sessions up to agent.sessions, unless harnesses lease them over HTTP."""
+        for grant in self.waiting_tickets() if self.door is None else ():
+            while grant.waiting and self.free_sessions > 0:
+                self.open(grant, grant.waiting.pop(0), first=True)
+        self.waits_for("" if self.episodes else "a ticket: none is granted, or all are leased")
 
     @property
     def free_sessions(self) -> int:
-        """Sessions that may begin.  Those that wait to be adopted do not count: were they to fill
-        all places, no ticket would come that adopts one.
+        """How many sessions may begin.
+
+        Parked sessions do not count: if they filled all places, this gateway would ask for no
+        ticket, and none of them could resume.
         """
         return self.config.agent.sessions - len(self.episodes) + len(self.parked_episodes())
 
     def waiting_tickets(self) -> list[GatewayTicket]:
-        """Tickets with samples that wait, evaluation first."""
+        """Tickets with waiting samples, evaluations first."""
         return sorted(
-            (held for held in self.held.values() if held.waiting),
-            key=lambda held: (held.ticket.kind == "train", held.ticket.ticket),
+            (grant for grant in self.held.values() if grant.waiting),
+            key=lambda grant: (grant.ticket.kind == "train", grant.ticket.ticket),
         )
 
     def env_seed(self, ticket: m.Ticket) -> int:
         return env_seed(self.config, ticket)
 
-    def episode(self, held: GatewayTicket, sample: int, *, first: bool) -> Episode:
-        """A session, begun."""
-        ticket = held.ticket
+    def episode(self, grant: GatewayTicket, sample: int, *, first: bool) -> Episode:
+        """Begin a session of a ticket's sample."""
+        ticket = grant.ticket
         self.numbers += 1
         self.numbered += 1
         own = encode_prompt(self.tokenizer, ticket.prompt)
@@ -461,13 +470,15 @@ class Gateway:
             ticket, sample, ticket.attempt, self.limits, chat, own_prompt=own, opened=now
         )
         sides = SessionPlayers(self.templated)
-        made = self.episodes[self.numbers] = Episode(self.numbers, session, first, sides)
-        held.open.add(self.numbers)
-        return made
+        episode = self.episodes[self.numbers] = Episode(self.numbers, session, first, sides)
+        grant.open.add(self.numbers)
+        return episode
 
     def restore(self, session: Session, last: SessionCall | None, *, first: bool) -> Episode:
-        """Take over a session of an earlier process. The greeting ends its lease in the buffer, so
-        its calls wait for the next grant of its sample. Tokens that were reported count once.
+        """Continue a session of an earlier gateway process.
+
+        This process's greeting ends the session's lease in the buffer, so its calls wait for the
+        next grant of its sample.  Tokens that were reported already are not reported again.
         """
         self.numbers += 1
         self.numbered += 1
@@ -476,18 +487,18 @@ class Gateway:
         self.episodes[episode.number] = episode
         name = (session.ticket.ticket, session.attempt)
         self.restored.add(name)
-        held = self.held.setdefault(name, GatewayTicket(session.ticket, []))
-        held.open.add(episode.number)
+        grant = self.held.setdefault(name, GatewayTicket(session.ticket, []))
+        grant.open.add(episode.number)
         reported = max(0, session.current_attempt_tokens - session.tokens + session.reported)
         for attempt, tokens in (*session.adopted, (session.attempt, reported)):
             self.outbox.drawn.restore(session.ticket.ticket, attempt, tokens)
         return episode
 
-    def open(self, held: GatewayTicket, sample: int, *, first: bool) -> None:
-        """A session in an environment."""
+    def open(self, grant: GatewayTicket, sample: int, *, first: bool) -> None:
+        """Begin a session in an environment."""
         assert self.drive is not None
-        ticket = held.ticket
-        episode = self.episode(held, sample, first=first)
+        ticket = grant.ticket
+        episode = self.episode(grant, sample, first=first)
         episode.doing = "the reset of its environment"
         self.drive.reset(
             EnvironmentOperation(
@@ -502,7 +513,7 @@ class Gateway:
         )
 
     def drop(self, episode: Episode) -> None:
-        """The session is no more; what it drew stays counted with its ticket."""
+        """Remove an episode; the tokens that it sampled stay counted with its ticket."""
         if self.drive is not None:
             self.drive.end(episode.number)
         if self.door is not None:
@@ -515,24 +526,24 @@ class Gateway:
         session = episode.session
         self.judged.pop((session.ticket.ticket, session.sample, session.attempt), None)
         del self.episodes[episode.number]
-        held = self.held[session.ticket.ticket, session.attempt]
-        held.open.discard(episode.number)
-        held.tokens += session.current_attempt_tokens
+        grant = self.held[session.ticket.ticket, session.attempt]
+        grant.open.discard(episode.number)
+        grant.tokens += session.current_attempt_tokens
 
     def restart_episode(self, episode: Episode) -> None:
-        """Its environment was lost with another's: the session begins anew."""
+        """Begin an episode anew after its environment's process was lost."""
         session = episode.session
         self.drop(episode)
         self.open(self.held[session.ticket.ticket, session.attempt], session.sample, first=False)
 
     def call(self, episode: Episode, obs: Any) -> None:
-        """The environment has spoken: ask for an answer, or end at a limit."""
+        """Place a call for the environment's observation, or end the session at a limit."""
         session = episode.session
         now = time.monotonic()
         try:
             call = episode.sides.now.place_observation(session, obs, episode.tools, now)
         except CallRefused as error:
-            # a template that refuses the messages is the environment's fault; a limit is none
+            # a limit ends the session; messages that the template refuses fail it
             if error.code in ("session_limit", "context_length_exceeded"):
                 self.end_at_limit(episode)
             else:
@@ -542,7 +553,7 @@ class Gateway:
         self.ask(episode, call)
 
     def ask(self, episode: Episode, call: SessionCall) -> int:
-        """Have a call drawn; its number."""
+        """Ask the generators to sample a call; return the call's number."""
         session = episode.session
         self.numbers += 1
         ticket = session.ticket
@@ -567,7 +578,7 @@ class Gateway:
         return asked.id
 
     def end_at_limit(self, episode: Episode) -> None:
-        """A limit that the policy can cause is an outcome: the reward so far counts."""
+        """End a session at a limit that the policy can cause, with its reward so far."""
         session = episode.session
         now = time.monotonic()
         session.shortened = True
@@ -579,8 +590,9 @@ class Gateway:
             self.score(episode)
 
     def score(self, episode: Episode) -> None:
-        """The environment's rewards are the session's, unless its time ran out this moment, or they
-        add up to what no reward may be: then it has failed.
+        """Score the session by its environment's rewards.
+
+        The session fails if its time ran out meanwhile or the sum is not a valid reward.
         """
         session = episode.session
         calls = episode.shares if self.config.agent.fork == "end" else {}
@@ -591,15 +603,13 @@ class Gateway:
             session.fail(f"its environment's rewards cannot be used: {refused}", now)
 
     def judge(self, episode: Episode) -> None:
-        """The config's reward is asked of the last answer, once; not when its time ran out this
-        moment.
-        """
+        """Have the config's reward score the last answer, unless the session has ended."""
         with suppress(CallRefused):
             if episode.last is not None and episode.session.judge(time.monotonic()):
                 self.submit(episode)
 
     def submit(self, episode: Episode) -> None:
-        """The same for a session that is being judged."""
+        """Submit the last answer of a "judging" session to the reward runner, once."""
         session = episode.session
         assert self.rewards is not None
         if episode.last is None:
@@ -616,11 +626,11 @@ class Gateway:
     # ---- news ------------------------------------------------------------------------------------
 
     def read_calls(self) -> None:
-        """Answers to calls, and generators that tell of themselves."""
+        """Handle the generators' results and reports."""
         for _ in range(MOST_AT_ONCE):
-            if (got := self.calls_socket.recv(0)) is None:
+            if (received := self.calls_socket.recv(0)) is None:
                 return
-            peer, message = got
+            peer, message = received
             try:
                 self.on_generator_message(peer, message)
             except BadMessage as error:
@@ -628,7 +638,7 @@ class Gateway:
                 self.calls_socket.send(peer, m.Refusal(str(error), 4))
 
     def on_generator_message(self, peer: bytes, message: m.ServingReport | m.CallResult) -> None:
-        """What a generator says.  Raises BadMessage for what cannot be."""
+        """Handle a generator's message.  Raises BadMessage for impossible content."""
         if isinstance(message, m.ServingReport):
             message_checks.serving(message)
             self.ever_served = True
@@ -642,7 +652,7 @@ class Gateway:
             self.on_result(message)
 
     def refuse(self, reason: str, line: str) -> None:
-        """Count it; the first ones stand in the log."""
+        """Count a refused message and log the first REFUSALS_SAID of them."""
         self.refused[reason] += 1
         if self.refused.total() <= REFUSALS_SAID:
             print(f"{self.producer}: {escape_line(line)}", file=sys.stderr, flush=True)
@@ -669,7 +679,7 @@ class Gateway:
         if node is not None and not call.aside:
             episode.last = call
         if message.failed:
-            session.fail(f"a generator cannot draw its call: {message.failed}", time.monotonic())
+            session.fail(f"a generator cannot sample its call: {message.failed}", time.monotonic())
         if session.state != "open":
             return
         if node is None or session.limit:
@@ -685,31 +695,31 @@ class Gateway:
         )
 
     def read_environments(self) -> None:
-        for happened in self.drive.poll() if self.drive is not None else ():
-            episode = self.episodes.get(happened.session)
+        for event in self.drive.poll() if self.drive is not None else ():
+            episode = self.episodes.get(event.session)
             if episode is None or episode.session.state != "open":
                 continue
-            if happened.kind == "lost":
+            if event.kind == "lost":
                 self.restart_episode(episode)
-            elif happened.kind == "failed":
-                episode.session.fail(happened.why, time.monotonic())
+            elif event.kind == "failed":
+                episode.session.fail(event.why, time.monotonic())
             else:
-                self.on_environment_event(episode, happened)
+                self.on_environment_event(episode, event)
 
-    def on_environment_event(self, episode: Episode, happened: EnvironmentEvent) -> None:
-        episode.tools = happened.tools or episode.tools
-        if happened.reward and episode.last is not None:
-            episode.reward += happened.reward
+    def on_environment_event(self, episode: Episode, event: EnvironmentEvent) -> None:
+        episode.tools = event.tools or episode.tools
+        if event.reward and episode.last is not None:
+            episode.reward += event.reward
             number = episode.last.number
-            episode.shares[number] = episode.shares.get(number, 0.0) + happened.reward
-        for name, value in happened.parts.items():
+            episode.shares[number] = episode.shares.get(number, 0.0) + event.reward
+        for name, value in event.parts.items():
             episode.parts[name] = episode.parts.get(name, 0.0) + value
-        episode.sides.set_turn(happened.asked)
-        if not happened.ended:
-            self.call(episode, happened.obs)
+        episode.sides.set_turn(event.asked)
+        if not event.ended:
+            self.call(episode, event.obs)
             return
-        episode.session.shortened |= happened.truncated
-        if happened.judge:
+        episode.session.shortened |= event.truncated
+        if event.judge:
             self.judge(episode)
         else:
             self.score(episode)
@@ -724,7 +734,7 @@ class Gateway:
                 episode.session.on_judged(SessionOutcome(result.reward, result.parts, failed))
 
     def tick(self, now: float) -> None:
-        """Limits of time; what has ended goes out."""
+        """Apply time limits, cancel cut calls, and deliver the sessions that ended."""
         if now - self.ticked > TICK_S:
             self.ticked = now
             self.board.tick(now)
@@ -740,50 +750,54 @@ class Gateway:
                 self.deliver(episode)
 
     def give_up(self, episode: Episode, now: float) -> None:
-        """A session that nothing adopted up to its deadline, as its group has its sample or is no
-        more: what it drew is lost, and told of.
+        """Drop a parked session that no new ticket resumed before its deadline.
+
+        Its tokens are reported as lost.  No ticket comes when its group has its samples already, or
+        was dropped.
         """
         session = episode.session
-        begun = max(session.opened + self.limits.deadline_s, self.epoch_since)
-        if now > begun + self.limits.grace_s:
-            held = self.held[session.ticket.ticket, session.attempt]
+        deadline = max(session.opened + self.limits.deadline_s, self.epoch_since)
+        if now > deadline + self.limits.grace_s:
+            grant = self.held[session.ticket.ticket, session.attempt]
             self.drop(episode)
-            if not held.open:
+            if not grant.open:
                 self.close_ticket((session.ticket.ticket, session.attempt))
 
     def cancel_call(self, episode: Episode, call: SessionCall) -> None:
-        """End a call in the engine; one that no engine has is over now."""
+        """Cancel a call in the engine; a call that no engine has ends now, without tokens."""
         if self.door is not None:
-            asked = self.door.call_of(call)
-            if asked is not None and self.drop_call(asked):
-                self.on_result(m.CallResult(asked, b"", b"", [], "length"))
+            submitted = self.door.call_of(call)
+            if submitted is not None and self.drop_call(submitted):
+                self.on_result(m.CallResult(submitted, b"", b"", [], "length"))
             return
         for number, drawing in list(self.drawing.items()):
             if drawing is episode and episode.call is call and self.drop_call(number):
                 self.on_result(m.CallResult(number, b"", b"", [], "length"))
 
     def drop_call(self, number: int) -> bool:
-        """End a call; True when no answer will come."""
+        """Cancel a call; True when no result will come for it."""
         return self.put_off.pop(number, None) is not None or self.board.cancel(number)
 
     def deliver(self, episode: Episode) -> None:
         session = episode.session
-        made = trajectory(session, self.tokenizer, self.config.agent)
-        self.count(session, made.failed)
+        delivered = trajectory(session, self.tokenizer, self.config.agent)
+        self.count(session, delivered.failed)
         if self.door is not None:
             session.reported = session.tokens
             self.door.on_end(session)
-        self.outbox.add(made)
+        self.outbox.add(delivered)
         self.drop(episode)
         name = (session.ticket.ticket, session.attempt)
-        held = self.held[name]
-        if not held.waiting and not held.open:
+        grant = self.held[name]
+        if not grant.waiting and not grant.open:
             self.close_ticket(name)
 
     def count(self, session: Session, failed: m.RewardFailure | str) -> None:
-        """A session has ended.  Raises ConfigError when none has ended well so far, or hardly any
-        of the last ones, and that is the agent's way: they would be written again for ever,
-        evaluations above all, which have no budget of failures.  A harness is not ours to judge.
+        """Count a session that ended.
+
+        Raises ConfigError when none has ended well so far, or hardly any of the last ones: the
+        buffer would grant their samples again without end, evaluations above all, which have no
+        budget of failures.  Sessions of an external harness (agent.serve) are only counted.
         """
         agent = self.config.agent
         self.recent.append(bool(failed))
@@ -792,30 +806,31 @@ class Gateway:
             return
         self.failed += 1
         if self.failed <= REFUSALS_SAID:
-            why = escape_line(str(failed))
-            print(f"{self.producer}: session {session.name}: {why}", file=sys.stderr, flush=True)
-        counted = f"{self.failed} sessions failed, and none has ended well"
-        # half of those that began: what fails at once is told before what ends well
+            reason = escape_line(str(failed))
+            print(f"{self.producer}: session {session.name}: {reason}", file=sys.stderr, flush=True)
+        counts = f"{self.failed} sessions failed, and none has ended well"
+        # at least half of all that began, since a session that fails ends sooner than a good one
         hopeless = not self.took and self.failed >= max(HOPELESS, self.numbered / 2)
         if self.took and len(self.recent) == self.recent.maxlen:
-            counted = f"{sum(self.recent)} of the last {len(self.recent)} sessions failed"
+            counts = f"{sum(self.recent)} of the last {len(self.recent)} sessions failed"
             hopeless = sum(self.recent) > (1 - RARE) * len(self.recent)
         if agent.serve or not hopeless:
             return
-        hint = "is it the agent, or an answer that it cannot use?  That is worth a reward, say 0"
+        hint = "if it cannot use the model's answer, let it give a reward, such as 0"
         if agent.command or agent.function:
-            hint = f"what it printed: {self.run_dir / 'agent-0.log'}"
-        why = escape_line(str(failed))
-        raise ConfigError(f"{agent.source_name}: {counted}; the last one: {why}; {hint}")
+            hint = f"its output is in {self.run_dir / 'agent-0.log'}"
+        reason = escape_line(str(failed))
+        raise ConfigError(f"{agent.source_name}: {counts}; the last one: {reason}; {hint}")
 
     def close_ticket(self, name: tuple[int, int]) -> None:
-        """Nothing is written for the ticket any more.  What was drawn for it stays in the next
-        reports: sessions that began again have tokens that no sample delivers.
+        """Forget a ticket without waiting samples and open sessions.
+
+        Its tokens stay in the next reports, as no sample delivers those of restarted sessions.
         """
-        held = self.held.pop(name)
+        grant = self.held.pop(name)
         self.restored.discard(name)
-        if held.tokens:
-            self.last_words[name] = held.tokens
+        if grant.tokens:
+            self.last_words[name] = grant.tokens
         while len(self.last_words) > LAST_WORDS:
             self.last_words.popitem(last=False)
 
@@ -826,9 +841,9 @@ class Gateway:
     # ---- the buffer ------------------------------------------------------------------------------
 
     def want(self) -> None:
-        """Ask for as many samples as agent.sessions has room for, and a harness asks for."""
+        """Request as many samples as agent.sessions has room for and harnesses ask for."""
         now = time.monotonic()
-        waiting = sum(len(held.waiting) for held in self.held.values())
+        waiting = sum(len(grant.waiting) for grant in self.held.values())
         asked_for = (
             self.free_sessions if self.door is None else min(self.free_sessions, self.door.asks)
         )
@@ -847,14 +862,16 @@ class Gateway:
             )
 
     def progress(self) -> list[tuple[int, int, int]]:
-        """(ticket, attempt, tokens drawn for it so far): at most what its samples may have, should
-        sessions have begun again so often.
+        """List (ticket, attempt, tokens sampled for it so far).
+
+        The count is capped at what the ticket's samples may have: sessions that begin anew often
+        can exceed it.
         """
         most = self.config.learner.group_size * self.config.agent.max_tokens
         open_now = {
-            name: held.tokens
-            + sum(self.episodes[x].session.current_attempt_tokens for x in held.open)
-            for name, held in self.held.items()
+            name: grant.tokens
+            + sum(self.episodes[x].session.current_attempt_tokens for x in grant.open)
+            for name, grant in self.held.items()
         }
         counts = {**self.last_words, **open_now}
         return [(*name, min(most, tokens)) for name, tokens in counts.items()]
@@ -883,7 +900,7 @@ class Gateway:
                 stats=self.stats(),
                 waiting=waiting,
                 judging=sorted(
-                    name for name, held in self.held.items() if not self.is_expired(held.ticket)
+                    name for name, grant in self.held.items() if not self.is_expired(grant.ticket)
                 ),
                 drawn=self.outbox.drawn.on_report(progress),
                 sessions=self.oldest_sessions(now),
@@ -893,31 +910,33 @@ class Gateway:
         )
 
     def stats(self) -> dict[str, float]:
-        """The gateway's own numbers."""
-        out = self.rewards.numbers() if self.rewards is not None else {}
+        """Collect the metrics that this process reports."""
+        metrics = self.rewards.numbers() if self.rewards is not None else {}
         if self.took:
             ordered = sorted(self.took)
-            out[m.SESSION_P95] = ordered[int(0.95 * (len(ordered) - 1))]
-        return out
+            metrics[m.SESSION_P95] = ordered[int(0.95 * (len(ordered) - 1))]
+        return metrics
 
     def oldest_sessions(self, now: float) -> list[OpenSession]:
-        """For whoever waits for them: of each of the oldest tickets the session that has waited
-        longest for something else than the engine, or a sample that none has begun.
-        """
-        out = []
-        for held in sorted(self.held.values(), key=lambda held: held.ticket.ticket):
-            each = [self.session_state(self.episodes[number], now) for number in held.open]
-            if held.waiting:
-                each.append(self.waiting_sample(held, now))
-            if each:  # tickets of evaluations have the highest numbers
-                out.append(max(each, key=lambda one: (one.kind != "engine", one.seconds)))
-            if len(out) == OLDEST:
-                break
-        return out
+        """List one session of each of the OLDEST oldest tickets, for the run's status.
 
-    def waiting_sample(self, held: GatewayTicket, now: float) -> OpenSession:
-        """A sample that no session has begun."""
-        agent, ticket = self.config.agent, held.ticket
+        It is the one that has waited longest, sessions that wait for the engine last; a sample
+        that no session has begun counts too.
+        """
+        sessions = []
+        for grant in sorted(self.held.values(), key=lambda grant: grant.ticket.ticket):
+            states = [self.session_state(self.episodes[number], now) for number in grant.open]
+            if grant.waiting:
+                states.append(self.waiting_sample(grant, now))
+            if states:  # tickets of evaluations have the highest numbers
+                sessions.append(max(states, key=lambda one: (one.kind != "engine", one.seconds)))
+            if len(sessions) == OLDEST:
+                break
+        return sessions
+
+    def waiting_sample(self, grant: GatewayTicket, now: float) -> OpenSession:
+        """Describe the wait of a sample that no session has begun."""
+        agent, ticket = self.config.agent, grant.ticket
         kind: SessionWait = "place"
         if agent.serve:
             kind, what = "agent", "a harness to lease it (RUN/agent.url, RUN/agent.key)"
@@ -925,8 +944,8 @@ class Gateway:
             what = f"a place: agent.at_once = {agent.at_once}"
         else:
             what = f"a place: agent.sessions = {agent.sessions}"
-        waited = now - held.taken
-        sample = held.waiting[0]
+        waited = now - grant.taken
+        sample = grant.waiting[0]
         return OpenSession(
             ticket=ticket.ticket,
             sample=sample,
@@ -940,10 +959,10 @@ class Gateway:
         )
 
     def session_state(self, episode: Episode, now: float) -> OpenSession:
-        """Where an open session stands, and what it waits for."""
+        """Describe what an open session waits for, and until when."""
         session = episode.session
-        limit, at = session.next_deadline()
-        since, left = session.call_at, at - now
+        limit, deadline = session.next_deadline()
+        since, seconds_left = session.call_at, deadline - now
         kind: SessionWait = "agent"
         what = HARNESS[bool(self.config.agent.command), bool(self.config.agent.function)]
         if self.is_expired(session.ticket):
@@ -955,18 +974,18 @@ class Gateway:
             kind, what, since, limit = "reward", "the reward of its answer", session.judging_at, ""
         elif self.drive is not None and episode.number in self.drive.places:
             kind, what = "environment", episode.doing
-            found = self.drive.locate(episode.number, now)
-            if found.left_s <= left or found.front is None:
-                limit, left = found.limit, found.left_s
-            front = self.episodes.get(found.front) if found.front is not None else None
-            if found.front is None:
+            place = self.drive.locate(episode.number, now)
+            if place.left_s <= seconds_left or place.front is None:
+                limit, seconds_left = place.limit, place.left_s
+            front = self.episodes.get(place.front) if place.front is not None else None
+            if place.front is None:
                 what = f"a process to import {self.config.agent.source_name}"
             if self.drive.replaced:
                 what += f" ({self.drive.replaced})"
-            if found.front is not None and front is not episode:
+            if place.front is not None and front is not episode:
                 name = front.session.name if front is not None else "one that has ended"
                 what += f", behind that of session {name} in the same process"
-        ends_s = max(0.0, left) if limit else 0.0
+        ends_s = max(0.0, seconds_left) if limit else 0.0
         return OpenSession(
             ticket=session.ticket.ticket,
             sample=session.sample,
@@ -998,7 +1017,7 @@ class Gateway:
 
 
 def task(ticket: m.Ticket) -> str:
-    """Which prompt it is, in a few words."""
+    """Describe a ticket's prompt in one short line."""
     prompt = ticket.prompt
     kind = "evaluation prompt" if ticket.kind == "eval" else "prompt"
     text = prompt.text or next((str(x.get("content", "")) for x in prompt.messages), "")
@@ -1006,18 +1025,18 @@ def task(ticket: m.Ticket) -> str:
 
 
 def describe_request(answer: dict[str, Any] | None) -> str:
-    """What an answer asks of its environment: a step, or tools by their names."""
+    """Describe an answer's request to its environment: a step, or named tools."""
     calls = (answer or {}).get("tool_calls") or ()
     names = ascii(", ".join(str(call["function"]["name"]) for call in calls)[:SHOWN])[1:-1]
     return f"its tool {names}" if names else "the step of its environment"
 
 
 def why_untrained(session: Session, agent: AgentConfig) -> str:
-    """Why a session that has ended has no token to train."""
+    """Explain why a session that has ended has no token to train on."""
     if session.refusals and not any(node.ids is not None for node in session.forest.nodes):
         return f"the session ended without an answer; {session.refusals}"
     if not session.calls:
-        return "the session ended without a call: does the agent ask its own base URL?"
+        return "the session ended without a call: does the agent use its own base URL?"
     excluded = sum(node.aside and node.ids is not None for node in session.forest.nodes)
     if not excluded or not agent.http:
         return "the session ended before its first answer"
@@ -1029,13 +1048,14 @@ def why_untrained(session: Session, agent: AgentConfig) -> str:
 
 
 def trajectory(session: Session, tokenizer: Any, agent: AgentConfig) -> m.Trajectory:
-    """The record of a session that has ended."""
+    """Build the trajectory of a session that has ended."""
     assert session.outcome is not None
     rows = list(session.training_rows())
     failed: m.RewardFailure | str = ""
     if session.outcome.failed:
         why = session.outcome.failed
-        failed = m.RewardFailure("data", f"{why}; {session.refusals}" if session.refusals else why)
+        reason = f"{why}; {session.refusals}" if session.refusals else why
+        failed = m.RewardFailure("data", reason)
     elif not rows:
         failed = m.RewardFailure("data", why_untrained(session, agent))
     first = rows[0] if rows else m.TrainingSequence(b"", b"", b"", b"", [])
@@ -1068,7 +1088,10 @@ def trajectory(session: Session, tokenizer: Any, agent: AgentConfig) -> m.Trajec
 
 
 def door_of() -> Callable[[Gateway], Coroutine[Any, Any, None]]:
-    """What serves a gateway over HTTP.  Raises ConfigError where its libraries are missing."""
+    """Import the function that serves a gateway over HTTP.
+
+    Raises ConfigError when its libraries are not installed.
+    """
     try:
         from actors.gateway import session_api
     except ModuleNotFoundError as error:
@@ -1080,7 +1103,7 @@ def door_of() -> Callable[[Gateway], Coroutine[Any, Any, None]]:
 
 
 def main(config: Config, run_dir: Path, index: int) -> bool:
-    """Run gateway `index` until the run is over, or SIGTERM asks for its end (False)."""
+    """Run gateway `index`; True at the run's end, False when SIGTERM ended the process."""
     gateway = Gateway(config, run_dir, index)
 
     def stop(_number: int, _frame: object) -> None:

@@ -1,6 +1,7 @@
-"""The endpoint's service over a gateway: leases take samples of its tickets, calls go to its
-switchboard, all in one event loop with the gateway's own turns.
-"""
+"""The sessions behind the HTTP endpoint, over a gateway.
+
+Leases take samples of the gateway's tickets, and calls go to its router.  One event loop runs the
+endpoint and the gateway's turns."""
 
 from __future__ import annotations
 
@@ -41,13 +42,13 @@ if TYPE_CHECKING:
     from actors.gateway.service import Episode, Gateway
     from asyncrl.transport.sockets import BufferSocket, PeerSocket
 
-POLL_S = 0.05  # a turn with no news
-OVER_S = 1.0  # how long those who ask are told that the run is over
-REMEMBERED = 4096  # sessions that ended, and leases
+POLL_S = 0.05  # longest wait between two turns
+OVER_S = 1.0  # how long the endpoint still answers, with 410, after the run's end
+REMEMBERED = 4096  # leases, and ended sessions, that can still be looked up
 
 
 class SessionApi:
-    """A `web.SessionService`.  gateway: its turns and everything here run in one thread."""
+    """A `web.SessionService` over a gateway, whose turns run in the same thread."""
 
     def __init__(self, gateway: Gateway) -> None:
         agent = gateway.config.agent
@@ -61,23 +62,24 @@ class SessionApi:
             stops=frozenset(gateway.stops),
         )
         self.run_key = read_endpoint_file(gateway.run_dir, "agent.key") or secrets.token_urlsafe(32)
-        # a program or function that plays a session ends with this process
+        # None for sessions that end with this process: a program or function plays them
         self.journal: SessionJournal | None = None
         if agent.serve:
             self.journal = SessionJournal(gateway.run_dir / f"sessions-{gateway.index}")
-        self.unacked: dict[tuple[int, int, int], OpenedSession] = {}  # that ended, with a file
+        # (ticket, sample, attempt) -> an ended session whose file is kept until it is acknowledged
+        self.unacked: dict[tuple[int, int, int], OpenedSession] = {}
         self.opened: OrderedDict[str, OpenedSession] = OrderedDict()
         self.leases: OrderedDict[str, OpenedSession] = OrderedDict()
         self.episodes: dict[str, Episode] = {}
         self.drawing: dict[int, tuple[SessionCall, asyncio.Future[CallNode | None]]] = {}
         self.asks = 0  # leases that wait for a sample
-        # (ticket, sample, an evaluation's version) that some session has had
+        # (ticket, sample, an evaluation's version) that a session has begun
         self.begun: set[tuple[int, int, Label | None]] = set()
-        self.news = asyncio.Event()
-        self.due = asyncio.Event()  # the gateway's next turn is
-        self.pushing: AgentPool | None = None  # who plays sessions here
+        self.news = asyncio.Event()  # set after each turn
+        self.due = asyncio.Event()  # set when the gateway should take its next turn
+        self.pushing: AgentPool | None = None  # plays the sessions, with agent.command or .function
 
-    # ---- what the endpoint asks ------------------------------------------------------------------
+    # ---- called by the endpoint ------------------------------------------------------------------
 
     @property
     def is_over(self) -> bool:
@@ -99,77 +101,80 @@ class SessionApi:
         self.wake()
         try:
             while True:
-                found = self.leases.get(lease) or self.lease_session(lease)
-                left = until - self.current_time()
-                if found is not None or left <= 0 or self.is_over or self.is_ending:
-                    return found
+                opened = self.leases.get(lease) or self.lease_session(lease)
+                seconds_left = until - self.current_time()
+                if opened is not None or seconds_left <= 0 or self.is_over or self.is_ending:
+                    return opened
                 self.news.clear()
                 try:
-                    await asyncio.wait_for(self.news.wait(), left)
+                    await asyncio.wait_for(self.news.wait(), seconds_left)
                 except TimeoutError:
                     pass
         finally:
             self.asks -= 1
 
     def lease_session(self, lease: str) -> OpenedSession | None:
-        """The next sample as a session."""
+        """Begin a session of the next waiting sample; None when there is none or no room."""
         gateway = self.gateway
-        held = next((held for held in gateway.waiting_tickets() if held.waiting), None)
-        if held is None or gateway.free_sessions < 1:
+        grant = next((grant for grant in gateway.waiting_tickets() if grant.waiting), None)
+        if grant is None or gateway.free_sessions < 1:
             return None
-        name = (held.ticket.ticket, held.waiting[0], held.ticket.exact_version)
-        episode = gateway.episode(held, held.waiting.pop(0), first=name not in self.begun)
+        name = (grant.ticket.ticket, grant.waiting[0], grant.ticket.exact_version)
+        episode = gateway.episode(grant, grant.waiting.pop(0), first=name not in self.begun)
         self.begun.add(name)
         session = episode.session
         assert isinstance(session.composer, ChatFormat)
-        made = OpenedSession(
+        opened = OpenedSession(
             session=session,
             chat=session.composer,
             key=secrets.token_urlsafe(32),
-            task=describe_task(held.ticket),
-            seed=gateway.env_seed(held.ticket),
+            task=describe_task(grant.ticket),
+            seed=gateway.env_seed(grant.ticket),
             first=episode.first,
         )
-        self.keep(made, lease)
-        self.add(made, episode, lease)
-        return made
+        self.keep(opened, lease)
+        self.add(opened, episode, lease)
+        return opened
 
-    def keep(self, made: OpenedSession, lease: str) -> None:
-        """Have a session outlive this process. An evaluation's does not: it is of one version."""
-        session = made.session
+    def keep(self, opened: OpenedSession, lease: str) -> None:
+        """Begin the file by which a training session outlives this process.
+
+        An evaluation's session does not: a restarted gateway evaluates another version.
+        """
+        session = opened.session
         if self.journal is None or session.ticket.kind != "train":
             return
         opening = SessionOpening(
             name=session.name,
             sample=session.sample,
-            key=made.key,
+            key=opened.key,
             lease=lease,
-            seed=made.seed,
-            first=made.first,
-            date=(made.chat.when or datetime.now()).isoformat(),
+            seed=opened.seed,
+            first=opened.first,
+            date=(opened.chat.when or datetime.now()).isoformat(),
             opened=session.opened,
         )
-        made.file = self.journal.open(opening, session.ticket)
+        opened.file = self.journal.open(opening, session.ticket)
 
-    def add(self, made: OpenedSession, episode: Episode, lease: str) -> None:
-        """Have requests find a session, by its name and its lease."""
-        self.episodes[made.session.name] = episode
-        self.opened[made.session.name] = self.leases[lease] = made
+    def add(self, opened: OpenedSession, episode: Episode, lease: str) -> None:
+        """Register a session under its name and its lease."""
+        self.episodes[opened.session.name] = episode
+        self.opened[opened.session.name] = self.leases[lease] = opened
         while len(self.leases) > REMEMBERED:
             self.leases.popitem(last=False)
         while len(self.opened) > REMEMBERED:
-            old = next((x for x in self.opened if x not in self.episodes), None)
-            if old is None:
+            ended = next((x for x in self.opened if x not in self.episodes), None)
+            if ended is None:
                 break
-            del self.opened[old]
+            del self.opened[ended]
 
     def restore_sessions(self) -> None:
-        """Go on with the sessions of an earlier process of this gateway. Those that had ended are
-        delivered again; the buffer knows the ones that it has.
+        """Continue the sessions of an earlier process of this gateway.
+
+        Those that had ended are delivered again; the buffer ignores samples that it has.
         """
         gateway = self.gateway
-        kept = self.journal.read() if self.journal is not None else ()
-        for file, opening, records in kept:
+        for file, opening, records in self.journal.read() if self.journal is not None else ():
             ticket, now = last_ticket(records), self.current_time()
             chat = gateway.chat.with_date(datetime.fromisoformat(opening.date))
             session = Session(
@@ -179,7 +184,7 @@ class SessionApi:
                 gateway.limits,
                 chat,
                 own_prompt=encode_prompt(gateway.tokenizer, ticket.prompt),
-                opened=min(opening.opened, now),  # the machine's clock may have begun again
+                opened=min(opening.opened, now),  # the clock begins anew when the machine restarts
             )
             session.name = opening.name
             try:
@@ -188,7 +193,7 @@ class SessionApi:
                 file.fail(f"call {error} is missing")
                 continue
             episode = gateway.restore(session, last, first=opening.first)
-            made = OpenedSession(
+            opened = OpenedSession(
                 session=session,
                 chat=chat,
                 key=opening.key,
@@ -198,7 +203,7 @@ class SessionApi:
                 file=file,
             )
             self.begun.add((ticket.ticket, session.sample, ticket.exact_version))
-            self.add(made, episode, opening.lease)
+            self.add(opened, episode, opening.lease)
             if session.complete:
                 gateway.deliver(episode)
             else:
@@ -221,14 +226,14 @@ class SessionApi:
             self.gateway.submit(episode)
         self.wake()
 
-    # ---- what the gateway tells ------------------------------------------------------------------
+    # ---- called by the gateway -------------------------------------------------------------------
 
     def on_result(self, episode: Episode, message: m.CallResult) -> None:
-        """A call's answer has come, or a generator has refused it."""
+        """Handle a call's result, or a generator's refusal of it."""
         call, answer = self.drawing.pop(message.id)
         if message.failed and not answer.done():
-            why = f"a generator cannot draw this call: {escape_line(message.failed)}"
-            answer.set_exception(CallRefused(500, "call_refused", why))
+            reason = f"a generator cannot sample this call: {escape_line(message.failed)}"
+            answer.set_exception(CallRefused(500, "call_refused", reason))
         node = episode.session.on_result(
             call,
             np.frombuffer(message.tokens, "<i4"),
@@ -244,15 +249,15 @@ class SessionApi:
             answer.set_result(node)
 
     def call_of(self, call: SessionCall) -> int | None:
-        """The number under which a call is drawn."""
-        return next((number for number, (each, _) in self.drawing.items() if each is call), None)
+        """Find the number under which a call was submitted."""
+        return next((number for number, (own, _) in self.drawing.items() if own is call), None)
 
     def renumber(self, was: int, now: int) -> None:
-        """A call is to be drawn anew, under another number."""
+        """Move a call to another number, under which it is submitted again."""
         self.drawing[now] = self.drawing.pop(was)
 
     def on_drop(self, episode: Episode) -> None:
-        """The session is no more: delivered, or lost."""
+        """Forget a session that was delivered or lost, and refuse its open calls."""
         session = episode.session
         self.episodes.pop(session.name, None)
         opened = self.opened[session.name]
@@ -262,21 +267,21 @@ class SessionApi:
                 self.unacked[key] = opened
             else:
                 opened.file.remove()
-        session.fail("its ticket is no more: the learner was started again", self.current_time())
+        session.fail("its ticket has expired: the learner was restarted", self.current_time())
         for number, (call, answer) in list(self.drawing.items()):
             if session.open_calls.get(call.number) is call:
                 del self.drawing[number]
                 if not answer.done():
-                    why = f"session {session.name} is lost: lease another"
-                    answer.set_exception(CallRefused(410, "session_lost", why))
+                    reason = f"session {session.name} is lost: lease another"
+                    answer.set_exception(CallRefused(410, "session_lost", reason))
 
     def on_resume(self, session: Session) -> None:
-        """The session goes on under another ticket."""
+        """Record that the session goes on under another ticket."""
         if (file := self.opened[session.name].file) is not None:
             file.append_progress(session, session.ticket)
 
     def on_report(self) -> None:
-        """The buffer is told of what was sampled so far: an earlier process's count goes on."""
+        """Record the token counts of a report, so that a restarted gateway continues them."""
         for name, episode in self.episodes.items():
             session = episode.session
             if session.reported != session.tokens:
@@ -285,12 +290,12 @@ class SessionApi:
                     file.append_progress(session)
 
     def on_end(self, session: Session) -> None:
-        """The session has its outcome, or waits for it."""
+        """Record that the session has its outcome, or waits for its reward."""
         if (file := self.opened[session.name].file) is not None:
             file.append_progress(session)
 
     def remove_acked_files(self) -> None:
-        """A sample that the buffer has needs no file."""
+        """Remove the files of the samples that the buffer has acknowledged."""
         waiting = self.gateway.outbox.unacked_keys() if self.unacked else ()
         for key in [key for key in self.unacked if key not in waiting]:
             file = self.unacked.pop(key).file
@@ -298,34 +303,32 @@ class SessionApi:
             file.remove()
 
     def requeue(self, opened: OpenedSession) -> None:
-        """Its agent went with another's: the sample waits again, as one that may have acted."""
+        """Put the sample of a session back that lost its agent through another's fault."""
         episode = self.episodes.get(opened.session.name)
         if episode is not None and episode.session.state == "open":
             session = episode.session
             self.gateway.drop(episode)
-            held = self.gateway.held[session.ticket.ticket, session.attempt]
-            held.waiting.append(session.sample)
+            grant = self.gateway.held[session.ticket.ticket, session.attempt]
+            grant.waiting.append(session.sample)
 
     def wake(self) -> None:
-        """Have the gateway take its turn now."""
+        """Make the gateway take its next turn now."""
         self.due.set()
 
     def after_turn(self) -> None:
-        """After each turn: whoever waits for a sample looks again."""
+        """Wake the leases that wait for a sample, after each turn of the gateway."""
         self.remove_acked_files()
         self.news.set()
 
 
 class SocketWatcher:
-    """Has a gateway take its turn when its sockets or wires have something to read, and every
-    POLL_S at the latest, in the endpoint's thread.
-    """
+    """Wakes a gateway when one of its sockets is readable, and every POLL_S."""
 
     def __init__(self, gateway: Gateway, door: SessionApi) -> None:
         self.gateway = gateway
         self.door = door
         self.loop = asyncio.get_running_loop()
-        self.heard: dict[int, Any] = {}  # descriptor -> what it is of
+        self.watched: dict[int, Any] = {}  # descriptor -> its socket
         self.clock = self.loop.call_later(POLL_S, self.tick)
 
     def tick(self) -> None:
@@ -333,34 +336,35 @@ class SocketWatcher:
         self.clock = self.loop.call_later(POLL_S, self.tick)
 
     def listen(self) -> None:
-        """Follow what there is to listen to: sockets and processes are replaced at times, by others
-        that may have the same descriptor.
+        """Register the current descriptors with the event loop.
+
+        Sockets and processes are replaced at times, by others that may get the same descriptor.
         """
         wires = self.door.pushing.wires if self.door.pushing is not None else []
-        found: dict[int, Any] = {wire.fileno(): wire for wire in wires}
-        tell = dict.fromkeys(found, self.door.wake)
-        for each in (self.gateway.socket, self.gateway.calls_socket):
-            descriptor = each.socket.fileno()
-            found[descriptor] = each.socket
-            tell[descriptor] = partial(self.on_readable, each)
-        for descriptor, each in list(self.heard.items()):
-            if found.get(descriptor) is not each:
+        current: dict[int, Any] = {wire.fileno(): wire for wire in wires}
+        callbacks = dict.fromkeys(current, self.door.wake)
+        for peer in (self.gateway.socket, self.gateway.calls_socket):
+            descriptor = peer.socket.fileno()
+            current[descriptor] = peer.socket
+            callbacks[descriptor] = partial(self.on_readable, peer)
+        for descriptor, watched in list(self.watched.items()):
+            if current.get(descriptor) is not watched:
                 self.loop.remove_reader(descriptor)
-                del self.heard[descriptor]
-        for descriptor in found.keys() - self.heard.keys():
-            self.loop.add_reader(descriptor, tell[descriptor])
-        self.heard = found
+                del self.watched[descriptor]
+        for descriptor in current.keys() - self.watched.keys():
+            self.loop.add_reader(descriptor, callbacks[descriptor])
+        self.watched = current
 
-    def on_readable(self, each: BufferSocket | PeerSocket) -> None:
-        """A socket's descriptor has something: not always a message, and it may be read by now."""
-        if each.waiting:
+    def on_readable(self, peer: BufferSocket | PeerSocket) -> None:
+        """Wake the gateway if the socket has a message, which zmq does not promise."""
+        if peer.waiting:
             self.door.wake()
 
     async def notify(self) -> None:
-        """Until the next turn is due."""
+        """Wait until the next turn is due."""
         self.listen()
         waiting = (self.gateway.socket.waiting, self.gateway.calls_socket.waiting)
-        if any(waiting):  # their descriptors tell of what is new, not of what is there
+        if any(waiting):  # zmq's descriptors signal new messages only, not those already there
             await asyncio.sleep(0)
         else:
             await self.door.due.wait()
@@ -368,12 +372,12 @@ class SocketWatcher:
 
     def close(self) -> None:
         self.clock.cancel()
-        for descriptor in self.heard:
+        for descriptor in self.watched:
             self.loop.remove_reader(descriptor)
 
 
 async def serve(gateway: Gateway) -> None:
-    """The gateway's loop with the endpoint."""
+    """Run a gateway's turns and its endpoint until the run or the process ends."""
     agent = gateway.config.agent
     door = gateway.door = SessionApi(gateway)
     bind = ListenAddress(
@@ -390,10 +394,10 @@ async def serve(gateway: Gateway) -> None:
     gateway.greet()
     if agent.command or agent.function:
         door.pushing = AgentPool(door, endpoint.url)
-    ears = SocketWatcher(gateway, door)
+    watcher = SocketWatcher(gateway, door)
     try:
         while True:
-            await ears.notify()
+            await watcher.notify()
             if gateway.step():
                 break
             if door.pushing is not None:
@@ -409,12 +413,14 @@ async def serve(gateway: Gateway) -> None:
         if door.pushing is not None:
             door.pushing.close()
         await endpoint.stop()
-        ears.close()
+        watcher.close()
 
 
 def listen(door: SessionApi, bind: ListenAddress, kept: int) -> Endpoint:
-    """The endpoint on its port; where the config names none, on the one of the process before, if
-    nobody else has it by now. Raises ConfigError.
+    """Bind the endpoint to its port.
+
+    Without agent.port it is the earlier process's port, if that is still free.  Raises ConfigError
+    when the port cannot be bound.
     """
     if kept and not bind.port:
         with suppress(ConfigError):
@@ -423,7 +429,7 @@ def listen(door: SessionApi, bind: ListenAddress, kept: int) -> Endpoint:
 
 
 def describe_task(ticket: m.Ticket) -> dict[str, Any]:
-    """What a harness is told of its sample."""
+    """Describe a sample to its harness: the prompt without its answer."""
     prompt = ticket.prompt
     return {
         "id": prompt.id,
@@ -435,7 +441,7 @@ def describe_task(ticket: m.Ticket) -> dict[str, Any]:
 
 
 def read_endpoint_file(run_dir: Path, name: str) -> str:
-    """What an earlier gateway process wrote into RUN/agent.url or RUN/agent.key, or ""."""
+    """Read RUN/agent.url or RUN/agent.key of an earlier process; "" if it is missing."""
     try:
         descriptor = private.open_private(run_dir / name, os.O_RDONLY)
     except FileNotFoundError:
@@ -445,13 +451,13 @@ def read_endpoint_file(run_dir: Path, name: str) -> str:
 
 
 def kept_port(run_dir: Path) -> int:
-    """The port in RUN/agent.url; 0: there is none."""
+    """Read the port in RUN/agent.url; 0 if there is none."""
     port = read_endpoint_file(run_dir, "agent.url").rpartition(":")[2]
     return int(port) if port.isdecimal() and int(port) < 1 << 16 else 0
 
 
 def write_endpoint_files(run_dir: Path, url: str, key: str) -> None:
-    """RUN/agent.url and RUN/agent.key, for a harness: the key for this user's eyes alone."""
+    """Write RUN/agent.url and RUN/agent.key, which only this user can read."""
     for name, text in (("agent.key", key), ("agent.url", url)):
         new = run_dir / f"{name}.new"
         descriptor = private.open_private(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

@@ -1,14 +1,15 @@
-"""A session: one sample that is written by several calls, from its ticket to its reward.  Pure: the
-clock is an argument, what writes text as ids is given, and no method waits.
+"""A session: one sample that takes several calls, from its ticket to its reward.
 
 ```
- place --> Call --(an engine draws)--> drawn              rows(): what is trained
- request, written, closed: which requests are one and the same, a client's retries
+ place_* --> SessionCall --(an engine samples)--> on_result       training_rows
+ request, on_response_sent, closed: recognize a client's retries
+
  open --> limited (grace_s) --+
  open ------------------------+--> judging --> ended: scored or failed
 ```
 
-All methods are called from one thread."""
+Pure: the clock and the composer of prompts are arguments, and no method waits.  All methods are
+called from one thread."""
 
 from __future__ import annotations
 
@@ -30,13 +31,16 @@ from asyncrl.contract.messages import Ticket, TrainingSequence, VersionSpan
 from asyncrl.contract.printable import escape_line
 
 NEVER = math.inf
-TOO_LONG = "context_length_exceeded"  # the code of a prompt that is
+TOO_LONG = "context_length_exceeded"  # the error code of a prompt longer than the context
 Finish = Literal["stop", "length"]
 
 
 class CallRefused(AsyncrlError):
-    """A request that is not served.  status: of HTTP; code: what a client may branch on; param: the
-    key of the body that is at fault.
+    """A refused request.
+
+    status: the HTTP status
+    code: the error's name, on which a client may branch
+    param: the key of the body that is wrong
     """
 
     def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
@@ -48,52 +52,59 @@ class CallRefused(AsyncrlError):
 
 @dataclass(frozen=True)
 class SessionLimits:
-    """What a session may use: the config's section [agent], and generator.context.  0: no limit."""
+    """The limits of a session ([agent] and generator.context); 0: none."""
 
     context: int = 0  # tokens of a prompt and its answer
     max_calls: int = 32
-    max_tokens: int = 0  # drawn by a session
-    rows: int = 16
+    max_tokens: int = 0  # sampled in a session
+    rows: int = 16  # training sequences
     parallel: int = 16  # calls of one session at once
     deadline_s: float = 600.0
-    idle_s: float = 0.0  # without a call, an answer or a beat: for a harness that pulls
+    idle_s: float = 0.0  # without a call, an answer or a beat, for an external harness
     grace_s: float = 30.0  # from a limit to the reward
-    linger_s: float = 60.0  # a call whose client has gone draws on for so long
-    fork: Literal["row", "end"] = "row"  # end: a call that would open a second row ends the session
+    linger_s: float = 60.0  # how long a call goes on after its client disconnected
+    # end: a call that would begin a second training sequence ends the session
+    fork: Literal["row", "end"] = "row"
 
 
 class Composer(Protocol):
-    """What a session asks of a template, its tokenizer and its parser: chat.py."""
+    """The chat template, tokenizer and parser that a session uses (`chat.ChatFormat`)."""
 
     def write(self, messages: Sequence[Message], tools: Sequence[Any]) -> str:
-        """The request's text, up to where the answer begins."""
+        """Render the request's text, up to where the answer begins."""
 
     def encode(self, text: str) -> np.ndarray:
-        """int32 [P] of a whole prompt."""
+        """Encode a whole prompt as int32 [P]."""
 
     def follow(
         self, node: CallNode, messages: Sequence[Message], answer_at: int, text: str
     ) -> np.ndarray | None:
-        """int32: what `text`, written of `messages`, has behind the node's answer, which is message
-        `answer_at`; None when it does not begin with the node's turn.
+        """Encode what follows the node's answer in `text`, as int32.
+
+        `text` is rendered from `messages`, and the answer is message `answer_at`.  None when the
+        text does not begin with the node's turn.
         """
 
     def continue_text(self, node: CallNode, text: str) -> np.ndarray | None:
-        """The same for a text without a template."""
+        """Do the same for a text without a template."""
 
     def read(self, ids: np.ndarray, stop: Sequence[str], name: str) -> Message:
-        """The assistant's message that drawn ids are; name: unique, for its tool calls' ids."""
+        """Parse sampled ids into a message; `name` makes the ids of its tool calls unique."""
 
     def visible_text(self, ids: np.ndarray, stop: Sequence[str] = ()) -> str:
-        """The text of drawn ids, up to an end token or a stop string."""
+        """Decode sampled ids, up to an end token or a stop string."""
 
     def find_stop(self, ids: np.ndarray, stop: Sequence[str]) -> int | None:
-        """How many of the drawn ids it takes to complete a stop string; None: none is in them."""
+        """Count the leading ids that complete the first stop string; None if there is none."""
 
 
 @dataclass(eq=False)
 class SessionCall:
-    """One generation.  prompt_ids int32 [P]; stream_key: 0 is the ticket's plain stream."""
+    """One generation.
+
+    prompt_ids: int32 [P]
+    stream_key: its random stream; 0 is the stream of a sample without an agent
+    """
 
     number: int
     parent: CallNode | None
@@ -102,29 +113,28 @@ class SessionCall:
     stream_key: int
     max_new_tokens: int
     node: CallNode
-    # max_new_tokens is the run's limit or the session's, not one that the client chose
-    run_bound: bool
-    aside: bool = False
+    run_bound: bool  # max_new_tokens comes from the run or the session, not from the client
+    aside: bool = False  # excluded from training
     stop: tuple[str, ...] = ()
-    alone_since: float = NEVER  # since when no connection waits for its answer
-    cut: bool = False
+    alone_since: float = NEVER  # when the last connection that waited for its answer closed
+    cut: bool = False  # is being cancelled
 
 
 class Composed(NamedTuple):
-    """The prompt of a call, as a template and a tokenizer made it of a request."""
+    """The prompt of a call, rendered by the template and encoded by the tokenizer."""
 
     parent: CallNode | None
     tail: np.ndarray  # int32 [P]: what follows the parent's turn; without a parent, all
     text: str
-    why: str  # why it does not simply go on, should it open a row
+    why: str  # the cause to count if the call begins a training sequence
     found: MessageMatch | None = None  # of a call by messages
-    ours: Mapping[int, CallNode] = MappingProxyType({})
+    ours: Mapping[int, CallNode] = MappingProxyType({})  # message index -> the call it answers
     tools: Sequence[Any] = ()
 
 
 @dataclass(eq=False)
 class HarnessRequest:
-    """One request of the harness, over as many connections as it takes."""
+    """One request of the harness with its retries, over one or more connections."""
 
     body: bytes  # digest
     key: str  # Idempotency-Key, "" for none
@@ -136,7 +146,7 @@ class HarnessRequest:
 
 @dataclass
 class Refusals:
-    """The calls of a session that were refused: its agent may have kept silent about them.
+    """The refused calls of a session, which its agent may not have reported.
 
     >>> refusals = Refusals()
     >>> refusals.add(CallRefused(400, "invalid_value", "stop: give a text")); str(refusals)
@@ -164,7 +174,7 @@ class Refusals:
 
 @dataclass(frozen=True)
 class SessionOutcome:
-    """How a session ended: a reward, or why there is none."""
+    """How a session ended: with a reward, or with the reason why it has none."""
 
     reward: float
     parts: dict[str, float]
@@ -173,8 +183,10 @@ class SessionOutcome:
 
 @dataclass(eq=False)
 class Session:
-    """One attempt at one sample.  own_prompt int32 [P]: the ticket's prompt as a plain answer is
-    given it; opened: the clock as it begins.
+    """One attempt at one sample.
+
+    own_prompt: int32 [P], the ticket's prompt as encoded for a sample without an agent
+    opened: the clock's time at its beginning
     """
 
     ticket: Ticket
@@ -190,24 +202,22 @@ class Session:
         self.forest = CallTree()
         self.open_calls: dict[int, SessionCall] = {}
         self.requests: list[HarnessRequest] = []
-        self.cuts: list[
-            SessionCall
-        ] = []  # to be ended in the engine: whoever does it takes them out
+        self.cuts: list[SessionCall] = []  # to be cancelled in the engine, by the gateway
         self.state: Literal["open", "judging", "ended"] = "open"
         self.outcome: SessionOutcome | None = None
-        self.limit = ""  # which one ended the calls
+        self.limit = ""  # the key of [agent] that ended the calls
         self.limited_at = NEVER
         self.calls = 0
         self.composing = 0  # further ones, whose prompts are being composed
         self.refusals = Refusals()
-        self.tokens = 0  # drawn, those set aside included
-        self.aside = 0  # of these, never trained
-        self.reported = 0  # of these, how many the buffer was told of
-        self.adopted: list[tuple[int, int]] = []  # (earlier attempt, tokens drawn under it)
-        self.call_at = self.heard_at = self.opened  # last call or answer; those or a beat
+        self.tokens = 0  # sampled, with the excluded ones
+        self.aside = 0  # of these, excluded from training
+        self.reported = 0  # tokens in the newest report to the buffer
+        self.adopted: list[tuple[int, int]] = []  # (earlier attempt, tokens sampled under it)
+        self.call_at = self.heard_at = self.opened  # last call or answer; last of those or a beat
         self.judging_at = self.opened
-        self.shortened = False  # the newest word of the policy was cut by a limit of the run
-        self._asked: dict[bytes, int] = {}  # digest of prompt ids -> how often asked
+        self.shortened = False  # the policy's newest answer was cut by a limit of the run
+        self._asked: dict[bytes, int] = {}  # digest of prompt ids -> number of calls with them
         self.score: tuple[float, dict[str, float], dict[int, float]] | None = None
 
     # ---- calls -----------------------------------------------------------------------------------
@@ -222,10 +232,12 @@ class Session:
         stop: Sequence[str] = (),
         aside: bool = False,
     ) -> SessionCall:
-        """A call by messages, its place found and its prompt composed.  Raises CallRefused, and
-        what the composer raises; nothing has changed then.
+        """Place a call by messages: find what it continues and compose its prompt.
 
-        max_new_tokens: the client's; 0: as many as the run allows."""
+        max_new_tokens: the client's limit; 0: as many as the run allows
+
+        Raises CallRefused, and what the composer raises; the session is unchanged then.
+        """
         self.may_call(now)
         composed = self.draft(messages, tools, aside)()
         return self.accept(composed, now=now, max_new_tokens=max_new_tokens, stop=stop, aside=aside)
@@ -233,15 +245,17 @@ class Session:
     def draft(
         self, messages: Sequence[Message], tools: Sequence[Any] = (), aside: bool = False
     ) -> Callable[[], Composed]:
-        """Find the place of a call by messages; return what composes its prompt, by the template
-        and the tokenizer.  That takes long for a long prompt, and may run in another thread: until
-        `accept`, no other call of the session may be drafted.  Raises ValueError as `plain_text`.
+        """Find what a call by messages continues, before its prompt is composed.
+
+        Returns the function that composes it.  That one runs the template and the tokenizer, which
+        takes long for a long prompt, and may run in another thread.  Until `accept`, no other call
+        of the session may be drafted. Raises ValueError as `plain_text` does.
         """
         found = self.forest.find(messages, aside)
         return partial(self._composed, partial(self._compose, found, messages, tools))
 
     def draft_text(self, text: str) -> Callable[[], Composed]:
-        """The same for a call by text without a template."""
+        """Do the same for a call by text without a template."""
         texts = sorted(self.forest.texts(), key=lambda x: (-x.text_length, -x.number))
         return partial(self._composed, partial(self._compose_text, texts, text))
 
@@ -286,8 +300,9 @@ class Session:
         stop: Sequence[str] = (),
         aside: bool = False,
     ) -> SessionCall:
-        """The call whose prompt is composed.  Raises CallRefused, also for what has come about
-        since it was drafted: the session may have ended.
+        """Add the call whose prompt was composed.
+
+        Raises CallRefused, also when the session has ended since the call was drafted.
         """
         self.may_call(now)
         tail = np.ascontiguousarray(composed.tail, np.int32)
@@ -309,8 +324,9 @@ class Session:
         stop: Sequence[str] = (),
         aside: bool = False,
     ) -> SessionCall:
-        """A call by token ids int32 [P], P >= 1: it continues the node whose ids they begin with.
-        Raises CallRefused.
+        """Place a call by token ids int32 [P], P >= 1.
+
+        It continues the node with the longest ids that they begin with.  Raises CallRefused.
         """
         self.may_call(now)
         ids = np.ascontiguousarray(ids, np.int32)
@@ -329,15 +345,17 @@ class Session:
         stop: Sequence[str] = (),
         aside: bool = False,
     ) -> SessionCall:
-        """A call by text without a template: it continues the node whose text it begins with, the
-        longest, of these the newest.  Raises CallRefused.
+        """Place a call by text without a template.
+
+        It continues the node with the longest text that it begins with, of these the newest.
+        Raises CallRefused.
         """
         self.may_call(now)
         composed = self.draft_text(text)()
         return self.accept(composed, now=now, max_new_tokens=max_new_tokens, stop=stop, aside=aside)
 
     def may_call(self, now: float) -> None:
-        """Raises CallRefused where no further call may begin."""
+        """Raise CallRefused if no further call may begin."""
         self.tick(now)
         if self.state != "open":
             raise CallRefused(410, "session_ended", f"session {self.name} has ended")
@@ -360,14 +378,14 @@ class Session:
     def _limit_call(
         self, node: CallNode, wanted: int, stop: Sequence[str], now: float
     ) -> SessionCall:
-        """The node as a call, within the limits.  Raises CallRefused."""
+        """Make the node a call within the session's limits.  Raises CallRefused."""
         limits = self.limits
         prompt = node.prompt()
         if not len(prompt):
             raise CallRefused(400, "empty_prompt", "the prompt has no token: send some text")
         most = self.ticket.sampling.max_new_tokens
         if limits.context:
-            # an agent may shorten its history and go on: that ends no session
+            # this does not end the session: an agent may shorten its history and go on
             if len(prompt) >= limits.context:
                 self.shortened = True
                 raise CallRefused(
@@ -380,15 +398,15 @@ class Session:
             most = min(most, limits.context - len(prompt))
         if limits.max_tokens:
             promised = sum(call.max_new_tokens for call in self.open_calls.values())
-            left = limits.max_tokens - self.tokens - promised
-            if left < 1:
+            remaining = limits.max_tokens - self.tokens - promised
+            if remaining < 1:
                 raise CallRefused(
                     429,
                     "parallel_calls",
                     f"the open calls of session {self.name} may use up agent.max_tokens = "
                     f"{limits.max_tokens}: wait for one of them",
                 )
-            most = min(most, left)
+            most = min(most, remaining)
         if self.forest.starts_row(node) and (begun := self.forest.rows_begun()):
             if limits.fork == "end":
                 raise self._limit_reached("fork", now)
@@ -411,18 +429,21 @@ class Session:
         )
 
     def _stream_key(self, prompt: np.ndarray, digest: bytes) -> int:
-        """0 for the ticket's own prompt, first asked: the stream of a plain answer.  Else 64 bits
-        of the prompt and of how often it was asked, whatever else was asked between.
+        """Choose the random stream of a call.
+
+        It is 0, the stream of a sample without an agent, for the first call with the ticket's own
+        prompt.  Otherwise it is a 64-bit hash of the prompt and the number of earlier calls with
+        it, so that it does not depend on the order of other calls.
         """
-        asked = self._asked.get(digest, 0)
-        if not asked and np.array_equal(prompt, self.own_prompt):
+        earlier = self._asked.get(digest, 0)
+        if not earlier and np.array_equal(prompt, self.own_prompt):
             return 0
-        return xxhash.xxh3_64_intdigest(prompt.tobytes() + asked.to_bytes(4, "little")) or 1
+        return xxhash.xxh3_64_intdigest(prompt.tobytes() + earlier.to_bytes(4, "little")) or 1
 
     def _add_call(
         self, call: SessionCall, found: MessageMatch | None, why: str, now: float
     ) -> SessionCall:
-        """Take the call in."""
+        """Record the call as open."""
         if self.forest.starts_row(call.node) and self.forest.rows_begun():
             self.forest.forks[why] += 1
         self.forest.add(call.node, found.chains if found else ())
@@ -433,7 +454,7 @@ class Session:
         return call
 
     def restore_call(self, node: CallNode) -> SessionCall:
-        """Put back a call that was sampled before this process began; `node` holds its answer."""
+        """Put back an answered call of an earlier process."""
         assert node.ids is not None
         prompt = node.prompt()
         digest = xxhash.xxh3_128_digest(prompt.tobytes())
@@ -463,11 +484,16 @@ class Session:
         past: int = 0,
         now: float = 0.0,
     ) -> CallNode | None:
-        """What the engine drew: ids int32 [T], logprobs float32 [T], spans over [0, T).  None for
-        no token.  past: tokens that it drew and did not give.  What lies behind the token that
-        completes a stop string is set aside.
+        """Record the tokens that the engine sampled for a call; return its node.
 
-        Raises ProtocolError for spans that do not cover the tokens, or a call that is not open."""
+        ids: int32 [T]
+        logprobs: float32 [T]
+        spans: of weight versions, over [0, T)
+        past: further tokens that were sampled and not sent
+
+        Tokens after the one that completes a stop string are excluded.  None when T = 0.  Raises
+        ProtocolError for spans that do not cover the tokens, or a call that is not open.
+        """
         if self.open_calls.pop(call.number, None) is not call:
             raise ProtocolError(f"session {self.name}: call {call.number} was answered before")
         edges = [0] + [span.end for span in spans]
@@ -477,14 +503,14 @@ class Session:
             )
         node = call.node
         if self.composer is not None and call.stop:
-            kept = self.composer.find_stop(ids, call.stop)
-            if kept is not None:
-                past += len(ids) - kept
-                ids, logprobs, finish = ids[:kept], logprobs[:kept], "stop"
+            length = self.composer.find_stop(ids, call.stop)
+            if length is not None:
+                past += len(ids) - length
+                ids, logprobs, finish = ids[:length], logprobs[:length], "stop"
                 spans = [
-                    structs.replace(span, end=min(span.end, kept))
+                    structs.replace(span, end=min(span.end, length))
                     for span in spans
-                    if span.start < kept
+                    if span.start < length
                 ]
         self.tokens += len(ids) + past
         self.aside += past + (len(ids) if call.aside else 0)
@@ -509,39 +535,42 @@ class Session:
     # ---- requests and their retries --------------------------------------------------------------
 
     def request(self, body: bytes, *, retry: bool = False, key: str = "") -> HarnessRequest:
-        """The request that came with this body (a digest of path and bytes): an earlier one that it
-        repeats, or a new one.
+        """Find the earlier request that this one repeats, or add a new one.
 
-        retry: the client says that it repeats.  Without that word an equal body is a request of its
-        own (an agent that votes), unless the connection of one closed before it was answered."""
-        same = [each for each in self.requests if each.body == body]
-        found = next((each for each in same if key and each.key == key), None)
-        if found is None and not key:
-            found = next((each for each in same if each.lost), None)
-            if found is None and retry:
-                unanswered = [each for each in same if each.answer is None]
-                found = next(iter(unanswered), same[-1] if same else None)
-        if found is None:
-            found = HarnessRequest(body, key)
-            self.requests.append(found)
-            return found
-        found.connections += 1
-        found.lost = False
-        if found.call is not None:
-            found.call.alone_since = NEVER
-        return found
+        body: a digest of the path and the body
+        retry: the client marked it as a retry
+        key: the client's idempotency key, or ""
+
+        Without a mark or a key, a request with an equal body is a new one (an agent that votes),
+        unless the connection of the earlier one closed before it was answered.
+        """
+        equal = [request for request in self.requests if request.body == body]
+        repeated = next((request for request in equal if key and request.key == key), None)
+        if repeated is None and not key:
+            repeated = next((request for request in equal if request.lost), None)
+            if repeated is None and retry:
+                unanswered = [request for request in equal if request.answer is None]
+                repeated = next(iter(unanswered), equal[-1] if equal else None)
+        if repeated is None:
+            self.requests.append(HarnessRequest(body, key))
+            return self.requests[-1]
+        repeated.connections += 1
+        repeated.lost = False
+        if repeated.call is not None:
+            repeated.call.alone_since = NEVER
+        return repeated
 
     def forget(self, request: HarnessRequest) -> None:
-        """The request began no call: the same again is a new one."""
+        """Forget a request that began no call, so that the same again is a new one."""
         if request in self.requests:
             self.requests.remove(request)
 
     def on_response_sent(self, request: HarnessRequest) -> None:
-        """The answer went out whole on one of its connections."""
+        """Record that the whole answer was sent on one of its connections."""
         request.connections -= 1
 
     def closed(self, request: HarnessRequest, now: float) -> None:
-        """A connection of it ended before the answer was out."""
+        """Record that one of its connections closed before the answer was sent."""
         request.connections -= 1
         if request.connections <= 0:
             request.lost = True
@@ -551,9 +580,7 @@ class Session:
     # ---- limits and the clock --------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """What time alone brings about: calls cut, limits, the end of a session whose agent went
-        away.
-        """
+        """Apply the limits of time: linger_s, deadline_s, grace_s and idle_s."""
         for call in list(self.open_calls.values()):
             if now >= call.alone_since + self.limits.linger_s:
                 self._cancel_call(call)
@@ -569,7 +596,7 @@ class Session:
             self.fail(f"no call and no beat for agent.idle_s = {self.limits.idle_s:g} s", now)
 
     def next_tick(self) -> float:
-        """When `tick` next has something to do."""
+        """The next time at which `tick` acts."""
         times = [
             call.alone_since + self.limits.linger_s
             for call in self.open_calls.values()
@@ -581,11 +608,11 @@ class Session:
         return min(times, default=NEVER)
 
     def next_deadline(self) -> tuple[str, float]:
-        """Which key ends it if nothing else happens, and when by the clock; ("", NEVER): none."""
+        """The limit that ends the session next, and its time; ("", NEVER): none does."""
         if self.limit:
             return f"the time to score it after agent.{self.limit}", self._grace_over()
-        at, name = min((self._deadline(), "agent.deadline_s"), (self._idle_over(), "agent.idle_s"))
-        return (name, at) if at < NEVER else ("", NEVER)
+        time, key = min((self._deadline(), "agent.deadline_s"), (self._idle_over(), "agent.idle_s"))
+        return (key, time) if time < NEVER else ("", NEVER)
 
     def _deadline(self) -> float:
         return self.opened + (self.limits.deadline_s or NEVER)
@@ -595,7 +622,7 @@ class Session:
         return self.heard_at + self.limits.idle_s if idle else NEVER
 
     def _grace_over(self) -> float:
-        """From the limit, or from the last answer that was under way as it was reached."""
+        """The end of the grace period, from the limit or the last answer after it."""
         if self.open_calls:
             return NEVER
         return max(self.limited_at, self.call_at) + self.limits.grace_s
@@ -622,7 +649,7 @@ class Session:
             self._cancel_call(call)
 
     def beat(self, now: float) -> None:
-        """The harness lives."""
+        """Record a sign of life of the harness."""
         self.heard_at = max(self.heard_at, now)
 
     # ---- the end ---------------------------------------------------------------------------------
@@ -635,35 +662,41 @@ class Session:
         *,
         now: float,
     ) -> None:
-        """Score and end; the same again is no news.  Raises CallRefused.
+        """Score and end the session; repeating the same score changes nothing.
 
-        value is the sample's whole reward; calls: the share of each call (by number), which
-        estimators by token see on its last token, and what remains on the session's last one."""
+        value: the sample's whole reward
+        parts: named parts of it, for metrics
+        calls: call number -> its share.  Token-level estimators get a share at the call's last
+            token, and the remainder at the session's last token.
+
+        Raises CallRefused.
+        """
         self.tick(now)
-        said = (float(value), dict(parts), dict(calls))
+        score = (float(value), dict(parts), dict(calls))
         if self.score is not None:
-            if said == self.score:
+            if score == self.score:
                 return
             raise CallRefused(
                 422, "reward_differs", f"session {self.name} has the reward {self.score[0]:g}"
             )
         if self.state != "open":
             raise CallRefused(410, "session_ended", f"session {self.name} has ended")
-        _check_reward(*said)
+        _check_reward(*score)
         trained = {node.number for node in self.forest.nodes if not node.aside}
         for number in calls:
             if number not in trained:
                 raise CallRefused(
                     422, "no_such_call", f"calls: {self.name} has no trained call {number}", "calls"
                 )
-        self.score = said
-        self.outcome = SessionOutcome(said[0], said[1])
+        self.score = score
+        self.outcome = SessionOutcome(score[0], score[1])
         self.state = "ended"
         self._cut_all()
 
     def judge(self, now: float) -> bool:
-        """The harness is done and the config's reward judges; True when that is news.  Raises
-        CallRefused.
+        """End the calls and wait for the config's reward; False if it was done before.
+
+        Raises CallRefused when the session has failed.
         """
         self.tick(now)
         if self.state == "open":
@@ -675,62 +708,63 @@ class Session:
         raise CallRefused(410, "session_ended", f"session {self.name} has ended")
 
     def on_judged(self, outcome: SessionOutcome) -> None:
-        """What the config's reward said."""
+        """End the session with the outcome of the config's reward."""
         if self.state == "judging":
             self.state, self.outcome = "ended", outcome
 
     def fail(self, why: str, now: float) -> None:
-        """No reward will come: the sample is written again, or its group given up."""
+        """End the session without a reward; `why` is the reason that is logged."""
         if self.state != "ended":
             self.state, self.outcome = "ended", SessionOutcome(0.0, {}, why)
             self._cut_all()
 
     @property
     def complete(self) -> bool:
-        """Ended, and every draw is in: nothing of it changes any more."""
+        """Whether the session has ended and no call is open, so that it is final."""
         return self.state == "ended" and not self.open_calls
 
     def resume_under(self, ticket: Ticket) -> None:
-        """The session goes on under a new attempt at its sample; what it has drawn stays counted
-        with the attempt before.  Calls that are under way are not of it: those of an epoch that is
-        over are to be drawn again by the new ticket's weights.
+        """Continue the session under a new attempt at its sample.
+
+        Its tokens so far stay counted with the earlier attempt.  The gateway submits open calls
+        again, to be sampled with the new ticket's weights.
         """
         if ticket.ticket != self.ticket.ticket or self.sample not in ticket.samples:
-            raise ProtocolError(f"session {self.name} is no sample of ticket {ticket.ticket}")
+            raise ProtocolError(f"session {self.name} has no sample in ticket {ticket.ticket}")
         self.adopted.append((self.attempt, self.current_attempt_tokens))
         self.ticket, self.attempt = ticket, ticket.attempt
 
     @property
     def current_attempt_tokens(self) -> int:
-        """Tokens drawn under the attempt of now."""
+        """Tokens sampled under the current attempt."""
         return self.tokens - sum(tokens for _, tokens in self.adopted)
 
-    # ---- what it is ------------------------------------------------------------------------------
+    # ---- results ---------------------------------------------------------------------------------
 
     @property
     def finish(self) -> Finish:
-        """length: a limit of the run ended it, or cut the policy's last word."""
+        """How it ended; length: at a limit of the run, or the last answer was cut by one."""
         return "length" if self.limit or self.shortened else "stop"
 
     @property
     def forks(self) -> Mapping[str, int]:
-        """Causes of rows beyond the first, counted."""
+        """Cause -> number of training sequences beyond the first."""
         return self.forest.forks
 
     def training_rows(self) -> tuple[TrainingSequence, ...]:
-        """What is trained, in the order of each row's first own call."""
+        """Build the training sequences, in the order of their first own calls."""
         shares = dict(self.score[2]) if self.score is not None else {}
         trained = [n for n in self.forest.nodes if n.ids is not None and not n.aside]
         if shares and trained:
             assert self.outcome is not None
             last = max(node.number for node in trained)
-            rest = self.outcome.reward - math.fsum(shares.values())
-            if rest or last in shares:
-                shares[last] = shares.get(last, 0.0) + rest
+            remainder = self.outcome.reward - math.fsum(shares.values())
+            if remainder or last in shares:
+                shares[last] = shares.get(last, 0.0) + remainder
         return rows_of(self.forest.nodes, shares)
 
     def describe(self, now: float) -> dict[str, Any]:
-        """The session for whoever asks: counts, versions, seconds left."""
+        """The session's state as JSON: counts, versions, seconds left."""
         labels = {
             span.label for node in self.forest.nodes if node.ids is not None for span in node.spans
         }
@@ -756,7 +790,7 @@ class Session:
 
 
 def _check_reward(value: float, parts: Mapping[str, float], calls: Mapping[int, float]) -> None:
-    """Raise CallRefused for what a reward function may not return either."""
+    """Raise CallRefused for values that a reward function may not return either."""
     param = "reward"
     try:
         outcomes.check_number(value, "reward")
@@ -765,29 +799,33 @@ def _check_reward(value: float, parts: Mapping[str, float], calls: Mapping[int, 
         param = "calls"
         for number, share in calls.items():
             outcomes.check_number(share, f"the share of call {number}")
-        rest = value - math.fsum(calls.values())
-        outcomes.check_number(rest, "what the shares leave of the reward")
+        remainder = value - math.fsum(calls.values())
+        outcomes.check_number(remainder, "what the shares leave of the reward")
     except ValueError as error:
         raise CallRefused(422, "invalid_reward", str(error), param) from error
 
 
 @dataclass(eq=False)
 class SessionPlayer:
-    """One player in a session's environment: what it was told and has said.  game: 0 is the
-    policy's side; else its opponent's, in the game of that number, from 1, of those that were
-    begun; its draws are set aside.  history: for a chat template.
+    """One player in a session's environment, with its history.
+
+    game: 0 for the policy; 1, 2, ... for the opponent in the session's game of that number, whose
+        calls are excluded from training
+    history: messages, for a chat template
+    last: its newest answered call
     """
 
     templated: bool
     game: int = 0
     history: list[Message] = field(default_factory=list)
-    last: CallNode | None = None  # the newest that it drew
+    last: CallNode | None = None
 
     def place_observation(
         self, session: Session, obs: str | list[Message], tools: Sequence[Any], now: float
     ) -> SessionCall:
-        """The environment has spoken to it: the call for its answer.  Without a template the ids so
-        far go on with the observation's.  Raises as Session.place.
+        """Place the call that answers an observation.
+
+        Without a template the prompt is the ids so far and the observation's.  Raises CallRefused.
         """
         if self.templated:
             new = [{"role": "user", "content": obs}] if isinstance(obs, str) else obs
@@ -803,7 +841,7 @@ class SessionPlayer:
         return session.place_ids(ids, now=now, aside=self.game > 0)
 
     def on_answer(self, node: CallNode) -> None:
-        """Its answer."""
+        """Append its answer to its history."""
         self.last = node
         if self.templated:
             assert node.answer is not None
@@ -811,23 +849,21 @@ class SessionPlayer:
 
 
 class SessionPlayers:
-    """The players in a session's environment; `now` is to answer."""
+    """The players in a session's environment; `now` is the one whose turn it is."""
 
     def __init__(self, templated: bool) -> None:
         self.policy = self.now = SessionPlayer(templated)
         self.other = SessionPlayer(templated, 1)
 
     def set_turn(self, game: int) -> None:
-        """Whose turn it is, as of Side: in another game the opponent knows nothing of earlier
-        ones.
-        """
+        """Set whose turn it is, by `SessionPlayer.game`; a new game has a new opponent."""
         if game not in (0, self.other.game):
             self.other = SessionPlayer(self.policy.templated, game)
         self.now = self.other if game else self.policy
 
 
 def restore_own_answers(messages: Sequence[Message], ours: Mapping[int, CallNode]) -> list[Message]:
-    """The messages with our own answers as they were drawn."""
+    """Replace the session's own answers in `messages` by the sampled ones."""
     return [
         (ours[index].answer or message) if index in ours else message
         for index, message in enumerate(messages)
@@ -835,7 +871,7 @@ def restore_own_answers(messages: Sequence[Message], ours: Mapping[int, CallNode
 
 
 def row_start_reason(found: MessageMatch, parent: CallNode | None, tools: Sequence[Any]) -> str:
-    """Why a call by messages does not simply go on, should it open a row."""
+    """Name the cause to count if a call by messages begins a training sequence."""
     if found.candidates:
         deepest = found.candidates[0][1]
         if deepest is parent:

@@ -1,8 +1,7 @@
-"""The endpoint: OpenAI's routes for each session, and the routes by which a harness leases, scores
-and ends sessions.  The only importer of uvicorn.
+"""The HTTP endpoint: model APIs for each session, and routes to lease, score and end sessions.
 
-One event loop: every session is touched from it alone.  A request that draws is a task of its own,
-which a closed connection does not end: its answer is kept, and a client's retry is given it.
+One event loop owns all sessions.  Each call runs as a task that outlives its connection: the answer
+is kept, and a client's retry gets it.  No other module imports uvicorn.
 
     POST /asyncrl/v1/sessions                 leases a sample (the run's key)
     POST /s/ID/reward, /end, /beat; GET /s/ID (the session's key, as all below)
@@ -45,20 +44,19 @@ from actors.gateway.sessions import TOO_LONG, CallRefused, HarnessRequest, Sessi
 from asyncrl.contract import outcomes
 from asyncrl.contract.errors import ConfigError
 
-LARGEST_BODY = 8 * 1024 * 1024  # of a call
-LARGEST_REPORT = 1024 * 1024  # of a lease, a reward, an end or a beat
-LARGEST_HEAD = 64 * 1024  # bytes that are no body's, between two that are
+LARGEST_BODY = 8 * 1024 * 1024  # bytes of a call
+LARGEST_REPORT = 1024 * 1024  # bytes of a lease, a reward, an end or a beat
+LARGEST_HEAD = 64 * 1024  # bytes outside bodies (heads, trailers, chunk sizes) between two bodies
 HEAD_S = 30.0  # for a request's head to arrive, from its connection or its first byte
 CONNECTIONS = 4096
-# of a call's body: up to here it is read and composed at once, which costs less than a thread
-INLINE_BYTES = 1 << 15
+INLINE_BYTES = 1 << 15  # larger bodies are parsed in a thread; for smaller ones it costs more
 THREADS = 4  # that compose prompts
 BODY_S = 60.0  # for a body to arrive
-KEEP_ALIVE_S = 10.0  # between two signs of life in a stream
+KEEP_ALIVE_S = 10.0  # between two comments in a stream without news
 LONGEST_WAIT_S = 60.0  # for a lease
 LEASE_CHARACTERS = 256
 
-# ASGI's
+# of ASGI
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
@@ -66,7 +64,7 @@ Result = TypeVar("Result")
 
 
 class HttpRequest:
-    """A request whose head has come.  session, model: of its path."""
+    """A request whose head has arrived.  session, model: names in its path."""
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
         self.scope = scope
@@ -77,37 +75,39 @@ class HttpRequest:
 
     @property
     def connection(self) -> BoundedConnection:
-        """What it came on."""
-        found: BoundedConnection = self.scope["asyncrl.connection"]
-        return found
+        """The connection that carries it."""
+        connection: BoundedConnection = self.scope["asyncrl.connection"]
+        return connection
 
     def header(self, name: bytes, default: str = "") -> str:
-        """The first of that name, which is in small letters."""
-        for each, value in self.scope["headers"]:
-            if each == name:
-                found: str = value.decode("latin-1")
-                return found
+        """The first header of that name, which is in lower case."""
+        for key, value in self.scope["headers"]:
+            if key == name:
+                text: str = value.decode("latin-1")
+                return text
         return default
 
     @property
     def base_url(self) -> str:
-        """Where its client found the endpoint."""
+        """The endpoint's URL as its client used it."""
         host, port = self.scope["server"]
         return f"{self.scope['scheme']}://{self.header(b'host') or f'{host}:{port}'}/"
 
 
 class ClientDisconnected(Exception):
-    """Closed before its body was read: nothing was begun, and nobody reads an answer."""
+    """The connection closed before the body was read, so nothing was begun."""
 
 
 class WholeResponse:
-    """A reply that is known whole."""
+    """A response whose body is complete from the start."""
 
-    def __init__(self, status: int = 200, said: Any = None, more: Mapping[str, str] = {}) -> None:
+    def __init__(
+        self, status: int = 200, content: Any = None, more: Mapping[str, str] = {}
+    ) -> None:
         self.status = status
-        self.body = b"" if said is None else json.dumps(said, allow_nan=False).encode()
+        self.body = b"" if content is None else json.dumps(content, allow_nan=False).encode()
         self.headers = [(name.encode(), _ascii(value)) for name, value in more.items()]
-        if said is not None:
+        if content is not None:
             self.headers.append((b"content-type", b"application/json"))
         if status != 204:
             self.headers.append((b"content-length", str(len(self.body)).encode()))
@@ -124,55 +124,57 @@ Served = Callable[[HttpRequest], Awaitable["WholeResponse | CallReply"]]
 
 @dataclass(eq=False)
 class OpenedSession:
-    """A session as the endpoint serves it.  task: what the harness is told of the sample, never its
-    answer.
+    """A session as the endpoint serves it.
+
+    task: the sample without its answer, for the harness
     """
 
     session: Session
     chat: ChatFormat
-    key: str  # 256 bits, of this session alone
+    key: str  # 256 random bits
     task: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     first: bool = True  # no earlier attempt at this sample may have acted
-    composing: asyncio.Lock = field(default_factory=asyncio.Lock)  # held for one call's prompt
-    file: SessionFile | None = None  # what a restarted gateway goes on from
+    composing: asyncio.Lock = field(default_factory=asyncio.Lock)  # locked by one call at a time
+    file: SessionFile | None = None  # from which a restarted gateway restores it
 
 
 class SessionService(Protocol):
-    """What stands behind the endpoint: it has the tickets and asks the generators."""
+    """The sessions behind the endpoint (`session_api.SessionApi`)."""
 
     manners: RequestPolicy
     run_key: str
 
     @property
     def is_over(self) -> bool:
-        """The run has ended: nothing is leased or drawn any more."""
+        """Whether the run has ended, so that nothing is leased or sampled any more."""
 
     @property
     def is_ending(self) -> bool:
-        """This process ends: come again."""
+        """Whether this process ends; clients are asked to come again."""
 
     def current_time(self) -> float:
         """The clock of the sessions, in seconds."""
 
     def find(self, name: str) -> OpenedSession | None:
-        """A session by its name, those that ended a while ago too."""
+        """Find a session by its name; recently ended ones are found too."""
 
     async def lease(self, lease: str, wait_s: float) -> OpenedSession | None:
-        """A sample for a harness; the same lease: the same session.  None: none within wait_s."""
+        """Begin a session, or find the one of an equal lease; None if wait_s brings no sample."""
 
     async def draw(self, session: Session, call: SessionCall) -> CallNode | None:
-        """Have the call drawn and `session.drawn` told; None when it drew nothing.  Raises
-        CallRefused.
+        """Have the call sampled and passed to `session.on_result`; None when it has no token.
+
+        Raises CallRefused.
         """
 
     def on_change(self, session: Session) -> None:
-        """Look at it: it has calls to cut, has ended, or wants the run's reward."""
+        """Act on a session that has calls to cancel, has ended, or needs the run's reward."""
 
 
 @dataclass(frozen=True)
 class ListenAddress:
-    """Where to listen.  TLS by its two files, or a proxy in front that does it."""
+    """The address to listen at, with the files for TLS unless a proxy in front provides it."""
 
     host: str = "127.0.0.1"
     port: int = 0
@@ -181,7 +183,7 @@ class ListenAddress:
     behind_proxy: bool = False
 
     def check(self) -> None:
-        """Raises ConfigError for an address that would send keys over a network in the clear."""
+        """Raise ConfigError for an address that would send keys unencrypted over a network."""
         if bool(self.certificate) != bool(self.private_key):
             raise ConfigError("agent.certificate and agent.private_key: give both or none")
         try:
@@ -196,7 +198,7 @@ class ListenAddress:
 
 
 class WebApp:
-    """The routes, over a service."""
+    """The routes of the endpoint."""
 
     def __init__(self, service: SessionService) -> None:
         self.service = service
@@ -205,7 +207,7 @@ class WebApp:
         self.threads = ThreadPoolExecutor(THREADS, "prompts")
         self.errors: dict[HarnessRequest, CallRefused] = {}
         served = self._served
-        # what follows /s/ID/ -> who serves it
+        # path after /s/ID/ -> its route
         self.posted: dict[str, Served] = {
             "reward": served(self._reward),
             "end": served(self._end),
@@ -220,7 +222,7 @@ class WebApp:
         self.view, self.models = served(self._describe_session), served(self._models)
 
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request, by ASGI.  What is no refusal is answered, and raised for the log."""
+        """Serve one ASGI request.  An unexpected error is answered with 500 and raised again."""
         request = HttpRequest(scope, receive)
         try:
             response = await self._route(request)(request)
@@ -229,47 +231,48 @@ class WebApp:
         except ClientDisconnected:
             return
         except Exception as error:
-            why = f"the gateway failed: {type(error).__name__}: {error}"
-            await _refusal_response(request, CallRefused(500, "gateway", why)).write(request, send)
+            reason = f"the gateway failed: {type(error).__name__}: {error}"
+            refused = CallRefused(500, "gateway", reason)
+            await _refusal_response(request, refused).write(request, send)
             raise
         await response.write(request, send)
 
     def _route(self, request: HttpRequest) -> Served:
-        """Who serves it.  Raises CallRefused."""
+        """Find the route of a request.  Raises CallRefused."""
         path, method = request.path, request.scope["method"]
         reads = method in ("GET", "HEAD")
-        found: Served | None = None
+        route: Served | None = None
         if path.startswith("/s/"):
             request.session, _, rest = path[3:].partition("/")
-            found = self.posted.get(rest) if method == "POST" else None
+            route = self.posted.get(rest) if method == "POST" else None
             if reads and rest == "v1/models":
-                found = self.models
+                route = self.models
             elif reads and rest.startswith("v1/models/"):
                 request.model = rest.removeprefix("v1/models/")
-                found = self.models
+                route = self.models
             elif reads and path == f"/s/{request.session}":
-                found = self.view
+                route = self.view
         elif path == "/asyncrl/v1/sessions" and method == "POST":
-            found = self._lease
-        if found is None:
+            route = self._lease
+        if route is None:
             raise CallRefused(
                 404,
                 "no_such_route",
                 f"there is no {method} {path:.200}: see docs/agents.md for the routes",
             )
-        return found
+        return route
 
-    # ---- who may ---------------------------------------------------------------------------------
+    # ---- authorization ---------------------------------------------------------------------------
 
     def _authorized_session(self, request: HttpRequest) -> OpenedSession:
-        """The session of the path, if the key is its own.  Raises CallRefused."""
+        """Find the session in the path and check the key against its own.  Raises CallRefused."""
         opened = self.service.find(request.session)
         if opened is None or not _has_key(request, opened.key):
             raise CallRefused(
                 401,
                 "invalid_api_key",
-                "this session's URL and key do not belong together: use OPENAI_BASE_URL and "
-                "OPENAI_API_KEY as they were given",
+                "this session's URL and key do not match: use OPENAI_BASE_URL and OPENAI_API_KEY "
+                "of the same lease",
             )
         request.connection.welcome()
         return opened
@@ -279,7 +282,7 @@ class WebApp:
         serve: Callable[[HttpRequest, OpenedSession, bytes], Awaitable[WholeResponse]],
         most: int = LARGEST_REPORT,
     ) -> Served:
-        """A route of a session, for whoever has its key; most: bytes of a body."""
+        """Make a route of a session, which needs its key; most: bytes of a body."""
 
         async def route(request: HttpRequest) -> WholeResponse:
             opened = self._authorized_session(request)
@@ -293,17 +296,17 @@ class WebApp:
         if not _has_key(request, self.service.run_key):
             raise CallRefused(401, "invalid_api_key", "the key is not the one in RUN/agent.key")
         request.connection.welcome()
-        said = _json(await _body(request, LARGEST_REPORT))
-        lease = said.get("lease")
+        given = _json(await _body(request, LARGEST_REPORT))
+        lease = given.get("lease")
         if not isinstance(lease, str) or not 0 < len(lease) <= LEASE_CHARACTERS:
             raise CallRefused(
                 400,
                 "invalid_value",
-                "lease: give a text of your own, another for each session: repeated, it gets the "
-                "same session",
+                f"lease: give a text of 1 to {LEASE_CHARACTERS} characters, a new one for each "
+                "session; an equal one gets the same session",
                 "lease",
             )
-        wait_s = _parse_number(said.get("wait_s", 0.0), "wait_s")
+        wait_s = _parse_number(given.get("wait_s", 0.0), "wait_s")
         self._running()
         opened = await self.service.lease(lease, min(max(wait_s, 0.0), LONGEST_WAIT_S))
         if opened is None:
@@ -311,7 +314,7 @@ class WebApp:
             return WholeResponse(204)
         session = opened.session
         return WholeResponse(
-            said={
+            content={
                 "session": session.name,
                 "base_url": f"{request.base_url}s/{session.name}/v1",
                 "api_key": opened.key,
@@ -325,7 +328,7 @@ class WebApp:
         )
 
     def _running(self) -> None:
-        """Raises CallRefused where nothing new begins."""
+        """Raise CallRefused when the run is over or this process ends."""
         if self.service.is_over:
             raise CallRefused(410, "run_over", "the run is over")
         if self.service.is_ending:
@@ -334,18 +337,18 @@ class WebApp:
     async def _reward(
         self, request: HttpRequest, opened: OpenedSession, body: bytes
     ) -> WholeResponse:
-        said = _json(body)
+        given = _json(body)
         session = opened.session
-        value = _parse_number(said.get("reward"), "reward", finite=False)
-        parts = _numbers(said.get("parts"), "parts")
+        value = _parse_number(given.get("reward"), "reward", finite=False)
+        parts = _numbers(given.get("parts"), "parts")
         calls: dict[int, float] = {}
-        for name, share in _numbers(said.get("calls"), "calls").items():
+        for name, share in _numbers(given.get("calls"), "calls").items():
             number = name.rpartition("-")[2]
             names = {f"{prefix}{session.name}-{number}" for prefix in PREFIX.values()}
             call = _parse_count(number)
             if call is None or name not in {number, *names}:
                 raise CallRefused(
-                    422, "no_such_call", f"calls: {name!r:.80} is no call's id", "calls"
+                    422, "no_such_call", f"calls: no call has the id {name!r:.80}", "calls"
                 )
             if call in calls:
                 raise CallRefused(422, "invalid_value", f"calls: {call} has two shares", "calls")
@@ -357,12 +360,12 @@ class WebApp:
         return self._state(session)
 
     async def _end(self, request: HttpRequest, opened: OpenedSession, body: bytes) -> WholeResponse:
-        said = _json(body)
+        given = _json(body)
         session = opened.session
-        failed = said.get("failed")
+        failed = given.get("failed")
         if failed is not None:
             if not isinstance(failed, str) or not failed:
-                raise CallRefused(400, "invalid_value", "failed: say why, in a text", "failed")
+                raise CallRefused(400, "invalid_value", "failed: give the reason as text", "failed")
             try:
                 outcomes.check_reason(failed)
             except ValueError as error:
@@ -370,7 +373,7 @@ class WebApp:
             if session.outcome is not None and not session.outcome.failed:
                 raise CallRefused(422, "session_scored", f"session {session.name} has a reward")
             session.fail(failed, self.service.current_time())
-        elif said.get("score") is True:
+        elif given.get("score") is True:
             session.judge(self.service.current_time())
         else:
             raise CallRefused(400, "invalid_value", 'give {"score": true} or {"failed": "why"}')
@@ -389,7 +392,7 @@ class WebApp:
         return self._state(opened.session)
 
     def _state(self, session: Session) -> WholeResponse:
-        return WholeResponse(said=session.describe(self.service.current_time()))
+        return WholeResponse(content=session.describe(self.service.current_time()))
 
     # ---- calls -----------------------------------------------------------------------------------
 
@@ -404,47 +407,47 @@ class WebApp:
             "owned_by": "asyncrl",
             "max_model_len": opened.session.limits.context or None,
         }
-        if asked := request.model:
-            if asked != name:
-                raise CallRefused(404, "model_not_found", f"there is no model {asked!r}", "model")
-            return WholeResponse(said=model)
-        return WholeResponse(said={"object": "list", "data": [model]})
+        if wanted := request.model:
+            if wanted != name:
+                raise CallRefused(404, "model_not_found", f"there is no model {wanted!r}", "model")
+            return WholeResponse(content=model)
+        return WholeResponse(content={"object": "list", "data": [model]})
 
     async def _count(
         self, request: HttpRequest, opened: OpenedSession, body: bytes
     ) -> WholeResponse:
-        """Tokens of a prompt that nobody draws from."""
-        asked = await self._read_call("messages", opened, body)
+        """Count the tokens of a prompt without a call."""
+        parsed = await self._read_call("messages", opened, body)
         chat = opened.chat
 
         def count() -> int:
-            return len(chat.encode(chat.write(asked.messages, asked.tools)))
+            return len(chat.encode(chat.write(parsed.messages, parsed.tools)))
 
-        return WholeResponse(said={"input_tokens": await self._run_in_thread(len(body), count)})
+        return WholeResponse(content={"input_tokens": await self._run_in_thread(len(body), count)})
 
     def _calls(self, kind: Kind) -> Served:
         async def route(request: HttpRequest) -> CallReply:
             opened = self._authorized_session(request)
             try:
                 body = await _body(request, LARGEST_BODY)
-                asked = await self._read_call(kind, opened, body)
-                made = await self._request(request, opened, asked, body)
+                parsed = await self._read_call(kind, opened, body)
+                harness_request = await self._request(request, opened, parsed, body)
             except CallRefused as refused:
                 opened.session.refusals.add(refused)
                 raise
-            return CallReply(self, opened, made, asked)
+            return CallReply(self, opened, harness_request, parsed)
 
         return route
 
     async def _read_call(self, kind: Kind, opened: OpenedSession, body: bytes) -> ParsedRequest:
-        """What a body asks for.  Raises CallRefused."""
+        """Parse the body of a call.  Raises CallRefused."""
         session, manners = opened.session, self.service.manners
         context = session.limits.context
 
         def read() -> ParsedRequest:
-            said = decoded(body)
+            options = decoded(body)
             for name in ("messages", "input", "prompt", "token_ids"):
-                given = said.get(name)
+                given = options.get(name)
                 if context and isinstance(given, list) and len(given) > context:
                     raise CallRefused(
                         400,
@@ -454,7 +457,7 @@ class WebApp:
                         "history",
                         name,
                     )
-            return parse_request(kind, said, manners, session.ticket.sampling)
+            return parse_request(kind, options, manners, session.ticket.sampling)
 
         try:
             return await self._run_in_thread(len(body), read)
@@ -463,17 +466,15 @@ class WebApp:
             raise
 
     async def _run_in_thread(self, size: int, work: Callable[[], Result]) -> Result:
-        """The result of `work` on a body of so many bytes: in a thread where it takes long, as
-        nobody else is served meanwhile otherwise.
-        """
+        """Run `work` on a body of `size` bytes, in a thread if it would block the loop for long."""
         if size <= INLINE_BYTES:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self.threads, work)
 
     async def _request(
-        self, request: HttpRequest, opened: OpenedSession, asked: ParsedRequest, body: bytes
+        self, request: HttpRequest, opened: OpenedSession, parsed: ParsedRequest, body: bytes
     ) -> HarnessRequest:
-        """The request, new or joined; a new one draws from here on.  Raises CallRefused."""
+        """Begin a call, or join the one that this request repeats.  Raises CallRefused."""
         session = opened.session
         digest = xxhash.xxh3_128_digest(request.path.encode() + b"\n" + body)
         repeats = _parse_count(request.header(b"x-stainless-retry-count", "0")) or 0
@@ -482,99 +483,103 @@ class WebApp:
         if made.call is not None:
             return made
         if made not in self.placing:
-            self.placing[made] = asyncio.create_task(self._place(opened, made, asked, len(body)))
-        # whoever joins it meanwhile waits for the same, and one that goes away ends it for nobody
+            self.placing[made] = asyncio.create_task(self._place(opened, made, parsed, len(body)))
+        # retries wait for the same task, and a connection that closes must not cancel it
         await asyncio.shield(self.placing[made])
         return made
 
     async def _place(
-        self, opened: OpenedSession, made: HarnessRequest, asked: ParsedRequest, size: int
+        self, opened: OpenedSession, made: HarnessRequest, parsed: ParsedRequest, size: int
     ) -> None:
-        """Compose the call's prompt and let it be drawn.  Raises CallRefused."""
+        """Compose the call's prompt and begin its sampling.  Raises CallRefused."""
         session = opened.session
         try:
             self._running()
             session.may_call(self.service.current_time())
-            made.call = await self._compose(opened, asked, size)
+            made.call = await self._compose(opened, parsed, size)
         except BaseException:
             session.forget(made)
             self.service.on_change(session)
             raise
         finally:
             del self.placing[made]
-        self.drawing[made] = asyncio.create_task(self._draw(opened, made, asked))
+        self.drawing[made] = asyncio.create_task(self._draw(opened, made, parsed))
 
-    async def _compose(self, opened: OpenedSession, asked: ParsedRequest, size: int) -> SessionCall:
-        """The call in its session: one after another is composed, in the order in which they came,
-        as each may go on behind those before it.  Raises CallRefused.
+    async def _compose(
+        self, opened: OpenedSession, parsed: ParsedRequest, size: int
+    ) -> SessionCall:
+        """Place the call in its session.
+
+        The calls of a session are composed one after another in the order of their requests, as
+        each may continue those before it.  Raises CallRefused.
         """
         session = opened.session
         common: dict[str, Any] = {
-            "max_new_tokens": asked.max_new_tokens,
-            "stop": asked.stop,
-            "aside": asked.aside,
+            "max_new_tokens": parsed.max_new_tokens,
+            "stop": parsed.stop,
+            "aside": parsed.aside,
         }
-        if asked.ids is not None:
-            return session.place_ids(asked.ids, now=self.service.current_time(), **common)
+        if parsed.ids is not None:
+            return session.place_ids(parsed.ids, now=self.service.current_time(), **common)
         session.composing += 1
         try:
             async with opened.composing:
-                if asked.kind == "text":
-                    draft = session.draft_text(asked.text)
+                if parsed.kind == "text":
+                    draft = session.draft_text(parsed.text)
                 else:
-                    draft = session.draft(asked.messages, asked.tools, asked.aside)
+                    draft = session.draft(parsed.messages, parsed.tools, parsed.aside)
                 composed = await self._run_in_thread(size, draft)
         finally:
             session.composing -= 1
-        # in the same step as the lock's release: the next one is drafted behind this call
+        # no await since the lock's release: the next call is drafted after this one is accepted
         return session.accept(composed, now=self.service.current_time(), **common)
 
     async def _draw(
-        self, opened: OpenedSession, made: HarnessRequest, asked: ParsedRequest
+        self, opened: OpenedSession, made: HarnessRequest, parsed: ParsedRequest
     ) -> None:
-        """Let the call be drawn and keep its answer, whoever waits for it."""
+        """Have the call sampled and keep its answer for all of its connections."""
         session, call = opened.session, made.call
         assert call is not None
         try:
             node = await self.service.draw(session, call)
             if node is None:
                 raise CallRefused(
-                    410, "session_ended", f"session {session.name} ended before a token was drawn"
+                    410, "session_ended", f"session {session.name} ended before a token was sampled"
                 )
-            name = _name(session, call.number, asked.kind)
+            name = _name(session, call.number, parsed.kind)
             made.answer = replies.answer(
-                asked, node, name, opened.chat.decode_text, int(time.time())
+                parsed, node, name, opened.chat.decode_text, int(time.time())
             )
-            if opened.file is not None:  # before anybody is given it
+            if opened.file is not None:  # before a client gets it
                 opened.file.append_answer(session, made)
         except CallRefused as refused:
             self._failed(session, made, refused)
         except Exception as error:
-            why = f"the gateway failed: {type(error).__name__}: {error}"
-            self._failed(session, made, CallRefused(500, "gateway", why))
+            reason = f"the gateway failed: {type(error).__name__}: {error}"
+            self._failed(session, made, CallRefused(500, "gateway", reason))
             raise
         finally:
             self.drawing.pop(made, None)
 
-    def _failed(self, session: Session, made: HarnessRequest, why: CallRefused) -> None:
-        """No answer came of it: the same request again is a new one."""
+    def _failed(self, session: Session, made: HarnessRequest, error: CallRefused) -> None:
+        """Record that a call has no answer, so that the same request again is a new one."""
         session.forget(made)
-        session.refusals.add(why)
+        session.refusals.add(error)
         if made.connections > 0:
-            self.errors[made] = why
+            self.errors[made] = error
 
 
 class CallReply:
-    """The answer to a call, whole or as a stream, for one connection that may close before it."""
+    """The answer to a call, complete or as a stream, on one connection."""
 
     def __init__(
-        self, web: WebApp, opened: OpenedSession, made: HarnessRequest, asked: ParsedRequest
+        self, web: WebApp, opened: OpenedSession, made: HarnessRequest, parsed: ParsedRequest
     ) -> None:
         self.web = web
         self.session = opened.session
         self.file = opened.file
         self.made = made
-        self.asked = asked
+        self.parsed = parsed
 
     async def write(self, request: HttpRequest, send: Send) -> None:
         written = False
@@ -593,18 +598,18 @@ class CallReply:
                 self.web.errors.pop(self.made, None)
 
     async def _write(self, connection: BoundedConnection, send: Send) -> bool:
-        """True when all of it went out."""
-        if self.asked.stream:
+        """Write the answer; False when the connection closed before its end."""
+        if self.parsed.stream:
             connection.hold()
             await self._start_response(
                 send, 200, b"text/event-stream", {"cache-control": "no-cache"}
             )
             await send(_body_part(replies.KEEP_ALIVE))
         while (task := self.web.drawing.get(self.made)) is not None:
-            await connection.wait_for(task, KEEP_ALIVE_S if self.asked.stream else None)
+            await connection.wait_for(task, KEEP_ALIVE_S if self.parsed.stream else None)
             if connection.closed:
                 return False
-            if self.asked.stream and not task.done():
+            if self.parsed.stream and not task.done():
                 await send(_body_part(replies.KEEP_ALIVE))
         return not connection.closed and await self._finish(connection, send)
 
@@ -612,14 +617,14 @@ class CallReply:
         answer = self.made.answer
         connection.hold()
         if answer is not None:
-            if not self.asked.stream:
+            if not self.parsed.stream:
                 length = {"content-length": str(len(answer))}
                 await self._start_response(send, 200, b"application/json", length)
         else:
             refused = self.web.errors[self.made]
             body, headers = replies.error(refused)
             answer = json.dumps(body).encode()
-            if self.asked.stream:
+            if self.parsed.stream:
                 answer = b"data: " + answer + b"\n\n"
             else:
                 headers["content-length"] = str(len(answer))
@@ -634,8 +639,8 @@ class CallReply:
         self, send: Send, status: int, media: bytes, more: Mapping[str, str]
     ) -> None:
         headers = [(b"content-type", media)]
-        if self.asked.ignored:
-            headers.append((b"x-asyncrl-ignored", _ascii(", ".join(self.asked.ignored))))
+        if self.parsed.ignored:
+            headers.append((b"x-asyncrl-ignored", _ascii(", ".join(self.parsed.ignored))))
         headers += [(name.encode(), _ascii(value)) for name, value in more.items()]
         await send(_head(status, headers))
 
@@ -657,17 +662,17 @@ def _body_part(body: bytes, *, more: bool = True) -> dict[str, Any]:
 
 
 def _ascii(text: str) -> bytes:
-    """A header's value of what may be a client's own text."""
+    """Encode a header's value, which may hold a client's text."""
     return "".join(c if " " <= c <= "~" else "?" for c in text)[:1000].encode()
 
 
 def _name(session: Session, number: int, kind: Kind) -> str:
-    """What a call is called in its answer."""
+    """The id of a call in its answer."""
     return f"{PREFIX[kind]}{session.name}-{number}"
 
 
 def _has_key(request: HttpRequest, key: str) -> bool:
-    """Whether the request carries the key; in constant time."""
+    """Whether the request carries the key, compared in constant time."""
     scheme, _, given = request.header(b"authorization").partition(" ")
     if scheme.lower() != "bearer":
         given = request.header(b"x-api-key")
@@ -675,11 +680,11 @@ def _has_key(request: HttpRequest, key: str) -> bool:
 
 
 async def _body(request: HttpRequest, most: int) -> bytes:
-    """The body of up to `most` bytes, in bounded time.  Raises CallRefused."""
+    """Read a body of at most `most` bytes, in bounded time.  Raises CallRefused."""
     length = _parse_count(request.header(b"content-length", "0"))
     if length is not None and length > most:
         raise _too_large(most)
-    if request.scope.get("asyncrl.whole"):  # it came with its head, as small ones do
+    if request.scope.get("asyncrl.whole"):  # it arrived with its head, as small ones do
         return await _read(request, most)
     try:
         async with asyncio.timeout(BODY_S):
@@ -693,7 +698,7 @@ def _too_large(most: int) -> CallRefused:
 
 
 async def _read(request: HttpRequest, most: int) -> bytes:
-    """All parts of the body.  Raises CallRefused when there are more, and Gone."""
+    """Join the parts of the body.  Raises CallRefused over `most`, and ClientDisconnected."""
     parts = bytearray()
     more = True
     while more:
@@ -708,21 +713,22 @@ async def _read(request: HttpRequest, most: int) -> bytes:
 
 
 def _json(body: bytes) -> dict[str, Any]:
-    """A small body, in which NaN may stand: it is refused where it counts.  Raises CallRefused,
-    also for half of a character, which no message to the buffer can hold.
+    """Parse a small body as a JSON object; its values may be NaN, which their readers refuse.
+
+    Raises CallRefused, also for unpaired surrogates, which no message to the buffer can hold.
     """
     try:
-        found = json.loads(body.decode() or "{}")
-        json.dumps(found, ensure_ascii=False).encode()
+        value = json.loads(body.decode() or "{}")
+        json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise CallRefused(400, "invalid_json", f"the body is no JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise CallRefused(400, "invalid_json", "the body is no JSON object")
-    return found
+        raise CallRefused(400, "invalid_json", f"the body is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CallRefused(400, "invalid_json", "the body is not a JSON object")
+    return value
 
 
 def _parse_count(text: str) -> int | None:
-    """A whole number from 0 on, in ASCII digits; None for what is none, or has too many digits."""
+    """Parse a non-negative integer of at most 18 ASCII digits; None for anything else."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= 18 else None
 
 
@@ -749,7 +755,7 @@ def _numbers(given: Any, name: str) -> dict[str, float]:
 def _refusal_response(request: HttpRequest, error: CallRefused) -> WholeResponse:
     body, headers = replies.error(error)
     if "/v1/messages" in request.path:
-        body["type"] = "error"  # as Anthropic's clients have it
+        body["type"] = "error"  # which Anthropic's clients expect
     return WholeResponse(error.status, body, headers)
 
 
@@ -757,13 +763,11 @@ def _refusal_response(request: HttpRequest, error: CallRefused) -> WholeResponse
 
 
 class CoalescingTransport:
-    """A transport which, told to hold, sends what is written next with what is written after it:
-    the head of a reply with its body, in one packet.
-    """
+    """A transport that sends two writes as one packet after `hold`: a response's head and body."""
 
     def __init__(self, inner: asyncio.Transport) -> None:
         self.inner = inner
-        self.held: bytes | None = None  # None: nothing is to be held
+        self.held: bytes | None = None  # None: writes pass; b"": the next one is held
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -787,25 +791,26 @@ class CoalescingTransport:
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """A connection whose requests have heads (and trailers) of bounded size and time; uvicorn's own
-    keeps what a client sends for as long as it sends.
+    """A connection that limits the size and time of requests' heads and trailers.
+
+    uvicorn's own protocol buffers a head without limit.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self.beside = 0  # bytes that came and were no body's
+        self.beside = 0  # bytes received since the last part of a body
         self.in_head = False
         self.late: asyncio.TimerHandle | None = None
         self.lost = False
-        # connections on which no key was shown yet, the oldest first
+        # connections that have not shown a valid key yet, the oldest first
         self.strangers: dict[BoundedConnection, None] = vars(self.server_state).setdefault(
             "strangers", {}
         )
         self.strangers[self] = None
-        self.waiting: set[Callable[[], None]] = set()  # whom to tell that it is closed
+        self.waiting: set[Callable[[], None]] = set()  # called when the connection closes
         self.out = CoalescingTransport(transport)
         super().connection_made(self.out)  # type: ignore[arg-type]
         if len(self.connections) > most_connections():
-            # who has no key makes room, and never the other way round
+            # only connections without a key are closed to make room
             next(iter(self.strangers)).abort()
             if self.closed:
                 return
@@ -816,44 +821,44 @@ class BoundedConnection(HttpToolsProtocol):
         self.lost = True
         self.strangers.pop(self, None)
         super().connection_lost(exc)
-        for tell in list(self.waiting):
-            tell()
+        for notify in list(self.waiting):
+            notify()
 
     def abort(self) -> None:
         self.strangers.pop(self, None)
         self.transport.abort()
 
     def welcome(self) -> None:
-        """A key was shown that opens something: it makes room for nobody."""
+        """Keep the connection when there are too many: it has shown a valid key."""
         self.strangers.pop(self, None)
 
     @property
     def closed(self) -> bool:
-        """Nobody reads what is written."""
+        """Whether the connection has closed or is closing."""
         return self.lost or self.transport.is_closing()
 
     def hold(self) -> None:
-        """The next write goes out with the one after it."""
+        """Send the next write together with the one after it."""
         self.out.hold()
 
     async def wait_for(self, task: asyncio.Task[None], timeout: float | None) -> None:
-        """Wait until the task is done, the connection closed, or `timeout` seconds are over."""
+        """Wait until the task is done, the connection closes, or `timeout` seconds have passed."""
         if self.closed or task.done():
             return
         news: asyncio.Future[None] = self.loop.create_future()
 
-        def tell(_task: Any = None) -> None:
+        def notify(_task: Any = None) -> None:
             if not news.done():
                 news.set_result(None)
 
-        timer = None if timeout is None else self.loop.call_later(timeout, tell)
-        task.add_done_callback(tell)
-        self.waiting.add(tell)
+        timer = None if timeout is None else self.loop.call_later(timeout, notify)
+        task.add_done_callback(notify)
+        self.waiting.add(notify)
         try:
             await news
         finally:
-            self.waiting.discard(tell)
-            task.remove_done_callback(tell)
+            self.waiting.discard(notify)
+            task.remove_done_callback(notify)
             if timer is not None:
                 timer.cancel()
 
@@ -862,7 +867,7 @@ class BoundedConnection(HttpToolsProtocol):
         super().data_received(data)
         if self.beside > LARGEST_HEAD:
             self.transport.abort()
-        elif self.in_head and self.late is None:  # the head did not come in one piece
+        elif self.in_head and self.late is None:  # the head is incomplete
             self.late = self.loop.call_later(HEAD_S, self.transport.abort)
 
     def on_message_begin(self) -> None:
@@ -894,12 +899,12 @@ class BoundedConnection(HttpToolsProtocol):
 
 
 def most_connections() -> int:
-    """At once: files are needed for other things too, and without one nobody is accepted."""
+    """The largest number of open connections: at most half of the process's file descriptors."""
     return min(CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
 
 class QuietServer(uvicorn.Server):
-    """A server that leaves the process's signals alone."""
+    """A uvicorn server that installs no signal handlers."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -907,14 +912,14 @@ class QuietServer(uvicorn.Server):
 
 
 class Endpoint:
-    """The server in the running event loop."""
+    """The HTTP server, in the running event loop."""
 
     def __init__(self, service: SessionService, bind: ListenAddress) -> None:
         bind.check()
         self.bind = bind
         self.web = WebApp(service)
         family = socket.AF_INET6 if ":" in bind.host else socket.AF_INET
-        # with its protocol: without, asyncio leaves TCP_NODELAY off, and what is written in two
+        # asyncio sets TCP_NODELAY only if the protocol is given; without it, a response in two
         # parts waits up to 40 ms for the client's acknowledgement of the first
         self.socket = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -944,7 +949,7 @@ class Endpoint:
 
     @property
     def url(self) -> str:
-        """Where a harness on this machine finds it."""
+        """The URL for a harness on this machine."""
         host, port = self.socket.getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
         return f"http{'s' if self.bind.certificate else ''}://{host}:{port}"
@@ -957,7 +962,7 @@ class Endpoint:
             self.task.result()
 
     async def stop(self) -> None:
-        """Close what is open; calls that draw are ended."""
+        """Close all connections and cancel the open calls."""
         self.server.should_exit = True
         if self.task is not None:
             await self.task

@@ -192,7 +192,7 @@ def test_a_session_remembers_what_was_refused(served: Served) -> None:
     )
     assert made.failed and made.failed.why.startswith(
         "the session ended without an answer; 3 of its calls were refused, the last one with "
-        "invalid_json: the body is no JSON"
+        "invalid_json: the body is not JSON"
     )
 
 

@@ -200,7 +200,7 @@ def test_a_turn_is_due_when_something_has_come(monkeypatch: pytest.MonkeyPatch) 
         assert not turn.done()
         ears.tick()  # the clock
         await asyncio.wait_for(turn, 600)
-        assert ears.heard.keys() == {one.socket.fileno(), two.socket.fileno()}
+        assert ears.watched.keys() == {one.socket.fileno(), two.socket.fileno()}
         ears.close()
         assert not asyncio.get_running_loop().remove_reader(one.socket.fileno())
         for each in (one, two):

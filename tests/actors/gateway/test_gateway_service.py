@@ -582,7 +582,7 @@ def test_sessions_of_which_none_ends_well_end_the_run(
         w.answer(call, "ab")
     said = (
         r"agent\.env = agent_envs:Fails: 8 sessions failed, and none has ended well; the last one: "
-        r"data: the environment raised KeyError: 'gone' in step; is it the agent"
+        r"data: the environment raised KeyError: 'gone' in step; if it cannot use"
     )
     with pytest.raises(ConfigError, match=said):
         w.ended(8)
