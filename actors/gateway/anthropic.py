@@ -1,4 +1,4 @@
-"""Anthropic's /v1/messages, translated to a chat completion and back.  Pure."""
+"""Translates Anthropic's /v1/messages to a chat completion and back.  Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from actors.gateway.call_tree import Message
 from actors.gateway.sessions import CallRefused
 
-# what asks for nothing that an answer could lack
+# keys that are translated, or have no effect on an answer
 QUIET = ("system", "max_tokens", "stop_sequences", "messages", "tools", "tool_choice", "thinking")
 
 
@@ -18,8 +18,8 @@ def _bad(where: str, why: str) -> CallRefused:
 
 
 def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The same request as a chat completion.  Raises CallRefused."""
-    made = {key: value for key, value in body.items() if key not in QUIET}
+    """Translate a request to a chat completion's.  Raises CallRefused."""
+    request = {key: value for key, value in body.items() if key not in QUIET}
     messages: list[Message] = []
     if system := body.get("system"):
         messages.append({"role": "system", "content": _texts("system", system)})
@@ -28,29 +28,29 @@ def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
         raise _bad("messages", "give a list of at least one message")
     for place, message in enumerate(given):
         messages += _convert_message(f"messages[{place}]", message)
-    made["messages"] = messages
-    made["max_tokens"] = body.get("max_tokens")
-    made["stop"] = body.get("stop_sequences")
+    request["messages"] = messages
+    request["max_tokens"] = body.get("max_tokens")
+    request["stop"] = body.get("stop_sequences")
     if isinstance(body.get("thinking"), dict) and body["thinking"].get("type") != "disabled":
-        made["thinking"] = body["thinking"]  # named among the ignored
-    if isinstance(made.get("metadata"), dict):
-        made["metadata"] = {k: v for k, v in made["metadata"].items() if k == "asyncrl"}
+        request["thinking"] = body["thinking"]  # listed among the ignored options
+    if isinstance(request.get("metadata"), dict):
+        request["metadata"] = {k: v for k, v in request["metadata"].items() if k == "asyncrl"}
     choice = body.get("tool_choice")
     if choice is not None:
         kind = choice.get("type") if isinstance(choice, dict) else None
         if not isinstance(kind, str):
             raise _bad("tool_choice", "give an object with a type")
-        made["tool_choice"] = kind if kind in ("auto", "none") else choice
-    output = made.pop("output_config", None) or {}
+        request["tool_choice"] = kind if kind in ("auto", "none") else choice
+    output = request.pop("output_config", None) or {}
     if not isinstance(output, dict):
         raise _bad("output_config", "give an object")
-    made |= {f"output_config.{key}": value for key, value in output.items()}
-    made["tools"] = _tools(made, body.get("tools") or [])
-    return made
+    request |= {f"output_config.{key}": value for key, value in output.items()}
+    request["tools"] = _tools(request, body.get("tools") or [])
+    return request
 
 
-def _tools(made: dict[str, Any], given: Any) -> list[Any]:
-    """Functions; a tool that runs at the provider is left out, by name."""
+def _tools(request: dict[str, Any], given: Any) -> list[Any]:
+    """Translate tools to functions; provider's tools are ignored and listed."""
     if not isinstance(given, list):
         raise _bad("tools", "give a list")
     tools = []
@@ -58,7 +58,7 @@ def _tools(made: dict[str, Any], given: Any) -> list[Any]:
         if not isinstance(tool, dict) or not isinstance(tool.get("name"), str):
             raise _bad(f"tools[{place}]", "give an object with a name")
         if tool.get("type", "custom") != "custom":
-            made[f"tools.{tool['type']}"] = True
+            request[f"tools.{tool['type']}"] = True
             continue
         function = {"name": tool["name"], "parameters": tool.get("input_schema", {})}
         if "description" in tool:
@@ -75,12 +75,12 @@ def _texts(where: str, content: Any) -> str:
     for block in content:
         if not isinstance(block, dict) or not isinstance(block.get("text"), str):
             kind = block.get("type") if isinstance(block, dict) else type(block).__name__
-            raise _bad(where, f"a block of type {kind!r}: only text is known here")
+            raise _bad(where, f"a block of type {kind!r}: only text is supported")
     return "".join(block["text"] for block in content)
 
 
 def _convert_message(where: str, message: Any) -> Iterator[Message]:
-    """One message: an answer with its calls; or what the tools said, then the user's text."""
+    """Convert a message: an answer with calls, or tool results and the user's text."""
     if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
         raise _bad(where, "give an object with the role user or assistant")
     role, content = message["role"], message.get("content")
@@ -103,13 +103,13 @@ def _convert_message(where: str, message: Any) -> Iterator[Message]:
                 }
             )
         elif kind == "tool_result" and role == "user":
-            said = _texts(where, block.get("content") or "")
+            result = _texts(where, block.get("content") or "")
             yield {
                 "role": "tool",
                 "tool_call_id": block.get("tool_use_id"),
-                "content": said,
+                "content": result,
             }
-        elif kind not in ("thinking", "redacted_thinking"):  # ours is put back as drawn
+        elif kind not in ("thinking", "redacted_thinking"):  # restored with the sampled answer
             text.append(block)
     joined = _texts(where, text)
     if role == "assistant":
@@ -125,7 +125,11 @@ def _convert_message(where: str, message: Any) -> Iterator[Message]:
 def answer(
     message: Message, finish: str, usage: Mapping[str, int], head: Mapping[str, Any], stop: str
 ) -> dict[str, Any]:
-    """The whole body.  head: id and model; stop: the stop string that ended it, or ""."""
+    """Build the body of a response.
+
+    head: id and model
+    stop: the stop string that ended the answer, or ""
+    """
     blocks: list[dict[str, Any]] = []
     if thought := message.get("reasoning_content"):
         blocks.append(
@@ -166,7 +170,7 @@ def answer(
 
 
 def events(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The answer as the events of a stream."""
+    """Split a response into the events of a stream."""
     start = {
         **body,
         "content": [],
@@ -174,10 +178,10 @@ def events(body: Mapping[str, Any]) -> list[dict[str, Any]]:
         "stop_sequence": None,
     }
     start["usage"] = {**body["usage"], "output_tokens": 0}
-    made: list[dict[str, Any]] = [{"type": "message_start", "message": start}]
+    blocks: list[dict[str, Any]] = []
     for index, block in enumerate(body["content"]):
         empty, delta = _delta(block)
-        made += [
+        blocks += [
             {
                 "type": "content_block_start",
                 "index": index,
@@ -192,7 +196,8 @@ def events(body: Mapping[str, Any]) -> list[dict[str, Any]]:
         ]
     ended = {"stop_reason": body["stop_reason"], "stop_sequence": body["stop_sequence"]}
     return [
-        *made,
+        {"type": "message_start", "message": start},
+        *blocks,
         {
             "type": "message_delta",
             "delta": ended,
@@ -203,7 +208,7 @@ def events(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _delta(block: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A block as it begins, and what is added to it."""
+    """Split a block into its empty beginning and the delta that completes it."""
     if block["type"] == "tool_use":
         text = json.dumps(block["input"], ensure_ascii=False)
         return {**block, "input": {}}, {"type": "input_json_delta", "partial_json": text}
@@ -211,9 +216,9 @@ def _delta(block: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return {**block, kind: ""}, {"type": f"{kind}_delta", kind: block[kind]}
 
 
-def sse(made: Sequence[Mapping[str, Any]]) -> bytes:
-    """Events with their names, as both APIs that name them write them."""
+def sse(events: Sequence[Mapping[str, Any]]) -> bytes:
+    """Encode named server-sent events, for Anthropic's API and /v1/responses."""
     return b"".join(
         f"event: {event['type']}\ndata: {json.dumps(event, ensure_ascii=False)}\n\n".encode()
-        for event in made
+        for event in events
     )

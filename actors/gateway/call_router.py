@@ -1,11 +1,11 @@
-"""Which generator draws which call: the gateway's side of the wire.
+"""Assigns calls to generators: the gateway's side of the connection.
 
-A session's calls go to the generator that drew its last one while that has a free row: it may have
-kept the keys and values of what the call begins with.  Others go where most room is.
+A session's call goes to the generator that sampled its previous one while that has a free slot, as
+it may still hold the keys and values of the prompt's beginning.  Other calls go to the generator
+with the most free slots.
 
-A call is answered once.  A generator that was started anew, or is silent, loses its calls: they are
-sent again, to whoever has most room, with the same random stream.  Should the silent one answer
-after all, the first answer counts."""
+The calls of a generator that was restarted, or has been silent for too long, are assigned again
+with the same random stream.  If the silent one answers after all, the first answer counts."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from asyncrl.contract import messages as m
 from asyncrl.contract.versions import Label
 
 LINES = 4096  # generators of a gateway
-AHEAD = 1.25  # calls given out, as a multiple of the slots: a row that frees finds one there
-REMEMBERED = 16384  # samples of which is known who drew their last call
+AHEAD = 1.25  # calls assigned, as a multiple of the slots, so that a freed slot finds one waiting
+REMEMBERED = 16384  # samples whose last generator is known
 
 
 @dataclass
 class ServingGenerator:
-    """A generator that serves: its address, and the calls it has with the message they came in."""
+    """A generator that serves this gateway, with the calls that it has."""
 
-    peer: bytes
+    peer: bytes  # its zmq address
     session: int
     slots: int
     heard_at: float
-    sequence: int = 0
-    calls: dict[int, int] = field(default_factory=dict)  # id -> number of the message
-    fresh: list[m.GenerationCall] = field(default_factory=list)
-    cut: list[int] = field(default_factory=list)
-    told: Label | None = None  # the newest weights it was told of
+    sequence: int = 0  # number of the last message to it
+    calls: dict[int, int] = field(default_factory=dict)  # call id -> number of its message
+    fresh: list[m.GenerationCall] = field(default_factory=list)  # for the next message
+    cut: list[int] = field(default_factory=list)  # calls to cancel with the next message
+    told: Label | None = None  # the newest weights announced to it
 
     @property
     def free_slots(self) -> float:
@@ -41,8 +41,11 @@ class ServingGenerator:
 
 
 class CallRouter:
-    """Pure: the clock is passed in, and messages come and go by `on_report`, `on_result` and
-    `frames`."""
+    """The queue of calls and the generators that sample them.
+
+    Pure: the clock is an argument, and messages come and go by `on_report`, `on_result` and
+    `frames`.
+    """
 
     def __init__(self, run: str, silent_s: float) -> None:
         self.run = run
@@ -50,17 +53,17 @@ class CallRouter:
         self.lines: dict[str, ServingGenerator] = {}
         self.open: dict[int, m.GenerationCall] = {}
         self.queue: deque[int] = deque()
-        self.again = 0  # calls sent again
-        # (ticket, sample) -> the generator that drew its last call; the oldest first
+        self.again = 0  # calls that were assigned again
+        # (ticket, sample) -> the generator that sampled its last call; the oldest first
         self.drew: dict[tuple[int, int], str] = {}
 
     def submit(self, call: m.GenerationCall) -> None:
-        """A call to be drawn."""
+        """Queue a call."""
         self.open[call.id] = call
         self.queue.append(call.id)
 
     def cancel(self, call: int) -> bool:
-        """End a call; True when no generator has it, so that no answer will come."""
+        """Cancel a call; True when no generator has it, so that no result will come."""
         for line in self.lines.values():
             if call in line.calls:
                 line.cut.append(call)
@@ -69,22 +72,24 @@ class CallRouter:
         return True
 
     def forget(self, call: int) -> m.GenerationCall | None:
-        """Nobody waits for it any more; the call, if it was to be drawn."""
-        found = self.open.get(call)
+        """Cancel a call and ignore its result; return the call if it was open."""
+        forgotten = self.open.get(call)
         self.cancel(call)
         self.open.pop(call, None)
-        return found
+        return forgotten
 
     def on_report(self, peer: bytes, message: m.ServingReport, now: float) -> m.Refusal | None:
-        """A generator tells of itself; what to answer if it is none of this run's."""
+        """Record a generator's report; return the refusal of one that cannot serve here."""
         if message.protocol != m.PROTOCOL or message.run != self.run:
             return m.Refusal(
-                f"this gateway is of run {self.run} and speaks protocol {m.PROTOCOL}, "
-                f"{message.producer} is of {message.run} with {message.protocol}"
+                f"this gateway belongs to run {self.run} with protocol {m.PROTOCOL}, "
+                f"{message.producer} to run {message.run} with protocol {message.protocol}"
             )
         line = self.lines.get(message.producer)
         if line is None and len(self.lines) >= LINES:
-            return m.Refusal(f"{LINES} generators serve, and {message.producer} is one too many", 2)
+            return m.Refusal(
+                f"{message.producer} is one too many: a gateway has at most {LINES} generators", 2
+            )
         if line is None or line.session != message.session:
             if line is not None:
                 self._drop_generator(line)
@@ -95,25 +100,29 @@ class CallRouter:
         line.slots = message.slots
         line.heard_at = now
         held = set(message.held)
-        gone = [x for x, at in line.calls.items() if at <= message.heard and x not in held]
-        for call in gone:
+        lost = [
+            call
+            for call, sequence in line.calls.items()
+            if sequence <= message.heard and call not in held
+        ]
+        for call in lost:
             del line.calls[call]
             self._resubmit(call)
         return None
 
     def on_result(self, message: m.CallResult) -> m.GenerationCall | None:
-        """An answer: the call it is of; None for one that was answered before, or forgotten."""
-        found = self.open.pop(message.id, None)
+        """Close the call of a result; None if it was answered before, or forgotten."""
+        call = self.open.pop(message.id, None)
         for name, line in self.lines.items():
-            if line.calls.pop(message.id, None) is not None and found is not None:
-                self.drew.pop((found.ticket, found.sample), None)
-                self.drew[found.ticket, found.sample] = name
+            if line.calls.pop(message.id, None) is not None and call is not None:
+                self.drew.pop((call.ticket, call.sample), None)
+                self.drew[call.ticket, call.sample] = name
                 if len(self.drew) > REMEMBERED:
                     del self.drew[next(iter(self.drew))]
-        return found
+        return call
 
     def tick(self, now: float) -> None:
-        """Calls of a silent generator are sent again."""
+        """Drop generators that were silent for too long and assign their calls again."""
         for name, line in list(self.lines.items()):
             if now - line.heard_at > self.silent_s:
                 del self.lines[name]
@@ -129,7 +138,7 @@ class CallRouter:
             self.queue.appendleft(call)
 
     def _choose_generator(self, call: m.GenerationCall | None) -> ServingGenerator | None:
-        """Who is to draw a call; None: nobody serves."""
+        """Choose the generator for a call; None if there is none."""
         if call is not None:
             last = self.lines.get(self.drew.get((call.ticket, call.sample), ""))
             if last is not None and len(last.calls) < last.slots:
@@ -139,8 +148,7 @@ class CallRouter:
     def frames(
         self, announcement: m.PolicyAnnouncement | None
     ) -> Sequence[tuple[bytes, m.CallAssignments]]:
-        """What to send now: each call to its session's generator or to the one with most room,
-        announcements to all."""
+        """Build the messages to send now: (address, new and cancelled calls, announcement)."""
         while self.queue:
             line = self._choose_generator(self.open.get(self.queue[0]))
             if line is None or line.free_slots <= 0:
@@ -149,7 +157,7 @@ class CallRouter:
             if call in self.open:
                 line.fresh.append(self.open[call])
                 line.calls[call] = line.sequence + 1
-        out = []
+        messages = []
         label = None if announcement is None else announcement.announcement_key
         for line in self.lines.values():
             if not line.fresh and not line.cut and line.told == label:
@@ -160,5 +168,5 @@ class CallRouter:
                 line.session, line.sequence, line.fresh, line.cut, announcement
             )
             line.fresh, line.cut = [], []
-            out.append((line.peer, message))
-        return out
+            messages.append((line.peer, message))
+        return messages

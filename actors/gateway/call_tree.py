@@ -1,17 +1,18 @@
-r"""The calls of one session as a forest: which call continues which, and the rows that are trained.
+r"""The tree of a session's calls, and the training sequences that are made of it.
 
 ```
- node 0 --- node 1 --- node 4        row 0: 0, 1, 4
-       \--- node 2                   row 1: 0 (mask 0), 2
- node 3 --- node 5                   row 2: 3, 5
+ node 0 --- node 1 --- node 4        sequence 0: 0, 1, 4
+       \--- node 2                   sequence 1: 0 (mask 0), 2
+ node 3 --- node 5                   sequence 2: 3, 5
 ```
 
-A node is a call that drew: its prompt and the drawn ids.  Its prompt begins with all that its
-parent's prompt and draw held (`token_ids`), id by id: nothing is decoded and encoded again.
-Messages
-only find the parent, by digests chained over them; what of them is ours is put back as it was
-drawn.  A row goes from a node along first children to a leaf, so each drawn token is trained in
-exactly one row, the first that holds it.  Pure."""
+A node is a call: its prompt and the sampled ids.  Its prompt begins with the prompt and the sampled
+ids of its parent (`token_ids`), id by id, since decoding and encoding them again may give other
+ids.  Messages only serve to find the parent, by chained digests; the session's own answers among
+them are replaced by the sampled ones.
+
+A training sequence ("row" in names) follows first children from a node to a leaf.  So each sampled
+token is trained in exactly one sequence, the first that holds it.  Pure."""
 
 from __future__ import annotations
 
@@ -33,43 +34,44 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(eq=False)
 class CallNode:
-    """One call.  tail int32: its prompt behind `token_ids` of the parent; a root's whole prompt.
+    """One call.
 
-    Placed, `ids` is None; drawn, it holds int32 [T], T >= 1, and logprobs float32 [T] of them.
+    tail: int32, the prompt after the parent's `token_ids` (for a root, all of it)
+    ids: int32 [T], T >= 1, the sampled ids, or None until the call is answered
+    logprobs: float32 [T]
     """
 
     number: int  # in the order in which calls were placed
     parent: CallNode | None
     tail: np.ndarray
-    aside: bool = False  # drawn and never trained
+    aside: bool = False  # excluded from training
     stop: tuple[str, ...] = ()
     ids: np.ndarray | None = None
     logprobs: np.ndarray | None = None
     spans: list[VersionSpan] = field(default_factory=list)
     finish: Literal["stop", "length"] = "stop"
-    # what it was placed by: the chain up to its last message, the answers of ours among them (index
-    # of the message -> node), the tools
+    # the messages of its prompt: their digest, the session's own answers among them, the tools
     chain: bytes = b""
-    ours: dict[int, CallNode] = field(default_factory=dict)
+    ours: dict[int, CallNode] = field(default_factory=dict)  # message index -> the call it answers
     tools: Sequence[Any] = ()
-    # the text of its prompt: characters, digest; and what the template makes of the answer
+    # the text of its prompt: characters, digest
     text_length: int = 0
     text_digest: bytes = b""
-    answer: Message | None = None
+    answer: Message | None = None  # the parsed answer, as the template takes it
     written: tuple[int, bytes, str] | None = None  # chat.py: length, digest and closing of the turn
 
     def prompt(self) -> np.ndarray:
-        """int32 [P], all that the call was given."""
+        """The ids of the whole prompt, int32 [P]."""
         parts = [self.tail]
         node = self.parent
         while node is not None:
-            assert node.ids is not None  # only a drawn call is continued
+            assert node.ids is not None  # only an answered call is continued
             parts += [node.ids, node.tail]
             node = node.parent
         return np.concatenate(parts[::-1])
 
     def token_ids(self) -> np.ndarray:
-        """int32 [P + T], prompt and drawn ids."""
+        """The prompt and the sampled ids, int32 [P + T]."""
         assert self.ids is not None
         return np.concatenate([self.prompt(), self.ids])
 
@@ -78,8 +80,9 @@ class CallNode:
 
 
 def plain_text(content: Any) -> str:
-    """The text of a message's content: None is "", parts are joined.  Raises ValueError for a part
-    that is no text.
+    """Join the text of a message's content; None is "".
+
+    Raises ValueError for a part that is not text.
     """
     if content is None:
         return ""
@@ -92,13 +95,13 @@ def plain_text(content: Any) -> str:
         text = part.get("text", part.get("refusal")) if isinstance(part, dict) else part
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise ValueError(f"a content part of type {kind!r}: only text is known here")
+            raise ValueError(f"a content part of type {kind!r}: only text is supported")
         texts.append(text)
     return "".join(texts)
 
 
 def canonical_arguments(given: Any) -> str:
-    """A tool call's arguments in one spelling; text that is no JSON as it is."""
+    """Write a tool call's arguments as canonical JSON; text that is not JSON is kept."""
     if isinstance(given, str):
         try:
             given = json.loads(given)
@@ -108,8 +111,9 @@ def canonical_arguments(given: Any) -> str:
 
 
 def canonical(message: Message) -> bytes:
-    """What identifies a message.  An assistant's text counts without the white space around it,
-    which clients strip.
+    """Encode a message's identity.
+
+    White space around an assistant's text is ignored, since some clients strip it.
     """
     text = plain_text(message.get("content"))
     if message.get("role") == "assistant":
@@ -122,12 +126,12 @@ def canonical(message: Message) -> bytes:
     parts = [message.get("role"), text, calls, message.get("tool_call_id")]
     try:
         return _encode(parts)
-    except UnicodeEncodeError:  # half a surrogate pair, which JSON may hold
+    except UnicodeEncodeError:  # an unpaired surrogate, which JSON may hold
         return json.dumps(parts).encode()
 
 
 def chained(before: bytes, message: Message) -> bytes:
-    """The digest of a conversation that ends with `message`; before: of what stood before it."""
+    """Chain the digest of a conversation's beginning with its last message."""
     return xxhash.xxh3_128_digest(before + xxhash.xxh3_128_digest(canonical(message)))
 
 
@@ -137,49 +141,56 @@ def text_digest(text: str) -> bytes:
 
 @dataclass
 class MessageMatch:
-    """What of a request's messages is known: chains [n + 1], the digest before each message and
-    after the last; `candidates`: nodes whose answer is message i, deepest first, then newest (of
-    the kind asked for)."""
+    """The earlier calls that a request's messages match.
+
+    chains: [n + 1], the digest before each message and after the last
+    candidates: (i, a node whose answer is message i), the deepest first, of these the nodes of the
+        wanted kind, of these the newest
+    known: number of leading messages that an earlier request held
+    """
 
     chains: list[bytes]
     candidates: list[tuple[int, CallNode]]
-    known: int  # leading messages that some earlier request held
+    known: int
 
     def own_answers(self) -> dict[int, CallNode]:
-        """Our answers among the messages, by the best candidate."""
+        """The session's own answers among the messages, by the best candidate."""
         if not self.candidates:
             return {}
         index, node = self.candidates[0]
         return {**node.ours, index: node}
 
 
-# ---- the forest ----------------------------------------------------------------------------------
+# ---- the tree ------------------------------------------------------------------------------------
 
 
 class CallTree:
-    """The nodes of one session, and where a call belongs among them."""
+    """The nodes of one session."""
 
     def __init__(self) -> None:
         self.nodes: list[CallNode] = []
-        self.placed = 0  # calls ever placed: the next one's number
+        self.placed = 0  # calls ever placed, which is the next one's number
         self.answers: dict[bytes, list[CallNode]] = {}  # chain after the answer -> nodes
-        self.seen: set[bytes] = set()
-        self.forks: Counter[str] = Counter()
+        self.seen: set[bytes] = set()  # chains of all requests
+        self.forks: Counter[str] = Counter()  # cause -> sequences beyond the first
 
     def find(self, messages: Sequence[Message], aside: bool = False) -> MessageMatch:
-        """Look the messages up; nothing is changed.  Raises ValueError as `plain_text`.
+        """Find the calls that the messages may continue.
 
-        aside: of equal answers those come first that are aside, or not, as this says: the two sides
-        of a game may be told and say the same, and each goes on behind its own."""
+        aside: prefer excluded calls among equal ones, or trained ones.  The two sides of a game may
+            have equal messages, and each must continue its own.
+
+        Raises ValueError as `plain_text` does.
+        """
         chains = [b""]
         for message in messages:
             chains.append(chained(chains[-1], message))
         candidates = [
             (index, node)
             for index in reversed(range(len(messages)))
-            for alike in (True, False)
+            for preferred in (True, False)
             for node in reversed(self.answers.get(chains[index + 1], ()))
-            if (node.aside == aside) is alike
+            if (node.aside == aside) is preferred
         ]
         known = 0
         while known < len(messages) and chains[known + 1] in self.seen:
@@ -187,25 +198,25 @@ class CallTree:
         return MessageMatch(chains, candidates, known)
 
     def find_ids(self, ids: np.ndarray, aside: bool = False) -> CallNode | None:
-        """The node of the longest `token_ids` that `ids` begin with, of those one that is aside or
-        not
-        as is asked for, of those the newest; None: none does.
+        """Find the node with the longest `token_ids` that `ids` begin with.
+
+        Of equal ones it is one with the given `aside`, of these the newest.
         """
         best: tuple[tuple[int, bool], CallNode] | None = None
         for node in self.nodes:
             if node.ids is None:
                 continue
-            whole = node.token_ids()
-            length = len(whole)
+            own_ids = node.token_ids()
+            length = len(own_ids)
             rank = (length, node.aside == aside)
             if best is not None and rank < best[0]:
                 continue
-            if length <= len(ids) and np.array_equal(whole, ids[:length]):
+            if length <= len(ids) and np.array_equal(own_ids, ids[:length]):
                 best = (rank, node)
         return best[1] if best else None
 
     def texts(self) -> list[CallNode]:
-        """Drawn calls that were placed by text alone."""
+        """The answered calls that were placed by text without a template."""
         return [
             node
             for node in self.nodes
@@ -213,7 +224,7 @@ class CallTree:
         ]
 
     def starts_row(self, new: CallNode) -> bool:
-        """Whether a call that is not among the nodes yet would begin a row."""
+        """Whether a call that is not among the nodes yet would begin a training sequence."""
         if new.aside:
             return False
         above = trained_above(new.parent)
@@ -222,39 +233,38 @@ class CallTree:
         )
 
     def rows_begun(self) -> int:
-        """Rows, with those of calls that still draw."""
+        """The number of training sequences, with those of open calls."""
         return sum(1 for _ in row_starts(self.nodes))
 
     def add(self, node: CallNode, chains: Sequence[bytes] = ()) -> None:
-        """A placed call; its messages become known."""
+        """Add a placed call and the chains of its messages."""
         self.nodes.append(node)
         self.placed += 1
         self.seen.update(chains[1:])
 
     def set_answer(self, node: CallNode, answer: Message) -> None:
-        """The drawn call's answer as the template is given it; requests that hold it continue the
-        node.
-        """
+        """Set the parsed answer of a call; requests that contain it continue the node."""
         node.answer = answer
         chain = chained(node.chain, answer)
         self.answers.setdefault(chain, []).append(node)
         self.seen.add(chain)
 
     def remove(self, node: CallNode) -> None:
-        """A call that drew nothing leaves no node."""
+        """Remove a call that has no token."""
         self.nodes.remove(node)
 
 
 def trained_above(node: CallNode | None) -> CallNode | None:
-    """The node itself or its nearest ancestor that is trained."""
+    """Find the nearest trained node among a node and its ancestors."""
     while node is not None and node.aside:
         node = node.parent
     return node
 
 
 def row_starts(nodes: Sequence[CallNode]) -> Iterator[CallNode]:
-    """The nodes that begin a row, in call order: trained roots, and every trained child of a node
-    but the first.
+    """Yield the nodes that begin a training sequence, in call order.
+
+    These are trained roots, and all trained children of a node but the first.
     """
     continued: set[CallNode] = set()
     for node in sorted(nodes, key=lambda node: node.number):
@@ -270,28 +280,30 @@ def row_starts(nodes: Sequence[CallNode]) -> Iterator[CallNode]:
 def rows_of(
     nodes: Sequence[CallNode], rewards: Mapping[int, float] = {}
 ) -> tuple[TrainingSequence, ...]:
-    """The rows of drawn nodes, in the order of their first own calls; rewards: call -> its own."""
-    drawn = [node for node in nodes if node.ids is not None]
+    """Build the training sequences, in the order of their first own calls.
+
+    rewards: call number -> the call's share of the reward
+    """
+    answered = [node for node in nodes if node.ids is not None]
     follower: dict[CallNode, CallNode] = {}
-    for node in sorted(drawn, key=lambda node: node.number):
+    for node in sorted(answered, key=lambda node: node.number):
         if not node.aside and (above := trained_above(node.parent)) is not None:
             follower.setdefault(above, node)
-    return tuple(_make_row(start, follower, rewards) for start in row_starts(drawn))
+    return tuple(_make_row(start, follower, rewards) for start in row_starts(answered))
 
 
 def _make_row(
     start: CallNode, follower: Mapping[CallNode, CallNode], shares: Mapping[int, float]
 ) -> TrainingSequence:
-    """The row that begins at `start` and goes on along first children; shares: rewards of calls."""
+    """Build the training sequence that begins at `start` and follows first children."""
     own = [start]
     while (following := follower.get(own[-1])) is not None:
         own.append(following)
     prompt = start.prompt()
-    whole = own[-1].token_ids()
-    tokens = whole[len(prompt) :]
+    tokens = own[-1].token_ids()[len(prompt) :]
     logprobs = np.zeros(len(tokens), np.float32)
     mask = np.zeros(len(tokens), np.uint8)
-    rewards = np.full(len(tokens), np.nan, np.float32)  # no number but where a call has one
+    rewards = np.full(len(tokens), np.nan, np.float32)  # NaN: no reward at this token
     spans: list[VersionSpan] = []
     segments: list[tuple[str, int, int]] = []
     end = 0

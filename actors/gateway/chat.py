@@ -1,16 +1,16 @@
-"""Messages to token ids, and drawn ids to a message.
+"""Converts messages to token ids, and sampled ids to a message.
 
-A prompt is composed once.  A request that continues a call is that call's ids, as drawn, and the
-encoding of what its text has behind the call's answer: nothing that was drawn is decoded and
-encoded again.  Where the answer ends in the request's text is found in three ways, in this order:
+The prompt of a request that continues a call consists of that call's ids, as sampled, and the
+encoding of the text after the call's answer: sampled ids are never decoded and encoded again, which
+may change them.  The end of the answer in the request's text is found in three ways, in this order:
 
-1. the text begins with the call's own prompt text and the drawn text: the rest follows;
-2. it begins with what the template writes of the call's messages and its answer (another spelling
-   of a tool call, say): the rest follows, behind what the template closes a turn with;
-3. `history = "keep"`: it does neither, as the template strips thinking from earlier turns: the
-   answer is written as a mark, and the rest is what follows the mark.
+1. The text begins with the call's prompt text and the sampled text.  The rest follows.
+2. The text begins with the template's rendering of the call's messages and its answer, for example
+   with another spelling of a tool call.  The rest follows, after the template's end of a turn.
+3. With `history = "keep"`, for templates that strip thinking from earlier turns: the answer is
+   rendered as a mark, and the text after the mark follows.
 
-Otherwise the request is a prompt of its own."""
+Otherwise the request gets a new prompt."""
 
 from __future__ import annotations
 
@@ -30,20 +30,21 @@ from asyncrl.contract import outcomes
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.importing import module
 
-# characters for each token of generator.context that are encoded at once: of a longer text first
-# its beginning, which may be too long already
+# characters encoded at once, for each token of generator.context: a longer text is too long if its
+# beginning is
 AT_ONCE = 8
-CUT_TOKENS = 64  # that the beginning of a text may have more than it has within the whole
-MARK = "\ue000answer\ue001"  # private characters, which no history holds
+CUT_TOKENS = 64  # tokens that the beginning of a text may have more alone than in the whole text
+MARK = "\ue000answer\ue001"  # of private characters, which occur in no history
 Parser = Callable[[str], Message]
 
 
 class ChatFormat:
     """The template, tokenizer and parser of a run; a `sessions.Composer`.
 
-    stop: ids that end an answer; context: tokens of a prompt and its answer, 0 for no limit; when:
-    what the template is told of the time (frozen: a session that lives past midnight has one
-    date)."""
+    stop: ids that end an answer
+    context: limit of tokens of a prompt and its answer; 0: none
+    when: the time for the template, fixed for a session so that its date does not change
+    """
 
     def __init__(
         self,
@@ -63,23 +64,23 @@ class ChatFormat:
         self.when = when
 
     def with_date(self, when: datetime) -> ChatFormat:
-        """The same for a session that began then."""
-        made = ChatFormat.__new__(ChatFormat)
-        made.__dict__.update(self.__dict__, when=when)
-        return made
+        """Copy the format for a session that began at `when`."""
+        copy = ChatFormat.__new__(ChatFormat)
+        copy.__dict__.update(self.__dict__, when=when)
+        return copy
 
     # ---- to ids ----------------------------------------------------------------------------------
 
     def write(self, messages: Sequence[Message], tools: Sequence[Any]) -> str:
-        """The text of a request, up to where its answer begins.  Raises CallRefused."""
+        """Render a request, up to where its answer begins.  Raises CallRefused."""
         return self._write(messages, tools, answering=True)
 
     def encode(self, text: str) -> np.ndarray:
-        """int32 [P]; no token is added to those that `decode_text` names.
+        """Encode a text as int32 [P], without added special tokens.
 
-        Raises CallRefused for half of a character, which arguments of a tool call may hold, as they
-        are JSON within JSON; and for a text that is longer than the context, at a cost that grows
-        with the context and not with the text."""
+        Raises CallRefused for an unpaired surrogate, which a tool call's arguments may hold, and
+        for a text longer than the context; that check costs time by the context, not by the text.
+        """
         try:
             outcomes.check_text(text, "the prompt")
         except ValueError as error:
@@ -111,28 +112,28 @@ class ChatFormat:
         return None if rest is None else self._continued(node, rest)
 
     def continue_text(self, node: CallNode, text: str) -> np.ndarray | None:
-        """The same without a template: `decode_text` begins with the call's text and its answer."""
+        """See `sessions.Composer.continue_text`.  Raises CallRefused."""
         if not self._begins_with_prompt(node, text):
             return None
-        drawn = self._drawn_text(node)
-        if not text.startswith(drawn, node.text_length):
+        sampled = self._drawn_text(node)
+        if not text.startswith(sampled, node.text_length):
             return None
-        return self._continued(node, text[node.text_length + len(drawn) :])
+        return self._continued(node, text[node.text_length + len(sampled) :])
 
     def _write(self, messages: Sequence[Message], tools: Sequence[Any], *, answering: bool) -> str:
-        told = {} if self.when is None else {"strftime_now": self.when.strftime}
+        date = {} if self.when is None else {"strftime_now": self.when.strftime}
         try:
             text = self.tokenizer.apply_chat_template(
                 list(messages),
                 tools=list(tools) or None,
                 tokenize=False,
                 add_generation_prompt=answering,
-                **told,
+                **date,
             )
-        except Exception as error:  # whatever a template raises: it is a program of its own
-            why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        except Exception as error:  # a template is a program that may raise anything
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise CallRefused(
-                400, "chat_template", f"the model's chat template fails on these messages: {why}"
+                400, "chat_template", f"the model's chat template fails on these messages: {reason}"
             ) from error
         return str(text)
 
@@ -147,17 +148,19 @@ class ChatFormat:
         return int(node.ids[-1]) in self.ends
 
     def _behind_drawn(self, node: CallNode, text: str) -> str | None:
-        """1. above, for an answer of text alone."""
-        drawn = self._drawn_text(node)
-        if not self._begins_with_prompt(node, text) or not text.startswith(drawn, node.text_length):
+        """Find the text after the sampled answer: way 1 of the module's docstring."""
+        sampled = self._drawn_text(node)
+        if not self._begins_with_prompt(node, text):
             return None
-        rest = text[node.text_length + len(drawn) :]
+        if not text.startswith(sampled, node.text_length):
+            return None
+        rest = text[node.text_length + len(sampled) :]
         if not self._ended_by_token(node):
             return rest
         return next((rest[len(end) :] for end in self.ends.values() if rest.startswith(end)), None)
 
     def _behind_turn(self, node: CallNode, messages: Sequence[Message], text: str) -> str | None:
-        """2. above.  messages: up to the answer."""
+        """Find the text after the rendered answer: way 2.  messages: up to the answer."""
         if node.written is None:
             turn = self._write(messages, node.tools, answering=False)
             node.written = (len(turn), text_digest(turn), self._closing(node, messages, turn))
@@ -167,45 +170,47 @@ class ChatFormat:
         return closing + text[length:]
 
     def _closing(self, node: CallNode, messages: Sequence[Message], turn: str) -> str:
-        """What the template writes behind an answer that it has written: from its last end token
-        on, which is there already when the model drew one.
+        """Find the text with which the template closes an answer's turn.
+
+        It begins at the last end token, or after it when the model sampled an end token.
         """
         start = node.text_length
         if not self._begins_with_prompt(node, turn):
             start = common(self._write(messages[:-1], node.tools, answering=True), turn)
         tail = turn[start:]
-        found = [(at, end) for end in self.ends.values() if end and (at := tail.rfind(end)) >= 0]
-        if found:
-            at, end = max(found)
-            return tail[at + len(end) :] if self._ended_by_token(node) else tail[at:]
-        # no end token in it: what follows the text, which a template may have stripped
+        ends = [(pos, end) for end in self.ends.values() if end and (pos := tail.rfind(end)) >= 0]
+        if ends:
+            position, end = max(ends)
+            return tail[position + len(end) :] if self._ended_by_token(node) else tail[position:]
+        # without an end token: what follows the text, which a template may have stripped
         content = plain_text(messages[-1].get("content"))
-        for written in (content, content.strip()):
-            if (at := tail.rfind(written)) >= 0:
-                return tail[at + len(written) :]
+        for text in (content, content.strip()):
+            if (position := tail.rfind(text)) >= 0:
+                return tail[position + len(text) :]
         return ""
 
     def _behind_mark(
         self, node: CallNode, messages: Sequence[Message], answer_at: int
     ) -> str | None:
-        """3. above."""
+        """Find the text after the answer by rendering a mark in its place: way 3."""
         marked = [*messages]
         marked[answer_at] = {"role": "assistant", "content": MARK}
         text = self._write(marked, node.tools, answering=True)
-        at = text.rfind(MARK)
-        if at < 0:
+        position = text.rfind(MARK)
+        if position < 0:
             return None
-        rest = text[at + len(MARK) :]
+        rest = text[position + len(MARK) :]
         if self._ended_by_token(node):
             for end in self.ends.values():
-                before, found, after = rest.partition(end)
-                if end and found and not before.strip():
+                before, separator, after = rest.partition(end)
+                if end and separator and not before.strip():
                     return after
         return rest
 
     def _continued(self, node: CallNode, rest: str) -> np.ndarray:
-        """`rest` as ids, encoded behind the end token that was drawn, if any: a tokenizer may write
-        the beginning of a text in another way than what follows a token.
+        """Encode `rest`, after the sampled end token if there is one.
+
+        A tokenizer may encode a text differently at the beginning and after a token.
         """
         assert node.ids is not None
         last = int(node.ids[-1])
@@ -218,7 +223,7 @@ class ChatFormat:
     # ---- to a message ----------------------------------------------------------------------------
 
     def read(self, ids: np.ndarray, stop: Sequence[str], name: str) -> Message:
-        """The answer that ids int32 [T] are, as the template is given it."""
+        """Parse sampled ids int32 [T] into a message, in the template's form."""
         text = self.visible_text(ids, stop)
         try:
             message = {**self.parser(text), "role": "assistant"}
@@ -231,25 +236,25 @@ class ChatFormat:
                 for place, call in enumerate(message.pop("tool_calls", ()))
             ]
             _check_tool_calls(calls)
-        except Exception:  # a parser's fault, or an answer it does not know: never an error
+        except Exception:  # an answer that the parser cannot read is text
             return {"role": "assistant", "content": text}
         return {**message, "tool_calls": calls} if calls else message
 
     def visible_text(self, ids: np.ndarray, stop: Sequence[str] = ()) -> str:
-        """The text of drawn ids, up to the end token or a stop string."""
+        """Decode sampled ids, up to the end token or a stop string."""
         tokens = [int(token) for token in ids]
         if tokens and tokens[-1] in self.ends:
             tokens.pop()
         text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
-        found = [at for each in stop if each and (at := text.find(each)) >= 0]
-        return text[: min(found)] if found else text
+        positions = [text.find(string) for string in stop if string and string in text]
+        return text[: min(positions)] if positions else text
 
     def find_stop(self, ids: np.ndarray, stop: Sequence[str]) -> int | None:
-        """How many of ids int32 [T] it takes to complete a stop string; None: none is in them."""
+        """Count the leading ids of int32 [T] that complete a stop string; None without one."""
 
         def contains_stop(count: int) -> bool:
             text = self.tokenizer.decode(ids[:count].tolist(), skip_special_tokens=True)
-            return any(each in text for each in stop if each)
+            return any(string in text for string in stop if string)
 
         if not contains_stop(len(ids)):
             return None
@@ -260,39 +265,41 @@ class ChatFormat:
         return self.visible_text(node.ids, node.stop)
 
     def decode_text(self, ids: Sequence[int]) -> str:
-        """The text of ids, special tokens included."""
+        """Decode ids, special tokens included."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
 def common(one: str, other: str) -> int:
-    """Characters that both begin with."""
-    for at, (left, right) in enumerate(zip(one, other, strict=False)):
+    """Count the characters of the common beginning of two texts."""
+    for position, (left, right) in enumerate(zip(one, other, strict=False)):
         if left != right:
-            return at
+            return position
     return min(len(one), len(other))
 
 
 def _check_tool_calls(calls: Sequence[Message]) -> None:
-    """Raises for a tool call that clients could not read."""
+    """Raise TypeError, KeyError or ValueError for a tool call that is not valid JSON."""
     for call in calls:
         if not isinstance(call["function"]["name"], str):
-            raise TypeError("a function's name is text")
+            raise TypeError("a function's name must be text")
         json.dumps(call["function"]["arguments"])
 
 
 def call_id(name: str, place: int) -> str:
-    """Nine letters and digits, as the strictest template wants them."""
+    """Make a tool call's id of nine letters and digits, as some templates require."""
     digits = "0123456789abcdefghijklmnopqrstuvwxyz"
     number = xxhash.xxh3_64_intdigest(f"{name}/{place}".encode())
-    return "".join(digits[number // 36**at % 36] for at in range(9))
+    return "".join(digits[number // 36**position % 36] for position in range(9))
 
 
-# ---- what a request holds ------------------------------------------------------------------------
+# ---- messages of a request -----------------------------------------------------------------------
 
 
 def normalised(messages: Any) -> list[Message]:
-    """The messages of a request as templates take them: text joined, None as "", a tool call's
-    arguments as an object.  Raises CallRefused.
+    """Convert a request's messages to the form that templates take.
+
+    Text parts are joined, None becomes "", a tool call's arguments become an object.  Raises
+    CallRefused.
     """
     if not isinstance(messages, list) or not messages:
         raise _bad("messages: give a list of at least one message")
@@ -306,14 +313,14 @@ def _normalised(place: int, message: Any) -> Message:
         content = plain_text(message.get("content"))
     except ValueError as error:
         raise _bad(f"messages[{place}]: {error}") from error
-    made = {**message, "content": content}
+    converted = {**message, "content": content}
     if message["role"] == "developer":
-        made["role"] = "system"
+        converted["role"] = "system"
     if not message.get("tool_calls"):
-        made.pop("tool_calls", None)
-        return made
+        converted.pop("tool_calls", None)
+        return converted
     try:
-        made["tool_calls"] = [
+        converted["tool_calls"] = [
             {**call, "function": {**call["function"], "arguments": _arguments(call["function"])}}
             for call in message["tool_calls"]
         ]
@@ -321,17 +328,17 @@ def _normalised(place: int, message: Any) -> Message:
         raise _bad(
             f"messages[{place}].tool_calls: give a list of objects with `id` and `function`"
         ) from error
-    return made
+    return converted
 
 
 def _arguments(function: Mapping[str, Any]) -> Any:
     given = function.get("arguments", {})
     if isinstance(given, str):
         try:
-            found = json.loads(given)
+            value = json.loads(given)
         except ValueError:
             return given
-        return found if isinstance(found, dict) else given
+        return value if isinstance(value, dict) else given
     return given
 
 
@@ -343,7 +350,7 @@ def _bad(why: str) -> CallRefused:
 
 
 def parse_plain_text(text: str) -> Message:
-    """agent.parser = "none": an answer is its text.
+    """Keep an answer as its text (agent.parser = "none").
 
     >>> parse_plain_text("<tool_call>{}</tool_call>")
     {'content': '<tool_call>{}</tool_call>'}
@@ -355,8 +362,9 @@ HERMES_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
 def hermes(text: str) -> Message:
-    """agent.parser = "hermes": calls as objects between <tool_call> tags (Qwen, Hermes), thinking
-    up to </think>.  What is no call stays text.
+    """Parse tool calls between <tool_call> tags (agent.parser = "hermes"; Qwen, Hermes).
+
+    Text up to </think> is thinking.  A tag without a valid call stays text.
 
     >>> made = hermes('hm</think>So: <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
     >>> made["reasoning_content"], made["content"], made["tool_calls"][0]["function"]
@@ -370,10 +378,10 @@ def hermes(text: str) -> Message:
         message["reasoning_content"] = thought.removeprefix("<think>").strip("\n")
         text = answer.lstrip("\n")
     calls = []
-    kept = []
+    texts = []
     end = 0
-    for found in HERMES_CALL.finditer(text):
-        if (function := _hermes_call(found[1])) is None:
+    for match in HERMES_CALL.finditer(text):
+        if (function := _hermes_call(match[1])) is None:
             continue
         calls.append(
             {
@@ -382,45 +390,46 @@ def hermes(text: str) -> Message:
                 "function": function,
             }
         )
-        kept.append(text[end : found.start()])
-        end = found.end()
+        texts.append(text[end : match.start()])
+        end = match.end()
     message["content"] = text
     if calls:
-        message["content"] = "".join([*kept, text[end:]]).strip()
+        message["content"] = "".join([*texts, text[end:]]).strip()
         message["tool_calls"] = calls
     return message
 
 
 def _hermes_call(text: str) -> dict[str, Any] | None:
     try:
-        found = json.loads(text)
+        call = json.loads(text)
     except ValueError:
         return None
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return None
-    arguments = found.get("arguments", {})
-    return {"name": found["name"], "arguments": arguments} if isinstance(arguments, dict) else None
+    arguments = call.get("arguments", {})
+    return {"name": call["name"], "arguments": arguments} if isinstance(arguments, dict) else None
 
 
 PARSERS: dict[str, Parser] = {"none": parse_plain_text, "hermes": hermes}
 
 
 def parser_for(name: str) -> Parser:
-    """The parser that agent.parser names: `hermes`, `none` or `module:function`, which is given an
-    answer's text and returns a message: content, and tool_calls or reasoning_content if there are.
+    """Find the parser that agent.parser names: `hermes`, `none` or `module:function`.
 
-    Raises ConfigError."""
+    A parser takes an answer's text and returns a message: content, and optionally tool_calls and
+    reasoning_content.  Raises ConfigError.
+    """
     if name in PARSERS:
         return PARSERS[name]
-    where, colon, function = name.rpartition(":")
+    module_name, colon, function = name.rpartition(":")
     if not colon:
         raise ConfigError(
-            f"agent.parser: {name!r} is none of {', '.join(PARSERS)}, module:function"
+            f"agent.parser: {name!r} is not one of {', '.join(PARSERS)}, module:function"
         )
     try:
-        made = getattr(module(where), function)
-    except Exception as error:  # whatever importing it raises
+        parser = getattr(module(module_name), function)
+    except Exception as error:  # an import may raise anything
         raise ConfigError(f"agent.parser: {name}: {type(error).__name__}: {error}") from error
-    if not callable(made):
-        raise ConfigError(f"agent.parser: {name} is no function")
-    return made  # type: ignore[no-any-return]
+    if not callable(parser):
+        raise ConfigError(f"agent.parser: {name} is not a function")
+    return parser  # type: ignore[no-any-return]

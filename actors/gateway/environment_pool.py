@@ -1,9 +1,8 @@
-"""Environments in processes of their own: what each session is to do goes in, what happened comes
-out.
+"""Runs the environments of all sessions in worker processes.
 
-A process answers in order, so the oldest unanswered step is the one it is at.  One that takes
-longer than agent.step_s, or ends its process, has failed; the other sessions of that process are
-lost through no fault of theirs, and begin again."""
+A process answers in order, so it is busy with its oldest unanswered operation.  If that takes
+longer than agent.step_s or ends the process, its session fails; the other sessions of the process
+begin again."""
 
 from __future__ import annotations
 
@@ -27,24 +26,23 @@ from asyncrl.contract.printable import escape_line
 from asyncrl.transport import child
 from asyncrl.transport.child import frame
 
-GRACE_S = 60.0  # the import may be slow
+GRACE_S = 60.0  # for the import, which may be slow
 START_TRIES = 3
-SAID = 5  # lines in the log, of each kind; further ones are only counted
-HOPELESS = 3  # processes of each place that were replaced over what has never been done once
+SAID = 5  # lines in the log for each kind of loss; further losses are only counted
+HOPELESS = 3  # replaced processes per worker, after which an operation that never worked is fatal
 DOES = {"reset": "a reset", "step": "a step"}
 
 _decode = msgspec.msgpack.Decoder(EnvironmentEvent).decode
 
 
 class _EnvironmentProcess(child.ChildProcess):
-    """A process, the sessions in it, and the operations it has not answered."""
+    """A worker process, its sessions and its unanswered operations."""
 
     def __init__(self, setup: bytes) -> None:
         super().__init__("actors.gateway.environment_worker", setup)
         self.sessions: set[int] = set()
-        # (session, reset or step), in the order of their operations
-        self.asked: deque[tuple[int, str]] = deque()
-        self.since = time.monotonic()  # when its oldest operation can have begun at the latest
+        self.asked: deque[tuple[int, str]] = deque()  # unanswered: (session, "reset" or "step")
+        self.since = time.monotonic()  # the latest time at which its oldest operation began
         self.ready = False
         self.fresh: list[EnvironmentOperation] = []
 
@@ -61,13 +59,16 @@ class _EnvironmentProcess(child.ChildProcess):
 
 
 def describe_exit(code: int | None) -> str:
-    """How a process ended: `exit code 3`, `SIGKILL`."""
+    """Describe how a process ended: `exit code 3`, `SIGKILL`."""
     return signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
 
 
 class EnvironmentPlace(NamedTuple):
-    """A session and its process: front: the session whose step is being made there, None while the
-    process starts; seconds: since then, at the most; limit: the key that ends it, in left_s.
+    """The current operation of a session's process.
+
+    front: the session whose step is being made; None while the process starts
+    seconds: since when, at most
+    limit: the config key that ends it, in `left_s` seconds
     """
 
     front: int | None
@@ -77,7 +78,7 @@ class EnvironmentPlace(NamedTuple):
 
 
 class EnvironmentPool:
-    """The processes of all environments of a gateway."""
+    """The worker processes with the environments of a gateway."""
 
     def __init__(self, agent: AgentConfig) -> None:
         self.step_s = agent.step_s
@@ -87,9 +88,9 @@ class EnvironmentPool:
         self.places: dict[int, _EnvironmentProcess] = {}
         self.hangs = 0
         self.named = agent.source_name
-        self.done: set[str] = set()  # what some environment has answered: reset, step
-        self.over = Counter[str]()  # processes replaced, by what they were at
-        self.replaced = ""  # the same for whoever waits, "" while none was
+        self.done: set[str] = set()  # operations that were answered once: reset, step
+        self.over = Counter[str]()  # operation -> processes replaced during it
+        self.replaced = ""  # the newest replacement in words, "" without one
         self.unborn = 0  # processes in a row that ended before they were ready
 
     @property
@@ -97,7 +98,7 @@ class EnvironmentPool:
         return [worker.wire.fileno() for worker in self.workers]
 
     def reset(self, op: EnvironmentOperation) -> None:
-        """A session begins, where fewest are."""
+        """Begin a session in the process with the fewest."""
         worker = min(self.workers, key=lambda worker: len(worker.sessions))
         worker.sessions.add(op.session)
         self.places[op.session] = worker
@@ -107,15 +108,15 @@ class EnvironmentPool:
         self._ask(self.places[op.session], op)
 
     def locate(self, session: int, now: float) -> EnvironmentPlace:
-        """Where a session stands that waits for its environment."""
+        """Describe what the process does that a session waits for."""
         worker = self.places[session]
         front = worker.asked[0][0] if worker.ready and worker.asked else None
         limit = "agent.step_s" if worker.ready else ""
-        left = worker.deadline(self.step_s) - now
-        return EnvironmentPlace(front, max(0.0, now - worker.since), limit, max(0.0, left))
+        seconds_left = worker.deadline(self.step_s) - now
+        return EnvironmentPlace(front, max(0.0, now - worker.since), limit, max(0.0, seconds_left))
 
     def end(self, session: int) -> None:
-        """Nothing more is asked of it."""
+        """End a session's environment."""
         worker = self.places.pop(session, None)
         if worker is not None:
             worker.sessions.discard(session)
@@ -128,59 +129,63 @@ class EnvironmentPool:
         worker.fresh.append(op)
 
     def poll(self) -> list[EnvironmentEvent]:
-        """What has happened.  Raises ConfigError where no process can start."""
-        out = []
+        """Exchange messages with the processes; return the events of sessions.
+
+        Raises ConfigError when no process can start.
+        """
+        events = []
         now = time.monotonic()
         for worker in list(self.workers):
             dead = worker.process.poll() is not None
-            found, closed = worker.receive_messages(_decode)
-            for each in found:
-                if each.kind == "broken":
-                    raise ConfigError(each.why)
+            received, closed = worker.receive_messages(_decode)
+            for event in received:
+                if event.kind == "broken":
+                    raise ConfigError(event.why)
                 worker.since = now
-                if each.kind == "ready":
+                if event.kind == "ready":
                     worker.ready = True
                     self.unborn = 0
                     continue
                 self.done.add(worker.asked.popleft()[1])
-                if each.session in worker.sessions:
-                    out.append(each)
+                if event.session in worker.sessions:
+                    events.append(event)
             if closed or dead:
-                out += self._replace(worker, "its process ended ({code})")
+                events += self._replace(worker, "its process ended ({code})")
             elif now > worker.deadline(self.step_s):
                 self.hangs += 1
                 took = self.step_s if worker.ready else max(GRACE_S, self.step_s)
-                out += self._replace(worker, f"it took more than {took:g} s (agent.step_s)")
+                events += self._replace(worker, f"it took more than {took:g} s (agent.step_s)")
         for worker in self.workers:
             worker.flush()
-        return out
+        return events
 
     def _replace(self, worker: _EnvironmentProcess, why: str) -> list[EnvironmentEvent]:
-        """A new process in the place of one that hangs or has ended."""
+        """Replace a process that hangs or has ended; return the events of its sessions."""
         code = worker.kill()
         why = why.replace("{code}", describe_exit(code))
-        at, kind = worker.asked[0] if worker.ready and worker.asked else (None, "")
+        front, kind = worker.asked[0] if worker.ready and worker.asked else (None, "")
         self._count(worker, kind, why)
         self.workers[self.workers.index(worker)] = _EnvironmentProcess(self.setup)
-        out = []
+        events = []
         for session in sorted(worker.sessions):
             self.places.pop(session, None)
-            if session == at:
-                said = f"the environment failed: {why}"
-                out.append(EnvironmentEvent(session, "failed", why=said))
+            if session == front:
+                reason = f"the environment failed: {why}"
+                events.append(EnvironmentEvent(session, "failed", why=reason))
             else:
-                out.append(EnvironmentEvent(session, "lost"))
-        return out
+                events.append(EnvironmentEvent(session, "lost"))
+        return events
 
     def _count(self, worker: _EnvironmentProcess, kind: str, why: str) -> None:
-        """A process is replaced that was at a reset, a step, its import or nothing.  Raises
-        ConfigError for what has been tried often enough, and was never done once.
+        """Count a replaced process, by what it was doing, and log the first ones.
+
+        Raises ConfigError for an operation that was tried often and has never worked.
         """
         self.unborn += not worker.ready
         if self.unborn >= START_TRIES:
             raise ConfigError(
                 f"{self.named}: {self.unborn} processes in a row were lost while importing it, the "
-                f"last one as {why}; what takes long there may have more time (agent.step_s)"
+                f"last one as {why}; if the import is slow, raise agent.step_s"
             )
         does = DOES.get(kind, "a pause" if worker.ready else "its import")
         self.over[does] += 1
@@ -194,9 +199,8 @@ class EnvironmentPool:
             )
         if kind and kind not in self.done and count >= HOPELESS * len(self.workers):
             raise ConfigError(
-                f"{self.named}: {count} processes were lost in {does}, and none has ever done one; "
-                f"the last one as {why}: give it more time (agent.step_s), or do what takes long "
-                "while it is imported"
+                f"{self.named}: {count} processes were lost in {does}, and none has ever completed "
+                f"one; the last one as {why}: raise agent.step_s, or move slow work to the import"
             )
 
     def close(self) -> None:

@@ -1,9 +1,12 @@
-"""One process of environments: `python -m actors.gateway.environment_worker FD PARENT`, started by
-environment_pool.py; it ends with its parent or its socket.
+"""Run environments: `python -m actors.gateway.environment_worker FD PARENT`.
 
-Frames as those of reward processes: four bytes of length and msgpack.  In: Setup, then lists of Op.
-Out: Happened("ready" or "broken"), then one for each Op that is no "end", in their order: the
-parent knows from what is unanswered which session a process was busy with when it hangs or dies.
+environment_pool.py starts it, and it ends with its parent or its socket.  Frames are those of
+reward processes: four bytes of length and msgpack.
+
+    in:   EnvironmentSetup, then lists of EnvironmentOperation
+    out:  EnvironmentEvent "ready" or "broken", then one for each operation but "end", in order
+
+The order tells the parent which session a process was busy with when it hangs or exits.
 """
 
 from __future__ import annotations
@@ -27,13 +30,13 @@ from asyncrl.transport import child
 from asyncrl.transport.child import frame
 
 JSON_TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", list: "array"}
-LONGEST = 1 << 20  # characters of what an environment says at once
+LONGEST = 1 << 20  # characters of an observation or a tool's result
 
 Observation = str | list[dict[str, Any]]
 
 
 class EnvironmentSetup(msgspec.Struct, frozen=True):
-    """Once: what agent.env and agent.tools name, and whoever plays the other side of a game."""
+    """The first message: agent.env, agent.tools and the opponents in a game."""
 
     env: str
     tools: list[str]
@@ -41,7 +44,11 @@ class EnvironmentSetup(msgspec.Struct, frozen=True):
 
 
 class EnvironmentOperation(msgspec.Struct, frozen=True, array_like=True):
-    """What a session's environment is to do.  message: the answer as a chat message, for tools."""
+    """An operation of a session's environment.
+
+    text: the answer, for a step
+    message: the answer as a chat message, for tools
+    """
 
     session: int
     kind: Literal["reset", "step", "end"]
@@ -51,16 +58,18 @@ class EnvironmentOperation(msgspec.Struct, frozen=True, array_like=True):
     seed: int = 0
     attempt: int = 1
     first: bool = True
-    opponent: str = ""  # one of Setup's
+    opponent: str = ""  # one of EnvironmentSetup's
 
 
 class EnvironmentEvent(msgspec.Struct, frozen=True, array_like=True):
-    """What came of it.  failed: the environment raised, or returned what cannot be used; lost: its
-    process ended while it was at another session's step.
+    """The result of an operation.
 
-    asked: 0, obs is for the policy's side; else for its opponent's, in the game of that number,
-    from 1, of those that were begun.  told: (what it was told, its move) of the opponent, where it
-    is none of ours."""
+    kind: "failed" if the environment raised or returned an invalid value, "lost" if its process
+        ended during another session's step
+    asked: whose turn it is: 0 for the policy; 1, 2, ... for the opponent in the session's game of
+        that number
+    told: (observation, move) of an opponent that the policy does not play
+    """
 
     session: int
     kind: Literal["ready", "broken", "ok", "failed", "lost"]
@@ -68,7 +77,7 @@ class EnvironmentEvent(msgspec.Struct, frozen=True, array_like=True):
     reward: float = 0.0
     ended: bool = False  # terminated or truncated
     truncated: bool = False
-    judge: bool = False  # the config's reward is asked
+    judge: bool = False  # the config's reward scores the session
     parts: dict[str, float] = {}
     tools: list[dict[str, Any]] = []
     why: str = ""
@@ -77,8 +86,9 @@ class EnvironmentEvent(msgspec.Struct, frozen=True, array_like=True):
 
 
 def resolve(path: str, players: int = 1) -> Any:
-    """`module:name`, `file.py:name` or `textarena:GAME`, one for so many players.  Raises whatever
-    importing it raises.
+    """Import `module:name`, `file.py:name` or `textarena:GAME` for a number of players.
+
+    Raises what the import raises.
     """
     module, _, name = path.rpartition(":")
     if module == "textarena":
@@ -87,7 +97,7 @@ def resolve(path: str, players: int = 1) -> Any:
 
 
 def opponent(path: str) -> games.Opponent | None:
-    """Who plays the other side; None: the policy.  Raises ConfigError where it cannot be had."""
+    """Find the opponent in a game; None: the policy itself.  Raises ConfigError."""
     if path == SELF:
         return None
     if path == RANDOM:
@@ -96,9 +106,8 @@ def opponent(path: str) -> games.Opponent | None:
         return games.text_opponent(resolve(path))
     except BaseException as error:
         raise ConfigError(
-            f"the opponent {path}: importing it {describe_exception(error)}; write "
-            "module:function or "
-            "file.py:function"
+            f"the opponent {path}: importing it {describe_exception(error)}; write module:function "
+            "or file.py:function"
         ) from error
 
 
@@ -106,7 +115,7 @@ def opponent(path: str) -> games.Opponent | None:
 
 
 def schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """What a template is told of a tool: name, first line of its docstring, its parameters."""
+    """Describe a tool to the template: name, first line of the docstring, parameters."""
     properties = {}
     required = []
     for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
@@ -114,16 +123,16 @@ def schema(function: Callable[..., Any]) -> dict[str, Any]:
         properties[name] = {"type": kind}
         if parameter.default is parameter.empty:
             required.append(name)
-    about = {
+    description = {
         "name": function.__name__,
         "description": first_line(inspect.getdoc(function) or ""),
         "parameters": {"type": "object", "properties": properties, "required": required},
     }
-    return {"type": "function", "function": about}
+    return {"type": "function", "function": description}
 
 
 class ToolLoop:
-    """The environment of agent.tools: it calls what an answer calls, until one calls nothing."""
+    """The environment of agent.tools: runs tools until an answer calls none."""
 
     def __init__(self, functions: list[Callable[..., Any]]) -> None:
         self.tools = {function.__name__: function for function in functions}
@@ -132,18 +141,19 @@ class ToolLoop:
         return list(prompt.messages) or [{"role": "user", "content": prompt.text}]
 
     def answer(self, message: dict[str, Any]) -> list[dict[str, Any]]:
-        """A tool's message for each call of this answer; none: it is the last one."""
-        out = []
+        """Run the tools that an answer calls; the messages are empty for the last answer."""
+        messages = []
         for call in message.get("tool_calls") or ():
             name = call["function"]["name"]
             content = self._call_tool(name, call["function"].get("arguments") or {})
-            out.append({"role": "tool", "tool_call_id": call.get("id", ""), "content": content})
-            if "name" not in out[-1]:
-                out[-1]["name"] = name
-        return out
+            tool_call_id = call.get("id", "")
+            messages.append(
+                {"role": "tool", "tool_call_id": tool_call_id, "content": content, "name": name}
+            )
+        return messages
 
     def _call_tool(self, name: str, arguments: Any) -> str:
-        """What a tool returned; what it raised is said to the model: it is no failure of ours."""
+        """Run a tool and return its result or its error, which the model sees too."""
         if name not in self.tools:
             return f"error: no tool {name!r}; there are {', '.join(self.tools)}"
         try:
@@ -156,28 +166,31 @@ class ToolLoop:
 
 
 def check_number(value: Any, what: str) -> float:
-    found = float(value)
-    if not math.isfinite(found):
-        raise ValueError(f"{what} is {found}, not a finite number")
-    return found
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{what} is {number}, not a finite number")
+    return number
 
 
 def check_observation(obs: Any) -> Observation:
-    """Text, or chat messages.  Raises ValueError."""
+    """Check that an observation is text or chat messages, and cut text at LONGEST.
+
+    Raises ValueError.
+    """
     if isinstance(obs, str):
         return obs[:LONGEST]
     if isinstance(obs, list) and obs and all(isinstance(x, dict) and "role" in x for x in obs):
         return obs
-    raise ValueError(f"an observation is text or a list of messages, not {type(obs).__name__}")
+    raise ValueError(f"an observation must be text or a list of messages, not {type(obs).__name__}")
 
 
 def sides(env: Any) -> tuple[int, list[tuple[str, str]]]:
-    """Whose turn it is in a game of two, and what the opponent did."""
+    """`asked` and `told` of an EnvironmentEvent, for a two-player game."""
     return (env.asked, list(env.told)) if isinstance(env, games.GameMatch) else (0, [])
 
 
 class EnvironmentHost:
-    """The sessions of this process, each with an environment of its own."""
+    """The environments of this process, one for each of its sessions."""
 
     def __init__(self, setup: EnvironmentSetup) -> None:
         self.made = resolve(setup.env, 2 if setup.opponents else 1) if setup.env else None
@@ -189,7 +202,10 @@ class EnvironmentHost:
         self.sessions: dict[int, Any] = {}
 
     def apply(self, op: EnvironmentOperation) -> EnvironmentEvent | None:
-        """Do it.  What an environment raises, an exit included, fails its session alone."""
+        """Apply an operation.
+
+        An exception of an environment, SystemExit too, fails only its own session.
+        """
         try:
             if op.kind == "end":
                 env = self.sessions.pop(op.session, None)
@@ -243,22 +259,22 @@ class EnvironmentHost:
             assert op.prompt is not None
             obs = self.loop.reset(op.prompt)
             return EnvironmentEvent(op.session, "ok", obs, tools=self.schemas)
-        said_now = self.loop.answer(op.message or {})
-        if said_now:
-            return EnvironmentEvent(op.session, "ok", said_now)
+        messages = self.loop.answer(op.message or {})
+        if messages:
+            return EnvironmentEvent(op.session, "ok", messages)
         return EnvironmentEvent(op.session, "ok", ended=True, judge=True)
 
 
 def serve(wire: socket.socket) -> None:
-    """Answer until the other side closes."""
+    """Apply operations until the other side closes the socket."""
     stream = wire.makefile("rb")
 
-    def send(what: EnvironmentEvent) -> None:
+    def send(event: EnvironmentEvent) -> None:
         try:
-            payload = msgspec.msgpack.encode(what)
-        except Exception as error:  # an observation of objects that no message can carry
-            why = f"what the environment returned cannot be sent: {describe_exception(error)}"
-            payload = msgspec.msgpack.encode(EnvironmentEvent(what.session, "failed", why=why))
+            payload = msgspec.msgpack.encode(event)
+        except Exception as error:  # an observation with objects that msgpack cannot encode
+            why = f"the environment's result cannot be sent: {describe_exception(error)}"
+            payload = msgspec.msgpack.encode(EnvironmentEvent(event.session, "failed", why=why))
         wire.sendall(frame(payload))
 
     setup = msgspec.msgpack.decode(_read(stream) or b"", type=EnvironmentSetup)
@@ -276,8 +292,8 @@ def serve(wire: socket.socket) -> None:
     decode = msgspec.msgpack.Decoder(list[EnvironmentOperation]).decode
     while (payload := _read(stream)) is not None:
         for op in decode(payload):
-            if (what := environments.apply(op)) is not None:
-                send(what)
+            if (event := environments.apply(op)) is not None:
+                send(event)
 
 
 if __name__ == "__main__":

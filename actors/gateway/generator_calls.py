@@ -1,9 +1,8 @@
-"""A generator's side of sessions: calls in the place of tickets, what was drawn in the place of
-trajectories.
+"""A generator's side of sessions: calls in, instead of tickets, and results out.
 
-A call is to the schedule what a ticket of one sample is: it starts with weights of its epoch, at or
-above its session's minimum, or with exactly those that it names, and an evaluation's weights stay
-while one of its calls is drawn."""
+The schedule treats a call as a ticket with one sample: it starts with weights of its epoch, at or
+above its session's minimum version, or with exactly the version of an evaluation, which stays
+loaded while one of its calls is open."""
 
 from __future__ import annotations
 
@@ -24,26 +23,26 @@ from asyncrl.records.rundir import gateway_address, run_id
 from asyncrl.transport import message_checks
 from asyncrl.transport.sockets import PeerSocket
 
-SAY_S = 0.5  # between two words of what is held
+SAY_S = 0.5  # between two reports
 
 
 class CallTurn(GeneratorTurn):
-    """A turn that draws calls: no rewards, no tickets of its own."""
+    """A generator's turn that samples calls, without rewards and tickets."""
 
     def __init__(self, config: Config, engine: Engine) -> None:
-        judged_elsewhere = msgspec.structs.replace(config, reward=RewardConfig(workers=0))
-        super().__init__(judged_elsewhere, engine, lockstep=False)
+        without_rewards = msgspec.structs.replace(config, reward=RewardConfig(workers=0))
+        super().__init__(without_rewards, engine, lockstep=False)
         self.vocabulary = vocabulary(config.model.path)
         self.calls: dict[int, m.GenerationCall] = {}
-        self.keys: dict[int, Key] = {}  # of each call, in the schedule
-        self.served = 0  # calls taken, which numbers them
+        self.keys: dict[int, Key] = {}  # call id -> its key in the schedule
+        self.served = 0  # calls accepted, which numbers them
         self.answered: list[m.CallResult] = []
 
     def samples_to_request(self, *, unsent: bool = False) -> int:
         return 0
 
     def take_calls(self, calls: Iterable[m.GenerationCall]) -> None:
-        """Keep those that are new; one that cannot be drawn is answered by a failure at once."""
+        """Accept the new calls; an invalid one gets a failure as its result at once."""
         for call in calls:
             if call.id in self.calls:
                 continue
@@ -74,13 +73,16 @@ class CallTurn(GeneratorTurn):
     def requests(
         self, loaded: Label | None, room: int | None = None
     ) -> tuple[list[CompletionRequest], list[PromptTooLong]]:
-        """What may start now with the weights `loaded`.  The gateway sizes calls: all fit."""
+        """List the calls that may start now with the weights `loaded`.
+
+        No prompt is too long: the gateway checks their lengths.
+        """
         room = self.engine.slots - self.engine.active if room is None else room
-        out = []
+        requests = []
         for held, sample in self.schedule.admit(loaded, room):
             call = self.calls[held.ticket.ticket]
             sampling = call.sampling
-            out.append(
+            requests.append(
                 CompletionRequest(
                     key=self.keys[call.id],
                     prompt=held.prompt,
@@ -95,10 +97,10 @@ class CallTurn(GeneratorTurn):
                     drawn_for=(call.ticket, call.sample),
                 )
             )
-        return out, []
+        return requests, []
 
     def finished(self, answer: Completion) -> ScoredResponse | None:
-        """A call is drawn: it waits to be sent."""
+        """Queue the result of a finished call."""
         self.schedule.finish_sample(answer.key, len(answer.tokens))
         if self.calls.pop(answer.key[0], None) is not None:
             del self.keys[answer.key[0]]
@@ -114,28 +116,28 @@ class CallTurn(GeneratorTurn):
         return None
 
     def cancel_calls(self, ids: Iterable[int]) -> None:
-        """End calls; how much of each was drawn is told."""
-        for each in ids:
-            if self.calls.pop(each, None) is None:
+        """Cancel calls; their results hold the number of tokens that were sampled."""
+        for call in ids:
+            if self.calls.pop(call, None) is None:
                 continue
-            key = self.keys.pop(each)
+            key = self.keys.pop(call)
             tokens = self.engine.abort([key]).get(key, 0)
             if (held := self.schedule.held.get((key[0], key[2]))) is not None:
                 self.schedule.drop(held)
-            self.answered.append(m.CallResult(each, b"", b"", [], "length", tokens))
+            self.answered.append(m.CallResult(call, b"", b"", [], "length", tokens))
 
     def drop_call(self, call: int) -> None:
-        """A call of an epoch that is over: its session has ended with it."""
+        """Forget a call of an epoch that is over."""
         self.calls.pop(call, None)
         self.keys.pop(call, None)
 
     def progress(self) -> list[tuple[int, int, int]]:
-        """Nothing: the gateway tells of the tickets."""
+        """Nothing, as the gateway reports the progress of its tickets."""
         return []
 
 
 class CallPeer:
-    """The wire to the gateway: calls for `turn` come in, what it drew goes out."""
+    """The connection to the gateway: receives calls for `turn` and sends their results."""
 
     def __init__(self, turn: CallTurn, run_dir: Path, producer: str, session: int) -> None:
         self.turn = turn
@@ -145,11 +147,11 @@ class CallPeer:
         )
         self.producer = producer
         self.session = session
-        self.heard = 0  # the highest number of a message
-        self.said = -SAY_S
+        self.heard = 0  # the highest number of a received message
+        self.said = -SAY_S  # time of the last report
 
     def read(self) -> None:
-        """Take in what has come."""
+        """Handle the gateway's messages.  Raises AsyncrlError for a refusal."""
         while (message := self.socket.recv(0)) is not None:
             if isinstance(message, m.Refusal):
                 error = AsyncrlError(message.reason)
@@ -162,9 +164,9 @@ class CallPeer:
                 self.turn.cancel_calls(message.cut)
 
     def send_report(self, now: float, slots: int) -> None:
-        """Send what was drawn, and now and then what is held."""
-        for called in self.turn.answered:
-            self.socket.send(called)
+        """Send the results, and every SAY_S a report of the calls that are open."""
+        for result in self.turn.answered:
+            self.socket.send(result)
         self.turn.answered = []
         if now - self.said >= SAY_S:
             self.said = now

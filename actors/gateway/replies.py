@@ -1,6 +1,4 @@
-"""What the endpoint says: answers, chunks of a stream and errors, as OpenAI's clients read them.
-Pure.
-"""
+"""Bodies of the endpoint's responses: answers, streams and errors.  Pure."""
 
 from __future__ import annotations
 
@@ -15,13 +13,12 @@ from actors.gateway.call_tree import CallNode, Message
 from actors.gateway.requests import ParsedRequest
 from actors.gateway.sessions import CallRefused
 
-# what a client would repeat in vain: its own retries are for 408, 409, 429 and 5xx
 TYPES = {
     401: "authentication_error",
     404: "not_found_error",
     429: "rate_limit_error",
 }
-AGAIN = (408, 429)
+AGAIN = (408, 429)  # statuses below 500 that a client should retry
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 
@@ -29,22 +26,28 @@ Text = Callable[[Sequence[int]], str]  # of token ids
 
 
 def error(refused: CallRefused) -> tuple[dict[str, Any], dict[str, str]]:
-    """Body and headers of a refusal."""
+    """Build the body and headers of a refusal, with a hint whether to retry."""
     status = refused.status
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    said = {
+    body = {
         "message": str(refused),
         "type": kind,
         "param": refused.param,
         "code": refused.code,
     }
     if status not in AGAIN and status < 500:
-        return {"error": said}, {"x-should-retry": "false"}
-    return {"error": said}, {"retry-after": "1"} if status in (429, 503) else {}
+        return {"error": body}, {"x-should-retry": "false"}
+    return {"error": body}, {"retry-after": "1"} if status in (429, 503) else {}
 
 
 def answer(wanted: ParsedRequest, node: CallNode, name: str, text: Text, when: int) -> bytes:
-    """The whole body for a drawn call.  name: of the call; when: seconds of the epoch."""
+    """Build the body of an answered call, complete or as a stream.
+
+    node: the call
+    name: its id in the answer
+    text: decodes token ids
+    when: the time in the answer, in seconds since 1970
+    """
     if wanted.kind == "ids":
         return _encode(_tokens(wanted, node, name))
     if wanted.kind in ("messages", "responses"):
@@ -73,26 +76,26 @@ def answer(wanted: ParsedRequest, node: CallNode, name: str, text: Text, when: i
 
 
 def _translated(wanted: ParsedRequest, node: CallNode, name: str, when: int, text: Text) -> bytes:
-    """The same for /v1/messages and /v1/responses."""
+    """Do the same for /v1/messages and /v1/responses."""
     choice = _chat(wanted, node, name, text)
-    said = (choice["message"], choice["finish_reason"], _usage(node))
+    completion = (choice["message"], choice["finish_reason"], _usage(node))
     head = {
         "id": name,
         "model": wanted.model,
         "created": when,
     }
     if wanted.kind == "messages":
-        body = anthropic.answer(*said, head, _stopped(wanted, node, text))
+        body = anthropic.answer(*completion, head, _stopped(wanted, node, text))
         return anthropic.sse(anthropic.events(body)) if wanted.stream else _encode(body)
-    body = responses.answer(*said, head)
+    body = responses.answer(*completion, head)
     return anthropic.sse(responses.events(body)) if wanted.stream else _encode(body)
 
 
 def _stopped(wanted: ParsedRequest, node: CallNode, text: Text) -> str:
-    """The stop string that ended it, if one did."""
+    """Find the stop string that ended the answer; "" if none did."""
     assert node.ids is not None
-    whole = text([int(token) for token in node.ids])
-    return next((each for each in wanted.stop if each in whole), "")
+    sampled = text([int(token) for token in node.ids])
+    return next((stop for stop in wanted.stop if stop in sampled), "")
 
 
 def _encode(body: Any) -> bytes:
@@ -112,30 +115,30 @@ def _head(wanted: ParsedRequest, name: str, when: int, *, chunk: bool) -> dict[s
 
 def _usage(node: CallNode) -> dict[str, int]:
     assert node.ids is not None
-    prompt, drawn = len(node.prompt()), len(node.ids)
+    prompt, completion = len(node.prompt()), len(node.ids)
     return {
         "prompt_tokens": prompt,
-        "completion_tokens": drawn,
-        "total_tokens": prompt + drawn,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
     }
 
 
 def message_for_client(answer: Message) -> Message:
-    """Our answer as a client gets it: arguments as text."""
-    made = {
+    """Convert an answer to the form of OpenAI's API, where arguments are text."""
+    message = {
         "role": "assistant",
         "content": answer["content"],
         "refusal": None,
     }
     if "reasoning_content" in answer:
-        made["reasoning_content"] = answer["reasoning_content"]
+        message["reasoning_content"] = answer["reasoning_content"]
     if calls := answer.get("tool_calls"):
-        made["content"] = answer["content"] or None
-        made["tool_calls"] = [
+        message["content"] = answer["content"] or None
+        message["tool_calls"] = [
             {**call, "function": {**call["function"], "arguments": _arguments(call)}}
             for call in calls
         ]
-    return made
+    return message
 
 
 def _arguments(call: Message) -> str:
@@ -236,7 +239,7 @@ def _tokens(wanted: ParsedRequest, node: CallNode, name: str) -> dict[str, Any]:
 
 
 def _chunked(wanted: ParsedRequest, choice: dict[str, Any]) -> list[dict[str, Any]]:
-    """The finished answer as choices of a stream."""
+    """Split a finished answer into the choices of a stream."""
     extra: dict[str, Any] = {
         key: choice[key] for key in ("token_ids", "prompt_token_ids") if key in choice
     }
@@ -246,14 +249,14 @@ def _chunked(wanted: ParsedRequest, choice: dict[str, Any]) -> list[dict[str, An
         "finish_reason": choice["finish_reason"],
     }
     if wanted.kind == "text":
-        whole: dict[str, Any] = {
+        complete: dict[str, Any] = {
             "index": 0,
             "text": choice["text"],
             "logprobs": choice["logprobs"],
         }
         return [
             {
-                **whole,
+                **complete,
                 "finish_reason": None,
                 **extra,
             },
@@ -265,14 +268,14 @@ def _chunked(wanted: ParsedRequest, choice: dict[str, Any]) -> list[dict[str, An
         delta["reasoning_content"] = message["reasoning_content"]
     if calls := message.get("tool_calls"):
         delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(calls)]
-    begun: dict[str, Any] = {
+    unfinished: dict[str, Any] = {
         "index": 0,
         "logprobs": None,
         "finish_reason": None,
     }
     return [
         {
-            **begun,
+            **unfinished,
             "delta": {
                 "role": "assistant",
                 "content": "",
@@ -280,7 +283,7 @@ def _chunked(wanted: ParsedRequest, choice: dict[str, Any]) -> list[dict[str, An
             },
         },
         {
-            **begun,
+            **unfinished,
             "delta": delta,
             "logprobs": choice["logprobs"],
             **extra,

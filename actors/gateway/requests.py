@@ -1,9 +1,10 @@
-"""What a request of the endpoint asks for: bodies of /v1/chat/completions, /v1/completions, the
-token route, /v1/messages and /v1/responses, read strictly.  Pure.
+"""Strict parser of the endpoint's request bodies, for all its model APIs.  Pure.
 
-The distribution is the run's.  What only ends an answer earlier is followed.  A client's own
-temperature and a forced format or tool are ignored by name, or refused.  What the policy cannot be
-trained under is refused, by name."""
+The run determines the distribution of an answer:
+
+- options that only end an answer earlier are followed
+- a client's sampling options and a forced format or tool are ignored and named, or refused
+- options under which the policy cannot be trained are refused"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from actors.gateway.sessions import CallRefused
 from asyncrl.contract.messages import SamplingSettings
 
 Kind = Literal["chat", "text", "ids", "messages", "responses"]
-PREFIX: dict[Kind, str] = {  # of a call's id
+PREFIX: dict[Kind, str] = {  # the prefix of a call's id
     "chat": "chatcmpl-",
     "text": "cmpl-",
     "ids": "cmpl-",
@@ -34,20 +35,20 @@ STOP_CHARACTERS = 256
 
 @dataclass(frozen=True)
 class RequestPolicy:
-    """The run's ways with what clients ask for: the config's section [agent]."""
+    """How the run treats the options of a request: the config's section [agent]."""
 
-    model: str = "policy"  # the name under which calls are trained
-    # calls for another name: drawn and never trained; trained; or 404
+    model: str = "policy"  # the model name of trained calls
+    # calls for another name are excluded from training, trained, or answered with 404
     other_models: Literal["aside", "train", "refuse"] = "aside"
     sampling: Literal["ignore", "refuse"] = "ignore"  # a client's temperature, top_p, top_k, seed
-    vocabulary: int = 0  # ids of the token route lie below; 0: not known
-    forced: Literal["ignore", "refuse"] = "ignore"  # a format or a tool that the answer must have
+    vocabulary: int = 0  # upper bound of token ids; 0: not known
+    forced: Literal["ignore", "refuse"] = "ignore"  # a format or tool that the answer must have
     stops: frozenset[int] = frozenset()  # token ids that end an answer in this run
 
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """One request, read."""
+    """A request, parsed."""
 
     kind: Kind
     model: str
@@ -57,9 +58,9 @@ class ParsedRequest:
     ids: np.ndarray | None = None  # int32 [P]
     max_new_tokens: int = 0  # 0: as many as the run allows
     stop: tuple[str, ...] = ()
-    aside: bool = False
+    aside: bool = False  # excluded from training
     stream: bool = False
-    usage: bool = False  # in the stream too
+    usage: bool = False  # token counts at the end of the stream
     logprobs: bool = False
     token_ids: bool = False
     ignored: tuple[str, ...] = ()
@@ -70,16 +71,16 @@ def _empty(value: Any) -> bool:
 
 
 def _is(*allowed: Any) -> Callable[[Any], bool]:
-    return lambda value: any(value == each and type(value) is not bool for each in allowed)
+    return lambda value: any(value == one and type(value) is not bool for one in allowed)
 
 
 def _false(value: Any) -> bool:
     return value is False
 
 
-# what the policy cannot follow: key -> (values that ask for nothing, why not)
-ONE = "one answer a call: ask again for another, every equal request is a draw of its own"
-OTHER = "the run's policy would be another one than it is trained as"
+# options that the policy cannot follow: key -> (test for values without effect, why not)
+ONE = "a call has one answer: repeat the request, each one is sampled independently"
+OTHER = "the answers would come from another distribution than the one that is trained"
 REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "n": (_is(1), ONE),
     "best_of": (_is(0, 1), ONE),
@@ -98,28 +99,28 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "thinking_token_budget": (_empty, OTHER),
     "functions": (_empty, "give `tools`"),
     "function_call": (_is("auto", "none"), "give `tool_choice`"),
-    "echo": (_false, "the prompt is yours already"),
-    "suffix": (_empty, "nothing is written before a text"),
-    "top_logprobs": (_is(0), "only the drawn token's log-probability is kept"),
+    "echo": (_false, "the prompt is not repeated"),
+    "suffix": (_empty, "text is only continued at its end"),
+    "top_logprobs": (_is(0), "only the sampled token's log-probability is kept"),
     "prompt_logprobs": (_is(0), "a prompt is not scored"),
-    "logprob_token_ids": (_empty, "only the drawn token's log-probability is kept"),
+    "logprob_token_ids": (_empty, "only the sampled token's log-probability is kept"),
     "include_stop_str_in_output": (_false, "the text ends before the stop string"),
     "truncate_prompt_tokens": (_empty, "shorten the history yourself"),
     "continue_final_message": (
         _false,
-        "an answer begins a turn; /v1/completions goes on in a text",
+        "an answer begins a turn; use /v1/completions to continue a text",
     ),
     "add_generation_prompt": (lambda value: value is True, "an answer begins a turn"),
     "chat_template": (_empty, "the template is the run's"),
     "chat_template_kwargs": (_empty, "the template is the run's"),
     "documents": (_empty, "put them into a message"),
-    "audio": (_empty, "only text is known here"),
-    "content_parts": (_empty, "only text is known here"),
-    "features": (_empty, "only text is known here"),
-    "modalities": (lambda value: value == ["text"], "only text is known here"),
+    "audio": (_empty, "only text is supported"),
+    "content_parts": (_empty, "only text is supported"),
+    "features": (_empty, "only text is supported"),
+    "modalities": (lambda value: value == ["text"], "only text is supported"),
     "web_search_options": (_empty, "give the search as a tool"),
 }
-# a format or a tool that the answer must have -> values that force nothing
+# a format or tool that the answer must have -> test for values without effect
 FORCED: dict[str, Callable[[Any], bool]] = {
     "response_format": lambda value: value == {"type": "text"},
     "structured_outputs": _empty,
@@ -129,9 +130,9 @@ FORCED: dict[str, Callable[[Any], bool]] = {
     "tool_choice": _is("auto", "none"),
 }
 GUIDED = "guided_"
-# a client's own: ignored and named, or refused
+# a client's sampling options: ignored and named, or refused
 SAMPLING = ("temperature", "top_p", "top_k", "seed")
-# what the answer is without: no word is said
+# options that are read elsewhere, or ignored without being named
 QUIET = {
     *("model", "messages", "prompt", "token_ids", "sampling_params", "tools"),
     *("max_tokens", "max_completion_tokens", "stop", "stream", "stream_options", "logprobs"),
@@ -145,20 +146,20 @@ def bad(param: str, why: str, code: str = "invalid_value") -> CallRefused:
 
 
 def decoded(body: bytes) -> dict[str, Any]:
-    """A body as an object.  Raises CallRefused."""
+    """Decode a body as a JSON object.  Raises CallRefused."""
     try:
-        found = msgspec.json.decode(body)
+        value = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise CallRefused(400, "invalid_json", f"the body is not JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise CallRefused(400, "invalid_json", "the body is not a JSON object")
-    return found
+    return value
 
 
 def parse_request(
     kind: Kind, body: Mapping[str, Any], manners: RequestPolicy, run: SamplingSettings
 ) -> ParsedRequest:
-    """What a body asks for.  Raises CallRefused."""
+    """Parse a body of an API.  Raises CallRefused."""
     options = {**body}
     if kind == "messages":
         options = anthropic.to_chat(body)
@@ -172,15 +173,15 @@ def parse_request(
     ignored = _check_options(options, manners, run)
     stream, usage = _stream(options)
     if stream and kind == "ids":
-        raise bad("stream", "the token route answers at once", "unsupported_parameter")
+        raise bad("stream", "the token route does not stream", "unsupported_parameter")
     model = options.get("model", manners.model)
     if not isinstance(model, str):
-        raise bad("model", "give its name")
+        raise bad("model", "give its name as text")
     if model != manners.model and manners.other_models == "refuse":
         raise CallRefused(
             404,
             "model_not_found",
-            f"there is no model {model!r}; this run's is {manners.model!r} (agent.other_models)",
+            f"there is no model {model!r}: use {manners.model!r} (agent.other_models = refuse)",
             "model",
         )
     return ParsedRequest(
@@ -201,15 +202,15 @@ def parse_request(
 def _check_options(
     options: Mapping[str, Any], manners: RequestPolicy, run: SamplingSettings
 ) -> tuple[str, ...]:
-    """Names of what is ignored.  Raises CallRefused for what is refused."""
+    """List the ignored options.  Raises CallRefused for a refused one."""
     ignored = []
     for name, value in options.items():
         if value is None or name in QUIET:
             continue
         if name in REFUSED:
-            harmless, why = REFUSED[name]
-            if not harmless(value):
-                raise bad(name, f"{value!r:.80} is not served: {why}", "unsupported_parameter")
+            has_no_effect, reason = REFUSED[name]
+            if not has_no_effect(value):
+                raise bad(name, f"{value!r:.80} is not served: {reason}", "unsupported_parameter")
         elif name == "stop_token_ids":
             _check_stop_ids(value, manners)
         elif name in FORCED or name.startswith(GUIDED):
@@ -221,20 +222,20 @@ def _check_options(
 
 
 def _check_stop_ids(given: Any, manners: RequestPolicy) -> None:
-    """Raises CallRefused for an id that does not end an answer in this run anyway."""
+    """Raise CallRefused for an id that does not end an answer in this run anyway."""
     if not isinstance(given, list) or not all(type(token) is int for token in given):
         raise bad("stop_token_ids", "give a list of token ids")
     if foreign := sorted({*given} - manners.stops):
         raise bad(
             "stop_token_ids",
             f"{foreign!r:.80} do not end an answer in this run, whose stop ids are "
-            f"{sorted(manners.stops)}: leave them out, or add their text to generator.stop",
+            f"{sorted(manners.stops)}: omit them, or add their text to generator.stop",
             "unsupported_parameter",
         )
 
 
 def _forces(name: str, value: Any, manners: RequestPolicy) -> bool:
-    """Whether a value asks for an answer of a certain form.  Raises CallRefused."""
+    """Whether a value forces the form of the answer.  Raises CallRefused."""
     if FORCED.get(name, _empty)(value):
         return False
     if (
@@ -246,8 +247,8 @@ def _forces(name: str, value: Any, manners: RequestPolicy) -> bool:
     if manners.forced == "refuse":
         raise bad(
             name,
-            f"{value!r:.80} is not served, as an answer cannot be forced (agent.forced = refuse): "
-            "put it in the prompt, and in the reward",
+            f"{value!r:.80} is not served, as an answer's form cannot be forced (agent.forced = "
+            "refuse): ask for it in the prompt, and check it in the reward",
             "unsupported_parameter",
         )
     return True
@@ -256,15 +257,15 @@ def _forces(name: str, value: Any, manners: RequestPolicy) -> bool:
 def _samples_otherwise(
     name: str, value: Any, manners: RequestPolicy, run: SamplingSettings
 ) -> bool:
-    """Whether a value is another one than the run's.  Raises CallRefused."""
+    """Whether a sampling option differs from the run's.  Raises CallRefused."""
     ours = {"temperature": run.temperature, "top_p": run.top_p, "top_k": run.top_k}
     if name in ours and value == ours[name]:
         return False
     if manners.sampling == "refuse":
-        said = f", {ours[name]:g}" if name in ours else " alone"
+        value_of_run = f", {ours[name]:g}" if name in ours else ""
         raise bad(
             name,
-            f"{value!r:.80} is not the run's{said} (agent.sampling = refuse): leave it out",
+            f"{value!r:.80} is not the run's{value_of_run} (agent.sampling = refuse): omit it",
             "unsupported_parameter",
         )
     return True
@@ -280,7 +281,7 @@ def _prompt(kind: Kind, options: Mapping[str, Any], manners: RequestPolicy) -> d
         if isinstance(prompt, str):
             return {"text": prompt}
         if prompt and isinstance(prompt, list) and isinstance(prompt[0], str | list):
-            raise bad("prompt", "one prompt a call", "unsupported_parameter")
+            raise bad("prompt", "give one prompt a call", "unsupported_parameter")
         return {"ids": _ids("prompt", prompt, manners)}
     return {"ids": _ids("token_ids", options.get("token_ids"), manners)}
 
@@ -290,8 +291,8 @@ def _ids(param: str, given: Any, manners: RequestPolicy) -> np.ndarray:
     if not isinstance(given, list) or not given:
         kind = "text or a list of token ids" if param == "prompt" else "a list of token ids"
         raise bad(param, f"give {kind}")
-    if not all(type(each) is int and 0 <= each < most for each in given):
-        raise bad(param, f"token ids lie in [0, {most})")
+    if not all(type(token) is int and 0 <= token < most for token in given):
+        raise bad(param, f"give token ids in [0, {most})")
     return np.array(given, np.int32)
 
 
@@ -302,7 +303,7 @@ def _tools(options: Mapping[str, Any]) -> list[Any]:
     for place, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise bad("tools", f"tools[{place}] is no function with a name")
+            raise bad("tools", f"tools[{place}]: give a function with a name")
     return [] if options.get("tool_choice") == "none" else tools
 
 
@@ -312,17 +313,17 @@ def _max_tokens(options: Mapping[str, Any]) -> int:
         if value is None:
             continue
         if type(value) is not int or value < 1:
-            raise bad(name, f"{value!r:.80} is no number of tokens from 1 on")
+            raise bad(name, f"{value!r:.80} is not a positive number of tokens")
         return value
     return 0
 
 
 def _stop(given: Any) -> tuple[str, ...]:
     stops = [given] if isinstance(given, str) else given or []
-    if not isinstance(stops, list) or not all(isinstance(each, str) and each for each in stops):
+    if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
         raise bad("stop", "give a text, or a list of texts")
-    if len(stops) > MOST_STOPS or any(len(each) > STOP_CHARACTERS for each in stops):
-        raise bad("stop", f"at most {MOST_STOPS} texts of {STOP_CHARACTERS} characters")
+    if len(stops) > MOST_STOPS or any(len(text) > STOP_CHARACTERS for text in stops):
+        raise bad("stop", f"give at most {MOST_STOPS} texts of {STOP_CHARACTERS} characters")
     return tuple(stops)
 
 
@@ -330,10 +331,10 @@ def _aside(options: Mapping[str, Any]) -> bool:
     metadata = options.get("metadata")
     if metadata is not None and not isinstance(metadata, dict):
         raise bad("metadata", "give an object")
-    said = (metadata or {}).get("asyncrl")
-    if said not in (None, "aside"):
-        raise bad("metadata", f'asyncrl = {said!r:.80}: the one word known here is "aside"')
-    return said == "aside"
+    mark = (metadata or {}).get("asyncrl")
+    if mark not in (None, "aside"):
+        raise bad("metadata", f'asyncrl = {mark!r:.80}: the only valid value is "aside"')
+    return mark == "aside"
 
 
 def _stream(options: Mapping[str, Any]) -> tuple[bool, bool]:
@@ -357,6 +358,6 @@ def _logprobs(kind: Kind, options: Mapping[str, Any]) -> bool:
     if value is None or value is False:
         return False
     if value is not True and value not in (0, 1):
-        why = "only the drawn token's log-probability is kept: ask for 1"
-        raise bad("logprobs", f"{value!r:.80} is not served: {why}", "unsupported_parameter")
+        reason = "only the sampled token's log-probability is kept: ask for 1"
+        raise bad("logprobs", f"{value!r:.80} is not served: {reason}", "unsupported_parameter")
     return True

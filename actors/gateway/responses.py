@@ -1,7 +1,7 @@
-"""OpenAI's /v1/responses, translated to a chat completion and back.  Pure.
+"""Translates OpenAI's /v1/responses to a chat completion and back.  Pure.
 
-Nothing is kept for a later request: the whole input comes with each, as agents send it by
-themselves with `store` off."""
+Nothing is stored for a later request: each one must hold the whole input, as agents send it with
+`store` off."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from actors.gateway.call_tree import Message, plain_text
 from actors.gateway.sessions import CallRefused
 
 TAKEN = ("input", "instructions", "tools", "max_output_tokens", "text", "tool_choice", "messages")
-# what speaks of nothing that an answer could lack
+# keys that have no effect on an answer
 QUIET = ("include", "truncation", "background", "conversation", "previous_response_id", "prompt")
 STATE = ("background", "conversation", "previous_response_id", "prompt")
 
@@ -22,35 +22,35 @@ def _bad(where: str, why: str) -> CallRefused:
 
 
 def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The same request as a chat completion.  Raises CallRefused."""
+    """Translate a request to a chat completion's.  Raises CallRefused."""
     for name in STATE:
         if body.get(name):
-            why = "nothing is kept between requests: send the whole input"
-            raise CallRefused(400, "unsupported_parameter", f"{name}: {why}", name)
+            reason = "nothing is stored between requests: send the whole input"
+            raise CallRefused(400, "unsupported_parameter", f"{name}: {reason}", name)
     if body.get("truncation") not in (None, "disabled"):
-        why = "shorten the input yourself"
-        raise CallRefused(400, "unsupported_parameter", f"truncation: {why}", "truncation")
-    made = {key: value for key, value in body.items() if key not in (*TAKEN, *QUIET)}
-    made["messages"] = _messages(body)
-    made["max_tokens"] = body.get("max_output_tokens")
+        reason = "shorten the input yourself"
+        raise CallRefused(400, "unsupported_parameter", f"truncation: {reason}", "truncation")
+    request = {key: value for key, value in body.items() if key not in (*TAKEN, *QUIET)}
+    request["messages"] = _messages(body)
+    request["max_tokens"] = body.get("max_output_tokens")
     wanted = body.get("text") or {}
     if not isinstance(wanted, dict):
         raise _bad("text", "give an object")
-    made["text.format"] = wanted.get("format")
-    made["tool_choice"] = body.get("tool_choice")
+    request["text.format"] = wanted.get("format")
+    request["tool_choice"] = body.get("tool_choice")
     tools = body.get("tools") or []
     if not isinstance(tools, list):
         raise _bad("tools", "give a list")
-    made["tools"] = []
+    request["tools"] = []
     for place, tool in enumerate(tools):
         if not isinstance(tool, dict) or not isinstance(tool.get("type"), str):
             raise _bad(f"tools[{place}]", "give an object with a type")
-        if tool["type"] != "function":  # runs at the provider: left out, by name
-            made[f"tools.{tool['type']}"] = True
+        if tool["type"] != "function":  # it runs at the provider: ignored and listed
+            request[f"tools.{tool['type']}"] = True
             continue
         function = {key: tool[key] for key in ("name", "description", "parameters") if key in tool}
-        made["tools"].append({"type": "function", "function": function})
-    return made
+        request["tools"].append({"type": "function", "function": function})
+    return request
 
 
 def _messages(body: Mapping[str, Any]) -> list[Message]:
@@ -68,8 +68,9 @@ def _messages(body: Mapping[str, Any]) -> list[Message]:
 
 
 def _add(messages: list[Message], where: str, item: Any) -> None:
-    """An item behind the others.  An answer's text and its calls, items of their own, are one
-    message.
+    """Append an item to the messages.
+
+    The text and the calls of an answer are separate items and become one message.
     """
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if kind == "message" and isinstance(item.get("role"), str):
@@ -85,16 +86,16 @@ def _add(messages: list[Message], where: str, item: Any) -> None:
         }
         messages[-1] = {**messages[-1], "tool_calls": [*messages[-1].get("tool_calls", ()), call]}
     elif kind == "function_call_output":
-        said = _text(where, item.get("output"))
+        result = _text(where, item.get("output"))
         messages.append(
             {
                 "role": "tool",
                 "tool_call_id": item.get("call_id"),
-                "content": said,
+                "content": result,
             }
         )
-    elif kind != "reasoning":  # ours is put back as drawn
-        raise _bad(where, f"an item of type {kind!r} is not known here")
+    elif kind != "reasoning":  # restored with the sampled answer
+        raise _bad(where, f"an item of type {kind!r} is not supported")
 
 
 def _text(where: str, content: Any) -> str:
@@ -107,7 +108,7 @@ def _text(where: str, content: Any) -> str:
 def answer(
     message: Message, finish: str, usage: Mapping[str, int], head: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The whole body.  head: id, model, created, tools and sampling."""
+    """Build the body of a response.  head: id, model and created."""
     name = head["id"].partition("_")[2]
     output: list[dict[str, Any]] = []
     if thought := message.get("reasoning_content"):
@@ -177,26 +178,26 @@ def answer(
 
 
 def events(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The answer as the events of a stream."""
-    begun = {
+    """Split a response into the events of a stream."""
+    unfinished = {
         **body,
         "status": "in_progress",
         "output": [],
         "incomplete_details": None,
     }
-    begun["usage"] = None
-    made: list[dict[str, Any]] = [
-        {"type": "response.created", "response": begun},
-        {"type": "response.in_progress", "response": begun},
+    unfinished["usage"] = None
+    events: list[dict[str, Any]] = [
+        {"type": "response.created", "response": unfinished},
+        {"type": "response.in_progress", "response": unfinished},
     ]
     for index, item in enumerate(body["output"]):
-        at = {"output_index": index, "item_id": item["id"]}
+        place = {"output_index": index, "item_id": item["id"]}
         empty = {
             **item,
             "status": "in_progress",
             **_emptied(item),
         }
-        made.append(
+        events.append(
             {
                 "type": "response.output_item.added",
                 "output_index": index,
@@ -206,61 +207,61 @@ def events(body: Mapping[str, Any]) -> list[dict[str, Any]]:
         if item["type"] == "function_call":
             text, name = item["arguments"], item["name"]
             kind = "response.function_call_arguments"
-            made += [
+            events += [
                 {
                     "type": f"{kind}.delta",
-                    **at,
+                    **place,
                     "delta": text,
                 },
                 {
                     "type": f"{kind}.done",
-                    **at,
+                    **place,
                     "arguments": text,
                     "name": name,
                 },
             ]
         else:
-            made += _part(item["content"][0], {**at, "content_index": 0})
-        made.append(
+            events += _part(item["content"][0], {**place, "content_index": 0})
+        events.append(
             {
                 "type": "response.output_item.done",
                 "output_index": index,
                 "item": item,
             }
         )
-    made.append({"type": f"response.{body['status']}", "response": body})
-    return [{**event, "sequence_number": number} for number, event in enumerate(made)]
+    events.append({"type": f"response.{body['status']}", "response": body})
+    return [{**event, "sequence_number": number} for number, event in enumerate(events)]
 
 
 def _emptied(item: Mapping[str, Any]) -> dict[str, Any]:
     return {"arguments": ""} if item["type"] == "function_call" else {"content": []}
 
 
-def _part(part: Mapping[str, Any], at: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The one text of a message or a thought."""
+def _part(part: Mapping[str, Any], place: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Build the events of a message's or thought's text, which is its only part."""
     kind = f"response.{part['type']}"
     logprobs: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
     return [
         {
             "type": "response.content_part.added",
-            **at,
+            **place,
             "part": {**part, "text": ""},
         },
         {
             "type": f"{kind}.delta",
-            **at,
+            **place,
             "delta": part["text"],
             **logprobs,
         },
         {
             "type": f"{kind}.done",
-            **at,
+            **place,
             "text": part["text"],
             **logprobs,
         },
         {
             "type": "response.content_part.done",
-            **at,
+            **place,
             "part": part,
         },
     ]

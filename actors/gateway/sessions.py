@@ -234,9 +234,9 @@ class Session:
     ) -> SessionCall:
         """Place a call by messages: find what it continues and compose its prompt.
 
-        max_new_tokens: the client's limit; 0: as many as the run allows
+        max_new_tokens: the client's limit, or 0 for the run's
 
-        Raises CallRefused, and what the composer raises; the session is unchanged then.
+        Raises CallRefused and what the composer raises.  The session is unchanged then.
         """
         self.may_call(now)
         composed = self.draft(messages, tools, aside)()

@@ -1,4 +1,4 @@
-"""The HTTP endpoint: model APIs for each session, and routes to lease, score and end sessions.
+"""The HTTP endpoint: model APIs for each session, and routes to lease and end them.
 
 One event loop owns all sessions.  Each call runs as a task that outlives its connection: the answer
 is kept, and a client's retry gets it.  No other module imports uvicorn.

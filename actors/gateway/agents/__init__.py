@@ -1,4 +1,5 @@
-"""Agents that the gateway starts itself: agent.command, a program for each session, or
-agent.function, called in processes of their own.  seats.py: what the two sides say; pushing.py: the
+"""Agents that the gateway starts (agent.command and agent.function).
+
+session_messages.py holds the messages between their processes and the gateway, agent_pool.py the
 gateway's side.
 """

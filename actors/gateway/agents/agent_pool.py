@@ -1,10 +1,9 @@
-"""The gateway's side of agents that it starts itself: samples go to the processes that play them,
-what they return ends their sessions.
+"""The pool of agents that the gateway starts: sessions, processes and results.
 
-An agent that ends badly has failed its session, and the sample is written again; one whose session
-had reached a limit is judged by the config's reward: to write only those again would censor the
-long.  A process that dies fails all its sessions; one that is ended because an agent does not stop
-loses the others through no fault of theirs, and they begin again."""
+An agent that fails has failed its session, and the buffer grants the sample again.  If the session
+had reached a limit, the config's reward scores it instead: granting only those again would bias the
+samples against long ones.  All sessions of a process that exits fail.  When a process is killed
+because an agent does not stop, its other sessions begin again."""
 
 from __future__ import annotations
 
@@ -36,8 +35,8 @@ if TYPE_CHECKING:
     from actors.gateway.session_api import SessionApi
     from actors.gateway.web import OpenedSession
 
-GRACE_S = 60.0  # the first import may be slow, or a step be given longer
-STOP_S = 10.0  # from being told to stop to having stopped
+GRACE_S = 60.0  # for the first import, unless agent.step_s is longer
+STOP_S = 10.0  # for an agent to stop after the request
 START_TRIES = 3
 GLOB = set("*?[")
 
@@ -46,8 +45,10 @@ _decode = msgspec.msgpack.Decoder(SessionResult).decode
 
 @dataclass(eq=False)
 class AgentSession:
-    """A session that an agent plays.  stop_at: when it is told to stop; dead_at: when its process
-    is ended for not having done so.
+    """A session that an agent plays.
+
+    stop_at: when it is asked to stop
+    dead_at: when its process is killed if it has not stopped
     """
 
     opened: OpenedSession
@@ -56,12 +57,12 @@ class AgentSession:
 
 
 class _AgentProcess(child.ChildProcess):
-    """A process and the sessions in it, by their numbers."""
+    """A worker process and its sessions."""
 
     def __init__(self, agent: AgentConfig, setup: bytes) -> None:
         kind = "agent_programs" if agent.command else "functions"
         super().__init__(f"actors.gateway.agents.{kind}", setup)
-        self.playing: dict[int, AgentSession] = {}
+        self.playing: dict[int, AgentSession] = {}  # number of the session in the pool -> session
         self.since = time.monotonic()
         self.ready = False
         self.fresh: list[SessionAccess] = []
@@ -75,8 +76,12 @@ class _AgentProcess(child.ChildProcess):
 
 
 class AgentPool:
-    """All agents of a gateway.  door: where sessions come from and what ends them; url: the
-    endpoint's.  Raises ConfigError for a command, or a variable for it, that is not there.
+    """All agents of a gateway.
+
+    door: begins and ends sessions
+    url: of the endpoint
+
+    Raises ConfigError for a missing program, or a missing variable of agent.env_pass.
     """
 
     def __init__(self, door: SessionApi, url: str) -> None:
@@ -92,7 +97,7 @@ class AgentPool:
         if missing:
             raise ConfigError(
                 f"agent.env_pass: {', '.join(missing)} is not in the environment of the run: set "
-                "it, or leave it out"
+                "it, or remove it from the list"
             )
         self.door = door
         self.url = url
@@ -111,8 +116,8 @@ class AgentPool:
         ]
         self.workers = [_AgentProcess(agent, setup) for setup in self.setups]
         self.import_s = max(GRACE_S, agent.step_s)
-        self.numbers = 0
-        self.asked = 0  # samples asked for and not had
+        self.numbers = 0  # sessions begun, which numbers them
+        self.asked = 0  # samples that are wanted and not granted yet
         self.unborn = 0  # processes in a row that ended before they were ready
 
     @property
@@ -120,15 +125,16 @@ class AgentPool:
         return [worker.wire for worker in self.workers]
 
     def step(self) -> None:
-        """Take in what was returned, end what is overdue, begin what there is room for.  Raises
-        ConfigError where no process can start.
+        """Handle results, stop overdue agents and begin new sessions.
+
+        Raises ConfigError when no process can start.
         """
         now = self.door.current_time()
         for index, worker in enumerate(self.workers):
             dead = worker.process.poll() is not None
-            found, closed = worker.receive_messages(_decode)
-            for left in found:
-                self._on_result(worker, left, now)
+            results, closed = worker.receive_messages(_decode)
+            for result in results:
+                self._on_result(worker, result, now)
             if closed or dead:
                 self._replace(index, now, "its process ended ({code})")
             elif not worker.ready and time.monotonic() > worker.since + self.import_s:
@@ -140,36 +146,36 @@ class AgentPool:
         for worker in self.workers:
             worker.flush()
 
-    def _on_result(self, worker: _AgentProcess, left: SessionResult, now: float) -> None:
-        if left.kind == "broken":
-            raise ConfigError(left.why)
-        if left.kind == "ready":
+    def _on_result(self, worker: _AgentProcess, result: SessionResult, now: float) -> None:
+        if result.kind == "broken":
+            raise ConfigError(result.why)
+        if result.kind == "ready":
             worker.ready = True
             self.unborn = 0
             return
-        self._end_session(worker.playing.pop(left.number).opened, left, now)
+        self._end_session(worker.playing.pop(result.number).opened, result, now)
 
-    def _end_session(self, opened: OpenedSession, left: SessionResult, now: float) -> None:
-        """What an agent returned, to its session; one that has ended by HTTP needs nothing."""
+    def _end_session(self, opened: OpenedSession, result: SessionResult, now: float) -> None:
+        """End a session by its agent's result, unless the agent has ended it over HTTP."""
         session = opened.session
         try:
             if session.state != "open":
                 return
             if session.limit and self.agent.at_limit == "fail":
                 session.fail(f"it reached agent.{session.limit}", now)
-            elif left.kind == "scored":
-                session.reward(left.reward, left.parts, now=now)
-            elif left.kind == "judge" or session.limit:
+            elif result.kind == "scored":
+                session.reward(result.reward, result.parts, now=now)
+            elif result.kind == "judge" or session.limit:
                 session.judge(now)
             else:
-                session.fail(f"the agent {left.why}", now)
-        except CallRefused:  # its time is over, this moment
+                session.fail(f"the agent {result.why}", now)
+        except CallRefused:  # its time ran out meanwhile
             pass
         finally:
             self.door.on_change(session)
 
     def _watch(self, index: int, worker: _AgentProcess, now: float) -> None:
-        """Whose session is over is to stop: at once if it has failed, else when it has had time."""
+        """Stop agents whose session is over: at once if it failed, else after grace_s."""
         for number, player in worker.playing.items():
             session = player.opened.session
             if session.state != "open" and player.stop_at == math.inf:
@@ -182,17 +188,14 @@ class AgentPool:
             self._replace(index, now)
 
     def _replace(self, index: int, now: float, why: str = "") -> None:
-        """A new process in the place of one that has ended, or must.  why: its sessions have
-        failed; without it they begin again.
-        """
+        """Replace a process.  why: its sessions fail for this reason; "": they begin again."""
         worker = self.workers[index]
         code = worker.kill()
         self.unborn += not worker.ready
         if self.unborn >= START_TRIES:
             raise ConfigError(
-                f"{self.agent.source_name}: {self.unborn} processes in a row were lost before "
-                "they were "
-                f"ready, the last one as {why.replace('{code}', describe_exit(code))}"
+                f"{self.agent.source_name}: {self.unborn} processes in a row were lost before they "
+                f"were ready, the last one as {why.replace('{code}', describe_exit(code))}"
             )
         self.workers[index] = _AgentProcess(self.agent, self.setups[index])
         for player in worker.playing.values():
@@ -206,14 +209,14 @@ class AgentPool:
                 self.door.requeue(player.opened)
 
     def _start_sessions(self) -> None:
-        """Samples to where fewest are played; as many are asked for as there is room for."""
-        able = [worker for worker in self.workers if worker.ready]
+        """Begin sessions in the processes with the fewest, and ask for as many as have room."""
+        ready = [worker for worker in self.workers if worker.ready]
         free = min(
-            sum(self.each - len(worker.playing) for worker in able),
+            sum(self.each - len(worker.playing) for worker in ready),
             self.agent.at_once - sum(len(worker.playing) for worker in self.workers),
         )
         while free and (opened := self.door.lease_session(f"played here {self.numbers + 1}")):
-            worker = min(able, key=lambda worker: len(worker.playing))
+            worker = min(ready, key=lambda worker: len(worker.playing))
             free -= 1
             self.numbers += 1
             worker.playing[self.numbers] = AgentSession(opened)
@@ -237,7 +240,7 @@ class AgentPool:
         )
 
     def close(self) -> None:
-        """End all agents: those of commands when their process has seen that nobody listens."""
+        """End all agents; a process with programs ends them when its socket closes."""
         for worker in self.workers:
             worker.wire.close()
         for worker in self.workers:

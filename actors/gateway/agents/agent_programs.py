@@ -1,10 +1,9 @@
-"""A process that starts agent.command: `python -m actors.gateway.agents.agent_programs FD PARENT`.
+"""Run agent.command: `python -m actors.gateway.agents.agent_programs FD PARENT`.
 
-Each session is a program with a process group of its own.  When the program ends, is to stop, or
-this process ends, all its descendants are killed: its group, and what left the group.  While a
-program runs it is itself the reaper of its orphaned descendants (PR_SET_CHILD_SUBREAPER); when it
-ends, they become children of this process.  So a child of this process that is not a running
-program belongs to a session that is over, whatever its environment says."""
+Each session is a program in its own process group.  When the program or this process ends, all
+descendants are killed, also those that left the group: a running program adopts its orphaned
+descendants (PR_SET_CHILD_SUBREAPER), and when it ends they become children of this process.  So any
+child of this process that is not a running program belongs to a session that has ended."""
 
 from __future__ import annotations
 
@@ -40,13 +39,12 @@ from actors.gateway.agents.session_messages import (
 from actors.reward_worker import BoundedOutput, first_line
 from asyncrl.transport import child
 
-KEPT_BYTES = 64 << 10  # of each of a program's two streams, the last ones
+KEPT_BYTES = 64 << 10  # the last bytes of each of a program's two streams
 POLITE_S = 5.0  # from SIGTERM to SIGKILL
 CHUNK = 1 << 16
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-# What a program inherits; patterns.  Everything else, keys of judges and clouds among it, only by
-# agent.env_pass.
+# Patterns of the variables that a program inherits.  Others, such as API keys, need agent.env_pass.
 BASE_ENVIRONMENT = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "TZ", "LANG", "LANGUAGE", "LC_*"),
     *("TMPDIR", "TEMP", "TMP", "XDG_*_HOME", "XDG_RUNTIME_DIR", "LD_LIBRARY_PATH"),
@@ -55,7 +53,7 @@ BASE_ENVIRONMENT = (
     *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "NODE_EXTRA_CA_CERTS"),
     *("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"),
 )
-# Where clients look for the name of a model.
+# The variables from which clients read the name of a model.
 MODEL_VARIABLES = (
     "ASYNCRL_MODEL",
     "OPENAI_MODEL",
@@ -70,7 +68,7 @@ _libc = ctypes.CDLL(None)
 
 
 def sample_as_json(seat: SessionAccess) -> dict[str, Any]:
-    """What a program reads of its sample: all but the answer."""
+    """Build task.json, with all of the sample but the answer."""
     prompt = seat.prompt
     return {
         "id": prompt.id,
@@ -88,18 +86,20 @@ def sample_as_json(seat: SessionAccess) -> dict[str, Any]:
 
 
 def inherited(patterns: Sequence[str]) -> dict[str, str]:
-    """The variables of this process that match one of the patterns, or the base environment's."""
-    every = (*BASE_ENVIRONMENT, *patterns)
+    """Select the variables of this process that match BASE_ENVIRONMENT or `patterns`."""
+    allowed = (*BASE_ENVIRONMENT, *patterns)
     return {
         name: value
         for name, value in os.environ.items()
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in every)
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in allowed)
     }
 
 
 def environment(seat: SessionAccess, folder: Path, patterns: Sequence[str] = ()) -> dict[str, str]:
-    """The environment of a session's program: what it inherits, and what OpenAI's and Anthropic's
-    clients look for.  patterns: agent.env_pass.
+    """Build the environment of a session's program.
+
+    It holds the inherited variables (patterns: agent.env_pass) and those that OpenAI's and
+    Anthropic's clients read.
     """
     return inherited(patterns) | {
         "OPENAI_BASE_URL": seat.base_url,
@@ -117,15 +117,19 @@ def environment(seat: SessionAccess, folder: Path, patterns: Sequence[str] = ())
 def judge_exit(
     number: int, code: int, out: bytes, err: bytes, written: bytes | None
 ) -> SessionResult:
-    """What came of a program that ended by itself: its exit code, the last bytes that it printed,
-    the file that it wrote.
+    """Read the result of a program that ended by itself.
+
+    code: its exit code, or minus the number of a signal
+    out, err: the last bytes that it printed
+    written: the content of $ASYNCRL_REWARD, if it wrote that file
     """
     last = [line.strip() for line in out.decode("utf-8", "replace").splitlines() if line.strip()]
     if code:
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
-        words = err.decode("utf-8", "replace").splitlines() or last
-        why = next((line for line in reversed(words) if line.strip()), "")
-        return SessionResult(number, "failed", why=first_line(f"{how}: {why}" if why else how))
+        lines = err.decode("utf-8", "replace").splitlines() or last
+        reason = next((line for line in reversed(lines) if line.strip()), "")
+        why = first_line(f"{how}: {reason}" if reason else how)
+        return SessionResult(number, "failed", why=why)
     text = written.decode("utf-8", "replace").strip() if written is not None else ""
     text = text or (last[-1] if last else "")
     if not text:
@@ -134,14 +138,15 @@ def judge_exit(
     try:
         value = json.loads(text)
     except ValueError:
-        why = f"gave what is no reward, a number or JSON: {first_line(text)!r:.100}"
+        why = f"gave an invalid reward, not a number or JSON: {first_line(text)!r:.100}"
         return SessionResult(number, "failed", why=why)
     return parse_outcome(number, value)
 
 
 def _prepare_child() -> None:
-    """In the new process: it ends with ours, should ours be killed; Ctrl-C means what it does; it
-    is the reaper of its descendants, which execve keeps.
+    """Prepare the new process, before it runs the program.
+
+    It is killed with this process, handles Ctrl-C by default and adopts its orphaned descendants.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -149,12 +154,12 @@ def _prepare_child() -> None:
 
 
 class AgentProgram:
-    """A session's program: its process, what it has printed, its folder."""
+    """A session's program: its process, output and temporary folder."""
 
     def __init__(self, seat: SessionAccess, setup: AgentSetup) -> None:
         self.seat = seat
         self.began = time.monotonic()
-        self.kill_at = 0.0  # when SIGKILL follows SIGTERM; 0: it was not asked to end
+        self.kill_at = 0.0  # when SIGKILL follows SIGTERM; 0: no SIGTERM was sent
         self.folder = Path(tempfile.mkdtemp(prefix="asyncrl-agent-"))
         try:
             task = self.folder / "task.json"
@@ -180,24 +185,25 @@ class AgentProgram:
         self.ended = os.pidfd_open(self.process.pid)
 
     def read(self, stream: IO[bytes]) -> bool:
-        """Take in what it has printed on one stream; False when that is at its end."""
-        kept = self.printed[self.streams.index(stream)]
+        """Read the output on one stream; False at its end."""
+        output = self.printed[self.streams.index(stream)]
         try:
             while data := os.read(stream.fileno(), CHUNK):
-                kept += data
-                del kept[:-KEPT_BYTES]
+                output += data
+                del output[:-KEPT_BYTES]
             return False
         except BlockingIOError:
             return True
 
     def signal(self, number: int) -> None:
-        """To its whole group: its first process is not reaped before it is finished."""
+        """Signal its process group, whose id is valid until `finish` reaps the leader."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
     def finish(self, running: set[int]) -> SessionResult:
-        """It has ended, or ends now, with its descendants.  Its folder is gone then.  running:
-        the programs that go on.
+        """Kill it with its descendants, remove its folder and return its result.
+
+        running: process ids of the programs that go on
         """
         self.signal(signal.SIGKILL)
         code = self.process.wait()
@@ -215,27 +221,29 @@ class AgentProgram:
             stream.close()
         os.close(self.ended)
         if self.kill_at:
-            return SessionResult(self.seat.number, "failed", why="was ended: its session was over")
+            why = "was stopped because its session was over"
+            return SessionResult(self.seat.number, "failed", why=why)
         return judge_exit(self.seat.number, code, out, err, written)
 
 
 def end_strays(running: set[int]) -> None:
-    """Kill and reap the children of this process that are not running programs, and their
-    descendants, which become its children when they are orphaned.
+    """Kill and reap all children of this process that are not running programs.
+
+    Their descendants become children of this process when they are orphaned, and follow.
     """
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     reaped = True
     while reaped:
         reaped = False
         for pid in set(map(int, children.read_text(encoding="utf-8").split())) - running:
-            with contextlib.suppress(OSError):  # EPERM: it has become another user's
+            with contextlib.suppress(OSError):  # EPERM: it runs as another user now
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
                 reaped = True
 
 
 class AgentPrograms:
-    """The programs of this process, and the loop that waits for them."""
+    """The programs of this process, with the loop that waits for them."""
 
     def __init__(self, wire: socket.socket, setup: AgentSetup) -> None:
         self.wire = wire
@@ -268,36 +276,38 @@ class AgentPrograms:
             program.signal(signal.SIGTERM)
 
     def finish(self, program: AgentProgram) -> None:
-        for each in (*program.streams, program.ended):
+        for source in (*program.streams, program.ended):
             with contextlib.suppress(KeyError):
-                self.selector.unregister(each)
+                self.selector.unregister(source)
         del self.running[program.seat.number]
-        left = program.finish(self.processes)
-        what = f"{left.kind} {left.reward:g}" if left.kind == "scored" else left.why or left.kind
+        result = program.finish(self.processes)
+        outcome = result.why or result.kind
+        if result.kind == "scored":
+            outcome = f"scored {result.reward:g}"
         took = time.monotonic() - program.began
-        head = f"session {program.seat.name} {took:.1f} s: {what}"
+        head = f"session {program.seat.name} {took:.1f} s: {outcome}"
         self.log.write(head, *map(bytes, program.printed))
-        send(self.wire, left)
+        send(self.wire, result)
 
     def read_orders(self) -> bool:
-        """Begin and stop what was asked; False when nobody is there any more."""
+        """Apply the gateway's orders; False when it has closed the socket."""
         try:
             data = self.wire.recv(CHUNK)
-        except ConnectionResetError:  # the gateway ended and left something unread
+        except ConnectionResetError:  # the gateway ended with unread data
             data = b""
         self.incoming += data
         for payload in child.take_frames(self.incoming):
             self.apply_orders(msgspec.msgpack.decode(payload, type=SessionOrders))
         return bool(data)
 
-    def apply_orders(self, asked: SessionOrders) -> None:
-        for seat in asked.seats:
+    def apply_orders(self, orders: SessionOrders) -> None:
+        for seat in orders.seats:
             self.start(seat)
-        for number in asked.stop:
+        for number in orders.stop:
             self.stop(number)
 
     def step(self) -> bool:
-        """What has happened, or the next deadline; False when the gateway has gone."""
+        """Handle the events until the next deadline; False when the gateway has ended."""
         due = [program.kill_at for program in self.running.values() if program.kill_at]
         wait = max(0.0, min(due) - time.monotonic()) if due else None
         going = True
@@ -310,7 +320,7 @@ class AgentPrograms:
                 continue
             if stream is None:
                 self.finish(program)
-            elif not program.read(stream):  # closed, and the program may live on
+            elif not program.read(stream):  # closed, though the program may go on
                 self.selector.unregister(stream)
         for program in list(self.running.values()):
             if program.kill_at and time.monotonic() >= program.kill_at:
@@ -325,8 +335,9 @@ class AgentPrograms:
 
 
 def serve(wire: socket.socket) -> None:
-    """Start and end programs until the other side closes, then end all of them."""
-    _libc.prctl(PR_SET_PDEATHSIG, 0)  # not at once: its programs first; the wire says it
+    """Run programs until the other side closes the socket, then end all of them."""
+    # no signal when the gateway ends: the socket closes then, and the programs must end first
+    _libc.prctl(PR_SET_PDEATHSIG, 0)
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
     incoming = bytearray()
     while not (payloads := child.take_frames(incoming)):

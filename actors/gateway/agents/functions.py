@@ -1,8 +1,9 @@
-"""A process that calls agent.function: `python -m actors.gateway.agents.functions FD PARENT`.
+"""Call agent.function: `python -m actors.gateway.agents.functions FD PARENT`.
 
-Every session is a thread: what it waits for is the model.  Coroutines run in one event loop for
-the whole process: a client made in the agent's module serves all sessions.  A coroutine that is to
-stop is cancelled.  A function cannot be stopped: if it goes on, the gateway ends this process."""
+Each session runs in its own thread, since it mostly waits for the model.  Coroutines share one
+event loop, so that a client made in the agent's module serves all sessions.  To stop a session, its
+coroutine is cancelled; a plain function cannot be stopped, and the gateway kills this process if it
+goes on."""
 
 from __future__ import annotations
 
@@ -34,11 +35,11 @@ from actors.reward_worker import BoundedOutput, _read, describe_exception
 from asyncrl.contract import importing
 from asyncrl.transport import child
 
-MOST_THREADS = 1024  # in which coroutines wait for what blocks (asyncio.to_thread)
+MOST_THREADS = 1024  # for blocking calls of coroutines (asyncio.to_thread)
 
 
 class SharedLoop:
-    """The event loop of all coroutines of this process, in a thread of its own."""
+    """The event loop of all coroutines of this process, in its own thread."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -48,13 +49,14 @@ class SharedLoop:
 
     def _run(self) -> None:
         while True:
-            # an exit in a task that an agent started: whoever awaits that task is given it
+            # SystemExit in an agent's task ends run_forever; the awaiting code gets it as well
             with contextlib.suppress(SystemExit, KeyboardInterrupt):
                 self.loop.run_forever()
 
     def result(self, number: int, awaitable: Awaitable[Any]) -> Any:
-        """Wait, in another thread, for what a session's awaitable returns.  Raises what it raises,
-        an exit included, and CancelledError after `stop`.
+        """Run a session's awaitable in the loop and wait for its result, in another thread.
+
+        Raises what it raises, SystemExit too, and CancelledError after `stop`.
         """
 
         async def catch() -> tuple[Any, BaseException | None]:
@@ -63,7 +65,7 @@ class SharedLoop:
             self.tasks[number] = task
             try:
                 return await awaitable, None
-            except BaseException as error:  # raised here, an exit would end the loop
+            except BaseException as error:  # SystemExit raised here would end the loop
                 return None, error
             finally:
                 del self.tasks[number]
@@ -74,7 +76,7 @@ class SharedLoop:
         return value
 
     def stop(self, number: int) -> None:
-        """Cancel the session, if it is a coroutine."""
+        """Cancel a session that is a coroutine."""
 
         def cancel() -> None:
             if task := self.tasks.get(number):
@@ -84,18 +86,18 @@ class SharedLoop:
 
 
 def resolve(path: str) -> Callable[..., Any]:
-    """`module:function` or `file.py:function`.  Raises whatever importing it raises."""
+    """Import `module:function` or `file.py:function`.  Raises what the import raises."""
     module, _, name = path.rpartition(":")
-    found = getattr(importing.module(module), name)
-    if not callable(found):
-        raise TypeError(f"{name} is no function")
-    return found  # type: ignore[no-any-return]
+    function = getattr(importing.module(module), name)
+    if not callable(function):
+        raise TypeError(f"{name} is not a function")
+    return function  # type: ignore[no-any-return]
 
 
 def run_session(
     function: Callable[..., Any], seat: SessionAccess, log: AgentLog, loop: SharedLoop
 ) -> SessionResult:
-    """One session.  Whatever the function raises, an exit included, fails its session alone."""
+    """Run one session; any exception of the function fails only this session."""
     began = time.monotonic()
     try:
         value = function(seat.prompt, seat)
@@ -110,17 +112,15 @@ def run_session(
 
 
 def serve(wire: socket.socket) -> None:
-    """Play until the other side closes."""
+    """Run sessions until the other side closes the socket."""
     stream = wire.makefile("rb")
     setup = msgspec.msgpack.decode(_read(stream) or b"", type=AgentSetup)
     try:
         function = resolve(setup.function)
     except BaseException as error:
         why = f"agent.function = {setup.function}: importing it {describe_exception(error)}"
-        send(
-            wire,
-            SessionResult(-1, "broken", why=f"{why}; write module:function or file.py:function"),
-        )
+        hint = "write module:function or file.py:function"
+        send(wire, SessionResult(-1, "broken", why=f"{why}; {hint}"))
         return
     send(wire, SessionResult(-1, "ready"))
     log = AgentLog(Path(setup.log))
@@ -128,18 +128,18 @@ def serve(wire: socket.socket) -> None:
     writing = threading.Lock()
 
     def run_and_reply(seat: SessionAccess) -> None:
-        left = run_session(function, seat, log, loop)
+        result = run_session(function, seat, log, loop)
         with writing:
-            send(wire, left)
+            send(wire, result)
 
     decode = msgspec.msgpack.Decoder(SessionOrders).decode
     while (payload := _read(stream)) is not None:
-        asked = decode(payload)
-        for seat in asked.seats:
+        orders = decode(payload)
+        for seat in orders.seats:
             threading.Thread(
                 target=run_and_reply, args=(seat,), name=seat.name, daemon=True
             ).start()
-        for number in asked.stop:
+        for number in orders.stop:
             loop.stop(number)
 
 

@@ -1,6 +1,7 @@
-"""What the gateway and the processes that play its sessions say to each other: frames as those of
-reward processes.  In: Setup, then lists of Seat and of sessions to stop.  Out: Left("ready" or
-"broken"), then one for each seat, in any order.
+"""Messages between the gateway and agents' processes, in reward processes' frames.
+
+in:   AgentSetup, then SessionOrders
+out:  SessionResult "ready" or "broken", then one for each session, in any order
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ NO_REWARD = "ended and gave no reward"
 
 
 class AgentSetup(msgspec.Struct, frozen=True):
-    """Once: what agent.command or agent.function names, the file for what agents print, and the
-    variables that programs inherit (agent.env_pass).
+    """The first message.
+
+    log: the file for agents' output
+    env_pass: patterns of the variables that programs inherit
     """
 
     command: list[str]
@@ -29,9 +32,13 @@ class AgentSetup(msgspec.Struct, frozen=True):
 
 
 class SessionAccess(msgspec.Struct, frozen=True, array_like=True):
-    """A session as an agent is given it.  url: for its reward; base_url: for OpenAI's client.
-    seed: the same for all samples of a group; first: no earlier attempt at this sample may have
-    acted; deadline_s: seconds until its calls are refused.
+    """A session as its agent gets it.
+
+    url: of the session, for its reward
+    base_url: for OpenAI's client
+    seed: the same for all samples of a group
+    first: False if an earlier attempt at this sample may have acted
+    deadline_s: seconds until its calls are refused
     """
 
     number: int
@@ -51,14 +58,17 @@ class SessionAccess(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SessionOrders(msgspec.Struct, frozen=True):
-    """Sessions that begin, and numbers of those that are to end now."""
+    """Sessions to begin, and numbers of those to stop."""
 
     seats: list[SessionAccess] = []
     stop: list[int] = []
 
 
 class SessionResult(msgspec.Struct, frozen=True, array_like=True):
-    """How an agent's session ended.  judge: the config's reward is asked; failed: why says it."""
+    """How an agent's session ended.
+
+    kind: judge: the config's reward scores it; failed: for the reason in `why`
+    """
 
     number: int
     kind: Literal["ready", "broken", "scored", "judge", "failed"]
@@ -68,8 +78,9 @@ class SessionResult(msgspec.Struct, frozen=True, array_like=True):
 
 
 def parse_outcome(number: int, value: Any) -> SessionResult:
-    """What an agent returned: a number; a dict of parts with `reward`; None: the config's reward
-    judges.
+    """Read what an agent returned.
+
+    It is a number, a dict of parts with `reward`, or None for the config's reward.
     """
     if value is None:
         return SessionResult(number, "judge")
@@ -77,10 +88,10 @@ def parse_outcome(number: int, value: Any) -> SessionResult:
         reward, parts, _ = check_value(value, 0)
     except Exception as error:
         why = str(error) if type(error) is ValueError else describe_exception(error)
-        return SessionResult(number, "failed", why=f"gave what is no reward: {first_line(why)}")
+        return SessionResult(number, "failed", why=f"gave an invalid reward: {first_line(why)}")
     return SessionResult(number, "scored", reward, parts)
 
 
-def send(wire: socket.socket, left: SessionResult) -> None:
-    """To the gateway."""
-    wire.sendall(frame(msgspec.msgpack.encode(left)))
+def send(wire: socket.socket, result: SessionResult) -> None:
+    """Send a result to the gateway."""
+    wire.sendall(frame(msgspec.msgpack.encode(result)))

@@ -1,1 +1,1 @@
-"""What a gateway keeps on disk, so that a restarted one goes on with its open sessions."""
+"""Open sessions on disk, from which a restarted gateway continues."""

@@ -1,4 +1,4 @@
-"""What open HTTP sessions keep on disk, so that a restarted gateway goes on with them.
+"""Files of the open HTTP sessions, from which a restarted gateway continues.
 
 One append-only file per session, `RUN/sessions-INDEX/NAME` (mode 0600), removed once the buffer has
 acknowledged the sample: the directory never holds more than the gateway does in memory.
@@ -40,7 +40,11 @@ HEAD = struct.Struct("<IQ")  # length and digest of a record
 
 
 class SessionOpening(msgspec.Struct, frozen=True, array_like=True):
-    """What never changes. date: of the template, ISO 8601; opened: CLOCK_MONOTONIC seconds."""
+    """The constants of a session.
+
+    date: for the template, ISO 8601
+    opened: CLOCK_MONOTONIC seconds
+    """
 
     name: str
     sample: int
@@ -53,7 +57,10 @@ class SessionOpening(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SessionProgress(msgspec.Struct, frozen=True, array_like=True):
-    """What changes with each call; the newest one counts. calls: without those still open."""
+    """The state of a session, which the newest record overrides.
+
+    calls: their number, without the open ones
+    """
 
     state: Literal["open", "judging", "ended"]
     calls: int
@@ -72,7 +79,7 @@ class SessionProgress(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CallRecord(msgspec.Struct, frozen=True, array_like=True):
-    """A sampled call and its answer. tail, ids: int32; logprobs: float32, all little-endian."""
+    """A call and its answer. tail and ids are int32, logprobs float32, all little-endian."""
 
     number: int
     parent: int | None
@@ -95,7 +102,11 @@ class CallRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SessionRecord(msgspec.Struct, frozen=True, array_like=True):
-    """One frame. ticket: where it is another than before; sent: a call whose answer went out."""
+    """One frame.
+
+    ticket: if it has changed
+    sent: number of a call whose answer was sent
+    """
 
     progress: SessionProgress | None = None
     opening: SessionOpening | None = None
@@ -105,8 +116,10 @@ class SessionRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SessionFile:
-    """The file of one open session. A file that cannot be written is given up, and the log says so:
-    the session goes on, but does not outlive this process.
+    """The file of one open session.
+
+    If it cannot be written it is removed, and a line is logged: the session goes on, but ends with
+    this process.
     """
 
     def __init__(self, path: Path) -> None:
@@ -114,7 +127,7 @@ class SessionFile:
         self.is_kept = True
 
     def append(self, record: SessionRecord) -> None:
-        """Write one frame. The kernel has it when this returns, so the process may die."""
+        """Write one frame, which outlives a kill of this process from then on."""
         if not self.is_kept:
             return
         try:
@@ -130,7 +143,7 @@ class SessionFile:
         self.append(SessionRecord(progress_of(session), ticket=ticket))
 
     def append_answer(self, session: Session, request: HarnessRequest) -> None:
-        """Keep a call that was sampled, with its answer's bytes."""
+        """Record an answered call with its answer's bytes."""
         assert request.call is not None and request.answer is not None
         node = request.call.node
         assert node.ids is not None and node.logprobs is not None
@@ -145,7 +158,7 @@ class SessionFile:
             aside=node.aside,
             stop=node.stop,
             chain=node.chain,
-            ours={index: each.number for index, each in node.ours.items()},
+            ours={index: own.number for index, own in node.ours.items()},
             tools=list(node.tools),
             text_length=node.text_length,
             text_digest=node.text_digest,
@@ -157,12 +170,12 @@ class SessionFile:
         self.append(SessionRecord(progress_of(session), call=call))
 
     def append_sent(self, request: HarnessRequest) -> None:
-        """The answer went out whole: the same request again is a new one."""
+        """Record that an answer was sent, so that the same request again is a new one."""
         if request.call is not None and request.answer is not None:
             self.append(SessionRecord(sent=request.call.number))
 
     def fail(self, why: object) -> None:
-        """Give the file up, and say so in the log."""
+        """Log the reason and remove the file."""
         print(f"{self.path}: {why}: a restart ends this session", file=sys.stderr, flush=True)
         self.remove()
 
@@ -191,8 +204,9 @@ def progress_of(session: Session) -> SessionProgress:
 
 
 def read_records(path: Path) -> list[SessionRecord]:
-    """Read the whole records of a file and cut off a torn tail. Raises OSError, and
-    msgspec.MsgspecError for a record of another version.
+    """Read the records of a file and cut off a torn tail.
+
+    Raises OSError, and msgspec.MsgspecError for a record of another version.
     """
     data = path.read_bytes()
     end = 0
@@ -210,13 +224,15 @@ def read_records(path: Path) -> list[SessionRecord]:
 
 
 def last_ticket(records: list[SessionRecord]) -> Ticket:
-    """The ticket that a session stood under last. Raises IndexError where no record has one."""
+    """Find the newest ticket of a session. Raises IndexError if no record has one."""
     return [record.ticket for record in records if record.ticket is not None][-1]
 
 
 def restore(session: Session, records: list[SessionRecord], now: float) -> SessionCall | None:
-    """Fill a session, which is new, with what was kept of it; return its last trained call. Its
-    requests are answered with the same bytes. Raises KeyError for a call whose parent is missing.
+    """Restore a new session from its records; return its last trained call.
+
+    Its requests get the same answers again, byte by byte. Raises KeyError for a call whose parent
+    is missing.
     """
     nodes: dict[int, CallNode] = {}
     requests: dict[int, HarnessRequest] = {}
@@ -248,7 +264,7 @@ def _restore_progress(session: Session, progress: SessionProgress) -> None:
 
 
 def _restore_call(session: Session, kept: CallRecord, nodes: dict[int, CallNode]) -> HarnessRequest:
-    """Put the call back into the session's tree. Raises KeyError for an unknown parent."""
+    """Put a call back into the session's tree. Raises KeyError for an unknown parent."""
     parent = None if kept.parent is None else nodes[kept.parent]
     node = CallNode(
         kept.number,
@@ -287,7 +303,7 @@ class SessionJournal:
         self.directory = directory
 
     def open(self, opening: SessionOpening, ticket: Ticket) -> SessionFile:
-        """The file of a session that begins."""
+        """Create the file of a new session."""
         private.directory(self.directory)
         file = SessionFile(self.directory / opening.name)
         file.path.unlink(missing_ok=True)
@@ -295,9 +311,7 @@ class SessionJournal:
         return file
 
     def read(self) -> Iterator[tuple[SessionFile, SessionOpening, list[SessionRecord]]]:
-        """The sessions that were kept; a file that cannot be read is removed, and named in the
-        log.
-        """
+        """Yield the kept sessions; an unreadable file is removed and named in the log."""
         if not self.directory.is_dir():
             return
         private.check(self.directory)
@@ -314,6 +328,6 @@ class SessionJournal:
                 file.fail("it does not begin with the session's opening")
 
     def clear(self) -> None:
-        """The run is over: no session goes on."""
+        """Remove all files, at the end of the run."""
         for path in self.directory.glob("*"):
             path.unlink(missing_ok=True)

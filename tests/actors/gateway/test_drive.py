@@ -220,5 +220,5 @@ def test_a_tool_session_asks_the_reward_at_its_end() -> None:
 
 @pytest.mark.parametrize("obs", [5, [], [3], [{"content": "x"}]])
 def test_an_observation_is_text_or_messages(obs: object) -> None:
-    with pytest.raises(ValueError, match="an observation is text or a list of messages"):
+    with pytest.raises(ValueError, match="an observation must be text or a list of messages"):
         environment_worker.check_observation(obs)

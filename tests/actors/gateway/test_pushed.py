@@ -52,7 +52,7 @@ pytestmark = pytest.mark.slow
         (0, "1", "", " \n", SessionResult(7, "scored", 1.0)),
         (0, "null", "", None, SessionResult(7, "judge")),
         (0, "\n", "oh", None, "gave no reward"),
-        (0, "well done", "", None, "gave what is no reward, a number or JSON: 'well done'"),
+        (0, "well done", "", None, "gave an invalid reward, not a number or JSON: 'well done'"),
         (0, "NaN", "", None, "reward is nan, not a finite number"),
         (0, '"2"', "", None, "reward is a str, not a number"),
         (0, "{}", "", None, "a dict without `reward`"),
@@ -189,7 +189,7 @@ def test_a_program_that_is_to_stop_is_ended_and_all_end_with_the_gateway(
     commands.worker.flush()
     until(pids.exists)
     commands.worker.stop.append(1)
-    assert commands.left(1) == SessionResult(1, "failed", why="was ended: its session was over")
+    assert commands.left(1) == SessionResult(1, "failed", why="was stopped because its session was over")
     pids.unlink()
     commands.begin(2, "stubborn")
     commands.worker.flush()
@@ -380,7 +380,7 @@ def test_what_functions_return_ends_their_sessions(world: World, tmp_path: Path)
     found = {kind: world.ended(name) for kind, name in names.items()}
     assert (found["pays"].reward, found["parts"].parts["neat"]) == (0.5, 2.0)
     assert found["raises"].failed == "the agent raised KeyError: 'gone'"
-    assert "the agent gave what is no reward: reward is a str" in found["nan"].failed
+    assert "the agent gave an invalid reward: reward is a str" in found["nan"].failed
     assert "ended without a call" in found["judge"].failed
     assert "KeyError" in (tmp_path / "agent-0.log").read_text()
     answered(world, opened)
@@ -441,7 +441,7 @@ def test_a_function_may_be_a_coroutine(world: World) -> None:
     ("agent", "said"),
     [
         ({"function": "agent_envs:nobody"}, r"agent.function = agent_envs:nobody: importing it"),
-        ({"function": "agent_envs:os"}, "os is no function; write module:function"),
+        ({"function": "agent_envs:os"}, "os is not a function; write module:function"),
         ({"function": "", "command": ["no-such-agent"]}, "there is no program 'no-such-agent'"),
         (
             {"function": "", "command": ["sh"], "env_pass": ["PATH", "NO_*", "NO_SUCH_NAME"]},
