@@ -606,7 +606,7 @@ def test_sessions_of_which_hardly_any_ends_well_end_the_run(world: Callable[...,
     session: Any = SimpleNamespace(name="1.1.1", opened=0.0)
     for ended in range(200):  # one in ten ends well: that is enough
         w.gateway.count(session, "why" if ended % 10 else "")
-    said = r"Talks: 73 of the last 80 sessions failed; the last one: KeyError: 'gone'; if it cannot use"
+    said = r"Talks: 73 of the last 80 sessions failed; the last one: KeyError: 'gone'; if it"
     with pytest.raises(ConfigError, match=said):
         w.gateway.count(session, "KeyError: 'gone'")
     assert world(function="a:b", env="", at_once=16).gateway.recent.maxlen == 64

@@ -189,7 +189,8 @@ def test_a_program_that_is_to_stop_is_ended_and_all_end_with_the_gateway(
     commands.worker.flush()
     until(pids.exists)
     commands.worker.stop.append(1)
-    assert commands.left(1) == SessionResult(1, "failed", why="was stopped because its session was over")
+    why = "was stopped because its session was over"
+    assert commands.left(1) == SessionResult(1, "failed", why=why)
     pids.unlink()
     commands.begin(2, "stubborn")
     commands.worker.flush()
