@@ -232,8 +232,8 @@ class WebApp:
             return
         except Exception as error:
             reason = f"the gateway failed: {type(error).__name__}: {error}"
-            refused = CallRefused(500, "gateway", reason)
-            await _refusal_response(request, refused).write(request, send)
+            failure = CallRefused(500, "gateway", reason)
+            await _refusal_response(request, failure).write(request, send)
             raise
         await response.write(request, send)
 
