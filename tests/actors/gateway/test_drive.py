@@ -127,12 +127,12 @@ def test_one_that_hangs_or_dies_takes_the_others_along_and_they_are_lost_not_fai
         (
             {"env": "agent_envs:Fails", "step_s": 0.2},
             r"agent\.env = agent_envs:Fails: 3 processes were lost in a reset, and none has ever "
-            r"done one; the last one as it took more than 0\.2 s \(agent\.step_s\): give it more",
+            r"completed one; the last one as it took more than 0\.2 s \(agent\.step_s\): raise",
         ),
         (
             {"env": "agent_sleeps:Nobody", "step_s": 0.2, "grace_s": 0.3},
             r"agent\.env = agent_sleeps:Nobody: 3 processes in a row were lost while importing "
-            r"it, the last one as it took more than 0\.3 s \(agent\.step_s\); what takes long",
+            r"it, the last one as it took more than 0\.3 s \(agent\.step_s\); if the import",
         ),
     ],
     indirect=["drive"],
