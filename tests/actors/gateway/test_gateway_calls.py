@@ -154,7 +154,7 @@ def test_a_cut_call_is_told_to_its_generator_and_one_that_waits_is_over() -> Non
 def test_another_runs_generator_is_refused() -> None:
     one = board()
     refused = one.on_report(b"a", msgspec.structs.replace(said("a", 1, []), run="other"), 0.0)
-    assert refused is not None and "of run run" in refused.reason
+    assert refused is not None and "belongs to run run" in refused.reason
     one.submit(call(1))
     assert sent(one) == {}
 
