@@ -1,9 +1,10 @@
-"""Decoding kernels of the embedded engine for Llama-like models: fused weights, a cache of shared
-columns, blocks of keys and values that outlive their rows, sampling.
+"""Decoding kernels of the embedded engine for Llama-like models.
 
-The cache holds [rows, kv heads, columns, d].  The first columns are for prompts; in the rest every
-row writes the same column at each step (`StepColumns` says which), so that a write is one slice and
-a version is one number per column."""
+Fused weights, a cache of shared columns, a cache of prefixes that outlive their rows, and sampling.
+The cache holds [rows, kv heads, columns, d]. The first columns are for prompts. In the rest every
+row writes the same column at each step (`StepColumns` chooses it), so that a write is one slice and
+a version is one number per column.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +21,20 @@ from asyncrl.models.packed_attention import QueryBlock, cut_queries
 from asyncrl.models.packed_forward import ModelLayout, rotate
 
 MASKED = -1e30
-BLOCK = 64  # steps between two looks at which columns are free; columns that attention takes more
-SCORES = 1 << 24  # of attention at once, while prompts are encoded: 64 MiB, and copies
-KEPT_BLOCK = 8  # tokens whose keys and values are kept, found and thrown away together
+BLOCK = 64  # steps between two searches for free columns; granularity of attention's columns
+SCORES = 1 << 24  # attention scores in memory while prompts are encoded: 64 MiB, plus copies
+KEPT_BLOCK = 8  # tokens whose keys and values are kept, found and evicted together
 
 
 Turns = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 class FusedWeights:
-    """The weights in the shapes that decoding wants; norm weights are folded into the matrix that
-    follows them, and the columns of queries and keys are in pairs
-    (`exact_operators.interleave_halves`)
-    where the numbers are float32, which alone has complex ones."""
+    """The weights in the layout that decoding needs.
+
+    Norm weights are folded into the matrix that follows them. In float32, which has complex
+    numbers, the columns of queries and keys are interleaved (`exact_operators.interleave_halves`).
+    """
 
     def __init__(self, lay: ModelLayout, positions: int) -> None:
         self.lay, hf = lay, lay.hf
@@ -62,7 +64,7 @@ class FusedWeights:
         _copy_into(self.top, exact_operators.fuse_top(weights, self.tied), self.dtype)
 
     def rotations(self, positions: torch.Tensor) -> Turns:
-        """What `project` turns queries and keys at `positions` [n] by."""
+        """Return the rotary factors for queries and keys at `positions` [n]."""
         if self.paired:
             return self.turned.index_select(0, positions)
         dtype = self.dtype
@@ -74,7 +76,7 @@ class FusedWeights:
     def project(
         self, i: int, x: torch.Tensor, turns: Turns
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q (scaled), k, v [n, heads, d] of layer i for the residual stream x [n, H]."""
+        """Compute q (scaled), k, v [n, heads, d] of layer i from residuals x [n, H]."""
         w = self.per_layer[i]
         lay = self.lay
         h = _unit(x, self.eps)
@@ -95,23 +97,24 @@ class FusedWeights:
         return (q if self.qk_norm else q * lay.head_dim**-0.5), k, v
 
     def finish(self, i: int, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """The rest of layer i: output projection and MLP."""
+        """Compute the rest of layer i: output projection and MLP."""
         w = self.per_layer[i]
         x = torch.addmm(x, attended, w["o"])
         gate, up = (_unit(x, self.eps) @ w["up"]).chunk(2, -1)
         return torch.addmm(x, F.silu(gate).mul_(up), w["down"])
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = _unit(x, self.eps) @ self.top["head"]
-        logits: torch.Tensor = out.float()
+        product: torch.Tensor = _unit(x, self.eps) @ self.top["head"]
+        logits: torch.Tensor = product.float()
         return logits
 
 
 def _copy_into(
     store: dict[str, torch.Tensor], new: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> None:
-    """Copy into the buffers of the last version, in the engine's precision: memory is touched
-    once.
+    """Copy weights into existing buffers in the engine's precision.
+
+    Reusing the buffers avoids touching new memory at each load.
     """
     for name, tensor in new.items():
         if name in store:
@@ -121,20 +124,20 @@ def _copy_into(
 
 
 def _unit(x: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
-    """x over its root mean square on the last axis; eps: a scalar."""
+    """Divide x by its root mean square on the last axis; eps: a scalar."""
     xf = x.float()
     norm = torch.linalg.vector_norm(xf, dim=-1, keepdim=True)
     r = torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
-    out: torch.Tensor = (xf * r).to(x.dtype)
-    return out
+    normalized: torch.Tensor = (xf * r).to(x.dtype)
+    return normalized
 
 
 class ColumnCache:
-    """Keys and values of all rows, and which columns each row may see (an additive bias [rows, 1,
-    columns]).  together: of exact mode (`exact_operators.heads_per_product`); heads that lie side
-    by side,
-    as one of as many times the columns, their keys column by column in memory, which a product of
-    few queries reads in less time.
+    """Keys and values of all rows, and an additive bias [rows, 1, columns].
+
+    The bias hides the columns that a row may not see. together: for exact mode, the heads per
+    product (`exact_operators.heads_per_product`). These heads are stored as one wider head, and the
+    keys of a column are contiguous in memory, which is faster to read for a product of few queries.
     """
 
     def __init__(
@@ -147,8 +150,14 @@ class ColumnCache:
         *,
         together: int | None = None,
     ) -> None:
-        each = together or 1
-        shape = (layers, rows, lay.kv_heads // each, columns, each * lay.head_dim)
+        heads_per_group = together or 1
+        shape = (
+            layers,
+            rows,
+            lay.kv_heads // heads_per_group,
+            columns,
+            heads_per_group * lay.head_dim,
+        )
         self.v = like.new_zeros(shape)
         if together is None:
             self.k = like.new_zeros(shape)
@@ -171,34 +180,39 @@ class ColumnCache:
 
 
 class StepColumns:
-    """The column that every row writes at each decode step: the lowest that no live row has keys
-    in.  So attention goes over as many columns as the longest live answers take, and not over
-    `count`, which the longest answer allowed may take."""
+    """Chooses the column that every row writes at a decode step.
+
+    It is the lowest column in which no live row has keys. Attention then covers as many columns as
+    the longest live responses need, instead of `count`, the length of the longest permitted
+    response.
+    """
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.clear()
 
     def clear(self) -> None:
-        """No row is live, and steps begin at 0 again."""
+        """Reset: no row is live and steps begin at 0."""
         self.written = np.full(self.count, -1)  # the last step at each column
         self.at = np.zeros(self.count, np.int64)  # the column of a step, at step % count
         self.free: list[int] = []  # descending
         self.high = 0  # columns from here on are empty
 
     def grow(self, count: int) -> None:
-        """More columns, behind those that there are."""
+        """Append columns up to `count`."""
         self.written = np.pad(self.written, (0, count - self.count), constant_values=-1)
         self.count = count
         self.at = np.zeros(count, np.int64)
-        order = self.written.argsort()  # of two steps at one place the later one is live
+        order = self.written.argsort()  # of two steps with one index the later one is live
         used = order[self.written[order] >= 0]
         self.at[self.written[used] % count] = used
         self.free = []
 
     def allocate(self, step: int, oldest: Callable[[], int]) -> int:
-        """A column for `step`; oldest(): the first step of the oldest live row, fewer than `count`
-        steps ago."""
+        """Return a column for `step`.
+
+        oldest(): the first step of the oldest live row, fewer than `count` steps ago.
+        """
         if not self.free or step % BLOCK == 0:
             live = self.written >= oldest()
             self.free = np.flatnonzero(~live)[::-1].tolist()
@@ -210,20 +224,20 @@ class StepColumns:
         return column
 
     def columns_of(self, first: int, end: int) -> np.ndarray:
-        """The columns [end - first] of steps that a live row made."""
-        found: np.ndarray = self.at[np.arange(first, end) % self.count]
-        return found
+        """Return the columns [end - first] of the steps first..end-1 of a live row."""
+        columns: np.ndarray = self.at[np.arange(first, end) % self.count]
+        return columns
 
 
 class PrefixCache:
-    """Keys and values of what earlier rows were: token sequences from position 0, under the weights
-    now loaded.
+    """Keys and values of earlier rows, from position 0, under the loaded weights.
 
-    A block of KEPT_BLOCK tokens is found by the block before it and by its own tokens, so that
-    sequences share what they begin with.  A sequence is used from its last block to its first:
-    whatever follows a block has gone before the block itself is the least recently used.
+    A block of KEPT_BLOCK tokens is found by its predecessor block and its own tokens, so that
+    sequences share a common prefix. Blocks of a sequence are marked as used from the last to the
+    first, so that the successors of a block are always evicted before the block itself.
 
-    tokens: most that are kept; memory is taken as it is needed."""
+    tokens: the most tokens kept; memory is allocated as needed.
+    """
 
     def __init__(self, lay: ModelLayout, layers: int, tokens: int, like: torch.Tensor) -> None:
         self.most = tokens // KEPT_BLOCK  # blocks
@@ -232,7 +246,7 @@ class PrefixCache:
         self.clear()
 
     def clear(self) -> None:
-        """Nothing is kept."""
+        """Drop everything."""
         # (number of the block before, -1: none; tokens int32) -> number; least recently used first
         self.blocks: OrderedDict[tuple[int, bytes], int] = OrderedDict()
         self.free = list(range(self.k.shape[2] // KEPT_BLOCK))
@@ -242,29 +256,37 @@ class PrefixCache:
         return len(self.blocks) * KEPT_BLOCK
 
     def find(self, tokens: np.ndarray) -> list[int]:
-        """The numbers of the blocks that `tokens` [L] begin with, which are used now."""
+        """Return the numbers of the kept blocks that `tokens` [L] begin with.
+
+        These blocks count as used now.
+        """
         return [self.blocks[name] for name in self._path(_split_blocks(tokens))]
 
     def store(
         self, tokens: np.ndarray, keys: torch.Tensor, values: torch.Tensor, columns: np.ndarray
     ) -> None:
-        """Keep what is not kept yet of `tokens` [L], its whole blocks; keys, values [layers, kv
-        heads, C, d], columns [L]: where each token's are among the C."""
-        cut = _split_blocks(tokens)[: self.most]
-        path = self._path(cut)
+        """Keep the whole blocks of `tokens` [L] that are not kept yet.
+
+        Args:
+            tokens: int [L].
+            keys, values: [layers, kv heads, C, d].
+            columns: int [L], the column of each token among the C.
+        """
+        blocks = _split_blocks(tokens)[: self.most]
+        path = self._path(blocks)
         known = len(path)
-        if known == len(cut):
+        if known == len(blocks):
             return
-        before = self.blocks[path[-1]] if path else -1
+        previous = self.blocks[path[-1]] if path else -1
         numbers = []
-        for each in cut[known:]:
+        for block in blocks[known:]:
             number = self._allocate_block()
-            self.blocks[before, each] = number
-            path.append((before, each))
+            self.blocks[previous, block] = number
+            path.append((previous, block))
             numbers.append(number)
-            before = number
+            previous = number
         self._use(path)
-        first, end = known * KEPT_BLOCK, len(cut) * KEPT_BLOCK
+        first, end = known * KEPT_BLOCK, len(blocks) * KEPT_BLOCK
         source = torch.from_numpy(columns[first:end]).to(keys.device)
         target = torch.from_numpy(self.columns(numbers)).to(keys.device)
         self.k.index_copy_(2, target, keys.index_select(2, source))
@@ -272,20 +294,20 @@ class PrefixCache:
 
     @staticmethod
     def columns(numbers: Sequence[int]) -> np.ndarray:
-        """Where the tokens of these blocks are in k and v: int64 [blocks x KEPT_BLOCK]."""
+        """Return the columns of these blocks in k and v: int64 [blocks x KEPT_BLOCK]."""
         first = np.array(numbers, np.int64) * KEPT_BLOCK
-        found: np.ndarray = (first[:, None] + np.arange(KEPT_BLOCK)).flatten()
-        return found
+        columns: np.ndarray = (first[:, None] + np.arange(KEPT_BLOCK)).flatten()
+        return columns
 
-    def _path(self, cut: Sequence[bytes]) -> list[tuple[int, bytes]]:
+    def _path(self, blocks: Sequence[bytes]) -> list[tuple[int, bytes]]:
         path: list[tuple[int, bytes]] = []
-        before = -1
-        for each in cut:
-            number = self.blocks.get((before, each))
+        previous = -1
+        for block in blocks:
+            number = self.blocks.get((previous, block))
             if number is None:
                 break
-            path.append((before, each))
-            before = number
+            path.append((previous, block))
+            previous = number
         self._use(path)
         return path
 
@@ -294,8 +316,11 @@ class PrefixCache:
             self.blocks.move_to_end(name)
 
     def _allocate_block(self) -> int:
-        """A block to fill.  No more are asked for together than `most` less the path's known ones,
-        which were used last: what has to go is of other sequences."""
+        """Return a block to fill, evicting the least recently used one if necessary.
+
+        A caller asks for at most `most` blocks minus the known ones of its path, which were used
+        last. Only blocks of other sequences are evicted.
+        """
         made = self.k.shape[2] // KEPT_BLOCK
         if not self.free and made < self.most:
             more = min(max(made, 32), self.most - made)
@@ -306,15 +331,19 @@ class PrefixCache:
 
 
 def _split_blocks(tokens: np.ndarray) -> list[bytes]:
-    """The whole blocks of `tokens` [L]."""
+    """Split `tokens` [L] into whole blocks, as bytes."""
     data = tokens.astype("<i4").tobytes()
     width = 4 * KEPT_BLOCK
-    return [data[at : at + width] for at in range(0, len(data) - width + 1, width)]
+    return [data[start : start + width] for start in range(0, len(data) - width + 1, width)]
 
 
 class PrefilledPrefix(NamedTuple):
-    """Keys and values that `encode` goes on from: k, v [layers, B, kv heads, M, d], of which row b
-    has `known[b]` [B]."""
+    """Keys and values that `encode` continues from.
+
+    Args:
+        k, v: [layers, B, kv heads, M, d].
+        known: int [B], how many of the M columns row b has.
+    """
 
     k: torch.Tensor
     v: torch.Tensor
@@ -329,9 +358,13 @@ def decode(
     column: int,
     seen: int,
 ) -> torch.Tensor:
-    """One step for the first n rows: tokens, positions [n]; writes cache column `column`; returns
-    logits fp32 [n, V].  seen: columns that attention looks at, more than `column`; no row may have
-    keys behind them.
+    """Run one decode step for the first n rows and write cache column `column`.
+
+    Args:
+        tokens, positions: [n].
+        seen: the columns that attention covers, more than `column`; no row has keys behind them.
+
+    Returns logits fp32 [n, V].
     """
     n = len(tokens)
     lay = w.lay
@@ -359,15 +392,17 @@ def decode(
 
 
 def query_blocks(lay: ModelLayout, b: int, n: int, past: int, device: str) -> list[QueryBlock]:
-    """The runs of queries that attention takes of b rows of n tokens behind `past` others: the
-    scores of one take SCORES numbers, so that memory grows with n and not with its square.
+    """Split the queries of b rows of n tokens, behind `past` others, into blocks.
+
+    The scores of one block take SCORES numbers, so that memory grows with n instead of its square.
     """
     return cut_queries(n, n, 0, device, max(1, SCORES // max(1, b * lay.heads * (past + n))))
 
 
-def future(blocks: Sequence[QueryBlock], device: torch.device) -> torch.Tensor:
-    """The bias [m, m] among the m tokens of a block, the longest of `blocks`; a shorter one takes
-    its corner.
+def causal_bias(blocks: Sequence[QueryBlock], device: torch.device) -> torch.Tensor:
+    """Build the causal bias [m, m] among the m tokens of the longest block.
+
+    A shorter block uses its top left corner.
     """
     longest = max(block.end - block.first for block in blocks)
     return torch.full((longest, longest), MASKED, device=device).triu_(1)
@@ -376,8 +411,9 @@ def future(blocks: Sequence[QueryBlock], device: torch.device) -> torch.Tensor:
 def encode(
     w: FusedWeights, ids: torch.Tensor, begun: PrefilledPrefix | None = None
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values [B, kv heads, L, d] of every layer for right-padded token rows ids [B, L],
-    from position 0 or, with `begun`, behind what is known of each row.
+    """Compute keys and values [B, kv heads, L, d] of every layer for ids [B, L].
+
+    Rows are padded at the right. They start at position 0 or, with `begun`, behind its known keys.
     """
     b, n = ids.shape
     lay = w.lay
@@ -391,19 +427,19 @@ def encode(
         columns = torch.arange(past, device=ids.device)
         known = torch.where(columns < begun.known[:, None, None, None], 0.0, MASKED)
     blocks = query_blocks(lay, b, n, past, ids.device.type)
-    bias = future(blocks, ids.device)
+    bias = causal_bias(blocks, ids.device)
     turns = w.rotations(positions)
     x = w.top["embed"].index_select(0, ids.flatten())
-    out = []
+    layers = []
     for i in range(w.layers):
         q, k, v = (t.view(b, n, -1, lay.head_dim).transpose(1, 2) for t in w.project(i, x, turns))
-        out.append((k, v))
+        layers.append((k, v))
         if i + 1 < w.layers:
             if begun is not None:
                 k, v = torch.cat([begun.k[i], k], 2), torch.cat([begun.v[i], v], 2)
             a = _attend_blocks(q, k, v, blocks, bias, known)
             x = w.finish(i, x, a.transpose(1, 2).reshape(b * n, -1))
-    return out
+    return layers
 
 
 def _attend_blocks(
@@ -414,29 +450,33 @@ def _attend_blocks(
     bias: torch.Tensor,
     known: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention [B, heads, L, d] of q [B, heads, L, d] over k, v [B, kv heads, M + L, d], a block
-    of queries at a time, over the keys up to its last one.
+    """Compute attention [B, heads, L, d], one block of queries at a time.
 
-    bias: `future` of the blocks; known: bias [B, 1, 1, M] over the first M keys; None: M = 0."""
+    Args:
+        q: [B, heads, L, d].
+        k, v: [B, kv heads, M + L, d]; a block attends up to its own last key.
+        bias: `causal_bias` of the blocks.
+        known: bias [B, 1, 1, M] over the first M keys; None: M = 0.
+    """
     b, heads, n, d = q.shape
     kv_heads = k.shape[1]
     past = k.shape[2] - n
     if len(blocks) > 1:
         k, v = k.contiguous(), v.contiguous()
     by_key = q.reshape(b, kv_heads, heads // kv_heads, n, d)
-    out = []
+    outputs = []
     for block in blocks:
         queries, end = block.end - block.first, past + block.end
-        some = by_key[:, :, :, block.first : block.end].reshape(b, kv_heads, -1, d)
-        scores = torch.matmul(some, k[:, :, :end].transpose(2, 3)).float()
+        selected = by_key[:, :, :, block.first : block.end].reshape(b, kv_heads, -1, d)
+        scores = torch.matmul(selected, k[:, :, :end].transpose(2, 3)).float()
         scores = scores.view(b, heads, queries, end)
         if known is not None:
             scores[..., :past].add_(known)
         scores[..., past + block.first :].add_(bias[:queries, :queries])
         shares = torch.softmax(scores, -1).to(q.dtype)
         attended = torch.matmul(shares.view(b, kv_heads, -1, end), v[:, :, :end])
-        out.append(attended.view(b, heads, queries, d))
-    return out[0] if len(out) == 1 else torch.cat(out, 2)
+        outputs.append(attended.view(b, heads, queries, d))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 
 
 def sample(
@@ -445,11 +485,16 @@ def sample(
     scale: torch.Tensor | None,
     cut: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> Any:
-    """Draw one token a row by inverse CDF.  logits fp32 [n, V], u [n]; scale [n] = 1 / temperature
-    or None for 1.
+    """Sample one token per row by inverse CDF.
 
-    cut: (top_p [n], top_k [n]) or None.  Returns tokens [n] and their log-probabilities [n] under
-    what was sampled from."""
+    Args:
+        logits: fp32 [n, V].
+        u: [n], uniform numbers.
+        scale: [n], 1 / temperature; None: 1.
+        cut: (top_p [n], top_k [n]) or None.
+
+    Returns tokens [n] and their log-probabilities [n] under the sampling distribution.
+    """
     logs = torch.log_softmax(logits if scale is None else logits * scale[:, None], -1)
     if cut is not None:
         logs = truncate(logs, *cut)
@@ -461,17 +506,18 @@ def sample(
 
 
 def truncate(logs: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
-    """Renormalised log-probabilities after top-k, then top-p (the smallest set of at least that
-    mass); -inf outside.
+    """Renormalize log-probabilities [n, V] after top-k, then top-p; -inf outside.
+
+    top-p keeps the smallest set of at least that mass.
     """
     ordered, index = logs.sort(-1, descending=True)
     rank = torch.arange(logs.shape[1], device=logs.device)
-    out = (top_k[:, None] > 0) & (rank >= top_k[:, None])
-    p = ordered.masked_fill(out, -torch.inf).softmax(-1)
-    out |= (p.cumsum(-1) - p) >= top_p[:, None]
-    out[:, 0] = False
-    kept = torch.zeros_like(out).scatter_(1, index, ~out)
-    cut: torch.Tensor = torch.log_softmax(logs.masked_fill(~kept, -torch.inf), -1)
+    excluded = (top_k[:, None] > 0) & (rank >= top_k[:, None])
+    p = ordered.masked_fill(excluded, -torch.inf).softmax(-1)
+    excluded |= (p.cumsum(-1) - p) >= top_p[:, None]
+    excluded[:, 0] = False
+    inside = torch.zeros_like(excluded).scatter_(1, index, ~excluded)
+    cut: torch.Tensor = torch.log_softmax(logs.masked_fill(~inside, -torch.inf), -1)
     return cut
 
 
@@ -481,8 +527,9 @@ def truncate(logs: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> to
 def decode_exact(
     w: FusedWeights, cache: ColumnCache, tokens: torch.Tensor, positions: torch.Tensor, longest: int
 ) -> torch.Tensor:
-    """`decode` with each row's keys at the column of its own position; longest: largest position of
-    a live row.
+    """Run `decode` with each row's keys at the column of its own position.
+
+    longest: the largest position of a live row.
     """
     n = len(tokens)
     lay = w.lay
@@ -503,23 +550,24 @@ def decode_exact(
         keys, values = (
             t[i, :n].view(n * groups, columns, wide)[:, :seen] for t in (cache.k, cache.v)
         )
-        out = exact_operators.attend_one(q[:n], keys, values, bias, space)
-        x = exact_operators.finish(lay, layer, x, exact_operators.pad_rows(out))
+        attended = exact_operators.attend_one(q[:n], keys, values, bias, space)
+        x = exact_operators.finish(lay, layer, x, exact_operators.pad_rows(attended))
     return exact_operators.times(exact_operators.unit(x, lay.eps), w.top["head"])[:n]
 
 
 def encode_exact(w: FusedWeights, ids: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """`encode` for rows padded to a multiple of `exact_operators.KEYS`, heads side by side as the
-    cache has them.
+    """Run `encode` on rows padded to a multiple of `exact_operators.KEYS`.
+
+    Heads lie side by side, as in the cache.
     """
     b, n = ids.shape
     lay, share = w.lay, w.lay.heads // w.lay.kv_heads
     groups = lay.kv_heads // exact_operators.heads_per_product(lay)
     turns = w.turned[:n].repeat(b, 1)
     blocks = query_blocks(lay, b, n, 0, ids.device.type)
-    bias = future(blocks, ids.device)
+    bias = causal_bias(blocks, ids.device)
     x = w.top["embed"].index_select(0, ids.flatten())
-    out = []
+    layers = []
     for i, layer in enumerate(w.per_layer):
         q, k, v = (
             t.view(b, n, -1, lay.head_dim).transpose(1, 2)
@@ -528,16 +576,16 @@ def encode_exact(w: FusedWeights, ids: torch.Tensor) -> list[tuple[torch.Tensor,
         beside, values = (
             t.transpose(1, 2).reshape(b, n, groups, -1).transpose(1, 2) for t in (k, v)
         )
-        out.append((beside, values))
+        layers.append((beside, values))
         if i + 1 < w.layers:
             keys, values = (t.reshape(b * lay.kv_heads, n, lay.head_dim) for t in (k, v))
             by_key = q.reshape(b, lay.kv_heads, share, n, lay.head_dim)
             attended = []
             for block in blocks:
                 queries = block.end - block.first
-                some = by_key[:, :, :, block.first : block.end]
+                selected = by_key[:, :, :, block.first : block.end]
                 of_block = exact_operators.attend(
-                    some.reshape(b, lay.kv_heads, -1, lay.head_dim),
+                    selected.reshape(b, lay.kv_heads, -1, lay.head_dim),
                     keys[:, : block.columns],
                     values[:, : block.columns],
                     bias[:queries, :queries].repeat(share, 1),
@@ -545,4 +593,4 @@ def encode_exact(w: FusedWeights, ids: torch.Tensor) -> list[tuple[torch.Tensor,
                 attended.append(of_block.view(b, lay.heads, queries, lay.head_dim))
             a = torch.cat(attended, 2).transpose(1, 2).reshape(b * n, -1)
             x = exact_operators.finish(lay, layer, x, a)
-    return out
+    return layers

@@ -1,6 +1,4 @@
-"""Answers that come late on purpose (`staleness.delay`): finished ones wait here until their time
-has come.
-"""
+"""Artificial latency (`staleness.delay`): hold finished samples until due."""
 
 from __future__ import annotations
 
@@ -15,34 +13,35 @@ Item = TypeVar("Item")
 
 
 def decode_steps(config: Config, ticket: Ticket, sample: int, tokens: int) -> float:
-    """Decode steps by which answer `sample` of `tokens` to `ticket` comes late, as if each token
-    had taken so much longer; 0 for evaluation.
+    """Compute by how many decode steps a sample of `tokens` tokens is late.
+
+    The delay is a factor per token, as if each token had taken that much longer; 0 for evaluation.
     """
     if ticket.kind != "train":
         return 0.0
-    whose = (ticket.ticket, sample) if config.staleness.delay_of == "answer" else (ticket.ticket,)
-    return tokens * admission.delay(config.staleness.delay, ticket.seed, *whose)
+    scope = (ticket.ticket, sample) if config.staleness.delay_of == "answer" else (ticket.ticket,)
+    return tokens * admission.delay(config.staleness.delay, ticket.seed, *scope)
 
 
 class DelayQueue(Generic[Item]):
-    """What is held, by the time (in whatever unit the caller counts) at which it is due."""
+    """Items by the time at which they are due, in the caller's unit."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Item]] = []
         self._held = 0
 
-    def hold(self, until: float, what: Item) -> None:
+    def hold(self, until: float, item: Item) -> None:
         self._held += 1
-        heapq.heappush(self._heap, (until, self._held, what))
+        heapq.heappush(self._heap, (until, self._held, item))
 
     def due(self, now: float) -> list[Item]:
-        """Give back what is due, the earliest first."""
-        out = []
+        """Remove and return the items that are due, the earliest first."""
+        items = []
         while self._heap and self._heap[0][0] <= now:
-            out.append(heapq.heappop(self._heap)[2])
-        return out
+            items.append(heapq.heappop(self._heap)[2])
+        return items
 
     @property
     def next_due(self) -> float:
-        """When the earliest is due; inf: nothing is held."""
+        """When the earliest item is due; inf when the queue is empty."""
         return self._heap[0][0] if self._heap else float("inf")

@@ -1,6 +1,4 @@
-"""The generator's outbox: samples are packed, sent, and sent again until the buffer says what
-became of each.
-"""
+"""The generator's outbox: pack samples into frames, resend until acknowledged."""
 
 from __future__ import annotations
 
@@ -13,12 +11,12 @@ from asyncrl.contract import outcomes
 from asyncrl.contract.messages import EVAL_BASE, Delivery, DeliveryAcks, Trajectory
 
 Key = tuple[int, int, int]  # (ticket, sample, attempt)
-LINGER_S = 0.02  # how long a small frame waits for company
+LINGER_S = 0.02  # how long a small frame waits for further samples
 REMEMBERED = 20_000  # attempts whose counts may still grow
 
 
 def size(sample: Trajectory) -> int:
-    """Bytes of one sample on the wire, to a few per cent."""
+    """Estimate the bytes of one sample on the wire, to a few per cent."""
     return (
         160
         + len(sample.prompt_tokens)
@@ -26,22 +24,26 @@ def size(sample: Trajectory) -> int:
         + len(sample.text)
         + len(sample.token_rewards)
         + sum(
-            160 + len(row.prompt_tokens) + 3 * len(row.tokens) + len(row.token_rewards)
-            for row in sample.rows
+            160
+            + len(sequence.prompt_tokens)
+            + 3 * len(sequence.tokens)
+            + len(sequence.token_rewards)
+            for sequence in sample.rows
         )
     )
 
 
 class TokenReport:
-    """How many tokens for training this process has told the buffer of, by a count of its own: the
-    check on the buffer's ledger.
+    """Count the training tokens reported to the buffer, independently of its ledger.
 
-    >>> drawn = TokenReport()
-    >>> drawn.on_report([(0, 1, 5), (1, 2, 3)])
+    The buffer checks its ledger against this count.
+
+    >>> report = TokenReport()
+    >>> report.on_report([(0, 1, 5), (1, 2, 3)])
     8
-    >>> drawn.on_delivery(0, 1, 4), drawn.on_delivery(0, 1, 4)
+    >>> report.on_delivery(0, 1, 4), report.on_delivery(0, 1, 4)
     (8, 11)
-    >>> drawn.on_report([(1, 2, 7)])
+    >>> report.on_report([(1, 2, 7)])
     15
     """
 
@@ -53,14 +55,14 @@ class TokenReport:
     def _add(self, ticket: int, attempt: int, reported: int, delivered: int) -> None:
         if ticket < EVAL_BASE:
             count = self.attempts.setdefault((ticket, attempt), [0, 0])
-            before, count[1] = max(count), count[1] + delivered
+            previous, count[1] = max(count), count[1] + delivered
             count[0] = max(count[0], reported)
-            self.total += max(count) - before
+            self.total += max(count) - previous
             if len(self.attempts) > REMEMBERED:
                 self.attempts.popitem(last=False)
 
     def restore(self, ticket: int, attempt: int, tokens: int) -> None:
-        """Leave out tokens of an attempt that an earlier process has reported."""
+        """Exclude tokens of an attempt that an earlier process has reported."""
         count = self.attempts.setdefault((ticket, attempt), [0, 0])
         count[0] += tokens
 
@@ -75,7 +77,7 @@ class TokenReport:
 
 
 class UnackedSample(NamedTuple):
-    """A sample that is not acknowledged, and when it was sent (CLOCK_MONOTONIC seconds)."""
+    """An unacknowledged sample, and when it was sent (CLOCK_MONOTONIC seconds)."""
 
     sample: Trajectory
     first: float
@@ -83,8 +85,9 @@ class UnackedSample(NamedTuple):
 
 
 class Outbox:
-    """At most `credit` bytes are unacknowledged; several samples travel in one frame of about
-    `frame_bytes`.
+    """Samples on their way to the buffer, with at most `credit` unacknowledged bytes.
+
+    Several samples share one frame of about `frame_bytes`.
 
     >>> box = Outbox(WiresConfig(), "generator-0", 1)     # nothing to send: no frames
     >>> list(box.frames(0.0, flush=True)), box.is_full
@@ -103,12 +106,12 @@ class Outbox:
         self.sent: dict[Key, UnackedSample] = {}
         self.unacked_bytes = 0
         self.acked: dict[str, int] = {}  # disposition -> samples
-        self.waited_s = 0.0  # from the first sending to the acknowledgement, a sum over samples
+        self.waited_s = 0.0  # from first send to acknowledgement, summed over samples
         self.drawn = TokenReport()
 
     @property
     def is_full(self) -> bool:
-        """No credit left: nothing new is asked for until acknowledgements come."""
+        """Whether the credit is used up: nothing is requested until acknowledgements come."""
         return self.unacked_bytes >= self.credit
 
     @property
@@ -116,18 +119,20 @@ class Outbox:
         return not self.fresh and not self.sent
 
     def tickets(self) -> set[tuple[int, int]]:
-        """(ticket, attempt) of what is not acknowledged."""
+        """Return the (ticket, attempt) pairs of unacknowledged samples."""
         fresh = {(sample.ticket, sample.attempt) for sample in self.fresh}
         return fresh | {(ticket, attempt) for ticket, _, attempt in self.sent}
 
     def unacked_keys(self) -> set[Key]:
-        """(ticket, sample, attempt) of what is not acknowledged."""
+        """Return the (ticket, sample, attempt) keys of unacknowledged samples."""
         fresh = {(sample.ticket, sample.sample, sample.attempt) for sample in self.fresh}
         return fresh | self.sent.keys()
 
     def add(self, sample: Trajectory) -> None:
-        """Queue a sample; one whose outcome cannot be sent is queued as failed, as the frame that
-        holds it could not be encoded, or would be refused with all that it holds.
+        """Queue a sample; queue one that cannot be encoded as failed.
+
+        Otherwise the frame that holds it could not be encoded, or would be refused with all its
+        samples.
         """
         try:
             outcomes.check_sample(sample)
@@ -136,7 +141,7 @@ class Outbox:
         self.fresh.append(sample)
 
     def numbers(self) -> dict[str, float]:
-        """Sums since its start, as the buffer is told."""
+        """Return metrics for the buffer, summed since the start."""
         return {
             "link/acked": float(sum(self.acked.values())),
             "link/ack_waited_s": self.waited_s,
@@ -145,10 +150,11 @@ class Outbox:
     def on_acks(
         self, reply: DeliveryAcks, now: float, unread: tuple[float, float] = (0.0, 0.0)
     ) -> None:
-        """Take acknowledgements that were read at `now`.
+        """Handle acknowledgements that were read at `now`.
 
-        unread: when this process last stopped reading, and when it began again.  What it spent
-        between on a long decode step is no wait for the link."""
+        unread: when this process last stopped reading and when it began again. The time between,
+        such as a long decode step, does not count as waiting for the link.
+        """
         self.credit = reply.credit
         for ticket, sample, attempt, disposition in reply.acks:
             if (entry := self.sent.pop((ticket, sample, attempt), None)) is not None:
@@ -158,8 +164,8 @@ class Outbox:
                 self.acked[disposition] = self.acked.get(disposition, 0) + 1
 
     def frames(self, now: float, *, flush: bool) -> Iterator[Delivery]:
-        """Frames to send now: new samples, and those unanswered for `retry_s`."""
-        late = [each.sample for each in self.sent.values() if now - each.last > self.retry_s]
+        """Yield the frames to send now: new samples, and samples unanswered for `retry_s`."""
+        late = [entry.sample for entry in self.sent.values() if now - entry.last > self.retry_s]
         if self.fresh and not self.fresh_since:
             self.fresh_since = now
         due = (
@@ -189,9 +195,9 @@ class Outbox:
         self.sequence += 1
         for sample in samples:
             key = (sample.ticket, sample.sample, sample.attempt)
-            before = self.sent.get(key)
-            if before is None:
+            earlier = self.sent.get(key)
+            if earlier is None:
                 for attempt, tokens in sample.tokens_by_attempt:
                     self.drawn.on_delivery(sample.ticket, attempt, tokens)
-            self.sent[key] = UnackedSample(sample, now if before is None else before.first, now)
+            self.sent[key] = UnackedSample(sample, now if earlier is None else earlier.first, now)
         return Delivery(self.producer, self.session, self.sequence, samples, self.drawn.total)

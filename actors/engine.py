@@ -1,5 +1,6 @@
-"""What an engine is to the generator: requests in, answers out, weights swapped between two decode
-steps.  Which there are stands in asyncrl/config/engines.py.
+"""The engine interface: requests in, completions out, weight swaps between steps.
+
+asyncrl/config/engines.py lists the engines.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ Key = tuple[int, int, int]  # (ticket, sample, attempt)
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """One answer to write.  prompt: int32 [P], P >= 1.  Requests with the same `group` have the
-    same prompt.
+    """One completion to generate. Requests with the same `group` have the same prompt.
+
+    prompt: int32 [P], P >= 1.
     """
 
     key: Key
@@ -34,21 +36,22 @@ class CompletionRequest:
     top_k: int  # 0: all
     stop: tuple[int, ...]
     seed: int  # the run's; the random stream is a counter on (seed, ticket, sample, position)
-    # 0: that stream; else one beside it, for another call of the same sample
-    beside: int = 0
+    beside: int = 0  # selects another stream for a further call of the same sample
     drawn_for: tuple[int, int] | None = None  # (ticket, sample) of the stream; None: the key's
 
     @property
     def stream(self) -> tuple[int, int, int]:
-        """What `uniforms` makes its random stream of."""
+        """The (seed, ticket, sample) that `uniforms` derives the random stream from."""
         ticket, sample = self.drawn_for or self.key[:2]
         return self.seed, ticket, sample ^ self.beside
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A finished answer.  tokens int32 [T], the stop token included; logprobs float32 [T] of what
-    was sampled from.
+    """A finished completion.
+
+    tokens: int32 [T], including the stop token. logprobs: float32 [T], under the sampling
+    distribution (after temperature, top-p and top-k).
     """
 
     key: Key
@@ -67,63 +70,68 @@ class Engine(Protocol):
 
     @property
     def active(self) -> int:
-        """Rows being written, and requests that wait for a row."""
+        """Rows that are being decoded, plus requests that wait for a row."""
 
     def load(
         self, weights: Mapping[str, Any], label: Label, digest: str, probe: bytes = b""
     ) -> None:
-        """Use these weights (name -> tensor, copied) from the next decode step on; probe: what the
-        learner published with them.
+        """Use a copy of these weights (name -> tensor) from the next decode step on.
+
+        probe: what the learner published to check an engine with.
         """
 
     def add(self, requests: Iterable[CompletionRequest]) -> None:
         """Queue requests; they start at the next step with the weights then loaded."""
 
     def step(self, steps: int = 8) -> list[Completion]:
-        """Up to n decode steps; the answers that ended on the way."""
+        """Make at most `steps` decode steps and return the completions that ended."""
 
     def abort(self, keys: Iterable[Key]) -> dict[Key, int]:
-        """Drop requests; returns the tokens that each had."""
+        """Drop requests and return the number of tokens that each had."""
 
     def progress(self) -> dict[Key, int]:
-        """Tokens written so far of every request in the engine."""
+        """Return the tokens generated so far of every request in the engine."""
 
     def numbers(self) -> dict[str, float]:
-        """Sums since its start, for the metrics."""
+        """Return metrics, summed since the engine's start."""
 
 
 def engine_for(config: Config) -> Engine:
-    """The engine that `generator.engine` names."""
+    """Build the engine that `generator.engine` names."""
     maker = importlib.import_module(ENGINES[config.generator.engine].maker)
     made: Engine = maker.make_engine(config)
     return made
 
 
 def uniforms(seed: int, ticket: int, sample: int, count: int) -> np.ndarray:
-    """float32 [count] in (0, 1): a counter-based stream on (seed, ticket, sample, position)."""
+    """Return float32 [count] in (0, 1), a counter-based random stream.
+
+    It depends on (seed, ticket, sample, position) alone.
+    """
     row: np.ndarray = uniform_rows([(seed, ticket, sample)], count)[0]
     return row
 
 
 def uniform_rows(keys: Sequence[tuple[int, int, int]], count: int) -> np.ndarray:
-    """float32 [len(keys), count]: `uniforms` of every (seed, ticket, sample), all at once.
+    """Return float32 [len(keys), count]: `uniforms` of every (seed, ticket, sample).
 
-    The finaliser is SplitMix64 (Steele, Lea, Flood 2014), applied to a key that is itself mixed per
-    component."""
+    The finalizer is SplitMix64 (Steele, Lea, Flood 2014), applied to a key that is itself mixed per
+    component.
+    """
     key = np.full(len(keys), 0x9E3779B97F4A7C15, np.uint64)
     for parts in zip(*keys, strict=True):
         part = np.array([number & 0xFFFFFFFFFFFFFFFF for number in parts], np.uint64)
         key = _mix(key ^ _mix(part + np.uint64(0x632BE59BD9B4E019)))
     counter = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     bits = _mix(key[:, None] + counter)
-    out: np.ndarray = ((bits >> np.uint64(40)).astype(np.float64) + 0.5).astype(
+    rows: np.ndarray = ((bits >> np.uint64(40)).astype(np.float64) + 0.5).astype(
         np.float32
     ) * np.float32(2.0**-24)
-    return out
+    return rows
 
 
 def _mix(bits: np.ndarray) -> np.ndarray:
-    """Arrays only: they wrap around without a warning, as is meant."""
+    """Mix uint64 arrays. A numpy scalar would warn about the intended wraparound."""
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: np.ndarray = bits ^ (bits >> np.uint64(31))

@@ -1,12 +1,13 @@
-"""The embedded engine: continuous batching in torch, with preallocated key/value memory.
+"""The embedded engine: continuous batching in torch, in preallocated KV memory.
 
-Rows 0..n-1 are in use.  A finished row stays, ignored, until a chunk of waiting requests takes the
-free rows, or until few rows are live and they are moved together.  The last prompt token is a row's
-first decode input, so that admission only has to encode the rest of each prompt, once a group.
+Rows 0..n-1 are in use. A finished row stays, ignored, until a chunk of waiting requests takes the
+free rows, or until few rows are live and the engine compacts them. The last prompt token is a row's
+first decode input, so that admission only has to encode the rest of each prompt, once per group.
 
-Where samples are sessions, the keys and values of prompts and answers stay in blocks of their own
-after their rows have ended (`decoder.PrefixCache`), until the next weights: a prompt that begins
-with what was encoded or drawn with these weights is encoded behind that alone."""
+Where samples are sessions, keys and values of prompts and responses outlive their rows in separate
+blocks (`decoder.PrefixCache`) until the next weights. A prompt that begins with tokens encoded or
+sampled under these weights is encoded only behind them.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +32,16 @@ from asyncrl.models.policy import PolicyModel, load_policy
 from asyncrl.records import machine_memory
 
 CHUNK = 64  # rows refilled at a time: an admission costs about as much as a few decode steps
-TOGETHER = 1 << 15  # tokens of prompts that are encoded together
-SHRINK = 0.75  # live share of the rows in use below which they are moved together
+TOGETHER = 1 << 15  # prompt tokens encoded in one batch
+SHRINK = 0.75  # compact when a smaller share of the rows in use is live
 
 
 @dataclass
 class EngineRow:
-    """What the host knows of a live row.  `born`: the step of its first decode input; `loads`: the
-    weights that all its keys are of, counted."""
+    """Host-side state of a live row.
+
+    born: the step of its first decode input. loads: the load count of the weights of all its keys.
+    """
 
     request: CompletionRequest
     born: int
@@ -48,14 +51,15 @@ class EngineRow:
 
 
 class EmbeddedEngine:
-    """See `actors.engine.Engine`.  in_flight: what `load` does to live rows; `between_groups` means
-    that none is live.
+    """See `actors.engine.Engine`.
 
-    fixed: by the operators of exact mode (asyncrl/models/exact_operators.py), with every key at the
-    column of its position. mantissa_bits: what the weights are rounded to when they are loaded; 0:
-    not.  base: what `load` adds each version of an adapter to; None: versions are whole.
-    kept_tokens: most tokens whose keys and values are kept for later prompts; 0: none are, nor in
-    exact mode, where every prompt is encoded whole, as the learner does."""
+    in_flight: what `load` does to live rows; under `between_groups` none is live then. fixed: use
+    the operators of exact mode (asyncrl/models/exact_operators.py), with every key at the column of
+    its position. mantissa_bits: weights are rounded to so many bits when loaded; 0 means no
+    rounding. base: the adapter base to which `load` adds each version; None: versions are full
+    weights. kept_tokens: the most tokens whose keys and values are kept for later prompts. 0 keeps
+    none, and neither does exact mode, which encodes every prompt in full, as the learner does.
+    """
 
     def __init__(
         self,
@@ -86,8 +90,8 @@ class EmbeddedEngine:
         self.device = model.device
         if (needed := self._bytes(1, context, context)) > free_memory(self.device):
             raise ConfigError(
-                f"generator.context = {context}: one answer of so many tokens takes {gb(needed)}, "
-                f"and {gb(free_memory(self.device))} are free: set it lower, or get memory"
+                f"generator.context = {context}: one response of that length takes {gb(needed)}, "
+                f"and {gb(free_memory(self.device))} are free; set a lower context or add memory"
             )
         self.cache: decoder.ColumnCache | None = None
         self.answer_needed = max_new_tokens
@@ -95,7 +99,7 @@ class EmbeddedEngine:
         self.queue: deque[CompletionRequest] = deque()
         self.rows: list[EngineRow | None] = []
         self.live = 0
-        self.clock = 0  # decode steps since it was last empty
+        self.clock = 0  # decode steps since the engine was last empty
         self.steps_made = 0
         self.columns = decoder.StepColumns(max_new_tokens)
         self.loads = 0
@@ -105,15 +109,15 @@ class EmbeddedEngine:
             if kept_tokens and not fixed
             else None
         )
-        self.hits = self.reused = self.encoded = 0  # prompts that began with kept keys; tokens
+        self.hits = self.reused = self.encoded = 0  # prompts with kept keys; tokens
         self.label = Label(0, 0)
         self.digest = ""
         rows = slots
         self.token = torch.zeros(rows, dtype=torch.long, device=self.device)
         self.position = torch.zeros(rows, dtype=torch.long, device=self.device)
-        # tokens that may still come; 0: dead row
+        # tokens that may still be sampled; 0: the row is not live
         self.left = torch.zeros(rows, dtype=torch.long, device=self.device)
-        self.count = torch.zeros(rows, dtype=torch.long, device=self.device)  # tokens written
+        self.count = torch.zeros(rows, dtype=torch.long, device=self.device)  # tokens sampled
         self.scale = torch.ones(rows, device=self.device)
         self.top_p, self.top_k = (
             torch.ones(rows, device=self.device),
@@ -134,13 +138,13 @@ class EmbeddedEngine:
 
     @property
     def token_bytes(self) -> int:
-        """Of the keys and values of one token."""
+        """Bytes of the keys and values of one token."""
         lay = self.lay
         numbers: int = 2 * self.weights.layers * lay.kv_heads * lay.head_dim
         return numbers * int(self.dtype.itemsize)
 
     def _bytes(self, rows: int, columns: int, prompt: int) -> int:
-        """Memory of a cache, and of encoding a prompt of so many tokens beside it."""
+        """Compute the bytes of a cache, plus those of encoding `prompt` tokens."""
         config = self.lay.hf.config
         states: int = 4 * config.hidden_size + 3 * config.intermediate_size
         encoding = prompt * (self.token_bytes + states * int(self.dtype.itemsize))
@@ -163,10 +167,10 @@ class EmbeddedEngine:
         if self.kept is not None:
             self.kept.clear()
         for row in filter(None, self.rows):
-            at = self.clock - row.born
-            if row.marks and row.marks[-1][0] == at:
+            position = self.clock - row.born
+            if row.marks and row.marks[-1][0] == position:
                 row.marks.pop()
-            row.marks.append((at, label, digest))
+            row.marks.append((position, label, digest))
         if self.in_flight == "recompute_kv" and self.live:
             self._recompute()
 
@@ -222,7 +226,7 @@ class EmbeddedEngine:
         self.live -= 1
 
     def _arrange(self) -> None:
-        """Refill free rows in chunks; without waiting requests, move the live rows together."""
+        """Refill free rows in chunks; compact the live rows when no request waits."""
         if not self.live:
             self.rows = []
             self.clock = 0
@@ -305,31 +309,33 @@ class EmbeddedEngine:
         self.uniform[index] = torch.from_numpy(stream).to(self.device)
 
     def _reserve(self, requests: list[CompletionRequest]) -> None:
-        """Grow the cache and the tables when a longer prompt, a longer answer or more stop tokens
-        come; rare.
-        """
+        """Grow the cache and tables for longer prompts or responses or more stop tokens."""
         prompt = max(self.prompt_needed, *(len(request.prompt) - 1 for request in requests))
-        answer = max(self.answer_needed, *(request.max_new_tokens for request in requests))
+        response = max(self.answer_needed, *(request.max_new_tokens for request in requests))
         stops = max(1, *(len(request.stop) for request in requests))
         if stops > self.stop.shape[1]:
             self.stop = torch.nn.functional.pad(
                 self.stop, (0, stops - self.stop.shape[1]), value=-1
             )
-        if self.cache is not None and prompt == self.prompt_needed and answer == self.answer_needed:
+        if (
+            self.cache is not None
+            and prompt == self.prompt_needed
+            and response == self.answer_needed
+        ):
             return
         old = self.cache
         old_prompt = self.prompt_needed
         self.prompt_needed = -(-prompt // 8) * 8
-        self.answer_needed = answer
-        # main memory is taken by the rows that are written alone
+        self.answer_needed = response
+        # in main memory, pages of untouched rows take no space
         rows = min(self.slots, len(self.rows) + len(requests))
         rows = rows if self.device.type == "cpu" else self.slots
         needed = self._bytes(rows, self._cache_columns(), prompt)
         if needed > (free := free_memory(self.device)):
             raise ConfigError(
-                f"a prompt of {prompt + 1} tokens: the keys and values of {rows} answers of up to "
-                f"{self._cache_columns()} tokens take {gb(needed)}, and {gb(free)} are free: set "
-                f"generator.slots = {self.slots} or generator.context = {self.context} lower"
+                f"a prompt of {prompt + 1} tokens: the keys and values of {rows} sequences of up "
+                f"to {self._cache_columns()} tokens take {gb(needed)}, and {gb(free)} are free; "
+                f"lower generator.slots = {self.slots} or generator.context = {self.context}"
             )
         like = torch.empty(0, dtype=self.dtype, device=self.device)
         self.cache = decoder.ColumnCache(
@@ -340,9 +346,9 @@ class EmbeddedEngine:
             like,
             together=exact_operators.heads_per_product(self.lay) if self.fixed else None,
         )
-        if answer > self.columns.count:
-            more = answer - self.columns.count
-            self.columns.grow(answer)
+        if response > self.columns.count:
+            more = response - self.columns.count
+            self.columns.grow(response)
             pad = torch.nn.functional.pad
             self.uniform, self.out_token, self.out_logprob = (
                 pad(tensor, (0, more))
@@ -352,12 +358,12 @@ class EmbeddedEngine:
             self._copy_cache(old, old_prompt)
 
     def _cache_columns(self) -> int:
-        """Of prompts and of steps; in exact mode they are all one axis, padded."""
+        """Count the cache's columns: prompts plus steps; exact mode pads their sum."""
         columns = self.prompt_needed + self.answer_needed
         return exact_operators.round_up(columns, exact_operators.KEYS) if self.fixed else columns
 
     def _encode(self, ids: np.ndarray) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values of padded rows, as wide as ids."""
+        """Compute keys and values for padded token rows ids [B, L], L columns wide."""
         if not self.fixed:
             return decoder.encode(self.weights, torch.from_numpy(ids).to(self.device))
         width = ids.shape[1]
@@ -372,7 +378,7 @@ class EmbeddedEngine:
         ]
 
     def _copy_cache(self, old: decoder.ColumnCache, prompt: int) -> None:
-        """Copy a smaller cache into the new one: columns of prompts, then those of steps."""
+        """Copy a smaller cache into the new one: prompt columns, then step columns."""
         assert self.cache is not None
         count = old.bias.shape[2]
         parts = (
@@ -380,38 +386,41 @@ class EmbeddedEngine:
         )
         for to, first, end in parts:
             target = slice(to, to + end - first)
-            used = len(self.rows)  # the others' memory is not taken yet
-            for new, was in ((self.cache.k, old.k), (self.cache.v, old.v)):
-                new[:, :used, :, target] = was[:, :used, :, first:end]
+            used = len(self.rows)  # pages of the other rows stay untouched
+            for new, previous in ((self.cache.k, old.k), (self.cache.v, old.v)):
+                new[:, :used, :, target] = previous[:, :used, :, first:end]
             self.cache.bias[:, :, target] = old.bias[:, :, first:end]
 
     def _write_prompts(self, rows: list[int], prompts: list[np.ndarray], groups: list[Any]) -> None:
-        """Give each row the keys and values of its prompt without the last token, and keep them."""
-        of = dict(zip(groups, prompts, strict=True))
+        """Fill each row with keys and values of its prompt, and keep them for later prompts.
+
+        The last prompt token is excluded: it is the first decode input.
+        """
+        prompt_of = dict(zip(groups, prompts, strict=True))
         known = {
             group: self.kept.find(prompt[:-1]) if self.kept is not None else []
-            for group, prompt in of.items()
+            for group, prompt in prompt_of.items()
         }
         for begun in (False, True):
-            names = [group for group in of if bool(known[group]) == begun]
-            for some in batches([len(of[group]) for group in names]):
-                members = {names[at] for at in some}
-                part = [at for at, group in enumerate(groups) if group in members]
+            names = [group for group in prompt_of if bool(known[group]) == begun]
+            for batch in batches([len(prompt_of[group]) for group in names]):
+                members = {names[index] for index in batch}
+                part = [index for index, group in enumerate(groups) if group in members]
                 chosen = (
-                    [rows[at] for at in part],
-                    [prompts[at] for at in part],
-                    [groups[at] for at in part],
+                    [rows[index] for index in part],
+                    [prompts[index] for index in part],
+                    [groups[index] for index in part],
                 )
                 if begun:
-                    self._write_begun(*chosen, [known[groups[at]] for at in part])
+                    self._write_begun(*chosen, [known[groups[index]] for index in part])
                 else:
                     self._write_new(*chosen)
         if self.kept is None:
             return
         assert self.cache is not None
-        one = {group: at for at, group in enumerate(groups)}
-        for at in one.values():
-            slot, prompt = rows[at], prompts[at][:-1]
+        last_index = {group: index for index, group in enumerate(groups)}
+        for index in last_index.values():
+            slot, prompt = rows[index], prompts[index][:-1]
             columns = np.arange(len(prompt))
             self.kept.store(prompt, self.cache.k[:, slot], self.cache.v[:, slot], columns)
 
@@ -422,16 +431,17 @@ class EmbeddedEngine:
         groups: list[Any],
         numbers: list[list[int]],
     ) -> None:
-        """Encode what each distinct prompt has behind the kept blocks `numbers` that it begins
-        with."""
+        """Encode each distinct prompt behind its kept prefix, the blocks `numbers`."""
         assert self.cache is not None and self.kept is not None
-        place = {group: at for at, group in enumerate(dict.fromkeys(groups))}
-        first = [groups.index(group) for group in place]
-        columns = [self.kept.columns(numbers[at]) for at in first]
+        owner_of = {group: token_index for token_index, group in enumerate(dict.fromkeys(groups))}
+        first = [groups.index(group) for group in owner_of]
+        columns = [self.kept.columns(numbers[token_index]) for token_index in first]
         known = np.array([len(each) for each in columns])
-        rest = [prompts[at][start:-1] for at, start in zip(first, known, strict=True)]
+        rest = [
+            prompts[token_index][start:-1] for token_index, start in zip(first, known, strict=True)
+        ]
         past, ids = pad_token_rows(columns), pad_token_rows(rest)
-        owner = np.array([place[group] for group in groups])
+        owner = np.array([owner_of[group] for group in groups])
         place_of = torch.from_numpy(past).to(self.device)
         begun = decoder.PrefilledPrefix(
             self.kept.k[:, :, place_of].transpose(1, 2),
@@ -441,17 +451,22 @@ class EmbeddedEngine:
         row, source = (torch.tensor(each, device=self.device) for each in (rows, owner))
         for cached, old in ((self.cache.k, begun.k), (self.cache.v, begun.v)):
             cached[:, row, :, : past.shape[1]] = old[:, source]
-        self.hits += len(place)
+        self.hits += len(owner_of)
         self.reused += int(known.sum())
         self.encoded += sum(map(len, rest))
         if ids.shape[1]:
-            # of every token of every row: its place among `rows` and in `rest`
-            which, at = np.nonzero(
+            # of every token of every row: its index among `rows` and its position in `rest`
+            row_index, token_index = np.nonzero(
                 np.arange(ids.shape[1])[None] < np.array([len(rest[o]) for o in owner])[:, None]
             )
             to_row, to_column, of, token = (
                 torch.from_numpy(each).to(self.device)
-                for each in (np.array(rows)[which], known[owner][which] + at, owner[which], at)
+                for each in (
+                    np.array(rows)[row_index],
+                    known[owner][row_index] + token_index,
+                    owner[row_index],
+                    token_index,
+                )
             )
             encoded = decoder.encode(self.weights, torch.from_numpy(ids).to(self.device), begun)
             for layer, (keys, values) in enumerate(encoded):
@@ -462,8 +477,10 @@ class EmbeddedEngine:
         self.cache.bias[row, 0, : int(lengths.max())] = torch.where(seen, 0.0, decoder.MASKED)
 
     def _keep_answer(self, slot: int, row: EngineRow, tokens: np.ndarray) -> None:
-        """Keep the keys and values of a row that has ended with `tokens`: none of its last token,
-        which was never read."""
+        """Keep the keys and values of a row that ended with `tokens`.
+
+        The last token has none, because it was never an input.
+        """
         if self.kept is None or row.loads != self.loads:
             return
         assert self.cache is not None
@@ -477,21 +494,21 @@ class EmbeddedEngine:
         )
 
     def _write_new(self, rows: list[int], prompts: list[np.ndarray], groups: list[Any]) -> None:
-        """Encode each distinct prompt without its last token; give its keys and values to the rows
-        that share it.
-        """
+        """Encode each distinct prompt without its last token, for all rows that share it."""
         assert self.cache is not None
         first = {g: slot for slot, g in reversed(list(enumerate(groups)))}
         unique = [g for g in dict.fromkeys(groups) if len(prompts[first[g]]) > 1]
         if not unique:
             return
-        place = {g: count for count, g in enumerate(unique)}
+        owner_of = {g: count for count, g in enumerate(unique)}
         lengths = np.array([len(prompts[first[g]]) - 1 for g in unique])
         ids = np.zeros((len(unique), int(lengths.max())), np.int64)
         for index, group in enumerate(unique):
             ids[index, : lengths[index]] = prompts[first[group]][:-1]
         self.encoded += int(lengths.sum())
-        pairs = [(request, place[g]) for request, g in zip(rows, groups, strict=True) if g in place]
+        pairs = [
+            (request, owner_of[g]) for request, g in zip(rows, groups, strict=True) if g in owner_of
+        ]
         row, owner = (torch.tensor(x, device=self.device) for x in zip(*pairs, strict=True))
         width = ids.shape[1]
         for layer, (keys, values) in enumerate(self._encode(ids)):
@@ -505,9 +522,9 @@ class EmbeddedEngine:
         assert self.cache is not None
         live = [(slot, request) for slot, request in enumerate(self.rows) if request is not None]
         lengths = [len(request.request.prompt) + self.clock - request.born for _, request in live]
-        for some in batches(lengths):
-            part = [live[at] for at in some]
-            whole = [
+        for batch in batches(lengths):
+            part = [live[live_index] for live_index in batch]
+            sequences = [
                 np.concatenate(
                     [
                         request.request.prompt,
@@ -516,13 +533,13 @@ class EmbeddedEngine:
                 )[:-1]
                 for slot, request in part
             ]
-            ids = np.zeros((len(part), max(1, *map(len, whole))), np.int64)
-            for index, tokens in enumerate(whole):
+            ids = np.zeros((len(part), max(1, *map(len, sequences))), np.int64)
+            for index, tokens in enumerate(sequences):
                 ids[index, : len(tokens)] = tokens
             layers = self._encode(ids)
             for index, (slot, request) in enumerate(part):
                 request.loads = self.loads
-                known = len(whole[index])
+                known = len(sequences[index])
                 prompt = len(request.request.prompt) - 1
                 columns = np.concatenate(
                     [
@@ -564,8 +581,8 @@ class EmbeddedEngine:
                 self.prompt_needed + column,
                 self._visible_columns(),
             )
-        # a row's own count picks its uniform: what is drawn does not depend on who is written
-        # beside it
+        # the row's own token count selects its uniform, so that a sample does not depend on the
+        # rows beside it
         draws = self.uniform[:count].gather(1, self.count[:count, None])[:, 0]
         if self.plain:
             token, logprob = decoder.sample(logits, draws, None, None)
@@ -589,54 +606,55 @@ class EmbeddedEngine:
         return min(row.born for row in self.rows if row is not None)
 
     def _visible_columns(self) -> int:
-        """Columns that attention looks at: those behind the highest in use hold nothing.  In whole
-        BLOCKs, so that short answers take one kernel for all steps.
+        """Count the columns that attention reads: those behind the highest used are empty.
+
+        Rounded up to BLOCK, so that short responses use one kernel for all steps.
         """
         assert self.cache is not None
         used = self.prompt_needed + self.columns.high
         return min(exact_operators.round_up(used, decoder.BLOCK), self.cache.bias.shape[2])
 
     def _sampled_tokens(self, index: int, row: EngineRow) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and logprobs of row i so far."""
+        """Return the tokens and logprobs sampled so far of row `index`."""
         columns = torch.from_numpy(self.columns.columns_of(row.born, self.clock)).to(self.device)
         return self.out_token[index, columns].cpu().numpy().astype(np.int32), self.out_logprob[
             index, columns
         ].cpu().numpy()
 
     def _answers(self, ended: torch.Tensor) -> list[Completion]:
-        """Those of the rows `ended` [n], read out of the columns together; the rows are free."""
+        """Read the completions of the rows `ended` [n] together and free these rows."""
         if not len(ended):
             return []
-        written = self.out_token[ended].cpu().numpy().astype(np.int32)
+        ended_tokens = self.out_token[ended].cpu().numpy().astype(np.int32)
         logprobs = self.out_logprob[ended].cpu().numpy()
         self.left[ended] = 0
-        answers = []
-        for at, slot in enumerate(ended.tolist()):
+        completions = []
+        for index, slot in enumerate(ended.tolist()):
             row = self.rows[slot]
             assert row is not None
             columns = self.columns.columns_of(row.born, self.clock)
-            tokens = written[at, columns]
+            tokens = ended_tokens[index, columns]
             finish: Literal["stop", "length"] = (
                 "stop" if int(tokens[-1]) in row.request.stop else "length"
             )
             self._keep_answer(slot, row, tokens)
             self.rows[slot] = None
-            answers.append(
+            completions.append(
                 Completion(
                     row.request.key,
                     row.request.prompt,
                     tokens,
-                    logprobs[at, columns],
+                    logprobs[index, columns],
                     spans(row, len(tokens), self.in_flight),
                     finish,
                 )
             )
-        self.live -= len(answers)
-        return answers
+        self.live -= len(completions)
+        return completions
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes of `device` that this process can still take."""
+    """Return the bytes of `device` that this process can still allocate."""
     if device.type != "cuda":
         return machine_memory.free_bytes()
     free, _ = torch.cuda.mem_get_info(device)
@@ -648,39 +666,41 @@ def gb(size: int) -> str:
 
 
 def batches(lengths: Sequence[int]) -> list[list[int]]:
-    """The places of rows of these lengths in batches to encode: of like length, CHUNK rows and
-    TOGETHER tokens with the padding at most, or one row.
+    """Group row indices into batches to encode, by similar length.
+
+    A batch has at most CHUNK rows and TOGETHER tokens with padding, or a single row.
 
     >>> batches([5, 40_000, 9, 30_000, 7])
     [[0, 4, 2], [3], [1]]
     """
-    out: list[list[int]] = []
-    for at in sorted(range(len(lengths)), key=lengths.__getitem__):
-        count = len(out[-1]) + 1 if out else 0
-        if 0 < count <= CHUNK and count * lengths[at] <= TOGETHER:
-            out[-1].append(at)
+    groups: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
+        count = len(groups[-1]) + 1 if groups else 0
+        if 0 < count <= CHUNK and count * lengths[index] <= TOGETHER:
+            groups[-1].append(index)
         else:
-            out.append([at])
-    return out
+            groups.append([index])
+    return groups
 
 
 def pad_token_rows(rows: list[np.ndarray]) -> np.ndarray:
-    """int64 [rows, the longest's length], zeros at the right."""
-    out = np.zeros((len(rows), max(map(len, rows))), np.int64)
-    for each, row in zip(out, rows, strict=True):
-        each[: len(row)] = row
-    return out
+    """Pad token rows with zeros at the right: int64 [rows, length of the longest]."""
+    padded = np.zeros((len(rows), max(map(len, rows))), np.int64)
+    for target, row in zip(padded, rows, strict=True):
+        target[: len(row)] = row
+    return padded
 
 
 def spans(row: EngineRow, length: int, in_flight: str) -> list[VersionSpan]:
-    """Version spans of an answer of `length` tokens; under recompute_kv each span's keys are its
-    own version's.
+    """Return the version spans of a response of `length` tokens.
+
+    Under recompute_kv each span's keys are of its own version, else of the first.
     """
     ends = [m[0] for m in row.marks[1:]] + [length]
-    out = []
+    version_spans = []
     for (start, label, digest), end in zip(row.marks, ends, strict=True):
         if end > start:
-            out.append(
+            version_spans.append(
                 VersionSpan(
                     label,
                     digest,
@@ -689,12 +709,13 @@ def spans(row: EngineRow, length: int, in_flight: str) -> list[VersionSpan]:
                     label if in_flight == "recompute_kv" else row.marks[0][1],
                 )
             )
-    return out
+    return version_spans
 
 
 def round_mantissa(weights: torch.Tensor, bits: int) -> torch.Tensor:
-    """The nearest numbers with `bits` stored mantissa bits, whatever their exponent: bfloat16 has
-    7, fp8 (e4m3) 3.
+    """Round to the nearest number with `bits` stored mantissa bits, at any exponent.
+
+    bfloat16 has 7 bits, fp8 (e4m3) 3.
 
     >>> round_mantissa(torch.tensor([1.0, 1.06, -1.07, 0.53, 3e-30]), 3).tolist()[:4]
     [1.0, 1.0, -1.125, 0.5]
@@ -706,8 +727,9 @@ def round_mantissa(weights: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def make_engine(config: Config) -> Engine:
-    """The embedded engine for `config`: the fast one for Llama-like models, transformers' own
-    forward for any other.
+    """Build the embedded engine for `config`.
+
+    Llama-like models get the packed forward, any other model transformers' own.
     """
     settings = config.generator
     dtype = config.model.dtype if settings.dtype == "same" else settings.dtype

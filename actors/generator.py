@@ -1,9 +1,10 @@
-"""The generator process: tickets in, trajectories out, with the newest announced weights.
+"""The generator process: turn tickets into trajectories with the newest weights.
 
-One pass of the loop: read replies, load the weights that the schedule wants, start samples, decode
-a few steps, collect rewards, deliver.  It never waits while a row is live; with none, it waits for
-the buffer, and says for what.  The steps from ticket to trajectory are those of `actors.turn`; here
-is what a process adds: messages, weights that may be gone, leases, waits."""
+One pass of the loop reads replies, loads the weights that the schedule asks for, starts samples,
+decodes a few steps, collects rewards and delivers. It never waits while a row is live. An idle
+generator waits for the buffer and reports the reason. `actors.turn` holds the steps from ticket to
+trajectory. This module adds what a process needs: messages, unavailable weights, leases and waits.
+"""
 
 from __future__ import annotations
 
@@ -43,12 +44,12 @@ from asyncrl.records.trace import Tracer
 from asyncrl.transport import chunks
 from asyncrl.transport.sockets import PeerSocket, wait
 
-# seconds for DECODE_STEPS: a slow engine makes fewer, as leases are renewed and rewards delivered
-# between two calls
+# upper bound for one decode call: a slow engine makes fewer steps a call, because leases are
+# renewed and rewards delivered between calls
 CALL_S = 2.0
 GREET_S = 5.0
-ENDED_S = 2.0  # of the buffer's silence, before it is looked up whether the run has ended
-# nothing to decode, rewards outstanding: the core may be the one that computes them
+ENDED_S = 2.0  # silence of the buffer before the run directory is checked for the run's end
+# with rewards outstanding and nothing to decode: a longer sleep leaves the core to the rewards
 REWARD_POLL_S = 0.002
 
 
@@ -60,7 +61,7 @@ class LoadedWeights(NamedTuple):
 
 
 class MissingWeights(NamedTuple):
-    """Where weights were announced and are not, and since when (CLOCK_MONOTONIC seconds)."""
+    """An unavailable source of weights, and since when (CLOCK_MONOTONIC seconds)."""
 
     source: m.WeightsSource
     since: float
@@ -68,21 +69,21 @@ class MissingWeights(NamedTuple):
 
 @dataclass
 class GeneratorUsage:
-    """What this generator has made, and what its time went into: sums since its start."""
+    """Tokens, swaps and seconds of this generator, summed since its start."""
 
     tokens: float = 0.0
     busy_s: float = 0.0
     idle_s: float = 0.0
     swap_s: float = 0.0
     swaps: float = 0.0
-    reward_idle_s: float = 0.0  # of the idle seconds, those in which rewards were waited for
+    reward_idle_s: float = 0.0  # the part of idle_s that waited for rewards
 
     def metrics(self) -> dict[str, float]:
         return {f"generator/{name}": value for name, value in asdict(self).items()}
 
 
 class Generator:
-    """One generator.  `loop` returns when the run is finished or it was told to end."""
+    """One generator process. `loop` returns at the run's end or after SIGTERM."""
 
     def __init__(self, config: Config, run_dir: Path, index: int, engine: Engine) -> None:
         self.config = config
@@ -91,7 +92,7 @@ class Generator:
         self.session = time.time_ns()
         self.run = run_id(run_dir)
         self.lockstep = config.staleness.limit == 0 and config.generators == 1
-        self.calls: CallPeer | None = None  # what it draws when samples are sessions
+        self.calls: CallPeer | None = None  # the gateway's calls, when samples are sessions
         self.turn: GeneratorTurn
         if config.agent.uses_sessions:
             self.lockstep = False
@@ -124,14 +125,13 @@ class Generator:
         self.want_sequence = 0
         self.want_sent = 0.0
         self.read_until = time.monotonic()  # the end of the last `read`
-        self.lacking = False  # weights are to be loaded, and not to be had now
+        self.lacking = False  # weights are wanted and unavailable now
         self.gone: MissingWeights | None = None
         limits = config.wires.connect_s, config.watchdog.startup_s
         self.patience_s = math.inf if os.environ.get("ASYNCRL_SUPERVISED") else max(limits)
         self.asked = 0
-        self.ending = self.over = False  # told to end; told that the run is over
-        # when the first of the requests that nothing has answered yet was sent; 0: none
-        self.unanswered = 0.0
+        self.ending = self.over = False  # SIGTERM has come; the run is finished
+        self.unanswered = 0.0  # when the oldest unanswered request was sent; 0: none is unanswered
         self.ever_heard = False
         self.renewed = self.greeted = 0.0
         self.spent = GeneratorUsage()
@@ -153,7 +153,7 @@ class Generator:
             self.decode()
             self.collect()
             self.deliver()
-            self.renew()  # first: what is held here is not granted again
+            self.renew()  # before `want`: the buffer does not grant again what is reported as held
             self.want()
         if not self.over:
             self.shut_down()
@@ -164,12 +164,12 @@ class Generator:
             )
 
     def request(self, message: m.FromPeer) -> None:
-        """Send what the buffer answers, each in its own time: silence counts from here."""
+        """Send a message that the buffer answers; its silence counts from the first one."""
         self.unanswered = self.unanswered or time.monotonic()
         self.socket.send(message)
 
     def greet(self) -> None:
-        """Say who this is; again and again, as a buffer that was started anew does not know."""
+        """Introduce this generator, repeatedly: a restarted buffer knows no peers."""
         hello = m.GeneratorHello(
             protocol=m.PROTOCOL,
             run=self.run,
@@ -183,7 +183,7 @@ class Generator:
         self.greeted = time.monotonic()
 
     def read(self) -> None:
-        """Handle what has arrived; with nothing to do, wait a little for more."""
+        """Handle the messages that have arrived. When idle, wait a little for more."""
         timeout = 0.0 if self.engine.active else REWARD_POLL_S if self.judged else IDLE_POLL_S
         unread = (self.read_until, time.monotonic())
         if self.calls is not None:
@@ -216,25 +216,31 @@ class Generator:
             self.asked = 0
             self.greet()
         if silent > ENDED_S and is_finished(self.run_dir, self.config.learner.steps):
-            # the buffer has gone without telling this one: it decoded, or was still starting
+            # the buffer left while this process decoded or was still starting
             self.over = True
             return
         if silent > self.config.wires.connect_s:
             raise PeerUnreachable(
                 f"the buffer at {self.socket.address} has not answered for {silent:.0f} s "
-                "(wires.connect_s); "
-                "start it with `asyncrl buffer`, or set wires.address"
+                "(wires.connect_s); start it with `asyncrl buffer`, or set wires.address"
             )
 
     def describe_buffer_address(self) -> str:
-        """Where the buffer is, by what others know: the run directory where it is shared, else the
-        learner, who gives the weights.
+        """Look up where the buffer listens now.
+
+        A shared run directory holds its address. Without one, the learner that serves the weights
+        gives it.
         """
-        said = self.schedule.announced
+        announcement = self.schedule.announced
         shared = buffer_leadership.directory(self.run_dir).exists()
-        if shared or said is None or not said.source.address or self.weights.local(said.source):
+        if (
+            shared
+            or announcement is None
+            or not announcement.source.address
+            or self.weights.local(announcement.source)
+        ):
             return current_buffer_address(self.config, self.run_dir)
-        return chunks.buffer_of(self.config, said.source, self.producer)
+        return chunks.buffer_of(self.config, announcement.source, self.producer)
 
     def on_tickets(self, reply: m.TicketGrant) -> None:
         if reply.session != self.session:
@@ -246,59 +252,67 @@ class Generator:
         self.over = self.over or reply.finished
 
     def swap(self) -> None:
-        """End what an older epoch left; load the version that the schedule wants, between two
-        decode steps.
+        """Abort samples of an older epoch, then load the version the schedule asks for.
+
+        Runs between two decode steps.
         """
-        for held in self.schedule.outdated():
-            self.engine.abort(self.schedule.drop(held))
+        for leased in self.schedule.outdated():
+            self.engine.abort(self.schedule.drop(leased))
             if self.calls is not None:
-                self.calls.turn.drop_call(held.ticket.ticket)
+                self.calls.turn.drop_call(leased.ticket.ticket)
         goal = self.schedule.next_version(self.loaded.label if self.loaded else None)
-        said = self.schedule.announced
-        self.lacking = said is None
-        if said is None and self.ever_heard:
+        announcement = self.schedule.announced
+        self.lacking = announcement is None
+        if announcement is None and self.ever_heard:
             self.wait("the learner: no weights have been announced yet")
-        if goal is None or said is None:
+        if goal is None or announcement is None:
             return
         began = time.monotonic()
         with self.tracer.span("weights"):
-            got = self.pull(said, goal)
-            # its slot was reused or is being written: the next announcement, or a retry, brings one
-            if got is None:
+            pulled = self.pull(announcement, goal)
+            # its slot was reused or is being written: the next announcement or a retry succeeds
+            if pulled is None:
                 self.lacking = True
                 if self.gone is None:
                     self.wait(f"weights {goal}")
                 time.sleep(0.001 if self.gone is None or self.engine.active else IDLE_POLL_S)
                 return
-            tensors, digest, probe = got
+            tensors, digest, probe = pulled
             self.engine.load(tensors, goal, digest, probe)
         self.loaded = LoadedWeights(goal, digest)
         self.spent.swap_s += time.monotonic() - began
         self.spent.swaps += 1
 
-    def pull(self, said: m.PolicyAnnouncement, goal: Label) -> PulledWeights | None:
-        """Weights `goal` from where they were announced to be; None: not now.
+    def pull(self, announcement: m.PolicyAnnouncement, goal: Label) -> PulledWeights | None:
+        """Copy weights `goal` from their source; None while they are unavailable.
 
-        That place may be gone because its learner has died, and the next one needs its time to
-        start; the buffer will then announce another.  Raises PeerUnreachable when the place stays
-        gone for longer than any start takes; under a supervisor, whose watchdog judges, never."""
+        The source may be unreachable because its learner exited and the next one is still starting;
+        the buffer then announces another source. Raises PeerUnreachable when the source stays
+        unreachable for longer than any start takes, but never under a supervisor, whose watchdog
+        decides.
+        """
         try:
-            got = self.weights.pull(said.source, goal, said.digest if goal == said.label else None)
+            pulled = self.weights.pull(
+                announcement.source,
+                goal,
+                announcement.digest if goal == announcement.label else None,
+            )
         except (PeerUnreachable, FileNotFoundError) as error:
-            if self.gone is None or self.gone.source != said.source:
-                self.gone = MissingWeights(said.source, time.monotonic())
+            if self.gone is None or self.gone.source != announcement.source:
+                self.gone = MissingWeights(announcement.source, time.monotonic())
             gone_s = time.monotonic() - self.gone.since
             if gone_s > self.patience_s:
                 raise PeerUnreachable(
-                    f"weights {goal} have been gone for {gone_s:.0f} s: {error}; is the learner "
-                    "running?"
+                    f"weights {goal} have been unavailable for {gone_s:.0f} s: {error}; is the "
+                    "learner running?"
                 ) from error
             self.wait(
-                f"weights {goal}, which are gone ({error}); the learner's next life brings others"
+                f"weights {goal}, which are unavailable ({error}); the learner's next incarnation "
+                "announces others"
             )
             return None
         self.gone = None
-        return got
+        return pulled
 
     def admit(self) -> None:
         if self.loaded is None or self.engine.slots <= self.engine.active:
@@ -322,50 +336,52 @@ class Generator:
                 self.spent.reward_idle_s += now - self.idle_since
             self.idle_since = now
             return
-        rows = self.engine.active
+        row_count = self.engine.active
         made_before = self.engine.steps_made
         began = time.monotonic()
-        answers = self.engine.step(self.steps)
+        completions = self.engine.step(self.steps)
         ended = time.monotonic()
-        self.tracer.add("decode", began, ended, rows, self.engine.steps_made - made_before)
+        self.tracer.add("decode", began, ended, row_count, self.engine.steps_made - made_before)
         took = ended - now
-        if not self.lockstep:  # where the moments at which rows are filled must not hang on time
+        if not self.lockstep:  # lockstep repeats bitwise, so no count may depend on time
             self.steps = (
                 max(1, min(DECODE_STEPS, int(self.steps * CALL_S / took)))
                 if took > CALL_S
                 else min(DECODE_STEPS, self.steps + 1)
             )
-        for answer in answers:
-            self.spent.tokens += len(answer.tokens)
-            self.finished(answer)
+        for completion in completions:
+            self.spent.tokens += len(completion.tokens)
+            self.finished(completion)
         self.spent.busy_s += time.monotonic() - self.idle_since
         self.idle_since = time.monotonic()
         self.wait("")
 
-    def finished(self, answer: Completion) -> None:
-        written = self.turn.finished(answer)
-        if written is None:
+    def finished(self, completion: Completion) -> None:
+        response = self.turn.finished(completion)
+        if response is None:
             return
-        steps = decode_steps(self.config, written.ticket, answer.key[1], len(answer.tokens))
+        steps = decode_steps(
+            self.config, response.ticket, completion.key[1], len(completion.tokens)
+        )
         step_s = self.spent.busy_s / max(self.engine.steps_made, 1)
-        self.turn.late.hold(time.monotonic() + steps * step_s, answer.key)
+        self.turn.late.hold(time.monotonic() + steps * step_s, completion.key)
 
     def fail(self, refused: PromptTooLong) -> None:
-        """A sample that cannot be written: delivered as failed."""
+        """Deliver a sample that cannot be generated as failed."""
         assert self.loaded is not None
         self.schedule.finish_sample(refused.key, 0)
         self.outbox.add(failed_trajectory(refused, *self.loaded))
 
     def collect(self) -> None:
-        for written in self.turn.due(time.monotonic()):
-            self.turn.submit(written)
-        for written, result in self.turn.results():
+        for response in self.turn.due(time.monotonic()):
+            self.turn.submit(response)
+        for response, result in self.turn.results():
             if result.failed and self.config.reward.on_error == "stop":
                 raise AsyncrlError(
-                    f"the reward function failed on prompt {written.ticket.prompt.id}: "
+                    f"the reward function failed on prompt {response.ticket.prompt.id}: "
                     f"{result.failed} (reward.on_error = stop)"
                 )
-            self.outbox.add(trajectory(written, result))
+            self.outbox.add(trajectory(response, result))
 
     def deliver(self) -> None:
         if self.calls is not None:
@@ -373,22 +389,23 @@ class Generator:
         for frame in self.outbox.frames(time.monotonic(), flush=not self.engine.active):
             self.socket.send(frame)
 
-    def wait(self, what: str) -> None:
-        """What it waits for from now on; "" when it has work."""
-        if what != self.waiting_for:
-            self.waiting_for = what
+    def wait(self, reason: str) -> None:
+        """Note what this generator waits for from now on; "" when it has work."""
+        if reason != self.waiting_for:
+            self.waiting_for = reason
             self.waiting_since = time.monotonic()
 
     def waiting(self, now: float) -> ProcessWait | None:
-        """What it waits for, as the others are told; None when it has work."""
+        """Describe the current wait for the buffer's report; None while there is work."""
         if not self.waiting_for:
             return None
         on = f"{self.producer}-rewards" if self.waiting_for == m.REWARDS_WAITED_FOR else BUFFER
         return ProcessWait(self.producer, self.waiting_for, on, now - self.waiting_since)
 
     def want(self) -> None:
-        """Ask for samples (`actors.turn` says how many); one request at a time, repeated when
-        unanswered.
+        """Request tickets for as many samples as `actors.turn` says.
+
+        One request at a time, repeated when unanswered.
         """
         now = time.monotonic()
         if self.calls is not None:
@@ -418,7 +435,7 @@ class Generator:
             self.wait(m.REWARDS_WAITED_FOR)
 
     def follow(self, now: float) -> None:
-        """With calls to draw: ask for no sample, to be told of new weights and of the run's end."""
+        """Request announcements and the run's end, no samples: the gateway assigns calls."""
         if now - self.want_sent > self.config.wires.retry_s:
             self.want_sequence += 1
             self.want_sent = now
@@ -430,15 +447,13 @@ class Generator:
             self.wait("a call: sessions are with their environments, or there are none")
 
     def judging(self) -> list[tuple[int, int]]:
-        """(ticket, attempt) of what is written and waits only for its rewards: nothing of it is in
-        the engine or to come.
-        """
+        """List the fully generated (ticket, attempt) pairs that wait only for rewards."""
         if not self.rewards.is_working:
             return []
         return sorted({(t, a) for t, _, a in self.judged if (t, a) not in self.schedule.held})
 
     def unacknowledged(self) -> list[tuple[int, int]]:
-        """(ticket, attempt) of all that is written and not acknowledged."""
+        """List the (ticket, attempt) pairs with generated and unacknowledged samples."""
         return sorted({(t, a) for t, _, a in self.judged} | self.outbox.tickets())
 
     def renew(self) -> None:
@@ -467,24 +482,20 @@ class Generator:
                 judging=self.judging(),
                 drawn=self.outbox.drawn.on_report(progress),
                 written=self.unacknowledged(),
-                # calls are numbered otherwise
+                # calls have their own numbers
                 taken=self.schedule.newest_attempt if self.calls is None else 0,
             )
         )
 
     def shut_down(self) -> None:
-        """Told to end: what is finished goes out, and how much was drawn of the rest, which is
-        lost.
-        """
+        """After SIGTERM: send finished samples and report unfinished ones as lost."""
         for frame in self.outbox.frames(time.monotonic(), flush=True):
             self.socket.send(frame)
         self.renewed = 0.0
         self.renew()
 
     def close(self) -> None:
-        """Whatever ended it: the buffer hears that its leases are free, unless there is no buffer
-        any more.
-        """
+        """Release all resources and, unless the run is over, the buffer's leases."""
         self.rewards.close()
         self.tracer.close()
         if self.reward_tracer is not None:
@@ -498,8 +509,9 @@ class Generator:
 
 
 def main(config: Config, run_dir: Path, index: int) -> bool:
-    """Run generator `index` of the run in `run_dir` until the run is finished, or SIGTERM asks for
-    its end (False).
+    """Run generator `index` of the run in `run_dir`.
+
+    Returns True when the run is finished, False when SIGTERM ended this process.
     """
     bind(config.generator.gpus, index, "generator.gpus")
     engine = engine_for(config)

@@ -1,17 +1,15 @@
-"""Which weights a generator loads next and which samples may start: the generator's rules of the
-protocol, pure.
+"""The generator's protocol rules: which weights to load, which samples may start.
 
     tickets --take--> waiting --admit--> rows in the engine --done--> (delivery)
 
-1. A ticket is taken once; its samples start only with weights of its epoch, at or above
    `min_version`.
-2. A ticket with an exact version (evaluation, lag injection) starts, runs and ends with exactly
-   these weights: while such a row is live, nothing is swapped.
-3. A newer epoch's weights end every unfinished sample of an older one.
-4. Attempts are taken in their order: what the buffer granted before, and has not come, is forgone.
-5. In lockstep, no training sample starts while an evaluation ticket is held: which answers share
-   the engine's batch, and with it the last bit of every logprob, is then a function of the tickets
-   alone.
+   these weights: no swap happens while such a row is live.
+   the engine's batch, and with it the last bit of every logprob, then depends on the tickets alone.
+1. A ticket is taken once. Its samples start only with weights of its epoch, at or above 2. A ticket
+with an exact version (evaluation, lag injection) starts, runs and ends with exactly 3. Weights of a
+newer epoch abort every unfinished sample of an older one. 4. Attempts are taken in order: a missing
+attempt older than a taken one is refused later. 5. In lockstep, no training sample starts while an
+evaluation ticket is held. Which samples share
 """
 
 from __future__ import annotations
@@ -28,13 +26,13 @@ Key = tuple[int, int, int]  # (ticket, sample, attempt)
 
 @dataclass
 class LeasedTicket:
-    """A ticket that this generator has taken: samples not yet started, and rows in the engine."""
+    """A ticket that this generator holds: samples not yet started, and live rows."""
 
     ticket: Ticket
     waiting: list[int]
     live: set[int] = field(default_factory=set)
     tokens: int = 0  # of samples already delivered
-    prompt: Any = None  # its tokens, int32 [P]; whoever takes the ticket tokenises
+    prompt: Any = None  # its tokens, int32 [P]; set by the caller of `add_tickets`
 
     @property
     def exact(self) -> Label | None:
@@ -45,7 +43,7 @@ class LeasedTicket:
         return self.ticket.min_version.epoch
 
     def is_ready(self, loaded: Label | None) -> bool:
-        """May a sample start with the weights `loaded`?"""
+        """Whether a sample may start with the weights `loaded`."""
         if loaded is None:
             return False
         if self.exact is not None:
@@ -54,9 +52,7 @@ class LeasedTicket:
 
 
 class TicketSchedule:
-    """The tickets one generator holds, in the order in which they are served: evaluation first,
-    then by number.
-    """
+    """The tickets of one generator in serving order: evaluation first, then by number."""
 
     def __init__(self, *, drain_first: bool, lockstep: bool = False) -> None:
         self.drain_first = drain_first  # weights.in_flight = between_groups
@@ -65,19 +61,18 @@ class TicketSchedule:
         self.newest_attempt = 0
         self.announced: PolicyAnnouncement | None = None
 
-    def announce(self, said: PolicyAnnouncement | None) -> bool:
-        """Remember the newest announcement; True when it is news."""
-        if said is None or (
-            self.announced is not None and said.announcement_key <= self.announced.announcement_key
+    def announce(self, announcement: PolicyAnnouncement | None) -> bool:
+        """Remember the newest announcement; return whether this one is newer."""
+        if announcement is None or (
+            self.announced is not None
+            and announcement.announcement_key <= self.announced.announcement_key
         ):
             return False
-        self.announced = said
+        self.announced = announcement
         return True
 
     def add_tickets(self, tickets: Iterable[Ticket]) -> list[Ticket]:
-        """Take each ticket reply once (an attempt number is never used twice); returns those that
-        are new.
-        """
+        """Take each ticket once (attempt numbers are unique); return the new ones."""
         new = [ticket for ticket in tickets if ticket.attempt > self.newest_attempt]
         for ticket in new:
             self.newest_attempt = max(self.newest_attempt, ticket.attempt)
@@ -85,39 +80,43 @@ class TicketSchedule:
         return new
 
     def refuse_up_to(self, attempts: int) -> None:
-        """Take no ticket up to this attempt any more: one that has not come by now is granted
-        again, and would be written twice.
+        """Refuse tickets up to this attempt: the buffer grants lost ones again.
+
+        Without this, a late copy would be generated twice.
         """
         self.newest_attempt = max(self.newest_attempt, attempts)
 
     def order(self) -> list[LeasedTicket]:
         return sorted(
-            (held for held in self.held.values() if held.waiting),
-            key=lambda held: (held.ticket.kind == "train", held.ticket.ticket),
+            (leased for leased in self.held.values() if leased.waiting),
+            key=lambda leased: (leased.ticket.kind == "train", leased.ticket.ticket),
         )
 
     def waiting(self) -> int:
-        return sum(len(held.waiting) for held in self.held.values())
+        return sum(len(leased.waiting) for leased in self.held.values())
 
     def outdated(self) -> list[LeasedTicket]:
-        """Held tickets of an epoch older than the announced one: end them."""
+        """Return the held tickets of an epoch older than the announced one, to be dropped."""
         if self.announced is None:
             return []
-        return [held for held in self.held.values() if held.epoch < self.announced.label.epoch]
+        return [
+            leased for leased in self.held.values() if leased.epoch < self.announced.label.epoch
+        ]
 
     def is_pinned(self) -> bool:
-        return any(held.live and held.exact is not None for held in self.held.values())
+        return any(leased.live and leased.exact is not None for leased in self.held.values())
 
     def live(self) -> int:
-        return sum(len(held.live) for held in self.held.values())
+        return sum(len(leased.live) for leased in self.held.values())
 
     def next_version(self, loaded: Label | None) -> Label | None:
-        """The version to load now, None to stay.  Exact needs come in order; otherwise the newest
-        announced.
+        """Return the version to load now, or None to keep the loaded one.
+
+        Exact versions come in ticket order; otherwise the newest announced version is loaded.
         """
         if self.announced is None or self.is_pinned():
             return None
-        need = next((held.exact for held in self.order() if held.exact is not None), None)
+        need = next((leased.exact for leased in self.order() if leased.exact is not None), None)
         goal = need or self.announced.label
         if goal == loaded or (need is None and loaded is not None and goal < loaded):
             return None
@@ -127,35 +126,36 @@ class TicketSchedule:
         return goal
 
     def admit(self, loaded: Label | None, room: int) -> list[tuple[LeasedTicket, int]]:
-        """Samples to start now, at most `room`, marked live.  Nothing unpinned starts while a drain
-        is awaited.
+        """Start at most `room` samples and return them, marked live.
+
+        Samples without an exact version wait while the schedule drains the engine.
         """
-        out: list[tuple[LeasedTicket, int]] = []
+        started: list[tuple[LeasedTicket, int]] = []
         goal = self._drain_goal(loaded)
-        for held in self.order():
-            if goal is not None and held.exact != loaded:
+        for leased in self.order():
+            if goal is not None and leased.exact != loaded:
                 continue
             if (
                 self.lockstep
-                and held.ticket.kind == "train"
-                and any(x.ticket.kind != "train" for x in self.held.values())
+                and leased.ticket.kind == "train"
+                and any(other.ticket.kind != "train" for other in self.held.values())
             ):
                 break
-            while held.waiting and len(out) < room and held.is_ready(loaded):
-                sample = held.waiting.pop(0)
-                held.live.add(sample)
-                out.append((held, sample))
-        return out
+            while leased.waiting and len(started) < room and leased.is_ready(loaded):
+                sample = leased.waiting.pop(0)
+                leased.live.add(sample)
+                started.append((leased, sample))
+        return started
 
     def _drain_goal(self, loaded: Label | None) -> Label | None:
-        """A version that waits for live rows to end before it can be loaded."""
+        """Return the version that can be loaded only after the live rows end, if any."""
         if self.announced is None or loaded is None or not self.live():
             return None
         need = next(
             (
-                held.exact
-                for held in self.order()
-                if held.exact is not None and held.exact != loaded
+                leased.exact
+                for leased in self.order()
+                if leased.exact is not None and leased.exact != loaded
             ),
             None,
         )
@@ -164,18 +164,18 @@ class TicketSchedule:
         return self.announced.label if self.drain_first and self.announced.label > loaded else None
 
     def finish_sample(self, key: Key, tokens: int) -> None:
-        """A sample left the engine: its row is free; the ticket is forgotten when nothing of it is
-        left.
-        """
-        held = self.held.get((key[0], key[2]))
-        if held is None:
+        """Free the row of a finished sample; forget the ticket after its last one."""
+        leased = self.held.get((key[0], key[2]))
+        if leased is None:
             return
-        held.live.discard(key[1])
-        held.tokens += tokens
-        if not held.waiting and not held.live:
+        leased.live.discard(key[1])
+        leased.tokens += tokens
+        if not leased.waiting and not leased.live:
             del self.held[key[0], key[2]]
 
-    def drop(self, held: LeasedTicket) -> list[Key]:
-        """Forget a ticket; returns the keys of its live rows, to abort in the engine."""
-        self.held.pop((held.ticket.ticket, held.ticket.attempt), None)
-        return [(held.ticket.ticket, s, held.ticket.attempt) for s in sorted(held.live)]
+    def drop(self, leased: LeasedTicket) -> list[Key]:
+        """Forget a ticket and return the keys of its live rows, to be aborted."""
+        self.held.pop((leased.ticket.ticket, leased.ticket.attempt), None)
+        return [
+            (leased.ticket.ticket, sample, leased.ticket.attempt) for sample in sorted(leased.live)
+        ]

@@ -1,20 +1,20 @@
-"""A generator's turn: tickets in, trajectories out, whoever makes the turns.
+"""The steps of a generator from ticket to trajectory, shared by all drivers.
 
 ```
-tickets --take--> schedule --requests--> engine --finished--> answers --submit--> rewards
+tickets --take--> schedule --requests--> engine --finished--> responses --submit--> rewards
                                                  (text)       (held back until due)   |
                                               trajectory <------------- results ------+
 ```
 
-The generator process (actors/generator.py) makes these steps between two looks at its socket, a run
-in one process (asyncrl/experiments/serial.py) between two updates, an evaluation without a run
-(asyncrl/experiments/replay/offline_eval.py) until its answers are in.  A simulated generator
-(asyncrl/experiments/simulate/simulated_processes.py) keeps the same schedule and asks by the same
-rule; its
-engine is reckoned.
+The generator process (actors/generator.py) makes these steps between two reads of its socket, a run
+in one process (asyncrl/experiments/serial.py) between two updates, and an evaluation without a run
+(asyncrl/experiments/replay/offline_eval.py) until all samples are scored. A simulated generator
+(asyncrl/experiments/simulate/simulated_processes.py) keeps the same schedule and requests tickets
+by the same rule; its engine is simulated.
 
-The caller has the clock and the weights: when they are loaded, how long the engine decodes, when an
-answer that comes late on purpose is due, and how long a reward is waited for."""
+The caller has the clock and the weights. It decides when to load, how long to decode, when a
+delayed sample is due, and how long to wait for a reward.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +36,17 @@ from asyncrl.contract.versions import Label
 from asyncrl.models.tokenizer import encode_prompt, load_tokenizer, stop_tokens
 from asyncrl.tasks import get_task
 
-DECODE_STEPS = 8  # between two looks at the socket
-IDLE_POLL_S = 0.02  # a look at the socket with nothing else to do
-RENEW_S = 0.5  # between two reports of what is written
+DECODE_STEPS = 8  # between two reads of the socket
+IDLE_POLL_S = 0.02  # how long an idle generator waits at its socket
+RENEW_S = 0.5  # between two progress reports
 EVERYTHING = 1 << 30  # samples
 
 
 class ScoredResponse(NamedTuple):
-    """An answer to a ticket, and its text as a reward function reads it: without stop tokens."""
+    """A completion for a ticket, and the text that its reward function sees.
+
+    The text has no stop tokens.
+    """
 
     ticket: Ticket
     answer: Completion
@@ -51,7 +54,7 @@ class ScoredResponse(NamedTuple):
 
 
 class PromptTooLong(NamedTuple):
-    """A sample whose prompt leaves no token for an answer."""
+    """A sample whose prompt leaves no room for a response."""
 
     ticket: Ticket
     key: Key
@@ -59,10 +62,11 @@ class PromptTooLong(NamedTuple):
 
 
 class GeneratorTurn:
-    """The parts of a generator, and the steps from one to the next.
+    """The parts of a generator and the steps between them.
 
-    lockstep: evaluation and training never share the engine, and all tickets there are are asked
-    for together; the run then repeats bitwise."""
+    lockstep: evaluation and training never share the engine, and all available tickets are
+    requested together, so that a run repeats bitwise.
+    """
 
     def __init__(
         self, config: Config, engine: Engine, *, lockstep: bool, run_dir: Path | None = None
@@ -77,44 +81,47 @@ class GeneratorTurn:
         self.task = get_task(config.task)
         self.rewards = RewardRunner(config, self.task, run_dir)
         self.judged: dict[Key, ScoredResponse] = {}  # waiting for their reward
-        self.late: DelayQueue[Key] = DelayQueue()  # of these, those held back (staleness.delay)
+        self.late: DelayQueue[Key] = DelayQueue()  # the delayed ones among them (staleness.delay)
 
     def samples_to_request(self, *, unsent: bool = False) -> int:
-        """Samples to ask for; unsent: some are finished and not delivered."""
+        """Compute how many samples to request; unsent: finished samples await delivery."""
         unfinished = bool(self.judged) or unsent
         return samples_to_ask_for(self.schedule, self.engine.slots, self.engine.active, unfinished)
 
     def accept_tickets(self, tickets: Iterable[Ticket]) -> None:
-        """Keep those that are new, their prompts as tokens."""
+        """Take the new tickets and tokenize their prompts."""
         for ticket in self.schedule.add_tickets(tickets):
-            held = self.schedule.held[ticket.ticket, ticket.attempt]
-            held.prompt = encode_prompt(self.tokenizer, ticket.prompt)
+            leased = self.schedule.held[ticket.ticket, ticket.attempt]
+            leased.prompt = encode_prompt(self.tokenizer, ticket.prompt)
 
     def requests(
         self, loaded: Label | None, room: int | None = None
     ) -> tuple[list[CompletionRequest], list[PromptTooLong]]:
-        """What may start now with the weights `loaded`, for the engine; and what never can.
+        """Build engine requests for what may start with the weights `loaded`.
 
-        room: of so many samples; None: as many as the engine has free rows."""
+        Returns the requests, and the samples whose prompts are too long. room: the number of
+        samples; None means all free rows of the engine.
+        """
         if room is None:
             room = self.engine.slots - self.engine.active
         requests: list[CompletionRequest] = []
         refused: list[PromptTooLong] = []
-        for held, sample in self.schedule.admit(loaded, room):
-            ticket = held.ticket
+        for leased, sample in self.schedule.admit(loaded, room):
+            ticket = leased.ticket
             sampling = ticket.sampling
             key = (ticket.ticket, sample, ticket.attempt)
-            limit = min(sampling.max_new_tokens, self.context - len(held.prompt))
+            limit = min(sampling.max_new_tokens, self.context - len(leased.prompt))
             if limit < 1:
-                why = (
-                    f"the prompt has {len(held.prompt)} tokens, generator.context is {self.context}"
+                reason = (
+                    f"the prompt has {len(leased.prompt)} tokens, "
+                    f"generator.context is {self.context}"
                 )
-                refused.append(PromptTooLong(ticket, key, RewardFailure("data", why)))
+                refused.append(PromptTooLong(ticket, key, RewardFailure("data", reason)))
                 continue
             requests.append(
                 CompletionRequest(
                     key=key,
-                    prompt=held.prompt,
+                    prompt=leased.prompt,
                     group=ticket.ticket,
                     max_new_tokens=limit,
                     temperature=sampling.temperature,
@@ -126,41 +133,46 @@ class GeneratorTurn:
             )
         return requests, refused
 
-    def finished(self, answer: Completion) -> ScoredResponse | None:
-        """An answer has left the engine and waits for its reward; None: its ticket was dropped."""
-        ticket, _, attempt = answer.key
-        held = self.schedule.held.get((ticket, attempt))
-        if held is None:
+    def finished(self, completion: Completion) -> ScoredResponse | None:
+        """Decode a finished completion, which then waits for its reward.
+
+        Returns None if its ticket was dropped.
+        """
+        ticket, _, attempt = completion.key
+        leased = self.schedule.held.get((ticket, attempt))
+        if leased is None:
             return None
-        self.schedule.finish_sample(answer.key, len(answer.tokens))
-        shown = [int(token) for token in answer.tokens if int(token) not in self.stops]
-        text = self.tokenizer.decode(shown, skip_special_tokens=True)
-        self.judged[answer.key] = ScoredResponse(held.ticket, answer, text)
-        return self.judged[answer.key]
+        self.schedule.finish_sample(completion.key, len(completion.tokens))
+        visible = [int(token) for token in completion.tokens if int(token) not in self.stops]
+        text = self.tokenizer.decode(visible, skip_special_tokens=True)
+        self.judged[completion.key] = ScoredResponse(leased.ticket, completion, text)
+        return self.judged[completion.key]
 
     def due(self, now: float) -> list[ScoredResponse]:
-        """Answers that were held back (`late.hold`) until now, in the caller's unit of time."""
+        """Return the delayed responses that are due by `now`, in the caller's unit."""
         return [self.judged[key] for key in self.late.due(now)]
 
     def submit(self, written: ScoredResponse) -> None:
-        """Hand an answer to its reward."""
+        """Submit a response for its reward."""
         answer = written.answer
         self.rewards.submit(answer.key, written.ticket.prompt, written.text, answer.tokens)
 
     def results(self) -> list[tuple[ScoredResponse, RewardResult]]:
-        """The rewards that have come, each with the answer that it is of."""
+        """Return the finished rewards, each with its response."""
         return [(self.judged.pop(result.key), result) for result in self.rewards.poll()]
 
     def progress(self) -> list[tuple[int, int, int]]:
-        """(ticket, attempt, tokens written of it so far) of every ticket held."""
+        """Return (ticket, attempt, tokens generated so far) for every held ticket."""
         return ticket_progress(self.schedule, self.engine.progress())
 
 
 def samples_to_ask_for(schedule: TicketSchedule, slots: int, active: int, unfinished: bool) -> int:
-    """As many as will find a free row soon.
+    """Compute how many samples will find a free row soon.
 
-    In lockstep all there is, and only with empty hands and everything delivered: what then shares
-    the engine does not hang on when messages arrive, and runs repeat bitwise."""
+    In lockstep, request everything, and only when the engine is empty and everything is delivered.
+    What then shares the engine does not depend on when messages arrive, so that runs repeat
+    bitwise.
+    """
     if schedule.lockstep:
         return 0 if active or schedule.waiting() or unfinished else EVERYTHING
     return slots - active - schedule.waiting()
@@ -169,10 +181,11 @@ def samples_to_ask_for(schedule: TicketSchedule, slots: int, active: int, unfini
 def ticket_progress(
     schedule: TicketSchedule, live: Mapping[Key, int]
 ) -> list[tuple[int, int, int]]:
-    """(ticket, attempt, tokens) of every ticket held; live: the tokens of each row in the
-    engine.
+    """Return (ticket, attempt, tokens) for every held ticket.
+
+    live: the tokens of each row in the engine.
     """
-    tokens = {name: held.tokens for name, held in schedule.held.items()}
+    tokens = {name: leased.tokens for name, leased in schedule.held.items()}
     for (ticket, _, attempt), count in live.items():
         if (ticket, attempt) in tokens:
             tokens[ticket, attempt] += count
@@ -180,34 +193,34 @@ def ticket_progress(
 
 
 def trajectory(written: ScoredResponse, result: RewardResult) -> Trajectory:
-    """The record of one answer: token ids exactly as sampled.  Raises NotFiniteLogprob for a
-    log-probability that is not finite.
+    """Build the record of one sample, with token ids exactly as sampled.
+
+    Raises NotFiniteLogprob for a log-probability that is not finite.
     """
-    ticket, answer, text = written
-    if not np.isfinite(answer.logprobs).all():
+    ticket, completion, text = written
+    if not np.isfinite(completion.logprobs).all():
         raise NotFiniteLogprob(
             f"the engine gave a logprob that is not finite for ticket {ticket.ticket}, sample "
-            f"{answer.key[1]}, with weights "
-            f"{answer.spans[-1].label}: if optim/grad_norm or kl/prox_target_k3 grew before, "
-            "learner.lr is too large"
+            f"{completion.key[1]}, with weights {completion.spans[-1].label}: if optim/grad_norm "
+            "or kl/prox_target_k3 grew before, learner.lr is too large"
         )
     token_rewards = b""
     if result.token_rewards is not None:
         token_rewards = np.asarray(result.token_rewards, dtype="<f4").tobytes()
     return Trajectory(
-        *answer.key,
-        prompt_tokens=np.ascontiguousarray(answer.prompt, dtype="<i4").tobytes(),
-        tokens=np.ascontiguousarray(answer.tokens, dtype="<i4").tobytes(),
-        behavior_logprobs=np.ascontiguousarray(answer.logprobs, dtype="<f4").tobytes(),
-        mask=b"\x01" * len(answer.tokens),
-        spans=answer.spans,
+        *completion.key,
+        prompt_tokens=np.ascontiguousarray(completion.prompt, dtype="<i4").tobytes(),
+        tokens=np.ascontiguousarray(completion.tokens, dtype="<i4").tobytes(),
+        behavior_logprobs=np.ascontiguousarray(completion.logprobs, dtype="<f4").tobytes(),
+        mask=b"\x01" * len(completion.tokens),
+        spans=completion.spans,
         reward=float(result.reward),
         reward_parts=result.parts,
-        finish=answer.finish,
+        finish=completion.finish,
         temperature=ticket.sampling.temperature,
         text=text,
         prompt_text=ticket.prompt.text,
-        segments=[("model", 0, len(answer.tokens))],
+        segments=[("model", 0, len(completion.tokens))],
         token_rewards=token_rewards,
         generated_at=time.monotonic(),
         failed=result.failed,
@@ -215,8 +228,9 @@ def trajectory(written: ScoredResponse, result: RewardResult) -> Trajectory:
 
 
 def failed_trajectory(refused: PromptTooLong, label: Label, digest: str) -> Trajectory:
-    """The record of a sample that cannot be written: it has failed, which is never trained on as a
-    reward of 0.
+    """Build the record of a sample that could not be generated.
+
+    It counts as failed, which is never trained on as a reward of 0.
     """
     return Trajectory(
         *refused.key,

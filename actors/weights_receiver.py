@@ -1,8 +1,8 @@
-"""How weights reach a generator: from the learner's ring on the same host, in chunks over tcp from
-another, from GPU to GPU by NCCL.
+"""Receive weights: from shared memory on one host, in chunks over tcp, or by NCCL.
 
-A version is copied into a buffer of our own, verified, and only then handed to the engine; nothing
-runs from the mapping."""
+A version is copied into a private buffer and verified before the engine sees it. Nothing computes
+from the shared mapping.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 
 
 class PulledWeights(NamedTuple):
-    """The weights of a version: tensors that view a private buffer, their digest, and what the
-    learner published to probe an engine with.
+    """The weights of one version.
+
+    tensors: name -> view of a private buffer. probe: what the learner published to check an engine
+    with.
     """
 
     tensors: dict[str, Any]
@@ -36,9 +38,7 @@ class PulledWeights(NamedTuple):
 
 
 class WeightsReceiver:
-    """Pulls announced versions.  `bytes_over_socket` counts what did not come through shared
-    memory.
-    """
+    """Pulls announced versions; `bytes_over_socket` excludes shared memory."""
 
     def __init__(self, config: Config, reader_id: str) -> None:
         self.config = config
@@ -52,10 +52,10 @@ class WeightsReceiver:
         self.client: weight_transport.WeightsClient | None = None
         self.pair: PairClient | None = None
         self.bytes_over_socket = 0
-        self.fetch_s = self.fetched_mb = 0.0  # sums: over a socket, and what came in that time
+        self.fetch_s = self.fetched_mb = 0.0  # seconds and megabytes over a socket, summed
 
     def numbers(self) -> dict[str, float]:
-        """Sums since its start, as the buffer is told."""
+        """Return metrics for the buffer, summed since the start."""
         return {"link/fetch_s": self.fetch_s, "link/fetched_mb": self.fetched_mb}
 
     def local(self, source: WeightsSource) -> bool:
@@ -64,7 +64,7 @@ class WeightsReceiver:
         return self.transport == "shared_memory"
 
     def pull(self, source: WeightsSource, label: Label, digest: str | None) -> PulledWeights | None:
-        """Version `label`; None when it is not to be had right now."""
+        """Copy version `label`, or return None when it is unavailable right now."""
         if source.epoch != self.epoch:
             self.open(source)
         if self.pair is not None:
@@ -73,17 +73,17 @@ class WeightsReceiver:
             digest = digest or self.reader.labels().get(label)
             if digest is None or not self.reader.read(label, digest, self.into.data):
                 if self.reader.is_replaced():
-                    self.close()  # the next pull opens what is there then
+                    self.close()  # the next pull opens the new ring
                 return None
             probe = self.reader.probe
         else:
             assert self.client is not None
-            began, before = time.monotonic(), self.client.bytes_received
+            began, bytes_before = time.monotonic(), self.client.bytes_received
             try:
                 digest = self.client.fetch(label, digest or "", self.into.data)
             finally:
                 self.fetch_s += time.monotonic() - began
-                self.fetched_mb += (self.client.bytes_received - before) / 1e6
+                self.fetched_mb += (self.client.bytes_received - bytes_before) / 1e6
             self.bytes_over_socket = self.client.bytes_received
             if not digest:
                 return None
@@ -94,7 +94,7 @@ class WeightsReceiver:
         try:
             digest = pair.fetch(label, digest or "")
         except PeerUnreachable:
-            self.close()  # the next pull makes a new pair
+            self.close()  # the next pull opens a new pair
             raise
         return PulledWeights(views(pair.flat, pair.layout), digest, pair.probe) if digest else None
 
@@ -114,7 +114,7 @@ class WeightsReceiver:
                 self.config, source, self.reader_id
             )
             self.manifest = self.client.manifest()
-        # written in full by every pull, so its pages are touched once; numpy asks for large ones
+        # every pull writes all of it, so its pages are touched once; numpy asks for large pages
         self.into = np.empty(flat_bytes(self.manifest), np.uint8)
         self.tensors = read_flat(self.into.data, self.manifest)
         self.epoch = source.epoch

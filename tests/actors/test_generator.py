@@ -300,7 +300,7 @@ def test_weights_whose_learner_is_gone_are_waited_for_by_name_until_others_are_a
     since = g.waiting_since
     assert (
         g.gone is not None
-        and "weights 1.0, which are gone" in g.waiting_for
+        and "weights 1.0, which are unavailable" in g.waiting_for
         and "ring_1/manifest" in g.waiting_for
     )
     one_pass(g)
@@ -377,7 +377,7 @@ def test_weights_that_stay_gone_end_a_generator_of_its_own_and_never_a_supervise
 
     with pytest.raises(
         PeerUnreachable,
-        match=r"weights 1\.0 have been gone for 7\d\d\d s: .*is the learner running",
+        match=r"weights 1\.0 have been unavailable for 7\d\d\d s: .*is the learner running",
     ):
         gone(make())
     monkeypatch.setenv("ASYNCRL_SUPERVISED", "1")
