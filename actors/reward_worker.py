@@ -1,11 +1,12 @@
-"""One reward process: `python -m actors.reward_worker FD PARENT`, started by actors/rewards.py; it
-ends with its parent or its socket.
+"""One reward process, `python -m actors.reward_worker FD PARENT`.
 
-A frame is four bytes of length (big endian) and msgpack, never pickle.  In: Setup, then lists of
-Unit.  Out: Reply("ready" or "broken"), then one Reply for each Unit, at once: the parent knows from
-what is unanswered which calls this process was working on when it hangs or dies. A unit is one
-answer, or a list of them for a function that takes lists (`batched`); a coroutine function has
-several units under way."""
+Started by actors/rewards.py; it ends with its parent or its socket. A frame is four bytes of length
+(big endian) and msgpack, never pickle. In: RewardWorkerSetup, then lists of RewardUnit. Out:
+RewardReply("ready" or "broken"), then one RewardReply for each unit, at once. From the unanswered
+units the parent knows which calls were running when this process hangs or exits. A unit is one
+response, or a list of them for a function that takes lists (`batched`). A coroutine function has
+several units running.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +35,14 @@ from asyncrl.transport import child
 from asyncrl.transport.child import FRAME_BYTES, frame
 
 Judged = tuple[float, dict[str, float], list[float] | None]
-BEAT_S = 1.0  # a process of coroutines says so often that its loop goes round
-PRINTED_CHARACTERS = 1 << 20  # by the function in the life of its process; the rest is dropped
+BEAT_S = 1.0  # how often a process of coroutines reports that its loop is not blocked
+PRINTED_CHARACTERS = 1 << 20  # kept of a process's output; the rest is dropped
 
 
 class RewardWorkerSetup(msgspec.Struct, frozen=True):
-    """Runner to worker, once: who judges (a function, a judge, a model or the task), the bounds of
-    a coroutine function, and the run's directory ("" for none).
+    """Runner to worker, once: the reward's source, the deadline, the run directory.
+
+    run_dir "" means none. deadline_s bounds the calls of a coroutine function.
     """
 
     reward: RewardConfig
@@ -50,7 +52,7 @@ class RewardWorkerSetup(msgspec.Struct, frozen=True):
 
 
 class RewardCall(msgspec.Struct, frozen=True, array_like=True):
-    """Judge this answer; tokens: its ids, the stop token included."""
+    """One response to judge; tokens: its ids, including the stop token."""
 
     prompt: Prompt
     text: str
@@ -58,8 +60,9 @@ class RewardCall(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RewardUnit(msgspec.Struct, frozen=True, array_like=True):
-    """Runner to worker: what one call of the function judges.  One answer, or several when the
-    function takes lists.
+    """Runner to worker: the responses that one call of the function judges.
+
+    One response, or several when the function takes lists.
     """
 
     id: int
@@ -67,11 +70,11 @@ class RewardUnit(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RewardReply(msgspec.Struct, frozen=True, array_like=True):
-    """Worker to runner.  `results` has one entry for each answer of the unit: what was judged, or
-    why it cannot be used.
+    """Worker to runner. `results` has one entry per response: the reward, or an error.
 
-    "failed": the call raised; "hung": a coroutine that did not end by the deadline; "broken": the
-    run cannot go on; "alive": coroutines are not blocked.  Times are CLOCK_MONOTONIC seconds."""
+    "failed": the call raised. "hung": a coroutine passed its deadline. "broken": the run cannot
+    continue. "alive": coroutines are not blocked. Times are CLOCK_MONOTONIC seconds.
+    """
 
     kind: Literal["ready", "broken", "ok", "failed", "hung", "alive"]
     id: int = -1
@@ -80,17 +83,17 @@ class RewardReply(msgspec.Struct, frozen=True, array_like=True):
     began: float = 0.0
     ended: float = 0.0
     batched: bool = False  # ready: the function takes lists
-    window: int = 1  # ready: units under way at once
+    window: int = 1  # ready: units running at once
 
 
 def first_line(text: str) -> str:
-    """The first line of an exception's words, as `escape_line` shows it."""
+    """Return the first line of an exception's text, escaped by `escape_line`."""
     lines = (line.strip() for line in text.splitlines())
     return escape_line(next((line for line in lines if line), ""))
 
 
 def describe_exception(error: BaseException) -> str:
-    """`raised KeyError: 'x'`, on one line; for an exit, that it was one."""
+    """Describe an exception or exit on one line: `raised KeyError: 'x'`."""
     return first_line(
         f"called sys.exit({error.code!r})"
         if isinstance(error, SystemExit)
@@ -102,11 +105,12 @@ def describe_exception(error: BaseException) -> str:
 
 
 def check_value(value: Any, tokens: int) -> Judged:
-    """(reward, parts, token rewards) of what a reward function returned for an answer of `tokens`
-    tokens; nan for a token given None.
+    """Check the return value of a reward function for a response of `tokens` tokens.
 
-    Raises ValueError that says what is wrong: no number, not finite or too large, no `reward` in a
-    dict, another count of token rewards."""
+    Returns (reward, parts, token rewards), with nan for a token given None. Raises ValueError that
+    names the defect: not a number, not finite, too large, a dict without `reward`, a wrong count of
+    token rewards.
+    """
     parts: dict[str, float] = {}
     per_token = None
     if isinstance(value, dict):
@@ -121,48 +125,49 @@ def check_value(value: Any, tokens: int) -> Judged:
         per_token = per_token.tolist() if hasattr(per_token, "tolist") else per_token
         if not isinstance(per_token, list | tuple) or len(per_token) != tokens:
             raise ValueError(f"token_rewards must be a list of {tokens} numbers, one a token")
-        # nan: nothing was said of this token
+        # nan: no reward for this token
         per_token = [math.nan if x is None else check_number(x, "token_rewards") for x in per_token]
     return check_number(value, "reward"), parts, per_token
 
 
 def check_number(value: Any, name: str) -> float:
-    """A float that a reward may be, also from a bool or a numpy number; ValueError otherwise."""
+    """Convert to a finite float, also from bool or numpy numbers. Raises ValueError."""
     if not (isinstance(value, bool | int | float) or hasattr(value, "__float__")):
         raise ValueError(f"{name} is a {type(value).__name__}, not a number")
     try:
-        found = float(value)
+        number = float(value)
     except OverflowError:
-        found = math.inf
-    outcomes.check_number(found, name)
-    return found
+        number = math.inf
+    outcomes.check_number(number, name)
+    return number
 
 
 def check_or_explain(value: Any, tokens: int) -> Judged | str:
-    """`check_value`, or why not."""
+    """Return `check_value`, or its error as text."""
     try:
         return check_value(value, tokens)
     except Exception as error:
         return first_line(
-            "what the reward function returned cannot be used: "
+            "the reward function returned an unusable value: "
             f"{error if type(error) is ValueError else describe_exception(error)}"
         )
 
 
 def split_results(values: Any, calls: list[RewardCall]) -> list[Judged | str]:
-    """What a function that takes lists returned, answer by answer.  Raises ValueError unless it is
-    one value for each.
+    """Split the return value of a function that takes lists by response.
+
+    Raises ValueError unless it has one value for each.
     """
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, list | tuple) or len(values) != len(calls):
-        got = (
+        returned = (
             f"{len(values)} values"
             if isinstance(values, list | tuple)
             else f"a {type(values).__name__}"
         )
         raise ValueError(
-            f"it takes lists (`batched`), and returned {got} for {len(calls)} answers: return a "
-            "list of as many"
+            f"it takes lists (`batched`), and returned {returned} for {len(calls)} responses: "
+            "return a list of the same length"
         )
     return [check_or_explain(v, len(c.tokens)) for v, c in zip(values, calls, strict=True)]
 
@@ -171,25 +176,25 @@ def split_results(values: Any, calls: list[RewardCall]) -> list[Judged | str]:
 
 
 def resolve(path: str) -> Callable[..., Any]:
-    """`module:function`, looked up from the working directory too, or `file.py:function`.  Raises
-    ConfigError.
+    """Import `module:function` (also from the working directory) or `file.py:function`.
+
+    Raises ConfigError.
     """
     module, _, name = path.rpartition(":")
     try:
-        found = getattr(importing.module(module), name)
+        function = getattr(importing.module(module), name)
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"reward.function = {path}: importing it {describe_exception(error)}; write "
-            "module:function, "
-            "importable from here, or file.py:function"
+            "module:function, importable from here, or file.py:function"
         ) from error
-    if not callable(found):
+    if not callable(function):
         raise ConfigError(f"reward.function = {path}: is not a function")
-    return found  # type: ignore[no-any-return]
+    return function  # type: ignore[no-any-return]
 
 
 def load_judge(setup: RewardWorkerSetup) -> Callable[..., Any]:
-    """What judges.  Raises ConfigError."""
+    """Build the reward function that the config asks for. Raises ConfigError."""
     settings = setup.reward
     if settings.model.path:
         from actors.scorers.reward_model import RewardModelScorer
@@ -197,8 +202,8 @@ def load_judge(setup: RewardWorkerSetup) -> Callable[..., Any]:
         return RewardModelScorer(settings.model)
     function = None
     if settings.function:
-        given = ("judge",) if settings.judge.url else ()
-        function = in_our_form(resolve(settings.function), settings.function, given)
+        bound_names = ("judge",) if settings.judge.url else ()
+        function = in_our_form(resolve(settings.function), settings.function, bound_names)
     if not settings.judge.url:
         return function or get_task(setup.task).reward
     from actors.scorers import judge
@@ -208,8 +213,8 @@ def load_judge(setup: RewardWorkerSetup) -> Callable[..., Any]:
         return judge.JudgeReward(client)
     if not is_async(function) or "judge" not in inspect.signature(function).parameters:
         raise ConfigError(
-            f"reward.function = {settings.function}: with [reward.judge] it is `async def "
-            "reward(prompt, text, judge)`, which asks by `await judge.ask(messages)`"
+            f"reward.function = {settings.function}: with [reward.judge], write `async def "
+            "reward(prompt, text, judge)`, which calls `await judge.ask(messages)`"
         )
     bound = functools.partial(function, judge=client)
     bound.batched = takes_lists(function)  # type: ignore[attr-defined]
@@ -217,15 +222,16 @@ def load_judge(setup: RewardWorkerSetup) -> Callable[..., Any]:
 
 
 def takes_lists(function: Callable[..., Any]) -> bool:
-    """Is it marked by `function.batched = True`: (list of prompts, list of texts) -> list of
-    rewards?
+    """Whether the function is marked by `function.batched = True`.
+
+    Such a function maps (list of prompts, list of texts) to a list of rewards.
     """
     return bool(getattr(function, "batched", False))
 
 
 @functools.cache
 def takes_tokens(function: Callable[..., Any]) -> bool:
-    """Has it a parameter `tokens`?"""
+    """Whether the function has a parameter `tokens`."""
     try:
         return "tokens" in inspect.signature(function).parameters
     except (TypeError, ValueError):  # a builtin without a signature
@@ -233,8 +239,9 @@ def takes_tokens(function: Callable[..., Any]) -> bool:
 
 
 def call_function(function: Callable[..., Any], calls: list[RewardCall]) -> Any:
-    """The function on these answers: on lists of them where it takes lists, with `tokens` where it
-    has such a parameter.
+    """Call the function on these responses.
+
+    Lists where it takes lists, and `tokens` where it has such a parameter.
     """
     prompts = [c.prompt for c in calls]
     texts = [c.text for c in calls]
@@ -263,17 +270,18 @@ def results(
 
 
 def call(function: Callable[..., Any], prompt: Prompt, text: str, tokens: list[int]) -> Judged:
-    """Judge one answer here, awaiting the function when it is async.  Raises what it raises, and
-    ValueError for what it returns.
+    """Judge one response here, awaiting the function when it is async.
+
+    Raises the function's exception, and ValueError for an unusable return value.
     """
     calls = [RewardCall(prompt, text, tokens)]
     value = _awaited(call_function(function, calls))
     if not takes_lists(function):
         return check_value(value, len(tokens))
-    (found,) = split_results(value, calls)
-    if isinstance(found, str):
-        raise ValueError(found)
-    return found
+    (result,) = split_results(value, calls)
+    if isinstance(result, str):
+        raise ValueError(result)
+    return result
 
 
 def _awaited(value: Any) -> Any:
@@ -288,7 +296,7 @@ async def _wait_for(awaited: Any) -> Any:
 
 
 def encoded(reply: RewardReply) -> bytes:
-    """One frame; a reply that cannot be sent says so instead."""
+    """Encode one frame; a reply that cannot be encoded becomes a failure."""
     try:
         payload = msgspec.msgpack.encode(reply)
         if len(payload) > FRAME_BYTES:
@@ -301,33 +309,32 @@ def encoded(reply: RewardReply) -> bytes:
 
 
 def returned(
-    unit: RewardUnit, found: list[Judged | str], began: float, log: FailureLog
+    unit: RewardUnit, results: list[Judged | str], began: float, log: FailureLog
 ) -> RewardReply:
-    """The reply to a call that returned; what cannot be used of it goes to the log."""
-    for call_, value in zip(unit.calls, found, strict=True):
+    """Build the reply to a call that returned, and log its unusable results."""
+    for call_, value in zip(unit.calls, results, strict=True):
         if isinstance(value, str):
             log.note(call_.prompt, call_.text, value)
-    return RewardReply("ok", unit.id, found, "", began, time.monotonic())
+    return RewardReply("ok", unit.id, results, "", began, time.monotonic())
 
 
 def failed(unit: RewardUnit, error: BaseException, began: float, log: FailureLog) -> RewardReply:
-    """The reply to a call that raised.  Of several answers each will be judged again, alone: which
-    of them it was is said then.
+    """Build the reply to a call that raised.
+
+    Of several responses each is judged again, alone, so the reason is logged only then.
     """
-    why = describe_exception(error) + last_frame(error)
+    reason = describe_exception(error) + last_frame(error)
     if len(unit.calls) == 1:
-        log.note(unit.calls[0].prompt, unit.calls[0].text, why, error)
-    return RewardReply("failed", unit.id, [], why, began, time.monotonic())
+        log.note(unit.calls[0].prompt, unit.calls[0].text, reason, error)
+    return RewardReply("failed", unit.id, [], reason, began, time.monotonic())
 
 
 def judge(function: Callable[..., Any], unit: RewardUnit, log: FailureLog) -> RewardReply:
-    """One call of the function, now.  Whatever it raises, an exit included, is the call's failure
-    and not the process's.
-    """
+    """Call the function now. Any exception, an exit included, fails only this call."""
     began = time.monotonic()
     try:
-        found = results(function, _awaited(call_function(function, unit.calls)), unit.calls)
-        return returned(unit, found, began, log)
+        judged = results(function, _awaited(call_function(function, unit.calls)), unit.calls)
+        return returned(unit, judged, began, log)
     except BaseException as error:
         return failed(unit, error, began, log)
 
@@ -335,36 +342,37 @@ def judge(function: Callable[..., Any], unit: RewardUnit, log: FailureLog) -> Re
 async def judge_later(
     function: Callable[..., Any], unit: RewardUnit, deadline_s: float, log: FailureLog
 ) -> RewardReply:
-    """The same beside others of its kind.  One that does not end by the deadline, nor when it is
-    cancelled, is left behind.
+    """Call an async function beside others, with a deadline.
+
+    A call that ignores both the deadline and its cancellation is abandoned.
     """
     began = time.monotonic()
 
     async def guarded() -> RewardReply:
         try:
-            found = results(function, await call_function(function, unit.calls), unit.calls)
-            return returned(unit, found, began, log)
-        except JudgeBudgetSpent as error:  # every other call would say the same
+            judged = results(function, await call_function(function, unit.calls), unit.calls)
+            return returned(unit, judged, began, log)
+        except JudgeBudgetSpent as error:  # every further call would fail the same way
             return RewardReply("broken", unit.id, [], str(error), began, time.monotonic())
         except BaseException as error:  # an exit in a task would end the loop
             return failed(unit, error, began, log)
 
-    held = DeadlinePause()
-    of_this_call.set(held)
+    pause = DeadlinePause()
+    of_this_call.set(pause)
     task = asyncio.create_task(guarded())
-    left = deadline_s
-    while left > 0:
-        done, _ = await asyncio.wait({task}, timeout=left)
+    remaining_s = deadline_s
+    while remaining_s > 0:
+        done, _ = await asyncio.wait({task}, timeout=remaining_s)
         if done:
             return task.result()
         now = time.monotonic()
-        left = began + deadline_s + held.seconds(now) - now
+        remaining_s = began + deadline_s + pause.seconds(now) - now
     task.cancel()
     return RewardReply("hung", unit.id, [], "", began, time.monotonic())
 
 
 def serve(wire: socket.socket) -> None:
-    """Answer calls until the other side closes."""
+    """Answer calls until the parent closes the socket."""
     stream = wire.makefile("rb")
     setup = msgspec.msgpack.decode(_read(stream) or b"", type=RewardWorkerSetup)
     try:
@@ -385,7 +393,7 @@ def serve(wire: socket.socket) -> None:
 
 
 def _read(stream: Any) -> bytes | None:
-    """One frame's payload; None at the end."""
+    """Read one frame's payload; None at the end."""
     head = stream.read(4)
     size = int.from_bytes(head, "big")
     payload: bytes = stream.read(size) if len(head) == 4 else b""
@@ -395,14 +403,14 @@ def _read(stream: Any) -> bytes | None:
 async def _serve_async(
     wire: socket.socket, function: Callable[..., Any], setup: RewardWorkerSetup
 ) -> None:
-    """Units begin in the order in which they came, at most `concurrency` at once."""
+    """Run units in arrival order, at most `concurrency` at once."""
     reader, writer = await asyncio.open_unix_connection(sock=wire, limit=FRAME_BYTES)
     gate = asyncio.Semaphore(setup.reward.concurrency)
     running = set[asyncio.Task[None]]()
     log = FailureLog(setup.run_dir)
 
     async def beat() -> None:
-        """Waits for a turn have no end that the parent could know."""
+        """Report liveness: how long calls wait for their turn is unknown to the parent."""
         while True:
             await asyncio.sleep(BEAT_S)
             writer.write(encoded(RewardReply("alive", ended=time.monotonic())))
@@ -428,7 +436,7 @@ async def _serve_async(
 
 
 class BoundedOutput(io.TextIOBase):
-    """What a reward function prints: to the process's log, up to so many characters."""
+    """The process's log for the function's output, up to a number of characters."""
 
     def __init__(self, to: TextIO, most: int = PRINTED_CHARACTERS) -> None:
         self.to = to

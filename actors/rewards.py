@@ -1,25 +1,27 @@
-"""Rewards: a task's own in place, anybody else's in processes of their own, under a deadline.
+"""Rewards: built-in ones in place, user code in separate processes with deadlines.
 
 A reward function is `def reward(prompt: Prompt, text: str) -> float | dict`, given as
-`module:function`.  A dict names the parts; `reward` among them counts, `token_rewards` may be a
-list of one number a token (None: of this token nothing is said), which `advantage.name` = gae,
-reinforce_pp and grpo (process supervision) train on in its place.  A function with a parameter
-`tokens` is given the answer's token ids too, the stop token included.  As `async def` its calls are
-awaited together, at most `reward.concurrency` in a process.  With `reward.batched = True` it takes
-lists, (prompts, texts), and returns a list of as many. What raises, returns something else or hangs
-is a failed sample ("data: why"; "machinery: why" when its process died), never a reward of 0.
+`module:function`. A dict names the parts. `reward` among them is the reward; `token_rewards` may be
+a list of one number per token (None: no reward for this token), on which `advantage.name` = gae,
+reinforce_pp and grpo (process supervision) train instead. A function with a parameter `tokens`
+receives the response's token ids too, including the stop token. Calls of an `async def` function
+are awaited together, at most `reward.concurrency` per process. With `reward.batched = True` the
+function takes lists, (prompts, texts), and returns a list of the same length. A call that raises,
+returns anything else or hangs makes a failed sample ("data: reason"; "machinery: reason" when its
+process exited), never a reward of 0.
 
-A thread feeds the processes, so that none waits for the generator's next look:
+A thread feeds the processes, so that none waits for the generator's next poll:
 
 ```
-submit, poll --inbox--> queue --units--> in a process's hands: the first `window` under way,
-     ^                    ^                  |                 a little ahead in its socket
+submit, poll --inbox--> queue --units--> a process: the first `window` running,
+     ^                    ^                  |      a few ahead in its socket
      +-----results--------+---(lost)---------+
 ```
 
-A process that hangs or dies was working on its first `window` units, and on nothing else: units
-begin in order, and each is answered at once.  If these are a single answer, that one has failed.
-Of several nobody knows which: each is judged again, alone."""
+Units begin in order and each is answered at once. A process that hangs or exits was therefore
+working on its first `window` units and on nothing else. If these hold a single response, that one
+has failed. Of several the faulty one is unknown: each is judged again, alone.
+"""
 
 from __future__ import annotations
 
@@ -55,31 +57,30 @@ from asyncrl.transport import child
 from asyncrl.transport.child import frame
 
 Key = tuple[int, int, int]
-# the first import may be slow, or a call be given longer; its deadline starts when the process is
-# ready
+# for a start with slow imports; a longer call deadline replaces it, as the deadline of a process
+# that is not ready
 GRACE_S = 60.0
 # processes in a row that end before they are ready: the function's module cannot be imported here
 START_TRIES = 3
-# work in a process's socket beyond what it is doing: longer calls wait in the common queue for
-# whoever is free
+# seconds of work queued in a process's socket; longer calls wait in the common queue for the first
+# free process
 AHEAD_S = 0.05
-AHEAD_BYTES = 64 * 1024  # and never more than a socket holds
-MOST_AHEAD = 128  # units: what stands behind one that hangs waits for its deadline
-REST_S = 0.002  # between two looks: replies are read together
-# a process of coroutines ends each by itself at the deadline; only one whose loop is blocked is
-# ended by us
+AHEAD_BYTES = 64 * 1024  # the capacity of a socket bounds the work ahead
+MOST_AHEAD = 128  # units: those behind a hanging one wait for its deadline
+REST_S = 0.002  # between two polls, so that replies are read together
+# a process of coroutines cancels each at the deadline; the pool ends it only if its loop is blocked
 SLACK_S = 1.0
-TURN_S = 0.5  # the thread looks at least so often
-STUCK_S = 30.0  # after so long without a look, it is not taken to be working any more
-# a measurement: so long, so many calls a process, or this long at most
+TURN_S = 0.5  # the longest wait of the thread
+STUCK_S = 30.0  # a thread that makes no turn for so long counts as stuck
+# one measurement: so many seconds, so many calls per process, or this long at most
 GROW_S = 1.0
 GROW_CALLS = 8
 GROW_MOST_S = 10.0
-WORTH = 1.25  # a doubled pool must do so much more to be doubled again
+WORTH = 1.25  # a doubled pool must reach this speedup to be doubled again
 
 
 class RewardResult(NamedTuple):
-    """What an answer's reward came to."""
+    """The reward of one response."""
 
     key: Key
     reward: float
@@ -90,53 +91,54 @@ class RewardResult(NamedTuple):
 
 @dataclass
 class _RewardJob:
-    """One answer to be judged."""
+    """One response to be judged."""
 
     key: Key
     call: RewardCall
-    at: float  # when it was handed in
+    at: float  # when it was submitted
 
 
 @dataclass
 class RewardTiming:
-    """What the calls took, since the start; the generator's numbers are made of it."""
+    """Durations of the calls, summed since the start, for the generator's metrics."""
 
     judged: int = 0
-    waited_s: float = 0.0  # from being handed in to the result, summed over answers
-    called_s: float = 0.0  # in the function, its share of a list's call
+    waited_s: float = 0.0  # from submission to result, summed over responses
+    called_s: float = 0.0  # inside the function
 
 
 class _RewardProcess(child.ChildProcess):
-    """A reward process and the units in its hands, in the order in which they were sent."""
+    """A reward process and the units sent to it, in sending order."""
 
     def __init__(self, setup: bytes) -> None:
         super().__init__("actors.reward_worker", setup)
-        self.units: dict[int, tuple[list[_RewardJob], int]] = {}  # id -> (its answers, its bytes)
+        self.units: dict[int, tuple[list[_RewardJob], int]] = {}  # id -> (its responses, its bytes)
         self.bytes = 0
-        self.alone = False  # it has one answer that nothing else may be blamed for
+        self.alone = False  # reserved for one suspect, which may be the only unit
         self.ready = False
         self.batched = False
         self.window = 1
-        # its start; then when its oldest unit can have begun at the latest
+        # when the process started; once ready, the latest time its oldest unit can have begun
         self.since = time.monotonic()
 
     def running_jobs(self) -> list[_RewardJob]:
-        """The answers it is working on."""
+        """Return the responses that the process is working on."""
         return [job for jobs, _ in list(self.units.values())[: self.window] for job in jobs]
 
     def queued_jobs(self) -> list[_RewardJob]:
-        """Those it has not begun."""
+        """Return the responses that the process has not begun."""
         return [job for jobs, _ in list(self.units.values())[self.window :] for job in jobs]
 
     def receive(self) -> tuple[list[RewardReply], bool]:
-        """The replies that have come, and whether it has closed.  Raises msgspec.MsgspecError for
-        what is no reply.
+        """Return the replies that have arrived and whether the process closed its socket.
+
+        Raises msgspec.MsgspecError for bytes that do not decode.
         """
         payloads, closed = self.payloads()
         return [_reply(payload) for payload in payloads], closed
 
     def end(self) -> int:
-        """End it; its exit code if it had ended by itself."""
+        """End the process; return its exit code if it had exited by itself."""
         try:
             return self.process.wait(0.2 if self.ready else 0.0)
         except subprocess.TimeoutExpired:
@@ -150,7 +152,7 @@ _reply = msgspec.msgpack.Decoder(RewardReply).decode
 
 
 def call_timeout_s(settings: RewardConfig) -> float:
-    """Seconds of one call: a judge's requests have their own."""
+    """Return the deadline of one call in seconds; a judge's requests have their own."""
     if not settings.judge.url:
         return settings.deadline_s
     from actors.scorers.judge import longest_s
@@ -159,7 +161,7 @@ def call_timeout_s(settings: RewardConfig) -> float:
 
 
 def judge_name(settings: RewardConfig) -> str:
-    """Who judges, as the config has it."""
+    """Return the config line that names the source of rewards, for messages."""
     if settings.model.path:
         return f"reward.model.path = {settings.model.path}"
     if settings.judge.url and not settings.function:
@@ -168,7 +170,7 @@ def judge_name(settings: RewardConfig) -> str:
 
 
 def idle_cores() -> Callable[[], float]:
-    """A function that says how many of this process's cores were idle since it was last called."""
+    """Return a function that counts this process's cores idle since its last call."""
     import psutil
 
     mine = sorted(os.sched_getaffinity(0))
@@ -176,23 +178,23 @@ def idle_cores() -> Callable[[], float]:
 
     def idle_share() -> float:
         nonlocal last
-        before = last
+        earlier = last
         last = psutil.cpu_times(percpu=True)
         idle = 0.0
-        for core in (c for c in mine if c < min(len(before), len(last))):
-            # beyond the eighth, guests' time is counted twice
-            spent = sum(last[core][:8]) - sum(before[core][:8])
-            idle += (last[core].idle - before[core].idle) / spent if spent > 0 else 0.0
+        for core in (c for c in mine if c < min(len(earlier), len(last))):
+            # fields beyond the eighth count guest time twice
+            spent = sum(last[core][:8]) - sum(earlier[core][:8])
+            idle += (last[core].idle - earlier[core].idle) / spent if spent > 0 else 0.0
         return idle
 
     return idle_share
 
 
 def next_pool_size(workers: int, cores: int, idle: float, rate: float, before: float) -> int:
-    """Processes from now on, of a pool that had more to do than it could: twice as many, as idle
-    cores allow, while that pays.
+    """Return the next number of processes of a pool that always had work waiting.
 
-    rate: calls a second now; before: those before it was last enlarged, 0 if it never was.
+    Twice as many, as far as idle cores allow, while the last enlargement paid. rate: calls per
+    second now. before: the rate before the last enlargement; 0: none yet.
 
     >>> next_pool_size(1, 8, 6.0, 10.0, 0.0), next_pool_size(2, 8, 5.0, 19.0, 10.0)
     (2, 4)
@@ -207,8 +209,9 @@ def next_pool_size(workers: int, cores: int, idle: float, rate: float, before: f
 
 
 class _RewardPool(threading.Thread):
-    """The thread that feeds the processes.  `inbox`, `results` and `wake` are its doors; all else
-    is its own.
+    """The thread that feeds the processes.
+
+    Other threads touch only `inbox`, `results` and `wake`.
     """
 
     def __init__(self, config: Config, run_dir: Path | None = None) -> None:
@@ -217,15 +220,15 @@ class _RewardPool(threading.Thread):
         self.named = judge_name(settings)
         self.deadline_s = call_timeout_s(settings)
         self.batch = settings.batch
-        place = str(run_dir.resolve()) if run_dir else ""
+        directory = str(run_dir.resolve()) if run_dir else ""
         self.log = f"; reward.log: {run_dir / LOG}" if run_dir else ""
         self.setup = msgspec.msgpack.encode(
-            RewardWorkerSetup(settings, config.task, self.deadline_s, place)
+            RewardWorkerSetup(settings, config.task, self.deadline_s, directory)
         )
         self.inbox: deque[_RewardJob] = deque()
         self.results: deque[tuple[_RewardJob, RewardResult, float]] = (
             deque()
-        )  # with when its call ended
+        )  # job, result, end of the call
         self.spans: deque[tuple[float, float, int]] = deque()  # calls: began, ended, answers
         self.queue: deque[_RewardJob] = deque()
         self.suspects: deque[_RewardJob] = deque()  # to be judged alone
@@ -260,7 +263,7 @@ class _RewardPool(threading.Thread):
     def wake_up(self) -> None:
         try:
             self.wake.send(b"x")
-        except OSError:  # it has enough reasons to wake up
+        except OSError:  # the buffer is full, so the thread wakes up anyway
             pass
 
     # ---- the thread ------------------------------------------------------------------------------
@@ -269,11 +272,11 @@ class _RewardPool(threading.Thread):
         try:
             while not self.closing:
                 self.step()
-        except BaseException as error:  # said by the next poll
+        except BaseException as error:  # raised by the next poll
             self.error = error
 
     def end(self) -> None:
-        """Close what it has; when its thread runs, end that first."""
+        """Stop the thread if it runs, then end the processes."""
         self.closing = True
         self.wake_up()
         if self.is_alive():
@@ -284,7 +287,7 @@ class _RewardPool(threading.Thread):
         self.wake.close()
 
     def step(self) -> None:
-        """Wait for something, take in what came, give out what can be given."""
+        """Wait for an event, read replies and send out work."""
         self.turned = time.monotonic()
         self._wait()
         while self.inbox:
@@ -298,7 +301,7 @@ class _RewardPool(threading.Thread):
         if self.cores > len(self.processes):
             self._measure()
         if not self.closing:
-            time.sleep(REST_S)  # whoever can be fed is fed
+            time.sleep(REST_S)
 
     def _wait(self) -> None:
         now = time.monotonic()
@@ -326,15 +329,14 @@ class _RewardPool(threading.Thread):
         )
 
     def _receive(self, process: _RewardProcess) -> None:
-        dead = (
-            process.process.poll() is not None
-        )  # looked at before the last of its replies is read
+        # checked first: the last replies of a process that has exited are still read below
+        dead = process.process.poll() is not None
         try:
             replies, closed = process.receive()
         except msgspec.MsgspecError as error:
             self._replace(
                 process,
-                RewardFailure("machinery", f"what the reward process sent is no reply ({error})"),
+                RewardFailure("machinery", f"the reward process sent an invalid reply ({error})"),
             )
             return
         for reply in replies:
@@ -363,11 +365,11 @@ class _RewardPool(threading.Thread):
         self.spans.append((reply.began, reply.ended, len(jobs)))
         self.done += len(jobs)
         if reply.kind == "ok":
-            for job, found in zip(jobs, reply.results, strict=True):
-                if isinstance(found, str):
-                    self._fail(job, RewardFailure("data", found), reply.ended, self.log)
+            for job, result in zip(jobs, reply.results, strict=True):
+                if isinstance(result, str):
+                    self._fail(job, RewardFailure("data", result), reply.ended, self.log)
                 else:
-                    self.results.append((job, RewardResult(job.key, *found, ""), reply.ended))
+                    self.results.append((job, RewardResult(job.key, *result, ""), reply.ended))
         elif reply.kind == "hung":
             self.hangs += 1
             self._blame(jobs, self._hung(), reply.ended)
@@ -381,19 +383,19 @@ class _RewardPool(threading.Thread):
         )
 
     def _fail(self, job: _RewardJob, failure: RewardFailure, ended: float, log: str = "") -> None:
-        """log: where the worker has written more of it."""
+        """Report a failed response. log: where the worker has written more about it."""
         call = job.call
         prompt, response = format_text(call.prompt.text), format_text(call.text)
-        why = f"{failure.why}; prompt {prompt}, response {response}{log}"
-        result = RewardResult(job.key, 0.0, {}, None, RewardFailure(failure.kind, why))
+        reason = f"{failure.why}; prompt {prompt}, response {response}{log}"
+        result = RewardResult(job.key, 0.0, {}, None, RewardFailure(failure.kind, reason))
         self.results.append((job, result, ended))
 
     def _blame(
-        self, jobs: list[_RewardJob], why: RewardFailure, ended: float, log: str = ""
+        self, jobs: list[_RewardJob], failure: RewardFailure, ended: float, log: str = ""
     ) -> None:
-        """One of these answers is to blame: the only one, or who it is will be seen."""
+        """Fail a single response; of several, queue each to be judged alone."""
         if len(jobs) == 1:
-            self._fail(jobs[0], why, ended, log)
+            self._fail(jobs[0], failure, ended, log)
         else:
             self.suspects.extend(jobs)
 
@@ -410,8 +412,8 @@ class _RewardPool(threading.Thread):
             code = process.end()
         else:
             process.kill()
-        why = failure.why.replace("{code}", str(code))
-        self._blame(process.running_jobs(), RewardFailure(failure.kind, why), time.monotonic())
+        reason = failure.why.replace("{code}", str(code))
+        self._blame(process.running_jobs(), RewardFailure(failure.kind, reason), time.monotonic())
         self.queue.extendleft(reversed(process.queued_jobs()))
         self.unborn += not process.ready
         if self.unborn >= START_TRIES:
@@ -427,7 +429,7 @@ class _RewardPool(threading.Thread):
         free = [process for process in self.processes if process.ready and not process.alone]
         if self.suspects and free:
             process = min(free, key=lambda x: len(x.units))
-            free.remove(process)  # it gets nothing else, so that it will be empty
+            free.remove(process)  # no other work, so that it becomes empty
             if not process.units:
                 process.alone = True
                 jobs = [self.suspects.popleft()]
@@ -441,17 +443,15 @@ class _RewardPool(threading.Thread):
             ]
         ):
             most = max(room[process] for process in free)
-            for process in [
-                process for process in free if room[process] == most
-            ]:  # one for each, in turn
+            for process in [process for process in free if room[process] == most]:
                 if not self.queue:
                     break
-                many = (
+                count = (
                     min(self.batch, math.ceil(len(self.queue) / len(free)))
                     if process.batched
                     else 1
                 )
-                jobs = [self.queue.popleft() for _ in range(many)]
+                jobs = [self.queue.popleft() for _ in range(count)]
                 given.setdefault(process, []).append(jobs)
                 room[process] -= 1
                 process.bytes += _size(jobs)
@@ -459,9 +459,7 @@ class _RewardPool(threading.Thread):
             self._send(process, groups)
 
     def _capacity(self, process: _RewardProcess) -> int:
-        """Units that it may have in its hands: those under way, and some ahead when they are
-        short.
-        """
+        """Return how many units a process may hold: those running, plus short ones ahead."""
         return process.window + (
             min(MOST_AHEAD, int(AHEAD_S * process.window / self.call_s)) if self.call_s else 0
         )
@@ -479,7 +477,7 @@ class _RewardPool(threading.Thread):
     # ---- its size --------------------------------------------------------------------------------
 
     def waiting(self) -> int:
-        """Calls that no process has begun."""
+        """Count the calls that no process has begun."""
         return (
             len(self.queue)
             + len(self.suspects)
@@ -487,9 +485,7 @@ class _RewardPool(threading.Thread):
         )
 
     def _measure(self) -> None:
-        """Enlarge the pool when answers waited all the time, cores were idle, and the last
-        enlargement paid.
-        """
+        """Enlarge the pool if calls always waited, cores were idle and the last step paid."""
         now = time.monotonic()
         waiting = self.waiting()
         if not waiting or not all(process.ready for process in self.processes):
@@ -511,7 +507,7 @@ class _RewardPool(threading.Thread):
 
 
 def _size(jobs: list[_RewardJob]) -> int:
-    """About what they make in bytes."""
+    """Estimate the bytes of these jobs in a message."""
     return sum(
         64
         + 4
@@ -526,9 +522,7 @@ def _size(jobs: list[_RewardJob]) -> int:
 
 
 def check(config: Config) -> None:
-    """Import `reward.function`, or load what judges, in a process like those that will.  Raises
-    ConfigError when that cannot be.
-    """
+    """Start and stop one reward process. Raises ConfigError when it cannot start."""
     pool = _RewardPool(
         msgspec.structs.replace(config, reward=msgspec.structs.replace(config.reward, workers=1))
     )
@@ -540,20 +534,21 @@ def check(config: Config) -> None:
 
 
 class RewardRunner:
-    """Submit answers, poll results.  Results may come in any order; each submitted key comes back
-    exactly once.
+    """Submits responses and polls their rewards.
 
-    In place when the task judges and `reward.workers` is 0 or "auto"; otherwise in processes, of
-    which there are `reward.workers` (at least 1), or as many as turn out to pay ("auto"); one for a
-    judge or a model.  run_dir: where a judge's replies and what it spent are kept."""
+    Results come in any order; each submitted key comes back exactly once. Rewards run in place when
+    the task computes them and `reward.workers` is 0 or "auto". Otherwise they run in
+    `reward.workers` processes (at least 1) or, with "auto", in as many as pay off; a judge or a
+    reward model has one. run_dir: where a judge's replies and spending are kept.
+    """
 
     def __init__(self, config: Config, task: Any, run_dir: Path | None = None) -> None:
         self.task = task
         self.done: list[RewardResult] = []
         self.fresh: list[_RewardJob] = []
         self.timing = RewardTiming()
-        self.waiting = 0  # submitted, not yet given back
-        # told of each call to a process: name, began, ended, answers
+        self.waiting = 0  # submitted, not yet returned by `poll`
+        # receives each call in a process: name, began, ended, responses
         self.timed: Callable[[str, float, float, int], None] | None = None
         settings = config.reward
         self.judge = settings.judge
@@ -577,14 +572,13 @@ class RewardRunner:
 
     @property
     def is_working(self) -> bool:
-        """Will what waits be judged, or fail at its deadline?  False only if the thread that sees
-        to it is stuck.
-        """
+        """Whether the feeding thread makes progress, so that waiting calls will end."""
         return self.pool is None or time.monotonic() - self.pool.turned < STUCK_S
 
     def numbers(self) -> dict[str, float]:
-        """Sums since the start, and the state now, for the metrics; empty when rewards are judged
-        in place.
+        """Return metrics: sums since the start, and the current state.
+
+        Empty when rewards are judged in place.
         """
         if self.pool is None:
             return {}
@@ -599,8 +593,9 @@ class RewardRunner:
         }
 
     def submit(self, key: Key, prompt: Prompt, text: str, tokens: Any) -> None:
-        """Judge `text`, whose token ids are `tokens`, the stop token included.  Processes get it at
-        the next `poll`.
+        """Submit `text` with its token ids `tokens`, including the stop token.
+
+        Processes receive it at the next `poll`.
         """
         self.waiting += 1
         if self.pool is not None:
@@ -618,13 +613,13 @@ class RewardRunner:
             self.done.append(RewardResult(key, 0.0, {}, None, failure))
 
     def poll(self) -> list[RewardResult]:
-        """What is done by now.  Raises ConfigError when no process can start."""
+        """Return the finished results. Raises ConfigError when no process can start."""
         if self.pool is not None:
             self._exchange(self.pool)
-        out = self.done
+        results = self.done
         self.done = []
-        self.waiting -= len(out)
-        return out
+        self.waiting -= len(results)
+        return results
 
     def _exchange(self, pool: _RewardPool) -> None:
         if isinstance(pool.error, AsyncrlError):
@@ -648,12 +643,12 @@ class RewardRunner:
             self.done.append(result)
 
     def collect(self) -> list[RewardResult]:
-        """What all that was submitted came to, by key."""
-        out = self.poll()
+        """Wait for all submitted responses and return their results, sorted by key."""
+        results = self.poll()
         while self.waiting:
             time.sleep(REST_S)
-            out += self.poll()
-        return sorted(out, key=lambda r: r[0])
+            results += self.poll()
+        return sorted(results, key=lambda r: r[0])
 
     def close(self) -> None:
         """End the processes."""
@@ -663,14 +658,12 @@ class RewardRunner:
 
 
 def judge_all(
-    config: Config, task: Any, answers: Sequence[tuple[Prompt, str, list[int]]]
+    config: Config, task: Any, responses: Sequence[tuple[Prompt, str, list[int]]]
 ) -> list[RewardResult]:
-    """Judge (prompt, text, token ids) as a run would, and wait for it; one result each, in their
-    order.
-    """
+    """Judge (prompt, text, token ids) triples as a run would; return results in order."""
     runner = RewardRunner(config, task)
     try:
-        for index, (prompt, text, tokens) in enumerate(answers):
+        for index, (prompt, text, tokens) in enumerate(responses):
             runner.submit((index, 0, 0), prompt, text, tokens)
         return runner.collect()
     finally:

@@ -293,7 +293,7 @@ def test_a_function_that_takes_lists(runner: Callable[..., RewardRunner]) -> Non
         ("raise", "data: the reward raised KeyError"),
         ("die", "machinery: the reward process ended (3)"),
         ("hang", "data: the reward hung"),
-        ("none", "data: what the reward function returned"),
+        ("none", "data: the reward function returned"),
         ("short", "and returned 2 values for 1 answers"),
     ],
 )
