@@ -392,7 +392,7 @@ class EmbeddedEngine:
             self.cache.bias[:, :, target] = old.bias[:, :, first:end]
 
     def _write_prompts(self, rows: list[int], prompts: list[np.ndarray], groups: list[Any]) -> None:
-        """Fill each row with its prompt's keys and values, and keep them for later prompts.
+        """Fill each row with its prompt's keys and values, and keep them for later.
 
         The last prompt token is excluded: it is the first decode input.
         """

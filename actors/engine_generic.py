@@ -1,9 +1,9 @@
-"""An engine for any transformers causal LM that has no packed forward: every step encodes the live
-rows anew.
+"""An engine for any transformers causal LM without a packed forward.
 
-Right for every architecture, because nothing is assumed about its cache, and slow: T steps of T
-tokens each.  A swap is always `recompute_kv` here.  Llama, Qwen2, Qwen3 and Mistral get
-actors/engine_embedded.py instead."""
+Every step encodes the live rows again. That is correct for every architecture, because it assumes
+nothing about the cache, and slow: T steps of T tokens each. A swap always acts as `recompute_kv`.
+Llama, Qwen2, Qwen3 and Mistral use actors/engine_embedded.py instead.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class GenericEngine:
 
     @torch.inference_mode()
     def step(self, steps: int = 8) -> list[Completion]:
-        out: list[Completion] = []
+        completions: list[Completion] = []
         for _ in range(steps):
             while self.queue and len(self.rows) < self.slots:
                 request = self.queue.popleft()
@@ -94,32 +94,32 @@ class GenericEngine:
                 break
             self._decode()
             self.steps_made += 1
-            done = [
+            ended = [
                 request
                 for request in self.rows
                 if request.tokens[-1] in request.request.stop
                 or len(request.tokens) >= request.request.max_new_tokens
             ]
-            self.rows = [request for request in self.rows if request not in done]
-            out += [self._answer(request) for request in done]
-        return out
+            self.rows = [request for request in self.rows if request not in ended]
+            completions += [self._answer(request) for request in ended]
+        return completions
 
     def _decode(self) -> None:
         hf = self.model.hf
         device = self.model.device
-        whole = [[*r.request.prompt.tolist(), *r.tokens] for r in self.rows]
-        width = max(map(len, whole))
-        ids = np.zeros((len(whole), width), np.int64)
-        keep = np.zeros((len(whole), width), np.int64)
-        for index, tokens_so_far in enumerate(whole):
-            ids[index, : len(tokens_so_far)], keep[index, : len(tokens_so_far)] = tokens_so_far, 1
+        sequences = [[*r.request.prompt.tolist(), *r.tokens] for r in self.rows]
+        width = max(map(len, sequences))
+        ids = np.zeros((len(sequences), width), np.int64)
+        mask = np.zeros((len(sequences), width), np.int64)
+        for index, tokens_so_far in enumerate(sequences):
+            ids[index, : len(tokens_so_far)], mask[index, : len(tokens_so_far)] = tokens_so_far, 1
         out = hf(
             input_ids=torch.from_numpy(ids).to(device),
-            attention_mask=torch.from_numpy(keep).to(device),
+            attention_mask=torch.from_numpy(mask).to(device),
             use_cache=False,
         )
-        last = torch.tensor([len(tokens_so_far) - 1 for tokens_so_far in whole], device=device)
-        logits = out.logits[torch.arange(len(whole), device=device), last].float()
+        last = torch.tensor([len(tokens_so_far) - 1 for tokens_so_far in sequences], device=device)
+        logits = out.logits[torch.arange(len(sequences), device=device), last].float()
         requests = [r.request for r in self.rows]
         uniform = torch.tensor([float(r.stream[len(r.tokens)]) for r in self.rows], device=device)
         scale = torch.tensor([1.0 / r.temperature for r in requests], device=device)

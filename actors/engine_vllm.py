@@ -1,18 +1,18 @@
-"""vLLM behind the engine protocol: the scheduler and the kernels are vLLM's, tickets, versions and
-weights are ours.
+"""vLLM behind the engine interface: its scheduler and kernels, our weights.
 
-The engine core lives in this process (no worker, no socket), so a swap happens between two of its
+The engine core runs in this process (no worker, no socket), so a swap happens between two of its
 steps and needs no pause. A swap writes the pulled bytes into the layers of vLLM's model
-(actors/vllm_swap.py; models that it does not know go through vLLM's layerwise reload, and what that
-leaves stale is packed again) and sets the version label; vLLM then reports per answer which tokens
-each version drew.  Either way can go wrong without an error, so every swap is probed: the
-log-probabilities of a few fixed tokens, from the engine, against those that the learner published
-with the weights.  No answer leaves the engine between a swap and its probe.
+(actors/vllm_swap.py) and sets the version label. Models unknown to that module go through vLLM's
+layerwise reload, and weights that stay stale are packed again. vLLM then reports per response which
+tokens each version sampled. Either way can fail without an error, so every swap is probed: the
+engine's log-probabilities of a few fixed tokens are compared with those that the learner published
+with the weights. No completion leaves the engine between a swap and its probe.
 
-Where samples are sessions, a call's prompt is what its session's earlier calls were and more.  vLLM
-keeps the keys and values of prompts and answers in whole blocks while there is memory, and a prompt
-that begins with them is encoded behind them; the salt of their names is the load, so that a call
-never begins with keys of other weights."""
+Where samples are sessions, the prompt of a call extends the earlier calls of its session. vLLM
+keeps the keys and values of prompts and responses in whole blocks while memory lasts, and encodes a
+prompt only behind the kept ones. The load count salts the block hashes, so that a call never reuses
+keys of other weights.
+"""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ from asyncrl.models.policy import load_policy, probe_ids, probe_logprobs, text_c
 
 PROBE = "probe"
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # nats, see `probe_limits`
-BLOCK = 32  # tokens in a block of keys and values; its CPU kernels want multiples of 32
+BLOCK = 32  # tokens in a block of keys and values; vLLM's CPU kernels need multiples of 32
 SETTINGS = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the core in this process
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the core in this process
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_HOST_IP": "127.0.0.1",
 }
 CPU_SETTINGS = {
-    # by default every generator would be bound to the same cores
+    # the default binds every generator to the same cores
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # one small function is compiled even in eager mode: seconds at the start
+    # vLLM compiles one small function even in eager mode, which takes seconds at the start
     "TORCHDYNAMO_DISABLE": "1",
 }
 
@@ -60,11 +60,11 @@ class SwapExtension:
     """Methods that vLLM mixes into its worker (`worker_extension_cls`)."""
 
     def asyncrl_load(self, weights: Mapping[str, torch.Tensor]) -> str:
-        """Load `weights` (transformers' names; they need not outlive the call) into the model, in
-        its own layout.
+        """Load `weights` (transformers' names) into the model in vLLM's layout.
 
-        The first time by vLLM's reload, and then, if it comes to the same, directly.  Returns why
-        it does not; "": it does."""
+        The tensors need not outlive the call. The first load uses vLLM's reload; later ones write
+        directly if that gives the same result. Returns why it does not, or "".
+        """
         worker: Any = self
         model = worker.model_runner.get_model()
         direct = getattr(worker, "asyncrl_direct", None)
@@ -84,7 +84,7 @@ class SwapExtension:
         return ""
 
     def asyncrl_sampler(self) -> None:
-        """On a CPU: put `SeededSampler` in the place of vLLM's, and take draws back by it."""
+        """On a CPU: replace vLLM's sampling by `SeededSampler` and use its rewind."""
         worker: Any = self
         runner = worker.model_runner
         inner = runner.sampler.topk_topp_sampler
@@ -94,25 +94,28 @@ class SwapExtension:
             runner._bookkeeping_sync = lambda *args, **more: self._take_back(plain, *args, **more)
 
     def _take_back(self, plain: Callable[..., Any], *args: Any, **more: Any) -> Any:
-        """vLLM's bookkeeping of a step.  A prompt that was encoded in part has drawn a token that
-        is thrown away, and its generator goes back a draw: that of a CPU has no way to, and vLLM
-        fails on it."""
+        """Run vLLM's bookkeeping of a step, rewinding generators of discarded tokens.
+
+        A partly encoded prompt has sampled a token that is discarded, so that its generator must
+        step back. A CPU generator cannot, and vLLM fails on it.
+        """
         worker: Any = self
         runner = worker.model_runner
         batch = runner.input_batch
-        thrown = np.flatnonzero(runner.discard_request_mask.np[: batch.num_reqs]).tolist()
-        held = {row: batch.generators.pop(row) for row in thrown if row in batch.generators}
-        for generator in held.values():
+        discarded = np.flatnonzero(runner.discard_request_mask.np[: batch.num_reqs]).tolist()
+        removed = {row: batch.generators.pop(row) for row in discarded if row in batch.generators}
+        for generator in removed.values():
             runner.sampler.topk_topp_sampler.forward.rewind(generator)
         try:
             return plain(*args, **more)
         finally:
-            batch.generators.update(held)
+            batch.generators.update(removed)
 
 
 def repack(model: torch.nn.Module) -> None:
-    """Pack again what the reload leaves packed from the old weights: CPU linears that also keep
-    their plain weight (tied heads).
+    """Pack again the CPU linears that vLLM's reload leaves packed from old weights.
+
+    These also keep their plain weight (tied heads).
     """
     for module in model.modules():
         if (
@@ -124,21 +127,24 @@ def repack(model: torch.nn.Module) -> None:
 
 
 class SeededSampler:
-    """vLLM's sampling on a CPU where requests have a seed: it draws a number a token from each
-    row's generator, one call each; here a generator gives AHEAD at once.  The numbers ahead outlive
-    a preemption; those of the `room` requests used last are kept.
+    """vLLM's sampling on a CPU, for requests with seeds.
 
-    A row without a generator is a probe's: nobody reads what it draws, but beside it vLLM would
-    draw otherwise for the others."""
+    vLLM asks each row's generator for one number per token, in one call each. Here a generator
+    produces AHEAD numbers at once. Unused numbers survive a preemption; those of the `room`
+    requests used last are kept.
+
+    A row without a generator belongs to a probe, whose sample is unused. It gets a number all the
+    same, because vLLM would otherwise sample the other rows differently.
+    """
 
     AHEAD = 64
 
     def __init__(self, plain: Callable[..., Any], room: int) -> None:
         self.plain = plain
         self.room = room
-        # by id, which the held generator keeps its own
+        # by id, which stays unique because the generator is kept alive
         self.ahead: OrderedDict[int, tuple[torch.Generator, list[int]]] = OrderedDict()
-        self.last: dict[int, int] = {}  # what each of these has drawn last
+        self.last: dict[int, int] = {}  # the number each of these returned last
 
     def __call__(
         self,
@@ -168,25 +174,27 @@ class SeededSampler:
         self.ahead.move_to_end(name)
         numbers = self.ahead[name][1]
         if not numbers:
-            drawn = torch.randint(0, 2**31, (self.AHEAD,), generator=generator)
-            numbers += reversed(drawn.tolist())
+            fresh = torch.randint(0, 2**31, (self.AHEAD,), generator=generator)
+            numbers += reversed(fresh.tolist())
         self.last[name] = numbers.pop()
         return self.last[name]
 
     def rewind(self, generator: torch.Generator) -> None:
-        """What it has drawn last is drawn again."""
+        """Return the generator's last number to the front of its numbers."""
         name = id(generator)
         if name in self.last:
             self.ahead[name][1].append(self.last.pop(name))
 
 
 def probe_limits(expected: np.ndarray, dtype: torch.dtype, layers: int) -> np.ndarray:
-    """How far each of the probe's log-probabilities may be off, in nats.
+    """Compute how far each log-probability of the probe may be off, in nats.
 
-    Two programs round differently: more for an unlikely token, whose logit is far from the largest,
-    and with the root of the number of layers, whose errors add up as independent ones do.  Seen in
-    bfloat16: 1e-2 with 2 layers; 0.35 at -8 nats with 30 (SmolLM2), where transformers' own is 0.2
-    from float32.  A model that lacks one of its 30 layers' outputs is 1.8 off."""
+    Two programs round differently. The difference grows for an unlikely token, whose logit is far
+    from the largest, and with the square root of the number of layers, because independent errors
+    add up that way. Measured in bfloat16: 1e-2 with 2 layers; 0.35 at -8 nats with 30 (SmolLM2),
+    where transformers' own bfloat16 is 0.2 from float32. A model without one of its 30 layers'
+    outputs is 1.8 off.
+    """
     unlikely = 1 + np.abs(expected) / 5
     deep = max(1.0, layers / 8) ** 0.5
     limits: np.ndarray = TOLERANCE[dtype] * unlikely * deep
@@ -194,10 +202,10 @@ def probe_limits(expected: np.ndarray, dtype: torch.dtype, layers: int) -> np.nd
 
 
 class ReferenceWeights:
-    """The published weights under plain transformers, for versions without a probe (those before a
-    resume, which injected lag may name).
+    """The published weights under plain transformers, for versions without a probe.
 
-    Its parameters view the published bytes: it holds no copy of its own.
+    Such versions precede a resume, and injected lag may name them. The parameters view the
+    published bytes, without a copy.
     """
 
     def __init__(self, path: str, dtype: str) -> None:
@@ -209,9 +217,9 @@ class ReferenceWeights:
         """See `asyncrl.models.policy.probe_logprobs`."""
         for name, parameter in self.model.hf.named_parameters():
             parameter.data = weights[name].cpu()
-        out = probe_logprobs(self.model)
+        logprobs = probe_logprobs(self.model)
         self._forget()
-        return out
+        return logprobs
 
     def _forget(self) -> None:
         for parameter in self.model.hf.parameters():
@@ -219,17 +227,19 @@ class ReferenceWeights:
 
 
 class VllmEngine:
-    """See `actors.engine.Engine`.  path: a Hugging Face directory.  kv_bytes: memory for keys and
-    values, 0 for what slots x context and kept_tokens need.  lora: versions are adapters, each
-    added to a copy of the base that is held beside vLLM's.
+    """See `actors.engine.Engine`. Raises ConfigError when vLLM refuses the model.
 
-    kept_tokens: of sessions, tokens that find room beside those of `slots` answers, for later calls
-    that begin with them; 0: a prompt shares keys with equal prompts alone.  None: samples are
-    single answers, whose prompts share what they can in the memory of the answers.
+    path: a Hugging Face directory. kv_bytes: memory for keys and values; 0: as much as slots x
+    context and kept_tokens need. lora: versions are adapters, each added to a copy of the base that
+    is kept beside vLLM's.
 
-    in_flight: keep_kv leaves the keys of live answers as they are; recompute_kv has vLLM preempt
-    them, forget all keys and encode them anew with the weights just loaded.  Raises ConfigError
-    when vLLM is not installed or refuses the model."""
+    kept_tokens: for sessions, the tokens kept beside those of `slots` running samples, for later
+    calls that begin with them. 0: a prompt shares keys only with equal prompts. None: samples are
+    single completions, whose prompts share keys within the memory of the running samples.
+
+    in_flight: keep_kv leaves the keys of live rows unchanged; recompute_kv makes vLLM preempt them,
+    drop all keys and encode them again with the weights just loaded.
+    """
 
     def __init__(
         self,
@@ -253,11 +263,11 @@ class VllmEngine:
         self.context = context
         self.in_flight = in_flight
         self.kept_tokens = kept_tokens
-        self.hits = self.reused = self.encoded = 0  # prompts that began with kept keys; tokens
+        self.hits = self.reused = self.encoded = 0  # prompts with kept keys; tokens
         self.dtype = getattr(torch, dtype)
         self.path = path
         self.published = published or dtype
-        self.reference: ReferenceWeights | None = None  # made when it is needed
+        self.reference: ReferenceWeights | None = None  # built on first use
         self.base = AdapterBase(load_policy(path, dtype, "cpu"), lora) if lora is not None else None
         with collection_paused():
             shape = text_config(path)
@@ -277,8 +287,8 @@ class VllmEngine:
         self.llm.collective_rpc("asyncrl_sampler")
         # id -> (request, label when it was added)
         self.requests: dict[str, tuple[CompletionRequest, Label]] = {}
-        self.expected: np.ndarray | None = None  # of the probe that is under way
-        self.kept: deque[Completion] = deque()  # answers that wait for the probe
+        self.expected: np.ndarray | None = None  # logprobs of the running probe
+        self.kept: deque[Completion] = deque()  # completions that wait for the probe
         self.label = Label(0, 0)
         self.digest = ""
         self.loads = 0
@@ -296,7 +306,7 @@ class VllmEngine:
         if self.base is not None:
             merged = self.base.merge(weights, probe)
             weights = {name: merged[name] for name in merged}
-            probe = b""  # of adapters it names their base: what to expect is computed here
+            probe = b""  # an adapter's probe identifies its base, so logprobs are computed here
         if not probe and self.reference is None:
             self.reference = ReferenceWeights(self.path, self.published)
         expected = (
@@ -304,13 +314,13 @@ class VllmEngine:
             if probe or self.reference is None
             else self.reference.logprobs(weights)
         )
-        why = self.llm.collective_rpc("asyncrl_load", args=(weights,))
-        if why and why[0] and not self.loads:
+        reasons = self.llm.collective_rpc("asyncrl_load", args=(weights,))
+        if reasons and reasons[0] and not self.loads:
             print(
-                f"generator: weights go through vLLM's own reload, which is slow: {why[0]}",
+                f"generator: loading weights by vLLM's own reload, which is slow: {reasons[0]}",
                 file=sys.stderr,
             )
-        # the last swap's probe has not run yet: this one's takes its place
+        # replace the probe of the last swap, which has not run yet
         if self.expected is not None:
             self._drop([self._id(PROBE, self.loads)])
         if self.in_flight == "recompute_kv":
@@ -320,9 +330,9 @@ class VllmEngine:
         self.loads = self.loads + 1
         self.llm.set_weight_version(f"{label.epoch}.{label.number}.{digest}")
         self.expected = expected
-        ask = params(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        settings = params(max_tokens=1, temperature=0.0, prompt_logprobs=0)
         self.llm.add_request(
-            self._id(PROBE, self.loads), self._prompt(self.ids, PROBE), ask, priority=-1
+            self._id(PROBE, self.loads), self._prompt(self.ids, PROBE), settings, priority=-1
         )
 
     def add(self, requests: Iterable[CompletionRequest]) -> None:
@@ -334,7 +344,7 @@ class VllmEngine:
                     f"not fit generator.context = {self.context}"
                 )
             name = self._id(*request.key)
-            how = params(
+            settings = params(
                 max_tokens=request.max_new_tokens,
                 temperature=request.temperature,
                 top_p=request.top_p,
@@ -345,34 +355,34 @@ class VllmEngine:
                 seed=seed,
             )
             self.requests[name] = (request, self.label)
-            asked = self._prompt(request.prompt.tolist(), request.group)
-            self.llm.add_request(name, asked, how)
+            prompt = self._prompt(request.prompt.tolist(), request.group)
+            self.llm.add_request(name, prompt, settings)
 
     def step(self, steps: int = 8) -> list[Completion]:
-        out: list[Completion] = []
+        completions: list[Completion] = []
         for _ in range(steps):
             if not self.llm.has_unfinished_requests():
                 break
             self.steps_made += 1
-            for done in self.llm.step():
-                if not done.finished:
+            for output in self.llm.step():
+                if not output.finished:
                     continue
-                if done.request_id.startswith(PROBE):
-                    self._check(done)
-                elif done.request_id in self.requests:
-                    self.kept.append(self._answer(done))
+                if output.request_id.startswith(PROBE):
+                    self._check(output)
+                elif output.request_id in self.requests:
+                    self.kept.append(self._answer(output))
             if self.expected is None:
-                out += self.kept
+                completions += self.kept
                 self.kept.clear()
-        return out
+        return completions
 
     def abort(self, keys: Iterable[Key]) -> dict[Key, int]:
         gone = set(keys)
         tokens = {}
         live = self.progress()
-        for answer in [answer for answer in self.kept if answer.key in gone]:
-            tokens[answer.key] = len(answer.tokens)
-            self.kept.remove(answer)
+        for completion in [completion for completion in self.kept if completion.key in gone]:
+            tokens[completion.key] = len(completion.tokens)
+            self.kept.remove(completion)
         names = [name for name, (request, _) in self.requests.items() if request.key in gone]
         for name in names:
             key = self.requests.pop(name)[0].key
@@ -399,9 +409,7 @@ class VllmEngine:
         }
 
     def close(self) -> None:
-        """Give back memory and vLLM's process group, so that another engine can be made in this
-        process.
-        """
+        """Release memory and vLLM's process group, so that another engine can start here."""
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
         self.llm.engine_core.shutdown()
@@ -414,8 +422,9 @@ class VllmEngine:
         return "-".join(map(str, parts))
 
     def _prompt(self, ids: list[int], group: Hashable) -> dict[str, Any]:
-        """Keys of a prompt are shared between requests added under the same load, never with those
-        of another version; where calls are to keep nothing, within a group.
+        """Build a prompt whose keys are shared only between requests of the same load.
+
+        Where calls keep no keys, sharing is further limited to the request's group.
         """
         salt = str(self.loads) if self.kept_tokens != 0 else self._id(self.loads, hash(group))
         return {"prompt_token_ids": ids, "cache_salt": salt}
@@ -424,24 +433,25 @@ class VllmEngine:
         self.llm.abort_request(names)
 
     def _check(self, done: Any) -> None:
-        """Compare a finished probe.  Raises ProtocolError, which stops the run, when the engine
-        computes with other weights.
+        """Compare a finished probe.
+
+        Raises ProtocolError, which stops the run, when the engine computes with other weights.
         """
         assert self.expected is not None
-        got = np.array(
-            [next(iter(x.values())).logprob for x in done.prompt_logprobs[1:]], np.float32
+        measured = np.array(
+            [next(iter(position.values())).logprob for position in done.prompt_logprobs[1:]],
+            np.float32,
         )
         limits = probe_limits(self.expected, self.dtype, self.layers)
-        apart = np.abs(got - self.expected)
-        worst = int(np.nan_to_num(apart / limits, nan=np.inf).argmax())
-        off, limit = float(apart[worst]), float(limits[worst])
+        difference = np.abs(measured - self.expected)
+        worst = int(np.nan_to_num(difference / limits, nan=np.inf).argmax())
+        off, limit = float(difference[worst]), float(limits[worst])
         if not off <= limit:  # also when it is not a number
             raise ProtocolError(
                 f"vLLM does not compute with the weights it was given: after loading {self.label} "
-                f"(digest {self.digest}) the "
-                f"log-probabilities of the probe are {off:.2g} nats off those that the learner "
-                f"published (limit {limit:.2g}); "
-                "its swap does not work for this model: use generator.engine = embedded"
+                f"(digest {self.digest}) the log-probabilities of the probe are {off:.2g} nats off "
+                f"those that the learner published (limit {limit:.2g}); its swap does not work for "
+                "this model: use generator.engine = embedded"
             )
         self.expected = None
         self.probes = self.probes + 1
@@ -453,9 +463,9 @@ class VllmEngine:
         self.reused += done.num_cached_tokens
         self.encoded += len(request.prompt) - done.num_cached_tokens
         spans = [
-            self._span(v.version, v.start, v.end, born)
-            for v in output.weight_versions
-            if v.end > v.start
+            self._span(span.version, span.start, span.end, born)
+            for span in output.weight_versions
+            if span.end > span.start
         ]
         finish: Literal["stop", "length"] = (
             "stop" if output.token_ids[-1] in request.stop else "length"
@@ -487,19 +497,19 @@ def params(**settings: Any) -> Any:
 
 
 def seeds(requests: Sequence[CompletionRequest]) -> list[int]:
-    """A seed of its own for every answer, so that what is drawn does not depend on its
-    neighbours.
-    """
+    """Derive one seed per request, so that a sample does not depend on its neighbors."""
     if not requests:
         return []
-    drawn = uniform_rows([request.stream for request in requests], 1)[:, 0]
-    return [int(each * 2**31) for each in drawn.tolist()]
+    numbers = uniform_rows([request.stream for request in requests], 1)[:, 0]
+    return [int(number * 2**31) for number in numbers.tolist()]
 
 
 class PlaceholderModule(ModuleType):
-    """In the place of a module that `import vllm` begins with: it imports torch's whole compiler, a
-    tenth of all that a start costs, to mend parts of it that an eager engine on a CPU never runs.
-    Should something ask for one of its names, it is imported after all."""
+    """Stands in for a module that `import vllm` loads first.
+
+    The real one imports torch's whole compiler, a tenth of the cost of a start, to patch parts of
+    it that an eager engine on a CPU never runs. It is imported as soon as one of its names is used.
+    """
 
     NAME = "vllm.env_override"
 
@@ -522,7 +532,7 @@ def start(
     kept_tokens: int,
     seed: int,
 ) -> Any:
-    """vLLM's engine on the Hugging Face directory `path`, its core in this process."""
+    """Start vLLM on the Hugging Face directory `path`, its core in this process."""
     cpu = device == "cpu" or (device == "auto" and not torch.cuda.is_available())
     for name, value in (SETTINGS | (CPU_SETTINGS if cpu else {})).items():
         os.environ.setdefault(name, value)
@@ -541,8 +551,7 @@ def start(
         if head not in (sizes := CPUAttentionBackend.get_supported_head_sizes()):
             raise ConfigError(
                 f"model.path: {path} has {head} dimensions a head; vLLM on a CPU has kernels for "
-                f"{', '.join(map(str, sizes))}: "
-                "use generator.engine = embedded"
+                f"{', '.join(map(str, sizes))}: use generator.engine = embedded"
             )
     blocks = (slots + 1) * -(-context // BLOCK) + -(-kept_tokens // BLOCK) + 16
     args = EngineArgs(
@@ -556,8 +565,8 @@ def start(
         max_num_batched_tokens=max(2048, context),
         block_size=BLOCK,
         kv_cache_memory_bytes=kv_bytes or blocks * BLOCK * token,
-        # a check at the start and nothing else, as the size of the cache is given: the learner may
-        # share the GPU
+        # only a check at the start, because the cache has a fixed size: the learner may share the
+        # GPU
         gpu_memory_utilization=0.05,
         enable_prefix_caching=True,
         async_scheduling=False,
@@ -571,7 +580,7 @@ def start(
         worker_extension_cls="actors.engine_vllm.SwapExtension",
     )
     try:
-        with collection_paused():  # it imports as much again
+        with collection_paused():  # a second large round of imports
             return LLMEngine.from_engine_args(args)
     except (ValueError, RuntimeError, NotImplementedError, AssertionError) as error:
         raise ConfigError(
@@ -581,7 +590,7 @@ def start(
 
 
 def make_engine(config: Config) -> VllmEngine:
-    """The engine that `generator.engine = "vllm"` names."""
+    """Build the engine for `generator.engine = "vllm"`."""
     settings = config.generator
     torch.set_num_threads(settings.threads)
     dtype = config.model.dtype if settings.dtype == "same" else settings.dtype

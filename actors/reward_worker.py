@@ -176,9 +176,9 @@ def split_results(values: Any, calls: list[RewardCall]) -> list[Judged | str]:
 
 
 def resolve(path: str) -> Callable[..., Any]:
-    """Import `module:function` (also from the working directory) or `file.py:function`.
+    """Import a reward function: `module:function` or `file.py:function`.
 
-    Raises ConfigError.
+    Modules are also found in the working directory. Raises ConfigError.
     """
     module, _, name = path.rpartition(":")
     try:

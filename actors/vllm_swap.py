@@ -1,12 +1,13 @@
-"""Published weights straight into the layers of vLLM's model, without its reload.
+"""Write published weights directly into the layers of vLLM's model.
 
-vLLM's reload prepares for any checkpoint and any quantization: it rebuilds every layer, loads into
-fresh memory, packs, and copies the outcome over the old.  For plain layers whose weights are those
-of the Hugging Face model, stacked, less will do: copy into the live parameters, and on a CPU, where
-vLLM packs the matrix of a linear layer and lets go of it, drop the old packing and pack the
-published bytes where they lie.  Which layer takes which weights is found from the names, and
-believed only after it was compared with what vLLM's own reload made of the same weights.  What is
-not plain (quantized, experts, latent attention, other names) is told, and keeps the reload."""
+vLLM's reload handles any checkpoint and any quantization: it rebuilds every layer, loads into fresh
+memory, packs, and copies the result over the old layer. Plain layers, whose weights are stacked
+Hugging Face weights, need less: a copy into the live parameters. On a CPU vLLM packs the matrix of
+a linear layer and frees the plain one; here the old packing is dropped and the published bytes are
+packed in place. The names tell which layer takes which weights. This mapping is used only after a
+comparison with the result of vLLM's own reload of the same weights. Anything that is not plain
+(quantized, experts, latent attention, other names) is reported and keeps the reload.
+"""
 
 from __future__ import annotations
 
@@ -18,30 +19,30 @@ import torch
 from torch.nn.functional import linear
 
 Weights = Mapping[str, torch.Tensor]
-# elements; a smaller fp32 matrix multiplies faster as it is than packed for oneDNN (0.4 to 0.9 of
+# elements; a smaller fp32 matrix multiplies faster unpacked than packed for oneDNN (0.4 to 0.9 of
 # the time at 8 to 64 rows)
 PLAIN = 256 * 768
-# of the largest output, where packed products are compared
+# tolerance of packed products, relative to the largest output
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 
 class UnsupportedModel(Exception):
-    """A model that cannot be written directly; the text says why."""
+    """A model that cannot be written directly; the text gives the reason."""
 
 
 @dataclass(frozen=True)
 class StackedTensor:
-    """One tensor of a vLLM layer, and the published weights that it consists of, stacked."""
+    """One tensor of a vLLM layer, and the published weights stacked in it."""
 
     layer: Any
     kind: str  # attribute of the layer: weight, bias
     names: list[str]
     product: bool  # the matrix of a linear layer or of the output head
-    tied: bool  # its tensor is another part's too, which fills it
+    tied: bool  # shared with another part, which fills it
 
 
 def fused_view(weights: Weights, names: Sequence[str]) -> torch.Tensor | None:
-    """The stacked tensor as a view, where the published ones lie one behind the other in memory."""
+    """Return the stacked tensor as a view, or None if the parts are not contiguous."""
     first, *rest = (weights[name] for name in names)
     end = first.storage_offset() + first.numel()
     for weight in rest:
@@ -57,66 +58,73 @@ def fused_view(weights: Weights, names: Sequence[str]) -> torch.Tensor | None:
 
 
 class DirectWriter:
-    """The parts of one model.  Raises Unknown.  dtype: the engine's."""
+    """The parts of one model. Raises UnsupportedModel.
+
+    dtype: the engine's.
+    """
 
     def __init__(self, model: torch.nn.Module, weights: Weights, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.cpu = next(model.parameters()).device.type == "cpu"
         self.parts = list(stacked_tensors(model, weights))
-        found = [name for part in self.parts if not part.tied for name in part.names]
-        if (missing := weights.keys() - set(found)) or len(found) > len(weights):
+        names = [name for part in self.parts if not part.tied for name in part.names]
+        if (missing := weights.keys() - set(names)) or len(names) > len(weights):
             raise UnsupportedModel(
                 f"no layer of vLLM's takes {min(missing)}"
                 if missing
                 else "a weight belongs to several layers"
             )
         heads = [part.layer for part in self.parts if part.product]
-        # embeddings: packed for nothing
+        # embeddings, which vLLM packs needlessly
         self.idle: list[Any] = [
             module
             for module in model.modules()
             if hasattr(module, "cpu_linear") and not any(module is h for h in heads)
         ]
         self.scratch = torch.empty(0, dtype=dtype)
-        # by part: matrices kept plain where vLLM has let go of its own
+        # by part: matrices kept unpacked whose plain form vLLM has freed
         self.plain: dict[int, torch.Tensor] = {}
 
     def check_same(self, weights: Weights) -> None:
-        """Compare with what vLLM's own reload has just made of these weights.  Raises Unknown."""
+        """Compare with what vLLM's reload has just made of these weights.
+
+        Raises UnsupportedModel.
+        """
         for part in self.parts:
-            want = self.stack(weights, part)
+            expected = self.stack(weights, part)
             live = getattr(part.layer, part.kind)
             if live.numel() and not torch.equal(
-                live[: len(want)].float(), want.to(live.device, self.dtype).float()
+                live[: len(expected)].float(), expected.to(live.device, self.dtype).float()
             ):
                 raise UnsupportedModel(f"vLLM's own loading changes {part.names[0]}")
             if live.numel() == 0 or (part.product and self.cpu):
                 probe = torch.randn(
-                    4, want.shape[1], generator=torch.Generator().manual_seed(0)
+                    4, expected.shape[1], generator=torch.Generator().manual_seed(0)
                 ).to(self.dtype)
-                got = part.layer.cpu_linear(probe, part.layer.weight, None).float()
-                plain = linear(probe, want).float()
+                product = part.layer.cpu_linear(probe, part.layer.weight, None).float()
+                plain = linear(probe, expected).float()
                 if live.numel():
-                    got = got[:, : len(want)]
+                    product = product[:, : len(expected)]
                 if (
-                    got.shape != plain.shape
-                    or not (got - plain).abs().max() <= CLOSE[self.dtype] * plain.abs().max()
+                    product.shape != plain.shape
+                    or not (product - plain).abs().max() <= CLOSE[self.dtype] * plain.abs().max()
                 ):
                     raise UnsupportedModel(f"vLLM's own loading changes {part.names[0]}")
 
     def stack(self, weights: Weights, part: StackedTensor) -> torch.Tensor:
-        """The tensor of one part in the engine's dtype, until the next call; a view of the
-        published bytes where that will do.
+        """Return one part's tensor in the engine's dtype, valid until the next call.
+
+        A view of the published bytes where possible.
         """
-        whole = fused_view(weights, part.names)
-        if whole is not None and (whole.dtype == self.dtype or not part.product):
-            return whole
+        view = fused_view(weights, part.names)
+        if view is not None and (view.dtype == self.dtype or not part.product):
+            return view
         size = sum(weights[name].numel() for name in part.names)
         if self.scratch.numel() < size:
             self.scratch = torch.empty(size, dtype=self.dtype, device=weights[part.names[0]].device)
-        out = self.scratch[:size].view(-1, *weights[part.names[0]].shape[1:])
-        self.copy(weights, part, out)
-        return out
+        stacked = self.scratch[:size].view(-1, *weights[part.names[0]].shape[1:])
+        self.copy(weights, part, stacked)
+        return stacked
 
     @torch.no_grad()
     def load(self, weights: Weights) -> None:
@@ -132,9 +140,9 @@ class DirectWriter:
                 )
             )
             if packed:
-                # first give back the old packing, so that the new one gets its memory
+                # free the old packing first, so that the new one reuses its memory
                 part.layer.cpu_linear = None
-                # else the output head, which keeps its plain weight, padded and perhaps tied
+                # a nonempty weight is the output head, which stays plain, padded and perhaps tied
                 if not getattr(part.layer, part.kind).numel():
                     part.layer.weight = torch.nn.Parameter(
                         self.stack(weights, part), requires_grad=False
@@ -161,25 +169,24 @@ class DirectWriter:
 
     @staticmethod
     def copy(weights: Weights, part: StackedTensor, live: torch.Tensor) -> None:
-        """Fill the rows of `live` that are published; those beyond, of a padded vocabulary, stay
-        zero.
-        """
-        at = 0
+        """Fill the published rows of `live`; the padding of a vocabulary stays zero."""
+        row = 0
         for name in part.names:
-            live[at : at + len(weights[name])].copy_(weights[name])
-            at += len(weights[name])
+            live[row : row + len(weights[name])].copy_(weights[name])
+            row += len(weights[name])
 
 
 def pack(layer: Any, *, remove_weight: bool) -> None:
-    """vLLM's own choice of a CPU kernel for a layer, and its packing of `layer.weight`."""
+    """Pack `layer.weight` for the CPU kernel that vLLM chooses."""
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
     dispatch_cpu_unquantized_gemm(layer, remove_weight=remove_weight)
 
 
 def stacked_tensors(model: torch.nn.Module, weights: Weights) -> Iterator[StackedTensor]:
-    """Every parameter of the model and its sources.  Raises Unknown for a layer that is not
-    plain.
+    """Yield every parameter of the model with its sources.
+
+    Raises UnsupportedModel for a layer that is not plain.
     """
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
@@ -214,8 +221,7 @@ def stacked_tensors(model: torch.nn.Module, weights: Weights) -> Iterator[Stacke
                 names = seen[id(tensor)]
             elif any(name not in weights for name in names):
                 raise UnsupportedModel(
-                    "no published weight is called "
-                    f"{next(name for name in names if name not in weights)}"
+                    f"no published weight is called {min(set(names) - set(weights))}"
                 )
             elif not _shapes_fit(tensor, [weights[name] for name in names], padded=table):
                 raise UnsupportedModel(f"{path}.{kind} has another shape than {names[0]}")

@@ -1,5 +1,8 @@
-"""What a reward process and a judge have to agree on: waits that a call's deadline does not count,
-as they are no fault of the call's; and the end of the run's budget."""
+"""Pauses of a call's deadline, shared by reward processes and the judge client.
+
+A call's deadline excludes waits that the call did not cause. The end of the run's judge budget is
+defined here too.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,14 @@ from asyncrl.contract.errors import ConfigError
 
 
 class JudgeBudgetSpent(ConfigError):
-    """The run's budget is used up: nothing more is sent, and the run ends."""
+    """The run's judge budget is used up: no further request is sent and the run ends."""
 
 
 class DeadlinePause:
-    """The waits of one call, those of its parts side by side counted once."""
+    """The waits of one call; overlapping waits count once."""
 
     def __init__(self) -> None:
-        self.total = 0.0  # seconds of waits that are over
+        self.total = 0.0  # seconds of finished waits
         self.depth = 0
         self.began = 0.0
 
@@ -32,17 +35,17 @@ of_this_call: ContextVar[DeadlinePause | None] = ContextVar("held", default=None
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Around what is waited for."""
-    held = of_this_call.get()
-    if held is None:
+    """Pause the current call's deadline inside the `with` block."""
+    pause = of_this_call.get()
+    if pause is None:
         yield
         return
-    if not held.depth:
-        held.began = time.monotonic()
-    held.depth += 1
+    if not pause.depth:
+        pause.began = time.monotonic()
+    pause.depth += 1
     try:
         yield
     finally:
-        held.depth -= 1
-        if not held.depth:
-            held.total += time.monotonic() - held.began
+        pause.depth -= 1
+        if not pause.depth:
+            pause.total += time.monotonic() - pause.began

@@ -1,8 +1,9 @@
-"""What a judge is told and how its grade is read.  Pure.
+"""The judge's prompt and the parsing of its grade, without any I/O.
 
-What the model under training wrote is data in the judge's prompt: it stands between two lines that
-bear a mark made of a digest of the texts themselves.  To pose as the closing line, an answer would
-have to hold the digest of itself."""
+The response under training is data in the judge's prompt. It stands between two lines with a mark
+that is made of a digest of the texts themselves. To forge the closing line, a response would have
+to contain its own digest.
+"""
 
 from __future__ import annotations
 
@@ -37,26 +38,28 @@ SCORE = re.compile(r"SCORE:[ \t]*([+-]?[0-9]+(?:\.[0-9]+)?)")
 
 
 def question(prompt: Prompt) -> str:
-    """The prompt as text: a chat with its roles."""
+    """Render the prompt as text; a chat with its roles."""
     if not prompt.messages:
         return prompt.text
-    return "\n\n".join(f"[{said['role']}]\n{said['content']}" for said in prompt.messages)
+    return "\n\n".join(f"[{message['role']}]\n{message['content']}" for message in prompt.messages)
 
 
 def mark(*texts: str) -> str:
-    """Sixteen hex digits that occur in none of the texts, the same for the same texts."""
+    """Return sixteen hex digits, a function of the texts that occurs in none of them."""
     state = hashlib.sha256()
     for text in texts:
         raw = text.encode("utf-8", "surrogatepass")
         state.update(len(raw).to_bytes(8, "big") + raw)
-    while any((found := state.hexdigest()[:16]) in text for text in texts):
+    while any((digits := state.hexdigest()[:16]) in text for text in texts):
         state.update(b"again")
-    return found
+    return digits
 
 
 class GradingTemplate:
-    """The judge's prompt with places for what it grades.  Raises ConfigError where it cannot be
-    read, has an unknown place or none for the answer.
+    """The judge's prompt, a template with placeholders.
+
+    Raises ConfigError when the file cannot be read, has an unknown placeholder, or none for the
+    answer.
     """
 
     def __init__(self, settings: JudgeConfig) -> None:
@@ -73,8 +76,8 @@ class GradingTemplate:
         places = set(PLACE.findall(self.text))
         if unknown := sorted(places - set(NAMES)):
             raise ConfigError(
-                f"reward.judge.template = {settings.template}: {{{unknown[0]}}} is no place; there "
-                f"are {', '.join('{' + name + '}' for name in NAMES)}"
+                f"reward.judge.template = {settings.template}: {{{unknown[0]}}} is not a "
+                f"placeholder; there are {', '.join('{' + name + '}' for name in NAMES)}"
             )
         if "answer" not in places:
             raise ConfigError(
@@ -83,29 +86,33 @@ class GradingTemplate:
             )
 
     def fill(self, prompt: Prompt, answer: str) -> str:
-        """In one pass: a place that an answer writes stays what it is."""
+        """Fill all placeholders in one pass, so that a response's own stay unchanged."""
         texts = {"question": question(prompt), "reference": prompt.answer, "answer": answer}
-        own = mark(*texts.values())
+        digits = mark(*texts.values())
         values = {
-            **{name: f"<<{own} {name}\n{text}\n{own} {name}>>" for name, text in texts.items()},
-            "mark": own,
+            **{
+                name: f"<<{digits} {name}\n{text}\n{digits} {name}>>"
+                for name, text in texts.items()
+            },
+            "mark": digits,
             "low": f"{self.low:g}",
             "high": f"{self.high:g}",
         }
-        return PLACE.sub(lambda found: values[found[1]], self.text)
+        return PLACE.sub(lambda match: values[match[1]], self.text)
 
     def grade(self, reply: str) -> float:
-        """The number in the reply's last line.  Raises ValueError: no such line, several, or a
-        grade out of range.
+        """Parse the number in the reply's last line.
+
+        Raises ValueError for no such line, several of them, or a grade out of range.
         """
         lines = [line.strip() for line in reply.splitlines() if line.strip()]
-        found = SCORE.fullmatch(lines[-1]) if lines else None
-        if found is None:
+        match = SCORE.fullmatch(lines[-1]) if lines else None
+        if match is None:
             last = lines[-1][:80] if lines else ""
-            raise ValueError(f"the judge's last line is no `SCORE: number`: {last!r}")
+            raise ValueError(f"the judge's last line is not `SCORE: number`: {last!r}")
         if sum(line.startswith("SCORE:") for line in lines) > 1:
             raise ValueError("the judge wrote several lines `SCORE:`")
-        grade = float(found[1])
+        grade = float(match[1])
         if not self.low <= grade <= self.high:
             raise ValueError(f"the judge's grade {grade:g} is not in {self.low:g} to {self.high:g}")
         return grade

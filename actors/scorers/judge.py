@@ -1,13 +1,14 @@
-"""A judge: another model behind an OpenAI-compatible URL, asked what an answer is worth.
+"""A judge: another model behind an OpenAI-compatible URL that grades responses.
 
 ```
-answer -> template -> digest -- known --> its reply      what all processes share: account.py
-                         |                               what is asked and read: grading.py
-                 one of `concurrency` -> the minute's limits, the budget -> POST -> reply
-                                         ^--- back-off with jitter, Retry-After ---'
+response -> template -> digest -- known --> its reply    shared by all processes: judge_budget.py
+                           |                             prompt and parsing: grading.py
+                   one of `concurrency` -> limits per minute, the budget -> POST -> reply
+                                           ^--- back-off with jitter, Retry-After ---'
 ```
 
-Waiting for a turn is not counted by the call's deadline, waiting for the server is."""
+A call's deadline excludes waiting for its turn and includes waiting for the server.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ from asyncrl.contract.messages import Prompt
 
 AGAIN = {
     408,  # request timeout
-    409,  # conflict: a lock that goes
+    409,  # conflict: a temporary lock
     425,  # too early
     429,  # too many requests
     500,  # internal error
@@ -42,10 +43,10 @@ AGAIN = {
     504,  # gateway timeout
     529,  # overloaded
 }
-FIRST_S = 0.5  # before the second attempt; doubled from one to the next, times 0.5 to 1
+FIRST_S = 0.5  # back-off before the second attempt; doubles each time, times 0.5 to 1
 LONGEST_S = 20.0
-PATIENCE_S = 60.0  # a server that asks for a longer wait is not waited for
-CHARACTERS_A_TOKEN = 3  # of an estimate, until the reply says what it was
+PATIENCE_S = 60.0  # a longer Retry-After fails the request
+CHARACTERS_A_TOKEN = 3  # estimates tokens until the reply gives their number
 SAID = 200  # characters of an error's body
 
 
@@ -54,12 +55,12 @@ class JudgeFailed(Exception):
 
 
 def longest_s(settings: JudgeConfig) -> float:
-    """What one call takes at most, its turn's wait aside."""
+    """Return the longest time of one call, without waiting for its turn."""
     return settings.attempts * (settings.timeout_s + LONGEST_S)
 
 
 def retry_after_s(header: str | None) -> float | None:
-    """Seconds of a Retry-After: a number or a date; None for none, or one that is neither.
+    """Parse a Retry-After header into seconds: a number or a date; None if neither.
 
     >>> retry_after_s("1.5"), retry_after_s("soon"), retry_after_s(None), retry_after_s("-3")
     (1.5, None, None, 0.0)
@@ -67,34 +68,37 @@ def retry_after_s(header: str | None) -> float | None:
     if header is None:
         return None
     try:
-        found = float(header)
+        seconds = float(header)
     except ValueError:
         try:
-            found = email.utils.parsedate_to_datetime(header).timestamp() - time.time()
+            seconds = email.utils.parsedate_to_datetime(header).timestamp() - time.time()
         except ValueError:
             return None
-    return max(0.0, found) if found == found else None
+    return max(0.0, seconds) if seconds == seconds else None
 
 
 def read_reply(body: bytes) -> tuple[str, int]:
-    """The reply's text, and the tokens of question and reply (0: not said).  Raises Unjudged."""
+    """Parse the reply's text and the tokens of request and reply (0: not given).
+
+    Raises JudgeFailed.
+    """
     try:
-        said = msgspec.json.decode(body)
-        choice = said["choices"][0]
+        reply = msgspec.json.decode(body)
+        choice = reply["choices"][0]
         text = choice["message"]["content"]
-        ended = choice.get("finish_reason")
-        spent = (said.get("usage") or {}).get("total_tokens")
+        finish_reason = choice.get("finish_reason")
+        tokens = (reply.get("usage") or {}).get("total_tokens")
     except (msgspec.DecodeError, LookupError, TypeError, AttributeError) as error:
-        raise JudgeFailed(f"the judge's reply is no chat completion: {body[:SAID]!r}") from error
+        raise JudgeFailed(f"the judge's reply is not a chat completion: {body[:SAID]!r}") from error
     if not isinstance(text, str):
         raise JudgeFailed("the judge's reply has no text")
-    if ended == "length":
+    if finish_reason == "length":
         raise JudgeFailed("the judge's reply was cut (reward.judge.max_tokens)")
-    return text, spent if isinstance(spent, int) and spent > 0 else 0
+    return text, tokens if isinstance(tokens, int) and tokens > 0 else 0
 
 
 class JudgeClient:
-    """What a reward function's parameter `judge` is: `await judge.ask(messages)`."""
+    """The `judge` parameter of a reward function: `await judge.ask(messages)`."""
 
     def __init__(self, settings: JudgeConfig, account: JudgeBudget) -> None:
         self.settings = settings
@@ -114,27 +118,28 @@ class JudgeClient:
         self.same: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
 
     async def ask(self, messages: list[dict[str, Any]], accept: Any = None) -> str:
-        """The judge's reply to these chat messages, out of the cache where it was asked before.
+        """Return the judge's reply to these chat messages, from the cache if it has one.
 
-        accept: called with the reply; one of which it raises is not kept.  Raises Unjudged, and
-        Spent, which ends the run."""
+        accept: called with the reply; a reply for which it raises is not cached. Raises
+        JudgeFailed, and JudgeBudgetSpent, which ends the run.
+        """
         settings = self.settings
-        said = {
+        request = {
             "model": settings.model,
             "messages": messages,
             "max_tokens": settings.max_tokens,
             "temperature": settings.temperature,
         }
-        payload = msgspec.json.encode(said, order="deterministic")
+        payload = msgspec.json.encode(request, order="deterministic")
         digest = hashlib.sha256(self.url.encode() + b"\0" + payload).digest()
         lock = self.same.setdefault(digest, asyncio.Lock())
-        with waiting():  # for another who asks the same
+        with waiting():  # for a concurrent call with the same request
             await lock.acquire()
         try:
-            known = self.account.reply(digest)
-            if known is not None:
+            cached_reply = self.account.reply(digest)
+            if cached_reply is not None:
                 self.account.count(cached=1)
-                return known
+                return cached_reply
             reply = await self._gated(payload)
             if accept is not None:
                 accept(reply)
@@ -153,46 +158,46 @@ class JudgeClient:
 
     async def _send_request(self, payload: bytes) -> str:
         estimate = len(payload) // CHARACTERS_A_TOKEN + self.settings.max_tokens
-        why = ""
+        reason = ""
         for attempt in range(self.settings.attempts):
             if attempt:
-                most = min(LONGEST_S, FIRST_S * 2 ** (attempt - 1))
-                await asyncio.sleep(most * random.uniform(0.5, 1.0))
+                longest = min(LONGEST_S, FIRST_S * 2 ** (attempt - 1))
+                await asyncio.sleep(longest * random.uniform(0.5, 1.0))
             sent = await self._wait_for_slot(estimate)
             began = time.monotonic()
             try:
                 try:
                     async with asyncio.timeout(self.settings.timeout_s):
-                        got = await self.client.post(self.url, content=payload)
+                        response = await self.client.post(self.url, content=payload)
                 finally:
-                    took = time.monotonic() - began
-                    self.account.count(seconds=took, **({"retries": 1} if attempt else {}))
+                    seconds = time.monotonic() - began
+                    self.account.count(seconds=seconds, **({"retries": 1} if attempt else {}))
             except (httpx2.TransportError, TimeoutError) as error:
-                why = f"{type(error).__name__} {error}".strip()
-                if isinstance(error, httpx2.ConnectError):  # any other may have cost what it could
+                reason = f"{type(error).__name__} {error}".strip()
+                if isinstance(error, httpx2.ConnectError):  # any other error may have cost tokens
                     self.account.record_cost(sent, estimate, 0)
                 continue
-            if got.status_code == 200:
-                text, spent = read_reply(got.content)
+            if response.status_code == 200:
+                text, spent = read_reply(response.content)
                 self.account.record_cost(sent, estimate, spent or estimate)
                 self.account.count(replies=1)
                 return text
             self.account.record_cost(sent, estimate, 0)
-            if got.status_code == 429:
+            if response.status_code == 429:
                 self.account.count(throttled=1)
-            why = f"status {got.status_code}: {' '.join(got.text[:SAID].split())}"
-            if got.status_code not in AGAIN:
+            reason = f"status {response.status_code}: {' '.join(response.text[:SAID].split())}"
+            if response.status_code not in AGAIN:
                 break
-            wait = retry_after_s(got.headers.get("retry-after"))
+            wait = retry_after_s(response.headers.get("retry-after"))
             if wait is not None and wait > PATIENCE_S:
-                why += f" (it asks to come back in {wait:.0f} s)"
+                reason += f" (it asks for a retry in {wait:.0f} s)"
                 break
             if wait:
                 self.account.hold(time.monotonic() + wait)
-        raise JudgeFailed(f"{self.url}: {attempt + 1} requests, the last: {why}")
+        raise JudgeFailed(f"{self.url}: {attempt + 1} requests, the last: {reason}")
 
     async def _wait_for_slot(self, estimate: int) -> int:
-        """Wait until the limits let a request out; its number."""
+        """Wait until the limits permit a request; return its number."""
         while True:
             sent, wait = self.account.reserve(time.monotonic(), estimate)
             if sent:
@@ -202,13 +207,13 @@ class JudgeClient:
 
 
 def client(settings: JudgeConfig, run_dir: str) -> JudgeClient:
-    """Raises ConfigError."""
+    """Build the client of [reward.judge]. Raises ConfigError."""
     path = Path(run_dir) / ACCOUNT if run_dir else None
     return JudgeClient(settings, JudgeBudget(path, settings))
 
 
 class JudgeReward:
-    """The reward function of a config with [reward.judge] and no function of its own."""
+    """The reward function of a config with [reward.judge] and no function."""
 
     def __init__(self, judge: JudgeClient) -> None:
         self.judge = judge

@@ -1,8 +1,9 @@
-"""What all processes of a run on this machine have asked of a judge: RUN/judge.sqlite.
+"""The judge's replies and spending of a run on this machine: RUN/judge.sqlite.
 
-Three things, each one transaction: replies by the digest of their request; what was sent in the
-last minute and how long everybody is to wait; what the whole run has spent.  A process killed amid
-a request leaves its estimate spent."""
+It holds three things, each updated in one transaction: replies by the digest of their request; the
+requests of the last minute and a server's requested pause; the spending of the whole run. A process
+killed during a request leaves its estimate spent.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +18,8 @@ from asyncrl.config.scorers import JudgeConfig
 ACCOUNT = "judge.sqlite"
 WINDOW_S = 60.0
 BUSY_S = 60.0  # for another process's transaction, of a few statements
-# of the whole run: requests sent and tokens of both ways, which budgets bound; replies that came of
-# them; requests that were sent again; that were answered by 429; questions whose reply was known;
-# seconds that requests took
+# over the whole run: requests and tokens in both directions (bounded by budgets), replies, retried
+# requests, requests answered by 429, cached replies, seconds of requests
 SUMS = ("requests", "tokens", "replies", "retries", "throttled", "cached", "seconds")
 TABLES = """
 CREATE TABLE IF NOT EXISTS replies (digest BLOB PRIMARY KEY, reply TEXT NOT NULL) WITHOUT ROWID;
@@ -29,25 +29,28 @@ CREATE TABLE IF NOT EXISTS sums (name TEXT PRIMARY KEY, value REAL NOT NULL) WIT
 
 
 def totals(path: Path, settings: JudgeConfig) -> dict[str, float]:
-    """What the processes of this machine have asked in the whole run, as the metrics are called:
-    each of SUMS, and what the budgets leave.  {} before the first question, and while the file
-    cannot be read.
+    """Return metrics of this machine's judge requests in the whole run.
+
+    One per entry of SUMS, and the rest of each budget. Empty before the first request and while the
+    file cannot be read.
     """
     try:
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as wire:
-            found = dict(wire.execute("SELECT name, value FROM sums"))
+            sums = dict(wire.execute("SELECT name, value FROM sums"))
     except sqlite3.Error:
         return {}
-    said = {f"judge/{name}": float(found.get(name, 0.0)) for name in SUMS}
+    metrics = {f"judge/{name}": float(sums.get(name, 0.0)) for name in SUMS}
     for name in ("requests", "tokens"):
-        if most := getattr(settings, f"budget_{name}"):
-            said[f"judge/{name}_left"] = max(0.0, most - said[f"judge/{name}"])
-    return said
+        if budget := getattr(settings, f"budget_{name}"):
+            metrics[f"judge/{name}_left"] = max(0.0, budget - metrics[f"judge/{name}"])
+    return metrics
 
 
 class JudgeBudget:
-    """path None: in memory, for one process.  Times are seconds of CLOCK_MONOTONIC, which all
-    processes of a machine share until it boots.
+    """The judge's cache, limits and budget. Times are CLOCK_MONOTONIC seconds.
+
+    All processes of a machine share that clock until the next boot. path None: in memory, for one
+    process.
     """
 
     def __init__(self, path: Path | None, settings: JudgeConfig) -> None:
@@ -72,8 +75,8 @@ class JudgeBudget:
     # ---- replies ---------------------------------------------------------------------------------
 
     def reply(self, digest: bytes) -> str | None:
-        found = self.wire.execute("SELECT reply FROM replies WHERE digest = ?", (digest,))
-        row = found.fetchone()
+        cursor = self.wire.execute("SELECT reply FROM replies WHERE digest = ?", (digest,))
+        row = cursor.fetchone()
         return None if row is None else str(row[0])
 
     def store_reply(self, digest: bytes, reply: str) -> None:
@@ -82,25 +85,26 @@ class JudgeBudget:
     # ---- limits ----------------------------------------------------------------------------------
 
     def reserve(self, now: float, tokens: int) -> tuple[int, float]:
-        """(id, 0) when a request of about so many tokens may be sent now, and is counted; else
-        (0, seconds after which to ask again).  Raises Spent.
+        """Count a request of about `tokens` tokens if the limits permit it now.
 
-        A request above tokens_per_minute is sent when nothing else was within the minute."""
+        Returns (id, 0), or (0, seconds until the next attempt). Raises JudgeBudgetSpent. A request
+        above tokens_per_minute is permitted when nothing else was sent within the minute.
+        """
         settings = self.settings
         with self._alone() as wire:
             self._check_budget(tokens)
-            # later than now: of a life before the machine's last boot
+            # a time later than now is from before the machine's last boot
             wire.execute("DELETE FROM sent WHERE at <= ? OR at > ?", (now - WINDOW_S, now))
             until = self.sum("until")
             if now < until <= now + 2 * WINDOW_S:
                 return 0, until - now
-            count, before, oldest = wire.execute(
+            count, sent_tokens, oldest = wire.execute(
                 "SELECT COUNT(*), COALESCE(SUM(tokens), 0), MIN(at) FROM sent"
             ).fetchone()
-            most = settings.requests_per_minute
+            most_requests = settings.requests_per_minute
             most_tokens = settings.tokens_per_minute
-            if (most and count >= most) or (
-                most_tokens and count and before + tokens > most_tokens
+            if (most_requests and count >= most_requests) or (
+                most_tokens and count and sent_tokens + tokens > most_tokens
             ):
                 return 0, oldest + WINDOW_S - now
             row = wire.execute("INSERT INTO sent (at, tokens) VALUES (?, ?)", (now, tokens))
@@ -109,26 +113,26 @@ class JudgeBudget:
             return int(row.lastrowid or 0), 0.0
 
     def record_cost(self, sent: int, estimate: int, tokens: int) -> None:
-        """It came to so many tokens."""
+        """Replace a request's estimate by its actual tokens."""
         with self._alone() as wire:
             wire.execute("UPDATE sent SET tokens = ? WHERE id = ?", (tokens, sent))
             self._add("tokens", tokens - estimate)
 
     def count(self, **sums: float) -> None:
-        """Add to sums of SUMS, for the metrics."""
+        """Add to entries of SUMS, for the metrics."""
         with self._alone():
             for name, more in sums.items():
                 self._add(name, more)
 
     def hold(self, until: float) -> None:
-        """Nobody sends before: the server asked for it."""
+        """Let no process send before `until`: the server asked for it."""
         with self._alone() as wire:
             wire.execute("INSERT OR REPLACE INTO sums VALUES ('until', ?)", (until,))
 
     def sum(self, name: str) -> float:
-        """One of SUMS, of the whole run; until: when the next may be sent."""
-        found = self.wire.execute("SELECT value FROM sums WHERE name = ?", (name,)).fetchone()
-        return 0.0 if found is None else float(found[0])
+        """Return an entry of SUMS; "until": when the next request may be sent."""
+        row = self.wire.execute("SELECT value FROM sums WHERE name = ?", (name,)).fetchone()
+        return 0.0 if row is None else float(row[0])
 
     def _add(self, name: str, more: float) -> None:
         self.wire.execute(
@@ -137,15 +141,15 @@ class JudgeBudget:
         )
 
     def _check_budget(self, tokens: int) -> None:
-        for name, most, more in (
+        for name, budget, more in (
             ("requests", self.settings.budget_requests, 1),
             ("tokens", self.settings.budget_tokens, tokens),
         ):
             spent = self.sum(name)
-            if most and spent + more > most:
+            if budget and spent + more > budget:
                 raise JudgeBudgetSpent(
-                    f"reward.judge.budget_{name}: {most} for the whole run, {spent:.0f} are spent "
-                    f"and the next request takes {more}; resume with a higher one"
+                    f"reward.judge.budget_{name}: {budget} for the whole run, {spent:.0f} are "
+                    f"spent and the next request takes {more}; resume with a higher one"
                 )
 
     def close(self) -> None:

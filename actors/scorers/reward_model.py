@@ -1,7 +1,8 @@
-"""A reward model: a Hugging Face sequence classifier with one label, whose logit is the reward.
+"""A reward model: a Hugging Face sequence classifier with one logit, the reward.
 
-It runs in a reward process and takes lists of answers.  They are sorted by length and padded
-together; a pad token never changes a logit, as the model is told where it stands."""
+It runs in a reward process and takes lists of responses, sorted by length and padded together. A
+pad token never changes a logit, because the model receives an attention mask.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from asyncrl.models import fetch
 
 fetch.stay_offline()
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-TOKENS = 8192  # padded, in one forward
+TOKENS = 8192  # of one forward pass, with padding
 
 
 def refuse(settings: Settings, why: str) -> ConfigError:
@@ -27,27 +28,27 @@ def refuse(settings: Settings, why: str) -> ConfigError:
 
 
 def read_classifier_config(settings: Settings) -> dict[str, Any]:
-    """The directory's config.json, of a classifier with one label.  Raises ConfigError."""
+    """Read config.json of a classifier with one label. Raises ConfigError."""
     path = Path(settings.path) / "config.json"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise refuse(settings, f"no model directory: its config.json: {error}") from error
-    kinds = found.get("architectures") or []
+        raise refuse(settings, f"not a model directory: its config.json: {error}") from error
+    kinds = config.get("architectures") or []
     if not any(kind.endswith("ForSequenceClassification") for kind in kinds):
         raise refuse(
             settings,
             f"is a {', '.join(kinds) or 'model of no kind'}, not a sequence classifier "
-            "(...ForSequenceClassification); a judge that writes goes to [reward.judge]",
+            "(...ForSequenceClassification); a generative judge goes to [reward.judge]",
         )
-    labels = found.get("num_labels") or len(found.get("id2label") or {}) or 2
+    labels = config.get("num_labels") or len(config.get("id2label") or {}) or 2
     if labels != 1:
         raise refuse(settings, f"has {labels} labels; a reward is one number, so one label")
-    return dict(found)
+    return dict(config)
 
 
 class RewardModelScorer:
-    """A reward function that takes lists.  Raises ConfigError for a directory that cannot judge."""
+    """A reward function that takes lists. Raises ConfigError for unsuitable models."""
 
     batched = True
 
@@ -56,7 +57,7 @@ class RewardModelScorer:
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-        logging.set_verbosity_error()  # what it would print of missing weights is refused below
+        logging.set_verbosity_error()  # missing weights, its warning, are refused below
         torch.set_num_threads(settings.threads)
         read_classifier_config(settings)
         device = settings.device
@@ -64,13 +65,13 @@ class RewardModelScorer:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(settings.path)
-            model, found = AutoModelForSequenceClassification.from_pretrained(
+            model, loading_info = AutoModelForSequenceClassification.from_pretrained(
                 settings.path, dtype=getattr(torch, settings.dtype), output_loading_info=True
             )
-        except Exception as error:  # safetensors, tokenizers and torch have each their own
-            said = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise refuse(settings, f"cannot be loaded: {said}") from error
-        if missing := sorted(found["missing_keys"]):
+        except Exception as error:  # safetensors, tokenizers and torch raise different types
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise refuse(settings, f"cannot be loaded: {reason}") from error
+        if missing := sorted(loading_info["missing_keys"]):
             raise refuse(
                 settings,
                 f"lacks {missing[0]} and {len(missing) - 1} more weights, which would be random; "
@@ -82,8 +83,9 @@ class RewardModelScorer:
         self.context = min(settings.context or positions, positions)
 
     def _pad(self, settings: Settings) -> None:
-        """Rows of several lengths need a token to fill up with, which model and tokenizer agree
-        on: a decoder's classifier reads the last token that is none.
+        """Set a padding token on which model and tokenizer agree.
+
+        A decoder's classifier reads the last token that is not padding.
         """
         pad = self.tokenizer.pad_token_id
         if pad is None:
@@ -101,32 +103,35 @@ class RewardModelScorer:
         self.tokenizer.padding_side = "right"
 
     def encode_pair(self, prompt: Prompt, text: str) -> dict[str, list[int]]:
-        """Question and answer as the model reads them, through the chat template where there is
-        one, else as a pair.  Raises ValueError for too many tokens.
+        """Encode prompt and response, through the chat template or else as a pair.
+
+        Raises ValueError for too many tokens.
         """
         if self.tokenizer.chat_template:
             turns = list(prompt.messages) or [{"role": "user", "content": prompt.text}]
             turns.append({"role": "assistant", "content": text})
-            said = self.tokenizer.apply_chat_template(turns, tokenize=False)
-            row = self.tokenizer(said, add_special_tokens=False)
+            rendered = self.tokenizer.apply_chat_template(turns, tokenize=False)
+            encoding = self.tokenizer(rendered, add_special_tokens=False)
         else:
-            asked = "\n".join(turn["content"] for turn in prompt.messages) or prompt.text
-            row = self.tokenizer(asked, text)
-        length = len(row["input_ids"])
+            question = "\n".join(turn["content"] for turn in prompt.messages) or prompt.text
+            encoding = self.tokenizer(question, text)
+        length = len(encoding["input_ids"])
         if length > self.context:
             raise ValueError(
-                f"question and answer have {length} tokens, the reward model reads {self.context} "
+                f"prompt and response have {length} tokens, the reward model reads {self.context} "
                 "(reward.model.context)"
             )
-        return dict(row)
+        return dict(encoding)
 
     @torch.no_grad()
     def __call__(self, prompts: list[Prompt], texts: list[str]) -> list[float]:
-        """The logits, in the order of the answers."""
-        rows = [self.encode_pair(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
-        rewards = [0.0] * len(rows)
-        for group in group_by_length([len(row["input_ids"]) for row in rows]):
-            padded = self.tokenizer.pad([rows[index] for index in group], return_tensors="pt")
+        """Return the logits, in the order of the responses."""
+        encodings = [
+            self.encode_pair(prompt, text) for prompt, text in zip(prompts, texts, strict=True)
+        ]
+        rewards = [0.0] * len(encodings)
+        for group in group_by_length([len(encoding["input_ids"]) for encoding in encodings]):
+            padded = self.tokenizer.pad([encodings[index] for index in group], return_tensors="pt")
             logits = self.model(**padded.to(self.model.device)).logits
             for index, logit in zip(group, logits[:, 0].float().tolist(), strict=True):
                 rewards[index] = logit
@@ -134,13 +139,15 @@ class RewardModelScorer:
 
 
 def group_by_length(lengths: list[int]) -> list[list[int]]:
-    """Indices by length, in groups of at most TOKENS with their padding, at least one in each.
+    """Group indices by length, with at most TOKENS per group including padding.
+
+    A group has at least one index.
 
     >>> group_by_length([3, 9000, 4])
     [[0, 2], [1]]
     """
     groups: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda at: lengths[at]):
+    for index in sorted(range(len(lengths)), key=lambda position: lengths[position]):
         if groups and (len(groups[-1]) + 1) * lengths[index] <= TOKENS:
             groups[-1].append(index)
         else:

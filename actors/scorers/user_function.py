@@ -1,4 +1,4 @@
-"""A user's reward function: the forms that it may have, and what is kept of a failed call."""
+"""A user's reward function: its accepted signatures, and the log of failed calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 
 LOG = "reward.log"  # in the run directory
-LOG_BYTES = 1 << 20  # what is beyond is not written
+LOG_BYTES = 1 << 20  # further entries are dropped
 SHOWN = 80  # characters of a prompt, or of a response, in an error
 OURS = ("reward_worker.py", "user_function.py")
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
@@ -31,11 +31,11 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def in_our_form(function: Callable[..., Any], path: str, given: Sequence[str]) -> Any:
-    """`function`, named `path` by the config, as it is called here: with (prompt, text), and with
-    `tokens` where it has such a parameter.
+    """Adapt `function`, named `path` in the config, to a call with (prompt, text).
 
-    One in TRL's form, with a parameter `completions`, is wrapped.  given: names that are bound to
-    it later.  Raises ConfigError for parameters that fit neither form.
+    It also receives `tokens` if it has such a parameter. A function in TRL's form, with a parameter
+    `completions`, is wrapped. given: names that are bound later. Raises ConfigError for parameters
+    that fit neither form.
     """
     try:
         signature = inspect.signature(function)
@@ -63,27 +63,28 @@ def in_our_form(function: Callable[..., Any], path: str, given: Sequence[str]) -
 
 
 def from_trl(function: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
-    """A function in TRL's form as one that takes lists.
+    """Wrap a function in TRL's form as one that takes lists.
 
-    It is called by names: `prompts` and `completions` (texts, or lists of messages where the prompt
-    has `messages`), `completion_ids`, and each column of the prompts as a list.
+    It is called by keyword: `prompts` and `completions` (texts, or lists of messages where the
+    prompt has `messages`), `completion_ids`, and each column of the prompts as a list.
     """
     parameters = signature.parameters.values()
-    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     needed = {
-        each.name
-        for each in parameters
-        if each.default is each.empty and each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
+        parameter.name
+        for parameter in parameters
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
     }
 
     def arguments(
         prompts: list[Prompt], texts: list[str], tokens: list[list[int]]
     ) -> dict[str, Any]:
         columns = sorted({name for prompt in prompts for name in prompt.meta})
-        found: dict[str, Any] = {
+        values: dict[str, Any] = {
             name: [prompt.meta.get(name) for prompt in prompts] for name in columns
         }
-        found |= {
+        values |= {
             "answer": [prompt.answer for prompt in prompts],
             "prompts": [prompt.messages or prompt.text for prompt in prompts],
             "completions": [
@@ -92,14 +93,14 @@ def from_trl(function: Callable[..., Any], signature: inspect.Signature) -> Call
             ],
             "completion_ids": tokens,
         }
-        if lacking := sorted(needed - set(found)):
+        if missing := sorted(needed - set(values)):
             raise TypeError(
-                f"it takes {', '.join(lacking)}, and the prompts have no such column: they have "
+                f"it takes {', '.join(missing)}, but the prompts have no such column: they have "
                 f"{', '.join([*columns, 'answer'])} (task.columns renames)"
             )
         if takes_any:
-            return found
-        return {name: value for name, value in found.items() if name in signature.parameters}
+            return values
+        return {name: value for name, value in values.items() if name in signature.parameters}
 
     async def awaited(prompts: Any, texts: Any, tokens: Any) -> Any:
         return await function(**arguments(prompts, texts, tokens))
@@ -116,14 +117,14 @@ def from_trl(function: Callable[..., Any], signature: inspect.Signature) -> Call
 
 
 def frames_of(error: BaseException) -> list[traceback.FrameSummary]:
-    """The frames of an exception, from the user's function on."""
+    """Return the frames of an exception, from the user's function on."""
     frames = traceback.extract_tb(error.__traceback__)
-    ours = [at for at, frame in enumerate(frames) if Path(frame.filename).name in OURS]
+    ours = [index for index, frame in enumerate(frames) if Path(frame.filename).name in OURS]
     return frames[ours[-1] + 1 :] if ours else list(frames)
 
 
 def last_frame(error: BaseException) -> str:
-    """` at reward.py:12 in reward`: the last frame outside installed libraries; empty for none."""
+    """Format the last frame outside libraries: ` at reward.py:12 in reward`, or ""."""
     frames = frames_of(error)
     own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)] or frames
     if not own:
@@ -132,21 +133,23 @@ def last_frame(error: BaseException) -> str:
 
 
 def format_text(text: str) -> str:
-    """A text of a prompt or a response, in quotes and bounded."""
+    """Quote and shorten the text of a prompt or response."""
     return repr(text[:SHOWN]) + ("..." if len(text) > SHOWN else "")
 
 
 class FailureLog:
-    """RUN/reward.log: each failed call with its traceback, prompt and response, up to LOG_BYTES."""
+    """RUN/reward.log: failed calls with traceback, prompt, response; up to LOG_BYTES."""
 
     def __init__(self, run_dir: str) -> None:
         self.path = Path(run_dir) / LOG if run_dir else None
 
-    def note(self, prompt: Prompt, text: str, why: str, error: BaseException | None = None) -> None:
-        """Append a failed call.  An unwritable log loses the entry, and nothing else."""
+    def note(
+        self, prompt: Prompt, text: str, reason: str, error: BaseException | None = None
+    ) -> None:
+        """Append a failed call. If the log cannot be written, only the entry is lost."""
         if self.path is None:
             return
-        lines = [f"{time.strftime('%Y-%m-%d %H:%M:%S')} prompt {prompt.id}: {why}"]
+        lines = [f"{time.strftime('%Y-%m-%d %H:%M:%S')} prompt {prompt.id}: {reason}"]
         lines += [f"prompt:   {prompt.text!r}", f"response: {text!r}"]
         if error is not None:
             lines += ["Traceback (most recent call last):"]

@@ -1,7 +1,7 @@
-"""What the arrays and numbers of an answer may be: looked at by the buffer at its door, and by the
-learner in what the buffer hands it.
+"""Validate the arrays and numbers of samples, in the buffer and in the learner.
 
-Each function raises BadMessage; its reason is a key of REFUSALS."""
+Each function raises BadMessage; its reason is a key of REFUSALS.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import numpy as np
 from asyncrl.contract.errors import BadMessage
 from asyncrl.contract.messages import TrainingSequence, Trajectory
 
-LOGPROB_ABOVE_0 = 1e-3  # what rounding may leave of a probability of 1
-LEAST_LOGPROB = -1e4  # nothing drawn is less likely
-VERSIONS = 1 << 60  # differences of two are int64
-REWARD = 1e18  # its square is a float32
+LOGPROB_ABOVE_0 = 1e-3  # rounding of a probability of 1
+LEAST_LOGPROB = -1e4  # no sampled token is less likely
+VERSIONS = 1 << 60  # so that differences fit int64
+REWARD = 1e18  # so that its square fits float32
 
 
 def name(answer: Trajectory) -> str:
@@ -24,27 +24,25 @@ def name(answer: Trajectory) -> str:
 
 
 def array_parts(answer: Trajectory) -> Sequence[Trajectory | TrainingSequence]:
-    """Whatever has arrays: the answer, and a session's further rows."""
+    """Return everything with arrays: the sample and a session's further sequences."""
     return [answer, *answer.rows]
 
 
 def scalars(answer: Trajectory) -> None:
-    """Reward, its parts, temperature and time are finite, and what they may be."""
+    """Check that reward, its parts, temperature and time are finite and in range."""
     if not -REWARD <= answer.reward <= REWARD:  # false for NaN too
         raise BadMessage(f"{name(answer)}: its reward is {answer.reward}", "number")
     if not 0 < answer.temperature < math.inf:
         raise BadMessage(f"{name(answer)}: its temperature is {answer.temperature}", "number")
     if not math.isfinite(answer.generated_at):
-        raise BadMessage(f"{name(answer)}: it was drawn at {answer.generated_at}", "number")
+        raise BadMessage(f"{name(answer)}: it was sampled at {answer.generated_at}", "number")
     for part, value in answer.reward_parts.items():
         if not -REWARD <= value <= REWARD:
-            raise BadMessage(
-                f"{name(answer)}: the part {part[:40]!r} of its reward is {value}", "number"
-            )
+            raise BadMessage(f"{name(answer)}: its reward part {part[:40]!r} is {value}", "number")
 
 
 def check_row(row: Trajectory | TrainingSequence, which: str) -> None:
-    """One length for all of a row's arrays; its spans are in order and inside."""
+    """Check that a sequence's arrays have one length, with ordered spans inside."""
     length = len(row.mask)
     sizes = {len(row.tokens), len(row.behavior_logprobs), 4 * length}
     if (
@@ -58,18 +56,20 @@ def check_row(row: Trajectory | TrainingSequence, which: str) -> None:
             f"bytes, {len(row.prompt_tokens)} of its prompt",
             "shape",
         )
-    at = 0
+    end = 0
     for span in row.spans:
-        if not at <= span.start <= span.end <= length:
+        if not end <= span.start <= span.end <= length:
             raise BadMessage(f"{which}: its spans are not in order in its {length} tokens", "shape")
         if not all(0 <= x < VERSIONS for x in (*span.label, *span.kv)):
             raise BadMessage(f"{which}: weights {span.label} on keys of {span.kv}", "version")
-        at = span.end
+        end = span.end
 
 
 def numbers(samples: Sequence[Trajectory], vocabulary: int) -> None:
-    """The numbers in all arrays of these answers, whose lengths agree.  They are looked at
-    together: most of the time for a short one would be the start of numpy's loops.
+    """Check the numbers in all arrays of these samples, whose lengths agree.
+
+    They are checked together: for a short sample, most of the time would be the start of numpy's
+    loops.
     """
     if not _sound([row for answer in samples for row in array_parts(answer)], vocabulary):
         for answer in samples:
@@ -78,13 +78,13 @@ def numbers(samples: Sequence[Trajectory], vocabulary: int) -> None:
 
 
 def numbers_of(row: TrainingSequence, which: str, vocabulary: int) -> None:
-    """The same of one row."""
+    """Check the numbers of one sequence."""
     if not _sound([row], vocabulary):
         _which_array(row, which, vocabulary)
 
 
 def _sound(samples: Sequence[Trajectory | TrainingSequence], vocabulary: int) -> bool:
-    """Are the numbers in all arrays of these answers what they may be?"""
+    """Whether the numbers in all arrays of these samples are valid."""
     if masks := b"".join([answer.mask for answer in samples]):
         logprobs = np.frombuffer(b"".join([x.behavior_logprobs for x in samples]), "<f4")
         # either is false where one is NaN
@@ -104,17 +104,17 @@ def _sound(samples: Sequence[Trajectory | TrainingSequence], vocabulary: int) ->
 
 
 def _which_array(answer: Trajectory | TrainingSequence, which: str, vocabulary: int) -> None:
-    """Say what is wrong with the numbers of this answer, if anything is."""
+    """Raise the error for the first invalid array of this sample, if there is one."""
     if answer.mask.strip(b"\0\1"):
         raise BadMessage(f"{which}: its mask holds other bytes than 0 and 1", "shape")
     logprobs = np.frombuffer(answer.behavior_logprobs, "<f4")
     if not ((logprobs <= LOGPROB_ABOVE_0) & (logprobs >= LEAST_LOGPROB)).all():
         raise BadMessage(f"{which}: a behavior_logprob is above 0 or not finite", "number")
-    for what, raw in (("prompt_tokens", answer.prompt_tokens), ("tokens", answer.tokens)):
+    for field, raw in (("prompt_tokens", answer.prompt_tokens), ("tokens", answer.tokens)):
         ids = np.frombuffer(raw, "<i4")
         if len(ids) and (ids.min() < 0 or (vocabulary and ids.max() >= vocabulary)):
             raise BadMessage(
-                f"{which}: {what} from {ids.min()} to {ids.max()}, of a model with "
+                f"{which}: {field} from {ids.min()} to {ids.max()}, of a model with "
                 f"{vocabulary} tokens",
                 "token",
             )

@@ -1,7 +1,8 @@
-"""A process of ours that runs a user's code, and the frames to and from it: a length of four bytes,
-then a payload, over a pair of sockets.
+"""A child process that runs user code, and length-prefixed frames to and from it.
 
-Its parent never waits for it; it ends with its parent, also while the user's code hangs."""
+A frame is a length of four bytes and a payload, over a socket pair. The parent never blocks on the
+child. The child ends with its parent, even while the user's code hangs.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ import msgspec
 
 from asyncrl.contract import importing
 
-FRAME_BYTES = 64 * 1024 * 1024  # a larger frame is a broken worker
+FRAME_BYTES = 64 * 1024 * 1024  # a larger frame means a broken child
 READ_BYTES = 1 << 18
 _PR_SET_PDEATHSIG = 1
 
@@ -26,30 +27,31 @@ _Message = TypeVar("_Message")
 
 
 def frame(payload: bytes) -> bytes:
-    """The payload behind its length."""
+    """Prefix the payload with its length."""
     return len(payload).to_bytes(4, "big") + payload
 
 
 def take_frames(incoming: bytearray) -> list[bytes]:
-    """The payloads of the frames that are there whole, which are taken out.  Raises
-    msgspec.DecodeError for a frame that is too large.
+    """Remove the complete frames from `incoming` and return their payloads.
+
+    Raises msgspec.DecodeError for a frame that is too large.
     """
-    found = []
-    at = 0
-    while len(incoming) - at >= 4:
-        size = int.from_bytes(incoming[at : at + 4], "big")
+    payloads = []
+    start = 0
+    while len(incoming) - start >= 4:
+        size = int.from_bytes(incoming[start : start + 4], "big")
         if size > FRAME_BYTES:
             raise msgspec.DecodeError(f"a frame of {size} bytes")
-        if len(incoming) - at - 4 < size:
+        if len(incoming) - start - 4 < size:
             break
-        found.append(bytes(incoming[at + 4 : at + 4 + size]))
-        at += 4 + size
-    del incoming[:at]
-    return found
+        payloads.append(bytes(incoming[start + 4 : start + 4 + size]))
+        start += 4 + size
+    del incoming[:start]
+    return payloads
 
 
 class ChildProcess:
-    """The parent's side: the process that runs `module`, what is to go to it and what has come."""
+    """The parent's side of a process that runs `module`, with pending frames."""
 
     def __init__(self, module: str, setup: bytes) -> None:
         self.wire, theirs = socket.socketpair()
@@ -63,8 +65,9 @@ class ChildProcess:
         self.outgoing = bytearray(frame(setup))
 
     def payloads(self) -> tuple[list[bytes], bool]:
-        """What has come, and whether its side has closed.  Raises msgspec.DecodeError for a frame
-        that is too large.
+        """Return the payloads that have arrived and whether the child closed its side.
+
+        Raises msgspec.DecodeError for a frame that is too large.
         """
         closed = False
         try:
@@ -78,7 +81,7 @@ class ChildProcess:
         return take_frames(self.incoming), closed
 
     def receive_messages(self, decode: Callable[[bytes], _Message]) -> tuple[list[_Message], bool]:
-        """The same, decoded; one that sends what cannot be is broken, as one that has ended."""
+        """Return decoded messages; a child that sends undecodable bytes counts as closed."""
         try:
             payloads, closed = self.payloads()
             return [decode(payload) for payload in payloads], closed
@@ -86,13 +89,13 @@ class ChildProcess:
             return [], True
 
     def kill(self) -> int:
-        """End it at once; its exit code."""
+        """Kill the process and return its exit code."""
         self.process.kill()
         self.wire.close()
         return self.process.wait()
 
     def flush(self) -> None:
-        """Write what its socket takes; a dead process is noticed when it is next read from."""
+        """Write as much as the socket takes; a closed one is noticed by the next read."""
         try:
             while self.outgoing:
                 del self.outgoing[: self.wire.send(self.outgoing)]
@@ -105,11 +108,13 @@ class ChildProcess:
 def run(
     fd: int, parent: int, serve: Callable[[socket.socket], None], bounded: Callable[[Any], Any]
 ) -> None:
-    """The process's side: what its main program does.  Standard output goes where errors go, cut by
-    `bounded`: it is the parent's, whose `--json` a print would break.
+    """Run `serve` in the child process, as its main program.
+
+    Standard output goes to standard error, limited by `bounded`: it is shared with the parent,
+    whose `--json` output a print would corrupt.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # also while the function hangs
-    if os.getppid() != parent:  # it ended before that
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # works while user code hangs
+    if os.getppid() != parent:  # the parent exited before the line above
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.dup2(2, 1)

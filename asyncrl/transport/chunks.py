@@ -1,5 +1,6 @@
-"""Weights in chunks, for another host: the learner's ring over a socket of its own; and the files
-that a generator there needs to join.
+"""Weights in chunks for another host, and the files that a generator there needs.
+
+The learner serves its ring over a separate socket.
 """
 
 from __future__ import annotations
@@ -35,28 +36,29 @@ from asyncrl.transport.sockets import (
 from asyncrl.transport.weight_transport import WeightsClient, WeightsServer
 
 CHUNK_BYTES = 1 << 20
-AHEAD = 4  # chunks that a client asks for before it has read the first of them
-ASK_BYTES = 4096  # a larger ask is none
+AHEAD = 4  # chunks that a client requests ahead of the one it reads
+ASK_BYTES = 4096  # a larger request is invalid
 MANIFEST_BYTES = 64 << 20
-FILES = Label(-1, 0)  # asks for this are for files, not for weights
-BUFFER = Label(-2, 0)  # and for this, where the buffer is
-BUFFER_S = 2.0  # for the answer: who asks has other things to do
+FILES = Label(-1, 0)  # requests files instead of weights
+BUFFER = Label(-2, 0)  # requests the buffer's address
+BUFFER_S = 2.0  # how long to wait for that address
 LISTING_POLL_S = 0.2
-HEARD_FROM = zmq.EVENT_HANDSHAKE_SUCCEEDED  # a peer that may be spoken with
-ANYWHERE = ("0.0.0.0", "*", "::")  # hosts to listen at, and to connect to nowhere
+HEARD_FROM = zmq.EVENT_HANDSHAKE_SUCCEEDED  # the peer accepted the connection
+ANYWHERE = ("0.0.0.0", "*", "::")  # hosts to listen at, not to connect to
 
-YET_S = 1.0  # what is not there yet is waited for so long before it is said
+YET_S = 1.0  # how long a request waits for a part that is still on its way
 YET_POLL_MS = 2
-CLOSING_S = 60.0  # for the serving thread to end; on a busy machine it may wait for a core so long
-MOST_WAITING = 4096  # asks; further ones are not answered
+CLOSING_S = 60.0  # for the serving thread, which may wait long for a core of a busy machine
+MOST_WAITING = 4096  # requests; further ones are not answered
 NOTHING = xxhash.xxh3_64_intdigest(b"")
 
 _encoder = msgspec.msgpack.Encoder()
 
 
 class VersionPending(Exception):
-    """A part of a version that is still on its way here.  digest: of the version, "" when nothing
-    of it has come.
+    """A part of a version is still on its way here.
+
+    digest: of the version, or "" when no part of it has arrived.
     """
 
     def __init__(self, digest: str) -> None:
@@ -71,8 +73,10 @@ class _WaitingRequest(NamedTuple):
 
 
 class _ChunkRequest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Made by a generator; read by the chunk server.  offset < 0 asks for the manifest, or the list
-    of files.  place: for its place in the tree of `label`, `fan_out.RelayAssignment`.
+    """Generator to chunk server.
+
+    offset < 0 requests the manifest, or the list of files. place: requests a position in the tree
+    of `label`, `fan_out.RelayAssignment`.
     """
 
     label: Label
@@ -83,32 +87,31 @@ class _ChunkRequest(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class _ChunkReply(msgspec.Struct, frozen=True):
-    digest: str  # "" when these weights, or this file, are not there (any more)
-    data: bytes  # empty, of a relay: it has not come there yet
+    digest: str  # "" when the server does not have these weights or this file
+    data: bytes  # empty from a relay that does not have the chunk yet
     checksum: int
     probe: bytes
 
 
 def layout(data: bytes) -> Rows:
-    """The rows of a manifest.  Raises BadMessage or one of UNDECODABLE."""
-    found = msgspec.msgpack.decode(data, type=Rows)
-    message_checks.check_weight_layout(found)
-    return found
+    """Decode the rows of a manifest. Raises BadMessage or one of UNDECODABLE."""
+    rows = msgspec.msgpack.decode(data, type=Rows)
+    message_checks.check_weight_layout(rows)
+    return rows
 
 
 class ChunkServer(WeightsServer):
     """Serves the learner's ring in chunks from a thread.
 
     A slow reader may find its version replaced: it gets an empty answer and starts over with a
-    newer one.  It never blocks the writer: chunks are copied under the slot's own sequence lock by
-    `read` = `WeightRing.read_part`.  For one that asks and does not read, 2 * AHEAD chunks wait,
-    no more;
-    further ones are dropped.  What is no ask, or comes with a key that is no generator's, is
-    counted in `refused` and not answered.
+    newer one. The server never blocks the writer: `read` = `WeightRing.read_part` copies chunks
+    under the slot's own sequence lock. For a client that requests without reading, at most 2 *
+    AHEAD chunks wait; further ones are dropped. Invalid requests, and those with a key that is not
+    a generator's, are counted in `refused` and not answered.
 
-    guard: who is let in, made of the socket.  `read` may raise `VersionPending`: what was asked
-    for waits
-    up to YET_S, then the answer is empty."""
+    guard: builds the authenticator from the socket. `read` may raise `VersionPending`: the request
+    then waits up to YET_S before the answer is empty.
+    """
 
     def __init__(
         self,
@@ -145,17 +148,18 @@ class ChunkServer(WeightsServer):
         self.answered = self.refused = 0
         self.trees: fan_out.RelayTrees | None = None
         self.pieces: fan_out.ChunkDigests | None = None
-        self.buffer: Callable[[], str] = lambda: ""  # where it is, when it is not where it was
-        self._waiting: list[_WaitingRequest] = []  # in the order in which they came
+        self.buffer: Callable[[], str] = lambda: ""  # the buffer's address, if it has moved
+        self._waiting: list[_WaitingRequest] = []  # in order of arrival
         self._end = False
         self._decoder = msgspec.msgpack.Decoder(_ChunkRequest)
         self.thread = threading.Thread(target=self._serve, name="chunk-server", daemon=True)
         self.thread.start()
 
     def plant(self, copies: int, size: int) -> None:
-        """From now on answer, too, who gives versions of `size` bytes to whom, so that so many
-        copies leave from here.  The first to ask for a version waits, with all behind it, while its
-        chunks' SHA-256 are computed: about a second for a GB.
+        """From now on also answer which peer provides a version of `size` bytes.
+
+        At most `copies` copies then leave from here. The first request for a version waits, with
+        all behind it, while the SHA-256 of its chunks is computed, about a second per GB.
         """
         self.pieces = fan_out.ChunkDigests(self.read, size, CHUNK_BYTES)
         self.trees = fan_out.RelayTrees(copies)
@@ -174,23 +178,23 @@ class ChunkServer(WeightsServer):
                 self._answer_waiting()
 
     def _answer_waiting(self) -> None:
-        """Answer what waits, as far as it is there; a peer gets its answers in order."""
-        held: dict[bytes, None] = {}
-        left: list[_WaitingRequest] = []
-        for each in self._waiting:
-            if each.peer in held:
-                left.append(each)
+        """Answer the waiting requests that can be answered, in order for each peer."""
+        blocked: dict[bytes, None] = {}
+        still_waiting: list[_WaitingRequest] = []
+        for request in self._waiting:
+            if request.peer in blocked:
+                still_waiting.append(request)
                 continue
             try:
-                answer = self._answer(each.frames)
+                answer = self._answer(request.frames)
             except VersionPending as wait:
-                if time.monotonic() < each.until:
-                    left.append(each)
-                    held[each.peer] = None
+                if time.monotonic() < request.until:
+                    still_waiting.append(request)
+                    blocked[request.peer] = None
                     continue
                 answer = _ChunkReply(wait.digest, b"", NOTHING, b"")
-            self._reply(each.peer, answer)
-        self._waiting = left
+            self._reply(request.peer, answer)
+        self._waiting = still_waiting
 
     def _reply(self, peer: bytes, answer: _ChunkReply | None) -> None:
         if answer is None:
@@ -200,13 +204,11 @@ class ChunkServer(WeightsServer):
         try:
             self.socket.send_multipart([peer, _encoder.encode(answer)], zmq.NOBLOCK)
         except zmq.ZMQError:
-            pass  # the peer has gone, or does not read
+            pass  # the peer has disconnected or does not read
         self.answered += 1
 
     def _relieved(self) -> bool:
-        """Were all connections closed?  Without an address there is nobody to answer: it is tried
-        again.
-        """
+        """Whether all connections were just closed. While the address is lost, try again."""
         try:
             return self.crowd.close_excess(self.address)
         except AsyncrlError as error:
@@ -214,82 +216,82 @@ class ChunkServer(WeightsServer):
             return True
 
     def _answer(self, frames: list[zmq.Frame]) -> _ChunkReply | None:
-        """What somebody is told who sent these frames; None: nothing."""
+        """Build the reply to a request, or None to ignore it."""
         if len(frames) != 1:
             return None
         if self._guard is not None and not keys.GENERATOR.fullmatch(self._guard.name(frames[0])):
             return None
         try:
-            ask = self._decoder.decode(frames[0].buffer)
-            if ask.place is not None:
-                return self._assign_source(ask, ask.place, frames[0])
-            if ask.label == FILES:
-                return self._file(ask)
-            if ask.label == BUFFER:
+            request = self._decoder.decode(frames[0].buffer)
+            if request.place is not None:
+                return self._assign_source(request, request.place, frames[0])
+            if request.label == FILES:
+                return self._file(request)
+            if request.label == BUFFER:
                 return _ChunkReply(self.buffer(), b"", NOTHING, b"")
-            if ask.offset < 0:
+            if request.offset < 0:
                 data = msgspec.msgpack.encode(self.manifest)
                 return _ChunkReply("manifest", data, xxhash.xxh3_64_intdigest(data), b"")
-            size = min(max(ask.size, 0), CHUNK_BYTES)
-            digest, data, probe = self.read(ask.label, ask.digest, ask.offset, size)
+            size = min(max(request.size, 0), CHUNK_BYTES)
+            digest, data, probe = self.read(request.label, request.digest, request.offset, size)
         except UNDECODABLE:  # also a ring that is being closed
             return None
         return _ChunkReply(digest, data, xxhash.xxh3_64_intdigest(data), probe)
 
     def _assign_source(
-        self, ask: _ChunkRequest, said: fan_out.RelayRequest, frame: zmq.Frame
+        self, request: _ChunkRequest, relay_request: fan_out.RelayRequest, frame: zmq.Frame
     ) -> _ChunkReply | None:
-        """Where somebody gets a version from; with keys, it is whom its key says."""
+        """Choose where a generator gets a version from. With CURVE, its key is its name."""
         if self.trees is None or self.pieces is None:
             return None
-        name = said.name if self._guard is None else self._guard.name(frame)
-        if not keys.GENERATOR.fullmatch(name) or not 0 <= said.port < 1 << 16:
+        name = relay_request.name if self._guard is None else self._guard.name(frame)
+        if not keys.GENERATOR.fullmatch(name) or not 0 <= relay_request.port < 1 << 16:
             return None
-        digest, pieces, probe = self.pieces.digests_of(ask.label, ask.digest)
+        digest, pieces, probe = self.pieces.digests_of(request.label, request.digest)
         if not digest:
             return _ChunkReply("", b"", NOTHING, b"")
         try:
             host = str(frame.get("Peer-Address"))
         except zmq.ZMQError:
             host = ""  # not over tcp
-        asking = fan_out.RelayPeer(name, host, said.port, said.key)
-        giver = self.trees.assign_source((ask.label, digest), asking, said.failed)
+        asking = fan_out.RelayPeer(name, host, relay_request.port, relay_request.key)
+        source = self.trees.assign_source((request.label, digest), asking, relay_request.failed)
         guests: dict[str, str] = {}
-        if said.guests and self._guard is not None:
+        if relay_request.guests and self._guard is not None:
             named = self._guard.names.items()
             guests = {key: who for key, who in named if keys.GENERATOR.fullmatch(who)}
-        placed = fan_out.RelayAssignment(digest, pieces, probe, guests=guests)
-        if giver != fan_out.LEARNER:
-            relay = self.trees.relays[giver]
-            placed = msgspec.structs.replace(
-                placed, name=giver, address=f"tcp://{relay.host}:{relay.port}", key=relay.key
+        assignment = fan_out.RelayAssignment(digest, pieces, probe, guests=guests)
+        if source != fan_out.LEARNER:
+            relay = self.trees.relays[source]
+            assignment = msgspec.structs.replace(
+                assignment, name=source, address=f"tcp://{relay.host}:{relay.port}", key=relay.key
             )
-        data = _encoder.encode(placed)
+        data = _encoder.encode(assignment)
         return _ChunkReply(digest, data, xxhash.xxh3_64_intdigest(data), b"")
 
-    def _file(self, ask: _ChunkRequest) -> _ChunkReply | None:
-        """The list of files, empty while it is being made; or bytes of one of them."""
+    def _file(self, request: _ChunkRequest) -> _ChunkReply | None:
+        """Return the list of files, empty while it is computed, or bytes of one of them."""
         if self.library is None:
             return None
-        if ask.offset < 0:
+        if request.offset < 0:
             entries = self.library.listing()
             data = b"" if entries is None else msgspec.msgpack.encode(entries)
-            said = self.library.wrong if entries is None else "files"
+            status = self.library.wrong if entries is None else "files"
         else:
-            size = min(max(ask.size, 0), CHUNK_BYTES)
+            size = min(max(request.size, 0), CHUNK_BYTES)
             try:
-                found = self.library.read(ask.digest, ask.offset, size)
+                chunk = self.library.read(request.digest, request.offset, size)
             except OSError:
-                found = None
-            data = found or b""
-            said = ask.digest if found is not None else ""
-        return _ChunkReply(said, data, xxhash.xxh3_64_intdigest(data), b"")
+                chunk = None
+            data = chunk or b""
+            status = request.digest if chunk is not None else ""
+        return _ChunkReply(status, data, xxhash.xxh3_64_intdigest(data), b"")
 
     def close(self) -> None:
         self._end = True
         self.thread.join(CLOSING_S)
         if self.thread.is_alive():
-            return  # a socket that two threads use at once ends the process
+            return  # closing a socket that another thread uses aborts the process
         if self._guard is not None:
             self._guard.stop()
         self.socket.close()
@@ -297,8 +299,9 @@ class ChunkServer(WeightsServer):
 
 
 class ChunkClient:
-    """Fetches versions from a ChunkServer, four chunks ahead; `bytes_received` counts what came
-    over the socket.
+    """Fetches versions from a ChunkServer, AHEAD chunks in flight.
+
+    `bytes_received` counts bytes over the socket.
     """
 
     def __init__(
@@ -310,12 +313,12 @@ class ChunkClient:
         server_key: str = "",
     ) -> None:
         self.address = address
-        self.name = name  # whose key it shows, where there are keys
-        self.server_key = server_key  # of another server than the learner's
+        self.name = name  # selects the CURVE key, if there are keys
+        self.server_key = server_key  # of a relay; "": the learner's
         self.timeout = timeout
         self.bytes_received = 0
         self.probe = b""  # of the version fetched last
-        # of a fetch that a broken connection ended: version, digest, chunks in the caller's memory
+        # a fetch that a broken connection ended: label, digest, chunks in the caller's memory
         self._begun: tuple[Label, str, int] | None = None
         self.context = zmq.Context()
         self.curve_dir = curve_dir
@@ -333,14 +336,17 @@ class ChunkClient:
         return socket
 
     def _wait_for_reply(self) -> bool:
-        """Wait for an answer.  Raises PeerUnreachable at once where the connection was cut that the
-        asks went over: who asks again has another one."""
+        """Wait for a reply; False after the timeout.
+
+        Raises PeerUnreachable at once when the connection that carried the requests was cut:
+        replies to them will not come, and a retry uses a new connection.
+        """
         until = time.monotonic() + self.timeout
         poller = zmq.Poller()
         poller.register(self.socket, zmq.POLLIN)
         poller.register(self._events, zmq.POLLIN)
-        while (left_s := until - time.monotonic()) > 0:
-            ready = dict(poller.poll(int(left_s * 1000) + 1))
+        while (remaining_s := until - time.monotonic()) > 0:
+            ready = dict(poller.poll(int(remaining_s * 1000) + 1))
             if self.socket in ready:
                 return True
             while self._events in ready and self._events.poll(0):
@@ -361,7 +367,7 @@ class ChunkClient:
         try:
             chunk = self.read(receive_frames(self.socket, MANIFEST_BYTES, 1))
         except (*UNDECODABLE, BadMessage) as error:
-            self.reconnect()  # what else is on its way answers earlier asks
+            self.reconnect()  # later replies would belong to earlier requests
             raise PeerUnreachable(
                 f"{self.address} does not speak this protocol: {error}"
             ) from error
@@ -369,7 +375,7 @@ class ChunkClient:
         return chunk
 
     def read(self, frames: list[bytes]) -> _ChunkReply:
-        """What these frames say.  Raises BadMessage or one of UNDECODABLE."""
+        """Decode a reply. Raises BadMessage or one of UNDECODABLE."""
         if len(frames) != 1:
             raise BadMessage("a message of more than one frame", "frame")
         chunk: _ChunkReply = self._decoder.decode(frames[0])
@@ -380,7 +386,7 @@ class ChunkClient:
         return chunk
 
     def reconnect(self) -> None:
-        """Begin with a new connection: what is under way on this one is of no use any more."""
+        """Open a new connection, which discards all replies in flight."""
         self._shut()
         self.socket = self._connect()
 
@@ -392,39 +398,40 @@ class ChunkClient:
             raise PeerUnreachable(f"{self.address} has no layout of weights: {error}") from error
 
     def fetch(self, label: Label, digest: str, into: memoryview) -> str:
-        """Copy version `label` into `into`; returns its digest, verified over the whole, or "" when
-        it is gone.
+        """Copy version `label` into `into` and return its verified digest.
 
-        After a PeerUnreachable the same version, asked for again with the same `into`, goes on
-        behind what has come: the digest over the whole says whether that was right.
+        Returns "" when the version is gone. After a PeerUnreachable, a second call with the same
+        version and the same `into` continues behind the chunks that have arrived. The digest over
+        everything shows whether that was right.
         """
-        got = 0
+        chunk_count = 0
         if self._begun is not None:
             label_before, digest_before, chunks = self._begun
             if digest and (label_before, digest_before) == (label, digest):
-                got = chunks
+                chunk_count = chunks
             self.reconnect()
-        self._begun = (label, digest, got)
-        found = digest
-        for chunk in self.fetch_chunks(label, digest, got * CHUNK_BYTES, len(into)):
+        self._begun = (label, digest, chunk_count)
+        received_digest = digest
+        for chunk in self.fetch_chunks(label, digest, chunk_count * CHUNK_BYTES, len(into)):
             if not chunk.data:
                 self._begun = None
                 return ""
-            found = chunk.digest
+            received_digest = chunk.digest
             self.probe = chunk.probe
-            into[got * CHUNK_BYTES : (got + 1) * CHUNK_BYTES] = chunk.data
-            got += 1
-            self._begun = (label, digest, got)
+            into[chunk_count * CHUNK_BYTES : (chunk_count + 1) * CHUNK_BYTES] = chunk.data
+            chunk_count += 1
+            self._begun = (label, digest, chunk_count)
         self._begun = None
-        return found if xxhash.xxh3_64_hexdigest(into) == found else ""
+        return received_digest if xxhash.xxh3_64_hexdigest(into) == received_digest else ""
 
     def fetch_chunks(
         self, label: Label, digest: str, begin: int, size: int
     ) -> Iterator[_ChunkReply]:
-        """The chunks of a version from byte `begin` to `size`, AHEAD of them under way.
+        """Yield the chunks of a version from byte `begin` to `size`, AHEAD in flight.
 
-        The last one is empty where it is not there, or not of these weights: its digest is ""
-        then, and `digest` where it is only not there yet."""
+        The last chunk is empty when the server does not have it, or has other weights. Its digest
+        is then "", or `digest` when the chunk has only not arrived there yet.
+        """
         offsets = range(begin, size, CHUNK_BYTES)
         for number in range(len(offsets)):
             chunk = self._next_chunk(label, digest, offsets, number, size)
@@ -432,8 +439,8 @@ class ChunkClient:
             if not of_these or len(chunk.data) != min(CHUNK_BYTES, size - offsets[number]):
                 for _ in offsets[number + 1 : number + AHEAD]:
                     self._receive()
-                yet = of_these and not chunk.data
-                yield _ChunkReply(digest if yet else "", b"", NOTHING, b"")
+                pending = of_these and not chunk.data
+                yield _ChunkReply(digest if pending else "", b"", NOTHING, b"")
                 return
             digest = chunk.digest
             yield chunk
@@ -441,7 +448,7 @@ class ChunkClient:
     def _next_chunk(
         self, label: Label, digest: str, offsets: range, number: int, size: int
     ) -> _ChunkReply:
-        """Chunk `number` of those at `offsets`, with AHEAD of them asked for."""
+        """Receive chunk `number` of those at `offsets`, keeping AHEAD requests in flight."""
         ahead = offsets[number + AHEAD - 1 : number + AHEAD] if number else offsets[:AHEAD]
         for offset in ahead:
             wanted = min(CHUNK_BYTES, size - offset)
@@ -451,7 +458,7 @@ class ChunkClient:
     def request_source(
         self, label: Label, digest: str, asking: fan_out.RelayRequest
     ) -> fan_out.RelayAssignment | None:
-        """Where to get a version from; None: it is not there (any more)."""
+        """Ask where to get a version from; None when the learner does not have it."""
         self.socket.send(_encoder.encode(_ChunkRequest(label, digest, 0, 0, asking)))
         chunk = self._receive()
         if not chunk.digest:
@@ -460,13 +467,16 @@ class ChunkClient:
             return msgspec.msgpack.decode(chunk.data, type=fan_out.RelayAssignment)
         except UNDECODABLE as error:
             self.reconnect()
-            raise PeerUnreachable(f"{self.address} says no place: {error}") from error
+            raise PeerUnreachable(
+                f"{self.address} sent an invalid relay assignment: {error}"
+            ) from error
 
     # ---- files -----------------------------------------------------------------------------------
 
     def listing(self) -> list[FileEntry]:
-        """The files that a generator of the run needs.  Raises PeerUnreachable when the learner's
-        machine cannot read them.
+        """Return the files that a generator of the run needs.
+
+        Raises PeerUnreachable when the learner's machine cannot read them.
         """
         while True:
             self.socket.send(_encoder.encode(_ChunkRequest(FILES, "", -1, 0)))
@@ -480,7 +490,7 @@ class ChunkClient:
             time.sleep(LISTING_POLL_S)  # a large model's digest is being computed
 
     def file(self, digest: str, begin: int, size: int) -> Iterator[bytes]:
-        """The bytes of a file from `begin` to `size`, in order."""
+        """Yield the bytes of a file from `begin` to `size`, in order."""
         offsets = range(begin, size, CHUNK_BYTES)
         for number in range(len(offsets)):
             chunk = self._next_chunk(FILES, digest, offsets, number, size)
@@ -488,12 +498,13 @@ class ChunkClient:
                 CHUNK_BYTES, size - offsets[number]
             ):
                 self.reconnect()
-                raise PeerUnreachable(f"{self.address} does not give the file {digest[:12]}")
+                raise PeerUnreachable(f"{self.address} does not serve the file {digest[:12]}")
             yield chunk.data
 
     def buffer(self) -> str:
-        """The address of the run's buffer, where it is not what it was; else "".  Raises
-        PeerUnreachable.
+        """Return the address of the run's buffer if it has moved, else "".
+
+        Raises PeerUnreachable.
         """
         self.socket.send(_encoder.encode(_ChunkRequest(BUFFER, "", 0, 0)))
         return self._receive().digest
@@ -509,8 +520,9 @@ class ChunkClient:
 
 
 def reachable_address(address: str, buffer: str) -> str:
-    """Where to connect to a server that listens at `address`: on the buffer's host, when that is
-    every host.
+    """Return where to connect to a server that listens at `address`.
+
+    A server that listens at every host is reached at the buffer's host.
 
     >>> reachable_address("tcp://0.0.0.0:5556", "tcp://10.0.0.1:5555")
     'tcp://10.0.0.1:5556'
@@ -520,13 +532,14 @@ def reachable_address(address: str, buffer: str) -> str:
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     if host.strip("[]") not in ANYWHERE:
         return address
-    there = urlsplit(buffer).netloc.rpartition("@")[2].rpartition(":")[0]
-    return f"tcp://{there}:{port}" if there else address
+    buffer_host = urlsplit(buffer).netloc.rpartition("@")[2].rpartition(":")[0]
+    return f"tcp://{buffer_host}:{port}" if buffer_host else address
 
 
 def buffer_of(config: Config, source: WeightsSource, name: str) -> str:
-    """Where the buffer is now, as the learner knows; "" when it knows nothing else than the config,
-    or does not answer.
+    """Ask the learner for the buffer's current address.
+
+    Returns "" when it is the configured one, or when the learner does not answer.
     """
     address = reachable_address(source.address, config.wires.address)
     client = ChunkClient(address, BUFFER_S, config.wires.curve_dir, name)
@@ -539,7 +552,7 @@ def buffer_of(config: Config, source: WeightsSource, name: str) -> str:
 
 
 def serve(config: Config, ring: WeightRing) -> ChunkServer | None:
-    """The learner's end, when `wires.weights_address` names one."""
+    """Start the learner's end if `wires.weights_address` is set."""
     if not config.wires.weights_address:
         return None
     server = ChunkServer(
@@ -555,17 +568,16 @@ def serve(config: Config, ring: WeightRing) -> ChunkServer | None:
 
 
 def connect(config: Config, source: WeightsSource, name: str) -> WeightsClient:
-    """A generator's end.  Raises PeerUnreachable when the learner serves no chunks."""
+    """Connect a generator. Raises PeerUnreachable when the learner serves no chunks."""
     if not source.address:
         raise PeerUnreachable(
             f"the learner's weights lie on host {source.host} in {source.directory}, which "
-            "this host cannot read; "
-            "set wires.weights_address to a tcp address of the learner"
+            "this host cannot read; set wires.weights_address to a tcp address of the learner"
         )
     address = reachable_address(source.address, config.wires.address)
     make: Callable[[str, float, str, str], WeightsClient] = ChunkClient
     if config.weights.fan_out:
-        from asyncrl.transport.relay import RelayClient  # which is made of what is here
+        from asyncrl.transport.relay import RelayClient  # which imports this module
 
         make = RelayClient
     return make(address, config.wires.connect_s, config.wires.curve_dir, name)

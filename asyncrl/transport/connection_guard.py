@@ -1,5 +1,8 @@
-"""So many connections that the process runs out of descriptors: an ipc listener would abort it, a
-tcp one spin.  Before that all are closed, and who has something to say connects again."""
+"""Protect a listening socket from running out of file descriptors.
+
+Without a free descriptor, zmq aborts the process (ipc) or spins (tcp). Before that, all connections
+are closed; peers connect again by themselves.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,18 @@ import zmq
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.transport import keys
 
-DESCRIPTORS = 65536  # what is asked of the system
-CONNECTIONS = 6000  # more are a flood
+DESCRIPTORS = 65536  # requested from the system
+CONNECTIONS = 6000  # more count as a flood
 LEAST = 64
 LOOK_S = 0.01
-LOOKS = 6000  # for the address to come free: a process that stood still meanwhile looks on
+LOOKS = 6000  # tries to bind again; a count instead of a deadline survives a suspended process
 
 
 def next_descriptor() -> int:
-    """The number that the next descriptor gets, the lowest free one: about how many are open."""
+    """Return the number of the next descriptor, the lowest free one.
+
+    It is about how many are open.
+    """
     try:
         descriptor = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -32,19 +38,20 @@ def next_descriptor() -> int:
 
 
 class ConnectionGuard:
-    """Watches over a listening socket; to be asked by the thread that reads it.
+    """Watches a listening socket; used by the thread that reads it.
 
-    Raises AsyncrlError where the process may hardly open anything."""
+    Raises AsyncrlError when the process may hardly open any file.
+    """
 
     def __init__(self, socket: Any) -> None:
         self.socket = socket
-        self.closed = 0  # times that all connections were closed
-        self.lost = False  # the address could not be had again
+        self.closed = 0  # how often all connections were closed
+        self.lost = False  # the address is unbound and could not be bound again
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        most = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
-        if soft != resource.RLIM_INFINITY and soft < most:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-            soft = most
+        limit = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
+        if soft != resource.RLIM_INFINITY and soft < limit:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+            soft = limit
         open_now = next_descriptor()
         allowed = DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
         if allowed - open_now < LEAST:
@@ -52,19 +59,20 @@ class ConnectionGuard:
                 f"this process may open {allowed} files and has {open_now}: raise the limit "
                 "(`ulimit -n`)"
             )
-        # half of what is left stays free for those that come before the next look
+        # half of the rest stays free for connections before the next check
         self.most = open_now + min(CONNECTIONS, (allowed - open_now) // 2)
 
     def close_excess(self, address: str) -> bool:
-        """Close all connections when there are too many; True when it had to be.  Raises
-        AsyncrlError when the address cannot be had again.
+        """Close all connections when there are too many; return whether it was necessary.
+
+        Raises AsyncrlError when the address cannot be bound again.
         """
         if next_descriptor() < self.most and not self.lost:
             return False
         self.closed += not self.lost
         if self.closed < 4 and not self.lost:
             print(
-                f"too many connections at {address}: all are closed, and honest peers come again",
+                f"too many connections at {address}: closed all; real peers reconnect",
                 file=sys.stderr,
                 flush=True,
             )
@@ -72,7 +80,7 @@ class ConnectionGuard:
             self.socket.unbind(address)
         self.lost = True
         for _ in range(LOOKS):
-            time.sleep(LOOK_S)  # the old listener and its connections end in a thread of their own
+            time.sleep(LOOK_S)  # zmq's thread closes the old listener and its connections
             if next_descriptor() >= self.most:
                 continue
             try:
@@ -83,5 +91,5 @@ class ConnectionGuard:
             except zmq.ZMQError:
                 continue
         raise AsyncrlError(
-            f"{address} was closed for too many connections and cannot be opened again"
+            f"{address} was closed because of too many connections and cannot be opened again"
         )

@@ -1,13 +1,14 @@
-"""CURVE keys, one for each role: who may say what is decided by the key that it was said with.
+"""CURVE keys, one per role. A peer's key decides which messages it may send.
 
 ```
-DIR/server.key, server.key_secret   the buffer's and the chunk server's
-DIR/clients/NAME.key                who is let in; NAME: learner, viewer, generator-0, ...
-DIR/NAME/                           all that NAME needs on another machine: server.key and
+DIR/server.key, server.key_secret   of the buffer and the chunk server DIR/clients/NAME.key
+permitted peers; NAME: learner, viewer, generator-0, ... DIR/NAME/                           all
+that NAME needs on another machine: server.key and
                                     client.key_secret
 ```
 
-`wires.curve_dir` names DIR on the machine of buffer and learner, a copy of DIR/NAME elsewhere."""
+`wires.curve_dir` names DIR on the machine of buffer and learner, a copy of DIR/NAME elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +29,14 @@ from asyncrl.records import private
 LEARNER = "learner"
 VIEWER = "viewer"
 GENERATOR = re.compile(r"generator-\d+")
-TOLD_S = 20.0  # for the learner's answer; zmq itself gives up a handshake after 30
+TOLD_S = 20.0  # for the learner's answer; zmq itself drops a handshake after 30
 ROLES = f"{LEARNER}, {VIEWER}, generator-N"
 
 
 def is_allowed(name: str, message: m.FromPeer) -> bool:
-    """May the holder of `name`'s key say this?  A generator speaks for itself alone, a viewer only
-    watches.
+    """Whether the holder of `name`'s key may send this message.
+
+    A generator speaks only for itself; a viewer only watches.
 
     >>> is_allowed("generator-0", m.GeneratorGoodbye("generator-0", 7))
     True
@@ -57,26 +59,26 @@ def is_allowed(name: str, message: m.FromPeer) -> bool:
 
 @contextlib.contextmanager
 def private_umask() -> Iterator[None]:
-    """Files made meanwhile have mode 0600, sockets and directories 0700."""
-    before = os.umask(0o077)
+    """Create files with mode 0600, sockets and directories with 0700."""
+    previous = os.umask(0o077)
     try:
         yield
     finally:
-        os.umask(before)
+        os.umask(previous)
 
 
 def make_keys(directory: Path, generators: int = 4) -> list[Path]:
-    """Write keys for a run, or those of further generators to keys that are there; returns the
-    generators' directories, one for each machine.
+    """Write keys for a run, or add generators to existing keys.
 
-    Raises ConfigError where nothing is to be added: whoever holds the old ones would be locked out.
+    Returns the generators' directories, one for each machine. Raises ConfigError when nothing is
+    missing: replaced keys would lock out their holders.
     """
     import zmq.auth
 
-    there = (directory / "server.key").exists()
+    existing = (directory / "server.key").exists()
     names = [LEARNER, VIEWER, *(f"generator-{n}" for n in range(generators))]
     missing = [name for name in names if not (directory / "clients" / f"{name}.key").exists()]
-    if there and not missing:
+    if existing and not missing:
         raise ConfigError(
             f"{directory} holds keys already, of {generators} generators: add some by "
             "--generators, choose another directory, or remove it first"
@@ -84,7 +86,7 @@ def make_keys(directory: Path, generators: int = 4) -> list[Path]:
     with private_umask():
         private.directory(directory)
         private.directory(directory / "clients")
-        if not there:
+        if not existing:
             zmq.auth.create_certificates(directory, "server")
         for name in missing:
             own = private.directory(directory / name)
@@ -95,13 +97,14 @@ def make_keys(directory: Path, generators: int = 4) -> list[Path]:
 
 
 def certificate(path: Path, curve_dir: str, *, secret: bool) -> tuple[bytes, bytes | None]:
-    """(public, secret) of a key file.  Raises ConfigError for one that is missing, damaged, or that
-    others can read.
+    """Read (public, secret) of a key file.
+
+    Raises ConfigError for a file that is missing, damaged, or readable by others.
     """
     import zmq.auth
 
     try:
-        found = zmq.auth.load_certificate(private.require_private(path) if secret else path)
+        pair = zmq.auth.load_certificate(private.require_private(path) if secret else path)
     except OSError as error:
         raise ConfigError(
             f"wires.curve_dir: {path} is missing; `asyncrl keys {curve_dir}` makes keys "
@@ -109,15 +112,16 @@ def certificate(path: Path, curve_dir: str, *, secret: bool) -> tuple[bytes, byt
         ) from error
     except ValueError as error:
         raise ConfigError(f"wires.curve_dir: {path} holds no key: {error}") from error
-    if secret and found[1] is None:
+    if secret and pair[1] is None:
         raise ConfigError(f"wires.curve_dir: {path} holds no secret key")
-    return found
+    return pair
 
 
 def lock(socket: Any, curve_dir: str, name: str, server: str = "") -> None:
-    """The client's end: prove to be `name` with the key in DIR/NAME, or in a copy of it.
+    """The client's end: authenticate as `name` with the key in DIR/NAME or a copy.
 
-    server: public key of another server than the run's."""
+    server: public key of another server than the run's.
+    """
     if not curve_dir:
         return
     own = Path(curve_dir)
@@ -129,37 +133,37 @@ def lock(socket: Any, curve_dir: str, name: str, server: str = "") -> None:
         try:
             socket.curve_serverkey = server.encode()
         except (zmq.ZMQError, ValueError) as error:
-            raise ConfigError(f"{server[:80]!r} is no public key: {error}") from error
+            raise ConfigError(f"{server[:80]!r} is not a public key: {error}") from error
         return
     socket.curve_serverkey, _ = certificate(own / "server.key", curve_dir, secret=False)
 
 
 class KeyAuthenticator:
-    """The server's end: only keys in DIR/clients get in, and each message says whose it was."""
+    """The server's end: admits keys in DIR/clients and identifies senders."""
 
     def __init__(self, socket: Any, curve_dir: str) -> None:
-        # with asyncio and threads of its own: only for those who encrypt
+        # imported late: it brings asyncio and starts a thread
         from zmq.auth.thread import ThreadAuthenticator
 
-        where = Path(curve_dir)
-        public, secret = certificate(where / "server.key_secret", curve_dir, secret=True)
+        directory = Path(curve_dir)
+        public, secret = certificate(directory / "server.key_secret", curve_dir, secret=True)
         socket.curve_publickey, socket.curve_secretkey = public, secret
         self.names: dict[str, str] = {}
-        for path in sorted((where / "clients").glob("*.key")):
+        for path in sorted((directory / "clients").glob("*.key")):
             if path.stem not in (LEARNER, VIEWER) and not GENERATOR.fullmatch(path.stem):
                 raise ConfigError(
-                    f"wires.curve_dir: {path} is of no role ({ROLES}): remove it, and make keys "
-                    "anew if they are of an earlier version"
+                    f"wires.curve_dir: {path} belongs to no role ({ROLES}): remove it, and make "
+                    "new keys if these are from an earlier version"
                 )
             key, _ = certificate(path, curve_dir, secret=False)
             self.names[key.decode()] = path.stem
         self.authenticator = ThreadAuthenticator(socket.context)
         self.authenticator.start()
-        self.authenticator.configure_curve(domain="*", location=str(where / "clients"))
+        self.authenticator.configure_curve(domain="*", location=str(directory / "clients"))
         socket.curve_server = True
 
     def name(self, frame: zmq.Frame) -> str:
-        """Whose key a frame came with; "" for none that is known."""
+        """Return the name of the key that a frame came with; "" for an unknown one."""
         try:
             return self.names.get(str(frame.get("User-Id")), "")
         except zmq.ZMQError:
@@ -170,11 +174,11 @@ class KeyAuthenticator:
 
 
 class RelayAuthenticator(KeyAuthenticator):
-    """Of a generator that hands weights on: a key of its own, made now, and the learner says by
-    `names` (public key -> name) who gets in.
+    """Authenticates the peers of a relay, a generator that passes weights on.
 
-    Others may be sent here before the learner's answer has come: who knocks so early waits for it,
-    as zmq does not knock again for one who was turned away.
+    Its key is made now. The learner supplies `names` (public key -> name) of the permitted peers. A
+    peer may be sent here before that list arrives. Its handshake waits for the list, because zmq
+    does not retry after a rejection.
     """
 
     def __init__(self, socket: Any) -> None:
@@ -191,20 +195,20 @@ class RelayAuthenticator(KeyAuthenticator):
         socket.curve_server = True
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """What zmq asks of each that knocks."""
+        """Answer zmq whether a connecting key is permitted."""
         self._told.wait(TOLD_S)
         return key.decode() in self.names
 
     def allow_peers(self, names: dict[str, str]) -> None:
-        """Who gets in, from now on."""
+        """Set the permitted peers."""
         self.names = names
         self._told.set()
 
     def stop(self) -> None:
-        self._told.set()  # else its thread, which waits, cannot end
+        self._told.set()  # so that its waiting thread can end
         super().stop()
 
 
 def guard(socket: Any, curve_dir: str) -> KeyAuthenticator | None:
-    """What a server asks who speaks; None without keys, where everybody may say everything."""
+    """Build a server's authenticator; None without keys: peers may send anything."""
     return KeyAuthenticator(socket, curve_dir) if curve_dir else None

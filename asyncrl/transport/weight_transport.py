@@ -1,7 +1,8 @@
-"""What every way of the weights is made of: a server at the learner, a client at a generator, and
-the module that makes them.
+"""The interface of a weight transport: the learner's server, a generator's client.
 
-The ring (asyncrl/transport/ring.py) holds the versions whatever the way; a server reads it."""
+Under every transport the ring (asyncrl/transport/ring.py) holds the versions, and a server reads
+it.
+"""
 
 from __future__ import annotations
 
@@ -17,45 +18,46 @@ from asyncrl.transport.ring import Rows, WeightRing
 
 
 class WeightsServer(ABC):
-    """The learner's end.  `address` goes to the generators as `WeightsSource.address`."""
+    """The learner's end. Generators receive `address` as `WeightsSource.address`."""
 
     address: str
 
     def on_published(self, label: Label, digest: str) -> None:  # noqa: B027
-        """The ring holds version `label` now.  Nothing to do for who reads the ring when asked."""
+        """The ring holds version `label` now. Servers that read on request ignore it."""
 
     @abstractmethod
     def close(self) -> None:
-        """No generator is served from here on."""
+        """Stop serving."""
 
 
 class WeightsClient(Protocol):
-    """A generator's end.  Its methods raise PeerUnreachable when the learner does not answer."""
+    """A generator's end. Its methods raise PeerUnreachable when the learner is silent."""
 
     bytes_received: int  # of weights, over a socket
-    probe: bytes  # what the learner published with the version fetched last
+    probe: bytes  # published with the version fetched last
 
     def manifest(self) -> Rows:
-        """The layout of the flat bytes."""
+        """Return the layout of the flat bytes."""
 
     def fetch(self, label: Label, digest: str, into: memoryview) -> str:
-        """Copy version `label` into `into`; returns its digest, verified over the whole, or "" when
-        it is gone.  digest "": whatever carries the label.
+        """Copy version `label` into `into` and return its verified digest.
+
+        Returns "" when the version is gone. digest "": accept any version with that label.
         """
 
     def close(self) -> None: ...
 
 
 class WeightsTransport(Protocol):
-    """The module of a way."""
+    """The module of a transport."""
 
     def serve(self, config: Config, ring: WeightRing) -> WeightsServer | None:
-        """The learner's end; None when nobody is to be served."""
+        """Start the learner's end; None when there is nothing to serve."""
 
     def connect(self, config: Config, source: WeightsSource, name: str) -> WeightsClient:
-        """The end of generator `name`.  Raises PeerUnreachable."""
+        """Connect generator `name`. Raises PeerUnreachable."""
 
 
 def maker(transport: str) -> WeightsTransport:
-    """The module that TRANSPORTS names for `weights.transport`."""
+    """Import the module that TRANSPORTS names for `weights.transport`."""
     return cast(WeightsTransport, importlib.import_module(TRANSPORTS[transport]))

@@ -124,7 +124,7 @@ def test_directories_that_cannot_judge(tmp_path: Path) -> None:
         assert "\n" not in str(error.value)
         return str(error.value)
 
-    assert "no model directory" in why(tmp_path / "none")
+    assert "not a model directory" in why(tmp_path / "none")
     assert "is a BertForMaskedLM, not a sequence classifier" in why(saved(tmp_path / "w", "writer"))
     assert "has 2 labels" in why(saved(tmp_path / "two", num_labels=2))
     unpadded = saved(tmp_path / "unpadded")

@@ -294,7 +294,7 @@ def test_a_function_that_takes_lists(runner: Callable[..., RewardRunner]) -> Non
         ("die", "machinery: the reward process ended (3)"),
         ("hang", "data: the reward hung"),
         ("none", "data: the reward function returned"),
-        ("short", "and returned 2 values for 1 answers"),
+        ("short", "and returned 2 values for 1 responses"),
     ],
 )
 def test_one_answer_in_a_list_spoils_no_other(

@@ -185,7 +185,7 @@ def test_trls_form_is_called_by_names(config: Callable[..., Config]) -> None:
     assert [(r.reward, str(r.failed)) for r in found] == [(1.0, ""), (0.0, "")]
     (result,) = judged(config("lacks"), (SUM, "2"))
     assert (
-        "it takes ground_truth, and the prompts have no such column: they have unit, answer "
+        "it takes ground_truth, but the prompts have no such column: they have unit, answer "
         "(task.columns renames)" in result.failed.why
     )
 

@@ -113,7 +113,7 @@ def test_code_that_the_run_does_not_allow_is_not_given(
     client = served()
     code = client.listing()[-1]
     assert (code.part, code.given) == ("reward", False)
-    with pytest.raises(PeerUnreachable, match="does not give the file"):
+    with pytest.raises(PeerUnreachable, match="does not serve the file"):
         list(client.file(code.digest, 0, code.size))
     assert client.listing()[0].name == "config.json"  # it goes on
     file_server.local_code("mine.py:reward", code)

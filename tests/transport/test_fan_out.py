@@ -426,7 +426,7 @@ def test_a_door_opens_for_generators_of_the_run_alone(
     assert asks(tmp_path / "other", "generator-1", first.door.key) == b""
     # whoever listens there instead has another key
     assert asks(run.keys, "generator-1", "") == b""
-    with pytest.raises(ConfigError, match="is no public key"):
+    with pytest.raises(ConfigError, match="is not a public key"):
         asks(run.keys, "generator-1", "nonsense")
 
 
