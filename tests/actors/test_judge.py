@@ -189,7 +189,7 @@ def test_a_judge_that_has_to_be_asked_again(
     assert totals(tmp_path / "judge.sqlite", settings)["judge/cached"] == 5
     server.trouble = ["late"]
     (late,) = judged("d", **more)
-    assert "1 requests" in late[1] and "come back in 86400 s" in late[1]
+    assert "1 requests" in late[1] and "asks for a retry in 86400 s" in late[1]
     before_s = totals(tmp_path / "judge.sqlite", settings)["judge/seconds"]
     (silent,) = judged("[hang]", timeout_s=0.2, attempts=2)
     assert "2 requests, the last: TimeoutError" in silent[1]
@@ -315,7 +315,7 @@ def test_a_function_may_ask_the_judge(
     monkeypatch.chdir(tmp_path)
     assert judged("2", function="own.py:reward") == [(float(len("It is right.\nSCORE: 7.5")), "")]
     assert server.asked[0]["messages"] == [{"role": "user", "content": "1+1=2"}]
-    with pytest.raises(ConfigError, match=r"with \[reward.judge\] it is `async def"):
+    with pytest.raises(ConfigError, match=r"with \[reward.judge\] write `async def"):
         judged("2", function="own.py:plain")
 
 
@@ -373,9 +373,9 @@ def test_a_grade_is_one_number_in_the_last_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "why"),
     [
-        (b"no", "no chat completion"),
-        (b"[]", "no chat completion"),
-        (b'{"choices": []}', "no chat completion"),
+        (b"no", "not a chat completion"),
+        (b"[]", "not a chat completion"),
+        (b'{"choices": []}', "not a chat completion"),
         (b'{"choices": [{"message": {"content": null}}]}', "no text"),
         (b'{"choices":[{"message":{"content":"SCORE: 1"},"finish_reason":"length"}]}', "was cut"),
     ],

@@ -311,7 +311,7 @@ def test_lists_are_checked_answer_by_answer() -> None:
     good, bad = split_results(np.array([1.0, math.nan]), calls)
     assert good == (1.0, {}, None) and isinstance(bad, str) and "nan" in bad
     for wrong in (1.0, [1.0], {"reward": 1}, None, "ab"):
-        with pytest.raises(ValueError, match="for 2 answers"):
+        with pytest.raises(ValueError, match="for 2 responses"):
             split_results(wrong, calls)
 
 
