@@ -1,14 +1,17 @@
-r"""Who hands the weights to whom, where the learner hands out `weights.fan_out` copies and no more.
+r"""Relay trees: which generator passes weights to which.
+
+The learner's link then carries few copies.
 
 ```
-learner ---> generator-0 ---> generator-2     at most `fan_out` arrows leave anybody
-        \--> generator-1 ---> generator-3     (over another host's link as over one's own)
+learner ---> generator-0 ---> generator-2     at most `fan_out` arrows leave any node
+        \--> generator-1 ---> generator-3     (over links to other hosts, and again to its own host)
 ```
 
-Whoever wants a version asks the learner's chunk server for its place in that version's tree, and
-gets the SHA-256 of every chunk with it: what others hand on is checked chunk by chunk by what the
-learner said, before it is used or handed on further.  A tree grows as it is asked for, so nobody
-waits for somebody who has not begun, and a chunk goes on as soon as it has come."""
+A generator asks the learner's chunk server for its position in a version's tree. The answer has the
+SHA-256 of every chunk, so that a chunk from a relay is checked before it is used or passed on. A
+tree grows by request: no generator waits for one that has not begun, and a chunk is passed on as
+soon as it has arrived.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,10 @@ import msgspec
 
 from asyncrl.contract.versions import Label
 
-LEARNER = ""  # the learner, as a place to get weights from
-LOOK = 16  # places that are compared for one that asks
-STRIKES = 3  # more say nothing more
-FAILED = 4  # places that have failed somebody with a version: it comes from the learner then
+LEARNER = ""  # the learner as a source of weights
+LOOK = 16  # candidate sources compared per request
+STRIKES = 3  # the highest count of failures that matters
+FAILED = 4  # after so many failed sources, a version comes from the learner
 TREES = 8  # versions of which a tree is kept
 PIECE = 32  # bytes of a SHA-256
 
@@ -34,38 +37,39 @@ Version = tuple[Label, str]  # label, digest
 
 
 class RelayRequest(msgspec.Struct, frozen=True):
-    """Made by a generator that wants a version: who it is, where it hands on, whom it has tried."""
+    """From a generator that needs a version: its name, port and failed sources."""
 
-    name: str  # without keys; with keys it is whom the key says
-    port: int = 0  # where others get chunks from it; 0: nowhere
-    key: str = ""  # public, of that port; "" without keys
-    failed: list[str] = []  # names that did not give it this version
-    guests: bool = False  # it wants to know whom it may let in
+    name: str  # used without CURVE keys; otherwise the key determines the name
+    port: int = 0  # where it serves chunks to others; 0: it does not
+    key: str = ""  # public key of that port; "" without CURVE
+    failed: list[str] = []  # names of sources that failed with this version
+    guests: bool = False  # it needs the list of permitted peers
 
 
 class RelayAssignment(msgspec.Struct, frozen=True):
-    """Made by the learner's chunk server: where to get a version from, and what it must be."""
+    """From the learner's chunk server: where to get a version, and its digests."""
 
-    digest: str  # of the whole
-    pieces: bytes  # SHA-256 of every chunk, one behind the other
+    digest: str  # of the whole version
+    pieces: bytes  # SHA-256 of every chunk, concatenated
     probe: bytes
-    name: str = LEARNER  # who gives it
+    name: str = LEARNER  # the source
     address: str = ""
-    key: str = ""  # of that address
-    guests: dict[str, str] = {}  # public key -> generator, where it was asked for
+    key: str = ""  # public key of that address
+    guests: dict[str, str] = {}  # public key -> generator, if requested
 
 
 class RelayPeer(NamedTuple):
     """A generator that asked, as the learner knows it."""
 
     name: str
-    host: str  # the address that it asked from
+    host: str  # the address of its connection
     port: int
     key: str
 
 
 def loopback(host: str) -> bool:
-    """
+    """Whether `host` is a loopback address.
+
     >>> loopback("127.0.0.3"), loopback("10.0.0.1"), loopback("")
     (True, False, False)
     """
@@ -76,7 +80,7 @@ def loopback(host: str) -> bool:
 
 
 def can_connect(asking: RelayPeer, giving: RelayPeer) -> bool:
-    """Can `asking` connect to `giving`?  Who came by loopback is to be had by loopback alone."""
+    """Whether `asking` can connect to `giving`, which may listen only on loopback."""
     return (
         giving.port > 0
         and giving.host != ""
@@ -85,27 +89,29 @@ def can_connect(asking: RelayPeer, giving: RelayPeer) -> bool:
 
 
 class _RelayTree:
-    """Of one version: whom everybody gets it from.
+    """The tree of one version: the source of every generator.
 
-    What goes to the same host costs no link: it has as much room beside the room for others."""
+    Copies within a host use no link, so a node has `fan_out` children on its own host beside those
+    on other hosts.
+    """
 
     def __init__(self, fan_out: int) -> None:
         self.fan_out = fan_out
         self.parent: dict[str, str] = {}
         self.far: Counter[str] = Counter()  # children on other hosts
-        self.near: Counter[str] = Counter()  # and on its own
-        # those with room, in the order in which they came: for others, and by host for its own
+        self.near: Counter[str] = Counter()  # children on the same host
+        # nodes with room, in order of arrival: for other hosts, and by host for their own
         self.open: dict[str, None] = {}
         self.here: dict[str, dict[str, None]] = {}
         self._hosts: dict[str, str] = {}
-        self._own: dict[str, bool] = {}  # does it get it from its own host?
+        self._own: dict[str, bool] = {}  # whether its source is on its own host
 
     def ancestors(self, name: str) -> list[str]:
-        """From whom `name` gets it, from whom that one does, ..., without the learner."""
-        out: list[str] = []
-        while (name := self.parent.get(name, LEARNER)) != LEARNER and name not in out:
-            out.append(name)
-        return out
+        """Return the source of `name`, that one's source, and so on, without the learner."""
+        names: list[str] = []
+        while (name := self.parent.get(name, LEARNER)) != LEARNER and name not in names:
+            names.append(name)
+        return names
 
     def add(self, asking: RelayPeer, parent: str) -> None:
         self._hosts[asking.name] = asking.host
@@ -119,7 +125,7 @@ class _RelayTree:
             self._offer(parent)
 
     def remove(self, name: str) -> None:
-        """`name` gets it from nobody (now), and nobody is sent to it."""
+        """Detach `name` from its source and send no other generator to it."""
         if (parent := self.parent.pop(name, None)) is not None:
             (self.near if self._own[name] else self.far)[parent] -= 1
             if parent in self.parent:
@@ -128,7 +134,7 @@ class _RelayTree:
             self.here.get(self._hosts[name], {}).pop(name, None)
 
     def _offer(self, name: str) -> None:
-        """Where is there room below `name`?"""
+        """Update whether `name` has room for children."""
         here = self.here.setdefault(self._hosts[name], {})
         for room, count in ((self.open, self.far), (here, self.near)):
             if count[name] < self.fan_out:
@@ -138,10 +144,10 @@ class _RelayTree:
 
 
 class RelayTrees:
-    """Every version's tree, as the learner hands it out.
+    """Every version's tree, as assigned by the learner.
 
-    `beyond` counts the copies that left the learner although `fan_out` had: nobody else had room,
-    or could be reached.
+    `beyond` counts the copies that left the learner beyond `fan_out`, because no other source had
+    room or was reachable.
 
     >>> trees = RelayTrees(2)
     >>> version = Label(1, 7), "d"
@@ -150,7 +156,7 @@ class RelayTrees:
     >>> [of("a", "10.0.0.1"), of("b", "10.0.0.2"), of("c", "10.0.0.3"), of("d", "10.0.0.2")]
     ['', '', 'a', 'b']
 
-    c gets nothing from a: the next time another comes, which is not one that waits for c.
+    If c fails to get anything from a, it is assigned another source, which does not wait for c.
 
     >>> of("c", "10.0.0.3", "a"), of("b", "10.0.0.2", "c")
     ('b', '')
@@ -164,23 +170,27 @@ class RelayTrees:
         self._trees: dict[Version, _RelayTree] = {}
 
     def assign_source(self, version: Version, asking: RelayPeer, failed: Sequence[str] = ()) -> str:
-        """Whom `asking` gets the version from: a relay's name, or LEARNER.
+        """Choose the source of a version for `asking`: a relay's name, or LEARNER.
 
-        A relay of its own host before the learner, the learner before other hosts' relays, the
-        nearer to the learner the better; those that have failed somebody of late come last."""
+        Relays on the same host come before the learner, and the learner before relays on other
+        hosts. Among equals, sources nearer to the learner come first. Sources that failed recently
+        come last.
+        """
         tree = self._tree(version)
         self._know(asking)
         name, tried = asking.name, set(failed[:FAILED])
-        if (before := tree.parent.get(name)) is None:
+        if (previous := tree.parent.get(name)) is None:
             self.strikes[name] = self.strikes.get(name, 0) // 2
-        elif before in tried and before != LEARNER:  # nobody speaks against others than its own
-            self.strikes[before] = min(self.strikes.get(before, 0) + 1, STRIKES)
+        elif previous in tried and previous != LEARNER:  # only its own source counts as failed
+            self.strikes[previous] = min(self.strikes.get(previous, 0) + 1, STRIKES)
         tree.remove(name)
         room = tree.far[LEARNER] < self.fan_out
-        found = [] if len(tried) >= FAILED else self._candidates(tree, asking, tried)
+        candidates = [] if len(tried) >= FAILED else self._candidates(tree, asking, tried)
         if room:
-            found.append(((0, 1, 0), LEARNER))
-        chosen = min(found, default=((0, 0, 0), LEARNER), key=lambda each: each[0])[1]
+            candidates.append(((0, 1, 0), LEARNER))
+        chosen = min(candidates, default=((0, 0, 0), LEARNER), key=lambda candidate: candidate[0])[
+            1
+        ]
         self.beyond += chosen == LEARNER and not room
         tree.add(asking, chosen)
         return chosen
@@ -188,8 +198,8 @@ class RelayTrees:
     def _candidates(
         self, tree: _RelayTree, asking: RelayPeer, tried: set[str]
     ) -> list[tuple[tuple[int, int, int], str]]:
-        """Relays that have room, each with what it is chosen by: the least is the best."""
-        found = []
+        """Return the relays with room, each with its rank: the least is the best."""
+        candidates = []
         here = tree.here.get(asking.host, {})
         for near, names in ((0, here), (2, tree.open)):
             for name in islice(names, LOOK):
@@ -199,9 +209,9 @@ class RelayTrees:
                 if near and relay.host == asking.host:
                     continue
                 above = tree.ancestors(name)
-                if asking.name not in above:  # it would wait for what `asking` has to bring
-                    found.append(((self.strikes.get(name, 0), near, len(above)), name))
-        return found
+                if asking.name not in above:  # otherwise the two would wait for each other
+                    candidates.append(((self.strikes.get(name, 0), near, len(above)), name))
+        return candidates
 
     def _tree(self, version: Version) -> _RelayTree:
         tree = self._trees.setdefault(version, _RelayTree(self.fan_out))
@@ -210,23 +220,24 @@ class RelayTrees:
         return tree
 
     def _know(self, asking: RelayPeer) -> None:
-        """One that comes anew, at another port, holds nothing any more of what it held."""
-        before = self.relays.get(asking.name)
-        if before is not None and before != asking:
+        """Record a peer. One that restarted at another port has lost its versions."""
+        previous = self.relays.get(asking.name)
+        if previous is not None and previous != asking:
             for tree in self._trees.values():
-                tree.remove(before.name)
+                tree.remove(previous.name)
         self.relays[asking.name] = asking
 
 
 def matches_digest(data: bytes, pieces: bytes, number: int) -> bool:
-    """Is this chunk `number` of what `pieces` are the digests of?"""
+    """Whether `data` is chunk `number` of the version with these digests."""
     return hashlib.sha256(data).digest() == pieces[PIECE * number : PIECE * (number + 1)]
 
 
 class ChunkDigests:
-    """The chunks' digests of the last few versions, computed when they are asked for first.
+    """The chunk digests of the last few versions, computed on first request.
 
-    read(label, digest, offset, size) as of `WeightRing.read_part`."""
+    read(label, digest, offset, size): as `WeightRing.read_part`.
+    """
 
     def __init__(
         self,
@@ -240,9 +251,11 @@ class ChunkDigests:
         self._known: dict[Version, tuple[bytes, bytes]] = {}
 
     def digests_of(self, label: Label, digest: str) -> tuple[str, bytes, bytes]:
-        """(digest of the whole, of every chunk, probe); digest "" when it is not there (any more).
+        """Return (digest of the version, digests of its chunks, probe).
 
-        digest "": whatever carries the label."""
+        Digest "" in the result: the version is not here (any more). digest "" as argument: any
+        version with that label.
+        """
         digest, _, probe = self._read(label, digest, 0, 0)
         if digest and (label, digest) not in self._known:
             parts = list(self._chunks(label, digest))
@@ -255,7 +268,7 @@ class ChunkDigests:
 
     def _chunks(self, label: Label, digest: str) -> Iterator[bytes]:
         for offset in range(0, self.size, self.chunk):
-            found, data, _ = self._read(label, digest, offset, self.chunk)
-            if not found:
+            found_digest, data, _ = self._read(label, digest, offset, self.chunk)
+            if not found_digest:
                 return
             yield hashlib.sha256(data).digest()

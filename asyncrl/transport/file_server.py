@@ -1,8 +1,9 @@
-"""The files of a run that a generator on another machine needs: model, prompts, reward function.
+"""The files of a run for generators on other machines: model, prompts, reward.
 
-The learner's chunk server lists them with their SHA-256 and gives them out in chunks; who fetches
-keeps them in a cache, a folder a digest, and goes on where a broken connection left off.  Code is
-given only where the run allows it (`reward.share`)."""
+The learner's chunk server lists them with their SHA-256 and serves them in chunks. The receiver
+keeps them in a cache with one folder per digest, and continues after a broken connection. Code is
+served only if the run permits it (`reward.share`).
+"""
 
 from __future__ import annotations
 
@@ -22,14 +23,14 @@ from asyncrl.contract.errors import ConfigError, DamagedDataError, PeerUnreachab
 from asyncrl.records import private
 
 Part = Literal["model", "reward_model", "prompts", "heldout", "ood", "template", "reward"]
-# of a model directory; no second copy of the weights in another format, no code
+# files of a model directory, without code and weights in other formats
 MODEL_FILES = (".json", ".safetensors", ".model", ".txt", ".jinja")
-TRIES = 5  # connections that a file may take
+TRIES = 5  # connections per file
 READ_BYTES = 1 << 20
 
 
 class FileEntry(msgspec.Struct, frozen=True, array_like=True):
-    """A file.  given: it may be fetched; otherwise its digest alone is told."""
+    """A file. given: it may be fetched; otherwise only its digest is published."""
 
     part: Part
     name: str  # without a folder
@@ -39,10 +40,10 @@ class FileEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FileSource(Protocol):
-    """Where the bytes of a file come from: `asyncrl.transport.chunks.ChunkClient`."""
+    """A source of file bytes: `asyncrl.transport.chunks.ChunkClient`."""
 
     def file(self, digest: str, begin: int, size: int) -> Iterator[bytes]:
-        """The bytes from `begin` to `size`, in order.  Raises PeerUnreachable."""
+        """Yield the bytes from `begin` to `size`, in order. Raises PeerUnreachable."""
 
 
 def digest_of(path: Path) -> str:
@@ -51,8 +52,9 @@ def digest_of(path: Path) -> str:
 
 
 def code_file(function: str) -> Path | None:
-    """The one file that `module:function` or `file.py:function` is in; None for a package's, which
-    has to be installed.
+    """Return the file of `module:function` or `file.py:function`.
+
+    None for a package, which must be installed instead.
     """
     name = function.rpartition(":")[0]
     if name.endswith(".py"):
@@ -61,17 +63,19 @@ def code_file(function: str) -> Path | None:
         return None
     importing.append_working_directory()
     spec = importlib.util.find_spec(name)
-    alone = spec is not None and spec.origin is not None and not spec.submodule_search_locations
-    return Path(str(spec.origin)) if spec is not None and alone else None
+    is_single_file = (
+        spec is not None and spec.origin is not None and not spec.submodule_search_locations
+    )
+    return Path(str(spec.origin)) if spec is not None and is_single_file else None
 
 
 def files_to_serve(config: Config) -> list[tuple[Part, Path, bool]]:
-    """What a generator of this run reads: (part, file, may it be fetched)."""
+    """List what a generator of this run reads: (part, file, may be fetched)."""
     directories: tuple[tuple[Part, str], ...] = (
         ("model", config.model.path),
         ("reward_model", config.reward.model.path),
     )
-    found: list[tuple[Part, Path, bool]] = [
+    files: list[tuple[Part, Path, bool]] = [
         (part, path, True)
         for part, name in directories
         if name
@@ -85,27 +89,28 @@ def files_to_serve(config: Config) -> list[tuple[Part, Path, bool]]:
         ("ood", task.ood),
         ("template", config.reward.judge.template),
     )
-    found += [(part, Path(name), True) for part, name in prompts if name]
+    files += [(part, Path(name), True) for part, name in prompts if name]
     code = code_file(config.reward.function) if config.reward.function else None
     if code is not None:
-        found.append(("reward", code, config.reward.share))
-    return found
+        files.append(("reward", code, config.reward.share))
+    return files
 
 
 class FileServer:
-    """The server's end.  Digests of large models take seconds: they are computed once, in a thread,
-    when somebody asks first.
+    """The server's end.
+
+    Digests of large models take seconds, so they are computed once, in a thread, on first request.
     """
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.entries: list[FileEntry] | None = None
-        self.wrong = ""  # why there is no list
+        self.wrong = ""  # the error that prevents a listing
         self._paths: dict[str, Path] = {}
         self._thread: threading.Thread | None = None
 
     def listing(self) -> list[FileEntry] | None:
-        """None: it is being made; ask again."""
+        """Return the list of files; None while it is being computed."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._refresh, name="library", daemon=True)
             self._thread.start()
@@ -125,7 +130,7 @@ class FileServer:
         self.entries = entries
 
     def read(self, digest: str, offset: int, size: int) -> bytes | None:
-        """Bytes of a file that may be fetched; None for any other.  Raises OSError."""
+        """Read bytes of a file that may be fetched; None for any other. Raises OSError."""
         if (path := self._paths.get(digest)) is None:
             return None
         with path.open("rb") as file:
@@ -137,22 +142,22 @@ class FileServer:
 
 
 def check_entries(entries: list[FileEntry]) -> list[FileEntry]:
-    """The entries of one part.  Raises Damaged for names that lead elsewhere."""
+    """Return the entries of one part. Raises DamagedDataError for unsafe names."""
     for entry in entries:
         name = entry.name
         if not name or Path(name).name != name or name in (".", "..") or not name.isprintable():
-            raise DamagedDataError(f"the run names a file {name[:80]!r}, which no cache takes")
+            raise DamagedDataError(f"the run has a file with an unsafe name: {name[:80]!r}")
     return entries
 
 
 def folder(entries: list[FileEntry]) -> str:
-    """Names these files by what is in them."""
+    """Name the cache folder of these files by their contents."""
     rows = "".join(sorted(f"{entry.digest} {entry.name}\n" for entry in entries))
     return f"{entries[0].part}-{hashlib.sha256(rows.encode()).hexdigest()[:32]}"
 
 
-def is_complete(where: Path, entry: FileEntry) -> bool:
-    path = where / entry.name
+def is_complete(directory: Path, entry: FileEntry) -> bool:
+    path = directory / entry.name
     same_size = path.is_file() and path.stat().st_size == entry.size
     return same_size and digest_of(path) == entry.digest
 
@@ -160,59 +165,67 @@ def is_complete(where: Path, entry: FileEntry) -> bool:
 def fetch_files(
     source: FileSource, entries: list[FileEntry], cache: Path, say: Callable[[str], None]
 ) -> Path:
-    """The folder in `cache` that holds the files of one part, fetched as far as they are not there.
+    """Return the cache folder of one part, fetching the files that are missing.
 
-    Raises Damaged when bytes do not match their digest, PeerUnreachable, OSError."""
-    where = private.directory(cache) / folder(check_entries(entries))
-    with (cache / f"{where.name}.lock").open("w", encoding="utf-8") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # of two that join at once, one fetches
-        part = where if where.is_dir() else private.directory(cache / f"{where.name}.part")
+    Raises DamagedDataError when bytes do not match their digest, PeerUnreachable, OSError.
+    """
+    directory = private.directory(cache) / folder(check_entries(entries))
+    with (cache / f"{directory.name}.lock").open("w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of two joining generators, only one fetches
+        part = (
+            directory if directory.is_dir() else private.directory(cache / f"{directory.name}.part")
+        )
         missing = [entry for entry in entries if not is_complete(part, entry)]
         for entry in missing:
             say(f"fetching {entry.part}: {entry.name}, {entry.size / 2**20:.1f} MiB")
             fetch(source, entry, part / entry.name)
         if not missing:
-            say(f"{entries[0].part}: from the cache, {where}")
-        if part != where:
-            part.rename(where)
-    return where
+            say(f"{entries[0].part}: from the cache, {directory}")
+        if part != directory:
+            part.rename(directory)
+    return directory
 
 
 def fetch(source: FileSource, entry: FileEntry, path: Path) -> None:
-    """One file, going on behind what is there of it; read-only and complete afterwards."""
+    """Fetch one file, continuing a partial one; `path` appears when it is complete."""
     part = path.with_name(path.name + ".part")
-    for left in reversed(range(TRIES)):
-        there = part.stat().st_size if part.exists() else 0
+    for tries_left in reversed(range(TRIES)):
+        size = part.stat().st_size if part.exists() else 0
         try:
             with part.open("ab") as file:
-                for data in source.file(entry.digest, min(there, entry.size), entry.size):
+                for data in source.file(entry.digest, min(size, entry.size), entry.size):
                     file.write(data)
             break
         except PeerUnreachable:
-            if not left:
+            if not tries_left:
                 raise
     if digest_of(part) != entry.digest:
         part.unlink()
         raise DamagedDataError(
             f"{entry.part}: {entry.name} does not match its digest: was the file changed since the "
-            "run began? End the run and go on with it by --resume"
+            "run began? Stop the run and continue it with --resume"
         )
     part.replace(path)
 
 
 def local_code(function: str, entry: FileEntry | None) -> None:
-    """A reward function that the run does not give: the one here must be the same.  Raises
-    ConfigError.
+    """Check that the local copy of an unshared reward function is the run's.
+
+    Raises ConfigError.
     """
     if entry is None:
         return  # of an installed package: nothing to compare
     try:
-        here = code_file(function)
+        local_file = code_file(function)
     except (ImportError, ValueError):
-        here = None
-    if here is None or not here.is_file() or digest_of(here) != entry.digest:
-        found = "is not here" if here is None or not here.is_file() else f"differs from {here}"
+        local_file = None
+    if local_file is None or not local_file.is_file() or digest_of(local_file) != entry.digest:
+        difference = (
+            "is not here"
+            if local_file is None or not local_file.is_file()
+            else f"differs from {local_file}"
+        )
         raise ConfigError(
-            f"reward.function = {function}: the run's {entry.name} {found}; copy it here, or allow "
-            "the run to give it out: reward.share = true"
+            f"reward.function = {function}: the run's {entry.name} {difference}; copy it here, or "
+            "let the run share it: reward.share = true"
         )

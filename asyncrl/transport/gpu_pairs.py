@@ -1,23 +1,23 @@
-"""Weights from the learner to each generator through torch.distributed: NCCL between two GPUs, Gloo
-between two CPUs.
+"""Weights from the learner to each generator through torch.distributed.
 
-A group with every generator in it would stand still when one of them is killed, and could take no
-new one.  So each generator makes a group of two with the learner, and a new one when it, or the
-learner, starts again:
+NCCL connects two GPUs, Gloo two CPUs. A group of all generators would hang when one of them is
+killed, and could not admit a new one. Each generator therefore forms a group of two with the
+learner, and a new one when either process restarts:
 
 ```
-store     a TCPStore of the learner's: the layout, and a counter of which the next generator takes
-          its number n
+store     a TCPStore of the learner: the layout, and a counter that gives the next generator its
+          number n
 control   a Gloo group of two: "version, digest" from the generator; "digest, probe, mark" or "not
           here" from the learner
 data      the flat bytes in pieces; the control group itself, or an NCCL group of two
 ```
 
-The learner serves each pair from a thread, out of its ring (asyncrl/transport/ring.py), so training
-waits for nobody; a transfer that stands still longer than the deadline, or whose other end has
-gone, ends that thread alone.  What has arrived is compared with a mark (`mark`) computed where the
-weights lie, so that they need not leave the GPU for it; the ring's own checksum was checked before.
-One machine only: the store and the groups neither encrypt nor ask for keys."""
+The learner serves each pair from a thread, out of its ring (asyncrl/transport/ring.py), so that
+training never waits. A transfer that stalls longer than the deadline, or whose peer has exited,
+ends only that thread. The received bytes are compared by a checksum (`mark`) that is computed on
+the device, so that they need not leave the GPU; the ring's own checksum was verified before. One
+machine only: the store and the groups neither encrypt nor authenticate.
+"""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ from asyncrl.models.policy import flat_bytes
 from asyncrl.transport.ring import RingReader, Rows, WeightRing
 from asyncrl.transport.weight_transport import WeightsServer
 
-dist: Any = torch.distributed  # whose types leave out most of what is used here
+dist: Any = torch.distributed  # its types omit most of what is used here
 cuda: Any = torch.cuda
 
 Backend = Literal["gloo", "nccl"]
 LETTER = 512  # bytes of a control message, padded
 PIECE = 64 << 20  # bytes of one send
-WORDS = 1 << 18  # of the flat bytes that one factor of the mark spans
-IDLE = timedelta(days=365)  # a generator asks when it likes
+WORDS = 1 << 18  # 8-byte words per row of the mark
+IDLE = timedelta(days=365)  # how long the learner waits for a generator's request
 ODD = 0x9E3779B97F4A7C15
 
 
 class _PairRequest(msgspec.Struct, frozen=True):
     label: Label
-    digest: str  # "": whatever carries the label
+    digest: str  # "": any version with that label
 
 
 class _PairReply(msgspec.Struct, frozen=True):
@@ -66,19 +66,20 @@ class _PairReply(msgspec.Struct, frozen=True):
 
 
 def mark(flat: torch.Tensor) -> int:
-    """A 64-bit sum over the words of `flat` (uint8, a multiple of 8 bytes), each mixed with an odd
-    factor by its place; computed where it lies.
+    """Compute a 64-bit checksum of `flat` (uint8, multiple of 8 bytes) on its device.
+
+    It sums the words, each mixed with an odd factor that depends on its position.
     """
     words = flat.view(torch.int64)
     factors = torch.arange(WORDS, device=flat.device) * 2 + 1
-    factors *= ODD - (1 << 64)  # wraps, as everything here does, modulo 2^64
+    factors *= ODD - (1 << 64)  # all arithmetic here is modulo 2^64
     sums = torch.stack(
         [((x := w * factors[: len(w)]) ^ (x >> 32)).sum() for w in torch.split(words, WORDS)]
     ).tolist()
-    out = 0
-    for row in sums:
-        out = (out * ODD + row) % (1 << 64)
-    return out
+    total = 0
+    for row_sum in sums:
+        total = (total * ODD + row_sum) % (1 << 64)
+    return total
 
 
 def device_of(backend: Backend) -> torch.device:
@@ -90,28 +91,29 @@ def device_of(backend: Backend) -> torch.device:
 
 
 def group(backend: Backend, store: Any, name: str, rank: int, deadline_s: float) -> Any:
-    """A group of two that torch's global state knows nothing of.  Raises RuntimeError when the
-    other one does not come in time.
+    """Make a group of two outside torch's global state.
+
+    Raises RuntimeError when the other process does not join in time.
     """
     store = dist.PrefixStore(name, store)
     group_type = dist.ProcessGroup.BackendType
-    out = dist.ProcessGroup(store, rank, 2)
+    process_group = dist.ProcessGroup(store, rank, 2)
     if backend == "gloo":
         inner: Any = dist.ProcessGroupGloo(store, rank, 2, timeout=timedelta(seconds=deadline_s))
     else:
         options = dist.ProcessGroupNCCL.Options()
-        # its own watchdog would end the process; `finish` holds the deadline and gives up the pair
-        # alone
+        # NCCL's own watchdog would abort the process; `finish` enforces the deadline and drops
+        # only this pair
         options._timeout = timedelta(days=1)
         inner = dist.ProcessGroupNCCL(store, rank, 2, options)
     kind = group_type.GLOO if backend == "gloo" else group_type.NCCL
-    out._set_default_backend(kind)
-    out._register_backend(device_of(backend), kind, inner)
-    return out
+    process_group._set_default_backend(kind)
+    process_group._register_backend(device_of(backend), kind, inner)
+    return process_group
 
 
 def finish(work: Any, device: torch.device, deadline: timedelta) -> None:
-    """Wait for a send or receive.  Raises RuntimeError when it fails or lasts too long."""
+    """Wait for a send or receive. Raises RuntimeError when it fails or takes too long."""
     if device.type == "cpu":
         work.wait(deadline)
         return
@@ -121,7 +123,7 @@ def finish(work: Any, device: torch.device, deadline: timedelta) -> None:
     event.record()
     while not event.query():
         if time.monotonic() > end:
-            raise RuntimeError(f"a transfer has stood still for {deadline.total_seconds():g} s")
+            raise RuntimeError(f"a transfer has stalled for {deadline.total_seconds():g} s")
         time.sleep(0.0005)
 
 
@@ -175,7 +177,7 @@ class GpuPair:
 
 @dataclass
 class _StagedVersion:
-    """A version as it is sent, on the learner's device, and how many threads are sending it."""
+    """A version on the learner's device, and how many threads are sending it."""
 
     label: Label
     reply: _PairReply
@@ -184,8 +186,9 @@ class _StagedVersion:
 
 
 class PairServer(WeightsServer):
-    """The learner's end: serves the versions in the ring at `directory`.  deadline_s: for one
-    piece, and for a group to come together.
+    """The learner's end: serves the versions in the ring at `directory`.
+
+    deadline_s: for one piece, and for a group to form.
     """
 
     def __init__(self, directory: Path, backend: Backend, layout: Rows, deadline_s: float) -> None:
@@ -238,13 +241,13 @@ class PairServer(WeightsServer):
                     ask = pair.read(_PairRequest, IDLE)
                     if self.ended:
                         return
-                    with self._hold(ask.label, ask.digest) as held:
-                        pair.write(held.reply if held is not None else _PairReply(""))
-                        if held is not None:
-                            pair.transfer(held.flat)
+                    with self._hold(ask.label, ask.digest) as staged:
+                        pair.write(staged.reply if staged is not None else _PairReply(""))
+                        if staged is not None:
+                            pair.transfer(staged.flat)
                             self.bytes_sent += self.size
         except (RuntimeError, ValueError, OSError):
-            # the generator has gone or stands still; should it wake, it makes a new pair
+            # the generator exited or stalls; if it resumes, it makes a new pair
             pass
         finally:
             if pair is not None:
@@ -252,23 +255,21 @@ class PairServer(WeightsServer):
 
     @contextmanager
     def _hold(self, label: Label, digest: str) -> Iterator[_StagedVersion | None]:
-        """The version, not overwritten while it is being sent; None when the ring does not have
-        it.
-        """
+        """Yield the version, protected while it is sent; None if the ring lacks it."""
         with self.lock:
-            held = self.newest
-            if held is None or held.label != label or digest not in ("", held.reply.digest):
-                held = self._stage(label, digest)
-            if held is not None:
-                held.users += 1
+            staged = self.newest
+            if staged is None or staged.label != label or digest not in ("", staged.reply.digest):
+                staged = self._stage(label, digest)
+            if staged is not None:
+                staged.users += 1
         try:
-            yield held
+            yield staged
         finally:
             with self.lock:
-                if held is not None:
-                    held.users -= 1
-                    if held is not self.newest and not held.users:
-                        self.spare.append(held.flat)
+                if staged is not None:
+                    staged.users -= 1
+                    if staged is not self.newest and not staged.users:
+                        self.spare.append(staged.flat)
 
     def _stage(self, label: Label, digest: str) -> _StagedVersion | None:
         digest = digest or self.reader.labels().get(label, "")
@@ -280,14 +281,14 @@ class PairServer(WeightsServer):
             else torch.zeros(self.size, dtype=torch.uint8, device=self.device)
         )
         flat.copy_(torch.frombuffer(self.host, dtype=torch.uint8))
-        held = _StagedVersion(label, _PairReply(digest, self.reader.probe, mark(flat)), flat)
+        staged = _StagedVersion(label, _PairReply(digest, self.reader.probe, mark(flat)), flat)
         if self.newest is not None and not self.newest.users:
             self.spare.append(self.newest.flat)
-        self.newest = held
-        return held
+        self.newest = staged
+        return staged
 
     def close(self) -> None:
-        """Serve no more: a pair that is asked again closes."""
+        """Stop serving: a pair closes at its next request."""
         self.ended = True
         self.thread.join(2)
         with self.lock:
@@ -296,7 +297,7 @@ class PairServer(WeightsServer):
 
 def store_at(address: str, deadline_s: float) -> Any:
     host, _, port = address.removeprefix("tcp://").rpartition(":")
-    # nobody there: told at once, and without the store's own pages of text
+    # fail fast when nothing listens, without the long output of TCPStore
     socket.create_connection((host, int(port)), deadline_s).close()
     return dist.TCPStore(
         host, int(port), None, False, timeout=timedelta(seconds=deadline_s), wait_for_workers=False
@@ -304,9 +305,7 @@ def store_at(address: str, deadline_s: float) -> Any:
 
 
 class PairClient:
-    """A generator's end.  Raises PeerUnreachable when the learner has gone or does not answer in
-    time.
-    """
+    """A generator's end. Raises PeerUnreachable when the learner does not answer."""
 
     def __init__(self, address: str, backend: Backend, deadline_s: float) -> None:
         self.address = address
@@ -323,14 +322,17 @@ class PairClient:
         try:
             yield
         except (RuntimeError, OSError) as error:
-            why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            reason = (
+                str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            )
             raise PeerUnreachable(
-                f"the learner's weights at {self.address}: {why[:200]}; is the learner running?"
+                f"the learner's weights at {self.address}: {reason[:200]}; is the learner running?"
             ) from error
 
     def fetch(self, label: Label, digest: str) -> str:
-        """Receive version `label` into `flat`; returns its digest, "" when the learner does not
-        have it (any more).
+        """Receive version `label` into `flat` and return its digest.
+
+        Returns "" when the learner does not have it (any more).
         """
         with self._peer():
             self.pair.write(_PairRequest(label, digest))
@@ -339,7 +341,7 @@ class PairClient:
                 return ""
             self.pair.transfer(self.flat)
             if mark(self.flat) != reply.mark:
-                raise RuntimeError(f"version {label} has changed on its way")
+                raise RuntimeError(f"version {label} was damaged in transit")
         self.bytes_received += self.flat.numel()
         self.probe = reply.probe
         return reply.digest
@@ -349,13 +351,13 @@ class PairClient:
 
 
 def serve(config: Config, ring: WeightRing) -> PairServer:
-    """The learner's end."""
+    """Start the learner's end."""
     backend = cast(Backend, config.weights.transport)
     return PairServer(ring.directory, backend, ring.rows, config.wires.connect_s)
 
 
 def connect(config: Config, source: WeightsSource, name: str) -> PairClient:
-    """A generator's end.  Raises PeerUnreachable, also on another host than the learner's."""
+    """Connect a generator. Raises PeerUnreachable, also on a different host."""
     backend = cast(Backend, config.weights.transport)
     if source.host != socket.gethostname():
         raise PeerUnreachable(

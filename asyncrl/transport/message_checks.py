@@ -1,8 +1,12 @@
-"""What a server's messages may say to those that ask: learner, generator, gateway, live view.
+"""Check the contents of a server's messages on behalf of their receivers.
 
-`check` raises BadMessage for what cannot be, before its reader acts on it: a batch whose arrays do
-not fit would end the learner in its step, a call beyond the context its generator in the engine.
-Whether a message is for this process and of this epoch, its reader looks up."""
+Receivers are learner, generator, gateway and live view.
+
+`check` raises BadMessage for impossible contents before the receiver acts on them. A batch with
+inconsistent arrays would otherwise end the learner in its step, a call beyond the context its
+generator in the engine. The receiver itself checks whether a message is for this process and of
+this epoch.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +19,26 @@ from asyncrl.contract.versions import Label
 from asyncrl.transport.ring import Rows
 
 LIST = 1 << 20  # entries of a list in one message
-TEXT = 1 << 16  # characters of what is only said
+TEXT = 1 << 16  # characters of informative text
 PATH = 4096
 COUNT = 1 << 60
 WEIGHTS_BYTES = 1 << 46
 PROBE_BYTES = 1 << 20
-# dtypes of weights, with bytes of a number
+# dtypes of weights and their bytes per number
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "uint8": 1, "int8": 1}
 DTYPES |= {"int16": 2, "int32": 4, "int64": 8, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
-def require(ok: bool, what: str) -> None:
+def require(ok: bool, reason: str) -> None:
     if not ok:
-        raise BadMessage(what)
+        raise BadMessage(reason)
 
 
 def check(message: object, *, vocabulary: int = 0) -> None:
-    """vocabulary: tokens of the reader's model; 0: not known."""
+    """Check a message. vocabulary: tokens of the reader's model; 0: unknown.
+
+    Raises BadMessage.
+    """
     if isinstance(message, m.Batch):
         _batch(message, vocabulary)
     elif isinstance(message, m.TicketGrant):
@@ -47,7 +54,8 @@ def check(message: object, *, vocabulary: int = 0) -> None:
         _announcement(message.announcement)
     elif isinstance(message, m.Welcome):
         require(
-            0 <= message.checkpointed < COUNT, f"checkpoints are kept from {message.checkpointed}"
+            0 <= message.checkpointed < COUNT,
+            f"a checkpointed version of {message.checkpointed}",
         )
     elif isinstance(message, m.CommitReply):
         _labels(message.keep, "weights to keep")
@@ -64,15 +72,15 @@ def _labels(labels: Sequence[Label], what: str) -> None:
         require(0 <= label.epoch < COUNT and 0 <= label.number < COUNT, f"{what}: {label}")
 
 
-def _announcement(said: m.PolicyAnnouncement | None) -> None:
-    if said is None:
+def _announcement(announcement: m.PolicyAnnouncement | None) -> None:
+    if announcement is None:
         return
-    _labels([said.label], "an announcement")
-    source = said.source
-    texts = (said.digest, source.host, source.directory, source.address)
+    _labels([announcement.label], "an announcement")
+    source = announcement.source
+    texts = (announcement.digest, source.host, source.directory, source.address)
     require(
         all(len(text) <= PATH and "\0" not in text for text in texts) and 0 <= source.epoch < COUNT,
-        f"weights {said.label} in epoch {source.epoch}, at {source.address[:80]!r} or in "
+        f"weights {announcement.label} in epoch {source.epoch}, at {source.address[:80]!r} or in "
         f"{source.directory[:80]!r}",
     )
 
@@ -107,8 +115,9 @@ def _tickets(message: m.TicketGrant) -> None:
 
 
 def call(call: m.GenerationCall, vocabulary: int, context: int) -> None:
-    """One call, by a generator whose engine holds `context` tokens of a row: one that cannot be is
-    answered by a failure, and the others of its message are drawn.
+    """Check one call, for a generator whose engine holds `context` tokens per row.
+
+    An invalid call is answered by a failure; the other calls of its message run. Raises BadMessage.
     """
     what = f"call {call.id} of ticket {call.ticket}"
     _sampling(call.sampling, what)
@@ -116,7 +125,7 @@ def call(call: m.GenerationCall, vocabulary: int, context: int) -> None:
     require(bool(length) and len(call.prompt) == 4 * length, f"{what}: {len(call.prompt)} bytes")
     require(
         call.max_new_tokens >= 1 and (not context or length + call.max_new_tokens <= context),
-        f"{what}: {call.max_new_tokens} tokens behind {length}, of a context of {context}",
+        f"{what}: {call.max_new_tokens} tokens behind {length}, in a context of {context}",
     )
     exact = call.exact_version
     _labels([call.min_version, *([] if exact is None else [exact])], f"{what}: versions")
@@ -132,7 +141,7 @@ def call(call: m.GenerationCall, vocabulary: int, context: int) -> None:
 
 
 def check_call_result(message: m.CallResult, call: m.GenerationCall, vocabulary: int = 0) -> None:
-    """A call's answer, against the call: made by a generator, read by a gateway."""
+    """Check a generator's result against its call, in the gateway."""
     what = f"call {call.id}"
     length = len(message.tokens) // 4
     require(
@@ -163,14 +172,14 @@ def check_call_result(message: m.CallResult, call: m.GenerationCall, vocabulary:
     if length:
         from asyncrl.transport import arrays
 
-        row = m.TrainingSequence(
+        sequence = m.TrainingSequence(
             b"", message.tokens, message.logprobs, b"\1" * length, message.spans
         )
-        arrays.numbers_of(row, what, vocabulary)
+        arrays.numbers_of(sequence, what, vocabulary)
 
 
 def serving(message: m.ServingReport) -> None:
-    """A generator's word of itself: read by a gateway."""
+    """Check a generator's report about itself, in the gateway."""
     require(
         0 < len(message.producer) <= 200 and message.producer.isprintable(),
         f"a generator's name is printable and has 1 to 200 characters, not "
@@ -183,7 +192,7 @@ def serving(message: m.ServingReport) -> None:
 
 
 def _batch(message: m.Batch, vocabulary: int) -> None:
-    from asyncrl.transport import arrays  # numpy: not for those that only watch
+    from asyncrl.transport import arrays  # imports numpy, which a live view does not need
 
     what = f"batch {message.number}"
     require(0 <= message.number < COUNT and 0 <= message.next_ticket < COUNT, what)
@@ -198,26 +207,27 @@ def _batch(message: m.Batch, vocabulary: int) -> None:
         groups.setdefault(sample.ticket, []).append(sample.sample)
     require(
         all(sorted(numbers) == list(range(len(numbers))) for numbers in groups.values()),
-        f"{what}: groups that lack samples, or have one twice",
+        f"{what}: groups with missing or duplicate samples",
     )
-    told = zip(message.samples, message.lags, message.in_flight, message.token_lags, strict=True)
-    for sample, lag, flown, runs in told:
+    lagged = zip(message.samples, message.lags, message.in_flight, message.token_lags, strict=True)
+    for sample, lag, flown, runs in lagged:
         which = f"{what}: {arrays.name(sample)}"
         require(0 <= flown <= lag < COUNT, f"{which}: a lag of {lag}, {flown} of it in flight")
         for row in arrays.array_parts(sample):
             arrays.check_row(row, which)
         arrays.scalars(sample)
-        most = sample.token_count
+        token_count = sample.token_count
         for start, end, run_lag in runs:
             require(
-                0 <= start <= end <= most and 0 <= run_lag <= lag,
-                f"{which}: lag {run_lag} from {start} to {end}, of {most} tokens with lag {lag}",
+                0 <= start <= end <= token_count and 0 <= run_lag <= lag,
+                f"{which}: lag {run_lag} from {start} to {end}, "
+                f"of {token_count} tokens with lag {lag}",
             )
     arrays.numbers(message.samples, vocabulary)
     require(
         set(message.ledger) <= set(m.DISPOSITIONS)
         and all(math.isfinite(x) for line in message.ledger.values() for x in line.values()),
-        f"{what}: its ledger is none",
+        f"{what}: its ledger has unknown lines or infinite counts",
     )
 
 
@@ -237,18 +247,20 @@ def _status(message: m.RunStatus) -> None:
             f"a wait of {wait.seconds} s",
         )
     if message.held_up is not None:
-        one = message.held_up.session
-        words = (one.name, one.task, one.what, one.limit, message.held_up.producer)
-        require(all(len(word) <= TEXT for word in words), f"words of session {one.name[:40]!r}")
+        session = message.held_up.session
+        words = (session.name, session.task, session.what, session.limit, message.held_up.producer)
+        require(all(len(word) <= TEXT for word in words), f"words of session {session.name[:40]!r}")
 
 
 def check_weight_layout(layout: Rows) -> None:
-    """The layout of weights: names that differ, known dtypes, pieces that fit their shapes, do not
-    overlap and are of a size that a model may have.
+    """Check a layout of weights.
+
+    Names differ, dtypes are known, pieces fit their shapes, do not overlap and have plausible
+    sizes.
     """
     require(0 < len(layout) <= LIST, f"a layout of {len(layout)} tensors")
     require(len({row[0] for row in layout}) == len(layout), "a layout that names a tensor twice")
-    at = 0
+    end = 0
     for name, dtype, shape, offset, size in layout:
         what = f"weights {name[:80]!r}"
         require(dtype in DTYPES, f"{what}: dtype {dtype[:40]!r}; known are {', '.join(DTYPES)}")
@@ -258,7 +270,7 @@ def check_weight_layout(layout: Rows) -> None:
             f"{what}: {size} bytes for shape {shape} of {dtype}",
         )
         require(
-            at <= offset <= offset + size <= WEIGHTS_BYTES and offset % DTYPES[dtype] == 0,
-            f"{what}: bytes {offset} to {offset + size}, behind {at}",
+            end <= offset <= offset + size <= WEIGHTS_BYTES and offset % DTYPES[dtype] == 0,
+            f"{what}: bytes {offset} to {offset + size}, behind {end}",
         )
-        at = offset + size
+        end = offset + size

@@ -1,7 +1,8 @@
-"""A generator that hands weights on, where `weights.fan_out` says that the learner's uplink carries
-few copies.  asyncrl/transport/fan_out.py says who gets them from whom.
+"""A generator that passes weights on to others, under `weights.fan_out`.
 
-Nothing is used or handed on before its SHA-256 is what the learner said, chunk by chunk."""
+asyncrl/transport/fan_out.py assigns the sources. Every chunk is checked against the SHA-256 from
+the learner before it is used or passed on.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +18,15 @@ from asyncrl.transport import fan_out, keys
 from asyncrl.transport.chunks import CHUNK_BYTES, ChunkClient, ChunkServer, VersionPending
 from asyncrl.transport.ring import Rows
 
-KEPT = 2  # versions: the newest, and the one before it for those that are not done with it
-SILENT_S = 5.0  # of a relay, until another is asked for
-STARVED_S = 15.0  # of a relay that answers, and has nothing: the one above it may have gone
+KEPT = 2  # versions: the newest, and the previous one for peers that still fetch it
+SILENT_S = 5.0  # a relay silent for so long is replaced
+STARVED_S = 15.0  # so is one that answers without data: its own source may be unreachable
 
 
 class _PartialVersion:
-    """A version as far as it has come.  The fetching thread writes behind `bytes_there`, the
-    serving one reads before it.
+    """The received part of a version.
+
+    The fetching thread writes behind `bytes_there`, the serving thread reads before it.
     """
 
     def __init__(self, size: int, probe: bytes) -> None:
@@ -34,38 +36,39 @@ class _PartialVersion:
 
 
 class RelayCache:
-    """The versions that this generator can hand on: checked bytes alone."""
+    """The versions that this generator can pass on: only checked bytes."""
 
     def __init__(self) -> None:
         self._held: dict[fan_out.Version, _PartialVersion] = {}
 
     def begin_version(self, version: fan_out.Version, size: int, probe: bytes) -> _PartialVersion:
-        """Make room for a version, or go on with it; of the others the newest ones stay."""
-        held = self._held.get(version) or _PartialVersion(size, probe)
+        """Make room for a version or continue it; keep only the newest of the others."""
+        partial = self._held.get(version) or _PartialVersion(size, probe)
         others = sorted(key for key in self._held if key != version)[1 - KEPT :]
-        self._held = {key: self._held[key] for key in others} | {version: held}
-        return held
+        self._held = {key: self._held[key] for key in others} | {version: partial}
+        return partial
 
     def forget(self, version: fan_out.Version) -> None:
-        self._held = {key: held for key, held in self._held.items() if key != version}
+        self._held = {key: partial for key, partial in self._held.items() if key != version}
 
     def read(self, label: Label, digest: str, offset: int, size: int) -> tuple[str, bytes, bytes]:
-        """As `WeightRing.read_part`.  Raises NotYet for what has not come."""
-        held = self._held.get((label, digest))
-        if held is None:
+        """Read as `WeightRing.read_part`. Raises VersionPending for missing bytes."""
+        partial = self._held.get((label, digest))
+        if partial is None:
             raise VersionPending("")
-        end = min(offset + size, len(held.data))
-        if held.bytes_there < end:
+        end = min(offset + size, len(partial.data))
+        if partial.bytes_there < end:
             raise VersionPending(digest)
-        return digest, bytes(held.data[offset:end]), held.probe
+        return digest, bytes(partial.data[offset:end]), partial.probe
 
 
 class RelayClient:
-    """A generator's end: gets versions from where the learner says, and hands them on.
+    """A generator's end: fetches versions from assigned sources and passes them on.
 
-    A relay that is silent, starved, or gives wrong bytes is left, and the learner asked for another
-    place; what has come stays.  bytes_received counts what came from anybody; `left` those that
-    were left."""
+    A relay that is silent, has nothing, or sends wrong bytes is abandoned, and the learner assigns
+    another source; the received part stays. bytes_received counts bytes from all sources, `left`
+    the abandoned relays.
+    """
 
     def __init__(
         self,
@@ -85,12 +88,13 @@ class RelayClient:
         self.door: keys.RelayAuthenticator | None = None
         self.server = self._open()
         self._relay: tuple[fan_out.RelayAssignment, ChunkClient] | None = None
-        # checked chunks of a fetch that was not ended, in the caller's memory
+        # checked chunks of an unfinished fetch, in the caller's memory
         self._begun: tuple[fan_out.Version, int] | None = None
 
     def _open(self) -> ChunkServer | None:
-        """Where others get chunks from this one; None where it cannot listen: then it hands on
-        nothing.
+        """Open the server for other generators; None when it cannot listen.
+
+        Without a server this generator passes nothing on.
         """
 
         def door(socket: Any, curve_dir: str) -> keys.KeyAuthenticator | None:
@@ -101,37 +105,42 @@ class RelayClient:
         try:
             return ChunkServer(address, [], self.shelf.read, self.curve_dir, None, door)
         except (ConfigError, OSError) as error:
-            print(f"{self.name} hands no weights on: {error}", file=sys.stderr, flush=True)
+            print(f"{self.name} passes no weights on: {error}", file=sys.stderr, flush=True)
             return None
 
     def manifest(self) -> Rows:
         return self.learner.manifest()
 
     def fetch(self, label: Label, digest: str, into: memoryview) -> str:
-        """Copy version `label` into `into`; returns its digest, verified over the whole, or "" when
-        it is gone.  Goes on behind what has come, as `ChunkClient.fetch` does.
+        """Copy version `label` into `into` and return its verified digest.
 
-        Raises PeerUnreachable when the learner does not answer."""
+        Returns "" when the version is gone. Continues an unfinished fetch, as `ChunkClient.fetch`
+        does. Raises PeerUnreachable when the learner does not answer.
+        """
         failed: list[str] = []
-        while (placed := self._request_source(label, digest, failed)) is not None:
-            version = label, placed.digest
-            if len(placed.pieces) != fan_out.PIECE * -(-len(into) // CHUNK_BYTES):
-                raise PeerUnreachable(f"{self.learner.address} tells of weights of another size")
-            goes_on = self._begun is not None and self._begun[0] == version
-            got = self._begun[1] if self._begun is not None and goes_on else 0
-            digest, self.probe, self._begun = placed.digest, placed.probe, (version, got)
-            held = self.shelf.begin_version(version, len(into), placed.probe)
-            got = self._from(placed, version, into, held)
-            if got * CHUNK_BYTES >= len(into):
+        while (assignment := self._request_source(label, digest, failed)) is not None:
+            version = label, assignment.digest
+            if len(assignment.pieces) != fan_out.PIECE * -(-len(into) // CHUNK_BYTES):
+                raise PeerUnreachable(f"{self.learner.address} has weights of another size")
+            continues = self._begun is not None and self._begun[0] == version
+            chunk_count = self._begun[1] if self._begun is not None and continues else 0
+            digest, self.probe, self._begun = (
+                assignment.digest,
+                assignment.probe,
+                (version, chunk_count),
+            )
+            partial = self.shelf.begin_version(version, len(into), assignment.probe)
+            chunk_count = self._from(assignment, version, into, partial)
+            if chunk_count * CHUNK_BYTES >= len(into):
                 self._begun = None
                 if xxhash.xxh3_64_hexdigest(into) == digest:
                     return digest
                 self.shelf.forget(version)
                 return ""
-            if placed.name == fan_out.LEARNER:
-                break  # it has no more of it
+            if assignment.name == fan_out.LEARNER:
+                break  # the learner has dropped the version
             self._disconnect()
-            failed.append(placed.name)
+            failed.append(assignment.name)
         self._begun = None
         return ""
 
@@ -142,74 +151,75 @@ class RelayClient:
         key = "" if self.door is None else self.door.key
         guests = self.door is not None and not self.door.names
         asking = fan_out.RelayRequest(self.name, port, key, failed, guests)
-        placed = self.learner.request_source(label, digest, asking)
-        if placed is not None and self.door is not None and guests:
-            self.door.allow_peers(placed.guests)
-        return placed
+        assignment = self.learner.request_source(label, digest, asking)
+        if assignment is not None and self.door is not None and guests:
+            self.door.allow_peers(assignment.guests)
+        return assignment
 
     def _from(
         self,
-        placed: fan_out.RelayAssignment,
+        assignment: fan_out.RelayAssignment,
         version: fan_out.Version,
         into: memoryview,
-        held: _PartialVersion,
+        partial: _PartialVersion,
     ) -> int:
-        """Chunks that are in `into` when the place has given what it gives.  Raises PeerUnreachable
-        when the learner does not answer.
+        """Fetch chunks from one source; return how many are in `into` when it stops.
+
+        Raises PeerUnreachable when the learner does not answer.
         """
         assert self._begun is not None
-        got = self._begun[1]
-        learner = placed.name == fan_out.LEARNER
+        chunk_count = self._begun[1]
+        learner = assignment.name == fan_out.LEARNER
         starved = time.monotonic() + self.starved_s
         try:
-            source = self.learner if learner else self._connected(placed)
-            while got * CHUNK_BYTES < len(into) and (learner or time.monotonic() < starved):
-                for chunk in source.fetch_chunks(*version, got * CHUNK_BYTES, len(into)):
+            source = self.learner if learner else self._connected(assignment)
+            while chunk_count * CHUNK_BYTES < len(into) and (learner or time.monotonic() < starved):
+                for chunk in source.fetch_chunks(*version, chunk_count * CHUNK_BYTES, len(into)):
                     if not chunk.data:
                         break
                     self.bytes_received += len(chunk.data)
-                    if not fan_out.matches_digest(chunk.data, placed.pieces, got):
+                    if not fan_out.matches_digest(chunk.data, assignment.pieces, chunk_count):
                         source.reconnect()
-                        return got
-                    self._store_chunk(chunk.data, got, into, held)
-                    got += 1
-                    self._begun = (version, got)
+                        return chunk_count
+                    self._store_chunk(chunk.data, chunk_count, into, partial)
+                    chunk_count += 1
+                    self._begun = (version, chunk_count)
                     starved = time.monotonic() + self.starved_s
                 else:
                     continue
                 if not chunk.digest:
-                    return got
+                    return chunk_count
         except (PeerUnreachable, ConfigError):
             if learner:
                 raise
-        return got
+        return chunk_count
 
     def _store_chunk(
-        self, data: bytes, number: int, into: memoryview, held: _PartialVersion
+        self, data: bytes, number: int, into: memoryview, partial: _PartialVersion
     ) -> None:
-        """A checked chunk, to be used and to be handed on."""
+        """Store a checked chunk, to be used and to be passed on."""
         begin = number * CHUNK_BYTES
         into[begin : begin + len(data)] = data
-        if held.bytes_there < begin:  # what had come before it was on the shelf
-            held.data[:begin] = into[:begin]
-        held.data[begin : begin + len(data)] = data
-        held.bytes_there = max(held.bytes_there, begin + len(data))
+        if partial.bytes_there < begin:  # earlier chunks came before the cache had this version
+            partial.data[:begin] = into[:begin]
+        partial.data[begin : begin + len(data)] = data
+        partial.bytes_there = max(partial.bytes_there, begin + len(data))
 
-    def _connected(self, placed: fan_out.RelayAssignment) -> ChunkClient:
-        """To the relay that was named: the connection that is there, or a new one."""
+    def _connected(self, assignment: fan_out.RelayAssignment) -> ChunkClient:
+        """Return the connection to the assigned relay, opening it if necessary."""
         if self._relay is not None:
-            before, client = self._relay
-            if (before.name, before.address, before.key) == (
-                placed.name,
-                placed.address,
-                placed.key,
+            previous, client = self._relay
+            if (previous.name, previous.address, previous.key) == (
+                assignment.name,
+                assignment.address,
+                assignment.key,
             ):
                 return client
             self._close_relay()
         client = ChunkClient(
-            placed.address, self.silent_s, self.curve_dir, self.name, server_key=placed.key
+            assignment.address, self.silent_s, self.curve_dir, self.name, server_key=assignment.key
         )
-        self._relay = placed, client
+        self._relay = assignment, client
         return client
 
     def _disconnect(self) -> None:

@@ -1,18 +1,21 @@
-"""Weights in memory-mapped files: one writer, many readers, no lock that a dead process could hold.
+"""Weights in memory-mapped files: one writer, many readers, no locks.
+
+A process that is killed can therefore never hold a lock.
 
 ```
-DIR/manifest        msgpack: epoch, bytes, rows of the flat layout
-DIR/slot_N          header (sequence, epoch, number, xxh3-64, probe), then the bytes, page-aligned
-DIR/pin_READER      the slot that a reader copies from, and its heartbeat
+DIR/manifest        msgpack: epoch, bytes, rows of the flat layout DIR/slot_N          header
+(sequence, epoch, number, xxh3-64, probe), then the bytes, page-aligned DIR/pin_READER      the slot
+that a reader copies from, and its heartbeat
 ```
 
 The writer takes a slot that no live reader has pinned, makes the sequence odd, writes, stores label
-and checksum, makes it even. A reader pins, copies into memory of its own, and believes the copy
-only when sequence and checksum agree.  A pin whose heartbeat is older than PIN_S counts for nothing
-(its reader is stopped or dead): should it wake, its checksum tells it.
+and checksum, and makes the sequence even. A reader pins the slot, copies it into private memory,
+and trusts the copy only when sequence and checksum agree. A pin whose heartbeat is older than PIN_S
+is ignored, because its reader is suspended or dead. If that reader resumes, its checksum fails.
 
-The probe: the learner's log-probabilities of a few fixed tokens (`asyncrl.models.policy.probe_ids`)
-under these weights, float32, or nothing."""
+The probe holds the learner's log-probabilities of a few fixed tokens
+(`asyncrl.models.policy.probe_ids`) under these weights, float32, or nothing.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ def _map(path: Path, size: int, *, create: bool) -> mmap.mmap:
     fd = private.open_private(path, os.O_RDWR | (os.O_CREAT if create else 0))
     try:
         if create:
-            # a full memory file system fails here, not later by SIGBUS
+            # a full memory file system fails here instead of later by SIGBUS
             os.posix_fallocate(fd, 0, size)
         return mmap.mmap(fd, size)
     finally:
@@ -68,8 +71,9 @@ def _probe(slot: mmap.mmap) -> bytes:
 
 
 class WeightRing:
-    """The learner's end.  `slots` files to begin with; more are made, up to `most`, while all are
-    pinned or kept.
+    """The learner's end.
+
+    It starts with `slots` files and makes more, up to `most`, while all are pinned or kept.
     """
 
     def __init__(
@@ -95,8 +99,7 @@ class WeightRing:
         except OSError as error:
             raise AsyncrlError(
                 f"no room for {slots} weight slots of {size / 2**20:.1f} MiB in {directory}: "
-                f"{error}; "
-                "lower weights.slots"
+                f"{error}; lower weights.slots"
             ) from error
         self.rows = rows
         self._declare()
@@ -106,12 +109,11 @@ class WeightRing:
         atomic_write.write(self.directory / "manifest", manifest)
 
     def recreate(self) -> bool:
-        """Make the directory anew, with all that the ring holds, if somebody has removed it; True
-        when it had to be.
+        """Create the directory again if it was removed; return whether it was.
 
-        Whoever maps the old files keeps them, and finds by `RingReader.is_replaced` that nothing
-        new
-        comes there.  Raises AsyncrlError."""
+        Readers of the old files keep them, and learn from `RingReader.is_replaced` that no new
+        version will come there. Raises AsyncrlError.
+        """
         if (self.directory / "manifest").exists():
             return False
         try:
@@ -124,40 +126,41 @@ class WeightRing:
                 )
                 with memoryview(old) as source, memoryview(fresh[-1]) as target:
                     target[:] = source
-            # the old ones end with their last reader: the chunk server's thread may be in one
+            # the last reader frees the old maps: the chunk server's thread may be using one
             self.slots = fresh
             self._declare()
         except OSError as error:
             raise AsyncrlError(
-                f"the weights' directory {self.directory} is gone and cannot be made again: {error}"
+                f"the weights' directory {self.directory} was removed and cannot be created again: "
+                f"{error}"
             ) from error
         return True
 
     def _grow(self) -> int:
         slot = _map(self.directory / f"slot_{len(self.slots)}", HEADER + self.size, create=True)
-        slot[HEADER:] = bytes(self.size)  # every page is touched now, not in the first publication
+        slot[HEADER:] = bytes(self.size)  # touch every page before the first publication
         _SLOT.pack_into(slot, 0, 0, -1, -1, 0)
         self.slots.append(slot)
         return len(self.slots) - 1
 
     def pins(self) -> dict[int, str]:
-        """slot -> a live reader that copies from it."""
-        out = {}
+        """Return slot -> the live reader that copies from it."""
+        readers = {}
         for path in self.directory.glob("pin_*"):
             try:
                 slot, beat = _PIN.unpack(path.read_bytes()[: _PIN.size])
             except (OSError, struct.error):
                 continue
             if slot >= 0 and time.monotonic() - beat < PIN_S:
-                out[slot] = path.name.removeprefix("pin_")
-        return out
+                readers[slot] = path.name.removeprefix("pin_")
+        return readers
 
     def labels(self) -> dict[Label, str]:
-        """label -> digest of what the ring holds."""
+        """Return label -> digest of the versions in the ring."""
         return {label: digest for _, label, digest in map(_head, self.slots) if label.number >= 0}
 
     def _choose_slot(self, keep: Iterable[Label]) -> int:
-        """The slot to overwrite: the oldest that is not pinned, not kept and not the newest."""
+        """Return the slot to overwrite: the oldest not pinned, not kept, not the newest."""
         deadline = time.monotonic() + self.wait_s
         kept = set(keep)
         while True:
@@ -176,9 +179,9 @@ class WeightRing:
             if len(self.slots) < self.most:
                 return self._grow()
             if time.monotonic() > deadline:
-                who = ", ".join(sorted(set(pinned.values()))) or "evaluation"
+                holders = ", ".join(sorted(set(pinned.values()))) or "evaluation"
                 raise AsyncrlError(
-                    f"no weight slot has been free for {self.wait_s:g} s: held by {who}; raise "
+                    f"no weight slot has been free for {self.wait_s:g} s: held by {holders}; raise "
                     f"weights.slots ({len(self.slots)})"
                 )
             time.sleep(0.001)
@@ -190,13 +193,14 @@ class WeightRing:
         keep: Iterable[Label] = (),
         probe: bytes = b"",
     ) -> str:
-        """Publish: `fill` writes the flat bytes.  Returns their digest.  Raises AsyncrlError when
-        no slot comes free.
+        """Publish a version; `fill` writes the flat bytes. Returns their digest.
+
+        Raises AsyncrlError when no slot becomes free.
         """
         slot = self.slots[self._choose_slot(keep)]
         sequence = _head(slot)[0] | 1
         _SLOT.pack_into(slot, 0, sequence, -1, -1, 0)
-        with memoryview(slot) as whole, whole[HEADER:] as data:
+        with memoryview(slot) as mapped, mapped[HEADER:] as data:
             fill(data)
             checksum = xxhash.xxh3_64_intdigest(data)
         _PROBE.pack_into(slot, _SLOT.size, len(probe), probe)
@@ -207,22 +211,21 @@ class WeightRing:
     def read_part(
         self, label: Label, digest: str, offset: int, size: int
     ) -> tuple[str, bytes, bytes]:
-        """(digest, bytes of a part, probe) of version `label`, digest "" when it is not there: for
-        the chunk server.
+        """Return (digest, bytes of a part, probe) of a version, for the chunk server.
+
+        Digest "" when the version is not here.
         """
         for slot in self.slots:
-            before = _head(slot)
-            if before[1] == label and not before[0] & 1 and digest in ("", before[2]):
+            header = _head(slot)
+            if header[1] == label and not header[0] & 1 and digest in ("", header[2]):
                 data = slot[HEADER + offset : HEADER + min(offset + size, self.size)]
                 probe = _probe(slot)
-                if _head(slot) == before:
-                    return before[2], data, probe
+                if _head(slot) == header:
+                    return header[2], data, probe
         return "", b"", b""
 
     def close(self, *, remove: bool = True) -> None:
-        """Unmap, and remove the directory; readers that still map it keep their memory until they
-        close.
-        """
+        """Unmap, and remove the directory; readers keep their maps until they close."""
         for slot in self.slots:
             slot.close()
         self.slots = []
@@ -231,14 +234,15 @@ class WeightRing:
 
 
 class RingReader:
-    """A generator's end.  Raises Damaged when the ring's manifest does not parse, FileNotFoundError
-    when there is none, ConfigError when the directory is not this user's alone.
+    """A generator's end.
+
+    Raises DamagedDataError when the ring's manifest does not parse, FileNotFoundError when there is
+    none, ConfigError when others have access to the directory.
     """
 
     def __init__(self, directory: Path, reader_id: str) -> None:
-        # of the version read last
         self.directory = directory
-        self.probe = b""
+        self.probe = b""  # of the version read last
         private.check(directory)
         try:
             self._manifest = msgspec.msgpack.decode(
@@ -246,7 +250,7 @@ class RingReader:
             )
         except msgspec.MsgspecError as error:
             raise DamagedDataError(
-                f"{directory / 'manifest'} is no manifest of weights: {error}"
+                f"{directory / 'manifest'} is not a manifest of weights: {error}"
             ) from error
         self.slots: list[mmap.mmap] = []
         self._made = self._inode()
@@ -255,15 +259,16 @@ class RingReader:
         self._read_manifest()
 
     def _inode(self) -> int:
-        """Of the directory's manifest; 0 when there is none."""
+        """Return the inode of the directory's manifest; 0 when there is none."""
         try:
             return (self.directory / "manifest").stat().st_ino
         except OSError:
             return 0
 
     def is_replaced(self) -> bool:
-        """Was the directory removed, or made anew, since this reader opened it?  Then nothing new
-        will come to its maps.
+        """Whether the directory was removed or recreated since this reader opened it.
+
+        If so, nothing new will appear in its maps.
         """
         return self._inode() != self._made
 
@@ -278,7 +283,7 @@ class RingReader:
             self.slots.append(_map(path, HEADER + self._manifest.size, create=False))
 
     def labels(self) -> dict[Label, str]:
-        """label -> digest of what the ring holds now."""
+        """Return label -> digest of the versions in the ring now."""
         self._read_manifest()
         return {
             label: digest
@@ -287,8 +292,9 @@ class RingReader:
         }
 
     def read(self, label: Label, digest: str, into: memoryview) -> bool:
-        """Copy version `label` into `into` and verify it; False when it is not there or changed
-        under the copy.
+        """Copy version `label` into `into` and verify it.
+
+        Returns False when it is not there or changed during the copy.
         """
         self._read_manifest()
         for number, slot in enumerate(self.slots):
@@ -300,16 +306,16 @@ class RingReader:
         slot = self.slots[number]
         try:
             _PIN.pack_into(self._pin, 0, number, time.monotonic())
-            before = _head(slot)
-            if before[0] & 1 or before[1] != label or before[2] != digest:
+            header = _head(slot)
+            if header[0] & 1 or header[1] != label or header[2] != digest:
                 return False
             with memoryview(slot) as source:
-                for at in range(0, len(into), COPY):
-                    piece = into[at : at + COPY]
-                    piece[:] = source[HEADER + at : HEADER + at + len(piece)]
+                for start in range(0, len(into), COPY):
+                    piece = into[start : start + COPY]
+                    piece[:] = source[HEADER + start : HEADER + start + len(piece)]
                     _PIN.pack_into(self._pin, 0, number, time.monotonic())
             self.probe = _probe(slot)
-            return _head(slot) == before and xxhash.xxh3_64_hexdigest(into) == digest
+            return _head(slot) == header and xxhash.xxh3_64_hexdigest(into) == digest
         finally:
             _PIN.pack_into(self._pin, 0, -1, 0.0)
 

@@ -1,13 +1,15 @@
-"""The control sockets.  Beside chunks.py and keys.py the only importer of zmq.
+"""The control sockets.
 
-DEALER towards one ROUTER: no message is dropped silently for lack of a peer, and the peers' own
-rules (requests repeated until answered, samples sent until acknowledged, duplicates suppressed by
-key) make up for every loss a killed process can cause.
+Only this module, chunks.py, keys.py and connection_guard.py import zmq.
 
-A peer's message is two frames: a head, which names protocol and run, and the message itself.  The
-head is compared before anything is decoded, so what another run sends is never looked at.
-`StatusRequest`
-alone may come from somebody who does not know the run: the answer names it."""
+Peers connect by DEALER to one ROUTER. No message is dropped silently for lack of a peer, and the
+peers' own rules (requests repeated until answered, samples sent until acknowledged, duplicates
+suppressed by key) compensate every loss that a killed process can cause.
+
+A peer's message has two frames: a head with protocol and run, and the message itself. The head is
+compared before anything is decoded, so that messages of other runs are never decoded. Only
+`StatusRequest` may come without a known run; its answer names the run.
+"""
 
 from __future__ import annotations
 
@@ -36,67 +38,68 @@ from asyncrl.transport import keys, message_checks
 from asyncrl.transport.connection_guard import ConnectionGuard
 
 IPC_LIMIT = 107  # bytes of a unix socket's path
-# Messages to a peer, or to the buffer: what may be outstanding is bounded by credit and pacing, far
-# below this.
+# messages queued for one peer; credit and pacing keep the outstanding ones far below this
 HIGH_WATER = 1000
-# of a peer's messages that have come and wait to be read; what is beyond stays at its side
+# unread messages of one peer; further ones stay at the peer
 WAITING_BYTES = 256 * 1024 * 1024
 LEAST_WAITING = 16  # messages
-# who does not even answer a heartbeat is gone, and what waits for him with him
+# a peer that does not answer heartbeats is dropped with its queued messages
 HEARTBEAT_MS = 5_000
 SILENT_MS = 60_000
-WAITING = 1000  # messages that have come and nobody has read
-# from here on a message leaves from where it was encoded: of a smaller one a copy costs less than
-# to hear from zmq's thread that it has gone
+WAITING = 1000  # unread messages
+# larger messages are sent without a copy; for smaller ones a copy costs less than the notification
+# of zmq's thread
 IN_PLACE_BYTES = 1 << 20
 
-SOUGHT_S = 2.0  # of the other side's silence, before it is looked up where it is; then as often
+SOUGHT_S = 2.0  # silence of the buffer before its address is looked up, and between two look-ups
 
-BROKEN = 20  # messages in a row that cannot be: whoever sends them is no peer of ours
-BROKEN_SAID = 3  # of these, lines in the log
+BROKEN = 20  # invalid messages in a row after which the connection fails
+BROKEN_SAID = 3  # invalid messages that are logged
 
-# what a decoder raises for bytes that somebody else made: wrong types, bad UTF-8, nesting without
-# end, sizes that no memory holds
+# raised by a decoder for foreign bytes: wrong types, bad UTF-8, endless nesting, sizes that exceed
+# memory
 UNDECODABLE = (msgspec.MsgspecError, ValueError, RecursionError, MemoryError, OverflowError)
 
 _encoder = msgspec.msgpack.Encoder()
 
 
 def head(run: str, protocol: int = PROTOCOL) -> bytes:
-    """The first frame of every message of a peer; run: "" when it is not known."""
+    """Build the first frame of a peer's messages; run "" when it is unknown."""
     return f"asyncrl {protocol} {run}".encode()
 
 
 def send_message(socket: Any, first: bytes, message: Any) -> None:
-    """Send a message behind its first frame, without blocking.  Raises zmq.Again when there is no
-    room for it.
+    """Send a message behind its first frame without blocking.
+
+    Raises zmq.Again when there is no room for it.
     """
     payload = _encoder.encode(message)
     socket.send_multipart([first, payload], zmq.NOBLOCK, copy=len(payload) < IN_PLACE_BYTES)
 
 
 def receive_frames(socket: Any, most: int, frames: int, *, keep: bool = False) -> list[Any]:
-    """The next message, up to so many frames and `most` bytes over all of them; the rest is taken
-    off the socket and not kept, and of one with too many bytes only its first frame.
+    """Receive the next message, at most `frames` + 1 frames and `most` bytes in total.
 
-    keep: as zmq's own frames, which know their sender's key and are decoded where they lie."""
-    found: list[Any] = []
+    Further frames are discarded. A message with too many bytes is reduced to its first frame. keep:
+    return zmq's own frames, which carry their sender's key and are decoded without a copy.
+    """
+    received: list[Any] = []
     size = 0
     while True:
         frame = socket.recv(copy=not keep)
         size += len(frame)
-        if len(found) <= frames and (size <= most or not found):
-            found.append(frame)
+        if len(received) <= frames and (size <= most or not received):
+            received.append(frame)
         if not socket.getsockopt(zmq.RCVMORE):
-            return found if size <= most else found[:1]
+            return received if size <= most else received[:1]
 
 
-def undecodable(what: str) -> Refusal:
-    return Refusal(f"a message that is not of this protocol: {what}", 4)
+def undecodable(reason: str) -> Refusal:
+    return Refusal(f"a message that is not of this protocol: {reason}", 4)
 
 
 def foreign_peer_refusal(theirs: bytes, run: str) -> Refusal:
-    """What somebody hears whose messages are not of this run or this protocol."""
+    """Build the refusal of a message from another run or protocol."""
     name, _, rest = theirs[:200].decode(errors="replace").partition(" ")
     protocol, _, other = rest.partition(" ")
     if name != "asyncrl" or not protocol.isdecimal():
@@ -114,12 +117,15 @@ def foreign_peer_refusal(theirs: bytes, run: str) -> Refusal:
 
 
 def check_address(address: str, curve_dir: str, key: str) -> None:
-    """Refuse an address that cannot work or that would be open to the network without keys.  Raises
-    ConfigError.
+    """Refuse an address that cannot work or would be open to the network without keys.
+
+    Raises ConfigError.
     """
     kind, _, rest = address.partition("://")
     if kind not in ("ipc", "tcp") or not rest:
-        raise ConfigError(f"{key}: `{address}` is no address; write ipc:///path or tcp://host:port")
+        raise ConfigError(
+            f"{key}: `{address}` is not an address; write ipc:///path or tcp://host:port"
+        )
     if kind == "ipc" and len(rest.encode()) > IPC_LIMIT:
         raise ConfigError(
             f"{key}: the socket path {rest} has {len(rest.encode())} bytes, the system allows "
@@ -142,14 +148,15 @@ def _loopback(host: str) -> bool:
 
 
 class BufferSocket:
-    """The buffer's ROUTER.
+    """The ROUTER of the buffer or of a gateway.
 
-    A slow peer: its messages queue at its side up to its credit, here up to WAITING_BYTES; ours to
-    it up to HIGH_WATER, then they are dropped and the peer's repeated request brings them again.  A
-    dead peer: the same, nothing blocks.  A peer that connects late finds us.
+    A slow peer: its messages queue at its side up to its credit and here up to WAITING_BYTES.
+    Messages to it queue up to HIGH_WATER, then they are dropped, and the peer's repeated request
+    brings them again. A dead peer: the same, nothing blocks. A peer may connect at any time.
 
-    reads: what peers say; key: the config's, that named the address.  A gateway's is one too.  run:
-    whose messages are taken; most: bytes of one, over all its frames."""
+    reads: the types of accepted messages. key: the config key that named the address. run: the run
+    whose messages are accepted. most: bytes of one message over all its frames.
+    """
 
     def __init__(
         self,
@@ -166,8 +173,8 @@ class BufferSocket:
         self.head = head(run)
         self.most = most
         self.refused: Callable[[str, str], None] = lambda reason, line: None
-        self.speaker = ""  # whose key the last message came with
-        # the last message as it was encoded; whoever keeps it keeps zmq's memory with it
+        self.speaker = ""  # the name of the key that the last message came with
+        # the last message as it was encoded; a reference to it keeps zmq's memory alive
         self.payload: bytes | memoryview = b""
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.ROUTER)
@@ -181,7 +188,7 @@ class BufferSocket:
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._guard = keys.guard(self.socket, curve_dir)
         try:
-            with keys.private_umask():  # of an ipc socket: connecting needs write permission
+            with keys.private_umask():  # connecting to an ipc socket needs write permission
                 self.socket.bind(address)
         except zmq.ZMQError as error:
             raise ConfigError(
@@ -192,9 +199,10 @@ class BufferSocket:
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(reads)
 
     def recv(self, timeout: float) -> tuple[bytes, Any] | None:
-        """The next message within `timeout` seconds, with its peer.  What is of another run, too
-        large, does not decode, or may not be said with its sender's key is answered by Refused,
-        told to `refused`, and None.
+        """Return the next message within `timeout` seconds, with its peer.
+
+        Returns None for a message of another run, too large, undecodable, or not permitted by its
+        sender's key. Such a message is answered by a Refusal and reported to `refused`.
         """
         if timeout and self.crowd.close_excess(self.address):
             return None
@@ -202,8 +210,8 @@ class BufferSocket:
         events: Any = self.socket.getsockopt(zmq.EVENTS)
         if not events & zmq.POLLIN and not (timeout and self.socket.poll(int(timeout * 1000))):
             return None
-        found = receive_frames(self.socket, self.most, 3, keep=True)
-        peer, frames = bytes(found[0]), found[1:]
+        received = receive_frames(self.socket, self.most, 3, keep=True)
+        peer, frames = bytes(received[0]), received[1:]
         if len(frames) != 2:
             self._refuse(
                 peer, "frame", undecodable(f"no head and message, or more than {self.most} bytes")
@@ -219,8 +227,8 @@ class BufferSocket:
         try:
             message = self._decoder.decode(payload)
         except UNDECODABLE as error:
-            why = f"{type(error).__name__}: {str(error)[:200]!r}"
-            self._refuse(peer, "frame", undecodable(why))
+            detail = f"{type(error).__name__}: {str(error)[:200]!r}"
+            self._refuse(peer, "frame", undecodable(detail))
             return None
         if theirs != self.head and not isinstance(message, StatusRequest):
             self._refuse(peer, "stranger", foreign_peer_refusal(theirs, self.run))
@@ -234,16 +242,17 @@ class BufferSocket:
 
     @property
     def waiting(self) -> bool:
-        """Whether a message is there."""
+        """Whether a message has arrived."""
         return bool(int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
-    def _refuse(self, peer: bytes, reason: str, why: Refusal) -> None:
-        self.refused(reason, f"refused a message: {why.reason}")
-        self.send(peer, why)
+    def _refuse(self, peer: bytes, reason: str, refusal: Refusal) -> None:
+        self.refused(reason, f"refused a message: {refusal.reason}")
+        self.send(peer, refusal)
 
     def send(self, peer: bytes, message: FromBuffer | FromGateway) -> None:
-        """Send without blocking; what cannot be queued is dropped (the peer repeats its
-        request).
+        """Send without blocking; drop a message that cannot be queued.
+
+        The peer repeats its request.
         """
         try:
             send_message(self.socket, peer, message)
@@ -260,14 +269,15 @@ class BufferSocket:
 class PeerSocket:
     """A DEALER to the buffer.
 
-    It connects when the buffer comes and again after it was away; what was sent meanwhile queues
-    here.  A dead buffer shows as silence: the caller holds the deadline, and `find_moved_buffer`s
-    it meanwhile,
-    as `find` says where it is.  name: whose key it shows, where there are keys; reads: what the
-    other side says; run: "" for those who only watch; key: the config's, that named the address.
+    It connects as soon as the buffer listens and again after an outage; messages sent meanwhile
+    queue here. A dead buffer shows only as silence: the caller holds the deadline and calls
+    `find_moved_buffer`, which looks up the address by `find`. name: selects the CURVE key, if there
+    are keys. reads: the types of accepted messages. run: "" for processes that only watch. key: the
+    config key that named the address.
 
-    A message that does not decode, or that `check` refuses, is counted in `broken` and costs the
-    connection: a new one is made, and what was asked is asked again."""
+    A message that does not decode, or that `check` refuses, is counted in `broken` and closes the
+    connection: a new one is opened and pending requests are repeated.
+    """
 
     def __init__(
         self,
@@ -286,7 +296,7 @@ class PeerSocket:
         self.run = run
         self.head = head(run)
         self.check: Callable[[Any], None] = message_checks.check
-        self.find: Callable[[], str] = lambda: ""  # its address, as far as anybody knows
+        self.find: Callable[[], str] = lambda: ""  # looks up the buffer's current address
         self.sought = 0.0
         self.broken = self.broken_in_a_row = 0
         self.context = zmq.Context()
@@ -305,8 +315,9 @@ class PeerSocket:
         return socket
 
     def send(self, message: FromPeer | FromGenerator) -> None:
-        """Queue a message; with HIGH_WATER messages unsent (the buffer is away) it is dropped and
-        repeated by its sender.
+        """Queue a message; with HIGH_WATER unsent messages it is dropped.
+
+        The sender repeats it.
         """
         try:
             send_message(self.socket, self.head, message)
@@ -314,8 +325,10 @@ class PeerSocket:
             pass
 
     def find_moved_buffer(self, silent: float) -> bool:
-        """The other side has not answered for `silent` seconds: is it elsewhere by now?  True: it
-        is, and this socket speaks with it; what was not answered is to be asked again.
+        """Connect to the buffer's new address if it has moved.
+
+        Called after `silent` seconds of silence. Returns whether the buffer has moved; unanswered
+        requests must then be repeated.
         """
         now = time.monotonic()
         if silent < SOUGHT_S or now - self.sought < SOUGHT_S:
@@ -327,27 +340,32 @@ class PeerSocket:
         try:
             check_address(address, self.curve_dir, "the buffer's address")
         except ConfigError as error:
-            print(f"not followed: {escape_line(str(error))}", file=sys.stderr, flush=True)
+            print(
+                f"ignored the buffer's new address: {escape_line(str(error))}",
+                file=sys.stderr,
+                flush=True,
+            )
             return False
         print(
-            f"{self.address} has been silent for {silent:.0f} s, and the run's buffer is at "
-            f"{address} now: going on with that one",
+            f"{self.address} has been silent for {silent:.0f} s, and the run's buffer is now at "
+            f"{address}: connecting to it",
             file=sys.stderr,
             flush=True,
         )
         self.address = address
-        self.socket.close(linger=0)  # what waits here for the other one is asked again
+        self.socket.close(linger=0)  # its unsent messages are repeated
         self.socket = self._connected()
         return True
 
     @property
     def waiting(self) -> bool:
-        """Whether a message is there."""
+        """Whether a message has arrived."""
         return bool(int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def recv(self, timeout: float) -> Any:
-        """The next message within `timeout` seconds, or None.  Raises PeerUnreachable after BROKEN
-        in a row that cannot be.
+        """Return the next message within `timeout` seconds, or None.
+
+        Raises PeerUnreachable after BROKEN invalid messages in a row.
         """
         if not self.socket.poll(int(timeout * 1000)):
             return None
@@ -361,7 +379,7 @@ class PeerSocket:
         return message
 
     def read(self, frames: Sequence[bytes | memoryview]) -> Any:
-        """What these frames say.  Raises BadMessage or one of UNDECODABLE."""
+        """Decode a message. Raises BadMessage or one of UNDECODABLE."""
         if len(frames) != 1:
             raise BadMessage("a message of more than one frame", "frame")
         message = self._decoder.decode(frames[0])
@@ -369,18 +387,18 @@ class PeerSocket:
         return message
 
     def _broke(self, error: Exception) -> None:
-        """Count it, and begin with a new connection."""
+        """Count an invalid message and open a new connection."""
         self.broken += 1
         self.broken_in_a_row += 1
-        why = f"{type(error).__name__}: {str(error)[:200]!r}"
+        reason = f"{type(error).__name__}: {str(error)[:200]!r}"
         if self.broken_in_a_row >= BROKEN:
             raise PeerUnreachable(
-                f"{self.address} does not speak this protocol: {self.broken_in_a_row} messages in "
-                f"a row cannot be, the last one {why}"
+                f"{self.address} does not speak this protocol: {self.broken_in_a_row} invalid "
+                f"messages in a row, the last one {reason}"
             ) from error
         if self.broken <= BROKEN_SAID:
             print(
-                f"{self.address} sent a message that cannot be, and is connected to anew: {why}",
+                f"{self.address} sent an invalid message, reconnecting: {reason}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -395,12 +413,13 @@ class PeerSocket:
 def wait(
     sockets: Iterable[BufferSocket | PeerSocket], descriptors: Iterable[int], timeout: float
 ) -> None:
-    """Until one of the sockets has a message, one of the file descriptors something to read, or
-    `timeout` seconds are over.
+    """Wait until a socket has a message, a file descriptor is readable, or time is up.
+
+    timeout: seconds.
     """
     poller = zmq.Poller()
-    for each in sockets:
-        poller.register(each.socket, zmq.POLLIN)
+    for watched in sockets:
+        poller.register(watched.socket, zmq.POLLIN)
     for descriptor in descriptors:
         poller.register(descriptor, zmq.POLLIN)
     poller.poll(max(0, int(timeout * 1000)))

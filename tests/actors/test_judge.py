@@ -315,7 +315,7 @@ def test_a_function_may_ask_the_judge(
     monkeypatch.chdir(tmp_path)
     assert judged("2", function="own.py:reward") == [(float(len("It is right.\nSCORE: 7.5")), "")]
     assert server.asked[0]["messages"] == [{"role": "user", "content": "1+1=2"}]
-    with pytest.raises(ConfigError, match=r"with \[reward.judge\] write `async def"):
+    with pytest.raises(ConfigError, match=r"with \[reward.judge\], write `async def"):
         judged("2", function="own.py:plain")
 
 
@@ -362,7 +362,7 @@ def test_a_grade_is_one_number_in_the_last_line(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="judge"):
             template.grade(bad)
     own = tmp_path / "own.txt"
-    for text, why in (("{answer} {mood}", "no place"), ("{question}", "no {answer}")):
+    for text, why in (("{answer} {mood}", "not a placeholder"), ("{question}", "no {answer}")):
         own.write_text(text)
         with pytest.raises(ConfigError, match=why):
             GradingTemplate(JudgeConfig(template=str(own)))

@@ -495,7 +495,7 @@ def test_a_silent_buffer_is_looked_for_and_followed(
         for each in (peer, here, there):
             each.close()
     said = capsys.readouterr().err
-    assert f"is at {there.address} now" in said and said.count("not followed: ") == 2
+    assert f"is now at {there.address}" in said and said.count("ignored the buffer's new") == 2
 
 
 def test_who_shares_no_directory_asks_the_learner_where_the_buffer_is(

@@ -230,5 +230,5 @@ def test_a_ring_that_cannot_be_made_anew_says_so(tmp_path: Path) -> None:
     r = ring(tmp_path / "shm")
     rmtree(tmp_path / "shm")
     (tmp_path / "shm").write_text("something else")
-    with pytest.raises(AsyncrlError, match="is gone and cannot be made again"):
+    with pytest.raises(AsyncrlError, match="was removed and cannot be created again"):
         r.recreate()

@@ -182,7 +182,7 @@ def test_a_learner_that_ends_is_told_to_the_generator(
     client = PairClient(server.address, "gloo", DEADLINE_S)
     assert client.fetch(Label(1, 0), digest) == digest and bool((client.flat == 3).all())
     monkeypatch.setattr(gpu_pairs, "mark", lambda flat: 1)
-    with pytest.raises(PeerUnreachable, match="changed on its way"):
+    with pytest.raises(PeerUnreachable, match="damaged in transit"):
         client.fetch(Label(1, 0), digest)
     server.close()
     with pytest.raises(PeerUnreachable, match="is the learner running"):

@@ -245,7 +245,7 @@ def test_a_call_that_cannot_be_drawn_is_answered_by_a_failure_and_the_others_are
     ]
     answers = {each.id: each for each in drawn(turn, [bad[0], call(14), *bad[1:]], AT)}
     assert answers.keys() == {11, 12, 13, 14} and answers[14].tokens and not answers[14].failed
-    assert "of a model with" in answers[11].failed and "of a context of" in answers[12].failed
+    assert "of a model with" in answers[11].failed and "in a context of" in answers[12].failed
     assert all(answers[x.id].failed and not answers[x.id].tokens for x in bad)
     assert not turn.calls
 
