@@ -80,8 +80,8 @@ REFUSED: list[tuple[Any, str]] = [
     (batch(token_lags=[[(0, 3, 1)], []]), "lag 1 from 0 to 3, of 2 tokens"),
     (batch(token_lags=[[(1, 0, 1)], []]), "lag 1 from 1 to 0"),
     (batch(token_lags=[[(0, 2, 2)], []]), "lag 2 from 0 to 2"),
-    (batch(samples=[answer(0), answer(0)]), "groups that lack samples"),
-    (batch(samples=[answer(1), answer(2)]), "groups that lack samples"),
+    (batch(samples=[answer(0), answer(0)]), "missing or duplicate samples"),
+    (batch(samples=[answer(1), answer(2)]), "missing or duplicate samples"),
     (batch(samples=[answer(0), answer(1, mask=b"\1")]), "for 1 mask bytes"),
     (batch(samples=[answer(0), answer(1, tokens=b"\0" * 7)]), "7 bytes of tokens"),
     (batch(samples=[answer(0), answer(1, token_rewards=b"\0" * 4)]), "4 of token_rewards"),
@@ -99,7 +99,7 @@ REFUSED: list[tuple[Any, str]] = [
     (batch(samples=[answer(0), answer(1, mask=b"\1\2")]), "other bytes than 0 and 1"),
     (batch(ledger={"lost": {"tokens": 1.0}}), "its ledger has unknown lines"),
     (batch(ledger={"trained": {"tokens": NAN}}), "its ledger has unknown lines"),
-    (m.Welcome(1, -1), "kept from -1"),
+    (m.Welcome(1, -1), "a checkpointed version of -1"),
     (m.CommitReply(1, 1, [Label(1, -1)]), "weights to keep: 1.-1"),
     (m.Refusal("x" * 70_000), "a refusal of 70000"),
     (m.Refusal("x", 300), "an exit code of 300"),
@@ -292,7 +292,7 @@ def test_who_says_nothing_else_is_given_up_by_its_peers_and_not_by_who_only_look
     peer = PeerSocket(server.address)
     viewer = PeerSocket(server.address)
     try:
-        with pytest.raises(PeerUnreachable, match="3 messages in a row cannot be"):
+        with pytest.raises(PeerUnreachable, match="3 invalid messages in a row"):
             heard(peer, m.StatusRequest())
         until = time.monotonic() + WAIT_S
         while viewer.broken < 5:
