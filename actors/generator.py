@@ -130,7 +130,7 @@ class Generator:
         limits = config.wires.connect_s, config.watchdog.startup_s
         self.patience_s = math.inf if os.environ.get("ASYNCRL_SUPERVISED") else max(limits)
         self.asked = 0
-        self.ending = self.over = False  # SIGTERM has come; the run is finished
+        self.ending = self.over = False  # after SIGTERM, after the run's end
         self.unanswered = 0.0  # when the oldest unanswered request was sent; 0: none is unanswered
         self.ever_heard = False
         self.renewed = self.greeted = 0.0

@@ -170,7 +170,7 @@ def samples_to_ask_for(schedule: TicketSchedule, slots: int, active: int, unfini
     """Compute how many samples will find a free row soon.
 
     In lockstep, request everything, and only when the engine is empty and everything is delivered.
-    What then shares the engine does not depend on when messages arrive, so that runs repeat
+    The samples that share the engine then do not depend on message timing, so that runs repeat
     bitwise.
     """
     if schedule.lockstep:

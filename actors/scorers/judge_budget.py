@@ -1,8 +1,10 @@
 """The judge's replies and spending of a run on this machine: RUN/judge.sqlite.
 
-It holds three things, each updated in one transaction: replies by the digest of their request; the
-requests of the last minute and a server's requested pause; the spending of the whole run. A process
-killed during a request leaves its estimate spent.
+Each of its parts is updated in one transaction:
+
+- replies, by the digest of their request,
+- the requests of the last minute, and the pause that a server asked for,
+- the spending of the whole run. A process killed during a request leaves its estimate spent.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ Version = tuple[Label, str]  # label, digest
 class RelayRequest(msgspec.Struct, frozen=True):
     """From a generator that needs a version: its name, port and failed sources."""
 
-    name: str  # used without CURVE keys; otherwise the key determines the name
-    port: int = 0  # where it serves chunks to others; 0: it does not
+    name: str  # with CURVE, the key's name counts instead
+    port: int = 0  # where it serves chunks to others (0: nowhere)
     key: str = ""  # public key of that port; "" without CURVE
     failed: list[str] = []  # names of sources that failed with this version
     guests: bool = False  # it needs the list of permitted peers
