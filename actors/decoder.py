@@ -247,7 +247,7 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Drop everything."""
-                # (predecessor's number or -1, tokens int32) -> number, least recently used first
+        # (predecessor's number or -1, tokens int32) -> number, least recently used first
         self.blocks: OrderedDict[tuple[int, bytes], int] = OrderedDict()
         self.free = list(range(self.k.shape[2] // KEPT_BLOCK))
 
