@@ -1,20 +1,142 @@
-"""The snapshot of a store's state.
+"""The state of a store that survives a restart, and its snapshot.
 
-`Store.snapshot` makes it and `Store.restore` takes it over. A field of the store that is missing
-here is lost at a restart."""
+`StoreState` declares each field once, together with its form in a snapshot where that differs.  An
+attribute of the store that is not declared here is lost at a restart."""
 
 from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, NamedTuple, get_type_hints
 
 import msgspec
 
 from asyncrl.contract.admission import AdaptiveLimit
 from asyncrl.contract.messages import Disposition, WeightsSource
-from asyncrl.contract.versions import Label, PolicyTreeState
-from buffer.evaluation import EvaluationsState
+from asyncrl.contract.versions import Label, PolicyTree, PolicyTreeState
+from buffer.evaluation import Evaluations, EvaluationsState
 from buffer.groups import Group, StoreSettings
-from buffer.ledger import Ledger
+from buffer.ledger import Ledger, SampleFates, StrayAttempts
 
 FORMAT = 2
+REMEMBERED = 200_000  # final dispositions of removed groups, kept for late copies
+STRAYS = 20_000  # attempts of removed groups that may still report or deliver
+# values of fields that older snapshots lack
+ADDED_LATER = {"suspect": ([], 0.0), "patience": {}, "aside": 0, "limit": AdaptiveLimit()}
+
+
+class Packing(NamedTuple):
+    """The form of a field in a snapshot."""
+
+    type: Any
+    pack: Callable[[Any], Any]
+    # (current value, packed value) -> new value
+    unpack: Callable[[Any, Any], Any]
+
+
+def _restore(current: Any, saved: Any) -> Any:
+    current.restore(saved)
+    return current
+
+
+def _items(table: Any) -> list[Any]:
+    return list(table.items())
+
+
+def _packing(
+    type_: Any, pack: Callable[[Any], Any], unpack: Callable[[Any, Any], Any]
+) -> dict[str, Packing]:
+    """Metadata of a field with another form in the snapshot."""
+    return {"packing": Packing(type_, pack, unpack)}
+
+
+NUMBERS = _packing(list[int], sorted, lambda _, saved: set(saved))
+GROUPS = _packing(
+    list[Group],
+    lambda groups: list(groups.values()),
+    lambda _, saved: {group.ticket: group for group in saved},
+)
+DRAWN = _packing(list[tuple[tuple[str, int], int]], _items, lambda _, saved: OrderedDict(saved))
+FATES = _packing(
+    list[tuple[tuple[int, int, int], Disposition]],
+    _items,
+    lambda _, saved: SampleFates(REMEMBERED, saved),
+)
+ATTEMPTS = _packing(
+    list[tuple[tuple[int, int], list[int]]],
+    _items,
+    lambda _, saved: StrayAttempts(STRAYS, saved),
+)
+TREE = _packing(PolicyTreeState, PolicyTree.snapshot, _restore)
+EVALUATIONS = _packing(EvaluationsState, Evaluations.snapshot, _restore)
+
+
+@dataclass(eq=False, repr=False)
+class StoreState:
+    """The state of a store; `snapshot` and `restore` apply to all fields."""
+
+    settings: StoreSettings
+    evaluations: Evaluations = field(default_factory=Evaluations, metadata=EVALUATIONS)
+    tree: PolicyTree = field(default_factory=PolicyTree, metadata=TREE)
+    epoch: int = 0
+    active: int = 0  # the epoch whose learner requested a batch last
+    max_lag: float = math.inf  # with an adaptive limit: its hard bound
+    limit: AdaptiveLimit = field(
+        default_factory=AdaptiveLimit
+    )  # used only if `settings.ess_floor` is set
+    cursor: int = 0  # the next new ticket
+    attempts: int = 0  # granted so far
+    committed: int = 0
+    base: int = 0  # number of the first batch in `comps`: the oldest checkpoint kept
+    policy: Label | None = None
+    source: WeightsSource | None = None
+    alive: dict[int, Group] = field(default_factory=dict, metadata=GROUPS)  # in ticket order
+    retained: dict[int, Group] = field(
+        default_factory=dict, metadata=GROUPS
+    )  # committed after the oldest checkpoint kept
+    comps: list[list[int]] = field(default_factory=list)  # tickets of batch base, base + 1, ...
+    # batches handed to the learner of this epoch: their lags and masks no longer change
+    leased: set[int] = field(default_factory=set, metadata=NUMBERS)
+    past: Ledger = field(default_factory=Ledger)
+    # totals of an earlier buffer process, from the learner's checkpoint (`memory`)
+    carried: Ledger = field(default_factory=Ledger)
+    gone: SampleFates = field(default_factory=lambda: SampleFates(REMEMBERED), metadata=FATES)
+    strays: StrayAttempts = field(default_factory=lambda: StrayAttempts(STRAYS), metadata=ATTEMPTS)
+    # tickets at or above the cursor that are trained in the checkpoint (completion order)
+    skip: set[int] = field(default_factory=set, metadata=NUMBERS)
+    completions: int = 0
+    failed_samples: int = 0  # since the last commit
+    failed_machinery: int = 0  # since the last commit
+    stored_bytes: int = 0
+    failures: dict[str, int] = field(default_factory=dict)  # by kind
+    # (producer, session) -> tokens that it reports to have sampled
+    drawn: OrderedDict[tuple[str, int], int] = field(default_factory=OrderedDict, metadata=DRAWN)
+    drawn_before: int = 0  # the same of sessions that are no longer in `drawn`
+    # producer -> seconds of its leases, where its renewals come too slowly for `lease_s`
+    patience: dict[str, float] = field(default_factory=dict)
+    # tickets of the batch on which the last learner processes ended, and its points (store.ENDS)
+    suspect: tuple[list[int], float] = ([], 0.0)
+    aside: int = 0  # excluded batches
+    finished: bool = False
+
+    def snapshot(self) -> msgspec.Struct:
+        """Return the whole state. It shares objects with the store: encode it at once."""
+        saved = {}
+        for each in fields(StoreState):
+            value = getattr(self, each.name)
+            packing = each.metadata.get("packing")
+            saved[each.name] = value if packing is None else packing.pack(value)
+        return StoreSnapshot(**saved)
+
+    def restore(self, snapshot: msgspec.Struct) -> None:
+        """Take over the state of a `StoreSnapshot`."""
+        for each in fields(StoreState):
+            saved = getattr(snapshot, each.name)
+            packing = each.metadata.get("packing")
+            value = saved if packing is None else packing.unpack(getattr(self, each.name), saved)
+            setattr(self, each.name, value)
 
 
 class SnapshotHead(msgspec.Struct, tag="snapshot"):
@@ -23,41 +145,18 @@ class SnapshotHead(msgspec.Struct, tag="snapshot"):
     format: int
 
 
-class StoreSnapshot(msgspec.Struct, tag="snapshot", kw_only=True):
-    """The fields are described in `Store.__init__`."""
+def _snapshot_field(each: Field[Any]) -> tuple[Any, ...]:
+    """(name, type) of a field in the snapshot, and its default if older snapshots lack it."""
+    packing = each.metadata.get("packing")
+    saved_type = get_type_hints(StoreState)[each.name] if packing is None else packing.type
+    default = (ADDED_LATER[each.name],) if each.name in ADDED_LATER else ()
+    return each.name, saved_type, *default
 
-    format: int = FORMAT
-    settings: StoreSettings
-    epoch: int
-    active: int
-    cursor: int
-    attempts: int
-    committed: int
-    base: int
-    completions: int
-    failed_samples: int
-    failed_machinery: int
-    stored_bytes: int
-    drawn_before: int
-    finished: bool
-    max_lag: float
-    policy: Label | None
-    source: WeightsSource | None
-    alive: list[Group]
-    retained: list[Group]
-    comps: list[list[int]]
-    leased: list[int]
-    past: Ledger
-    carried: Ledger
-    gone: list[tuple[tuple[int, int, int], Disposition]]
-    strays: list[tuple[tuple[int, int], list[int]]]
-    skip: list[int]
-    failures: dict[str, int]
-    drawn: list[tuple[tuple[str, int], int]]
-    tree: PolicyTreeState
-    evaluations: EvaluationsState
-    # fields that older snapshots lack
-    suspect: tuple[list[int], float] = ([], 0.0)
-    patience: dict[str, float] = {}
-    aside: int = 0
-    limit: AdaptiveLimit = AdaptiveLimit()
+
+StoreSnapshot = msgspec.defstruct(
+    "StoreSnapshot",
+    [("format", int, FORMAT), *map(_snapshot_field, fields(StoreState))],
+    tag="snapshot",
+    kw_only=True,
+    module=__name__,
+)

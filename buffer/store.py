@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence, Set
+
+import msgspec
 
 from asyncrl.contract import admission
 from asyncrl.contract.errors import AsyncrlError
@@ -31,24 +32,21 @@ from asyncrl.contract.messages import (
     RewardFailure,
     Ticket,
     Trajectory,
-    WeightsSource,
 )
 from asyncrl.contract.printable import escape_line
-from asyncrl.contract.versions import Label, PolicyTree
+from asyncrl.contract.versions import Label
 from buffer import batches, checks
 from buffer.evaluation import Evaluations
 from buffer.groups import MAX_DROPS, Grant, Group, Lease, LeaseTable, StoredSample, StoreSettings
-from buffer.ledger import Key, Ledger, SampleFates, StrayAttempt, StrayAttempts, total_tokens
-from buffer.state import StoreSnapshot
+from buffer.ledger import Key, Ledger, StrayAttempt, total_tokens
+from buffer.state import StoreState
 
 # Rewards that differ by at most this share of the larger one are equal, as in
 # asyncrl/algorithms/advantages.py (which needs torch).
 EQUAL = 1e-6
-REMEMBERED = 200_000  # final dispositions of removed groups, kept for late copies
 SESSIONS = 8192  # generator sessions whose counts may still grow: more than can hold a name
 LEASE_GAPS = 3.0  # a lease lasts this many times the longest recent gap between two renewals ...
 MOST_LEASES = 10.0  # ... but at most this many times `lease_s`
-STRAYS = 20_000  # attempts of removed groups that may still report or deliver
 VERSIONS = 10_000  # kept before the oldest checkpoint: a completion that spans more is refused
 # Points against the last batch of a learner process, by how the process ended. ENOUGH of them
 # exclude the batch: two crashes, four ends that its work may have caused (memory, no progress), or
@@ -57,8 +55,10 @@ ENDS = {"ended": 0.0, "outside": 0.25, "killed": 1.0, "": 1.0, "crashed": 2.0}
 ENOUGH = 4.0
 
 
-class Store:
-    """One run's groups, tickets, compositions, versions and ledger."""
+class Store(StoreState):
+    """One run's groups, tickets, compositions, versions and ledger.
+
+    `StoreState` has the attributes that survive a restart."""
 
     def __init__(
         self,
@@ -66,130 +66,29 @@ class Store:
         prompt: Callable[[int], Prompt],
         evaluations: Evaluations | None = None,
     ) -> None:
-        self.settings = settings
+        super().__init__(settings, evaluations or Evaluations())
         self.prompt = prompt
-        self.tree = PolicyTree()
-        self.epoch = self.active = 0
-        self.max_lag = math.inf  # with an adaptive limit: its hard bound
-        self.limit = admission.AdaptiveLimit()  # used only if `settings.ess_floor` is set
-        self.cursor = self.attempts = self.committed = self.base = 0
-        self.policy: Label | None = None
-        self.source: WeightsSource | None = None
-        self.alive: dict[int, Group] = {}  # in ticket order
         self.leases = LeaseTable()  # of `alive`
-        self.retained: dict[int, Group] = {}  # committed, but after the oldest checkpoint kept
-        self.comps: list[list[int]] = []  # tickets of batch base, base + 1, ...
-        self.composed: set[int] = set()
-        # batches handed to the learner of this epoch: their lags and masks no longer change
-        self.leased: set[int] = set()
-        self.past = Ledger()
-        # totals of an earlier buffer process, from the learner's checkpoint (`memory`)
-        self.carried = Ledger()
+        self.composed: set[int] = set()  # the tickets in `comps`
         # the sum of the lines of `retained`; None: must be computed again (see `_lines_kept`)
         self._kept: Ledger | None = None
-        self.gone = SampleFates(REMEMBERED)
-        self.strays = StrayAttempts(STRAYS)
-        # tickets at or above the cursor that are trained in the checkpoint (completion order)
-        self.skip: set[int] = set()
         # number of changes by `ask`: the journal records only requests that changed something
         self.changes = 0
-        self.evaluations = evaluations or Evaluations()
-        self.completions = self.failed_samples = self.failed_machinery = self.stored_bytes = 0
-        self.failures: dict[str, int] = {}
-        # (producer, session) -> tokens that it reports to have sampled
-        self.drawn: OrderedDict[tuple[str, int], int] = OrderedDict()
-        self.drawn_before = 0  # the same of sessions that are no longer in `drawn`
-        # producer -> seconds of its leases, where its renewals come too slowly for `lease_s`
-        self.patience: dict[str, float] = {}
-        # tickets of the batch on which the last learner processes ended, and its points (ENDS)
-        self.suspect: tuple[list[int], float] = ([], 0.0)
-        self.aside = 0  # excluded batches
-        self.finished = False
         # False once `_grants` has found no alive group with missing samples and no lease
         self.lacking = True
 
     # ---- restarts --------------------------------------------------------------------------------
 
-    def snapshot(self) -> StoreSnapshot:
-        """Return the whole state. It shares objects with the store: encode it at once."""
-        return StoreSnapshot(
-            settings=self.settings,
-            epoch=self.epoch,
-            active=self.active,
-            cursor=self.cursor,
-            attempts=self.attempts,
-            committed=self.committed,
-            base=self.base,
-            completions=self.completions,
-            failed_samples=self.failed_samples,
-            failed_machinery=self.failed_machinery,
-            stored_bytes=self.stored_bytes,
-            drawn_before=self.drawn_before,
-            finished=self.finished,
-            max_lag=self.max_lag,
-            policy=self.policy,
-            source=self.source,
-            alive=list(self.alive.values()),
-            retained=list(self.retained.values()),
-            comps=self.comps,
-            leased=sorted(self.leased),
-            past=self.past,
-            carried=self.carried,
-            gone=list(self.gone.items()),
-            strays=list(self.strays.items()),
-            skip=sorted(self.skip),
-            failures=self.failures,
-            drawn=list(self.drawn.items()),
-            tree=self.tree.snapshot(),
-            evaluations=self.evaluations.snapshot(),
-            suspect=self.suspect,
-            patience=self.patience,
-            aside=self.aside,
-            limit=self.limit,
-        )
-
-    def restore(self, state: StoreSnapshot) -> None:
-        """Take over the state of a snapshot; the prompts stay those of this store."""
-        self.settings = state.settings
-        self.epoch = state.epoch
-        self.active = state.active
-        self.cursor = state.cursor
-        self.attempts = state.attempts
-        self.committed = state.committed
-        self.base = state.base
-        self.completions = state.completions
-        self.failed_samples = state.failed_samples
-        self.failed_machinery = state.failed_machinery
-        self.stored_bytes = state.stored_bytes
-        self.drawn_before = state.drawn_before
-        self.finished = state.finished
-        self.max_lag = state.max_lag
-        self.policy = state.policy
-        self.source = state.source
-        self.alive = {group.ticket: group for group in state.alive}
+    def restore(self, snapshot: msgspec.Struct) -> None:
+        """Take over the state of a `StoreSnapshot`; the prompts stay those of this store."""
+        super().restore(snapshot)
         self.leases = LeaseTable()
-        for group in state.alive:
+        for group in self.alive.values():
             if (lease := group.lease) is not None:
                 self.leases.add(lease.producer, lease.session, lease.attempt, group.ticket)
-        self.retained = {group.ticket: group for group in state.retained}
-        self.comps = state.comps
-        self.composed = {ticket for comp in state.comps for ticket in comp}
-        self.leased = set(state.leased)
-        self.past = state.past
-        self.carried = state.carried
+        self.composed = {ticket for comp in self.comps for ticket in comp}
         self._kept = None
-        self.gone = SampleFates(REMEMBERED, state.gone)
-        self.strays = StrayAttempts(STRAYS, state.strays)
-        self.skip = set(state.skip)
-        self.failures = state.failures
-        self.drawn = OrderedDict(state.drawn)
-        self.tree.restore(state.tree)
-        self.evaluations.restore(state.evaluations)
         self.lacking = True
-        self.suspect = state.suspect
-        self.patience = dict(state.patience)
-        self.aside = state.aside
-        self.limit = state.limit
 
     def renew_all_leases(self, now: float) -> None:
         """Let every lease run its full time from `now`: an earlier process had another clock."""

@@ -13,6 +13,7 @@ from store_kit import hello, make, prompt, sample, train, write
 from asyncrl.contract.errors import AsyncrlError, ProtocolError
 from asyncrl.contract.messages import LearnerHello, SamplingSettings, Ticket, WeightsSource
 from asyncrl.contract.versions import Label
+from buffer import state as state_module
 from buffer import store as store_module
 from buffer.batches import BatchWait
 from buffer.evaluation import EVAL_BASE, Evaluations
@@ -232,9 +233,9 @@ def test_a_second_answer_for_a_sample_is_a_duplicate_and_a_copy_hears_the_same()
 
 
 def test_what_is_remembered_of_gone_groups_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (store_module.REMEMBERED, store_module.STRAYS) == (200_000, 20_000)
-    monkeypatch.setattr(store_module, "REMEMBERED", 3)
-    monkeypatch.setattr(store_module, "STRAYS", 2)
+    assert (state_module.REMEMBERED, state_module.STRAYS) == (200_000, 20_000)
+    monkeypatch.setattr(state_module, "REMEMBERED", 3)
+    monkeypatch.setattr(state_module, "STRAYS", 2)
     store = make(9, 1, 1, 99)
     tickets = store.grant("g", 1, 6, 0.0)
     for n, t in enumerate(tickets):
