@@ -1,5 +1,6 @@
-"""Which configs can run by turns in one process (serial.py): asked before anything heavy is
-imported, of every cell of a comparison.
+"""Check which configs can run in one process (serial.py).
+
+Every cell of a comparison is checked, so this module imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from asyncrl.config.tree import Config
 
 
 def needs_own_process(config: Config) -> str:
-    """Why `config` cannot run in a warm process; empty: it can."""
+    """Return why `config` cannot run in a warm process; empty if it can."""
     if config.agent.uses_sessions:
-        return "agent: sessions need a gateway, which a warm process has not; run it as processes"
+        return "agent: sessions need a gateway, which a warm process lacks; run it as processes"
     if not ENGINES[config.generator.engine].one_process:
         return (
             f"generator.engine: {config.generator.engine} does not run in a warm process; "

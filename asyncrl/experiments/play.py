@@ -1,5 +1,6 @@
-"""One session of a config's environment or tools, by hand or by a model, turn by turn: what a run's
-gateway does, with the same processes, limits, template and ids.
+"""Play one session of a config's environment or tools, turn by turn.
+
+You or a model answer. Processes, limits, chat template and token ids are those of a run's gateway.
 """
 
 from __future__ import annotations
@@ -29,9 +30,12 @@ LOADED = Label(1, 0)
 
 
 class PlayEvent(msgspec.Struct, frozen=True):
-    """One thing that happened.  reward: of the answer before; tokens: of the model's context so far
-    ("asked") or drawn ("answered"), 0 by hand; row: its answer begins a row, not the first; other:
-    the other side of a game is asked, or answers.
+    """One event of a session.
+
+    reward, parts: of the previous response.
+    tokens: of the model's context ("asked") or sampled ("answered"), 0 for a human player.
+    row: the response starts a training sequence that is not the first.
+    other: the event belongs to the other side of a game.
     """
 
     kind: Literal["asked", "answered", "ended"]
@@ -45,7 +49,7 @@ class PlayEvent(msgspec.Struct, frozen=True):
 
 
 class PlayerAnswer(msgspec.Struct, frozen=True):
-    """An answer.  ids: as drawn; empty by hand."""
+    """One response. ids: the sampled tokens, empty for a human player."""
 
     text: str
     message: dict[str, Any]
@@ -53,30 +57,32 @@ class PlayerAnswer(msgspec.Struct, frozen=True):
 
 
 class Player(Protocol):
-    """Who answers."""
+    """The player of a session: a person or the model."""
 
     def receive_event(
-        self, happened: EnvironmentEvent, tools: list[dict[str, Any]]
+        self, event: EnvironmentEvent, tools: list[dict[str, Any]]
     ) -> tuple[int, bool]:
-        """What it is asked now, on whichever side: the tokens so far, and whether it begins a row.
-        Raises CallRefused at a limit.
+        """Take in the next observation, of either side of a game.
+
+        Returns the number of tokens in the context, and whether the response starts another
+        training sequence. Raises CallRefused at a limit.
         """
 
     def answer(self) -> PlayerAnswer | None:
-        """None: it has nothing more to say."""
+        """Return the next response, None to stop."""
 
 
 class HumanPlayer:
-    """A person: `line` gives the next answer, None at the end."""
+    """A person. `line` returns the next response, None at the end."""
 
-    def __init__(self, config: Config, line: Callable[[], str | None]) -> None:
-        self.line = line
+    def __init__(self, config: Config, read_line: Callable[[], str | None]) -> None:
+        self.line = read_line
         self.parse = parser_for(config.agent.parser)
         self.most = config.agent.max_calls
         self.calls = 0
 
     def receive_event(
-        self, happened: EnvironmentEvent, tools: list[dict[str, Any]]
+        self, event: EnvironmentEvent, tools: list[dict[str, Any]]
     ) -> tuple[int, bool]:
         if self.most and self.calls >= self.most:
             raise CallRefused(400, "session_limit", f"agent.max_calls = {self.most}")
@@ -91,7 +97,7 @@ class HumanPlayer:
 
 
 class ModelPlayer:
-    """The model of config.model.path: its engine draws as in a run, from the config's seed."""
+    """The model at config.model.path, sampled as in a run, with the config's seed."""
 
     def __init__(self, config: Config, ticket: Ticket) -> None:
         from actors.engine import engine_for
@@ -111,22 +117,24 @@ class ModelPlayer:
         if config.agent.tools and not self.templated:
             raise ConfigError(
                 f"agent.tools: the tokenizer in {config.model.path} has no chat template, which "
-                "says how a model calls tools"
+                "defines how a model calls tools"
             )
-        own = encode_prompt(tokenizer, ticket.prompt)
+        own_prompt = encode_prompt(tokenizer, ticket.prompt)
         chat = self.chat.with_date(datetime.now())
         opened = time.monotonic()
-        self.session = Session(ticket, 0, 1, limits(config), chat, own_prompt=own, opened=opened)
+        self.session = Session(
+            ticket, 0, 1, limits(config), chat, own_prompt=own_prompt, opened=opened
+        )
         self.sides = SessionPlayers(self.templated)
         self.call: SessionCall | None = None
 
     def receive_event(
-        self, happened: EnvironmentEvent, tools: list[dict[str, Any]]
+        self, event: EnvironmentEvent, tools: list[dict[str, Any]]
     ) -> tuple[int, bool]:
-        self.sides.set_turn(happened.asked)
+        self.sides.set_turn(event.asked)
         now = time.monotonic()
         begun = self.session.forest.rows_begun()
-        self.call = self.sides.now.place_observation(self.session, happened.obs, tools, now)
+        self.call = self.sides.now.place_observation(self.session, event.obs, tools, now)
         return len(self.call.prompt_ids), self.session.forest.rows_begun() > begun > 0
 
     def answer(self) -> PlayerAnswer | None:
@@ -151,27 +159,32 @@ class ModelPlayer:
         self.engine.add([request])
         while not (done := self.engine.step()):
             pass
-        (got,) = done
+        (completion,) = done
         node = self.session.on_result(
-            call, got.tokens, got.logprobs, got.spans, got.finish, now=time.monotonic()
+            call,
+            completion.tokens,
+            completion.logprobs,
+            completion.spans,
+            completion.finish,
+            now=time.monotonic(),
         )
         if node is None:
             return None
         self.sides.now.on_answer(node)
-        text = self.chat.visible_text(got.tokens)
+        text = self.chat.visible_text(completion.tokens)
         message = node.answer or {"role": "assistant", "content": text}
-        return PlayerAnswer(text, message, [int(token) for token in got.tokens])
+        return PlayerAnswer(text, message, [int(token) for token in completion.tokens])
 
 
 def as_text(obs: Observation) -> str:
-    """What an environment said, for a reader; messages with their roles."""
+    """Return an observation as text for a reader; messages with their roles."""
     if isinstance(obs, str):
         return obs
-    return "\n".join(f"[{said['role']}] {said.get('content') or ''}" for said in obs)
+    return "\n".join(f"[{message['role']}] {message.get('content') or ''}" for message in obs)
 
 
 def ticket_of(config: Config, index: int) -> Ticket:
-    """A training prompt, as a run's ticket for one sample."""
+    """Make a run's ticket for one sample of a training prompt."""
     settings = config.generator
     prompt: Prompt = get_task(config.task).prompt("train", index, config.seed)
     sampling = SamplingSettings(
@@ -194,90 +207,93 @@ def ticket_of(config: Config, index: int) -> Ticket:
 
 
 def play(config: Config, ticket: Ticket, player: Player) -> Iterator[PlayEvent]:
-    """One session, as it goes.  The last one is "ended", with the session's reward and, in text,
-    how it ended.  Raises AsyncrlError for an environment that fails.
+    """Play one session and yield its events.
+
+    The last one is "ended" with the session's reward; its text says how the session ended. Raises
+    AsyncrlError if the environment fails.
     """
-    drive = EnvironmentPool(msgspec.structs.replace(config.agent, workers=1))
+    pool = EnvironmentPool(msgspec.structs.replace(config.agent, workers=1))
     try:
-        yield from _played(config, ticket, player, drive)
+        yield from _played(config, ticket, player, pool)
     finally:
-        drive.close()
+        pool.close()
 
 
 def _played(
-    config: Config, ticket: Ticket, player: Player, drive: EnvironmentPool
+    config: Config, ticket: Ticket, player: Player, pool: EnvironmentPool
 ) -> Iterator[PlayEvent]:
     seed = env_seed(config, ticket)
     opponent = config.agent.opponent_for(ticket.kind)
-    drive.reset(
-        EnvironmentOperation(1, "reset", prompt=ticket.prompt, seed=seed, opponent=opponent)
-    )
-    happened = _wait(drive)
-    tools = happened.tools
-    total = 0.0
+    pool.reset(EnvironmentOperation(1, "reset", prompt=ticket.prompt, seed=seed, opponent=opponent))
+    event = _wait(pool)
+    tools = event.tools
+    total_reward = 0.0
     parts: dict[str, float] = {}
     last: PlayerAnswer | None = None
     turn = 0
-    yield from _opponent_moves(happened, turn)
-    while not happened.ended:
+    yield from _opponent_moves(event, turn)
+    while not event.ended:
         turn += 1
-        other = happened.asked > 0
+        other = event.asked > 0
         try:
-            tokens, row = player.receive_event(happened, tools)
+            tokens, row = player.receive_event(event, tools)
         except CallRefused as error:
             if error.code not in ("session_limit", "context_length_exceeded"):
                 raise ConfigError(str(error)) from error
-            total, more = _score_answer(config, ticket, last) if config.agent.tools else (total, {})
-            yield PlayEvent("ended", turn, f"cut: {error}", total, parts | more)
+            total_reward, more = (
+                _score_answer(config, ticket, last) if config.agent.tools else (total_reward, {})
+            )
+            yield PlayEvent("ended", turn, f"cut: {error}", total_reward, parts | more)
             return
-        said_now = as_text(happened.obs)
-        paid, more = happened.reward, happened.parts
-        yield PlayEvent("asked", turn, said_now, paid, more, tokens=tokens, row=row, other=other)
+        text = as_text(event.obs)
+        reward, more = event.reward, event.parts
+        yield PlayEvent("asked", turn, text, reward, more, tokens=tokens, row=row, other=other)
         last = player.answer()
         if last is None:
-            yield PlayEvent("ended", turn, "nobody answers any more", total, parts)
+            yield PlayEvent("ended", turn, "the player stopped", total_reward, parts)
             return
         yield PlayEvent("answered", turn, last.text, tokens=len(last.ids), other=other)
-        drive.step(EnvironmentOperation(1, "step", text=last.text, message=last.message))
-        happened = _wait(drive)
-        yield from _opponent_moves(happened, turn)
-        tools = happened.tools or tools
-        total += happened.reward
-        for name, value in happened.parts.items():
+        pool.step(EnvironmentOperation(1, "step", text=last.text, message=last.message))
+        event = _wait(pool)
+        yield from _opponent_moves(event, turn)
+        tools = event.tools or tools
+        total_reward += event.reward
+        for name, value in event.parts.items():
             parts[name] = parts.get(name, 0.0) + value
-    if happened.judge:
-        total, more = _score_answer(config, ticket, last)
+    if event.judge:
+        total_reward, more = _score_answer(config, ticket, last)
         parts |= more
-    how = "cut by the environment" if happened.truncated else "the environment ended it"
-    how = "judged by the config's reward" if happened.judge else how
-    yield PlayEvent("ended", turn, how, total, parts)
+    ending = "cut by the environment" if event.truncated else "the environment ended it"
+    ending = "judged by the config's reward" if event.judge else ending
+    yield PlayEvent("ended", turn, ending, total_reward, parts)
 
 
-def _opponent_moves(happened: EnvironmentEvent, turn: int) -> Iterator[PlayEvent]:
-    """The moves of an opponent that is none of ours, behind the policy's turn (0: before its
-    first).
-    """
-    for told, move in happened.told:
-        yield PlayEvent("asked", turn, told, other=True)
+def _opponent_moves(event: EnvironmentEvent, turn: int) -> Iterator[PlayEvent]:
+    """Yield an opponent's moves after the policy's turn (0: before the first)."""
+    for observation, move in event.told:
+        yield PlayEvent("asked", turn, observation, other=True)
         yield PlayEvent("answered", turn, move, other=True)
 
 
-def _wait(drive: EnvironmentPool) -> EnvironmentEvent:
-    while not (found := drive.poll()):
+def _wait(pool: EnvironmentPool) -> EnvironmentEvent:
+    while not (events := pool.poll()):
         time.sleep(POLL_S)
-    if found[0].kind != "ok":
-        raise AsyncrlError(found[0].why)
-    return found[0]
+    if events[0].kind != "ok":
+        raise AsyncrlError(events[0].why)
+    return events[0]
 
 
 def _score_answer(
     config: Config, ticket: Ticket, last: PlayerAnswer | None
 ) -> tuple[float, dict[str, float]]:
-    """The config's reward of the last answer.  Raises AsyncrlError where it fails."""
+    """Score the last response by the config's reward.
+
+    Raises AsyncrlError if the reward fails.
+    """
     if last is None:
-        raise AsyncrlError("the session was to be judged before its first answer")
+        raise AsyncrlError("the environment asked to score the session before its first response")
     asked = [(ticket.prompt, last.text, last.ids)]
-    (found,) = judge_all(config, get_task(config.task), asked)
-    if found.failed:
-        raise AsyncrlError(f"the reward failed: {found.failed}")
-    return found.reward, found.parts
+    (result,) = judge_all(config, get_task(config.task), asked)
+    if result.failed:
+        raise AsyncrlError(f"the reward failed: {result.failed}")
+    return result.reward, result.parts

@@ -1,4 +1,4 @@
-"""The whole system in one process, by turns: what `asyncrl run` does in many, to be read first.
+"""The whole training loop in one process: the first module to read.
 
 ```
   +--> ask ---> swap ---> start ---> decode ---> deliver --+   the generator's side
@@ -6,25 +6,26 @@
   +-- commit <--- (the update's time) <--- train <---------+   the learner's side
 ```
 
-Four parts do the work, the very same ones in a run of many processes:
+`asyncrl run` spreads this loop over many processes. The same four parts do the work in both:
 
-- `Store` (buffer/store.py) grants tickets as far as the staleness limit allows, keeps the answers,
-  composes batches and books every token.  Its process is buffer/service.py.
-- `GeneratorTurn` (actors/turn.py) makes tickets into requests, the engine's answers into
-trajectories.  Its
-  process is actors/generator.py.
-- `LearnerCore` (learner/step.py) trains on a batch.  Its process is learner/loop.py.
-- The ring of published weights, here a dict, is shared memory there (asyncrl/transport/ring.py).
+- `Store` (buffer/store.py) grants tickets within the staleness limit, keeps the samples, composes
+  batches and accounts for every token. Its process is buffer/service.py.
+- `GeneratorTurn` (actors/turn.py) turns tickets into engine requests and completions into
+  trajectories. Its process is actors/generator.py.
+- `LearnerCore` (learner/step.py) trains on a batch. Its process is learner/loop.py.
+- A dict holds the published weights here. Processes share them in memory
+  (asyncrl/transport/ring.py).
 
-What the processes add is what goes wrong between processes: sockets, leases, deaths, patience.
+The processes add what can fail between them: sockets, leases, crashes and timeouts.
 
-Time is counted in decode steps, so that a run repeats bitwise whatever the machine does.  While an
-update "runs" (`update_steps`), the engine goes on writing with the older weights, as far as the
-staleness limit lets it: that is the natural lag of two sides of that speed.
+Time is counted in decode steps, so a run repeats bitwise on any machine. An update takes
+`update_steps` of them. Meanwhile the engine continues with the older weights as far as the
+staleness limit allows, which gives the natural lag of a learner and generators of that relative
+speed.
 
-`asyncrl compare` and `asyncrl sweep` make their runs by `run_serial`; what a run leaves is
-gathered in
-asyncrl/experiments/serial_record.py."""
+`asyncrl compare` and `asyncrl sweep` call `run_serial`. serial_record.py beside this file collects
+the results.
+"""
 
 from __future__ import annotations
 
@@ -53,15 +54,15 @@ from buffer.service import evaluations
 from buffer.store import Store
 from learner.step import LearnerCore
 
-EPOCH = 1  # the learner's only life
-SLICE = 4  # decode steps between two looks at the buffer
+EPOCH = 1  # the learner never restarts here
+SLICE = 4  # decode steps between two turns of the buffer
 Watch = Callable[[list[float], list[float]], str]
 
 
 class PendingUpdate(NamedTuple):
-    """Batch `number` is trained and its weights are published; it is committed at `ends`."""
+    """A trained batch whose weights are published; its commit is due at `ends`."""
 
-    number: int
+    number: int  # of the batch
     label: Label
     digest: str
     ends: int  # in decode steps
@@ -69,21 +70,22 @@ class PendingUpdate(NamedTuple):
 
 
 class PublishedWeights(NamedTuple):
-    """A published version."""
+    """One published version."""
 
     tensors: dict[str, torch.Tensor]
     digest: str
 
 
 class SerialRun:
-    """One config from the initial weights to the last evaluation.
+    """One run of a config, from the initial weights to the last evaluation.
 
-    watch: called after every evaluation on held-out prompts with the steps and accuracies so far; a
-    reason that it returns ends the run."""
+    `watch` is called after every evaluation on held-out prompts with the steps and accuracies so
+    far. If it returns a reason, the run stops early.
+    """
 
     def __init__(self, config: Config, watch: Watch | None = None) -> None:
-        if why := needs_own_process(config):
-            raise ConfigError(why)
+        if reason := needs_own_process(config):
+            raise ConfigError(reason)
         self.config = config
         self.watch = watch
         self.core = LearnerCore(config, config.model.path)
@@ -95,14 +97,17 @@ class SerialRun:
             evaluations(config, task),
         )
         self.ring: dict[Label, PublishedWeights] = {}
-        self.loaded: Label | None = None  # in the engine
+        self.loaded: Label | None = None  # the version in the engine
         self.clock = 0  # decode steps
-        self.ended = 0  # when the last update was over
-        self.update: PendingUpdate | None = None  # the one under way
+        self.ended = 0  # decode step at which the last update ended
+        self.update: PendingUpdate | None = None  # the running one
         self.numbers = SerialRecord()
 
     def run(self) -> RunRecord:
-        """The whole run; returns its record.  Raises AsyncrlError when nothing can move."""
+        """Run to the end and return the record.
+
+        Raises AsyncrlError if no part can make progress.
+        """
         self.numbers.began = time.monotonic()
         self.hello()
         try:
@@ -125,7 +130,7 @@ class SerialRun:
         return self.record(time.monotonic() - self.numbers.began)
 
     def hello(self) -> None:
-        """The learner presents itself and the weights that it starts from (learner/loop.py)."""
+        """Register the learner and its initial weights with the store (learner/loop.py)."""
         label, digest = self.publish()
         self.store.hello(
             LearnerHello(
@@ -146,14 +151,14 @@ class SerialRun:
     # ---- the generator's side: actors/generator.py has a method of the same name for each --------
 
     def ask(self) -> None:
-        """Tickets for the rows that are free (`want`; buffer/service.py grants them)."""
+        """Request tickets for free engine rows (`want`; buffer/service.py grants them)."""
         samples = self.turn.samples_to_request()
         self.turn.schedule.announce(self.store.announcement())
         if samples > 0:
             self.turn.accept_tickets(self.store.grant("one", 1, samples, 0.0))
 
     def swap(self) -> None:
-        """The weights that the schedule wants, between two decode steps."""
+        """Load the version that the schedule asks for, between two decode steps."""
         goal = self.turn.schedule.next_version(self.loaded)
         if goal is not None:
             weights = self.ring[goal]
@@ -161,7 +166,7 @@ class SerialRun:
             self.loaded = goal
 
     def start(self) -> None:
-        """Samples whose weights are loaded, as far as rows are free (`admit`)."""
+        """Start samples whose weights are loaded, as far as the engine has room (`admit`)."""
         requests, refused = self.turn.requests(self.loaded)
         for sample in refused:
             raise ConfigError(
@@ -170,21 +175,23 @@ class SerialRun:
         self.turn.engine.add(requests)
 
     def decode(self) -> None:
-        """A few steps of the engine; what ended waits for its time (`decode`, `finished`)."""
+        """Run a few engine steps and queue the finished samples (`decode`, `finished`)."""
         began = time.monotonic()
-        for answer in self.turn.engine.step(SLICE) if self.turn.engine.active else []:
-            written = self.turn.finished(answer)
-            assert written is not None, "no ticket is dropped here"
-            self.numbers.tokens += len(answer.tokens)
-            late = decode_steps(self.config, written.ticket, answer.key[1], len(answer.tokens))
-            self.turn.late.hold(self.clock + SLICE + late, answer.key)
+        for completion in self.turn.engine.step(SLICE) if self.turn.engine.active else []:
+            finished = self.turn.finished(completion)
+            assert finished is not None, "no ticket is dropped here"
+            self.numbers.tokens += len(completion.tokens)
+            delay = decode_steps(
+                self.config, finished.ticket, completion.key[1], len(completion.tokens)
+            )
+            self.turn.late.hold(self.clock + SLICE + delay, completion.key)
         self.numbers.decode_s += time.monotonic() - began
 
     def deliver(self) -> None:
-        """Rewards, and the trajectories to the store (`collect`, `deliver`; buffer/service.py)."""
+        """Score the due samples and deliver their trajectories (`collect`, `deliver`)."""
         began = time.monotonic()
-        for written in self.turn.due(self.clock + SLICE):
-            self.turn.submit(written)
+        for finished in self.turn.due(self.clock + SLICE):
+            self.turn.submit(finished)
             while not (results := self.turn.results()):
                 time.sleep(0.001)
             for judged, result in results:
@@ -193,15 +200,15 @@ class SerialRun:
                         f"the reward function failed on ticket {judged.ticket.ticket}: "
                         f"{result.failed}; a comparison needs every reward"
                     )
-                delivered = trajectory(judged, result)
-                self.numbers.answer_delivered(delivered)
-                self.store.deliver(delivered, 0.0)
+                sample = trajectory(judged, result)
+                self.numbers.answer_delivered(sample)
+                self.store.deliver(sample, 0.0)
         self.numbers.decode_s += time.monotonic() - began
 
     # ---- the learner's side: learner/loop.py -----------------------------------------------------
 
     def train(self) -> bool:
-        """Begin an update, if none is under way and a batch is ready."""
+        """Start an update if none is running and a batch is ready."""
         number = self.core.state.number
         if self.update is not None or number == self.config.learner.steps:
             return False
@@ -214,15 +221,15 @@ class SerialRun:
         metrics = self.core.train(batch)
         self.numbers.learn_s += time.monotonic() - began
         self.numbers.batch_trained(batch, metrics)
-        # in decode steps, as the time is here: what the learner waited, of the whole step
-        waited = self.clock - self.ended
+        # the learner's wait as a share of its step, both in decode steps
+        idle = self.clock - self.ended
         length = update_steps(self.config)
-        told = metrics | {"time/learner_idle_share": waited / (waited + length)}
-        self.update = PendingUpdate(number, *self.publish(), self.clock + length, told)
+        update_metrics = metrics | {"time/learner_idle_share": idle / (idle + length)}
+        self.update = PendingUpdate(number, *self.publish(), self.clock + length, update_metrics)
         return True
 
     def publish(self) -> tuple[Label, str]:
-        """The learner's weights into the ring, as a version of their own."""
+        """Publish the learner's weights as a new version."""
         label = Label(EPOCH, self.core.state.number)
         digest = weights_digest(self.core.model)
         tensors = {name: w.detach().clone() for name, w in named_weights(self.core.model)}
@@ -230,36 +237,37 @@ class SerialRun:
         return label, digest
 
     def commit(self) -> bool:
-        """End an update whose time is over: the version counts, and frees room for new tickets."""
+        """End a finished update: its version counts, and the limit admits new tickets."""
         if self.update is None or self.clock < self.update.ends:
             return False
         number, label, digest, self.ended, metrics = self.update
         self.update = None
-        before = self.store.limit
-        seen = admission.limit_evidence(metrics, self.config.staleness.ess_floor)
-        self.store.commit(number, label, digest, self.core.unused, seen)
-        self.numbers.curve[-1].update(limit_metrics(self.store, before), clock=self.ended)
+        previous_limit = self.store.limit
+        evidence = admission.limit_evidence(metrics, self.config.staleness.ess_floor)
+        self.store.commit(number, label, digest, self.core.unused, evidence)
+        self.numbers.curve[-1].update(limit_metrics(self.store, previous_limit), clock=self.ended)
         self.store.checkpointed(number + 1)
-        keep = {*self.store.pinned_versions(), label, self.loaded}
-        self.ring = {name: weights for name, weights in self.ring.items() if name in keep}
+        needed = {*self.store.pinned_versions(), label, self.loaded}
+        self.ring = {name: weights for name, weights in self.ring.items() if name in needed}
         return True
 
-    # ---- when it moves on, and when it ends ------------------------------------------------------
+    # ---- the clock and the end -------------------------------------------------------------------
 
     def idle_until(self) -> int:
-        """With nothing to decode: the time at which the update ends or an answer held back is due,
-        whichever comes first; 0: neither.
+        """Return when the update ends or a delayed sample is due, the earlier of the two.
+
+        0 if there is neither.
         """
-        ends = [float(self.update.ends)] if self.update is not None else []
+        due_times = [float(self.update.ends)] if self.update is not None else []
         # `deliver` looks one slice ahead
-        ends += [self.turn.late.next_due - SLICE] if self.turn.late.next_due < math.inf else []
-        return math.ceil(min(ends, default=0))
+        due_times += [self.turn.late.next_due - SLICE] if self.turn.late.next_due < math.inf else []
+        return math.ceil(min(due_times, default=0))
 
     def evaluating(self) -> bool:
         return bool(self.store.evaluations.pending)
 
     def is_abandoned(self) -> bool:
-        """After an evaluation: does `watch` end the run here?"""
+        """Check after an evaluation whether `watch` stops the run."""
         heldout = self.numbers.take_evaluations(self.store)
         if self.watch is not None and heldout:
             self.numbers.abandoned = self.watch(*self.numbers.accuracy("heldout"))
@@ -271,21 +279,30 @@ class SerialRun:
 
 
 def update_steps(config: Config) -> int:
-    """Decode steps that an update takes when learner and generators are equally fast: those in
-    which the engine writes one batch.
+    """Return how many decode steps an update takes.
+
+    It is the time in which the engine generates one batch: learner and generators are equally fast.
     """
     samples = config.learner.groups * config.learner.group_size
-    rows = min(config.generator.slots, samples)
-    return max(1, round(samples * config.generator.max_new_tokens * 0.75 / rows))
+    slots = min(config.generator.slots, samples)
+    return max(1, round(samples * config.generator.max_new_tokens * 0.75 / slots))
 
 
-_engines: dict[str, Engine] = {}  # a warm process keeps its engine from run to run
+_engines: dict[str, Engine] = {}  # a warm process reuses its engine for later runs
 
 
 def engine_of(config: Config) -> Engine:
-    """The engine for `config`, empty."""
-    rest = (config.weights.in_flight, config.exact, config.lora, config.agent.uses_sessions)
-    key = repr((config.model, config.generator, *rest))  # what `make_engine` reads
+    """Return an empty engine for `config`.
+
+    Later runs of this process with the same engine settings reuse it.
+    """
+    other_settings = (
+        config.weights.in_flight,
+        config.exact,
+        config.lora,
+        config.agent.uses_sessions,
+    )
+    key = repr((config.model, config.generator, *other_settings))  # what `make_engine` reads
     if key not in _engines:
         _engines[key] = engine_for(config)
     engine = _engines[key]
@@ -294,8 +311,9 @@ def engine_of(config: Config) -> Engine:
 
 
 def run_serial(config: Config, seed: int, watch: Watch | None = None) -> RunRecord:
-    """Run `config` with `seed`.  An update that stays not finite ends the run and is recorded as a
-    failure, not raised.
+    """Run `config` with `seed` and return its record.
+
+    An update that stays non-finite ends the run; the record then has the reason in `failed`.
     """
     run = SerialRun(msgspec.structs.replace(config, seed=seed), watch)
     try:

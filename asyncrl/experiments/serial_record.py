@@ -1,8 +1,8 @@
-"""What a run in one process leaves: its curve, its lags, its evaluations, its ledger.
+"""The results of a run in one process: curve, lags, evaluations and ledger.
 
-`SerialRecord` gathers while `asyncrl.experiments.serial` runs; `RunRecord` is the JSON that
-compare and
-sweep read."""
+`SerialRecord` collects them while `asyncrl.experiments.serial` runs. `RunRecord` is the JSON that
+`compare` and `sweep` read.
+"""
 
 from __future__ import annotations
 
@@ -48,19 +48,22 @@ KEPT = (
 
 
 class BatchRecord(TypedDict):
-    """What one batch trained: a hash of its samples, its tickets as runs (first, last)."""
+    """One trained batch: a hash of its samples, its tickets as runs (first, last)."""
 
     ids: str
     tickets: list[list[int]]
 
 
 class RunRecord(TypedDict):
-    """Of one run.  Steps count versions; times are seconds; `clock` counts decode steps."""
+    """The results of one run.
+
+    Steps count versions, times are seconds, `clock` counts decode steps.
+    """
 
     seed: int
     steps: int
     tokens: int  # generated
-    wall_s: float  # 0: it failed
+    wall_s: float  # 0: the run failed
     decode_s: float
     learn_s: float
     clock: int
@@ -72,13 +75,13 @@ class RunRecord(TypedDict):
     evals: dict[str, dict[str, list[float]]]  # split -> version -> reward of each prompt
     accuracy: list[list[float]]  # steps, accuracies on held-out prompts
     ood: list[list[float]]
-    abandoned: str  # why `watch` ended it; "": it did not
+    abandoned: str  # why `watch` stopped the run; "" if it did not
     ledger_lines: dict[str, dict[str, float]]
     failed: NotRequired[str]
 
 
 class SerialRecord:
-    """The numbers of a run while it goes on."""
+    """The numbers of a run, collected while it runs."""
 
     def __init__(self) -> None:
         self.began = 0.0  # CLOCK_MONOTONIC seconds
@@ -94,7 +97,7 @@ class SerialRecord:
         self.finished: dict[str, dict[int, float]] = {}  # metric -> version -> value
 
     def answer_delivered(self, answer: Trajectory) -> None:
-        """Keep the reward of an evaluation's answer."""
+        """Keep the reward of an evaluation's completion."""
         if answer.ticket >= EVAL_BASE:
             ood = answer.ticket >= OOD_BASE
             split, base = ("ood", OOD_BASE) if ood else ("heldout", EVAL_BASE)
@@ -102,8 +105,9 @@ class SerialRecord:
             rewards[answer.ticket - base] = answer.reward
 
     def batch_leased(self, batch: Batch, staleness: StalenessConfig) -> None:
-        """A batch goes to the learner: whose tokens, and of what lag.  Raises AsyncrlError when the
-        store's lags are not those of the answers' versions.
+        """Record the samples and lags of a batch that goes to the learner.
+
+        Raises AsyncrlError if the store's lags differ from those of the samples' versions.
         """
         tickets = training_log.runs(sample.ticket for sample in batch.samples)
         self.batches.append({"ids": training_log.digest(batch.samples), "tickets": tickets})
@@ -112,14 +116,14 @@ class SerialRecord:
             for start, end, lag in runs:
                 counted[lag] = counted.get(lag, 0) + end - start
         audit(batch.number, batch.samples, counted)
-        if staleness.on_exceed == "mask":  # what lies past the limit is not trained
+        if staleness.on_exceed == "mask":  # tokens past the limit are not trained
             counted = {lag: tokens for lag, tokens in counted.items() if lag <= staleness.limit}
         for lag, tokens in counted.items():
             self.lags[lag] = self.lags.get(lag, 0) + tokens
         self.batch_lags = counted
 
     def batch_trained(self, batch: Batch, metrics: Mapping[str, float]) -> None:
-        """A batch is trained: a row of the curve."""
+        """Add a row to the curve."""
         row = {
             "version": batch.number + 1,
             "t": time.monotonic() - self.began,
@@ -129,22 +133,24 @@ class SerialRecord:
         self.curve.append(row | {name: metrics[name] for name in KEPT if name in metrics})
 
     def take_evaluations(self, store: Store) -> bool:
-        """Take over the evaluations that have ended since; was one of held-out prompts among them?
-        The store itself keeps the first and the newest alone.
+        """Take over the evaluations that finished since the last call.
+
+        The store keeps only the first and the newest. Returns whether one of held-out prompts is
+        among them.
         """
         fresh, store.evaluations.fresh = store.evaluations.fresh, []
-        for number, found in fresh:
-            for name, value in found.items():
+        for number, values in fresh:
+            for name, value in values.items():
                 self.finished.setdefault(name, {})[number] = value
-        return any("eval/heldout" in found for _, found in fresh)
+        return any("eval/heldout" in values for _, values in fresh)
 
     def accuracy(self, split: str) -> tuple[list[float], list[float]]:
-        """Steps and accuracies of the finished evaluations of `heldout` or `ood`."""
-        found = self.finished.get(f"eval/{split}", {})
-        return [float(number) for number in sorted(found)], [found[n] for n in sorted(found)]
+        """Return steps and accuracies of the finished `heldout` or `ood` evaluations."""
+        by_step = self.finished.get(f"eval/{split}", {})
+        return [float(number) for number in sorted(by_step)], [by_step[n] for n in sorted(by_step)]
 
     def rewards(self, split: str) -> dict[str, list[float]]:
-        """Version -> the reward of each prompt, in the order of the prompts."""
+        """Map each version to the reward of each prompt, in the order of the prompts."""
         return {
             str(number): [rewards[index] for index in sorted(rewards)]
             for (of, number), rewards in sorted(self.evals.items())
@@ -177,16 +183,17 @@ class SerialRecord:
 
 
 def audit(number: int, samples: Sequence[Trajectory], counted: dict[int, int]) -> None:
-    """Count the lag of batch `number` again, from the versions in its spans alone.  Raises
-    AsyncrlError when the buffer's count differs.
+    """Count the lags of batch `number` again, from the versions in the samples' spans.
+
+    Raises AsyncrlError if the buffer's count differs.
     """
-    again: dict[int, int] = {}
+    recounted: dict[int, int] = {}
     for sample in samples:
         for span in sample.spans:
             lag = number - span.label.number
-            again[lag] = again.get(lag, 0) + span.end - span.start
-    if again != counted:
+            recounted[lag] = recounted.get(lag, 0) + span.end - span.start
+    if recounted != counted:
         raise AsyncrlError(
-            f"batch {number}: the buffer counted tokens by lag {counted}, its spans say {again}: a "
-            "bug of ours; please report it"
+            f"batch {number}: the buffer counted tokens by lag {counted}, but its spans give "
+            f"{recounted}; this is a bug in asyncrl, please report it"
         )

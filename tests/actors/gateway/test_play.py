@@ -73,7 +73,7 @@ def test_rewards_parts_and_ends_by_hand() -> None:
     assert shown[-1].kind == "ended" and shown[-1].reward == pytest.approx(0.9)
     assert shown[-1].parts == {"turns": 3.0}
     short = by_hand(config(*ENVS), "abc")[-1]
-    assert (short.text, short.reward) == ("nobody answers any more", 0.3)
+    assert (short.text, short.reward) == ("the player stopped", 0.3)
     cut = by_hand(config(*ENVS, "agent.max_calls=2"), "abc", "abc", "abc")[-1]
     assert cut.reward == 0.6 and cut.text.startswith("cut: agent.max_calls = 2")
     broken = config(ENVS[0], f"agent.env='{ROOT}/tests/no_such.py:Talks'")
