@@ -149,7 +149,7 @@ class Plan:
             if not self.in_time():
                 return
             preflight(self.cells.configs[name])
-        self.cells.run(self.args.workers, self.tell, go_on=self.in_time)
+        self.cells.run(self.args.workers, self.tell, may_start=self.in_time)
 
     def tell(self, name: str, event: dict[str, object]) -> None:
         if "done" in event:

@@ -123,7 +123,7 @@ def test_the_power_of_two_seeds_is_that_of_simulated_ones() -> None:
 
 def test_a_design_that_finds_nothing_says_so() -> None:
     said = design(9, 2)
-    assert "9 arms x 2 seeds: this design can find nothing" in said
+    assert "9 arms x 2 seeds: this design cannot detect anything" in said
     assert "--seeds 6 finds 0.05" in said
     need = cs.seeds_needed(0.05, 0.02, level=cs.LEVEL / 8)
     assert need == 6 and cs.detectable(0.02, need, cs.LEVEL / 8) <= 0.05

@@ -164,9 +164,9 @@ def test_a_pool_starts_no_run_once_the_time_is_over(
     cells = warm_pool.CellStore(tmp_path)
     cells.configs = dict.fromkeys(["a", "b", "c", "d"], load.load(ROOT / "configs" / "rle.toml"))
     done: list[str] = []
-    cells.run(1, lambda name, _: done.append(name), go_on=lambda: len(done) < 2)
+    cells.run(1, lambda name, _: done.append(name), may_start=lambda: len(done) < 2)
     assert done == ["a", "b"]
-    cells.run(1, lambda name, _: done.append(name), go_on=lambda: False)
+    cells.run(1, lambda name, _: done.append(name), may_start=lambda: False)
     assert done == ["a", "b"]
     cells.run(1, lambda name, _: done.append(name))
     assert done[2:] == ["a", "b", "c", "d"]  # none has left a record

@@ -174,7 +174,7 @@ def test_a_sweep_from_start_to_suggestion_and_again(model: Path, tmp_path: Path)
             ("tis", "tis:learner.lr=1"),
             "2",
             (),
-            "given twice; give the second a name of its own, as in NAME:method=tis",
+            "given twice; give the second another name, as in NAME:method=tis",
         ),
         (("a:same-as=b",), "2", (), "same-as belongs to compare"),
         (("a:seed=3",), "2", (), "--correction a: seed must be the same in all cells"),
@@ -289,7 +289,7 @@ def test_a_run_that_fails_is_named_and_the_others_are_kept(
     cells.add("late", good, 1)
     with pytest.raises(
         AsyncrlError,
-        match=r"run bad: the reward function failed on ticket \d+: .*no.*goes on from here",
+        match=r"run bad: the reward function failed on ticket \d+: .*no.*continues from here",
     ):
         cells.run(1, lambda name, event: told.append((name, "done" in event)))
     assert cells.todo() == ["bad", "late"] and ("good", True) in told
@@ -388,7 +388,7 @@ def test_out_of_distribution_accuracy_and_kl_to_the_reference_of_a_cell() -> Non
         (
             [cell("ppo", "1", -0.04, -0.01), cell("ppo", "4", -0.07, 0.05)],
             "1",
-            "at limit 4: accuracy -0.010 [-0.070, +0.050] at 3 seeds says nothing; about 6 seeds",
+            "at limit 4: accuracy -0.010 [-0.070, +0.050] at 3 seeds decides nothing; about 6",
         ),
     ],
 )
@@ -432,7 +432,7 @@ def test_an_interval_that_reaches_below_the_margin_suggests_nothing() -> None:
     need = verdict.seeds_needed(-0.0155 + 0.05, wide["difference"]["sd"])
     assert (
         "no limit is suggested: none has an interval above -0.05 (ppo, at limit 1: accuracy -0.015 "
-        f"[-0.214, +0.183] at 3 seeds says nothing; about {need} seeds would tell)"
+        f"[-0.214, +0.183] at 3 seeds decides nothing; about {need} seeds would decide)"
     ) in found["reason"]
     assert "stays above -0.05" in found["rule"] and sweep_page.headline(found) == "No suggestion"
     found = sweep_analysis.suggest({"cells": [wide], "seeds": [0, 1, 2]}, plan, 0.3)

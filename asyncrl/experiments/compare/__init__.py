@@ -1,3 +1,4 @@
-"""Arms against each other, fairly: same weights, prompts, seeds and tickets; a verdict that says
-what is noise.
+"""Paired comparisons of arms: same weights, prompts, seeds and tickets.
+
+The verdict says which differences are noise.
 """

@@ -1,6 +1,6 @@
-"""An arm: a name, the `--set` items that make it, and what makes it differ from another one.
+"""An arm of a comparison: a name and the `--set` items that define it.
 
-What a report says of an arm is read from its resolved config, never from its name.
+Reports describe an arm by its resolved config, never by its name.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments.compare.methods import CORRECTIONS
 
-METHOD = "method"  # this key in an arm stands for all keys of the method that it names
-# key -> its value in the arm that is compared with, and in this one
+METHOD = "method"  # in an arm, short for all keys of the method that it names
+# key -> its value in the other arm, and in this one
 Differences = dict[str, tuple[Any, Any]]
 
 
 @dataclass
 class Arm:
-    """A name and the `--set` items that make it differ.
+    """A name and the `--set` items that make the arm differ.
 
-    sets: all of them, those of `method` first; own: those that were given beside it.
+    sets: all items, those of `method` first.
+    own: the items given beside the method.
     """
 
     name: str
@@ -39,18 +40,19 @@ class Arm:
 
     @property
     def title(self) -> str:
-        """What it was asked to be."""
-        said = CORRECTIONS[self.method][0] if self.method else ""
+        """Describe the arm as it was requested."""
+        summary = CORRECTIONS[self.method][0] if self.method else ""
         own = ", ".join(self.own if self.method else self.sets)
-        return "; with ".join(part for part in (said, own) if part) or "as configured"
+        return "; with ".join(part for part in (summary, own) if part) or "as configured"
 
 
 def parse_arm(text: str, option: str = "--arm") -> Arm:
-    """`NAME:key=value,key=value`.  Raises ConfigError.
+    """Parse `NAME:key=value,key=value`. Raises ConfigError.
 
-    NAME is a method of CORRECTIONS, whose own keys come first, or any other word; then `method=`
-    among the keys names the method.  `NAME:` changes nothing, `NAME:same-as=OTHER` repeats an arm,
-    and a method's name needs no colon.
+    - NAME is a method of CORRECTIONS, whose keys come first, or any other word. `method=` among the
+      keys then names the method.
+    - `NAME:` changes nothing, and a method's name needs no colon.
+    - `NAME:same-as=OTHER` repeats an arm.
     """
     name, colon, rest = text.partition(":")
     known = name in CORRECTIONS
@@ -71,29 +73,29 @@ def parse_arm(text: str, option: str = "--arm") -> Arm:
     if len(items) == 1 and items[0].startswith("same-as="):
         if known:
             raise ConfigError(
-                f"{option} {text}: {name} is a method; give an arm that repeats another a name of "
-                "its own"
+                f"{option} {text}: {name} is a method; give an arm that repeats another a "
+                "name that is no method"
             )
         return Arm(name, [], items[0].removeprefix("same-as="))
     return _with_method(name, items, f"{option} {text}")
 
 
 def _with_method(name: str, items: Sequence[str], where: str) -> Arm:
-    """An arm of its items, `method=` among them replaced by that method's keys."""
-    asked = [value for key, value in map(_split, items) if key == METHOD]
+    """Build an arm from its items; `method=` is replaced by that method's keys."""
+    methods = [value for key, value in map(_split, items) if key == METHOD]
     own = [item for item in items if _split(item)[0] != METHOD]
     if name in CORRECTIONS:
-        if asked:
+        if methods:
             raise ConfigError(
-                f"{where}: {name} is a method itself; call an arm with {METHOD}={asked[0]} "
+                f"{where}: {name} is a method itself; call an arm with {METHOD}={methods[0]} "
                 "otherwise"
             )
-        asked = [name]
-    if not asked:
+        methods = [name]
+    if not methods:
         return Arm(name, own)
-    if len(asked) > 1:
+    if len(methods) > 1:
         raise ConfigError(f"{where}: {METHOD} is given twice")
-    method = asked[0]
+    method = methods[0]
     if method not in CORRECTIONS:
         raise ConfigError(
             f"{where}: {METHOD}={method}: no such method{_meant(method)}; known are "
@@ -108,13 +110,13 @@ def _with_method(name: str, items: Sequence[str], where: str) -> Arm:
 
 
 def _split(item: str) -> tuple[str, str]:
-    """`key = "value"` as key and value."""
+    """Split `key = "value"` into key and value."""
     key, _, value = item.partition("=")
     return key.strip(), value.strip().strip("'\"")
 
 
 def _method_like(name: str) -> str:
-    """The method that a name is but for case and hyphens; empty: none."""
+    """Return the method that equals `name` up to case and hyphens; empty if none."""
 
     def bare(word: str) -> str:
         return word.lower().replace("-", "").replace("_", "")
@@ -131,7 +133,7 @@ def _meant(name: str) -> str:
 
 
 def configs_as_json(configs: Mapping[str, Config]) -> dict[str, Any]:
-    """name -> config as JSON has it."""
+    """Convert each config to JSON types, by name."""
     return {
         name: json.loads(json.dumps(msgspec.to_builtins(config)))
         for name, config in configs.items()
@@ -139,47 +141,47 @@ def configs_as_json(configs: Mapping[str, Config]) -> dict[str, Any]:
 
 
 def config_differences(
-    before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = ""
+    base: Mapping[str, Any], compared: Mapping[str, Any], prefix: str = ""
 ) -> Differences:
-    """Every leaf of two nested tables that differs, by its dotted key.
+    """Return every leaf in which two nested tables differ, by dotted key.
 
-    >>> config_differences({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 1, "c": 4}, "d": 3})
-    {'a.c': (2, 4)}
+    >>> config_differences({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 1, "c": 4}, "d": 3}) {'a.c':
+    (2, 4)}
     """
-    out: Differences = {}
-    for key in sorted({*before, *now}):
-        mine = before.get(key)
-        other = now.get(key)
+    differences: Differences = {}
+    for key in sorted({*base, *compared}):
+        mine = base.get(key)
+        other = compared.get(key)
         if isinstance(mine, dict) and isinstance(other, dict):
-            out |= config_differences(mine, other, f"{prefix}{key}.")
+            differences |= config_differences(mine, other, f"{prefix}{key}.")
         elif mine != other:
-            out[f"{prefix}{key}"] = (mine, other)
-    return out
+            differences[f"{prefix}{key}"] = (mine, other)
+    return differences
 
 
 def changes(found: Differences) -> list[str]:
-    """`key: x, now y`, for each of them."""
+    """Format each difference as `key: x, now y`."""
     return [f"{key}: {before}, now {now}" for key, (before, now) in found.items()]
 
 
 def refuse_other(directory: Path, what: str, before: Any, now: Any) -> None:
-    """Raise ConfigError where the configs that a directory holds are not these."""
-    if found := changes(config_differences(before, now)):
+    """Raise ConfigError if a directory holds other configs than these."""
+    if differences := changes(config_differences(before, now)):
         raise ConfigError(
-            f"{directory} holds a {what} with other settings ({'; '.join(found[:4])}"
-            f"{' ...' if len(found) > 4 else ''}); choose another directory by --out"
+            f"{directory} holds a {what} with other settings ({'; '.join(differences[:4])}"
+            f"{' ...' if len(differences) > 4 else ''}); choose another directory by --out"
         )
 
 
 def from_first(configs: Mapping[str, Config]) -> dict[str, Differences]:
-    """Arm -> what its resolved config has otherwise than the first arm's."""
+    """Map each arm to its config's differences from the first arm."""
     tables = configs_as_json(configs)
     first, *others = tables
     return {name: config_differences(tables[first], tables[name]) for name in others}
 
 
 def words(found: Differences) -> str:
-    """`key = value (other)`, for each of them: the value, and the one of the arm compared with.
+    """Format each difference as `key = value (value of the other arm)`.
 
     >>> words({"staleness.max_lag": (0.0, 8.0), "correction.preset": ("", "tis")})
     'staleness.max_lag = 8 (0), correction.preset = tis (none)'

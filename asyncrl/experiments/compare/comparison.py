@@ -1,11 +1,15 @@
-"""`asyncrl compare`: the same training under several settings, fairly, and whether they differ.
+"""`asyncrl compare`: train under several settings and test the differences.
 
-Every arm gets the same initial weights, prompts in the same order, number of groups and seeds.
-Cells (arm, seed) of arms with injected lag run in warm processes (warm_pool.py), and so do
-synchronous ones unless an arm at natural lag is to be compared with them for speed; all others are
-real runs of their own processes in DIR/runs/ARM-seedN.  A synchronous warm cell's weights are those
-of the real run, bitwise.  A finished cell is never repeated, an interrupted one goes on or starts
-over."""
+All arms share initial weights, prompts and their order, number of groups, and seeds. A cell is one
+arm with one seed.
+
+- Cells with injected lag run in warm processes (warm_pool.py).
+- Synchronous cells do too, unless an arm at natural lag needs their speed for comparison. Their
+  weights equal a real run's bitwise.
+- All other cells are real runs of separate processes in DIR/runs/ARM-seedN.
+
+Finished cells are not repeated. An interrupted cell continues from its checkpoint or starts over.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +35,10 @@ from asyncrl.experiments.one_process import needs_own_process
 from asyncrl.records import health_checks, metrics
 from buffer import training_log
 
-USUAL_SD = 0.02  # between seeds, in accuracy: what the power line reckons with
-USEFUL = 0.05  # a difference in accuracy that a design should find
+USUAL_SD = 0.02  # assumed standard deviation of accuracy between seeds, for the power line
+USEFUL = 0.05  # a difference in accuracy that a design should detect
 INJECTED = 4  # lag of the default injected arm when the config's limit is 0 or inf
-# what no arm may change
+# keys that no arm may change
 SHARED = (
     "seed",
     "model",
@@ -74,7 +78,7 @@ class CellResult:
 
     @property
     def ood_end(self) -> float:
-        """Where the last held-out accuracy was measured; nan for a run that ended without it."""
+        """The OOD accuracy at the last held-out evaluation; nan if not measured."""
         return self.ood.get(self.steps[-1], math.nan)
 
     @property
@@ -83,7 +87,10 @@ class CellResult:
 
 
 def default_arms(config: Config) -> list[Arm]:
-    """Synchronous; as configured; without correction; at an injected lag, which sessions lack."""
+    """Return the arms used if none are given.
+
+    They are synchronous, as configured, uncorrected and, except with sessions, at an injected lag.
+    """
     limit = config.staleness.limit
     lag = int(limit) if 0 < limit < math.inf else INJECTED
     bare = ["correction.preset=none", "correction.proximal=recompute", "loss.surrogate=vanilla"]
@@ -99,23 +106,25 @@ def default_arms(config: Config) -> list[Arm]:
 
 
 def resolve(source: str, sets: Sequence[str], arms: Sequence[Arm]) -> dict[str, Config]:
-    """name -> config, every mistake found before anything starts.  Raises ConfigError."""
+    """Resolve each arm's config by name, before anything starts. Raises ConfigError."""
     names = [arm.name for arm in arms]
-    if twice := next((name for name in names if names.count(name) > 1), ""):
-        hint = f"; write the second as NAME:method={twice},..." if twice in CORRECTIONS else ""
-        raise ConfigError(f"--arm: the name {twice} is given twice{hint}")
+    if duplicate := next((name for name in names if names.count(name) > 1), ""):
+        hint = (
+            f"; write the second as NAME:method={duplicate},..." if duplicate in CORRECTIONS else ""
+        )
+        raise ConfigError(f"--arm: the name {duplicate} is given twice{hint}")
     if len(arms) < 2:
         raise ConfigError("--arm: one arm has nothing to be compared with; give two or more")
-    load.load(source, sets)  # a mistake in CONFIG or --set is not the first arm's
-    out: dict[str, Config] = {}
+    load.load(source, sets)  # reports a mistake in CONFIG or --set as such, not as the first arm's
+    configs: dict[str, Config] = {}
     for arm in arms:
         if arm.same_as:
-            if arm.same_as not in out:
+            if arm.same_as not in configs:
                 raise ConfigError(
                     f"--arm {arm.name}:same-as={arm.same_as}: no arm of that name before it; arms: "
-                    f"{', '.join(out) or 'none'}"
+                    f"{', '.join(configs) or 'none'}"
                 )
-            out[arm.name] = out[arm.same_as]
+            configs[arm.name] = configs[arm.same_as]
             continue
         for item in arm.sets:
             key = item.partition("=")[0].strip()
@@ -124,26 +133,27 @@ def resolve(source: str, sets: Sequence[str], arms: Sequence[Arm]) -> dict[str, 
                     f"--arm {arm.name}: {key} must be the same in all arms; give it by --set"
                 )
         try:
-            made = load.load(source, [*sets, *arm.sets])
+            resolved = load.load(source, [*sets, *arm.sets])
         except ConfigError as error:
             raise ConfigError(f"--arm {arm.name}: {error}") from error
-        if twin := next((name for name, config in out.items() if config == made), None):
+        if twin := next((name for name, config in configs.items() if config == resolved), None):
             raise ConfigError(
                 f"--arm {arm.name}: resolves to the same config as {twin}; leave one out, or write "
                 f"{arm.name}:same-as={twin} to mean it"
             )
-        out[arm.name] = made
-    return out
+        configs[arm.name] = resolved
+    return configs
 
 
 def is_shared_key(key: str) -> bool:
-    """Whether `key` is one that no arm may change."""
-    return any(key == one or key.startswith(one + ".") for one in SHARED)
+    """Whether all arms must agree on `key`."""
+    return any(key == shared or key.startswith(shared + ".") for shared in SHARED)
 
 
 def upgrade_arms(arms: dict[str, Any]) -> dict[str, Any]:
-    """Configs written earlier, with the defaults of keys that did not exist yet; as they are when a
-    key is gone.
+    """Fill configs written by older versions with the defaults of newer keys.
+
+    They stay unchanged if a key no longer exists.
     """
     try:
         return configs_as_json({name: load.build(raw) for name, raw in arms.items()})
@@ -152,7 +162,7 @@ def upgrade_arms(arms: dict[str, Any]) -> dict[str, Any]:
 
 
 def design(arms: int, seeds: int) -> str:
-    """The power of the design, before a run is made."""
+    """Describe the statistical power of the design before any run."""
     if seeds < 2:
         return "one seed: differences are shown, but no verdict is possible"
     level = verdict.LEVEL / max(1, arms - 1)
@@ -160,20 +170,22 @@ def design(arms: int, seeds: int) -> str:
     if USUAL_SD * unit > 1:
         need = verdict.seeds_needed(USEFUL, USUAL_SD, level=level)
         return (
-            f"{arms} arms x {seeds} seeds: this design can find nothing: at {USUAL_SD:g} between "
-            f"seeds no difference below 1 in accuracy is found with 80 % power (after correction "
-            f"for {arms - 1} arms); --seeds {need} finds {USEFUL:g}"
+            f"{arms} arms x {seeds} seeds: this design cannot detect anything: at {USUAL_SD:g} "
+            "between seeds no difference below 1 in accuracy is found with 80 % power (after "
+            f"correction for {arms - 1} arms); --seeds {need} finds {USEFUL:g}"
         )
     return (
         f"{arms} arms x {seeds} seeds: a difference of {unit:.1f} standard deviations between "
-        "seeds is found with 80 % power "
-        f"(after correction for {arms - 1} arms); at {USUAL_SD:g} between seeds that is "
-        f"{USUAL_SD * unit:.3f} in accuracy"
+        f"seeds is found with 80 % power (after correction for {arms - 1} arms); at {USUAL_SD:g} "
+        f"between seeds that is {USUAL_SD * unit:.3f} in accuracy"
     )
 
 
 class Comparison:
-    """A comparison in its directory.  Raises ConfigError when the directory holds another one."""
+    """A comparison in its directory.
+
+    Raises ConfigError if the directory holds another one.
+    """
 
     def __init__(
         self,
@@ -199,8 +211,8 @@ class Comparison:
         plan = {"arms": configs_as_json(self.configs)}
         path = directory / "compare.json"
         if path.exists():
-            before = upgrade_arms(json.loads(path.read_text(encoding="utf-8"))["arms"])
-            refuse_other(directory, "comparison", before, plan["arms"])
+            written = upgrade_arms(json.loads(path.read_text(encoding="utf-8"))["arms"])
+            refuse_other(directory, "comparison", written, plan["arms"])
         else:
             directory.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(plan, indent=1), encoding="utf-8")
@@ -218,35 +230,38 @@ class Comparison:
             >= self.configs[arm].learner.steps
         )
 
-    def run(self, jobs: int, tell: warm_pool.Tell = lambda name, event: None) -> list[CellResult]:
-        """All cells, seed by seed with the arms in turn: `jobs` real runs at a time.  `tell` hears
-        of every run (`warm_pool.Tell`).
+    def run(
+        self, jobs: int, on_event: warm_pool.EventCallback = lambda name, event: None
+    ) -> list[CellResult]:
+        """Run all cells, seed by seed with the arms in turn, and return the results.
 
-        Warm cells, whose wall times nobody compares, take every core that this process may use,
-        unless they share a GPU."""
+        `jobs` real runs share the machine. Warm cells, whose wall times are not compared, use every
+        core that this process may use, unless they share a GPU. `on_event` receives every run's
+        events (`warm_pool.EventCallback`).
+        """
         names = list(self.configs)
         plan = []
         for turn, seed in enumerate(self.seeds):
             first = turn % len(names)
             plan += [(name, seed) for name in names[first:] + names[:first]]
-        todo = [cell for cell in plan if not self.finished(*cell)]
-        if len(todo) < len(plan):
-            self.say(f"{len(plan) - len(todo)} of {len(plan)} runs are finished already")
+        missing = [cell for cell in plan if not self.finished(*cell)]
+        if len(missing) < len(plan):
+            self.say(f"{len(plan) - len(missing)} of {len(plan)} runs are finished already")
         self.say(design(len(self.configs), len(self.seeds)))
-        for arm, seed in todo:
+        for arm, seed in missing:
             if arm in self.warm:
                 self.cells.add(f"{arm}-seed{seed}", self.configs[arm], seed)
         cores = 1 if uses_gpu(self.configs[names[0]]) else len(os.sched_getaffinity(0))
-        self.cells.run(max(jobs, cores), tell, abandon=False)
+        self.cells.run(max(jobs, cores), on_event, abandon=False)
         with ThreadPoolExecutor(jobs) as team:
-            real = [(arm, seed) for arm, seed in todo if arm not in self.warm]
-            made = team.map(lambda cell: self.run_cell(*cell), real)
-            for (arm, seed), _ in zip(real, made, strict=True):
-                tell(f"{arm}-seed{seed}", {"done": True})
+            real = [(arm, seed) for arm, seed in missing if arm not in self.warm]
+            results = team.map(lambda cell: self.run_cell(*cell), real)
+            for (arm, seed), _ in zip(real, results, strict=True):
+                on_event(f"{arm}-seed{seed}", {"done": True})
         return [self.read(name, seed) for name in names for seed in self.seeds]
 
     def run_cell(self, arm: str, seed: int) -> None:
-        """Make one run, from its last checkpoint when an earlier try left one."""
+        """Make one run, or continue it from the last checkpoint of an earlier attempt."""
         run_dir = self.run_dir(arm, seed)
         base = importing.command("asyncrl.cli", "run")
         sets = [
@@ -263,11 +278,11 @@ class Comparison:
         argv = [*base, "--resume", str(run_dir), "--json"] if resumable else fresh
         log = self.directory / "logs" / f"{run_dir.name}.log"
         log.parent.mkdir(exist_ok=True)
-        with log.open("a", encoding="utf-8") as out:
+        with log.open("a", encoding="utf-8") as log_file:
             code = subprocess.run(
                 argv,
-                stdout=out,
-                stderr=out,
+                stdout=log_file,
+                stderr=log_file,
                 stdin=subprocess.DEVNULL,
                 check=False,
                 env=os.environ | {"NO_COLOR": "1"},
@@ -309,11 +324,12 @@ class Comparison:
 
 
 def warm_arms(configs: dict[str, Config]) -> set[str]:
-    """Arms for warm processes: injected lag; synchronous too when no arm at natural lag needs their
-    wall time to be compared with.
+    """Return the arms that run in warm processes.
 
-    A reward function of the user's own may be slow, and a warm process waits for each answer's:
-    such arms run as real processes."""
+    These are arms with injected lag, and synchronous ones if no arm at natural lag needs their wall
+    time. A custom reward function may be slow, and a warm process waits for each reward, so such
+    arms run as real processes.
+    """
     able = {
         name
         for name, config in configs.items()
@@ -325,7 +341,7 @@ def warm_arms(configs: dict[str, Config]) -> set[str]:
 
 
 def uses_gpu(config: Config) -> bool:
-    """Whether `model.device` comes to a GPU on this machine."""
+    """Whether `model.device` is a GPU on this machine."""
     if config.model.device == "auto":
         import torch
 
@@ -334,15 +350,18 @@ def uses_gpu(config: Config) -> bool:
 
 
 def warm_signs(cell: CellResult, config: Config) -> list[health_checks.HealthFinding]:
-    """What `asyncrl run` would say of a warm run, as far as its record goes."""
-    asked = config.evaluation
+    """Return the health findings that `asyncrl run` would report for a warm run.
+
+    They cover only what its record holds.
+    """
+    evaluation = config.evaluation
     ends = (cell.steps[0], cell.steps[-1])
-    between = min(asked.prompts, asked.ood_prompts)
+    middle_ood = min(evaluation.prompts, evaluation.ood_prompts)
     rows = [
         {
             "step": step,
             "eval/heldout": accuracy,
-            "eval/heldout_n": asked.final_prompts if step in ends else asked.prompts,
+            "eval/heldout_n": evaluation.final_prompts if step in ends else evaluation.prompts,
         }
         for step, accuracy in zip(cell.steps, cell.accuracy, strict=True)
     ]
@@ -350,7 +369,7 @@ def warm_signs(cell: CellResult, config: Config) -> list[health_checks.HealthFin
         {
             "step": step,
             "eval/ood": accuracy,
-            "eval/ood_n": asked.ood_prompts if step in ends else between,
+            "eval/ood_n": evaluation.ood_prompts if step in ends else middle_ood,
         }
         for step, accuracy in cell.ood.items()
     ]
@@ -362,7 +381,7 @@ def warm_signs(cell: CellResult, config: Config) -> list[health_checks.HealthFin
 
 
 def warm_cell(arm: str, seed: int, record: dict[str, Any], config: Config) -> CellResult:
-    """A record of `serial.run_serial` in the words of a run's summary and metrics."""
+    """Convert a record of `serial.run_serial` to a run's summary and metrics."""
     steps, accuracy = record["accuracy"]
     lags = {int(lag): count for lag, count in record["lag_histogram"].items()}
     tokens = sum(lags.values())

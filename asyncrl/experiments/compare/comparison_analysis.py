@@ -1,5 +1,7 @@
-"""What a comparison found: each arm over its seeds, whether it differs from the first one, what a
-faster one gives up.
+"""The results of a comparison.
+
+Each arm over its seeds, whether it differs from the first arm, and its tradeoff of speed and
+accuracy.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from asyncrl.experiments.compare.arms import Differences, from_first
 from asyncrl.experiments.compare.comparison import CellResult
 
 KL_BATCHES = 20  # at a run's end, over which KL to the reference is averaged
-TARGET = 0.9  # of the first arm's accuracy at the end: how soon the others come there
+TARGET = 0.9  # share of the first arm's final accuracy; the time to reach it is compared
 
 Runs = Mapping[str, Sequence[CellResult]]  # arm -> its runs, by seed
 
@@ -27,7 +29,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def finite_values(values: Iterable[float]) -> list[float]:
-    """Those that are numbers."""
+    """Drop nan."""
     return [value for value in values if not math.isnan(value)]
 
 
@@ -35,23 +37,27 @@ def finite_values(values: Iterable[float]) -> list[float]:
 
 
 def signs_of(cells: Sequence[CellResult]) -> dict[str, list[str]]:
-    """Sign -> what each run that has it says."""
-    out: dict[str, list[str]] = {}
+    """Collect the health findings of runs by name."""
+    findings: dict[str, list[str]] = {}
     for cell in cells:
         for sign in cell.signs:
-            out.setdefault(sign.name, []).append(sign.as_line())
-    return out
+            findings.setdefault(sign.name, []).append(sign.as_line())
+    return findings
 
 
-def signs_told(arm: str, found: Mapping[str, Sequence[str]], runs: int) -> list[str]:
-    """A line for each sign of an arm: how many of its runs have it, and what one of them says."""
+def signs_told(arm: str, findings: Mapping[str, Sequence[str]], runs: int) -> list[str]:
+    """Return a line for each health finding of an arm.
+
+    It has the number of runs concerned and one of their messages.
+    """
     return [
-        f"{arm}: {name} in {len(said)} of {runs} runs: {said[0]}" for name, said in found.items()
+        f"{arm}: {name} in {len(messages)} of {runs} runs: {messages[0]}"
+        for name, messages in findings.items()
     ]
 
 
 def tickets(cell: CellResult) -> set[int]:
-    """Every ticket that a run trained."""
+    """Return every ticket that a run trained."""
     return {
         ticket
         for _, runs in cell.batches
@@ -61,8 +67,9 @@ def tickets(cell: CellResult) -> set[int]:
 
 
 def data_apart(arm: CellResult, base: CellResult) -> str:
-    """How far the samples that two runs trained differ, in words; empty: they are the same, in the
-    same order.
+    """Describe how far the samples that two runs trained differ.
+
+    Empty if they are the same in the same order.
     """
     if arm.summary["trained_ids"] == base.summary["trained_ids"]:
         return ""
@@ -82,11 +89,11 @@ def data_apart(arm: CellResult, base: CellResult) -> str:
 
 
 def reference_kl(rows: Sequence[Mapping[str, Any]]) -> float:
-    """KL(target || reference) at a run's end, k3, nats a token: mean over its last KL_BATCHES
-    batches.
+    """Return KL(target || reference) at a run's end: k3, nats a token.
 
-    Without a KL term it is measured every record.reference_kl_every batches: where that leaves
-    none among them, the last one measured; nan without any.  rows: one a batch.
+    The mean is over the last KL_BATCHES batches. Without a KL term the metric exists only every
+    record.reference_kl_every batches. If none of them is among the last, use the newest value; nan
+    without any. rows: one a batch.
     """
     name = "kl/target_ref_k3"
     every = [float(row[name]) for row in rows if name in row]
@@ -95,20 +102,20 @@ def reference_kl(rows: Sequence[Mapping[str, Any]]) -> float:
 
 
 def first_reached(cell: CellResult, target: float) -> tuple[float, float]:
-    """Batch and seconds of the first evaluation at the target or above; nan: never."""
+    """Return batch and seconds of the first evaluation at `target` or above, or nan."""
     points = zip(cell.steps, cell.accuracy, strict=True)
     step = next((step for step, accuracy in points if accuracy >= target), math.nan)
     if math.isnan(step):
         return math.nan, math.nan
     row = min(step, cell.rows[-1]["step"])
-    return step, next((float(found["t"]) for found in cell.rows if found["step"] >= row), math.nan)
+    return step, next((float(later["t"]) for later in cell.rows if later["step"] >= row), math.nan)
 
 
 # ---- one arm over its seeds ----------------------------------------------------------------------
 
 
 def likely_cause(config: Config, trouble: Sequence[str]) -> str:
-    """The likely cause of an unstable arm, where its configuration is a known one."""
+    """Return the likely cause of an unstable arm, if its config is a known one."""
     if not trouble:
         return ""
     if config.kl.reward.coefficient > 0 and config.kl.reward.estimator == "k3":
@@ -121,8 +128,8 @@ def likely_cause(config: Config, trouble: Sequence[str]) -> str:
         and config.correction.proximal == "recompute"
     ):
         return (
-            "stale samples without correction: anchor PPO on the behaviour policy, or set "
-            "correction.preset = tis"
+            "stale samples without correction: use the behavior policy as the proximal policy, or "
+            "set correction.preset = tis"
         )
     if lagged and config.staleness.limit >= 8:
         return "a large lag: lower staleness.max_lag or learner.lr"
@@ -130,18 +137,19 @@ def likely_cause(config: Config, trouble: Sequence[str]) -> str:
 
 
 class ArmSummary(msgspec.Struct, frozen=True):
-    """One arm over its seeds, as the JSON has it: means over its runs where nothing else is said,
-    nan where none of them measured it.
+    """One arm over its seeds, in the form of the JSON.
+
+    Values are means over its runs unless noted; nan if no run measured it.
     """
 
     heldout_start: float
-    heldout_end: float
+    heldout_end: float  # final accuracy
     ood_start: float
     ood_end: float
     ood_each: list[float]
     kl_ref: float  # target to reference at the end, k3, nats a token
-    each: list[float]  # held-out accuracy at the end, by seed
-    area: float  # mean height of the curve of accuracy
+    each: list[float]  # final accuracy, by seed
+    area: float  # mean accuracy over training
     wall_s: float
     tokens: float  # trained
     generated: float  # tokens
@@ -149,8 +157,8 @@ class ArmSummary(msgspec.Struct, frozen=True):
     lag: float  # of trained tokens, versions
     lag_max: int  # of any run
     ess: float  # share; over all batches of all runs
-    target: float  # accuracy whose time is asked for
-    reached: int  # runs that came there; the next two are means over these
+    target: float  # accuracy whose time is measured
+    reached: int  # runs that reached it; the next two are means over these
     steps_to_target: float
     seconds_to_target: float
     unstable: int  # runs
@@ -158,19 +166,20 @@ class ArmSummary(msgspec.Struct, frozen=True):
     cause: str
     signs: dict[str, list[str]]
     weights_digests: list[str]
-    warm: bool  # in warm processes: its times are not those of a real run
+    warm: bool  # in warm processes: times differ from a real run's
 
 
 def summarize_arm(cells: Sequence[CellResult], config: Config, target: float) -> ArmSummary:
-    """One arm over its seeds.  target: the accuracy whose time is asked for, over the runs that
-    reach it.
+    """Summarize one arm over its seeds.
+
+    target: the accuracy whose time is measured, over the runs that reach it.
     """
 
     def mean_of(name: str) -> float:
         return mean([float(cell.summary[name]) for cell in cells])
 
-    times = [first_reached(cell, target) for cell in cells]
-    times = [found for found in times if not math.isnan(found[0])]
+    reached = [first_reached(cell, target) for cell in cells]
+    reached = [found for found in reached if not math.isnan(found[0])]
     trouble = sorted({said.split(":")[0] for cell in cells for said in cell.trouble})
     ess = "is/target_ess"
     return ArmSummary(
@@ -192,9 +201,9 @@ def summarize_arm(cells: Sequence[CellResult], config: Config, target: float) ->
         lag_max=max(cell.summary["lag"]["max"] for cell in cells),
         ess=mean([row[ess] for cell in cells for row in cell.rows if ess in row]),
         target=target,
-        reached=len(times),
-        steps_to_target=mean([step for step, _ in times]),
-        seconds_to_target=mean([seconds for _, seconds in times]),
+        reached=len(reached),
+        steps_to_target=mean([step for step, _ in reached]),
+        seconds_to_target=mean([seconds for _, seconds in reached]),
         unstable=sum(bool(cell.trouble) for cell in cells),
         trouble=trouble,
         cause=likely_cause(config, trouble),
@@ -208,7 +217,10 @@ def summarize_arm(cells: Sequence[CellResult], config: Config, target: float) ->
 
 
 class ArmMeasure(NamedTuple):
-    """What arms are judged by.  prompts: n of each value, an accuracy; 0: it is none."""
+    """A measure that arms are judged by.
+
+    prompts: n of each value if it is an accuracy, otherwise 0.
+    """
 
     name: str
     words: str
@@ -217,38 +229,42 @@ class ArmMeasure(NamedTuple):
 
 
 def measures(cells: Sequence[CellResult], config: Config) -> list[ArmMeasure]:
-    """Accuracy at the end and over training; out of distribution where every run measured it."""
+    """Return the measures of a comparison.
+
+    Final accuracy, mean accuracy over training, and out-of-distribution accuracy if every run
+    measured it.
+    """
     prompts = config.evaluation.final_prompts
-    out = [
+    chosen = [
         ArmMeasure("heldout_end", "final accuracy", lambda cell: cell.final, prompts),
         ArmMeasure("area", "mean accuracy over training", lambda cell: cell.area, 0),
     ]
     if len(finite_values(cell.ood_end for cell in cells)) == len(cells):
         words = "out-of-distribution accuracy"
         prompts = config.evaluation.ood_prompts
-        out.append(ArmMeasure("ood_end", words, lambda cell: cell.ood_end, prompts))
-    return out
+        chosen.append(ArmMeasure("ood_end", words, lambda cell: cell.ood_end, prompts))
+    return chosen
 
 
 def judge_arms(
     measure: ArmMeasure, runs: Runs, base: str, differs: Mapping[str, Differences]
 ) -> list[ArmVerdict]:
-    """A verdict on every arm but the base, by one measure, with Holm's correction among them."""
+    """Judge every arm against the base by one measure, with Holm's correction."""
     other = [measure.value(cell) for cell in runs[base]]
-    found = {
+    differences = {
         name: verdict.paired([measure.value(cell) for cell in cells], other, measure.prompts)
         for name, cells in runs.items()
         if name != base
     }
-    verdict.holm(found)
+    verdict.holm(differences)
     return [
-        make_verdict(measure, (name, base), found[name], runs, differs.get(name, {}))
-        for name in found
+        make_verdict(measure, (name, base), differences[name], runs, differs.get(name, {}))
+        for name in differences
     ]
 
 
 class ArmVerdict(msgspec.Struct, frozen=True):
-    """One arm against the base by one measure, as the JSON has it."""
+    """One arm against the base by one measure, in the form of the JSON."""
 
     arm: str
     against: str
@@ -256,7 +272,7 @@ class ArmVerdict(msgspec.Struct, frozen=True):
     difference: float
     interval: list[float]  # 95 %, over other seeds
     verdict: str  # equal, better, worse, no difference visible
-    p: float  # after Holm
+    p: float  # with Holm's correction
     interval_other_prompts: list[float]
     detectable: float  # the difference that as many seeds show with 80 % power
     differs: Differences  # resolved config: key -> its value in `against`, and in `arm`
@@ -266,11 +282,11 @@ class ArmVerdict(msgspec.Struct, frozen=True):
 def make_verdict(
     measure: ArmMeasure,
     pair: tuple[str, str],
-    found: verdict.PairedDifference,
+    difference: verdict.PairedDifference,
     runs: Runs,
     differs: Differences,
 ) -> ArmVerdict:
-    """What is said of one difference; runs with the same weights are equal, whatever it is.
+    """Build the verdict on one difference; runs with the same weights are equal.
 
     pair: the arm, and the one it is compared with.
     """
@@ -283,50 +299,55 @@ def make_verdict(
         arm=name,
         against=base,
         metric=measure.name,
-        difference=found.mean,
-        interval=[found.low, found.high],
-        verdict="equal" if same else found.verdict_word(),
-        p=found.adjusted,
-        interval_other_prompts=[found.prompt_low, found.prompt_high],
-        detectable=verdict.detectable(found.sd, found.seeds),
+        difference=difference.mean,
+        interval=[difference.low, difference.high],
+        verdict="equal" if same else difference.verdict_word(),
+        p=difference.adjusted,
+        interval_other_prompts=[difference.prompt_low, difference.prompt_high],
+        detectable=verdict.detectable(difference.sd, difference.seeds),
         differs=differs,
         text=f"{name} is bitwise equal to {base}"
         if same
-        else verdict.verdict(name, base, found, measure.words),
+        else verdict.verdict(name, base, difference, measure.words),
     )
 
 
 def describe_tradeoff(name: str, arm: ArmSummary, base_name: str, base: ArmSummary) -> str:
-    """What an arm gains in speed and loses in accuracy, beside the base."""
-    alike = not arm.warm and not base.warm
+    """Describe an arm's speed and accuracy relative to the base."""
+    comparable = not arm.warm and not base.warm
     speed = base.wall_s / max(arm.wall_s, 1e-9)
-    said = (
+    speed_text = (
         f"{speed:.2f} times the speed of {base_name}"
-        if alike
-        else "run in a warm process by turns, so its speed says nothing"
+        if comparable
+        else "run in a warm process, so its speed is not comparable"
     )
     return (
-        f"{name}: {said}, accuracy {arm.heldout_end - base.heldout_end:+.3f}; "
-        f"{describe_target_time(arm, base, base_name, alike)}"
+        f"{name}: {speed_text}, accuracy {arm.heldout_end - base.heldout_end:+.3f}; "
+        f"{describe_target_time(arm, base, base_name, comparable)}"
     )
 
 
-def describe_target_time(arm: ArmSummary, base: ArmSummary, name: str, timed: bool) -> str:
-    """When an arm came to the accuracy asked for, beside the base."""
+def describe_target_time(arm: ArmSummary, base: ArmSummary, name: str, comparable: bool) -> str:
+    """Describe when an arm reached the target accuracy, relative to the base."""
     goal = f"{arm.target:.3f}"
     missed = len(arm.each) - arm.reached
     if not arm.reached or not base.reached:
         return f"accuracy {goal} was never reached" + (
             "" if arm.reached == base.reached else f" by {name}" if arm.reached else ""
         )
-    what = f"accuracy {goal} at batch {arm.steps_to_target:.0f} ({name} {base.steps_to_target:.0f})"
-    what += f", after {arm.seconds_to_target:.0f} s ({base.seconds_to_target:.0f})" if timed else ""
-    return what + (f", never in {missed} of {len(arm.each)} runs" if missed else "")
+    text = f"accuracy {goal} at batch {arm.steps_to_target:.0f} ({name} {base.steps_to_target:.0f})"
+    text += (
+        f", after {arm.seconds_to_target:.0f} s ({base.seconds_to_target:.0f})"
+        if comparable
+        else ""
+    )
+    return text + (f", never in {missed} of {len(arm.each)} runs" if missed else "")
 
 
 def analyse(cells: Sequence[CellResult], configs: dict[str, Config]) -> dict[str, Any]:
-    """Everything the report and `--json` say.  The first arm is what the others are compared
-    with.
+    """Return everything that the report and `--json` contain.
+
+    The other arms are compared with the first.
     """
     base, *others = configs
     runs = {
@@ -343,12 +364,12 @@ def analyse(cells: Sequence[CellResult], configs: dict[str, Config]) -> dict[str
     return {
         "arms": {name: asdict(arm) for name, arm in arms.items()},
         "verdicts": [
-            asdict(said)
+            asdict(judged)
             for measure in measures(cells, configs[base])
-            for said in judge_arms(measure, runs, base, differs)
+            for judged in judge_arms(measure, runs, base, differs)
         ],
         "seeds": sorted({cell.seed for cell in cells}),
-        "same_data": {name: [not said for said in each] for name, each in apart.items()},
+        "same_data": {name: [not text for text in each] for name, each in apart.items()},
         "data_apart": apart,
         "trade": [describe_tradeoff(name, arms[name], base, arms[base]) for name in others],
     }

@@ -1,5 +1,7 @@
-"""The methods of `asyncrl.config.methods` as arms of `compare` and corrections of `sweep`: name ->
-what it is, and its `--set` items."""
+"""The methods of `asyncrl.config.methods` as arms of `compare` and `sweep`.
+
+`CORRECTIONS` maps each name to its summary and its `--set` items.
+"""
 
 from __future__ import annotations
 

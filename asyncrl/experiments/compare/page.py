@@ -1,5 +1,6 @@
-"""The page of a comparison: overlaid curves with bands, what each arm was, the verdicts, and the
-numbers as JSON for programs.
+"""The page of a comparison, and its numbers as JSON.
+
+It has overlaid curves with bands, each arm's settings, and the verdicts.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ HEAD = (
 
 
 class Setting(NamedTuple):
-    """An arm, what it was asked to be, and what its config has otherwise than the first arm's."""
+    """An arm, its requested settings, and its config's differences from the first arm."""
 
     arm: str
     title: str
@@ -48,7 +49,7 @@ class Setting(NamedTuple):
 
 
 def clean(value: Any) -> Any:
-    """The same with None for what is not a finite number: JSON knows no NaN."""
+    """Replace numbers that are not finite by None, because JSON has no NaN."""
     if isinstance(value, dict):
         return {key: clean(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -57,7 +58,7 @@ def clean(value: Any) -> Any:
 
 
 def format_number(value: float | None, form: str) -> str:
-    """A number in a table."""
+    """Format a number in a table; "-" if it is missing."""
     return "-" if value is None or not math.isfinite(value) else format(value, form)
 
 
@@ -75,7 +76,7 @@ class CurvePlot(NamedTuple):
 
 
 def _metric(name: str) -> Points:
-    """The metric of that name where a run wrote it."""
+    """Select a metric's points from the rows that have it."""
     return lambda cell: [(float(row["step"]), float(row[name])) for row in cell.rows if name in row]
 
 
@@ -91,7 +92,7 @@ CURVES = (
     CurvePlot("KL from target to reference", "nats a token (k3)", _metric("kl/target_ref_k3")),
     CurvePlot("Lag of trained tokens", "versions, mean", _metric("lag/mean")),
     CurvePlot("Effective sample size of the raw ratios", "share", _metric("is/target_ess")),
-    CurvePlot("KL from behaviour to target", "nats a token (k3)", _metric("kl/behavior_target_k3")),
+    CurvePlot("KL from behavior to target", "nats a token (k3)", _metric("kl/behavior_target_k3")),
     CurvePlot("Entropy", "nats a token", _metric("policy/entropy")),
     CurvePlot("Gradient norm", "before clipping", _metric("optim/grad_norm")),
     CurvePlot("Answer length", "tokens", _metric("answer/length")),
@@ -106,25 +107,26 @@ def curves(
     cells: Sequence[CellResult],
     points: Points,
 ) -> Any:
-    """One line an arm, the mean over seeds at each step, in a band from the lowest to the highest
-    seed.
-    """
+    """Plot the mean over seeds of each arm, in a band from the lowest to the highest."""
     import plotly.graph_objects as go
 
     figure = go.Figure()
     seeds = {cell.seed for cell in cells}
     for number, name in enumerate(arms):
-        at: dict[float, list[float]] = {}
+        by_step: dict[float, list[float]] = {}
         for cell in cells:
             if cell.arm == name:
                 for step, value in points(cell):
-                    at.setdefault(step, []).append(value)
-        steps = sorted(at)
+                    by_step.setdefault(step, []).append(value)
+        steps = sorted(by_step)
         colour = COLOURS[number % len(COLOURS)]
         if len(seeds) > 1 and steps:
             figure.add_scatter(
                 x=[*steps, *steps[::-1]],
-                y=[*(max(at[step]) for step in steps), *(min(at[step]) for step in steps[::-1])],
+                y=[
+                    *(max(by_step[step]) for step in steps),
+                    *(min(by_step[step]) for step in steps[::-1]),
+                ],
                 fill="toself",
                 fillcolor=colour,
                 opacity=0.15,
@@ -134,7 +136,7 @@ def curves(
             )
         figure.add_scatter(
             x=steps,
-            y=[mean(at[step]) for step in steps],
+            y=[mean(by_step[step]) for step in steps],
             name=name,
             mode="lines",
             line={"color": colour},
@@ -152,7 +154,7 @@ def curves(
 
 
 def bands(found: dict[str, Any], config: Config) -> str:
-    """What lines and bands of the curves are, and how sure one point of accuracy is."""
+    """Describe the lines and bands of the curves, and the interval of one accuracy."""
     seeds = len(found["seeds"])
     lines = (
         f"Lines: mean over {seeds} seeds; bands: from the lowest to the highest seed, no interval."
@@ -174,15 +176,15 @@ def bands(found: dict[str, Any], config: Config) -> str:
 
 
 def arm_rows(found: dict[str, Any]) -> list[list[str]]:
-    """The table of arms, as text."""
+    """Return the table of arms as text."""
     return [arm_row(name, arm) for name, arm in found["arms"].items()]
 
 
 def arm_row(name: str, arm: dict[str, Any]) -> list[str]:
-    """One arm, by HEAD."""
+    """Format one arm in the columns of HEAD."""
 
     def timed(key: str, form: str) -> str:
-        """A warm run's times are not those of a real one."""
+        """Put a warm run's times in brackets, as they differ from a real run's."""
         return (
             f"({format_number(arm[key], form)})" if arm["warm"] else format_number(arm[key], form)
         )
@@ -209,8 +211,10 @@ def arm_row(name: str, arm: dict[str, Any]) -> list[str]:
 
 
 def list_problems(cells: Sequence[CellResult], found: dict[str, Any]) -> list[str]:
-    """What is wrong with which run, then the likely cause of each arm's."""
-    runs = [f"{cell.arm}, seed {cell.seed}: {said}" for cell in cells for said in cell.trouble]
+    """List each run's problems, then the likely cause of each arm's."""
+    runs = [
+        f"{cell.arm}, seed {cell.seed}: {problem}" for cell in cells for problem in cell.trouble
+    ]
     return runs + [
         f"{name}: likely cause: {arm['cause']}"
         for name, arm in found["arms"].items()
@@ -219,15 +223,15 @@ def list_problems(cells: Sequence[CellResult], found: dict[str, Any]) -> list[st
 
 
 def samples(found: dict[str, Any]) -> str:
-    """Which arms trained the first one's samples, and how far the others' are from them."""
+    """Describe which arms trained the first arm's samples, and how far others differ."""
     same = "; ".join(
         f"{name} {sum(each)} of {len(each)} seeds" for name, each in found["same_data"].items()
     )
     return same + "".join(
-        f"; {name}, seed {seed}: {said}"
+        f"; {name}, seed {seed}: {difference}"
         for name, each in found["data_apart"].items()
-        for seed, said in zip(found["seeds"], each, strict=True)
-        if said
+        for seed, difference in zip(found["seeds"], each, strict=True)
+        if difference
     )
 
 
@@ -242,7 +246,7 @@ def write(
     settings: Sequence[Setting],
     config: Config,
 ) -> Path:
-    """DIR/report.html, comparison.json and the TensorBoard view of all arms."""
+    """Write DIR/report.html, comparison.json and the TensorBoard view of all arms."""
     arms = list(found["arms"])
     blob = json.dumps(clean(found))
     page = page_kit.render(
@@ -255,7 +259,7 @@ def write(
         size=config.learner.group_size,
         settings=settings,
         data=samples(found),
-        verdicts=[said["text"] for said in found["verdicts"]],
+        verdicts=[judged["text"] for judged in found["verdicts"]],
         trade=found["trade"],
         head=HEAD,
         table=arm_rows(found),
@@ -276,8 +280,8 @@ def write(
     )
     for path, text in ((directory / "report.html", page), (directory / "comparison.json", blob)):
         atomic_write.write(path, text)
-    asked = {setting.arm: f"{setting.title}; {setting.differs}" for setting in settings}
-    write_tensorboard(directory / "tensorboard", cells, asked)
+    settings_by_arm = {setting.arm: f"{setting.title}; {setting.differs}" for setting in settings}
+    write_tensorboard(directory / "tensorboard", cells, settings_by_arm)
     return directory / "report.html"
 
 
@@ -294,7 +298,7 @@ BOARD = (
 def write_tensorboard(
     directory: Path, cells: Sequence[CellResult], settings: Mapping[str, str]
 ) -> None:
-    """All arms side by side, with the hyperparameters view."""
+    """Write all arms side by side, with the hyperparameters view."""
     import shutil
 
     from tensorboardX import SummaryWriter

@@ -1,5 +1,7 @@
-"""What a sweep or a comparison says: while it runs a table that redraws, off a terminal a line for
-each finished run, on stderr; at its end a table.
+"""The terminal output of a sweep or a comparison.
+
+A redrawn table on a terminal, otherwise one line on stderr for each finished run, and a table at
+the end.
 """
 
 from __future__ import annotations
@@ -18,18 +20,18 @@ from asyncrl.records import metrics
 
 
 class ExperimentProgress(ABC):
-    """Use as a context; `on_event` is the callback of the runs and may be called from several
-    threads.
+    """Progress of many runs, as a context manager.
+
+    `on_event` is the callback of the runs and may be called from several threads.
     """
 
     def __init__(self, total: int) -> None:
         self.lock = threading.Lock()
         self.began = time.monotonic()
-        # runs; of them finished earlier, finished by now
-        self.total = total
-        self.before = 0
-        self.made = 0
-        self.now: dict[str, str] = {}  # run -> where it is
+        self.total = total  # runs
+        self.before = 0  # finished earlier
+        self.made = 0  # finished now
+        self.now: dict[str, str] = {}  # run -> its state
         self.live: Any = None
 
     def __enter__(self) -> Self:
@@ -49,13 +51,15 @@ class ExperimentProgress(ABC):
         if kind is KeyboardInterrupt:
             print(
                 f"interrupted with {self.before + self.made} of {self.total} runs finished; the "
-                "same command goes on from here",
+                "same command continues from here",
                 file=sys.stderr,
             )
 
     def on_event(self, name: str, event: dict[str, Any]) -> None:
-        """`name`: of the run; `event`: {"step", "accuracy"} along the way, {"done": True} at its
-        end.
+        """Take in a run's event.
+
+        name: the run.
+        event: {"step", "accuracy"} while it runs, {"done": True} at its end.
         """
         with self.lock:
             if "done" not in event:
@@ -63,33 +67,33 @@ class ExperimentProgress(ABC):
                 return
             self.now.pop(name, None)
             self.made += 1
-            said = self.finish_run(name)
+            outcome = self.finish_run(name)
             if self.live is None:
-                print(f"{name}: {said} ({self.state()})", file=sys.stderr, flush=True)
+                print(f"{name}: {outcome} ({self.state()})", file=sys.stderr, flush=True)
 
     def state(self) -> str:
-        left = self.total - self.before - self.made
-        seconds = (time.monotonic() - self.began) / max(self.made, 1) * left
-        ahead = f", about {seconds / 60:.0f} min to go" if self.made and left else ""
-        return f"{self.total - left} of {self.total}{ahead}"
+        remaining = self.total - self.before - self.made
+        seconds = (time.monotonic() - self.began) / max(self.made, 1) * remaining
+        time_left = f", about {seconds / 60:.0f} min to go" if self.made and remaining else ""
+        return f"{self.total - remaining} of {self.total}{time_left}"
 
     @abstractmethod
     def finish_run(self, name: str) -> str:
-        """Take note of a finished run; what is said of it."""
+        """Record a finished run and describe it."""
 
     @abstractmethod
     def table(self) -> Any:
-        """What the terminal shows."""
+        """Return the table for the terminal."""
 
 
 class SweepProgress(ExperimentProgress):
-    """Corrections x limits; a run is ARM-seedN or probe-limitK."""
+    """Progress by correction and limit; a run is ARM-seedN or probe-limitK."""
 
     def __init__(self, sweep: Sweep) -> None:
         super().__init__(len(sweep.plan.arms) * len(sweep.seeds) + len(sweep.plan.probes))
         self.sweep = sweep
         self.ends: dict[str, list[float]] = {}  # arm -> last accuracies of its finished runs
-        self.gone: dict[str, int] = {}  # arm -> runs given up
+        self.gone: dict[str, int] = {}  # arm -> runs that failed or were stopped early
         for arm in sweep.plan.arms:
             for seed in sweep.seeds:
                 if sweep.cells.path(name := sweep.name(arm, seed)).exists():
@@ -108,9 +112,9 @@ class SweepProgress(ExperimentProgress):
         if not arm:
             return "speed probe"
         self._end(arm, record)
-        gave = record["abandoned"] or record.get("failed", "")
+        stop_reason = record["abandoned"] or record.get("failed", "")
         return f"accuracy {self.ends[arm][-1]:.3f}" + (
-            f", given up at step {record['steps']}: {gave}" if gave else ""
+            f", stopped early at step {record['steps']}: {stop_reason}" if stop_reason else ""
         )
 
     def table(self) -> Any:
@@ -141,8 +145,9 @@ class SweepProgress(ExperimentProgress):
 
 
 class CompareProgress(ExperimentProgress):
-    """Arms x seeds; a run is ARM-seedN, and those in processes of their own are looked at in their
-    run directory.
+    """Progress by arm and seed; a run is ARM-seedN.
+
+    The state of real runs is read from their run directories.
     """
 
     def __init__(self, comparison: Comparison) -> None:
@@ -186,12 +191,12 @@ class CompareProgress(ExperimentProgress):
 
 
 def result(cell: CellResult) -> str:
-    """A finished run in a few characters."""
+    """Format a finished run in a few characters."""
     return f"{cell.final:.3f}{' !' if cell.trouble else ''}, {cell.summary['wall_s']:.0f} s"
 
 
 def run_state(rows: list[dict[str, Any]]) -> str:
-    """Where a run in processes of its own is, by its metrics."""
+    """Describe the state of a real run, from its metrics."""
     if not rows:
         return "-"
     known = [r["eval/heldout"] for r in rows if "eval/heldout" in r]
@@ -201,8 +206,9 @@ def run_state(rows: list[dict[str, Any]]) -> str:
 def print_table(
     head: Sequence[str], rows: Sequence[Sequence[str]], shown: dict[str, str], title: str
 ) -> None:
-    """The columns of a page's table that fit a terminal, on stdout.  shown: their names in `head`
-    and here; the first one is never cut.
+    """Print the columns of a page's table that fit a terminal.
+
+    shown: their names in `head` -> their names here; the first is never cut.
     """
     from rich import box
     from rich.console import Console
@@ -226,8 +232,9 @@ def print_table(
 def print_beside(
     head: Sequence[str], rows: Sequence[Sequence[str]], names: Sequence[str], more: Sequence[str]
 ) -> None:
-    """A second table, of what is not the accuracy that was trained for: columns `names`, and those
-    of `more` that any row has.
+    """Print a second table with measures other than the trained accuracy.
+
+    Its columns are `names`, and those of `more` that any row has.
     """
     known = [h for h in more if any(row[head.index(h)] != "-" for row in rows)]
     if known:

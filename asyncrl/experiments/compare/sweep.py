@@ -1,9 +1,9 @@
-"""`asyncrl sweep`: staleness limits x corrections, each cell over several seeds in warm processes,
-and which limit to choose.
+"""`asyncrl sweep`: staleness limits x corrections, and which limit to choose.
 
-Every cell is a run of serial.py: the real store, admission, engine and learner by turns.  With
-injected lag k every ticket is written with weights k versions old; with natural lag the engine goes
-on writing while an update runs, as far as the limit lets it."""
+Every cell is a run of serial.py over several seeds, in warm processes, with the real store,
+admission, engine and learner. With injected lag k, every ticket is sampled with weights k versions
+old. With natural lag, the engine continues during an update as far as the limit allows.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from asyncrl.experiments.one_process import needs_own_process
 
 SYNC = "sync"
 PROBE_STEPS = 12
-SWEPT_KEYS = ("staleness.max_lag", "staleness.inject")  # what the limits of the cells set
+SWEPT_KEYS = ("staleness.max_lag", "staleness.inject")  # set by the limits of the cells
 CORRECTIONS = methods.CORRECTIONS
 
 
 def parse_correction(text: str) -> Arm:
-    """`NAME` of CORRECTIONS, or `NAME:key=value,...`, as an arm of compare.  Raises ConfigError."""
+    """Parse `NAME` or `NAME:key=value,...` as an arm. Raises ConfigError."""
     arm = parse_arm(text, "--correction")
     if arm.same_as:
         raise ConfigError(
@@ -37,15 +37,15 @@ def parse_correction(text: str) -> Arm:
 
 
 def parse_limits(text: str, injected: bool) -> list[float]:
-    """`0,1,2,4` or `1,inf`; ascending, each once.  Raises ConfigError."""
+    """Parse `0,1,2,4` or `1,inf` into sorted limits. Raises ConfigError."""
     try:
-        found = [float(x) for x in text.split(",")]
+        limits = [float(x) for x in text.split(",")]
     except ValueError:
         raise ConfigError(
             f"--limits {text}: write whole numbers separated by commas, for instance 0,1,2,4 (inf: "
             "no limit)"
         ) from None
-    for limit in found:
+    for limit in limits:
         if math.isnan(limit) or limit < 0 or (not math.isinf(limit) and limit != int(limit)):
             raise ConfigError(
                 f"--limits {text}: {limit:g} is neither a whole number from 0 on nor inf"
@@ -55,9 +55,9 @@ def parse_limits(text: str, injected: bool) -> list[float]:
                 f"--limits {text}: a lag of inf cannot be injected; leave --inject out for natural "
                 "lag"
             )
-    if len(set(found)) < len(found):
+    if len(set(limits)) < len(limits):
         raise ConfigError(f"--limits {text}: a limit is given twice")
-    return sorted(found)
+    return sorted(limits)
 
 
 def label(limit: float) -> str:
@@ -66,14 +66,17 @@ def label(limit: float) -> str:
 
 @dataclass
 class SweepPlan:
-    """What a sweep runs: (correction, limit) -> arm; arms with equal configs are run once."""
+    """The runs of a sweep: (correction, limit) -> arm.
+
+    Arms with equal configs run once.
+    """
 
     corrections: dict[str, list[str]]
     limits: list[float]
     injected: bool
     arms: dict[str, Config] = field(default_factory=dict)  # name -> config; the first is `sync`
     cell: dict[tuple[str, float], str] = field(default_factory=dict)
-    # limit -> a short run at natural lag, for its speed
+    # limit -> a short run at natural lag that measures its speed
     probes: dict[float, Config] = field(default_factory=dict)
 
 
@@ -84,12 +87,13 @@ def limit_sets(limit: float, injected: bool) -> list[str]:
 
 
 def check(name: str, items: Sequence[str], names: Sequence[str]) -> None:
-    """A correction's name is its own among all `names`, and its items leave alone what all cells
-    share.  Raises ConfigError.
+    """Raise ConfigError for a correction that cannot be in this sweep.
+
+    Its name must be unique among `names`, and its items must leave the shared keys alone.
     """
     if names.count(name) > 1:
         raise ConfigError(
-            f"--correction {name}: given twice; give the second a name of its own, as in "
+            f"--correction {name}: given twice; give the second another name, as in "
             f"NAME:method={name if name in CORRECTIONS else 'tis'},key=value"
         )
     if name == SYNC:
@@ -113,17 +117,15 @@ def plan(
     *,
     injected: bool,
 ) -> SweepPlan:
-    """Every config of the sweep, every mistake found before anything starts.  Raises
-    ConfigError.
-    """
+    """Resolve every config of the sweep before anything starts. Raises ConfigError."""
     base = load.load(source, sets)
     if base.staleness.inject is not None:
         raise ConfigError(
             "staleness.inject: the sweep sets it; leave it out of the config and give --inject"
         )
-    if why := needs_own_process(base):
-        raise ConfigError(why)
-    out = SweepPlan(
+    if reason := needs_own_process(base):
+        raise ConfigError(reason)
+    result = SweepPlan(
         dict(corrections),
         list(limits),
         injected,
@@ -137,7 +139,7 @@ def plan(
                 config = load.load(source, [*sets, *items, *limit_sets(limit, injected)])
             except ConfigError as error:
                 raise ConfigError(f"--correction {name}, limit {label(limit)}: {error}") from error
-            twin = next((n for n, other in out.arms.items() if other == config), None)
+            twin = next((n for n, other in result.arms.items() if other == config), None)
             if (
                 twin is not None
                 and (limit > 0 or twin != SYNC)
@@ -148,39 +150,42 @@ def plan(
                     "leave one out"
                 )
             arm = twin or f"{name}-limit{label(limit)}"
-            out.arms.setdefault(arm, config)
-            out.cell[name, limit] = arm
-    short = [
+            result.arms.setdefault(arm, config)
+            result.cell[name, limit] = arm
+    probe_sets = [
         "evaluation.every=0",
         "evaluation.final_prompts=1",
         "evaluation.ood_prompts=0",
         f"learner.steps={min(PROBE_STEPS, base.learner.steps)}",
     ]
-    out.probes = {
-        x: load.load(source, [*sets, *short, f"staleness.max_lag={label(x)}"])
+    result.probes = {
+        x: load.load(source, [*sets, *probe_sets, f"staleness.max_lag={label(x)}"])
         for x in sorted({0.0, *limits})
     }
-    return out
+    return result
 
 
 class Sweep:
-    """A sweep in its directory.  Raises ConfigError when the directory holds another one."""
+    """A sweep in its directory.
+
+    Raises ConfigError if the directory holds another one.
+    """
 
     def __init__(
-        self, directory: Path, what: SweepPlan, seeds: int, say: Callable[[str], None]
+        self, directory: Path, sweep_plan: SweepPlan, seeds: int, say: Callable[[str], None]
     ) -> None:
         self.directory = directory
-        self.plan = what
+        self.plan = sweep_plan
         self.say = say
-        self.seeds = [what.arms[SYNC].seed + i for i in range(seeds)]
+        self.seeds = [sweep_plan.arms[SYNC].seed + i for i in range(seeds)]
         self.cells = warm_pool.CellStore(directory)
-        written = {"arms": configs_as_json(what.arms)}
+        written = {"arms": configs_as_json(sweep_plan.arms)}
         path = directory / "sweep.json"
         if path.exists():
-            before = comparison.upgrade_arms(json.loads(path.read_text(encoding="utf-8"))["arms"])
-            common = {n: before[n] for n in before if n in written["arms"]}
+            previous = comparison.upgrade_arms(json.loads(path.read_text(encoding="utf-8"))["arms"])
+            common = {n: previous[n] for n in previous if n in written["arms"]}
             refuse_other(directory, "sweep", common, {n: written["arms"][n] for n in common})
-            written["arms"] = before | written["arms"]
+            written["arms"] = previous | written["arms"]
         directory.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(written, indent=1), encoding="utf-8")
 
@@ -191,13 +196,14 @@ class Sweep:
     def run(
         self,
         workers: int,
-        tell: warm_pool.Tell,
+        on_event: warm_pool.EventCallback,
         *,
         first: Sequence[float] = (),
         abandon: bool = True,
     ) -> None:
-        """Speed probes, then seed by seed the arms; limits in `first` get all their seeds before
-        the others start.
+        """Run the speed probes, then all arms seed by seed.
+
+        Limits in `first` get all their seeds before the others start.
         """
         for limit, config in self.plan.probes.items():
             self.cells.add(f"probe-limit{label(limit)}", config, config.seed)
@@ -215,4 +221,4 @@ class Sweep:
                 f"{len(self.cells.configs) - missing} of {len(self.cells.configs)} runs are "
                 "finished already"
             )
-        self.cells.run(workers, tell, abandon=abandon)
+        self.cells.run(workers, on_event, abandon=abandon)

@@ -1,5 +1,7 @@
-"""What a sweep found: each cell against the synchronous run, the speed of each limit, and the limit
-to choose, with its reason.
+"""The results of a sweep.
+
+Each cell against the synchronous run, the speed of each limit, and the suggested limit with its
+reason.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from asyncrl.experiments.compare.sweep import SWEPT_KEYS, SYNC, Sweep, SweepPlan
 
 ESS_LEAST = 0.5
 ESS_WINDOW = 10
-MARGIN = 0.05  # accuracy that a limit may cost
+MARGIN = 0.05  # accuracy that a suggested limit may cost
 
 
 def rule(margin: float) -> str:
@@ -36,8 +38,9 @@ def rule(margin: float) -> str:
 
 
 def curve(record: dict[str, Any], last: int) -> tuple[list[float], list[float]]:
-    """Steps and accuracies; an abandoned or failed run keeps its last accuracy up to step
-    `last`.
+    """Return steps and accuracies of a run.
+
+    A run that failed or stopped early keeps its last accuracy up to step `last`.
     """
     steps, accuracy = record["accuracy"]
     return (
@@ -48,8 +51,9 @@ def curve(record: dict[str, Any], last: int) -> tuple[list[float], list[float]]:
 
 
 def ess(rows: Sequence[dict[str, float]]) -> float:
-    """Lowest mean over ESS_WINDOW steps in a row of the ESS of the raw ratios target/behaviour; nan
-    without rows.
+    """Return the lowest mean over ESS_WINDOW consecutive steps of the ESS.
+
+    It is the ESS of the raw ratios target/behavior; nan without rows.
     """
     shares = verdict.series(rows, "is/target_ess")
     width = min(ESS_WINDOW, len(shares))
@@ -59,55 +63,62 @@ def ess(rows: Sequence[dict[str, float]]) -> float:
 
 
 def ood(record: dict[str, Any], last: int) -> tuple[float, float]:
-    """Out-of-distribution accuracy at the start and after step `last`; nan where it was not
-    measured: a run that was given up has no end.
+    """Return out-of-distribution accuracy at the start and after step `last`.
+
+    nan where it was not measured; a run that stopped early has no end.
     """
-    found = dict(zip(*record.get("ood", ([], [])), strict=True))
-    return found.get(0.0, math.nan), found.get(float(last), math.nan)
+    by_step = dict(zip(*record.get("ood", ([], [])), strict=True))
+    return by_step.get(0.0, math.nan), by_step.get(float(last), math.nan)
 
 
 def instability_reasons(record: dict[str, Any]) -> list[str]:
-    """Why a run counts as unstable; empty: stable."""
-    found = verdict.stability(record["accuracy"][1], record["curve"])
-    return found + ([f"failed: {record['failed']}"] if record.get("failed") else [])
+    """Return why a run counts as unstable; empty if it is stable."""
+    problems = verdict.stability(record["accuracy"][1], record["curve"])
+    return problems + ([f"failed: {record['failed']}"] if record.get("failed") else [])
 
 
 def lost_share(record: dict[str, Any]) -> float:
-    """Share of the generated tokens that were neither trained nor left over when the run ended."""
+    """Share of generated tokens neither trained nor left over at the run's end."""
     lines = {name: line["tokens"] for name, line in record["ledger_lines"].items()}
     total = sum(lines.values())
     return 1 - (lines.get("trained", 0) + lines.get("left_over", 0)) / total if total else 0.0
 
 
 def sum_ledgers(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """The ledger's lines over all seeds: tokens, and tokens by answer length."""
-    out: dict[str, dict[str, float]] = {}
+    """Sum the ledger's lines over all seeds: tokens, and tokens by length."""
+    totals: dict[str, dict[str, float]] = {}
     for record in records:
         for name, line in record["ledger_lines"].items():
-            mine = out.setdefault(name, {})
+            total = totals.setdefault(name, {})
             for size, tokens in line.items():
                 if size == "tokens" or "upto_" in size:
-                    mine[size] = mine.get(size, 0) + tokens
-    return {name: line for name, line in out.items() if line.get("tokens")}
+                    total[size] = total.get(size, 0) + tokens
+    return {name: line for name, line in totals.items() if line.get("tokens")}
 
 
 def analyse(sweep: Sweep, margin: float = MARGIN) -> dict[str, Any]:
-    """Everything the page and `--json` say, from the cells that are finished; an unfinished grid
-    shows what it has.  margin: accuracy that a suggested limit may cost.
+    """Return everything that the page and `--json` contain, from the finished cells.
+
+    margin: accuracy that a suggested limit may cost.
     """
     plan = sweep.plan
     records = {arm: finished(sweep, arm) for arm in plan.arms}
     speed = speeds(sweep)
     cells = []
-    found = {}
+    differences = {}
     for (correction, limit), arm in plan.cell.items():
-        got = {seed: record for seed, record in records[arm].items() if seed in records[SYNC]}
-        if not got:
+        runs_by_seed = {
+            seed: record for seed, record in records[arm].items() if seed in records[SYNC]
+        }
+        if not runs_by_seed:
             continue
-        cell = summarize_cell(got, records[SYNC], plan.arms[SYNC])
+        cell = summarize_cell(runs_by_seed, records[SYNC], plan.arms[SYNC])
         if arm != SYNC:
-            found[arm] = cell["difference"]
-        runs = [warm_cell(arm, seed, got[seed], plan.arms[arm]) for seed in sorted(got)]
+            differences[arm] = cell["difference"]
+        runs = [
+            warm_cell(arm, seed, runs_by_seed[seed], plan.arms[arm])
+            for seed in sorted(runs_by_seed)
+        ]
         cells.append(
             {
                 "signs": signs_of(runs),
@@ -120,10 +131,10 @@ def analyse(sweep: Sweep, margin: float = MARGIN) -> dict[str, Any]:
                 **cell,
             }
         )
-    verdict.holm(found)
+    verdict.holm(differences)
     for cell in cells:
         cell["difference"] = difference_as_json(cell["difference"])
-    out = {
+    result = {
         "corrections": list(plan.corrections),
         "limits": [label(limit) for limit in plan.limits],
         "injected": plan.injected,
@@ -133,11 +144,11 @@ def analyse(sweep: Sweep, margin: float = MARGIN) -> dict[str, Any]:
         "sync": _cell(list(records[SYNC].values()), plan.arms[SYNC].learner.steps),
         "cells": cells,
     }
-    return out | {"suggestion": suggest(out, plan, margin)}
+    return result | {"suggestion": suggest(result, plan, margin)}
 
 
 def finished(sweep: Sweep, arm: str) -> dict[int, dict[str, Any]]:
-    """seed -> the record of an arm's run, of those that are there."""
+    """Return the records of an arm's finished runs, by seed."""
     names = {seed: sweep.name(arm, seed) for seed in sweep.seeds}
     return {
         seed: sweep.cells.read(name)
@@ -147,23 +158,23 @@ def finished(sweep: Sweep, arm: str) -> dict[int, dict[str, Any]]:
 
 
 def summarize_cell(
-    got: dict[int, dict[str, Any]], sync: dict[int, dict[str, Any]], base: Config
+    runs_by_seed: dict[int, dict[str, Any]], sync: dict[int, dict[str, Any]], base: Config
 ) -> dict[str, Any]:
-    """One arm over its seeds, and its `difference` to the synchronous run of the same seeds."""
+    """Summarize one arm, with its `difference` from the synchronous run."""
     last = base.learner.steps
-    cell = _cell([got[seed] for seed in sorted(got)], last)
-    other = [_cell([sync[seed]], last)["each"][0] for seed in sorted(got)]
+    cell = _cell([runs_by_seed[seed] for seed in sorted(runs_by_seed)], last)
+    other = [_cell([sync[seed]], last)["each"][0] for seed in sorted(runs_by_seed)]
     return cell | {"difference": verdict.paired(cell["each"], other, base.evaluation.final_prompts)}
 
 
 def _cell(records: Sequence[dict[str, Any]], last: int) -> dict[str, Any]:
-    """One arm over its seeds."""
+    """Summarize one arm over its seeds."""
     curves = [curve(record, last) for record in records]
     ends = [accuracy[-1] for _, accuracy in curves]
     lags = lag_histogram(records)
     total = max(sum(lags.values()), 1)
-    said = [instability_reasons(record) for record in records]
-    far = [ood(record, last) for record in records]
+    reasons = [instability_reasons(record) for record in records]
+    ood_pairs = [ood(record, last) for record in records]
     kl = [x for record in records for x in verdict.series(record["curve"], "kl/behavior_target_k3")]
     return {
         "seeds": len(records),
@@ -172,14 +183,16 @@ def _cell(records: Sequence[dict[str, Any]], last: int) -> dict[str, Any]:
         "area": mean([verdict.area(steps, accuracy) for steps, accuracy in curves]),
         "ess": min((ess(record["curve"]) for record in records), default=math.nan),
         "kl": max(kl, default=math.nan),
-        "ood_start": mean(finite_values(start for start, _ in far)),
-        "ood_end": mean(finite_values(end for _, end in far)),
-        "ood_each": [end for _, end in far],
+        "ood_start": mean(finite_values(start for start, _ in ood_pairs)),
+        "ood_end": mean(finite_values(end for _, end in ood_pairs)),
+        "ood_each": [end for _, end in ood_pairs],
         "kl_ref": mean(finite_values(reference_kl(record["curve"]) for record in records)),
         "lag": sum(lag * tokens for lag, tokens in lags.items()) / total,
         "lag_max": max(lags, default=0),
-        "unstable": sum(map(bool, said)),
-        "trouble": sorted({sentence.split(":")[0] for each in said for sentence in each}),
+        "unstable": sum(map(bool, reasons)),
+        "trouble": sorted(
+            {sentence.split(":")[0] for run_reasons in reasons for sentence in run_reasons}
+        ),
         "abandoned": [
             record["steps"] for record in records if record["abandoned"] or record.get("failed")
         ],
@@ -193,7 +206,7 @@ def _cell(records: Sequence[dict[str, Any]], last: int) -> dict[str, Any]:
 
 
 def lag_histogram(records: Sequence[dict[str, Any]]) -> dict[int, int]:
-    """lag -> trained tokens of all seeds."""
+    """Sum the trained tokens of all seeds by lag."""
     lags: dict[int, int] = {}
     for record in records:
         for lag, tokens in record["lag_histogram"].items():
@@ -201,22 +214,24 @@ def lag_histogram(records: Sequence[dict[str, Any]]) -> dict[int, int]:
     return lags
 
 
-def difference_as_json(found: verdict.PairedDifference) -> dict[str, Any]:
-    """A difference to the synchronous run as the JSON has it."""
+def difference_as_json(difference: verdict.PairedDifference) -> dict[str, Any]:
+    """Convert a difference from the synchronous run to its JSON form."""
     return {
-        "mean": found.mean,
-        "sd": found.sd,
-        "interval": [found.low, found.high],
-        "p": found.adjusted,
-        "verdict": "no verdict" if found.seeds < 2 else found.verdict_word(),
-        "interval_other_prompts": [found.prompt_low, found.prompt_high],
-        "detectable": verdict.detectable(found.sd, found.seeds),
+        "mean": difference.mean,
+        "sd": difference.sd,
+        "interval": [difference.low, difference.high],
+        "p": difference.adjusted,
+        "verdict": "no verdict" if difference.seeds < 2 else difference.verdict_word(),
+        "interval_other_prompts": [difference.prompt_low, difference.prompt_high],
+        "detectable": verdict.detectable(difference.sd, difference.seeds),
     }
 
 
 def speeds(sweep: Sweep) -> dict[str, float]:
-    """limit -> speed against limit 0, in decode steps of short runs at natural lag with learner and
-    generators equally fast.
+    """Return the speed of each limit relative to limit 0.
+
+    It is measured in decode steps of short runs at natural lag, with learner and generators equally
+    fast.
     """
     clocks = {}
     for limit in sweep.plan.probes:
@@ -229,13 +244,13 @@ def speeds(sweep: Sweep) -> dict[str, float]:
 
 
 def format_difference(cell: dict[str, Any]) -> str:
-    """A cell's difference to the synchronous run, with its interval."""
+    """Format a cell's difference from the synchronous run, with its interval."""
     low, high = cell["difference"]["interval"]
     return f"{cell['difference']['mean']:+.3f} [{low:+.3f}, {high:+.3f}]"
 
 
 def judge(cell: dict[str, Any], margin: float = MARGIN) -> str:
-    """Why a cell cannot be suggested; empty: it can."""
+    """Return why a cell cannot be suggested; empty if it can."""
     against = cell["difference"]
     low, high = against["interval"]
     if cell["seeds"] < 2:
@@ -255,7 +270,10 @@ def judge(cell: dict[str, Any], margin: float = MARGIN) -> str:
 
 
 def undecided(cell: dict[str, Any], margin: float) -> str:
-    """What a cell says whose seeds are too few, and how many would tell; empty: they are not."""
+    """Describe a cell that has too few seeds, and how many are needed.
+
+    Empty if it has enough.
+    """
     against = cell["difference"]
     low, high = against["interval"]
     settled = cell["unstable"] or high < 0 or low > -margin or against["mean"] <= -margin
@@ -263,17 +281,20 @@ def undecided(cell: dict[str, Any], margin: float) -> str:
         return ""
     need = verdict.seeds_needed(against["mean"] + margin, against["sd"])
     more = f"about {need}" if need else "more than any practical number of"
-    said = f"accuracy {format_difference(cell)} at {cell['seeds']} seeds says nothing"
-    return f"{said}; {more} seeds would tell"
+    result = f"accuracy {format_difference(cell)} at {cell['seeds']} seeds decides nothing"
+    return f"{result}; {more} seeds would decide"
 
 
 class LimitChoice(NamedTuple):
-    """The largest limit of one correction that passes; best: its cell, None: no limit does."""
+    """The largest limit of one correction that passes.
+
+    best: its cell, None if no limit passes.
+    """
 
     cells: list[dict[str, Any]]  # by limit
     best: dict[str, Any] | None
     why_not_more: str
-    open: str  # the smallest limit, where none passes and its seeds are too few to say so
+    open: str  # if none passes: the smallest limit with too few seeds to decide
 
     @property
     def limit(self) -> str | None:
@@ -282,101 +303,104 @@ class LimitChoice(NamedTuple):
         return None if self.open else "0"
 
 
-def choice(found: dict[str, Any], correction: str, margin: float) -> LimitChoice:
+def choice(result: dict[str, Any], correction: str, margin: float) -> LimitChoice:
     cells = sorted(
-        (c for c in found["cells"] if c["correction"] == correction and c["limit"] != "0"),
+        (c for c in result["cells"] if c["correction"] == correction and c["limit"] != "0"),
         key=lambda cell: float(cell["limit"]),
     )
     good = [cell for cell in cells if not judge(cell, margin)]
     best = good[-1] if good else None
     least = float(best["limit"]) if best else -math.inf
-    over = next((cell for cell in cells if float(cell["limit"]) > least), None)
+    next_cell = next((cell for cell in cells if float(cell["limit"]) > least), None)
     unclear = [(cell["limit"], undecided(cell, margin)) for cell in cells if not good]
     return LimitChoice(
         cells,
         best,
-        f"at limit {over['limit']}: {judge(over, margin)}" if over else "",
-        next((f"at limit {limit}: {said}" for limit, said in unclear if said), ""),
+        f"at limit {next_cell['limit']}: {judge(next_cell, margin)}" if next_cell else "",
+        next((f"at limit {limit}: {reason_}" for limit, reason_ in unclear if reason_), ""),
     )
 
 
-def suggest(found: dict[str, Any], plan: SweepPlan, margin: float = MARGIN) -> dict[str, Any]:
-    """The limit and correction to choose, by `rule`; ties go to the higher mean accuracy.  `set` is
-    to be pasted; limit None: the seeds are too few for a suggestion.
+def suggest(analysis: dict[str, Any], plan: SweepPlan, margin: float = MARGIN) -> dict[str, Any]:
+    """Choose the limit and correction by `rule`; ties go to the higher mean accuracy.
+
+    `set` is for pasting. limit is None if there are too few seeds for a suggestion.
     """
-    each = {name: choice(found, name, margin) for name in plan.corrections}
-    if len(found["seeds"]) < 2:
+    choices = {name: choice(analysis, name, margin) for name in plan.corrections}
+    if len(analysis["seeds"]) < 2:
         return {
             "limit": None,
             "set": "",
             "reason": "one seed: no interval, so no limit can be suggested; use --seeds 3 or more",
-            "by_correction": dict.fromkeys(each),
+            "by_correction": dict.fromkeys(choices),
             "rule": rule(margin),
         }
-    out = {
+    result = {
         "by_correction": {
-            name: {"limit": made.limit, "why_not_more": made.why_not_more}
-            for name, made in each.items()
+            name: {"limit": chosen.limit, "why_not_more": chosen.why_not_more}
+            for name, chosen in choices.items()
         },
         "rule": rule(margin),
     }
-    able = [(name, made.best) for name, made in each.items() if made.best]
-    unclear = [f"{name}, {made.open}" for name, made in each.items() if made.open]
-    if not able and unclear:
-        return out | {
+    passing = [(name, chosen.best) for name, chosen in choices.items() if chosen.best]
+    unclear = [f"{name}, {chosen.open}" for name, chosen in choices.items() if chosen.open]
+    if not passing and unclear:
+        return result | {
             "limit": None,
             "correction": None,
             "set": "",
             "reason": f"no limit is suggested: none has an interval above -{margin:g} "
             f"({'; '.join(unclear)})",
         }
-    if not able:
-        why = "; ".join(
-            f"{name}: {made.why_not_more}" for name, made in each.items() if made.why_not_more
+    if not passing:
+        reasons = "; ".join(
+            f"{name}: {chosen.why_not_more}"
+            for name, chosen in choices.items()
+            if chosen.why_not_more
         )
-        return out | {
+        return result | {
             "limit": "0",
             "correction": None,
             "set": "--set staleness.max_lag=0",
-            "reason": f"no limit above 0 passes ({why}): stay synchronous",
+            "reason": f"no limit above 0 passes ({reasons}): stay synchronous",
         }
-    name, best = max(able, key=lambda pair: (float(pair[1]["limit"]), pair[1]["final"]))
-    return out | {
+    name, best = max(passing, key=lambda pair: (float(pair[1]["limit"]), pair[1]["final"]))
+    return result | {
         "limit": best["limit"],
         "correction": name,
         "set": set_arguments(plan, name, float(best["limit"])),
-        "reason": reason(name, best, each[name], margin),
+        "reason": reason(name, best, choices[name], margin),
     }
 
 
-def reason(name: str, best: dict[str, Any], made: LimitChoice, margin: float) -> str:
-    """Why this limit, what it gives, and what speaks against more."""
-    said = (
+def reason(name: str, best: dict[str, Any], chosen: LimitChoice, margin: float) -> str:
+    """Explain the choice: its accuracy and speed, and the objection to a higher limit."""
+    text = (
         f"limit {best['limit']} with {name}: accuracy {format_difference(best)} against sync at "
         f"{best['seeds']} seeds, ESS stays at {best['ess']:.2f} and more, every run stable"
     )
     if not math.isnan(best["speed"]):
-        said += (
+        text += (
             f"; {best['speed']:.2f} times the speed of sync if learner and generators are "
             "equally fast"
         )
     small = next(
         (
             cell
-            for cell in made.cells
+            for cell in chosen.cells
             if not judge(cell, margin) and cell["speed"] >= 0.98 * best["speed"]
         ),
         best,
     )
     if small is not best:
-        said += f"; limit {small['limit']} is as fast there"
-    if made.why_not_more:
-        said += f"; {made.why_not_more}"
-    return said
+        text += f"; limit {small['limit']} is as fast there"
+    if chosen.why_not_more:
+        text += f"; {chosen.why_not_more}"
+    return text
 
 
 def set_arguments(plan: SweepPlan, correction: str, limit: float) -> str:
-    """What differs from the config as it is, as `--set` words."""
+    """Return the differences from the original config as `--set` arguments."""
     arm = flatten_config(layers.read_keys(plan.arms[plan.cell[correction, limit]]))
     base = flatten_config(msgspec.to_builtins(plan.arms[SYNC]))
     words = [("staleness.max_lag", label(limit))]
@@ -387,11 +411,11 @@ def set_arguments(plan: SweepPlan, correction: str, limit: float) -> str:
 
 
 def flatten_config(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`a.b` -> value, of a config as nested dicts."""
-    out: dict[str, Any] = {}
+    """Flatten a config of nested dicts to `a.b` -> value."""
+    leaves: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
-            out |= flatten_config(value, f"{prefix}{key}.")
+            leaves |= flatten_config(value, f"{prefix}{key}.")
         else:
-            out[f"{prefix}{key}"] = value
-    return out
+            leaves[f"{prefix}{key}"] = value
+    return leaves

@@ -1,5 +1,6 @@
-"""The page of a sweep: heat maps, the frontier of speed and stability, curves, every cell; a small
-file without scripts.
+"""The page of a sweep: a small HTML file without scripts.
+
+It has heat maps, speed against accuracy, curves, and every cell.
 """
 
 from __future__ import annotations
@@ -39,16 +40,16 @@ HEAD = (
 )
 
 
-Cell = dict[str, Any]  # as sweep_analysis makes it: one correction at one limit, over its seeds
+Cell = dict[str, Any]  # of sweep_analysis: one correction at one limit, over its seeds
 
 
 def cell_rows(found: dict[str, Any]) -> list[list[str]]:
-    """The table of cells, as text."""
+    """Return the table of cells as text."""
     return [cell_row(cell) for cell in found["cells"]]
 
 
 def cell_row(cell: Cell) -> list[str]:
-    """One cell, by HEAD."""
+    """Format one cell in the columns of HEAD."""
     against = cell["difference"]
     low, high = against["interval"]
     return [
@@ -80,7 +81,7 @@ def cell_name(cell: Cell) -> str:
 
 
 def shade_color(value: float, low: float, high: float) -> str:
-    """Background from red (low) over yellow to green (high)."""
+    """Return a background from red (low) over yellow to green (high)."""
     if not math.isfinite(value):
         return "#f3f4f6"
     share = min(1.0, max(0.0, (value - low) / max(high - low, 1e-9)))
@@ -94,30 +95,31 @@ def heat(
     low: float,
     high: float,
 ) -> str:
-    """Corrections down, limits across, as a table with coloured cells.  below: the small text under
-    the value.
+    """Build a table with colored cells: corrections down, limits across.
+
+    below: returns the small text under the value.
     """
-    at = {(cell["correction"], cell["limit"]): cell for cell in found["cells"]}
-    what = "injected lag" if found["injected"] else "limit"
-    heads = "".join(f"<th>{what} {limit}</th>" for limit in found["limits"])
-    out = [f"<table class='map'><tr><th></th>{heads}</tr>"]
+    cells = {(cell["correction"], cell["limit"]): cell for cell in found["cells"]}
+    axis = "injected lag" if found["injected"] else "limit"
+    heads = "".join(f"<th>{axis} {limit}</th>" for limit in found["limits"])
+    parts = [f"<table class='map'><tr><th></th>{heads}</tr>"]
     for correction in found["corrections"]:
-        out.append(f"<tr><th style='text-align:left'>{escape(correction)}</th>")
+        parts.append(f"<tr><th style='text-align:left'>{escape(correction)}</th>")
         for limit in found["limits"]:
-            cell = at.get((correction, limit))
+            cell = cells.get((correction, limit))
             if cell is None:
-                out.append("<td></td>")
+                parts.append("<td></td>")
                 continue
             color = shade_color(value(cell), low, high)
-            out.append(
+            parts.append(
                 f"<td style='background:{color}'>{value(cell):.2f}<small>{below(cell)}</small></td>"
             )
-        out.append("</tr>")
-    return "".join(out) + "</table>"
+        parts.append("</tr>")
+    return "".join(parts) + "</table>"
 
 
 def accuracy_map(found: dict[str, Any]) -> str:
-    """Accuracy at the end, the difference to the synchronous run, runs that were unstable."""
+    """Build the map of final accuracy, difference from sync and unstable runs."""
 
     def cell_note(cell: Cell) -> str:
         against = cell["difference"]
@@ -131,7 +133,7 @@ def accuracy_map(found: dict[str, Any]) -> str:
 
 
 def ess_map(found: dict[str, Any]) -> str:
-    """Lowest ESS, and the largest KL from behaviour to target."""
+    """Build the map of the lowest ESS and the largest KL from behavior to target."""
     return heat(
         found,
         lambda cell: float(cell["ess"]),
@@ -145,7 +147,7 @@ def ess_map(found: dict[str, Any]) -> str:
 
 
 def colours(found: dict[str, Any]) -> dict[str, str]:
-    """correction -> its colour in every plot."""
+    """Assign each correction its color in every plot."""
     return {
         name: page_kit.MORE_COLOURS[number % len(page_kit.MORE_COLOURS)]
         for number, name in enumerate(found["corrections"])
@@ -153,8 +155,9 @@ def colours(found: dict[str, Any]) -> dict[str, str]:
 
 
 def frontier(found: dict[str, Any]) -> str:
-    """Accuracy at the end against speed, the best of each limit labelled; empty where no speed was
-    measured.
+    """Plot final accuracy against speed, with the best of each limit labeled.
+
+    Empty if no speed was measured.
     """
     colour = colours(found)
     timed = [cell for cell in found["cells"] if math.isfinite(cell["speed"])]
@@ -187,12 +190,12 @@ def frontier(found: dict[str, Any]) -> str:
 
 
 def curves(found: dict[str, Any]) -> list[str]:
-    """A plot a limit: accuracy over training, one line a correction."""
+    """Plot accuracy over training: one plot a limit, one line a correction."""
     colour = colours(found)
-    what = "injected lag" if found["injected"] else "limit"
+    axis = "injected lag" if found["injected"] else "limit"
     return [
         svg(
-            f"{what} {limit}",
+            f"{axis} {limit}",
             [
                 PlotLine(
                     cell["correction"],
@@ -211,8 +214,9 @@ def curves(found: dict[str, Any]) -> list[str]:
 
 
 def mean_curve(curves: Sequence[tuple[list[float], list[float]]]) -> list[tuple[float, float]]:
-    """Mean over seeds at each step that any of them has; one that was given up keeps its last
-    accuracy.
+    """Return the mean over seeds at each step that any seed has.
+
+    A seed that stopped early keeps its last accuracy.
     """
     every = sorted({step for steps, _ in curves for step in steps})
 
@@ -224,7 +228,7 @@ def mean_curve(curves: Sequence[tuple[list[float], list[float]]]) -> list[tuple[
 
 
 def color_legend(found: dict[str, Any]) -> str:
-    """Which colour is which correction."""
+    """Build the legend of the corrections' colors."""
     return "".join(
         f"<span><b style='color:{colour}'>&#9632;</b> {escape(name)}</span>"
         for name, colour in colours(found).items()
@@ -243,7 +247,7 @@ def headline(suggestion: dict[str, Any]) -> str:
 
 
 def list_problems(found: dict[str, Any]) -> list[str]:
-    """What went wrong in the cells with unstable runs."""
+    """List the problems of cells with unstable runs."""
     return [
         f"{cell_name(cell)}: {cell['unstable']} of {cell['seeds']}: {', '.join(cell['trouble'])}"
         + (f"; likely cause: {cell['cause']}" if cell["cause"] else "")
@@ -253,7 +257,7 @@ def list_problems(found: dict[str, Any]) -> list[str]:
 
 
 def loses_tokens(cell: Cell) -> bool:
-    """Did the cell's staleness rule cost tokens, or make them count less?"""
+    """Whether the staleness rule dropped, masked or downweighted tokens of the cell."""
     lines = cell["ledger_lines"]
     return any(name in lines for name in ("masked_stale", "dropped_stale", "abandoned")) or any(
         "faded" in size for line in lines.values() for size in line
@@ -270,7 +274,7 @@ def write(
     corrections: Sequence[tuple[str, str, str]],
     subtitle: str,
 ) -> Path:
-    """DIR/report.html and DIR/result.json.  Returns the page's path."""
+    """Write DIR/report.html and DIR/result.json and return the page's path."""
     from markupsafe import Markup
 
     blob = json.dumps(clean(found))

@@ -1,10 +1,14 @@
-"""Is one arm better than another, or is it noise?  Paired by seed; pure numbers in, numbers and
-sentences out.
+"""Decide whether one arm is better than another: statistics, paired by seed.
 
-Two questions, kept apart.  "These seeds, other prompts": the runs are as they are, and only the
-finite evaluation set is uncertain (a normal interval from binomial variances).  "Other seeds":
-would the difference be there in runs that nobody has made (a paired t interval over seeds; a plain
-bootstrap of 3 to 8 seeds is too narrow).  Several arms: Holm's correction (1979)."""
+There are two sources of uncertainty, kept apart.
+
+- Other prompts: the runs stay as they are and only the finite evaluation set is uncertain. The
+  interval is normal, from binomial variances.
+- Other seeds: would new runs show the difference too? The interval is a paired t interval over
+  seeds, because a plain bootstrap of 3 to 8 seeds is too narrow.
+
+Several arms are corrected by Holm (1979).
+"""
 
 from __future__ import annotations
 
@@ -17,13 +21,16 @@ from typing import Any
 
 LEVEL = 0.05
 POWER = 0.8
-EQUAL = 1e-12  # what rounding leaves of a difference
+EQUAL = 1e-12  # differences up to this are rounding
 
 
 @dataclass
 class PairedDifference:
-    """arm minus base over S paired seeds.  p, low, high: other seeds (nan with one seed);
-    prompt_low, prompt_high: other prompts.
+    """The difference of an arm from the base over paired seeds.
+
+    p, low, high: over other seeds, nan with one seed.
+    prompt_low, prompt_high: over other prompts.
+    adjusted: p with Holm's correction.
     """
 
     mean: float
@@ -47,76 +54,85 @@ class PairedDifference:
 
 
 def paired(arm: Sequence[float], base: Sequence[float], prompts: int = 0) -> PairedDifference:
-    """arm, base: one value a seed, in the same order.  prompts: n of each accuracy; 0: no prompt
-    interval.
+    """Compare two arms by seed.
 
-    Accuracies come in steps of 1 / n, so a spread over seeds below that is not known and counts as
-    that.  Without n, differences that are all the same get what the sign test makes of them, p =
-    2^(1 - seeds), and no interval."""
-    from scipy import stats  # a second of CPU: not for a command that only refuses
+    arm, base: one value a seed, in the same order.
+    prompts: n of each accuracy; 0 for no prompt interval.
 
-    each = [mine - other for mine, other in zip(arm, base, strict=True)]
-    seeds = len(each)
-    mean = sum(each) / seeds
-    sd = math.sqrt(sum((x - mean) ** 2 for x in each) / (seeds - 1)) if seeds > 1 else math.nan
-    out = PairedDifference(mean, sd, seeds, p=math.nan, low=math.nan, high=math.nan)
+    Accuracies are multiples of 1 / n, so a smaller standard deviation over seeds cannot be measured
+    and is raised to 1 / n. Without n, identical nonzero differences get the p value of the sign
+    test, 2^(1 - seeds), and no interval.
+    """
+    from scipy import stats  # costs a second of CPU, too much for a command that only refuses
+
+    differences = [mine - other for mine, other in zip(arm, base, strict=True)]
+    seeds = len(differences)
+    mean = sum(differences) / seeds
+    sd = (
+        math.sqrt(sum((x - mean) ** 2 for x in differences) / (seeds - 1))
+        if seeds > 1
+        else math.nan
+    )
+    result = PairedDifference(mean, sd, seeds, p=math.nan, low=math.nan, high=math.nan)
     if seeds > 1 and mean and prompts:
-        out.sd = max(sd, 1 / prompts)
-    if seeds > 1 and out.sd < EQUAL:
+        result.sd = max(sd, 1 / prompts)
+    if seeds > 1 and result.sd < EQUAL:
         if abs(mean) > EQUAL:
-            out.p = 2.0 ** (1 - seeds)
+            result.p = 2.0 ** (1 - seeds)
         else:
-            out.p = 1.0
-            out.low = out.high = mean
+            result.p = 1.0
+            result.low = result.high = mean
     elif seeds > 1:
-        error = out.sd / math.sqrt(seeds)
-        half = float(stats.t.ppf(1 - LEVEL / 2, seeds - 1)) * out.sd / math.sqrt(seeds)
-        out.p = float(2 * stats.t.sf(abs(mean) / error, seeds - 1))
-        out.low = mean - half
-        out.high = mean + half
+        error = result.sd / math.sqrt(seeds)
+        half = float(stats.t.ppf(1 - LEVEL / 2, seeds - 1)) * result.sd / math.sqrt(seeds)
+        result.p = float(2 * stats.t.sf(abs(mean) / error, seeds - 1))
+        result.low = mean - half
+        result.high = mean + half
     if prompts:
-        # Both arms answer the same prompts, so this is wide rather than narrow: their covariance,
-        # which is positive, is left out.
+        # Conservative: both arms answer the same prompts, and their positive covariance is
+        # left out.
         variances = sum(a * (1 - a) + b * (1 - b) for a, b in zip(arm, base, strict=True))
         half = float(stats.norm.ppf(1 - LEVEL / 2)) * (math.sqrt(variances / prompts) / seeds)
-        out.prompt_low = mean - half
-        out.prompt_high = mean + half
-    return out
+        result.prompt_low = mean - half
+        result.prompt_high = mean + half
+    return result
 
 
-def holm(found: Mapping[Any, PairedDifference]) -> None:
-    """Fill in `adjusted` of each difference: Holm's step-down over those whose p is known."""
+def holm(differences: Mapping[Any, PairedDifference]) -> None:
+    """Fill in `adjusted` by Holm's step-down procedure, where p is known."""
     known = sorted(
-        (difference for difference in found.values() if not math.isnan(difference.p)),
+        (difference for difference in differences.values() if not math.isnan(difference.p)),
         key=lambda difference: difference.p,
     )
     worst = 0.0
-    for before, difference in enumerate(known):
-        worst = max(worst, min(1.0, (len(known) - before) * difference.p))
+    for rank, difference in enumerate(known):
+        worst = max(worst, min(1.0, (len(known) - rank) * difference.p))
         difference.adjusted = worst
 
 
 def power(effect: float, sd: float, seeds: int, level: float = LEVEL) -> float:
-    """Chance that a paired t-test over `seeds` finds a true difference of `effect` with standard
-    deviation `sd` of the differences.
+    """Return the power of a paired t-test over `seeds` pairs.
+
+    effect: the true difference.
+    sd: standard deviation of the differences.
     """
     if seeds < 2 or sd <= 0:
         return math.nan if seeds < 2 else 1.0
     from scipy import special, stats
 
     shift = effect / sd * math.sqrt(seeds)
-    edge = float(stats.t.ppf(1 - level / 2, seeds - 1))
+    critical = float(stats.t.ppf(1 - level / 2, seeds - 1))
     spread, weight = _spreads(seeds - 1)
-    beyond = special.ndtr(shift - edge * spread) + special.ndtr(-shift - edge * spread)
+    beyond = special.ndtr(shift - critical * spread) + special.ndtr(-shift - critical * spread)
     return float((weight * beyond).sum())
 
 
 @functools.cache
 def _spreads(freedom: int) -> tuple[Any, Any]:
-    """Estimates of a standard deviation of 1 with so many degrees of freedom, and their weights.
+    """Return estimates of a standard deviation of 1, and their quadrature weights.
 
-    A mean of normal tails over these is a noncentral t's tail; scipy's own loses its digits far
-    out, where two seeds lead.
+    The mean of normal tails over these is the tail of a noncentral t distribution. scipy's loses
+    precision far out, which two seeds need.
     """
     import numpy as np
     from scipy import stats
@@ -126,7 +142,7 @@ def _spreads(freedom: int) -> tuple[Any, Any]:
 
 
 def detectable(sd: float, seeds: int, level: float = LEVEL) -> float:
-    """The smallest difference that `seeds` pairs show with 80 % power."""
+    """Return the smallest difference that `seeds` pairs show with 80 % power."""
     if seeds < 2 or not sd > 0:
         return math.nan
     low = 0.0
@@ -138,39 +154,42 @@ def detectable(sd: float, seeds: int, level: float = LEVEL) -> float:
 
 
 def seeds_needed(effect: float, sd: float, most: int = 1000, level: float = LEVEL) -> int | None:
-    """Pairs that show `effect` with 80 % power; None: more than `most`."""
+    """Return how many pairs show `effect` with 80 % power; None if above `most`."""
     if not sd > 0:
         return 2
     if power(effect, sd, most, level) < POWER:
         return None
-    low, high = 1, most  # power grows with the seeds: those of `low` are too few
+    low, high = 1, most  # power grows with the seeds; `low` seeds are too few
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if power(effect, sd, middle, level) < POWER else (low, middle)
     return high
 
 
-def verdict(name: str, base: str, found: PairedDifference, what: str) -> str:
-    """One sentence a reader can rely on."""
-    if found.seeds < 2:
+def verdict(name: str, base: str, difference: PairedDifference, what: str) -> str:
+    """Put a difference into one sentence."""
+    if difference.seeds < 2:
         return (
-            f"{name} against {base}: {what} {found.mean:+.3f} with one seed: no verdict is "
+            f"{name} against {base}: {what} {difference.mean:+.3f} with one seed: no verdict is "
             "possible; use --seeds 3 or more"
         )
-    interval = f"[{found.low:+.3f}, {found.high:+.3f}]"
-    inside = f"{what} {found.mean:+.3f}, 95 % interval over seeds {interval}"
-    if found.is_different:
+    interval = f"[{difference.low:+.3f}, {difference.high:+.3f}]"
+    measured = f"{what} {difference.mean:+.3f}, 95 % interval over seeds {interval}"
+    if difference.is_different:
         return (
-            f"{name} is {'better' if found.mean > 0 else 'worse'} than {base}: {inside}, p = "
-            f"{found.adjusted:.3f} after Holm"
+            f"{name} is {'better' if difference.mean > 0 else 'worse'} than {base}: {measured}, "
+            f"p = {difference.adjusted:.3f} with Holm's correction"
         )
-    need = seeds_needed(found.mean, found.sd)
+    need = seeds_needed(difference.mean, difference.sd)
     more = (
         f"about {need} seeds would show a difference of this size"
         if need
-        else "no practical number of seeds would show one this small"
+        else "no practical number of seeds would show so small a difference"
     )
-    return f"{name} against {base}: no difference visible at {found.seeds} seeds ({inside}); {more}"
+    return (
+        f"{name} against {base}: no difference visible at {difference.seeds} seeds ({measured}); "
+        f"{more}"
+    )
 
 
 # ---- stability of one run ------------------------------------------------------------------------
@@ -178,29 +197,28 @@ def verdict(name: str, base: str, found: PairedDifference, what: str) -> str:
 
 @dataclass
 class StabilityBounds:
-    """When a run counts as unstable; stated in every report."""
+    """The bounds beyond which a run counts as unstable; every report lists them."""
 
     evaluations: int = 2  # in a row
-    batches: int = 3  # past one of the next two bounds: a single spike is cut by gradient clipping
-    kl: float = 0.5  # nats a token, behaviour to target
+    batches: int = 3  # past one of the next two bounds; clipping absorbs a single spike
+    kl: float = 0.5  # nats a token, behavior to target policy
     gradient: float = 20.0  # times the median of the first tenth
-    entropy: float = 0.05  # of its start
-    swing: float = 0.15  # accuracy between neighbouring evaluations
-    truncated: float = 0.5  # share of answers cut at the limit
+    entropy: float = 0.05  # share of its value at the start
+    swing: float = 0.15  # change of accuracy between neighboring evaluations
+    truncated: float = 0.5  # share of completions cut at the limit
 
     def __str__(self) -> str:
         return (
             f"accuracy below half its best for {self.evaluations} evaluations; KL above "
-            f"{self.kl:g} nats a token or gradient norm above "
-            f"{self.gradient:g} times its start in {self.batches} batches; entropy below "
-            f"{self.entropy:.0%} of its start; "
-            f"three swings above {self.swing:g}; more than {self.truncated:.0%} of answers cut; "
-            "loss not finite"
+            f"{self.kl:g} nats a token or gradient norm above {self.gradient:g} times its start in "
+            f"{self.batches} batches; entropy below {self.entropy:.0%} of its start; three swings "
+            f"above {self.swing:g}; more than {self.truncated:.0%} of completions cut; loss not "
+            "finite"
         )
 
 
 def series(rows: Sequence[Mapping[str, float]], name: str) -> list[float]:
-    """A metric where the run wrote it."""
+    """Return a metric's values in the rows that have it."""
     return [row[name] for row in rows if name in row]
 
 
@@ -209,11 +227,13 @@ def stability(
     rows: Sequence[Mapping[str, float]],
     bounds: StabilityBounds | None = None,
 ) -> list[str]:
-    """What is wrong with a run's course, by rule; empty: stable.  accuracy: held-out, by
-    evaluation; rows: metrics by step.
+    """Return the rules of stability that a run breaks; empty if it is stable.
+
+    accuracy: held-out, by evaluation.
+    rows: metrics by step.
     """
     bounds = bounds or StabilityBounds()
-    found = [
+    problems = [
         collapse(accuracy, bounds),
         kl_collapsed(series(rows, "kl/behavior_target_k3"), bounds),
         gradient_exploded(series(rows, "optim/grad_norm"), bounds),
@@ -221,7 +241,7 @@ def stability(
         accuracy_oscillates(accuracy, bounds),
         cut_off(series(rows, "answer/truncated_share"), bounds),
     ]
-    return [said for said in found if said]
+    return [problem for problem in problems if problem]
 
 
 def collapse(accuracy: Sequence[float], bounds: StabilityBounds) -> str:
@@ -243,7 +263,7 @@ def kl_collapsed(kls: Sequence[float], bounds: StabilityBounds) -> str:
     if over < bounds.batches and all(map(math.isfinite, kls)):
         return ""
     return (
-        f"divergence: KL(behaviour, target) above {bounds.kl:g} nats a token in "
+        f"divergence: KL(behavior, target) above {bounds.kl:g} nats a token in "
         f"{sum(not kl <= bounds.kl for kl in kls)} batches, up to {max(kls):.2f}"
     )
 
@@ -269,7 +289,7 @@ def entropy_collapsed(entropy: Sequence[float], bounds: StabilityBounds) -> str:
 
 
 def accuracy_oscillates(accuracy: Sequence[float], bounds: StabilityBounds) -> str:
-    wide = sum(abs(now - before) > bounds.swing for before, now in itertools.pairwise(accuracy))
+    wide = sum(abs(now - previous) > bounds.swing for previous, now in itertools.pairwise(accuracy))
     turns = sum(
         (y - x) * (z - y) < 0 for x, y, z in zip(accuracy, accuracy[1:], accuracy[2:], strict=False)
     )
@@ -281,11 +301,11 @@ def accuracy_oscillates(accuracy: Sequence[float], bounds: StabilityBounds) -> s
 def cut_off(shares: Sequence[float], bounds: StabilityBounds) -> str:
     if len(shares) < 3 or not min(shares[-3:]) > bounds.truncated:
         return ""
-    return f"length explosion: {shares[-1]:.0%} of the answers are cut at max_new_tokens"
+    return f"length explosion: {shares[-1]:.0%} of the completions are cut at max_new_tokens"
 
 
 def area(steps: Sequence[float], values: Sequence[float]) -> float:
-    """Mean height of the curve (trapezoids), so that it reads like an accuracy."""
+    """Return the mean height of a curve (trapezoids), in the unit of its values."""
     if len(steps) < 2 or steps[-1] == steps[0]:
         return values[-1] if values else math.nan
     total = sum(

@@ -1,10 +1,11 @@
-"""Warm workers: processes that make run after run, with imports, engine and CPU caches kept; one
-file a finished cell.
+"""Warm workers: processes that make run after run with imports and engine loaded.
 
-DIR/cells/NAME.toml is the cell's whole config (`asyncrl run` takes it too), DIR/cells/NAME.json its
-record, written when it is finished: an interrupted grid goes on cell by cell.  A worker is `python
--m asyncrl.experiments.compare.warm_worker DIR`: names come in on stdin, one a line; events go out
-on stdout, one JSON object a line."""
+DIR/cells/NAME.toml is a cell's whole config, which `asyncrl run` accepts too. DIR/cells/NAME.json
+is its record, written when the cell finishes, so an interrupted grid continues cell by cell.
+
+A worker is `python -m asyncrl.experiments.compare.warm_worker DIR`. It reads names from stdin, one
+a line, and writes events to stdout, one JSON object a line.
+"""
 
 from __future__ import annotations
 
@@ -29,32 +30,37 @@ from asyncrl.experiments.compare import verdict
 from asyncrl.records import atomic_write
 from asyncrl.supervise.launch import signal_name
 
-# (cell, {"step", "accuracy"} along the way or {"done": True})
-Tell = Callable[[str, dict[str, Any]], None]
+# (cell, {"step", "accuracy"} while it runs or {"done": True})
+EventCallback = Callable[[str, dict[str, Any]], None]
 
 
 def collapsed(_steps: list[float], accuracy: list[float]) -> str:
-    """The rule of early abandonment: accuracy below half its best for as many evaluations in a row
-    as `verdict.StabilityBounds` says.
+    """Return why a run stops early; empty if it continues.
+
+    The rule is accuracy below half its best for `verdict.StabilityBounds().evaluations` evaluations
+    in a row.
     """
     return verdict.collapse(accuracy, verdict.StabilityBounds())
 
 
 @dataclass
 class CellStore:
-    """The cells of one directory.  Raises ConfigError when a cell is there with other settings."""
+    """The cells of one directory.
+
+    Raises ConfigError if one exists with other settings.
+    """
 
     directory: Path
     configs: dict[str, Config] = field(default_factory=dict)
 
     def add(self, name: str, config: Config, seed: int) -> None:
-        whole = msgspec.structs.replace(config, seed=seed)
+        seeded = msgspec.structs.replace(config, seed=seed)
         path = self.path(name).with_suffix(".toml")
-        if path.exists() and load.load(path) != whole:
+        if path.exists() and load.load(path) != seeded:
             raise ConfigError(
                 f"{path} holds a run with other settings; choose another directory by --out"
             )
-        self.configs[name] = whole
+        self.configs[name] = seeded
 
     def path(self, name: str) -> Path:
         return self.directory / "cells" / f"{name}.json"
@@ -68,16 +74,17 @@ class CellStore:
     def run(
         self,
         workers: int,
-        tell: Tell,
+        on_event: EventCallback,
         *,
         abandon: bool = True,
-        go_on: Callable[[], bool] = lambda: True,
+        may_start: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Make what is missing, in the order of `add`, starting none once `continue_after_commit`
-        says no.  Raises
-        AsyncrlError when a run fails; what others finish by then is kept.
+        """Run the missing cells in the order of `add`.
+
+        No cell starts once `may_start` returns False. Raises AsyncrlError if a run fails; cells
+        that others finish by then are kept.
         """
-        if not go_on():
+        if not may_start():
             return
         (self.directory / "cells").mkdir(parents=True, exist_ok=True)
         for name, config in self.configs.items():
@@ -85,7 +92,7 @@ class CellStore:
                 atomic_write.write(self.path(name).with_suffix(".toml"), load.dump(config))
         queue = deque(self.todo())
         team = [
-            WarmWorker(self.directory, n, queue, tell, abandon, go_on=go_on)
+            WarmWorker(self.directory, n, queue, on_event, abandon, may_start=may_start)
             for n in range(min(workers, len(queue)))
         ]
         try:
@@ -100,25 +107,28 @@ class CellStore:
                 worker.process.kill()
             raise
         if failed := [worker.failed for worker in team if worker.failed]:
-            raise AsyncrlError(f"{failed[0]}; the same command goes on from here")
+            raise AsyncrlError(f"{failed[0]}; the same command continues from here")
 
 
 class WarmWorker:
-    """One process and the thread that feeds it.  It dies with this process."""
+    """One worker process and the thread that feeds it.
+
+    The process exits with this one.
+    """
 
     def __init__(
         self,
         directory: Path,
         number: int,
         queue: deque[str],
-        tell: Tell,
+        on_event: EventCallback,
         abandon: bool,
         *,
-        go_on: Callable[[], bool],
+        may_start: Callable[[], bool],
     ) -> None:
         self.queue = queue
-        self.go_on = go_on
-        self.tell = tell
+        self.may_start = may_start
+        self.on_event = on_event
         self.failed = ""
         self.log = directory / "logs" / f"worker_{number}.log"
         self.log.parent.mkdir(exist_ok=True)
@@ -142,7 +152,7 @@ class WarmWorker:
 
     def _feed(self) -> None:
         assert self.process.stdin is not None and self.process.stdout is not None
-        while self.queue and not self.failed and self.go_on():
+        while self.queue and not self.failed and self.may_start():
             try:
                 name = self.queue.popleft()
             except IndexError:
@@ -151,7 +161,7 @@ class WarmWorker:
                 self.process.stdin.write(name + "\n")
                 self.process.stdin.flush()
             except BrokenPipeError:
-                pass  # its death shows below, as the end of its stdout
+                pass  # the worker has exited; its stdout ends below
             done = False
             while not done and not self.failed:
                 line = self.process.stdout.readline()
@@ -160,16 +170,15 @@ class WarmWorker:
                         x for x in self.log.read_text(encoding="utf-8").splitlines() if x.strip()
                     ][-1:]
                     self.failed = (
-                        f"run {name}: its process ended "
-                        f"({signal_name(self.process.wait())}) {' '.join(last)} (log: "
-                        f"{self.log})"
+                        f"run {name}: its process ended ({signal_name(self.process.wait())}) "
+                        f"{' '.join(last)} (log: {self.log})"
                     )
                     break
                 event = json.loads(line)
                 self.failed = f"run {name}: {event['error']}" if "error" in event else ""
                 done = "done" in event
                 if not self.failed:
-                    self.tell(name, event)
+                    self.on_event(name, event)
         if self.failed:
             self.queue.clear()
         self.process.stdin.close()

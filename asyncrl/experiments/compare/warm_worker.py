@@ -1,4 +1,7 @@
-"""A worker of warm_pool.py: `python -m asyncrl.experiments.compare.warm_worker DIR [--abandon]`."""
+"""A worker of warm_pool.py.
+
+Start it with `python -m asyncrl.experiments.compare.warm_worker DIR [--abandon]`.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,14 @@ from asyncrl.records import atomic_write
 
 
 def main(directory: Path, abandon: bool) -> None:
-    """A worker: until stdin ends."""
+    """Run cells by name until stdin ends."""
     with collection_paused():
         from asyncrl.experiments import serial
 
     events = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever a library or a reward function prints goes to the log
+    os.dup2(2, 1)  # prints of libraries and reward functions go to the log
 
-    def say(**event: Any) -> None:
+    def send_event(**event: Any) -> None:
         events.write(json.dumps(event) + "\n")
         events.flush()
 
@@ -32,16 +35,16 @@ def main(directory: Path, abandon: bool) -> None:
         config = load.load(path)
 
         def watch(steps: list[float], accuracy: list[float]) -> str:
-            say(step=int(steps[-1]), accuracy=accuracy[-1])
+            send_event(step=int(steps[-1]), accuracy=accuracy[-1])
             return collapsed(steps, accuracy) if abandon else ""
 
         try:
             record = serial.run_serial(config, config.seed, watch)
         except AsyncrlError as error:
-            say(error=str(error))
+            send_event(error=str(error))
             continue
         atomic_write.write(path.with_suffix(".json"), json.dumps(record))
-        say(done=True)
+        send_event(done=True)
 
 
 if __name__ == "__main__":
