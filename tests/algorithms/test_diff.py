@@ -77,10 +77,10 @@ def test_a_longer_run_is_another_run_also_when_nothing_was_learned(tmp_path: Pat
         (tmp_path / name / "metrics.jsonl").write_text("\n".join(rows) + "\n")
     found = diff(str(tmp_path / "a"), str(tmp_path / "b"))
     assert found.returncode == 1 and "bitwise equal" not in found.stdout
-    assert "in the steps that both have (up to 1 and 2); nor do the weights" in found.stdout
+    assert "in the common steps (up to 1 and 2); the final weights are equal" in found.stdout
     (tmp_path / "b" / "weights_digest").write_text("4567")
     found = diff(str(tmp_path / "a"), str(tmp_path / "b"))
-    assert found.returncode == 1 and "the final weights do" in found.stdout
+    assert found.returncode == 1 and "the final weights differ" in found.stdout
     (tmp_path / "b" / "weights_digest").unlink()
     found = diff(str(tmp_path / "a"), str(tmp_path / "b"))
-    assert found.returncode == 1 and "not both have ended" in found.stdout
+    assert found.returncode == 1 and "at least one of them has not ended" in found.stdout

@@ -152,7 +152,7 @@ def test_a_change_is_shown_on_the_same_data(
     assert (
         "Gradient norm" in page
         and "Effective sample size" in page
-        and "KL from behaviour to target" in page
+        and "KL from behavior to target" in page
         and 'id="replay"' in page
     )
 
@@ -194,7 +194,8 @@ def test_from_weights_in_the_middle(
     )
     wrong = Typed(capsys, recorded["run_dir"], "--from", 3)
     assert (
-        wrong.code == 2 and "no weights of version 3 were recorded, but of 0, 2, 4, 6" in wrong.err
+        wrong.code == 2
+        and "no weights of version 3 were recorded; recorded are 0, 2, 4, 6" in wrong.err
     )
 
 
@@ -252,10 +253,10 @@ def test_a_run_that_went_on_with_other_settings(
 
 
 REFUSED = [
-    (("--set", "generator.temperature=0.5"), "generator.temperature decides what is written"),
+    (("--set", "generator.temperature=0.5"), "generator.temperature changes what is sampled"),
     (("--set", "learner.steps=3"), "cannot change learner.steps"),
     (("--set", "staleness.max_lag=1"), "a replay can mask or downweight"),
-    (("--set", "advantage.name=remax"), "only remax has a greedy answer"),
+    (("--set", "advantage.name=remax"), "only remax has a greedy completion"),
     (("--set", "loss.surogate=ppo"), "did you mean loss.surrogate?"),
     (("--until", "0"), "0 is not in the range"),
 ]

@@ -1,7 +1,7 @@
-"""A figure for a paper, drawn by matplotlib.
+"""Figures for a paper, made with matplotlib.
 
-The colors are those of Okabe and Ito (2008), which color-blind readers tell apart. Markers and line
-styles differ too, so the figure also prints without color.
+The colors are those of Okabe and Ito (2008), which color-blind readers can distinguish. Markers and
+line styles differ too, so the figure also prints without color.
 """
 
 from __future__ import annotations

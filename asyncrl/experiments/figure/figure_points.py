@@ -1,6 +1,6 @@
-"""The points of a figure, read from the directories of runs, comparisons and sweeps.
+"""The points of a figure, read from directories of runs, comparisons and sweeps.
 
-The figure is drawn from these points, and the CSV file holds the same ones.
+The figure is plotted from these points, and the CSV file holds the same ones.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class FigureLine(NamedTuple):
 
 
 class MeasuredRun(NamedTuple):
-    """One run of a figure: metric values by step, and the mean lag of its trained tokens."""
+    """One run of a figure: a metric by step, and the mean lag of its trained tokens."""
 
     series: str
     seed: int
@@ -129,7 +129,10 @@ def _read_comparison(path: Path, metric: str) -> list[MeasuredRun]:
 
 
 def _read_sweep(path: Path, metric: str) -> list[MeasuredRun]:
-    """A series for each correction and limit; over lags, the limits of a correction are one."""
+    """Read a series for each correction and limit.
+
+    Over lags, the limits of a correction form one series.
+    """
     if not (path / "result.json").is_file():
         raise ConfigError(f"{path}: the sweep has no result.json yet; let it end first")
     result = json.loads((path / "result.json").read_text(encoding="utf-8"))
@@ -145,7 +148,7 @@ def _read_sweep(path: Path, metric: str) -> list[MeasuredRun]:
 
 
 def _read_cell(file: Path, series: str, seed: int, metric: str) -> MeasuredRun:
-    """A run that was made in a warm process."""
+    """Read a run that was made in a warm process."""
     record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     if metric in (HELDOUT, OOD):
         steps, values = record.get("accuracy" if metric == HELDOUT else "ood") or ([], [])
@@ -158,7 +161,7 @@ def _read_cell(file: Path, series: str, seed: int, metric: str) -> MeasuredRun:
 
 
 def _numbers(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[float, float]]:
-    """Steps and values in order, without those that are no finite number."""
+    """Return the finite values with their steps, in order."""
     values = {
         float(step): float(value)
         for step, value in pairs
@@ -168,7 +171,7 @@ def _numbers(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[float, float]]:
 
 
 def make_lines(points: Sequence[FigurePoint]) -> list[FigureLine]:
-    """The series in their order, each averaged over its seeds place by place.
+    """Group points into series in their order, averaged over seeds place by place.
 
     >>> make_lines([FigurePoint("a", "1", 0, 1.0, 0.2), FigurePoint("a", "1", 1, 1.0, 0.4)])[0].low
     [0.2]
@@ -198,7 +201,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def caption(lines: Sequence[FigureLine], across: str) -> str:
-    """What lines and bands are, and of how many runs."""
+    """Describe lines and bands, and the number of runs behind them."""
     counts = sorted({count for line in lines for count in line.counts})
     where = "; x: measured mean lag of the trained tokens" if across == LAG else ""
     shape = "band or bar" if across == LAG else "band"

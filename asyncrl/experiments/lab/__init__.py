@@ -1,5 +1,6 @@
-"""Small exact experiments: what an estimator's gradient is in expectation, by summing over every
-sequence of a tiny language model.
+"""Small exact experiments on estimators.
+
+Their expected gradients are sums over every sequence of a tiny language model.
 
     policy       the model: a table of logits over every prefix; its gradients, moments and
                  distances
@@ -8,5 +9,5 @@ sequence of a tiny language model.
     reshape      many updates on one batch: what bounds the drift
     page         table, plot and JSON of a result
 
-The formulas are those of asyncrl.algorithms, the ones that the learner runs; nothing is written a
-second time here."""
+The formulas are those of asyncrl.algorithms, which the learner runs too.
+"""

@@ -1,9 +1,10 @@
-"""Bias and variance of every KL configuration against the exact gradient of the reverse KL(theta ||
-ref) over whole answers.
+"""Bias and variance of every KL configuration.
 
-A term in the reward takes the score-function part of the gradient of E[k], a term in the loss the
-path-wise part; only their sum is the gradient of E[k].  Everything is an exact sum over all
-answers; what is sampled says so."""
+They are measured against the exact gradient of the reverse KL(theta || ref) over whole responses. A
+term in the reward takes the score-function part of the gradient of E[k], a term in the loss the
+path-wise part. Only their sum is the gradient of E[k]. All values are exact sums over all
+responses, except those marked as sampled.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ Parts = tuple[torch.Tensor, torch.Tensor | None]
 
 @dataclass
 class EstimatorCase:
-    """Samples of mu, a policy theta and a reference, tables [K, V]."""
+    """Samples of mu, a policy theta and a reference policy: tables [K, V]."""
 
     space: ResponseSpace
     theta: torch.Tensor
@@ -56,18 +57,19 @@ class EstimatorCase:
         self.exact = exact_gradient(lambda t: s.kl(t, self.ref), self.theta)
 
     def clamped_share(self) -> float:
-        """Share of answers, by mu, whose log-ratio to theta leaves [-20, 20]: there the formulas
-        clamp, and nothing is exact.
+        """Return the share of responses whose log-ratio is clamped, by mu.
+
+        The log-ratio to theta leaves [-20, 20], where the formulas clamp it and nothing is exact.
         """
         x = ratios.seq_sum(self.lp - self.lm, self.space.seq, self.space.n)
         return float(self.probability[x.abs() > ratios.CLAMP].sum())
 
     def over_answer(self, k: torch.Tensor) -> torch.Tensor:
-        """Sum of k [N] over each token's whole answer: [N]."""
+        """Sum k [N] over each token's whole response: [N]."""
         return ratios.seq_sum(k, self.space.seq, self.space.n)[self.space.seq]
 
     def weight(self, level: str) -> torch.Tensor:
-        """pi_theta / mu at a level of `correction.level`: [N]."""
+        """Return pi_theta / mu at a level of `correction.level`: [N]."""
         return correction.weights(
             ratios.difference(self.lp, self.lm), self.all, self.space.seq, self.space.n, level
         )
@@ -76,8 +78,12 @@ class EstimatorCase:
         return self.space.gradient_rows(self.theta, parts[0], parts[1], self.ref)
 
     def judge(self, parts: Parts) -> dict[str, float]:
-        """relative_bias |E g - exact| / |exact|, cosine(E g, exact), and the trace of one answer's
-        covariance: plain, and over |exact|^2.
+        """Return bias and variance of an estimator.
+
+        - relative_bias: |E g - exact| / |exact|
+        - cosine: of E g and exact
+        - variance: trace of the covariance of one response's gradient
+        - relative_variance: the same over |exact|^2
         """
         mean, variance = self.space.moments(self.gradient_rows(parts), self.probability)
         size = float(self.exact.square().sum())
@@ -90,7 +96,10 @@ class EstimatorCase:
 
 
 def loss_estimator(case: EstimatorCase, name: str, weight: torch.Tensor | None = None) -> Parts:
-    """The estimator as a term of the loss, its gradient by autograd; weight [N] detached."""
+    """Return the estimator as a loss term, with its gradient by autograd.
+
+    weight: [N], detached.
+    """
     w = torch.ones_like(case.lp) if weight is None else weight
     return coefficients(
         lambda lp: w * kl.term(lp, case.lr, case.lm, case.space.seq, estimator=name), case.lp
@@ -103,7 +112,7 @@ def reward_estimator(
     weight: torch.Tensor | None = None,
     x: torch.Tensor | None = None,
 ) -> Parts:
-    """The estimator's value charged to the whole answer, times grad lp."""
+    """Return the estimator's value, charged to the whole response, times grad lp."""
     charge = case.over_answer(
         kl.estimate(name, ratios.log_ratio(case.lp, case.lr) if x is None else x)
     )
@@ -118,7 +127,7 @@ def off_policy_estimator(
     discount: float = 1.0,
     truncate: float = math.inf,
 ) -> Parts:
-    """kl.loss.off_policy = ratio, prefix or prefix_full."""
+    """Return the estimator of kl.loss.off_policy = ratio, prefix or prefix_full."""
     lp, step = coefficients(
         lambda lp, step: kl.term(
             lp,
@@ -138,25 +147,26 @@ def off_policy_estimator(
 
 
 def estimators(case: EstimatorCase) -> dict[str, Parts]:
-    """Those that know of no behaviour policy: where samples are stale they are simply wrong by as
-    much as that costs.
+    """Return the estimators that ignore the behavior policy.
+
+    They are biased on stale samples.
     """
-    out: dict[str, Parts] = {}
+    by_name: dict[str, Parts] = {}
     for name in kl.ESTIMATORS:
-        out[f"{name}_in_reward"] = reward_estimator(case, name)
+        by_name[f"{name}_in_reward"] = reward_estimator(case, name)
     for name in (*kl.ESTIMATORS, "k1+", "k3+", "abs+"):
-        out[f"{name}_in_loss"] = loss_estimator(case, name)
+        by_name[f"{name}_in_loss"] = loss_estimator(case, name)
     x = ratios.log_ratio(case.lp, case.lr)
     seq = case.space.seq
-    out["k1_in_reward_to_go"] = ratios.discounted_suffix(kl.k1(x), seq, 1.0), None
+    by_name["k1_in_reward_to_go"] = ratios.discounted_suffix(kl.k1(x), seq, 1.0), None
     mean = (case.probability * ratios.seq_sum(kl.k1(x), seq, case.space.n)).sum()
-    out["k1_in_reward_baseline"] = case.over_answer(kl.k1(x)) - mean, None
+    by_name["k1_in_reward_baseline"] = case.over_answer(kl.k1(x)) - mean, None
     # on policy their weights are 1
-    return out | {name: off_policy_estimator(case, name) for name in ("prefix", "prefix_full")}
+    return by_name | {name: off_policy_estimator(case, name) for name in ("prefix", "prefix_full")}
 
 
 def stale_estimators(case: EstimatorCase) -> dict[str, Parts]:
-    """Those that look at pi_theta / mu."""
+    """Return the estimators that use pi_theta / mu."""
     token = case.weight("token")
     whole = case.weight("sequence")
     x = ratios.log_ratio(case.lp, case.lr)
@@ -186,13 +196,18 @@ def stale_estimators(case: EstimatorCase) -> dict[str, Parts]:
 
 
 def identities(case: EstimatorCase) -> dict[str, float]:
-    """Relative errors of what must hold exactly on policy (case.mu is case.theta)."""
+    """Return relative errors of identities that hold exactly on policy.
+
+    case.mu must be case.theta.
+    """
     s = case.space
     theta = case.theta
     p = case.probability
     a = torch.log_softmax(theta, -1)
     b = torch.log_softmax(case.ref, -1)
-    found = {name: s.mean(case.gradient_rows(parts), p) for name, parts in estimators(case).items()}
+    gradients = {
+        name: s.mean(case.gradient_rows(parts), p) for name, parts in estimators(case).items()
+    }
     visits = torch.zeros(s.prefixes, dtype=theta.dtype).index_add_(0, s.place, p[s.seq])
     reverse = exact_gradient(
         lambda t: (
@@ -206,35 +221,37 @@ def identities(case: EstimatorCase) -> dict[str, float]:
     value = float((visits * (a.exp() * (a - b)).sum(-1)).sum() / s.kl(theta, case.ref) - 1)
     return {
         "chain rule: steps' KL sum to the answers'": abs(value),
-        "k1_in_reward = exact": relative(found["k1_in_reward"], case.exact),
-        "k1_in_loss = 0": float(found["k1_in_loss"].norm() / case.exact.norm()),
-        "k2_in_loss = token-level reverse KL": relative(found["k2_in_loss"], reverse),
-        "k3_in_loss = token-level forward KL": relative(found["k3_in_loss"], forward),
+        "k1_in_reward = exact": relative(gradients["k1_in_reward"], case.exact),
+        "k1_in_loss = 0": float(gradients["k1_in_loss"].norm() / case.exact.norm()),
+        "k2_in_loss = token-level reverse KL": relative(gradients["k2_in_loss"], reverse),
+        "k3_in_loss = token-level forward KL": relative(gradients["k3_in_loss"], forward),
         "k3_in_reward = exact - k3_in_loss": relative(
-            found["k3_in_reward"], case.exact - found["k3_in_loss"]
+            gradients["k3_in_reward"], case.exact - gradients["k3_in_loss"]
         ),
         "k1+ = k3+ = abs+ = k2 in loss": max(
-            relative(found[f"{n}_in_loss"], found["k2_in_loss"]) for n in ("k1+", "k3+", "abs+")
+            relative(gradients[f"{n}_in_loss"], gradients["k2_in_loss"])
+            for n in ("k1+", "k3+", "abs+")
         ),
     }
 
 
 def gradient_parts(case: EstimatorCase) -> dict[str, dict[str, float]]:
-    """Score-function part (the term in the reward), path-wise part (in the loss) and their sum,
-    each against the exact gradient.
+    """Return the parts of the gradient of E[k] against the exact gradient.
+
+    The score-function part is the term in the reward, the path-wise part the term in the loss.
     """
-    out = {}
+    parts = {}
     for name in kl.ESTIMATORS:
         score = case.space.mean(case.gradient_rows(reward_estimator(case, name)), case.probability)
         path = case.space.mean(case.gradient_rows(loss_estimator(case, name)), case.probability)
-        out[name] = {
+        parts[name] = {
             "score": relative(score, case.exact),
             "path": relative(path, case.exact),
             "sum": relative(score + path, case.exact),
             "score_size": float(score.norm() / case.exact.norm()),
             "path_size": float(path.norm() / case.exact.norm()),
         }
-    return out
+    return parts
 
 
 def update_policy(
@@ -247,22 +264,25 @@ def update_policy(
     minibatches: int = 4,
     rate: float = 0.5,
 ) -> torch.Tensor:
-    """theta after `count` minibatch updates of vanilla policy gradient on answers drawn once from
-    mu; a third of the answers are right.
+    """Return theta after `count` minibatch updates of vanilla policy gradient.
+
+    The responses are sampled once from mu, and a third of them are right.
     """
-    drawn = space.draw(mu, samples, seed)
-    right = (torch.rand(space.n, generator=torch.Generator().manual_seed(seed + 1)) < 1 / 3).to(
+    sampled = space.draw(mu, samples, seed)
+    is_right = (torch.rand(space.n, generator=torch.Generator().manual_seed(seed + 1)) < 1 / 3).to(
         mu.dtype
     )
-    adv = advantages.rloo(right[drawn], torch.arange(samples) // GROUP)
+    adv = advantages.rloo(is_right[sampled], torch.arange(samples) // GROUP)
     theta = mu.clone()
     lm = space.logprobs(mu)
     for step in range(count):
-        mine = torch.arange(samples)[step % minibatches :: minibatches]
-        each = torch.zeros(space.n, dtype=mu.dtype).index_add_(0, drawn[mine], adv[mine]) / len(
-            mine
+        minibatch = torch.arange(samples)[step % minibatches :: minibatches]
+        response_weight = torch.zeros(space.n, dtype=mu.dtype).index_add_(
+            0, sampled[minibatch], adv[minibatch]
+        ) / len(minibatch)
+        trust = surrogates.vanilla(
+            ratios.log_ratio(space.logprobs(theta), lm), response_weight[space.seq]
         )
-        trust = surrogates.vanilla(ratios.log_ratio(space.logprobs(theta), lm), each[space.seq])
         theta = theta + rate * space.mean(
             space.gradient_rows(theta, trust.coefficient), torch.ones(space.n, dtype=mu.dtype)
         )
@@ -272,8 +292,10 @@ def update_policy(
 def sampled_error(
     case: EstimatorCase, parts_: Parts, size: int, draws: int, seed: int, rloo: bool = False
 ) -> float:
-    """Mean squared error of the mean over `size` sampled answers, over |exact|^2; rloo: the
-    whole-answer charge less that of the other answers of its group of 8."""
+    """Return the mean squared error of a mean over `size` samples, over |exact|^2.
+
+    rloo: subtract the mean charge of the other responses in the group of 8.
+    """
     s = case.space
     rows = case.gradient_rows(parts_)
     drawn = s.draw(case.mu, size * draws, seed).reshape(draws, size)
@@ -291,20 +313,21 @@ def sampled_error(
     return total / draws / float(case.exact.square().sum())
 
 
-def average(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Mean over seeds of equal trees of numbers; for a leaf `relative_bias` also the worst
-    seed's.
+def average(trees: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Average equal trees of numbers over seeds.
+
+    A leaf `relative_bias` also gets the worst seed's value as `relative_bias_max`.
     """
-    out: dict[str, Any] = {}
-    for key, first in each[0].items():
-        out[key] = (
-            average([e[key] for e in each])
+    means: dict[str, Any] = {}
+    for key, first in trees[0].items():
+        means[key] = (
+            average([e[key] for e in trees])
             if isinstance(first, dict)
-            else sum(e[key] for e in each) / len(each)
+            else sum(e[key] for e in trees) / len(trees)
         )
         if key == "relative_bias":
-            out["relative_bias_max"] = max(e[key] for e in each)
-    return out
+            means["relative_bias_max"] = max(e[key] for e in trees)
+    return means
 
 
 def measure(
@@ -316,15 +339,18 @@ def measure(
     draws: int,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """The whole experiment: the result as the JSON has it, means over `seeds` random policies."""
+    """Run the experiment and return the result in the form of the JSON.
+
+    Values are means over `seeds` random policies.
+    """
     space = ResponseSpace(vocabulary, length)
-    each: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for seed in range(seeds):
         say(f"seed {seed + 1} of {seeds}")
         theta = space.table(1000 * seed)
         ref = space.policy_at_distance(theta, ref_kl, 1000 * seed + 1)
-        each.append(_measure_case(space, theta, ref, distance, draws, 1000 * seed + 2))
-    result = average(each)
+        results.append(_measure_case(space, theta, ref, distance, draws, 1000 * seed + 2))
+    result = average(results)
     return {
         "vocabulary": vocabulary,
         "length": length,
@@ -355,13 +381,13 @@ def _measure_case(
         f"{d:g}": EstimatorCase(space, theta, ref, space.policy_at_distance(theta, d, seed))
         for d in DISTANCES
     }
-    at = {d: measure_all(case) for d, case in far.items()}
-    moved = {}
+    by_distance = {d: measure_all(case) for d, case in far.items()}
+    by_updates = {}
     for m in UPDATES:
-        now = update_policy(space, theta, m, seed)
-        moved[str(m)] = {
-            "kl": float(space.kl(theta, now)) / space.length,
-            "estimators": measure_all(EstimatorCase(space, now, ref, theta)),
+        updated = update_policy(space, theta, m, seed)
+        by_updates[str(m)] = {
+            "kl": float(space.kl(theta, updated)) / space.length,
+            "estimators": measure_all(EstimatorCase(space, updated, ref, theta)),
         }
     curve = {
         which: {
@@ -381,30 +407,31 @@ def _measure_case(
         "clamped": {d: case.clamped_share() for d, case in far.items()},
         "identities": identities(here),
         "parts": gradient_parts(here),
-        "distances": at,
-        "updates": moved,
+        "distances": by_distance,
+        "updates": by_updates,
         "curve": curve,
         "mse": _mse(here, away, draws, seed),
     }
 
 
 def _mse(here: EstimatorCase, away: EstimatorCase, draws: int, seed: int) -> dict[str, Any]:
-    """relative_bias^2 + relative_variance / n for each batch size n; and by sampling, where the
-    first is checked or has no formula.
+    """Return relative_bias^2 + relative_variance / n for each batch size n.
+
+    Some values are sampled instead, to check the formula or because there is none.
     """
 
     def curve(case: EstimatorCase, parts_: Parts) -> dict[str, float]:
         j = case.judge(parts_)
         return {str(n): j["relative_bias"] ** 2 + j["relative_variance"] / n for n in SIZES}
 
-    out: dict[str, Any] = {
+    errors: dict[str, Any] = {
         "on_policy": {n: curve(here, p) for n, p in estimators(here).items()},
         "off_policy": {
             n: curve(away, p) for n, p in (estimators(away) | stale_estimators(away)).items()
         },
     }
     charge = reward_estimator(here, "k1")
-    out["on_policy"]["k1_in_reward_rloo"] = {
+    errors["on_policy"]["k1_in_reward_rloo"] = {
         str(n): sampled_error(here, charge, n, max(20, draws * 32 // n), seed + 3, rloo=True)
         for n in SIZES[:4]
     }
@@ -413,8 +440,8 @@ def _mse(here: EstimatorCase, away: EstimatorCase, draws: int, seed: int) -> dic
         "on_policy k3_in_loss": (here, loss_estimator(here, "k3")),
         "off_policy prefix_full": (away, off_policy_estimator(away, "prefix_full")),
     }
-    out["sampled over formula, n = 128"] = {
+    errors["sampled over formula, n = 128"] = {
         n: sampled_error(c, p, 128, draws, seed + 4) / curve(c, p)["128"]
         for n, (c, p) in checked.items()
     }
-    return out
+    return errors

@@ -1,4 +1,4 @@
-"""How `lab bias` is shown: what was claimed beforehand and whether it holds, tables, plots."""
+"""The presentation of `lab bias`: prior claims, tables and plots."""
 
 from __future__ import annotations
 
@@ -34,14 +34,13 @@ SHOWN = (
 
 
 def findings(r: dict[str, Any]) -> LabFindings:
-    """Of the result that `bias.measure` returns."""
+    """Present the result of `bias.measure`."""
     setting = (
         f"{r['vocabulary']} symbols, {r['length']} tokens: {r['answers']} answers, every one "
-        f"summed; means over {r['seeds']} random policies; "
-        f"KL to the reference {r['ref_kl']:g} nats a token, off policy KL(mu || theta) = "
-        f"{r['distance']:g}. Relative bias |E g - exact| / |exact|, "
-        "exact: gradient of KL(theta || ref) over whole answers; variance of one answer's gradient "
-        "over |exact|^2."
+        f"summed; means over {r['seeds']} random policies; KL to the reference {r['ref_kl']:g} "
+        f"nats a token, off policy KL(mu || theta) = {r['distance']:g}. Relative bias "
+        "|E g - exact| / |exact|, exact: gradient of KL(theta || ref) over whole answers; variance "
+        "of one answer's gradient over |exact|^2."
     )
     return LabFindings("bias", setting, r, _claims(r), _tables(r), _figures(r))
 
@@ -66,8 +65,7 @@ def _on_policy(r: dict[str, Any]) -> list[LabClaim]:
         LabClaim(
             "k3 in the loss is the token-level forward KL, to "
             f"{r['identities']['k3_in_loss = token-level forward KL']:.0e}; as a reverse KL it is "
-            "off by "
-            f"{bias['k3_in_loss']:.0%}",
+            f"off by {bias['k3_in_loss']:.0%}",
             r["identities"]["k3_in_loss = token-level forward KL"] < EXACT,
         ),
         LabClaim(
@@ -107,7 +105,7 @@ def _off_policy(r: dict[str, Any]) -> list[LabClaim]:
         min(UNBIASED, key=lambda n: e[n]["relative_variance"]) == "prefix_full" for e in every
     )
     noise = {n: off[n]["relative_variance"] for n in UNBIASED}
-    apart = abs(off["ratio"]["relative_bias"] - off["k2_in_loss_token"]["relative_bias"])
+    gap = abs(off["ratio"]["relative_bias"] - off["k2_in_loss_token"]["relative_bias"])
     ratio = list(r["mse"]["sampled over formula, n = 128"].values())
     return [
         LabClaim(
@@ -129,7 +127,7 @@ def _off_policy(r: dict[str, Any]) -> list[LabClaim]:
         LabClaim(
             "`ratio` (gradient through the ratio) is the token-weighted k2: right on mu's states "
             f"only, off by {off['ratio']['relative_bias']:.0%}",
-            apart < EXACT,
+            gap < EXACT,
         ),
         LabClaim(
             f"sampled errors over the formula's: {min(ratio):.2f} to {max(ratio):.2f}",
@@ -139,10 +137,10 @@ def _off_policy(r: dict[str, Any]) -> list[LabClaim]:
 
 
 def _unclaimed_findings(r: dict[str, Any]) -> list[LabClaim]:
-    """What nobody claimed before."""
+    """Return findings without a prior claim."""
     on = r["estimators"]["on_policy"]
     off = r["estimators"]["off_policy"]
-    out = []
+    findings = []
     for where in ("on_policy", "off_policy"):
         table = {
             n: c
@@ -150,7 +148,7 @@ def _unclaimed_findings(r: dict[str, Any]) -> list[LabClaim]:
             if str(SIZES[-1]) in c and not n.startswith("low_var")
         }
         best = [(n, min(table, key=lambda e: table[e][str(n)])) for n in SIZES]
-        out.append(
+        findings.append(
             LabClaim(
                 f"least squared error {where.replace('_', ' ')}, by answers in the batch: "
                 + ", ".join(f"{n}: {e}" for n, e in best)
@@ -163,7 +161,7 @@ def _unclaimed_findings(r: dict[str, Any]) -> list[LabClaim]:
         if x["relative_bias"] < 0.05
     ]
     d, c, x = min(cheap, key=lambda e: e[2]["relative_variance"])
-    out.append(
+    findings.append(
         LabClaim(
             f"cheapest prefix_full with a bias below 5 %: discount {d}, truncation {c}: bias "
             f"{x['relative_bias']:.1%}, variance "
@@ -171,15 +169,15 @@ def _unclaimed_findings(r: dict[str, Any]) -> list[LabClaim]:
         )
     )
     last = list(r["updates"])[-1]
-    now = r["updates"][last]
+    updated = r["updates"][last]
     gap = {
-        n: now["estimators"][n]["relative_bias"]
+        n: updated["estimators"][n]["relative_bias"]
         for n in ("k1_in_reward_frozen", "k3_in_loss", "prefix_full")
     }
-    out.append(
+    findings.append(
         LabClaim(
-            f"KL in the reward is charged once a batch: after {last} updates (KL {now['kl']:.3f} a "
-            "token) its gradient is off by "
+            f"KL in the reward is charged once a batch: after {last} updates (KL "
+            f"{updated['kl']:.3f} a token) its gradient is off by "
             f"{gap['k1_in_reward_frozen']:.0%}, k3 in the loss by {gap['k3_in_loss']:.0%}, "
             f"prefix_full by {gap['prefix_full']:.0e}"
         )
@@ -188,18 +186,18 @@ def _unclaimed_findings(r: dict[str, Any]) -> list[LabClaim]:
         n: on[n]["relative_variance"]
         for n in ("k1_in_reward", "k1_in_reward_baseline", "prefix_full")
     }
-    out.append(
+    findings.append(
         LabClaim(
             f"on policy, k1 in the reward has {noise['k1_in_reward'] / noise['prefix_full']:.1f} "
             "times the variance of prefix_full; a baseline "
             f"takes off {1 - noise['k1_in_reward_baseline'] / noise['k1_in_reward']:.0%}"
         )
     )
-    return out
+    return findings
 
 
 def bias_of(group: dict[str, Any], name: str) -> float:
-    """The worst seed's relative bias."""
+    """Return the worst seed's relative bias."""
     return float(group[name]["relative_bias_max"])
 
 
@@ -268,7 +266,7 @@ def _by_updates(r: dict[str, Any]) -> ResultTable:
 
 
 def _by_cut(r: dict[str, Any]) -> list[ResultTable]:
-    shown = "{relative_bias:.3f} / {relative_variance:.1f}"
+    form = "{relative_bias:.3f} / {relative_variance:.1f}"
     return [
         ResultTable(
             f"{which}: bias / variance by discount and truncation",
@@ -276,7 +274,7 @@ def _by_cut(r: dict[str, Any]) -> list[ResultTable]:
             [
                 [
                     f"discount {d:g}",
-                    *(shown.format(**r["curve"][which][f"{d:g}"][f"{c:g}"]) for c in CUTS),
+                    *(form.format(**r["curve"][which][f"{d:g}"][f"{c:g}"]) for c in CUTS),
                 ]
                 for d in DISCOUNTS
             ],
@@ -287,7 +285,7 @@ def _by_cut(r: dict[str, Any]) -> list[ResultTable]:
 
 def _figures(r: dict[str, Any]) -> list[Any]:
     xs = [d for d in DISTANCES if d > 0]
-    floor = 1e-3  # exact estimators stand at the bottom of a logarithmic axis
+    floor = 1e-3  # exact estimators are shown at the bottom of a logarithmic axis
 
     def by_distance(key: str) -> Lines:
         return {n: (xs, [max(floor, r["distances"][f"{d:g}"][n][key]) for d in xs]) for n in SHOWN}

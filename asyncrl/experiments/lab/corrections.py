@@ -1,10 +1,14 @@
-"""Bias and variance of the policy gradient under every correction for samples of mu, against
-distance mu-theta and answer length.
+"""Bias and variance of the policy gradient under every correction.
 
-One update on stale answers: pi_prox = theta, so a token's coefficient is its weight times the
-advantage.  Rewards are 1 for the third of the answers that score highest in a random sum over their
-tokens; the baseline is mu's mean reward.  Statistics of a batch (the mean weight, M2PO's threshold)
-are those of an endless one; what a finite batch adds to the bias through them is not seen here."""
+They are measured for samples of mu, against the distance between mu and theta and the response
+length.
+
+The setting is one update on stale responses: pi_prox = theta, so a token's coefficient is its
+weight times the advantage. Rewards are 1 for the third of the responses that score highest in a
+random sum over their tokens. The baseline is mu's mean reward. Statistics of a batch (the mean
+weight, M2PO's threshold) are those of an infinite batch. The bias that a finite batch adds through
+them is not included.
+"""
 
 from __future__ import annotations
 
@@ -21,26 +25,29 @@ from asyncrl.experiments.lab.policy import ResponseSpace, cosine, exact_gradient
 
 DISTANCES = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1)
 SIZES = (64, 256, 1024, 4096, 16384)
-MANY = 20_000  # answers that stand for an endless batch where a threshold has no formula
+MANY = 20_000  # responses that approximate an infinite batch where a threshold has no formula
 
 
 def candidates() -> dict[str, Correction]:
-    """Every level with every bound, plain and self-normalised; rejection alone; the presets."""
-    out: dict[str, Correction] = {"none": RecomputedCorrection(level="none")}
+    """Return every level with every bound, rejection alone, and the presets.
+
+    Levels with bounds come plain and self-normalized.
+    """
+    corrections: dict[str, Correction] = {"none": RecomputedCorrection(level="none")}
     for level in ("token", "sequence", "geometric"):
         for bound in ("none", "truncate", "clip", "mask"):
-            out[f"{level} {bound}"] = RecomputedCorrection(level=level, bound=bound)
-            out[f"{level} {bound} normalised"] = RecomputedCorrection(
+            corrections[f"{level} {bound}"] = RecomputedCorrection(level=level, bound=bound)
+            corrections[f"{level} {bound} normalised"] = RecomputedCorrection(
                 level=level, bound=bound, self_normalize=True
             )
     for over in ("token", "sum", "mean", "max"):
-        out[f"reject ratio {over}"] = RecomputedCorrection(
+        corrections[f"reject ratio {over}"] = RecomputedCorrection(
             level="none", reject="ratio", reject_over=over
         )
-    out["reject k3 max"] = RecomputedCorrection(
+    corrections["reject k3 max"] = RecomputedCorrection(
         level="none", reject="k3", reject_over="max", reject_hi=0.1
     )
-    return out | {
+    return corrections | {
         f"preset {name}": RecomputedCorrection(
             **{key: value for key, value in fields.items() if key != "proximal"}
         )
@@ -50,8 +57,9 @@ def candidates() -> dict[str, Correction]:
 
 
 def rewards(space: ResponseSpace, seed: int) -> torch.Tensor:
-    """1 for the third of the answers with the highest sum of random values of (position, symbol):
-    [S].
+    """Return rewards [S]: 1 for the third of the responses with the highest score.
+
+    The score is the sum of random values of (position, symbol).
     """
     value = torch.randn(
         space.length,
@@ -86,7 +94,7 @@ class StaleSamples:
         self.drawn = space.draw(mu, MANY, seed)
 
     def correct(self, c: Correction) -> correction.ImportanceWeights:
-        """Weights of all answers, with the statistics of an endless batch."""
+        """Return weights of all responses, with the statistics of an infinite batch."""
         s = self.space
         stats = correction.WeightStatistics()
         if c.m2:
@@ -103,7 +111,7 @@ class StaleSamples:
                 stats.mean = (
                     chance * ratios.seq_mean(w.weight, w.kept, s.seq, s.n)
                 ).sum() / chance.sum()
-            # nothing is left: weights of 0, as the learner has them
+            # if everything is rejected, the weights are 0, as in the learner
             stats.mean = torch.where(stats.mean > 0, stats.mean, 1.0)
         return self._weights(c, stats)
 
@@ -114,8 +122,14 @@ class StaleSamples:
         return correction.correct(self.log_rho, self.lp, self.mask, s.seq, n=s.n, c=c, stats=stats)
 
     def judge(self, c: Correction) -> dict[str, float]:
-        """Bias, cosine, variance over |exact|^2, mean weight, effective sample size of the tokens,
-        and the share that is left (weight above 0).
+        """Return bias, variance and weight statistics of a correction.
+
+        - relative_bias: |E g - exact| / |exact|
+        - cosine: of E g and exact
+        - relative_variance: variance over |exact|^2
+        - mean_weight: mean weight of a token
+        - ess: effective sample size of the tokens
+        - left: share of tokens with a weight above 0
         """
         s = self.space
         w = self.correct(c).weight
@@ -134,21 +148,22 @@ class StaleSamples:
 
 
 def lengths(longest: int) -> list[int]:
-    """2, 4, 8, ... and the longest."""
+    """Return 2, 4, 8, ... and the longest length."""
     return sorted({n for n in (2, 4, 8, 16) if n < longest} | {longest})
 
 
 def measure(
     vocabulary: int, longest: int, seeds: int, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """estimators[length][distance][name], means over `seeds` random policies, directions of mu and
-    rewards.
+    """Return estimators[length][distance][name].
+
+    Values are means over `seeds` random policies, directions of mu, and rewards.
     """
     chosen = candidates()
-    found = {}
+    results = {}
     for length in lengths(longest):
         space = ResponseSpace(vocabulary, length)
-        each = []
+        by_seed = []
         for seed in range(seeds):
             say(f"length {length}, seed {seed + 1} of {seeds}")
             theta = space.table(1000 * seed)
@@ -159,16 +174,16 @@ def measure(
                 )
                 for d in DISTANCES
             }
-            each.append(
+            by_seed.append(
                 {
                     d: {name: case.judge(c) for name, c in chosen.items()}
                     for d, case in cases.items()
                 }
             )
-        found[str(length)] = average(each)
-    return {"vocabulary": vocabulary, "length": longest, "seeds": seeds, "estimators": found}
+        results[str(length)] = average(by_seed)
+    return {"vocabulary": vocabulary, "length": longest, "seeds": seeds, "estimators": results}
 
 
 def squared_error(j: dict[str, float], size: int) -> float:
-    """Of the mean over `size` answers, over |exact|^2."""
+    """Return the squared error of the mean over `size` responses, over |exact|^2."""
     return j["relative_bias"] ** 2 + j["relative_variance"] / size

@@ -1,4 +1,4 @@
-"""How `lab corrections` is shown."""
+"""The presentation of `lab corrections`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SHOWN = (
 
 
 def findings(r: dict[str, Any]) -> LabFindings:
-    """Of the result that `corrections.measure` returns."""
+    """Present the result of `corrections.measure`."""
     setting = (
         f"{r['vocabulary']} symbols, answers of up to {r['length']} tokens, every one summed; "
         f"means over {r['seeds']} random policies, directions of mu "
@@ -44,9 +44,12 @@ def findings(r: dict[str, Any]) -> LabFindings:
     return LabFindings("corrections", setting, r, _claims(r["estimators"]), _tables(r), _figures(r))
 
 
-def best_correction(at: dict[str, Any], size: int) -> str:
-    """The correction with the least squared error at `size` answers; the plainest of equals."""
-    return min(at, key=lambda n: (round(squared_error(at[n], size), 9), len(n)))
+def best_correction(by_name: dict[str, Any], size: int) -> str:
+    """Return the correction with the least squared error at `size` responses.
+
+    Of equals, it is the plainest.
+    """
+    return min(by_name, key=lambda n: (round(squared_error(by_name[n], size), 9), len(n)))
 
 
 def _claims(e: dict[str, Any]) -> list[LabClaim]:
@@ -90,7 +93,7 @@ def _claims(e: dict[str, Any]) -> list[LabClaim]:
             all(a < b for a, b in pairwise(none)),
         ),
         LabClaim(
-            "token weights take off part of the bias, never all of it: the states stay mu's",
+            "token weights remove part of the bias, never all of it: the states remain mu's",
             holds_everywhere(
                 lambda x: EXACT < x["token none"]["relative_bias"] < x["none"]["relative_bias"]
             ),
@@ -113,10 +116,10 @@ def _unclaimed_findings(e: dict[str, Any], longest: str, far: str) -> list[LabCl
     )
     mis = e[longest]["0.01"]["preset mis"]
     plain = e[longest][far]["sequence mask"]
-    own = e[longest][far]["sequence mask normalised"]
+    normalized = e[longest][far]["sequence mask normalised"]
     cut = e[longest][far]["sequence truncate"]
     free = e[longest][far]["sequence none"]
-    out = [
+    findings = [
         LabClaim(
             f"the default geometric band [0.99, 1.01] is for long answers: at {longest} tokens "
             f"what it leaves, by distance: {left}; `mis` at 0.01 has "
@@ -132,8 +135,8 @@ def _unclaimed_findings(e: dict[str, Any], longest: str, far: str) -> list[LabCl
         LabClaim(
             "self-normalisation after a mask gives the few that are left all the weight: "
             f"{plain['left']:.0%} left, variance "
-            f"{plain['relative_variance']:.0f} -> {own['relative_variance']:.0f}, bias "
-            f"{plain['relative_bias']:.0%} -> {own['relative_bias']:.0%}"
+            f"{plain['relative_variance']:.0f} -> {normalized['relative_variance']:.0f}, bias "
+            f"{plain['relative_bias']:.0%} -> {normalized['relative_bias']:.0%}"
         ),
         LabClaim(
             "`m2po` masks and does not weight: bias "
@@ -148,10 +151,10 @@ def _unclaimed_findings(e: dict[str, Any], longest: str, far: str) -> list[LabCl
             + ", ".join(f"{float(d):g} {best_correction(e[n][d], size)}" for d in AWAY)
             for n in e
         )
-        out.append(
+        findings.append(
             LabClaim(f"least squared error at {size} answers, from {near} to {far}: {names}")
         )
-    return out
+    return findings
 
 
 def _tables(r: dict[str, Any]) -> list[ResultTable]:

@@ -1,5 +1,6 @@
-"""What every experiment of the lab leaves: tables on the terminal, a page with plots, a JSON, a
-verdict.
+"""The output of a lab experiment.
+
+Tables on the terminal, a page with plots, a JSON file and a verdict.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ Lines = dict[str, tuple[Sequence[float], Sequence[float]]]  # xs and ys by name
 
 @dataclass
 class LabClaim:
-    """A sentence of the verdict; holds: True, False, or None where nothing was claimed beforehand
-    and this is what was found.
+    """A sentence of the verdict.
+
+    holds: whether a prior claim holds; None for a finding without a prior claim.
     """
 
     text: str
@@ -42,7 +44,7 @@ class ResultTable:
     rows: list[list[str]]
 
     def as_text(self) -> str:
-        """Columns aligned, the first one to the left."""
+        """Align the columns, the first one to the left."""
         every = [list(self.head), *self.rows]
         width = [max(len(r[i]) for r in every) for i in range(len(self.head))]
         lines = [
@@ -57,7 +59,7 @@ class ResultTable:
 
 @dataclass
 class LabFindings:
-    """One experiment's result and how it is shown.  figures: plotly figures."""
+    """The result of one experiment and its presentation. figures: plotly figures."""
 
     name: str
     setting: str
@@ -76,14 +78,14 @@ class LabFindings:
         )
 
     def json(self) -> dict[str, Any]:
-        found: dict[str, Any] = as_json_value(
+        values: dict[str, Any] = as_json_value(
             self.result | {"verdict": [{"text": c.text, "holds": c.holds} for c in self.claims]}
         )
-        return found
+        return values
 
 
 def as_json_value(x: Any) -> Any:
-    """JSON's own types: None for what is not a finite number, and numbers of 6 digits."""
+    """Convert to JSON types: numbers of 6 digits, None if not finite."""
     if isinstance(x, dict):
         return {str(k): as_json_value(v) for k, v in x.items()}
     if isinstance(x, list | tuple):
@@ -92,7 +94,7 @@ def as_json_value(x: Any) -> Any:
 
 
 def format_number(x: float) -> str:
-    """Three digits; what is rounding error of a sum in float64 says so."""
+    """Format with three digits; rounding errors of a float64 sum become "0 (1e-9)"."""
     return "0 (1e-9)" if abs(x) < 1e-9 else f"{x:.3g}"
 
 
@@ -105,7 +107,7 @@ def curves(
     log_x: bool = False,
     log_y: bool = False,
 ) -> Any:
-    """A figure with one line a name."""
+    """Plot one line a name."""
     import plotly.graph_objects as go
 
     figure = go.Figure()
@@ -136,23 +138,25 @@ def curves(
 
 
 def log_axis(values: Sequence[float]) -> dict[str, Any]:
-    """A logarithmic axis with round numbers written out: powers of ten, and 2 and 5 times them
-    where there would be few.
+    """Return a logarithmic axis with round numbers written out.
 
-    >>> log_axis([0.003, 30.0])["ticktext"], log_axis([4.0, 60.0])["ticktext"]
-    (['0.001', '0.01', '0.1', '1', '10', '100'], ['1', '2', '5', '10', '20', '50', '100'])
+    Ticks are powers of ten, and 2 and 5 times them if there would be few.
+
+    >>> log_axis([0.003, 30.0])["ticktext"], log_axis([4.0, 60.0])["ticktext"] (['0.001', '0.01',
+    '0.1', '1', '10', '100'], ['1', '2', '5', '10', '20', '50', '100'])
     """
-    found = [v for v in values if v > 0 and math.isfinite(v)] or [1.0]
-    low = math.floor(math.log10(min(found)))
-    high = math.ceil(math.log10(max(found)))
+    positive = [v for v in values if v > 0 and math.isfinite(v)] or [1.0]
+    low = math.floor(math.log10(min(positive)))
+    high = math.ceil(math.log10(max(positive)))
     steps = (1,) if high - low > 3 else (1, 2, 5)
     ticks = [float(f"{s}e{e}") for e in range(low, high + 1) for s in steps if e < high or s == 1]
     return {"type": "log", "tickvals": ticks, "ticktext": [f"{v:g}" for v in ticks]}
 
 
 def dots(title: str, names: Sequence[str], panels: Mapping[str, Sequence[float]]) -> Any:
-    """One row a name, named at its left, and one column of logarithmic dots a panel: many points
-    that may lie on each other stay readable.
+    """Plot one row a name and one column of logarithmic dots a panel.
+
+    Many points that may overlap stay readable.
     """
     from plotly.subplots import make_subplots
 
@@ -179,7 +183,7 @@ def dots(title: str, names: Sequence[str], panels: Mapping[str, Sequence[float]]
 
 
 def write(directory: Path, found: LabFindings) -> tuple[Path, Path]:
-    """DIR/NAME.html and DIR/NAME.json; returns both paths."""
+    """Write DIR/NAME.html and DIR/NAME.json and return both paths."""
 
     directory.mkdir(parents=True, exist_ok=True)
     blob = json.dumps(found.json())

@@ -1,10 +1,12 @@
-"""A language model small enough to sum over everything it can say.
+"""A language model small enough to sum over all its responses.
 
-V symbols, answers of exactly T of them: S = V^T answers, N = S T tokens, K = (V^T - 1) / (V - 1)
-prefixes.  A policy is a table of logits [K, V], one row a prefix, in float64: every autoregressive
-distribution over these answers is such a table.  Packed notation as in asyncrl.algorithms.  Tokens
-of one answer stand in different rows, so the squared norm of an answer's gradient is the sum over
-its tokens'."""
+There are V symbols, and responses have exactly T of them: S = V^T responses, N = S T tokens, K =
+(V^T - 1) / (V - 1) prefixes. A policy is a table of logits [K, V] in float64, one row a prefix.
+Every autoregressive distribution over these responses is such a table.
+
+Tensors are packed as in asyncrl.algorithms. Tokens of one response have different rows, so the
+squared norm of a response's gradient is the sum over its tokens.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,13 @@ LARGEST = 400_000  # tokens N: a few seconds for each pass over them
 
 
 class ResponseSpace:
-    """All answers.  seq, place (row of the prefix) and symbol are int64 [N].  Raises ConfigError
-    where there are too many answers.
+    """All responses.
+
+    seq: response of each token, int64 [N].
+    place: row of each token's prefix, int64 [N].
+    symbol: each token's symbol, int64 [N].
+
+    Raises ConfigError if there are too many responses.
     """
 
     def __init__(self, vocabulary: int, length: int) -> None:
@@ -37,8 +44,7 @@ class ResponseSpace:
         place = []
         row = torch.zeros(self.n, dtype=torch.long)
         first = 0
-        # row of a prefix: those of its length in the order of base-V numbers, after all shorter
-        # ones
+        # prefixes of one length are ordered as base-V numbers, after all shorter ones
         for t in range(length):
             place.append(first + row)
             row = row * vocabulary + self.answers[:, t]
@@ -49,7 +55,7 @@ class ResponseSpace:
     # ---- policies --------------------------------------------------------------------------------
 
     def table(self, seed: int, spread: float = 1.0) -> torch.Tensor:
-        """A random policy [K, V]: normal logits."""
+        """Return a random policy [K, V] with normal logits."""
         return spread * torch.randn(
             self.prefixes,
             self.vocabulary,
@@ -58,33 +64,40 @@ class ResponseSpace:
         )
 
     def logprobs(self, theta: torch.Tensor) -> torch.Tensor:
-        """Of every token of every answer: [N], with gradient if theta has one."""
+        """Return the log-probability of every token: [N], with gradient if theta has one."""
         return torch.log_softmax(theta, -1)[self.place, self.symbol]
 
     def probability(self, theta: torch.Tensor) -> torch.Tensor:
-        """Of every answer: [S]."""
+        """Return the probability of every response: [S]."""
         return self.logprobs(theta).reshape(self.n, -1).sum(1).exp()
 
     def step_kl(self, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-        """Exact KL(p || q) over the next symbol at each token's state: [N], with gradient."""
+        """Return exact KL(p || q) over the next symbol at each token's state.
+
+        The result is [N], with gradient.
+        """
         a = torch.log_softmax(p, -1)
         b = torch.log_softmax(q, -1)
         return (a.exp() * (a - b)).sum(-1)[self.place]
 
     def kl(self, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-        """Exact KL(p || q) over whole answers, in nats an answer: a scalar with gradient."""
+        """Return exact KL(p || q) over whole responses, in nats a response.
+
+        The result is a scalar with gradient.
+        """
         lp = self.logprobs(p).reshape(self.n, -1).sum(1)
         lq = self.logprobs(q).reshape(self.n, -1).sum(1)
         return (lp.exp() * (lp - lq)).sum()
 
     def entropy(self, p: torch.Tensor) -> float:
-        """Nats a token."""
+        """Return the entropy in nats a token."""
         lp = self.logprobs(p).reshape(self.n, -1).sum(1)
         return float(-(lp.exp() * lp).sum() / self.length)
 
     def policy_at_distance(self, theta: torch.Tensor, kl: float, seed: int) -> torch.Tensor:
-        """A policy mu = theta + a noise with KL(mu || theta) = kl nats a token, a found by
-        halving.
+        """Return a policy mu = theta + a noise with KL(mu || theta) = kl nats a token.
+
+        The factor a is found by bisection.
         """
         if kl <= 0:
             return theta.clone()
@@ -108,7 +121,7 @@ class ResponseSpace:
         return theta + high * noise
 
     def draw(self, mu: torch.Tensor, count: int, seed: int) -> torch.Tensor:
-        """Answers drawn from mu: int64 [count] among S."""
+        """Sample responses from mu: int64 [count], indices into S."""
         return torch.multinomial(
             self.probability(mu),
             count,
@@ -125,28 +138,34 @@ class ResponseSpace:
         step: torch.Tensor | None = None,
         ref: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Each token's part of its answer's gradient, on its own row of the table: [N, V].
+        """Return each token's part of its response's gradient, on its row of the table.
 
-        coefficient [N] of grad lp; step [N] of grad KL(theta || ref) at the token's state.
+        The result is [N, V].
+
+        coefficient: of grad lp, [N].
+        step: of grad KL(theta || ref) at the token's state, [N].
         """
         log_p = torch.log_softmax(theta, -1)
         one = torch.nn.functional.one_hot(self.symbol, self.vocabulary).to(theta.dtype)
-        out = coefficient[:, None] * (one - log_p.exp()[self.place])
+        rows = coefficient[:, None] * (one - log_p.exp()[self.place])
         if step is not None and ref is not None:
             gap = log_p - torch.log_softmax(ref, -1)
             slope = log_p.exp() * (gap - (log_p.exp() * gap).sum(-1, keepdim=True))
-            out = out + step[:, None] * slope[self.place]
-        return out
+            rows = rows + step[:, None] * slope[self.place]
+        return rows
 
     def mean(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Gradient sum_s weight_s g_s, weight [S]: [K, V]."""
+        """Return the gradient sum_s weight_s g_s, [K, V], for weights [S]."""
         return torch.zeros(self.prefixes, self.vocabulary, dtype=rows.dtype).index_add_(
             0, self.place, weight[self.seq, None] * rows
         )
 
     def moments(self, rows: torch.Tensor, probability: torch.Tensor) -> tuple[torch.Tensor, float]:
-        """(expected gradient [K, V], trace of one answer's covariance), under the answers'
-        probabilities [S].
+        """Return the expected gradient [K, V] and the trace of its covariance.
+
+        The covariance is that of one response's gradient.
+
+        probability: of the responses, [S].
         """
         mean = self.mean(rows, probability)
         second = float((probability[self.seq] * rows.square().sum(1)).sum())
@@ -154,31 +173,32 @@ class ResponseSpace:
 
 
 def coefficients(term: Callable[..., torch.Tensor], *leaves: torch.Tensor) -> list[torch.Tensor]:
-    """d sum(term) / d leaf for each leaf [N] (a loss term's coefficient of grad lp, and of grad
-    KL_k); zeros where none flows.
+    """Return d sum(term) / d leaf for each leaf [N]; zeros if no gradient flows.
+
+    These are a loss term's coefficients of grad lp and of grad KL_k.
     """
-    own = [x.detach().clone().requires_grad_(True) for x in leaves]
-    total = term(*own).sum()
+    copies = [x.detach().clone().requires_grad_(True) for x in leaves]
+    total = term(*copies).sum()
     if not total.requires_grad:
-        return [torch.zeros_like(x) for x in own]
+        return [torch.zeros_like(x) for x in copies]
     return [
         torch.zeros_like(x) if g is None else g
-        for g, x in zip(torch.autograd.grad(total, own, allow_unused=True), own, strict=True)
+        for g, x in zip(torch.autograd.grad(total, copies, allow_unused=True), copies, strict=True)
     ]
 
 
 def exact_gradient(f: Callable[[torch.Tensor], torch.Tensor], theta: torch.Tensor) -> torch.Tensor:
-    """Gradient [K, V] of a scalar function of the table."""
+    """Return the gradient [K, V] of a scalar function of the table."""
     leaf = theta.detach().clone().requires_grad_(True)
     return torch.autograd.grad(f(leaf), leaf)[0]
 
 
 def relative(got: torch.Tensor, exact: torch.Tensor) -> float:
-    """|got - exact| / |exact|."""
+    """Return |got - exact| / |exact|."""
     return float((got - exact).norm() / exact.norm().clamp(min=1e-300))
 
 
 def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Between two gradients; 0 where one vanishes."""
+    """Return the cosine of two gradients; 0 if one vanishes."""
     size = float(a.norm() * b.norm())
     return float((a * b).sum()) / size if size > 1e-24 else 0.0

@@ -1,9 +1,10 @@
-"""Many updates on one batch: how far IS-reshape drifts, beside no trust region and clipping, and
-which repairs bound it.
+"""Many updates on one batch: how far IS-reshape drifts, and what bounds the drift.
 
-The batch is drawn from mu = the policy at its start, trained for 16 epochs by the learner's own
-loss, under configs that a run would accept, and followed by another.  What is
-measured is exact: KL(mu || theta) in nats a token and the expected reward, over all answers."""
+It is compared with no trust region and with clipping. The batch is sampled from mu, the policy at
+its start, trained for 16 epochs by the learner's loss under configs that a run would accept, and
+followed by another batch. KL(mu || theta) in nats a token and the expected reward are exact, over
+all responses.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ ARMS: dict[str, dict[str, Any]] = {
 
 
 def config(arm: str, epochs: int, minibatches: int) -> Config:
-    """The arm's settings, checked as a run's are."""
+    """Return the arm's settings, validated as in a run."""
     base = {
         "model": {"path": "-"},
         "task": {"name": "sort"},
@@ -80,7 +81,10 @@ def config(arm: str, epochs: int, minibatches: int) -> Config:
 def batch(
     space: ResponseSpace, theta: torch.Tensor, right: torch.Tensor, samples: int, seed: int
 ) -> tuple[torch.Tensor, step_loss.LossBatch]:
-    """Answers drawn from theta (int64 [B]) and their batch for the loss, in groups of 8."""
+    """Sample responses from theta and build their batch for the loss.
+
+    Returns the responses, int64 [B], and the batch in groups of 8.
+    """
     drawn = space.draw(theta, samples, seed)
     n = samples * space.length
     lp = space.logprobs(theta).reshape(space.n, -1)[drawn].reshape(-1)
@@ -125,50 +129,53 @@ class TabularTrainer:
         return self.space.logprobs(self.theta).reshape(self.space.n, -1)[drawn].reshape(-1)
 
     def train(self, samples: int, seed: int) -> list[dict[str, float]]:
-        """One batch, all its epochs; a row for every optimizer step, the last one after it (nan:
-        not taken).
+        """Train all epochs of one batch; return a row for every optimizer step.
+
+        The state is the one after the step. Skipped steps have no gradient values.
         """
         mu = self.theta.detach().clone()
         drawn, b = batch(self.space, mu, self.right, samples, seed)
         prep = step_loss.prepare(b, self.c)
-        out = []
+        rows = []
         stopped = False
         parts = self.c.learner.minibatches
         order = torch.Generator().manual_seed(seed)
         for _ in range(self.c.learner.epochs):
             deal = torch.randperm(samples // GROUP, generator=order)
             for m in range(parts):
-                mine = torch.cat(
+                minibatch = torch.cat(
                     [torch.arange(GROUP) + GROUP * int(g) for g in deal[m::parts].sort().values]
                 )
-                row = {} if stopped else self._step(prep, drawn, mine)
+                row = {} if stopped else self._step(prep, drawn, minibatch)
                 stopped = stopped or not row
-                out.append(row | self._state(mu, prep, drawn))
-        return out
+                rows.append(row | self._state(mu, prep, drawn))
+        return rows
 
     def _state(
         self, mu: torch.Tensor, prep: step_loss.PreparedBatch, drawn: torch.Tensor
     ) -> dict[str, float]:
-        """Where the policy is: exact, and by the batch's own k3."""
-        now = self.theta.detach()
+        """Measure the policy, exactly and by the batch's k3 estimate."""
+        theta = self.theta.detach()
         s = self.space
         log_w = ratios.log_ratio(self.logprobs(drawn).detach(), prep.batch.behavior)
         return {
-            "kl": float(s.kl(mu, now)) / s.length,
+            "kl": float(s.kl(mu, theta)) / s.length,
             "kl_batch": float((torch.expm1(log_w) - log_w).mean()),
-            "kl_start": float(s.kl(self.start, now)) / s.length,
-            "reward": float((s.probability(now) * self.right).sum()),
-            "entropy": s.entropy(now),
+            "kl_start": float(s.kl(self.start, theta)) / s.length,
+            "reward": float((s.probability(theta) * self.right).sum()),
+            "entropy": s.entropy(theta),
         }
 
     def _step(
-        self, prep: step_loss.PreparedBatch, drawn: torch.Tensor, mine: torch.Tensor
+        self, prep: step_loss.PreparedBatch, drawn: torch.Tensor, minibatch: torch.Tensor
     ) -> dict[str, float]:
-        """One optimizer step, as the learner makes it; {} where early stopping skips it."""
+        """Make one optimizer step as the learner does; {} if early stopping skips it."""
         every = self.logprobs(drawn)
         done = prep.steps > 0
-        step = step_loss.begin_step(prep, mine, every.detach())
-        part = (mine[:, None] * self.space.length + torch.arange(self.space.length)).reshape(-1)
+        step = step_loss.begin_step(prep, minibatch, every.detach())
+        part = (minibatch[:, None] * self.space.length + torch.arange(self.space.length)).reshape(
+            -1
+        )
         lp = every[part]
         loss, sums = step_loss.micro_loss(prep, step, part, lp)
         if done and (
@@ -190,8 +197,8 @@ class TabularTrainer:
             "coefficient_var": float(coefficient.var()),
             "share": step.reshape.share if step.reshape else math.nan,
         }
-        found = step_loss.finish(sums) if self.c.loss.surrogate == "reshape" else {}
-        row["gamma"] = found.get("reshape/gamma", math.nan)
+        metrics = step_loss.finish(sums) if self.c.loss.surrogate == "reshape" else {}
+        row["gamma"] = metrics.get("reshape/gamma", math.nan)
         self.last = g
         self.theta.grad = g
         for group in self.optimizer.param_groups:
@@ -222,8 +229,10 @@ QUANTITIES = (
 
 
 def _highest(rows: list[list[dict[str, float]]], a_batch: int) -> dict[str, list[float]]:
-    """Of each seed: the largest KL of any batch and of the first, the last reward, the steps that
-    were taken.  a_batch: steps of a batch.
+    """Return the extremes of each seed.
+
+    They are the largest KL of any batch and of the first, the last reward, and the number of steps
+    taken. a_batch: steps of a batch.
     """
     return {
         "kl": [max(x["kl"] for x in r) for r in rows],
@@ -245,8 +254,10 @@ def measure(
     rates: dict[str, float],
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """runs[optimizer][arm][quantity]: mean over seeds at every step; highest[optimizer][arm]: each
-    seed's largest KL of any batch.
+    """Run the experiment.
+
+    - runs[optimizer][arm][quantity]: mean over seeds at every step
+    - highest[optimizer][arm]: each seed's largest KL of any batch
     """
     space = ResponseSpace(vocabulary, length)
     start = _mean(
@@ -256,9 +267,9 @@ def measure(
         ]
     )
     runs: dict[str, Any] = {}
-    each: dict[str, Any] = {}
+    highest: dict[str, Any] = {}
     for optimizer, rate in rates.items():
-        runs[optimizer], each[optimizer] = {}, {}
+        runs[optimizer], highest[optimizer] = {}, {}
         for arm in ARMS:
             say(f"{optimizer}: {arm}")
             c = config(arm, epochs, minibatches)
@@ -283,7 +294,7 @@ def measure(
                 n: [_mean([r[t].get(n, math.nan) for r in rows]) for t in range(len(rows[0]))]
                 for n in QUANTITIES
             }
-            each[optimizer][arm] = _highest(rows, epochs * minibatches)
+            highest[optimizer][arm] = _highest(rows, epochs * minibatches)
     return {
         "vocabulary": vocabulary,
         "length": length,
@@ -295,12 +306,15 @@ def measure(
         "rates": rates,
         "budget": BUDGET,
         "start_reward": start,
-        "highest": each,
+        "highest": highest,
         "runs": runs,
     }
 
 
 def _mean(x: list[float]) -> float:
-    """Of what is a number: seeds that stopped early take no step and have no gradient."""
+    """Average the values that are not nan.
+
+    Seeds that stopped early take no step and have no gradient.
+    """
     kept = [v for v in x if not math.isnan(v)]
     return sum(kept) / len(kept) if kept else math.nan

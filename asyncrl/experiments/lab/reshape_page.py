@@ -1,4 +1,4 @@
-"""How `lab reshape` is shown."""
+"""The presentation of `lab reshape`."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ MAIN = (
     "D global",
     "gamma 0.001",
 )
-NEAR = 1.05  # of the budget: the second-order argument behind repair D is held to 5 %
+NEAR = 1.05  # of the budget: repair D rests on a second-order argument, so allow 5 %
 
 
 def findings(r: dict[str, Any]) -> LabFindings:
-    """Of the result that `reshape.measure` returns."""
+    """Present the result of `reshape.measure`."""
     rates = ", ".join(f"{o} {x:g}" for o, x in r["rates"].items())
     setting = (
         f"{r['vocabulary']} symbols, {r['length']} tokens; {r['batches']} batch(es) of "
@@ -49,7 +49,7 @@ def mean(x: list[float]) -> float:
 
 
 def _claims(r: dict[str, Any]) -> list[LabClaim]:
-    out = []
+    claims = []
     budget = r["budget"]
     per_batch = r["epochs"] * r["minibatches"]
     first = {
@@ -60,8 +60,8 @@ def _claims(r: dict[str, Any]) -> list[LabClaim]:
         agree = min(run["v3.1"]["cosine"][1:per_batch])
         norms = _shares(run, "v3.1")[:per_batch]
         small = max(_shares(run, "gamma 0.001"))
-        seen = r["highest"][o]["D learning rate"]["kl_batch"]
-        out += [
+        batch_kl = r["highest"][o]["D learning rate"]["kl_batch"]
+        claims += [
             LabClaim(
                 f"{o}: v3.1 drifts past clip: KL {kl['v3.1']:.3f} against {kl['clip']:.3f} after "
                 f"the first batch, {kl['v3.1'] / kl['clip']:.1f} times "
@@ -71,9 +71,8 @@ def _claims(r: dict[str, Any]) -> list[LabClaim]:
             LabClaim(f"{o}: its successive gradients agree: least cosine {agree:.3f}", agree > 0.8),
             LabClaim(
                 f"{o}: D on the learning rate keeps the batch's own KL within {NEAR - 1:.0%} of "
-                "its budget for every seed "
-                f"(highest {max(seen):.4f})",
-                max(seen) <= NEAR * budget,
+                f"its budget for every seed (highest {max(batch_kl):.4f})",
+                max(batch_kl) <= NEAR * budget,
             ),
             LabClaim(
                 f"{o}: D in the report's wording (one gamma for the batch) does not bound it: "
@@ -86,7 +85,7 @@ def _claims(r: dict[str, Any]) -> list[LabClaim]:
             ),
         ]
         if o == "adam":
-            out += [
+            claims += [
                 LabClaim(
                     f"adam: with gamma = 0.001 the gradient is at most {small:.4f} of vanilla's "
                     f"and the KL still {kl['gamma 0.001']:.3f}: steps are "
@@ -99,17 +98,20 @@ def _claims(r: dict[str, Any]) -> list[LabClaim]:
                 ),
             ]
         else:
-            out.append(
+            claims.append(
                 LabClaim(
                     f"{o}: with gamma = 0.001 nothing moves: KL {kl['gamma 0.001']:.1e}",
                     kl["gamma 0.001"] < 0.01 * kl["vanilla"],
                 )
             )
-    return out + _unclaimed_findings(r)
+    return claims + _unclaimed_findings(r)
 
 
 def _shares(run: dict[str, Any], arm: str) -> list[float]:
-    """Gradient norm over vanilla's, step by step; where vanilla's has died away there is none."""
+    """Return the gradient norm over vanilla's at each step.
+
+    Steps at which vanilla's norm has vanished are left out.
+    """
     return [
         a / b
         for a, b in zip(run[arm]["grad_norm"], run["vanilla"]["grad_norm"], strict=True)
@@ -118,7 +120,7 @@ def _shares(run: dict[str, Any], arm: str) -> list[float]:
 
 
 def _unclaimed_findings(r: dict[str, Any]) -> list[LabClaim]:
-    out = []
+    findings = []
     budget = r["budget"]
     for o, arms in r["highest"].items():
         under = [a for a, h in arms.items() if max(h["kl"]) <= budget]
@@ -127,7 +129,7 @@ def _unclaimed_findings(r: dict[str, Any]) -> list[LabClaim]:
             for a, h in arms.items()
             if budget < max(h["kl"]) <= 1.5 * budget
         ]
-        out.append(
+        findings.append(
             LabClaim(
                 f"{o}: exact KL under the budget for every seed and batch: "
                 f"{', '.join(under) or 'none'}; within half as much again: "
@@ -141,16 +143,16 @@ def _unclaimed_findings(r: dict[str, Any]) -> list[LabClaim]:
             ", ".join(f"{a} {mean(arms[a]['reward']):.3f}" for a in names)
             for names in (top, ["clip"], ["vanilla"])
         )
-        out.append(
+        findings.append(
             LabClaim(
                 f"{o}: of these, most reward at the end: {most} (start {r['start_reward']:.3f}, "
                 f"{clip}, {free})"
             )
         )
         k = r["runs"][o]["v3.1"]["kl_batch"]
-        at = [n for n in (2, 4, 8, 16) if n <= min(len(k), r["epochs"] * r["minibatches"])]
-        roots = ", ".join(f"{n}: {(k[n - 1] / max(k[0], 1e-30)) ** 0.5 / n:.2f}" for n in at)
-        out.append(
+        steps = [n for n in (2, 4, 8, 16) if n <= min(len(k), r["epochs"] * r["minibatches"])]
+        roots = ", ".join(f"{n}: {(k[n - 1] / max(k[0], 1e-30)) ** 0.5 / n:.2f}" for n in steps)
+        findings.append(
             LabClaim(
                 f"{o}: does sqrt(KL) add like a distance, as D assumes?  sqrt(KL) after n steps "
                 f"over n times that of the first: {roots}"
@@ -161,13 +163,13 @@ def _unclaimed_findings(r: dict[str, Any]) -> list[LabClaim]:
             for a, h in arms.items()
             if mean(h["kl_batch"]) > 1e-6
         } or {"": 1.0}
-        out.append(
+        findings.append(
             LabClaim(
                 f"{o}: the batch's own estimate against the exact KL: the truth is "
                 f"{min(gap.values()):.2f} to {max(gap.values()):.2f} of it"
             )
         )
-    return out
+    return findings
 
 
 def _tables(r: dict[str, Any]) -> list[ResultTable]:
@@ -186,7 +188,7 @@ def _tables(r: dict[str, Any]) -> list[ResultTable]:
         "gamma, last",
         "coefficient var, last",
     )
-    out = []
+    tables = []
     for o, arms in r["runs"].items():
         rows = []
         for a in ARMS:
@@ -217,12 +219,12 @@ def _tables(r: dict[str, Any]) -> list[ResultTable]:
                     format_number(noise[-1]),
                 ]
             )
-        out.append(ResultTable(f"{o}, learning rate {r['rates'][o]:g}", head, rows))
-    return out
+        tables.append(ResultTable(f"{o}, learning rate {r['rates'][o]:g}", head, rows))
+    return tables
 
 
 def _figures(r: dict[str, Any]) -> list[Any]:
-    out = []
+    figures = []
     for key, title, log in (
         ("kl", "KL(mu || theta), exact, nats a token", True),
         ("grad_norm", "Gradient norm", True),
@@ -237,5 +239,5 @@ def _figures(r: dict[str, Any]) -> list[Any]:
                 points = [(n + 1, v) for n, v in enumerate(arms[a][key]) if v == v]
                 if points:
                     lines[a] = [float(n) for n, _ in points], [v for _, v in points]
-            out.append(curves(f"{o}: {title}", lines, "optimizer step", title, log_y=log))
-    return out
+            figures.append(curves(f"{o}: {title}", lines, "optimizer step", title, log_y=log))
+    return figures

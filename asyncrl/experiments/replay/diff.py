@@ -1,5 +1,7 @@
-"""`asyncrl diff`: two runs side by side: which settings differ, the first step where anything
-differs and by how much, and the curves.
+"""`asyncrl diff`: compare two runs.
+
+It reports the settings that differ, the first step at which a metric differs and by how much, and
+the curves.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from asyncrl.experiments.compare.arms import config_differences
 from asyncrl.experiments.compare.comparison import CellResult
 from asyncrl.records import atomic_write, metrics
 
-# says how fast a run was and where answers waited, not what it computed
+# metrics of speed and waiting, which do not depend on the computation
 MACHINE = (
     "time/",
     "throughput/",
@@ -31,14 +33,14 @@ MACHINE = (
     "reward/call_s",
     "reward/workers",
 )
-NAMES = ("name", "runs")  # settings that only say where a run lies
+NAMES = ("name", "runs")  # settings that only locate a run
 CURVES = (
     ("eval/heldout", "Accuracy on held-out prompts", "accuracy"),
     ("reward/mean", "Reward of the training batch", "mean"),
     ("lag/mean", "Lag of trained tokens", "versions, mean"),
     ("is/ess", "Effective sample size", "share"),
-    ("is/target_ess", "Effective sample size of the answers under the trained policy", "share"),
-    ("kl/behavior_target_k3", "KL from behaviour to target", "nats a token (k3)"),
+    ("is/target_ess", "Effective sample size of the samples under the trained policy", "share"),
+    ("kl/behavior_target_k3", "KL from behavior to target", "nats a token (k3)"),
     ("policy/entropy", "Entropy", "nats a token"),
     ("optim/grad_norm", "Gradient norm", "before clipping"),
     ("answer/length", "Answer length", "tokens"),
@@ -46,13 +48,14 @@ CURVES = (
 
 
 def read(run_dir: Path) -> tuple[dict[str, Any], dict[int, dict[str, float]], str | None]:
-    """(config, step -> metrics, digest of the final weights).  Raises ConfigError for what is no
-    run directory.
+    """Return (config, step -> metrics, digest of the final weights) of a run.
+
+    Raises ConfigError if `run_dir` is not a run directory.
     """
     if not (run_dir / "config.toml").is_file():
         raise ConfigError(f"{run_dir}: no run directory (it has no config.toml)")
     by_step: dict[int, dict[str, float]] = {}
-    # a row of training and one of evaluation may share a step; after a resume the later one wins
+    # rows of training and evaluation may share a step; after a resume the later value wins
     for row in metrics.read(run_dir):
         values = {
             k: v for k, v in row.items() if k not in ("step", "t") and isinstance(v, int | float)
@@ -71,11 +74,12 @@ def read(run_dir: Path) -> tuple[dict[str, Any], dict[int, dict[str, float]], st
 def first_difference(
     before: dict[int, dict[str, float]], now: dict[int, dict[str, float]]
 ) -> dict[str, Any] | None:
-    """The first step where a number that is not of the machine differs: all that differ there, the
-    relatively largest first.
+    """Return the first step where a metric differs, with all that differ there.
+
+    The relatively largest difference comes first. Metrics of the machine are ignored.
     """
     for step in sorted(before.keys() & now.keys()):
-        found = []
+        differences = []
         for name in sorted(before[step].keys() & now[step].keys()):
             one = before[step][name]
             other = now[step][name]
@@ -84,23 +88,25 @@ def first_difference(
                 and one != other
                 and not (math.isnan(one) and math.isnan(other))
             ):
-                found.append(
+                differences.append(
                     (abs(one - other) / max(abs(one), abs(other), 1e-12), name, one, other)
                 )
-        if found:
-            found.sort(reverse=True)
+        if differences:
+            differences.sort(reverse=True)
             return {
                 "step": step,
                 "metrics": [
-                    {"name": n, "a": one, "b": other, "relative": r} for r, n, one, other in found
+                    {"name": n, "a": one, "b": other, "relative": r}
+                    for r, n, one, other in differences
                 ],
             }
     return None
 
 
 def diff(one: Path, two: Path) -> dict[str, Any]:
-    """What differs between two runs; `equal` means bitwise equal final weights, the same steps, and
-    every metric that both have the same.
+    """Compare two runs.
+
+    `equal` means bitwise equal final weights, the same steps, and every common metric equal.
     """
     (ca, ra, da), (cb, rb, db) = read(one), read(two)
     for config in (ca, cb):
@@ -121,7 +127,7 @@ def diff(one: Path, two: Path) -> dict[str, Any]:
 
 
 def format_diff(found: dict[str, Any], most: int = 6) -> str:
-    """The same for a reader."""
+    """Format the comparison for a reader."""
     lines = [f"A {found['a']}", f"B {found['b']}"]
     lines += [f"  {x}" for x in found["config"]] or ["  configs are the same"]
     first = found["first_difference"]
@@ -129,11 +135,15 @@ def format_diff(found: dict[str, Any], most: int = 6) -> str:
         return "\n".join([*lines, "bitwise equal: final weights and every metric at every step"])
     if first is None:
         digests = found["weights_digests"]
-        weights = "not both have ended"
+        weights = "at least one of them has not ended"
         if all(digests):
-            weights = "the final weights do" if digests[0] != digests[1] else "nor do the weights"
+            weights = (
+                "the final weights differ"
+                if digests[0] != digests[1]
+                else "the final weights are equal"
+            )
         lines.append(
-            f"no metric differs in the steps that both have (up to {found['steps'][0]} and "
+            f"no metric differs in the common steps (up to {found['steps'][0]} and "
             f"{found['steps'][1]}); {weights}"
         )
     else:
@@ -148,7 +158,7 @@ def format_diff(found: dict[str, Any], most: int = 6) -> str:
 
 
 def write(one: Path, two: Path, path: Path) -> None:
-    """A page with both runs' curves overlaid."""
+    """Write a page with the curves of both runs overlaid."""
     found = diff(one, two)
     page(
         "Two runs",
@@ -168,8 +178,11 @@ def page(
     path: Path,
     blob: str,
 ) -> None:
-    """An HTML page: text, the curves of `runs` (name -> step -> metrics) overlaid, and `found` as
-    JSON in the element `blob`.
+    """Write an HTML page of a text, overlaid curves and JSON.
+
+    shown: the text.
+    runs: name -> step -> metrics.
+    found: the JSON, in the element with the id `blob`.
     """
     import plotly.io as pio
 

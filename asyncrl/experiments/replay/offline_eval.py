@@ -1,5 +1,6 @@
-"""Held-out accuracy without a run around it: the embedded engine writes the answers that a run's
-evaluation would ask for.
+"""Held-out accuracy outside a run.
+
+The embedded engine samples the completions that a run's evaluation would request.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from buffer.evaluation import OOD_BASE
 
 
 class OfflineEvaluator:
-    """The evaluations of `config`: the same prompts and random streams as in a run, at the versions
-    where a run makes them.
+    """The evaluations of `config` outside a run.
+
+    Prompts, random streams and evaluated versions are those of a run.
     """
 
     def __init__(self, config: Config) -> None:
@@ -26,31 +28,40 @@ class OfflineEvaluator:
         self.engine = make_engine(config)
         self.turn = GeneratorTurn(config, self.engine, lockstep=False)
         self.loaded = Label(1, 0)
-        self.attempt = 0  # of all tickets of a split together: one is never taken twice
+        self.attempt = 0  # of all tickets of a split, so that none is accepted twice
 
     def evaluate(self, model: PolicyModel, number: int, *, last: bool) -> dict[str, float]:
-        """Metrics of version `number`; empty where none is due.  last: the final evaluation, which
-        has more prompts.
+        """Return the metrics of version `number`; empty if no evaluation is due.
+
+        last: the final evaluation, which has more prompts.
         """
-        due = self.config.evaluation
+        evaluation = self.config.evaluation
         ends = last or number == 0
         heldout, ood = (
-            ends or (every and number % every == 0) for every in (due.every, due.ood_every)
+            ends or (every and number % every == 0)
+            for every in (evaluation.every, evaluation.ood_every)
         )
         if not heldout and not ood:
             return {}
         self.loaded = Label(1, number)
         self.engine.load(dict(named_weights(model)), self.loaded, weights_digest(model))
-        found: dict[str, float] = {}
+        values: dict[str, float] = {}
         if heldout:
-            found |= self.split("heldout", due.final_prompts if ends else due.prompts)
+            values |= self.split(
+                "heldout", evaluation.final_prompts if ends else evaluation.prompts
+            )
         if ood:
-            prompts = due.ood_prompts if ends else min(due.prompts, due.ood_prompts)
-            found |= self.split("ood", prompts)
-        return found
+            prompts = (
+                evaluation.ood_prompts if ends else min(evaluation.prompts, evaluation.ood_prompts)
+            )
+            values |= self.split("ood", prompts)
+        return values
 
     def tickets(self, split: str, prompts: int) -> list[Ticket]:
-        """One a prompt, as a run's evaluation would grant them at the weights that are loaded."""
+        """Return one ticket a prompt, as a run's evaluation grants them.
+
+        The tickets require the loaded version.
+        """
         self.attempt += 1
         config = self.config
         first = OOD_BASE if split == "ood" else EVAL_BASE
@@ -74,8 +85,9 @@ class OfflineEvaluator:
         ]
 
     def split(self, split: str, prompts: int) -> dict[str, float]:
-        """Mean reward and length over so many first prompts; a sample whose reward fails, or whose
-        prompt leaves no room for an answer, is left out.
+        """Return mean reward and length over the first `prompts` prompts of a split.
+
+        Samples are left out if their reward fails or their prompt leaves no room for a completion.
         """
         size = self.turn.task.size(split)
         prompts = prompts if size is None else min(prompts, size)
@@ -89,10 +101,10 @@ class OfflineEvaluator:
         rewards = []
         tokens = 0
         while self.engine.active or self.turn.judged:
-            for answer in self.engine.step() if self.engine.active else []:
-                if (written := self.turn.finished(answer)) is not None:
-                    self.turn.submit(written)
-                    tokens += len(answer.tokens)
+            for completion in self.engine.step() if self.engine.active else []:
+                if (finished := self.turn.finished(completion)) is not None:
+                    self.turn.submit(finished)
+                    tokens += len(completion.tokens)
             results = self.turn.results()
             rewards += [result.reward for _, result in results if not result.failed]
             if not results and not self.engine.active:

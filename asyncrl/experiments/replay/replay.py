@@ -1,14 +1,13 @@
-"""`asyncrl replay`: train again, offline, on exactly the stream that a run recorded, with another
-loss, correction, KL or early stop.
+"""`asyncrl replay`: train again, offline, on the stream that a run recorded.
 
     RUN/recording --> batches in their order --> the learner's own step (learner/step.py) -->
     OUT/metrics.jsonl, model, report.html
 
-With nothing changed the recorded losses, norms and weights come out again, bitwise on the same
-machine.  With something changed the data stays what the recorded policies wrote: lags, behaviour
-probabilities and rewards are the recorded ones.  In a run of its own the changed learner's weights
-would have written other answers from the second version on, and every report of this module says
-so."""
+Loss, correction, KL or early stop may change. If nothing changes, the recorded losses, norms and
+weights are reproduced, bitwise on the same machine. Otherwise the data stays as recorded: lags,
+behavior probabilities and rewards. In a run, the changed learner's weights would have sampled other
+completions from the second version on. Every report of this module says so.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +81,7 @@ WATCHED = (
 
 @dataclass
 class ReplayResult:
-    """What a replay gave.  rows: metrics by step; digests: version -> weights."""
+    """The result of a replay. rows: metrics by step; digests: version -> weights."""
 
     config: Config
     start: int
@@ -93,30 +92,30 @@ class ReplayResult:
 
 
 def check_sets(sets: Sequence[str]) -> None:
-    """Raises ConfigError for a key that decides what is written: the data is there already."""
+    """Raise ConfigError for a key that affects sampling, because the data is fixed."""
     known = set(load.keys())
     for item in sets:
         key = item.partition("=")[0].strip()
-        if why := DECIDES_DATA.get(key):
-            raise ConfigError(f"--set {item}: a replay cannot change {key}: {why}")
+        if reason := DECIDES_DATA.get(key):
+            raise ConfigError(f"--set {item}: a replay cannot change {key}: {reason}")
         if key not in known:
-            continue  # an unknown key: the config's own error says what was meant
+            continue  # an unknown key: the config's error suggests the right one
         if not any(key == k or key.startswith(k + ".") for k in MAY_CHANGE):
             raise ConfigError(
-                f"--set {item}: {key} decides what is written, and a replay trains on what was; "
-                "start a new run for it "
-                f"(a replay may change {', '.join(k for k in MAY_CHANGE)})"
+                f"--set {item}: {key} changes what is sampled, and a replay trains on recorded "
+                f"samples; start a new run (a replay may change {', '.join(MAY_CHANGE)})"
             )
 
 
 def resolve(text: str, sets: Sequence[str], source: str) -> Config:
-    """A life's config with `sets` applied.  A preset given now also replaces what an earlier preset
-    had filled in.
+    """Apply `sets` to the config of one attempt of the run.
+
+    A preset given now also replaces the values that an earlier preset filled in.
     """
     raw = tomllib.loads(text)
     given = {item.partition("=")[0].strip() for item in sets}
     if any(k.startswith("staleness.") for k in given):
-        # it asks for on_exceed = pace; the lags are in the stream
+        # inject requires on_exceed = pace, and the stream has the lags already
         raw.get("staleness", {}).pop("inject", None)
     changed = load.convert(raw, source, text, sets)
     if any(k.startswith("staleness.") for k in given) and changed.staleness.on_exceed not in (
@@ -124,20 +123,21 @@ def resolve(text: str, sets: Sequence[str], source: str) -> Config:
         "downweight",
     ):
         raise ConfigError(
-            f"--set staleness: on_exceed = {changed.staleness.on_exceed} decides what is written; "
+            f"--set staleness: on_exceed = {changed.staleness.on_exceed} changes what is sampled; "
             "a replay can mask or downweight stale tokens"
         )
     return changed
 
 
 def single_process_config(config: Config, initial: Path | None) -> Config:
-    """The config as one torch process runs it; initial: the recorded first weights, when the
-    recording begins at version 0.
+    """Return the config as one torch process runs it.
+
+    initial: the recorded first weights, if the recording starts at version 0.
     """
     replace = msgspec.structs.replace
     if config.learner.backend != "torch":
         config = replace(config, learner=replace(config.learner, backend="torch", ranks=1))
-    # the check at lag 0 compares with the run's own weights, which a changed replay leaves
+    # the check at lag 0 compares with the run's weights, from which a changed replay departs
     if config.exact is True:
         config = replace(config, exact="try")
     if initial is not None:
@@ -146,8 +146,9 @@ def single_process_config(config: Config, initial: Path | None) -> Config:
 
 
 class Replay:
-    """One replay of `run_dir` from version `start` (default: the recording's first) to `until`
-    (default: its last).
+    """One replay of `run_dir` from version `start` to `until`.
+
+    They default to the recording's first and last version.
     """
 
     def __init__(
@@ -172,16 +173,16 @@ class Replay:
                     f"({stream.directory(run_dir)}/weights/number_{recording.start}) are missing"
                 )
             raise ConfigError(
-                f"--from {start}: no weights of version {start} were recorded, but of "
+                f"--from {start}: no weights of version {start} were recorded; recorded are "
                 f"{', '.join(map(str, kept))} (record.weights_every)"
             )
         if not recording.start <= self.start < self.end:
             raise ConfigError(
-                f"--from {self.start}, --until {self.end}: nothing lies between them; the "
+                f"--from {self.start}, --until {self.end}: no batch lies between them; the "
                 f"recording has batches {recording.start} to {recording.end - 1}"
             )
-        if wrong := checkpoint.verify(kept[self.start]):
-            raise DamagedDataError(f"{kept[self.start]} is damaged: {wrong}")
+        if damage := checkpoint.verify(kept[self.start]):
+            raise DamagedDataError(f"{kept[self.start]} is damaged: {damage}")
         self.weights = kept[self.start]
         self.initial = kept[0] / "model" if 0 in kept and not recording.start else None
         self.recorded = resolve(recording.life(self.end - 1).config, (), str(run_dir))
@@ -190,8 +191,8 @@ class Replay:
         if (last.advantage.name == "remax") != (self.recorded.advantage.name == "remax"):
             raise ConfigError(
                 f"--set advantage.name={last.advantage.name}: recorded with "
-                f"{self.recorded.advantage.name}, and only remax has a greedy "
-                "answer in each group; start a new run"
+                f"{self.recorded.advantage.name}, and only remax has a greedy completion in each "
+                "group; start a new run"
             )
         self.changed = changes(
             config_differences(msgspec.to_builtins(self.recorded), msgspec.to_builtins(last))
@@ -203,12 +204,12 @@ class Replay:
         )
         if self.recorded.learner.backend != "torch" and self.start:
             raise ConfigError(
-                f"--from {self.start}: the optimizer's state is of learner.backend = "
+                f"--from {self.start}: the optimizer state comes from learner.backend = "
                 f"{self.recorded.learner.backend}; replay from 0"
             )
 
     def config_of_batch(self, number: int) -> Config:
-        """The config that batch `number` is trained with."""
+        """Return the config that trains batch `number`."""
         return resolve(
             self.recording.life(number).config, self.sets, str(self.run_dir / "recording")
         )
@@ -217,23 +218,24 @@ class Replay:
         return LearnerCore(single_process_config(config, self.initial), self.weights / "model")
 
     def run(self, out: Path, say: Callable[[str], None], *, evaluate: bool = True) -> ReplayResult:
-        """Train; metrics and the last weights go to `out`.  An update that stays not finite ends it
-        and is part of the result.
+        """Train, and write metrics and the last weights to `out`.
+
+        An update that stays non-finite ends the replay and is part of the result.
         """
         core = self.core(self.config)
-        # at version 0 there are no moments yet, and the state is the config's
+        # at version 0 there are no moments yet, and the config gives the state
         if self.start and self.recorded.learner.backend == "torch":
             checkpoint.restore(core, self.weights)
-        done = ReplayResult(
+        result = ReplayResult(
             self.config, self.start, self.end, digests={self.start: weights_digest(core.model)}
         )
         evaluator = OfflineEvaluator(core.config) if evaluate else None
         writer = metrics.MetricsWriter(out)
         began = time.monotonic()
-        told = time.monotonic()
+        reported = time.monotonic()
 
         def write(step: int, values: dict[str, float]) -> None:
-            done.rows.setdefault(step, {}).update(values)
+            result.rows.setdefault(step, {}).update(values)
             writer.write(step, values, time.monotonic() - began)
 
         try:
@@ -242,13 +244,13 @@ class Replay:
                 self.measure(evaluator, core, number, write)
                 core = self.follow(core, number)
                 write(number, core.train(step.batch))
-                done.digests[number + 1] = weights_digest(core.model)
-                if time.monotonic() - told > SAID_S or number + 1 == self.end:
-                    told = time.monotonic()
+                result.digests[number + 1] = weights_digest(core.model)
+                if time.monotonic() - reported > SAID_S or number + 1 == self.end:
+                    reported = time.monotonic()
                     say(f"replayed {number + 1 - self.start} of {self.end - self.start} batches")
             self.measure(evaluator, core, self.end, write)
         except NotFiniteError as error:
-            done.failed = str(error)
+            result.failed = str(error)
             say(f"ended: {error}")
         finally:
             writer.close()
@@ -256,7 +258,7 @@ class Replay:
                 evaluator.close()
         export(core.model, out / "model")
         (out / "weights_digest").write_text(weights_digest(core.model), encoding="utf-8")
-        return done
+        return result
 
     def measure(
         self,
@@ -265,15 +267,15 @@ class Replay:
         number: int,
         write: Callable[[int, dict[str, float]], None],
     ) -> None:
-        """The held-out accuracy where the run measured it."""
+        """Measure held-out accuracy at the versions where the run did."""
         if evaluator is not None and (
             values := evaluator.evaluate(core.model, number, last=number == self.end)
         ):
             write(number, values)
-            torch.set_num_threads(core.config.learner.threads)  # the engine has set its own
+            torch.set_num_threads(core.config.learner.threads)  # the engine has changed it
 
     def follow(self, core: LearnerCore, number: int) -> LearnerCore:
-        """Where a resumed run went on with other settings, so does its replay."""
+        """Switch to the settings of a resumed run where it was resumed."""
         life = self.recording.life(number)
         if number == self.start or all(first != number for first, _ in self.recording.lives):
             return core
@@ -292,12 +294,13 @@ class Replay:
 
 
 def replay_directory(run_dir: Path, out: Path | None) -> Path:
-    """A new directory for a replay: `out`, or RUN/replays/N.  Raises ConfigError when it is
-    used.
+    """Make a new directory for a replay: `out`, or RUN/replays/N.
+
+    Raises ConfigError if it is used already.
     """
     if out is None:
-        taken = [int(p.name) for p in (run_dir / "replays").glob("*") if p.name.isdigit()]
-        out = run_dir / "replays" / str(max(taken, default=0) + 1)
+        numbers = [int(p.name) for p in (run_dir / "replays").glob("*") if p.name.isdigit()]
+        out = run_dir / "replays" / str(max(numbers, default=0) + 1)
     if (out / "config.toml").exists():
         raise ConfigError(f"{out} holds a run or a replay already; give another --out")
     out.mkdir(parents=True, exist_ok=True)
@@ -315,34 +318,35 @@ def replay(
     until: int | None = None,
     evaluate: bool = True,
 ) -> dict[str, Any]:
-    """The whole of `asyncrl replay`; returns what replay.json holds.
+    """Run `asyncrl replay` and return the content of replay.json.
 
-    Raises ConfigError for a run without a recording, a key that may not change or versions that are
-    not there; Damaged for a damaged recording."""
+    Raises ConfigError for a run without a recording, a key that may not change or missing versions,
+    and DamagedDataError for a damaged recording.
+    """
     made = Replay(run_dir, sets, start=start, until=until)
     if made.cut:
         say(f"note: {made.cut}")
     if made.recorded.learner.backend != "torch":
         say(
             f"note: recorded with learner.backend = {made.recorded.learner.backend}; one torch "
-            "process rounds otherwise, so nothing will be bitwise the same"
+            "process rounds differently, so nothing will be bitwise the same"
         )
     where = replay_directory(run_dir, out)
     (where / "config.toml").write_text(
         load.dump(made.config_of_batch(made.end - 1)), encoding="utf-8"
     )
-    done = made.run(where, say, evaluate=evaluate)
-    found = judge(made, done)
-    found["replay_dir"] = str(where)
-    write(where, made, done, found)
-    return found
+    result = made.run(where, say, evaluate=evaluate)
+    comparison = judge(made, result)
+    comparison["replay_dir"] = str(where)
+    write(where, made, result, comparison)
+    return comparison
 
 
 # ---- the difference ------------------------------------------------------------------------------
 
 
 def read_recorded_metrics(made: Replay) -> dict[int, dict[str, float]]:
-    """step -> what the run measured, from the recording, and its evaluations from metrics.jsonl."""
+    """Return the recorded metrics by step, with the evaluations of metrics.jsonl."""
     rows = {s.batch.number: dict(s.metrics) for s in made.recording.steps(made.start, made.end)}
     for row in metrics.read(made.run_dir):
         if any(k.startswith("eval/") for k in row) and made.start <= row["step"] <= made.end:
@@ -352,55 +356,59 @@ def read_recorded_metrics(made: Replay) -> dict[int, dict[str, float]]:
     return rows
 
 
-def judge(made: Replay, done: ReplayResult) -> dict[str, Any]:
-    """The replay beside the recorded run: first difference, ends, stability by rule, and how far
-    the replay left the data.
+def judge(made: Replay, result: ReplayResult) -> dict[str, Any]:
+    """Compare the replay with the recorded run.
+
+    The result has the first difference, final values, stability by rule, and the distance from the
+    data.
     """
-    before = read_recorded_metrics(made)
+    recorded = read_recorded_metrics(made)
     trained = {
         n: {k: v for k, v in row.items() if not k.startswith("eval/")}
-        for n, row in done.rows.items()
+        for n, row in result.rows.items()
     }
-    first = diff.first_difference(before, trained)
+    first = diff.first_difference(recorded, trained)
     digests = {s.batch.number + 1: s.digest for s in made.recording.steps(made.start, made.end)}
-    other = next(
-        (n for n, d in sorted(done.digests.items()) if n in digests and d != digests[n]), None
+    first_weights = next(
+        (n for n, d in sorted(result.digests.items()) if n in digests and d != digests[n]), None
     )
-    same = first is None and other is None and not done.failed
-    reproduced = same if not made.changed and made.recorded.learner.backend == "torch" else None
-    found: dict[str, Any] = {
+    equal = first is None and first_weights is None and not result.failed
+    reproduced = equal if not made.changed and made.recorded.learner.backend == "torch" else None
+    comparison: dict[str, Any] = {
         "run_dir": str(made.run_dir),
-        "from": done.start,
-        "to": done.end,
+        "from": result.start,
+        "to": result.end,
         "changed": [x.replace(", now ", " | ") for x in made.changed],
         "cut": made.cut,
-        "equal": same,
+        "equal": equal,
         "reproduced": reproduced,
         "first_difference": first,
-        "first_other_weights": other,
-        "failed": done.failed,
-        "weights_digest": done.digests[max(done.digests)],
-        "recorded": summarize_ends(before),
-        "replayed": summarize_ends(done.rows),
+        "first_other_weights": first_weights,
+        "failed": result.failed,
+        "weights_digest": result.digests[max(result.digests)],
+        "recorded": summarize_ends(recorded),
+        "replayed": summarize_ends(result.rows),
     }
-    found["verdict"], found["warning"] = verdict(found), warning(found)
-    return found
+    comparison["verdict"], comparison["warning"] = verdict(comparison), warning(comparison)
+    return comparison
 
 
 def summarize_ends(rows: dict[int, dict[str, float]]) -> dict[str, Any]:
-    """Means of the last tenth of the steps, first and last held-out accuracy, and what is wrong by
-    rule.
+    """Summarize final values.
+
+    Means of the last tenth of the steps, first and last held-out accuracy, and broken stability
+    rules.
     """
     train = [rows[n] for n in sorted(rows) if "loss/policy" in rows[n]]
     tail = train[-max(1, len(train) // 10) :]
     accuracy = [rows[n]["eval/heldout"] for n in sorted(rows) if "eval/heldout" in rows[n]]
-    out: dict[str, Any] = {
+    means: dict[str, Any] = {
         k: sum(x[k] for x in tail if k in x) / max(1, sum(k in x for x in tail))
         for k in WATCHED
         if any(k in x for x in tail)
     }
     kls = [x["kl/behavior_target_k3"] for x in train if "kl/behavior_target_k3" in x]
-    return out | {
+    return means | {
         "heldout_start": accuracy[0] if accuracy else None,
         "heldout_end": accuracy[-1] if accuracy else None,
         "kl_max": max(kls, default=None),
@@ -409,69 +417,69 @@ def summarize_ends(rows: dict[int, dict[str, float]]) -> dict[str, Any]:
 
 
 def verdict(found: dict[str, Any]) -> str:
-    """One sentence: the same bits, or did this change keep it stable."""
+    """Put the comparison into one sentence: reproduced, stable or unstable."""
     if found["reproduced"]:
         return (
-            "nothing changed: every recorded loss, gradient norm and weight came out again, bitwise"
+            "nothing changed: every recorded loss, gradient norm and weight is reproduced bitwise"
         )
     if found["reproduced"] is False:
         return (
-            "nothing was changed, and yet the replay differs from the recording: another "
-            "machine, thread count or version of a library?"
+            "nothing was changed, but the replay differs from the recording: another machine, "
+            "thread count or library version?"
         )
     if not found["changed"]:
         return (
-            "nothing changed; recorded by several ranks, which add up in another order "
-            "than one process: equal up to rounding is all there is to expect"
+            "nothing changed; recorded by several ranks, which sum in another order than one "
+            "process, so expect equality only up to rounding"
         )
     if found["equal"]:
         return "the change made no difference: every loss and weight is bitwise the recorded one"
-    before = found["recorded"]["trouble"]
-    after = [*found["replayed"]["trouble"], *([found["failed"]] if found["failed"] else [])]
-    if before and not after:
+    recorded = found["recorded"]["trouble"]
+    replayed = [*found["replayed"]["trouble"], *([found["failed"]] if found["failed"] else [])]
+    if recorded and not replayed:
         return (
-            f"the recorded run was unstable by rule ({'; '.join(before)}); on the same data "
+            f"the recorded run was unstable by rule ({'; '.join(recorded)}); on the same data "
             "this change is not"
         )
-    if after and not before:
+    if replayed and not recorded:
         return (
-            f"unstable by rule on the same data, where the recorded run was not: {'; '.join(after)}"
+            "unstable by rule on the same data, where the recorded run was not: "
+            f"{'; '.join(replayed)}"
         )
     return (
-        f"both unstable by rule: recorded: {'; '.join(before)}; replayed: {'; '.join(after)}"
-        if after
+        f"both unstable by rule: recorded: {'; '.join(recorded)}; replayed: {'; '.join(replayed)}"
+        if replayed
         else "both stable by rule"
     )
 
 
 def warning(found: dict[str, Any]) -> str:
-    """What a replay cannot know; with the measured distance from the policies that wrote the
-    data.
-    """
+    """Describe the limits of a replay, with the distance from the behavior policies."""
     if found["equal"] or not found["changed"]:
         return ""
-    far = ""
-    was, now = (found[k].get("kl/behavior_target_k3") for k in ("recorded", "replayed"))
+    distance = ""
+    recorded, replayed = (found[k].get("kl/behavior_target_k3") for k in ("recorded", "replayed"))
     share = found["replayed"].get("is/target_ess")
-    if was is not None and now is not None:
-        far = (
-            f" At the end the replayed policy is {now:.2g} nats a token (k3) from the "
-            f"policies that wrote the answers; the recorded one was {was:.2g}."
+    if recorded is not None and replayed is not None:
+        distance = (
+            f" At the end the replayed policy is {replayed:.2g} nats a token (k3) from the "
+            f"policies that sampled the completions; the recorded one was {recorded:.2g}."
         )
     if share is not None:
-        far += (
-            f" Effective sample size of the recorded answers under it: {share:.2g} of their number."
+        distance += (
+            " Effective sample size of the recorded completions under it: "
+            f"{share:.2g} of their number."
         )
     return (
-        "The data would have changed too: in a run of its own this learner's weights would have "
-        "written other answers, at other lags, from "
+        "The data would have changed too: in a run, this learner's weights would have "
+        "sampled other completions, at other lags, from "
         f"version {found['from'] + 1} on. A replay shows what the change does to the updates on "
-        "these answers; a run shows the rest." + far
+        "these completions; a run shows the rest." + distance
     )
 
 
 def format_replay(found: dict[str, Any]) -> str:
-    """The result for a reader."""
+    """Format the result for a reader."""
     lines = [
         f"{found['run_dir']}, batches {found['from']} to {found['to'] - 1}, trained again in "
         f"{found['replay_dir']}"
@@ -500,13 +508,13 @@ def format_replay(found: dict[str, Any]) -> str:
     return "\n".join([*lines, found["verdict"], *([found["warning"]] if found["warning"] else [])])
 
 
-def write(where: Path, made: Replay, done: ReplayResult, found: dict[str, Any]) -> None:
-    """OUT/replay.json and OUT/report.html: the curves of both, and the text."""
+def write(where: Path, made: Replay, result: ReplayResult, found: dict[str, Any]) -> None:
+    """Write OUT/replay.json and OUT/report.html with both curves and the text."""
     atomic_write.write(where / "replay.json", json.dumps(clean(found), indent=1))
     diff.page(
         "A replay",
         format_replay(found),
-        {"recorded": read_recorded_metrics(made), "replayed": done.rows},
+        {"recorded": read_recorded_metrics(made), "replayed": result.rows},
         clean(found),
         where / "report.html",
         "replay",
