@@ -53,7 +53,7 @@ from asyncrl.supervise.preflight import preflight, say
 
 BASE = "ppo"
 TASKS = {"rle-5e-4": ("rle", 5e-4), "rle-1e-3": ("rle", 1e-3), "sort-2e-4": ("demo", 2e-4)}
-BESIDE = (BASE, "tis", "seq_tis", "icepop", "mis", "m2po", "reshape", "k3")
+BESIDE = (BASE, "tis", "seq_tis", "icepop", "mis", "reshape", "k3")
 # first what was published for high lag, so that an early end leaves what is asked for most
 FIRST = (BASE, "tis", "vespo", "oapl", "vcpo", "m2po-published", "dis", "gac", "gepo", "asymre")
 ARMS = {

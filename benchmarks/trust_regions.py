@@ -43,11 +43,6 @@ ARMS: dict[str, tuple[str, list[str]]] = {
         "tokens whose probability has left mu's by 0.2 in the advantage's direction are masked",
         [*_ANCHORED, "loss.surrogate=dppo"],
     ),
-    "m2po": (
-        "stale tokens masked until the second moment of log pi_prox / mu is 0.04; PPO's clip on pi "
-        "/ pi_prox",
-        sweep.CORRECTIONS["m2po"][1],
-    ),
     "cispo": (
         "pi / mu cut at 1.2 as a weight, no gradient is ever 0",
         [*_ANCHORED, "loss.surrogate=cispo"],

@@ -119,10 +119,10 @@ class LearnerCore:
                 "kl.loss.off_policy: prefix_full needs a model of the packed forward (Llama, "
                 "Qwen2, Qwen3, Mistral), also as its reference; use prefix"
             )
-        if advantages.needs_energy(config.advantage) and self.model.fast is None:
+        if config.advantage.name == "otb" and self.model.fast is None:
             raise ConfigError(
-                f"advantage.name: {config.advantage.name} by the logits needs a model of the "
-                "packed forward (Llama, Qwen2, Qwen3, Mistral); use another"
+                "advantage.name: otb needs a model of the packed forward (Llama, Qwen2, Qwen3, "
+                "Mistral); use another"
             )
         self.layout = manifest(self.model)  # before a backend partitions the parameters
         self.backend = make_backend(config, self.model)
@@ -298,9 +298,9 @@ class LearnerCore:
         def run(samples: Sequence[int], hidden: bool) -> Any:
             return self._run(self.model, packed, samples, entropy=False, hidden=hidden)
 
-        if isinstance(advantage, settings.OpobAdvantage) and advantage.squared_norm == "gradient":
+        if advantage.name == "opob":
             packed.loss.squared_norms = gradients.squared_norms(packed, self.model, run)
-        if advantages.needs_energy(advantage):
+        if advantage.name == "otb":
             mine, _ = self._own_micro_batches(packed, range(packed.count))
             packed.loss.energy = gradients.energies(packed, self.model, run, mine)
 

@@ -762,14 +762,13 @@ def _asymre(a: ResponseRewards, c: settings.AsymreAdvantage) -> torch.Tensor:
     return asymre(a.rewards, a.groups, shift=c.shift)
 
 
-def _opob(a: ResponseRewards, c: settings.OpobAdvantage) -> torch.Tensor:
-    squared = a.lengths if c.squared_norm == "length" else a.squared_norms
-    if a.weights is None or squared is None:
+def _opob(a: ResponseRewards, c: settings.Advantage) -> torch.Tensor:
+    if a.weights is None or a.squared_norms is None:
         raise ConfigError(
-            "advantage.name = opob needs the learner's start and, unless advantage.squared_norm = "
-            "length, the norms of the samples' gradients (LossBatch.start, squared_norms)"
+            "advantage.name = opob needs the learner's start and the norms of the samples' "
+            "gradients (LossBatch.start, squared_norms)"
         )
-    return opob(a.rewards, a.groups, a.weights, squared)
+    return opob(a.rewards, a.groups, a.weights, a.squared_norms)
 
 
 def _gdpo(a: ResponseRewards, c: settings.GdpoAdvantage) -> torch.Tensor:
@@ -805,11 +804,6 @@ def _process_grpo(t: TokenRewards, c: settings.GrpoAdvantage) -> tuple[torch.Ten
     ends = t.step_ends()
     earned = sum_by_step(t.rewards(t.answers), ends, t.seq)
     return process_grpo(earned, ends, t.mask, t.seq, t.groups, ddof=c.ddof, eps=c.eps), None
-
-
-def needs_energy(c: settings.Advantage) -> bool:
-    """Return whether this `advantage` needs the energy of each token."""
-    return c.name == "otb" or (isinstance(c, settings.OpobAdvantage) and c.squared_norm == "logits")
 
 
 def _otb(t: TokenRewards, c: settings.Advantage) -> tuple[torch.Tensor, None]:

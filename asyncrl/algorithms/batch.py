@@ -284,9 +284,6 @@ def _charged(
     if a.name == "opob" and batch.start is not None:
         answers.weights = _whole_ratios(batch)
         answers.squared_norms = batch.squared_norms
-        if batch.energy is not None:
-            inside = torch.where(batch.mask, batch.energy, 0.0)
-            answers.squared_norms = ratios.seq_sum(inside, batch.seq, len(left))
     adv = by_name(answers, a)
     whiten = isinstance(a, settings.AnswerAdvantage) and a.whiten
     return (advantages.whiten(adv) if whiten else adv)[batch.seq], None

@@ -324,7 +324,7 @@ def unrejected(
 def masked_by_second_moment(
     log_w: torch.Tensor, adv: torch.Tensor, mask: torch.Tensor, limit: float
 ) -> torch.Tensor:
-    """Return bool [N]: tokens that M2PO as published drops (arXiv 2510.01161).
+    """Return bool [N]: tokens that M2PO excludes (arXiv 2510.01161).
 
     Candidates are tokens that moved in the direction of their advantage (A log w > 0). The largest
     of them are dropped until `m2_threshold` holds for the rest. log_w = log pi_theta / mu.
@@ -359,9 +359,8 @@ def m2_threshold(log_rho: torch.Tensor, mask: torch.Tensor, limit: float = 0.04)
     """Return the |log rho| from which tokens are dropped, a scalar; inf when none needs to be.
 
     The largest go first, until the mean of (log rho)^2 of the rest is at most `limit`. Equal ratios
-    go together. M2PO (Zheng et al. 2025, arXiv 2510.01161). The paper restricts it to tokens that
-    moved in the direction of their advantage (`masked_by_second_moment`). This form and the preset
-    `m2po` take all tokens.
+    go together. M2PO (Zheng et al. 2025, arXiv 2510.01161). The paper applies it to tokens
+    that moved in the direction of their advantage (`masked_by_second_moment`).
     """
     size = torch.where(mask, log_rho.detach().abs(), torch.inf).sort().values
     square = torch.where(size.isfinite(), size, 0.0).square()
@@ -386,11 +385,9 @@ class WeightStatistics:
     """Statistics of the whole batch that weights need, scalars or None.
 
     mean: the divisor of self-normalization.
-    m2: the threshold of M2PO.
     """
 
     mean: torch.Tensor | None = None
-    m2: torch.Tensor | None = None
 
 
 @dataclass
@@ -409,7 +406,7 @@ class ImportanceWeights:
 
 def needs_statistics(c: Correction) -> bool:
     """Return whether this `correction` needs the ratios of the whole batch before any weight."""
-    return bool(c.self_normalize or (c.m2 and c.m2_over == "all"))
+    return c.self_normalize
 
 
 def correct(
@@ -424,8 +421,8 @@ def correct(
 ) -> ImportanceWeights:
     """Compute importance weights for whole samples by the config section `c`.
 
-    The order is level, bound, rejection and veto, M2PO, self-normalization over the kept tokens.
-    The parts that act at pi_theta are left to the loss (reject_at = target, m2_over = pushing).
+    The order is level, bound, rejection and veto, self-normalization over the kept tokens. The
+    parts that act at pi_theta are left to the loss (reject_at = target, M2PO).
 
     Args:
         log_rho: [N], not clamped.
@@ -452,9 +449,6 @@ def correct(
     if c.reject_at == "proximal":
         keep = keep & unrejected(log_rho, log_prox, mask, seq, n, c=c, adv=adv)
     stats = stats or WeightStatistics()
-    if c.m2 and c.m2_over == "all":
-        stats.m2 = m2_threshold(token, mask, c.m2) if stats.m2 is None else stats.m2
-        w = torch.where(token.abs() < stats.m2, w, 0.0)
     w = torch.where(keep, w, 0.0)
     if c.self_normalize:
         stats.mean = (

@@ -106,7 +106,7 @@ class StepPlan:
     metrics: dict[str, float] = field(default_factory=dict)
     # inputs of the surrogate from the whole step: [N] or scalars
     prepass: dict[str, torch.Tensor] = field(default_factory=dict)
-    # bool [N]: tokens that M2PO as published drops
+    # bool [N]: tokens that M2PO excludes
     far: torch.Tensor | None = None
 
 
@@ -143,7 +143,7 @@ def needs_current(prep: PreparedBatch) -> bool:
     wanted = wanted or (
         c.loss.surrogate == "reinforce" and correction.needs_statistics(c.correction)
     )
-    wanted = wanted or (c.correction.m2 > 0 and c.correction.m2_over == "pushing")
+    wanted = wanted or c.correction.m2 > 0
     return bool(wanted and not _start_given(prep))
 
 
@@ -182,8 +182,8 @@ def prepare(
         corrected = _correct(batch, everything, batch.anchor, valid, config, adv=adv)
     inside = adv[valid]
     numbers |= {
-        "adv/mean": inside.mean() if len(inside) else adv.new_zeros(()),
-        "adv/abs_max": inside.abs().amax() if len(inside) else adv.new_zeros(()),
+        "advantage/mean": inside.mean() if len(inside) else adv.new_zeros(()),
+        "advantage/abs_max": inside.abs().amax() if len(inside) else adv.new_zeros(()),
         "answer/masked_share": 1 - valid.to(adv.dtype).mean(),
     }
     stop = config.stop
@@ -308,7 +308,7 @@ def begin_step(
     factor = reductions.factors(counted, batch.seq, len(batch.rewards), c.loss.reduction, length)
     step = StepPlan(factor.to(batch.behavior.dtype), correction.WeightStatistics())
     _statistics(prep, step, current)
-    if c.correction.m2 and c.correction.m2_over == "pushing":
+    if c.correction.m2:
         assert current is not None
         log_w = ratios.log_ratio(current, batch.behavior)
         step.far = correction.masked_by_second_moment(
@@ -410,7 +410,7 @@ def _correct_at_target(
     now: torch.Tensor,
     fixed: correction.ImportanceWeights,
 ) -> correction.ImportanceWeights:
-    """Apply reject_at = target and m2_over = pushing to the weights; now [n] is log pi_theta."""
+    """Apply reject_at = target and correction.m2 to the weights; now [n] is log pi_theta."""
     b = prep.batch
     c = prep.config.correction
     if c.reject_at != "target" and step.far is None:

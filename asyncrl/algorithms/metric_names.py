@@ -17,8 +17,8 @@ METRIC_NAMES: dict[str, tuple[str, str]] = {
         "mean reward of the groups' greedy completions, the baseline of remax; no other "
         "metric of the loss contains them",
     ),
-    "adv/mean": ("-", "mean advantage over valid tokens"),
-    "adv/abs_max": ("-", "largest |advantage| of a valid token"),
+    "advantage/mean": ("-", "mean advantage over valid tokens"),
+    "advantage/abs_max": ("-", "largest |advantage| of a valid token"),
     "answer/masked_share": (
         "share",
         "response tokens outside the loss: by the loss mask, staleness.on_exceed = mask, or "

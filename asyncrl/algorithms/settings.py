@@ -276,14 +276,7 @@ class AsymreAdvantage(AnswerAdvantage, frozen=True, kw_only=True, tag="asymre"):
 
 
 class OpobAdvantage(AnswerAdvantage, frozen=True, kw_only=True, tag="opob"):
-    squared_norm: Annotated[
-        Literal["gradient", "length", "logits"],
-        Meta(
-            description="Squared norm of a completion's gradient. gradient: the true one; "
-            "length and logits: cheap proxies, the number of tokens or the gradient with respect "
-            "to the logits."
-        ),
-    ] = "gradient"
+    pass
 
 
 class MaxrlAdvantage(AnswerAdvantage, frozen=True, kw_only=True, tag="maxrl"):
@@ -384,7 +377,7 @@ class Correction(
     """
 
     preset: Annotated[
-        Literal["", "none", "tis", "seq_tis", "icepop", "mis", "m2po"],
+        Literal["", "none", "tis", "seq_tis", "icepop", "mis"],
         Meta(
             description="A published correction: it sets the keys of this section that you do "
             "not give."
@@ -465,19 +458,11 @@ class Correction(
     m2: Annotated[
         NonNegative,
         Meta(
-            description="M2PO: exclude the tokens with the largest log ratios until the mean "
-            "square of the others is at most this. 0: off."
+            description="M2PO, as published: of the tokens that have moved in the direction of "
+            "their advantage, exclude those with the largest log pi_theta / mu until the mean "
+            "square of the others is at most this, at each optimizer step. 0: off."
         ),
     ] = 0.0
-    m2_over: Annotated[
-        Literal["all", "pushing"],
-        Meta(
-            description="all: log pi_prox / mu of all tokens; pushing, as published: log "
-            "pi_theta / mu of the tokens that move in the direction of their advantage, at each "
-            "optimizer step."
-        ),
-        read_with("m2"),
-    ] = "all"
     denominator: Annotated[
         Literal["before", "after"],
         Meta(

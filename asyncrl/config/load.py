@@ -52,6 +52,22 @@ SPLIT = {  # keys that became several: what to write instead
     "beta": "kl.loss.coefficient or kl.reward.coefficient",
 }
 
+# keys that were removed -> the value whose meaning is the only one left, which the configs of
+# earlier runs may still give, and what to write instead of the others
+REMOVED = {
+    "correction.m2_over": (
+        "pushing",
+        "correction.m2 alone (M2PO as published), or correction.function with weights of your own",
+    ),
+    "advantage.squared_norm": (
+        "gradient",
+        "advantage.name = opob, which always uses the norms of the gradients",
+    ),
+}
+REMOVED_PRESETS = {
+    "m2po": 'method = "m2po-published", or correction.function with weights of your own'
+}
+
 
 Struct = typing.TypeVar("Struct", bound=msgspec.Struct)
 
@@ -162,6 +178,7 @@ def _layered(
         raise ConfigError(
             f"{given.where('method')}: {methods.unknown_method_message(raw['method'])}"
         )
+    _drop_removed(raw, given)
     before = set(_leaves(raw))
     presets.fill(raw)
     methods.fill(raw)
@@ -181,6 +198,27 @@ def _layered(
             layers.remove(raw, unread.key)
             placed[unread.key] = len(given.sets)  # also drop the keys that depend on it
     return _convert(tree, raw, given)
+
+
+def _drop_removed(raw: dict[str, Any], given: _ConfigSource) -> None:
+    """Drop removed keys that change nothing; raise ConfigError for those that would."""
+    for key, (kept, instead) in REMOVED.items():
+        section, name = key.split(".")
+        table = raw.get(section)
+        if isinstance(table, dict) and name in table:
+            value = table.pop(name)
+            acts = key != "correction.m2_over" or table.get("m2")
+            if value != kept and acts:
+                raise ConfigError(
+                    f"{given.where(key)}: {key} = {value} was removed; write {instead}"
+                )
+    table = raw.get("correction")
+    preset = table.get("preset") if isinstance(table, dict) else None
+    if isinstance(preset, str) and preset in REMOVED_PRESETS:
+        raise ConfigError(
+            f"{given.where('correction.preset')}: correction.preset = {preset} was removed; write "
+            f"{REMOVED_PRESETS[preset]}"
+        )
 
 
 # Only a config written by a run has all these sections.  Runs of earlier versions also wrote keys

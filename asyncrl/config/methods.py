@@ -53,18 +53,6 @@ FOR_OLD_SAMPLES: dict[str, Method] = {
         HIGH_LAG,
         _VCPO,
     ),
-    "vcpo-length": Method(
-        "VCPO with lengths in place of gradient norms: a proxy, not VCPO's",
-        "ours",
-        HIGH_LAG,
-        _VCPO | {"advantage.squared_norm": "length"},
-    ),
-    "vcpo-logits": Method(
-        "VCPO with the gradient of the logits alone: a proxy, not VCPO's",
-        "arXiv 2602.07078 (code)",
-        HIGH_LAG,
-        _VCPO | {"advantage.squared_norm": "logits"},
-    ),
     "gac": Method(
         "GAC, reconstructed: PPO on mu, without the gradient's part along the previous gradient",
         "arXiv 2603.01501 (summary)",
@@ -104,18 +92,6 @@ FOR_OLD_SAMPLES: dict[str, Method] = {
         "arXiv 2602.15763, 2607.07508 (in notes)",
         HIGH_LAG,
         {**BEHAVIOR, "loss.surrogate": "band", "loss.band_lo": 0.7, "loss.band_hi": 6.0},
-    ),
-    "k25": Method(
-        "Kimi K2.5: token ratios within an interval, pulled towards mu; both constants are ours",
-        "arXiv 2602.02276 (in notes)",
-        HIGH_LAG,
-        {
-            **BEHAVIOR,
-            "loss.surrogate": "band",
-            "loss.band_lo": 0.5,
-            "loss.band_hi": 2.0,
-            "loss.pull": 0.1,
-        },
     ),
     "ipo": Method(
         "IPO (prime-rl): tokens whose probability has moved little, pulled towards mu",
@@ -184,7 +160,6 @@ FOR_OLD_SAMPLES: dict[str, Method] = {
         {
             **BEHAVIOR,
             "correction.m2": 0.04,
-            "correction.m2_over": "pushing",
             "loss.surrogate": "vanilla",
             "loss.reduction": "token-mean",
         },
@@ -246,7 +221,6 @@ METHODS: dict[str, Method] = {
     "seq_tis": _preset("seq_tis", "Liu et al. 2025 (in notes); arXiv 2110.00641 (paper)"),
     "icepop": _preset("icepop", "IcePop (in notes); arXiv 2110.00641 (paper)"),
     "mis": _preset("mis", "Liu et al. 2025 (in notes); arXiv 2110.00641 (paper)"),
-    "m2po": _preset("m2po", "arXiv 2510.01161 (paper), over all tokens: ours"),
     "reshape": Method("IS-reshape v3.1", "technical report v3.1", RESHAPE, _RESHAPE),
     "reshape-stop": Method(
         f"IS-reshape v3.1, two optimizer steps a batch, the second only below {KL_STOP} nats a "
@@ -270,6 +244,15 @@ METHODS: dict[str, Method] = {
 }
 
 
+# names that earlier versions accepted -> what to write instead
+REMOVED = {
+    "vcpo-length": 'method = "vcpo", which uses the true norms',
+    "vcpo-logits": 'method = "vcpo", which uses the true norms',
+    "k25": 'method = "dis" with loss.band_lo = 0.5, loss.band_hi = 2.0 and loss.pull = 0.1',
+    "m2po": 'method = "m2po-published", or your own weights by correction.function',
+}
+
+
 def find_method(raw: dict[str, Any]) -> Method | None:
     """Return the method that a table names, or None."""
     name = raw.get("method")
@@ -277,7 +260,9 @@ def find_method(raw: dict[str, Any]) -> Method | None:
 
 
 def unknown_method_message(name: Any) -> str:
-    """Return the error message for an unknown method."""
+    """Return the error text for an unknown method."""
+    if instead := REMOVED.get(str(name)):
+        return f"method: {name} was removed; write {instead}"
     close = difflib.get_close_matches(str(name), METHODS, 1, 0.5)
     hint = f"did you mean {close[0]}? " if close else ""
     return f"method: {name!r} is unknown; {hint}choose one of {', '.join(METHODS)}"

@@ -20,7 +20,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "reject_over": "mean",
         "veto": "ratio",
     },
-    "m2po": {"proximal": "recompute", "level": "none", "m2": 0.04},
 }
 KL_PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {"loss.coefficient": 0.04, "loss.estimator": "k3"},  # DeepSeekMath's beta

@@ -279,7 +279,6 @@ def _correction(config: Config) -> list[str]:
         for n, on in (
             ("reject", correction.reject != "none" and correction.reject_at == "proximal"),
             ("veto", correction.veto == "ratio"),
-            ("m2", correction.m2 > 0 and correction.m2_over == "all"),
             ("function", bool(correction.function)),
         )
         if on
@@ -493,14 +492,10 @@ def _advantage(config: Config) -> list[str]:
             f"advantage.k: the best of {advantage.k or size} completions; choose from 2 to "
             f"learner.group_size = {size}"
         )
-    if (
-        isinstance(advantage, settings.OpobAdvantage)
-        and advantage.squared_norm != "length"
-        and config.learner.backend != "torch"
-    ):
+    if advantage.name == "opob" and config.learner.backend != "torch":
         out.append(
-            f"advantage.squared_norm: {advantage.squared_norm} reads whole gradients and states, "
-            f"which needs learner.backend = torch, not {config.learner.backend}; use length"
+            "advantage.name: opob reads whole gradients, which needs learner.backend = torch, "
+            f"not {config.learner.backend}"
         )
     if advantage.name == "otb" and config.learner.backend != "torch":
         out.append(

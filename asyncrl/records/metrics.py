@@ -350,8 +350,13 @@ class MetricsWriter:
         self.board.close()
 
 
+# names of metrics in the runs of earlier versions -> their names now
+OLD_NAMES = {"adv/mean": "advantage/mean", "adv/abs_max": "advantage/abs_max"}
+
+
 def read(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl that count, in their order; torn lines are left out.
+    """The rows of metrics.jsonl that count, in their order; torn lines are left out.  Metrics
+    that were renamed since have their new name.
 
     After a resume the later row of a step wins: a row of training at step s ends those of training
     from s on, and the evaluations of versions past s, which are of the branch before; an evaluation
@@ -359,7 +364,8 @@ def read(run_dir: Path) -> list[dict[str, Any]]:
     # (step, "" for training or the names of an evaluation)
     kept: dict[tuple[int, str], dict[str, Any]] = {}
     newest = -1  # step of training
-    for row in jsonl.read(run_dir / "metrics.jsonl"):
+    for line in jsonl.read(run_dir / "metrics.jsonl"):
+        row = {OLD_NAMES.get(name, name): value for name, value in line.items()}
         step = row.get("step")
         names = sorted(n for n in row if n not in ("step", "t"))
         if not isinstance(step, int):

@@ -327,7 +327,7 @@ VARIANTS: list[dict[str, Any]] = [
         }
     },
     {
-        "correction": {"proximal": "behavior", "m2": 0.04, "m2_over": "pushing"},
+        "correction": {"proximal": "behavior", "m2": 0.04},
         "loss": {"surrogate": "vanilla"},
     },
     {

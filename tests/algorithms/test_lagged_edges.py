@@ -319,10 +319,8 @@ def test_errors_say_what_is_missing() -> None:
             "name": "reinforce",
             "baseline": "prompt",
         },
-        "advantage.name = opob needs the learner's start and, unless advantage.squared_norm = "
-        "length, the norms of the samples' gradients (LossBatch.start, squared_norms)": {
-            "name": "opob"
-        },
+        "advantage.name = opob needs the learner's start and the norms of the samples' "
+        "gradients (LossBatch.start, squared_norms)": {"name": "opob"},
         "advantage.name = gdpo needs the same named parts of the reward in every sample; the "
         "reward function returns them (docs/rewards.md)": {"name": "gdpo"},
         "advantage.k: pass_at_k of 3 needs 2 or more, and groups of as many samples, not 2: "

@@ -64,8 +64,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "correction.bound": {"correction.hi": 1.05},
     "correction.lo": {"correction.bound": "mask", "correction.lo": 0.5},
     "correction.denominator": _VETOES,
-    "correction.m2": {"correction.m2": 0.02, "correction.m2_over": "pushing"},
-    "correction.m2_over": {"correction.m2_over": "pushing"},
+    "correction.m2": {"correction.m2": 0.02},
     **{
         f"correction.{key}": _REJECTS
         for key in ("reject", "reject_over", "reject_lo", "reject_hi", "reject_when", "reject_at")
@@ -99,7 +98,6 @@ OTHER: dict[str, Any] = {
     "correction.hi": 1.05,
     "correction.lo": 0.9,
     "correction.m2": 0.01,
-    "correction.m2_over": "all",
     "correction.reject": "tv",
     "correction.reject2": "tv",
     "correction.reject2_lo": 0.001,

@@ -278,7 +278,7 @@ def test_the_running_mean_follows_rewards_as_they_were_used(model_dir: Path) -> 
     used = [-1.0 if s.finish == "length" else s.reward for s in b.samples]
     mean = sum(used) / len(used)
     first = c.train(b)
-    assert first["adv/mean"] == pytest.approx(
+    assert first["advantage/mean"] == pytest.approx(
         sum(u * s.length for u, s in zip(used, b.samples, strict=True))
         / sum(s.length for s in b.samples),
         abs=1e-6,

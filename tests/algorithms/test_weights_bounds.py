@@ -352,30 +352,6 @@ def test_m2po_keeps_the_largest_set_whose_second_moment_fits() -> None:
     assert float(weights.m2_threshold(vec(0.19, 0.21), yes(1, 1))) == pytest.approx(0.21)
 
 
-def test_m2po_cuts_tokens_and_needs_the_whole_batch() -> None:
-    x, seq = vec(0.1, -0.2, 0.3, -0.6), torch.tensor([0, 0, 1, 1])
-    c = section(m2=0.04, level="none")
-    assert (
-        weights.needs_statistics(c)
-        and weights.needs_statistics(section(self_normalize=True))
-        and not weights.needs_statistics(section())
-    )
-    got = weights.correct(x, x, yes(1, 1, 1, 1), seq, 2, c)
-    assert got.weight.tolist() == [1, 1, 0, 0] and got.kept.all()  # the token at the threshold goes
-    strict = weights.correct(x, x, yes(1, 1, 1, 1), seq, 2, section(m2=0.02, level="none"))
-    assert strict.weight.tolist() == [1, 0, 0, 0]  # 0.01, then (0.01 + 0.04) / 2
-    part = weights.correct(
-        x[:2],
-        x[:2],
-        yes(1, 1),
-        seq[:2],
-        2,
-        c,
-        weights.WeightStatistics(m2=torch.tensor(0.15, dtype=D)),
-    )
-    assert part.weight.tolist() == [1, 0]
-
-
 # ---- one's own function --------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ where a later layer chooses another method; and methods that are set whole by on
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,7 @@ def test_an_arm_drops_what_an_earlier_item_gave(tmp_path: Path) -> None:
     assert load.load(path, [*base, *arm]).loss == settings.VanillaLoss()
 
 
-@pytest.mark.parametrize("preset", ["tis", "mis", "m2po", "none"])
+@pytest.mark.parametrize("preset", ["tis", "mis", "none"])
 def test_a_preset_may_be_set_on_every_shipped_config(preset: str) -> None:
     """As `asyncrl run --resume RUN --set correction.preset=mis` needs it."""
     for name in bundled_configs.names():
@@ -232,3 +233,48 @@ def test_methods_are_listed_with_source_and_evidence() -> None:
     plain = CliRunner().invoke(main, ["methods"])
     assert "gmpo: GMPO: the geometric mean ratio of a completion" in plain.stdout
     assert "source: arXiv 2507.20673 (code); measured: docs/staleness.md" in plain.stdout
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"method": "vcpo-length"}, 'method: vcpo-length was removed; write method = "vcpo"'),
+        ({"method": "vcpo-logits"}, 'method: vcpo-logits was removed; write method = "vcpo"'),
+        ({"method": "k25"}, 'method: k25 was removed; write method = "dis" with loss.band_lo'),
+        ({"method": "m2po"}, 'method: m2po was removed; write method = "m2po-published"'),
+        (
+            {"correction": {"preset": "m2po"}},
+            'correction.preset = m2po was removed; write method = "m2po-published"',
+        ),
+        (
+            {"correction": {"proximal": "behavior", "m2": 0.04, "m2_over": "all"}},
+            "correction.m2_over = all was removed; write correction.m2 alone",
+        ),
+        (
+            {"advantage": {"name": "opob", "squared_norm": "length"}},
+            "advantage.squared_norm = length was removed; write advantage.name = opob",
+        ),
+    ],
+)
+def test_a_removed_method_is_refused_by_name(sections: dict[str, Any], said: str) -> None:
+    raw = {"model": {"path": "m"}, "task": {"name": "sort"}, **sections}
+    with pytest.raises(ConfigError, match=f"^c.toml.*: {re.escape(said)}"):
+        load.convert(raw, "c.toml")
+
+
+def test_removed_keys_that_change_nothing_are_dropped() -> None:
+    """The config of an earlier run gives every key."""
+    base = {"model": {"path": "m"}, "task": {"name": "sort"}}
+    behavior = {"proximal": "behavior"}
+    for earlier, now in (
+        ({"correction": behavior | {"m2_over": "all"}}, {"correction": behavior}),
+        (
+            {"correction": behavior | {"m2": 0.04, "m2_over": "pushing"}},
+            {"correction": behavior | {"m2": 0.04}},
+        ),
+        (
+            {"advantage": {"name": "opob", "squared_norm": "gradient"}},
+            {"advantage": {"name": "opob"}},
+        ),
+    ):
+        assert load.convert(base | earlier, "c.toml") == load.convert(base | now, "c.toml")

@@ -184,7 +184,7 @@ def test_the_endless_batch_is_the_limit_of_sampled_ones() -> None:
     s = ResponseSpace(2, 3)
     theta = s.table(0)
     mu = s.policy_at_distance(theta, 0.1, 1)
-    case = corrections.StaleSamples(s, theta, mu, corrections.rewards(s, 2), 0)
+    case = corrections.StaleSamples(s, theta, mu, corrections.rewards(s, 2))
     c = RecomputedCorrection(level="sequence", bound="mask", self_normalize=True)
     exact = case.correct(c).weight.reshape(s.n, -1)[:, 0]
     drawn = s.draw(mu, 40_000, 3)

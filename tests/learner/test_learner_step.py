@@ -401,7 +401,7 @@ def test_m2po_masks_each_minibatch_by_the_policy_as_it_is_then(
         model_dir,
         learner={"minibatches": 2, "lr": 5.0},
         loss={"surrogate": "vanilla"},
-        correction={"proximal": "behavior", "m2": 0.01, "m2_over": "pushing"},
+        correction={"proximal": "behavior", "m2": 0.01},
     )
     packed = pack(batch())
     begin_step, masks = step_loss.begin_step, []

@@ -434,8 +434,8 @@ def test_numbers_of_a_batch_by_hand() -> None:
         and m["answer/masked_share"] == pytest.approx(1 / 6)
     )
     assert (
-        m["adv/mean"] == 0
-        and m["adv/abs_max"] == 2
+        m["advantage/mean"] == 0
+        and m["advantage/abs_max"] == 2
         and "reward/greedy" not in m
         and "kl/answer" not in m
         and "value/mean" not in m
@@ -445,7 +445,10 @@ def test_numbers_of_a_batch_by_hand() -> None:
     b = batch(0)
     b.mask[:] = False
     empty = sl.prepare(b, config()).metrics
-    assert empty["adv/mean"] == 0 == empty["adv/abs_max"] and empty["answer/masked_share"] == 1
+    assert (
+        empty["advantage/mean"] == 0 == empty["advantage/abs_max"]
+        and empty["answer/masked_share"] == 1
+    )
     one = LossBatch(
         torch.tensor([0, 0]),
         vec(-1, -1),

@@ -40,6 +40,9 @@ def test_an_older_run_loads_in_python(older_run: Path) -> None:
     run = asyncrl.load_run(older_run)
     lag = run.metrics["lag/mean"]
     assert len(lag.values) == BATCHES and lag.values.max() <= 2
+    # it wrote them as adv/mean and adv/abs_max
+    assert len(run.metrics["advantage/mean"].values) == BATCHES
+    assert not any(name.startswith("adv/") for name in run.metrics)
     assert (
         sum(n for line, n in run.ledger.items() if line != "generated") == (run.ledger["generated"])
     )

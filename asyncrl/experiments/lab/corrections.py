@@ -5,9 +5,8 @@ length.
 
 The setting is one update on stale responses: pi_prox = theta, so a token's coefficient is its
 weight times the advantage. Rewards are 1 for the third of the responses that score highest in a
-random sum over their tokens. The baseline is mu's mean reward. Statistics of a batch (the mean
-weight, M2PO's threshold) are those of an infinite batch. The bias that a finite batch adds through
-them is not included.
+random sum over their tokens. The baseline is mu's mean reward. The mean weight of a batch is that
+of an infinite batch. The bias that a finite batch adds through it is not included.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from asyncrl.experiments.lab.policy import ResponseSpace, cosine, exact_gradient
 
 DISTANCES = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1)
 SIZES = (64, 256, 1024, 4096, 16384)
-MANY = 20_000  # responses that approximate an infinite batch where a threshold has no formula
 
 
 def candidates() -> dict[str, Correction]:
@@ -80,26 +78,20 @@ class StaleSamples:
         theta: torch.Tensor,
         mu: torch.Tensor,
         right: torch.Tensor,
-        seed: int,
     ) -> None:
         self.space = space
         self.theta = theta
-        self.seed = seed
         self.p = space.probability(mu)
         self.mask = torch.ones_like(space.seq, dtype=torch.bool)
         self.lp = space.logprobs(theta)
         self.log_rho = ratios.difference(self.lp, space.logprobs(mu))
         self.adv = (right - (self.p * right).sum())[space.seq]
         self.exact = exact_gradient(lambda t: (space.probability(t) * right).sum(), theta)
-        self.drawn = space.draw(mu, MANY, seed)
 
     def correct(self, c: Correction) -> correction.ImportanceWeights:
         """Return weights of all responses, with the statistics of an infinite batch."""
         s = self.space
         stats = correction.WeightStatistics()
-        if c.m2:
-            many = self.log_rho.reshape(s.n, -1)[self.drawn].reshape(-1)
-            stats.m2 = correction.m2_threshold(many, torch.ones_like(many, dtype=torch.bool), c.m2)
         if c.self_normalize:
             stats.mean = torch.ones((), dtype=torch.float64)
             w = self._weights(c, stats)
@@ -170,7 +162,7 @@ def measure(
             right = rewards(space, 1000 * seed + 1)
             cases = {
                 f"{d:g}": StaleSamples(
-                    space, theta, space.policy_at_distance(theta, d, 1000 * seed + 2), right, seed
+                    space, theta, space.policy_at_distance(theta, d, 1000 * seed + 2), right
                 )
                 for d in DISTANCES
             }

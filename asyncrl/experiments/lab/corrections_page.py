@@ -28,7 +28,6 @@ SHOWN = (
     "reject ratio sum",
     "preset mis",
     "preset icepop",
-    "preset m2po",
 )
 
 
@@ -137,12 +136,6 @@ def _unclaimed_findings(e: dict[str, Any], longest: str, far: str) -> list[LabCl
             f"{plain['left']:.0%} left, variance "
             f"{plain['relative_variance']:.0f} -> {normalized['relative_variance']:.0f}, bias "
             f"{plain['relative_bias']:.0%} -> {normalized['relative_bias']:.0%}"
-        ),
-        LabClaim(
-            "`m2po` masks and does not weight: bias "
-            f"{e[longest]['0.01']['preset m2po']['relative_bias']:.0%} at 0.01 where no correction "
-            "has "
-            f"{e[longest]['0.01']['none']['relative_bias']:.0%}"
         ),
     ]
     for size in SIZES[1::2]:
