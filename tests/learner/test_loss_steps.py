@@ -51,7 +51,6 @@ def test_an_anchor_is_made_first_where_one_pass_is_not_enough() -> None:
         {"learner": {"epochs": 2}},
         {"learner": {"minibatches": 2}},
         {"correction": {"self_normalize": True}},
-        {"correction": {"m2": 0.04}},
         {"correction": {"denominator": "after"}},
     ):
         assert sl.needs_anchor_first(config(**more)), more
