@@ -1,8 +1,8 @@
-"""The `asyncrl` command: one file a family of commands.
+"""The `asyncrl` command, with one file per family of commands.
 
-A command is a `click.command` in one of these files and a word in FAMILIES.  The files import click
-and little else at their top; what a command works with, it imports when it runs, so that `asyncrl
---help` stays instant and the supervisor needs no torch.
+To add a command, decorate it with `base.command` in one of these files and list it in FAMILIES.
+The files import little more than click at the top.  A command imports its other modules when it
+runs, so that `asyncrl --help` stays instant and the supervisor needs no torch.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from asyncrl import __version__
 from asyncrl.cli.base import CommandGroup
 from asyncrl.contract.errors import EXIT_CODES
 
-# Before anything loads OpenMP: threads that wait for each other sleep.  As they come, they spin for
-# milliseconds, and on cores shared with other work a warm start of half a minute took seven.
+# Set before anything loads OpenMP: waiting threads sleep.  By default they spin for milliseconds,
+# and on cores shared with other work a warm start of half a minute took seven.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # file in this folder -> the commands in it
@@ -40,7 +40,13 @@ FAMILIES = {
 @click.group(
     cls=CommandGroup,
     places={name: f"asyncrl.cli.{file}" for file, names in FAMILIES.items() for name in names},
-    epilog="Exit codes: " + "; ".join(f"{code} {said}" for code, said in EXIT_CODES.items()),
+    examples=(
+        "asyncrl run demo",
+        "asyncrl run demo --set staleness.max_lag=4 --set seed=1",
+        "asyncrl doctor runs/R",
+        "asyncrl config show demo",
+    ),
+    epilog="Exit codes: " + "; ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items()),
 )
 def main() -> None:
-    """Asynchronous reinforcement learning of language models: run, tune, compare."""
+    """Train language models by asynchronous reinforcement learning."""

@@ -1,19 +1,18 @@
-"""What every command shares: the group that turns errors into one line, the common options, how a
-result is printed.
-"""
+"""Parts shared by all commands: help with examples, one-line errors, common options, output."""
 
 from __future__ import annotations
 
 import errno
 import io
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
+from click.shell_completion import CompletionItem
 
 from asyncrl.cli import result
 from asyncrl.contract import refusal
@@ -23,16 +22,40 @@ from asyncrl.contract.printable import LONGEST_LINE, escape_line
 
 PATH = click.Path(path_type=Path)
 
-# a write fails with these, and with no file's name
+# a write can fail with these errors without naming a file
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
-class CommandGroup(click.Group):
-    """Usage and expected errors are one line on stderr with their exit code; programming errors
-    keep their traceback.
+class ExampleCommand(click.Command):
+    """A command whose `--help` ends with examples to copy, one per line."""
 
-    places: command -> the module that defines it, under its own name; imported when it is asked
-    for, so that a process imports its own command's file and no other."""
+    def __init__(self, *args: Any, examples: Sequence[str] = (), **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.examples = tuple(examples)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Example" if len(self.examples) == 1 else "Examples"):
+            for example in self.examples:  # not wrapped: a line must stay copyable
+                formatter.write(f"{'':{formatter.current_indent}}{example}\n")
+        super().format_epilog(ctx, formatter)
+
+
+class ExampleGroup(ExampleCommand, click.Group):
+    """A group of commands whose `--help` ends with examples."""
+
+
+def command(*examples: str, name: str | None = None) -> Callable[[Any], click.Command]:
+    """Make a command whose help shows `examples`."""
+    return click.command(name, cls=ExampleCommand, examples=examples)
+
+
+class CommandGroup(ExampleGroup):
+    """Print usage errors and expected errors as one line on stderr, and exit with their code.
+
+    Programming errors keep their traceback.
+
+    places: command -> the module that defines it, under its own name.  The module is imported only
+    when the command is used, so that a process imports no other command's file."""
 
     def __init__(self, *args: Any, places: Mapping[str, str] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -50,7 +73,7 @@ class CommandGroup(click.Group):
     def main(self, *args: Any, **kwargs: Any) -> Any:
         append_working_directory()
         for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, io.TextIOWrapper):  # a terminal of ASCII shows \xe9 for the rest
+            if isinstance(stream, io.TextIOWrapper):  # an ASCII terminal shows \xe9 and the like
                 stream.reconfigure(errors="backslashreplace")
         result.start_result()
         words = kwargs.get("args") or (args[0] if args else None) or sys.argv[1:]
@@ -67,7 +90,7 @@ class CommandGroup(click.Group):
             refusal.send_refusal(error)
             fail(str(error), error.exit_code, as_json)
         except OSError as error:
-            # of no file: a programming error, with its traceback
+            # without a file it is a programming error, which keeps its traceback
             if error.filename is None and error.errno not in DISK:
                 raise
             fail(
@@ -79,9 +102,9 @@ class CommandGroup(click.Group):
 
 
 def fail(why: str, code: int, as_json: bool) -> NoReturn:
-    """End with one line on stderr; with --json also as the last line of stdout, unless that was a
-    result already.
-    """
+    """Exit with one line on stderr; with --json also as the last line of stdout.
+
+    A result that was printed already stays the last line."""
     with suppress(OSError):  # stderr may be a file on the disk that is full
         print(f"error: {escape_line(why, LONGEST_LINE)}", file=sys.stderr, flush=True)
     if as_json:
@@ -89,31 +112,101 @@ def fail(why: str, code: int, as_json: bool) -> NoReturn:
     sys.exit(code)
 
 
+def json_option(command: Any) -> Any:
+    """Add --json."""
+    return click.option(
+        "--json", "as_json", is_flag=True, help="print one JSON object as the last line of stdout"
+    )(command)
+
+
+def dry_run_option(shown: str) -> Callable[[Any], Any]:
+    """Add --dry-run, which prints `shown` and starts nothing."""
+    return click.option("--dry-run", is_flag=True, help=f"print {shown}; start nothing")
+
+
+def count_option(name: str, default: int, help_text: str, least: int = 1) -> Callable[[Any], Any]:
+    """Add an option for a whole number from `least`, with its default in the help."""
+    return click.option(
+        name, type=click.IntRange(least), default=default, show_default=True, help=help_text
+    )
+
+
+def out_option(help_text: str) -> Callable[[Any], Any]:
+    """Add --out, a path to write to."""
+    return click.option("--out", type=PATH, help=help_text)
+
+
+def set_option(help_text: str) -> Callable[[Any], Any]:
+    """Add --set KEY=VALUE, which completes config keys."""
+    return click.option(
+        "--set",
+        "sets",
+        multiple=True,
+        metavar="KEY=VALUE",
+        shell_complete=complete_setting,
+        help=help_text,
+    )
+
+
+def config_argument(name: str = "source", *, required: bool = True) -> Callable[[Any], Any]:
+    """Add CONFIG, a file or the name of a bundled config."""
+    return click.argument(
+        name,
+        metavar="CONFIG",
+        required=required,
+        type=click.Path(),
+        shell_complete=complete_config,
+    )
+
+
 def options(*, source: bool = True) -> Callable[[Any], Any]:
-    """CONFIG, --set and --json, of every command that takes a config; `source`: CONFIG must be
-    given.
-    """
+    """Add CONFIG, --set and --json; `source`: CONFIG is required."""
 
     def add(command: Any) -> Any:
-        command = click.option(
-            "--json", "as_json", is_flag=True, help="the last line of stdout is one JSON object"
-        )(command)
-        command = click.option(
-            "--set",
-            "sets",
-            multiple=True,
-            metavar="KEY=VALUE",
-            help="override a config key (a TOML value; text needs no quotes); repeatable",
-        )(command)
-        return click.argument("source", metavar="CONFIG", required=source, type=click.Path())(
-            command
+        overrides = set_option(
+            "override a config key; a TOML value, but text needs no quotes; repeatable"
         )
+        return config_argument(required=source)(overrides(json_option(command)))
 
     return add
 
 
+def complete_config(
+    ctx: click.Context, param: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Complete the name of a bundled config, or a file."""
+    from asyncrl.config import bundled_configs
+
+    names = [name for name in bundled_configs.names() if name.startswith(incomplete)]
+    files = CompletionItem(incomplete, type="file")
+    return [*(CompletionItem(name) for name in names), files]
+
+
+def complete_key(
+    ctx: click.Context, param: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Complete a config key."""
+    from asyncrl.config import load
+
+    keys = ["method", *load.keys()]
+    return [CompletionItem(key) for key in keys if key.startswith(incomplete)]
+
+
+def complete_setting(
+    ctx: click.Context, param: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Complete KEY of KEY=VALUE, and after `=` the choices of the key."""
+    from asyncrl.config import load
+
+    key, given, value = incomplete.partition("=")
+    if not given:
+        return [CompletionItem(f"{item.value}=") for item in complete_key(ctx, param, incomplete)]
+    choices = [choice for choice in load.choices(key) if choice.startswith(value)]
+    return [CompletionItem(f"{key}={choice}") for choice in choices]
+
+
 def emit(value: dict[str, Any], as_json: bool) -> None:
-    """Results go to stdout: one JSON object, or readable lines."""
+    """Print a result to stdout, as one JSON object or as readable lines."""
     if as_json:
         result.print_result(value)
         return
@@ -123,5 +216,5 @@ def emit(value: dict[str, Any], as_json: bool) -> None:
 
 
 def print_progress(text: str) -> None:
-    """What a reader follows while a command works: stderr, at once."""
+    """Print a line of progress to stderr, unbuffered."""
     print(text, file=sys.stderr, flush=True)

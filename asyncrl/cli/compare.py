@@ -1,6 +1,4 @@
-"""`asyncrl compare`: one config under several settings; `asyncrl sweep`: limits x corrections;
-`asyncrl figure`: what they measured, drawn.
-"""
+"""`asyncrl compare`, `asyncrl sweep` and `asyncrl figure`: many runs, their tables and figures."""
 
 from __future__ import annotations
 
@@ -12,14 +10,24 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from asyncrl.cli import result
-from asyncrl.cli.base import PATH, emit, options, print_progress
+from asyncrl.cli.base import (
+    PATH,
+    command,
+    count_option,
+    dry_run_option,
+    emit,
+    json_option,
+    options,
+    out_option,
+    print_progress,
+)
 
 if TYPE_CHECKING:
     from asyncrl.config.tree import Config
     from asyncrl.experiments.compare.page import Setting
     from asyncrl.experiments.compare.sweep import SweepPlan
 
-# column of the page's table -> its heading in a terminal, where fewer fit
+# column of the page's table -> its heading in a terminal, which has less room
 COMPARED = {
     "arm": "arm",
     "end": "end",
@@ -43,36 +51,25 @@ SWEPT = (
 )
 
 
-@click.command()
+@command(
+    "asyncrl compare demo --seeds 5",
+    "asyncrl compare demo --arm base: --arm tight:staleness.max_lag=1",
+)
 @options()
 @click.option(
     "--arm",
     "arms",
     multiple=True,
     metavar="NAME:KEY=VALUE,...",
-    help="an arm; the first is what the others are compared with; repeatable",
+    help="an arm; the first is the one that the others are compared with; repeatable",
 )
+@count_option("--seeds", 3, "seeds of each arm, counted from the config's")
+@out_option("directory of the comparison; an unfinished comparison there is continued")
+@count_option("--jobs", 1, "real runs at the same time; more than one disturbs the timings")
 @click.option(
-    "--seeds",
-    type=click.IntRange(1),
-    default=3,
-    show_default=True,
-    help="seeds of each arm, from the config's on",
+    "--real", is_flag=True, help="start new processes for every run, even if a warm one could do it"
 )
-@click.option("--out", type=PATH, help="the comparison's directory; an unfinished one goes on")
-@click.option(
-    "--jobs",
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
-    help="real runs at a time; more than one disturbs the timings",
-)
-@click.option(
-    "--real",
-    is_flag=True,
-    help="every run as processes of its own, also those that could go in a warm one",
-)
-@click.option("--dry-run", is_flag=True, help="print the arms and what would run")
+@dry_run_option("the arms and the number of runs")
 def compare(
     source: str,
     sets: tuple[str, ...],
@@ -84,7 +81,7 @@ def compare(
     real: bool,
     dry_run: bool,
 ) -> None:
-    """Train CONFIG under several settings, fairly, and say whether they differ."""
+    """Train CONFIG under several settings and compare them."""
     from asyncrl.config import load
     from asyncrl.experiments.compare import arms as arming
     from asyncrl.experiments.compare import comparison as comparing
@@ -98,7 +95,7 @@ def compare(
     if dry_run:
         configs = comparing.resolve(source, sets, chosen)
         print_arms(base, configs, set() if real else comparing.warm_arms(configs))
-        print(f"would make {len(chosen) * seeds} runs", file=sys.stderr)
+        print(f"would start {len(chosen) * seeds} runs", file=sys.stderr)
         return
     where = out or Path(base.runs) / f"compare-{base.name or Path(source).stem}"
     comparison = comparing.Comparison(where, source, sets, chosen, seeds, print_progress, real=real)
@@ -125,7 +122,7 @@ def compare(
 
 
 def print_arms(base: Config, configs: Mapping[str, Config], warm: set[str]) -> None:
-    """--dry-run: what each arm changes, and in what processes it would run."""
+    """Print for --dry-run what each arm changes and whether it needs real processes."""
     from asyncrl.experiments.compare.arms import from_first, words
 
     for name, config in configs.items():
@@ -137,7 +134,7 @@ def print_arms(base: Config, configs: Mapping[str, Config], warm: set[str]) -> N
 
 
 def print_comparison(found: dict[str, Any], title: str, settings: Sequence[Setting]) -> None:
-    """The table, what differs, the verdicts and what faster arms give up."""
+    """Print the table, the differences, the verdicts and what faster arms lose."""
     from asyncrl.experiments.compare import page
     from asyncrl.experiments.compare.progress import print_beside, print_table
 
@@ -148,14 +145,17 @@ def print_comparison(found: dict[str, Any], title: str, settings: Sequence[Setti
     first, *others = settings
     print(f"{first.arm}: {first.title}")
     for setting in others:
-        print(f"{setting.arm}, otherwise than {first.arm}: {setting.differs}")
+        print(f"{setting.arm}, compared with {first.arm}: {setting.differs}")
     for verdict in found["verdicts"]:
         print(verdict["text"])
     for sentence in found["trade"]:
         print(sentence)
 
 
-@click.command()
+@command(
+    "asyncrl sweep demo",
+    "asyncrl sweep demo --limits 1,4,16 --correction tis --correction none",
+)
 @options()
 @click.option(
     "--limits",
@@ -168,38 +168,25 @@ def print_comparison(found: dict[str, Any], title: str, settings: Sequence[Setti
     "chosen",
     multiple=True,
     metavar="NAME or NAME:KEY=VALUE,...",
-    help="repeatable; default: configured, none",
+    help="a correction; repeatable  [default: configured, none]",
 )
 @click.option(
     "--inject",
     is_flag=True,
-    help="inject each limit as a constant lag; without it the lag is what generators and "
-    "learner make of it",
+    help="inject each limit as a constant lag, instead of the lag that the processes produce",
 )
-@click.option(
-    "--seeds",
-    type=click.IntRange(1),
-    default=3,
-    show_default=True,
-    help="seeds of each cell, from the config's on",
-)
-@click.option(
-    "--workers",
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
-    help="warm processes, one core each",
-)
+@count_option("--seeds", 3, "seeds of each cell, counted from the config's")
+@count_option("--workers", 1, "warm processes, one core each")
 @click.option(
     "--margin",
     type=click.FloatRange(0, 1, min_open=True),
     default=0.05,
     show_default=True,
-    help="accuracy that a suggested limit may cost: its whole interval is above minus this",
+    help="accuracy that a suggested limit may lose: its whole interval lies above minus this",
 )
-@click.option("--out", type=PATH, help="the sweep's directory; an unfinished one goes on")
-@click.option("--no-abandon", is_flag=True, help="train collapsed runs to their end too")
-@click.option("--dry-run", is_flag=True, help="print the cells and what would run")
+@out_option("directory of the sweep; an unfinished sweep there is continued")
+@click.option("--no-abandon", is_flag=True, help="also train collapsed runs to their end")
+@dry_run_option("the cells and the number of runs")
 def sweep(
     source: str,
     sets: tuple[str, ...],
@@ -214,7 +201,10 @@ def sweep(
     no_abandon: bool,
     dry_run: bool,
 ) -> None:
-    """Staleness limits x corrections: how stale may a sample be?  Ends with a limit to paste."""
+    """Train every staleness limit with every correction.
+
+    Shows how stale samples may be, and ends with a suggested limit.
+    """
     from asyncrl.config import load
     from asyncrl.experiments.compare import page, sweep_page
     from asyncrl.experiments.compare import sweep as sweeping
@@ -258,7 +248,7 @@ def sweep(
 
 
 def swept_corrections(plan: SweepPlan, titles: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """Name, title, and what its resolved configs have otherwise than the config as it is."""
+    """Return name, title and differences from the plain config of each correction."""
     from asyncrl.experiments.compare.arms import from_first, words
     from asyncrl.experiments.compare.sweep import SWEPT_KEYS, SYNC
 
@@ -272,22 +262,22 @@ def swept_corrections(plan: SweepPlan, titles: Mapping[str, str]) -> list[tuple[
 
 
 def print_cells(plan: SweepPlan, told: Sequence[tuple[str, str, str]], seeds: int) -> None:
-    """--dry-run: each correction, the arm of every cell, and how many runs that makes."""
+    """Print for --dry-run each correction, the arm of every cell and the number of runs."""
     from asyncrl.experiments.compare.sweep import label
 
     for name, title, differs in told:
-        print(f"{name}: {title} (otherwise than configured: {differs})")
+        print(f"{name}: {title} (differs from the config by {differs})")
     for (name, limit), arm in plan.cell.items():
         print(f"{name}, limit {label(limit)}: {arm}")
     print(
-        f"would make {len(plan.arms) * seeds} runs, and {len(plan.probes)} short ones for the "
-        "speed of each limit",
+        f"would start {len(plan.arms) * seeds} runs, and {len(plan.probes)} short ones to measure "
+        "the speed of each limit",
         file=sys.stderr,
     )
 
 
 def print_sweep(found: dict[str, Any], title: str) -> None:
-    """The table, and the limit to paste."""
+    """Print the table and the suggested limit."""
     from asyncrl.experiments.compare import sweep_page
     from asyncrl.experiments.compare.progress import print_beside, print_table
 
@@ -299,19 +289,23 @@ def print_sweep(found: dict[str, Any], title: str) -> None:
         print(found["suggestion"]["set"])
 
 
-@click.command()
+@command(
+    "asyncrl figure runs/compare-demo -o accuracy.pdf",
+    "asyncrl figure runs/sweep-demo --x lag --csv points.csv",
+)
 @click.argument("directories", metavar="DIR...", nargs=-1, required=True, type=PATH)
-@click.option("-o", "--out", type=PATH, metavar="FILE", help="a figure: .pdf, .svg or .png")
-@click.option("--csv", "table", type=PATH, metavar="FILE.csv", help="its points, a row for each")
-@click.option("--metric", default="eval/heldout", help="what is drawn  [eval/heldout]")
+@click.option("-o", "--out", type=PATH, metavar="FILE", help="write a figure: .pdf, .svg or .png")
+@click.option("--csv", "table", type=PATH, metavar="FILE.csv", help="write its points as a table")
+@click.option("--metric", default="eval/heldout", show_default=True, help="metric to plot")
 @click.option(
     "--x",
     "across",
     type=click.Choice(["step", "lag"]),
     default="step",
-    help="lag: the last value of each run over its measured mean lag  [step]",
+    show_default=True,
+    help="x axis; lag: the last value of each run over its measured mean lag",
 )
-@click.option("--json", "as_json", is_flag=True, help="the last line of stdout is one JSON object")
+@json_option
 def figure(
     directories: tuple[Path, ...],
     out: Path | None,
@@ -320,14 +314,17 @@ def figure(
     across: str,
     as_json: bool,
 ) -> None:
-    """Draw runs, comparisons or sweeps: means over seeds in bands, with n in the caption."""
+    """Plot runs, comparisons or sweeps.
+
+    Shows means over seeds with bands, and n in the caption.
+    """
     import csv
 
     from asyncrl.contract.errors import ConfigError
     from asyncrl.experiments.figure import figure_drawing, figure_points
 
     if out is None and table is None:
-        raise ConfigError("figure: give -o FILE.pdf (.svg, .png), --csv FILE.csv, or both")
+        raise ConfigError("figure: give -o FILE.pdf (or .svg, .png), --csv FILE.csv, or both")
     points = figure_points.read_points(list(dict.fromkeys(directories)), metric, across)
     lines = figure_points.make_lines(points)
     if out is not None:

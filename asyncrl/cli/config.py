@@ -1,4 +1,4 @@
-"""`asyncrl config`: show, check or describe configs; `asyncrl task`: try a task and its reward."""
+"""`asyncrl config`, `asyncrl task` and `asyncrl methods`: look at settings before a run."""
 
 from __future__ import annotations
 
@@ -9,32 +9,38 @@ from typing import Any
 import click
 
 from asyncrl.cli import result
-from asyncrl.cli.base import options
+from asyncrl.cli.base import ExampleCommand, ExampleGroup, command, json_option, options
 from asyncrl.contract.errors import ConfigError
 
 
-@click.group()
+@click.group(
+    cls=ExampleGroup, examples=("asyncrl config show demo", "asyncrl config check config.toml")
+)
 def config() -> None:
-    """Show, check or describe configs."""
+    """Show, check and explain configs."""
 
 
-@config.command()
+@config.command(
+    cls=ExampleCommand,
+    examples=("asyncrl config show demo", "asyncrl config show demo --set method=gmpo"),
+)
 @options()
 def show(source: str, sets: tuple[str, ...], as_json: bool) -> None:
-    """The resolved config."""
+    """Print the resolved config, with every key that CONFIG reads."""
     from asyncrl.config import layers, load
 
-    loaded = load.load(source, sets, lambda said: print(said, file=sys.stderr))
+    loaded = load.load(source, sets, lambda note: print(note, file=sys.stderr))
     print(json.dumps(layers.read_keys(loaded)) if as_json else load.dump(loaded))
 
 
-@config.command()
+@config.command(cls=ExampleCommand, examples=("asyncrl config check config.toml",))
 @options()
 def check(source: str, sets: tuple[str, ...], as_json: bool) -> None:
-    """Look at everything a run of CONFIG needs, a line each, and start nothing: model, tokenizer,
-    template, prompts, reward (called once), packages, devices, disk, memory.
+    """Check everything that a run of CONFIG needs.
 
-    A model of the hub (hf://ORG/NAME) is fetched.  Exit code 2 when a check fails.
+    Starts nothing.  Model, tokenizer, template, prompts, reward (called once), packages, devices,
+    disk and memory, one line each.  A model of the hub (hf://ORG/NAME) is downloaded.  Exit code 2
+    if a check fails.
     """
     from asyncrl.config import load, rules
     from asyncrl.supervise import preflight
@@ -44,7 +50,7 @@ def check(source: str, sets: tuple[str, ...], as_json: bool) -> None:
 
 
 def report_findings(loaded: Any, warnings: list[str], preflight: Any, as_json: bool) -> None:
-    """Print what the checks of a config found.  Raises ConfigError when one failed."""
+    """Print the findings of a config's checks.  Raises ConfigError if one failed."""
     import msgspec
 
     found = [preflight.Finding("settings", "note", warning) for warning in warnings]
@@ -62,38 +68,56 @@ def report_findings(loaded: Any, warnings: list[str], preflight: Any, as_json: b
         raise ConfigError(f"{len(failed)} check(s) failed: {', '.join(failed)}")
 
 
-@config.command()
-@click.option("--of", "kind", type=click.Choice(["run", "sft"]), default="run")
+@config.command(cls=ExampleCommand, examples=("asyncrl config schema > schema.json",))
+@click.option(
+    "--of",
+    "kind",
+    type=click.Choice(["run", "sft"]),
+    default="run",
+    show_default=True,
+    help="kind of config: of `asyncrl run` or of `asyncrl sft`",
+)
 def schema(kind: str) -> None:
-    """The JSON schema of configs, for editors."""
+    """Print the JSON schema of configs, for editors."""
     from asyncrl.config import load, sft
 
     print(json.dumps(sft.schema() if kind == "sft" else load.schema(), indent=1))
 
 
-@config.command(name="metrics")
+@config.command(
+    name="metrics", cls=ExampleCommand, examples=("asyncrl config metrics > docs/metrics.md",)
+)
 def metrics_table() -> None:
-    """docs/metrics.md: every metric with unit and meaning."""
+    """Print every metric with unit and meaning, as docs/metrics.md."""
     from asyncrl.records import metrics
 
     print(metrics.markdown(), end="")
 
 
-@click.group()
+TRY = ("asyncrl task try demo -n 5", "asyncrl task try calc --model runs/R/model")
+
+
+@click.group(cls=ExampleGroup, examples=TRY[:1])
 def task() -> None:
     """Try tasks and reward functions."""
 
 
-@task.command(name="try")
+@task.command(name="try", cls=ExampleCommand, examples=TRY)
 @options()
-@click.option("-n", "count", default=3, help="prompts to show; sessions to play with --model")
+@click.option(
+    "-n",
+    "count",
+    default=3,
+    show_default=True,
+    help="prompts to show, or sessions to play with --model",
+)
 @click.option("--model", default="", metavar="DIR", help="play sessions with this model")
 def try_task(source: str, sets: tuple[str, ...], as_json: bool, count: int, model: str) -> None:
-    """Show prompts of the task and what the reward function says of the right answer and of an
-    empty one.
+    """Show prompts of the task and their rewards.
 
-    With [agent], play a session: by hand, an answer a line of standard input (\\n in it is a line's
-    end), or with --model.
+    The rewards are those of the right answer and of an empty one.  With [agent], play a session,
+    with --model or by hand: each line of standard input is an answer, and \\n in it is a line
+    break.
     """
     from actors.rewards import judge_all
     from asyncrl.config import load
@@ -104,7 +128,9 @@ def try_task(source: str, sets: tuple[str, ...], as_json: bool, count: int, mode
         _play_sessions(loaded, model, count, as_json)
         return
     if model:
-        raise ConfigError("--model plays sessions, and this config has no agent.env or agent.tools")
+        raise ConfigError(
+            "--model: plays sessions, and this config has no agent.env or agent.tools; remove it"
+        )
     tasks = get_task(loaded.task)
     prompts = [tasks.prompt("train", index, loaded.seed) for index in range(count)]
     asked = [
@@ -132,7 +158,7 @@ def try_task(source: str, sets: tuple[str, ...], as_json: bool, count: int, mode
 
 
 def _play_sessions(config: Any, model: str, count: int, as_json: bool) -> None:
-    """One session by hand, or `count` with a model."""
+    """Play one session by hand, or `count` sessions with a model."""
     import msgspec
 
     from asyncrl.experiments import play
@@ -153,7 +179,7 @@ def _play_sessions(config: Any, model: str, count: int, as_json: bool) -> None:
 
 
 def _read_answer() -> str | None:
-    """The next answer by hand; the prompt goes to stderr, so that what is played can be kept."""
+    """Read the next answer; the prompt goes to stderr, so that stdout holds only the session."""
     if sys.stdin.isatty():
         print("> ", end="", file=sys.stderr, flush=True)
     line = sys.stdin.readline()
@@ -161,13 +187,13 @@ def _read_answer() -> str | None:
 
 
 def _format_turn(shown: Any) -> str:
-    """A turn as a reader sees it."""
+    """Format a turn for a reader."""
     parts = "".join(f", {name} {value:g}" for name, value in shown.parts.items())
     tokens = f" ({shown.tokens} tokens)" if shown.tokens else ""
     if shown.kind == "asked" and shown.other:
         return f"--- turn {shown.turn}, the other side{tokens}\n{shown.text}"
     if shown.kind == "asked":
-        row = ", a row of its own" if shown.row else ""
+        row = ", a new training sequence" if shown.row else ""
         paid = f" reward {shown.reward:g}{parts}" if shown.turn > 1 else ""
         return f"--- turn {shown.turn}{tokens}{row}{paid}\n{shown.text}"
     if shown.kind == "answered":
@@ -175,10 +201,13 @@ def _format_turn(shown: Any) -> str:
     return f"=== reward {shown.reward:g}{parts}: {shown.text}"
 
 
-@click.command()
-@click.option("--json", "as_json", is_flag=True, help="the last line of stdout is one JSON object")
+@command("asyncrl methods")
+@json_option
 def methods(as_json: bool) -> None:
-    """Published methods that `method = "NAME"` in a config sets whole, with their sources."""
+    """List the published methods, with their sources.
+
+    `method = "NAME"` in a config chooses one.
+    """
     from asyncrl.cli import result
     from asyncrl.config.methods import METHODS
 
@@ -191,4 +220,4 @@ def methods(as_json: bool) -> None:
         print(f"{name}: {method.summary}")
         print(f"    source: {method.source}; measured: {method.evidence}")
         print(f"    {', '.join(f'{key} = {value}' for key, value in method.keys.items())}")
-    print('A config sets one by method = "NAME"; keys that it gives beside it win.')
+    print('A config chooses one with method = "NAME"; keys that it also gives win.')

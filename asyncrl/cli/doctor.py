@@ -1,4 +1,4 @@
-"""`asyncrl doctor`: how a run stands; `asyncrl engines`: what works on this machine."""
+"""`asyncrl doctor`: the state of a run; `asyncrl engines`: what works on this machine."""
 
 from __future__ import annotations
 
@@ -10,25 +10,27 @@ from typing import Any
 import click
 
 from asyncrl.cli import result
-from asyncrl.cli.base import PATH, emit
+from asyncrl.cli.base import PATH, command, emit, json_option
 from asyncrl.contract.errors import AsyncrlError, ConfigError, PeerUnreachable
 from asyncrl.contract.printable import LONGEST_LINE, escape_line
 from asyncrl.records import process_log
 
 
-@click.command()
+@command("asyncrl doctor runs/R", "asyncrl doctor --exact demo")
 @click.argument("run_dir", type=PATH, required=False)
 @click.option(
     "--exact",
     "exact",
     is_flag=True,
-    help="the self-test of exact mode instead: for a CONFIG, a RUN_DIR, or small models "
-    "when none is given",
+    help="run the self-test of exact mode instead, on a CONFIG, a RUN_DIR or (without either) "
+    "small models: which operators agree bitwise?",
 )
-@click.option("--json", "as_json", is_flag=True)
+@json_option
 def doctor(run_dir: Path | None, exact: bool, as_json: bool) -> None:
-    """How a run stands: who waits for whom, since when; of one that does not run, what ended it;
-    --exact: which operators agree bitwise.
+    """Show the state of the run in RUN_DIR.
+
+    Of a running run: which process waits for which, and since when.  Of a run that does not run:
+    what ended it, and what to do.
     """
     from asyncrl.config import load
     from asyncrl.records import rundir
@@ -57,7 +59,7 @@ def doctor(run_dir: Path | None, exact: bool, as_json: bool) -> None:
         print_running(config, run_dir, status, seen)
     if not seen["running"] and not seen["ended"]:
         print(
-            f"error: the run in {run_dir} is not running, and has made {seen['committed']} of "
+            f"error: the run in {run_dir} is not running; it has made {seen['committed']} of "
             f"{seen['steps']} steps",
             file=sys.stderr,
         )
@@ -65,7 +67,7 @@ def doctor(run_dir: Path | None, exact: bool, as_json: bool) -> None:
 
 
 def print_running(config: Any, run_dir: Path, status: Any, seen: dict[str, Any]) -> None:
-    """A run whose buffer answers: who waits for whom, who was heard when, who died."""
+    """Print the state of a run whose buffer answers."""
     from asyncrl.supervise import doctor as doctors
     from asyncrl.supervise import live
 
@@ -75,7 +77,7 @@ def print_running(config: Any, run_dir: Path, status: Any, seen: dict[str, Any])
     if status.held_up is not None:
         print(escape_line(status.held_up.describe(), LONGEST_LINE))
     for name, age in status.peers.items():
-        print(f"{escape_line(name)}: heard {age:.1f} s ago")
+        print(f"{escape_line(name)}: last message {age:.1f} s ago")
     print("".join(line + "\n" for line in doctors.describe_refusals(seen)), end="")
     dead = [
         process
@@ -88,12 +90,12 @@ def print_running(config: Any, run_dir: Path, status: Any, seen: dict[str, Any])
     watchdog = config.watchdog
     print(
         f"a step is overdue after {seen['deadline_s']:.1f} s without a commit "
-        f"({watchdog.multiple:g} medians of the run's own steps, at least {watchdog.floor_s:g} s)"
+        f"({watchdog.multiple:g} times the median step, at least {watchdog.floor_s:g} s)"
     )
 
 
 def exact_mode(source: Path | None, as_json: bool) -> None:
-    """`doctor --exact`: the table by operator; exit code 1 when something differs."""
+    """Print the table of operators of `doctor --exact`; exit with code 1 if any differs."""
     from dataclasses import asdict
 
     from asyncrl.config import load
@@ -111,11 +113,12 @@ def exact_mode(source: Path | None, as_json: bool) -> None:
         raise AsyncrlError(f"exact mode does not hold on this machine: {wrong}")
 
 
-@click.command()
-@click.option("--json", "as_json", is_flag=True)
+@command("asyncrl engines")
+@json_option
 def engines(as_json: bool) -> None:
-    """Which engines and learner backends work on this machine; for the others, why and what to
-    install.
+    """Show which engines and learner backends work on this machine.
+
+    For each other one: why not, and what to install.
     """
     from asyncrl.models import installed
 

@@ -1,4 +1,4 @@
-"""`asyncrl lab`: one click command an experiment."""
+"""`asyncrl lab`: one command per experiment."""
 
 from __future__ import annotations
 
@@ -10,12 +10,19 @@ from typing import Any
 import click
 
 from asyncrl.cli import result
-from asyncrl.cli.base import PATH, print_progress
+from asyncrl.cli.base import (
+    PATH,
+    ExampleCommand,
+    ExampleGroup,
+    count_option,
+    json_option,
+    print_progress,
+)
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 
 
 def finish(found: Any, out: Path, as_json: bool) -> None:
-    """Print, write, and end with an error where a claim does not hold."""
+    """Print and write the findings.  Raises AsyncrlError if a claim does not hold."""
     from asyncrl.experiments.lab import page
 
     print(found.as_text(), file=sys.stderr if as_json else sys.stdout)
@@ -27,14 +34,20 @@ def finish(found: Any, out: Path, as_json: bool) -> None:
         raise AsyncrlError(f"lab {found.name}: {len(wrong)} claim(s) do not hold: {wrong[0]}")
 
 
-def common(name: str, vocabulary: int, length: int, seeds: int) -> Callable[[Any], Any]:
-    """Options that every experiment has."""
+def number_option(
+    name: str, default: float, help_text: str, least: float = 0.0, *, above: bool = False
+) -> Callable[[Any], Any]:
+    """Make an option for a number from `least` (or above it), with its default in the help."""
+    kind = click.FloatRange(least, min_open=above)
+    return click.option(name, type=kind, default=default, show_default=True, help=help_text)
 
-    def add(command: Any) -> Any:
+
+def experiment_command(name: str, vocabulary: int, length: int, seeds: int) -> Callable[[Any], Any]:
+    """Make the command of an experiment, with the options that all experiments have."""
+
+    def add(function: Any) -> Any:
         for option in (
-            click.option(
-                "--json", "as_json", is_flag=True, help="the last line of stdout is one JSON object"
-            ),
+            json_option,
             click.option(
                 "--out",
                 type=PATH,
@@ -42,64 +55,29 @@ def common(name: str, vocabulary: int, length: int, seeds: int) -> Callable[[Any
                 show_default=True,
                 help=f"directory of {name}.html and {name}.json",
             ),
-            click.option(
-                "--seeds",
-                type=click.IntRange(1),
-                default=seeds,
-                show_default=True,
-                help="random policies",
-            ),
-            click.option(
-                "--length",
-                type=click.IntRange(1),
-                default=length,
-                show_default=True,
-                help="tokens in an answer",
-            ),
-            click.option(
-                "--vocabulary",
-                type=click.IntRange(2),
-                default=vocabulary,
-                show_default=True,
-                help="symbols",
-            ),
+            count_option("--seeds", seeds, "random policies"),
+            count_option("--length", length, "tokens in a completion"),
+            count_option("--vocabulary", vocabulary, "symbols", least=2),
         ):
-            command = option(command)
-        return command
+            function = option(function)
+        examples = (f"asyncrl lab {name}", f"asyncrl lab {name} --seeds 2 --out /tmp/lab")
+        return lab.command(name, cls=ExampleCommand, examples=examples)(function)
 
     return add
 
 
-@click.group()
+@click.group(cls=ExampleGroup, examples=("asyncrl lab bias", "asyncrl lab corrections"))
 def lab() -> None:
-    """Small exact experiments: estimators against the gradient that summing over every answer
-    gives.
+    """Test estimators against the exact gradient.
+
+    It is the sum over every possible completion.
     """
 
 
-@lab.command()
-@common("bias", 3, 4, 5)
-@click.option(
-    "--distance",
-    type=click.FloatRange(0),
-    default=0.05,
-    show_default=True,
-    help="KL(mu || theta) of the off-policy table, nats a token",
-)
-@click.option(
-    "--ref-kl",
-    type=click.FloatRange(1e-4),
-    default=0.1,
-    show_default=True,
-    help="KL(ref || theta), nats a token",
-)
-@click.option(
-    "--draws",
-    type=click.IntRange(10),
-    default=200,
-    show_default=True,
-    help="batches for the sampled errors",
-)
+@experiment_command("bias", 3, 4, 5)
+@number_option("--distance", 0.05, "KL(mu || theta) of the off-policy table, in nats per token")
+@number_option("--ref-kl", 0.1, "KL(ref || theta), in nats per token", 1e-4)
+@count_option("--draws", 200, "batches for the sampled errors", least=10)
 def bias(
     vocabulary: int,
     length: int,
@@ -110,9 +88,7 @@ def bias(
     ref_kl: float,
     draws: int,
 ) -> None:
-    """Bias and variance of every KL configuration, on and off policy, against the exact
-    gradient.
-    """
+    """Measure bias and variance of every KL configuration."""
     from asyncrl.experiments.lab import bias as experiment
     from asyncrl.experiments.lab import bias_page
 
@@ -133,11 +109,11 @@ def bias(
     )
 
 
-@lab.command()
-@common("corrections", 3, 8, 5)
+@experiment_command("corrections", 3, 8, 5)
 def corrections(vocabulary: int, length: int, seeds: int, out: Path, as_json: bool) -> None:
-    """Bias and variance of the policy gradient under every correction, by distance and answer
-    length (--length: the longest).
+    """Measure bias and variance of every correction.
+
+    Of the policy gradient, by distance and completion length, up to --length.
     """
     from asyncrl.experiments.lab import corrections as experiment
     from asyncrl.experiments.lab import corrections_page
@@ -149,44 +125,13 @@ def corrections(vocabulary: int, length: int, seeds: int, out: Path, as_json: bo
     )
 
 
-@lab.command()
-@common("reshape", 3, 4, 3)
-@click.option("--epochs", type=click.IntRange(2), default=16, show_default=True, help="of a batch")
-@click.option(
-    "--batches",
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
-    help="batches, one after another, each drawn from the policy it finds",
-)
-@click.option(
-    "--minibatches",
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
-    help="optimizer steps in an epoch",
-)
-@click.option(
-    "--samples",
-    type=click.IntRange(16),
-    default=256,
-    show_default=True,
-    help="answers in a batch, in groups of 8",
-)
-@click.option(
-    "--lr-sgd",
-    type=click.FloatRange(0, min_open=True),
-    default=5.0,
-    show_default=True,
-    help="learning rate of SGD on the table",
-)
-@click.option(
-    "--lr-adam",
-    type=click.FloatRange(0, min_open=True),
-    default=0.1,
-    show_default=True,
-    help="learning rate of Adam",
-)
+@experiment_command("reshape", 3, 4, 3)
+@count_option("--epochs", 16, "passes over a batch", least=2)
+@count_option("--batches", 1, "successive batches, each sampled from the current policy")
+@count_option("--minibatches", 1, "optimizer steps in an epoch")
+@count_option("--samples", 256, "completions in a batch, in groups of 8", least=16)
+@number_option("--lr-sgd", 5.0, "learning rate of SGD on the table", above=True)
+@number_option("--lr-adam", 0.1, "learning rate of Adam", above=True)
 def reshape(
     vocabulary: int,
     length: int,
@@ -200,8 +145,9 @@ def reshape(
     lr_sgd: float,
     lr_adam: float,
 ) -> None:
-    """Many updates on one batch: how far IS-reshape drifts beside vanilla and clip, and which
-    repairs bound it.
+    """Measure how far IS-reshape drifts over many updates.
+
+    Shows which repairs bound it, and compares it with vanilla and clip.
     """
     from asyncrl.experiments.lab import reshape as experiment
     from asyncrl.experiments.lab import reshape_page
@@ -209,7 +155,7 @@ def reshape(
     if samples % experiment.GROUP or minibatches > samples // experiment.GROUP:
         raise ConfigError(
             f"--samples {samples} --minibatches {minibatches}: groups of {experiment.GROUP} "
-            "answers, at least one in a minibatch"
+            "completions, with at least one group in a minibatch"
         )
     rates = {"sgd": lr_sgd, "adam": lr_adam}
     finish(

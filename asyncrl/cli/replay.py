@@ -1,4 +1,4 @@
-"""`asyncrl replay`: train again on a recorded run; `asyncrl diff`: two runs side by side."""
+"""`asyncrl replay`: train again on a recorded run; `asyncrl diff`: compare two runs."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ from pathlib import Path
 
 import click
 
-from asyncrl.cli.base import PATH
+from asyncrl.cli.base import PATH, command, json_option, out_option, set_option
 
 
-@click.command()
-@click.argument("run_dir", type=PATH)
-@click.option(
-    "--set",
-    "sets",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="what is changed: loss, correction, kl, stop, advantage, learner.lr, ...; repeatable",
+@command(
+    "asyncrl replay runs/R --set loss.surrogate=gspo",
+    "asyncrl replay runs/R --set correction.preset=tis --until 20",
 )
-@click.option("--out", type=PATH, help="the replay's directory; RUN_DIR/replays/N without it")
+@click.argument("run_dir", type=PATH)
+@set_option("change a key: loss, correction, kl, stop, advantage, learner.lr, ...; repeatable")
+@out_option("directory of the replay  [default: RUN_DIR/replays/N]")
 @click.option(
     "--from",
     "start",
     type=click.IntRange(0),
-    help="a version whose weights were recorded; the recording's first without it",
+    help="start at a version whose weights were recorded  [default: the first]",
 )
 @click.option("--until", type=click.IntRange(1), help="stop at this version")
 @click.option(
-    "--eval/--no-eval", "evaluate", default=True, help="held-out accuracy where the run measured it"
+    "--eval/--no-eval",
+    "evaluate",
+    default=True,
+    show_default=True,
+    help="measure held-out accuracy at the versions where the run did",
 )
-@click.option("--json", "as_json", is_flag=True)
+@json_option
 def replay(
     run_dir: Path,
     sets: tuple[str, ...],
@@ -41,8 +42,9 @@ def replay(
     evaluate: bool,
     as_json: bool,
 ) -> None:
-    """Train again, offline, on the recorded stream of RUN_DIR, with another loss, correction, KL or
-    early stop; show the difference.
+    """Train again on the recorded stream of RUN_DIR, offline.
+
+    Shows the difference, for example with another loss, correction, KL penalty or early stop.
     """
     from asyncrl.experiments.compare.page import clean
     from asyncrl.experiments.replay import replay as replaying
@@ -56,14 +58,16 @@ def replay(
     sys.exit(1 if found["reproduced"] is False else 0)
 
 
-@click.command()
+@command("asyncrl diff runs/A runs/B", "asyncrl diff runs/A runs/B --html diff.html")
 @click.argument("run_a", type=PATH)
 @click.argument("run_b", type=PATH)
 @click.option("--html", type=PATH, help="also write a page with both runs' curves")
-@click.option("--json", "as_json", is_flag=True)
+@json_option
 def diff(run_a: Path, run_b: Path, html: Path | None, as_json: bool) -> None:
-    """Two runs side by side: settings, the first step that differs and by how much; exit code 0
-    when bitwise equal, else 1.
+    """Compare two runs.
+
+    Shows settings, the first step that differs, and by how much.  Exit code 0 if they are bitwise
+    equal, otherwise 1.
     """
     from asyncrl.experiments.replay import diff as differ
 

@@ -1,6 +1,4 @@
-"""The one JSON object of a command, the last line of stdout: its result, or its error where there
-was none.
-"""
+"""Print the JSON object of a command, its result or its error, as the last line of stdout."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ _printed: list[bool] = []
 
 
 def start_result() -> None:
-    """A command starts; a process may run several, one after another."""
+    """Start a command; a process may run several, one after another."""
     _printed.clear()
 
 
@@ -22,6 +20,6 @@ def print_result(value: dict[str, Any]) -> None:
 
 
 def put_error(why: str, exit_code: int) -> None:
-    """Print the error, unless a result was printed: then that stays the last line."""
+    """Print the error, unless a result was printed already."""
     if not _printed:
         print(json.dumps({"error": why, "exit_code": exit_code}))

@@ -1,4 +1,4 @@
-"""`asyncrl run`; the page (`report`) and model (`export`) of a run; the runs of a folder (`ls`)."""
+"""`asyncrl run`, and `report`, `export` and `ls` of runs."""
 
 from __future__ import annotations
 
@@ -9,20 +9,38 @@ from typing import Any
 import click
 
 from asyncrl.cli import result
-from asyncrl.cli.base import PATH, emit, options, print_progress
+from asyncrl.cli.base import (
+    PATH,
+    command,
+    dry_run_option,
+    emit,
+    json_option,
+    options,
+    print_progress,
+)
 from asyncrl.contract.errors import ConfigError
 
 
-@click.command()
+@command(
+    "asyncrl run demo",
+    "asyncrl run demo --set staleness.max_lag=4 --set learner.steps=50",
+    "asyncrl run --resume runs/R",
+)
 @options(source=False)
-@click.option("--resume", type=PATH, help="go on with this run directory")
-@click.option("--dry-run", is_flag=True, help="print the resolved config, what would start, checks")
-@click.option("--on", default="local", help="local, ray, ray://HOST:PORT, slurm  [local]")
+@click.option("--resume", type=PATH, help="continue the run in this directory")
+@dry_run_option("the resolved config, the processes and the checks")
+@click.option(
+    "--on",
+    default="local",
+    show_default=True,
+    metavar="WHERE",
+    help="start the processes on: local, ray, ray://HOST:PORT or slurm",
+)
 @click.option(
     "--gpus",
     type=click.IntRange(min=1),
     metavar="N",
-    help="divide this machine's GPUs 0 to N-1 among learner and generators",
+    help="divide the GPUs 0 to N-1 of this machine between learner and generators",
 )
 def run(
     source: str | None,
@@ -33,7 +51,7 @@ def run(
     on: str,
     gpus: int | None,
 ) -> None:
-    """Run all processes of CONFIG, supervised; or go on with a run by --resume."""
+    """Run all processes of CONFIG, or continue a run (--resume)."""
     from asyncrl.config import load
     from asyncrl.models import devices
     from asyncrl.records import rundir
@@ -42,12 +60,12 @@ def run(
     if on not in ("local", "ray", "slurm") and not on.startswith("ray://"):
         raise ConfigError(f"--on {on}: choose one of local, ray, ray://HOST:PORT, slurm")
     if on == "slurm" and source is None:
-        raise ConfigError("--on slurm: the script of a run resumes it by itself: sbatch it again")
+        raise ConfigError("--on slurm: the script of a run resumes it; submit it again with sbatch")
     if (source is None) == (resume is None):
         raise ConfigError("give either a CONFIG or --resume RUN_DIR")
     if gpus is not None and (resume is not None or on != "local"):
         raise ConfigError(
-            f"--gpus {gpus}: divides this machine's GPUs when a run starts; "
+            f"--gpus {gpus}: divides the GPUs of this machine when a run starts; "
             + (
                 "a resumed run keeps its own, or takes --set learner.gpus and generator.gpus"
                 if resume is not None
@@ -86,12 +104,12 @@ def run(
 
 
 def _split_gpus(source: str, sets: tuple[str, ...], count: int) -> tuple[str, ...]:
-    """The `--set` words that `--gpus` stands for, said with their reason."""
+    """Return the `--set` items for `--gpus`, and print them with their reason."""
     from asyncrl.config import load
     from asyncrl.config.tree import Config
     from asyncrl.models import devices
 
-    # the rules on devices hold for the config with the split, not for the one before
+    # the rules on devices apply to the config with the split, not to this one
     unchecked = load.load_as(load.ConfigSchema(Config, lambda _: []), source, sets)
     split = devices.split_gpus(unchecked, count, sets)
     print_progress(f"--gpus {count}: {', '.join(split.sets)}: {split.reason}")
@@ -99,7 +117,7 @@ def _split_gpus(source: str, sets: tuple[str, ...], count: int) -> tuple[str, ..
 
 
 def outline(summary: dict[str, Any]) -> dict[str, Any]:
-    """A run's summary for a reader; summary.json has all of it."""
+    """Shorten a run's summary for a reader; summary.json has all of it."""
     from asyncrl.supervise.run import accuracy_interval
 
     def share(value: float | None) -> str:
@@ -127,40 +145,43 @@ def outline(summary: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@click.command()
+@command("asyncrl report runs/R")
 @click.argument("run_dir", type=PATH)
-@click.option("--json", "as_json", is_flag=True)
+@json_option
 def report(run_dir: Path, as_json: bool) -> None:
-    """Write RUN_DIR/report.html again."""
+    """Write RUN_DIR/report.html from the files of the run."""
     from asyncrl.supervise import run_page
 
     emit({"report": str(run_page.write(run_dir))}, as_json)
 
 
-@click.command()
+@command("asyncrl export runs/R my-model")
 @click.argument("run_dir", type=PATH)
 @click.argument("path", type=PATH)
-@click.option("--json", "as_json", is_flag=True)
+@json_option
 def export(run_dir: Path, path: Path, as_json: bool) -> None:
-    """Copy the newest trained model of RUN_DIR to PATH, as a Hugging Face directory."""
+    """Copy the newest trained model of RUN_DIR to PATH.
+
+    PATH becomes a Hugging Face directory.
+    """
     import shutil
 
     from asyncrl.config import load
     from learner import checkpoint
 
     if path.exists():
-        raise ConfigError(f"{path} exists already; choose another place")
+        raise ConfigError(f"{path} exists already; choose another path")
     source = run_dir / "model"
     if not source.is_dir():
         root = run_dir / "checkpoints"
         claimed = checkpoint.epochs(root, claimed=True)
         newest = checkpoint.newest_checkpoint(root / f"epoch_{claimed[-1]}") if claimed else None
         if newest is None:
-            raise ConfigError(f"{run_dir}: no model and no checkpoint in it")
+            raise ConfigError(f"{run_dir}: has no model and no checkpoint; is it a run directory?")
         source = newest / "model"
         if newest.name == "number_0":
             print(
-                f"note: {run_dir} has made no step: this is the model that it began with",
+                f"note: {run_dir} has made no step; this is its initial model",
                 file=sys.stderr,
             )
     config = (
@@ -176,11 +197,14 @@ def export(run_dir: Path, path: Path, as_json: bool) -> None:
     emit({"model": str(path), "from": str(source)}, as_json)
 
 
-@click.command()
+@command("asyncrl ls", "asyncrl ls other-runs")
 @click.argument("directory", metavar="[DIR]", type=PATH, default="runs")
-@click.option("--json", "as_json", is_flag=True, help="the last line of stdout is one JSON object")
+@json_option
 def ls(directory: Path, as_json: bool) -> None:
-    """List the runs in DIR (runs): state, steps, held-out accuracy, mean lag; oldest first."""
+    """List the runs in DIR (default: runs), oldest first.
+
+    Shows state, steps, held-out accuracy and mean lag.
+    """
     from asyncrl.supervise import run_list
 
     runs = run_list.list_runs(directory)

@@ -1,4 +1,4 @@
-"""`asyncrl simulate`: the command; simulating.py has what it does."""
+"""`asyncrl simulate`: the command's options; simulating.py implements it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from typing import Any
 
 import click
 
-from asyncrl.cli.base import PATH, options
+from asyncrl.cli.base import PATH, command, count_option, options
 
 
-@click.command()
+@command(
+    "asyncrl simulate demo",
+    "asyncrl simulate demo --from runs/R --limit 4 --more 2",
+    "asyncrl simulate demo --time 'reward=pareto(0.2,2.5,4)' --treatments",
+)
 @options()
 @click.option("--from", "from_run", type=PATH, help="take the times from this run directory")
 @click.option("--times", "file", type=PATH, help="take times from this TOML file")
@@ -20,7 +24,7 @@ from asyncrl.cli.base import PATH, options
     "words",
     multiple=True,
     metavar="KEY=VALUE",
-    help="one time, as in swap=0.5 or reward=pareto(0.2,2.5,4); repeatable",
+    help="set one time, such as swap=0.5 or reward=pareto(0.2,2.5,4); repeatable",
 )
 @click.option(
     "--limit",
@@ -28,14 +32,14 @@ from asyncrl.cli.base import PATH, options
     type=float,
     multiple=True,
     metavar="K",
-    help="what would this limit give? repeatable",
+    help="what if the staleness limit were K? repeatable",
 )
 @click.option(
     "--more",
     type=int,
     multiple=True,
     metavar="N",
-    help="what would N more generators give? repeatable",
+    help="what if there were N more generators? repeatable",
 )
 @click.option(
     "--sync",
@@ -43,7 +47,7 @@ from asyncrl.cli.base import PATH, options
     type=float,
     multiple=True,
     metavar="X",
-    help="what would a weight sync X times as fast give? repeatable",
+    help="what if a weight sync were X times as fast? repeatable",
 )
 @click.option(
     "--generators",
@@ -54,23 +58,23 @@ from asyncrl.cli.base import PATH, options
 @click.option(
     "--treatments",
     is_flag=True,
-    help="what each treatment of late samples costs: wait, mask, downweight, drop, and of "
-    "sessions a deadline",
+    help="compare the cost of treatments of late samples: wait, mask, downweight, drop, and a "
+    "deadline for sessions",
 )
 @click.option(
     "--deadline",
     type=float,
     metavar="S",
-    help="seconds of --treatments' deadline; a tenth of the sessions pass it when absent",
+    help="deadline of --treatments in seconds  [default: a tenth of the sessions exceed it]",
 )
-@click.option("--seeds", type=click.IntRange(1), default=3, show_default=True)
-@click.option("--steps", type=click.IntRange(1), help="batches; the config's when absent")
-@click.option("--no-evaluation", is_flag=True, help="leave out held-out evaluation")
+@count_option("--seeds", 3, "simulated runs to average")
+@click.option("--steps", type=click.IntRange(1), help="batches  [default: the config's]")
+@click.option("--no-evaluation", is_flag=True, help="simulate without held-out evaluation")
 @click.option(
     "--plot",
     type=PATH,
     metavar="FILE.html",
-    help="throughput, idle shares and lag against the limit",
+    help="plot throughput, idle shares and lag against the limit",
 )
 def simulate(
     source: str,
@@ -82,8 +86,10 @@ def simulate(
     no_evaluation: bool,
     **given: Any,
 ) -> None:
-    """Simulate CONFIG without a model: throughput, idle shares, lag; and what another limit,
-    generator or weight sync would give.
+    """Simulate a run of CONFIG without a model.
+
+    Shows throughput, idle shares and lag, and answers what another limit, more generators or a
+    faster weight sync would change.
     """
     from asyncrl.cli import simulating
     from asyncrl.config import load

@@ -375,14 +375,16 @@ def _locate_key(key: str, source: str, text: str, sets: typing.Sequence[str]) ->
     return found or source
 
 
-def _allowed_values(key: str, root: Any = Config) -> str:
-    """Return the choices of a key with a closed set of values, as a message's end."""
+def choices(key: str, root: Any = Config) -> list[str]:
+    """Return the values of a key with a closed set of them, otherwise none."""
+    if root is Config and key == "method":
+        return list(methods.METHODS)
     options: list[Any] = [root]
     field: Any = None
     for part in key.split("."):
         tags = [layers.tag_of(option) for option in options]
         if any(name == part for name, _ in tags):
-            return f"; choose one of {', '.join(value for _, value in tags)}"
+            return [value for _, value in tags]
         found = [layers.fields_of(option).get(part) for option in options]
         field = next((one for one in found if one is not None), None)
         options = list(layers.structs_of(field.type)) if field is not None else []
@@ -394,7 +396,12 @@ def _allowed_values(key: str, root: Any = Config) -> str:
         for a in (typing.get_args(kind) if isinstance(kind, types.UnionType) else [kind])
         if typing.get_origin(a) is typing.Literal
     ]
-    names = [str(x) for o in literals for x in typing.get_args(o)]
+    return [str(x) for o in literals for x in typing.get_args(o)]
+
+
+def _allowed_values(key: str, root: Any = Config) -> str:
+    """Return the choices of a key with a closed set of values, as a message's end."""
+    names = choices(key, root)
     return f"; choose one of {', '.join(names)}" if names else ""
 
 

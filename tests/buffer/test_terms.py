@@ -454,7 +454,7 @@ def test_what_can_be_taken_over_and_where(tmp_path: Path, monkeypatch: pytest.Mo
     buffer_leadership.take_leadership(tmp_path, HERE, moved=True)
     assert move_buffer(config("process"), tmp_path, THERE).wires.address == THERE
     for address in ("tcp://127.0.0.1:*", "ipc:///tmp/x"):
-        with pytest.raises(ConfigError, match="the address at which the others reach"):
+        with pytest.raises(ConfigError, match="the address at which the other processes reach"):
             move_buffer(config(), tmp_path, address)
     for address in ("tcp://0.0.0.0:1", "tcp://10.0.0.1:1"):
         with pytest.raises(ConfigError, match=r"--take-over: .* open to the network"):

@@ -106,7 +106,7 @@ def test_the_model_to_begin_with(tmp_path: Path) -> None:
     assert all(line in new.config_text(agent=True, model="") for line in new.FOR_LANGUAGE_MODELS)
     (tmp_path / "nothing").mkdir()
     done = asyncrl(tmp_path, "new", "mine", "--model", "nothing", "--json")
-    assert done.code == 2 and "--model nothing: no model directory" in done.json["error"]
+    assert done.code == 2 and "--model nothing: is not a model directory" in done.json["error"]
     assert not (tmp_path / "mine").exists()
 
 
@@ -117,7 +117,7 @@ def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:
         (tmp_path / "file").write_text("mine")
         done = asyncrl(tmp_path, "new", name, "--json")
         assert done.code == 2 and done.err.count("\n") == 1, done.err
-        assert "choose a folder that is new or empty" in done.json["error"]
+        assert "choose a new or empty folder" in done.json["error"]
     assert (tmp_path / "file").read_text() == "mine"
 
 

@@ -152,7 +152,7 @@ def test_what_a_figure_refuses(
 ) -> None:
     c, out = str(compared), str(tmp_path / "f.pdf")
     table = tmp_path / "f.csv"
-    assert "give -o FILE.pdf (.svg, .png), --csv FILE.csv" in refused(capfd, "figure", c)
+    assert "give -o FILE.pdf (or .svg, .png), --csv FILE.csv" in refused(capfd, "figure", c)
     assert "ends in .pdf, .svg, .png" in refused(
         capfd, "figure", c, "-o", f"{out}.gif", "--csv", str(table)
     )

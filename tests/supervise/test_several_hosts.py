@@ -154,5 +154,5 @@ def test_a_generator_that_finds_no_buffer_says_where_it_looked(tmp_path: Path) -
         str(tmp_path / "r"),
         *[x for s in sets for x in ("--set", s)],
     )
-    refused(done, 4, f"no buffer answers at {address} after 1 s", "wires.connect_s")
+    refused(done, 4, f"no reply from a buffer at {address} within 1 s", "wires.connect_s")
     assert not (tmp_path / "r").exists()

@@ -118,7 +118,7 @@ def test_what_no_script_can_be_made_of_is_said(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=why):
             text(tmp_path, *sets)
     ended = asyncrl("run", "--resume", str(tmp_path), "--on", "slurm")
-    assert ended.code == 2 and "sbatch it again" in ended.err
+    assert ended.code == 2 and "submit it again with sbatch" in ended.err
     ended = asyncrl("run", str(DEMO), "--on", "sge")
     assert ended.code == 2 and "choose one of local, ray, ray://HOST:PORT, slurm" in ended.err
 

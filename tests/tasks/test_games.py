@@ -512,8 +512,8 @@ def test_the_command_shows_the_other_side() -> None:
     )
     named = PlayEvent("asked", 2, "312:", tokens=9, other=True)
     assert _format_turn(named) == "--- turn 2, the other side (9 tokens)\n312:"
-    assert "a row of its own" in _format_turn(PlayEvent("asked", 2, "x", row=True))
-    assert "a row of its own" not in _format_turn(PlayEvent("asked", 2, "x"))
+    assert "a new training sequence" in _format_turn(PlayEvent("asked", 2, "x", row=True))
+    assert "a new training sequence" not in _format_turn(PlayEvent("asked", 2, "x"))
 
 
 # ---- the config ----------------------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""Commands of runs on several machines: who joins, how many there are."""
+"""Commands for runs on several machines: join and scale."""

@@ -1,4 +1,4 @@
-"""`asyncrl join`: this machine becomes a generator of a running run."""
+"""`asyncrl join`: make this machine a generator of a running run."""
 
 from __future__ import annotations
 
@@ -9,25 +9,27 @@ from pathlib import Path
 import click
 
 from asyncrl.cli import result
-from asyncrl.cli.base import PATH, print_progress
+from asyncrl.cli.base import PATH, command, json_option, print_progress
 from asyncrl.contract import refusal
 from asyncrl.records import process_log
 
 
-@click.command()
+@command("asyncrl join tcp://10.0.0.1:5555 --keys keys/generator-1")
 @click.argument("address", metavar="tcp://HOST:PORT")
-@click.option("--keys", type=PATH, help="this generator's keys; none for tcp://127.0.0.1 alone")
-@click.option("--index", type=click.IntRange(0), help="its number; else what the key says")
-@click.option("--cache", type=PATH, help="where fetched files stay  [default: ~/.cache/asyncrl]")
-@click.option("--wait", default=120.0, help="seconds to wait for the run")
+@click.option("--keys", type=PATH, help="this generator's keys; only tcp://127.0.0.1 needs none")
+@click.option(
+    "--index", type=click.IntRange(0), help="number of this generator  [default: that of the key]"
+)
+@click.option("--cache", type=PATH, help="directory of fetched files  [default: ~/.cache/asyncrl]")
+@click.option("--wait", default=120.0, show_default=True, help="seconds to wait for the run")
 @click.option(
     "--env",
     multiple=True,
     metavar="NAME",
-    help="a variable of this environment that the run may use (reward.judge.key_env); repeatable",
+    help="let the run use this environment variable (reward.judge.key_env); repeatable",
 )
-@click.option("--trust-code", is_flag=True, help="run the run's reward function (reward.share)")
-@click.option("--json", "as_json", is_flag=True)
+@click.option("--trust-code", is_flag=True, help="execute the run's reward function (reward.share)")
+@json_option
 def join(
     address: str,
     keys: Path | None,
@@ -38,11 +40,11 @@ def join(
     trust_code: bool,
     as_json: bool,
 ) -> None:
-    """Become a generator of the run whose buffer listens at the address.
+    """Make this machine a generator of a running run.
 
-    Config, model and prompts come from the run, so you trust it with this machine's processor and
-    network; with a variable of the environment, or with code, only as --env and --trust-code say.
-    Ctrl-C leaves it, and gives back what was not finished.
+    The address is that of the run's buffer.  Config, model and prompts come from the run, so you
+    trust it with this machine's processor and network.  It gets environment variables and runs code
+    only with --env and --trust-code. Ctrl-C leaves the run and returns unfinished work.
     """
     from asyncrl.cli.processes import run_recorded
     from asyncrl.records import rundir

@@ -1,4 +1,4 @@
-"""`asyncrl scale`: more or fewer generators, while the run goes on."""
+"""`asyncrl scale`: change the number of generators of a running run."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ from pathlib import Path
 
 import click
 
-from asyncrl.cli.base import PATH, emit
+from asyncrl.cli.base import PATH, command, emit, json_option
 
 
-@click.command()
+@command("asyncrl scale runs/R 4")
 @click.argument("run_dir", type=PATH)
 @click.argument("generators", type=click.IntRange(1))
-@click.option("--wait", default=60.0, help="seconds to wait for the supervisor's answer")
-@click.option("--json", "as_json", is_flag=True)
+@click.option(
+    "--wait", default=60.0, show_default=True, help="seconds to wait for the supervisor's reply"
+)
+@json_option
 def scale(run_dir: Path, generators: int, wait: float, as_json: bool) -> None:
-    """Let the run in RUN_DIR go on with so many generators of its own; those that joined stay.
+    """Change the number of generators of the run in RUN_DIR.
 
-    Who is one too many gives back what it has not finished.
+    Generators that joined are not counted.  A generator that is removed returns its unfinished
+    work.
     """
     from asyncrl.supervise import scaling
 
