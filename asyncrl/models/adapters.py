@@ -1,10 +1,10 @@
-"""LoRA (Hu et al. 2021, arXiv 2106.09685): low-rank matrices beside linear layers, which alone are
-trained, published and kept.
+"""LoRA adapters (Hu et al. 2021, arXiv 2106.09685): low-rank matrices added to linear layers.
 
-The learner computes with peft's layers in place, the packed forward calls them like any other; an
-engine never sees an adapter: `MergedWeights` is the weights of base and adapter together, each time
-computed from the base, so that the same adapter gives the same bits however often it comes.  Files
-are in peft's format.  This module imports peft only where adapters are put in."""
+Only the adapters are trained, published and stored.  The learner computes with peft's layers, which
+the packed forward calls like any linear layer.  An engine never sees an adapter: it gets
+`MergedWeights`, which are computed from the base each time, so that the same adapter gives the same
+bits however often it is loaded.  Files are in peft's format.  peft is only imported to attach
+adapters."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ from asyncrl.models.policy import (
     named_weights,
 )
 
-NAME = "default"  # peft's name of a model's adapter, in no file
+NAME = "default"  # peft's name of a model's adapter; files do not contain it
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-PREFIX = "base_model.model."  # of the names in peft's files
-BASE = "base_digest"  # in the metadata of WEIGHTS: peft warns of settings that it does not know
+PREFIX = "base_model.model."  # of parameter names in peft's files
+BASE = "base_digest"  # in the metadata of WEIGHTS: peft warns about unknown settings in CONFIG
 
 
 def base_digest(model: PolicyModel) -> str:
-    """xxh3-64 over names and bytes of the weights, tensor by tensor."""
-    found = xxhash.xxh3_64()
+    """Return the xxh3-64 over names and bytes of the weights, tensor by tensor."""
+    digest = xxhash.xxh3_64()
     for name, tensor in named_weights(model):
-        found.update(name.encode())
+        digest.update(name.encode())
         raw = tensor.detach().contiguous().flatten().view(torch.uint8)
-        found.update(raw.cpu().numpy().data)
-    return str(found.hexdigest())
+        digest.update(raw.cpu().numpy().data)
+    return str(digest.hexdigest())
 
 
 def linear_names(model: PolicyModel) -> list[str]:
-    """The linear layers that adapters can be put beside: all but the head, whose weight the loss
-    reads itself.
-    """
+    """Return the linear layers that can have adapters.
+
+    The head is excluded: the loss reads its weight directly."""
     head = model.hf.get_output_embeddings()
     return [
         name
@@ -61,19 +61,20 @@ def linear_names(model: PolicyModel) -> list[str]:
 
 
 def attach(model: PolicyModel, lora: LoraConfig, seed: int) -> None:
-    """Put adapters into the model, in place: the base is frozen, B is zero, A is drawn by the seed;
-    both are float32.  Raises ConfigError for modules that do not exist, or without peft.
-    """
+    """Attach adapters to the model, in place, and freeze the base.
+
+    B is zero, A is random with the given seed; both are float32.  Raises ConfigError for modules
+    that do not exist, or without peft."""
     try:
         import peft
     except ImportError as error:
         raise ConfigError("lora.rank: needs peft: pip install 'asyncrl[lora]'") from error
 
-    found = layout.targets(linear_names(model), lora.target_modules)
+    modules = layout.targets(linear_names(model), lora.target_modules)
     adapter = AdapterInfo(lora, base_digest(model), flat_bytes(manifest(model)))
     model.hf.requires_grad_(False)
     settings = peft.LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, target_modules=found, lora_dropout=0.0, bias="none"
+        r=lora.rank, lora_alpha=lora.alpha, target_modules=modules, lora_dropout=0.0, bias="none"
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -86,13 +87,11 @@ def attach(model: PolicyModel, lora: LoraConfig, seed: int) -> None:
 
 @dataclass
 class AdapterInfo:
-    """What a model with adapters knows of them; base: digest of the weights that they belong to,
-    base_bytes: what those would take to publish.
-    """
+    """The adapters of a model."""
 
     lora: LoraConfig
-    base: str
-    base_bytes: int
+    base: str  # digest of the base weights
+    base_bytes: int  # size of the base weights in the flat layout
 
     @property
     def scale(self) -> float:
@@ -104,9 +103,9 @@ def _is_adapter_weight(name: str) -> bool:
 
 
 def weights(hf: Any) -> list[tuple[str, torch.Tensor]]:
-    """(name, tensor) of the adapters alone: MODULE.lora_A.weight [rank, in], MODULE.lora_B.weight
-    [out, rank].
-    """
+    """Return (name, tensor) of the adapters.
+
+    Names and shapes: MODULE.lora_A.weight [rank, in], MODULE.lora_B.weight [out, rank]."""
     return [
         (name.replace(f".{NAME}.", "."), parameter.detach())
         for name, parameter in hf.named_parameters()
@@ -116,7 +115,7 @@ def weights(hf: Any) -> list[tuple[str, torch.Tensor]]:
 
 @contextmanager
 def adapters_disabled(hf: Any) -> Iterator[None]:
-    """Inside, the model computes as its base does."""
+    """Disable the adapters inside the block: the model computes like its base."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [module for module in hf.modules() if isinstance(module, BaseTunerLayer)]
@@ -131,9 +130,9 @@ def adapters_disabled(hf: Any) -> Iterator[None]:
 
 @dataclass
 class BasePolicyModel(PolicyModel):
-    """The base of a model with adapters, over the same parameters: a reference that takes no
-    memory.  Called without gradient.
-    """
+    """The base of a model with adapters, a reference policy that shares its parameters.
+
+    Called without gradient."""
 
     def logprobs(self, *args: Any, **kwargs: Any) -> ForwardOutput:
         with adapters_disabled(self.hf):
@@ -141,32 +140,32 @@ class BasePolicyModel(PolicyModel):
 
 
 def without_adapters(model: PolicyModel) -> BasePolicyModel:
-    """`model` with its adapters off."""
+    """Return `model` with its adapters disabled."""
     return BasePolicyModel(model.hf, model.tokenizer_dir)
 
 
 @contextmanager
 def adapters_replaced(model: PolicyModel, other: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Inside, the adapters are those of another version."""
-    mine = weights(model.hf)
-    kept = [tensor.clone() for _, tensor in mine]
+    """Load the adapters of another version inside the block."""
+    own = weights(model.hf)
+    copies = [tensor.clone() for _, tensor in own]
     with torch.no_grad():
-        for name, tensor in mine:
+        for name, tensor in own:
             tensor.copy_(other[name])
         try:
             yield
         finally:
-            for (_, tensor), before in zip(mine, kept, strict=True):
-                tensor.copy_(before)
+            for (_, tensor), copy in zip(own, copies, strict=True):
+                tensor.copy_(copy)
 
 
 # ---- base and adapter together -------------------------------------------------------------------
 
 
 class MergedWeights(Mapping[str, torch.Tensor]):
-    """The weights of a base with an adapter in them, by the base's names, each computed when it is
-    asked for: W + alpha / rank * B A, in float32, rounded to W's type.
-    """
+    """The weights of a base with an adapter merged, by the base's names.
+
+    Each is computed when it is read: W + alpha / rank * B A, in float32, rounded to W's dtype."""
 
     def __init__(
         self, base: Mapping[str, torch.Tensor], adapter: Mapping[str, torch.Tensor], scale: float
@@ -177,12 +176,12 @@ class MergedWeights(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         own = self.base[name]
-        at = name.removesuffix(".weight")
-        down = self.adapter.get(f"{at}.lora_A.weight")
+        module = name.removesuffix(".weight")
+        down = self.adapter.get(f"{module}.lora_A.weight")
         if down is None:
             return own
-        up = self.adapter[f"{at}.lora_B.weight"]
-        low, high = (each.to(own.device, torch.float32) for each in (down, up))
+        up = self.adapter[f"{module}.lora_B.weight"]
+        low, high = (matrix.to(own.device, torch.float32) for matrix in (down, up))
         return torch.addmm(own.float(), high, low, alpha=self.scale).to(own.dtype)
 
     def __iter__(self) -> Iterator[str]:
@@ -193,25 +192,26 @@ class MergedWeights(Mapping[str, torch.Tensor]):
 
 
 class AdapterBase:
-    """The base of an engine, to which every version of the adapter is added anew."""
+    """The base of an engine, into which each version of the adapter is merged."""
 
     def __init__(self, model: PolicyModel, lora: LoraConfig) -> None:
         layout.targets(linear_names(model), lora.target_modules)
         self.digest = base_digest(model)
         self.scale = lora.alpha / lora.rank
-        # an engine that computes with the model's own parameters overwrites them
-        own = model.fast is None
-        self.weights = {n: t.clone() if own else t for n, t in named_weights(model)}
+        # without the fast path, the engine overwrites the model's own parameters
+        copied = model.fast is None
+        self.weights = {n: t.clone() if copied else t for n, t in named_weights(model)}
 
     def merge(self, adapter: Mapping[str, torch.Tensor], probe: bytes) -> MergedWeights:
-        """The weights under `adapter`; probe: digest of the base that it was trained on, as the
-        learner published it, or nothing.  Raises ConfigError for another base.
-        """
-        theirs = probe.decode()
-        if theirs and theirs != self.digest:
+        """Merge `adapter` into the base.
+
+        probe: digest of the learner's base, as it was published; may be empty.  Raises ConfigError
+        for another base."""
+        base = probe.decode()
+        if base and base != self.digest:
             raise ConfigError(
                 f"model.path: the base here has the digest {self.digest}, the learner's adapter "
-                f"belongs to {theirs}: copy the learner's model directory to this machine"
+                f"belongs to {base}: copy the learner's model directory to this machine"
             )
         return MergedWeights(self.weights, adapter, self.scale)
 
@@ -220,7 +220,7 @@ class AdapterBase:
 
 
 def save(model: PolicyModel, path: Path) -> None:
-    """The adapter alone into the directory `path`, as peft reads it, with the tokenizer's files."""
+    """Write the adapter in peft's format to the directory `path`, with the tokenizer's files."""
     import safetensors.torch
 
     assert model.adapter is not None
@@ -246,17 +246,15 @@ def save(model: PolicyModel, path: Path) -> None:
 
 
 class StoredAdapter(NamedTuple):
-    """An adapter's files: peft's settings, tensors by the names of `weights`, digest of the base
-    ("" where another program wrote it).
-    """
+    """The content of an adapter's files."""
 
-    settings: dict[str, Any]
-    tensors: dict[str, torch.Tensor]
-    base: str
+    settings: dict[str, Any]  # peft's
+    tensors: dict[str, torch.Tensor]  # by the names of `weights`
+    base: str  # digest of the base; "" if another program wrote the files
 
 
 def read(path: Path) -> StoredAdapter:
-    """The adapter in `path`.  Raises Damaged."""
+    """Read the adapter in `path`.  Raises DamagedDataError."""
     import safetensors
 
     try:
@@ -266,35 +264,37 @@ def read(path: Path) -> StoredAdapter:
             names = list(opened.keys())
             tensors = {name.removeprefix(PREFIX): opened.get_tensor(name) for name in names}
     except (OSError, ValueError, safetensors.SafetensorError) as error:
-        raise DamagedDataError(f"{path} holds no adapter that can be read: {error}") from error
+        raise DamagedDataError(f"the adapter in {path} cannot be read: {error}") from error
     return StoredAdapter(settings, tensors, base)
 
 
 def restore(model: PolicyModel, path: Path) -> None:
-    """The adapter in `path` into the model's own.  Raises Damaged for another base or shape."""
+    """Load the adapter in `path` into the model's adapter.
+
+    Raises DamagedDataError for another base or other shapes."""
     assert model.adapter is not None
-    found = read(path)
-    if found.base != model.adapter.base:
+    stored = read(path)
+    if stored.base != model.adapter.base:
         raise DamagedDataError(
-            f"the adapter in {path} belongs to another base (digest {found.base}) than "
+            f"the adapter in {path} belongs to another base (digest {stored.base}) than "
             f"model.path = {model.tokenizer_dir} (digest {model.adapter.base}): start a new run, "
             "or point model.path at its base"
         )
-    mine = weights(model.hf)
-    if {name: tensor.shape for name, tensor in mine} != {
-        n: t.shape for n, t in found.tensors.items()
+    own = weights(model.hf)
+    if {name: tensor.shape for name, tensor in own} != {
+        n: t.shape for n, t in stored.tensors.items()
     }:
         raise DamagedDataError(
             f"the adapter in {path} has another lora.rank or other lora.target_modules: start a "
-            "new run, or set them as they were"
+            "new run, or set them to the old values"
         )
     with torch.no_grad():
-        for name, tensor in mine:
-            tensor.copy_(found.tensors[name])
+        for name, tensor in own:
+            tensor.copy_(stored.tensors[name])
 
 
 def merged_model(model: PolicyModel, device: str = "auto") -> PolicyModel:
-    """A model of its own: base and adapter of `model` together."""
+    """Return a new model with base and adapter of `model` merged."""
     assert model.adapter is not None
     dtype = str(model.hf.get_output_embeddings().weight.dtype).removeprefix("torch.")
     base = load_policy(model.tokenizer_dir, dtype, device)
@@ -302,15 +302,15 @@ def merged_model(model: PolicyModel, device: str = "auto") -> PolicyModel:
 
 
 def merged_directory(base: PolicyModel, path: Path) -> PolicyModel:
-    """`base` with the adapter in `path` added to its weights, in place.  Raises Damaged for another
-    base.
-    """
-    found = read(path)
-    if found.base != base_digest(base):
+    """Merge the adapter in `path` into `base`, in place.
+
+    Raises DamagedDataError for another base."""
+    stored = read(path)
+    if stored.base != base_digest(base):
         raise DamagedDataError(
             f"the adapter in {path} belongs to another base than {base.tokenizer_dir}"
         )
-    return _added(base, found.tensors, found.settings["lora_alpha"] / found.settings["r"])
+    return _added(base, stored.tensors, stored.settings["lora_alpha"] / stored.settings["r"])
 
 
 def _added(base: PolicyModel, adapter: Mapping[str, torch.Tensor], scale: float) -> PolicyModel:

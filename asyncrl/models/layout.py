@@ -1,5 +1,6 @@
-"""What config.json says of a Llama-like model: whether that is all there is to know, and each
-parameter with its shape.  Imports no torch.
+"""The parameters of a Llama-like model, derived from its config.json.
+
+Does not import torch.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "mistral": "MistralForCausalLM",
 }
-# What the config must say itself: the families' defaults are transformers' business.
+# Keys that the config must have; defaults of the families are left to transformers.
 NEEDED = (
     "vocab_size",
     "hidden_size",
@@ -44,7 +45,7 @@ def head_dim(raw: dict[str, Any]) -> int:
 
 
 def names(raw: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Every parameter of such a model with its shape, tied ones once."""
+    """Return every parameter's name and shape, tied ones once."""
     width = raw["hidden_size"]
     wide = raw["intermediate_size"]
     dim = head_dim(raw)
@@ -59,37 +60,37 @@ def names(raw: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         if raw.get("attention_bias")
         else ("qkv" if family == "qwen2" else "")
     )
-    out: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (raw["vocab_size"], width)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (raw["vocab_size"], width)}
     for layer in range(raw["num_hidden_layers"]):
-        at = f"model.layers.{layer}."
+        prefix = f"model.layers.{layer}."
         for part in "qkvo":
-            out[f"{at}self_attn.{part}_proj.weight"] = (
+            shapes[f"{prefix}self_attn.{part}_proj.weight"] = (
                 (rows[part], width) if part != "o" else (width, rows["q"])
             )
             if part in biased:
-                out[f"{at}self_attn.{part}_proj.bias"] = (rows.get(part, width),)
+                shapes[f"{prefix}self_attn.{part}_proj.bias"] = (rows.get(part, width),)
         if family == "qwen3":
-            out |= {f"{at}self_attn.{part}_norm.weight": (dim,) for part in "qk"}
+            shapes |= {f"{prefix}self_attn.{part}_norm.weight": (dim,) for part in "qk"}
         for part, shape in (
             ("gate", (wide, width)),
             ("up", (wide, width)),
             ("down", (width, wide)),
         ):
-            out[f"{at}mlp.{part}_proj.weight"] = shape
+            shapes[f"{prefix}mlp.{part}_proj.weight"] = shape
             if family == "llama" and raw.get("mlp_bias"):
-                out[f"{at}mlp.{part}_proj.bias"] = shape[:1]
-        out |= {
-            f"{at}{part}.weight": (width,)
+                shapes[f"{prefix}mlp.{part}_proj.bias"] = shape[:1]
+        shapes |= {
+            f"{prefix}{part}.weight": (width,)
             for part in ("input_layernorm", "post_attention_layernorm")
         }
-    out["model.norm.weight"] = (width,)
+    shapes["model.norm.weight"] = (width,)
     if not raw["tie_word_embeddings"]:
-        out["lm_head.weight"] = (raw["vocab_size"], width)
-    return out
+        shapes["lm_head.weight"] = (raw["vocab_size"], width)
+    return shapes
 
 
 def linears(raw: dict[str, Any]) -> list[str]:
-    """The linear layers of such a model, but its head."""
+    """Return the names of the linear layers, without the head."""
     outside = ("model.embed_tokens.weight", "lm_head.weight")
     return [
         name.removesuffix(".weight")
@@ -99,27 +100,26 @@ def linears(raw: dict[str, Any]) -> list[str]:
 
 
 def targets(names: Sequence[str], wanted: Sequence[str]) -> list[str]:
-    """Those of `names` that end with one of `wanted`, all for none.  Raises ConfigError for one
-    that names none.
+    """Select the names that end with one of `wanted`; all names if `wanted` is empty.
+
+    Raises ConfigError for an entry of `wanted` that matches no name.
 
     >>> targets(["model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"], ["up_proj"])
     ['model.layers.0.mlp.up_proj']
     """
-    for each in wanted:
-        if not any(name == each or name.endswith(f".{each}") for name in names):
+    for target in wanted:
+        if not any(name == target or name.endswith(f".{target}") for name in names):
             known = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in names}))
             raise ConfigError(
-                f"lora.target_modules: no linear layer of the model is called {each!r}; there are "
+                f"lora.target_modules: no linear layer of the model is called {target!r}; it has "
                 f"{known or 'none'}"
             )
-    ends = tuple(f".{each}" for each in wanted)
+    ends = tuple(f".{target}" for target in wanted)
     return [name for name in names if not wanted or f".{name}".endswith(ends)]
 
 
 def is_plain_config(raw: dict[str, Any]) -> bool:
-    """Whether this config.json says all there is to know of a model of the packed forward, and
-    nothing beyond.
-    """
+    """Whether config.json fully describes a model that the packed forward covers."""
     family = raw.get("model_type", "")
     sliding = (
         raw.get("sliding_window", "some") if family == "mistral" else raw.get("use_sliding_window")
@@ -138,9 +138,7 @@ def is_plain_config(raw: dict[str, Any]) -> bool:
 
 
 def rope_base(raw: dict[str, Any]) -> float | None:
-    """The base of plain rotary embeddings; None when they are of another kind, or it is not
-    said.
-    """
+    """Return the base of plain rotary embeddings; None if they are scaled or it is missing."""
     rope = raw.get("rope_parameters")
     if rope is None:
         return raw.get("rope_theta")

@@ -1,9 +1,8 @@
-"""What can be known of a model directory before anything starts: that it is a causal LM, whole,
-finite, and fits tokenizer and settings.
+"""Check a model directory before a run: a complete, finite causal LM that fits the settings.
 
-Imports no torch for a model of the packed forward.  Any other is loaded once by transformers, in a
-process of its own (`python -m asyncrl.supervise.start asyncrl.models.model_check PATH DTYPE`),
-because only its own classes know which weights they need."""
+Does not import torch for a model that the packed forward covers.  Any other is loaded once by
+transformers in a separate process (`python -m asyncrl.supervise.start asyncrl.models.model_check
+PATH DTYPE`), because only transformers' classes define which weights they need."""
 
 from __future__ import annotations
 
@@ -38,21 +37,21 @@ OTHER_HEADS = (
     "ForNextSentencePrediction",
 )
 POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
-# safetensors' dtype -> numpy's unsigned type of that size and the bits of the exponent: all set in
-# infinities and NaN alone
+# safetensors dtype -> numpy's unsigned type of that size, and the bits of the exponent, which are
+# all set only in infinities and NaN
 EXPONENT = {
     "F64": ("<u8", 0x7FF0000000000000),
     "F32": ("<u4", 0x7F800000),
     "F16": ("<u2", 0x7C00),
     "BF16": ("<u2", 0x7F80),
 }
-CHUNK = 1 << 20  # numbers looked at at once, so that they stay in the core's cache
+CHUNK = 1 << 20  # numbers checked at a time, which fit into the core's cache
 
 
 def check(config: Config) -> Any:
-    """Look at the model, its reference and the settings around them; returns the tokenizer.  Raises
-    ConfigError that says what differs.
-    """
+    """Check the model, its references and the settings that depend on them.
+
+    Returns the tokenizer.  Raises ConfigError with the first problem."""
     path = Path(config.model.path)
     raw = settings(path, "model.path")
     kind(raw, path, "model.path")
@@ -66,9 +65,9 @@ def check(config: Config) -> Any:
         )
     if not stop_tokens(tokenizer, config):
         raise ConfigError(
-            "model.path: no token ends an answer: neither the tokenizer nor "
-            f"generation_config.json in {path} has an end-of-sequence "
-            "token; give the texts of such tokens by generator.stop"
+            "model.path: no token ends a completion: neither the tokenizer nor "
+            f"generation_config.json in {path} has an end-of-sequence token; list the texts of "
+            "such tokens in generator.stop"
         )
     complete(raw, path, config.model.dtype, "model.path")
     check_finite(path, "model.path")
@@ -88,7 +87,7 @@ def check(config: Config) -> Any:
 
 
 def references(config: Config) -> list[tuple[str, Path]]:
-    """The reference policies and teachers that the config names, each with its key."""
+    """Return the reference policies and teachers that the config names, with their keys."""
     kl = config.kl
     named = (
         ("model.reference", config.model.reference),
@@ -99,59 +98,61 @@ def references(config: Config) -> list[tuple[str, Path]]:
 
 
 def check_adapters(config: Config, raw: dict[str, Any]) -> None:
-    """Whether adapters can be put where the config says.  Raises ConfigError."""
+    """Check that adapters can be attached to the configured modules.  Raises ConfigError."""
     if not config.lora.rank:
         return
     if importlib.util.find_spec("peft") is None:
         raise ConfigError("lora.rank: needs peft: pip install 'asyncrl[lora]'")
-    if layout.is_plain_config(raw):  # of any other the learner says it
+    if layout.is_plain_config(raw):  # for any other model the learner checks it
         layout.targets(layout.linears(raw), config.lora.target_modules)
 
 
 def settings(path: Path, key: str) -> dict[str, Any]:
-    """config.json."""
+    """Read config.json.  Raises ConfigError, with `key` in the message."""
     try:
         raw = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ConfigError(f"{key}: {path} is no model directory (it has no config.json)") from error
+        raise ConfigError(
+            f"{key}: {path} is not a model directory (it has no config.json)"
+        ) from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"{key}: {path / 'config.json'} cannot be read: {error}") from error
     if not isinstance(raw, dict):
-        raise ConfigError(f"{key}: {path / 'config.json'} is no JSON object")
+        raise ConfigError(f"{key}: {path / 'config.json'} is not a JSON object")
     return raw
 
 
 def language_config(raw: dict[str, Any]) -> dict[str, Any]:
-    """The language model's part of a config."""
+    """Return the language model's part of a config."""
     part = raw.get("text_config")
     return part if isinstance(part, dict) else raw
 
 
 def kind(raw: dict[str, Any], path: Path, key: str) -> None:
-    """Refuse encoders, and models with another head."""
+    """Raise ConfigError for encoders and models with another head."""
     for name in raw.get("architectures") or []:
         if str(name).endswith(OTHER_HEADS):
             raise ConfigError(f"{key}: {path} is a {name} (config.json), not a causal LM")
     if raw.get("is_encoder_decoder"):
         raise ConfigError(
-            f"{key}: {path} is an encoder and a decoder (config.json), not a causal LM"
+            f"{key}: {path} is an encoder-decoder model (config.json), not a causal LM"
         )
 
 
 def vocabulary(raw: dict[str, Any], path: Path, tokenizer: Any) -> None:
-    """Refuse a tokenizer with tokens that the model has no embedding for."""
+    """Raise ConfigError for a tokenizer with tokens that the model has no embedding for."""
     size = language_config(raw).get("vocab_size")
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if isinstance(size, int) and largest >= size:
         raise ConfigError(
             f"model.path: the tokenizer in {path} has tokens up to number {largest}, the model's "
-            f"vocabulary ends at {size - 1} (vocab_size): "
-            "they do not belong together, or the embeddings were not resized"
+            f"vocabulary ends at {size - 1} (vocab_size): they do not belong together, or the "
+            "embeddings were not resized"
         )
 
 
 def positions(raw: dict[str, Any]) -> int | None:
-    """The model's longest text in tokens; None where its config does not say."""
+    """Return the model's longest context in tokens; None if its config lacks it."""
     raw = language_config(raw)
     most = next((raw[k] for k in POSITIONS if isinstance(raw.get(k), int)), None)
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
@@ -165,9 +166,9 @@ def positions(raw: dict[str, Any]) -> int | None:
 
 
 def headers(path: Path) -> Iterator[tuple[Path, int, dict[str, Any]]]:
-    """(file, where its data begin, name -> dtype, shape, data_offsets) of each safetensors file;
-    `check_weights` has read them before.
-    """
+    """Yield each safetensors file with the offset of its data and its header.
+
+    The header maps names to dtype, shape and data_offsets.  `check_weights` has validated it."""
     for file in sorted(path.glob("*.safetensors")):
         with file.open("rb") as opened:
             size = int.from_bytes(opened.read(8), "little")
@@ -177,7 +178,7 @@ def headers(path: Path) -> Iterator[tuple[Path, int, dict[str, Any]]]:
 
 
 def check_finite(path: Path, key: str) -> None:
-    """Refuse weights with NaN or infinities."""
+    """Raise ConfigError for weights with NaN or infinities."""
     for file, begin, entries in headers(path):
         with file.open("rb") as opened:
             for name, entry in entries.items():
@@ -185,12 +186,11 @@ def check_finite(path: Path, key: str) -> None:
                     continue
                 kind, mask = EXPONENT[entry["dtype"]]
                 opened.seek(begin + entry["data_offsets"][0])
-                left = (entry["data_offsets"][1] - entry["data_offsets"][0]) // np.dtype(
-                    kind
-                ).itemsize
-                while left > 0:
-                    bits = np.fromfile(opened, kind, min(left, CHUNK))
-                    left -= max(len(bits), 1)
+                size = entry["data_offsets"][1] - entry["data_offsets"][0]
+                remaining = size // np.dtype(kind).itemsize
+                while remaining > 0:
+                    bits = np.fromfile(opened, kind, min(remaining, CHUNK))
+                    remaining -= max(len(bits), 1)
                     if ((bits & mask) == mask).any():
                         raise ConfigError(
                             f"{key}: {name} in {file} has NaN or infinities: copy the weights "
@@ -199,36 +199,34 @@ def check_finite(path: Path, key: str) -> None:
 
 
 def complete(raw: dict[str, Any], path: Path, dtype: str, key: str) -> None:
-    """Refuse weights that lack what the config asks for, and models that see what comes after a
-    token.
-    """
+    """Raise ConfigError for missing weights, and for models that attend to later tokens."""
     if layout.is_plain_config(raw):
-        found = {
-            name: tuple(error["shape"])
+        present = {
+            name: tuple(entry["shape"])
             for _, _, entries in headers(path)
-            for name, error in entries.items()
+            for name, entry in entries.items()
         }
-        wanted = layout.names(raw)
-        if found == wanted:
+        needed = layout.names(raw)
+        if present == needed:
             return
-        if found.items() < wanted.items():
+        if present.items() < needed.items():
             raise ConfigError(
-                f"{key}: {missing_weights_message(path, sorted(set(wanted) - set(found)))}"
+                f"{key}: {missing_weights_message(path, sorted(set(needed) - set(present)))}"
             )
     argv = importing.command("asyncrl.models.model_check", str(path), dtype, key)
     done = subprocess.run(
         argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     )
     if done.returncode:
-        said = [x for x in done.stderr.splitlines() if x.strip()] or [
+        lines = [x for x in done.stderr.splitlines() if x.strip()] or [
             f"exit code {done.returncode}"
         ]
-        clear = [x.removeprefix("error: ") for x in said if x.startswith("error: ")]
-        raise ConfigError(clear[-1] if clear else f"{key}: {path} cannot be loaded: {said[-1]}")
+        errors = [x.removeprefix("error: ") for x in lines if x.startswith("error: ")]
+        raise ConfigError(errors[-1] if errors else f"{key}: {path} cannot be loaded: {lines[-1]}")
 
 
 def main(path: str, dtype: str, key: str) -> None:
-    """Load the model as learner and generator will, on the CPU."""
+    """Load the model on the CPU, as learner and generator will."""
     from asyncrl.models import policy
 
     try:

@@ -1,9 +1,9 @@
-"""A packed forward pass for Llama-like models (Llama, Qwen2, Qwen3, Mistral): the learner's fast
-path.
+"""The packed forward pass for Llama-like models, the learner's fast path.
 
-Prompts shared by a group are encoded once; all tokens are packed through the linear layers; rows
-are padded for attention only.  The parameters are those of the transformers model, so gradients
-land there.  Equality with the plain path, value and gradient, is a test."""
+It covers Llama, Qwen2, Qwen3 and Mistral.  A prompt that a group shares is encoded once.  All
+tokens go packed through the linear layers; only attention pads them into rows.  The parameters are
+those of the transformers model, so gradients accumulate there.  A test compares values and
+gradients with the plain path."""
 
 from __future__ import annotations
 
@@ -20,27 +20,25 @@ from asyncrl.models import exact_operators, packed_attention
 from asyncrl.models.packed_attention import AttentionRows, AttentionTable, PackingPlan
 
 FAMILIES = {"llama", "qwen2", "qwen3", "mistral"}
-LOGIT_CHUNK = 1 << 24  # elements of logits held at once (64 MB in fp32)
-# scores of padding (rows x queries x keys) that take as long as the calls of one more table: where
-# every call starts a kernel on another device, a call weighs more
+LOGIT_CHUNK = 1 << 24  # logits in memory at a time (64 MB in fp32)
+# attention scores of padding (rows x queries x keys) that cost as much as one more table, whose
+# calls cost more where each one starts a kernel on another device
 WORTH_A_TABLE = {"cpu": 1 << 13}
 WORTH_A_TABLE_ELSEWHERE = 1 << 20
 
 
 @dataclass
 class ForwardOutput:
-    """Packed over response tokens in sample order: logprobs [N], entropy [N] or None, hidden [N, H]
-    or None.
-    """
+    """The result of a forward pass, packed over response tokens in sample order."""
 
-    logprobs: torch.Tensor
-    entropy: torch.Tensor | None = None
-    hidden: torch.Tensor | None = None
+    logprobs: torch.Tensor  # [N]
+    entropy: torch.Tensor | None = None  # [N], nats
+    hidden: torch.Tensor | None = None  # [N, H]
 
 
 @dataclass
 class ModelLayout:
-    """Where a Llama-like transformers model keeps its parts, and the constants of its layers."""
+    """A Llama-like transformers model with the constants of its layers."""
 
     hf: Any
     heads: int
@@ -50,9 +48,9 @@ class ModelLayout:
 
     @classmethod
     def from_model(cls, hf: Any) -> ModelLayout | None:
-        """The layout, or None for a model that needs the plain path (another family, a sliding
-        window, dynamic RoPE).
-        """
+        """Return the layout of `hf`, or None for a model that needs the plain path.
+
+        That is another family, a sliding window, or dynamic RoPE."""
         c = hf.config
         if c.model_type not in FAMILIES or c.hidden_act != "silu":
             return None
@@ -70,7 +68,7 @@ class ModelLayout:
         return cls(hf, c.num_attention_heads, c.num_key_value_heads, dim, c.rms_norm_eps)
 
     def rope(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos, sin [n, 1, head_dim] at integer positions [n]."""
+        """Return cos and sin [n, 1, head_dim] at integer positions [n]."""
         with torch.no_grad():
             cos, sin = self.hf.model.rotary_emb(
                 self.hf.model.embed_tokens.weight[:1], positions[None]
@@ -79,7 +77,7 @@ class ModelLayout:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """x / rms(x) * w with a hand-written backward: three passes fewer than autograd's."""
+    """x / rms(x) * w; its backward makes three passes fewer than autograd's."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, eps: float) -> torch.Tensor:
@@ -110,12 +108,12 @@ def rms_norm(x: torch.Tensor, w: torch.Tensor, eps: float) -> torch.Tensor:
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotary embedding of x [n, heads, d] in the half-split layout."""
     half = x.shape[-1] // 2
-    turned = torch.cat((-x[..., half:], x[..., :half]), -1)
-    return x * cos + turned * sin
+    rotated = torch.cat((-x[..., half:], x[..., :half]), -1)
+    return x * cos + rotated * sin
 
 
 class _Rotate(torch.autograd.Function):
-    """`rotate` whose backward turns back: no copies of turned halves."""
+    """`rotate` without copies of the halves; its backward applies the inverse rotation."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -140,16 +138,16 @@ class _Rotate(torch.autograd.Function):
 
 
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """`rotate`, differentiable in x; cos and sin [n, 1, d] repeat their first half, as rotary
-    embeddings do.
-    """
+    """`rotate`, differentiable in x.
+
+    cos, sin: [n, 1, d], whose second half repeats the first, as in rotary embeddings."""
     return _Rotate.apply(x, cos, sin)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _PickedLogprobs(torch.autograd.Function):
-    """Log-probability and entropy of picked tokens, chunk by chunk: logits are never held whole,
-    forward or backward.
-    """
+    """Log-probability and entropy of given tokens, computed in chunks.
+
+    Neither forward nor backward holds the logits of all tokens at once."""
 
     @staticmethod
     def forward(
@@ -209,15 +207,15 @@ class _PickedLogprobs(torch.autograd.Function):
 
 
 class _StepKL(torch.autograd.Function):
-    """Exact KL(theta || ref) over the vocabulary at each state, chunk by chunk like
-    `_PickedLogprobs`; the reference has no gradient.
-    """
+    """Exact KL(theta || ref) over the vocabulary at each state, computed in chunks.
+
+    The reference gets no gradient."""
 
     @staticmethod
     def _chunk(
         s: slice, hidden: Any, weight: Any, ref_hidden: Any, ref_weight: Any, scale: Any
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Probabilities, log-ratios [n, V] and KL [n] of a chunk."""
+        """Return probabilities [n, V], log-ratios [n, V] and KL [n] of a chunk."""
         a = torch.log_softmax((hidden[s] @ weight.T).float() * scale[s, None], -1)
         gap = a - torch.log_softmax((ref_hidden[s] @ ref_weight.T).float() * scale[s, None], -1)
         p = a.exp()
@@ -267,9 +265,11 @@ def step_kl(
     ref_hidden: torch.Tensor,
     temperature: torch.Tensor,
 ) -> torch.Tensor:
-    """KL(theta || ref) of the next token at each state [N], with gradient; hidden, ref_hidden [N,
-    H]: both models' states, temperature [N].
-    """
+    """KL(theta || ref) of the next token at each state [N], in nats, with gradient.
+
+    hidden: [N, H], states of the trained model
+    ref_hidden: [N, H], states of the reference
+    temperature: [N]"""
     heads = lay.hf.get_output_embeddings().weight, ref.hf.get_output_embeddings().weight
     scale = 1.0 / temperature.to(hidden.device, torch.float32)
     return _StepKL.apply(  # type: ignore[no-any-return, no-untyped-call]
@@ -281,24 +281,28 @@ def step_kl(
 def squared_probabilities(
     lay: ModelLayout, hidden: torch.Tensor, temperature: torch.Tensor
 ) -> torch.Tensor:
-    """sum_v p_v^2 of the next token at each state [N]; hidden [N, H], temperature [N]."""
+    """sum_v p_v^2 of the next token at each state [N].
+
+    hidden: [N, H]
+    temperature: [N]"""
     weight = lay.hf.get_output_embeddings().weight
     scale = 1.0 / temperature.to(hidden.device, torch.float32)
-    out = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+    squares = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
     rows = max(1, LOGIT_CHUNK // weight.shape[0])
     for start in range(0, len(hidden), rows):
-        at = slice(start, start + rows)
-        logits = (hidden[at] @ weight.T).float() * scale[at, None]
-        out[at] = logits.softmax(-1).square().sum(-1)
-    return out
+        chunk = slice(start, start + rows)
+        logits = (hidden[chunk] @ weight.T).float() * scale[chunk, None]
+        squares[chunk] = logits.softmax(-1).square().sum(-1)
+    return squares
 
 
 def _index_rows(
     lengths: np.ndarray, start: int, to: int = 1
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Padded index table [B, max up to a multiple of `to`] of consecutive segments, its validity,
-    flat positions of the valid entries.
-    """
+    """Index consecutive segments of `lengths` [B], the first of which begins at `start`.
+
+    Returns the padded index table [B, W], its validity [B, W], and the flat positions of its valid
+    entries.  W is the longest length, rounded up to a multiple of `to`."""
     width = exact_operators.round_up(int(lengths.max(initial=0)), to)
     begin = start + np.concatenate([[0], np.cumsum(lengths)[:-1]])
     valid = np.arange(width)[None] < lengths[:, None]
@@ -307,10 +311,12 @@ def _index_rows(
 
 
 def _alike(lengths: np.ndarray, prompt: int, worth: int) -> list[np.ndarray]:
-    """The places of `lengths`, sorted by length and cut in halves for as long as a cut saves more
-    than `worth` scores: a row of n queries has n (prompt + n)."""
+    """Group the indices of `lengths` into runs of similar length.
+
+    Sorted by length, a run is cut in half for as long as that saves more than `worth` attention
+    scores.  A row of n queries has n (prompt + n) scores."""
     order = np.argsort(lengths, kind="stable")
-    out = []
+    groups = []
     runs = [(0, len(order))]
     while runs:
         first, end = runs.pop()
@@ -319,8 +325,8 @@ def _alike(lengths: np.ndarray, prompt: int, worth: int) -> list[np.ndarray]:
         if (middle - first) * (wide * (prompt + wide) - narrow * (prompt + narrow)) > worth:
             runs += [(middle, end), (first, middle)]
         else:
-            out.append(order[first:end])
-    return out
+            groups.append(order[first:end])
+    return groups
 
 
 def _keys_after_prompt(
@@ -328,12 +334,15 @@ def _keys_after_prompt(
     rows: np.ndarray,
     valid: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Keys [B, K] of answers and which of them each query sees [B, Q, K]: their prompt's padded
-    columns, then their own.  prompts: table and validity [B, Pmax] of each row's."""
+    """Return keys [B, K] of responses, and which of them each query sees [B, Q, K].
+
+    A row's keys are the padded columns of its prompt, then its own.
+    prompts: index table and validity [B, Pmax] of each row's prompt
+    rows, valid: [B, Q]"""
     table, inside = prompts
     shape = len(rows), rows.shape[1], table.shape[1]
-    before = np.broadcast_to(inside[:, None], shape)
-    return np.concatenate([table, rows], 1), np.concatenate([before, _causal(valid)], 2)
+    of_prompt = np.broadcast_to(inside[:, None], shape)
+    return np.concatenate([table, rows], 1), np.concatenate([of_prompt, _causal(valid)], 2)
 
 
 def _keys_by_position(
@@ -341,9 +350,10 @@ def _keys_by_position(
     begins: tuple[np.ndarray, np.ndarray],
     valid: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`_keys_after_prompt` as exact mode wants it: the key of each position in the column of that
-    number.
-    lengths, begins [B]: of each row's prompt and of its answer, among the packed tokens."""
+    """`_keys_after_prompt` for exact mode, where the key of position p is in column p.
+
+    lengths, begins: [B] each, of a row's prompt and of its response, among the packed tokens
+    valid: [B, Q]"""
     own, inner = lengths
     column = np.arange(exact_operators.round_up(int((own + inner).max()), exact_operators.KEYS))[
         None
@@ -357,7 +367,9 @@ def _keys_by_position(
 
 
 def _causal(valid: np.ndarray) -> np.ndarray:
-    """Which keys each query of the same rows sees [B, Q, Q]; valid [B, Q]."""
+    """Return which keys of its own row each query sees [B, Q, Q].
+
+    valid: [B, Q]"""
     width = valid.shape[1]
     past = np.tril(np.ones((width, width), bool))
     seen: np.ndarray = valid[:, None, :] & past[None]
@@ -365,8 +377,7 @@ def _causal(valid: np.ndarray) -> np.ndarray:
 
 
 def _to_device(x: np.ndarray, device: torch.device) -> torch.Tensor:
-    whole = np.ascontiguousarray(x, dtype=np.int64)
-    return torch.from_numpy(whole).to(device)
+    return torch.from_numpy(np.ascontiguousarray(x, dtype=np.int64)).to(device)
 
 
 def _table(
@@ -375,8 +386,11 @@ def _table(
     before: int,
     device: torch.device,
 ) -> AttentionTable:
-    """indices: rows, keys and flat of the table; seen [B, Q, K]: which keys a query sees."""
-    rows, keys, flat = (_to_device(each, device) for each in indices)
+    """Build an `AttentionTable`.
+
+    indices: its rows, keys and flat
+    seen: [B, Q, K], which keys a query sees"""
+    rows, keys, flat = (_to_device(index, device) for index in indices)
     bias = np.where(seen, np.float32(0), np.float32(-1e30))
     return AttentionTable(
         rows,
@@ -394,9 +408,11 @@ def plan(
     device: torch.device,
     fixed: bool = False,
 ) -> PackingPlan:
-    """Index plan for one micro-batch.  fixed: padded, keys at their positions, for exact mode."""
+    """Plan the packing of one micro-batch.
+
+    fixed: for exact mode, padded and with keys at the column of their position."""
     names = range(len(prompts)) if groups is None else groups
-    first: dict[int, int] = {}  # of each prompt, the first sample that has it
+    first: dict[int, int] = {}  # prompt -> the first sample with it
     for sample, name in enumerate(names):
         first.setdefault(name, sample)
     place = {name: at for at, name in enumerate(first)}
@@ -409,7 +425,7 @@ def plan(
     worth = WORTH_A_TABLE.get(device.type, WORTH_A_TABLE_ELSEWHERE)
     sides = _alike(inner, ptab.shape[1], worth)
     order = np.concatenate(sides)
-    begin = np.empty_like(inner)  # of each answer, among the packed tokens
+    begin = np.empty_like(inner)  # of each response, among the packed tokens
     begin[order] = plen.sum() + np.cumsum(inner[order]) - inner[order]
     ends = np.cumsum(plen)
 
@@ -440,7 +456,7 @@ def plan(
     pos = np.concatenate(positions)
     if fixed:
         extra = exact_operators.round_up(len(ids), exact_operators.ROWS) - len(ids)
-        ids, pos = (np.pad(each, (0, extra)) for each in (ids, pos))
+        ids, pos = (np.pad(array, (0, extra)) for array in (ids, pos))
     within = np.arange(int(rlen.sum())) - np.repeat(np.cumsum(rlen) - rlen, rlen)
     last = np.repeat(ends[owner] - 1, rlen)
     return PackingPlan(
@@ -464,7 +480,7 @@ def block(
     sin: torch.Tensor,
     rows: AttentionRows,
 ) -> torch.Tensor:
-    """One transformer layer over packed tokens x [n, H]."""
+    """Apply one transformer layer to packed tokens x [n, H]."""
     att = layer.self_attn
     mlp = layer.mlp
     h = rms_norm(x, layer.input_layernorm.weight, lay.eps)
@@ -495,10 +511,11 @@ def logprobs(
     fixed: bool = False,
     recompute: bool = False,
 ) -> ForwardOutput:
-    """See `PolicyModel.logprobs`.  fixed: by the operators of exact mode; recompute: each layer
-    again in the backward pass (Chen et al. 2016, arXiv:1604.06174), which changes no bit.
-    """
-    again = _run_checkpointed if recompute and torch.is_grad_enabled() else _run_layer
+    """See `PolicyModel.logprobs`.
+
+    fixed: use the operators of exact mode.  recompute: recompute each layer in the backward pass
+    (Chen et al. 2016, arXiv:1604.06174), which changes no bit."""
+    run_layer = _run_checkpointed if recompute and torch.is_grad_enabled() else _run_layer
     model = lay.hf.model
     weight = lay.hf.get_output_embeddings().weight
     if fixed:
@@ -508,14 +525,14 @@ def logprobs(
             temperature,
             want_entropy,
             want_hidden,
-            again,
+            run_layer,
         )
     pl = plan(prompts, responses, groups, weight.device)
     x = F.embedding(pl.ids, model.embed_tokens.weight)
-    cos, sin = (turned.to(x.dtype) for turned in lay.rope(pl.positions))
+    cos, sin = (table.to(x.dtype) for table in lay.rope(pl.positions))
     rows = packed_attention.AttentionRows.from_plan(pl, lay.heads, lay.kv_heads)
     for layer in model.layers:
-        x = again(block, lay, layer, x, cos=cos, sin=sin, rows=rows)
+        x = run_layer(block, lay, layer, x, cos=cos, sin=sin, rows=rows)
     hidden = rms_norm(x, model.norm.weight, lay.eps).index_select(0, pl.picks)
     scale = (1.0 / temperature.to(weight.device, torch.float32))[pl.sample]
     lp, ent = _PickedLogprobs.apply(  # type: ignore[no-untyped-call]
@@ -529,11 +546,11 @@ def _run_layer(layer: Callable[..., torch.Tensor], *args: Any, **more: Any) -> t
 
 
 def _run_checkpointed(layer: Callable[..., torch.Tensor], *args: Any, **more: Any) -> torch.Tensor:
-    """`layer(...)`, of which the backward pass keeps the arguments alone."""
-    out: torch.Tensor = checkpoint(
+    """Run `layer` so that only its arguments are kept for the backward pass."""
+    output: torch.Tensor = checkpoint(
         layer, *args, use_reentrant=False, preserve_rng_state=False, **more
     )
-    return out
+    return output
 
 
 def _fixed_logprobs(
@@ -542,9 +559,9 @@ def _fixed_logprobs(
     temperature: torch.Tensor,
     want_entropy: bool,
     want_hidden: bool,
-    again: Callable[..., torch.Tensor],
+    run_layer: Callable[..., torch.Tensor],
 ) -> ForwardOutput:
-    """`logprobs` by the operators that the engine uses in exact mode."""
+    """`logprobs` with the operators that the engine uses in exact mode."""
     hf = lay.hf
     weights = dict(hf.named_parameters())
     top = exact_operators.fuse_top(
@@ -559,7 +576,7 @@ def _fixed_logprobs(
     )
     rows = AttentionRows.from_plan(pl, lay.heads, lay.kv_heads, exact=True)
     for i in range(len(hf.model.layers)):
-        x = again(_fixed_block, lay, i, weights, x, turns=turns, rows=rows)
+        x = run_layer(_fixed_block, lay, i, weights, x, turns=turns, rows=rows)
     n = len(pl.picks)
     hidden = exact_operators.unit(exact_operators.pad_rows(x.index_select(0, pl.picks)), lay.eps)
     scale = exact_operators.pad_rows((1.0 / temperature.to(x.device, torch.float32))[pl.sample])
@@ -579,7 +596,7 @@ def _fixed_block(
     turns: torch.Tensor,
     rows: AttentionRows,
 ) -> torch.Tensor:
-    """Layer i over packed tokens x [n, H]."""
+    """Apply layer i to packed tokens x [n, H] with the operators of exact mode."""
     fused = exact_operators.interleave_halves(lay, exact_operators.fuse_layer(lay, i, weights))
     w = {name: t.contiguous() for name, t in fused.items()}
     q, k, v = exact_operators.project(lay, w, x, turns)

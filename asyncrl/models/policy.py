@@ -1,9 +1,8 @@
-"""Models: load, build, export, flat weights, and the log-probabilities of answers.  The only
-importer of transformers' models.
+"""Policy models: load, build and export them, their flat weights, and response log-probabilities.
 
-`PolicyModel.logprobs` has two paths with the same result: a packed one for Llama-like models
-(packed_forward.py), and plain transformers for every other causal LM.  Neither holds [B, T, V] for
-a whole batch."""
+The only module that imports transformers' models.  `PolicyModel.logprobs` has two paths with the
+same result: a packed one for Llama-like models (packed_forward.py), and plain transformers for
+every other causal LM.  Neither holds logits [B, T, V] of a whole batch."""
 
 from __future__ import annotations
 
@@ -34,28 +33,25 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 PROBE_TOKENS = 8
-# relative, between rows that differ in a later token only: experts get other rows beside them
+# relative noise between rows that only differ in a later token: experts see other batches
 NOISE = 1e-5
 NOISE_BF16 = 2e-2
-ALIGN = 64  # bytes; every tensor of the flat layout starts at a multiple
+ALIGN = 64  # bytes; every tensor of the flat layout starts at a multiple of it
 Manifest = list[tuple[str, str, list[int], int, int]]  # name, dtype, shape, offset, bytes
 Arrays = Sequence[np.ndarray]
 
 
 @dataclass
 class PolicyModel:
-    """A causal LM that owns its parameters (`hf`), with the directory that its tokenizer came
-    from.
-    """
+    """A causal LM with its parameters (`hf`) and the directory of its tokenizer."""
 
     hf: Any
     tokenizer_dir: str
-    # plain path: one forward a call and nothing recomputed, as hooks on the modules may need
+    # plain path: one forward per call and no recomputation, as hooks on the modules may need
     one_pass: bool = False
-    # each layer is computed again in the backward pass
-    recompute: bool = False
-    exact: bool = False  # by the operators of exact mode (asyncrl/models/exact_operators.py)
-    # with low-rank adapters: they alone are its weights, for all who publish, load or keep them
+    recompute: bool = False  # recompute each layer in the backward pass
+    exact: bool = False  # use the operators of exact mode (asyncrl/models/exact_operators.py)
+    # with low-rank adapters: only these are published, loaded and stored as its weights
     adapter: AdapterInfo | None = None
 
     def __post_init__(self) -> None:
@@ -79,13 +75,14 @@ class PolicyModel:
         want_entropy: bool = False,
         want_hidden: bool = False,
     ) -> ForwardOutput:
-        """Log-probabilities of response tokens under this model at `temperature` [B],
-        differentiable.
+        """Log-probabilities of response tokens under this model, differentiable.
 
-        prompts, responses: B int32 arrays; no response is empty.  groups: B keys; samples with the
-        same key have the same prompt, which is then encoded once.  Returns packed tensors in sample
-        order, N = sum of response lengths: logprobs [N] fp32, entropy [N] or None (nats), hidden
-        [N, H] or None (the state that predicts each token)."""
+        prompts: B int32 arrays
+        responses: B int32 arrays, none empty
+        temperature: [B]
+        groups: B keys; samples with the same key have the same prompt, which is encoded once
+        Returns tensors packed in sample order, N = sum of response lengths: logprobs [N] fp32,
+        entropy [N] in nats or None, hidden [N, H] (the state that predicts each token) or None."""
         if self.fast is not None:
             return packed_forward.logprobs(
                 self.fast,
@@ -106,9 +103,9 @@ class PolicyModel:
 
 
 def recompute_modules(hf: Any) -> None:
-    """Let transformers' own modules compute each layer again in the backward pass.  Raises
-    ConfigError for a model whose layers cannot.
-    """
+    """Let transformers' modules recompute each layer in the backward pass.
+
+    Raises ConfigError for a model that does not support it."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     try:
@@ -117,7 +114,7 @@ def recompute_modules(hf: Any) -> None:
         raise ConfigError(f"learner.gradient_checkpointing: {error}; set it to false") from error
     for module in hf.modules():
         if isinstance(module, GradientCheckpointingLayer):
-            module.training = True  # it asks; what is inside it stays as it is
+            module.training = True  # required for checkpointing; its submodules stay in eval mode
 
 
 def plain_logprobs(
@@ -129,12 +126,12 @@ def plain_logprobs(
     want_hidden: bool,
     rows: int = 8,
 ) -> ForwardOutput:
-    """`PolicyModel.logprobs` through transformers alone, `rows` samples at a time, each recomputed
-    in the backward pass.
-    """
+    """`PolicyModel.logprobs` through plain transformers, `rows` samples at a time.
+
+    Each chunk is recomputed in the backward pass."""
     parts = []
-    for at in range(0, len(prompts), rows):
-        piece = slice(at, at + rows)
+    for first in range(0, len(prompts), rows):
+        piece = slice(first, first + rows)
         args = (hf, prompts[piece], responses[piece], temperature[piece], want_entropy, want_hidden)
         parts.append(
             checkpoint(_plain_rows, *args, use_reentrant=False)
@@ -158,18 +155,18 @@ def _plain_rows(
     want_hidden: bool,
 ) -> tuple[Any, ...]:
     device = next(hf.parameters()).device
-    whole = [
+    sequences = [
         np.concatenate([prompt, response])
         for prompt, response in zip(prompts, responses, strict=True)
     ]
-    width = max(map(len, whole))
-    ids = np.zeros((len(whole), width), np.int64)
-    keep = np.zeros((len(whole), width), np.int64)
-    for row, tokens in enumerate(whole):
-        ids[row, : len(tokens)], keep[row, : len(tokens)] = tokens, 1
-    out = hf(
+    width = max(map(len, sequences))
+    ids = np.zeros((len(sequences), width), np.int64)
+    mask = np.zeros((len(sequences), width), np.int64)
+    for row, tokens in enumerate(sequences):
+        ids[row, : len(tokens)], mask[row, : len(tokens)] = tokens, 1
+    output = hf(
         input_ids=torch.from_numpy(ids).to(device),
-        attention_mask=torch.from_numpy(keep).to(device),
+        attention_mask=torch.from_numpy(mask).to(device),
         use_cache=False,
         output_hidden_states=want_hidden,
     )
@@ -177,15 +174,17 @@ def _plain_rows(
     ent = []
     hid = []
     for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-        at = slice(len(prompt) - 1, len(prompt) + len(response) - 1)
-        logs = torch.log_softmax(out.logits[row, at].float() / temperature[row].to(device), -1)
+        states = slice(len(prompt) - 1, len(prompt) + len(response) - 1)  # that predict a token
+        logs = torch.log_softmax(
+            output.logits[row, states].float() / temperature[row].to(device), -1
+        )
         lp.append(
             logs.gather(1, torch.from_numpy(response.astype(np.int64)).to(device)[:, None])[:, 0]
         )
         if want_entropy:
             ent.append(-(logs.exp() * logs).sum(-1))
         if want_hidden:
-            hid.append(out.hidden_states[-1][row, at])
+            hid.append(output.hidden_states[-1][row, states])
     return (
         torch.cat(lp),
         torch.cat(ent) if want_entropy else None,
@@ -199,13 +198,12 @@ def _plain_rows(
 def load_policy(
     path: str | Path, dtype: str = "float32", device: str = "auto", *, whole: bool = False
 ) -> PolicyModel:
-    """The causal LM in the Hugging Face directory `path`.  Raises ConfigError when it is missing or
-    not a model.
+    """Load the causal LM in the Hugging Face directory `path`.
 
-    whole: with transformers' own modules also where without_transformers.py would do.
-    """
+    whole: use transformers' modules even where without_transformers.py can load it.  Raises
+    ConfigError when the directory is missing or does not hold a causal LM."""
     if not (Path(path) / "config.json").is_file():
-        raise ConfigError(f"model.path: {path} is no model directory (it has no config.json)")
+        raise ConfigError(f"model.path: {path} is not a model directory (it has no config.json)")
     where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     hf: Any = None if whole else without_transformers.load(path, dtype)
     if hf is None:
@@ -227,15 +225,15 @@ def load_policy(
         hf = realign_parameters(hf.to(where).eval())
         if is_bidirectional(hf):
             raise ConfigError(
-                f"model.path: {path} is no causal LM: what it says of a token depends on those "
-                f"after it ({type(hf).__name__})"
+                f"model.path: {path} is not a causal LM: its logits at a token depend on later "
+                f"tokens ({type(hf).__name__})"
             )
     return PolicyModel(hf.to(where).eval(), str(path))
 
 
 @torch.no_grad()
 def is_bidirectional(hf: Any) -> bool:
-    """Whether the logits at a token change with a later one, as an encoder's do."""
+    """Whether the logits at a token depend on a later token, as in an encoder."""
     first, second, third, fourth = probe_ids(hf.config.get_text_config())[:4]
     ids = torch.tensor(
         [[first, second, third], [first, second, fourth]], device=next(hf.parameters()).device
@@ -250,11 +248,10 @@ def is_bidirectional(hf: Any) -> bool:
 
 
 def realign_parameters(hf: Any) -> Any:
-    """The same parameters where torch would have put them: as read, they begin wherever their file
-    has them.
+    """Move parameters to aligned addresses; as read, they lie at any offset of their file.
 
-    A matrix product may round differently by where in memory its operands begin, so a model would
-    not repeat bitwise from file to file."""
+    A matrix product may round differently for operands at other alignments, so that results would
+    not be bitwise equal between copies of a model."""
     for parameter in hf.parameters():
         if parameter.data_ptr() % ALIGN:
             parameter.data = parameter.data.clone()
@@ -262,13 +259,13 @@ def realign_parameters(hf: Any) -> Any:
 
 
 def text_config(path: str | Path) -> Any:
-    """transformers' config of the language model in the directory `path`, without its weights.
-    Raises ConfigError like `load_policy`.
-    """
+    """Load transformers' config of the language model in `path`, without its weights.
+
+    Raises ConfigError like `load_policy`."""
     import transformers
 
     if not (Path(path) / "config.json").is_file():
-        raise ConfigError(f"model.path: {path} is no model directory (it has no config.json)")
+        raise ConfigError(f"model.path: {path} is not a model directory (it has no config.json)")
     try:
         return transformers.AutoConfig.from_pretrained(str(path)).get_text_config()
     except (OSError, ValueError, KeyError) as error:
@@ -278,40 +275,40 @@ def text_config(path: str | Path) -> Any:
 
 
 def transformers_modules(model: without_transformers.BareModel) -> Any:
-    """transformers' model around the parameters of `model`: the same tensors, not copies."""
+    """Build transformers' model around the parameters of `model`, without copying them."""
     import transformers
 
     one = next(model.parameters())
     config = transformers.AutoConfig.for_model(**vars(model.config))
-    with torch.random.fork_rng(devices=[]):  # its random start draws numbers
+    with torch.random.fork_rng(devices=[]):  # its initialization consumes random numbers
         hf = transformers.AutoModelForCausalLM.from_config(
             config, dtype=one.dtype, attn_implementation="sdpa"
         ).to(one.device)
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        place, _, leaf = name.rpartition(".")
-        setattr(hf.get_submodule(place), leaf, parameter)
+        module, _, leaf = name.rpartition(".")
+        setattr(hf.get_submodule(module), leaf, parameter)
     return hf
 
 
 def transformers_tokenizer(path: str | Path) -> Any:
-    """The tokenizer in a model directory, as transformers' class.  Raises ConfigError when it does
-    not load.
-    """
+    """Load the tokenizer in a model directory with transformers.
+
+    Raises ConfigError when it does not load."""
     import transformers
 
     try:
         return transformers.AutoTokenizer.from_pretrained(str(path))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"model.path: {path} has no tokenizer that loads: {str(error).splitlines()[0]}"
+            f"model.path: the tokenizer in {path} cannot be loaded: {str(error).splitlines()[0]}"
         ) from error
 
 
 def export(model: PolicyModel, path: str | Path, ends: Sequence[int] = ()) -> None:
-    """Write a Hugging Face directory with model and tokenizer, atomically: it is there whole or not
-    at all.  Of a model with adapters, the adapter alone.  ends: the tokens that end its answers,
-    where they are not those that the model came with.
-    """
+    """Write a Hugging Face directory with model and tokenizer, by rename.
+
+    Of a model with adapters, only the adapter is written.  ends: the tokens that end a completion,
+    if they differ from the model's own."""
     own_part = Path(f"{path}.part{os.getpid()}")
     with atomic_write.replacing(Path(path), part=own_part) as part:
         part.mkdir(parents=True)
@@ -332,24 +329,24 @@ def export(model: PolicyModel, path: str | Path, ends: Sequence[int] = ()) -> No
 
 
 def save(hf: Any, path: str | Path) -> None:
-    """`hf.save_pretrained(path)`, of a model that nothing wraps.
+    """Call `hf.save_pretrained(path)` for a model without a wrapper.
 
-    Where accelerate is installed, transformers asks it whether DeepSpeed has wrapped the model;
-    that alone would import DeepSpeed: seconds, and a warning on stdout."""
+    With accelerate installed, transformers would check for a DeepSpeed wrapper, which imports
+    DeepSpeed: that takes seconds and prints a warning on stdout."""
     from_transformers = sys.modules.get("transformers.modeling_utils")
     if from_transformers is None:
         hf.save_pretrained(str(path))
         return
-    asked = from_transformers.unwrap_model
+    original = from_transformers.unwrap_model
     from_transformers.unwrap_model = lambda model, *_, **__: model  # type: ignore[attr-defined]
     try:
         hf.save_pretrained(str(path))
     finally:
-        from_transformers.unwrap_model = asked  # type: ignore[attr-defined]
+        from_transformers.unwrap_model = original  # type: ignore[attr-defined]
 
 
 def copy_tokenizer(source: str | Path, target: Path) -> None:
-    """Copy what belongs to the tokenizer, byte for byte."""
+    """Copy the tokenizer's files."""
     for pattern in (
         "tokenizer*",
         "special_tokens*",
@@ -376,10 +373,10 @@ def build_model(
     max_positions: int = 256,
     seed: int = 0,
 ) -> PolicyModel:
-    """Build a tiny causal LM and its character tokenizer, in Hugging Face format, at `path`.
+    """Build a tiny causal LM with a character tokenizer in the Hugging Face directory `path`.
 
-    symbols: the characters; pad and end-of-text tokens are added.  family: llama, qwen2, qwen3 or
-    mistral."""
+    symbols: the characters; pad, end-of-text and unknown tokens are added.  family: llama, qwen2,
+    qwen3 or mistral."""
     import transformers
 
     tokenizer = character_tokenizer(symbols)
@@ -416,7 +413,7 @@ def build_model(
 
 
 def character_tokenizer(symbols: str) -> Any:
-    """A fast tokenizer with one token a character, `<pad>` = 0 and `<eos>` = 1."""
+    """Build a fast tokenizer with one token per character, `<pad>` = 0 and `<eos>` = 1."""
     import tokenizers
     import transformers
 
@@ -435,9 +432,9 @@ def character_tokenizer(symbols: str) -> Any:
 
 
 def named_weights(model: PolicyModel) -> list[tuple[str, torch.Tensor]]:
-    """(name, tensor) of every parameter in a fixed order, tied ones once; of a model with adapters,
-    those of the adapters alone.
-    """
+    """Return (name, tensor) of every parameter in a fixed order, tied ones once.
+
+    Of a model with adapters, only those of the adapters."""
     if model.adapter is not None:
         from asyncrl.models import adapters
 
@@ -446,18 +443,19 @@ def named_weights(model: PolicyModel) -> list[tuple[str, torch.Tensor]]:
 
 
 def manifest(model: PolicyModel) -> Manifest:
-    """The flat layout of the weights: name, dtype, shape, offset and bytes of each tensor."""
+    """Lay the weights out flat: name, dtype, shape, offset and bytes of each tensor."""
     rows = []
-    at = 0
+    offset = 0
     for name, tensor in named_weights(model):
         size = tensor.numel() * tensor.element_size()
-        rows.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), at, size))
-        at += -(-size // ALIGN) * ALIGN
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        rows.append((name, dtype, list(tensor.shape), offset, size))
+        offset += -(-size // ALIGN) * ALIGN
     return rows
 
 
 def flat_bytes(layout: Manifest) -> int:
-    """Size of the flat layout in bytes."""
+    """Return the size of the flat layout in bytes."""
     return -(-(layout[-1][3] + layout[-1][4]) // ALIGN) * ALIGN
 
 
@@ -469,25 +467,24 @@ def write_flat(model: PolicyModel, buffer: memoryview) -> None:
 def copy_flat(
     weights: Iterable[tuple[str, torch.Tensor]], buffer: memoryview, layout: Manifest
 ) -> torch.Tensor:
-    """`write_flat` of `named_weights`, laid out as the model's `manifest` has it.
+    """Copy named weights into `buffer` according to `layout`.
 
-    Returns a scalar, at least the square of the largest weight: NaN or inf where one is not finite.
-    """
-    places = read_flat(buffer, layout)
+    Returns a scalar, at least the square of the largest weight; NaN or inf if one is not finite."""
+    targets = read_flat(buffer, layout)
     squares = []
     with torch.no_grad():
         for name, tensor in weights:
-            places[name].copy_(tensor)
-            squares.append(square_bound(tensor))  # while the processor has it at hand
+            targets[name].copy_(tensor)
+            squares.append(square_bound(tensor))  # while the tensor is in the cache
     largest: torch.Tensor = torch.stack(squares).amax()
     return largest
 
 
 def square_bound(weights: torch.Tensor) -> torch.Tensor:
-    """A scalar, at least the square of the largest |weight|: NaN or inf where one is not finite.
+    """Return a scalar, at least the square of the largest |weight|; NaN or inf if not finite.
 
-    On a CPU the sum of squares: a dot product takes a thirtieth of what a maximum of magnitudes
-    takes there."""
+    On a CPU it is the sum of squares: a dot product takes a thirtieth of the time of a maximum of
+    magnitudes there."""
     if weights.device.type == "cpu" and weights.dtype == torch.float32:
         flat = weights.reshape(-1)
         squares: torch.Tensor = torch.dot(flat, flat)
@@ -497,12 +494,12 @@ def square_bound(weights: torch.Tensor) -> torch.Tensor:
 
 
 def read_flat(buffer: memoryview, layout: Manifest) -> dict[str, torch.Tensor]:
-    """name -> tensor that views `buffer` (a writable one); they share one storage."""
+    """Return name -> tensor views of a writable `buffer`, which share one storage."""
     return views(torch.frombuffer(buffer, dtype=torch.uint8), layout)
 
 
 def views(flat: torch.Tensor, layout: Manifest) -> dict[str, torch.Tensor]:
-    """name -> tensor that views `flat` (uint8, on any device)."""
+    """Return name -> tensor views of `flat` (uint8, on any device)."""
     return {
         name: flat[offset : offset + size].view(getattr(torch, dtype)).view(shape)
         for name, dtype, shape, offset, size in layout
@@ -510,23 +507,23 @@ def views(flat: torch.Tensor, layout: Manifest) -> dict[str, torch.Tensor]:
 
 
 def probe_ids(text_config: Any) -> list[int]:
-    """PROBE_TOKENS fixed tokens of a model's vocabulary, by which an engine shows that it computes
-    with the weights it was given.
-    """
+    """Return PROBE_TOKENS fixed tokens, whose logprobs identify the weights an engine uses."""
     return [(7 * i * i + 3 * i + 1) % int(text_config.vocab_size) for i in range(PROBE_TOKENS)]
 
 
 @torch.no_grad()
 def probe_logprobs(model: PolicyModel) -> np.ndarray:
-    """float32 [PROBE_TOKENS - 1]: log-probabilities of the probe's tokens after the first."""
+    """Return the log-probabilities of the probe's tokens after the first.
+
+    Shape [PROBE_TOKENS - 1], float32."""
     ids = np.array(probe_ids(model.hf.config.get_text_config()), np.int32)
-    out: np.ndarray = (
+    logprobs: np.ndarray = (
         model.logprobs([ids[:1]], [ids[1:]], torch.ones(1, device=model.device))
         .logprobs.float()
         .cpu()
         .numpy()
     )
-    return out
+    return logprobs
 
 
 def load_weights(model: PolicyModel, weights: Mapping[str, torch.Tensor]) -> None:
@@ -537,12 +534,12 @@ def load_weights(model: PolicyModel, weights: Mapping[str, torch.Tensor]) -> Non
 
 
 def digest(buffer: memoryview | bytes | bytearray) -> str:
-    """xxh3-64 of the flat bytes, in hex."""
+    """Return the xxh3-64 of the flat bytes, in hex."""
     return xxhash.xxh3_64_hexdigest(buffer)
 
 
 def weights_digest(model: PolicyModel) -> str:
-    """Digest of the model's weights in their flat layout (gaps are zero)."""
+    """Return the digest of the model's weights in their flat layout, with gaps of zeros."""
     buffer = bytearray(flat_bytes(manifest(model)))
     write_flat(model, memoryview(buffer))
     return digest(buffer)

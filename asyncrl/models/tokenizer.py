@@ -1,10 +1,9 @@
-"""The tokenizer of a model directory and what a prompt is to it, without torch; and a look at the
-weight files.
+"""Tokenizers, encoded prompts and a quick check of weight files, without torch.
 
-transformers takes seconds of CPU to import and wraps the Rust library that does the work.  Where
-its configuration adds nothing to `tokenizer.json`, that library is used alone, with the same
-results (a test compares them); everything else goes through transformers: published Qwen models by
-their class, which needs no torch, the rest by AutoTokenizer, which imports models and all."""
+transformers takes seconds of CPU to import, and wraps a Rust library that does the work.  Where its
+configuration adds nothing to `tokenizer.json`, that library is used directly, with the same results
+(a test compares them).  Published Qwen models use transformers' class, which needs no torch; all
+others use AutoTokenizer, which also imports models."""
 
 from __future__ import annotations
 
@@ -33,8 +32,8 @@ KNOWN_FILES = (
     "tokenizer_config.json",
     "spiece.model",
 )
-# What transformers also reads, and what would change the tokens: with any of these in the directory
-# it is asked.
+# Further files that transformers reads and that may change the tokens: it loads directories with
+# any of them.
 OTHER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
@@ -45,20 +44,18 @@ OTHER_FILES = (
     "spiece.model",
     "tekken.json",
 )
-# families for which transformers takes tokenizer_class = TokenizersBackend at its word
+# families for which transformers uses tokenizer_class = TokenizersBackend as it is
 OWN_CLASS = ("qwen3", "llama")
 NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
 HARMLESS = {"tokenizer_class", "backend", "model_max_length", "chat_template", *NAMED}
-# characters from which on a text is encoded as a batch of one, in which other threads can go on
+# longer texts are encoded as a batch of one, during which other threads can run
 LONG_TEXT = 1 << 14
 NAMED_FIRST = 3  # missing parameters that a message lists
-PATCHED_VOCABULARY = 100_000  # above it transformers looks for a faulty pre-tokenizer and mends it
+PATCHED_VOCABULARY = 100_000  # for larger ones transformers may replace a faulty pre-tokenizer
 
 
 class PlainTokenizer:
-    """`tokenizer.json` by the tokenizers library alone: what generator and supervisor use of a
-    tokenizer.
-    """
+    """A `tokenizer.json` in the tokenizers library, with the methods that a run needs."""
 
     def __init__(self, path: str | Path, settings: dict[str, Any]) -> None:
         import tokenizers
@@ -73,39 +70,39 @@ class PlainTokenizer:
         )
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of `text`; with special tokens around it as transformers would put them, if
-        asked for.
-        """
+        """Encode `text` into token ids.
+
+        add_special_tokens: add those that transformers would add."""
         if add_special_tokens:
             return list(self.full_tokenizer.encode(text))
         if len(text) > LONG_TEXT:
-            (found,) = self.inner.encode_batch([text], add_special_tokens=False)
-            return list(found.ids)
+            (encoding,) = self.inner.encode_batch([text], add_special_tokens=False)
+            return list(encoding.ids)
         return list(self.inner.encode(text, add_special_tokens=False).ids)
 
     def get_vocab(self) -> dict[str, int]:
-        """Every token with its number."""
+        """Return every token with its id."""
         return dict(self.inner.get_vocab(with_added_tokens=True))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         return str(self.inner.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any:
-        """By transformers, whose template environment it is."""
+        """Apply the chat template with transformers, which has its template environment."""
         return self.full_tokenizer.apply_chat_template(*args, **kwargs)
 
     @cached_property
     def full_tokenizer(self) -> Any:
-        """The same tokenizer as transformers' class."""
+        """The same tokenizer in transformers' class."""
         from asyncrl.models.policy import transformers_tokenizer
 
         return transformers_tokenizer(self.path)
 
 
 def read_plain_settings(path: Path) -> dict[str, Any] | None:
-    """The settings of a tokenizer that is exactly its tokenizer.json; None when transformers would
-    add to it, or might.
-    """
+    """Return the settings of a tokenizer that is fully described by its tokenizer.json.
+
+    None when transformers adds something to it, or may."""
     if any((path / name).exists() for name in OTHER_FILES):
         return None
     try:
@@ -125,13 +122,13 @@ def read_plain_settings(path: Path) -> dict[str, Any] | None:
             and len(stored["model"]["vocab"]) + len(special) < PATCHED_VOCABULARY
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None  # transformers says what is wrong with it
+        return None  # transformers raises the error
     return settings if same else None
 
 
 def qwens(path: Path) -> bool:
     """Whether AutoTokenizer would choose Qwen2Tokenizer for this directory."""
-    # names for which it has another opinion
+    # AutoTokenizer chooses another class for these names
     if str(path).lower().startswith(("deepseek-ai/", "stepfun-ai/")):
         return False
     try:
@@ -147,7 +144,7 @@ def qwens(path: Path) -> bool:
 
 
 def vocabulary(path: str | Path) -> int:
-    """Tokens of the model in a directory, as its config.json says; 0: it does not say."""
+    """Return the vocabulary size in a model's config.json; 0 if it is missing."""
     try:
         raw = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
         size = raw.get("vocab_size", (raw.get("text_config") or {}).get("vocab_size"))
@@ -157,7 +154,7 @@ def vocabulary(path: str | Path) -> int:
 
 
 def load_tokenizer(path: str | Path) -> Any:
-    """The tokenizer in a model directory.  Raises ConfigError when there is none."""
+    """Load the tokenizer in a model directory.  Raises ConfigError when there is none."""
     if not any((Path(path) / name).is_file() for name in KNOWN_FILES):
         raise ConfigError(
             f"model.path: {path} has no tokenizer (none of {', '.join(KNOWN_FILES)}); save the "
@@ -167,7 +164,7 @@ def load_tokenizer(path: str | Path) -> Any:
     if settings is not None:
         try:
             return PlainTokenizer(path, settings)
-        except Exception:  # the tokenizers library raises bare Exception; transformers words it
+        except Exception:  # the library raises bare Exception; transformers raises a better one
             pass
     if qwens(Path(path)):
         from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
@@ -176,7 +173,8 @@ def load_tokenizer(path: str | Path) -> Any:
             return Qwen2Tokenizer.from_pretrained(str(path))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"model.path: {path} has no tokenizer that loads: {str(error).splitlines()[0]}"
+                f"model.path: the tokenizer in {path} cannot be loaded: "
+                f"{str(error).splitlines()[0]}"
             ) from error
     from asyncrl.models.policy import transformers_tokenizer
 
@@ -184,51 +182,48 @@ def load_tokenizer(path: str | Path) -> Any:
 
 
 def stop_tokens(tokenizer: Any, config: Config) -> tuple[int, ...]:
-    """The tokens that end an answer: the tokenizer's, those of generation_config.json (one or a
-    list), those of generator.stop.
+    """Return the tokens that end a completion.
 
-    A model without a generation_config.json has its own in config.json, as for transformers.
-    Raises ConfigError for a text of generator.stop that is not one token."""
-    found = [*model_stops(tokenizer, config.model.path)]
+    They come from the tokenizer, from generation_config.json (else config.json, as in
+    transformers), and from generator.stop.  Raises ConfigError for a text of generator.stop that is
+    not one token."""
+    stops = [*model_stops(tokenizer, config.model.path)]
     for text in config.generator.stop:
         ids = tokenizer.encode(text, add_special_tokens=False)
         if len(ids) != 1:
             raise ConfigError(
                 f"generator.stop: {text!r} is {len(ids)} tokens for the tokenizer in "
-                f"{config.model.path}; an answer ends at one token"
+                f"{config.model.path}; give texts of exactly one token"
             )
-        found += ids
-    return tuple(dict.fromkeys(found))
+        stops += ids
+    return tuple(dict.fromkeys(stops))
 
 
 def model_stops(tokenizer: Any, path: str | Path) -> tuple[int, ...]:
-    """The tokens at which any run of the model in a directory ends an answer."""
-    found = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    """Return the tokens of a model directory that end a completion in any run."""
+    stops = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     for name in ("generation_config.json", "config.json"):
         try:
             named = json.loads((Path(path) / name).read_text(encoding="utf-8")).get("eos_token_id")
         except (OSError, ValueError, AttributeError):
             continue
-        found += [
+        stops += [
             int(x) for x in (named if isinstance(named, list) else [] if named is None else [named])
         ]
         break
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(stops))
 
 
 def has_character(tokenizer: Any, character: str) -> bool:
-    """Whether the vocabulary can write a printable character: it is not the unknown token, and not
-    dropped.
-    """
+    """Whether the vocabulary has a printable character: neither unknown token nor dropped."""
     ids = tokenizer.encode(character, add_special_tokens=False)
     return bool(ids) and tokenizer.unk_token_id not in ids
 
 
 def encode_prompt(tokenizer: Any, prompt: Prompt) -> np.ndarray:
-    """Token ids int32 [P] of a prompt; chat turns go through the tokenizer's chat template.
+    """Encode a prompt into token ids, int32 [P]; chat turns use the chat template.
 
-    Raises ConfigError where there is none, and for turns that it refuses.
-    """
+    Raises ConfigError where there is no template, or where it fails."""
     if prompt.messages:
         ids = encode_chat_prompt(tokenizer, prompt)
     else:
@@ -237,67 +232,68 @@ def encode_prompt(tokenizer: Any, prompt: Prompt) -> np.ndarray:
 
 
 def encode_chat_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
-    """The chat turns of a prompt, up to where the answer begins."""
+    """Encode the chat turns of a prompt, up to the beginning of the completion.
+
+    Raises ConfigError like `encode_prompt`."""
     where = getattr(tokenizer, "path", None) or getattr(tokenizer, "name_or_path", "")
-    whole = tokenizer.full_tokenizer if isinstance(tokenizer, PlainTokenizer) else tokenizer
-    if not whole.chat_template:
+    full = tokenizer.full_tokenizer if isinstance(tokenizer, PlainTokenizer) else tokenizer
+    if not full.chat_template:
         raise ConfigError(
             f"task: {prompt.split} prompt {prompt.id} has `messages`, and the tokenizer in {where} "
-            "has no chat template to write them with: "
-            "put one there (chat_template.jinja), or give the text as `prompt`"
+            "has no chat template: put one there (chat_template.jinja), or give the text as "
+            "`prompt`"
         )
     try:
         return list(
-            whole.apply_chat_template(
+            full.apply_chat_template(
                 prompt.messages, add_generation_prompt=True, tokenize=True, return_dict=False
             )
         )
-    except Exception as error:  # whatever a template raises: it is a program of its own
+    except Exception as error:  # a template is a program and may raise anything
         raise ConfigError(
             f"task: {prompt.split} prompt {prompt.id}: the chat template in {where} fails on its "
-            "`messages`: "
-            f"{type(error).__name__}: {' '.join(str(error).split())}"
+            f"`messages`: {type(error).__name__}: {' '.join(str(error).split())}"
         ) from error
 
 
 def encode_chat_response(
     tokenizer: Any, turns: Sequence[dict[str, str]], answer: str, stops: Sequence[int]
 ) -> list[int]:
-    """The tokens of an assistant's turn behind `turns`, as the chat template writes it: up to the
-    first of `stops` behind the text, else up to the first special token there; the text and
-    stops[0] where the template writes neither.
+    """Encode an assistant's turn after `turns`, as the chat template writes it.
 
-    Raises whatever a template raises."""
-    whole = tokenizer.full_tokenizer if isinstance(tokenizer, PlainTokenizer) else tokenizer
+    The tokens end at the first of `stops` after the text, else at the first special token there.
+    Where the template writes neither, they are the text and stops[0].  Raises any exception of the
+    template."""
+    full = tokenizer.full_tokenizer if isinstance(tokenizer, PlainTokenizer) else tokenizer
     before, after = (
-        str(whole.apply_chat_template(list(each), add_generation_prompt=ask, tokenize=False))
-        for each, ask in (
+        str(full.apply_chat_template(list(chat), add_generation_prompt=generate, tokenize=False))
+        for chat, generate in (
             (turns, True),
             ([*turns, {"role": "assistant", "content": answer}], False),
         )
     )
-    # a template may strip the text, or write what goes before it otherwise once it is answered
+    # a template may strip the text, or write earlier turns differently once there is an answer
     text = answer if answer in after else answer.strip()
-    written = after[len(before) :] if after.startswith(before) else text + _text_after(after, text)
-    if text not in written:
-        written = text
-    ids = list(whole.encode(written, add_special_tokens=False))
-    behind = list(whole.encode(_text_after(written, text), add_special_tokens=False))
-    special = {at for at, token in whole.added_tokens_decoder.items() if token.special}
-    ends = [at for at, token in enumerate(behind) if token in stops]
-    ends += [at for at, token in enumerate(behind) if token in special]
+    turn = after[len(before) :] if after.startswith(before) else text + _text_after(after, text)
+    if text not in turn:
+        turn = text
+    ids = list(full.encode(turn, add_special_tokens=False))
+    rest = list(full.encode(_text_after(turn, text), add_special_tokens=False))
+    special = {number for number, token in full.added_tokens_decoder.items() if token.special}
+    ends = [index for index, token in enumerate(rest) if token in stops]
+    ends += [index for index, token in enumerate(rest) if token in special]
     if ends:
-        return ids[: len(ids) - len(behind) + ends[0] + 1]
-    return [*whole.encode(text, add_special_tokens=False), *stops[:1]]
+        return ids[: len(ids) - len(rest) + ends[0] + 1]
+    return [*full.encode(text, add_special_tokens=False), *stops[:1]]
 
 
-def _text_after(written: str, text: str) -> str:
-    """What follows the last place of `text`; nothing where it does not stand."""
-    return written.rpartition(text)[2] if text in written else ""
+def _text_after(turn: str, text: str) -> str:
+    """Return the part of `turn` after the last occurrence of `text`; "" without one."""
+    return turn.rpartition(text)[2] if text in turn else ""
 
 
 def has_template(path: str | Path) -> bool:
-    """Has the tokenizer in a model directory a chat template?"""
+    """Whether the tokenizer in a model directory has a chat template."""
     if (Path(path) / "chat_template.jinja").is_file():
         return True
     try:
@@ -308,19 +304,18 @@ def has_template(path: str | Path) -> bool:
 
 
 def missing_weights_message(path: str | Path, missing: Sequence[str]) -> str:
-    """What is wrong with weight files that have no value for these parameters."""
+    """Describe weight files that lack these parameters."""
     more = ", ..." if len(missing) > NAMED_FIRST else ""
     return (
-        f"the weights in {path} lack {len(missing)} of the parameters that its config.json asks "
-        "for, which would be drawn at random: "
-        f"{', '.join(missing[:NAMED_FIRST])}{more}"
+        f"the weights in {path} lack {len(missing)} of the parameters in its config.json, which "
+        f"would be random: {', '.join(missing[:NAMED_FIRST])}{more}"
     )
 
 
 def check_weights(path: str | Path) -> None:
-    """Look at the headers of a directory's weight files, without loading them.  Raises ConfigError
-    for none, or for a damaged one.
-    """
+    """Check the headers of a directory's weight files, without loading the weights.
+
+    Raises ConfigError for missing or damaged files."""
     import safetensors
 
     files = sorted(Path(path).glob("*.safetensors"))

@@ -1,11 +1,11 @@
-"""A Llama-like model without transformers: the parameters of one under transformers' names, in its
-order, from and to its own files.
+"""Load and save a Llama-like model without importing transformers.
 
 The packed forward (packed_forward.py) and the decoder need a model's parameters, a few numbers of
-its config and its rotary table; importing transformers for that costs each process seconds of CPU.
-`load` makes exactly that, for directories that say everything plainly, and None for all others,
-which transformers loads as before.  Whoever calls the model itself (a plain forward, `generate`)
-gets transformers' modules over the same parameters, built on that first call."""
+its config and its rotary table; importing transformers for them costs each process seconds of CPU.
+`load` provides them, under transformers' names and in its order, for directories that describe the
+model completely; it returns None for all others, which transformers loads.  A call of the model
+itself (a plain forward, `generate`) goes to transformers' modules over the same parameters, which
+are built on the first call."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class BareConfig(SimpleNamespace):
 
 
 class RotaryEmbedding(torch.nn.Module):
-    """cos and sin [B, n, head_dim] of positions [B, n], halves repeated (Su et al. 2021, arXiv
-    2104.09864; half-split layout).
-    """
+    """Rotary embedding in the half-split layout (Su et al. 2021, arXiv 2104.09864).
+
+    Maps positions [B, n] to cos and sin [B, n, head_dim], whose second half repeats the first."""
 
     rope_type = "default"
 
@@ -47,17 +47,17 @@ class RotaryEmbedding(torch.nn.Module):
     def forward(
         self, like: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # also of a bf16 model
+        # in float32 even for a bf16 model
         frequencies = self.frequencies.to(like.device, torch.float32)
         angles = positions[..., None].float() * frequencies
-        both = torch.cat((angles, angles), dim=-1)
-        return both.cos().to(like.dtype), both.sin().to(like.dtype)
+        repeated = torch.cat((angles, angles), dim=-1)
+        return repeated.cos().to(like.dtype), repeated.sin().to(like.dtype)
 
 
 class BareLinear(torch.nn.Linear):
-    """x W^T + b, made without the random start of torch's; one of torch's for peft, which puts
-    adapters beside nothing else.
-    """
+    """x W^T + b, built without torch's random initialization.
+
+    It is a subclass of torch.nn.Linear because peft only attaches adapters to that."""
 
     def __init__(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None) -> None:
         torch.nn.Module.__init__(self)
@@ -70,7 +70,7 @@ class BareLinear(torch.nn.Linear):
 
 
 class WeightModule(torch.nn.Module):
-    """An embedding's or a norm's weight."""
+    """A module that only has the weight of an embedding or a norm."""
 
     def __init__(self, weight: torch.nn.Parameter) -> None:
         super().__init__()
@@ -78,11 +78,13 @@ class WeightModule(torch.nn.Module):
 
 
 class ModuleHolder(torch.nn.Module):
-    """A named place in the tree of modules."""
+    """An inner node of the tree of modules."""
 
 
 class BareModel(torch.nn.Module):
-    """The model.  `files`: the directory's JSON files, kept for `save_pretrained`."""
+    """A Llama-like model with transformers' parameter names.
+
+    files: the directory's JSON files, for `save_pretrained`."""
 
     def __init__(
         self, raw: dict[str, Any], tensors: dict[str, torch.Tensor], files: dict[str, str]
@@ -90,38 +92,41 @@ class BareModel(torch.nn.Module):
         super().__init__()
         config = self.config = BareConfig(**raw)
         self._files = files
-        made = {name: torch.nn.Parameter(tensors[name]) for name in names(raw)}
+        parameters = {name: torch.nn.Parameter(tensors[name]) for name in names(raw)}
 
-        def linear(at: str) -> BareLinear:
-            return BareLinear(made[at + ".weight"], made.get(at + ".bias"))
+        def linear(module: str) -> BareLinear:
+            return BareLinear(parameters[module + ".weight"], parameters.get(module + ".bias"))
 
         self.model = ModuleHolder()
-        self.model.embed_tokens = WeightModule(made["model.embed_tokens.weight"])
+        self.model.embed_tokens = WeightModule(parameters["model.embed_tokens.weight"])
         self.model.layers = torch.nn.ModuleList()
         for index in range(config.num_hidden_layers):
-            at = f"model.layers.{index}."
+            prefix = f"model.layers.{index}."
             layer = ModuleHolder()
             layer.self_attn = ModuleHolder()
             layer.mlp = ModuleHolder()
             for part in "qkvo":
-                layer.self_attn.add_module(f"{part}_proj", linear(f"{at}self_attn.{part}_proj"))
+                layer.self_attn.add_module(f"{part}_proj", linear(f"{prefix}self_attn.{part}_proj"))
             for part in "qk" if config.model_type == "qwen3" else "":
                 layer.self_attn.add_module(
-                    f"{part}_norm", WeightModule(made[f"{at}self_attn.{part}_norm.weight"])
+                    f"{part}_norm",
+                    WeightModule(parameters[f"{prefix}self_attn.{part}_norm.weight"]),
                 )
             for part in ("gate", "up", "down"):
-                layer.mlp.add_module(f"{part}_proj", linear(f"{at}mlp.{part}_proj"))
-            layer.input_layernorm = WeightModule(made[at + "input_layernorm.weight"])
+                layer.mlp.add_module(f"{part}_proj", linear(f"{prefix}mlp.{part}_proj"))
+            layer.input_layernorm = WeightModule(parameters[prefix + "input_layernorm.weight"])
             layer.post_attention_layernorm = WeightModule(
-                made[at + "post_attention_layernorm.weight"]
+                parameters[prefix + "post_attention_layernorm.weight"]
             )
             self.model.layers.append(layer)
-        self.model.norm = WeightModule(made["model.norm.weight"])
+        self.model.norm = WeightModule(parameters["model.norm.weight"])
         self.model.rotary_emb = RotaryEmbedding(rope_base(raw) or 0.0, head_dim(raw))
         self.lm_head = WeightModule(
-            self.model.embed_tokens.weight if config.tie_word_embeddings else made["lm_head.weight"]
+            self.model.embed_tokens.weight
+            if config.tie_word_embeddings
+            else parameters["lm_head.weight"]
         )
-        self._whole: list[Any] = []
+        self._full: list[Any] = []  # in a list, so that it is not a submodule
 
     def get_input_embeddings(self) -> Any:
         return self.model.embed_tokens
@@ -130,25 +135,23 @@ class BareModel(torch.nn.Module):
         return self.lm_head
 
     def full_model(self) -> Any:
-        """The same parameters in transformers' modules."""
-        if not self._whole:
+        """Return transformers' model with the same parameters."""
+        if not self._full:
             from asyncrl.models.policy import transformers_modules
 
-            self._whole.append(transformers_modules(self))
-        return self._whole[0].train(self.training)
+            self._full.append(transformers_modules(self))
+        return self._full[0].train(self.training)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """By transformers' modules."""
+        """Call transformers' model."""
         return self.full_model()(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """By transformers' modules."""
+        """Call `generate` of transformers' model."""
         return self.full_model().generate(*args, **kwargs)
 
     def save_pretrained(self, path: str | Path) -> None:
-        """config.json, generation_config.json and one file of weights, as transformers reads and
-        writes them.
-        """
+        """Write config.json, generation_config.json and one weights file, as transformers does."""
         import safetensors.torch
 
         for name, text in self._files.items():
@@ -158,7 +161,7 @@ class BareModel(torch.nn.Module):
 
 
 def open_weight_files(path: Path) -> Iterator[Any]:
-    """The directory's open safetensors files."""
+    """Yield the directory's safetensors files, opened one at a time."""
     import safetensors
 
     index = path / INDEX
@@ -173,9 +176,9 @@ def open_weight_files(path: Path) -> Iterator[Any]:
 
 
 def load(path: str | Path, dtype: str) -> BareModel | None:
-    """The model in `path`, parameters as `dtype` on the CPU; None when it needs transformers, or
-    when anything about its files is unusual.
-    """
+    """Load the model in `path` as `dtype` on the CPU.
+
+    None when it needs transformers, or when its files are unusual or damaged."""
     import safetensors
 
     path = Path(path)
@@ -188,17 +191,17 @@ def load(path: str | Path, dtype: str) -> BareModel | None:
         raw = json.loads(files["config.json"])
         if not is_plain_config(raw):
             return None
-        wanted = names(raw)
+        shapes = names(raw)
         tensors = {}
         for file in open_weight_files(path):
-            for name in file.keys():  # noqa: SIM118  # no mapping
-                if wanted.get(name) != tuple(file.get_slice(name).get_shape()):
+            for name in file.keys():  # noqa: SIM118  # not a mapping
+                if shapes.get(name) != tuple(file.get_slice(name).get_shape()):
                     return None
                 tensors[name] = file.get_tensor(name).to(getattr(torch, dtype), copy=True)
-        if set(tensors) != set(wanted):
+        if set(tensors) != set(shapes):
             return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, safetensors.SafetensorError):
-        return None  # transformers says what is wrong with it
+        return None  # transformers raises the error
     key = "dtype" if "dtype" in raw or "torch_dtype" not in raw else "torch_dtype"
     if raw.get(key) != dtype:
         raw[key] = dtype

@@ -1,9 +1,9 @@
-"""What is left to do when the supervisor was killed: `python -m asyncrl.supervise.cleanup RUN_DIR`,
-with a pipe from it as stdin.
+"""Remove a run's sockets and shared memory when its supervisor was killed.
 
-The kernel ends the children of a killed supervisor; sockets and shared memory would stay.  This
-process sees its pipe close, waits until the run directory's lock is free, and removes them.  Ends
-by itself, also after a run that ended well."""
+The supervisor starts `python -m asyncrl.supervise.cleanup RUN_DIR` with a pipe as stdin.  The
+kernel ends the children of a killed supervisor, but sockets and shared memory would stay.  This
+process sees the pipe close, waits until the run directory's lock is free, and removes them.  It
+ends by itself, also after a run without errors."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ TRIES = 10
 
 def main(run_dir: Path) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
-        # it outlives the supervisor by a moment, whatever the terminal sends
+        # a signal from the terminal must not end it before it has cleaned up
         signal.signal(number, signal.SIG_IGN)
     outside = rundir.outside_directories(run_dir)
     sys.stdin.buffer.read()
-    # the kernel frees the supervisor's lock, and ends the children, in its own time
+    # the kernel takes a moment to free the supervisor's lock and to end the children
     for _ in range(TRIES):
         time.sleep(WAIT_S)
         try:
@@ -36,7 +36,7 @@ def main(run_dir: Path) -> None:
             return rundir.remove(outside)
         rundir.remove(outside)
         return lock.close()
-    # somebody goes on with the run already, and will clean up after it
+    # another supervisor has resumed the run already and will clean up after it
 
 
 if __name__ == "__main__":

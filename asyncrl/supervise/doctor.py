@@ -1,6 +1,4 @@
-"""What is known of a run: from its buffer when that answers, else from what its processes left
-behind.  `asyncrl doctor RUN_DIR` prints it.
-"""
+"""The state of a run for `asyncrl doctor RUN_DIR`: from its buffer, else from its files."""
 
 from __future__ import annotations
 
@@ -22,33 +20,33 @@ SHOWN = ("reward/mean", "eval/heldout", "lag/mean", "optim/grad_norm")
 
 
 def deadline_s(config: Config, run_dir: Path) -> float:
-    """Seconds without a commit after which the supervisor calls this run's next step overdue."""
+    """Seconds without a commit after which this run's next step is overdue."""
     settings = config.watchdog
-    dog = ProgressWatchdog(settings.multiple, settings.floor_s, settings.startup_s)
+    watchdog = ProgressWatchdog(settings.multiple, settings.floor_s, settings.startup_s)
     for count, seconds in enumerate(
         [r["t"] for r in metrics.read(run_dir) if "reward/mean" in r], 1
     ):
-        dog.observe(count, count, seconds)
-    return dog.deadline
+        watchdog.observe(count, count, seconds)
+    return watchdog.deadline
 
 
 def last_line(path: Path) -> str:
-    """The last line of a log that has something in it; "" when there is none."""
+    """The last line of a log that is not empty; "" when there is none."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 4096))
-            found = [
+            lines = [
                 x.strip() for x in file.read().decode(errors="replace").splitlines() if x.strip()
             ]
     except OSError:
         return ""
-    return escape_line(found[-1]) if found else ""
+    return escape_line(lines[-1]) if lines else ""
 
 
 def processes(config: Config, run_dir: Path) -> list[dict[str, Any]]:
-    """Every process that the run should have or has had: does it live, how did it end, and the last
-    line of its log.
-    """
+    """Describe every process that the run has, had or should have.
+
+    One dict each: does it run, how did it end, and the last line of its log."""
     newest = process_log.latest_events(run_dir)
     logs = sorted(
         (run_dir / "logs").glob("attempt_*"),
@@ -60,50 +58,52 @@ def processes(config: Config, run_dir: Path) -> list[dict[str, Any]]:
         {*newest, *(["supervisor"] if process_log.is_alive(run_dir, "supervisor") else [])}
         - {*names}
     )
-    out = []
+    described = []
     for name in names:
         row = newest.get(name)
-        lives_now = process_log.is_alive(run_dir, name)
-        if lives_now:
+        running = process_log.is_alive(run_dir, name)
+        if running:
             pid = (
                 (run_dir / (".run.lock" if name == "supervisor" else f".{name}.alive"))
                 .read_text(encoding="utf-8")
                 .strip()
             )
-            said = f"{name} is running (process {pid})"
+            state = f"{name} is running (process {pid})"
         else:
-            said = f"{name} has not been started" if row is None else process_log.end_of(row)
+            state = f"{name} has not been started" if row is None else process_log.end_of(row)
         log = logs[-1] / f"{name}.log" if logs else None
         known = (
             log is not None and log.exists() and (row is None or row.get("supervised") is not False)
         )
-        out.append(
+        described.append(
             {
                 "name": name,
-                "alive": lives_now,
+                "alive": running,
                 "known": row is not None,
-                "said": said,
-                "code": None if lives_now or row is None else row.get("code"),
+                "said": state,
+                "code": None if running or row is None else row.get("code"),
                 "log": str(log) if known else "",
                 "last_line": last_line(log) if known and log is not None else "",
             }
         )
-    return out
+    return described
 
 
 def checkpoint(run_dir: Path) -> dict[str, Any] | None:
-    """The newest checkpoint, unread: version and path."""
-    found = [
+    """Version and path of the newest checkpoint, which is not read; None without one."""
+    paths = [
         p
         for p in (run_dir / "checkpoints").glob("epoch_*/number_*")
         if p.parent.suffix == "" and p.name[7:].isdigit()
     ]
-    best = max(found, key=lambda p: (int(p.parent.name[6:]), int(p.name[7:])), default=None)
-    return None if best is None else {"version": int(best.name[7:]), "path": str(best)}
+    newest = max(paths, key=lambda p: (int(p.parent.name[6:]), int(p.name[7:])), default=None)
+    return None if newest is None else {"version": int(newest.name[7:]), "path": str(newest)}
 
 
 def examine_run(config: Config, run_dir: Path, status: RunStatus | None) -> dict[str, Any]:
-    """All of it; `running`: somebody of the run lives; `ended`: all its steps are made."""
+    """Collect the run's state, as `asyncrl doctor --json` prints it.
+
+    running: at least one of its processes runs.  ended: all its steps are done."""
     rows = [r for r in metrics.read(run_dir) if "reward/mean" in r]
     every = processes(config, run_dir)
     committed = (
@@ -136,7 +136,7 @@ def examine_run(config: Config, run_dir: Path, status: RunStatus | None) -> dict
 
 
 def link_metrics(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The last step at which generators had told of their links: not each step has news of them.
+    """The newest row with metrics of the generators' links, which not every step has.
 
     >>> link_metrics([{"step": 1, "link/ack_s": 2.0}, {"step": 2}])["step"]
     1
@@ -145,9 +145,7 @@ def link_metrics(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def missing(seen: dict[str, Any]) -> list[str]:
-    """Processes without which it cannot go on, and that somebody must start: none where a
-    supervisor does.
-    """
+    """Names of the stopped processes that the run needs; [] where a supervisor restarts them."""
     alive = {p["name"] for p in seen["processes"] if p["alive"]}
     enough = any(n.startswith("generator") for n in alive)  # any generator will do
     needed = [
@@ -159,19 +157,19 @@ def missing(seen: dict[str, Any]) -> list[str]:
 
 
 def advice(config: Config, run_dir: Path, seen: dict[str, Any]) -> str:
-    """What to do next, in one line."""
+    """Advise on the next step, in one line."""
     alive = {p["name"] for p in seen["processes"] if p["alive"]}
     config_path = run_dir / "config.toml"
     lost = missing(seen)
     if seen["ended"]:
         return (
-            f"the run has ended: {run_dir / 'report.html'}, {run_dir / 'model'}; `asyncrl "
-            f"run --resume {run_dir} --set learner.steps=N` trains on"
+            f"the run has ended: {run_dir / 'report.html'}, {run_dir / 'model'}; train on with "
+            f"`asyncrl run --resume {run_dir} --set learner.steps=N`"
         )
     if "supervisor" in alive:
         return (
-            "a supervisor looks after it: it starts again what dies, and ends the run when "
-            "that does not help"
+            "a supervisor is running: it restarts processes that fail, and ends the run when that "
+            "does not help"
         )
     if alive and lost:
         start = [
@@ -179,46 +177,45 @@ def advice(config: Config, run_dir: Path, seen: dict[str, Any]) -> str:
             + (f" --index {n[10:]}" if n[10:] else "")
             for n in lost
         ]
-        return "it waits for what is not there; start it: " + "; ".join(start)
+        return "the run waits for a process that is not running; start it: " + "; ".join(start)
     if alive:
-        return "all its processes are running: it is starting, or one of them hangs"
+        return "all processes are running: the run is starting, or one of them hangs"
     return (
-        f"nothing of it runs; `asyncrl run --resume {run_dir}` goes on from its last "
-        f"checkpoint, `asyncrl report {run_dir}` shows what there is"
+        f"no process of it is running; `asyncrl run --resume {run_dir}` continues from the last "
+        f"checkpoint, `asyncrl report {run_dir}` shows the run up to now"
     )
 
 
 def describe_refusals(seen: dict[str, Any]) -> list[str]:
-    """What the buffer would not have: messages that it refused, a line a reason, and batches that
-    it set aside.
+    """List what the buffer refused: messages, one line per reason, and excluded batches.
 
     >>> seen = {"refused": {"number": 2, "token": 1}, "set_aside": ["R/set_aside/batch_3.jsonl"]}
     >>> print(*describe_refusals(seen), sep="\\n")
     refused: 2 samples with an impossible reward, part, log-probability or temperature
     refused: 1 samples with tokens that the model does not have
-    set aside, as the learner's lives ended on it: R/set_aside/batch_3.jsonl
+    excluded, as the learner repeatedly failed on it: R/set_aside/batch_3.jsonl
     """
     return [f"refused: {count} {REFUSALS[reason]}" for reason, count in seen["refused"].items()] + [
-        f"set aside, as the learner's lives ended on it: {path}" for path in seen["set_aside"]
+        f"excluded, as the learner repeatedly failed on it: {path}" for path in seen["set_aside"]
     ]
 
 
 def lines(config: Config, run_dir: Path, seen: dict[str, Any]) -> list[str]:
-    """For people, of a run whose buffer does not answer."""
-    out = [
+    """Describe a run whose buffer does not answer, for a reader."""
+    text = [
         f"step {seen['committed']}/{seen['steps']}"
         + "".join(f"  {n} {x:.3g}" for n, x in seen["last_metrics"].items())
     ]
     if seen["silent_s"] is not None and not seen["ended"]:
-        out[0] += f"  (the last one {seen['silent_s']:.0f} s ago)"
+        text[0] += f"  (the last one {seen['silent_s']:.0f} s ago)"
     for process in seen["processes"]:
-        out.append(process["said"])
+        text.append(process["said"])
         if process["last_line"] and not seen["ended"]:
-            out.append(f"    {process['log']}: {process['last_line']}")
+            text.append(f"    {process['log']}: {process['last_line']}")
     if seen["checkpoint"] is not None and not seen["ended"]:
-        out.append(
+        text.append(
             f"newest checkpoint: version {seen['checkpoint']['version']}, "
             f"{seen['checkpoint']['path']}"
         )
-    held_up = [seen["link"]] if seen["link"] else []
-    return [*out, *held_up, *describe_refusals(seen), advice(config, run_dir, seen)]
+    link = [seen["link"]] if seen["link"] else []
+    return [*text, *link, *describe_refusals(seen), advice(config, run_dir, seen)]

@@ -1,5 +1,6 @@
-"""Does exact mode hold on this machine?  The engine writes answers, the learner computes their
-logprobs again, and bits are compared.
+"""The self-test of exact mode: do engine and learner agree bitwise on this machine?
+
+The engine generates completions, the learner recomputes their logprobs, and the bits are compared.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from asyncrl.models.policy import PolicyModel
 
 @dataclass
 class ExactCheckRow:
-    """One line of the table: cases compared, values that differ, the largest difference."""
+    """One row of the table: an operator and how its two results compare."""
 
     operator: str
     cases: int
     values: int
-    differ: int
-    largest: float
+    differ: int  # values that differ
+    largest: float  # absolute difference
 
     @property
     def ok(self) -> bool:
@@ -55,39 +56,38 @@ def check_generation(
     seed: int = 0,
     micro: int = 7,
 ) -> ExactCheckRow:
-    """Answers of the embedded engine, entering and leaving its batch, against packed forwards of
-    `micro` samples.
+    """Compare the embedded engine's logprobs with packed forwards of `micro` samples.
 
-    threads: of the engine and of the learner.  Raises ConfigError for a model that only the plain
-    path can run."""
+    Completions enter and leave the engine's batch at different steps.  threads: of the engine and
+    of the learner.  Raises ConfigError for a model without a fast path."""
     from actors.engine import CompletionRequest
     from actors.engine_embedded import EmbeddedEngine
 
     if model.fast is None:
         raise ConfigError(
-            f"exact: models of type {model.hf.config.model_type} run by transformers alone, which "
-            "exact mode does not cover; set exact = false"
+            f"exact: models of type {model.hf.config.model_type} only run through transformers, "
+            "which exact mode does not cover; set exact = false"
         )
-    before = torch.get_num_threads()
-    was = model.exact
+    previous_threads = torch.get_num_threads()
+    previous_exact = model.exact
     try:
         torch.set_num_threads(threads[0])
         engine = EmbeddedEngine(
             model, slots=slots, context=context, max_new_tokens=longest, fixed=True
         )
         engine.load(dict(policy.named_weights(model)), Label(1, 0), "check")
-        draw = np.random.default_rng(seed)
+        random = np.random.default_rng(seed)
         vocab = model.hf.config.vocab_size
         prompts = [
-            draw.integers(0, vocab, n).astype(np.int32)
-            for n in draw.integers(1, context - longest, 10)
+            random.integers(0, vocab, n).astype(np.int32)
+            for n in random.integers(1, context - longest, 10)
         ]
         requests = [
             CompletionRequest(
                 (t, s, 1),
                 p,
                 t,
-                int(draw.integers(1, longest + 1)),
+                int(random.integers(1, longest + 1)),
                 temperature=(1.0, 0.7, 1.3)[t % 3],
                 top_p=1.0,
                 top_k=0,
@@ -97,51 +97,52 @@ def check_generation(
             for t, p in enumerate(prompts)
             for s in range(4)
         ]
-        answers = []
-        for at in range(0, len(requests), 5):
-            engine.add(requests[at : at + 5])
-            answers += engine.step(2)
+        completions = []
+        for first in range(0, len(requests), 5):
+            engine.add(requests[first : first + 5])
+            completions += engine.step(2)
         while engine.active:
-            answers += engine.step(3)
+            completions += engine.step(3)
         torch.set_num_threads(threads[1])
         model.exact = True
         temperature = {q.key: q.temperature for q in requests}
         pairs = []
-        for at in range(0, len(answers), micro):
-            part = answers[at : at + micro]
+        for first in range(0, len(completions), micro):
+            part = completions[first : first + micro]
             scale = torch.tensor([temperature[a.key] for a in part])
             with torch.no_grad():
-                out = model.logprobs(
+                recomputed = model.logprobs(
                     [a.prompt for a in part],
                     [a.tokens for a in part],
                     scale,
                     groups=[a.key[0] for a in part],
-                    want_entropy=at % 2 == 0,
+                    want_entropy=first % 2 == 0,
                 )
             pairs.append(
-                (torch.from_numpy(np.concatenate([a.logprobs for a in part])), out.logprobs)
+                (torch.from_numpy(np.concatenate([a.logprobs for a in part])), recomputed.logprobs)
             )
         return _compare("engine = learner", pairs)
     finally:
-        torch.set_num_threads(before)
-        model.exact = was
+        torch.set_num_threads(previous_threads)
+        model.exact = previous_exact
 
 
-SHAPES = (16, 32, 48, 256, 1024)  # rows: of a decode step, and of packed micro-batches
-POSITIONS = 64  # that the check of attention looks at, at most
+SHAPES = (16, 32, 48, 256, 1024)  # rows of a decode step and of packed micro-batches
+POSITIONS = 64  # checked query positions of attention, at most
 
 
 def operators(
     model: PolicyModel, threads: tuple[int, int] = (1, 1), seed: int = 0, context: int = 512
 ) -> list[ExactCheckRow]:
-    """Each operator on the same 16 rows alone and among 32 to 1024 others (attention: decoded and
-    in a full forward, over up to `context` keys).
-    """
+    """Compare each operator on 16 rows alone and among 32 to 1024 rows.
+
+    Attention is compared between decoding and a full forward, over up to `context` keys.  Raises
+    ConfigError for a model without a fast path."""
     lay = model.fast
     if lay is None:
         raise ConfigError(
-            f"exact: models of type {model.hf.config.model_type} run by transformers alone, which "
-            "exact mode does not cover; set exact = false"
+            f"exact: models of type {model.hf.config.model_type} only run through transformers, "
+            "which exact mode does not cover; set exact = false"
         )
     weights = {n: p.detach().float().cpu() for n, p in model.hf.named_parameters()}
     fused = {k: v.contiguous() for k, v in exact_operators.fuse_layer(lay, 0, weights).items()}
@@ -161,14 +162,14 @@ def operators(
         ("head", big, lambda x: exact_operators.times(x, head)),
         ("log-softmax", logits, lambda x: torch.log_softmax(x, -1)),
     ]
-    before = torch.get_num_threads()
-    out = []
+    previous_threads = torch.get_num_threads()
+    rows = []
     try:
         for name, inputs, operator in table:
             torch.set_num_threads(threads[0])
             alone = operator(inputs[:16].clone())
             torch.set_num_threads(threads[1])
-            out.append(
+            rows.append(
                 _compare(
                     name,
                     [
@@ -183,30 +184,30 @@ def operators(
                     ],
                 )
             )
-        out.append(_attention(lay, threads, source, context))
+        rows.append(_attention(lay, threads, source, context))
     finally:
-        torch.set_num_threads(before)
-    return out
+        torch.set_num_threads(previous_threads)
+    return rows
 
 
 def _attention(
     lay: Any, threads: tuple[int, int], source: torch.Generator, context: int
 ) -> ExactCheckRow:
-    """One query over its keys, padded as in decoding, against queries at up to POSITIONS positions
-    of a sequence of `context` at once.
-    """
+    """Compare attention of one query, as in decoding, with that of many queries at once.
+
+    The queries are at up to POSITIONS positions of a sequence of `context` tokens."""
     share = lay.heads // lay.kv_heads
     width = exact_operators.round_up(context, exact_operators.KEYS)
-    at = torch.linspace(0, width - 1, min(POSITIONS, width)).long()
+    positions = torch.linspace(0, width - 1, min(POSITIONS, width)).long()
     queries, keys, values = (
         torch.randn(lay.kv_heads, n, lay.head_dim, generator=source)
-        for n in (share * len(at), width, width)
+        for n in (share * len(positions), width, width)
     )
-    bias = torch.zeros(len(at), width)
-    bias.masked_fill_(torch.arange(width) > at[:, None], exact_operators.MASKED)
+    bias = torch.zeros(len(positions), width)
+    bias.masked_fill_(torch.arange(width) > positions[:, None], exact_operators.MASKED)
     torch.set_num_threads(threads[1])
     full = exact_operators.attend(queries[None], keys, values, bias.repeat(share, 1)).view(
-        lay.kv_heads, share, len(at), lay.head_dim
+        lay.kv_heads, share, len(positions), lay.head_dim
     )
     torch.set_num_threads(threads[0])
     pairs = []
@@ -215,25 +216,27 @@ def _attention(
         t.view(space.shape[1], -1, width, lay.head_dim).transpose(1, 2).flatten(2)
         for t in (keys, values)
     )
-    keys = keys.transpose(1, 2).contiguous().transpose(1, 2)  # as the engine's cache has them
-    for number, position in enumerate(at.tolist()):
-        seen = exact_operators.round_up(position + 1, exact_operators.KEYS)
-        one = queries.view(1, lay.heads, len(at), -1)[:, :, number]
-        found = exact_operators.attend_one(
-            one, keys[:, :seen], values[:, :seen], bias[number, :seen], space
+    keys = keys.transpose(1, 2).contiguous().transpose(1, 2)  # the layout of the engine's cache
+    for number, position in enumerate(positions.tolist()):
+        visible = exact_operators.round_up(position + 1, exact_operators.KEYS)
+        query = queries.view(1, lay.heads, len(positions), -1)[:, :, number]
+        decoded = exact_operators.attend_one(
+            query, keys[:, :visible], values[:, :visible], bias[number, :visible], space
         )
-        pairs.append((found.view(lay.kv_heads, share, -1), full[:, :, number]))
+        pairs.append((decoded.view(lay.kv_heads, share, -1), full[:, :, number]))
     return _compare("attention", pairs)
 
 
 def check(config: Config) -> list[ExactCheckRow]:
-    """The whole self-test for a config's own model, lengths and threads."""
+    """Run the self-test with a config's model, lengths and threads.
+
+    Raises ConfigError on a device other than the CPU, or for a model without a fast path."""
     model = policy.load_policy(Path(config.model.path), config.model.dtype, config.model.device)
     generator = config.generator
     threads = (config.generator.threads, config.learner.threads)
     if model.device.type != "cpu":
         raise ConfigError(
-            f"exact: holds for fp32 on a CPU only, and model.device = {config.model.device} is "
+            f"exact: only holds for fp32 on a CPU, and model.device = {config.model.device} is "
             f"{model.device}; set model.device = cpu"
         )
     longest = min(generator.max_new_tokens, 48)
@@ -254,7 +257,7 @@ def check(config: Config) -> list[ExactCheckRow]:
 
 
 def failure(rows: Sequence[ExactCheckRow]) -> str:
-    """Empty when every row agrees; else what differs, in words."""
+    """Describe the rows that differ; "" when all agree."""
     bad = [r for r in rows if not r.ok]
     return ", ".join(
         f"{r.operator} ({r.differ} of {r.values} values differ, by up to {r.largest:.1e})"
@@ -263,7 +266,7 @@ def failure(rows: Sequence[ExactCheckRow]) -> str:
 
 
 def table(rows: Sequence[ExactCheckRow]) -> str:
-    """The rows for a reader."""
+    """Format the rows as a table for a reader."""
     lines = [f"{'operator':18} {'cases':>6} {'values':>8} {'differ':>7}  largest"]
     return "\n".join(
         lines
@@ -276,25 +279,27 @@ def table(rows: Sequence[ExactCheckRow]) -> str:
 
 
 def small_models() -> list[ExactCheckRow]:
-    """The self-test without a config: small models of several shapes, built for it."""
-    out: list[ExactCheckRow] = []
+    """Run the self-test without a config, on small models of several shapes."""
+    rows: list[ExactCheckRow] = []
     for family, kv, tied in (
         ("qwen3", 4, True),
         ("qwen3", 2, False),
         ("llama", 1, True),
         ("qwen2", 2, False),
     ):
-        with tempfile.TemporaryDirectory() as place:
+        with tempfile.TemporaryDirectory() as directory:
             model = policy.build_model(
-                place, "abcdefgh", family=family, kv_heads=kv, tied=tied, seed=3
+                directory, "abcdefgh", family=family, kv_heads=kv, tied=tied, seed=3
             )
         name = f"{family} 4/{kv} {'tied' if tied else 'untied'}"
-        out = _merge_rows(out, [*operators(model), replace(check_generation(model), operator=name)])
-    return out
+        rows = _merge_rows(
+            rows, [*operators(model), replace(check_generation(model), operator=name)]
+        )
+    return rows
 
 
-def _merge_rows(have: list[ExactCheckRow], more: Sequence[ExactCheckRow]) -> list[ExactCheckRow]:
-    by_name = {row.operator: row for row in have}
+def _merge_rows(rows: list[ExactCheckRow], more: Sequence[ExactCheckRow]) -> list[ExactCheckRow]:
+    by_name = {row.operator: row for row in rows}
     for row in more:
         if (known := by_name.get(row.operator)) is not None:
             row = ExactCheckRow(

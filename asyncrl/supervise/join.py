@@ -1,12 +1,12 @@
-"""A machine that has the package and a key becomes a generator of a running run.
+"""Join a running run as a generator, from a machine that has the package and a key.
 
 ```
-join --Watch--> buffer          which run is it?
-     --Join---> buffer          its config, this generator's name, where the chunk server is
-     --files--> chunk server    model, prompts, reward function: by digest, kept in a cache
+join --StatusRequest--> buffer          which run is it?
+     --JoinRequest----> buffer          config, this generator's name, address of the chunk server
+     --files----------> chunk server    model, prompts, reward function: by digest, cached
 ```
 
-From then on it is a generator like any other."""
+After that it is a generator like any other."""
 
 from __future__ import annotations
 
@@ -30,22 +30,20 @@ from asyncrl.transport.file_server import FileEntry
 from asyncrl.transport.sockets import PeerSocket
 
 ASK_S = 1.0
-NOTICE_S = 5.0  # between two lines about what `join` waits for
+NOTICE_S = 5.0  # between two lines about a wait
 
 Say = Callable[[str], None]
 
 
 class Trust(NamedTuple):
-    """What the joiner allows the run, whose config is the run's choice.  env: variables of this
-    machine's environment that go where the config says; code: the run's reward function runs here.
-    """
+    """The permissions that this machine gives the run, whose config it does not control."""
 
-    env: Sequence[str] = ()
-    code: bool = False
+    env: Sequence[str] = ()  # environment variables that the config may send elsewhere
+    code: bool = False  # the run's reward function may run here
 
 
 class GeneratorSetup(NamedTuple):
-    """What a generator needs to begin."""
+    """Everything that a generator needs to start."""
 
     config: Config
     run_dir: Path  # of this generator alone, on this machine
@@ -53,13 +51,13 @@ class GeneratorSetup(NamedTuple):
 
 
 def cache_dir() -> Path:
-    """Where fetched files stay, unless told otherwise."""
+    """The default directory for fetched files."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base) / "asyncrl"
 
 
 class WaitNotice:
-    """Reports what `join` waits for, at most every NOTICE_S seconds."""
+    """Report what `join` waits for, at most every NOTICE_S seconds."""
 
     def __init__(self, say: Say, patience_s: float) -> None:
         self.say, self.patience_s = say, patience_s
@@ -75,15 +73,15 @@ class WaitNotice:
 
 
 def ask(address: str, curve_dir: str, name: str, patience_s: float, say: Say) -> m.JoinReply:
-    """What the buffer says to somebody who joins; asks until a learner is there, too.
-    Reports through `say` what it waits for.
+    """Ask the buffer to join until the learner is ready, and return the reply.
 
-    name: "" for whichever the key says.  Raises PeerUnreachable, NothingToDo, and what it
-    refuses."""
+    name: the generator's name, "" to take the one of the key.  Waits are reported through `say`.
+    Raises PeerUnreachable after `patience_s` seconds, NothingToDo when the run has ended, and
+    AsyncrlError when the buffer refuses."""
     until = time.monotonic() + patience_s
     late = PeerUnreachable(
-        f"no buffer at {address} says what to join within {patience_s:g} s (--wait): is it running "
-        "with keys of the same `asyncrl keys`, and its learner?"
+        f"no buffer at {address} answered the request to join within {patience_s:g} s (--wait): is "
+        "it running, with keys of the same `asyncrl keys`, and is its learner?"
     )
     notice = WaitNotice(say, patience_s)
     while (status := live.ask(address, curve_dir, ASK_S)) is None:
@@ -112,14 +110,16 @@ def ask(address: str, curve_dir: str, name: str, patience_s: float, say: Say) ->
 
 
 def generator_number(producer: str) -> int:
-    """Of a generator's name.  Raises ConfigError for a name of no generator."""
+    """The number in a generator's name.  Raises ConfigError for any other name."""
     if not keys.GENERATOR.fullmatch(producer):
-        raise ConfigError(f"--keys: the key is of {producer!r}, and only generators can join")
+        raise ConfigError(f"--keys: the key belongs to {producer!r}, and only generators can join")
     return int(producer.rpartition("-")[2])
 
 
 def find_own_key(curve_dir: str, index: int | None) -> str:
-    """The name to ask for: "" with a copied key, which says it by itself.  Raises ConfigError."""
+    """The generator name to request: "" with a copied key, which has a name.
+
+    Raises ConfigError when the directory holds no key of one generator."""
     where = Path(curve_dir)
     if index is not None:
         return f"generator-{index}"
@@ -132,23 +132,23 @@ def find_own_key(curve_dir: str, index: int | None) -> str:
 
 
 def trusting(config: Config) -> list[str]:
-    """The options by which `asyncrl join` allows what this run needs: for its own machines."""
+    """The options of `asyncrl join` that this run needs, for the user's own machines."""
     key = config.reward.judge.key_env if config.reward.judge.url else ""
     return [*(["--trust-code"] if config.reward.share else []), *(["--env", key] if key else [])]
 
 
 def localize_config(
-    said: m.JoinReply,
+    reply: m.JoinReply,
     address: str,
     curve_dir: str,
     folders: dict[str, Path],
     files: list[FileEntry],
     trust: Trust = Trust(),
 ) -> Config:
-    """The run's config as it holds on this machine: every path is one of the cache's.  Raises
-    ConfigError for a variable of the environment that the joiner has not named.
-    """
-    raw: dict[str, Any] = tomllib.loads(said.config)
+    """Adapt the run's config to this machine: every path points into the cache.
+
+    Raises ConfigError for an environment variable that `trust` does not allow."""
+    raw: dict[str, Any] = tomllib.loads(reply.config)
     raw["model"]["path"] = str(folders["model"])
     if "reward_model" in folders:
         raw["reward"]["model"]["path"] = str(folders["reward_model"])
@@ -167,14 +167,14 @@ def localize_config(
         raw["reward"]["function"] = f"{folders['reward'] / name}:{attribute}"
     raw["wires"]["address"] = address
     raw["wires"]["curve_dir"] = curve_dir
-    # more than one, whatever it was: nobody takes all tickets for itself any more
+    # at least two: a generator that is alone takes all tickets
     raw["generators"] = max(2, raw.get("generators", 1))
     config = load.convert(raw, f"the config of the run at {address}")
     judge = config.reward.judge
     if judge.key_env and judge.key_env not in trust.env:
         raise ConfigError(
             f"the run at {address} asks for the variable {judge.key_env!a} of this machine's "
-            f"environment (reward.judge.key_env), to send it to {judge.url!a}: allow that by "
+            f"environment (reward.judge.key_env), to send it to {judge.url!a}: allow that with "
             f"--env {judge.key_env!a}"
         )
     return config
@@ -183,9 +183,10 @@ def localize_config(
 def gather(
     client: ChunkClient, config: str, cache: Path, say: Say, trust: Trust = Trust()
 ) -> tuple[dict[str, Path], list[FileEntry]]:
-    """Every file of the run, in the cache; its code where the joiner trusts it.  Returns the folder
-    of each part, and the files.  Raises ConfigError for code that is neither trusted nor here.
-    """
+    """Fetch every file of the run into the cache; its code only where `trust` allows that.
+
+    Returns the folder of each part, and the files.  Raises ConfigError for code that is neither
+    trusted nor on this machine."""
     files = client.listing()
     folders = {}
     for part in dict.fromkeys(entry.part for entry in files):
@@ -193,13 +194,13 @@ def gather(
         if all(entry.given for entry in entries) and (part != "reward" or trust.code):
             folders[str(part)] = file_server.fetch_files(client, entries, cache, say)
     if "model" not in folders:
-        raise PeerUnreachable(f"the learner at {client.address} has no model to give")
+        raise PeerUnreachable(f"the learner at {client.address} offers no model")
     if function := tomllib.loads(config).get("reward", {}).get("function", ""):
         code = next((entry for entry in files if entry.part == "reward"), None)
         if "reward" in folders and code is not None:
             say(
-                f"reward.function = {function}: code of the run's ({code.name}, SHA-256 "
-                f"{code.digest[:16]}) runs here, as reward.share = true and --trust-code allow"
+                f"reward.function = {function}: running the run's code ({code.name}, SHA-256 "
+                f"{code.digest[:16]}) here, as reward.share = true and --trust-code allow"
             )
         else:
             try:
@@ -208,11 +209,11 @@ def gather(
                 if code is None or not code.given:
                     raise
                 raise ConfigError(
-                    f"reward.function = {function!a}: the run gives out its code ({code.name!a}, "
+                    f"reward.function = {function!a}: the run offers its code ({code.name!a}, "
                     f"SHA-256 {code.digest[:16]}), which would run here with your rights: allow "
-                    "that by --trust-code, or copy the file here"
+                    "that with --trust-code, or copy the file here"
                 ) from error
-            say(f"reward.function = {function}: the one that is here")
+            say(f"reward.function = {function}: using the copy on this machine")
     return folders, files
 
 
@@ -226,19 +227,19 @@ def prepare(
     say: Say,
     trust: Trust = Trust(),
 ) -> GeneratorSetup:
-    """Everything up to a generator's start.  Raises AsyncrlError."""
-    said = ask(address, curve_dir, find_own_key(curve_dir, index), patience_s, say)
-    weights = reachable_address(said.weights, address)
-    client = ChunkClient(weights, patience_s, curve_dir, said.producer)
+    """Do everything up to a generator's start.  Raises AsyncrlError."""
+    reply = ask(address, curve_dir, find_own_key(curve_dir, index), patience_s, say)
+    weights = reachable_address(reply.weights, address)
+    client = ChunkClient(weights, patience_s, curve_dir, reply.producer)
     try:
-        folders, files = gather(client, said.config, cache, say, trust)
+        folders, files = gather(client, reply.config, cache, say, trust)
     finally:
         client.close()
-    config = localize_config(said, address, curve_dir, folders, files, trust)
+    config = localize_config(reply, address, curve_dir, folders, files, trust)
     if url := config.reward.judge.url:
         say(f"reward.judge.url = {url!a}: this machine sends prompts and answers there")
     runs = private.directory(private.directory(cache) / "runs")
-    run_dir = Path(tempfile.mkdtemp(prefix=f"{said.run}-{said.producer}-", dir=runs))
-    rundir.ensure(config, load.dump(config), run_dir, said.run)
-    say(f"joining run {said.run} at {address} as {said.producer}")
-    return GeneratorSetup(config, run_dir, generator_number(said.producer))
+    run_dir = Path(tempfile.mkdtemp(prefix=f"{reply.run}-{reply.producer}-", dir=runs))
+    rundir.ensure(config, load.dump(config), run_dir, reply.run)
+    say(f"joining run {reply.run} at {address} as {reply.producer}")
+    return GeneratorSetup(config, run_dir, generator_number(reply.producer))

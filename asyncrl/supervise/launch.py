@@ -1,8 +1,8 @@
-"""Watches, restarts and ends the processes of one run: every rule, whoever starts them.
+"""Watch, restart and end the processes of one run.
 
-A maker (`asyncrl.supervise.hosts`) starts them, on this machine or on others.  Ctrl-C reaches the
-supervisor alone, which ends them in order: learner, gateway, generators, buffer.  Each writes
-RUN/logs/attempt_N/PROCESS.log."""
+A `ProcessLauncher` (`asyncrl.supervise.hosts`) starts them, on this machine or on others; the rules
+are the same for all launchers.  Ctrl-C reaches only the supervisor, which ends the processes in
+order: learner, gateway, generators, buffer.  Each writes RUN/logs/attempt_N/PROCESS.log."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from asyncrl.supervise import scaling
 from asyncrl.supervise.hosts import ProcessHandle, ProcessLauncher, ProcessSpec
 from asyncrl.supervise.hosts.local import LocalLauncher
 
-# a process that sends nothing for this long, when the run is overdue, is the one to blame
+# when the run is overdue, a process that has sent nothing for this long is the cause
 SILENT_S = 5.0
-SCALE_POLL_S = 0.25  # between two looks whether another number of generators is asked for
-LATE_S = 5.0  # after the end of buffer and learner a generator has this long to hear of it
-# a process asked to end is killed after this long; later where watchdog.floor_s is more than usual
+SCALE_POLL_S = 0.25  # between two checks for a request of `asyncrl scale`
+LATE_S = 5.0  # a generator has this long to end by itself after buffer and learner have ended
+# a process asked to end is killed after this long; more where watchdog.floor_s > USUAL_FLOOR_S
 END_S = 30.0
 USUAL_FLOOR_S = 60.0
 
 
 def signal_name(code: int) -> str:
-    """`exit code 3` or `SIGKILL`."""
+    """Describe an exit code: `exit code 3` or `SIGKILL`."""
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
@@ -46,21 +46,21 @@ class SupervisedProcess:
     process: ProcessHandle | None = None
     log: Path = Path()
     restarts: int = 0
-    code: int | None = None  # of its exit, 0 when that was no loss; None: it runs
+    code: int | None = None  # exit code, 0 when the exit did no harm; None while it runs
     ended_at: float = 0.0  # when its exit was seen
-    held_up: bool = False  # it held the run up, and was ended for that
-    memory_kills: list[str | int] = field(default_factory=list)  # of its machine, as it began
-    leaving: float = 0.0  # when it was told to leave a run that goes on without it; 0: it was not
+    held_up: bool = False  # killed because it held the run up
+    memory_kills: list[str | int] = field(default_factory=list)  # of its machine, at its start
+    leaving: float = 0.0  # when it was asked to leave a run that goes on; 0: it was not
 
     @property
     def number(self) -> int:
-        """Of a generator."""
+        """A generator's number."""
         return int(self.name.rpartition("-")[2])
 
 
 @dataclass
 class Supervisor:
-    """The processes of a run.  `say` prints a line for the user; `maker` starts them."""
+    """The processes of a run.  `say` prints a line for the user, `maker` starts processes."""
 
     config: Config
     run_dir: Path
@@ -73,7 +73,7 @@ class Supervisor:
     heard: float = 0.0
     looked: float = 0.0
     scale_looked: float = 0.0
-    scaled: str = ""  # the request that was answered last
+    scaled: str = ""  # id of the last request that was answered
 
     def __post_init__(self) -> None:
         settings = self.config.watchdog
@@ -81,9 +81,9 @@ class Supervisor:
 
     @property
     def end_s(self) -> float:
-        """Seconds that a process has for its end: where a step may take longer than usual before it
-        is overdue, the last one may too.
-        """
+        """Seconds that a process has to end by itself.
+
+        Where watchdog.floor_s allows longer steps than usual, the last step may be long too."""
         return END_S * max(1.0, self.config.watchdog.floor_s / USUAL_FLOOR_S)
 
     def start(self) -> None:
@@ -105,7 +105,7 @@ class Supervisor:
         self.watchdog.restart(self.heard)
 
     def argv(self, part: str, number: int | None = None) -> list[str]:
-        """The command line of one of our processes."""
+        """The command line of one process of the run."""
         where = [str(self.run_dir / "config.toml"), "--run-dir", str(self.run_dir)]
         index = [] if number is None else ["--index", str(number)]
         return [*importing.command("asyncrl.cli"), part, *where, *index]
@@ -130,9 +130,9 @@ class Supervisor:
     # ---- watching --------------------------------------------------------------------------------
 
     def poll(self) -> bool:
-        """Look after the children; True when all have ended well.  Raises ProcessLost or
-        AsyncrlError when the run cannot go on.
-        """
+        """Check the children once; True when all have ended without an error.
+
+        Raises ProcessLost or another AsyncrlError when the run cannot go on."""
         for child in list(self.children):
             if child.process is None or child.code is not None:
                 continue
@@ -154,21 +154,21 @@ class Supervisor:
         return False
 
     def bring_back(self) -> None:
-        """Start again what ended well as the run had ended, where the run goes on: its buffer and
-        learner were lost after that, and resumed from before it.
-        """
+        """Restart workers that ended with the run, if the run then resumed from an earlier step.
+
+        That happens when buffer and learner are lost after the last step and restart before it."""
         if self.status is None or self.status.finished or self.is_ended or self.interrupts:
             return
         for child in self.children:
             works = child.name.startswith(("generator-", "gateway-"))
             if works and child.code == 0 and self.heard > child.ended_at + LATE_S:
-                self.say(f"the run goes on after its end: starting {child.name} again")
+                self.say(f"the run resumed from an earlier step: starting {child.name} again")
                 self.spawn(child)
 
     # ---- another number of generators ------------------------------------------------------------
 
     def scale(self) -> None:
-        """Do what `asyncrl scale` asks for, once, and say so."""
+        """Carry out a new request of `asyncrl scale` and answer it."""
         now = time.monotonic()
         if now - self.scale_looked < SCALE_POLL_S:
             return
@@ -182,24 +182,24 @@ class Supervisor:
         scaling.answer(self.run_dir, request, request.generators, error)
 
     def resize(self, generators: int) -> str:
-        """Start or end generators until there are so many; those of the highest numbers end.
-        Returns why not, "" when it is done.
-        """
+        """Start or end generators until `generators` run; the highest numbers end first.
+
+        Returns the reason for a refusal, "" when it is done."""
         if self.is_ended or self.interrupts:
             return "the run is ending"
         if (room := self.maker.free_slots()) is not None and generators > room:
-            return f"the cluster has places for {room} generators (placement.generator.count)"
+            return f"the cluster has room for {room} generators (placement.generator.count)"
         mine = [c for c in self.children if c.name.startswith("generator-") and not c.leaving]
-        # also of those that joined by themselves, and of those that are leaving
-        taken = {c.name for c in self.children} | set(self.status.peers if self.status else ())
-        free = (n for n in itertools.count() if f"generator-{n}" not in taken)
+        # also names of generators that joined by themselves or are leaving
+        used_names = {c.name for c in self.children} | set(self.status.peers if self.status else ())
+        free = (n for n in itertools.count() if f"generator-{n}" not in used_names)
         new = [self.generator(next(free)) for _ in range(generators - len(mine))]
         curve_dir = self.config.wires.curve_dir
-        without = [c.name for c in new if curve_dir and not (Path(curve_dir) / c.name).is_dir()]
-        if without:
+        keyless = [c.name for c in new if curve_dir and not (Path(curve_dir) / c.name).is_dir()]
+        if keyless:
             return (
-                f"no key for {', '.join(without)}: `asyncrl keys {curve_dir} --generators N` makes "
-                "some, which a buffer knows from its start on"
+                f"no key for {', '.join(keyless)}: make more with `asyncrl keys {curve_dir} "
+                "--generators N`; the buffer reads them when it starts"
             )
         for child in new:
             self.children.append(child)
@@ -211,7 +211,7 @@ class Supervisor:
         return ""
 
     def finish_scale_down(self, child: SupervisedProcess, code: int | None) -> None:
-        """Of a generator that was told to leave: its end is no loss, and it has so long for it."""
+        """Remove a generator that was asked to leave; kill it once it takes longer than `end_s`."""
         assert child.process is not None
         if code is not None:
             child.process.close()
@@ -222,18 +222,19 @@ class Supervisor:
 
     @property
     def is_ended(self) -> bool:
-        """The buffer has ended well: every step is made and evaluated, and the model was exported
-        before the learner said so.
-        """
+        """Whether the buffer has ended without an error.
+
+        Every step is then done and evaluated, and the learner has exported the model."""
         return any(c.name == "buffer" and c.code == 0 for c in self.children)
 
     def end_remaining(self, seconds: float) -> None:
-        """What outlives the buffer by `seconds`: the learner may take its time to close; what is
-        started too late to be told has nothing to do.
-        """
-        heard = self.status.peers if self.status is not None else {}
+        """Kill what still runs `seconds` after the buffer's end.
+
+        The learner has `end_s` to close.  A process that started too late to be asked to end has
+        LATE_S: it has no work."""
+        peers = self.status.peers if self.status is not None else {}
         for child in self.children:
-            patience = self.end_s if child.name == "learner" and child.name in heard else LATE_S
+            patience = self.end_s if child.name == "learner" and child.name in peers else LATE_S
             if child.code is None and child.process is not None and seconds > patience:
                 child.process.kill()
                 child.code = 0
@@ -241,37 +242,36 @@ class Supervisor:
                 self.say(f"{child.name} was still {doing} when the run had ended")
 
     def observe(self, status: RunStatus) -> None:
-        """The buffer's newest status: what the watchdog knows of the run."""
+        """Take the buffer's newest status, and pass its progress to the watchdog."""
         self.status = status
         self.heard = time.monotonic()
         self.watchdog.observe(status.progress, status.committed, self.heard)
 
     def check_progress(self) -> None:
-        """End by rule what does not go on: the process that holds the run up is killed, and started
-        again while it may be.
-        """
+        """Kill the process that holds up an overdue run; `on_failure` restarts it.
+
+        Raises ProcessLost when no process is the cause."""
         now = time.monotonic()
         asleep = now - self.looked > SILENT_S
         self.looked = now
-        # this process was stopped (Ctrl-Z) or starved: what it has not seen, nobody is blamed for
+        # the supervisor itself was suspended (Ctrl-Z) or starved: restart all timers
         if asleep:
             self.heard = now
             self.watchdog.restart(now)
         alive = {c.name: c for c in self.children if c.process is not None and c.code is None}
-        if self.interrupts or "buffer" not in alive or not (why := self.watchdog.overdue(now)):
+        if self.interrupts or "buffer" not in alive or not (overdue := self.watchdog.overdue(now)):
             return
         waits = self.status.waits if self.status else []
-        says = (
-            "; ".join(f"{who} waits {age:.0f} s for {what}" for who, what, _, age in waits)
-            or "nobody says what it waits for"
+        detail = (
+            "; ".join(f"{name} waits {age:.0f} s for {goal}" for name, goal, _, age in waits)
+            or "no process reports a wait"
         )
-        if (held := self.status.held_up if self.status else None) is not None:
-            if held.session.bounded and now - self.heard < SILENT_S:
-                self.watchdog.reset_deadline(
-                    now
-                )  # no process is to blame, and the session has a deadline
+        if (blocking := self.status.held_up if self.status else None) is not None:
+            if blocking.session.bounded and now - self.heard < SILENT_S:
+                # no process is the cause, and the session has a deadline of its own
+                self.watchdog.reset_deadline(now)
                 return
-            says += f"; {held.describe()}"
+            detail += f"; {blocking.describe()}"
         patience = min(self.watchdog.deadline / 2, SILENT_S)
         name = blocking_process(
             [n for n in alive if n != "buffer"],
@@ -282,10 +282,10 @@ class Supervisor:
         )
         if not name:
             raise ProcessLost(
-                f"the run stands still: {why}; {says}; logs: {self.logs} (watchdog.multiple, "
-                "watchdog.floor_s)"
+                f"the run stands still: {overdue}; {detail}; logs: {self.logs} (the deadline: "
+                "watchdog.multiple, watchdog.floor_s)"
             )
-        self.say(f"the run stands still: {why}; {says}; {name} holds it up and is ended")
+        self.say(f"the run stands still: {overdue}; {detail}; killing {name}, which holds it up")
         child = alive[name]
         assert child.process is not None
         child.held_up = True
@@ -293,12 +293,13 @@ class Supervisor:
         self.watchdog.restart(now)
 
     def on_failure(self, child: SupervisedProcess, code: int) -> None:
-        """A child has ended otherwise than well: no loss at the run's end, started again after a
-        crash; raises what it refused, or ProcessLost.
-        """
+        """Handle a child that ended with an error.
+
+        It is ignored at the run's end and restarted after a crash.  Raises the child's own error
+        if it refused its input, and ProcessLost when it cannot be restarted."""
         if self.is_ended or (code == NothingToDo.exit_code and child.name != "buffer"):
-            child.code = 0  # the run is over, as it knows or as its buffer does
-            self.say(f"{child.name} ended ({signal_name(code)}) when the run was over")
+            child.code = 0  # the run is over, by its own report or by the buffer's
+            self.say(f"{child.name} ended ({signal_name(code)}) after the end of the run")
             return
         assert child.process is not None
         refused = child.process.read_refusal()
@@ -315,7 +316,7 @@ class Supervisor:
             )
         died = signal_name(code) + self.cause(child, code)
         self.say(f"{child.name} died: {died}; its log: {child.log}")
-        if refused is not None:  # starting again would meet it again; the error says the rest
+        if refused is not None:  # a restart would fail in the same way
             raise refused
         for line in last:
             self.say(f"    {line}")
@@ -330,28 +331,29 @@ class Supervisor:
         self.spawn(child)
 
     def cause(self, child: SupervisedProcess, code: int) -> str:
-        """Of a death by SIGKILL that may have been for want of memory, in brackets; else empty."""
+        """In brackets: whether a SIGKILL came from the out-of-memory killer; "" for other exits."""
         if code not in (-signal.SIGKILL, process_log.RANK_LOST) or child.held_up:
             return ""
         before, now = child.memory_kills, process_log.memory_kills()
         if before and before == now:
             return ""
-        why = "killed for want of memory"
+        cause = "out of memory"
         if not before or not now:
-            why = "perhaps killed for want of memory; this machine does not say"
+            cause = "perhaps out of memory; this machine does not report it"
         if tokens := rundir.longest_prompt(self.run_dir, child.name):
-            why += (
+            cause += (
                 f"; its longest prompt had {tokens} tokens: set generator.context or "
                 "generator.slots lower"
             )
-        return f" ({why})"
+        return f" ({cause})"
 
     # ---- the end ---------------------------------------------------------------------------------
 
     def end(self, *, gently: bool) -> None:
-        """End what runs, in order; a learner that ends gently finishes its batch and writes a
-        checkpoint, for which it has as long as for any step.
-        """
+        """End all processes in order: learner, gateway, generators, buffer.
+
+        gently: by SIGTERM; the learner then finishes its batch and writes a checkpoint, and has as
+        long for that as for any step."""
         for kind in ("learner", "gateway", "generator", "buffer"):
             mine = [
                 child

@@ -1,6 +1,4 @@
-"""The live view of a run: a table on a terminal, a plain line every ten seconds elsewhere; both on
-stderr.
-"""
+"""The live view of a run, on stderr: a table on a terminal, elsewhere a line every ten seconds."""
 
 from __future__ import annotations
 
@@ -20,15 +18,16 @@ from asyncrl.transport.sockets import PeerSocket
 
 PLAIN_S = 10.0
 LIVE_S = 0.25
-UNUSED = 0.01  # share of the tokens of trained batches that is worth a word
-SLOW_ACK_S = 1.0  # from a delivery to its acknowledgement: a buffer that is near answers at once
+UNUSED = 0.01  # smallest share of unused tokens in trained batches that is shown
+SLOW_ACK_S = 1.0  # from a delivery to its acknowledgement; a near buffer takes milliseconds
 PACE_BATCHES = 20
 
 
 def receive_reply(socket: PeerSocket, timeout: float) -> object:
-    """What came within `timeout` seconds.  A buffer that says what cannot be, again and again, is
-    one that does not answer: whoever only looks does not end with it.
-    """
+    """The next message within `timeout` seconds, or None.
+
+    A buffer that sends invalid messages counts as one that does not answer: it must not end a
+    process that only observes."""
     try:
         return socket.recv(timeout)
     except PeerUnreachable:
@@ -37,7 +36,7 @@ def receive_reply(socket: PeerSocket, timeout: float) -> object:
 
 
 def ask(address: str, curve_dir: str, timeout: float) -> RunStatus | None:
-    """The buffer's status, or None when nobody answers in time."""
+    """The buffer's status, or None when it does not answer within `timeout` seconds."""
     socket = PeerSocket(address, curve_dir)
     try:
         socket.send(StatusRequest())
@@ -48,7 +47,7 @@ def ask(address: str, curve_dir: str, timeout: float) -> RunStatus | None:
 
 
 class ProgressPace:
-    """How long the rest of a run takes, by its last batches.
+    """Estimate how long the rest of a run takes, from its last batches.
 
     >>> pace = ProgressPace()
     >>> for n in range(5): pace.observe(n, 10.0 * n)
@@ -57,7 +56,7 @@ class ProgressPace:
     """
 
     def __init__(self) -> None:
-        # (when seen, batches then)
+        # (time, batches committed by then)
         self.commits: deque[tuple[float, int]] = deque(maxlen=PACE_BATCHES + 1)
 
     def observe(self, committed: int, now: float) -> None:
@@ -65,9 +64,9 @@ class ProgressPace:
             self.commits.append((now, committed))
 
     def seconds_left(self, steps: int, now: float) -> float | None:
-        """Seconds until `steps` batches are committed; None before there are two to go by.  A batch
-        that takes long counts while it lasts.
-        """
+        """Seconds until `steps` batches are committed; None before two commits were seen.
+
+        The batch in progress counts too when it takes longer than the last ones."""
         if len(self.commits) < 2:
             return None
         (first, at_first), (last, committed) = self.commits[0], self.commits[-1]
@@ -76,7 +75,7 @@ class ProgressPace:
 
 
 def duration(seconds: float) -> str:
-    """A reader's estimate: `40 s`, `12 min`, `3.5 h`, `2.1 days`."""
+    """Format an estimate for a reader: `40 s`, `12 min`, `3.5 h`, `2.1 days`."""
     for limit, unit, name, form in (
         (90, 1, "s", ".0f"),
         (5400, 60, "min", ".0f"),
@@ -88,7 +87,7 @@ def duration(seconds: float) -> str:
 
 
 def rewards(metrics: Mapping[str, float]) -> str:
-    """That rewards hold the run up, by its last step; "" while they do not.
+    """Describe how rewards hold the run up, at its last step; "" while they do not.
 
     >>> last = {"time/reward_wait_share": 0.42, "reward/queue": 120.0, "reward/call_s": 0.2}
     >>> print(rewards(last | {"reward/workers": 1.0}).replace(", ", ",\\n  "))
@@ -112,11 +111,10 @@ def rewards(metrics: Mapping[str, float]) -> str:
 
 
 def describe_slow_link(metrics: Mapping[str, float]) -> str:
-    """That the way between the generators and the others holds the run up, by its last step; ""
-    while it does not.
+    """Describe how the generators' network link holds the run up, at its last step; "" if not.
 
     >>> describe_slow_link({"link/fetch_share": 0.42, "link/fetch_mb_per_s": 11.9}).split(": ")
-    ['the link holds generators up', '42% of their time weights come over it, 11.9 MB/s each']
+    ['the link holds generators up', 'fetching weights takes 42% of their time, 11.9 MB/s each']
     >>> describe_slow_link({"link/fetch_share": 0.01, "link/ack_s": 3.2})
     'the link holds deliveries up: acknowledged after 3.2 s'
     >>> describe_slow_link({"link/ack_s": 0.03})
@@ -127,7 +125,7 @@ def describe_slow_link(metrics: Mapping[str, float]) -> str:
     if share >= HELD_UP:
         rate = metrics.get("link/fetch_mb_per_s", math.nan)
         slow.append(
-            f"generators up: {share:.0%} of their time weights come over it, {rate:.3g} MB/s each"
+            f"generators up: fetching weights takes {share:.0%} of their time, {rate:.3g} MB/s each"
         )
     if ack >= SLOW_ACK_S:
         slow.append(f"deliveries up: acknowledged after {ack:.2g} s")
@@ -135,7 +133,7 @@ def describe_slow_link(metrics: Mapping[str, float]) -> str:
 
 
 def describe_unused_tokens(ledger: Mapping[str, Mapping[str, float]]) -> str:
-    """Of the tokens of trained batches, those that moved nothing; "" while they are few.
+    """Describe the tokens of trained batches that changed no weight; "" while they are few.
 
     >>> ledger = {"trained": {"tokens": 60.0}, "skipped": {"tokens": 30.0}}
     >>> describe_unused_tokens(ledger | {"rejected": {"tokens": 10.0}})
@@ -146,16 +144,16 @@ def describe_unused_tokens(ledger: Mapping[str, Mapping[str, float]]) -> str:
     }
     total = max(sum(tokens.values()), 1.0)
     words = (("skipped", "skipped by early stopping"), ("rejected", "rejected"))
-    said = [
-        f"{tokens[name] / total:.0%} {what}"
-        for name, what in words
+    shares = [
+        f"{tokens[name] / total:.0%} {label}"
+        for name, label in words
         if tokens[name] / total >= UNUSED
     ]
-    return f"of the tokens of its batches {', '.join(said)}" if said else ""
+    return f"of the tokens of its batches {', '.join(shares)}" if shares else ""
 
 
 def limit(metrics: Mapping[str, float]) -> str:
-    """The limit that sets itself, and what moved it last; "" where it is constant.
+    """The adaptive lag limit and the reason for its last change; "" where it is constant.
 
     >>> limit({"limit/now": 3.0, "limit/before": 2.0, "limit/ess": 0.91, "limit/idle": 0.2})
     'limit 3 (was 2: ESS 0.91, learner idle 20%)'
@@ -169,7 +167,7 @@ def limit(metrics: Mapping[str, float]) -> str:
 
 
 def describe_limit_change(metrics: Mapping[str, float]) -> str:
-    """What moved the limit at a step that has `limit/before`."""
+    """The reason for a change of the limit, at a step that has `limit/before`."""
     return (
         f"was {metrics['limit/before']:.0f}: ESS {metrics['limit/ess']:.2f}, learner idle "
         f"{metrics['limit/idle']:.0%}"
@@ -177,32 +175,35 @@ def describe_limit_change(metrics: Mapping[str, float]) -> str:
 
 
 def status_line(status: RunStatus, left: float | None = None) -> str:
-    """One line: progress, seconds left if known, accuracy, speed of both sides, lag, who waits."""
+    """One line: progress, time left, accuracy, speed of both sides, lag, and waits.
+
+    left: seconds, None if unknown."""
     metrics = status.metrics
 
     def show(name: str, form: str) -> str:
         return format(metrics[name], form) if name in metrics else "-"
 
     rest = f" ({duration(left)} left)" if left else ""
-    waiting = [
-        (escape_line(who), escape_line(what), on, age) for who, what, on, age in status.waits
+    waits = [
+        f"{escape_line(name)} waits {age:.0f} s for {escape_line(goal)}"
+        for name, goal, _, age in status.waits
+        if age > 1
     ]
-    held = [f"{who} waits {age:.0f} s for {what}" for who, what, _, age in waiting if age > 1]
-    holds = (
+    blocking = (
         [escape_line(status.held_up.describe(), LONGEST_LINE)]
-        if status.held_up is not None and held
+        if status.held_up is not None and waits
         else []
     )
     slow = rewards(metrics), describe_slow_link(metrics), describe_unused_tokens(status.ledger)
-    waits = "; ".join(filter(None, (*slow, *holds, *held)))
+    problems = "; ".join(filter(None, (*slow, *blocking, *waits)))
     return (
         f"step {status.committed}/{status.steps}{rest}  reward {show('reward/mean', '.3f')}  "
         f"held-out {show('eval/heldout', '.3f')}  "
         f"generate {show('throughput/generator_tokens_per_s', ',.0f')} tok/s  learn "
         f"{show('throughput/learner_tokens_per_s', ',.0f')} tok/s  "
         f"lag {show('lag/mean', '.2f')} (max {show('lag/max', '.0f')})"
-        + (f"  {said}" if (said := limit(metrics)) else "")
-        + (f"  {waits}" if waits else "")
+        + (f"  {shown}" if (shown := limit(metrics)) else "")
+        + (f"  {problems}" if problems else "")
     )
 
 
@@ -224,9 +225,10 @@ def _progress(status: RunStatus, left: float | None) -> Any:
 
 
 def table(status: RunStatus, left: float | None = None) -> Any:
-    """The terminal's view, with the seconds left if known; the learner and what matters most come
-    first, because short windows cut the bottom.
-    """
+    """The table for a terminal.
+
+    left: seconds, None if unknown.  The most important rows come first: short windows cut the
+    bottom."""
     from rich.table import Table
     from rich.text import Text
 
@@ -284,16 +286,18 @@ def table(status: RunStatus, left: float | None = None) -> Any:
         ("length", "answer/length", ".1f"),
         ("grad norm", "optim/grad_norm", ".3f"),
     )
-    if said := limit(metrics):
-        grid.add_row("limit", said)
-    if said := describe_unused_tokens(status.ledger):
-        grid.add_row("not used", said)
+    if shown := limit(metrics):
+        grid.add_row("limit", shown)
+    if shown := describe_unused_tokens(status.ledger):
+        grid.add_row("not used", shown)
     if status.held_up is not None:
         grid.add_row("held up", Text(escape_line(status.held_up.describe(), LONGEST_LINE)))
-    for who, what, on, age in status.waits:
+    for name, goal, holder, age in status.waits:
         grid.add_row(
             "waits",
-            Text(f"{escape_line(who)} {age:.1f} s for {escape_line(what)} ({escape_line(on)})"),
+            Text(
+                f"{escape_line(name)} {age:.1f} s for {escape_line(goal)} ({escape_line(holder)})"
+            ),
         )
     return grid
 
@@ -304,7 +308,7 @@ def follow(
     tick: Callable[[], bool],
     observe: Callable[[RunStatus], None] = lambda _: None,
 ) -> None:
-    """Show the run until `tick` (called about 20 times a second) says that it is over."""
+    """Show the run until `tick`, called about 20 times a second, returns True."""
     socket = PeerSocket(address, curve_dir)
     fancy = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
     live: Any = None

@@ -1,5 +1,6 @@
-"""A run from Python, as a notebook wants it: `asyncrl.run` starts one, `asyncrl.load_run` reads
-one.  Imports no torch.
+"""Runs from Python and notebooks: `asyncrl.run` starts one, `asyncrl.load_run` reads one.
+
+Does not import torch.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 INTERRUPTED = 130
-# a refusal's class, by the exit code that the command ends with
+# exception class by the command's exit code
 KINDS: dict[int, type[AsyncrlError]] = {
     kind.exit_code: kind
     for kind in (
@@ -43,10 +44,10 @@ KINDS: dict[int, type[AsyncrlError]] = {
 
 
 class MetricSeries(msgspec.Struct, frozen=True, eq=False):
-    """One metric, in the order in which it was measured; its unit is in docs/metrics.md."""
+    """One metric over the run, in order of time; its unit is in docs/metrics.md."""
 
     steps: np.ndarray  # int64 [n]: batches committed when it was measured
-    seconds: np.ndarray  # float64 [n]: of the run's work, pauses left out
+    seconds: np.ndarray  # float64 [n]: time of the run, without pauses
     values: np.ndarray  # float64 [n]
 
     def __repr__(self) -> str:
@@ -57,17 +58,17 @@ class MetricSeries(msgspec.Struct, frozen=True, eq=False):
 
 
 class LoadedRun(msgspec.Struct, frozen=True, eq=False):
-    """What a run directory says."""
+    """The content of a run directory."""
 
     path: Path
     config: Config
-    metrics: dict[str, MetricSeries]  # by name; what is no single number (a histogram) is left out
-    samples: list[dict[str, Any]]  # rows of samples.jsonl: a few answers of the run, with rewards
-    ledger: dict[str, int]  # tokens: `generated`, and where each of them ended
-    summary: dict[str, Any]  # as `asyncrl run --json` prints it; `partial` is in it before the end
+    metrics: dict[str, MetricSeries]  # by name; scalars only, without histograms
+    samples: list[dict[str, Any]]  # rows of samples.jsonl: a few samples with rewards
+    ledger: dict[str, int]  # tokens: `generated`, and how many ended in each line
+    summary: dict[str, Any]  # as `asyncrl run --json` prints it; may have `partial` before the end
 
     def facts(self) -> dict[str, str]:
-        """What identifies the run and how far it came, as a notebook shows it."""
+        """The run's identity and progress, as a notebook shows them."""
         start, end = (self.summary[key] for key in ("heldout_start", "heldout_end"))
         accuracy = " -> ".join("-" if value is None else f"{value:.3f}" for value in (start, end))
         return {
@@ -92,9 +93,9 @@ class LoadedRun(msgspec.Struct, frozen=True, eq=False):
         return f"<table>{''.join(rows)}</table>"
 
     def rows(self) -> list[dict[str, float]]:
-        """The metrics by time: `step`, `seconds` and what was measured then.
+        """The metrics in rows by time: `step`, `seconds` and the values measured then.
 
-        An evaluation's row holds its accuracies alone, a batch's row all else."""
+        A row of an evaluation has only its accuracies, a row of a batch all other metrics."""
         table: dict[tuple[float, int], dict[str, float]] = {}
         for name, one in self.metrics.items():
             measured = zip(one.seconds.tolist(), one.steps.tolist(), one.values, strict=True)
@@ -104,27 +105,27 @@ class LoadedRun(msgspec.Struct, frozen=True, eq=False):
         return [table[key] for key in sorted(table)]
 
     def frame(self) -> DataFrame:
-        """`rows` as a pandas frame; NaN where a row lacks a metric.
+        """`rows` as a pandas DataFrame; NaN where a row lacks a metric.
 
-        Raises ConfigError where pandas is not installed."""
+        Raises ConfigError when pandas is not installed."""
         try:
             import pandas
         except ImportError as error:
             raise ConfigError(
-                "frame() needs pandas: pip install pandas; rows() has the same without it"
+                "frame() needs pandas: pip install pandas; rows() returns the same data without it"
             ) from error
         return pandas.DataFrame(self.rows())
 
 
 def load_run(path: str | Path) -> LoadedRun:
-    """Read a run directory; one that still goes on, or did not end well, as far as it came.
+    """Read a run directory, also of a live or failed run.
 
-    Raises ConfigError where no run is."""
+    Raises ConfigError when `path` is not a run directory."""
     where = Path(path)
     if not (where / "config.toml").is_file() or not (where / "run_id").is_file():
         raise ConfigError(
-            f"{where} is no run directory (config.toml and run_id are not both in it); give the "
-            "one that `asyncrl run` named, as in runs/NAME"
+            f"{where} is not a run directory (it lacks config.toml or run_id); give the one that "
+            "`asyncrl run` printed, such as runs/NAME"
         )
     config = load.load(where / "config.toml")
     try:
@@ -144,24 +145,24 @@ def load_run(path: str | Path) -> LoadedRun:
 
 
 def series(rows: Sequence[Mapping[str, Any]]) -> dict[str, MetricSeries]:
-    """Rows of metrics.jsonl, by metric.
+    """Collect rows of metrics.jsonl by metric.
 
     >>> series([{"step": 1, "t": 0.5, "a": 2.0}, {"step": 2, "t": 1.5, "a": 3.0}])["a"].values
     array([2., 3.])
     """
-    found: dict[str, list[tuple[int, float, float]]] = {}
+    measurements: dict[str, list[tuple[int, float, float]]] = {}
     for row in rows:
         for name, value in row.items():
             if name not in ("step", "t") and isinstance(value, int | float):
                 measured = (row["step"], row.get("t", 0.0), value)
-                found.setdefault(name, []).append(measured)
-    out = {}
-    for name, many in found.items():
-        steps, seconds, values = zip(*many, strict=True)
-        out[name] = MetricSeries(
+                measurements.setdefault(name, []).append(measured)
+    by_name = {}
+    for name, measured_values in measurements.items():
+        steps, seconds, values = zip(*measured_values, strict=True)
+        by_name[name] = MetricSeries(
             np.array(steps, np.int64), np.array(seconds, np.float64), np.array(values, np.float64)
         )
-    return out
+    return by_name
 
 
 def run(
@@ -170,15 +171,16 @@ def run(
     *,
     show: bool = False,
 ) -> LoadedRun:
-    """Run it to its end, as `asyncrl run` does, in processes of its own; returns what it left.
+    """Run a config to its end in separate processes, as `asyncrl run` does, and load the result.
 
-    config: a file, the name of a shipped one (`demo`), a table of the same keys, or a config that
-    was loaded; in a table `{here}` is the working directory.  sets: `key.path=value`, as on the
-    command line.  show: print on stderr what the command says.
+    config: a file, the name of a bundled config (`demo`), a table of the same keys, or a loaded
+        config.  In a table `{here}` is the working directory.
+    sets: `key.path=value`, as on the command line.
+    show: print the command's messages on stderr.
 
-    Raises what the command refuses with, by the same line: ConfigError, ProcessLost,
-    PeerUnreachable, Damaged or another AsyncrlError.  An interrupt (KeyboardInterrupt, passed on)
-    lets the run write a checkpoint first; another one stops it at once."""
+    Raises the command's error with the same message: ConfigError, ProcessLost, PeerUnreachable,
+    DamagedDataError or another AsyncrlError.  After an interrupt the run writes a checkpoint, then
+    KeyboardInterrupt is raised; a second interrupt stops the run at once."""
     with tempfile.TemporaryDirectory(prefix="asyncrl-notebook-") as folder:
         if isinstance(config, str | Path):
             source = Path(config)
@@ -188,23 +190,23 @@ def run(
         words = [word for item in sets for word in ("--set", item)]
         argv = importing.command("asyncrl.cli", "run", str(source), "--json", *words)
         with (Path(folder) / "answer").open("w+", encoding="utf-8") as answer:
-            code, said = _call(argv, answer.fileno(), show)
+            code, message = _call(argv, answer.fileno(), show)
             answer.seek(0)
-            found = _last_object(answer.read())
+            result = _last_object(answer.read())
     if code == INTERRUPTED:
-        where = found.get("run_dir")
+        where = result.get("run_dir")
         raise KeyboardInterrupt(
-            f"the run was stopped; asyncrl.load_run({where!r})" if where else ""
+            f"the run was stopped; read it with asyncrl.load_run({where!r})" if where else ""
         )
     if code:
-        error = KINDS.get(code, AsyncrlError)(found.get("error") or said or f"exit code {code}")
+        error = KINDS.get(code, AsyncrlError)(result.get("error") or message or f"exit code {code}")
         error.exit_code = code
         raise error
-    return load_run(found["run_dir"])
+    return load_run(result["run_dir"])
 
 
 def _toml(config: Mapping[str, Any] | Config) -> str:
-    """A config or a raw table as a file that says the same from anywhere."""
+    """Write a config or a table as TOML that does not depend on the working directory."""
     if isinstance(config, Config):
         return load.dump(config)
     return tomli_w.dumps(bundled_configs.substitute_here(dict(config), Path.cwd()))
@@ -223,10 +225,11 @@ def _last_object(text: str) -> dict[str, Any]:
 
 
 def _call(argv: Sequence[str], answer: int, show: bool) -> tuple[int, str]:
-    """The command's exit code, and the last line that it said; `answer` takes its stdout.
+    """Run a command; returns its exit code and the last line of its stderr.
 
-    It lives in a session of its own: an interrupt of this process's group reaches it once.  Where
-    this process is killed, what the command says next has no reader, and that ends it."""
+    answer: file descriptor for its stdout.  The command has its own session, so that an interrupt
+    of this process's group reaches it once.  If this process is killed, the command ends at its
+    next write to stderr, which has no reader."""
     process = subprocess.Popen(
         argv,
         stdin=subprocess.DEVNULL,

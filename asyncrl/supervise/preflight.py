@@ -1,8 +1,8 @@
-"""What can be known of a run before anything starts: each check is a function of this module.
+"""The checks of a config before a run starts; each check is a function of this module.
 
-`preflight` makes them one after the other, builds the tiny model of a warm start, and raises what
-the first failed one says.  `findings` makes all of them, builds nothing, and returns a line each;
-the checks of disk and memory are arithmetic, and never end a run.
+`preflight` makes those that a run needs, builds the tiny model of a warm start, and raises the
+error of the first check that fails.  `findings` makes all checks, builds nothing, and yields one
+finding each.  The checks of disk and memory are estimates and never stop a run.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.printable import escape_line
 from asyncrl.models import devices, fetch
 
-FIRST_PROMPTS = 64  # of the endless training stream that are encoded
-MOST_PROMPTS = 2000  # of a fixed split
+FIRST_PROMPTS = 64  # checked prompts of an endless split
+MOST_PROMPTS = 2000  # checked prompts of a fixed split
 MARKER = ".warm_start"  # a file of this name in the folder at `model.path` allows a warm start
-NAMED_CHARACTERS = 240  # characters of a message that list what a vocabulary lacks
-WIDTHS = {"float32": 4, "bfloat16": 2}  # bytes of a number
-# calls of OpenAI's and Anthropic's clients, or the addresses that they ask
+NAMED_CHARACTERS = 240  # length of the list of missing characters in a message
+WIDTHS = {"float32": 4, "bfloat16": 2}  # bytes per number
+# chat calls of OpenAI's and Anthropic's clients, or the URLs that they request
 CHAT_CALL = re.compile(
     r"\.chat\.completions\b|\.(responses|messages)\.(create|parse|stream)$"
     r"|/chat/completions$|/v1/(responses|messages)$"
@@ -42,12 +42,12 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def say(text: str) -> None:
-    """A line for the user, on stderr."""
+    """Print a line for the user on stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """What a check came to.  later: it needs a model that the run itself builds."""
+    """The outcome of a check; `later`: it needs a model that the run itself builds."""
 
     check: str
     state: Literal["ok", "note", "failed", "later"]
@@ -55,20 +55,20 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def line(finding: Finding) -> str:
-    """A finding for a reader."""
+    """Format a finding for a reader."""
     return f"{finding.check:10} {finding.state:7} {finding.text}"
 
 
 class NotYet(Exception):
-    """There is no model to look at yet: the run builds it."""
+    """The model to check does not exist yet: the run builds it."""
 
 
 class Doubt(Exception):
-    """A check that its arithmetic does not settle: the run may go well."""
+    """A check found a possible problem, with which the run may still succeed."""
 
 
 class Subject:
-    """A config under check, with what several checks look at."""
+    """A config under check, with cached properties that several checks need."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -79,21 +79,21 @@ class Subject:
 
     @cached_property
     def task(self) -> Any:
-        """The task.  Raises ConfigError."""
+        """The task of `task.name`.  Raises ConfigError."""
         from asyncrl.tasks import get_task
 
         return get_task(self.config.task)
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer of a model that passed its check.  Raises ConfigError."""
+        """The tokenizer of a checked model.  Raises ConfigError."""
         from asyncrl.models import model_check
 
         return model_check.check(self.config)
 
     @cached_property
     def raw(self) -> dict[str, Any]:
-        """config.json of the language model.  Raises NotYet, or ConfigError."""
+        """The language model's part of config.json.  Raises NotYet or ConfigError."""
         from asyncrl.models import model_check
 
         if not (self.path / "config.json").is_file():
@@ -102,7 +102,7 @@ class Subject:
 
     @cached_property
     def parameters(self) -> int:
-        """Numbers in the model's weight files."""
+        """The number of parameters in the model's weight files."""
         from asyncrl.models import model_check
 
         self.raw  # noqa: B018 - raises NotYet
@@ -115,16 +115,16 @@ class Subject:
 
     @property
     def references(self) -> list[Any]:
-        """The other models that the learner holds."""
+        """The reference models that the learner also holds."""
         from asyncrl.models import model_check
 
         return model_check.references(self.config)
 
     @property
     def kv_cache(self) -> int:
-        """Bytes of keys and values of a generator with all slots full; 0 where config.json does
-        not say their shape.
-        """
+        """Bytes of the KV cache of a generator with all slots full.
+
+        0 where config.json lacks the shapes."""
         generator, raw = self.config.generator, self.raw
         if generator.kv_cache_mib:
             return generator.kv_cache_mib << 20
@@ -137,9 +137,9 @@ class Subject:
 
 
 def located(config: Config, report: Callable[[str], None] = say) -> Config:
-    """The config with the directory of `model.path` in place of a name of the hub, which is
-    downloaded unless the hub's cache has it.  Raises ConfigError.
-    """
+    """Replace a hub name in `model.path` by the model's directory.
+
+    The model is downloaded unless the hub's cache has it.  Raises ConfigError."""
     if not config.model.path.startswith(fetch.HUB):
         return config
     report(f"fetching {config.model.path}")
@@ -148,15 +148,13 @@ def located(config: Config, report: Callable[[str], None] = say) -> Config:
 
 
 def located_sets(config: Config, sets: Sequence[str]) -> Sequence[str]:
-    """`sets` such that they give what `located` would make of `config`, for runs that are started
-    by their words.
-    """
-    found = located(config)
-    return sets if found is config else [*sets, f"model.path={json.dumps(found.model.path)}"]
+    """Extend `sets` by the `model.path` of `located`, for runs started from the command line."""
+    local = located(config)
+    return sets if local is config else [*sets, f"model.path={json.dumps(local.model.path)}"]
 
 
 def packages_installed(subject: Subject) -> str:
-    """The packages of the engine, the backend, adapters and sessions over HTTP."""
+    """Check the packages of the engine, the backend, adapters and sessions over HTTP."""
     from asyncrl.models.installed import missing_for
 
     config = subject.config
@@ -168,14 +166,14 @@ def packages_installed(subject: Subject) -> str:
 
 
 def devices_present(subject: Subject) -> str:
-    """The GPUs that the config names."""
+    """Check the GPUs that the config names."""
     if why := devices.missing(subject.config):
         raise ConfigError(why)
     return "; ".join(devices.placement(subject.config))
 
 
 def task_reads(subject: Subject) -> str:
-    """The task, and the files that it reads."""
+    """Check the task and the files that it reads."""
     task = subject.task
     sizes = {split: _size(task, split) for split in ("train", "heldout", "ood")}
     counts = (f"{'endless' if n is None else n} {split}" for split, n in sizes.items() if n != 0)
@@ -183,7 +181,7 @@ def task_reads(subject: Subject) -> str:
 
 
 def _size(task: Any, split: str) -> int | None:
-    """Different prompts of a split; None: an endless stream."""
+    """The number of prompts of a split; None for an endless one."""
     from asyncrl.tasks.file import FileTask
 
     size: int | None = len(task.sets[split]) if isinstance(task, FileTask) else task.size(split)
@@ -191,13 +189,13 @@ def _size(task: Any, split: str) -> int | None:
 
 
 def is_own_models_folder(config: Config) -> bool:
-    """Whether a warm start may build a tiny model at `model.path`: where a folder `model` of a
-    project is, in the folder `models` of a project, or where a file `.warm_start` allows it.
+    """Whether a warm start may build a tiny model at `model.path`.
 
-    A project is the working directory, the folder that `runs` is in, or a folder with a config that
-    is no run directory.  Anywhere else, `model.path` is more likely the misspelled place of a real
-    model, and a toy trained in its stead would look like a result.
-    """
+    It may as a folder `model*` of a project, in the folder `models` of a project, or where a file
+    `.warm_start` allows it.  A project is the working directory, the folder that contains `runs`,
+    or a folder that has a config and is not a run directory.  Anywhere else, `model.path` is more
+    likely the misspelled path of a real model, and a tiny model trained in its place would look
+    like a result."""
     path = Path(config.model.path).absolute()
     if (path / MARKER).exists():
         return True
@@ -211,38 +209,41 @@ def is_own_models_folder(config: Config) -> bool:
 
 
 def no_model_at(config: Config) -> str:
-    """Why there is no model at `model.path`, and what to do."""
+    """Explain why there is no model at `model.path`, and what to do."""
     path = config.model.path
     if why := fetch.missing_model_hint(path):
         return f"model.path: {why}"
     folder, _, name = path.partition("/")
     if HUB_NAME.fullmatch(path) and folder != "models" and not Path(folder).exists():
         return (
-            f"model.path: {path} is not a directory; `asyncrl model get hf://{path} models/{name}` "
-            f'makes one of the hub\'s model, model.path = "hf://{path}" fetches it at the start'
+            f"model.path: {path} is not a directory; fetch the hub's model there with `asyncrl "
+            f'model get hf://{path} models/{name}`, or at the start with model.path = "hf://{path}"'
         )
     remedy = "model.warm_start = true builds a tiny one for the task"
     if config.model.warm_start:
         remedy = (
-            "model.warm_start builds one in a project's folder model or models alone: write "
-            f'"models/{Path(path).name}", or make {Path(path) / MARKER} to mean this place'
+            "model.warm_start builds one only in a project's folder model or models: set "
+            f'model.path = "models/{Path(path).name}", or create the file {Path(path) / MARKER} to '
+            "allow this path"
         )
-    return f"model.path: {path} is no model directory (it has no config.json); {remedy}"
+    return f"model.path: {path} is not a model directory (it has no config.json); {remedy}"
 
 
 def model_there(subject: Subject) -> str:
-    """A model at `model.path`.  Raises NotYet for one that a warm start will build."""
+    """Check the model at `model.path`.  Raises NotYet where a warm start will build it."""
     config = subject.config
     if not (subject.path / "config.json").is_file():
         if not config.model.warm_start or not is_own_models_folder(config):
             raise ConfigError(no_model_at(config))
-        raise NotYet(f"nothing in {subject.path} yet: the run builds a tiny one (model.warm_start)")
-    subject.tokenizer  # noqa: B018 - raises what is wrong with the model
+        raise NotYet(
+            f"{subject.path} does not exist yet: the run builds a tiny model (model.warm_start)"
+        )
+    subject.tokenizer  # noqa: B018 - raises ConfigError for a damaged model
     return f"{subject.path}: {subject.parameters:,} parameters, {config.model.dtype}"
 
 
 def model_built(subject: Subject) -> None:
-    """A model at `model.path`; the tiny one of a warm start is built."""
+    """Build the tiny model of a warm start, unless there is a model at `model.path`."""
     config = subject.config
     if (subject.path / "config.json").is_file():
         return
@@ -251,32 +252,31 @@ def model_built(subject: Subject) -> None:
     from asyncrl.tasks.warm_start import warm_start
 
     say(f"building and warm-starting a tiny model for `{config.task.name}` in {subject.path}")
-    done = warm_start(config, subject.path)
-    say(f"warm start: {done['steps']} steps in {done['seconds']} s, loss {done['loss']:.3f}")
+    report = warm_start(config, subject.path)
+    say(f"warm start: {report['steps']} steps in {report['seconds']} s, loss {report['loss']:.3f}")
 
 
 def tokenizer_ends(subject: Subject) -> str:
-    """The tokenizer, and the tokens that end an answer."""
+    """Check the tokenizer, and name the tokens that end a completion."""
     from asyncrl.models.tokenizer import stop_tokens
 
     tokenizer = subject.tokenizer
     ends = [tokenizer.decode([token]) for token in stop_tokens(tokenizer, subject.config)]
-    return f"{len(tokenizer.get_vocab()):,} tokens; answers end at {', '.join(map(repr, ends))}"
+    return f"{len(tokenizer.get_vocab()):,} tokens; completions end at {', '.join(map(repr, ends))}"
 
 
 def chat_call(agent: AgentConfig) -> str:
-    """FILE:LINE of a chat call in the Python source of `agent.function` or `agent.command`.
+    """Find FILE:LINE of a chat call in the source of `agent.function` or `agent.command`.
 
-    "" where there is none, or where it asks for completions of text as well.
-    """
+    "" where there is none, or where the source also requests text completions."""
     words = [agent.function.rpartition(":")[0]] if agent.function else agent.command
     names = [word for word in words if agent.function or word.endswith(".py")]
-    found = ""
+    location = ""
     for path in filter(None, map(importing.source_path, names)):
         try:
             tree = ast.parse(path.read_bytes())
         except (OSError, SyntaxError, ValueError):
-            continue  # importing it says what is wrong
+            continue  # importing it raises the error
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute):
                 call = "." + ast.unparse(node)
@@ -285,14 +285,14 @@ def chat_call(agent: AgentConfig) -> str:
             else:
                 continue
             if CHAT_CALL.search(call):
-                found = found or f"{path}:{node.lineno}"
+                location = location or f"{path}:{node.lineno}"
             elif TEXT_CALL.search(call):
                 return ""
-    return found
+    return location
 
 
 def template_there(subject: Subject) -> str:
-    """The chat template, where something needs one.  `prompts_fit` refuses chats without."""
+    """Check for a chat template where calls need one.  `prompts_fit` refuses chats without."""
     from asyncrl.models.tokenizer import has_template
 
     subject.tokenizer  # noqa: B018
@@ -303,21 +303,20 @@ def template_there(subject: Subject) -> str:
         raise ConfigError(f"agent.tools: the tokenizer in {subject.path} has no chat template")
     if where := chat_call(agent):
         raise ConfigError(
-            f"{agent.source_name}: {where} asks for chat, and the tokenizer in {subject.path} has "
-            "no chat template: put a chat_template.jinja there, choose a model that has one, or "
-            "ask for completions of text (client.completions.create)"
+            f"{agent.source_name}: {where} makes a chat call, and the tokenizer in {subject.path} "
+            "has no chat template: put a chat_template.jinja there, choose a model that has one, "
+            "or request text completions (client.completions.create)"
         )
     if agent.http:
         raise Doubt(
-            f"the tokenizer in {subject.path} has no chat template: "
-            f"{agent.source_name} can ask for "
-            "completions of text alone; put a chat_template.jinja there for chat calls"
+            f"the tokenizer in {subject.path} has no chat template: {agent.source_name} can only "
+            "request text completions; put a chat_template.jinja there for chat calls"
         )
-    return "none, and none is needed for prompts of text"
+    return "no chat template, and text prompts need none"
 
 
 def prompts_fit(subject: Subject) -> str:
-    """The prompts under the tokenizer: none empty, none longer than the context leaves room."""
+    """Check that no prompt is empty or too long for the context."""
     from asyncrl.models.tokenizer import encode_prompt
 
     config = subject.config
@@ -328,20 +327,20 @@ def prompts_fit(subject: Subject) -> str:
         longest = max(longest, length)
         if not length:
             raise ConfigError(
-                f"task: {prompt.split} prompt {prompt.id} has no token under the tokenizer in "
-                f"{subject.path}: it is empty, or of other symbols"
+                f"task: {prompt.split} prompt {prompt.id} has no tokens under the tokenizer in "
+                f"{subject.path}: it is empty, or has only unknown symbols"
             )
         if length > room:
             raise ConfigError(
                 f"generator.context: {prompt.split} prompt {prompt.id} has {length} tokens; "
-                f"context {config.generator.context} less "
-                f"max_new_tokens {config.generator.max_new_tokens} leaves {room}"
+                f"context {config.generator.context} less max_new_tokens "
+                f"{config.generator.max_new_tokens} leaves {room}"
             )
-    return f"the longest of those looked at has {longest} tokens; there is room for {room}"
+    return f"the longest of the checked prompts has {longest} tokens; there is room for {room}"
 
 
 def _first_prompts(subject: Subject) -> Iterator[Any]:
-    """The prompts of each split that a check looks at."""
+    """Yield the prompts of each split that a check reads."""
     for split in ("train", "heldout", "ood"):
         size = _size(subject.task, split)
         for number in range(FIRST_PROMPTS if size is None else min(size, MOST_PROMPTS)):
@@ -349,7 +348,7 @@ def _first_prompts(subject: Subject) -> Iterator[Any]:
 
 
 def characters_known(subject: Subject) -> str:
-    """The prompts' characters: a vocabulary without one writes the unknown token in its place."""
+    """Check that the vocabulary has the prompts' characters; others become the unknown token."""
     from asyncrl.models.tokenizer import has_character
 
     known: dict[str, bool] = {}
@@ -364,41 +363,41 @@ def characters_known(subject: Subject) -> str:
             if not known[character]:
                 affected.setdefault(character, f"{prompt.split} prompt {prompt.id}")
     if not affected:
-        return f"the vocabulary has all {len(known)} characters of those prompts"
+        return f"the vocabulary has all {len(known)} characters of the checked prompts"
     named = ", ".join(f"{character!r} ({where})" for character, where in affected.items())
     remedy = (
-        f"delete {subject.path} to have the tiny model built for these prompts"
+        f"delete {subject.path} to have a tiny model built for these prompts"
         if subject.config.model.warm_start
         else "change the prompts, or choose a model whose vocabulary has them"
     )
     raise Doubt(
         f"task: the vocabulary in {subject.path} lacks {escape_line(named, NAMED_CHARACTERS)}; the "
-        f"model reads one unknown token in their place: {remedy}"
+        f"model reads the unknown token in their place: {remedy}"
     )
 
 
 def reward_called(subject: Subject) -> str:
-    """The reward of a right answer, where the prompt has one, or of an empty one."""
+    """Call the reward function on the prompt's reference answer, or on an empty completion."""
     from actors.rewards import judge_all, judge_name
 
     config = subject.config
     reward_imports(subject)
     if config.agent.uses_sessions:
-        return f"{config.agent.source_name} pays"
+        return f"{config.agent.source_name} gives the reward"
     if config.reward.judge.url:
-        return f"{judge_name(config.reward)}: not asked, as a request may cost"
+        return f"{judge_name(config.reward)}: not called, as a request may cost money"
     prompt = subject.task.prompt("train", 0, config.seed)
-    asked = [(prompt, prompt.answer, [0])]
+    completions = [(prompt, prompt.answer, [0])]
     name = judge_name(config.reward) if config.reward.uses_reward_processes else "the task's own"
-    (result,) = judge_all(config, subject.task, asked)
+    (result,) = judge_all(config, subject.task, completions)
     if result.failed:
         raise ConfigError(f"{name}: {result.failed}")
-    of = f"the answer {prompt.answer!r}" if prompt.answer else "an empty answer"
-    return f"{name}: {result.reward:g} for {of} to {prompt.text[:40]!r}"
+    completion = f"the answer {prompt.answer!r}" if prompt.answer else "an empty answer"
+    return f"{name}: {result.reward:g} for {completion} to {prompt.text[:40]!r}"
 
 
 def disk_free(subject: Subject) -> str:
-    """Room for checkpoints (weights and two moments each), the model and a recording."""
+    """Check the disk space for checkpoints (weights, two moments), the model and a recording."""
     config = subject.config
     runs = Path(config.runs).absolute()
     folder = next(path for path in (runs, *runs.parents) if path.exists())
@@ -406,22 +405,22 @@ def disk_free(subject: Subject) -> str:
     needed = weights * (3 * config.learner.keep_checkpoints + 1)
     needed += (config.record.stream_mib << 20) if config.record.stream else 0
     free = shutil.disk_usage(folder).free
-    said = f"{_gib(needed)} for checkpoints, model and recording; {_gib(free)} free in {folder}"
+    space = f"{_gib(needed)} for checkpoints, model and recording; {_gib(free)} free in {folder}"
     if needed > free:
-        raise ConfigError(f"runs: {said}")
-    return said
+        raise ConfigError(f"runs: {space}")
+    return space
 
 
 def memory_needed(subject: Subject) -> str:
-    """What learner, generators and published versions hold, activations apart, by arithmetic."""
+    """Estimate the memory of learner, generators and published versions, without activations."""
     import psutil
 
     config = subject.config
     weights = subject.parameters * WIDTHS[config.model.dtype]
     # weights, gradient, two moments; DeepSpeed in bfloat16 keeps float32 copies of three of them
-    times = 8 if config.learner.backend == "deepspeed" and config.model.dtype == "bfloat16" else 4
-    learner = weights * times + len(subject.references) * weights
-    # the embedded engine holds the model as read, as it multiplies by it, and the version it pulled
+    copies = 8 if config.learner.backend == "deepspeed" and config.model.dtype == "bfloat16" else 4
+    learner = weights * copies + len(subject.references) * weights
+    # the embedded engine holds the model as read, as fused for its kernels, and the fetched version
     generator = weights * (2 if config.generator.engine == "vllm" else 3) + subject.kv_cache
     versions = weights * config.weights.slots
     total = learner + config.generators * generator + versions
@@ -433,17 +432,17 @@ def memory_needed(subject: Subject) -> str:
         return parts
     free = psutil.virtual_memory().available
     if total > free:
-        raise Doubt(f"{parts}: {_gib(total)} in all, and {_gib(free)} are free")
+        raise Doubt(f"{parts}: {_gib(total)} in all, but only {_gib(free)} are free")
     return f"{parts}; {_gib(free)} are free"
 
 
 def _gib(size: float) -> str:
-    """Bytes for a reader."""
+    """Format a number of bytes for a reader."""
     return f"{size / (1 << 30):.1f} GiB" if size >= 1 << 29 else f"{size / (1 << 20):.0f} MiB"
 
 
 def reward_imports(subject: Subject) -> None:
-    """The reward function, or what judges, in a process of its own."""
+    """Check the reward function, judge or reward model in a process of its own."""
     from actors.rewards import check
 
     config = subject.config
@@ -454,27 +453,27 @@ def reward_imports(subject: Subject) -> None:
 
 
 def exact_agrees(subject: Subject) -> None:
-    """The self-test of exact mode."""
+    """Run the self-test of exact mode, if the config asks for exact mode."""
     config = subject.config
     if not config.exact:
         return
     from asyncrl.supervise import exact_check  # which imports torch
 
-    wrong = exact_check.failure(exact_check.check(config))
-    if wrong and config.exact is True:
+    failure = exact_check.failure(exact_check.check(config))
+    if failure and config.exact is True:
         raise ConfigError(
-            f'exact: {wrong}; `asyncrl doctor --exact CONFIG` shows the table, exact = "try" '
-            "goes on"
+            f"exact: {failure}; `asyncrl doctor --exact CONFIG` shows the table; with "
+            'exact = "try" the run starts anyway'
         )
     say(
-        f'exact: {wrong}; going on, as exact = "try" asks'
-        if wrong
+        f'exact: {failure}; continuing, as exact = "try" asks'
+        if failure
         else "exact: engine and learner agree bitwise in the self-test"
     )
 
 
 def preflight(config: Config) -> None:
-    """Every check of `config`, in order.  Raises what the first failed one says: ConfigError."""
+    """Check `config` before a run.  Raises the ConfigError of the first check that fails."""
     subject = Subject(config)
     packages_installed(subject)
     devices_present(subject)
@@ -502,7 +501,7 @@ CHECKS: dict[str, Callable[[Subject], str]] = {
     "disk": disk_free,
     "memory": memory_needed,
 }
-# check -> those that it needs
+# check -> the checks that must pass first
 NEEDS = dict.fromkeys(("tokenizer", "template", "disk", "memory"), ("model",)) | {
     "prompts": ("model", "task"),
     "characters": ("model", "task"),
@@ -511,14 +510,14 @@ NEEDS = dict.fromkeys(("tokenizer", "template", "disk", "memory"), ("model",)) |
 
 
 def findings(config: Config) -> Iterator[Finding]:
-    """What each check of CHECKS came to; those that need a model say `later` where the run builds
-    it, or where it failed its own check.
-    """
+    """Yield the outcome of each check of CHECKS.
+
+    A check whose prerequisite failed, or needs a model that the run builds, is `later`."""
     subject = Subject(config)
     missing: dict[str, str] = {}
     for name, check in CHECKS.items():
-        if why := next((missing[need] for need in NEEDS.get(name, ()) if need in missing), ""):
-            yield Finding(name, "later", why)
+        if reason := next((missing[need] for need in NEEDS.get(name, ()) if need in missing), ""):
+            yield Finding(name, "later", reason)
             continue
         try:
             yield Finding(name, "ok", check(subject))
@@ -528,5 +527,5 @@ def findings(config: Config) -> Iterator[Finding]:
         except Doubt as error:
             yield Finding(name, "note", str(error))
         except ConfigError as error:
-            missing[name] = f"once the {name} is right"
+            missing[name] = f"once the {name} check passes"
             yield Finding(name, "failed", str(error))

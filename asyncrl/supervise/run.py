@@ -1,6 +1,4 @@
-"""`asyncrl run`: checks, warm start, all processes under a supervisor, the live view, summary and
-report.
-"""
+"""`asyncrl run`: checks, warm start, supervised processes, live view, summary and report."""
 
 from __future__ import annotations
 
@@ -40,11 +38,10 @@ FIXED_ON_RESUME = (
 
 
 class HealthWatcher:
-    """Says each sign that a run goes wrong once, while it goes on.
+    """Report each sign that a run goes wrong once, during the run.
 
-    It reads the whole of metrics.jsonl when the run has grown by a quarter, so all its readings
-    together cost as much as five at the end.
-    """
+    It reads metrics.jsonl again whenever the run has grown by a quarter, so that all readings
+    together cost as much as five readings at the end."""
 
     def __init__(
         self, run_dir: Path, say: Callable[[str], None], about: health_checks.RunFacts | None = None
@@ -54,24 +51,24 @@ class HealthWatcher:
         self.about = about
         self.said: set[str] = set()
         self.next = health_checks.LEAST
-        self.latest: dict[str, float] = {}  # the newest of each measure of the mismatch
-        # what was new of them, one look after the other
+        self.latest: dict[str, float] = {}  # newest value of each mismatch metric
+        # the values that were new at each check
         self.measured: list[Mapping[str, float]] = []
 
-    def report(self, found: Sequence[health_checks.HealthFinding]) -> None:
-        for sign in found:
+    def report(self, findings: Sequence[health_checks.HealthFinding]) -> None:
+        for sign in findings:
             if sign.name not in self.said:
                 self.said.add(sign.name)
                 self.say(f"note: {sign.as_line()}")
 
     def check(self, committed: int, latest: Mapping[str, float] = {}) -> None:
-        """After `committed` batches of the run.
+        """Apply the rules after `committed` batches.
 
-        latest: the newest value of each metric, of whatever batch; it tells of an engine that
-        differs in the first batch already."""
+        latest: the newest value of each metric, from any batch; it shows a mismatch between engine
+        and learner from the first batch on."""
         for rule in (health_checks.refused_messages, health_checks.batches_set_aside):
-            if found := rule([latest]):
-                self.report([found])
+            if finding := rule([latest]):
+                self.report([finding])
         now = {n: latest[n] for n in health_checks.MISMATCHES if n in latest}
         new = {n: x for n, x in now.items() if x != self.latest.get(n)}
         self.latest |= now
@@ -79,17 +76,17 @@ class HealthWatcher:
             ratios = {n: latest[n] for n in ("is/chi2", "is/ratio_max") if n in latest}
             self.measured = [*self.measured[-health_checks.WINDOW :], new | ratios]
             for check in (health_checks.engine_mismatch, health_checks.truncated_sampling):
-                if found := check(self.measured, self.about):
-                    self.report([found])
+                if finding := check(self.measured, self.about):
+                    self.report([finding])
         if committed >= self.next:
             self.next = max(committed + 1, committed * 5 // 4)
             self.report(health_checks.signs(metrics.read(self.run_dir), self.about))
 
 
 def resolve_resume(run_dir: Path, sets: Sequence[str]) -> Config:
-    """The config of a run to go on with.  Raises ConfigError for keys that may not change,
-    NothingToDo when it is finished.
-    """
+    """Load the config of a run to resume, with `sets` applied, and store it in the run directory.
+
+    Raises ConfigError for keys that may not change, NothingToDo when the run is finished."""
     if not (run_dir / "config.toml").is_file():
         raise ConfigError(f"--resume {run_dir}: no run directory (it has no config.toml)")
     before = load.load(run_dir / "config.toml")
@@ -105,14 +102,14 @@ def resolve_resume(run_dir: Path, sets: Sequence[str]) -> Config:
             f"--resume {run_dir}: it has made {made} steps, and learner.steps = "
             f"{config.learner.steps} is fewer; give --set learner.steps=N above {made}"
         )
-    said = run_dir / "summary.json"
+    summary = run_dir / "summary.json"
     if (
-        said.exists()
-        and json.loads(said.read_text(encoding="utf-8"))["steps"] >= config.learner.steps
+        summary.exists()
+        and json.loads(summary.read_text(encoding="utf-8"))["steps"] >= config.learner.steps
     ):
         raise NothingToDo(
-            f"{run_dir} has made all its {config.learner.steps} steps; raise it by --set "
-            "learner.steps=N to train on"
+            f"{run_dir} has made all its {config.learner.steps} steps; to train on, give --set "
+            "learner.steps=N with a larger N"
         )
     if config.staleness.limit != before.staleness.limit:
         rundir.note_limit(run_dir, before.staleness.limit)
@@ -122,24 +119,24 @@ def resolve_resume(run_dir: Path, sets: Sequence[str]) -> Config:
 
 
 def steps_made(run_dir: Path) -> int:
-    """The steps up to the newest checkpoint, from which a resumed learner goes on."""
+    """The step of the newest checkpoint, from which a resumed learner continues."""
     paths = run_dir.glob("checkpoints/epoch_*/number_*")
-    found = (re.search(r"epoch_(\d+)/number_(\d+)$", path.as_posix()) for path in paths)
-    numbers = [(int(match[1]), int(match[2])) for match in found if match]
+    matches = (re.search(r"epoch_(\d+)/number_(\d+)$", path.as_posix()) for path in paths)
+    numbers = [(int(match[1]), int(match[2])) for match in matches if match]
     return max(numbers, default=(0, 0))[1]
 
 
 def directory_removed_error(run_dir: Path) -> AsyncrlError:
     return AsyncrlError(
-        f"{run_dir} was removed or moved while the run went on; what it had written is where it "
-        "went, and the run has ended"
+        f"{run_dir} was removed or moved during the run, which has ended; if it was moved, its "
+        "files are in the new place"
     )
 
 
 def supervise(config: Config, run_dir: Path, watcher: HealthWatcher, maker: ProcessLauncher) -> int:
-    """Run all processes to their end; 130 when interrupted.  Raises what ended the run
-    otherwise.
-    """
+    """Run all processes to their end; returns 0, or 130 when interrupted.
+
+    Raises the error that ended the run."""
     lock = rundir.RunLock(run_dir)
     outside = rundir.outside_directories(run_dir)
     process_log.append_event(run_dir, "supervisor", os.getpid(), "began")
@@ -153,8 +150,8 @@ def supervise(config: Config, run_dir: Path, watcher: HealthWatcher, maker: Proc
     def interrupt(number: int, _frame: Any) -> None:
         supervisor.interrupts += 1
         say(
-            "stopping: the learner finishes its batch and writes a checkpoint; once more stops at "
-            "once"
+            "stopping: the learner finishes its batch and writes a checkpoint; interrupt again to "
+            "stop at once"
             if supervisor.interrupts == 1
             else "stopping now"
         )
@@ -178,7 +175,7 @@ def supervise(config: Config, run_dir: Path, watcher: HealthWatcher, maker: Proc
         supervisor.end(gently=supervisor.interrupts < 2)
         return 130 if supervisor.interrupts else 0
     except (AsyncrlError, OSError) as error:
-        # whichever process met that first, in whatever words
+        # a removed directory causes different errors, depending on the first process to notice
         if not (run_dir / "config.toml").exists():
             raise directory_removed_error(run_dir) from error
         raise
@@ -192,17 +189,17 @@ def supervise(config: Config, run_dir: Path, watcher: HealthWatcher, maker: Proc
 
 
 def accuracy_interval(summary: Mapping[str, Any]) -> str:
-    """How sure the last held-out accuracy is, over prompts."""
-    sure = summary.get("certainty", {}).get("heldout")
-    return f" +-{sure['half']:.3f} (n = {sure['n']:,})" if sure else ""
+    """Half the 95 % interval of the last held-out accuracy, over prompts; "" without one."""
+    certainty = summary.get("certainty", {}).get("heldout")
+    return f" +-{certainty['half']:.3f} (n = {certainty['n']:,})" if certainty else ""
 
 
 def run(
     config: Config, run_dir: Path, *, resume: bool, on: str = "local"
 ) -> tuple[int, dict[str, Any]]:
-    """The whole of `asyncrl run`; returns the exit code and the summary.  on: where its processes
-    run, this machine or `ray[://ADDRESS]`.
-    """
+    """Carry out `asyncrl run`; returns the exit code and the summary.
+
+    on: where the processes run: `local` (this machine) or `ray[://ADDRESS]`."""
     if on == "local":
         return run_with_launcher(config, run_dir, LocalLauncher(), resume=resume)
     from asyncrl.supervise.hosts import on_ray
@@ -216,7 +213,7 @@ def run(
 def run_with_launcher(
     config: Config, run_dir: Path, maker: ProcessLauncher, *, resume: bool
 ) -> tuple[int, dict[str, Any]]:
-    """The same, by the processes of `maker`."""
+    """As `run`, with processes that `maker` starts."""
     for warning in rules.warnings(config):
         say(f"note: {warning}")
     config = located(config)
@@ -231,26 +228,28 @@ def run_with_launcher(
     )
     began = time.monotonic()
     if resume and rundir.is_finished(run_dir, config.learner.steps):
-        say("all its steps are made: what was missing is its summary")
+        say("all its steps are done; writing the missing summary")
         return 0, conclude(config, run_dir, 0, began)
     try:
         code = supervise(config, run_dir, watcher, maker)
     except BaseException as error:
-        why = str(error) if isinstance(error, AsyncrlError) else f"{type(error).__name__}: {error}"
+        reason = (
+            str(error) if isinstance(error, AsyncrlError) else f"{type(error).__name__}: {error}"
+        )
         process_log.append_event(
             run_dir,
             "supervisor",
             os.getpid(),
             "ended",
             code=getattr(error, "exit_code", 1),
-            why=why,
+            why=reason,
         )
         account(run_dir)
         raise
     process_log.append_event(run_dir, "supervisor", os.getpid(), "ended", code=code, why="")
     if code and not (run_dir / "buffer_summary.json").exists():
         trace.merge(run_dir)
-        say(f"stopped at once, without a summary; go on with: asyncrl run --resume {run_dir}")
+        say(f"stopped at once, without a summary; continue with: asyncrl run --resume {run_dir}")
         return code, {}
     return code, conclude(config, run_dir, code, began, watcher)
 
@@ -262,67 +261,64 @@ def conclude(
     began: float | None = None,
     watcher: HealthWatcher | None = None,
 ) -> dict[str, Any]:
-    """The end of a run whose buffer has written its summary: timeline, summary, report, and what to
-    do next.  Returns the summary.
+    """Write timeline, summary and report of a run whose buffer has ended; print the next command.
 
-    code: 0 when it has made all its steps; began: time.monotonic() at its start, where one process
-    saw it; watcher: what was said already."""
+    code: 0 when all steps are done.  began: time.monotonic() at the start of the run, if this
+    process started it.  watcher: knows which signs were reported already.  Returns the summary."""
     trace.merge(run_dir)
-    found = summarise(config, run_dir)
+    summary = summarise(config, run_dir)
     (watcher or HealthWatcher(run_dir, say, run_facts(config))).report(
-        [health_checks.HealthFinding(**s) for s in found["signs"]]
+        [health_checks.HealthFinding(**s) for s in summary["signs"]]
     )
     run_page.write(run_dir)
     in_all = "" if began is None else f" ({time.monotonic() - began:.0f} s in all)"
     say(
-        f"{run_dir}: held-out {_format_accuracy(found['heldout_start'])} -> "
-        f"{_format_accuracy(found['heldout_end'])}{accuracy_interval(found)} in "
-        f"{found['wall_s']:.0f} s of RL{in_all}, "
-        f"mean lag {found['lag']['mean']:.2f}"
+        f"{run_dir}: held-out {_format_accuracy(summary['heldout_start'])} -> "
+        f"{_format_accuracy(summary['heldout_end'])}{accuracy_interval(summary)} in "
+        f"{summary['wall_s']:.0f} s of RL{in_all}, mean lag {summary['lag']['mean']:.2f}"
     )
     if config.record.stream:
         say(
-            f"recording: {stream.size(run_dir) / stream.MIB:.1f} MiB, bound "
-            f"{config.record.stream_mib} MiB; asyncrl replay {run_dir}"
+            f"recording: {stream.size(run_dir) / stream.MIB:.1f} MiB of at most "
+            f"{config.record.stream_mib} MiB; replay it with: asyncrl replay {run_dir}"
         )
     say(
         f"report: {run_dir / 'report.html'}"
         if code == 0
-        else f"go on with: asyncrl run --resume {run_dir}"
+        else f"continue with: asyncrl run --resume {run_dir}"
     )
-    return found
+    return summary
 
 
 def account(run_dir: Path) -> None:
-    """A run that did not end well: its timeline and its report of what there is; the error that
-    ended it is what matters, so none of these.
-    """
+    """Write timeline and report of a run that failed, from the data that exist.
+
+    Errors here are only printed: the caller raises the one that ended the run."""
     if not run_dir.is_dir():
         return
     try:
         trace.merge(run_dir)
         if metrics.read(run_dir):
-            say(f"report of what there is: {run_page.write(run_dir)}")
+            say(f"report up to the error: {run_page.write(run_dir)}")
     except Exception as error:
         say(
-            f"no report could be written ({type(error).__name__}: {error}); `asyncrl report "
-            f"{run_dir}` "
-            "tries again"
+            f"no report could be written ({type(error).__name__}: {error}); try again with "
+            f"`asyncrl report {run_dir}`"
         )
 
 
 def close_up(life: process_log.ProcessIncarnation) -> None:
-    """The last process of a run that nobody supervises ends it as a supervisor does, once; the
-    others leave that to it.
-    """
+    """Conclude a run without a supervisor, from the last of its processes to exit.
+
+    The run's lock decides which process does it; it happens once."""
     run_dir = life.run_dir
     try:
         lock = rundir.RunLock(run_dir)
     except ConfigError:
-        return  # a supervisor ends it
+        return  # a supervisor or another process concludes it
     try:
         if not (run_dir / "buffer_summary.json").exists():
-            # no buffer has ended here: it was killed, or this directory is another machine's
+            # the buffer was killed, or it ran on another machine
             return
         if not (run_dir / "summary.json").exists():
             config = load.load(run_dir / "config.toml")
@@ -330,9 +326,8 @@ def close_up(life: process_log.ProcessIncarnation) -> None:
         rundir.clean(run_dir)
     except (AsyncrlError, OSError) as error:
         say(
-            f"the run's summary and report could not be written: {error}; `asyncrl report "
-            f"{run_dir}` "
-            "tries again"
+            f"the run's summary and report could not be written: {error}; try again with "
+            f"`asyncrl report {run_dir}`"
         )
     finally:
         lock.close()

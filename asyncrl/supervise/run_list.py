@@ -1,4 +1,4 @@
-"""The runs of a folder, a row each: what `asyncrl ls` prints."""
+"""List the runs of a folder, one row each, for `asyncrl ls`."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from asyncrl.supervise import summary
 
 
 def list_runs(directory: Path) -> list[dict[str, Any]]:
-    """A row for each run directory in `directory`, oldest first.
+    """Describe each run directory in `directory`, oldest first.
 
-    Raises ConfigError where there is none."""
+    Raises ConfigError when there is none."""
     if not directory.is_dir():
         raise ConfigError(
-            f"{directory}: no such directory; give the one that `runs` names in the config"
+            f"{directory}: no such directory; give the one that the config names as `runs`"
         )
     configs = [path for path in directory.glob("*/config.toml") if _is_run(path.parent)]
     if not configs:
-        alone = _is_run(directory) and (directory / "config.toml").is_file()
+        is_run = _is_run(directory) and (directory / "config.toml").is_file()
         raise ConfigError(
             f"{directory} is a run itself; give the directory that it is in"
-            if alone
-            else f"{directory}: no run directory is in it"
+            if is_run
+            else f"{directory} contains no run directory"
         )
     return [describe_run(path.parent) for path in sorted(configs, key=_started)]
 
@@ -40,28 +40,28 @@ def _started(config: Path) -> tuple[float, str]:
 
 
 def describe_run(run_dir: Path) -> dict[str, Any]:
-    """A run's state, steps, newest held-out accuracy and mean lag, as far as it came.
+    """Read a run's state, steps, newest held-out accuracy and mean lag.
 
-    state: `running`, `finished`, `stopped` or `unreadable`; None where a value is not there yet.
-    """
+    state: `running`, `finished`, `stopped` or `unreadable`.  A value that does not exist yet is
+    None."""
     row: dict[str, Any] = {"run": escape_line(run_dir.name), "state": "unreadable"}
     row |= dict.fromkeys(("steps", "of", "accuracy", "lag"))
     try:
         config = tomllib.loads((run_dir / "config.toml").read_text(encoding="utf-8"))
-        wanted = int(config["learner"]["steps"])
-        left = summary.left_behind(run_dir)
+        planned = int(config["learner"]["steps"])
+        written = summary.left_behind(run_dir)
         accuracy = [r["eval/heldout"] for r in metrics.read(run_dir) if "eval/heldout" in r]
-        steps, lag = left["steps"], left["lag"]["mean"]
+        steps, lag = written["steps"], written["lag"]["mean"]
     except (OSError, ValueError, KeyError, TypeError):
         return row
     if process_log.is_alive(run_dir, "supervisor"):
         state = "running"
     else:
-        state = "finished" if rundir.is_finished(run_dir, wanted) else "stopped"
+        state = "finished" if rundir.is_finished(run_dir, planned) else "stopped"
     return row | {
         "state": state,
         "steps": steps,
-        "of": wanted,
+        "of": planned,
         "accuracy": accuracy[-1] if accuracy else None,
         "lag": lag if steps else None,
     }

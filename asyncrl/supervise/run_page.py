@@ -1,6 +1,4 @@
-"""The report: one self-contained HTML page of a run, with plots, the ledger, and its numbers as
-JSON for programs.
-"""
+"""The report of a run: one self-contained HTML page with plots, the ledger, and numbers as JSON."""
 
 from __future__ import annotations
 
@@ -19,9 +17,9 @@ from asyncrl.records.health_checks import interval
 from asyncrl.records.metrics import BUCKETS
 from asyncrl.supervise.live import describe_limit_change
 
-TIMELINE_S = 3.0  # of the run that the timeline shows; with long steps, so many of them
+TIMELINE_S = 3.0  # length of the timeline, which shows at least STEPS_SHOWN steps
 STEPS_SHOWN = 4
-# Of the timeline: a kind of work has the same colour on every page.
+# Colors of the timeline: the same for a kind of work on every page.
 KINDS = {
     "decode": "#2563eb",
     "prefill": "#7c3aed",
@@ -33,19 +31,17 @@ KINDS = {
 }
 OTHER_KIND = "#111827"
 Points = list[tuple[float, float]]
-MOVES = 8  # of the limit, told in words; all of them are in the plot
+MOVES = 8  # newest changes of the limit that are described; the plot has all of them
 
 
 class MetricPlot(NamedTuple):
-    """A plot of metrics over the run: (metric, label) of each line, over versions ("step") or over
-    seconds of RL ("t").
-    """
+    """A plot of metrics over the run."""
 
     title: str
     unit: str
-    series: tuple[tuple[str, str], ...]
-    axis: str = "step"
-    moving: bool = False  # no plot where every value of it is the same: it is off
+    series: tuple[tuple[str, str], ...]  # (metric, label) of each line
+    axis: str = "step"  # or "t": seconds of RL
+    moving: bool = False  # omit the plot when all values are equal: the feature is off
 
 
 ACCURACY = MetricPlot(
@@ -71,19 +67,19 @@ LINES = (
         ),
     ),
     MetricPlot(
-        "KL: behaviour, learner's start, target",
+        "KL: behavior policy, learner's start, target policy",
         "nats a token (k3)",
         (
-            ("kl/behavior_start_k3", "behaviour to start"),
-            ("kl/behavior_target_k3", "behaviour to target"),
-            ("kl/moved", "one batch's own move"),
+            ("kl/behavior_start_k3", "behavior to start"),
+            ("kl/behavior_target_k3", "behavior to target"),
+            ("kl/moved", "update of one batch"),
             ("mismatch/k3_one_version", "mismatch at equal weights"),
             ("mismatch/k3_at_lag_0", "mismatch at lag 0"),
             ("kl/target_ref_k3", "target to reference"),
         ),
     ),
     MetricPlot(
-        "Log ratio to the behaviour policy, in three parts",
+        "Log ratio to the behavior policy, in three parts",
         "nats a token (k3)",
         (
             ("split/mismatch_k3", "engine mismatch"),
@@ -97,7 +93,7 @@ LINES = (
         (
             ("is/ess", "at the learner's start"),
             ("is/weight_ess", "of the loss's weights"),
-            ("is/target_ess", "under the trained policy"),
+            ("is/target_ess", "under the target policy"),
             ("is/mean_weight", "mean weight"),
             ("clip/share", "clipped"),
         ),
@@ -113,7 +109,7 @@ LINES = (
         tuple((f"by_lag/k3_{bucket}", f"lag {bucket}") for bucket in BUCKETS),
     ),
     MetricPlot(
-        "KL that early stopping last measured in a batch",
+        "Last KL that early stopping measured in a batch",
         "nats a token",
         (("optim/stop_kl", "KL"),),
         moving=True,
@@ -138,11 +134,11 @@ LINES = (
         "nats a token",
         (
             ("policy/entropy", "target policy"),
-            ("policy/behavior_nll", "behaviour's own surprise"),
+            ("policy/behavior_nll", "behavior policy's NLL of its samples"),
         ),
     ),
     MetricPlot(
-        "Answer length",
+        "Completion length",
         "tokens",
         (
             ("answer/length", "training"),
@@ -174,7 +170,7 @@ LINES = (
         axis="t",
     ),
 )
-# Only where a judge is asked.
+# Only with a judge.
 JUDGE = MetricPlot(
     "Judge, so far",
     "count",
@@ -182,8 +178,8 @@ JUDGE = MetricPlot(
         ("judge/requests", "requests"),
         ("judge/replies", "replies"),
         ("judge/retries", "sent again"),
-        ("judge/throttled", "answered by 429"),
-        ("judge/cached", "known before"),
+        ("judge/throttled", "throttled (429)"),
+        ("judge/cached", "from the cache"),
     ),
     axis="t",
 )
@@ -222,8 +218,10 @@ def _lines(rows: list[dict[str, Any]], lines: MetricPlot) -> Any:
 
 
 def _curves(rows: Sequence[Mapping[str, Any]], lines: MetricPlot) -> list[tuple[str, Points]]:
-    """(label, points) of each line that the run has; what is the same throughout is one line with
-    both names, as start and target are with one update a batch."""
+    """Return (label, points) of each line that the run has.
+
+    Equal curves become one line with both labels, such as start and target with one update a
+    batch."""
     curves: list[tuple[str, Points]] = []
     for name, label in lines.series:
         points = [(float(r[lines.axis]), float(r[name])) for r in rows if name in r]
@@ -238,7 +236,7 @@ def _curves(rows: Sequence[Mapping[str, Any]], lines: MetricPlot) -> list[tuple[
 
 
 def _are_equal_curves(one: Points, other: Points) -> bool:
-    """Are two curves equal, but for rounding?"""
+    """Whether two curves are equal up to rounding."""
     return len(one) == len(other) > 0 and all(
         a[0] == b[0] and math.isclose(a[1], b[1], rel_tol=1e-6, abs_tol=1e-12)
         for a, b in zip(one, other, strict=True)
@@ -246,23 +244,23 @@ def _are_equal_curves(one: Points, other: Points) -> bool:
 
 
 def _has_data(rows: Sequence[Mapping[str, Any]], lines: MetricPlot) -> bool:
-    """Does the run have anything of it?  What is switched off has no empty plot."""
+    """Whether the run has data for a plot; features that are off have no empty plot."""
     values = [row[name] for name, _ in lines.series for row in rows if name in row]
     return len(set(values)) > 1 if lines.moving else bool(values)
 
 
 def early_stops(rows: Sequence[Mapping[str, Any]]) -> list[float]:
-    """The KL at each batch that early stopping has ended before its last step.
+    """The KL of each batch that early stopping ended before its last step.
 
     >>> stops = [(0, 0.0), (1, 0.03), (1, 0.01), (2, 0.05)]
     >>> early_stops([{"optim/early_stops": n, "optim/stop_kl": kl} for n, kl in stops])
     [0.03, 0.05]
     """
     counts = [row for row in rows if "optim/early_stops" in row]
-    before = [0.0, *(row["optim/early_stops"] for row in counts)]
+    previous = [0.0, *(row["optim/early_stops"] for row in counts)]
     return [
         float(row.get("optim/stop_kl", 0.0))
-        for row, earlier in zip(counts, before, strict=False)
+        for row, earlier in zip(counts, previous, strict=False)
         if row["optim/early_stops"] > earlier
     ]
 
@@ -282,18 +280,18 @@ def _histogram(counts: dict[str, int]) -> Any:
 
 
 def spread(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    """The range that rewards lie in: [0, 1], or as far as those of the run went."""
-    seen = [
+    """The range of rewards: [0, 1], extended to those of the run."""
+    rewards = [
         float(r[k])
         for r in rows
         for k in ("reward/min", "reward/max", "eval/heldout", "eval/ood")
         if k in r
     ]
-    return min([0.0, *seen]), max([1.0, *seen])
+    return min([0.0, *rewards]), max([1.0, *rewards])
 
 
 def certainty(rows: Sequence[Mapping[str, Any]], split: str) -> list[tuple[int, float]]:
-    """(n, half the 95 % interval over prompts) of each of a run's evaluations."""
+    """Return (n, half the 95 % interval over prompts) of each evaluation of `split`."""
     lo, hi = spread(rows)
     return [
         (
@@ -326,21 +324,21 @@ def _plots(rows: list[dict[str, Any]], summary: dict[str, Any]) -> list[Any]:
 
 
 def _timeline(spans: dict[str, list[tuple[str, float, float]]]) -> tuple[Any, float]:
-    """A few seconds of every process, one lane each, from the middle of the run."""
+    """Plot a few seconds from the middle of the run, one lane per process; returns its length."""
     import plotly.graph_objects as go
 
     figure = go.Figure()
-    every = [s for lane in spans.values() for s in lane]
-    if not every:
+    all_spans = [s for lane in spans.values() for s in lane]
+    if not all_spans:
         return figure, 0.0
     trains = [x for x in spans.get("learner", []) if x[0] == "train"]
     shown_s = TIMELINE_S
     if trains:
         shown_s = max(shown_s, STEPS_SHOWN * statistics.median(e - s for _, s, e in trains))
-    starts = sorted(s for _, s, _ in trains or every)
+    starts = sorted(s for _, s, _ in trains or all_spans)
     start = starts[len(starts) // 2]
-    found = {kind for kind, _, _ in every}
-    for name in [*(kind for kind in KINDS if kind in found), *sorted(found - set(KINDS))]:
+    kinds = {kind for kind, _, _ in all_spans}
+    for name in [*(kind for kind in KINDS if kind in kinds), *sorted(kinds - set(KINDS))]:
         base = []
         width = []
         lanes = []
@@ -376,7 +374,7 @@ def _timeline(spans: dict[str, list[tuple[str, float, float]]]) -> tuple[Any, fl
 def _cards(
     summary: dict[str, Any], rows: Sequence[Mapping[str, Any]]
 ) -> list[tuple[str, str, str, str]]:
-    """(label, value, id, a note below the value)."""
+    """Return (label, value, id, note below the value) of each card."""
     evals = {
         split: [f"+-{half:.3f} (n = {n:,})" for n, half in certainty(rows, split)] or [""]
         for split in ("heldout", "ood")
@@ -391,7 +389,7 @@ def _cards(
         "batches stopped early",
         f"{len(stops)} of {summary['steps']}",
         "early-stops",
-        f"at a KL of {statistics.median(stops):.2g} in the median" if stops else "",
+        f"at a median KL of {statistics.median(stops):.2g}" if stops else "",
     )
     return [
         (
@@ -429,19 +427,19 @@ def _cards(
 
 
 def describe_limit_moves(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Where a limit that sets itself was moved, and by what; the last ones, "" where it was not.
+    """Describe the last changes of an adaptive lag limit and their reasons; "" without any.
 
     >>> row = {"step": 9, "limit/now": 2.0, "limit/before": 1.0, "limit/ess": 0.9}
     >>> describe_limit_moves([{"step": 8}, row | {"limit/idle": 0.25}])
     'limit from step 9 on 2 (was 1: ESS 0.90, learner idle 25%)'
     """
-    said = [
+    moves = [
         f"from step {row['step']} on {row['limit/now']:.0f} ({describe_limit_change(row)})"
         for row in rows
         if "limit/before" in row
     ]
-    more = f"{len(said) - MOVES} earlier moves, then " if len(said) > MOVES else ""
-    return f"limit {more}{'; '.join(said[-MOVES:])}" if said else ""
+    more = f"{len(moves) - MOVES} earlier moves, then " if len(moves) > MOVES else ""
+    return f"limit {more}{'; '.join(moves[-MOVES:])}" if moves else ""
 
 
 def _ledger(summary: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -465,11 +463,10 @@ def _ledger(summary: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def ledger_by_length(summary: dict[str, Any]) -> list[tuple[str, ...]]:
-    """A head, then a row for each length of answers: its tokens, and the share of them that ended
-    in each line that is not empty.
+    """Return a header, then a row per range of completion lengths.
 
-    `faded` is what `downweight` took of the trained ones: tokens times (1 - weight).
-    """
+    A row has the number of tokens, and the share of them in each ledger line that is not empty.
+    `faded` is the loss of trained tokens to `downweight`: tokens times (1 - weight)."""
     lines: dict[str, dict[int, float]] = {}
     for name, line in summary["ledger_lines"].items():
         lines[name] = {
@@ -482,7 +479,7 @@ def ledger_by_length(summary: dict[str, Any]) -> list[tuple[str, ...]]:
         }
     faded = lines.pop("faded", {})
     shown = {n: line for n, line in lines.items() if line} | ({"faded": faded} if faded else {})
-    rows: list[tuple[str, ...]] = [("answer length", "tokens", *shown)]
+    rows: list[tuple[str, ...]] = [("completion length", "tokens", *shown)]
     for upto in sorted({k for line in lines.values() for k in line}):
         total = sum(line.get(upto, 0) for line in lines.values())
         rows.append(
@@ -502,24 +499,22 @@ def _text(path: Path) -> str:
 
 
 def unfinished_notes(config: Config, run_dir: Path, summary: dict[str, Any]) -> list[str]:
-    """What a reader must know of a run that has not made all its steps; nothing of one that has."""
+    """State how an unfinished run ended; [] for one that has made all its steps."""
     if summary["steps"] >= config.learner.steps and not summary.get("partial"):
         return []
-    said = [
+    notes = [
         f"Not finished: {summary['steps']} of {config.learner.steps} steps.",
         *(process_log.end_of(row) for row in process_log.failed_ends(run_dir)),
     ]
-    return said + ([summary["partial"]] if summary.get("partial") else [])
+    return notes + ([summary["partial"]] if summary.get("partial") else [])
 
 
 def write(run_dir: Path) -> Path:
-    """Write RUN/report.html (by rename, so a reader never sees half of it), also of a run that goes
-    on or has not ended well.
+    """Write RUN/report.html by rename, also of a live or failed run, and return its path.
 
-    Raises ConfigError where there is no run, or nothing of it yet.
-    """
+    Raises ConfigError where there is no run, or it has trained no batch."""
 
-    from asyncrl.supervise.summary import compose  # which needs `certainty`
+    from asyncrl.supervise.summary import compose  # imports this module
 
     if not (run_dir / "config.toml").is_file():
         raise ConfigError(f"{run_dir}: no run directory (it has no config.toml)")
@@ -532,7 +527,7 @@ def write(run_dir: Path) -> Path:
     if not rows:
         raise ConfigError(
             f"{run_dir}: nothing to report yet, no batch has been trained; `asyncrl doctor "
-            f"{run_dir}` says how it stands"
+            f"{run_dir}` shows its state"
         )
 
     timeline, seconds = _timeline(trace.read(run_dir))

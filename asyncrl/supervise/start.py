@@ -1,9 +1,7 @@
-"""`python -P -m asyncrl.supervise.start MODULE ARGUMENTS`: one of our modules as the main program
-of a process.
+"""Run a module as main: `python -P -m asyncrl.supervise.start MODULE ARGUMENTS`.
 
-With -P nothing of the working directory comes before what is installed; `append_working_directory`
-puts it behind,
-for reward functions.  `importing.command` writes such command lines.
+With -P, files in the working directory cannot hide installed packages; `append_working_directory`
+adds it last on sys.path, for reward functions.  `importing.command` writes these command lines.
 """
 
 from __future__ import annotations

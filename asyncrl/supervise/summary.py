@@ -1,6 +1,4 @@
-"""The summary of a run: what `asyncrl run --json` prints of one that has ended, and what there is
-to say of one that has not.
-"""
+"""The summary of a run that has ended (`asyncrl run --json`), and a partial one of any other."""
 
 from __future__ import annotations
 
@@ -15,20 +13,18 @@ from asyncrl.records import atomic_write, health_checks, metrics, rundir
 from asyncrl.supervise.run_page import certainty
 
 PARTIAL = (
-    "the buffer could not write its summary: numbers are those of metrics.jsonl and "
-    "trained.jsonl, the ledger knows only what was trained"
+    "the buffer could not write its summary: the numbers come from metrics.jsonl and "
+    "trained.jsonl, and the ledger has only the trained tokens"
 )
 
 
-# k3 between engine and learner at equal weights, dense models and mixtures of experts
+# largest usual k3 between engine and learner at equal weights: dense models, mixtures of experts
 HEALTHY = 1e-3
 HEALTHY_EXPERTS = 0.1
 
 
 def run_facts(config: Config) -> health_checks.RunFacts:
-    """What the rules know of a run: its settings, and how far engine and learner of such a model
-    may be apart.
-    """
+    """The facts for the health checks: the config, and the largest usual k3 of such a model."""
     try:
         keys = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -38,15 +34,13 @@ def run_facts(config: Config) -> health_checks.RunFacts:
 
 
 def task_signs(config: Config) -> list[health_checks.HealthFinding]:
-    """What the task's own files say: prompts without the answers that their reward compares
-    with.
-    """
+    """Signs from the task's own files: prompts without the answers that their reward needs."""
     from asyncrl.tasks import get_task
     from asyncrl.tasks.file import FileTask
 
     try:
         task = get_task(config.task)
-    except ConfigError:  # of a run that is over, whose file has gone since
+    except ConfigError:  # the file was removed after the run
         return []
     if not isinstance(task, FileTask) or config.reward.uses_reward_processes or not task.unanswered:
         return []
@@ -56,9 +50,7 @@ def task_signs(config: Config) -> list[health_checks.HealthFinding]:
 
 
 def left_behind(run_dir: Path) -> dict[str, Any]:
-    """What the run's last buffer wrote at its end; where it could not, the same from what it wrote
-    on the way, with "partial".
-    """
+    """The summary that the last buffer wrote, else the one of `partial_summary`."""
     try:
         return dict(json.loads((run_dir / "buffer_summary.json").read_text(encoding="utf-8")))
     except (OSError, ValueError):
@@ -66,9 +58,9 @@ def left_behind(run_dir: Path) -> dict[str, Any]:
 
 
 def partial_summary(run_dir: Path) -> dict[str, Any]:
-    """The buffer's part of the summary from trained.jsonl and metrics.jsonl; its ledger has one
-    line, as no other is in these files.
-    """
+    """Build the buffer's part of the summary from trained.jsonl and metrics.jsonl.
+
+    Its ledger has only the line `trained`: these files have no other."""
     from buffer import training_log
 
     batches = training_log.read(run_dir / "trained.jsonl")
@@ -81,8 +73,8 @@ def partial_summary(run_dir: Path) -> dict[str, Any]:
     samples = sum(b.samples for b in batches.values())
 
     def evaluated(split: str, *, start: bool) -> float | None:
-        found = [r for r in rows if f"eval/{split}" in r and (not start or not r["step"])]
-        return float(found[0 if start else -1][f"eval/{split}"]) if found else None
+        evals = [r for r in rows if f"eval/{split}" in r and (not start or not r["step"])]
+        return float(evals[0 if start else -1][f"eval/{split}"]) if evals else None
 
     line = {
         "tokens": tokens,
@@ -122,8 +114,8 @@ def partial_summary(run_dir: Path) -> dict[str, Any]:
 
 
 def _mean(rows: list[dict[str, Any]], name: str) -> float:
-    found = [r[name] for r in rows if name in r]
-    return sum(found) / len(found) if found else 0.0
+    values = [r[name] for r in rows if name in r]
+    return sum(values) / len(values) if values else 0.0
 
 
 def _limit(limit: float) -> int | str:
@@ -131,34 +123,34 @@ def _limit(limit: float) -> int | str:
 
 
 def compose(config: Config, run_dir: Path) -> dict[str, Any]:
-    """The contract's object, from what buffer and learner left behind; "partial" is in it only when
-    the buffer was killed.
-    """
-    left = left_behind(run_dir)
-    read = metrics.read(run_dir)
-    rows = [r for r in read if "reward/mean" in r]
+    """Build the summary from the files of buffer and learner.
+
+    It has the key "partial" only when the buffer was killed."""
+    totals = left_behind(run_dir)
+    all_rows = metrics.read(run_dir)
+    rows = [r for r in all_rows if "reward/mean" in r]
     digest = run_dir / "weights_digest"
     now = config.staleness.limit
-    limit = max([now, *rundir.limits(run_dir)])  # the one that all its tokens kept to
+    limit = max([now, *rundir.limits(run_dir)])  # the bound for all its tokens
     first = {
         split: next(
-            (r[f"eval/{split}"] for r in read if f"eval/{split}" in r and not r["step"]), None
+            (r[f"eval/{split}"] for r in all_rows if f"eval/{split}" in r and not r["step"]), None
         )
         for split in ("heldout", "ood")
     }
     return {
         "run_dir": str(run_dir),
-        "wall_s": left["wall_s"],
-        "steps": left["steps"],
-        "trajectories": left["trajectories"],
-        "tokens": left["tokens"],
-        "heldout_start": left["heldout_start"]
-        if left["heldout_start"] is not None
+        "wall_s": totals["wall_s"],
+        "steps": totals["steps"],
+        "trajectories": totals["trajectories"],
+        "tokens": totals["tokens"],
+        "heldout_start": totals["heldout_start"]
+        if totals["heldout_start"] is not None
         else first["heldout"],
-        "heldout_end": left["heldout_end"],
-        "ood_start": left["ood_start"] if left["ood_start"] is not None else first["ood"],
-        "ood_end": left["ood_end"],
-        "lag": left["lag"]
+        "heldout_end": totals["heldout_end"],
+        "ood_start": totals["ood_start"] if totals["ood_start"] is not None else first["ood"],
+        "ood_end": totals["ood_end"],
+        "lag": totals["lag"]
         | {"limit": _limit(limit)}
         | ({"limit_now": _limit(now)} if now != limit else {}),
         "speed": {
@@ -170,39 +162,39 @@ def compose(config: Config, run_dir: Path) -> dict[str, Any]:
             },
         },
         "weights_digest": digest.read_text(encoding="utf-8") if digest.exists() else None,
-        "mismatch_k3_max": left["mismatch_k3_max"],
-        "ledger": left["ledger"],
-        "ledger_lines": left["ledger_lines"],
-        "lag_histogram": left["lag_histogram"],
-        "trained_ids": left["trained_ids"],
-        "failures": left["failures"],
+        "mismatch_k3_max": totals["mismatch_k3_max"],
+        "ledger": totals["ledger"],
+        "ledger_lines": totals["ledger_lines"],
+        "lag_histogram": totals["lag_histogram"],
+        "trained_ids": totals["trained_ids"],
+        "failures": totals["failures"],
         "seed": config.seed,
         "certainty": {
             split: {"n": n, "half": half}
             for split in ("heldout", "ood")
-            for n, half in certainty(read, split)[-1:]
+            for n, half in certainty(all_rows, split)[-1:]
         },
         "signs": [
             s._asdict()
             for s in (
                 *task_signs(config),
                 *health_checks.signs(
-                    read, run_facts(config), ended=left["steps"] >= config.learner.steps
+                    all_rows, run_facts(config), ended=totals["steps"] >= config.learner.steps
                 ),
             )
         ],
     } | {
-        name: found
-        for name, found in (
-            ("judge", judge_totals(read)),
-            ("partial", PARTIAL if left.get("partial") else ""),
+        name: value
+        for name, value in (
+            ("judge", judge_totals(all_rows)),
+            ("partial", PARTIAL if totals.get("partial") else ""),
         )
-        if found
+        if value
     }
 
 
 def judge_totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """What a judge was asked in the whole run; {}: nothing.
+    """The judge's counters at the end of the run; {} without a judge.
 
     >>> judge_totals([{"judge/requests": 1.0}, {"judge/requests": 3.0, "step": 2}, {"step": 3}])
     {'requests': 3.0}
@@ -216,7 +208,7 @@ def judge_totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def write(config: Config, run_dir: Path) -> dict[str, Any]:
-    """Compose it and keep it as RUN/summary.json."""
+    """Write the summary to RUN/summary.json and return it."""
     summary = compose(config, run_dir)
     atomic_write.write(run_dir / "summary.json", json.dumps(summary, indent=1))
     return summary

@@ -86,7 +86,9 @@ def test_what_a_row_pins_and_brings_is_looked_for(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(ENGINES, "other", there)
     assert installed.missing("other") == ""
     monkeypatch.setitem(ENGINES, "other", msgspec.structs.replace(there, pinned="0.0.1"))
-    assert "and its inside differs between versions; this needs 0.0.1" in installed.missing("other")
+    assert "and its internals differ between versions; asyncrl needs 0.0.1" in installed.missing(
+        "other"
+    )
 
 
 def test_one_process_and_the_probe_follow_from_the_row(

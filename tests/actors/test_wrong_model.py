@@ -71,8 +71,7 @@ WRONG: list[tuple[str, Callable[[Path], Any], list[str], str]] = [
         "lacks a layer",
         without_layer,
         [],
-        "lack 11 of the parameters that its config.json asks for, which would be drawn at random: "
-        "model.layers.1.",
+        "lack 11 of the parameters in its config.json, which would be random: model.layers.1.",
     ),
     (
         "NaN",
@@ -96,7 +95,7 @@ WRONG: list[tuple[str, Callable[[Path], Any], list[str], str]] = [
         "two stacks",
         lambda p: edit(p, "config.json", is_encoder_decoder=True),
         [],
-        "is an encoder and a decoder (config.json), not a causal LM",
+        "is an encoder-decoder model (config.json), not a causal LM",
     ),
     (
         "tokenizer too large",
@@ -114,7 +113,7 @@ WRONG: list[tuple[str, Callable[[Path], Any], list[str], str]] = [
         "no end",
         no_end,
         [],
-        "no token ends an answer: neither the tokenizer nor generation_config.json",
+        "no token ends a completion: neither the tokenizer nor generation_config.json",
     ),
     (
         "stop of many tokens",
@@ -178,7 +177,7 @@ def test_an_encoder_under_another_name(tmp_path: Path) -> None:
     policy.build_model(tmp_path, SYMBOLS, hidden=32)
     bert(tmp_path)
     with pytest.raises(
-        ConfigError, match="is no causal LM: what it says of a token depends on those after it"
+        ConfigError, match="is not a causal LM: its logits at a token depend on later tokens"
     ):
         preflight(config(tmp_path))
 

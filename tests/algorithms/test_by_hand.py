@@ -180,7 +180,7 @@ def test_a_generator_may_leave_and_all_may_be_stopped(hand: Hand) -> None:
         assert hand.all[name].wait(timeout=600) == 130, hand.said(name)[-2000:]
     summary = json.loads((hand.dir / "summary.json").read_text())
     assert at + 20 <= summary["steps"] < 4000 and not (hand.dir / "model").exists()
-    assert f"go on with: asyncrl run --resume {hand.dir}" in hand.said("buffer")
+    assert f"continue with: asyncrl run --resume {hand.dir}" in hand.said("buffer")
     dead = hand.doctor()
     assert dead.code == 4 and {
         p["name"]: p["code"] for p in dead.json["processes"]

@@ -70,7 +70,7 @@ def test_the_report_shows_each_length_with_its_shares() -> None:
         }
     )
     assert rows == [
-        ("answer length", "tokens", "trained", "masked_stale", "faded"),
+        ("completion length", "tokens", "trained", "masked_stale", "faded"),
         ("3 to 4", "8", "100.00%", "0.00%", "0.00%"),
         ("9 to 16", "16", "56.25%", "43.75%", "28.12%"),
     ]

@@ -50,7 +50,7 @@ def model_without(path: Path, model: Path, names: tuple[str, ...] = (), cut: str
 
 
 MODELS: list[tuple[str, dict[str, Any], str]] = [
-    ("no such directory", {"names": ("*",)}, "is no model directory (it has no config.json)"),
+    ("no such directory", {"names": ("*",)}, "is not a model directory (it has no config.json)"),
     ("no tokenizer", {"names": ("tokenizer*",)}, "has no tokenizer"),
     ("no weights", {"names": ("*.safetensors",)}, "has no weights"),
     ("weights cut short", {"cut": "model.safetensors"}, "is damaged"),

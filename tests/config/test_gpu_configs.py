@@ -60,7 +60,7 @@ def test_without_cuda_the_run_says_so_before_anything_starts(tmp_path: Path) -> 
     done = subprocess.run(argv, cwd=ROOT, env=NO_GPU, capture_output=True, text=True, timeout=600)
     assert (
         done.returncode == 2
-        and "model.device: asks for CUDA, and torch" in done.stderr
+        and "model.device: needs CUDA, and torch" in done.stderr
         and not list(tmp_path.iterdir())
     )
 
@@ -90,7 +90,7 @@ def test_each_process_sees_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {})
     with pytest.raises(ConfigError, match=r"generator\.gpus: GPU 2 is not there"):
         devices.bind(config.generator.gpus, 0, "generator.gpus")
-    assert devices.missing(config).startswith("generator.gpus: asks for CUDA")
+    assert devices.missing(config).startswith("generator.gpus: needs CUDA")
 
 
 @pytest.mark.parametrize(
@@ -157,10 +157,10 @@ def test_a_learner_of_one_rank_is_told_how_it_gets_more_gpus() -> None:
 @pytest.mark.parametrize(
     ("count", "more", "said"),
     [
-        (1, (), r"--gpus 1: 2 learner ranks .* need a GPU of their own; use --gpus 3 or learner.r"),
+        (1, (), r"--gpus 1: 2 learner ranks .* need a GPU each; use --gpus 3 or learner.r"),
         (2, (), r"--gpus 2: 2 learner ranks .* leave no GPU .* --gpus 3 or learner.ranks=1$"),
-        (8, ("model.device='cuda:1'",), "model.device = cuda:1 chooses a device already"),
-        (8, ("model.device='cpu'",), "model.device = cpu chooses a device already"),
+        (8, ("model.device='cuda:1'",), "model.device = cuda:1 already chooses a device"),
+        (8, ("model.device='cpu'",), "model.device = cpu already chooses a device"),
         (8, ("generators=2",), "leave out --set generators=2"),
         (8, ("learner.gpus=[4]",), r"leave out --set learner.gpus=\[4\]"),
         (8, ("generator.gpus = [4]",), r"leave out --set generator.gpus = \[4\]"),

@@ -100,8 +100,7 @@ TEMPLATES = [
     (
         "none",
         "",
-        "has no chat template to write them with: put one there (chat_template.jinja), or give the "
-        "text as `prompt`",
+        "has no chat template: put one there (chat_template.jinja), or give the text as `prompt`",
     ),
     (
         "raises",

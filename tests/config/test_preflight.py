@@ -50,8 +50,8 @@ def test_a_misspelled_place_of_a_model_is_not_warm_started(project: Path, place:
     path = place.format(tmp=project.parent)
     with pytest.raises(ConfigError) as error:
         preflight.preflight(at(project, path))
-    assert "is no model directory" in str(error.value) and not Path(path).exists()
-    assert f'write "models/{Path(path).name}"' in str(error.value)
+    assert "is not a model directory" in str(error.value) and not Path(path).exists()
+    assert f'"models/{Path(path).name}"' in str(error.value)
     assert str(Path(path) / preflight.MARKER) in str(error.value)
 
 
@@ -59,7 +59,7 @@ def test_a_run_directory_without_its_model_is_not_filled(project: Path) -> None:
     run_dir = project / "runs" / "r"
     (run_dir / "logs").mkdir(parents=True)
     (run_dir / "config.toml").write_text("")
-    with pytest.raises(ConfigError, match="is no model directory"):
+    with pytest.raises(ConfigError, match="is not a model directory"):
         preflight.preflight(at(project, run_dir / "model"))
 
 
@@ -102,7 +102,7 @@ def test_a_config_with_a_model_is_checked_whole(project: Path, small_model: Path
     checks = found(config)
     assert {state for state, _ in checks.values()} == {"ok"}, checks
     assert (
-        checks["tokenizer"][1].endswith("answers end at '[end]'")
+        checks["tokenizer"][1].endswith("completions end at '[end]'")
         or "end at" in (checks["tokenizer"][1])
     )
     assert "there is room for 24" in checks["prompts"][1]
@@ -148,11 +148,11 @@ def test_an_agent_that_asks_for_chat_is_refused_without_a_chat_template(
     config = at(project, small_model, "reward.function=", item, "generator.max_new_tokens=4")
     state, text = found(config)["template"]
     if AGENTS[line]:
-        assert state == "failed" and f"{file}:2 asks for chat" in text
+        assert state == "failed" and f"{file}:2 makes a chat call" in text
         assert (
             "put a chat_template.jinja there" in text and f"the tokenizer in {small_model}" in text
         )
-        with pytest.raises(ConfigError, match="asks for chat"):
+        with pytest.raises(ConfigError, match="makes a chat call"):
             preflight.preflight(config)
     else:
         assert state == "note" and "has no chat template" in text
@@ -182,7 +182,7 @@ def test_characters_that_the_vocabulary_lacks_are_named(
     prompts.write_text(json.dumps(rows[0]) + "\n")
     assert found(config)["characters"] == (
         "ok",
-        "the vocabulary has all 4 characters of those prompts",
+        "the vocabulary has all 4 characters of the checked prompts",
     )
     preflight.preflight(config)
     assert "warning" not in capsys.readouterr().err

@@ -169,7 +169,7 @@ def test_what_a_figure_refuses(
 
 def test_what_a_list_of_runs_refuses(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "no such directory" in refused(capfd, "ls", str(tmp_path / "none"))
-    assert f"{tmp_path}: no run directory is in it" in refused(capfd, "ls", str(tmp_path))
+    assert f"{tmp_path} contains no run directory" in refused(capfd, "ls", str(tmp_path))
     for name in ("run_id", "config.toml"):
         (tmp_path / name).touch()
     assert "is a run itself" in refused(capfd, "ls", str(tmp_path))

@@ -299,7 +299,7 @@ def test_a_checkpoint_is_the_adapter_and_goes_on_bit_for_bit(
     full = core(model_dir, **adam)
     (tmp_path / "full").mkdir()
     checkpoint.save(tmp_path / "full", full, {}, 2)
-    with pytest.raises(DamagedDataError, match="holds no adapter"):
+    with pytest.raises(DamagedDataError, match=r"the adapter in .* cannot be read"):
         checkpoint.restore(whole, tmp_path / "full" / "number_0")
 
 
@@ -374,7 +374,7 @@ def test_modules_that_do_not_exist_are_named_before_anything_starts(
         )
 
     said = (
-        r"lora.target_modules: no linear layer of the model is called 'proj'; there are down_proj, "
+        r"lora.target_modules: no linear layer of the model is called 'proj'; it has down_proj, "
         r"gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
     )
     with pytest.raises(ConfigError, match=said):

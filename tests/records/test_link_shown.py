@@ -19,7 +19,7 @@ from asyncrl.records import metrics, rundir
 from asyncrl.supervise import doctor, live
 from buffer.service import BufferService
 
-LINE = "the link holds generators up: 40% of their time weights come over it, 12 MB/s each"
+LINE = "the link holds generators up: fetching weights takes 40% of their time, 12 MB/s each"
 TOLD = {
     "generator/busy_s": 6.0,
     "generator/idle_s": 4.0,

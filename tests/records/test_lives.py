@@ -190,7 +190,7 @@ def test_before_anything_has_started_it_says_what_to_start(run_dir: Path) -> Non
         and "buffer has not been started" in text
         and "generator-1 has not been started" in text
     )
-    assert "nothing of it runs" in text
+    assert "no process of it is running" in text
 
 
 def test_with_some_there_it_says_what_is_missing(run_dir: Path) -> None:
@@ -200,12 +200,12 @@ def test_with_some_there_it_says_what_is_missing(run_dir: Path) -> None:
         assert f"generator-1 is running (process {p.pid})" in text
         where = f"{run_dir}/config.toml --run-dir {run_dir}"
         assert text.endswith(
-            f"it waits for what is not there; start it: asyncrl buffer {where}; asyncrl learner "
-            f"{where}"
+            f"the run waits for a process that is not running; start it: asyncrl buffer {where}; "
+            f"asyncrl learner {where}"
         )
         lock = rundir.RunLock(run_dir)
         assert said(run_dir).endswith(
-            "a supervisor looks after it: it starts again what dies, and ends the run when that "
+            "a supervisor is running: it restarts processes that fail, and ends the run when that "
             "does not help"
         )
         lock.close()
@@ -220,7 +220,7 @@ def test_with_some_there_it_says_what_is_missing(run_dir: Path) -> None:
     )
     others.append(process_log.ProcessIncarnation(run_dir, "generator-0", alone=True))
     assert said(run_dir).endswith(
-        "all its processes are running: it is starting, or one of them hangs"
+        "all processes are running: the run is starting, or one of them hangs"
     )
     for x in others:
         x.end(0)
@@ -325,7 +325,7 @@ def test_a_run_that_was_killed_has_a_report_of_what_there_is(run_dir: Path) -> N
         'id="steps">3<' in page and 'id="wall">3 s<' in page and 'id="heldout-start">0.250<' in page
     )
     assert 'id="lag-mean">0.17<' in page  # 4 tokens of 24 at lag 1
-    assert "the ledger knows only what was trained" in page and "24" in page
+    assert "the ledger has only the trained tokens" in page and "24" in page
     assert not (run_dir / "summary.json").exists()  # which would say that it has ended
 
 

@@ -149,7 +149,7 @@ def test_where_no_run_is(first: asyncrl.LoadedRun, tmp_path: Path) -> None:
     (tmp_path / "project").mkdir()
     (tmp_path / "project" / "config.toml").touch()
     for where in (tmp_path, tmp_path / "none", tmp_path / "project", first.path / "logs"):
-        with pytest.raises(ConfigError, match=r"is no run directory .* as in runs/NAME"):
+        with pytest.raises(ConfigError, match=r"is not a run directory .* such as runs/NAME"):
             asyncrl.load_run(where)
 
 
@@ -228,7 +228,9 @@ def test_an_interrupt_writes_a_checkpoint_and_is_passed_on(
     process, run_dir = going(tmp_path, small_model)
     process.send_signal(signal.SIGINT)
     err = process.communicate(timeout=1800)[1]
-    assert "KeyboardInterrupt: the run was stopped; asyncrl.load_run('runs/long')" in err
+    assert (
+        "KeyboardInterrupt: the run was stopped; read it with asyncrl.load_run('runs/long')" in err
+    )
     found = asyncrl.load_run(run_dir)
     assert 0 < found.summary["steps"] < 100000 and list(run_dir.glob("checkpoints/*/*"))
 

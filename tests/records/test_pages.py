@@ -105,7 +105,7 @@ def test_what_a_run_does_not_measure_has_no_empty_plot() -> None:
     assert titles == [
         "Accuracy",
         "Lag of trained tokens",
-        "Log ratio to the behaviour policy, in three parts",
+        "Log ratio to the behavior policy, in three parts",
     ]
 
 
@@ -232,15 +232,15 @@ def test_what_is_the_same_throughout_is_one_line() -> None:
         for several in (False, True)
         for n in range(5)
     ]
-    title = "KL: behaviour, learner's start, target"
+    title = "KL: behavior policy, learner's start, target policy"
     assert plotted(rows[:5])[title] == [
-        "behaviour to start = behaviour to target",
-        "one batch's own move",
+        "behavior to start = behavior to target",
+        "update of one batch",
     ]
     assert plotted(rows[5:])[title] == [
-        "behaviour to start",
-        "behaviour to target",
-        "one batch's own move",
+        "behavior to start",
+        "behavior to target",
+        "update of one batch",
     ]
 
 
@@ -269,5 +269,5 @@ def test_stops_reshape_rates_and_lags_are_shown_where_they_act() -> None:
     acting = plotted(rows)
     assert acting["Learning-rate scale"] == ["of the batch's last step"]
     assert acting["Reshape"] == ["sigma2, variance of log w"]
-    assert acting["KL that early stopping last measured in a batch"] == ["KL"]
+    assert acting["Last KL that early stopping measured in a batch"] == ["KL"]
     assert run_page.early_stops(rows) == [0.04]

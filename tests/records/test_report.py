@@ -53,7 +53,7 @@ def test_the_browser_shows_the_run(gain: Ended, tmp_path: Path) -> None:
         "Lag of trained tokens",
         "Effective sample size",
         "Entropy",
-        "Answer length",
+        "Completion length",
         "Throughput",
         "Idle share",
     ):

@@ -62,7 +62,7 @@ def test_generators_come_back_to_a_run_that_goes_on_after_its_end(
         assert not supervisor.poll() and len(maker(supervisor).made) == before
     supervisor.heard = now + launch.LATE_S + 1
     assert not supervisor.poll() and len(maker(supervisor).made) == before + 2
-    assert "the run goes on after its end: starting generator-1 again" in said
+    assert "the run resumed from an earlier step: starting generator-1 again" in said
     assert not supervisor.poll() and len(maker(supervisor).made) == before + 2
     # where the buffer itself has ended well, the run is over
     maker(supervisor).newest("generator-0").code = maker(supervisor).newest("buffer").code = 0

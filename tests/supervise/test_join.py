@@ -236,7 +236,7 @@ def test_who_joins_is_told_what_is_awaited(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(join, "NOTICE_S", 0.0)
     lines: list[str] = []
     address = free_address()
-    with pytest.raises(PeerUnreachable, match="says what to join within"):
+    with pytest.raises(PeerUnreachable, match="answered the request to join within"):
         join.ask(address, "", "generator-0", 0.1, lines.append)
     assert lines[0].startswith(f"waiting for a buffer at {address} to answer: ")
     status = RunStatus("r", 0, 10, 1, {}, {}, [], {}, False)
@@ -311,7 +311,7 @@ def test_a_run_that_ends_or_has_no_keys_starts_no_more(
     assert "no key for generator-3" in supervisor.resize(4)
     assert names(supervisor) == ["generator-0", "generator-1"] and not supervisor.resize(3)
     maker(supervisor).places = 3
-    assert "the cluster has places for 3 generators" in supervisor.resize(4)
+    assert "the cluster has room for 3 generators" in supervisor.resize(4)
     assert supervisor.resize(3) == ""
     supervisor.interrupts = 1
     assert supervisor.resize(1) == "the run is ending"
@@ -321,7 +321,7 @@ def test_a_request_is_answered_once_and_by_its_id(
     supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.toml").write_text("")
-    with pytest.raises(ConfigError, match="no `asyncrl run` is going on"):
+    with pytest.raises(ConfigError, match="no `asyncrl run` is active"):
         scaling.ask(tmp_path, 3, 5.0)
     lock = rundir.RunLock(tmp_path)
     turns = []
@@ -446,7 +446,7 @@ def test_a_machine_with_nothing_but_keys_joins_a_run_that_is_then_scaled(
         for process in (joined, run):
             process.kill()
             process.wait()
-    assert "code of the run's (mine.py, SHA-256" in log("join")
+    assert "running the run's code (mine.py, SHA-256" in log("join")
     assert "reward.share: machines that join this run receive the file of mine.py:reward" in log(
         "run"
     )

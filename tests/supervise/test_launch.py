@@ -145,7 +145,7 @@ def test_a_death_after_the_end_is_no_loss(make: Make, name: str) -> None:
     assert s.children[1].process is not None
     s.children[1].process.kill()
     # type: ignore[attr-defined]
-    assert run(s) and "ended (SIGKILL) when the run was over" in s.said[-1]
+    assert run(s) and "ended (SIGKILL) after the end of the run" in s.said[-1]
 
 
 def test_a_generator_that_has_heard_of_the_end_is_not_started_again(make: Make) -> None:

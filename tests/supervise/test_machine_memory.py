@@ -73,11 +73,11 @@ def test_a_process_that_was_killed_for_memory_is_named_with_its_longest_prompt(
         child = SupervisedProcess("generator-0", [], 1, True, memory_kills=before, held_up=held_up)
         return supervisor.cause(child, code)
 
-    assert cause(-9, ["boot", 1], ["boot", 2]) == " (killed for want of memory)"
+    assert cause(-9, ["boot", 1], ["boot", 2]) == " (out of memory)"
     rundir.note_longest_prompt(tmp_path, "generator-0", 28_290)
     assert cause(-9, ["boot", 1], ["boot", 2]) == cause(137, ["boot", 1], ["boot", 2])
     said = cause(-9, ["boot", 1], ["boot", 2])
-    assert said.startswith(" (killed for want of memory; its longest prompt had 28290 tokens: set")
-    assert "perhaps killed for want of memory; this machine does not say" in cause(-9, [], [])
+    assert said.startswith(" (out of memory; its longest prompt had 28290 tokens: set")
+    assert "perhaps out of memory; this machine does not report it" in cause(-9, [], [])
     assert cause(-9, ["boot", 2], ["boot", 2]) == cause(-11, [], ["boot", 1]) == ""
     assert cause(-9, [], [], held_up=True) == ""  # by the supervisor itself

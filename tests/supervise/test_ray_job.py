@@ -156,7 +156,7 @@ def test_a_run_is_submitted_followed_and_stopped(
     ledger = summary["ledger"]
     assert summary["steps"] >= 2
     assert ledger["generated"] == sum(ledger.values()) - ledger["generated"] > 0
-    assert f"go on with: asyncrl run --resume {run_dir}" in said()
+    assert f"continue with: asyncrl run --resume {run_dir}" in said()
 
 
 def test_the_exit_code_is_the_jobs_end(dashboard: str) -> None:

@@ -135,7 +135,7 @@ def test_a_process_that_stands_still_is_ended_and_started_again(
     check_summary(summary, summary["lag"]["limit"])
     assert summary["steps"] == 24
     said = (tmp_path / "stderr").read_text()
-    ended = [line for line in said.splitlines() if line.endswith("holds it up and is ended")]
+    ended = [line for line in said.splitlines() if line.endswith(", which holds it up")]
     assert all(
         "the run stands still: no commit and no evaluation answer for" in line for line in ended
     )

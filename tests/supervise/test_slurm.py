@@ -112,8 +112,8 @@ def test_the_script_starts_a_run_and_who_joins_it_and_ends_in_time(tmp_path: Pat
 def test_what_no_script_can_be_made_of_is_said(tmp_path: Path) -> None:
     for sets, why in (
         (("generators=1",), "one generator needs one machine"),
-        (("placement.generator={count=2, gpus=0.5}",), "0.5 GPUs; Slurm gives whole ones"),
-        (("generators=2", "weights.transport='shared_memory'"), "does not leave a machine"),
+        (("placement.generator={count=2, gpus=0.5}",), "0.5 GPUs; Slurm needs whole numbers"),
+        (("generators=2", "weights.transport='shared_memory'"), "only works on one machine"),
     ):
         with pytest.raises(ConfigError, match=why):
             text(tmp_path, *sets)

@@ -216,5 +216,5 @@ def test_the_script_runs_in_slurm_and_ends_with_a_checkpoint(
     summary = json.loads((run_dir / "summary.json").read_text())
     ledger = summary["ledger"]
     assert ledger["generated"] == sum(ledger.values()) - ledger["generated"] > 0
-    assert f"go on with: asyncrl run --resume {run_dir}" in out.read_text()
+    assert f"continue with: asyncrl run --resume {run_dir}" in out.read_text()
     assert list((run_dir / "checkpoints").glob(f"epoch_*/number_{summary['steps']}"))

@@ -57,7 +57,7 @@ def test_two_generators_links_become_a_line() -> None:
     assert numbers.link_metrics(numbers.new_totals(generators), 1.0) == {}  # nothing since then
     status = RunStatus("r", 1, 9, 1, found, {}, [], {}, False)
     assert live.status_line(status).endswith(
-        "the link holds generators up: 30% of their time weights come over it, 16 MB/s each; "
+        "the link holds generators up: fetching weights takes 30% of their time, 16 MB/s each; "
         "the link holds deliveries up: acknowledged after 2 s"
     )
     near = found | {"link/fetch_share": 0.09, "link/ack_s": 0.9}

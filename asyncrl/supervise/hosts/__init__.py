@@ -1,7 +1,8 @@
-"""Who starts the processes of a run, and where: makers, all behind one small interface.
+"""The interface between the supervisor and the hosts that run its processes.
 
-A maker starts a process and says how it fares, and nothing else.  Every rule (what is started
-again, how often, what ends the run, in which order) is the supervisor's, and the same for all."""
+A launcher starts a process and reports its state, nothing more.  All rules (which process is
+restarted, how often, what ends the run, in which order) are the supervisor's, the same for all
+launchers."""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ from typing import NamedTuple, Protocol
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.printable import LONGEST_LINE, escape_line
 
-TAIL_BYTES = 1 << 16  # the end of a log that is looked at for its last lines
+TAIL_BYTES = 1 << 16  # of a log's end that are read for its last lines
 
 
 class ProcessSpec(NamedTuple):
-    """A process to be started."""
+    """The description of a process to start."""
 
     name: str  # buffer, learner, gateway-0, generator-0, ...
     argv: list[str]
@@ -24,53 +25,53 @@ class ProcessSpec(NamedTuple):
 
 
 class ProcessHandle(Protocol):
-    """A process that a maker has started."""
+    """A process that a launcher has started."""
 
     pid: int
 
     def poll(self) -> int | None:
-        """None while it runs; else its exit code, -N when signal N ended it."""
+        """Return the exit code, -N when signal N ended it; None while it runs."""
 
     def signal(self, number: int) -> None:
-        """Send it a signal; nothing when it has ended."""
+        """Send a signal; does nothing when it has ended."""
 
     def kill(self) -> None:
-        """SIGKILL; `poll` says its end from here on."""
+        """Send SIGKILL; `poll` then returns the exit code."""
 
     def read_refusal(self) -> AsyncrlError | None:
-        """After its end: the refusal that it told, None for a crash."""
+        """Return the error that it reported before its end; None for a crash."""
 
     def tail(self, lines: int) -> list[str]:
-        """The last lines of its log."""
+        """Return the last lines of its log."""
 
     def close(self) -> None:
-        """Let go of what watching it holds, once it has ended."""
+        """Release the resources that watching it needs, after its end."""
 
 
 class ProcessLauncher(Protocol):
-    """Starts processes at one kind of place."""
+    """Start processes on one kind of host."""
 
     def prepare(self) -> None:
-        """Once, before the first process: the run directory is there.  Raises AsyncrlError when
-        nothing can be started.
-        """
+        """Prepare the hosts, once, before the first process; the run directory exists.
+
+        Raises AsyncrlError when no process can be started."""
 
     def start(self, order: ProcessSpec) -> ProcessHandle:
-        """Raises AsyncrlError or OSError where it cannot be started."""
+        """Start a process.  Raises AsyncrlError or OSError when it cannot be started."""
 
     def free_slots(self) -> int | None:
-        """How many generators it has places for; None: any number."""
+        """Return how many generators fit in all; None for no limit."""
 
     def close(self) -> None:
-        """No process is started from here on; what still runs is ended."""
+        """End all processes that still run; no process is started afterwards."""
 
 
 def last_lines(log: Path, lines: int) -> list[str]:
-    """Of a log that may be large, or not there; the first of them may be cut."""
+    """Read the last lines of a log, [] if it is missing.  The first line may be incomplete."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
-            found = file.read().decode(errors="replace").splitlines()[-lines:]
-            return [escape_line(line, LONGEST_LINE) for line in found]
+            text = file.read().decode(errors="replace").splitlines()[-lines:]
+            return [escape_line(line, LONGEST_LINE) for line in text]
     except OSError:
         return []

@@ -1,4 +1,4 @@
-"""Processes of this machine: each in a session of its own, dying with its parent."""
+"""Processes on this machine: each has its own session and is killed when its parent exits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class LocalProcess:
 
     def __init__(self, order: ProcessSpec) -> None:
         self.order = order
-        self._pipe, theirs = os.pipe()  # its refusal comes here
+        self._pipe, theirs = os.pipe()  # the child reports its refusal here
         env = os.environ | {
             "OMP_NUM_THREADS": str(order.threads),
             "ASYNCRL_SUPERVISED": "1",
@@ -66,10 +66,10 @@ class LocalProcess:
 
 
 class LocalLauncher:
-    """The maker of this machine."""
+    """The launcher for this machine."""
 
     def prepare(self) -> None:
-        """Nothing is needed."""
+        """Do nothing: this machine needs no preparation."""
 
     def start(self, order: ProcessSpec) -> LocalProcess:
         return LocalProcess(order)
@@ -78,4 +78,4 @@ class LocalLauncher:
         return None
 
     def close(self) -> None:
-        """Nothing: children die with this process."""
+        """Do nothing: the kernel kills the children when this process exits."""

@@ -1,17 +1,17 @@
-"""Processes of a run on the hosts of a Ray cluster.
+"""Run the processes of a run on the hosts of a Ray cluster.
 
-Ray places, starts and watches, and does nothing else: one placement group, one actor a bundle, and
-in each actor the maker of one machine.  No trajectory and no weight passes through Ray: sockets,
-buffer and rings are those of any run.
+Ray only places, starts and watches: one placement group, one actor per bundle, and in each actor a
+`LocalLauncher`.  No trajectory and no weight passes through Ray; sockets, buffer and weight
+transport are those of any run.
 
 ```
 bundle 0       buffer, learner, gateway     they share the run directory with this process
-bundle 1 + N   generator-N, by `asyncrl join`: it needs nothing there but the package
+bundle 1 + N   generator-N, by `asyncrl join`: only the package has to be installed there
 ```
 
-An actor is never started again by Ray (`max_restarts=0`); its processes end with it, by the kernel,
-and it ends with the driver.  A lost host is a killed process to the supervisor, which starts it
-again by its rules: in a new actor, which waits until its bundle has a host again."""
+Ray never restarts an actor (`max_restarts=0`).  The kernel ends an actor's processes with it, and
+an actor ends with the driver.  To the supervisor a lost host is a killed process, which it restarts
+by its rules, in a new actor that waits until its bundle has a host again."""
 
 from __future__ import annotations
 
@@ -42,26 +42,24 @@ from asyncrl.supervise.hosts import ProcessSpec, last_lines
 from asyncrl.supervise.hosts.local import LocalLauncher, LocalProcess
 from asyncrl.transport import keys
 
-LOOK_S = 0.2  # between two looks at a host
-LOG_BYTES = 1 << 18  # of a log, in one look
+LOOK_S = 0.2  # between two polls of a host
+LOG_BYTES = 1 << 18  # of a log, in one poll
 CLOSE_S = 10.0
 KEY_FILES = ("server.key", "client.key_secret")
 
 
 class ProcessState(NamedTuple):
-    """What a host says of one of its processes."""
+    """The state of one process, as its host reports it."""
 
     life: int
     pid: int
     code: int | None
     refusal: tuple[int, str] | None  # exit code and message
-    log: bytes  # what has come since the last look, where the log is the host's own
+    log: bytes  # new since the last poll, where the log is on the host's own disk
 
 
 class RayHost:
-    """In an actor: the maker of its machine, asked from elsewhere.  All its methods return at
-    once.
-    """
+    """The actor on a host: it starts and polls local processes.  No method blocks."""
 
     def __init__(self, where: str) -> None:
         if os.path.isdir(where):
@@ -69,34 +67,35 @@ class RayHost:
         self.local = LocalLauncher()
         self.own = Path(tempfile.mkdtemp(prefix="asyncrl-host-"))
         self.running: dict[int, tuple[LocalProcess, ProcessSpec]] = {}
-        self.sent: dict[int, int] = {}  # bytes of a log of its own that were told
+        self.sent: dict[int, int] = {}  # bytes of a log on its own disk that were sent
 
     def describe_host(self, ports: int) -> dict[str, Any]:
-        """Where this is, and as many free ports."""
+        """Return address, node, version and `ports` free ports of this host."""
         import ray
 
-        taken = [socket.create_server(("", 0)) for _ in range(ports)]
-        found = [each.getsockname()[1] for each in taken]
-        for each in taken:
-            each.close()
+        servers = [socket.create_server(("", 0)) for _ in range(ports)]
+        numbers = [server.getsockname()[1] for server in servers]
+        for server in servers:
+            server.close()
         return {
             "ip": ray.util.get_node_ip_address(),
             "node": ray.get_runtime_context().get_node_id(),
             "version": asyncrl.__version__,
-            "ports": found,
+            "ports": numbers,
         }
 
     def reads(self, path: str) -> str:
-        """A small file's text; "" when it cannot be read here."""
+        """Read a small text file; "" when it cannot be read on this host."""
         try:
             return Path(path).read_text(encoding="utf-8")
         except OSError:
             return ""
 
     def start(self, life: int, order: ProcessSpec, secret: dict[str, bytes] | None) -> None:
-        """secret: the files of a generator's key; its command then joins by it, and its log is this
-        host's own.
-        """
+        """Start a process.
+
+        secret: the files of a generator's key.  Its command then joins with that key, and its log
+        is on this host's own disk."""
         if secret is not None:
             key = private.directory(self.own / order.name)
             with keys.private_umask():
@@ -109,7 +108,7 @@ class RayHost:
         self.running[life] = (self.local.start(order), order)
 
     def poll_processes(self) -> list[ProcessState]:
-        return [self._process_state(life, *found) for life, found in list(self.running.items())]
+        return [self._process_state(life, *entry) for life, entry in list(self.running.items())]
 
     def _process_state(self, life: int, process: LocalProcess, order: ProcessSpec) -> ProcessState:
         code = process.poll()
@@ -120,11 +119,11 @@ class RayHost:
                 log = file.read(LOG_BYTES)
             self.sent[life] += len(log)
         if len(log) == LOG_BYTES:
-            code = None  # its end is told with the end of its log
+            code = None  # reported together with the end of the log
         refusal = None
         if code is not None:
-            said = process.read_refusal()
-            refusal = None if said is None else (said.exit_code, str(said))
+            error = process.read_refusal()
+            refusal = None if error is None else (error.exit_code, str(error))
             process.close()
             del self.running[life]
         return ProcessState(life, process.pid, code, refusal, log)
@@ -134,7 +133,7 @@ class RayHost:
             self.running[life][0].signal(number)
 
     def clean(self, run_dir: str) -> None:
-        """The last thing: nothing of the run stays on this machine."""
+        """Kill all processes and remove everything of the run from this host."""
         for process, _ in self.running.values():
             process.kill()
         shutil.rmtree(self.own, ignore_errors=True)
@@ -145,7 +144,7 @@ class RayHost:
 
 @dataclass
 class RayProcess:
-    """A process of a host, as far as that has said."""
+    """The supervisor's handle of a process, with the state that its host last reported."""
 
     host: RayHostHandle
     life: int
@@ -164,14 +163,14 @@ class RayProcess:
     def signal(self, number: int) -> None:
         if number == signal.SIGKILL:
             self.kill()
-        elif self.code is None and not self.host.up:  # it still waits for a host
-            self.host.drop(f"{self.order.name} was ended before it began")
+        elif self.code is None and not self.host.up:  # its actor still waits for a host
+            self.host.drop(f"{self.order.name} was ended before its start")
             self.code = -number
         elif self.code is None:
             self.host.actor.signal.remote(self.life, number)
 
     def kill(self) -> None:
-        """A host that does not do it in time ends with all that runs there."""
+        """Kill it; a host that does not answer within CLOSE_S is dropped with all its processes."""
         now = time.monotonic()
         self.killed = self.killed or now
         if self.code is None and (not self.host.up or now - self.killed > CLOSE_S):
@@ -187,21 +186,21 @@ class RayProcess:
         return last_lines(self.order.log, lines)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: this handle holds no resources."""
 
-    def update_state(self, said: ProcessState) -> None:
-        self.pid = said.pid
-        if said.log:
+    def update_state(self, state: ProcessState) -> None:
+        self.pid = state.pid
+        if state.log:
             with self.order.log.open("ab") as log:
-                log.write(said.log)
-        if said.code is not None:
-            self.code = said.code
-            if said.refusal is not None:
-                self.refusal = AsyncrlError(said.refusal[1])
-                self.refusal.exit_code = said.refusal[0]
+                log.write(state.log)
+        if state.code is not None:
+            self.code = state.code
+            if state.refusal is not None:
+                self.refusal = AsyncrlError(state.refusal[1])
+                self.refusal.exit_code = state.refusal[0]
 
     def mark_lost(self, why: str) -> None:
-        """Its host is gone, and it with it."""
+        """Record that its host was lost, and the process with it."""
         if self.code is None:
             with self.order.log.open("a", encoding="utf-8") as log:
                 log.write(f"the host of {self.order.name} was lost: {why}\n")
@@ -210,18 +209,18 @@ class RayProcess:
 
 @dataclass
 class RayHostHandle:
-    """One actor, asked again and again how its processes fare; never waited for."""
+    """The supervisor's handle of an actor, which it polls without blocking."""
 
     actor: Any
     processes: dict[int, RayProcess] = field(default_factory=dict)
     gone: bool = False
     up: bool = False  # it has answered
-    pending: Any = None  # the look under way
+    pending: Any = None  # the poll in progress
     looked: float = 0.0
     calls: list[Any] = field(default_factory=list)  # starts that have not returned
 
     def poll(self) -> None:
-        """Take what has come; ask again when it is time."""
+        """Process the reply of the last poll; start another one every LOOK_S seconds."""
         import ray
 
         if self.gone:
@@ -234,25 +233,25 @@ class RayHostHandle:
                 self.pending = self.actor.poll_processes.remote()
             if self.pending is None or not ray.wait([self.pending], timeout=0)[0]:
                 return
-            found: list[ProcessState] = ray.get(self.pending)
+            states: list[ProcessState] = ray.get(self.pending)
         except ray.exceptions.ActorUnavailableError:
-            self.pending = None  # the network; Ray says when it is more
+            self.pending = None  # a network problem; Ray raises another error if the actor is lost
             return
         except ray.exceptions.RayError as error:
             self.drop(str(error).strip().splitlines()[0])
             return
         self.pending = None
         self.up = True
-        for said in found:
-            if said.life in self.processes:
-                self.processes[said.life].update_state(said)
+        for state in states:
+            if state.life in self.processes:
+                self.processes[state.life].update_state(state)
 
     def drop(self, why: str) -> None:
-        """The actor is no more, and what ran there."""
+        """Kill the actor, and mark its processes as lost."""
         import ray
 
         self.gone = True
-        if ray.is_initialized():  # it would start a cluster of its own
+        if ray.is_initialized():  # otherwise ray.kill would start a new cluster
             with contextlib.suppress(Exception):
                 ray.kill(self.actor)
         for process in self.processes.values():
@@ -260,7 +259,7 @@ class RayHostHandle:
 
 
 def bundles(config: Config) -> list[dict[str, float]]:
-    """What each bundle asks for: the learner's, then one a generator."""
+    """The resources of each bundle: the learner's, then one per generator."""
 
     def asked(part: Any) -> dict[str, float]:
         return {"CPU": part.cpus} | ({"GPU": part.gpus} if part.gpus else {})
@@ -270,7 +269,7 @@ def bundles(config: Config) -> list[dict[str, float]]:
 
 
 def describe_resources(wanted: list[dict[str, float]], hosts: list[dict[str, float]]) -> str:
-    """What was wanted and what there is, for the error.
+    """Describe requested and available resources, for an error message.
 
     >>> describe_resources([{"CPU": 1}, {"CPU": 2, "GPU": 1}], [{"CPU": 1.0, "memory": 5.0}])
     'wanted: 1 CPU; 2 CPU 1 GPU; hosts: 1 CPU'
@@ -279,12 +278,13 @@ def describe_resources(wanted: list[dict[str, float]], hosts: list[dict[str, flo
     def format_resources(resources: dict[str, float]) -> str:
         return " ".join(f"{n:g} {name}" for name, n in resources.items() if name in ("CPU", "GPU"))
 
-    said = [format_resources(each) or "no CPU" for each in hosts]
-    return f"wanted: {'; '.join(map(format_resources, wanted))}; hosts: {'; '.join(said) or 'none'}"
+    present = [format_resources(host) or "no CPU" for host in hosts]
+    requested = "; ".join(map(format_resources, wanted))
+    return f"wanted: {requested}; hosts: {'; '.join(present) or 'none'}"
 
 
 class RayLauncher:
-    """The maker of a Ray cluster.  `place_bundles` makes it."""
+    """The launcher for a Ray cluster, built by `place_bundles`."""
 
     def __init__(self, config: Config, run_dir: Path, group: Any) -> None:
         self.config = config
@@ -294,7 +294,9 @@ class RayLauncher:
         self.lives = 0
 
     def prepare(self) -> None:
-        """Keys for all; the learner's host sees the run directory.  Raises ConfigError."""
+        """Make missing keys, and write the cluster's addresses into the run directory.
+
+        Raises ConfigError when the learner's host cannot read the run directory."""
         import ray
 
         where = Path(self.config.wires.curve_dir)
@@ -304,21 +306,21 @@ class RayLauncher:
         path = self.run_dir / "run_id"
         if ray.get(self.host(0).actor.reads.remote(str(path))) != path.read_text(encoding="utf-8"):
             raise ConfigError(
-                f"runs: the learner's host does not see {self.run_dir}: put it on a path that it "
-                "shares with this machine, by --set runs=DIR"
+                f"runs: the learner's host cannot read {self.run_dir}: put the run on a path that "
+                "it shares with this machine, with --set runs=DIR"
             )
         wires = self.config.wires
         nodes = ray.util.placement_group_table(self.group)["bundles_to_node_id"]
-        said = {"wires": [wires.address, wires.weights_address], "nodes": nodes}
-        atomic_write.write(self.run_dir / "hosts.json", json.dumps(said))
-        # a run that goes on has the addresses of its life before
+        hosts = {"wires": [wires.address, wires.weights_address], "nodes": nodes}
+        atomic_write.write(self.run_dir / "hosts.json", json.dumps(hosts))
+        # the config of a resumed run still has the addresses of its last start
         atomic_write.write(self.run_dir / "config.toml", load.dump(self.config), sync=True)
 
     def free_slots(self) -> int:
         return len(self.group.bundle_specs) - 1
 
     def host(self, bundle: int) -> RayHostHandle:
-        """The actor of a bundle; a new one where there is none any more."""
+        """Return the actor of a bundle; a new one where the last one is gone."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -343,7 +345,9 @@ class RayLauncher:
             number = int(order.name.rpartition("-")[2])
             bundle = number + 1
             if bundle > self.free_slots():
-                raise ConfigError(f"{order.name} has no place: placement has {self.free_slots()}")
+                raise ConfigError(
+                    f"{order.name}: placement only has room for {self.free_slots()} generators"
+                )
             patience = self.config.watchdog.startup_s
             command = ["join", self.config.wires.address, "--index", str(number)]
             command += ["--wait", f"{patience:g}", *join.trusting(self.config)]
@@ -357,7 +361,7 @@ class RayLauncher:
         return process
 
     def close(self) -> None:
-        """Every actor ends, and with it what it had started; the cluster is free again."""
+        """End every actor with its processes, and free the cluster's resources."""
         import ray
 
         calls = [h.actor.clean.remote(str(self.run_dir)) for h in self.hosts.values() if not h.gone]
@@ -367,17 +371,19 @@ class RayLauncher:
 
 
 def cluster_config(config: Config) -> Config:
-    """The config as a cluster runs it.  Raises ConfigError for what it cannot."""
+    """Adapt the config to a cluster.  Raises ConfigError for settings that need one machine."""
     if config.agent.uses_sessions:
         raise ConfigError("--on ray: sessions of agents ([agent]) run on one machine")
     if (how := config.weights.transport) not in ("auto", "tcp"):
-        raise ConfigError(f"--on ray: weights.transport = {how} does not leave a machine; use auto")
+        raise ConfigError(
+            f"--on ray: weights.transport = {how} only works on one machine; use auto"
+        )
     count = config.placement.generator.count or config.generators
     return msgspec.structs.replace(config, generators=count)
 
 
 def previous_addresses(run_dir: Path) -> list[str]:
-    """The addresses that this run's life before was given here; empty when there are none."""
+    """Return the addresses that the run's last start was given; [] without one."""
     try:
         return list(json.loads((run_dir / "hosts.json").read_text(encoding="utf-8"))["wires"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -388,7 +394,7 @@ def previous_addresses(run_dir: Path) -> list[str]:
 def placed_on_cluster(
     config: Config, run_dir: Path, on: str, say: Callable[[str], None]
 ) -> Iterator[tuple[Config, RayLauncher]]:
-    """`place_bundles` on the cluster that `on` names; at the end everything there is given back."""
+    """Place bundles on the cluster that `on` names, and free them at the end."""
     import_ray(on)
     require_kept_directory(run_dir)
     import ray
@@ -405,24 +411,25 @@ def placed_on_cluster(
 
 
 def require_kept_directory(run_dir: Path) -> None:
-    """Raises ConfigError for a run in a place that is Ray's to remove."""
+    """Raise ConfigError for a run in a directory that Ray removes after the job."""
     if "working_dir_files" in run_dir.parts:
         raise ConfigError(
-            f"runs: {run_dir} is in the copy of a working directory that Ray has made for this "
-            "job, and removes: put the run on a path that all hosts share, by --set runs=DIR"
+            f"runs: {run_dir} is in a copy of the working directory that Ray removes after this "
+            "job: put the run on a path that all hosts share, with --set runs=DIR"
         )
 
 
 def import_ray(on: str) -> None:
-    """Raises ConfigError when it is not installed."""
+    """Raise ConfigError when Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
         raise ConfigError(f"--on {on}: Ray is not installed: pip install 'asyncrl[ray]'")
 
 
 def connect(on: str) -> None:
-    """To the cluster that `--on` names: ray (RAY_ADDRESS, or the one of this machine) or
-    ray://HOST:PORT, its own address.  Raises ConfigError, PeerUnreachable.
-    """
+    """Connect to the cluster that `--on` names.
+
+    on: `ray` (the cluster at RAY_ADDRESS, else this machine's) or `ray://HOST:PORT`.  Raises
+    PeerUnreachable."""
     import ray
 
     address = on.partition("://")[2] or os.environ.get("RAY_ADDRESS") or "auto"
@@ -438,24 +445,23 @@ def connect(on: str) -> None:
 def place_bundles(
     config: Config, run_dir: Path, on: str, say: Callable[[str], None]
 ) -> tuple[Config, RayLauncher]:
-    """Find a host for every bundle.  Returns the config with the addresses that follow from where
-    the buffer is, and the maker.
+    """Find a host for every bundle; returns the config with the buffer's addresses, and a launcher.
 
-    Raises PeerUnreachable with what is wanted and what is there, when the group is not placed
-    within `placement.deadline_s`; ConfigError."""
+    Raises PeerUnreachable with requested and available resources when the group is not placed
+    within `placement.deadline_s`, and ConfigError when a host has another version of asyncrl."""
     import ray
 
     group = ray.util.placement_group(bundles(config), strategy=config.placement.strategy)
     say(f"ray: {len(group.bundle_specs)} bundles, {config.placement.strategy}")
     if not group.wait(config.placement.deadline_s):
-        free = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        left = {k: n for k, n in ray.available_resources().items() if k in ("CPU", "GPU")}
+        hosts = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        free = {k: n for k, n in ray.available_resources().items() if k in ("CPU", "GPU")}
         ray.util.remove_placement_group(group)
         raise PeerUnreachable(
             f"--on {on}: not placed within {config.placement.deadline_s:g} s "
             f"(placement.deadline_s), {config.placement.strategy}; "
-            f"{describe_resources(bundles(config), free)}; free in all: "
-            f"{' '.join(f'{n:g} {name}' for name, n in left.items()) or 'nothing'}"
+            f"{describe_resources(bundles(config), hosts)}; free in all: "
+            f"{' '.join(f'{n:g} {name}' for name, n in free.items()) or 'nothing'}"
         )
     maker = RayLauncher(config, run_dir, group)
     first = maker.host(0)
@@ -467,10 +473,8 @@ def place_bundles(
             f"{asyncrl.__version__}: install the same on all hosts"
         )
     wires = config.wires
-    if previous_addresses(run_dir) == [
-        wires.address,
-        wires.weights_address,
-    ]:  # by this, not by hand
+    # replace addresses of an earlier start, but keep those that the user set
+    if previous_addresses(run_dir) == [wires.address, wires.weights_address]:
         wires = msgspec.structs.replace(wires, address="", weights_address="")
     buffer, weights = (f"tcp://{about['ip']}:{port}" for port in about["ports"])
     curve_dir = wires.curve_dir or str((run_dir / "keys").resolve())

@@ -1,7 +1,7 @@
-"""`asyncrl run --on slurm`: a batch script for Slurm, to be looked at and handed to sbatch.
+"""`asyncrl run --on slurm`: write a batch script for Slurm, to review and submit with sbatch.
 
-Two components of one job: the first has buffer, learner and one generator, and the batch script
-itself runs there; the second has a task for each further generator, which joins."""
+The job has two components.  The first runs the batch script, buffer, learner and one generator; the
+second has a task for each further generator, which joins."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.supervise import join
 
-WARN_S = 120  # before its time is over the job is told, and the learner writes a checkpoint
+WARN_S = 120  # Slurm sends SIGTERM so long before the time limit; the learner then checkpoints
 
 SCRIPT = """\
 #!/bin/bash
@@ -26,8 +26,8 @@ SCRIPT = """\
 #SBATCH --nodes=1 --ntasks=1 {first}
 #SBATCH hetjob
 #SBATCH --ntasks={count} {each}
-# Add what your site wants (--partition, --account, --time) and how it finds the package (module
-# load, source .../bin/activate).  The run directory and {cwd}
+# Add the options of your site (--partition, --account, --time) and the commands that make the
+# package available (module load, source .../bin/activate).  The run directory and {cwd}
 # have to be on a disk that all hosts share.
 set -u
 cd {cwd}
@@ -44,13 +44,13 @@ else
   asyncrl run {command} "${{wires[@]}}" &
 fi
 run=$!
-# not INT: what a shell starts in the background ignores that
+# TERM instead of INT, which background processes of a shell ignore
 trap 'kill -TERM $run' TERM INT
 srun --het-group=1 --kill-on-bad-exit=0 bash -c 'n=$((SLURM_PROCID + 1))
   exec asyncrl join "$0" --keys "$1/generator-$n" --index "$n" --wait 600{trust}' \\
   "tcp://$ip:$port" "$keys" &
 joined=$!
-# a wait that a signal ends says the signal's code; bash keeps that of the run
+# a wait interrupted by a signal returns the signal's code; bash keeps the exit code of the run
 while kill -0 $run 2>/dev/null; do wait $run; done
 wait $run
 code=$?
@@ -61,7 +61,7 @@ exit $code
 
 
 def resources(host: HostPlacement) -> str:
-    """The options of a task; Slurm counts whole ones.
+    """Format the resource options of a task; Slurm only has whole CPUs and GPUs.
 
     >>> resources(HostPlacement(cpus=2, gpus=1)), resources(HostPlacement())
     ('--cpus-per-task=2 --gpus-per-task=1', '--cpus-per-task=1')
@@ -69,21 +69,21 @@ def resources(host: HostPlacement) -> str:
     if host.cpus % 1 or host.gpus % 1:
         raise ConfigError(
             f"--on slurm: placement asks for {host.cpus:g} CPUs and {host.gpus:g} GPUs; Slurm "
-            "gives whole ones"
+            "needs whole numbers"
         )
     gpus = f" --gpus-per-task={host.gpus:g}" if host.gpus else ""
     return f"--cpus-per-task={host.cpus:g}{gpus}"
 
 
 def script(config: Config, source: str, sets: Sequence[str], run_dir: Path) -> str:
-    """The text of the script, for the run that `asyncrl run SOURCE --set ...` would be.  Raises
-    ConfigError for what it cannot be.
-    """
+    """Write the batch script for `asyncrl run SOURCE --set ...`.
+
+    Raises ConfigError for a config that cannot run on several hosts, or needs only one."""
     if config.agent.uses_sessions:
         raise ConfigError("--on slurm: sessions of agents ([agent]) run on one machine")
     if (how := config.weights.transport) not in ("auto", "tcp"):
         raise ConfigError(
-            f"--on slurm: weights.transport = {how} does not leave a machine; use auto"
+            f"--on slurm: weights.transport = {how} only works on one machine; use auto"
         )
     more = (config.placement.generator.count or config.generators) - 1
     if more < 1:
@@ -94,7 +94,7 @@ def script(config: Config, source: str, sets: Sequence[str], run_dir: Path) -> s
     where = run_dir.resolve()
     named = [*sets, f"name={where.name!r}", f"runs={str(where.parent)!r}"]
     words = [source if not Path(source).exists() else str(Path(source).resolve())]
-    words += [word for each in named for word in ("--set", each)]
+    words += [word for item in named for word in ("--set", item)]
     return SCRIPT.format(
         name=shlex.quote(f"asyncrl-{where.name}"),
         out=f"{where}-%j.out",
