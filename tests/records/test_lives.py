@@ -247,7 +247,7 @@ def test_of_a_dead_run_it_says_who_died_how_and_where_to_go_on(run_dir: Path) ->
     )
     assert (
         "newest checkpoint: version 3," in text
-        and f"asyncrl run --resume {run_dir}` goes on" in text
+        and f"asyncrl run --resume {run_dir}` continues" in text
     )
     seen = doctor.examine_run(config(), run_dir, None)
     assert (
