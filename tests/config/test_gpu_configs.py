@@ -88,7 +88,7 @@ def test_each_process_sees_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         devices.bind(config.generator.gpus, 0, "generator.gpus")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(os, "environ", {})
-    with pytest.raises(ConfigError, match=r"generator\.gpus: GPU 2 is not there"):
+    with pytest.raises(ConfigError, match=r"generator\.gpus: GPU 2 does not exist"):
         devices.bind(config.generator.gpus, 0, "generator.gpus")
     assert devices.missing(config).startswith("generator.gpus: needs CUDA")
 
