@@ -158,7 +158,7 @@ def test_what_cannot_be_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         get("smollm2", there)
     with pytest.raises(ConfigError, match="not a known model"):
         get("gpt9", tmp_path / "m")
-    with pytest.raises(ConfigError, match="is named hf://ORG/NAME"):
+    with pytest.raises(ConfigError, match="as hf://ORG/NAME"):
         get("hf://justone", tmp_path / "m")
     wrong = tmp_path / "wrong.whl"
     wrong.write_bytes(b"no archive")
