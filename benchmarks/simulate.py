@@ -122,7 +122,7 @@ def reward_times(work: Path, model: Path) -> list[float]:
 
 
 def predicted(config: Any, times: Any, seeds: int) -> dict[str, Any]:
-    from asyncrl.experiments.simulate.questions import average_outcomes, simulate_seeds
+    from asyncrl.experiments.simulate.what_if import average_outcomes, simulate_seeds
 
     o = average_outcomes(simulate_seeds(config, times, seeds))
     return {

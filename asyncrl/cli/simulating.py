@@ -1,4 +1,4 @@
-"""What `asyncrl simulate` does, once its options are read."""
+"""The work of `asyncrl simulate`, once its options are read."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import msgspec
 from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
-from asyncrl.experiments.simulate import page, questions, times
-from asyncrl.experiments.simulate import treatments as late
+from asyncrl.experiments.simulate import page, times, what_if
 from asyncrl.experiments.simulate.fit import fit
 from asyncrl.experiments.simulate.times import TimeModel
 
@@ -21,37 +20,39 @@ LIMITS = (0, 1, 2, 4, 8, 16)  # of --plot
 MOST_GENERATORS = 10_000
 
 
-def numbers(words: str, what: str, least: int, most: int) -> list[int]:
-    """`1,10,100` as numbers.  Raises ConfigError."""
+def parse_counts(text: str) -> list[int]:
+    """Parse numbers of generators such as `1,10,100`. Raises ConfigError."""
     try:
-        found = [int(x) for x in words.split(",")]
+        counts = [int(word) for word in text.split(",")]
     except ValueError:
-        found = []
-    if not found or not all(least <= x <= most for x in found):
+        counts = []
+    if not counts or not all(1 <= count <= MOST_GENERATORS for count in counts):
         raise ConfigError(
-            f"{what} {words}: write whole numbers from {least} to {most}, with commas between them"
+            f"--generators {text}: write whole numbers from 1 to {MOST_GENERATORS}, with commas "
+            "between them"
         )
-    return found
+    return counts
 
 
 def times_for(
     from_run: Path | None, file: Path | None, words: Sequence[str]
 ) -> tuple[TimeModel, str]:
-    """The times, and in words where they are from: defaults, then a run, then a file, then single
-    ones.
+    """Return the times and a description of their source.
+
+    Later sources win: defaults, a run, a file, single times.
     """
-    found = TimeModel()
+    known = TimeModel()
     source = "defaults, those of configs/demo.toml on one 2.5 GHz core a process"
     if from_run is not None:
-        found = fit(from_run)[0]
+        known = fit(from_run)[0]
         source = f"fitted to {from_run}"
     if file is not None:
-        found = times.load(file, found)
+        known = times.load(file, known)
         source = f"{file}" + (f" on those of {from_run}" if from_run else "")
     if words:
-        found = times.parse(found, words)
+        known = times.parse(known, words)
         source = f"{source}; {', '.join(words)}"
-    return found, source
+    return known, source
 
 
 def simulate(
@@ -71,121 +72,107 @@ def simulate(
     evaluate: bool,
     plot: Path | None,
 ) -> dict[str, Any]:
-    """Everything that the command shows, as one object."""
+    """Return everything that the command shows, as the object of `--json`."""
+    if steps is not None:
+        learner = msgspec.structs.replace(config.learner, steps=steps)
+        config = msgspec.structs.replace(config, learner=learner)
+    counts = parse_counts(generators) if generators else [config.generators]
+    _check_questions(config, more, syncs, plot)
+    if deadline is not None and not treatments:
+        raise ConfigError("--deadline: belongs to --treatments")
+    if treatments:
+        what_if.check_treatments(config, deadline)
+    base = what_if.simulate_seeds(config, known, seeds, evaluate=evaluate)
+    limit, inject = config.staleness.limit, config.staleness.inject
+    if not (limits or more or syncs or treatments):
+        limits = [] if inject is not None or limit == math.inf else [2 * limit or 1]
+        more, syncs = [1], [2.0]
+    answers = what_if.answers(config, known, base, limits, more, syncs, evaluate=evaluate)
+    shown = what_if.average_outcomes(base)
+    result: dict[str, Any] = {
+        "tokens_per_s": shown["tokens_per_s"],
+        "idle_share": {"generator": shown["idle_generator"], "learner": shown["idle_learner"]},
+        "lag": {key: shown[f"lag_{key}"] for key in ("mean", "p95", "max")},
+        "base": shown,
+        "seeds": seeds,
+        "times": source,
+        "limited_by": what_if.limiting_side(shown),
+        "answers": [msgspec.structs.asdict(answer) for answer in answers],
+    }
+    if treatments:
+        result["treatments"] = what_if.compare_treatments(
+            config, known, seeds, deadline, evaluate=evaluate
+        )
+    if generators or plot is not None:
+        axis = [limit]
+        if plot is not None and inject is None:
+            axis = sorted({*map(float, LIMITS), *map(float, limits), limit})
+        done = {(config.generators, limit): shown}
+        for asked, answer in zip(limits, answers, strict=False):
+            done[config.generators, float(asked)] = answer.outcome
+        result["sweep"] = what_if.sweep(config, known, axis, counts, seeds, done, evaluate=evaluate)
+    if plot is not None:
+        sentences = [f"As configured, {result['limited_by']}.", *(a.sentence for a in answers)]
+        page.write(plot, name, source, result["sweep"], sentences, load.dump(config))
+        result["page"] = str(plot)
+    return result
+
+
+def _check_questions(
+    config: Config, more: Sequence[int], syncs: Sequence[float], plot: Path | None
+) -> None:
     if config.staleness.delay:
         raise ConfigError(
             "staleness.delay: is not simulated; leave it out, and give the tail by --time "
             "reward=pareto(LEAST,EXPONENT,MOST)"
         )
-    if steps is not None:
-        config = questions.with_steps(config, steps)
-    _check_syncs(syncs)
-    if deadline is not None and not treatments:
-        raise ConfigError("--deadline: belongs to --treatments")
-    if treatments:
-        late.refuse(config)
-    if plot is not None and not plot.parent.is_dir():
-        raise ConfigError(f"--plot {plot}: there is no directory {plot.parent}")
-    counts = (
-        numbers(generators, "--generators", 1, MOST_GENERATORS)
-        if generators
-        else [config.generators]
-    )
-    _check_more(config.generators, more)
-    base = questions.simulate_seeds(config, known, seeds, evaluate=evaluate)
-    if not (limits or more or syncs or treatments):
-        limit = config.staleness.limit
-        inject = config.staleness.inject
-        limits = [] if inject is not None or limit == math.inf else [2 * limit or 1]
-        more = [1]
-        syncs = [2.0]
-    answers = questions.answers(config, known, base, limits, more, syncs, evaluate=evaluate)
-    shown = questions.average_outcomes(base)
-    out: dict[str, Any] = {
-        "tokens_per_s": shown["tokens_per_s"],
-        "idle_share": {"generator": shown["idle_generator"], "learner": shown["idle_learner"]},
-        "lag": {k: shown[f"lag_{k}"] for k in ("mean", "p95", "max")},
-        "base": shown,
-        "seeds": seeds,
-        "times": source,
-        "limited_by": questions.limiting_side(shown),
-        "answers": [msgspec.structs.asdict(a) for a in answers],
-    }
-    if treatments:
-        rows = late.compare(config, known, seeds, deadline, evaluate=evaluate)
-        out["treatments"] = [msgspec.structs.asdict(row) for row in rows]
-    if generators or plot is not None:
-        now = config.staleness.limit
-        line = (
-            sorted({*map(float, LIMITS), *map(float, limits), now})
-            if plot is not None and config.staleness.inject is None
-            else [now]
-        )
-        done = {(config.generators, now): shown} | {
-            (config.generators, float(k)): a.outcome for k, a in zip(limits, answers, strict=False)
-        }
-        out["sweep"] = questions.sweep(config, known, line, counts, seeds, done, evaluate=evaluate)
-    if plot is not None:
-        sentences = [f"As configured, {out['limited_by']}.", *(a.sentence for a in answers)]
-        out["page"] = str(
-            page.write(plot, name, source, out["sweep"], sentences, load.dump(config))
-        )
-    return out
-
-
-def _check_syncs(syncs: Sequence[float]) -> None:
     for factor in syncs:
         if not (factor > 0 and math.isfinite(factor)):
             raise ConfigError(f"--sync {factor:g}: how many times as fast; a number above 0")
-
-
-def _check_more(generators: int, more: Sequence[int]) -> None:
     for added in more:
-        if not 1 <= generators + added <= MOST_GENERATORS:
+        if not 1 <= config.generators + added <= MOST_GENERATORS:
             raise ConfigError(
-                f"--more {added}: {generators + added} generators; write one that leaves 1 to "
-                f"{MOST_GENERATORS}"
+                f"--more {added}: {config.generators + added} generators; write one that leaves 1 "
+                f"to {MOST_GENERATORS}"
             )
+    if plot is not None and not plot.parent.is_dir():
+        raise ConfigError(f"--plot {plot}: there is no directory {plot.parent}")
 
 
 def limit_text(base: dict[str, Any]) -> str:
-    """The limit; where it set itself, its mean and its bound."""
+    """Describe the limit; of an automatic one, its mean and its bound."""
     mean = base["limit_mean"]
     if base["max_lag"] in ("inf", mean):
         return str(base["max_lag"])
     return f"{mean:.2f} on average, at most {base['max_lag']}"
 
 
-def format_outcome(out: dict[str, Any]) -> str:
-    """The same for a reader."""
-    base = out["base"]
+def format_outcome(result: dict[str, Any]) -> str:
+    """Format the result for a reader."""
+    base = result["base"]
+    sampled = max(base["generated"], 1)
+    losses = [f"{reason} {tokens / sampled:.2%}" for reason, tokens in base["losses"].items()]
     lines = [
-        f"times: {out['times']}",
+        f"times: {result['times']}",
         f"{base['steps']} steps, {base['generators']:,} generator(s), limit {limit_text(base)}: "
         f"{base['step_s']:.3g} s a step, {base['tokens_per_s']:,.0f} tokens/s trained",
         f"idle: generators {base['idle_generator']:.1%}, learner {base['idle_learner']:.1%}; "
-        f"{out['limited_by']}",
+        f"{result['limited_by']}",
         f"lag: mean {base['lag_mean']:.2f} ({base['lag_in_flight']:.2f} in flight, "
         f"{base['lag_in_queue']:.2f} in queue), p95 {base['lag_p95']:g}, max {base['lag_max']}: "
-        + ", ".join(f"{k}: {v:.1%}" for k, v in base["lag_histogram"].items()),
+        + ", ".join(f"{lag}: {share:.1%}" for lag, share in base["lag_histogram"].items()),
         f"tickets in flight: mean {base['tickets_mean']:.1f}, most {base['tickets_max']}; groups "
         f"alive at a commit: {base['alive_mean']:.1f}",
-        "tokens lost: "
-        + (
-            ", ".join(f"{k} {v / max(base['generated'], 1):.2%}" for k, v in base["losses"].items())
-            or "none"
-        ),
+        f"tokens lost: {', '.join(losses) or 'none'}",
+        *(answer["sentence"] for answer in result["answers"]),
     ]
-    lines += [a["sentence"] for a in out["answers"]]
-    if "sweep" in out:
-        rows = [page.HEAD, *(page.outcome_row(o) for o in out["sweep"])]
-        widths = [max(len(r[i]) for r in rows) for i in range(len(page.HEAD))]
-        lines += ["  ".join(x.rjust(w) for x, w in zip(r, widths, strict=True)) for r in rows]
-    if "treatments" in out:
-        lines += late.table([late.Treatment(**row) for row in out["treatments"]])
-    took = base["took_s"]
+    if "sweep" in result:
+        lines += page.text_table([page.HEAD, *map(page.outcome_row, result["sweep"])])
+    if "treatments" in result:
+        rows = map(page.treatment_row, result["treatments"])
+        lines += page.text_table([page.TREATMENT_HEAD, *rows])
     lines.append(
-        f"simulated with {out['seeds']} seed(s), {took:.1f} s each"
-        + (f"; page: {out['page']}" if "page" in out else "")
+        f"simulated with {result['seeds']} seed(s), {base['took_s']:.1f} s each"
+        + (f"; page: {result['page']}" if "page" in result else "")
     )
     return "\n".join(lines)

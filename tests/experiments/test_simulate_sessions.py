@@ -13,7 +13,7 @@ from simulate_kit import BARE, ROOT, config
 from asyncrl import cli
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
-from asyncrl.experiments.simulate import treatments
+from asyncrl.experiments.simulate import page, what_if
 from asyncrl.experiments.simulate.outcome import Simulation, SimulationOutcome, simulate
 from asyncrl.experiments.simulate.times import TimeModel, change
 
@@ -114,23 +114,24 @@ def test_generators_that_are_lost_lose_their_open_sessions_and_the_ledger_sums()
 
 def test_what_each_treatment_costs_where_tools_have_a_long_tail() -> None:
     late = change(KNOWN, tool=TAIL, train=0.1)
-    rows = treatments.compare(of("staleness.max_lag=1"), late, 2, evaluate=False)
-    found = {row.name: row for row in rows}
+    rows = what_if.compare_treatments(of("staleness.max_lag=1"), late, 2, evaluate=False)
+    found = {row["name"]: row for row in rows}
     wait, mask, down, drop, cut = (
         found[name] for name in ("wait", "mask", "downweight", "drop", "deadline")
     )
-    assert wait.lag_max == mask.lag_max == drop.lag_max == cut.lag_max == 1 < down.lag_max
+    assert [row["lag_max"] for row in (wait, mask, drop, cut)] == [1] * 4
+    assert down["lag_max"] > 1
     for row in rows:
-        taken = (row.dropped, row.masked, row.downweighted, row.cut)
-        own = {"mask": 1, "downweight": 2, "drop": 0, "deadline": 3}.get(row.name)
+        taken = [row[key] for key in ("dropped", "masked", "downweighted", "cut")]
+        own = {"mask": 1, "downweight": 2, "drop": 0, "deadline": 3}.get(row["name"])
         assert all((share > 0) == (at == own) for at, share in enumerate(taken)), row
-    assert wait.tokens_per_s < min(mask.tokens_per_s, down.tokens_per_s, cut.tokens_per_s)
-    assert wait.learner_idle > cut.learner_idle
+    assert wait["tokens_per_s"] < min(row["tokens_per_s"] for row in (mask, down, cut))
+    assert wait["learner_idle"] > cut["learner_idle"]
     # a tenth of the sessions under `wait` pass its deadline
-    assert cut.cut == pytest.approx(0.1, abs=0.03) and cut.deadline_s is not None
-    again = treatments.compare(of("staleness.max_lag=1"), late, 2, 1.5, evaluate=False)[-1]
-    assert again.deadline_s == 1.5 and again.cut > cut.cut
-    assert wait.deadline_s == 600.0
+    assert cut["cut"] == pytest.approx(0.1, abs=0.03) and cut["deadline_s"] is not None
+    again = what_if.compare_treatments(of("staleness.max_lag=1"), late, 2, 1.5, evaluate=False)[-1]
+    assert again["deadline_s"] == 1.5 and again["cut"] > cut["cut"]
+    assert wait["deadline_s"] == 600.0
 
 
 def test_shares_are_the_ledgers_and_the_lags() -> None:
@@ -140,42 +141,44 @@ def test_shares_are_the_ledgers_and_the_lags() -> None:
     by_hand = sum(p * (1 - 0.5 ** (max(0, lag - 1) / 2)) for lag, p in o.lag_histogram.items())
     assert o.faded_share == pytest.approx(by_hand) and by_hand > 0
     o = run(late, "staleness.max_lag=1", "staleness.on_exceed='drop'")
-    row = treatments.treatment(
+    row = what_if.summarize_treatment(
         msgspec.structs.asdict(o)
         | {"name": "drop", "deadline_s": None, "losses": o.losses | {"abandoned": 7}}
     )
-    assert row.dropped == pytest.approx((o.losses["dropped_stale"] + 7) / o.generated)
+    assert row["dropped"] == pytest.approx((o.losses["dropped_stale"] + 7) / o.generated)
     o = run(late, "staleness.max_lag=1", "staleness.on_exceed='mask'")
-    row = treatments.treatment(msgspec.structs.asdict(o) | {"name": "mask", "deadline_s": None})
-    assert row.masked == pytest.approx(o.losses["masked_stale"] / o.generated)
+    row = what_if.summarize_treatment(
+        msgspec.structs.asdict(o) | {"name": "mask", "deadline_s": None}
+    )
+    assert row["masked"] == pytest.approx(o.losses["masked_stale"] / o.generated)
 
 
 def test_answers_have_treatments_too_but_no_deadline() -> None:
     late = change(BARE, reward=TAIL)
-    rows = treatments.compare(config("staleness.max_lag=1"), late, 1, evaluate=False)
-    assert [row.name for row in rows] == ["wait", "mask", "downweight", "drop"]
-    assert all(row.deadline_s is None and row.cut == 0 for row in rows)
-    text = treatments.table(rows)
+    rows = what_if.compare_treatments(config("staleness.max_lag=1"), late, 1, evaluate=False)
+    assert [row["name"] for row in rows] == ["wait", "mask", "downweight", "drop"]
+    assert all(row["deadline_s"] is None and row["cut"] == 0 for row in rows)
+    text = page.text_table([page.TREATMENT_HEAD, *map(page.treatment_row, rows)])
     assert [line.split()[0] for line in text] == ["treatment", "wait", "mask", "downweight", "drop"]
     assert len({len(line) for line in text}) == 1 and text[1].split()[1] == (
-        f"{rows[0].tokens_per_s:,.0f}"
+        f"{rows[0]['tokens_per_s']:,.0f}"
     )
 
 
 @pytest.mark.parametrize(
     ("sets", "deadline", "said"),
     [
-        (["staleness.max_lag=inf"], None, "late is what passes a limit"),
-        (["staleness.max_lag={auto='ess'}"], None, "late is what passes a limit"),
-        (["staleness.inject=1"], None, "injected lag keeps to its limit"),
-        (["staleness.order='ticket'"], None, "each treatment has its own order"),
-        ([], 3.0, "--deadline: is of sessions"),
+        (["staleness.max_lag=inf"], None, "needs a fixed limit"),
+        (["staleness.max_lag={auto='ess'}"], None, "needs a fixed limit"),
+        (["staleness.inject=1"], None, "injected lag never passes its limit"),
+        (["staleness.order='ticket'"], None, "each one sets its order"),
+        ([], 3.0, "--deadline: belongs to sessions"),
         ([*SESSIONS], 0.0, "--deadline 0: write seconds above 0"),
     ],
 )
 def test_what_has_no_treatments(sets: list[str], deadline: float | None, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        treatments.compare(config("staleness.max_lag=2", *sets), BARE, 1, deadline)
+        what_if.compare_treatments(config("staleness.max_lag=2", *sets), BARE, 1, deadline)
 
 
 def test_the_command_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,7 +193,7 @@ def test_the_command_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
 
     code, out = said("--json", "--deadline", "4")
     found = json.loads(out.out)["treatments"]
-    assert not code and [row["name"] for row in found] == [*treatments.TREATMENTS, "deadline"]
+    assert not code and [row["name"] for row in found] == [*what_if.TREATMENTS, "deadline"]
     assert found[-1]["deadline_s"] == 4 and json.loads(out.out)["answers"] == []
     code, out = said()
     assert not code and "downweighted" in out.out and "deadline" in out.out

@@ -1,15 +1,13 @@
-"""Times from a run directory: its trace (what each process did, on how much), its metrics, its
-samples.
-"""
+"""Fit times to a run directory: to its trace, its metrics and its samples."""
 
 from __future__ import annotations
 
 import bisect
 import itertools
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +21,10 @@ from asyncrl.records import jsonl, metrics, trace
 from asyncrl.records.trace import TraceSpan
 
 FEWEST = 20  # decode calls, and 5 batches, below which nothing is fitted
-MOST_BESIDE = 3.0  # how much one side may slow the other down
-WAIT_S = 0.03  # a learner's pause from which it counts as a wait for its batch
+MOST_BESIDE = 3.0  # bound of the factor by which generators and learner slow each other down
+WAIT_S = 0.03  # a longer pause of a process counts as a wait
+
+Interval = tuple[float, float]
 
 
 class EngineCall(NamedTuple):
@@ -34,191 +34,182 @@ class EngineCall(NamedTuple):
     end: float
     rows: int
     admitted: int
-    steps: (
-        int | None
-    )  # None: a trace without steps, and the engine ran empty before the usual number
+    steps: int | None  # None: not in the trace, and the engine ran empty before the usual number
     finished: int  # rows
     pause: float | None  # to the next call, less swaps; None: the engine ran empty
 
 
 def fit(run_dir: Path) -> tuple[TimeModel, Config]:
-    """Times and config of a run.  Raises ConfigError for a directory that has no trace with sizes,
-    or too short a one.
+    """Return the times and the config of a run.
+
+    Raises ConfigError if the run has no trace with sizes, or too short a one.
     """
     if not (run_dir / "config.toml").is_file():
         raise ConfigError(f"{run_dir}: no run directory (it has no config.toml)")
     config = load.load(run_dir / "config.toml")
     lanes = trace.read_sized_spans(run_dir)
-    calls = [
-        calls_of(spans)
+    rewards = [lanes[name] for name in lanes if name.endswith("-rewards")]
+    generators = [
+        spans
         for name, spans in lanes.items()
         if name.startswith("generator-") and not name.endswith("-rewards")
     ]
     learner = lanes.get("learner", [])
-    trains = [s for s in learner if s[0] == "train" and s[3]]
-    if sum(map(len, calls)) < FEWEST or len(trains) < 5:
+    calls = [call for spans in generators for call in engine_calls(spans)]
+    trains = [span for span in learner if span.name == "train" and span.size]
+    if len(calls) < FEWEST or len(trains) < 5:
         raise ConfigError(
-            f"{run_dir}: too little to fit times to: {sum(map(len, calls))} decode calls and "
-            f"{len(trains)} batches with their sizes in its trace "
-            f"(needed: {FEWEST} and 5); make a run of 20 steps or more with this version"
+            f"{run_dir}: too little to fit times to: {len(calls)} decode calls and {len(trains)} "
+            f"batches with their sizes in its trace (needed: {FEWEST} and 5); make a run of 20 "
+            "steps or more with this version"
         )
-    flat = [c for lane in calls for c in lane]
-    if sum(c.steps is not None for c in flat) < FEWEST:
+    if sum(call.steps is not None for call in calls) < FEWEST:
         raise ConfigError(
-            f"{run_dir}: its answers are so short that nearly every decode call emptied the "
+            f"{run_dir}: its completions are so short that nearly every decode call emptied the "
             "engine, and its trace does not say in how many steps; make a run with this version"
         )
-    times = change(TimeModel(), **_decode(flat, trains))
-    times = change(times, **_learner(times, trains, learner, flat), **_answers(run_dir, config))
-    times = change(
-        times, batch=_hand_over_times(times, learner, flat), commit=_grants(times, learner, lanes)
-    )
-    judged = [
-        (s[2] - s[1], s[3] or 1)
-        for name, spans in lanes.items()
-        if name.endswith("-rewards")
-        for s in spans
+    times = change(TimeModel(), **_fit_decode(calls, trains))
+    times = change(times, **_fit_learner(times, trains, learner, calls))
+    times = change(times, **_fit_lengths(run_dir, config))
+    batch, commit = _fit_batch(times, learner, calls), _fit_commit(times, learner, generators)
+    times = change(times, batch=batch, commit=commit)
+    # each sample of a list gets its share
+    shares = [
+        (span.end - span.start) / (span.size or 1)
+        for spans in rewards
+        for span in spans
+        for _ in range(span.size or 1)
     ]
-    # of a list, each answer its share
-    rewards = [seconds / answers for seconds, answers in judged for _ in range(answers)]
-    swaps = _swaps(lanes)
-    return change(
-        times, **({"reward": rewards} if rewards else {}), **({"swap": swaps} if swaps else {})
-    ), config
+    swaps = _find_swaps(generators)
+    return change(times, reward=shares or times.reward, swap=swaps or times.swap), config
 
 
-def calls_of(spans: list[TraceSpan]) -> list[EngineCall]:
-    """One generator's decode calls, but for the last."""
-    raw: list[
-        tuple[TraceSpan, int, float]
-    ] = []  # a call, rows admitted and seconds of swaps before
-    admitted = 0
-    swap = 0.0
+def engine_calls(spans: Sequence[TraceSpan]) -> list[EngineCall]:
+    """Return one generator's decode calls, except the last."""
+    # a call, the rows admitted before it and the seconds of swaps before it
+    decodes: list[tuple[TraceSpan, int, float]] = []
+    admitted, swap = 0, 0.0
     for span in spans:
         if span.name == "prefill":
             admitted += span.size or 0
         elif span.name == "weights":
             swap += span.end - span.start
         elif span.name == "decode" and span.size:
-            raw.append((span, admitted, swap))
-            admitted = 0
-            swap = 0.0
-    out = []
-    for (call, new, _), (after, then_new, swapped) in itertools.pairwise(raw):
+            decodes.append((span, admitted, swap))
+            admitted, swap = 0, 0.0
+    calls = []
+    for (call, new, _), (following, then_new, swapped) in itertools.pairwise(decodes):
         rows = call.size or 0
-        left = (after.size or 0) - then_new
-        steps = call.steps if call.steps is not None else (DECODE_STEPS if left > 0 else None)
-        pause = after.start - call.end - swapped if left > 0 else None
-        finished = rows - max(0, left)
-        out.append(EngineCall(*call[1:3], rows, new, steps, finished, pause))
-    return out
+        remaining = (following.size or 0) - then_new
+        steps, pause = call.steps, None
+        if remaining > 0:
+            steps = DECODE_STEPS if steps is None else steps
+            pause = following.start - call.end - swapped
+        finished = rows - max(0, remaining)
+        calls.append(EngineCall(*call[1:3], rows, new, steps, finished, pause))
+    return calls
 
 
-def share_beside(start: float, end: float, others: list[tuple[float, float]]) -> float:
-    """The share of [start, end] that lies in any of `others`, which are sorted and do not
-    overlap.
-    """
-    at = bisect.bisect_left(others, start, key=lambda x: x[1])
-    both = 0.0
-    while at < len(others) and others[at][0] < end:
-        both = both + min(end, others[at][1]) - max(start, others[at][0])
-        at = at + 1
-    return both / max(end - start, 1e-9)
+def overlap_share(start: float, end: float, others: Sequence[Interval]) -> float:
+    """Return the share of [start, end] covered by `others`, sorted and disjoint."""
+    first = bisect.bisect_left(others, start, key=lambda other: other[1])
+    covered = 0.0
+    for low, high in itertools.takewhile(lambda other: other[0] < end, others[first:]):
+        covered += min(end, high) - max(start, low)
+    return covered / max(end - start, 1e-9)
 
 
-def union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    out: list[tuple[float, float]] = []
-    for begin, end in sorted(spans):
-        if out and begin <= out[-1][1]:
-            out[-1] = (out[-1][0], max(end, out[-1][1]))
+def unite(intervals: Iterable[Interval]) -> list[Interval]:
+    """Merge overlapping intervals; the result is sorted."""
+    merged: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
         else:
-            out.append((begin, end))
-    return out
+            merged.append((begin, end))
+    return merged
 
 
 def solve(
-    columns: list[list[float]], seconds: list[float], least: float = 1e-3
+    columns: Sequence[Sequence[float]] | NDArray[np.float64], seconds: Sequence[float]
 ) -> tuple[NDArray[np.float64], float]:
-    """Coefficients of at least 0, and what they leave unexplained; long calls do not outweigh the
-    short ones.
+    """Return coefficients of at least 0 and the residual.
+
+    columns: [calls, coefficients].
+    seconds: [calls], weighted so that long calls do not outweigh short ones.
     """
     from scipy.optimize import nnls
 
     measured = np.asarray(seconds)
-    weight = 1 / np.sqrt(np.maximum(measured, least))
-    found: tuple[NDArray[np.float64], float] = nnls(
-        np.asarray(columns, dtype=float) * weight[:, None], measured * weight
-    )
-    return found
+    weight = 1 / np.sqrt(np.maximum(measured, 1e-3))
+    rows = np.asarray(columns, dtype=float) * weight[:, None]
+    solution: tuple[NDArray[np.float64], float] = nnls(rows, measured * weight)
+    return solution
 
 
-def _times(columns: list[list[float]], shares: list[float], factor: float) -> list[list[float]]:
-    """Each row `factor` times as long for its share beside the learner."""
-    return [
-        [x * (1 + (factor - 1) * s) for x in row] for row, s in zip(columns, shares, strict=True)
-    ]
-
-
-def _minimum(loss: Callable[[float], float], low: float, high: float) -> float:
+def _fit_decode(calls: Sequence[EngineCall], trains: Sequence[TraceSpan]) -> dict[str, Any]:
+    """Fit step, row, admit, look, finish, beside and noise."""
     from scipy.optimize import minimize_scalar
 
-    return float(minimize_scalar(loss, bounds=(low, high), method="bounded").x)
-
-
-def _decode(calls: list[EngineCall], trains: list[TraceSpan]) -> dict[str, object]:
-    """step, row, admit, look, finish, beside, noise."""
-    whole = [c for c in calls if c.steps is not None]
-    training = union((t[1], t[2]) for t in trains)
-    seconds = [c.end - c.start for c in whole]
-    shares = [share_beside(c.start, c.end, training) for c in whole]
-    columns: list[list[float]] = [
-        [c.steps or 0, (c.steps or 0) * c.rows, c.admitted] for c in whole
-    ]
-    slower = 1.0
-    if sum(x < 0.1 for x in shares) >= FEWEST and sum(x > 0.9 for x in shares) >= FEWEST:
-        slower = _minimum(lambda f: solve(_times(columns, shares, f), seconds)[1], 1.0, MOST_BESIDE)
-    factors = [1 + (slower - 1) * s for s in shares]
-    step, row, admit = map(float, solve(_times(columns, shares, slower), seconds)[0])
-    plain = [max(1e-9, step * begin + row * end + admit * c) for begin, end, c in columns]
-    noise = [s / p / f for s, p, f in zip(seconds, plain, factors, strict=True)]
-    out: dict[str, object] = {
-        "step": step,
-        "row": row,
-        "admit": admit,
-        "beside": slower,
-        "noise": {"sequence": [round(x, 4) for x in noise]},
-    }
-    paused = [(c, c.pause) for c in calls if c.pause is not None]
-    if len(paused) < FEWEST:  # the engine runs empty after nearly every call
-        return out
-    look, finish, new = map(
-        float,
-        solve(
-            [[1, c.finished, c.admitted] for c, _ in paused],
-            [max(0.0, pause) for _, pause in paused],
-        )[0],
+    whole = [call for call in calls if call.steps is not None]
+    training = unite((train.start, train.end) for train in trains)
+    seconds = [call.end - call.start for call in whole]
+    shares = np.array([overlap_share(call.start, call.end, training) for call in whole])
+    columns = np.array(
+        [[call.steps or 0, (call.steps or 0) * call.rows, call.admitted] for call in whole], float
     )
-    return out | {"admit": admit + new, "look": look, "finish": finish}
+
+    def slow_down(factor: float) -> NDArray[np.float64]:
+        """Return the columns with `factor` on the share beside training."""
+        slowed: NDArray[np.float64] = columns * (1 + (factor - 1) * shares)[:, None]
+        return slowed
+
+    beside = 1.0
+    if sum(shares < 0.1) >= FEWEST and sum(shares > 0.9) >= FEWEST:
+        beside = float(
+            minimize_scalar(
+                lambda factor: solve(slow_down(factor), seconds)[1],
+                bounds=(1.0, MOST_BESIDE),
+                method="bounded",
+            ).x
+        )
+    coefficients = solve(slow_down(beside), seconds)[0]
+    step, row, admit = map(float, coefficients)
+    expected = np.maximum(1e-9, columns @ coefficients) * (1 + (beside - 1) * shares)
+    noise = {"sequence": [round(float(x), 4) for x in np.array(seconds) / expected]}
+    fitted = {"step": step, "row": row, "admit": admit, "beside": beside, "noise": noise}
+    paused = [(call, call.pause) for call in calls if call.pause is not None]
+    if len(paused) < FEWEST:  # the engine runs empty after nearly every call
+        return fitted
+    columns_paused = [[1, call.finished, call.admitted] for call, _ in paused]
+    pauses = [max(0.0, pause) for _, pause in paused]
+    look, finish, new = map(float, solve(columns_paused, pauses)[0])
+    return fitted | {"admit": admit + new, "look": look, "finish": finish}
 
 
-def _learner(
-    times: TimeModel, trains: list[TraceSpan], spans: list[TraceSpan], calls: list[EngineCall]
-) -> dict[str, object]:
-    """train, publish, checkpoint; each batch's seconds as if it had the mean number of tokens and
-    no generator beside it, in the run's order.
+def _fit_learner(
+    times: TimeModel,
+    trains: Sequence[TraceSpan],
+    spans: Sequence[TraceSpan],
+    calls: Sequence[EngineCall],
+) -> dict[str, Any]:
+    """Fit train, publish and checkpoint.
+
+    Each batch's seconds are scaled to the mean number of tokens and to no generator beside it, in
+    the run's order.
     """
-    tokens = statistics.mean(t[3] or 0 for t in trains)
-    busy = union((c.start, c.end) for c in calls)
+    tokens = statistics.mean(train.size or 0 for train in trains)
+    busy = unite((call.start, call.end) for call in calls)
     seconds = [
-        (t[2] - t[1])
+        (train.end - train.start)
         * tokens
-        / (t[3] or 1)
-        / (1 + (times.beside - 1) * share_beside(t[1], t[2], busy))
-        for t in trains
+        / (train.size or 1)
+        / (1 + (times.beside - 1) * overlap_share(train.start, train.end, busy))
+        for train in trains
     ]
 
     def durations_of(name: str) -> list[float]:
-        return [round(s[2] - s[1], 6) for s in spans if s[0] == name]
+        return [round(span.end - span.start, 6) for span in spans if span.name == name]
 
     return {
         "train": {"sequence": [round(s, 5) for s in seconds]},
@@ -228,98 +219,77 @@ def _learner(
     }
 
 
-def _hand_over_times(times: TimeModel, learner: list[TraceSpan], calls: list[EngineCall]) -> Spec:
-    """batch: where the learner had waited, the time from the last decode call's end to its start,
-    less what is told apart.
+def _fit_batch(times: TimeModel, learner: Sequence[TraceSpan], calls: Sequence[EngineCall]) -> Spec:
+    """Fit `batch` where the learner waited.
+
+    It is the time from the last decode call's end to the training, less the times fitted elsewhere.
     """
-    ends = sorted(c.end for c in calls)
-    last = None
-    found = []
-    for name, start, end, *_ in learner:
-        if (
-            name == "train"
-            and last is not None
-            and start - last > WAIT_S
-            and (at := bisect.bisect(ends, start))
-        ):
-            found.append(start - ends[at - 1])
-        last = end
-    finished = [c.finished for c in calls]
-    mean = statistics.mean(finished) if finished else 0.0
-    return _usual(
-        found, times.look + mean * (times.finish + times.buffer) + 2 * times.wire, times.batch
-    )
+    ends = sorted(call.end for call in calls)
+    waits = []
+    for before, span in itertools.pairwise(learner):
+        index = bisect.bisect(ends, span.start)
+        if span.name == "train" and span.start - before.end > WAIT_S and index:
+            waits.append(span.start - ends[index - 1])
+    finished = statistics.mean(call.finished for call in calls)
+    known = times.look + finished * (times.finish + times.buffer) + 2 * times.wire
+    return _typical(waits, known, times.batch)
 
 
-def _grants(times: TimeModel, learner: list[TraceSpan], lanes: dict[str, list[TraceSpan]]) -> Spec:
-    """commit: where a generator had waited, the time from the publication to its first work after
-    it, less the wires.
+def _fit_commit(
+    times: TimeModel, learner: Sequence[TraceSpan], generators: Sequence[Sequence[TraceSpan]]
+) -> Spec:
+    """Fit `commit` where a generator waited.
+
+    It is the time from the publication to its first work afterwards, less the wires.
     """
-    published = [s[2] for s in learner if s[0] == "publish"]
-    found = []
-    for name, spans in lanes.items():
-        if not name.startswith("generator-") or name.endswith("-rewards"):
+    published = [span.end for span in learner if span.name == "publish"]
+    waits = []
+    for before, span in itertools.chain.from_iterable(map(itertools.pairwise, generators)):
+        index = bisect.bisect(published, span.start)
+        if before.name != "decode" or span.name == "decode" or not index:
             continue
-        ended = None  # of the last decode call, until something follows
-        for kind, start, end, *_ in spans:
-            if kind == "decode":
-                ended = end
-            elif ended is not None:
-                at = bisect.bisect(published, start)
-                if at and published[at - 1] > ended + WAIT_S:
-                    found.append(start - published[at - 1])
-                ended = None
-    return _usual(found, 2 * times.wire, times.commit)
+        if published[index - 1] > before.end + WAIT_S:
+            waits.append(span.start - published[index - 1])
+    return _typical(waits, 2 * times.wire, times.commit)
 
 
-def _usual(found: list[float], less: float, otherwise: Spec) -> Spec:
-    """What was seen less a constant, without what is far beyond the usual; of fewer than three,
-    nothing is made.
-    """
-    if len(found) < 3:
-        return otherwise
-    usual = statistics.median(found)
-    return [round(max(0.0005, x - less), 5) for x in found if x < 4 * usual]
+def _typical(values: Sequence[float], known: float, default: Spec) -> Spec:
+    """Return the values less `known`, without outliers; the default for fewer than three."""
+    if len(values) < 3:
+        return default
+    median = statistics.median(values)
+    return [round(max(0.0005, value - known), 5) for value in values if value < 4 * median]
 
 
-def _answers(run_dir: Path, config: Config) -> dict[str, object]:
-    """group_lengths from the samples of whole groups, otherwise from the ledger's classes of
-    length; no_spread.
-    """
-    rows = [r for r in metrics.read(run_dir) if "reward/mean" in r]
-    spread = [r["reward/no_spread_share"] for r in rows if "reward/no_spread_share" in r]
-    out: dict[str, object] = {"no_spread": statistics.mean(spread)} if spread else {}
+def _fit_lengths(run_dir: Path, config: Config) -> dict[str, Any]:
+    """Fit group_lengths to the samples, otherwise lengths to samples or metrics; and no_spread."""
+    rows = [row for row in metrics.read(run_dir) if "reward/mean" in row]
+    shares = [row["reward/no_spread_share"] for row in rows if "reward/no_spread_share" in row]
+    fitted: dict[str, Any] = {"no_spread": statistics.mean(shares)} if shares else {}
     groups: dict[int, list[int]] = {}
     for sample in jsonl.read(run_dir / "samples.jsonl"):
         groups.setdefault(sample["ticket"], []).append(len(sample["tokens"]))
-    whole = [g for g in groups.values() if len(g) == config.learner.group_size]
+    whole = [lengths for lengths in groups.values() if len(lengths) == config.learner.group_size]
     if len(whole) >= 2 * FEWEST:
-        return out | {"group_lengths": whole}
-    lengths = [left for g in groups.values() for left in g]
+        return fitted | {"group_lengths": whole}
+    lengths = [float(length) for group in groups.values() for length in group]
     if len(lengths) >= 2 * FEWEST:
-        return out | {"lengths": [float(left) for left in lengths]}
-    means = [r["answer/length"] for r in rows if "answer/length" in r]
+        return fitted | {"lengths": lengths}
+    means = [row["answer/length"] for row in rows if "answer/length" in row]
     if not means:
-        raise ConfigError(f"{run_dir}: neither samples nor metrics say how long its answers are")
+        raise ConfigError(
+            f"{run_dir}: neither samples nor metrics have the length of its completions"
+        )
     mean = statistics.mean(means)
-    return out | {
-        "lengths": f"uniform({mean / 2:.1f}, "
-        f"{min(1.5 * mean, config.generator.max_new_tokens):.1f})"
-    }
+    most = min(1.5 * mean, config.generator.max_new_tokens)
+    return fitted | {"lengths": f"uniform({mean / 2:.1f}, {most:.1f})"}
 
 
-def _swaps(lanes: dict[str, list[TraceSpan]]) -> list[float]:
-    """Loads that came to something: the trace holds the looks at a version that was not there yet
-    as well, which are short.
+def _find_swaps(generators: Sequence[Sequence[TraceSpan]]) -> list[float]:
+    """Return the seconds of loads.
+
+    The trace also holds polls for a version that was not there yet, which are short.
     """
-    found = [
-        s[2] - s[1]
-        for name, spans in lanes.items()
-        if name.startswith("generator-")
-        for s in spans
-        if s[0] == "weights"
-    ]
-    if not found:
-        return []
-    usual = statistics.median(found)
-    return [round(x, 6) for x in found if x > usual / 5]
+    loads = [s.end - s.start for spans in generators for s in spans if s.name == "weights"]
+    typical = statistics.median(loads) if loads else 0.0
+    return [round(seconds, 6) for seconds in loads if seconds > typical / 5]

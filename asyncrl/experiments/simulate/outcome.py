@@ -1,11 +1,12 @@
-"""One simulated run, and what comes out of it."""
+"""One simulated run and its results."""
 
 from __future__ import annotations
 
 import gc
+import math
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import msgspec
 
@@ -15,7 +16,7 @@ from asyncrl.contract.messages import LOST
 from asyncrl.experiments.simulate.simulated_processes import (
     SimulatedGenerator,
     SimulatedLearner,
-    draws,
+    TimeSampler,
 )
 from asyncrl.experiments.simulate.times import TimeModel
 from asyncrl.experiments.simulate.world import EventClock, SimulatedBuffer
@@ -26,16 +27,17 @@ from buffer.ledger import total_tokens
 from buffer.service import evaluations
 from buffer.training_log import mean, quantile
 
-FEW = 64  # generators
+FEW = 64  # generators up to which idle shares come from each one's Renew
 
 
 class SimulationOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What one simulated run came to.  Times in simulated seconds, lag in versions, shares in [0,
-    1].
+    """The results of one simulated run.
+
+    Times are simulated seconds, lags are versions, shares lie in [0, 1].
     """
 
     max_lag: float
-    limit_mean: float  # of new tickets, over the commits: less where the limit sets itself
+    limit_mean: float  # of new tickets, over the commits: lower if the limit is automatic
     generators: int
     steps: int
     seconds: float  # first ticket to last commit
@@ -56,7 +58,7 @@ class SimulationOutcome(msgspec.Struct, frozen=True, kw_only=True):
     tickets_mean: float  # groups that generators hold, over time
     tickets_max: int
     alive_mean: float  # groups outstanding, stored or leased
-    faded_share: float  # of the trained tokens: what on_exceed = downweight takes from their weight
+    faded_share: float  # of the trained tokens: removed by the staleness weight
     sample_p90_s: float  # seconds from a sample's start to its last token: a tenth take longer
     cut_share: float  # of the samples: ended by agent.deadline_s
     losses: dict[str, int]  # reason -> tokens, without those trained and those left at the end
@@ -66,8 +68,9 @@ class SimulationOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Simulation:
-    """A run of `config` with `times`.  `quick=False` walks the store as the service does
-    (tests).
+    """A run of `config` with `times`.
+
+    scale: factors of the times by name.
     """
 
     def __init__(
@@ -77,20 +80,21 @@ class Simulation:
         seed: int = 0,
         *,
         evaluate: bool = True,
-        quick: bool = True,
+        scale: Mapping[str, float] | None = None,
     ) -> None:
         self.config = config
         self.clock = EventClock()
-        self.draws = drawn = draws(
-            times, config, seed, lambda: self.learner.number / config.learner.steps
+        self.draws = TimeSampler(
+            times, config, seed, lambda: self.learner.number / config.learner.steps, scale or {}
         )
-        made = evaluations(config, get_task(config.task)) if evaluate else Evaluations()
-        store_settings = without_lease_deadlines(settings(config))
-        self.buffer = SimulatedBuffer(self.clock, times, store_settings, made, quick=quick)
-        self.learner = SimulatedLearner(self.clock, self.buffer, config, drawn, self.on_commit)
+        planned = evaluations(config, get_task(config.task)) if evaluate else Evaluations()
+        store_settings = settings(config)
+        store_settings.lease_s = math.inf  # leases are not renewed; only a lost generator ends them
+        self.buffer = SimulatedBuffer(self.clock, times, store_settings, planned)
+        self.learner = SimulatedLearner(self.clock, self.buffer, config, self.draws, self.on_commit)
         self.buffer.learner = self.learner
         self.generators = [
-            SimulatedGenerator(index, self.clock, self.buffer, config, drawn)
+            SimulatedGenerator(index, self.clock, self.buffer, config, self.draws)
             for index in range(config.generators)
         ]
         self.alive: list[int] = []
@@ -99,15 +103,17 @@ class Simulation:
         self.last_commit = self.busy = 0.0
 
     def run(self) -> SimulationOutcome:
-        """Raises AsyncrlError when the run comes to a stand, which the rules of the store exclude,
-        or past a failure budget.
+        """Run to the end.
+
+        Raises AsyncrlError past a failure budget, or if no part can make progress, which the
+        store's rules exclude.
         """
         began = time.perf_counter()
         self.learner.hello()
         for generator in self.generators:
             generator.want()
         collects = gc.isenabled()
-        # with a million small objects alive, the search for cycles is two fifths of the time
+        # with a million small objects alive, the search for cycles takes two fifths of the time
         gc.disable()
         try:
             ended = self.clock.run()
@@ -116,49 +122,48 @@ class Simulation:
                 gc.enable()
         if not ended:
             raise AsyncrlError(
-                f"the simulated run stands still at batch {self.learner.number} of "
-                f"{self.config.learner.steps}: a bug of ours; please report it"
+                f"the simulated run makes no progress at batch {self.learner.number} of "
+                f"{self.config.learner.steps}; this is a bug in asyncrl, please report it"
             )
         return self.make_outcome(time.perf_counter() - began)
 
     def on_commit(self) -> None:
-        """Numbers at a commit, as the buffer's metrics have them: of few generators by their last
-        Renew, of many by their sum.
+        """Record idle shares as the buffer's metrics do.
+
+        They come from the last Renew of each generator, and of many generators from their sum.
         """
         now = self.clock.now
-        before = self.last_commit
-        self.last_commit = now
-        self.alive.append(len(self.buffer.store.alive))
         busy = idle = 0.0
         if len(self.generators) > FEW:
             busy, self.busy = self.draws.busy - self.busy, self.draws.busy
-            idle = max(0.0, len(self.generators) * (now - before) - busy)
-        for index, generator in enumerate(self.generators if len(self.generators) <= FEW else ()):
-            busy_now, idle_now = generator.reported_times()
-            was = self.counted[index]
-            busy = busy + max(0.0, busy_now - was[0])
-            idle = idle + max(0.0, idle_now - was[1])
-            self.counted[index] = (max(busy_now, was[0]), max(idle_now, was[1]))
+            idle = max(0.0, len(self.generators) * (now - self.last_commit) - busy)
+        else:
+            for index, generator in enumerate(self.generators):
+                reported, counted = generator.reported_times(), self.counted[index]
+                busy += max(0.0, reported[0] - counted[0])
+                idle += max(0.0, reported[1] - counted[1])
+                self.counted[index] = (max(reported[0], counted[0]), max(reported[1], counted[1]))
         if busy + idle > 0:
             self.idle_shares.append(idle / (busy + idle))
+        self.last_commit = now
+        self.alive.append(len(self.buffer.store.alive))
 
     def make_outcome(self, took: float) -> SimulationOutcome:
-        buffer = self.buffer
-        config = self.config
-        counts: dict[int, int] = {}
+        buffer, learner = self.buffer, self.learner
+        counts: Counter[int] = Counter()
         for row in buffer.lags.values():
-            for lag, amount in row.items():
-                counts[lag] = counts.get(lag, 0) + amount
+            counts.update(row)
         tokens = sum(counts.values())
-        lasted = self.draws.lasted
+        lasted = sorted(self.draws.sample_seconds)
         seconds = self.last_commit - (buffer.first_ticket or 0.0)
         steps = len(buffer.lags)
         ledger = buffer.store.ledger()
-        samples = steps * config.learner.groups * config.learner.group_size
+        samples = steps * self.config.learner.groups * self.config.learner.group_size
+        held_since = max(0.0, self.last_commit - buffer.tickets_since)
         return SimulationOutcome(
-            max_lag=config.staleness.limit,
+            max_lag=self.config.staleness.limit,
             limit_mean=average(buffer.limits),
-            generators=config.generators,
+            generators=self.config.generators,
             steps=steps,
             seconds=seconds,
             step_s=seconds / max(steps, 1),
@@ -166,23 +171,20 @@ class Simulation:
             tokens_per_s=tokens / max(seconds, 1e-9),
             samples_per_s=samples / max(seconds, 1e-9),
             idle_generator=average(self.idle_shares),
-            idle_learner=average(self.learner.shares),
+            idle_learner=average(learner.idle_shares),
             idle_buffer=max(0.0, 1 - buffer.worked / max(self.clock.now, 1e-9)),
-            waited_share=self.learner.idle / max(self.learner.idle + self.learner.busy, 1e-9),
+            waited_share=learner.idle / max(learner.idle + learner.busy, 1e-9),
             lag_mean=mean(counts),
             lag_p95=quantile(counts, 0.95),
             lag_max=max(counts, default=0),
-            lag_in_flight=average([x for x, _ in buffer.splits.values()]),
-            lag_in_queue=average([x for _, x in buffer.splits.values()]),
-            lag_histogram={k: amount / max(tokens, 1) for k, amount in sorted(counts.items())},
-            tickets_mean=(
-                buffer.out_seconds + buffer.out * max(0.0, self.last_commit - buffer.out_since)
-            )
-            / max(seconds, 1e-9),
-            tickets_max=buffer.most_out,
+            lag_in_flight=average([flight for flight, _ in buffer.splits.values()]),
+            lag_in_queue=average([queue for _, queue in buffer.splits.values()]),
+            lag_histogram={lag: count / max(tokens, 1) for lag, count in sorted(counts.items())},
+            tickets_mean=(buffer.ticket_seconds + buffer.tickets * held_since) / max(seconds, 1e-9),
+            tickets_max=buffer.most_tickets,
             alive_mean=average(self.alive),
-            faded_share=downweighted_tokens(counts, config) / max(tokens, 1),
-            sample_p90_s=sorted(lasted)[int(0.9 * len(lasted))] if lasted else 0.0,
+            faded_share=downweighted_tokens(counts, self.config) / max(tokens, 1),
+            sample_p90_s=lasted[int(0.9 * len(lasted))] if lasted else 0.0,
             cut_share=self.draws.cut / max(len(lasted), 1),
             losses={k: int(ledger[k]["tokens"]) for k in LOST if ledger[k]["tokens"]},
             generated=total_tokens(ledger),
@@ -192,22 +194,12 @@ class Simulation:
 
 
 def downweighted_tokens(counts: Mapping[int, int], config: Config) -> float:
-    """Tokens times what on_exceed = downweight takes from their weight; counts: tokens by lag."""
+    """Return the tokens that the staleness weight removes; counts: tokens by lag."""
     staleness = config.staleness
     if staleness.on_exceed != "downweight":
         return 0.0
-    total = 0.0
-    for lag, tokens in counts.items():
-        total += tokens * (1 - 0.5 ** (max(0.0, lag - staleness.limit) / staleness.half_life))
-    return total
-
-
-def without_lease_deadlines(store: Any) -> Any:
-    """The store's settings with leases that only a lost generator ends (Generator.lose): nothing
-    here renews them.
-    """
-    store.lease_s = float("inf")
-    return store
+    excess = {lag: max(0.0, lag - staleness.limit) / staleness.half_life for lag in counts}
+    return sum((tokens * (1.0 - 0.5 ** excess[lag]) for lag, tokens in counts.items()), 0.0)
 
 
 def average(values: Sequence[float]) -> float:
@@ -215,12 +207,17 @@ def average(values: Sequence[float]) -> float:
 
 
 def simulate(
-    config: Config, times: TimeModel, seed: int = 0, *, evaluate: bool = True
+    config: Config,
+    times: TimeModel,
+    seed: int = 0,
+    *,
+    evaluate: bool = True,
+    scale: Mapping[str, float] | None = None,
 ) -> SimulationOutcome:
-    """One simulated run.  Raises ConfigError for what it does not simulate."""
+    """Simulate one run. Raises ConfigError for settings that are not simulated."""
     if times.failed and config.reward.on_error == "stop":
         raise ConfigError(
             "--time failed=...: with reward.on_error = stop the first failed reward ends the run; "
             "set it to drop"
         )
-    return Simulation(config, times, seed, evaluate=evaluate).run()
+    return Simulation(config, times, seed, evaluate=evaluate, scale=scale).run()

@@ -1,5 +1,6 @@
-"""The simulated sides: a generator (the loop of actors/generator.py around the real schedule) and
-the learner (learner/loop.py).
+"""The simulated generator and learner.
+
+The generator follows actors/generator.py around the real schedule, the learner learner/loop.py.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ import math
 import os
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from actors.delivery import LINGER_S, size
 from actors.schedule import Key, TicketSchedule
@@ -22,106 +24,78 @@ from actors.turn import (
     ticket_progress,
 )
 from asyncrl.config.tree import Config
-from asyncrl.contract.messages import (
-    EVAL_BASE,
-    PolicyAnnouncement,
-    RewardFailure,
-    Ticket,
-    Trajectory,
-    VersionSpan,
-)
+from asyncrl.contract.messages import EVAL_BASE, RewardFailure, Ticket, Trajectory, VersionSpan
+from asyncrl.contract.messages import PolicyAnnouncement as Announcement
 from asyncrl.contract.versions import Label
-from asyncrl.experiments.simulate.times import Draw, TimeModel, draw, draw_along
+from asyncrl.experiments.simulate.times import DISTRIBUTIONS, Draw, TimeModel, draw, draw_along
 from asyncrl.experiments.simulate.world import EventClock, SimulatedBuffer
 
 _TOKENS: dict[int, bytes] = {}
 
 
-@dataclass
 class TimeSampler:
-    """The times of one simulation, ready to draw from; shared by all generators."""
+    """The sampled times of one simulation, shared by all its processes.
 
-    times: TimeModel
-    rng: random.Random
-    noise: Draw
-    length: Callable[[Ticket, int], int]
-    reward: Draw
-    swap: Draw
-    train: Draw
-    batch: Draw
-    commit: Draw
-    publish: Draw
-    checkpoint: Draw
-    calls: Draw
-    tool: Draw
-    busy: float = 0.0  # seconds of all generators
-    lasted: list[float] = field(default_factory=list)  # seconds from each sample's start to its end
-    cut: int = 0  # samples that agent.deadline_s ended
+    stage: returns the completed share of the run.
+    scale: factors of the times by name.
+    """
 
+    def __init__(
+        self, times: TimeModel, config: Config, seed: int, stage: Draw, scale: Mapping[str, float]
+    ) -> None:
+        self.times = times
+        self.scale = scale
+        self.rng = random.Random(seed)
+        self._draws = {n: draw(getattr(times, n), self.rng, n, stage) for n in DISTRIBUTIONS}
+        self.length = _lengths(times, config, self.rng)
+        self.busy = 0.0  # seconds of all generators
+        self.sample_seconds: list[float] = []  # from each sample's start to its end
+        self.cut = 0  # samples that agent.deadline_s ended
 
-def draws(times: TimeModel, config: Config, seed: int, stage: Draw) -> TimeSampler:
-    """`stage`: the share of the batches that are trained."""
-    rng = random.Random(seed)
-
-    def draw_from(name: str) -> Draw:
-        return draw(getattr(times, name), rng, name, stage)
-
-    return TimeSampler(
-        times,
-        rng,
-        noise=draw_from("noise"),
-        length=_lengths(times, config, rng),
-        reward=draw_from("reward"),
-        swap=draw_from("swap"),
-        train=draw_from("train"),
-        batch=draw_from("batch"),
-        commit=draw_from("commit"),
-        publish=draw_from("publish"),
-        checkpoint=draw_from("checkpoint"),
-        calls=draw_from("calls"),
-        tool=draw_from("tool"),
-    )
+    def seconds(self, name: str) -> float:
+        """Sample the time `name` of the time model."""
+        return self._draws[name]() * self.scale.get(name, 1.0)
 
 
 def _lengths(times: TimeModel, config: Config, rng: random.Random) -> Callable[[Ticket, int], int]:
-    """Tokens of an answer.  Recorded groups are drawn whole, for the answers to one prompt are
-    about equally long, and along the run, as they change.
+    """Return a function that samples the tokens of a call.
+
+    Recorded groups are sampled whole, because completions of one prompt have similar lengths, and
+    along the run, because lengths change.
     """
     most = config.generator.max_new_tokens
     if times.group_lengths is None:
-        one = draw(
-            times.lengths if times.lengths is not None else f"uniform({most / 2}, {most})",
-            rng,
-            "lengths",
-        )
-        return lambda ticket, sample: max(1, min(most, round(one())))
-    groups, drawn, whole = (
-        times.group_lengths,
-        dict[int, list[int]](),
-        config.learner.steps * config.learner.groups,
-    )
-    ticket_now = 0
-    at_stage = draw_along(groups, rng, lambda: ticket_now / whole)
+        spec = f"uniform({most / 2}, {most})" if times.lengths is None else times.lengths
+        sample_length = draw(spec, rng, "lengths")
+        return lambda ticket, sample: max(1, min(most, round(sample_length())))
+    tickets = config.learner.steps * config.learner.groups
+    by_ticket: dict[int, list[int]] = {}
+    newest = 0
+    sample_group = draw_along(times.group_lengths, rng, lambda: newest / tickets)
 
-    def of_group(ticket: Ticket, sample: int) -> int:
-        nonlocal ticket_now
+    def length_in_group(ticket: Ticket, sample: int) -> int:
+        nonlocal newest
         if ticket.ticket >= EVAL_BASE:
-            return min(most, rng.choice(at_stage()))
-        group = drawn.get(ticket.ticket)
+            return min(most, rng.choice(sample_group()))
+        group = by_ticket.get(ticket.ticket)
         if group is None:
-            ticket_now = ticket.ticket
-            group = drawn[ticket.ticket] = at_stage()
-            drawn.pop(ticket.ticket - 100_000, None)
+            newest = ticket.ticket
+            group = by_ticket[ticket.ticket] = sample_group()
+            by_ticket.pop(ticket.ticket - 100_000, None)
         return min(most, group[sample] if sample < len(group) else rng.choice(group))
 
-    return of_group
+    return length_in_group
 
 
 @dataclass(slots=True)
 class SimulatedSample:
-    """A sample being written.  Of its call: `born` in the engine's steps, `length` in tokens,
-    `mark` the weights it started with.  Of the session: calls to come, the call under way included,
-    when it began, and spans of the calls that have ended.
+    """A sample in progress.
+
+    calls: calls to come, including the running one.
+    born: engine step at which the running call started.
+    length: tokens of the running call.
+    mark: index of the weights with which it started.
+    spans: of the calls that have ended.
     """
 
     ticket: Ticket
@@ -144,8 +118,9 @@ class SimulatedSample:
 
 
 def _reward_processes(config: Config) -> int:
-    """How many a generator has; "auto" with a function of one's own: as many as this machine has
-    cores.
+    """Return the reward processes of a generator.
+
+    "auto" with a custom function means one for each core of this machine.
     """
     workers = config.reward.workers
     own = config.reward.uses_reward_processes
@@ -155,7 +130,7 @@ def _reward_processes(config: Config) -> int:
 
 
 class SimulatedGenerator:
-    """One generator.  `sleeping`: its engine is empty, and it waits for a message."""
+    """One generator. `sleeping`: its engine is empty and it waits for a message."""
 
     def __init__(
         self,
@@ -163,75 +138,65 @@ class SimulatedGenerator:
         clock: EventClock,
         buffer: SimulatedBuffer,
         config: Config,
-        shared: TimeSampler,
+        draws: TimeSampler,
     ) -> None:
         self.name = f"generator-{index}"
         self.session = 1
-        self.clock, self.buffer, self.draws, self.times = clock, buffer, shared, shared.times
-        self.slots = config.generator.slots
+        self.clock, self.buffer, self.draws, self.times = clock, buffer, draws, draws.times
+        self.config = config
+        self.slots = self.most_open = config.generator.slots  # samples open at once
+        self.session_s = self.session_tokens = self.session_calls = math.inf
         agent = config.agent
-        # samples open at once: rows of the engine, or sessions, of which the gateway's are shared
-        self.most_open = (
-            math.ceil(agent.sessions / config.generators) if agent.uses_sessions else self.slots
-        )
-        self.session_s = agent.deadline_s if agent.uses_sessions else math.inf
-        self.session_tokens = agent.max_tokens if agent.uses_sessions else math.inf
-        self.session_calls = (
-            agent.max_calls if agent.uses_sessions and agent.max_calls else math.inf
-        )
-        self.frame_bytes = config.wires.frame_bytes
-        one = config.generators == 1 and not agent.uses_sessions
-        self.lockstep = config.staleness.limit == 0 and one
-        self.drain = config.weights.in_flight == "between_groups"
+        if agent.uses_sessions:
+            self.most_open = math.ceil(agent.sessions / config.generators)
+            self.session_s, self.session_tokens = agent.deadline_s, agent.max_tokens
+            self.session_calls = agent.max_calls or math.inf
+        single = config.generators == 1 and not agent.uses_sessions
+        self.lockstep = config.staleness.limit == 0 and single
         self.workers = _reward_processes(config)
-        self.deadline = config.reward.deadline_s
-        self.lease_s = config.wires.lease_s
-        self.tokens = self.busy = self.idle = self.swaps = 0.0
-        self.said = (0.0, 0.0)  # busy and idle seconds of the last Renew
+        self.busy = self.idle = 0.0
+        self.reported = (0.0, 0.0)  # busy and idle seconds of the last Renew
         self.renewed = self.idle_since = 0.0
         self.sequence = self.called = 0
         self.lost = False
         self.start()
         if self.times.lost_every:
-            clock.schedule(shared.rng.expovariate(1 / self.times.lost_every), self.crash)
+            clock.schedule(draws.rng.expovariate(1 / self.times.lost_every), self.crash)
 
     def start(self) -> None:
-        """Empty hands."""
-        self.schedule = TicketSchedule(drain_first=self.drain, lockstep=self.lockstep)
-        self.told: Label | None = None
+        """Start without any tickets, weights or samples."""
+        drain = self.config.weights.in_flight == "between_groups"
+        self.schedule = TicketSchedule(drain_first=drain, lockstep=self.lockstep)
+        self.announced: Label | None = None
         self.loaded: Label | None = None
-        self.engine: dict[int, list[SimulatedSample]] = {}  # step at which they end -> rows
-        self.ended: list[SimulatedSample] = []  # in the decode call under way
+        self.engine: dict[int, list[SimulatedSample]] = {}  # step at which calls end -> samples
+        self.ended: list[SimulatedSample] = []  # in the running decode call
         self.live = self.engine_clock = 0
         self.open: dict[Key, SimulatedSample] = {}
-        self.returned: deque[SimulatedSample] = (
-            deque()
-        )  # sessions whose next call waits for a free row
-        self.marks: list[tuple[int, Label]] = []
-        # when each reward process has judged all that it was given
-        self.free = [self.clock.now] * self.workers
-        # (when it is judged, its number, what)
-        self.calls: list[tuple[float, int, Trajectory]] = []
+        self.returned: deque[SimulatedSample] = deque()  # sessions that wait for a free slot
+        self.marks: list[tuple[int, Label]] = []  # engine step of each load
+        self.free = [self.clock.now] * self.workers  # when each reward process is idle
+        self.calls: list[tuple[float, int, Trajectory]] = []  # (end, number, sample) of rewards
         self.fresh: list[Trajectory] = []
         self.fresh_since = 0.0
         self.asked = 0
         self.sleeping = True
         self.buffer.awake.pop(self.name, None)
 
+    def call_at(self, when: float, handler: Callable[..., object], *args: Any) -> None:
+        """Schedule a call that the loss of this process cancels."""
+        self.clock.schedule(when, self._call, self.session, handler, args)
+
+    def _call(self, session: int, handler: Callable[..., object], args: tuple[Any, ...]) -> None:
+        if session == self.session and not self.lost:
+            handler(*args)
+
     # ---- messages --------------------------------------------------------------------------------
 
-    def on_announcement(self, session: int, said: PolicyAnnouncement) -> None:
-        if session == self.session and not self.lost:
-            self.schedule.announce(said)
-
-    def on_grant(
-        self, session: int, sequence: int, tickets: list[Ticket], said: PolicyAnnouncement
-    ) -> None:
-        if session != self.session or self.lost:
-            return
+    def on_grant(self, sequence: int, tickets: list[Ticket], announcement: Announcement) -> None:
         if self.sleeping:
             self.catch_up()
-        self.schedule.announce(said)
+        self.schedule.announce(announcement)
         if sequence == self.sequence:
             self.asked = 0
         self.schedule.add_tickets(tickets)
@@ -239,32 +204,33 @@ class SimulatedGenerator:
             self.wake()
 
     def catch_up(self) -> None:
-        """While it slept it was told of each new version and loaded it, as far as time allowed."""
-        store = self.buffer.store
-        said_at = self.buffer.announced_at + self.times.wire
+        """Load the version that this generator had time to load while it slept."""
+        policy = self.buffer.store.policy
+        heard = self.buffer.announced_at + self.times.wire
         if (
-            store.policy is not None
-            and (self.loaded is None or store.policy > self.loaded)
-            and said_at + self.draws.swap() < self.clock.now
+            policy is not None
+            and (self.loaded is None or policy > self.loaded)
+            and heard + self.draws.seconds("swap") < self.clock.now
         ):
-            self.loaded = self.told = store.policy
-            self.marks = [(self.engine_clock, store.policy)]
-            self.swaps += 1
+            self.loaded = self.announced = policy
+            self.marks = [(self.engine_clock, policy)]
 
     # ---- the loop --------------------------------------------------------------------------------
 
     def reported_times(self) -> tuple[float, float]:
-        """Busy and idle seconds as the buffer knows them: of the last Renew, which comes in sleep
-        too.
+        """Return busy and idle seconds as the buffer knows them, from the last Renew.
+
+        A sleeping generator sends it too.
         """
-        if self.sleeping and (times := int((self.clock.now - self.renewed) / RENEW_S)) > 0:
-            self.renewed += times * RENEW_S
-            self.said = (self.busy, self.idle + max(0.0, self.renewed - self.idle_since))
-        return self.said
+        if self.sleeping and (count := int((self.clock.now - self.renewed) / RENEW_S)) > 0:
+            self.renewed += count * RENEW_S
+            self.reported = (self.busy, self.idle + max(0.0, self.renewed - self.idle_since))
+        return self.reported
 
     def wake(self) -> None:
-        """Work came: time asleep was idle, in whole looks at the socket (a look that brings work
-        counts as work).
+        """Start to work.
+
+        Sleep counts as idle in whole polls of the socket; the poll that brings work counts as work.
         """
         self.reported_times()
         slept = self.clock.now - self.idle_since
@@ -276,43 +242,28 @@ class SimulatedGenerator:
         self.begin()
 
     def begin(self) -> None:
-        """Swap, start samples, decode; `end` comes when that is done."""
-        now = self.clock.now + self.swap()
+        """Swap, start samples and decode; schedule `end` for when that is done."""
+        start = self.clock.now + self.swap()
         admitted = self.admit()
         if not self.live:
-            self.clock.schedule(now, self.end, self.session, 0, [])
+            self.call_at(start, self.end, [])
             return
         rows = self.live
         times = self.times
         first = self.engine_clock
         done: list[SimulatedSample] = []
-        for step in range(first + 1, first + DECODE_STEPS + 1):
-            self.engine_clock = step
-            if (ended := self.engine.pop(step, None)) is not None:
-                done += ended
-                if len(done) == rows:
-                    break
+        while self.engine_clock < first + DECODE_STEPS and len(done) < rows:
+            self.engine_clock += 1
+            done += self.engine.pop(self.engine_clock, ())
         self.live -= len(done)
         self.ended = done
         beside = times.beside if self.buffer.learner.training else 1.0
-        seconds = (
-            beside
-            * self.draws.noise()
-            * (
-                (self.engine_clock - first) * (times.step + times.row * rows)
-                + times.admit * admitted
-            )
-        )
-        self.clock.schedule(
-            now + seconds + times.look + times.finish * len(done),
-            self.end,
-            self.session,
-            rows,
-            done,
-        )
+        work = (self.engine_clock - first) * (times.step + times.row * rows)
+        seconds = beside * self.draws.seconds("noise") * (work + times.admit * admitted)
+        self.call_at(start + seconds + times.look + times.finish * len(done), self.end, done, True)
 
     def swap(self) -> float:
-        """Load what the schedule wants; returns the seconds it takes."""
+        """Load the version that the schedule asks for; return the seconds it takes."""
         goal = self.schedule.next_version(self.loaded)
         if goal is None:
             return 0.0
@@ -320,175 +271,160 @@ class SimulatedGenerator:
         if not self.live:
             self.marks.clear()
         self.marks.append((self.engine_clock, goal))
-        self.swaps += 1
-        return self.draws.swap()
+        return self.draws.seconds("swap")
 
     def admit(self) -> int:
+        """Start calls while there is room; return how many."""
         before = self.live
         if self.loaded is None:
             return 0
         while self.returned and self.live < self.slots:
-            row = self.returned.popleft()
-            self.enter(row)
+            self.start_call(self.returned.popleft())
         room = min(self.slots - self.live, self.most_open - len(self.open))
-        for held, sample in self.schedule.admit(self.loaded, room) if room > 0 else ():
-            calls = round(min(self.session_calls, max(1.0, self.draws.calls())))
-            row = SimulatedSample(held.ticket, sample, self.clock.now, calls)
-            self.open[row.sample_key] = row
-            self.enter(row)
+        for held, index in self.schedule.admit(self.loaded, room) if room > 0 else ():
+            calls = round(min(self.session_calls, max(1.0, self.draws.seconds("calls"))))
+            sample = SimulatedSample(held.ticket, index, self.clock.now, calls)
+            self.open[sample.sample_key] = sample
+            self.start_call(sample)
         return self.live - before
 
-    def enter(self, row: SimulatedSample) -> None:
-        """A row of the engine for a call."""
-        left = self.session_tokens - row.finished_tokens
-        row.length = int(min(left, self.draws.length(row.ticket, row.sample)))
-        row.born, row.mark = self.engine_clock, len(self.marks) - 1
-        self.engine.setdefault(self.engine_clock + row.length, []).append(row)
+    def start_call(self, sample: SimulatedSample) -> None:
+        """Give a call of the sample a row of the engine."""
+        remaining = self.session_tokens - sample.finished_tokens
+        sample.length = int(min(remaining, self.draws.length(sample.ticket, sample.sample)))
+        sample.born, sample.mark = self.engine_clock, len(self.marks) - 1
+        self.engine.setdefault(self.engine_clock + sample.length, []).append(sample)
         self.live += 1
 
-    def end(self, session: int, rows: int, done: list[SimulatedSample]) -> None:
-        """What came of the decode steps: rewards, deliveries, the next request."""
-        if session != self.session or self.lost:
-            return
+    def end(self, done: list[SimulatedSample], decoded: bool = False) -> None:
+        """End a decode call: rewards, deliveries, the next request."""
         now = self.clock.now
         self.ended = []
-        self.tokens += sum(row.length for row in done)
-        if rows:
+        if decoded:
             self.busy += now - self.idle_since
             self.draws.busy += now - self.idle_since
         else:
             self.idle += now - self.idle_since
         self.idle_since = now
-        for row in done:
-            self.on_call_end(row)
-        self.collect()
+        for sample in done:
+            self.on_call_end(sample)
+        while self.calls and self.calls[0][0] <= now:
+            self.fresh.append(heapq.heappop(self.calls)[2])
         self.deliver()
         self.want()
         if now - self.renewed >= RENEW_S:
-            self.renewed, self.said = now, (self.busy, self.idle)
-        if self.live or self.schedule.next_version(self.loaded) is not None or self._startable():
+            self.renewed, self.reported = now, (self.busy, self.idle)
+        if self.live or self.schedule.next_version(self.loaded) is not None or self._can_start():
             self.begin()
             return
         self.sleeping = True
         self.buffer.awake.pop(self.name, None)
         if self.calls:
-            self.clock.schedule(self.calls[0][0], self.on_judged_while_idle, self.session)
+            self.call_at(self.calls[0][0], self.on_judged_while_idle)
 
-    def _startable(self) -> bool:
+    def _can_start(self) -> bool:
         if self.returned:
             return True
         room = len(self.open) < self.most_open
-        return room and any(h.is_ready(self.loaded) for h in self.schedule.order())
+        return room and any(held.is_ready(self.loaded) for held in self.schedule.order())
 
     # ---- sessions --------------------------------------------------------------------------------
 
-    def on_call_end(self, row: SimulatedSample) -> None:
-        """A call has ended: the tool's turn, or the session is over.  What reaches its deadline
-        ends there, with the calls that it has; a call under way is let end.
-        """
-        row.spans += self.spans(row)
-        row.calls -= 1
-        now = self.clock.now
-        end = row.began + self.session_s
-        if row.calls and row.finished_tokens < self.session_tokens and now < end:
-            back = now + self.draws.tool()
-            self.clock.schedule(min(back, end), self.on_tool_return, self.session, row, back < end)
-            return
-        self.finish(row, cut=bool(row.calls) and now >= end)
+    def on_call_end(self, sample: SimulatedSample) -> None:
+        """Continue the session with a tool, or end it.
 
-    def on_tool_return(self, session: int, row: SimulatedSample, in_time: bool) -> None:
-        if session != self.session or self.lost:
+        At its deadline a session ends with the calls that it has; a running call may finish.
+        """
+        sample.spans += self.spans(sample)
+        sample.calls -= 1
+        now = self.clock.now
+        end = sample.began + self.session_s
+        if sample.calls and sample.finished_tokens < self.session_tokens and now < end:
+            back = now + self.draws.seconds("tool")
+            self.call_at(min(back, end), self.on_tool_return, sample, back < end)
             return
+        self.finish(sample, cut=bool(sample.calls) and now >= end)
+
+    def on_tool_return(self, sample: SimulatedSample, in_time: bool) -> None:
         if self.sleeping:
             self.catch_up()
         if in_time:
-            self.returned.append(row)
+            self.returned.append(sample)
         else:
-            self.finish(row, cut=True)
+            self.finish(sample, cut=True)
         if self.sleeping:
             self.wake()
 
-    def finish(self, row: SimulatedSample, *, cut: bool) -> None:
-        """The session is over."""
-        del self.open[row.sample_key]
-        self.draws.lasted.append(self.clock.now - row.began)
+    def finish(self, sample: SimulatedSample, *, cut: bool) -> None:
+        """End the sample."""
+        del self.open[sample.sample_key]
+        self.draws.sample_seconds.append(self.clock.now - sample.began)
         self.draws.cut += cut
-        self.schedule.finish_sample(row.sample_key, row.finished_tokens)
-        self.judge(self.trajectory(row))
+        self.schedule.finish_sample(sample.sample_key, sample.finished_tokens)
+        self.judge(self.trajectory(sample))
 
-    def on_judged_while_idle(self, session: int) -> None:
-        if session == self.session and self.sleeping and not self.lost:
+    def on_judged_while_idle(self) -> None:
+        if self.sleeping:
             self.wake()
 
-    # ---- answers ---------------------------------------------------------------------------------
+    # ---- trajectories ----------------------------------------------------------------------------
 
-    def spans(self, row: SimulatedSample) -> list[VersionSpan]:
-        """Of the call that has just ended."""
+    def spans(self, sample: SimulatedSample) -> list[VersionSpan]:
+        """Return the versions of the call that has just ended."""
         spans: list[VersionSpan] = []
-        first = row.finished_tokens
-        for at, label in reversed(self.marks[row.mark :]):
-            end = spans[-1].start if spans else first + row.length
-            if (start := first + max(at - row.born, 0)) < end:
+        first = sample.finished_tokens
+        for step, label in reversed(self.marks[sample.mark :]):
+            end = spans[-1].start if spans else first + sample.length
+            if (start := first + max(step - sample.born, 0)) < end:
                 spans.append(VersionSpan(label, "", start, end, label))
-            if at <= row.born:
+            if step <= sample.born:
                 break
         return spans[::-1]
 
-    def trajectory(self, row: SimulatedSample) -> Trajectory:
-        length = row.finished_tokens
+    def trajectory(self, sample: SimulatedSample) -> Trajectory:
+        times = self.times
+        length = sample.finished_tokens
         tokens = _TOKENS.get(length) or _TOKENS.setdefault(length, bytes(4 * length))
-        failed = self.times.failed and self.draws.rng.random() < self.times.failed
-        reward = (
-            0.0 if row.ticket.ticket % 1000 < 1000 * self.times.no_spread else float(row.sample % 2)
-        )
+        failed = times.failed and self.draws.rng.random() < times.failed
+        equal = sample.ticket.ticket % 1000 < 1000 * times.no_spread
         return Trajectory(
-            *row.sample_key,
+            *sample.sample_key,
             prompt_tokens=b"",
             tokens=tokens,
             behavior_logprobs=b"",
             mask=b"",
-            spans=row.spans,
-            reward=reward,
+            spans=sample.spans,
+            reward=0.0 if equal else float(sample.sample % 2),
             reward_parts={},
             finish="stop",
             temperature=1.0,
             failed=RewardFailure("data", "simulated") if failed else "",
         )
 
-    def judge(self, answer: Trajectory) -> None:
-        """In the order in which they end, by whichever process is free first: the processes are fed
-        whatever the engine does.
-        """
+    def judge(self, sample: Trajectory) -> None:
+        """Score the sample, in the reward process that is idle first."""
         if not self.workers:
-            self.fresh.append(answer)
+            self.fresh.append(sample)
             return
-        seconds = self.draws.reward()
-        if seconds > self.deadline:
-            seconds = self.deadline
-            answer.failed = RewardFailure("data", "the reward hung")
+        seconds = self.draws.seconds("reward")
+        deadline = self.config.reward.deadline_s
+        if seconds > deadline:
+            seconds = deadline
+            sample.failed = RewardFailure("data", "the reward hung")
         self.called += 1
         done = max(self.clock.now, self.free[0]) + seconds
         heapq.heapreplace(self.free, done)
-        heapq.heappush(self.calls, (done, self.called, answer))
-
-    def collect(self) -> None:
-        """One look at what the reward processes have done."""
-        while self.calls and self.calls[0][0] <= self.clock.now:
-            self.fresh.append(heapq.heappop(self.calls)[2])
+        heapq.heappush(self.calls, (done, self.called, sample))
 
     def deliver(self) -> None:
         if not self.fresh:
             return
         now = self.clock.now
         self.fresh_since = self.fresh_since or now
-        if (
-            not self.live
-            or now - self.fresh_since > LINGER_S
-            or sum(map(size, self.fresh)) >= self.frame_bytes
-        ):
-            self.buffer.send(
-                self.buffer.on_deliver, self, self.fresh, work=self.times.buffer * len(self.fresh)
-            )
+        full = sum(map(size, self.fresh)) >= self.config.wires.frame_bytes
+        if not self.live or now - self.fresh_since > LINGER_S or full:
+            work = self.times.buffer * len(self.fresh)
+            self.buffer.send(self.buffer.on_deliver, self, self.fresh, work=work)
             self.fresh = []
             self.fresh_since = 0.0
 
@@ -503,26 +439,22 @@ class SimulatedGenerator:
     # ---- a lost process --------------------------------------------------------------------------
 
     def crash(self) -> None:
-        """The process ends now, with all it held; it comes back with a new session."""
+        """Lose the process with everything it held; it comes back with a new session."""
+        now = self.clock.now
         if not self.lost:
-            live = {row.sample_key: row.finished_tokens for row in self.open.values()}
-            for row in (row for ended in (*self.engine.values(), self.ended) for row in ended):
-                live[row.sample_key] += self.engine_clock - row.born
+            live = {sample.sample_key: sample.finished_tokens for sample in self.open.values()}
+            for sample in (s for ended in (*self.engine.values(), self.ended) for s in ended):
+                live[sample.sample_key] += self.engine_clock - sample.born
             self.buffer.send(self.buffer.on_lost, ticket_progress(self.schedule, live), self)
             self.lost = True
             self.buffer.awake.pop(self.name, None)
-            if self.times.restart > self.lease_s:  # the buffer does not wait for it
-                self.clock.schedule(
-                    self.clock.now + self.lease_s,
-                    self.buffer.send,
-                    self.buffer.on_session,
-                    self,
-                    self.session + 1,
-                )
-            self.clock.schedule(self.clock.now + self.times.restart, self.restart)
-        self.clock.schedule(
-            self.clock.now + self.draws.rng.expovariate(1 / self.times.lost_every), self.crash
-        )
+            lease_s = self.config.wires.lease_s
+            if self.times.restart > lease_s:  # the buffer does not wait for it
+                args = (self.buffer.on_session, self, self.session + 1)
+                self.clock.schedule(now + lease_s, self.buffer.send, *args)
+            self.clock.schedule(now + self.times.restart, self.restart)
+        wait = self.draws.rng.expovariate(1 / self.times.lost_every)
+        self.clock.schedule(now + wait, self.crash)
 
     def restart(self) -> None:
         self.lost = False
@@ -535,78 +467,76 @@ class SimulatedGenerator:
 
 
 class SimulatedLearner:
-    """The learner's loop: ask, train, publish, commit; now and then a checkpoint."""
+    """The learner's loop: ask, train, publish, commit, and checkpoint when due."""
 
     def __init__(
         self,
         clock: EventClock,
         buffer: SimulatedBuffer,
         config: Config,
-        shared: TimeSampler,
+        draws: TimeSampler,
         at_commit: Callable[[], None],
     ) -> None:
-        self.clock, self.buffer, self.draws, self.times, self.settings = (
-            clock,
-            buffer,
-            shared,
-            shared.times,
-            config.learner,
-        )
+        self.clock, self.buffer, self.draws, self.times = clock, buffer, draws, draws.times
+        self.settings = config.learner
         self.max_lag = config.staleness.limit
         self.at_commit = at_commit
         self.number = 0
         self.batches: dict[int, int] = {}  # number -> tokens
         self.training = False
-        self.mark = self.busy = self.idle = 0.0
+        self.step_began = self.busy = self.idle = 0.0
         self.saved = [0]
-        self.shares: list[float] = []
-        self.steps: list[float] = []
+        self.idle_shares: list[float] = []
 
     def hello(self) -> None:
         self.buffer.send(self.buffer.on_hello, self.max_lag)
-        self.buffer.send(self.buffer.on_ask, 0)
+        self.ask(0)
+
+    def ask(self, number: int) -> None:
+        self.buffer.send(self.buffer.asks.append, number)
 
     def on_batch(self, number: int, tokens: int) -> None:
         self.batches[number] = tokens
-        self.request_batch()
+        self.train()
 
-    def request_batch(self) -> None:
+    def train(self) -> None:
+        """Train the next batch if it is here."""
         if self.training or self.number not in self.batches:
             return
         tokens = self.batches.pop(self.number)
         self.training = True
         if self.settings.prefetch and self.number + 1 < self.settings.steps:
-            self.buffer.send(self.buffer.on_ask, self.number + 1)
+            self.ask(self.number + 1)
         scale = tokens / self.times.train_tokens if self.times.train_tokens else 1.0
         beside = self.times.beside if self.buffer.awake else 1.0
-        seconds = beside * self.draws.train() * scale + self.draws.publish()
+        train, publish = self.draws.seconds("train"), self.draws.seconds("publish")
+        seconds = beside * train * scale + publish
         self.clock.schedule(self.clock.now + seconds, self.on_trained, seconds)
 
     def on_trained(self, seconds: float) -> None:
         now = self.clock.now
+        step_s = max(now - self.step_began, 1e-9)
+        self.idle_shares.append(max(0.0, 1.0 - seconds / step_s))
+        self.busy += seconds
+        self.idle += step_s - seconds
+        self.step_began = now
         number = self.number
-        whole = max(now - self.mark, 1e-9)
-        self.shares.append(max(0.0, 1.0 - seconds / whole))
-        self.steps.append(whole)
-        self.busy = self.busy + seconds
-        self.idle = self.idle + whole - seconds
-        self.mark = now
         self.number += 1
-        idle = self.shares[-1]
-        self.buffer.send(self.buffer.on_commit, number, idle, work=self.draws.commit())
+        work = self.draws.seconds("commit")
+        self.buffer.send(self.buffer.on_commit, number, self.idle_shares[-1], work=work)
         pause = 0.0
         if self.number % self.settings.checkpoint_every == 0 or self.number == self.settings.steps:
-            pause = self.draws.checkpoint()
+            pause = self.draws.seconds("checkpoint")
             self.saved = [*self.saved, self.number][-self.settings.keep_checkpoints :]
         self.clock.schedule(now + pause, self.continue_after_commit, pause > 0)
 
     def continue_after_commit(self, saved: bool) -> None:
         self.training = False
         if saved:
-            self.buffer.send(self.buffer.on_checkpointed, self.saved[0])
+            self.buffer.send(self.buffer.store.checkpointed, self.saved[0])
         if self.number == self.settings.steps:
             self.buffer.send(self.buffer.on_goodbye)
             return
         if not self.settings.prefetch:
-            self.buffer.send(self.buffer.on_ask, self.number)
-        self.request_batch()
+            self.ask(self.number)
+        self.train()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from math import inf
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.contract.admission import LimitEvidence
-from asyncrl.contract.messages import LearnerHello, Prompt, Ticket, Trajectory, WeightsSource
+from asyncrl.contract.messages import LearnerHello, Prompt, Trajectory, WeightsSource
 from asyncrl.contract.versions import Label
 from asyncrl.experiments.simulate.times import TimeModel
 from buffer import batches
@@ -25,12 +25,11 @@ if TYPE_CHECKING:
     )
 
 EPOCH = 1
-SOURCE = WeightsSource(EPOCH, "", "", "")
 NO_PROMPT = Prompt(0, "")
 
 
 class EventClock:
-    """Events by time; those of one time in the order in which they were made."""
+    """Events by time; simultaneous ones in the order of their scheduling."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -38,42 +37,19 @@ class EventClock:
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._count = itertools.count()
 
-    def schedule(self, when: float, do: Callable[..., None], *args: Any) -> None:
-        heapq.heappush(self._heap, (when, next(self._count), do, args))
+    def schedule(self, when: float, handler: Callable[..., None], *args: Any) -> None:
+        heapq.heappush(self._heap, (when, next(self._count), handler, args))
 
     def run(self) -> bool:
-        """Until it is stopped: True; False when nothing is left to happen."""
+        """Run until stopped; return False if the events run out first."""
         while self._heap and not self.stopped:
-            self.now, _, do, args = heapq.heappop(self._heap)
-            do(*args)
+            self.now, _, handler, args = heapq.heappop(self._heap)
+            handler(*args)
         return self.stopped
 
 
-class FastStore(Store):
-    """The store, without its walk over the living groups where none can be due again: nothing
-    failed, dropped or was lost.
-
-    `disturbed` is set by whoever gives it cause; tests compare it with the plain store.
-    """
-
-    disturbed = False
-
-    def _positions(self) -> Iterator[tuple[int, Group]]:
-        if self.disturbed and self.settings.on_exceed != "drop":
-            self.disturbed = any(self._due(group) for group in self.alive.values())
-        return super()._positions() if self.disturbed else iter(())
-
-    @staticmethod
-    def _due(group: Group) -> bool:
-        """Is something of the group to be written again, now or when its lease ends without it?"""
-        return not group.complete and (
-            group.lease is None
-            or len(group.lease.todo) < sum(store is None for store in group.samples)
-        )
-
-
 class SimulatedBuffer:
-    """buffer/service.py without sockets: one message at a time, then whatever it made possible."""
+    """buffer/service.py without sockets: one message at a time, then its consequences."""
 
     def __init__(
         self,
@@ -81,49 +57,44 @@ class SimulatedBuffer:
         times: TimeModel,
         settings: StoreSettings,
         evaluations: Evaluations,
-        *,
-        quick: bool = True,
     ) -> None:
         self.clock = clock
         self.times = times
         self.free = self.worked = 0.0  # when it is free again; seconds of work so far
-        evaluations.prompt = (
-            (lambda split, i: NO_PROMPT) if evaluations.prompt is not None else None
-        )
-        self.store: Store = (FastStore if quick else Store)(
-            settings, lambda i: NO_PROMPT, evaluations
-        )
-        self.interrupt(settings.on_exceed == "drop")
+        if evaluations.prompt is not None:
+            evaluations.prompt = lambda split, index: NO_PROMPT
+        self.store = Store(settings, lambda index: NO_PROMPT, evaluations)
         self.learner: SimulatedLearner
         # name -> (generator, samples, sequence)
         self.wants: dict[str, tuple[SimulatedGenerator, int, int]] = {}
         self.awake: dict[str, SimulatedGenerator] = {}
         self.asks: deque[int] = deque()
-        self.late: Group | None = None  # the group that the oldest ask waits for (ticket order)
-        self.enough = 0  # completions that it waits for (completion order)
+        # the oldest ask waits for this group (ticket order), or for so many completions
+        self.missing_group: Group | None = None
+        self.missing_completions = 0
         self.goodbye = False
         self.announced_at = 0.0
         self.first_ticket: float | None = None
-        self.out = self.most_out = 0  # tickets in flight: groups that generators hold
-        self.out_since = self.out_seconds = 0.0  # and their integral over time
+        self.tickets = self.most_tickets = 0  # in flight: groups that generators hold
+        self.tickets_since = self.ticket_seconds = 0.0  # and their integral over time
         self.lags: dict[int, dict[int, int]] = {}  # batch -> trained tokens by lag
         self.limits: list[float] = []  # of new tickets, after each commit
         # batch -> mean lag of its samples in flight, in queue
         self.splits: dict[int, tuple[float, float]] = {}
 
-    def interrupt(self, really: bool = True) -> None:
-        if really and isinstance(self.store, FastStore):
-            self.store.disturbed = True
-
     def send(self, handler: Callable[..., None], *args: Any, work: float = 0.0) -> None:
-        """A message to the buffer: it is handled after the wire and after those before it."""
+        """Send the buffer a message; it is handled after the wire and after earlier messages."""
         self.free = max(self.clock.now + self.times.wire, self.free) + work
         self.worked += work
         self.clock.schedule(self.free, self._handle, handler, args)
 
     def _handle(self, handler: Callable[..., None], args: tuple[Any, ...]) -> None:
         handler(*args)
-        self.answer()
+        while self.asks and self._lease(self.asks[0]):
+            self.asks.popleft()
+        self._grant()
+        if self.goodbye and not self.store.evaluations.pending:
+            self.clock.stopped = True
 
     # ---- messages --------------------------------------------------------------------------------
 
@@ -139,7 +110,7 @@ class SimulatedBuffer:
                 next_ticket=0,
                 origin=0,
                 max_lag=max_lag,
-                source=SOURCE,
+                source=WeightsSource(EPOCH, "", "", ""),
                 ring=[],
             )
         )
@@ -148,43 +119,34 @@ class SimulatedBuffer:
         self.wants[generator.name] = (generator, samples, sequence)
 
     def on_deliver(self, generator: SimulatedGenerator, samples: list[Trajectory]) -> None:
-        now = self.clock.now
-        groups = {
-            sample.ticket: group
-            for sample in samples
-            if (group := self.store.alive.get(sample.ticket)) is not None
-        }
-        before = sum(group.lease is not None for group in groups.values())
+        tickets = {sample.ticket for sample in samples} & self.store.alive.keys()
+        groups = [self.store.alive[ticket] for ticket in tickets]
+        leased = sum(group.lease is not None for group in groups)
         for sample in samples:
-            if self.store.deliver(sample, now) == "failed":
-                self.interrupt()
-        self.hold(sum(group.lease is not None for group in groups.values()) - before)
+            self.store.deliver(sample, self.clock.now)
+        self._count_tickets(sum(group.lease is not None for group in groups) - leased)
         self._announce(generator)
 
-    def hold(self, more: int) -> None:
-        """So many tickets more, or fewer, are in flight."""
-        self.out_seconds += self.out * (self.clock.now - self.out_since)
-        self.out = self.out + more
-        self.out_since = self.clock.now
-        self.most_out = max(self.most_out, self.out)
+    def _count_tickets(self, change: int) -> None:
+        self.ticket_seconds += self.tickets * (self.clock.now - self.tickets_since)
+        self.tickets += change
+        self.tickets_since = self.clock.now
+        self.most_tickets = max(self.most_tickets, self.tickets)
 
     def on_session(self, generator: SimulatedGenerator, session: int) -> None:
-        """A generator that was lost is back: its older leases end."""
+        """A lost generator is back: end its older leases."""
         self.store.end_sessions(generator.name, session)
-        self.hold(sum(group.lease is not None for group in self.store.alive.values()) - self.out)
+        leased = sum(group.lease is not None for group in self.store.alive.values())
+        self._count_tickets(leased - self.tickets)
         self.wants.pop(generator.name, None)
-        self.interrupt()
 
     def on_lost(self, progress: list[tuple[int, int, int]], generator: SimulatedGenerator) -> None:
-        """The last that was heard of a lost generator's answers."""
+        """Record the last progress of a lost generator."""
         self.store.renew(generator.name, generator.session, progress, self.clock.now)
 
-    def on_ask(self, number: int) -> None:
-        self.asks.append(number)
-
     def on_commit(self, number: int, idle: float) -> None:
-        seen = self._limit_evidence(number, idle) if self.store.settings.ess_floor else None
-        self.store.commit(number, Label(EPOCH, number + 1), str(number + 1), seen=seen)
+        evidence = self._limit_evidence(number, idle) if self.store.settings.ess_floor else None
+        self.store.commit(number, Label(EPOCH, number + 1), str(number + 1), seen=evidence)
         self.limits.append(self.store.current_limit())
         self.announced_at = self.clock.now
         self.learner.at_commit()
@@ -193,126 +155,98 @@ class SimulatedBuffer:
                 self._announce(generator)
 
     def _limit_evidence(self, number: int, idle: float) -> LimitEvidence:
-        """What moves a limit that sets itself: no token has a ratio here, so the ESS at lag k is
-        `times.ess` to the k-th power.
+        """Return the evidence that moves an automatic limit.
+
+        Tokens have no ratios here, so the ESS at lag k is `times.ess` to the k-th power.
         """
         counts = self.lags[number]
-        floor = self.store.settings.ess_floor
         ess = sum(n * self.times.ess**lag for lag, n in counts.items()) / sum(counts.values())
-        below = [lag for lag in counts if self.times.ess**lag < floor]
+        below = [lag for lag in counts if self.times.ess**lag < self.store.settings.ess_floor]
         return LimitEvidence(ess, min(below) - 1 if below else inf, idle)
-
-    def on_checkpointed(self, oldest: int) -> None:
-        self.store.checkpointed(oldest)
 
     def on_goodbye(self) -> None:
         self.goodbye = True
 
-    # ---- answers ---------------------------------------------------------------------------------
+    # ---- replies ---------------------------------------------------------------------------------
 
     def _announce(self, generator: SimulatedGenerator) -> None:
-        """The announcement that rides on a reply; a sleeping generator's swap is reckoned when it
-        wakes (Generator.catch_up).
+        """Send the announcement that is part of a reply.
+
+        A sleeping generator computes its swap when it wakes (SimulatedGenerator.catch_up).
         """
-        if not generator.sleeping and generator.told != self.store.policy:
-            generator.told = self.store.policy
-            self.clock.schedule(
+        if not generator.sleeping and generator.announced != self.store.policy:
+            generator.announced = self.store.policy
+            generator.call_at(
                 self.clock.now + self.times.wire,
-                generator.on_announcement,
-                generator.session,
+                generator.schedule.announce,
                 self.store.announcement(),
             )
 
-    def answer(self) -> None:
-        while self.asks and self._lease(self.asks[0]):
-            self.asks.popleft()
-        self._grant()
-        if self.goodbye and not self.store.evaluations.pending:
-            self.clock.stopped = True
-
     def _lease(self, number: int) -> bool:
-        """Batch `number` to the learner, if it is complete."""
-        if (
-            self.late is not None
-            and not self.late.complete
-            and self.late.ticket in self.store.alive
-        ) or self.store.completions < self.enough:
+        """Send batch `number` to the learner if it is complete."""
+        group = self.missing_group
+        waits = group is not None and not group.complete and group.ticket in self.store.alive
+        if waits or self.store.completions < self.missing_completions:
             return False
         groups, _ = self.store.ask(EPOCH, number)
-        self.late, self.enough = (None, 0) if groups else self._what_is_missing()
         if not groups:
+            self.missing_group, self.missing_completions = self._find_missing()
             return False
-        self._count(number, groups)
-        tokens = sum(
-            store.trajectory.length for group in groups for store in group.stored_samples()
-        )
-        self.clock.schedule(
-            self.clock.now + self.learner.draws.batch(), self.learner.on_batch, number, tokens
-        )
+        self.missing_group, self.missing_completions = None, 0
+        self._count_lags(number, groups)
+        tokens = sum(s.trajectory.length for group in groups for s in group.stored_samples())
+        arrival = self.clock.now + self.learner.draws.seconds("batch")
+        self.clock.schedule(arrival, self.learner.on_batch, number, tokens)
         return True
 
-    def _what_is_missing(self) -> tuple[Group | None, int]:
-        """What makes it worth asking again: the oldest incomplete group (ticket order), or so many
-        completions (completion order).
+    def _find_missing(self) -> tuple[Group | None, int]:
+        """Return what must come before another ask can succeed.
+
+        It is the oldest incomplete group (ticket order) or a number of completions.
         """
         store = self.store
-        line = (group for group in store.alive.values() if group.ticket not in store.composed)
-        if store.uses_ticket_order and store.max_lag != float("inf"):
-            return next(
-                (
-                    group
-                    for group in itertools.islice(line, store.settings.batch)
-                    if not group.complete
-                ),
-                None,
-            ), 0
+        queue = (group for group in store.alive.values() if group.ticket not in store.composed)
+        if store.uses_ticket_order and store.max_lag != inf:
+            head = itertools.islice(queue, store.settings.batch)
+            return next((group for group in head if not group.complete), None), 0
         if store.settings.on_exceed == "drop":
             return None, 0
-        return None, store.completions + store.settings.batch - sum(
-            group.complete for group in line
-        )
+        complete = sum(group.complete for group in queue)
+        return None, store.completions + store.settings.batch - complete
 
-    def _count(self, number: int, groups: list[Group]) -> None:
-        """Trained tokens by lag, as buffer/training_log.py counts them, and the split of the
-        lag."""
-        limit = self.store.max_lag if self.store.settings.on_exceed == "mask" else float("inf")
+    def _count_lags(self, number: int, groups: list[Group]) -> None:
+        """Count trained tokens by lag, as buffer/training_log.py does, and split the lag."""
+        limit = self.store.max_lag if self.store.settings.on_exceed == "mask" else inf
         counts: dict[int, int] = {}
-        flight = queue = count = 0
-        for store in (store for group in groups for store in group.stored_samples()):
+        flight = queue = 0
+        samples = [sample for group in groups for sample in group.stored_samples()]
+        for sample in samples:
             worst = 0
-            for start, end, lag in batches.lag_runs(self.store, store, number):
+            for start, end, lag in batches.lag_runs(self.store, sample, number):
                 worst = max(worst, lag)
                 if lag <= limit:
                     counts[lag] = counts.get(lag, 0) + end - start
-            early = min(store.in_flight, worst)
-            flight = flight + early
-            queue = queue + worst - early
-            count = count + 1
-        self.lags[number], self.splits[number] = (
-            counts,
-            (flight / max(count, 1), queue / max(count, 1)),
-        )
+            flight += min(sample.in_flight, worst)
+            queue += worst - min(sample.in_flight, worst)
+        self.lags[number] = counts
+        self.splits[number] = (flight / max(len(samples), 1), queue / max(len(samples), 1))
 
     def _grant(self) -> None:
-        """Tickets for those that want some, who asked first first; when one gets none, the others
-        get none either.
-        """
+        """Grant tickets in the order of the requests, until one gets none."""
         while self.wants:
             name, (generator, samples, sequence) = next(iter(self.wants.items()))
-            tickets: list[Ticket] = self.store.grant(
-                name, generator.session, samples, self.clock.now
-            )
+            tickets = self.store.grant(name, generator.session, samples, self.clock.now)
             if not tickets:
                 return
-            if self.first_ticket is None and any(sample.kind == "train" for sample in tickets):
+            training = sum(ticket.kind == "train" for ticket in tickets)
+            if self.first_ticket is None and training:
                 self.first_ticket = self.clock.now
-            self.hold(sum(sample.kind == "train" for sample in tickets))
+            self._count_tickets(training)
             del self.wants[name]
-            generator.told = self.store.policy
-            self.clock.schedule(
+            generator.announced = self.store.policy
+            generator.call_at(
                 self.clock.now + self.times.wire,
                 generator.on_grant,
-                generator.session,
                 sequence,
                 tickets,
                 self.store.announcement(),

@@ -1,0 +1,283 @@
+"""Questions about a simulated run, all answered with the seeds of the base.
+
+What would another limit, more generators, a faster weight sync or another treatment of late samples
+give?
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from asyncrl.config.tree import Config
+from asyncrl.contract.errors import ConfigError
+from asyncrl.experiments.simulate.outcome import SimulationOutcome, simulate
+from asyncrl.experiments.simulate.times import TimeModel
+
+replace = msgspec.structs.replace
+NOTHING = 0.02  # a smaller change of throughput is reported as none
+BUSY = 0.1  # a side limits the run if it is idle for less than this and half the other's share
+BUFFER_BUSY = 0.2  # the same for the buffer, whose work comes in bursts
+WIDE = 0.2  # a smaller range of the mean lag is not reported
+DRIFT = 0.05  # assumed error of the learner's speed
+
+Outcome = dict[str, Any]  # SimulationOutcome averaged over seeds
+# name -> staleness.on_exceed
+TREATMENTS: dict[str, Literal["pace", "drop", "mask", "downweight"]] = {
+    "wait": "pace",
+    "mask": "mask",
+    "downweight": "downweight",
+    "drop": "drop",
+}
+
+
+class WhatIfAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to one question.
+
+    ratio, least, largest: throughput over the base, paired by seed.
+    lag_range: of questions about the limit, the mean lag if the learner is DRIFT faster or slower.
+    Where neither side waits, the lag accumulates the difference of their speeds, so a small error
+    moves it.
+    """
+
+    question: str
+    ratio: float
+    least: float
+    largest: float
+    sentence: str
+    outcome: Outcome
+    lag_range: tuple[float, float] | None = None
+
+
+def with_limit(config: Config, limit: float) -> Config:
+    """Return the config with another `staleness.max_lag`.
+
+    Raises ConfigError if `limit` is invalid or below the injected lag.
+    """
+    if not (limit == math.inf or (limit >= 0 and limit == int(limit))):
+        raise ConfigError(
+            f"--limit {limit:g}: a staleness limit is a whole number of at least 0, or inf"
+        )
+    inject = config.staleness.inject
+    if inject is not None and limit < (inject if isinstance(inject, int) else len(inject) - 1):
+        raise ConfigError(
+            f"--limit {limit:g}: below staleness.inject = {inject}; inject less, or leave the limit"
+        )
+    return replace(config, staleness=replace(config.staleness, max_lag=float(limit)))
+
+
+def simulate_seeds(
+    config: Config,
+    times: TimeModel,
+    seeds: int,
+    *,
+    evaluate: bool = True,
+    scale: Mapping[str, float] | None = None,
+) -> list[SimulationOutcome]:
+    return [
+        simulate(config, times, config.seed + offset, evaluate=evaluate, scale=scale)
+        for offset in range(seeds)
+    ]
+
+
+def average_outcomes(outcomes: Sequence[SimulationOutcome]) -> Outcome:
+    """Average each number over the seeds; take the largest lag_max and tickets_max."""
+    count = len(outcomes)
+    averages: Outcome = {}
+    for name in SimulationOutcome.__struct_fields__:
+        values = [getattr(outcome, name) for outcome in outcomes]
+        if name in ("lag_max", "tickets_max"):
+            averages[name] = max(values)
+        elif name in ("lag_histogram", "losses"):
+            keys = sorted({key for value in values for key in value})
+            averages[name] = {str(k): sum(v.get(k, 0) for v in values) / count for k in keys}
+        elif name in ("max_lag", "generators", "steps"):
+            averages[name] = "inf" if values[0] == math.inf else int(values[0])
+        else:
+            averages[name] = sum(values) / count
+    return averages
+
+
+def limiting_side(outcome: Outcome) -> str:
+    """Describe which side limits the run."""
+    idle = outcome["idle_generator"]
+    learner = outcome["idle_learner"]
+    if max(idle, learner) < BUSY:
+        return f"both sides are busy (generators idle {idle:.0%}, learner {learner:.0%})"
+    if learner < BUSY and learner < idle / 2:
+        return f"the learner limits it (idle {learner:.0%}; the generators {idle:.0%})"
+    if idle < BUSY and idle < learner / 2:
+        return f"the generators limit it (idle {idle:.0%}; the learner {learner:.0%})"
+    if outcome["idle_buffer"] < BUFFER_BUSY:
+        return (
+            f"the buffer limits it (idle {outcome['idle_buffer']:.0%}; the generators {idle:.0%}, "
+            f"the learner {learner:.0%})"
+        )
+    return f"both sides wait for each other (generators idle {idle:.0%}, learner {learner:.0%})"
+
+
+def answer(
+    question: str,
+    instead: str,
+    base: Sequence[SimulationOutcome],
+    other: Sequence[SimulationOutcome],
+    drifted: Sequence[SimulationOutcome] = (),
+) -> WhatIfAnswer:
+    """Compare `other` with `base`, paired by seed.
+
+    instead: the setting of the base.
+    drifted: `other` with a faster and a slower learner.
+    """
+    ratios = [o.tokens_per_s / max(b.tokens_per_s, 1e-9) for b, o in zip(base, other, strict=True)]
+    ratio = sum(ratios) / len(ratios)
+    before, now = average_outcomes(base), average_outcomes(other)
+    spread = f" (seeds {min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
+    if abs(ratio - 1) < NOTHING:
+        gain = f"no throughput to speak of, {ratio:.2f} times{spread}"
+    else:
+        gain = (
+            f"{ratio:.2f} times the throughput{spread}, {now['tokens_per_s']:,.0f} tokens/s "
+            f"instead of {before['tokens_per_s']:,.0f}"
+        )
+    lags = [now["lag_mean"], *(outcome.lag_mean for outcome in drifted)]
+    low, high = min(lags), max(lags)
+    wide = f" ({low:.2f} to {high:.2f} if the learner's speed is {DRIFT:.0%} off)"
+    return WhatIfAnswer(
+        question=question,
+        ratio=ratio,
+        least=min(ratios),
+        largest=max(ratios),
+        sentence=f"{question[0].upper()}{question[1:]} instead of {instead}: {gain}; mean lag "
+        f"{now['lag_mean']:.2f}{wide if high - low > WIDE else ''} instead of "
+        f"{before['lag_mean']:.2f}; then {limiting_side(now)}.",
+        outcome=now,
+        lag_range=(low, high) if drifted else None,
+    )
+
+
+def answers(
+    config: Config,
+    times: TimeModel,
+    base: Sequence[SimulationOutcome],
+    limits: Sequence[float],
+    more: Sequence[int],
+    syncs: Sequence[float],
+    *,
+    evaluate: bool = True,
+) -> list[WhatIfAnswer]:
+    """Answer each question, simulated with the seeds of `base`."""
+
+    def run(changed: Config, scale: Mapping[str, float] | None = None) -> list[SimulationOutcome]:
+        return simulate_seeds(changed, times, len(base), evaluate=evaluate, scale=scale)
+
+    results = []
+    for limit in limits:
+        changed = with_limit(config, limit)
+        drifted = [
+            simulate(changed, times, config.seed, evaluate=evaluate, scale={"train": factor})
+            for factor in (1 - DRIFT, 1 + DRIFT)
+        ]
+        instead = f"{config.staleness.limit:g}"
+        results.append(answer(f"a limit of {limit:g}", instead, base, run(changed), drifted))
+    for added in more:
+        count = config.generators + added
+        other = run(replace(config, generators=count))
+        results.append(answer(f"{count} generators", f"{config.generators}", base, other))
+    for factor in syncs:
+        other = run(config, {"publish": 1 / factor, "swap": 1 / factor})
+        question = f"a weight sync {factor:g} times as fast"
+        results.append(answer(question, "this one", base, other))
+    return results
+
+
+def sweep(
+    config: Config,
+    times: TimeModel,
+    limits: Sequence[float],
+    generators: Sequence[int],
+    seeds: int,
+    done: Mapping[tuple[int, float], Outcome],
+    *,
+    evaluate: bool = True,
+) -> list[Outcome]:
+    """Simulate every limit with every number of generators; reuse the outcomes in `done`."""
+
+    def simulate_point(count: int, limit: float) -> Outcome:
+        changed = with_limit(replace(config, generators=count), limit)
+        return average_outcomes(simulate_seeds(changed, times, seeds, evaluate=evaluate))
+
+    points = ((count, limit) for count in generators for limit in limits)
+    return [done.get(point) or simulate_point(*point) for point in points]
+
+
+# ---- treatments of late samples ------------------------------------------------------------------
+
+
+def check_treatments(config: Config, deadline_s: float | None = None) -> None:
+    """Raise ConfigError if not every treatment is possible."""
+    staleness = config.staleness
+    if staleness.ess_floor or math.isinf(staleness.limit):
+        raise ConfigError("--treatments: needs a fixed limit: set staleness.max_lag to a number")
+    if staleness.inject is not None:
+        raise ConfigError(
+            "--treatments: injected lag never passes its limit: leave staleness.inject out"
+        )
+    if staleness.order != "auto":
+        raise ConfigError("--treatments: each one sets its order: leave staleness.order out")
+    if deadline_s is not None and not config.agent.uses_sessions:
+        raise ConfigError("--deadline: belongs to sessions, and the config has no [agent]")
+    if deadline_s is not None and not (0 < deadline_s < math.inf):
+        raise ConfigError(f"--deadline {deadline_s:g}: write seconds above 0")
+
+
+def compare_treatments(
+    config: Config,
+    times: TimeModel,
+    seeds: int,
+    deadline_s: float | None = None,
+    *,
+    evaluate: bool = True,
+) -> list[Outcome]:
+    """Simulate every treatment of late samples, and for sessions `wait` with a deadline.
+
+    deadline_s: that deadline, by default the time that a tenth of the sessions exceed under `wait`.
+    Raises ConfigError.
+    """
+    check_treatments(config, deadline_s)
+    sessions = config.agent.uses_sessions
+
+    def run(name: str, on_exceed: Literal["pace", "drop", "mask", "downweight"]) -> Outcome:
+        changed = replace(config, staleness=replace(config.staleness, on_exceed=on_exceed))
+        outcome = average_outcomes(simulate_seeds(changed, times, seeds, evaluate=evaluate))
+        deadline = config.agent.deadline_s if sessions else None
+        return {"name": name, "deadline_s": deadline} | outcome
+
+    outcomes = [run(name, on_exceed) for name, on_exceed in TREATMENTS.items()]
+    if sessions:
+        limit = outcomes[0]["sample_p90_s"] if deadline_s is None else deadline_s
+        config = replace(config, agent=replace(config.agent, deadline_s=limit))
+        outcomes.append(run("deadline", "pace"))
+    return [summarize_treatment(outcome) for outcome in outcomes]
+
+
+def summarize_treatment(outcome: Outcome) -> Outcome:
+    """Return the costs of a treatment, as shares in [0, 1].
+
+    - learner_idle: of the run's seconds; a run's metric is the mean over steps, which bursts lower
+    - dropped, masked: of the sampled tokens
+    - downweighted: of the trained tokens' weight
+    - cut: of the samples
+    """
+    losses, sampled = outcome["losses"], max(outcome["generated"], 1)
+    dropped = losses.get("dropped_stale", 0) + losses.get("abandoned", 0)
+    same = ("name", "deadline_s", "tokens_per_s", "lag_mean", "lag_p95", "lag_max")
+    return {name: outcome[name] for name in same} | {
+        "learner_idle": outcome["waited_share"],
+        "dropped": dropped / sampled,
+        "masked": losses.get("masked_stale", 0) / sampled,
+        "downweighted": outcome["faded_share"],
+        "cut": outcome["cut_share"],
+    }
