@@ -200,7 +200,7 @@ def write(made: dict[str, sweep.Sweep], args: argparse.Namespace) -> None:
     for task, s in made.items():
         if not s.cells.path(s.name(sweep.SYNC, s.seeds[0])).exists():
             continue
-        found = sweep_analysis.analyse(s)
+        found = sweep_analysis.analyze(s)
         made_by = updates(s.plan)
         all_found[task] = found | {"updates": made_by}
         subtitle = (

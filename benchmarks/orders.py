@@ -198,7 +198,7 @@ def main() -> None:
     if not args.table:
         preflight(s.plan.arms[sweep.SYNC])
         s.run(args.workers, lambda name, e: say(f"{name}: done") if "done" in e else None)
-    found = sweep_analysis.analyse(s)
+    found = sweep_analysis.analyze(s)
     size = f"{args.steps} steps of {args.groups} x 8"
     subtitle = (
         f"{args.task}, learning rate {args.lr}, limit {args.limit}, delay {args.delay:g}: "

@@ -307,7 +307,7 @@ def main() -> None:
             lambda name, e: say(f"{name}: done") if "done" in e else None,
             first=[float(x) for x in args.first.split(",") if x],
         )
-    found = sweep_analysis.analyse(s)
+    found = sweep_analysis.analyze(s)
     titles = {n: f"{ARMS[n][0]}; learning rate {r:.3g}" for n, r in rates.items()}
     subtitle = (
         f"{args.task}: {args.minibatches} optimizer steps a batch, each arm at the rate "

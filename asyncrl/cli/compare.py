@@ -103,7 +103,7 @@ def compare(
         preflight(config)
     with CompareProgress(comparison) as progress:
         cells = comparison.run(jobs, progress.on_event)
-    found = comparison_analysis.analyse(cells, comparison.configs)
+    found = comparison_analysis.analyze(cells, comparison.configs)
     differs = arming.from_first(comparison.configs)
     settings = [
         page.Setting(
@@ -210,7 +210,7 @@ def sweep(
     from asyncrl.experiments.compare import sweep as sweeping
     from asyncrl.experiments.compare.comparison import design
     from asyncrl.experiments.compare.progress import SweepProgress
-    from asyncrl.experiments.compare.sweep_analysis import analyse
+    from asyncrl.experiments.compare.sweep_analysis import analyze
     from asyncrl.supervise.preflight import located_sets, preflight
 
     if not dry_run:
@@ -236,7 +236,7 @@ def sweep(
     print_progress(design(len(plan.arms), seeds))
     with SweepProgress(made) as progress:
         made.run(workers, progress.on_event, abandon=not no_abandon)
-    found = analyse(made, margin)
+    found = analyze(made, margin)
     shape = f"{base.learner.steps} steps of {base.learner.groups} x {base.learner.group_size}"
     lag = f"{'injected' if inject else 'natural'} lag, {seeds} seed(s), {shape}"
     html = sweep_page.write(where, where.name, found, told, lag)

@@ -292,8 +292,8 @@ def _score_answer(
     """
     if last is None:
         raise AsyncrlError("the environment asked to score the session before its first response")
-    asked = [(ticket.prompt, last.text, last.ids)]
-    (result,) = judge_all(config, get_task(config.task), asked)
+    judged = [(ticket.prompt, last.text, last.ids)]
+    (result,) = judge_all(config, get_task(config.task), judged)
     if result.failed:
         raise AsyncrlError(f"the reward failed: {result.failed}")
     return result.reward, result.parts

@@ -23,7 +23,7 @@ from asyncrl.experiments.compare import arms as arms_made
 from asyncrl.experiments.compare import comparison, methods, page, progress
 from asyncrl.experiments.compare.comparison import CellResult, warm_cell
 from asyncrl.experiments.compare.comparison_analysis import (
-    analyse,
+    analyze,
     data_apart,
     reference_kl,
     signs_of,
@@ -270,7 +270,7 @@ def test_the_time_to_an_accuracy() -> None:
         cell("fast", accuracy=(0.4, 0.75, 0.8)),
         cell("low", accuracy=(0.4, 0.5, 0.6)),
     ]
-    found = analyse(cells, dict.fromkeys(("a", "fast", "low"), config))
+    found = analyze(cells, dict.fromkeys(("a", "fast", "low"), config))
     assert (
         found["arms"]["fast"]["steps_to_target"] == 2
         and found["arms"]["fast"]["seconds_to_target"] == 20
@@ -290,7 +290,7 @@ def test_out_of_distribution_accuracy_and_kl_to_the_reference_of_every_arm() -> 
     base.rows = [
         {"step": n, "t": 0.0} | ({"kl/target_ref_k3": float(n)} if n % 2 else {}) for n in range(29)
     ]
-    found = analyse([base, arm], {"base": config, "arm": config})
+    found = analyze([base, arm], {"base": config, "arm": config})
     a, b = found["arms"]["arm"], found["arms"]["base"]
     assert (b["ood_start"], b["ood_end"], a["ood_end"], b["ood_each"]) == (0.2, 0.1, 0.4, [0.1])
     assert b["kl_ref"] == (9 + 27) / 2 and math.isnan(a["kl_ref"])
@@ -310,7 +310,7 @@ def test_out_of_distribution_accuracy_and_kl_to_the_reference_of_every_arm() -> 
     other = cell("base")
     # the last has no end
     other.seed, other.ood, gone.seed, gone.ood = 1, {0.0: 0.2, 4.0: 0.3}, 1, {0.0: 0.4, 2.0: 0.9}
-    short = analyse([base, other, arm, gone], {"base": config, "arm": config})
+    short = analyze([base, other, arm, gone], {"base": config, "arm": config})
     assert short["arms"]["arm"]["ood_end"] == 0.4 and short["arms"]["arm"][
         "ood_start"
     ] == pytest.approx(0.3)
@@ -456,7 +456,7 @@ def test_signs_of_warm_runs(tmp_path: Path) -> None:
         and "kl_drift" in second
     )
     cells = [both, warm_cell("b", 0, middle, k3)]
-    arms = analyse(cells, {"a": k1, "b": k3})
+    arms = analyze(cells, {"a": k1, "b": k3})
     assert (
         arms["arms"]["a"]["signs"] == {k: x[:1] for k, x in found.items()}
         and arms["arms"]["b"]["signs"] == {}

@@ -159,16 +159,16 @@ def config_differences(
     return differences
 
 
-def changes(found: Differences) -> list[str]:
+def changes(differences: Differences) -> list[str]:
     """Format each difference as `key: x, now y`."""
-    return [f"{key}: {before}, now {now}" for key, (before, now) in found.items()]
+    return [f"{key}: {base}, now {other}" for key, (base, other) in differences.items()]
 
 
-def refuse_other(directory: Path, what: str, before: Any, now: Any) -> None:
+def refuse_other(directory: Path, kind: str, base: Any, other: Any) -> None:
     """Raise ConfigError if a directory holds other configs than these."""
-    if differences := changes(config_differences(before, now)):
+    if differences := changes(config_differences(base, other)):
         raise ConfigError(
-            f"{directory} holds a {what} with other settings ({'; '.join(differences[:4])}"
+            f"{directory} holds a {kind} with other settings ({'; '.join(differences[:4])}"
             f"{' ...' if len(differences) > 4 else ''}); choose another directory by --out"
         )
 
@@ -180,7 +180,7 @@ def from_first(configs: Mapping[str, Config]) -> dict[str, Differences]:
     return {name: config_differences(tables[first], tables[name]) for name in others}
 
 
-def words(found: Differences) -> str:
+def words(differences: Differences) -> str:
     """Format each difference as `key = value (value of the other arm)`.
 
     >>> words({"staleness.max_lag": (0.0, 8.0), "correction.preset": ("", "tis")})
@@ -195,7 +195,7 @@ def words(found: Differences) -> str:
         return str(value).lower() if isinstance(value, bool) else str(value)
 
     pairs = (
-        f"{key} = {format_value(now)} ({format_value(before)})"
-        for key, (before, now) in found.items()
+        f"{key} = {format_value(other)} ({format_value(base)})"
+        for key, (base, other) in differences.items()
     )
     return ", ".join(pairs) or "nothing"

@@ -194,13 +194,13 @@ class Comparison:
         sets: Sequence[str],
         arms: Sequence[Arm],
         seeds: int,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         *,
         real: bool = False,
     ) -> None:
         self.directory = directory
         self.arms = list(arms)
-        self.say = say
+        self.log = log
         self.configs = resolve(source, sets, arms)
         first = next(iter(self.configs.values()))
         self.seeds = [first.seed + i for i in range(seeds)]
@@ -246,8 +246,8 @@ class Comparison:
             plan += [(name, seed) for name in names[first:] + names[:first]]
         missing = [cell for cell in plan if not self.finished(*cell)]
         if len(missing) < len(plan):
-            self.say(f"{len(plan) - len(missing)} of {len(plan)} runs are finished already")
-        self.say(design(len(self.configs), len(self.seeds)))
+            self.log(f"{len(plan) - len(missing)} of {len(plan)} runs are finished already")
+        self.log(design(len(self.configs), len(self.seeds)))
         for arm, seed in missing:
             if arm in self.warm:
                 self.cells.add(f"{arm}-seed{seed}", self.configs[arm], seed)

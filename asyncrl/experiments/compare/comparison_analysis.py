@@ -97,8 +97,8 @@ def reference_kl(rows: Sequence[Mapping[str, Any]]) -> float:
     """
     name = "kl/target_ref_k3"
     every = [float(row[name]) for row in rows if name in row]
-    late = [float(row[name]) for row in rows[-KL_BATCHES:] if name in row]
-    return mean(late or every[-1:])
+    last = [float(row[name]) for row in rows[-KL_BATCHES:] if name in row]
+    return mean(last or every[-1:])
 
 
 def first_reached(cell: CellResult, target: float) -> tuple[float, float]:
@@ -179,8 +179,8 @@ def summarize_arm(cells: Sequence[CellResult], config: Config, target: float) ->
         return mean([float(cell.summary[name]) for cell in cells])
 
     reached = [first_reached(cell, target) for cell in cells]
-    reached = [found for found in reached if not math.isnan(found[0])]
-    trouble = sorted({said.split(":")[0] for cell in cells for said in cell.trouble})
+    reached = [time for time in reached if not math.isnan(time[0])]
+    trouble = sorted({reason.split(":")[0] for cell in cells for reason in cell.trouble})
     ess = "is/target_ess"
     return ArmSummary(
         heldout_start=mean_of("heldout_start"),
@@ -344,7 +344,7 @@ def describe_target_time(arm: ArmSummary, base: ArmSummary, name: str, comparabl
     return text + (f", never in {missed} of {len(arm.each)} runs" if missed else "")
 
 
-def analyse(cells: Sequence[CellResult], configs: dict[str, Config]) -> dict[str, Any]:
+def analyze(cells: Sequence[CellResult], configs: dict[str, Config]) -> dict[str, Any]:
     """Return everything that the report and `--json` contain.
 
     The other arms are compared with the first.
@@ -369,7 +369,7 @@ def analyse(cells: Sequence[CellResult], configs: dict[str, Config]) -> dict[str
             for judged in judge_arms(measure, runs, base, differs)
         ],
         "seeds": sorted({cell.seed for cell in cells}),
-        "same_data": {name: [not text for text in each] for name, each in apart.items()},
+        "same_data": {name: [not text for text in texts] for name, texts in apart.items()},
         "data_apart": apart,
         "trade": [describe_tradeoff(name, arms[name], base, arms[base]) for name in others],
     }

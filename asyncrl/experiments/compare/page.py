@@ -119,7 +119,7 @@ def curves(
                 for step, value in points(cell):
                     by_step.setdefault(step, []).append(value)
         steps = sorted(by_step)
-        colour = COLOURS[number % len(COLOURS)]
+        color = COLOURS[number % len(COLOURS)]
         if len(seeds) > 1 and steps:
             figure.add_scatter(
                 x=[*steps, *steps[::-1]],
@@ -128,7 +128,7 @@ def curves(
                     *(min(by_step[step]) for step in steps[::-1]),
                 ],
                 fill="toself",
-                fillcolor=colour,
+                fillcolor=color,
                 opacity=0.15,
                 line={"width": 0},
                 hoverinfo="skip",
@@ -139,7 +139,7 @@ def curves(
             y=[mean(by_step[step]) for step in steps],
             name=name,
             mode="lines",
-            line={"color": colour},
+            line={"color": color},
         )
     figure.update_layout(
         title={"text": title, "font": {"size": 14}, "y": 0.97},
@@ -153,9 +153,9 @@ def curves(
     return figure
 
 
-def bands(found: dict[str, Any], config: Config) -> str:
+def bands(result: dict[str, Any], config: Config) -> str:
     """Describe the lines and bands of the curves, and the interval of one accuracy."""
-    seeds = len(found["seeds"])
+    seeds = len(result["seeds"])
     lines = (
         f"Lines: mean over {seeds} seeds; bands: from the lowest to the highest seed, no interval."
         if seeds > 1
@@ -175,9 +175,9 @@ def bands(found: dict[str, Any], config: Config) -> str:
 # ---- tables and lists ----------------------------------------------------------------------------
 
 
-def arm_rows(found: dict[str, Any]) -> list[list[str]]:
+def arm_rows(result: dict[str, Any]) -> list[list[str]]:
     """Return the table of arms as text."""
-    return [arm_row(name, arm) for name, arm in found["arms"].items()]
+    return [arm_row(name, arm) for name, arm in result["arms"].items()]
 
 
 def arm_row(name: str, arm: dict[str, Any]) -> list[str]:
@@ -210,27 +210,27 @@ def arm_row(name: str, arm: dict[str, Any]) -> list[str]:
     ]
 
 
-def list_problems(cells: Sequence[CellResult], found: dict[str, Any]) -> list[str]:
+def list_problems(cells: Sequence[CellResult], result: dict[str, Any]) -> list[str]:
     """List each run's problems, then the likely cause of each arm's."""
     runs = [
         f"{cell.arm}, seed {cell.seed}: {problem}" for cell in cells for problem in cell.trouble
     ]
     return runs + [
         f"{name}: likely cause: {arm['cause']}"
-        for name, arm in found["arms"].items()
+        for name, arm in result["arms"].items()
         if arm["cause"]
     ]
 
 
-def samples(found: dict[str, Any]) -> str:
+def samples(result: dict[str, Any]) -> str:
     """Describe which arms trained the first arm's samples, and how far others differ."""
     same = "; ".join(
-        f"{name} {sum(each)} of {len(each)} seeds" for name, each in found["same_data"].items()
+        f"{name} {sum(runs)} of {len(runs)} seeds" for name, runs in result["same_data"].items()
     )
     return same + "".join(
         f"; {name}, seed {seed}: {difference}"
-        for name, each in found["data_apart"].items()
-        for seed, difference in zip(found["seeds"], each, strict=True)
+        for name, runs in result["data_apart"].items()
+        for seed, difference in zip(result["seeds"], runs, strict=True)
         if difference
     )
 
@@ -242,31 +242,31 @@ def write(
     directory: Path,
     name: str,
     cells: Sequence[CellResult],
-    found: dict[str, Any],
+    result: dict[str, Any],
     settings: Sequence[Setting],
     config: Config,
 ) -> Path:
     """Write DIR/report.html, comparison.json and the TensorBoard view of all arms."""
-    arms = list(found["arms"])
-    blob = json.dumps(clean(found))
+    arms = list(result["arms"])
+    blob = json.dumps(clean(result))
     page = page_kit.render(
         "compare.html",
         name=name,
-        bands=bands(found, config),
-        seeds=len(found["seeds"]),
+        bands=bands(result, config),
+        seeds=len(result["seeds"]),
         steps=config.learner.steps,
         groups=config.learner.groups,
         size=config.learner.group_size,
         settings=settings,
-        data=samples(found),
-        verdicts=[judged["text"] for judged in found["verdicts"]],
-        trade=found["trade"],
+        data=samples(result),
+        verdicts=[judged["text"] for judged in result["verdicts"]],
+        trade=result["trade"],
         head=HEAD,
-        table=arm_rows(found),
-        trouble=list_problems(cells, found),
+        table=arm_rows(result),
+        trouble=list_problems(cells, result),
         signs=[
             line
-            for name, arm in found["arms"].items()
+            for name, arm in result["arms"].items()
             for line in signs_told(name, arm["signs"], len(arm["each"]))
         ],
         plots=[

@@ -199,16 +199,18 @@ def run_state(rows: list[dict[str, Any]]) -> str:
     """Describe the state of a real run, from its metrics."""
     if not rows:
         return "-"
-    known = [r["eval/heldout"] for r in rows if "eval/heldout" in r]
-    return f"step {max(r['step'] for r in rows)}" + (f": {known[-1]:.3f}" if known else "")
+    accuracies = [r["eval/heldout"] for r in rows if "eval/heldout" in r]
+    return f"step {max(r['step'] for r in rows)}" + (
+        f": {accuracies[-1]:.3f}" if accuracies else ""
+    )
 
 
 def print_table(
-    head: Sequence[str], rows: Sequence[Sequence[str]], shown: dict[str, str], title: str
+    head: Sequence[str], rows: Sequence[Sequence[str]], names: dict[str, str], title: str
 ) -> None:
     """Print the columns of a page's table that fit a terminal.
 
-    shown: their names in `head` -> their names here; the first is never cut.
+    names: their names in `head` -> their names here; the first is never cut.
     """
     from rich import box
     from rich.console import Console
@@ -222,10 +224,10 @@ def print_table(
         collapse_padding=True,
         pad_edge=False,
     )
-    for column, name in enumerate(shown.values()):
+    for column, name in enumerate(names.values()):
         table.add_column(name, no_wrap=column == 0, justify="left" if column == 0 else "right")
     for row in rows:
-        table.add_row(*(row[head.index(h)] for h in shown))
+        table.add_row(*(row[head.index(h)] for h in names))
     Console().print(table)
 
 

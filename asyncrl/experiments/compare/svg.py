@@ -21,7 +21,7 @@ class PlotLine(NamedTuple):
     """
 
     name: str
-    colour: str
+    color: str
     points: list[tuple[float, float]]
     joined: bool
 
@@ -90,17 +90,17 @@ def axes(lines: Sequence[PlotLine], width: int, height: int) -> PlotAxes:
 
 def draw_line(line: PlotLine, scale: PlotAxes) -> list[str]:
     """Draw one line or its points."""
-    name, colour, points, joined = line
+    name, color, points, joined = line
     positions = [(scale.x_position(value), scale.y_position(height)) for value, height in points]
     title = f"<title>{escape(name)}</title>"
     if joined:
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in positions)
         return [
-            f"<polyline fill='none' stroke='{colour}' stroke-width='1.8' points='{path}'>"
+            f"<polyline fill='none' stroke='{color}' stroke-width='1.8' points='{path}'>"
             f"{title}</polyline>"
         ]
     return [
-        f"<circle cx='{x:.1f}' cy='{y:.1f}' r='5' fill='{colour}'>{title}</circle>"
+        f"<circle cx='{x:.1f}' cy='{y:.1f}' r='5' fill='{color}'>{title}</circle>"
         for x, y in positions
     ]
 

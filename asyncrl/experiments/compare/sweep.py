@@ -172,11 +172,11 @@ class Sweep:
     """
 
     def __init__(
-        self, directory: Path, sweep_plan: SweepPlan, seeds: int, say: Callable[[str], None]
+        self, directory: Path, sweep_plan: SweepPlan, seeds: int, log: Callable[[str], None]
     ) -> None:
         self.directory = directory
         self.plan = sweep_plan
-        self.say = say
+        self.log = log
         self.seeds = [sweep_plan.arms[SYNC].seed + i for i in range(seeds)]
         self.cells = warm_pool.CellStore(directory)
         written = {"arms": configs_as_json(sweep_plan.arms)}
@@ -210,14 +210,14 @@ class Sweep:
         blocks = [[x] for x in first] + [[x for x in self.plan.limits if x not in first]]
         for block in blocks:
             for seed in self.seeds:
-                wanted = [SYNC] + [
+                arms = [SYNC] + [
                     arm for (_, limit), arm in self.plan.cell.items() if limit in block
                 ]
-                for arm in dict.fromkeys(wanted):
+                for arm in dict.fromkeys(arms):
                     self.cells.add(self.name(arm, seed), self.plan.arms[arm], seed)
         missing = len(self.cells.todo())
         if missing < len(self.cells.configs):
-            self.say(
+            self.log(
                 f"{len(self.cells.configs) - missing} of {len(self.cells.configs)} runs are "
                 "finished already"
             )

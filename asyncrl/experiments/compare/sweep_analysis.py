@@ -96,7 +96,7 @@ def sum_ledgers(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]
     return {name: line for name, line in totals.items() if line.get("tokens")}
 
 
-def analyse(sweep: Sweep, margin: float = MARGIN) -> dict[str, Any]:
+def analyze(sweep: Sweep, margin: float = MARGIN) -> dict[str, Any]:
     """Return everything that the page and `--json` contain, from the finished cells.
 
     margin: accuracy that a suggested limit may cost.

@@ -43,9 +43,9 @@ HEAD = (
 Cell = dict[str, Any]  # of sweep_analysis: one correction at one limit, over its seeds
 
 
-def cell_rows(found: dict[str, Any]) -> list[list[str]]:
+def cell_rows(result: dict[str, Any]) -> list[list[str]]:
     """Return the table of cells as text."""
-    return [cell_row(cell) for cell in found["cells"]]
+    return [cell_row(cell) for cell in result["cells"]]
 
 
 def cell_row(cell: Cell) -> list[str]:
@@ -89,7 +89,7 @@ def shade_color(value: float, low: float, high: float) -> str:
 
 
 def heat(
-    found: dict[str, Any],
+    result: dict[str, Any],
     value: Callable[[Cell], float],
     below: Callable[[Cell], str],
     low: float,
@@ -99,13 +99,13 @@ def heat(
 
     below: returns the small text under the value.
     """
-    cells = {(cell["correction"], cell["limit"]): cell for cell in found["cells"]}
-    axis = "injected lag" if found["injected"] else "limit"
-    heads = "".join(f"<th>{axis} {limit}</th>" for limit in found["limits"])
+    cells = {(cell["correction"], cell["limit"]): cell for cell in result["cells"]}
+    axis = "injected lag" if result["injected"] else "limit"
+    heads = "".join(f"<th>{axis} {limit}</th>" for limit in result["limits"])
     parts = [f"<table class='map'><tr><th></th>{heads}</tr>"]
-    for correction in found["corrections"]:
+    for correction in result["corrections"]:
         parts.append(f"<tr><th style='text-align:left'>{escape(correction)}</th>")
-        for limit in found["limits"]:
+        for limit in result["limits"]:
             cell = cells.get((correction, limit))
             if cell is None:
                 parts.append("<td></td>")
@@ -118,7 +118,7 @@ def heat(
     return "".join(parts) + "</table>"
 
 
-def accuracy_map(found: dict[str, Any]) -> str:
+def accuracy_map(result: dict[str, Any]) -> str:
     """Build the map of final accuracy, difference from sync and unstable runs."""
 
     def cell_note(cell: Cell) -> str:
@@ -128,14 +128,14 @@ def accuracy_map(found: dict[str, Any]) -> str:
         texts = [format_number(value, "+.2f") for value in (against["mean"], low, high)]
         return f"{texts[0]} [{texts[1]}, {texts[2]}]{bad}"
 
-    best = max([cell["final"] for cell in found["cells"]] + [found["sync"]["final"]])
-    return heat(found, lambda cell: float(cell["final"]), cell_note, 0.0, best)
+    best = max([cell["final"] for cell in result["cells"]] + [result["sync"]["final"]])
+    return heat(result, lambda cell: float(cell["final"]), cell_note, 0.0, best)
 
 
-def ess_map(found: dict[str, Any]) -> str:
+def ess_map(result: dict[str, Any]) -> str:
     """Build the map of the lowest ESS and the largest KL from behavior to target."""
     return heat(
-        found,
+        result,
         lambda cell: float(cell["ess"]),
         lambda cell: f"KL up to {format_number(cell['kl'], '.2g')}",
         0.0,
@@ -146,35 +146,35 @@ def ess_map(found: dict[str, Any]) -> str:
 # ---- plots ---------------------------------------------------------------------------------------
 
 
-def colours(found: dict[str, Any]) -> dict[str, str]:
+def assign_colors(result: dict[str, Any]) -> dict[str, str]:
     """Assign each correction its color in every plot."""
     return {
         name: page_kit.MORE_COLOURS[number % len(page_kit.MORE_COLOURS)]
-        for number, name in enumerate(found["corrections"])
+        for number, name in enumerate(result["corrections"])
     }
 
 
-def frontier(found: dict[str, Any]) -> str:
+def frontier(result: dict[str, Any]) -> str:
     """Plot final accuracy against speed, with the best of each limit labeled.
 
     Empty if no speed was measured.
     """
-    colour = colours(found)
-    timed = [cell for cell in found["cells"] if math.isfinite(cell["speed"])]
+    color = assign_colors(result)
+    timed = [cell for cell in result["cells"] if math.isfinite(cell["speed"])]
     if not timed:
         return ""
     points = [
         PlotLine(
-            cell_name(cell), colour[cell["correction"]], [(cell["speed"], cell["final"])], False
+            cell_name(cell), color[cell["correction"]], [(cell["speed"], cell["final"])], False
         )
         for cell in timed
     ]
     top = {
         limit: max((cell["final"] for cell in timed if cell["limit"] == limit), default=None)
-        for limit in found["limits"]
+        for limit in result["limits"]
     }
     labels = [
-        (found["speed"][limit], accuracy, f"limit {limit}")
+        (result["speed"][limit], accuracy, f"limit {limit}")
         for limit, accuracy in top.items()
         if accuracy is not None
     ]
@@ -189,27 +189,27 @@ def frontier(found: dict[str, Any]) -> str:
     )
 
 
-def curves(found: dict[str, Any]) -> list[str]:
+def curves(result: dict[str, Any]) -> list[str]:
     """Plot accuracy over training: one plot a limit, one line a correction."""
-    colour = colours(found)
-    axis = "injected lag" if found["injected"] else "limit"
+    color = assign_colors(result)
+    axis = "injected lag" if result["injected"] else "limit"
     return [
         svg(
             f"{axis} {limit}",
             [
                 PlotLine(
                     cell["correction"],
-                    colour[cell["correction"]],
+                    color[cell["correction"]],
                     mean_curve(cell["curves"]),
                     True,
                 )
-                for cell in found["cells"]
+                for cell in result["cells"]
                 if cell["limit"] == limit
             ],
             "version",
             "accuracy",
         )
-        for limit in found["limits"]
+        for limit in result["limits"]
     ]
 
 
@@ -227,11 +227,11 @@ def mean_curve(curves: Sequence[tuple[list[float], list[float]]]) -> list[tuple[
     return [(step, sum(value_at(*curve, step) for curve in curves) / len(curves)) for step in every]
 
 
-def color_legend(found: dict[str, Any]) -> str:
+def color_legend(result: dict[str, Any]) -> str:
     """Build the legend of the corrections' colors."""
     return "".join(
-        f"<span><b style='color:{colour}'>&#9632;</b> {escape(name)}</span>"
-        for name, colour in colours(found).items()
+        f"<span><b style='color:{color}'>&#9632;</b> {escape(name)}</span>"
+        for name, color in assign_colors(result).items()
     )
 
 
@@ -246,12 +246,12 @@ def headline(suggestion: dict[str, Any]) -> str:
     )
 
 
-def list_problems(found: dict[str, Any]) -> list[str]:
+def list_problems(result: dict[str, Any]) -> list[str]:
     """List the problems of cells with unstable runs."""
     return [
         f"{cell_name(cell)}: {cell['unstable']} of {cell['seeds']}: {', '.join(cell['trouble'])}"
         + (f"; likely cause: {cell['cause']}" if cell["cause"] else "")
-        for cell in found["cells"]
+        for cell in result["cells"]
         if cell["unstable"]
     ]
 
@@ -270,28 +270,28 @@ def loses_tokens(cell: Cell) -> bool:
 def write(
     directory: Path,
     name: str,
-    found: dict[str, Any],
+    result: dict[str, Any],
     corrections: Sequence[tuple[str, str, str]],
     subtitle: str,
 ) -> Path:
     """Write DIR/report.html and DIR/result.json and return the page's path."""
     from markupsafe import Markup
 
-    blob = json.dumps(clean(found))
-    sync = found["sync"]
+    blob = json.dumps(clean(result))
+    sync = result["sync"]
     page = page_kit.render(
         "sweep.html",
         name=name,
         subtitle=subtitle,
-        suggestion=found["suggestion"],
-        headline=headline(found["suggestion"]),
-        missing=found["missing"],
+        suggestion=result["suggestion"],
+        headline=headline(result["suggestion"]),
+        missing=result["missing"],
         head=HEAD,
-        table=cell_rows(found),
-        trouble=list_problems(found),
+        table=cell_rows(result),
+        trouble=list_problems(result),
         signs=[
             line
-            for cell in found["cells"]
+            for cell in result["cells"]
             for line in signs_told(cell_name(cell), cell["signs"], cell["seeds"])
         ],
         rules=verdict.StabilityBounds(),
@@ -300,16 +300,16 @@ def write(
         kl=format_number(sync["kl_ref"], ".3g"),
         losses=[
             (cell_name(cell), ledger_by_length(cell))
-            for cell in found["cells"]
+            for cell in result["cells"]
             if loses_tokens(cell)
         ],
         sync=f"{sync['final']:.3f} over {sync['seeds']} seed(s)",
         corrections=corrections,
-        curves=[Markup(plot) for plot in curves(found)],
-        accuracy=Markup(accuracy_map(found)),
-        ess=Markup(ess_map(found)),
-        frontier=Markup(frontier(found)),
-        key=Markup(color_legend(found)),
+        curves=[Markup(plot) for plot in curves(result)],
+        accuracy=Markup(accuracy_map(result)),
+        ess=Markup(ess_map(result)),
+        frontier=Markup(frontier(result)),
+        key=Markup(color_legend(result)),
         blob=page_kit.embedded(blob),
     )
     for path, text in ((directory / "report.html", page), (directory / "result.json", blob)):

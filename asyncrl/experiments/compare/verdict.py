@@ -65,7 +65,7 @@ def paired(arm: Sequence[float], base: Sequence[float], prompts: int = 0) -> Pai
     """
     from scipy import stats  # costs a second of CPU, too much for a command that only refuses
 
-    differences = [mine - other for mine, other in zip(arm, base, strict=True)]
+    differences = [value - reference for value, reference in zip(arm, base, strict=True)]
     seeds = len(differences)
     mean = sum(differences) / seeds
     sd = (
@@ -166,15 +166,15 @@ def seeds_needed(effect: float, sd: float, most: int = 1000, level: float = LEVE
     return high
 
 
-def verdict(name: str, base: str, difference: PairedDifference, what: str) -> str:
+def verdict(name: str, base: str, difference: PairedDifference, measure: str) -> str:
     """Put a difference into one sentence."""
     if difference.seeds < 2:
         return (
-            f"{name} against {base}: {what} {difference.mean:+.3f} with one seed: no verdict is "
+            f"{name} against {base}: {measure} {difference.mean:+.3f} with one seed: no verdict is "
             "possible; use --seeds 3 or more"
         )
     interval = f"[{difference.low:+.3f}, {difference.high:+.3f}]"
-    measured = f"{what} {difference.mean:+.3f}, 95 % interval over seeds {interval}"
+    measured = f"{measure} {difference.mean:+.3f}, 95 % interval over seeds {interval}"
     if difference.is_different:
         return (
             f"{name} is {'better' if difference.mean > 0 else 'worse'} than {base}: {measured}, "

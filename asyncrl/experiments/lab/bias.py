@@ -298,11 +298,11 @@ def sampled_error(
     """
     s = case.space
     rows = case.gradient_rows(parts_)
-    drawn = s.draw(case.mu, size * draws, seed).reshape(draws, size)
+    batches = s.draw(case.mu, size * draws, seed).reshape(draws, size)
     unit = case.gradient_rows((torch.ones_like(case.lp), None)) if rloo else None
     charge = parts_[0].reshape(s.n, -1)[:, 0]
     total = 0.0
-    for row in drawn:
+    for row in batches:
         if unit is None:
             count = torch.bincount(row, minlength=s.n).to(rows.dtype) / size
             g = s.mean(rows, count)
@@ -369,19 +369,19 @@ def _measure_case(
     draws: int,
     seed: int,
 ) -> dict[str, Any]:
-    here = EstimatorCase(space, theta, ref, theta)
-    away = EstimatorCase(space, theta, ref, space.policy_at_distance(theta, distance, seed))
+    on_policy = EstimatorCase(space, theta, ref, theta)
+    off_policy = EstimatorCase(space, theta, ref, space.policy_at_distance(theta, distance, seed))
 
     def measure_all(case: EstimatorCase) -> dict[str, Any]:
         return {
             name: case.judge(p) for name, p in (estimators(case) | stale_estimators(case)).items()
         }
 
-    far = {
+    cases = {
         f"{d:g}": EstimatorCase(space, theta, ref, space.policy_at_distance(theta, d, seed))
         for d in DISTANCES
     }
-    by_distance = {d: measure_all(case) for d, case in far.items()}
+    by_distance = {d: measure_all(case) for d, case in cases.items()}
     by_updates = {}
     for m in UPDATES:
         updated = update_policy(space, theta, m, seed)
@@ -392,7 +392,9 @@ def _measure_case(
     curve = {
         which: {
             f"{d:g}": {
-                f"{c:g}": away.judge(off_policy_estimator(away, which, discount=d, truncate=c))
+                f"{c:g}": off_policy.judge(
+                    off_policy_estimator(off_policy, which, discount=d, truncate=c)
+                )
                 for c in CUTS
             }
             for d in DISCOUNTS
@@ -401,20 +403,22 @@ def _measure_case(
     }
     return {
         "estimators": {
-            "on_policy": {n: here.judge(p) for n, p in estimators(here).items()},
-            "off_policy": measure_all(away),
+            "on_policy": {n: on_policy.judge(p) for n, p in estimators(on_policy).items()},
+            "off_policy": measure_all(off_policy),
         },
-        "clamped": {d: case.clamped_share() for d, case in far.items()},
-        "identities": identities(here),
-        "parts": gradient_parts(here),
+        "clamped": {d: case.clamped_share() for d, case in cases.items()},
+        "identities": identities(on_policy),
+        "parts": gradient_parts(on_policy),
         "distances": by_distance,
         "updates": by_updates,
         "curve": curve,
-        "mse": _mse(here, away, draws, seed),
+        "mse": _mse(on_policy, off_policy, draws, seed),
     }
 
 
-def _mse(here: EstimatorCase, away: EstimatorCase, draws: int, seed: int) -> dict[str, Any]:
+def _mse(
+    on_policy: EstimatorCase, off_policy: EstimatorCase, draws: int, seed: int
+) -> dict[str, Any]:
     """Return relative_bias^2 + relative_variance / n for each batch size n.
 
     Some values are sampled instead, to check the formula or because there is none.
@@ -425,20 +429,21 @@ def _mse(here: EstimatorCase, away: EstimatorCase, draws: int, seed: int) -> dic
         return {str(n): j["relative_bias"] ** 2 + j["relative_variance"] / n for n in SIZES}
 
     errors: dict[str, Any] = {
-        "on_policy": {n: curve(here, p) for n, p in estimators(here).items()},
+        "on_policy": {n: curve(on_policy, p) for n, p in estimators(on_policy).items()},
         "off_policy": {
-            n: curve(away, p) for n, p in (estimators(away) | stale_estimators(away)).items()
+            n: curve(off_policy, p)
+            for n, p in (estimators(off_policy) | stale_estimators(off_policy)).items()
         },
     }
-    charge = reward_estimator(here, "k1")
+    charge = reward_estimator(on_policy, "k1")
     errors["on_policy"]["k1_in_reward_rloo"] = {
-        str(n): sampled_error(here, charge, n, max(20, draws * 32 // n), seed + 3, rloo=True)
+        str(n): sampled_error(on_policy, charge, n, max(20, draws * 32 // n), seed + 3, rloo=True)
         for n in SIZES[:4]
     }
     checked = {
-        "on_policy k1_in_reward": (here, charge),
-        "on_policy k3_in_loss": (here, loss_estimator(here, "k3")),
-        "off_policy prefix_full": (away, off_policy_estimator(away, "prefix_full")),
+        "on_policy k1_in_reward": (on_policy, charge),
+        "on_policy k3_in_loss": (on_policy, loss_estimator(on_policy, "k3")),
+        "off_policy prefix_full": (off_policy, off_policy_estimator(off_policy, "prefix_full")),
     }
     errors["sampled over formula, n = 128"] = {
         n: sampled_error(c, p, 128, draws, seed + 4) / curve(c, p)["128"]

@@ -132,7 +132,7 @@ def _unclaimed_findings(e: dict[str, Any], longest: str, far: str) -> list[LabCl
             f"{cut['mean_weight']:.2f}"
         ),
         LabClaim(
-            "self-normalisation after a mask gives the few that are left all the weight: "
+            "self-normalization after a mask gives the few that are left all the weight: "
             f"{plain['left']:.0%} left, variance "
             f"{plain['relative_variance']:.0f} -> {normalized['relative_variance']:.0f}, bias "
             f"{plain['relative_bias']:.0%} -> {normalized['relative_bias']:.0%}"
@@ -152,7 +152,7 @@ def _unclaimed_findings(e: dict[str, Any], longest: str, far: str) -> list[LabCl
 
 def _tables(r: dict[str, Any]) -> list[ResultTable]:
     e = r["estimators"]
-    out = []
+    tables = []
     longest = list(e)[-1]
     rows = [
         [
@@ -166,7 +166,7 @@ def _tables(r: dict[str, Any]) -> list[ResultTable]:
         ]
         for n in candidates()
     ]
-    out.append(
+    tables.append(
         ResultTable(
             f"{longest} tokens: relative bias / variance / share left, by distance",
             ("correction", *e[longest]),
@@ -184,7 +184,7 @@ def _tables(r: dict[str, Any]) -> list[ResultTable]:
         ]
         for n in candidates()
     ]
-    out.append(
+    tables.append(
         ResultTable(
             "Distance 0.01: bias and variance by length",
             ("correction", *(f"{k} {n}" for n in e for k in ("bias", "var"))),
@@ -195,7 +195,7 @@ def _tables(r: dict[str, Any]) -> list[ResultTable]:
         [n, *("{mean_weight:.2f} / {ess:.2f}".format(**e[longest][d][n]) for d in e[longest])]
         for n in candidates()
     ]
-    out.append(
+    tables.append(
         ResultTable(
             f"{longest} tokens: mean weight / effective sample size of tokens, by distance",
             ("correction", *e[longest]),
@@ -207,8 +207,8 @@ def _tables(r: dict[str, Any]) -> list[ResultTable]:
             [f"{length} tokens", *(best_correction(e[length][d], size) for d in AWAY)]
             for length in e
         ]
-        out.append(ResultTable(f"Least squared error with {size} answers", ("", *AWAY), rows))
-    return out
+        tables.append(ResultTable(f"Least squared error with {size} answers", ("", *AWAY), rows))
+    return tables
 
 
 def _figures(r: dict[str, Any]) -> list[Any]:

@@ -182,23 +182,23 @@ def dots(title: str, names: Sequence[str], panels: Mapping[str, Sequence[float]]
     return figure
 
 
-def write(directory: Path, found: LabFindings) -> tuple[Path, Path]:
+def write(directory: Path, findings: LabFindings) -> tuple[Path, Path]:
     """Write DIR/NAME.html and DIR/NAME.json and return both paths."""
 
     directory.mkdir(parents=True, exist_ok=True)
-    blob = json.dumps(found.json())
-    plots = [page_kit.plot(f) for f in found.figures]
+    blob = json.dumps(findings.json())
+    plots = [page_kit.plot(f) for f in findings.figures]
     page = page_kit.render(
         "lab.html",
-        name=found.name,
-        setting=found.setting,
-        claims=found.claims,
+        name=findings.name,
+        setting=findings.setting,
+        claims=findings.claims,
         plots=plots,
-        tables=found.tables,
+        tables=findings.tables,
         library=page_kit.library(),
         blob=page_kit.embedded(blob),
     )
-    paths = directory / f"{found.name}.html", directory / f"{found.name}.json"
+    paths = directory / f"{findings.name}.html", directory / f"{findings.name}.json"
     for path, text in zip(paths, (page, blob), strict=True):
         atomic_write.write(path, text)
     return paths

@@ -146,8 +146,8 @@ class ResponseSpace:
         step: of grad KL(theta || ref) at the token's state, [N].
         """
         log_p = torch.log_softmax(theta, -1)
-        one = torch.nn.functional.one_hot(self.symbol, self.vocabulary).to(theta.dtype)
-        rows = coefficient[:, None] * (one - log_p.exp()[self.place])
+        one_hot = torch.nn.functional.one_hot(self.symbol, self.vocabulary).to(theta.dtype)
+        rows = coefficient[:, None] * (one_hot - log_p.exp()[self.place])
         if step is not None and ref is not None:
             gap = log_p - torch.log_softmax(ref, -1)
             slope = log_p.exp() * (gap - (log_p.exp() * gap).sum(-1, keepdim=True))
@@ -193,9 +193,9 @@ def exact_gradient(f: Callable[[torch.Tensor], torch.Tensor], theta: torch.Tenso
     return torch.autograd.grad(f(leaf), leaf)[0]
 
 
-def relative(got: torch.Tensor, exact: torch.Tensor) -> float:
-    """Return |got - exact| / |exact|."""
-    return float((got - exact).norm() / exact.norm().clamp(min=1e-300))
+def relative(estimate: torch.Tensor, exact: torch.Tensor) -> float:
+    """Return |estimate - exact| / |exact|."""
+    return float((estimate - exact).norm() / exact.norm().clamp(min=1e-300))
 
 
 def cosine(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -85,16 +85,16 @@ def batch(
 
     Returns the responses, int64 [B], and the batch in groups of 8.
     """
-    drawn = space.draw(theta, samples, seed)
+    sampled = space.draw(theta, samples, seed)
     n = samples * space.length
-    lp = space.logprobs(theta).reshape(space.n, -1)[drawn].reshape(-1)
-    return drawn, step_loss.LossBatch(
+    lp = space.logprobs(theta).reshape(space.n, -1)[sampled].reshape(-1)
+    return sampled, step_loss.LossBatch(
         seq=torch.arange(samples).repeat_interleave(space.length),
         behavior=lp,
         anchor=lp,
         mask=torch.ones(n, dtype=torch.bool),
         token_lag=torch.zeros(n, dtype=torch.long),
-        rewards=right[drawn],
+        rewards=right[sampled],
         groups=torch.arange(samples) // GROUP,
         truncated=torch.zeros(samples, dtype=torch.bool),
     )
@@ -125,8 +125,8 @@ class TabularTrainer:
         )
         self.last: torch.Tensor | None = None
 
-    def logprobs(self, drawn: torch.Tensor) -> torch.Tensor:
-        return self.space.logprobs(self.theta).reshape(self.space.n, -1)[drawn].reshape(-1)
+    def logprobs(self, sampled: torch.Tensor) -> torch.Tensor:
+        return self.space.logprobs(self.theta).reshape(self.space.n, -1)[sampled].reshape(-1)
 
     def train(self, samples: int, seed: int) -> list[dict[str, float]]:
         """Train all epochs of one batch; return a row for every optimizer step.
@@ -134,7 +134,7 @@ class TabularTrainer:
         The state is the one after the step. Skipped steps have no gradient values.
         """
         mu = self.theta.detach().clone()
-        drawn, b = batch(self.space, mu, self.right, samples, seed)
+        sampled, b = batch(self.space, mu, self.right, samples, seed)
         prep = step_loss.prepare(b, self.c)
         rows = []
         stopped = False
@@ -146,18 +146,18 @@ class TabularTrainer:
                 minibatch = torch.cat(
                     [torch.arange(GROUP) + GROUP * int(g) for g in deal[m::parts].sort().values]
                 )
-                row = {} if stopped else self._step(prep, drawn, minibatch)
+                row = {} if stopped else self._step(prep, sampled, minibatch)
                 stopped = stopped or not row
-                rows.append(row | self._state(mu, prep, drawn))
+                rows.append(row | self._state(mu, prep, sampled))
         return rows
 
     def _state(
-        self, mu: torch.Tensor, prep: step_loss.PreparedBatch, drawn: torch.Tensor
+        self, mu: torch.Tensor, prep: step_loss.PreparedBatch, sampled: torch.Tensor
     ) -> dict[str, float]:
         """Measure the policy, exactly and by the batch's k3 estimate."""
         theta = self.theta.detach()
         s = self.space
-        log_w = ratios.log_ratio(self.logprobs(drawn).detach(), prep.batch.behavior)
+        log_w = ratios.log_ratio(self.logprobs(sampled).detach(), prep.batch.behavior)
         return {
             "kl": float(s.kl(mu, theta)) / s.length,
             "kl_batch": float((torch.expm1(log_w) - log_w).mean()),
@@ -167,10 +167,10 @@ class TabularTrainer:
         }
 
     def _step(
-        self, prep: step_loss.PreparedBatch, drawn: torch.Tensor, minibatch: torch.Tensor
+        self, prep: step_loss.PreparedBatch, sampled: torch.Tensor, minibatch: torch.Tensor
     ) -> dict[str, float]:
         """Make one optimizer step as the learner does; {} if early stopping skips it."""
-        every = self.logprobs(drawn)
+        every = self.logprobs(sampled)
         done = prep.steps > 0
         step = step_loss.begin_step(prep, minibatch, every.detach())
         part = (minibatch[:, None] * self.space.length + torch.arange(self.space.length)).reshape(

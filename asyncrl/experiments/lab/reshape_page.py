@@ -89,7 +89,7 @@ def _claims(r: dict[str, Any]) -> list[LabClaim]:
                 LabClaim(
                     f"adam: with gamma = 0.001 the gradient is at most {small:.4f} of vanilla's "
                     f"and the KL still {kl['gamma 0.001']:.3f}: steps are "
-                    "normalised, so a small consistent gradient drifts as far",
+                    "normalized, so a small consistent gradient drifts as far",
                     small < 0.01 and kl["gamma 0.001"] > 0.5 * kl["vanilla"],
                 ),
                 LabClaim(

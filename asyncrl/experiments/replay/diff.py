@@ -72,50 +72,55 @@ def read(run_dir: Path) -> tuple[dict[str, Any], dict[int, dict[str, float]], st
 
 
 def first_difference(
-    before: dict[int, dict[str, float]], now: dict[int, dict[str, float]]
+    rows_a: dict[int, dict[str, float]], rows_b: dict[int, dict[str, float]]
 ) -> dict[str, Any] | None:
     """Return the first step where a metric differs, with all that differ there.
 
     The relatively largest difference comes first. Metrics of the machine are ignored.
     """
-    for step in sorted(before.keys() & now.keys()):
+    for step in sorted(rows_a.keys() & rows_b.keys()):
         differences = []
-        for name in sorted(before[step].keys() & now[step].keys()):
-            one = before[step][name]
-            other = now[step][name]
+        for name in sorted(rows_a[step].keys() & rows_b[step].keys()):
+            value_a = rows_a[step][name]
+            value_b = rows_b[step][name]
             if (
                 not name.startswith(MACHINE)
-                and one != other
-                and not (math.isnan(one) and math.isnan(other))
+                and value_a != value_b
+                and not (math.isnan(value_a) and math.isnan(value_b))
             ):
                 differences.append(
-                    (abs(one - other) / max(abs(one), abs(other), 1e-12), name, one, other)
+                    (
+                        abs(value_a - value_b) / max(abs(value_a), abs(value_b), 1e-12),
+                        name,
+                        value_a,
+                        value_b,
+                    )
                 )
         if differences:
             differences.sort(reverse=True)
             return {
                 "step": step,
                 "metrics": [
-                    {"name": n, "a": one, "b": other, "relative": r}
-                    for r, n, one, other in differences
+                    {"name": n, "a": value_a, "b": value_b, "relative": r}
+                    for r, n, value_a, value_b in differences
                 ],
             }
     return None
 
 
-def diff(one: Path, two: Path) -> dict[str, Any]:
+def diff(run_a: Path, run_b: Path) -> dict[str, Any]:
     """Compare two runs.
 
     `equal` means bitwise equal final weights, the same steps, and every common metric equal.
     """
-    (ca, ra, da), (cb, rb, db) = read(one), read(two)
+    (ca, ra, da), (cb, rb, db) = read(run_a), read(run_b)
     for config in (ca, cb):
         for name in NAMES:
             config.pop(name, None)
     first = first_difference(ra, rb)
     return {
-        "a": str(one),
-        "b": str(two),
+        "a": str(run_a),
+        "b": str(run_b),
         "config": [
             f"{key}: {mine} | {other}" for key, (mine, other) in config_differences(ca, cb).items()
         ],
@@ -126,15 +131,15 @@ def diff(one: Path, two: Path) -> dict[str, Any]:
     }
 
 
-def format_diff(found: dict[str, Any], most: int = 6) -> str:
+def format_diff(comparison: dict[str, Any], most: int = 6) -> str:
     """Format the comparison for a reader."""
-    lines = [f"A {found['a']}", f"B {found['b']}"]
-    lines += [f"  {x}" for x in found["config"]] or ["  configs are the same"]
-    first = found["first_difference"]
-    if found["equal"]:
+    lines = [f"A {comparison['a']}", f"B {comparison['b']}"]
+    lines += [f"  {x}" for x in comparison["config"]] or ["  configs are the same"]
+    first = comparison["first_difference"]
+    if comparison["equal"]:
         return "\n".join([*lines, "bitwise equal: final weights and every metric at every step"])
     if first is None:
-        digests = found["weights_digests"]
+        digests = comparison["weights_digests"]
         weights = "at least one of them has not ended"
         if all(digests):
             weights = (
@@ -143,8 +148,8 @@ def format_diff(found: dict[str, Any], most: int = 6) -> str:
                 else "the final weights are equal"
             )
         lines.append(
-            f"no metric differs in the common steps (up to {found['steps'][0]} and "
-            f"{found['steps'][1]}); {weights}"
+            f"no metric differs in the common steps (up to {comparison['steps'][0]} and "
+            f"{comparison['steps'][1]}); {weights}"
         )
     else:
         lines.append(
@@ -157,14 +162,14 @@ def format_diff(found: dict[str, Any], most: int = 6) -> str:
     return "\n".join(lines)
 
 
-def write(one: Path, two: Path, path: Path) -> None:
+def write(run_a: Path, run_b: Path, path: Path) -> None:
     """Write a page with the curves of both runs overlaid."""
-    found = diff(one, two)
+    comparison = diff(run_a, run_b)
     page(
         "Two runs",
-        format_diff(found),
-        {n: read(d)[1] for n, d in (("A", one), ("B", two))},
-        found,
+        format_diff(comparison),
+        {n: read(d)[1] for n, d in (("A", run_a), ("B", run_b))},
+        comparison,
         path,
         "diff",
     )
@@ -172,17 +177,17 @@ def write(one: Path, two: Path, path: Path) -> None:
 
 def page(
     heading: str,
-    shown: str,
+    text: str,
     runs: Mapping[str, Mapping[int, Mapping[str, float]]],
-    found: dict[str, Any],
+    result: dict[str, Any],
     path: Path,
     blob: str,
 ) -> None:
     """Write an HTML page of a text, overlaid curves and JSON.
 
-    shown: the text.
+    text: the text above the curves.
     runs: name -> step -> metrics.
-    found: the JSON, in the element with the id `blob`.
+    result: the JSON, in the element with the id `blob`.
     """
     import plotly.io as pio
 
@@ -211,13 +216,14 @@ def page(
             full_html=False,
             config={"displaylogo": False, "displayModeBar": False},
         )
-    shown = shown.replace("&", "&amp;").replace("<", "&lt;")
+    text = text.replace("&", "&amp;").replace("<", "&lt;")
     html = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>asyncrl: '
         f"{heading}</title><style>body {{ font: 15px/1.5 system-ui, "
         f"sans-serif; margin: 2rem auto; max-width: 900px }} pre {{ white-space: pre-wrap "
-        f"}}</style></head><body><h1>{heading}</h1><pre>{shown}</pre>{body}"
+        f"}}</style></head><body><h1>{heading}</h1><pre>{text}</pre>{body}"
         '<script type="application/json" '
-        f'id="{blob}">{json.dumps(found).replace("</", "<" + chr(92) + "/")}</script></body></html>'
+        f'id="{blob}">{json.dumps(result).replace("</", "<" + chr(92) + "/")}'
+        "</script></body></html>"
     )
     atomic_write.write(path, html)

@@ -217,7 +217,7 @@ class Replay:
     def core(self, config: Config) -> LearnerCore:
         return LearnerCore(single_process_config(config, self.initial), self.weights / "model")
 
-    def run(self, out: Path, say: Callable[[str], None], *, evaluate: bool = True) -> ReplayResult:
+    def run(self, out: Path, log: Callable[[str], None], *, evaluate: bool = True) -> ReplayResult:
         """Train, and write metrics and the last weights to `out`.
 
         An update that stays non-finite ends the replay and is part of the result.
@@ -247,11 +247,11 @@ class Replay:
                 result.digests[number + 1] = weights_digest(core.model)
                 if time.monotonic() - reported > SAID_S or number + 1 == self.end:
                     reported = time.monotonic()
-                    say(f"replayed {number + 1 - self.start} of {self.end - self.start} batches")
+                    log(f"replayed {number + 1 - self.start} of {self.end - self.start} batches")
             self.measure(evaluator, core, self.end, write)
         except NotFiniteError as error:
             result.failed = str(error)
-            say(f"ended: {error}")
+            log(f"ended: {error}")
         finally:
             writer.close()
             if evaluator is not None:
@@ -299,8 +299,8 @@ def replay_directory(run_dir: Path, out: Path | None) -> Path:
     Raises ConfigError if it is used already.
     """
     if out is None:
-        numbers = [int(p.name) for p in (run_dir / "replays").glob("*") if p.name.isdigit()]
-        out = run_dir / "replays" / str(max(numbers, default=0) + 1)
+        used = [int(p.name) for p in (run_dir / "replays").glob("*") if p.name.isdigit()]
+        out = run_dir / "replays" / str(max(used, default=0) + 1)
     if (out / "config.toml").exists():
         raise ConfigError(f"{out} holds a run or a replay already; give another --out")
     out.mkdir(parents=True, exist_ok=True)
@@ -311,7 +311,7 @@ def replay_directory(run_dir: Path, out: Path | None) -> Path:
 def replay(
     run_dir: Path,
     sets: Sequence[str],
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     *,
     out: Path | None = None,
     start: int | None = None,
@@ -323,63 +323,69 @@ def replay(
     Raises ConfigError for a run without a recording, a key that may not change or missing versions,
     and DamagedDataError for a damaged recording.
     """
-    made = Replay(run_dir, sets, start=start, until=until)
-    if made.cut:
-        say(f"note: {made.cut}")
-    if made.recorded.learner.backend != "torch":
-        say(
-            f"note: recorded with learner.backend = {made.recorded.learner.backend}; one torch "
+    source = Replay(run_dir, sets, start=start, until=until)
+    if source.cut:
+        log(f"note: {source.cut}")
+    if source.recorded.learner.backend != "torch":
+        log(
+            f"note: recorded with learner.backend = {source.recorded.learner.backend}; one torch "
             "process rounds differently, so nothing will be bitwise the same"
         )
     where = replay_directory(run_dir, out)
     (where / "config.toml").write_text(
-        load.dump(made.config_of_batch(made.end - 1)), encoding="utf-8"
+        load.dump(source.config_of_batch(source.end - 1)), encoding="utf-8"
     )
-    result = made.run(where, say, evaluate=evaluate)
-    comparison = judge(made, result)
+    result = source.run(where, log, evaluate=evaluate)
+    comparison = judge(source, result)
     comparison["replay_dir"] = str(where)
-    write(where, made, result, comparison)
+    write(where, source, result, comparison)
     return comparison
 
 
 # ---- the difference ------------------------------------------------------------------------------
 
 
-def read_recorded_metrics(made: Replay) -> dict[int, dict[str, float]]:
+def read_recorded_metrics(source: Replay) -> dict[int, dict[str, float]]:
     """Return the recorded metrics by step, with the evaluations of metrics.jsonl."""
-    rows = {s.batch.number: dict(s.metrics) for s in made.recording.steps(made.start, made.end)}
-    for row in metrics.read(made.run_dir):
-        if any(k.startswith("eval/") for k in row) and made.start <= row["step"] <= made.end:
+    rows = {
+        s.batch.number: dict(s.metrics) for s in source.recording.steps(source.start, source.end)
+    }
+    for row in metrics.read(source.run_dir):
+        if any(k.startswith("eval/") for k in row) and source.start <= row["step"] <= source.end:
             rows.setdefault(int(row["step"]), {}).update(
                 {k: v for k, v in row.items() if k.startswith("eval/")}
             )
     return rows
 
 
-def judge(made: Replay, result: ReplayResult) -> dict[str, Any]:
+def judge(source: Replay, result: ReplayResult) -> dict[str, Any]:
     """Compare the replay with the recorded run.
 
     The result has the first difference, final values, stability by rule, and the distance from the
     data.
     """
-    recorded = read_recorded_metrics(made)
+    recorded = read_recorded_metrics(source)
     trained = {
         n: {k: v for k, v in row.items() if not k.startswith("eval/")}
         for n, row in result.rows.items()
     }
     first = diff.first_difference(recorded, trained)
-    digests = {s.batch.number + 1: s.digest for s in made.recording.steps(made.start, made.end)}
+    digests = {
+        s.batch.number + 1: s.digest for s in source.recording.steps(source.start, source.end)
+    }
     first_weights = next(
         (n for n, d in sorted(result.digests.items()) if n in digests and d != digests[n]), None
     )
     equal = first is None and first_weights is None and not result.failed
-    reproduced = equal if not made.changed and made.recorded.learner.backend == "torch" else None
+    reproduced = (
+        equal if not source.changed and source.recorded.learner.backend == "torch" else None
+    )
     comparison: dict[str, Any] = {
-        "run_dir": str(made.run_dir),
+        "run_dir": str(source.run_dir),
         "from": result.start,
         "to": result.end,
-        "changed": [x.replace(", now ", " | ") for x in made.changed],
-        "cut": made.cut,
+        "changed": [x.replace(", now ", " | ") for x in source.changed],
+        "cut": source.cut,
         "equal": equal,
         "reproduced": reproduced,
         "first_difference": first,
@@ -416,26 +422,29 @@ def summarize_ends(rows: dict[int, dict[str, float]]) -> dict[str, Any]:
     }
 
 
-def verdict(found: dict[str, Any]) -> str:
+def verdict(comparison: dict[str, Any]) -> str:
     """Put the comparison into one sentence: reproduced, stable or unstable."""
-    if found["reproduced"]:
+    if comparison["reproduced"]:
         return (
             "nothing changed: every recorded loss, gradient norm and weight is reproduced bitwise"
         )
-    if found["reproduced"] is False:
+    if comparison["reproduced"] is False:
         return (
             "nothing was changed, but the replay differs from the recording: another machine, "
             "thread count or library version?"
         )
-    if not found["changed"]:
+    if not comparison["changed"]:
         return (
             "nothing changed; recorded by several ranks, which sum in another order than one "
             "process, so expect equality only up to rounding"
         )
-    if found["equal"]:
+    if comparison["equal"]:
         return "the change made no difference: every loss and weight is bitwise the recorded one"
-    recorded = found["recorded"]["trouble"]
-    replayed = [*found["replayed"]["trouble"], *([found["failed"]] if found["failed"] else [])]
+    recorded = comparison["recorded"]["trouble"]
+    replayed = [
+        *comparison["replayed"]["trouble"],
+        *([comparison["failed"]] if comparison["failed"] else []),
+    ]
     if recorded and not replayed:
         return (
             f"the recorded run was unstable by rule ({'; '.join(recorded)}); on the same data "
@@ -453,13 +462,15 @@ def verdict(found: dict[str, Any]) -> str:
     )
 
 
-def warning(found: dict[str, Any]) -> str:
+def warning(comparison: dict[str, Any]) -> str:
     """Describe the limits of a replay, with the distance from the behavior policies."""
-    if found["equal"] or not found["changed"]:
+    if comparison["equal"] or not comparison["changed"]:
         return ""
     distance = ""
-    recorded, replayed = (found[k].get("kl/behavior_target_k3") for k in ("recorded", "replayed"))
-    share = found["replayed"].get("is/target_ess")
+    recorded, replayed = (
+        comparison[k].get("kl/behavior_target_k3") for k in ("recorded", "replayed")
+    )
+    share = comparison["replayed"].get("is/target_ess")
     if recorded is not None and replayed is not None:
         distance = (
             f" At the end the replayed policy is {replayed:.2g} nats a token (k3) from the "
@@ -472,22 +483,22 @@ def warning(found: dict[str, Any]) -> str:
         )
     return (
         "The data would have changed too: in a run, this learner's weights would have "
-        "sampled other completions, at other lags, from "
-        f"version {found['from'] + 1} on. A replay shows what the change does to the updates on "
-        "these completions; a run shows the rest." + distance
+        f"sampled other completions, at other lags, from version {comparison['from'] + 1} on. A "
+        "replay shows what the change does to the updates on these completions; a run shows the "
+        "rest." + distance
     )
 
 
-def format_replay(found: dict[str, Any]) -> str:
+def format_replay(comparison: dict[str, Any]) -> str:
     """Format the result for a reader."""
     lines = [
-        f"{found['run_dir']}, batches {found['from']} to {found['to'] - 1}, trained again in "
-        f"{found['replay_dir']}"
+        f"{comparison['run_dir']}, batches {comparison['from']} to {comparison['to'] - 1}, "
+        f"trained again in {comparison['replay_dir']}"
     ]
-    lines += [f"  {x}" for x in found["changed"]] or ["  nothing changed"]
-    if found["cut"]:
-        lines.append(found["cut"])
-    first = found["first_difference"]
+    lines += [f"  {x}" for x in comparison["changed"]] or ["  nothing changed"]
+    if comparison["cut"]:
+        lines.append(comparison["cut"])
+    first = comparison["first_difference"]
     if first is not None:
         lines.append(
             f"first difference at batch {first['step']}, in {len(first['metrics'])} metrics:"
@@ -496,8 +507,8 @@ def format_replay(found: dict[str, Any]) -> str:
             f"  {m['name']}: {m['a']:.9g} | {m['b']:.9g} (relative {m['relative']:.2g})"
             for m in first["metrics"][:5]
         ]
-    recorded = found["recorded"]
-    replayed = found["replayed"]
+    recorded = comparison["recorded"]
+    replayed = comparison["replayed"]
     names = [
         k
         for k in ("heldout_end", *WATCHED, "kl_max")
@@ -505,17 +516,19 @@ def format_replay(found: dict[str, Any]) -> str:
     ]
     lines.append(f"{'at the end (mean of the last tenth)':36} {'recorded':>12} {'replayed':>12}")
     lines += [f"  {k:34} {recorded[k]:12.5g} {replayed[k]:12.5g}" for k in names]
-    return "\n".join([*lines, found["verdict"], *([found["warning"]] if found["warning"] else [])])
+    return "\n".join(
+        [*lines, comparison["verdict"], *([comparison["warning"]] if comparison["warning"] else [])]
+    )
 
 
-def write(where: Path, made: Replay, result: ReplayResult, found: dict[str, Any]) -> None:
+def write(where: Path, source: Replay, result: ReplayResult, comparison: dict[str, Any]) -> None:
     """Write OUT/replay.json and OUT/report.html with both curves and the text."""
-    atomic_write.write(where / "replay.json", json.dumps(clean(found), indent=1))
+    atomic_write.write(where / "replay.json", json.dumps(clean(comparison), indent=1))
     diff.page(
         "A replay",
-        format_replay(found),
-        {"recorded": read_recorded_metrics(made), "replayed": result.rows},
-        clean(found),
+        format_replay(comparison),
+        {"recorded": read_recorded_metrics(source), "replayed": result.rows},
+        clean(comparison),
         where / "report.html",
         "replay",
     )

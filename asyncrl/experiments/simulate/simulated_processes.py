@@ -275,7 +275,7 @@ class SimulatedGenerator:
 
     def admit(self) -> int:
         """Start calls while there is room; return how many."""
-        before = self.live
+        live_before = self.live
         if self.loaded is None:
             return 0
         while self.returned and self.live < self.slots:
@@ -286,7 +286,7 @@ class SimulatedGenerator:
             sample = SimulatedSample(held.ticket, index, self.clock.now, calls)
             self.open[sample.sample_key] = sample
             self.start_call(sample)
-        return self.live - before
+        return self.live - live_before
 
     def start_call(self, sample: SimulatedSample) -> None:
         """Give a call of the sample a row of the engine."""
