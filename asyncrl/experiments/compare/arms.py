@@ -145,8 +145,8 @@ def config_differences(
 ) -> Differences:
     """Return every leaf in which two nested tables differ, by dotted key.
 
-    >>> config_differences({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 1, "c": 4}, "d": 3}) {'a.c':
-    (2, 4)}
+    >>> config_differences({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 1, "c": 4}, "d": 3})
+    {'a.c': (2, 4)}
     """
     differences: Differences = {}
     for key in sorted({*base, *compared}):

@@ -31,8 +31,10 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
 
     They are multiples of 1, 2, 2.5 or 5 times a power of ten.
 
-    >>> ticks(0, 0.81), ticks(0, 1.08) ([0.0, 0.2, 0.4, 0.6, 0.8], [0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
-    >>> ticks(-3, 130) [0.0, 25.0, 50.0, 75.0, 100.0, 125.0]
+    >>> ticks(0, 0.81), ticks(0, 1.08)
+    ([0.0, 0.2, 0.4, 0.6, 0.8], [0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
+    >>> ticks(-3, 130)
+    [0.0, 25.0, 50.0, 75.0, 100.0, 125.0]
     """
     power = 10.0 ** math.floor(math.log10((high - low) / most))
     step = next(

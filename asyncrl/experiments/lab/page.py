@@ -142,8 +142,8 @@ def log_axis(values: Sequence[float]) -> dict[str, Any]:
 
     Ticks are powers of ten, and 2 and 5 times them if there would be few.
 
-    >>> log_axis([0.003, 30.0])["ticktext"], log_axis([4.0, 60.0])["ticktext"] (['0.001', '0.01',
-    '0.1', '1', '10', '100'], ['1', '2', '5', '10', '20', '50', '100'])
+    >>> log_axis([0.003, 30.0])["ticktext"], log_axis([4.0, 60.0])["ticktext"]
+    (['0.001', '0.01', '0.1', '1', '10', '100'], ['1', '2', '5', '10', '20', '50', '100'])
     """
     positive = [v for v in values if v > 0 and math.isfinite(v)] or [1.0]
     low = math.floor(math.log10(min(positive)))
