@@ -293,7 +293,7 @@ class Comparison:
             ]
             raise AsyncrlError(
                 f"run {run_dir.name} ended with exit code {code}: {' '.join(last)} (log: {log}); "
-                "the same command goes on from here"
+                "the same command continues from here"
             )
 
     def sets_of(self, arm: Arm) -> list[str]:

@@ -156,9 +156,9 @@ class ArmSummary(msgspec.Struct, frozen=True):
     tokens_per_s: float  # trained
     lag: float  # of trained tokens, versions
     lag_max: int  # of any run
-    ess: float  # share; over all batches of all runs
+    ess: float  # share, over all batches of all runs
     target: float  # accuracy whose time is measured
-    reached: int  # runs that reached it; the next two are means over these
+    reached: int  # runs that reached it, over which the next two are means
     steps_to_target: float
     seconds_to_target: float
     unstable: int  # runs

@@ -36,11 +36,11 @@ SHOWN = (
 def findings(r: dict[str, Any]) -> LabFindings:
     """Present the result of `bias.measure`."""
     setting = (
-        f"{r['vocabulary']} symbols, {r['length']} tokens: {r['answers']} answers, every one "
+        f"{r['vocabulary']} symbols, {r['length']} tokens: {r['answers']} responses, every one "
         f"summed; means over {r['seeds']} random policies; KL to the reference {r['ref_kl']:g} "
         f"nats a token, off policy KL(mu || theta) = {r['distance']:g}. Relative bias "
-        "|E g - exact| / |exact|, exact: gradient of KL(theta || ref) over whole answers; variance "
-        "of one answer's gradient over |exact|^2."
+        "|E g - exact| / |exact|, exact: gradient of KL(theta || ref) over whole responses; "
+        "variance of one response's gradient over |exact|^2."
     )
     return LabFindings("bias", setting, r, _claims(r), _tables(r), _figures(r))
 
@@ -70,7 +70,7 @@ def _on_policy(r: dict[str, Any]) -> list[LabClaim]:
         ),
         LabClaim(
             "k2 in the loss, and every + form, is the token-level reverse KL; off the whole "
-            f"answer's by {bias['k2_in_loss']:.0%}",
+            f"response's by {bias['k2_in_loss']:.0%}",
             max(
                 r["identities"]["k2_in_loss = token-level reverse KL"],
                 r["identities"]["k1+ = k3+ = abs+ = k2 in loss"],
@@ -109,11 +109,11 @@ def _off_policy(r: dict[str, Any]) -> list[LabClaim]:
     ratio = list(r["mse"]["sampled over formula, n = 128"].values())
     return [
         LabClaim(
-            f"off policy, whole answers: {', '.join(UNBIASED)} are unbiased at every distance and "
-            f"after every update (worst {worst:.1e})"
+            f"off policy, whole responses: {', '.join(UNBIASED)} are unbiased at every distance "
+            f"and after every update (worst {worst:.1e})"
             + (
-                f", but for {', '.join(clamped)}, where log-ratios of whole answers pass the clamp "
-                "at 20"
+                f", but for {', '.join(clamped)}, where log-ratios of whole responses pass the "
+                "clamp at 20"
                 if clamped
                 else ""
             ),
@@ -150,7 +150,7 @@ def _unclaimed_findings(r: dict[str, Any]) -> list[LabClaim]:
         best = [(n, min(table, key=lambda e: table[e][str(n)])) for n in SIZES]
         findings.append(
             LabClaim(
-                f"least squared error {where.replace('_', ' ')}, by answers in the batch: "
+                f"least squared error {where.replace('_', ' ')}, by responses in the batch: "
                 + ", ".join(f"{n}: {e}" for n, e in best)
             )
         )
@@ -339,7 +339,7 @@ def _figures(r: dict[str, Any]) -> list[Any]:
         curves(
             "Squared error off policy",
             mse,
-            "answers in the batch",
+            "responses in the batch",
             "over |exact|^2",
             log_x=True,
             log_y=True,

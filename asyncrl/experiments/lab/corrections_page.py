@@ -34,10 +34,10 @@ SHOWN = (
 def findings(r: dict[str, Any]) -> LabFindings:
     """Present the result of `corrections.measure`."""
     setting = (
-        f"{r['vocabulary']} symbols, answers of up to {r['length']} tokens, every one summed; "
+        f"{r['vocabulary']} symbols, responses of up to {r['length']} tokens, every one summed; "
         f"means over {r['seeds']} random policies, directions of mu "
         "and rewards. Relative bias |E g - exact| / |exact|, exact: the gradient of theta's "
-        "expected reward; variance of one answer's gradient over "
+        "expected reward; variance of one response's gradient over "
         "|exact|^2; distances KL(mu || theta) in nats a token; default bounds."
     )
     return LabFindings("corrections", setting, r, _claims(r["estimators"]), _tables(r), _figures(r))
@@ -77,7 +77,7 @@ def _claims(e: dict[str, Any]) -> list[LabClaim]:
             here < EXACT,
         ),
         LabClaim(
-            "weights of whole answers without a bound are unbiased at every distance and length "
+            "weights of whole responses without a bound are unbiased at every distance and length "
             f"(worst {worst:.1e})",
             worst < EXACT,
         ),
@@ -120,13 +120,13 @@ def _unclaimed_findings(e: dict[str, Any], longest: str, far: str) -> list[LabCl
     free = e[longest][far]["sequence none"]
     findings = [
         LabClaim(
-            f"the default geometric band [0.99, 1.01] is for long answers: at {longest} tokens "
+            f"the default geometric band [0.99, 1.01] is for long responses: at {longest} tokens "
             f"what it leaves, by distance: {left}; `mis` at 0.01 has "
             f"a bias of {mis['relative_bias']:.0%} ({mis['left']:.0%} left)"
         ),
         LabClaim(f"of the bias at distance 0.01 token weights leave: {by_length}"),
         LabClaim(
-            f"truncation at 2 of whole answers' weights, {longest} tokens, distance {far}: "
+            f"truncation at 2 of whole responses' weights, {longest} tokens, distance {far}: "
             f"variance {free['relative_variance']:.0f} -> "
             f"{cut['relative_variance']:.0f}, bias 0 -> {cut['relative_bias']:.0%}, mean weight "
             f"{cut['mean_weight']:.2f}"
@@ -145,7 +145,7 @@ def _unclaimed_findings(e: dict[str, Any], longest: str, far: str) -> list[LabCl
             for n in e
         )
         findings.append(
-            LabClaim(f"least squared error at {size} answers, from {near} to {far}: {names}")
+            LabClaim(f"least squared error at {size} responses, from {near} to {far}: {names}")
         )
     return findings
 
@@ -207,7 +207,7 @@ def _tables(r: dict[str, Any]) -> list[ResultTable]:
             [f"{length} tokens", *(best_correction(e[length][d], size) for d in AWAY)]
             for length in e
         ]
-        tables.append(ResultTable(f"Least squared error with {size} answers", ("", *AWAY), rows))
+        tables.append(ResultTable(f"Least squared error with {size} responses", ("", *AWAY), rows))
     return tables
 
 
@@ -248,7 +248,7 @@ def _figures(r: dict[str, Any]) -> list[Any]:
         curves(
             "Bias at distance 0.01",
             by_length("relative_bias"),
-            "tokens in an answer",
+            "tokens in a response",
             "relative bias (0.001: exact)",
             log_x=True,
             log_y=True,
@@ -256,7 +256,7 @@ def _figures(r: dict[str, Any]) -> list[Any]:
         curves(
             "Variance at distance 0.01",
             by_length("relative_variance"),
-            "tokens in an answer",
+            "tokens in a response",
             "over |exact|^2",
             log_x=True,
             log_y=True,
@@ -264,7 +264,7 @@ def _figures(r: dict[str, Any]) -> list[Any]:
         curves(
             f"Squared error at distance 0.03, {longest} tokens",
             errors,
-            "answers in the batch",
+            "responses in the batch",
             "over |exact|^2",
             log_x=True,
             log_y=True,

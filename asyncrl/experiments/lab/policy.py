@@ -34,7 +34,7 @@ class ResponseSpace:
         if vocabulary < 2 or length < 1 or vocabulary**length * length > LARGEST:
             raise ConfigError(
                 f"--vocabulary {vocabulary} --length {length}: at least 2 and 1, and at most "
-                f"{LARGEST:,} tokens over all answers"
+                f"{LARGEST:,} tokens over all responses"
             )
         self.vocabulary = vocabulary
         self.length = length

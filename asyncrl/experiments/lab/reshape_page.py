@@ -34,12 +34,10 @@ def findings(r: dict[str, Any]) -> LabFindings:
     rates = ", ".join(f"{o} {x:g}" for o, x in r["rates"].items())
     setting = (
         f"{r['vocabulary']} symbols, {r['length']} tokens; {r['batches']} batch(es) of "
-        f"{r['samples']} answers, {r['epochs']} epochs of "
-        f"{r['minibatches']} step(s); rates: {rates}; {r['seeds']} seeds; budget {r['budget']:g}. "
-        "KL(mu || theta) a token, mu the batch's start: "
-        "exact over all answers; `by the batch`: the k3 estimate on its samples, which the repairs "
-        "see. A early stop, B clip, C KL penalty, "
-        "D KL budget."
+        f"{r['samples']} responses, {r['epochs']} epochs of {r['minibatches']} step(s); rates: "
+        f"{rates}; {r['seeds']} seeds; budget {r['budget']:g}. KL(mu || theta) a token, mu the "
+        "batch's start: exact over all responses; `by the batch`: the k3 estimate on its samples, "
+        "which the repairs use. A early stop, B clip, C KL penalty, D KL budget."
     )
     return LabFindings("reshape", setting, r, _claims(r), _tables(r), _figures(r))
 

@@ -55,11 +55,10 @@ MAY_CHANGE = (
 )
 DECIDES_DATA = {
     "learner.groups": "the batches were composed",
-    "learner.group_size": "the groups were written",
+    "learner.group_size": "the groups were sampled",
     "learner.prefetch": "batches were leased",
-    "learner.steps": "the stream ends where it ends: --until N "
-    "stops earlier, and the schedule of the "
-    "rate stays the recorded one",
+    "learner.steps": "the length of the stream is fixed: --until N stops earlier, and the "
+    "learning rate schedule stays the recorded one",
     "learner.backend": "a replay is one process with torch",
     "learner.ranks": "a replay is one process with torch",
     "learner.zero_stage": "a replay is one process with torch",
@@ -67,7 +66,7 @@ DECIDES_DATA = {
     "learner.checkpoint_every": "a replay keeps no checkpoints",
     "learner.keep_checkpoints": "a replay keeps no checkpoints",
 }
-SAID_S = 10.0
+REPORT_S = 10.0  # between two progress messages
 WATCHED = (
     "is/ess",
     "is/target_ess",
@@ -245,7 +244,7 @@ class Replay:
                 core = self.follow(core, number)
                 write(number, core.train(step.batch))
                 result.digests[number + 1] = weights_digest(core.model)
-                if time.monotonic() - reported > SAID_S or number + 1 == self.end:
+                if time.monotonic() - reported > REPORT_S or number + 1 == self.end:
                     reported = time.monotonic()
                     log(f"replayed {number + 1 - self.start} of {self.end - self.start} batches")
             self.measure(evaluator, core, self.end, write)

@@ -120,8 +120,8 @@ class TimeModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     # factor of decode calls during training and of training beside a busy generator
     beside: Annotated[float, Meta(ge=1)] = 1.0
     noise: Spec = 1.0  # factor of each decode call
-    lengths: Spec | None = None  # tokens of a call; by default half to all of max_new_tokens
-    group_lengths: list[list[int]] | None = None  # of whole groups; overrides lengths
+    lengths: Spec | None = None  # tokens of a call, by default half to all of max_new_tokens
+    group_lengths: list[list[int]] | None = None  # of whole groups, overrides lengths
     calls: Spec = 1  # calls of a session, each with its own length
     tool: Spec = 0.0  # from a session's call to its next: a tool, an environment's step
     reward: Spec = 0.0  # a call in a reward process
