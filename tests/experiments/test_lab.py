@@ -295,4 +295,4 @@ def test_reshape_a_claim_that_does_not_hold_is_said_and_ends_with_1(tmp_path: Pa
 
 def test_reshape_groups_must_fit() -> None:
     done = CliRunner().invoke(main, ["lab", "reshape", "--samples", "20"])
-    assert done.exit_code == 2 and "groups of 8 answers" in done.stderr
+    assert done.exit_code == 2 and "groups of 8 completions" in done.stderr
