@@ -22,6 +22,7 @@ import numpy as np
 from actors.gateway.agents.agent_pool import AgentPool
 from actors.gateway.call_tree import CallNode
 from actors.gateway.chat import ChatFormat
+from actors.gateway.http_server import ListenAddress
 from actors.gateway.recovery.session_journal import (
     SessionJournal,
     SessionOpening,
@@ -30,7 +31,7 @@ from actors.gateway.recovery.session_journal import (
 )
 from actors.gateway.requests import RequestPolicy
 from actors.gateway.sessions import CallRefused, Session, SessionCall
-from actors.gateway.web import Endpoint, ListenAddress, OpenedSession
+from actors.gateway.web import Endpoint, OpenedSession
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.printable import escape_line

@@ -432,9 +432,9 @@ class Web:
 
     def __init__(self) -> None:
         kit = from_tests()
-        from actors.gateway import web
+        from actors.gateway import http_server, web
 
-        self.kit, self.web = kit, web
+        self.kit, self.web, self.server = kit, web, http_server
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # a line for each bad request
         self.loop = asyncio.new_event_loop()
         asyncio.set_event_loop(self.loop)
@@ -457,8 +457,8 @@ class Web:
         self.service.free = 10
         self.app = self.web.WebApp(self.service)
         self.config = uvicorn.Config(
-            self.app.app,
-            http=self.web.BoundedConnection,
+            self.server.CoalescedResponses(self.app.app),
+            http=self.server.BoundedConnection,
             interface="asgi3",
             lifespan="off",
             log_config=None,
@@ -475,7 +475,7 @@ class Web:
             self._anew()
         self.requests += 1
         wire: Any = Wire()
-        protocol = self.web.BoundedConnection(self.config, self.state, {}, self.loop)
+        protocol = self.server.BoundedConnection(self.config, self.state, {}, self.loop)
         protocol.connection_made(wire)
         protocol.data_received(data.replace(b"{session}", self.name, 1))
         for _ in range(20):

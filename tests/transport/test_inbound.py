@@ -19,7 +19,7 @@ import zmq
 from gateway_kit import Served
 from hostile_messages_kit import GOOD
 
-from actors.gateway import web
+from actors.gateway import http_server
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import BadMessage, PeerUnreachable
 from asyncrl.contract.versions import Label
@@ -351,7 +351,7 @@ def test_a_head_without_end_costs_its_connection(
 ) -> None:
     """And holds no more than a bounded piece of it, whoever sends it: no key is needed."""
     if what in ("nothing", "half"):
-        monkeypatch.setattr(web, "HEAD_S", 0.05)
+        monkeypatch.setattr(http_server, "HEAD_S", 0.05)
     begin = {
         "line": b"GET /",
         "headers": b"GET / HTTP/1.1\r\n",

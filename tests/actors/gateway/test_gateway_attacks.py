@@ -17,7 +17,7 @@ import pytest
 from gateway_kit import Served
 
 from actors.delivery import Outbox
-from actors.gateway import service, web
+from actors.gateway import http_server, service, web
 from actors.gateway.sessions import SessionLimits
 from actors.gateway.web import OpenedSession
 from asyncrl.config.tree import AgentConfig, WiresConfig
@@ -31,7 +31,8 @@ GO = [{"role": "user", "content": "go"}]
 def patient() -> Iterator[None]:
     """No request is late because a process stood still."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("HEAD_S", "BODY_S", "KEEP_ALIVE_S"):
+        patch.setattr(http_server, "HEAD_S", 3600.0)
+        for name in ("BODY_S", "KEEP_ALIVE_S"):
             patch.setattr(web, name, 3600.0)
         yield
 
@@ -394,7 +395,7 @@ def test_half_open_requests_without_a_key_make_room_for_those_with_one(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Thousands of them shut every client out until their heads were late, 30 s."""
-    monkeypatch.setattr(web, "CONNECTIONS", 8)
+    monkeypatch.setattr(http_server, "CONNECTIONS", 8)
     opened = served.do(served.service.open)
     head = f"authorization: Bearer {opened.key}\r\n"
     path = f"/s/{opened.session.name}"
@@ -416,7 +417,7 @@ def test_half_open_requests_without_a_key_make_room_for_those_with_one(
     assert known.recv(4096).startswith(b"HTTP/1.1 200")
     for each in (*strangers, known):
         each.close()
-    served.until(lambda: not served.endpoint.server.server_state.strangers)
+    served.until(lambda: not served.endpoint.server.server_state.unauthorized)
 
 
 def test_a_stranger_never_takes_the_place_of_one_with_a_key(
@@ -425,7 +426,7 @@ def test_a_stranger_never_takes_the_place_of_one_with_a_key(
     opened = served.do(served.service.open)
     path, head = f"/s/{opened.session.name}", f"authorization: Bearer {opened.key}"
     ask = f"GET {path} HTTP/1.1\r\nhost: a\r\n{head}\r\n\r\n".encode()
-    monkeypatch.setattr(web, "CONNECTIONS", 3)
+    monkeypatch.setattr(http_server, "CONNECTIONS", 3)
     known = [half_open(served, ask) for _ in range(3)]
     for each in known:
         assert each.recv(4096).startswith(b"HTTP/1.1 200")
@@ -441,10 +442,10 @@ def test_a_stranger_never_takes_the_place_of_one_with_a_key(
 
 
 def test_there_are_fewer_connections_than_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(web.resource, "getrlimit", lambda which: (256, 4096))
-    assert web.most_connections() == 128
-    monkeypatch.setattr(web.resource, "getrlimit", lambda which: (1 << 20, 1 << 20))
-    assert web.most_connections() == web.CONNECTIONS
+    monkeypatch.setattr(http_server.resource, "getrlimit", lambda which: (256, 4096))
+    assert http_server.most_connections() == 128
+    monkeypatch.setattr(http_server.resource, "getrlimit", lambda which: (1 << 20, 1 << 20))
+    assert http_server.most_connections() == http_server.CONNECTIONS
 
 
 # ---- keys and ids of others, and what comes out of order -----------------------------------------
@@ -572,7 +573,8 @@ def test_a_request_that_never_comes_whole_is_closed(
     part: str, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = served.do(served.service.open)
-    monkeypatch.setattr(web, "HEAD_S" if part == "head" else "BODY_S", 0.2)
+    module, name = (http_server, "HEAD_S") if part == "head" else (web, "BODY_S")
+    monkeypatch.setattr(module, name, 0.2)
     head = f"POST /s/{opened.session.name}/reward HTTP/1.1\r\nhost: a\r\n"
     whole = f"{head}authorization: Bearer {opened.key}\r\ncontent-length: 99\r\n\r\n"
     sent = half_open(served, head.encode() if part == "head" else whole.encode() + b'{"reward"')

@@ -25,11 +25,12 @@ from gateway_web_kit import (
 )
 from openai import OpenAI
 
-from actors.gateway import web
+from actors.gateway import http_server, web
+from actors.gateway.http_server import ListenAddress
 from actors.gateway.requests import REFUSED
 from actors.gateway.service import trajectory
 from actors.gateway.sessions import SessionLimits
-from actors.gateway.web import ListenAddress, OpenedSession
+from actors.gateway.web import OpenedSession
 from asyncrl.config.agents import AgentConfig
 from asyncrl.contract.errors import ConfigError
 
@@ -41,7 +42,8 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type":
 def patient() -> Iterator[None]:
     """No request is late, and no stream says more, because a process stood still."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("HEAD_S", "BODY_S", "KEEP_ALIVE_S"):
+        patch.setattr(http_server, "HEAD_S", 3600.0)
+        for name in ("BODY_S", "KEEP_ALIVE_S"):
             patch.setattr(web, name, 3600.0)
         yield
 

@@ -1,0 +1,280 @@
+"""The HTTP server: uvicorn, with limits on connections and the heads of requests.
+
+No other module imports uvicorn.  Limits on bodies are the application's."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import resource
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from asyncrl.contract.errors import ConfigError
+
+LARGEST_HEAD = 64 * 1024  # bytes outside bodies (heads, trailers, chunk sizes) between two bodies
+HEAD_S = 30.0  # for a request's head to arrive, from its connection or its first byte
+CONNECTIONS = 4096
+
+
+@dataclass(frozen=True)
+class ListenAddress:
+    """The address to listen at, with the files for TLS unless a proxy in front provides it."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    certificate: str = ""
+    private_key: str = ""
+    behind_proxy: bool = False
+
+    def check(self) -> None:
+        """Raise ConfigError for an address that would send keys unencrypted over a network."""
+        if bool(self.certificate) != bool(self.private_key):
+            raise ConfigError("agent.certificate and agent.private_key: give both or none")
+        try:
+            local = self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            local = False
+        if not local and not self.certificate and not self.behind_proxy:
+            raise ConfigError(
+                f"agent.host: {self.host} is open to the network; give agent.certificate and "
+                "agent.private_key, or agent.behind_proxy = true, or use 127.0.0.1"
+            )
+
+
+class CoalescedResponses:
+    """ASGI middleware that sends a response's head with the first part of its body.
+
+    uvicorn writes them as two packets.  One packet takes 102 instead of 125 us of CPU time a small
+    request (docs/log/2026-11-22-endpoint-cost.md), and no client waits for the second one.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_together(message: Message) -> None:
+            if message["type"] == "http.response.start" and scope["method"] != "HEAD":
+                connection_of(scope).hold()
+            await send(message)
+
+        await self.app(scope, receive, send_together)
+
+
+class CoalescingTransport:
+    """A transport that sends two writes as one packet after `hold`: a response's head and body."""
+
+    def __init__(self, inner: asyncio.Transport) -> None:
+        self.inner = inner
+        self.held: bytes | None = None  # None: writes pass; b"": the next one is held
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def hold(self) -> None:
+        self.held = self.held or b""
+
+    def write(self, data: bytes) -> None:
+        if self.held == b"":
+            self.held = data
+            return
+        if self.held:
+            data, self.held = self.held + data, None
+        self.inner.write(data)
+
+    def close(self) -> None:
+        if self.held:
+            self.inner.write(self.held)
+        self.held = None
+        self.inner.close()
+
+
+def connection_of(scope: Scope) -> BoundedConnection:
+    """Find the connection that carries a request."""
+    connection: BoundedConnection = scope["asyncrl.connection"]
+    return connection
+
+
+class BoundedConnection(HttpToolsProtocol):
+    """A connection that limits the size and time of requests' heads, and the connections' number.
+
+    uvicorn's own protocol buffers a head without limit and refuses new connections when there are
+    too many, with or without a key.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.beside = 0  # bytes received since the last part of a body
+        self.in_head = False
+        self.late: asyncio.TimerHandle | None = None
+        self.lost = False
+        # connections that have not shown a valid key yet, the oldest first
+        self.unauthorized: dict[BoundedConnection, None] = vars(self.server_state).setdefault(
+            "unauthorized", {}
+        )
+        self.unauthorized[self] = None
+        self.waiting: set[Callable[[], None]] = set()  # called when the connection closes
+        self.out = CoalescingTransport(transport)
+        super().connection_made(self.out)  # type: ignore[arg-type]
+        if len(self.connections) > most_connections():
+            # only connections without a key are closed to make room
+            next(iter(self.unauthorized)).abort()
+            if self.closed:
+                return
+        self.late = self.loop.call_later(HEAD_S, transport.abort)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._check_deadline()
+        self.lost = True
+        self.unauthorized.pop(self, None)
+        super().connection_lost(exc)
+        for notify in list(self.waiting):
+            notify()
+
+    def abort(self) -> None:
+        self.unauthorized.pop(self, None)
+        self.transport.abort()
+
+    def authorize(self) -> None:
+        """Keep the connection when there are too many: it has shown a valid key."""
+        self.unauthorized.pop(self, None)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the connection has closed or is closing."""
+        return self.lost or self.transport.is_closing()
+
+    def hold(self) -> None:
+        """Send the next write together with the one after it."""
+        self.out.hold()
+
+    async def wait_for(self, task: asyncio.Task[None], timeout: float | None) -> None:
+        """Wait until the task is done, the connection closes, or `timeout` seconds have passed."""
+        if self.closed or task.done():
+            return
+        news: asyncio.Future[None] = self.loop.create_future()
+
+        def notify(_task: Any = None) -> None:
+            if not news.done():
+                news.set_result(None)
+
+        timer = None if timeout is None else self.loop.call_later(timeout, notify)
+        task.add_done_callback(notify)
+        self.waiting.add(notify)
+        try:
+            await news
+        finally:
+            self.waiting.discard(notify)
+            task.remove_done_callback(notify)
+            if timer is not None:
+                timer.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        self.beside += len(data)
+        super().data_received(data)
+        if self.beside > LARGEST_HEAD:
+            self.transport.abort()
+        elif self.in_head and self.late is None:  # the head is incomplete
+            self.late = self.loop.call_later(HEAD_S, self.transport.abort)
+
+    def on_message_begin(self) -> None:
+        self.beside = 0
+        super().on_message_begin()
+        self.scope["asyncrl.connection"] = self  # type: ignore[typeddict-unknown-key]
+        self._check_deadline()
+        self.in_head = True
+
+    def on_headers_complete(self) -> None:
+        self._check_deadline()
+        self.in_head = False
+        self.beside = 0
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self.beside = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self.beside = 0
+        super().on_message_complete()
+
+    def _check_deadline(self) -> None:
+        if self.late is not None:
+            self.late.cancel()
+            self.late = None
+
+
+def most_connections() -> int:
+    """The largest number of open connections: at most half of the process's file descriptors."""
+    return min(CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+
+
+class QuietServer(uvicorn.Server):
+    """A uvicorn server that installs no signal handlers."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class HttpServer:
+    """An HTTP server for an ASGI application, in the running event loop."""
+
+    def __init__(self, app: ASGIApp, bind: ListenAddress) -> None:
+        bind.check()
+        self.bind = bind
+        family = socket.AF_INET6 if ":" in bind.host else socket.AF_INET
+        # asyncio sets TCP_NODELAY only if the protocol is given; without it, a response in two
+        # parts waits up to 40 ms for the client's acknowledgement of the first
+        self.socket = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self.socket.bind((bind.host, bind.port))
+        except OSError as error:
+            self.socket.close()
+            raise ConfigError(f"agent.port: {bind.host}:{bind.port}: {error.strerror}") from error
+        self.task: asyncio.Task[None] | None = None
+        self.server = QuietServer(
+            uvicorn.Config(
+                CoalescedResponses(app),
+                http=BoundedConnection,
+                interface="asgi3",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                date_header=False,
+                proxy_headers=bind.behind_proxy,
+                ssl_certfile=bind.certificate or None,
+                ssl_keyfile=bind.private_key or None,
+                timeout_graceful_shutdown=1,
+            )
+        )
+
+    @property
+    def url(self) -> str:
+        """The URL for a harness on this machine."""
+        host, port = self.socket.getsockname()[:2]
+        host = f"[{host}]" if ":" in host else host
+        return f"http{'s' if self.bind.certificate else ''}://{host}:{port}"
+
+    async def start(self) -> None:
+        self.task = asyncio.create_task(self.server.serve([self.socket]))
+        while not self.server.started and not self.task.done():
+            await asyncio.sleep(0.01)
+        if self.task.done():
+            self.task.result()
+
+    async def stop(self) -> None:
+        """Close all connections."""
+        self.server.should_exit = True
+        if self.task is not None:
+            await self.task
+        self.socket.close()
