@@ -22,16 +22,16 @@ import numpy as np
 from actors.gateway.agents.agent_pool import AgentPool
 from actors.gateway.call_tree import CallNode
 from actors.gateway.chat import ChatFormat
-from actors.gateway.http_server import ListenAddress
+from actors.gateway.endpoint.requests import RequestPolicy
+from actors.gateway.endpoint.server import ListenAddress
+from actors.gateway.endpoint.web import Endpoint, OpenedSession
 from actors.gateway.recovery.session_journal import (
     SessionJournal,
     SessionOpening,
     last_ticket,
     restore,
 )
-from actors.gateway.requests import RequestPolicy
 from actors.gateway.sessions import CallRefused, Session, SessionCall
-from actors.gateway.web import Endpoint, OpenedSession
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.printable import escape_line

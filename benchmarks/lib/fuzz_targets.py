@@ -432,9 +432,9 @@ class Web:
 
     def __init__(self) -> None:
         kit = from_tests()
-        from actors.gateway import http_server, web
+        from actors.gateway.endpoint import server, web
 
-        self.kit, self.web, self.server = kit, web, http_server
+        self.kit, self.web, self.server = kit, web, server
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # a line for each bad request
         self.loop = asyncio.new_event_loop()
         asyncio.set_event_loop(self.loop)

@@ -18,12 +18,12 @@ from gateway_kit import Served
 from process_kit import ROOT
 from pushed_kit import Commands
 
-from actors.gateway import web
 from actors.gateway.agents.session_messages import SessionAccess, SessionResult
 from actors.gateway.chat import hermes
-from actors.gateway.requests import ParsedRequest
+from actors.gateway.endpoint import web
+from actors.gateway.endpoint.requests import ParsedRequest
+from actors.gateway.endpoint.web import OpenedSession
 from actors.gateway.sessions import SessionCall
-from actors.gateway.web import OpenedSession
 from asyncrl.config.agents import AgentConfig
 from asyncrl.contract.messages import Prompt
 

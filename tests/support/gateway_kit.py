@@ -17,10 +17,10 @@ import transformers
 
 from actors.gateway.call_tree import CallNode
 from actors.gateway.chat import ChatFormat, Parser
-from actors.gateway.http_server import ListenAddress
-from actors.gateway.requests import RequestPolicy
+from actors.gateway.endpoint.requests import RequestPolicy
+from actors.gateway.endpoint.server import ListenAddress
+from actors.gateway.endpoint.web import Endpoint, OpenedSession
 from actors.gateway.sessions import Session, SessionCall, SessionLimits
-from actors.gateway.web import Endpoint, OpenedSession
 from asyncrl.contract.messages import Prompt, SamplingSettings, Ticket, VersionSpan
 from asyncrl.contract.versions import Label
 

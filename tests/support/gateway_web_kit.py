@@ -13,7 +13,7 @@ from gateway_kit import Served
 from openai import OpenAI
 
 from actors.gateway.chat import hermes
-from actors.gateway.web import OpenedSession
+from actors.gateway.endpoint.web import OpenedSession
 
 WAIT_S = 600.0
 

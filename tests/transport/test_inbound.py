@@ -19,7 +19,7 @@ import zmq
 from gateway_kit import Served
 from hostile_messages_kit import GOOD
 
-from actors.gateway import http_server
+from actors.gateway.endpoint import server as http_server
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import BadMessage, PeerUnreachable
 from asyncrl.contract.versions import Label

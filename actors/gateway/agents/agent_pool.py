@@ -32,8 +32,8 @@ from asyncrl.transport import child
 from asyncrl.transport.child import frame
 
 if TYPE_CHECKING:
+    from actors.gateway.endpoint.web import OpenedSession
     from actors.gateway.session_api import SessionApi
-    from actors.gateway.web import OpenedSession
 
 GRACE_S = 60.0  # for the first import, unless agent.step_s is longer
 STOP_S = 10.0  # for an agent to stop after the request

@@ -17,9 +17,11 @@ import pytest
 from gateway_kit import Served
 
 from actors.delivery import Outbox
-from actors.gateway import http_server, service, web
+from actors.gateway import service
+from actors.gateway.endpoint import server as http_server
+from actors.gateway.endpoint import web
+from actors.gateway.endpoint.web import OpenedSession
 from actors.gateway.sessions import SessionLimits
-from actors.gateway.web import OpenedSession
 from asyncrl.config.tree import AgentConfig, WiresConfig
 from asyncrl.contract import outcomes
 

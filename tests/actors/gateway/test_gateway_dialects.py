@@ -12,11 +12,11 @@ import pytest
 from gateway_kit import Served
 from gateway_web_kit import client, post
 
-from actors.gateway import responses
 from actors.gateway.call_tree import chained
 from actors.gateway.chat import hermes
+from actors.gateway.endpoint import responses
+from actors.gateway.endpoint.web import OpenedSession
 from actors.gateway.sessions import CallRefused
-from actors.gateway.web import OpenedSession
 
 CALL = '<tool_call>{"name": "add", "arguments": {"b": 2, "a": 1}}</tool_call>'
 BOTH = f"<think>hm</think>so {CALL}"

@@ -25,12 +25,13 @@ from gateway_web_kit import (
 )
 from openai import OpenAI
 
-from actors.gateway import http_server, web
-from actors.gateway.http_server import ListenAddress
-from actors.gateway.requests import REFUSED
+from actors.gateway.endpoint import server as http_server
+from actors.gateway.endpoint import web
+from actors.gateway.endpoint.requests import REFUSED
+from actors.gateway.endpoint.server import ListenAddress
+from actors.gateway.endpoint.web import OpenedSession
 from actors.gateway.service import trajectory
 from actors.gateway.sessions import SessionLimits
-from actors.gateway.web import OpenedSession
 from asyncrl.config.agents import AgentConfig
 from asyncrl.contract.errors import ConfigError
 

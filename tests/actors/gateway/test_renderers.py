@@ -16,8 +16,8 @@ from renderers import create_renderer
 from renderers.client import OverlongPromptError, generate
 from renderers.configs import DefaultRendererConfig, Qwen3RendererConfig
 
+from actors.gateway.endpoint.web import OpenedSession
 from actors.gateway.sessions import SessionLimits
-from actors.gateway.web import OpenedSession
 
 MARKS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "</think>"]
 TOOL = {"name": "add", "description": "adds", "parameters": {"type": "object"}}

@@ -18,6 +18,7 @@ from gateway_service_kit import AT, Wire
 
 from actors.gateway import service
 from actors.gateway.chat import ChatFormat
+from actors.gateway.endpoint.web import OpenedSession
 from actors.gateway.recovery.session_journal import (
     SessionJournal,
     SessionOpening,
@@ -27,7 +28,6 @@ from actors.gateway.recovery.session_journal import (
 )
 from actors.gateway.session_api import SessionApi, kept_port, write_endpoint_files
 from actors.gateway.sessions import CallRefused, Session, SessionLimits
-from actors.gateway.web import OpenedSession
 from asyncrl.config.tree import Config
 from asyncrl.contract import messages as m
 from asyncrl.contract.versions import Label

@@ -15,9 +15,9 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from actors.gateway import anthropic, responses
 from actors.gateway.call_tree import Message
 from actors.gateway.chat import normalised
+from actors.gateway.endpoint import anthropic, responses
 from actors.gateway.sessions import CallRefused
 from asyncrl.contract.messages import SamplingSettings
 

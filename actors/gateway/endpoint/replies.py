@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from actors.gateway import anthropic, responses
 from actors.gateway.call_tree import CallNode, Message
-from actors.gateway.requests import ParsedRequest
+from actors.gateway.endpoint import anthropic, responses
+from actors.gateway.endpoint.requests import ParsedRequest
 from actors.gateway.sessions import CallRefused
 
 TYPES = {

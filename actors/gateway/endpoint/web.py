@@ -30,17 +30,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from actors.gateway import replies
 from actors.gateway.call_tree import CallNode
 from actors.gateway.chat import ChatFormat
-from actors.gateway.http_server import (
-    BoundedConnection,
-    HttpServer,
-    ListenAddress,
-    connection_of,
-)
-from actors.gateway.recovery.session_journal import SessionFile
-from actors.gateway.requests import (
+from actors.gateway.endpoint import replies
+from actors.gateway.endpoint.requests import (
     PREFIX,
     Kind,
     ParsedRequest,
@@ -48,6 +41,13 @@ from actors.gateway.requests import (
     decoded,
     parse_request,
 )
+from actors.gateway.endpoint.server import (
+    BoundedConnection,
+    HttpServer,
+    ListenAddress,
+    connection_of,
+)
+from actors.gateway.recovery.session_journal import SessionFile
 from actors.gateway.sessions import TOO_LONG, CallRefused, HarnessRequest, Session, SessionCall
 from asyncrl.contract import outcomes
 
