@@ -21,16 +21,18 @@ import table  # noqa: E402
 from asyncrl.config import load  # noqa: E402
 
 LOOP = "2026-11-24_43508fc_2core_loop_speed.json"
-LOG = sorted((ROOT / "docs" / "log").glob("2*.md"))
+LOG = sorted((ROOT / "docs" / "log").glob("[!i]*.md"))
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
     ROOT / "configs" / "README.md",
     ROOT / "benchmarks" / "results" / "README.md",
-    *sorted((ROOT / "docs").rglob("[!e]*.md")),
-    *sorted((ROOT / "docs").glob("e[!x]*.md")),
-    ROOT / "docs" / "extending.md",
+    *sorted(
+        page
+        for page in (ROOT / "docs").rglob("*.md")
+        if not page.name.startswith("extending-notes-")
+    ),
 ]
 RESULT = re.compile(r"benchmarks/results/[\w.-]+")
 RESULT_NAME = re.compile(r"\d{4}-\d\d-\d\d_([0-9a-f]+)_\d+core_[\w-]+\.(?:json|html)")
@@ -175,14 +177,20 @@ def test_the_demo_s_figure_shows_its_run() -> None:
 
 
 @pytest.mark.parametrize("page", LOG, ids=name)
-def test_an_entry_of_the_log_has_heading_and_verdict_and_is_in_the_index(page: Path) -> None:
-    lines = page.read_text().splitlines()
-    date = page.name[:10]
-    assert lines[0].startswith("# ") and not lines[1]
-    verdict = re.fullmatch(rf"{date}\. \*\*(.+)\*\*", lines[2])
-    assert verdict, f"{page.name}: the third line is its date and its verdict in bold"
+def test_a_page_of_the_log_has_dated_sections_newest_first_and_is_in_the_index(page: Path) -> None:
+    title, *sections = re.split(r"(?m)^## ", prose(page))
+    dates = []
+    for section in sections:
+        heading, blank, verdict = section.splitlines()[:3]
+        dated = re.fullmatch(r"(2\d{3}-\d\d-\d\d)\. \*\*.+\*\*", verdict)
+        assert dated and not blank, f"{page.name}, {heading}: date and verdict in bold come first"
+        dates.append(dated[1])
+    assert dates and dates == sorted(dates, reverse=True)
     index = (page.parent / "index.md").read_text()
-    assert f"| {date} | [{lines[0][2:]}]({page.name}) | {verdict[1]} |" in index
+    line = re.compile(
+        rf"(?m)^\| \[{title.strip()[2:]}\]\({page.name}\) \| .{{1,90}} \| {dates[0]} \|$"
+    )
+    assert line.search(index), f"{page.name}: the index has a short line with its newest date"
 
 
 def test_the_site_builds_strictly(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def test_what_a_run_has_to_show(
 
 
 def test_wilsons_interval(bench: Any) -> None:
-    # 20 of 64, as docs/log/2026-11-22-smollm2-start.md has it
+    # 20 of 64, as docs/log/real-models.md has it
     assert bench.wilson(20 / 64, 64) == pytest.approx([0.212, 0.434], abs=1e-3)
     assert bench.shares(summary())["ood"]["end"] == {
         "share": 0.5,
