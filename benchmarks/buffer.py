@@ -1,18 +1,20 @@
-"""The buffer over its real socket and in its own process, against the plainest rival: a
-`multiprocessing.Queue` of pickled samples.
+"""Compare the buffer, as a process with its real socket, with a `multiprocessing.Queue`.
+
+The queue carries pickled samples, the simplest rival.
 
     OMP_NUM_THREADS=1 python benchmarks/buffer.py [--quick] [--json]
 
-Proves: the buffer is no bottleneck.  One process plays generator and learner as they are: tickets
-for 64 samples at a time, frames of 32 answers by weights of two versions that do not wait for each
-other's acknowledgement, a renewal and a word of the learner a batch, every fifth batch a look of
-the live view, asks, commits with the metrics of a real learner's step, checkpoints.  Every answer
-is validated as in a run: ids against the vocabulary, log-probabilities, spans.  Batches of 32 x 8
-samples of 24 tokens, as fast as the buffer answers, in the three durability modes by turns.
+Proves: the buffer does not limit a run.  One process acts as generator and learner: tickets for
+64 samples at a time, frames of 32 samples under two versions that do not wait for each other's
+acknowledgement, a renewal and a learner's message each batch, a status request of the live view
+every fifth batch, batch requests, commits with the metrics of a real step, checkpoints.  Every
+sample is validated as in a run: ids against the vocabulary, log-probabilities, spans.  Batches of
+32 x 8 samples of 24 tokens, as fast as the buffer replies, in the three durability modes by
+turns.
 
-Goals: a batch costs the buffer at most 10 ms of CPU time in a run of any length (the last third of
-the batches against the first says whether it grows), all its threads counted; 12,000 samples a
-second in `memory`, 6,400 in `disk`."""
+Goals: a batch costs the buffer at most 10 ms of CPU time, of all its threads, in a run of any
+length (the last third of the batches is compared with the first); 12,000 samples a second in
+`memory`, 6,400 in `disk`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Faults at chosen points of real runs of six processes under the product's own supervisor, with
-messages lost, doubled and late; then a checker of its own counts what became of every sample.
+"""Inject faults at chosen points of real runs, and check what became of every sample.
+
+The runs have six processes under the product's supervisor; messages are lost, doubled and late.
 
     python benchmarks/chaos.py [--quick] [--json] [--seed N] [--disable MECHANISM]
         [--topology tickets|sessions|relays] [--durability memory|process|disk]
@@ -7,19 +8,19 @@ messages lost, doubled and late; then a checker of its own counts what became of
         [--patience SECONDS]
 
 Supervisor, buffer, learner, generators and reward processes are forked from one warm process, so
-that a fault costs no imports.  --topology sessions: a gateway plays a tool task, whose calls the
-generators draw; relays: three generators, of which one gets the weights from the learner and the
-others from each other (`weights.fan_out`).  Where a mode of durability has a buffer's death end
-the run, it is resumed.
+that a fault costs no imports.  --topology sessions: a gateway runs a tool task, whose calls the
+generators answer; relays: three generators, of which one gets the weights from the learner and
+the others from each other (`weights.fan_out`).  Where a durability mode ends the run with the
+buffer, the run is resumed.
 
-One to three faults at a time are drawn by the seed: the victim, at which point of its work it is
-held, and what happens to it there (lib/chaos/board.py).  A point that does not come in time is
-given up, and the victim killed where it is.  A full disk, a supervisor's death and a flipped byte
-of the journal end the run, which is resumed.
+The seed determines one to three faults at a time: the victim, the point of its work where it is
+held, and the fault (lib/chaos/board.py).  If a victim does not reach its point in time, it is
+killed where it is.  A full disk, the end of the supervisor and a flipped byte of the journal end
+the run, which is resumed.
 
-Fake learner: its update is one number, all else of it is real (--learner real: PPO by torch).
---disable: switch a mechanism off, after which the checker (lib/chaos/checker.py) must find
-something; exit code 0 then means that it did."""
+The update of the fake learner is one number; everything else is real (--learner real: PPO in
+torch). --disable switches a mechanism off; the checker (lib/chaos/checker.py) must then find an
+error, and exit code 0 means that it did."""
 
 from __future__ import annotations
 

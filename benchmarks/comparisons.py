@@ -1,14 +1,13 @@
-"""`asyncrl compare` as its user meets it: how long the default comparison takes, and what it says
-where rewards take time.
+"""Run `asyncrl compare` as a user does: its default comparison, and one with slow rewards.
 
     python benchmarks/comparisons.py [--part default] [--part slow] [--cores 0,1] [--quick] [--json]
     [--out DIR]
 
 default: `asyncrl compare configs/demo.toml`, four arms and three seeds, from no model to the
-report, in ten minutes on two cores. slow: synchronous against a limit of 4 where a reward takes 0.2
-s and more (Pareto tail to 4 s) in 32 processes, with batches of 8 x 8. The result holds the whole
-comparison, and its page stands beside it.  --quick: few steps and one seed, which proves nothing.
-"""
+report, in ten minutes on two cores.  slow: synchronous against a limit of 4 where a reward takes
+0.2 s and more (Pareto tail to 4 s) in 32 processes, with batches of 8 x 8.  The result contains
+the whole comparison; its page is stored with it.  --quick: few steps and one seed, which proves
+nothing."""
 
 from __future__ import annotations
 

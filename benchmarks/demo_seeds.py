@@ -1,5 +1,4 @@
-"""The demo for several seeds, each from nothing: warm start, real processes, final accuracy on
-held-out prompts.
+"""Run the demo from its warm start for several seeds, and report final held-out accuracy.
 
     python benchmarks/demo_seeds.py [--quick] [--json] [--seeds N] [--set key=value ...]
 

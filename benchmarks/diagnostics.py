@@ -1,12 +1,12 @@
-"""What every diagnostic adds to a learner's step, the three-part split at its default interval.
+"""Measure what all diagnostics add to a learner's step, with the split at its default interval.
 
     OMP_NUM_THREADS=1 python benchmarks/diagnostics.py [--quick] [--json]
 
 Proves: at most 3 %.  The demo's step (84k parameters, 32 x 8 answers of 4 to 56 tokens, lags 0 to
-2) as a run makes it, with the split and the KL to the reference every `record.split_every` and
-`record.reference_kl_every` batches, weights of the versions at hand; against the same learner
-without: no entropy, no sums by lag, no split, no reference.  A round is one interval of batches of
-each, by turns, one core; beside the goal stands each part by itself."""
+2) as in a run, with the split and the KL to the reference every `record.split_every` and
+`record.reference_kl_every` batches, and the weights of the versions available, is compared with
+the same learner without entropy, sums by lag, split and reference.  A round is one interval of
+batches of each, by turns, on one core; each part is also measured alone."""
 
 from __future__ import annotations
 

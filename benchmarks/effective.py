@@ -1,23 +1,24 @@
-"""Effective training time of real runs under kill -9: of the wall time, the share in which tokens
-were trained that stayed trained.
+"""Measure the effective training time of real runs under kill -9.
+
+It is the share of the wall time in which tokens were trained that stayed trained.
 
     python benchmarks/effective.py [--quick] [--json] [--runs KILLS_AN_HOUR:MINUTES ...]
                                    [--seed S] [--model DIR]
 
-The figure has this name in the report on Llama 3 (useful training time over elapsed time); ETTR in
-"Revisiting Reliability in Large-Scale Machine Learning Research Clusters" is the same: productive
-over wall time, what is started anew and what is trained again being none.  Here productive time is
-the tokens still trained at the end, at the pace that the same run had while nobody was killed
-(lib/useful_time.py), so that it is measured, not computed from a model of restarts.
+The figure has this name in the report on Llama 3 (useful training time over elapsed time); ETTR
+in "Revisiting Reliability in Large-Scale Machine Learning Research Clusters" is the same:
+productive over wall time, without restarts and repeated training.  Here productive time is the
+tokens still trained at the end, at the pace of the same run without kills (lib/useful_time.py),
+so that it is measured, and not computed from a model of restarts.
 
-Each run is `asyncrl run` itself, with torch's learner and a process for each part: imports, model
-load and checkpoints of a restart are in it.  The buffer keeps a journal (`durability.mode =
+Each run is a real `asyncrl run` with torch's learner and a process for each part; imports, model
+load and checkpoints of a restart are included.  The buffer keeps a journal (`durability.mode =
 "process"`), the learner a checkpoint each 20 batches.  Victims by turns: learner (in a step, in a
-checkpoint), generator, buffer, supervisor; of a dead supervisor the run is resumed at once, as a
-service manager would.  Runs last minutes, so few kills fall into one: the cost of
-one by victim and state is taken over all the runs, the first of which has kills enough, and what
-follows from it for each rate stands beside what was measured.  --quick: two kills in a short run,
-and nothing is written."""
+checkpoint), generator, buffer, supervisor; after a kill of the supervisor the run is resumed at
+once, as a service manager would do.  Runs last minutes, so few kills fall into one: the cost of a
+kill by victim and state is averaged over all runs, the first of which has enough kills, and the
+prediction for each rate is reported with the measurement.  --quick: two kills in a short run;
+nothing is written."""
 
 from __future__ import annotations
 

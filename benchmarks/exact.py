@@ -1,11 +1,11 @@
-"""What exact mode costs: generation and training with and without it, by turns, on one core.
+"""Measure the cost of exact mode for generation and training, by turns, on one core.
 
     OMP_NUM_THREADS=1 python benchmarks/exact.py [--quick] [--json] [--sizes 84k 332k 2.6M]
 
 Proves: generation at 0.8 of the plain engine or more, a learner's step at 0.9 or more.  The same
-weights, prompts and lengths (the longest three times the mean, ten answers a slot); a step is the
-one of benchmarks/learner.py, 32 prompts with 8 answers.  In every size the answers' logprobs are
-also computed again by the learner: with exact mode none may differ, without it some should."""
+weights, prompts and lengths (the longest three times the mean, ten completions a slot); a step
+is that of benchmarks/learner.py, 32 prompts with 8 completions.  For every size the learner also
+recomputes the logprobs: with exact mode none may differ, without it some should."""
 
 from __future__ import annotations
 

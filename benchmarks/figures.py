@@ -1,7 +1,7 @@
-"""The figures of README and docs: docs/img/*.svg, each drawn from a result file.
+"""Draw the figures of README and docs, docs/img/*.svg, from result files.
 
-    python benchmarks/figures.py                 draw all of them again
-    python benchmarks/figures.py --run RUN_DIR   first keep a finished run of the demo as a result
+    python benchmarks/figures.py                 draw all figures
+    python benchmarks/figures.py --run RUN_DIR   first store a finished run of the demo as a result
 
 tests/project/test_docs.py draws them again and compares."""
 

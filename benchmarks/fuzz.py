@@ -1,16 +1,16 @@
-"""Mutated messages behind every socket: how many are refused, and does any end its process?
+"""Feed mutated messages to the reader of every socket, and check that none ends its process.
 
     OMP_NUM_THREADS=1 python benchmarks/fuzz.py [--mutants N] [--only NAME ...] [--seed S]
                                                 [--quick] [--json] [--corpus FILE]
 
-One target for each socket: the buffer's service, the learner's chunk server and what a generator
-hears of it, what learner and generator hear of the buffer, the gateway's socket of calls and its
-endpoint.  One in five mutants is a real message of a run changed in its bytes: bits, bytes and
-whole numbers of msgpack replaced, pieces cut, doubled and exchanged.  The others are changed in
-their values, and most still decode: one to three numbers, texts, arrays or lists are replaced,
-nine in ten by a value of the same type; a request's body goes to another route now and then.  In
-this process, without the sockets: they bound a message's size (asyncrl/transport/sockets.py),
-which tests/ show.
+There is a target for each socket: the buffer's service, the learner's chunk server and its
+replies at a generator, the buffer's messages at learner and generator, the gateway's socket of
+calls and its endpoint.  One in five mutants is a real message of a run changed in its bytes:
+bits, bytes and whole numbers of msgpack replaced, pieces cut, doubled and exchanged.  The others
+are changed in their values, and most still decode: one to three numbers, texts, arrays or lists
+are replaced, nine in ten by a value of the same type; a request's body goes to another route now
+and then.  In this process, without the sockets: they bound a message's size
+(asyncrl/transport/sockets.py), which tests/ show.
 
 A mutant in EVERY is traced, and one that reaches lines of ours that none reached before becomes
 material for further ones.  --corpus writes the smallest mutants by which all those lines are

@@ -1,33 +1,32 @@
-"""The endpoint for agents: against `vllm serve` on the same tiny model, what it adds to the engine,
-and what training through it costs.
+"""Measure the endpoint for agents: against `vllm serve`, its overhead, and training through it.
 
     OMP_NUM_THREADS=1 python benchmarks/gateway.py [--quick] [--json] [--rounds N] [--parts engines
     beyond history client step larger]
 
-Chats of 8 calls of 32 tokens, each with all that was said before; two cores for all processes
-together, who asks included; alternatives by turns.  Who asks is one process of raw sockets
-(lib/endpoint/asker.py), so that the servers are the slow side.
+Chats have 8 calls of 32 tokens, each with the whole history.  All processes together, including
+the client, have two cores; alternatives run by turns.  The client is one process with raw sockets
+(lib/endpoint/asker.py), so that the servers are the slow side.  The model is tiny and the same.
 
 engines   64 sessions at once: the gateway with vLLM inside makes at least the calls a second of
-          `vllm serve`, with the embedded engine twice as many.  Ours leases and scores the sessions
-          besides, and every token has its log-probability; `vllm serve` is asked without, and
-          beside it with them.  Where the config refuses sessions with vLLM, that goal counts as not
-          met.
-beyond    1, 8 and 64 sessions, a stand-in for the generator that takes 0.1 to 0.3 s an answer: what
-          a call takes longer than that, p50 at most 5 ms, p99 at most 30; with one that answers at
-          once, the endpoint's CPU time a call, leases and scores included: at most 1 ms.
+          `vllm serve`, with the embedded engine twice as many.  Ours also leases and scores the
+          sessions, and every token has its log-probability; `vllm serve` runs without them, and
+          once with them for comparison.  Where the config refuses sessions with vLLM, that goal
+          counts as not met.
+beyond    1, 8 and 64 sessions, a stand-in for the generator that takes 0.1 to 0.3 s a completion:
+          a call takes longer by at most 5 ms (p50) and 30 ms (p99); with one that replies at once,
+          the endpoint's CPU time a call, leases and scores included: at most 1 ms.
 history   the same CPU time with 100 kB before the first turn, of the calls after a session's first:
           at most 6 ms.
-client    OpenAI's Python client, one call at a time: its own floor against a stub that answers at
-          once, and what the gateway adds to that: p50 at most 5 ms.
+client    OpenAI's Python client, one call at a time: its own time against a stub that replies at
+          once, and what the gateway adds to it: p50 at most 5 ms.
 step      configs/calc.toml against calc_http.toml, the same warm start and learning rate 0: a step
-          through HTTP takes at most 1.15 of one by environment.  Beside it stands the same agent
-          with a plain client, as what OpenAI's costs is no cost of the endpoint.
+          through HTTP takes at most 1.15 of one by environment.  The same agent is also measured
+          with a plain client, as the cost of OpenAI's client is not the endpoint's.
 larger    the same two with 2.6 million parameters, untrained, and batches of 64 sessions: what a
           call costs beyond the model is the same, what the model takes is more.
 
---quick: few calls, without vLLM, `step` and `larger` where they are not named by --parts; its
-values say nothing."""
+--quick: few calls, without vLLM, and without `step` and `larger` unless --parts names them; the
+values mean nothing."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Cost a token of engine and learner as answers and batches grow, against attention's arithmetic.
+"""Compare the cost a token of engine and learner for growing lengths and batches with arithmetic.
 
     OMP_NUM_THREADS=1 python benchmarks/growth.py [--quick] [--json] [--longest 8192]
 
-Proves: nothing grows but attention.  The cost a token at a length may exceed the cost at 64 tokens
-by what the bare attention of that many keys costs more (the same products and softmax alone, on
-memory of the same layout, where it trains in the fastest of one, 8 and 32 runs of queries over the
-keys they see), and by a tenth: `no worse than the arithmetic`.  The engine writes 8, 64
-and 512 rows of equal length and is looked at in windows of its steps; the learner trains as many
-tokens in all in rows of each length.  84k parameters, one core, by turns."""
+Proves: nothing grows but attention.  The cost a token at a length may exceed the cost at 64
+tokens by the additional cost of bare attention over that many keys (only the same products and
+softmax, on memory of the same layout, for training the fastest of 1, 8 and 32 blocks of queries
+over the keys they see), and by a tenth: `no worse than the arithmetic`.  The engine generates 8,
+64 and 512 rows of equal length, measured in windows of its steps; the learner trains the same
+number of tokens in rows of each length.  84k parameters, one core, by turns."""
 
 from __future__ import annotations
 

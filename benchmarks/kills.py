@@ -1,19 +1,17 @@
-"""kill -9 of generators and learner at random instants of one real run of three processes, and what
-became of every sample.
+"""Kill generators and learner of one real run at random instants, and check every sample.
 
     python benchmarks/kills.py [--quick] [--json] [--kills N] [--seed S]
 
-Proves: the run ends well; every planned sample was trained on once and in order (the digest of each
-batch's sample ids is computed again here from the plan: tickets in order, none left out, none
-twice); no token past the limit; the ledger sums.
+Proves: the run ends without an error; every planned sample was trained on once and in order (the
+digest of each batch's sample ids is recomputed from the plan: tickets in order, none missing,
+none twice); no token past the limit; the ledger sums.
 
-The instants, by turns (KINDS), each with the evidence it is counted by: `checkpoint`, its
-half-written directory is on disk when the signal is sent; `copy`, the dead generator's pin on a
-weight slot is left; `publish`, the dead learner's slot is left odd, in mid-write; `step`, the
-learner held its batch and waited for nothing; `start`, the process had begun moments ago; `work`,
-any time.  An awaited instant that does not come in time is counted as `work`.  Half-delivered
-groups are counted afterwards: trained groups whose samples were written under more than one
-attempt.  --quick: four kills."""
+The instants, by turns (KINDS), each with its evidence: `checkpoint`, its half-written directory
+is on disk when the signal is sent; `copy`, the dead generator's pin on a weight slot is left;
+`publish`, the dead learner's slot is left odd, in mid-write; `step`, the learner held its batch
+and waited for nothing; `start`, the process had begun moments ago; `work`, any time.  An instant
+that does not come in time is counted as `work`.  Half-delivered groups are counted afterwards:
+trained groups whose samples come from more than one attempt.  --quick: four kills."""
 
 from __future__ import annotations
 

@@ -1,18 +1,17 @@
-"""A learner step against the same step written plainly with `transformers` and full logits, on one
-core.
+"""Compare a learner's step with the same step in plain `transformers`, on one core.
 
     OMP_NUM_THREADS=1 python benchmarks/learner.py [--quick] [--json]
 
 Proves: at least 1.4 times the tokens a second; the gradient is the plain one up to rounding; and
-states the peak memory a step adds, each measured in a process of its own.  A step: 32 prompts with
-8 answers each, leave-one-out advantages, clipped PPO anchored on the behaviour policy, clipped
-gradient, AdamW.  Ours also computes every diagnostic that a run logs, at its default interval: a
-round is as many steps as lie between two measurements of the KL to the reference (at 2.6M a single
-step, which has that measurement).  The plain step sorts its
-answers by length first, so that little is padding, computes logits where answers are, and gets the
-best of several micro-batches and both attention implementations (found by a short run of each),
-torch's fused AdamW, and the same malloc.  Beside it, without a goal: the step of the strong loop
-(benchmarks/lib/strong_loop.py), which has a forward pass of its own with fused projections."""
+reports the peak memory of a step, each in a separate process.  A step has 32 prompts with 8
+completions each, leave-one-out advantages, PPO clipped against the behavior policy, gradient
+clipping, AdamW.  Ours also computes every diagnostic that a run logs, at its default interval: a
+round consists of the steps between two measurements of the KL to the reference (at 2.6M a single
+step, with that measurement).  The plain step sorts its completions by length, so that little is
+padding, computes logits only for response tokens, and gets the best of several micro-batches and
+both attention implementations (by a short run of each), torch's fused AdamW, and the same malloc
+settings.  The step of the strong loop (benchmarks/lib/strong_loop.py), whose forward pass has
+fused projections, is measured too, without a goal."""
 
 from __future__ import annotations
 

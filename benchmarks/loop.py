@@ -1,34 +1,32 @@
-"""A step of real runs against the strongest rivals, synchronous runs and the limit; by turns.
+"""Compare a step of real runs with the strongest rivals, synchronous runs and the possible limit.
 
     OMP_NUM_THREADS=1 python benchmarks/loop.py [--quick] [--json] [--model DIR] [--parts speed ...]
         [--trl-python PYTHON]
 
-The learner's rate is 0 in all of them, so that all write and learn answers of the same lengths (a
-policy that drifts towards longer ones would be charged for it): every other part of a step is that
-of any run.  `curves` has runs that learn.
+The learning rate is 0 in all of them, so that all generate and train completions of the same
+lengths (a policy that drifts to longer ones would be at a disadvantage); all other parts of a
+step are those of any run.  In `curves` the runs learn.  Alternatives run by turns.
 
-Proves, on two cores, `sort`, 32 x 8 answers:
+Proves, on two cores, `sort`, 32 x 8 completions:
 - speed        a step takes at most 0.65 of the strong loop's (benchmarks/lib/strong_loop.py) with
                one thread or two, whichever is faster, and at most 0.33 of TRL's GRPO with its best
-               settings; with the `file` task and a reward function of one's own in its process at
-               most 1.05 of a step with the built-in reward; synchronous (max_lag = 0) at most 1.1
+               settings; with the `file` task and a custom reward function in a process at most
+               1.05 of a step with the built-in reward; synchronous (max_lag = 0) at most 1.1
                of the strong loop's; and at least 0.9 of the speed-up over synchronous that is
                possible, S_max = synchronous step / (k max(Tg, Tl + Tx)): Tg, Tl of the bare engine
-               and learner, k what they cost each other side by side, Tx = 0.  Synchronous is the
+               and learner, k their mutual slowdown, Tx = 0.  Synchronous is the
                fastest of one core, both cores for each phase and a core for each side.
 - curves       runs of 120 steps at the demo's rate against the strong loop at the same: seconds a
                step and a token, and held-out accuracy
 - reward       with rewards of 0.2 s and a long tail at least 1.5 times synchronous
-- own          a step with a cheap reward function of one's own, in one process, takes at most 1.05
-               of a step with the built-in reward; beside
-               it, the same as lists and as coroutines, and the process of the task's own reward
-               (reward.workers = 1)
+- own          a step with a cheap custom reward function in one process takes at most 1.05 of a
+               step with the built-in reward; also measured: the same function for lists and as a
+               coroutine, and the built-in reward in a process (reward.workers = 1)
 - publication  at most 1 % of a step for a model of at least 100 MB
 
-Rivals' settings (threads, how they wait, rows of a micro-batch, TRL's batch and attention, the way
-of the synchronous run) are found by one short run of each before the rounds.  How OpenMP's threads
-wait is what suits the strong loop best, and the same for all.
-"""
+Rivals' settings (threads, their wait policy, rows of a micro-batch, TRL's batch and attention,
+the synchronous run's use of cores) are chosen by one short run of each before the rounds.
+OpenMP's wait policy is the best one for the strong loop, and the same for all."""
 
 from __future__ import annotations
 

@@ -1,19 +1,18 @@
-"""What the loss with every diagnostic adds to a learner step, at [256, 1024] on one core.
+"""Measure what the loss with all diagnostics adds to a learner's step, at [256, 1024] on one core.
 
     OMP_NUM_THREADS=1 python benchmarks/losses.py [--quick] [--json]
 
-Proves: at most 3 %.  The same step twice, by turns: whole (decoupled PPO, truncated token weights,
-k3 against a reference in the loss, entropy, every diagnostic by lag bucket, all from the real
-learner) and bare (the same forward, backward and update for -sum A lp / N, with no entropy and no
-metrics).  The reference's logprobs are given: its forward pass is not what is measured. Beside
-that, from inside the whole steps: the share of the time that passes in the loss's own functions.
+Proves: at most 3 %.  The same step twice, by turns: complete (decoupled PPO, truncated token
+weights, k3 against a reference in the loss, entropy, every diagnostic by lag bucket, all from the
+real learner) and bare (the same forward, backward and update for -sum A lp / N, with no entropy
+and no metrics).  The reference's logprobs are given: its forward pass is not measured.  The share
+of the time in the loss's own functions is also measured inside the complete steps.
 
     OMP_NUM_THREADS=1 python benchmarks/losses.py --methods [--quick] [--json]
 
-Instead, without a goal: the step of every method for old samples (METHODS), of the advantages and
-measures that need passes of their own, over the step of PPO anchored on mu, all by turns, at
-[256, 256].
-"""
+This measures instead, without a goal, the step of every method for old samples (METHODS), and of
+the advantages and metrics that need extra passes, relative to PPO with mu as proximal policy, all
+by turns, at [256, 256]."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Memory of generator, learner and buffer from step 100 to step 3,000 of a run.
+"""Measure the memory of generator, learner and buffer from step 100 to step 3,000 of a run.
 
     OMP_NUM_THREADS=1 python benchmarks/memory.py [--quick] [--json] [--steps 3000]
 
-Proves: at most 1.05 of what each process held at step 100.  A real run of three processes, with
-answers of at most 12 tokens in batches of 4 x 4, so that 3,000 steps take minutes.  What is
-measured is what a process alone holds (USS: pages that it shares, such as the ring's, are counted
-by none), as the median of what was seen around each of the two steps.  The buffer remembers what
-became of the last 200,000 samples: 48,000 have come by then."""
+Proves: each process grows to at most 1.05 of its memory at step 100.  A real run of three
+processes has completions of at most 12 tokens in batches of 4 x 4, so that 3,000 steps take
+minutes.  The USS is measured (shared pages, such as the ring's, count for no process), as the
+median of readings around each of the two steps.  The buffer remembers the last 200,000 samples,
+of which 48,000 exist by then."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""Peak memory of a learner and of a generator at 84k, 2.6M and 135M parameters, in float32 and
-bfloat16 on a CPU, against arithmetic.
+"""Compare the peak memory of learner and generator with arithmetic, for three model sizes.
+
+84k, 2.6M and 135M parameters, in float32 and bfloat16 on a CPU.
 
     asyncrl model get smollm2 models/smollm2
     OMP_NUM_THREADS=1 python benchmarks/memory_sizes.py models/smollm2 [--quick] [--json]
         [--sizes 84k 2.6M 135M]
 
-Proves: neither holds more at its peak (VmHWM) than MOST times what benchmarks/lib/memory_arithmetic
-says, a bare process included.  Each is a process of its own, one at a time, and does what it does
-in a run: the learner trains two batches of 8 x 8 answers and publishes; the generator pulls twice
-and writes answers in 16 rows.  The learner's own ring counts to it, as it does for the system.
-Memory does not depend on what else the machine does.
-"""
+Proves: neither holds more at its peak (VmHWM) than MOST times what
+benchmarks/lib/memory_arithmetic says, including a bare process.  Each runs alone in a process and
+works as in a run: the learner trains two batches of 8 x 8 completions and publishes; the
+generator pulls twice and generates in 16 rows.  The learner's ring counts as its memory, as it
+does for the system.  Memory does not depend on other load of the machine."""
 
 from __future__ import annotations
 

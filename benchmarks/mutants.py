@@ -1,20 +1,22 @@
-"""Do the fast tests notice a changed line?  Mutants of the mathematics, the learner, the buffer,
-the actors, the messages and the transport, each against the tests that run it.
+"""Test the fast tests with mutants: do they notice a changed line?
+
+Each mutant of the mathematics, the learner, the buffer, the actors, the messages and the
+transport runs against the tests that reach it.
 
     make mutants MUTANTS="[--sample 600] [--seed 0] [--module PART] [--quick] [--json]"
 
 Proves: at least 90 % of a seeded sample are killed, and at least 75 % of each file.  mutmut's
 operators make the mutants of the files that `[tool.mutmut]` in pyproject.toml names.
-mutants_tests.json holds which fast test files run which source file; `--table` measures it anew.
-This process imports torch and the other packages once, and nothing of the project; every mutant is
-a fork of it that imports the project with one file changed in memory and runs, by pytest, the tests
-that reach the changed statement, until one fails.  Nothing on disk changes but the measurements,
-which are kept in .pytest_cache/mutants for as long as the files they are of stay the same.
+mutants_tests.json maps source files to the fast test files that run them; `--table` measures it
+again.  This process imports torch and the other packages once, but nothing of the project.  Every
+mutant is a fork that imports the project with one file changed in memory and runs, with pytest,
+the tests that reach the changed statement, until one fails.  Only measurements are written to
+disk; they are valid in .pytest_cache/mutants until their files change.
 
 A mutant is killed when a test fails, the import fails, or the tests take ten times the processor
-time they take without it.  Survivors that mutants_equivalent.toml lists, with the reason why no
-test can tell them apart, count on neither side.  Some of the drawn are run unchanged as well: what
-fails then is no mutant's, and the run ends.  --module PART: only mutants of the files whose path
+time they take without it.  Survivors listed in mutants_equivalent.toml, with the reason why no
+test can notice them, are not counted.  Some of the sample also run unchanged: a failure then is
+not caused by a mutant, and the program ends.  --module PART: only mutants of the files whose path
 contains PART, for --minutes at most; no result is written.  --planted: the mutants of
 mutants_planted.py, each against the one test that must notice it."""
 

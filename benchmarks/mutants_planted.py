@@ -1,8 +1,7 @@
-"""Mutants planted by hand, each with the one test that must notice it: what continuous integration
-runs (tests/project/test_planted_mutants.py).
+"""Mutants written by hand, each with the test that must notice it, for continuous integration.
 
-Each breaks one promise of the configuration in one line.  `old` stands once in the file; `new`
-takes its place."""
+tests/project/test_planted_mutants.py runs them.  Each breaks one promise of the configuration in
+one line: `old`, which occurs once in the file, is replaced by `new`."""
 
 from __future__ import annotations
 

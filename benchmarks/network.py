@@ -1,5 +1,6 @@
-"""A run whose generator is behind a slow link: two network namespaces of this machine, and a relay
-between them that delays, cuts connections and limits the rate.
+"""Run with a generator behind a slow link, which is simulated with two network namespaces.
+
+A relay between them delays, cuts connections and limits the rate.
 
     nice python benchmarks/network.py [--quick] [--json] [--only NAME ...] [--connect S]
 
@@ -9,21 +10,22 @@ between them that delays, cuts connections and limits the rate.
  learner 0.0.0.0:5556    <----------> relay <--> its weights: the same host, 5556
 ```
 
-Proves: over 20 ms each way, a connection cut with each 100 MB, 100 Mbit/s, and all of them, the run
-completes, no token is past the limit, the ledger closes, nothing is trained twice, `asyncrl doctor`
-names the link where it is what the run waits for, and a step takes what the arithmetic says.
+Proves: over 20 ms each way, a connection cut with each 100 MB, 100 Mbit/s, and all of them, the
+run completes, no token is past the limit, the ledger sums, nothing is trained twice, `asyncrl
+doctor` names the link where the run waits for it, and a step takes the time that arithmetic
+predicts.
 
-The arithmetic, of one generator that writes while the learner trains, and does not write while it
-fetches: seconds a step = those over the bare relay (measured before and after each link), or, where
-that is more, the seconds of these in which the generator neither was idle nor fetched
+The arithmetic is for one generator that generates while the learner trains, but not while it
+fetches.  Seconds a step = those over the bare relay (measured before and after each link), or the
+part of them in which the generator was neither idle nor fetching, where that is more
     + versions a step that crossed the link, by the relay's count of bytes, each of
-          RTT                                            the first answer
-          + max(bytes / rate, (chunks - 1) // 4 * RTT)   four chunks of 1 MiB are under way
-      or of what it takes over the bare relay, where that is more
+          RTT                                            the first reply
+          + max(bytes / rate, (chunks - 1) // 4 * RTT)   four chunks of 1 MiB are in flight
+      or the time over the bare relay, where that is more
     + cuts a step, each of zmq's 50 ms, five RTT for a new connection with keys and its first
-      answer, and a chunk that comes again
+      reply, and a repeated chunk
 
-Needs root and iproute2; where no namespaces can be made it says so and ends with 3.  --quick: a
+Needs root and iproute2; exits with 3 where no namespaces can be created.  --quick: a
 small model, one link with all of it, 1 Mbit/s; nothing is judged by the clock."""
 
 from __future__ import annotations

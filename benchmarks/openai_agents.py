@@ -1,6 +1,7 @@
-"""A framework that nobody here wrote, trained through the endpoint: the openai-agents SDK, its
-runner and its tool loop, on the calculator's task.  It is no dependency: have an environment with
-openai-agents in it, and run
+"""Train an external framework through the endpoint: the openai-agents SDK on the calculator task.
+
+The SDK, its runner and its tool loop are unchanged.  It is not a dependency: make an environment
+with openai-agents, and run
 
     cp -r models/calc models/calc_tools              # a warm start of configs/calc.toml
     python benchmarks/openai_agents.py template > models/calc_tools/chat_template.jinja
@@ -8,8 +9,8 @@ openai-agents in it, and run
         --set model.path=models/calc_tools --set agent.parser=benchmarks/openai_agents.py:called
     python benchmarks/openai_agents.py RUN           # by that environment's Python
 
-The model knows no JSON: `called` makes a tool call of what it writes before its answer, and the
-template writes that back as it was.
+The model does not write JSON: `called` converts the text before its answer into a tool call, and
+the template converts it back.
 """
 
 from __future__ import annotations

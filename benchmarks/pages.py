@@ -1,8 +1,8 @@
-"""Make the pages in benchmarks/results readable: put the plot library beside those that ask for it.
+"""Copy the plot library next to the pages in benchmarks/results that need it.
 
     python benchmarks/pages.py
 
-The library is the installed plotly's own; no page loads anything from elsewhere."""
+The library is that of the installed plotly; the pages load nothing from the network."""
 
 from __future__ import annotations
 

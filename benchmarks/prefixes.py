@@ -1,11 +1,12 @@
-"""Sessions of six turns in the embedded engine, with and without keys and values of earlier calls.
+"""Measure the embedded engine's prefix cache on sessions of six turns.
 
     OMP_NUM_THREADS=1 python benchmarks/prefixes.py [--quick] [--json]
 
-Every session begins with the same text; each turn adds an answer and an observation, so that the
-last prompt is about thirty times as long as what the last turn has new.  Judged by the CPU time of
-the process, by turns; encoded tokens are counted beside it.  The other way round: calls that share
-nothing and never come back, for which keeping is only work."""
+Every session begins with the same text; each turn adds a completion and an observation, so that
+the last prompt is about thirty times as long as the new part of the last turn.  With and without
+the cache run by turns and are compared by the CPU time of the process; encoded tokens are counted
+too.  The opposite case is calls that share nothing and never return, for which the cache is only
+overhead."""
 
 from __future__ import annotations
 

@@ -1,14 +1,13 @@
-"""The demo on a Ray cluster, to its accuracy, with one host lost on the way.
+"""Run the demo on a Ray cluster to its final accuracy, and lose one host during the run.
 
     OMP_NUM_THREADS=1 python benchmarks/ray_run.py [--quick] [--json] [--lose STEP] [--seed N]
 
 A cluster of three raylets on this machine (ray.cluster_utils): buffer and learner on one, a
 generator on each of the others.  After STEP batches a raylet that has a generator is killed, and
-another joins.  Proves: the run ends by itself with exit code 0; held-out accuracy is at least 0.80
-(n = 1024, temperature 1, final weights); every batch was trained on, in order, no ticket in two of
-them, no token past the limit; the ledger sums.  --quick: 12 steps, which proves nothing of
-accuracy.
-"""
+another joins.  Proves: the run ends by itself with exit code 0; held-out accuracy is at least
+0.80 (n = 1024, temperature 1, final weights); every batch was trained on, in order, no ticket in
+two of them, no token past the limit; the ledger sums.  --quick: 12 steps, which proves nothing of
+accuracy."""
 
 from __future__ import annotations
 

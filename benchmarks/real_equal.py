@@ -1,21 +1,23 @@
-"""A real model through every way that a run may take it, against transformers' own
-log-probabilities; and the memory that the loss takes over its large vocabulary.
+"""Compare a real model's log-probabilities in every part of a run with transformers'.
+
+Also measured: the loss's memory with a large vocabulary.
 
     asyncrl model get smollm2 models/smollm2
     OMP_NUM_THREADS=1 python benchmarks/real_equal.py models/smollm2 [--json] [--parts forms ...]
     OMP_NUM_THREADS=1 python benchmarks/real_equal.py --quick        of a tiny random model
 
 Prompts of 10 to 1,000 tokens through the model's chat template, with and without a system turn, one
-of plain text; two answers each, drawn by the engine, whose prompt both sides encode once.  Proves:
+of plain text; two completions each, sampled by the engine; both sides encode the prompt once.
+Proves:
 - forms     the packed forward and the embedded engine, its weights through a real ring, in float32:
-            no token further than 1e-4 nats from transformers; in bfloat16 ours are no further from
-            the float32 values than BOUND times transformers' own bfloat16, on average; what came
-            out of the ring is what was published, bit for bit, a tied head once
+            no token further than 1e-4 nats from transformers; in bfloat16 ours are on average at
+            most BOUND times as far from the float32 values as transformers' bfloat16; the weights
+            from the ring are bitwise those that were published, a tied head once
 - exact     in exact mode engine and learner agree in every bit, and with transformers to 1e-4
 - vllm      vLLM after a swap of all weights, as the embedded engine
 - deepspeed the learner by torch and by two ranks of each ZeRO stage: its log-probabilities of the
-            shorter answers as in forms, and after a step weights that lie less than 1 % of that
-            step's length from torch's
+            shorter completions as in forms, and after a step the weights differ from torch's by
+            less than 1 % of the step's length
 - loss      the loss adds the same memory for any number of tokens
 """
 

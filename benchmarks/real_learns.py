@@ -1,15 +1,14 @@
-"""A pretrained model learns on this machine: a config of SmolLM2's from its start to its end.
+"""Train a pretrained model on this machine: a config of SmolLM2 from start to end.
 
     asyncrl model get smollm2 models/smollm2
     OMP_NUM_THREADS=1 python benchmarks/real_learns.py models/smollm2 [--config NAME]
         [--set KEY=VALUE ...] [--quick] [--json]
 
-The config runs as `asyncrl run` runs it.  Proves: held-out accuracy gains more than chance, that is
-its 95 % interval (Wilson) at the end lies above that at the start; the same of names that training
-never shows; the run takes at most an hour, evaluations included; no token is past the limit.  The
-run's report is kept beside the result.  --quick: 2 steps, few prompts, which proves nothing of
-accuracy.
-"""
+The config runs as in `asyncrl run`.  Proves: held-out accuracy gains more than chance: its 95 %
+interval (Wilson) at the end lies above that at the start; the same holds for names that do not
+occur in training; the run takes at most an hour, evaluations included; no token is past the
+limit.  The run's report is stored with the result.  --quick: 2 steps, few prompts, which proves
+nothing of accuracy."""
 
 from __future__ import annotations
 

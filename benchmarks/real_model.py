@@ -1,13 +1,14 @@
-"""A real model of 135 million parameters: engine, learner, weight swap and whole runs against what
-transformers and a synchronous run do with it.
+"""Compare engine, learner, weight swap and runs of a model with 135 million parameters with rivals.
+
+The rivals are transformers and a synchronous run.
 
     asyncrl model get smollm2 models/smollm2
     OMP_NUM_THREADS=1 python benchmarks/real_model.py models/smollm2 [--json] [--parts engine ...]
     OMP_NUM_THREADS=1 python benchmarks/real_model.py --quick        of a tiny random model
 
 Proves, by turns, medians of five rounds:
-- engine   answers whose longest is three times the mean: at least 1.3 times the tokens a second of
-           transformers' `generate`, each in float32 or bfloat16, whichever it does best; `generate`
+- engine   completions, the longest three times the mean: at least 1.3 times the tokens a second of
+           transformers' `generate`, each in the faster of float32 and bfloat16; `generate`
            with eager and sdpa attention, dynamic and static cache, three batch sizes; one core
 - learner  a step at least as fast as the same step by transformers' modules, both sorted by length,
            in float32; the rival gets the best of several micro-batches and both attentions; one
@@ -17,9 +18,9 @@ Proves, by turns, medians of five rounds:
            each gets its fastest way, the synchronous one of one core, both cores for each phase, a
            core for each side; the asynchronous one of a core for each side, two threads for the
            learner, two for each; by the token, at rate 0
-Settings are found before the rounds by one run of each, in CPU time; of `run` by its steps' time.
-`generate`'s rows are found for its best attention, type and cache.  Each part has a result of its
-own.
+Settings are chosen before the rounds by the CPU time of one run of each, for `run` by its step
+time.  `generate`'s rows are chosen for its best attention, type and cache.  Each part writes one
+result.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Exact mode repeats bitwise whoever writes the answers: `asyncrl run` with one to three
-generators, and with some killed on the way.
+"""Check that exact mode repeats bitwise with one to three generators, also when some are killed.
 
     python benchmarks/repeatable.py [--quick] [--json] [--steps 16]
 
-Proves: synchronous, and at a constant injected lag of 2, real runs of the demo's task have the same
-final weights and the same metrics at every step with 1, 2 and 3 generators, when generators are
-killed by SIGKILL in the middle, when the learner is, and after a stop and resume.  Beside them the
-same runs without exact mode: do they differ, so that this shows something?"""
+Proves: synchronous, and at a constant injected lag of 2, real runs of the demo's task have the
+same final weights and the same metrics at every step with 1, 2 and 3 generators, when generators
+are killed by SIGKILL in the middle, when the learner is, and after a stop and resume.  The same
+runs without exact mode show whether the comparison can fail: they should differ."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The buffer with 1, 10, 100 and 1,000 generators.
+"""Measure the buffer with 1, 10, 100 and 1,000 generators.
 
     OMP_NUM_THREADS=1 python benchmarks/scale.py [--quick] [--json] [--parts sockets waiting]
 
-sockets   the real buffer process; each generator and the learner with a connection of its own, and
-          all of a generator but its engine (lib/crowd_of_peers.py).  Each asks for eight samples,
+sockets   the real buffer process; each generator and the learner has its own connection, and is
+          complete except for the engine (lib/crowd_of_peers.py).  Each asks for eight samples,
           delivers a group, asks again, renews twice a second, and asks again after
           `wires.retry_s`.  Flat out under limit 2, so that most wait where there are many:
           trajectories a second, the buffer's CPU a trajectory, its memory a generator.  At a pace,
@@ -11,11 +11,11 @@ sockets   the real buffer process; each generator and the learner with a connect
           generator waits for its tickets.
 waiting   the service with store, journal and metrics in this process, its socket a list, in the
           three durability modes: generators that wait cost the others nothing.  In `disk` replies
-          wait for the disk's sync, as in the service's own loop; the CPU of the thread that syncs
-          counts.  Beside it stands what a renewal costs.
+          wait for the disk's sync, as in the service; the CPU of the syncing thread counts.  The
+          cost of a renewal is measured too.
 
-Goals: with 1,000 generators a trajectory takes at most 1.5 times the CPU that it takes with 10, in
-both parts, and every mode."""
+Goals: with 1,000 generators a trajectory takes at most 1.5 times the CPU that it takes with 10,
+in both parts, and every mode."""
 
 from __future__ import annotations
 

@@ -4,10 +4,9 @@
     python benchmarks/shape.py --where    and the places beyond, worst first
 
 Code is counted over asyncrl, actors, buffer and learner, prose also over README, CONTRIBUTING and
-docs (without docs/log).  Tokens a line: names, operators, numbers and strings, over the lines that
-hold any.  One-letter names: bound outside comprehensions, lambdas and the modules of MATHEMATICS,
-where a letter is that of the formula.  Dialect: see lib/prose.py.
-"""
+docs (without docs/log).  Tokens a line: names, operators, numbers and strings, over the lines
+that hold any.  One-letter names: bound outside comprehensions, lambdas and the modules of
+MATHEMATICS, where a letter is that of the formula.  Dialect: see lib/prose.py."""
 
 from __future__ import annotations
 

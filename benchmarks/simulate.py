@@ -1,9 +1,9 @@
-"""`asyncrl simulate` against real runs: times fitted to one run predict runs with other settings.
+"""Compare `asyncrl simulate` with real runs: times fitted to one run predict other settings.
 
-In every round one run of configs/demo.toml (limit 2) is made and fitted; then runs with other
-settings are made, and predicted with the times of the first: lag histograms (total variation) and
-idle shares (points).  What two real runs of the same settings differ by, from round to round,
-stands beside it: the machine is shared, and no prediction can be better than a repetition."""
+In every round one run of configs/demo.toml (limit 2) is fitted; then runs with other settings are
+made, and predicted with the times of the first: lag histograms (total variation) and idle shares
+(points).  The difference of two real runs of the same settings, from round to round, is reported
+too: the machine is shared, and no prediction can be better than a repetition."""
 
 from __future__ import annotations
 

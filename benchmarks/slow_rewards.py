@@ -1,13 +1,13 @@
-"""Rewards of 0.2 s with a long tail: asynchronous against the same synchronous run.
+"""Compare an asynchronous with a synchronous run where rewards take 0.2 s, with a long tail.
 
     OMP_NUM_THREADS=1 python benchmarks/slow_rewards.py [--quick] [--json] [--workers SYNC ASYNC]
     OMP_NUM_THREADS=1 python benchmarks/slow_rewards.py --find 8 16 32 64
 
-Proves: at least 1.5 times the speed, over 60 steps, each with the number of reward processes that
-suits it best (`--find` looks for it, by short runs of both; the defaults are what it found).  A
-call waits 0.2 s or more as for a judge elsewhere (Pareto, exponent 2.5, at most 4 s, drawn anew for
-each) and takes no core.  Real runs of three processes and the pool; batches of 4 x 4, learning
-rate 0, so that both write answers of the same lengths; by turns, five rounds."""
+Proves: at least 1.5 times the speed, over 60 steps, each with its best number of reward processes
+(`--find` searches for it with short runs of both; the defaults are its result).  A call waits 0.2
+s or more, as for a remote judge (Pareto, exponent 2.5, at most 4 s, sampled per call), and uses
+no core.  Real runs of three processes and the pool; batches of 4 x 4, learning rate 0, so that
+both generate completions of the same lengths; by turns, five rounds."""
 
 from __future__ import annotations
 

@@ -1,14 +1,13 @@
-"""How long each process takes before it works, in CPU seconds, against the imports that it leaves
-out.
+"""Measure the startup of each process in CPU seconds, against the imports that it avoids.
 
     OMP_NUM_THREADS=1 python benchmarks/startup.py [--quick] [--json]
 
-By turns, in an order that changes; ratios within a round are judged.  The rival is what a process
-built on transformers pays before its first line: `import torch`, and transformers' classes for a
-model and its tokenizer.  CPU seconds are user and system time of the process and its threads: to
-its end for commands, to the moment that it is ready for the parts.  Ready: the buffer answers; the
-generator (tokenizer, engine) and the learner (model, optimizer, weights in the ring) have sent
-their hello to a buffer's socket held here.  --quick: one round, goals not judged."""
+By turns, in an order that changes; ratios within a round are judged.  The rival is the imports
+of a process built on transformers: `import torch`, and transformers' classes for a model and its
+tokenizer.  CPU seconds are user and system time of the process and its threads: to
+its end for commands, to the moment that it is ready for the parts.  Ready: the buffer answers;
+the generator (tokenizer, engine) and the learner (model, optimizer, weights in the ring) have
+sent their hello to a buffer's socket held here.  --quick: one round, goals not judged."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Every figure of README and docs/performance.md: measure them, and one table of them all with
-their goals; what is not met, or not measured against its present rival, is marked.
+"""Print all figures of README and docs/performance.md with their goals, and measure them.
 
-    python benchmarks/table.py [--only NAME ...] [--json]     what is committed
+    python benchmarks/table.py [--only NAME ...] [--json]          the committed results
     python benchmarks/table.py --run [--quick] [--only NAME ...]   run the programs first
+
+Goals that are missed, or not measured against the present rival, are marked.
 
 Quick runs show that a program works and write nothing.
 """

@@ -1,28 +1,28 @@
-"""Answers from a producer through the buffer to a consumer, against what people would take instead.
+"""Compare the buffer with other queues, for samples from a producer to a consumer.
 
     OMP_NUM_THREADS=1 python benchmarks/transport.py [--quick] [--json] [--rivals raw redis ...]
         [--redis-python PYTHON] [--ray-python PYTHON] [--reverb-python PYTHON]
         [--straw-python PYTHON] [--folder DIR]
 
-Proves: a store that loses nothing and checks everything costs little beside a queue that does
-neither.  Batches of 32 x 8 answers of 64, 1k and 16k tokens, by turns:
+Proves: a store that loses nothing and checks everything costs little more than a queue that does
+neither.  Batches of 32 x 8 samples of 64, 1k and 16k tokens, by turns:
 
-- ours, the real process with its real store over its real socket, once it holds what it keeps,
-  played by benchmarks/buffer.py's peer: `memory`, `process` and `disk` over ipc; `memory` over
+- ours, the real process with its real store and socket, after its memory has filled, with the peer
+  of benchmarks/buffer.py: `memory`, `process` and `disk` over ipc; `memory` over
   TCP, plain and with CURVE
 - raw: zmq without a store, through a forwarder
 - redis: streams, in memory; `redis, AOF always`: with an fsync before each reply, as `disk` has it
 - ray: ray.util.queue;  reverb: its queue;  straw: straw-queue, durable
 
-Rivals (benchmarks/lib/transport_rivals.py) hand the same answers over, encoded alike, each in a
-process of its own and with its best settings, found by a short run of several numbers of answers in
-a message and of messages in a call; what malloc is told, all are.  Every batch is counted, in
-answers and in bytes; the first one of each is compared byte by byte.  Ray's own processes are never
-idle: it has rounds of its own, against `memory`.  A rival that cannot be had is said, in the result
-and as a goal that is not met.
+Rivals (benchmarks/lib/transport_rivals.py) transport the same samples in the same encoding, each
+in a separate process with its best settings, chosen by short runs over the number of samples in a
+message and of messages in a call; all have the same malloc settings.  Every batch is counted, in
+samples and in bytes; the first of each is compared byte by byte.  Ray's processes are never idle:
+it has separate rounds, against `memory`.  A rival that is not installed is named in the result,
+and counts as a missed goal.
 
-Goals, in answers a second, ours over the rival's: see GOALS; and CPU time of all processes for a
-durable answer of 1k tokens."""
+Goals, in samples a second, ours over the rival's: see GOALS; and CPU time of all processes for a
+durable sample of 1k tokens."""
 
 from __future__ import annotations
 

@@ -1,21 +1,20 @@
-"""Our generator with vLLM inside against bare vLLM: CPU time a token, the cost of a weight swap,
-the time to start.
+"""Compare our generator with vLLM inside with bare vLLM: CPU time, weight swap and startup.
 
     OMP_NUM_THREADS=1 python benchmarks/vllm_engine.py [--quick] [--json] [--rounds N] [--parts
     tokens swap start]
 
-Proves: the whole generator (tickets, seeds, spans, text, rewards, encoded deliveries) takes at most
-5 % more CPU time a token than `vllm.LLM.generate` with log-probabilities on the same prompts; with
-136 MB of weights a swap, probe included, costs at most twice a plain copy of the weights on top of
-the engine's own part; a generator is ready in under 12 s.  Each side is a process of its own on the
-same core, answers are equally long, rounds alternate.  The generator is the real one; only the
-socket is cut short.
+Proves: the whole generator (tickets, seeds, spans, text, rewards, encoded deliveries) takes at
+most 5 % more CPU time a token than `vllm.LLM.generate` with log-probabilities on the same
+prompts; with 136 MB of weights a swap, probe included, costs at most twice a plain copy of the
+weights on top of the engine's own part; a generator is ready in under 12 s.  Each side is a
+separate process on the same core, completions are equally long, rounds alternate.  The generator
+is the real one, except for a replaced socket.
 
-A swap comes in the middle of 64 answers: what it costs is the load, and by how much longer the next
-step takes for the probe in it.  The engine's own part, three readings: vLLM's packing of the
-matrices for its kernels, timed alone; the 22 ms that vLLM takes to pause and resume (ours needs
-neither); nothing, the whole swap against the copy.  It begins with the pulled bytes in memory;
-`taken` adds the copy out of the ring and its checksum, to a swap of an idle engine."""
+A swap happens in the middle of 64 completions; its cost is the load, and the additional time of
+the next step for the probe.  There are three readings of the engine's own part: vLLM's packing of
+the matrices for its kernels, timed alone; the 22 ms that vLLM takes to pause and resume (ours
+needs neither); and nothing, the whole swap against the copy.  A swap begins with the pulled bytes
+in memory; `taken` adds the copy out of the ring and its checksum, to a swap of an idle engine."""
 
 from __future__ import annotations
 

@@ -1,14 +1,13 @@
-"""Weights from the learner's memory to a generator's, against one memcpy of the same bytes.
+"""Compare the way of weights from learner to generator with one memcpy of the same bytes.
 
     OMP_NUM_THREADS=1 python benchmarks/weights.py [--quick] [--json] [--sizes 84k 2.6M 135M]
 
-Proves: publish and pick up, checksums apart, take at most 2 memcpys.  Publish is the learner's own
-(`Publisher.publish`: a slot is taken, the parameters are copied and looked at for numbers that are
-not finite, the label is set), pick up a generator's own (`WeightsReceiver.pull`: pinned, copied out
-of the mapping, found whole, seen as tensors); both through a real ring in /dev/shm, by turns with
-the memcpy, one thread each.  Checksums are left out by a stand-in for the library that makes them;
-beside the goals stands what they add, and what the engine then takes to fuse the weights into the
-shapes that it multiplies by."""
+Proves: publish and pick up, checksums apart, take at most 2 memcpys.  Publish is the learner's
+`Publisher.publish` (reserve a slot, copy the parameters, check that they are finite, set the
+label), pick up the generator's `WeightsReceiver.pull` (pin the slot, copy it out of the mapping,
+check it, view it as tensors); both use a real ring in /dev/shm, by turns with the memcpy, one
+thread each.  Checksums are disabled by a stand-in for their library; their cost, and the engine's
+time to fuse the weights for its kernels, are reported too."""
 
 from __future__ import annotations
 

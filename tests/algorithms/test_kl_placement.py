@@ -1,5 +1,4 @@
-"""benchmarks/kl_placement.py: what its arms are, late ones too, and that a run of them ends in a
-table."""
+"""benchmarks/studies/kl_placement.py: its arms, also with lag, and a run that ends in a table."""
 
 from __future__ import annotations
 

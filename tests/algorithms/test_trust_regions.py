@@ -1,6 +1,4 @@
-"""What benchmarks/trust_regions.py computes: arms that a config allows, and a rate that moves what
-it should.
-"""
+"""benchmarks/studies/trust_regions.py: its arms, and the rate that reaches an equal KL."""
 
 from __future__ import annotations
 
@@ -16,8 +14,7 @@ from asyncrl.experiments.compare import sweep
 
 @pytest.fixture
 def program(monkeypatch: pytest.MonkeyPatch) -> Any:
-    # last: benchmarks/learner.py must not hide the package
-    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks" / "studies")])
     import trust_regions
 
     return trust_regions

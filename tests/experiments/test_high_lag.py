@@ -1,4 +1,4 @@
-"""benchmarks/high_lag.py: what it runs, how it chooses a rate, and what its verdict may say."""
+"""benchmarks/studies/high_lag.py: its runs, its choice of a rate, and its possible verdicts."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def program(monkeypatch: pytest.MonkeyPatch) -> Any:
-    # last: benchmarks/learner.py must not hide the package
-    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks" / "studies")])
     import high_lag
 
     return high_lag

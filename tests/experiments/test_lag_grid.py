@@ -1,6 +1,4 @@
-"""benchmarks/lag_grid.py: its arms, how many updates a batch they make, and that the tables say
-it.
-"""
+"""benchmarks/studies/lag_grid.py: its arms and their updates a batch, and the tables."""
 
 from __future__ import annotations
 
@@ -16,8 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def grid(monkeypatch: pytest.MonkeyPatch) -> Any:
-    # last: benchmarks/learner.py must not hide the package
-    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks" / "studies")])
     import lag_grid
 
     return lag_grid

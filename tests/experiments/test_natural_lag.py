@@ -1,4 +1,4 @@
-"""benchmarks/natural_lag.py: accuracy at equal time, and what its arms are."""
+"""benchmarks/studies/natural_lag.py: accuracy at equal time, and what its arms are."""
 
 from __future__ import annotations
 

@@ -214,8 +214,7 @@ def test_a_late_run_repeats_bitwise(late_runs: dict[str, dict[str, Any]]) -> Non
 
 
 def test_what_a_rule_took_is_a_share_of_what_it_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    # last: benchmarks/buffer.py must not hide the package
-    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks" / "studies")])
     import orders
 
     lines = {

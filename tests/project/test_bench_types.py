@@ -56,7 +56,11 @@ def checked(into: Path) -> list[str]:
     """What mypy says of the programs copied to `into`, a line each."""
     config = into.parent / "mypy.ini"
     config.write_text(CONFIG.format(root=ROOT))
-    programs = sorted(path.name for path in into.glob("*.py"))
+    programs = sorted(
+        str(path.relative_to(into))
+        for place in ("*.py", "studies/*.py")
+        for path in into.glob(place)
+    )
     argv = [sys.executable, "-m", "mypy", "--config-file", str(config), *programs, "lib"]
     ended = subprocess.run(argv, cwd=into, capture_output=True, text=True)
     assert ended.returncode in (0, 1), ended.stdout + ended.stderr

@@ -1,18 +1,18 @@
-"""Trust regions against each other at equal KL moved per batch: PPO, DPPO, M2PO, CISPO, GSPO and
-IS-reshape with repair D, at lag 0, 4, 16.
+"""Compare trust regions at equal KL moved per batch, at lag 0, 4 and 16.
 
     # calibrate, then the runs; lags 0 and 4 before 16
-    python benchmarks/trust_regions.py --out runs/trust
-    # the result of what is finished, run nothing
-    python benchmarks/trust_regions.py --out runs/trust --table
+    python benchmarks/studies/trust_regions.py --out runs/trust
+    # only write the result of the finished runs
+    python benchmarks/studies/trust_regions.py --out runs/trust --table
 
-At one learning rate a tighter trust region moves less and looks safer for that alone.  So each arm
-first gets the rate at which the mean of `kl/moved` (KL(policy before || after a batch), nats a
-token) over short synchronous runs is the same, PPO's at --lr unless --target says another: secant
-steps on the logarithms.  Then every arm runs at its rate at every lag, with several optimizer steps
-a batch, so that a trust region acts at all; differences are against PPO at the same lag, paired by
-seed.  Runs go through the real store, engine and learner in warm processes; interrupted, the same
-command goes on run by run."""
+The arms are PPO, DPPO, M2PO, CISPO, GSPO and IS-reshape with repair D.  At equal learning rates a
+tighter trust region moves less, and looks safer for that reason alone.  So each arm first gets
+the rate at which the mean of `kl/moved` (KL(policy before || after a batch), nats a token) over
+short synchronous runs equals PPO's at --lr (or --target), by secant steps on the logarithms.
+Then every arm runs at its rate at every lag, with several optimizer steps a batch, so that trust
+regions act.  Differences are against PPO at the same lag, paired by seed.  Runs use the real
+store, engine and learner in warm processes.  The same command resumes an interrupted study run by
+run."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ import statistics
 import sys
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for lib
 
 from lib import results_file, rounds
 

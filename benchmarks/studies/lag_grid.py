@@ -1,20 +1,21 @@
-"""Injected lag x correction x seeds: which corrections collapse, and at what lag.
+"""Run a grid of injected lag, correction and seed, to see which corrections collapse at what lag.
 
-    python benchmarks/lag_grid.py --out runs/grid  # everything: three tasks, lags 0 to 16, 5 seeds
-    python benchmarks/lag_grid.py --out runs/grid --only rle-5e-4 --seeds 3 --lags 0,4,8
+    # everything: three tasks, lags 0 to 16, five seeds
+    python benchmarks/studies/lag_grid.py --out runs/grid
+    python benchmarks/studies/lag_grid.py --out runs/grid --only rle-5e-4 --seeds 3 --lags 0,4,8
     # five finished cells again, as real processes; kept for the result
-    python benchmarks/lag_grid.py --out runs/grid --check 5
-    # write the result of what is finished, run nothing
-    python benchmarks/lag_grid.py --out runs/grid --table
-    # two lags, three batches, one seed: does it work?  Writes no result
-    python benchmarks/lag_grid.py --out runs/grid --quick
+    python benchmarks/studies/lag_grid.py --out runs/grid --check 5
+    # only write the result of the finished runs
+    python benchmarks/studies/lag_grid.py --out runs/grid --table
+    # a quick test with two lags, three batches, one seed; writes no result
+    python benchmarks/studies/lag_grid.py --out runs/grid --quick
 
-Decoupled PPO's clip bounds what a batch's own updates move: with one update it is inert, and `tis`
-and `mis` are their weights alone.  So there are arms with UPDATES updates a batch too (`tis-4`,
-`mis-4`, beside `none-4` and `ppo-4`), at half the rate: a batch moves the policy one to two times
-as far as one update does (noise adds up as a root, a direction as a sum).  Tables and pages say how
-many updates an arm makes. Each run goes through the real store, admission, engine and learner in a
-warm process; interrupted, the same command goes on run by run."""
+Decoupled PPO's clip bounds the movement of a batch's own updates: with one update it does
+nothing, and `tis` and `mis` are only their weights.  So there are also arms with UPDATES updates
+a batch (`tis-4`, `mis-4`, with `none-4` and `ppo-4`), at half the rate: a batch then moves the
+policy one to two times as far as one update (noise adds up as a root, a direction as a sum).
+Tables and pages give each arm's updates.  Each run uses the real store, admission, engine and
+learner in a warm process.  The same command resumes an interrupted study run by run."""
 
 from __future__ import annotations
 
@@ -27,6 +28,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for lib
 
 from lib import results_file
 

@@ -1,23 +1,25 @@
-"""`rlenarrow`: RL on runs of 1 and 2 forgets runs of 4 to 6.  What keeps them: a KL term, KL early
-stopping, or ending the run in time?
+"""Compare ways to keep what `rlenarrow` forgets: a KL term, early stopping, or a shorter run.
 
-    # three seeds, each with a warm start of its own (850 steps)
-    python benchmarks/kl_narrow.py --out runs/narrow
-    # the result of what is finished, run nothing
-    python benchmarks/kl_narrow.py --out runs/narrow --table
+    # three seeds, each with its own warm start (850 steps)
+    python benchmarks/studies/kl_narrow.py --out runs/narrow
+    # only write the result of the finished runs
+    python benchmarks/studies/kl_narrow.py --out runs/narrow --table
 
-Synchronous, rloo.  Held-out has runs of 1 and 2 (what RL trains), the out-of-distribution set runs
-of 4 to 6 (what it forgets); both exact.
+RL on runs of 1 and 2 forgets runs of 4 to 6.  Synchronous, rloo.  Held-out has runs of 1 and 2
+(which RL trains), the out-of-distribution set runs of 4 to 6 (which it forgets); both are exact.
 - KL terms: k1 in the reward, k3 in the loss, and distillation (see kl_placement.py).
-- KL early stopping inside a batch (`stop.kl_max`, KL(pi_prox || pi_theta)): it needs several
-  optimizer steps a batch, so these arms and their base make four.  It bounds every step and not
-  their sum.
-- Ending the run in time: the run without KL after n batches, bitwise the beginning of the longer
-  one, so that n can be chosen by its KL to the warm start (`kl_ref_last`, on its last batch).  `no
-  KL` carries a term of coefficient 1e-9, to measure that KL.
-"""
+- KL early stopping inside a batch (`stop.kl_max`, KL(pi_prox || pi_theta)) needs several optimizer
+  steps a batch, so these arms and their base make four.  It bounds every step, but not their sum.
+- A shorter run: the run without KL after n batches, bitwise the beginning of the longer one, so
+  that n can be chosen by its KL to the warm start (`kl_ref_last`, on its last batch).  `no KL` has
+  a term of coefficient 1e-9, to measure that KL."""
 
 from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for lib
 
 import kl_placement
 from lib import studies

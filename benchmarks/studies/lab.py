@@ -1,18 +1,21 @@
-"""The three experiments of `asyncrl lab` at their defaults, and `reshape` over five batches (80
-steps), as committed results.
+"""Run the three experiments of `asyncrl lab` at their defaults, as committed results.
 
-    OMP_NUM_THREADS=1 python benchmarks/lab.py [--only bias] [--quick] [--json]
+    OMP_NUM_THREADS=1 python benchmarks/studies/lab.py [--only bias] [--quick] [--json]
 
-Proves: what lab's verdicts claim beforehand holds (bias and variance by enumeration, no timing).
-About four minutes of one core."""
+`reshape` also runs over five batches (80 steps).  Proves: the verdicts that lab states beforehand
+hold (bias and variance by enumeration, no timing).  It takes about four minutes of one core."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for lib
 
 from lib import results_file, rounds
 

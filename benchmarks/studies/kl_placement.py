@@ -1,37 +1,41 @@
-"""KL placement x estimator x beta on `rlehack`, where only a KL term keeps the truth: which claims
-do small models show?
+"""Compare placement, estimator and beta of the KL term on `rlehack`, which needs one.
 
-    python benchmarks/kl_placement.py --out runs/kl  # beta 0.1 and 0.3, three seeds, synchronous
-    python benchmarks/kl_placement.py --out runs/kl --betas 0.1,0.3,0.01,0.05,1 --lag 4
-    python benchmarks/kl_placement.py --out runs/kl --lag 8 --places "k1 in reward,k3 in loss"
-    # late, with what is exact off policy and what is not; `rlenarrow`: what KL keeps out of
-    # distribution, at every place
-    python benchmarks/kl_placement.py --out runs/kl --lag 4 --places all,late
-    python benchmarks/kl_placement.py --out runs/kl --task rlenarrow --lr 5e-4 --groups 16 \
-        --steps 60 --betas 0.3,1.0 --distillation 0.3,1.0
-    # the result of what is finished, run nothing
-    python benchmarks/kl_placement.py --out runs/kl --table
+    # beta 0.1 and 0.3, three seeds, synchronous
+    python benchmarks/studies/kl_placement.py --out runs/kl
+    python benchmarks/studies/kl_placement.py --out runs/kl --betas 0.1,0.3,0.01,0.05,1 --lag 4
+    python benchmarks/studies/kl_placement.py --out runs/kl --lag 8 \
+        --places "k1 in reward,k3 in loss"
+    # with lag, including terms that are exact off policy
+    python benchmarks/studies/kl_placement.py --out runs/kl --lag 4 --places all,late
+    # `rlenarrow`: what KL keeps out of distribution, at every place
+    python benchmarks/studies/kl_placement.py --out runs/kl --task rlenarrow --lr 5e-4 \
+        --groups 16 --steps 60 --betas 0.3,1.0 --distillation 0.3,1.0
+    # only write the result of the finished runs
+    python benchmarks/studies/kl_placement.py --out runs/kl --table
 
-k1, k2, k3 in the reward and in the loss, with rloo and PPO's clip on the behaviour policy, beside
-no KL.  --lag k > 0: every sample is trained exactly k versions after it was written
-(staleness.inject).  Accuracies are exact (`==`), where training's checker says `in`.
+The arms are k1, k2 and k3 in the reward and in the loss, with rloo and PPO's clip on the behavior
+policy, and no KL.  --lag k > 0: every sample is trained exactly k versions after it was generated
+(staleness.inject).  Accuracies are exact (`==`), where training's checker accepts `in`.
 
-Two places matter late alone.  `k1 at mu in reward`: the KL of the policy that wrote the answers
-(kl.reward.at = behavior), where `k1 in reward` takes that of the policy to be trained.  `k3 prefix
-in loss`: weighted by its prefix's ratio to the behaviour policy, unbiased for whole answers
-(kl.loss.off_policy = prefix).
+Two placements only differ with lag.  `k1 at mu in reward` uses the KL of the behavior policy
+(kl.reward.at = behavior), `k1 in reward` that of the policy to be trained.  `k3 prefix in loss`
+is weighted by its prefix's ratio to the behavior policy, which makes it unbiased for whole
+completions (kl.loss.off_policy = prefix).
 
-Beside them plain distillation, with the warm start as the teacher, in two forms.  `distillation,
-beta`: the task's reward and beta times the exact reverse KL over the vocabulary at every state of
-the policy's own answers (on-policy distillation, Agarwal et al. 2024, arXiv 2306.13649): what k2
-and k3 in the loss estimate from one token; it is kl.loss.off_policy = prefix_full with discount 0.
-`distillation alone, 1`: the same without the task's reward (every policy weight cut at 1e-9), which
-must stay where it began: the floor that a KL term alone gives."""
+Two more arms are plain distillation with the warm start as the teacher.  `distillation, beta` has
+the task's reward and beta times the exact reverse KL over the vocabulary at every state of the
+policy's own samples (on-policy distillation, Agarwal et al. 2024, arXiv 2306.13649), which k2 and
+k3 in the loss estimate from one token; it is kl.loss.off_policy = prefix_full with discount 0.
+`distillation alone, 1` is the same without the task's reward (every policy weight cut at 1e-9).
+It must stay at its start, and gives the floor of a KL term alone."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for lib
 
 from lib import studies
 

@@ -1,20 +1,24 @@
-"""IS-reshape and its repairs against clip and no clip in real training, 16 epochs on every batch:
-accuracy, KL moved, gradient norm.
+"""Compare IS-reshape and its repairs with clip and no clip in training with 16 epochs a batch.
 
-    # three seeds, each with a warm start of its own
-    python benchmarks/reshape_epochs.py --out runs/reshape
-    # the result of what is finished, run nothing
-    python benchmarks/reshape_epochs.py --out runs/reshape --table
+    # three seeds, each with its own warm start
+    python benchmarks/studies/reshape_epochs.py --out runs/reshape
+    # only write the result of the finished runs
+    python benchmarks/studies/reshape_epochs.py --out runs/reshape --table
 
 `rle`, synchronous, rloo, AdamW; the arms are those of `asyncrl lab reshape`
-(asyncrl/experiments/lab/reshape.py), the repairs' budget 0.05 nats a token. Compared with `clip`
-(PPO).  KL(mu || theta) is the k3 estimate of every optimizer step's batch at that step, before it
-is taken: kl_mu_mean averages it over the steps of a batch and over batches, kl_mu_max is the batch
-where that mean is largest.  steps_mean: optimizer steps a batch."""
+(asyncrl/experiments/lab/reshape.py), the repairs' budget is 0.05 nats a token.  All arms are
+compared with `clip` (PPO) by accuracy, KL moved and gradient norm.  KL(mu || theta) is the k3
+estimate of every optimizer step's batch before that step: kl_mu_mean averages it over the steps
+of a batch and over batches, kl_mu_max is that of the batch with the largest mean.  steps_mean:
+optimizer steps a batch."""
 
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for lib
 
 from lib import studies
 

@@ -1,16 +1,15 @@
-"""Orders of service and rules at the limit, side by side: what each costs in time, in accuracy, and
-in answers, by their length.
+"""Compare orders of service and rules at the limit by time, accuracy, and lost tokens by length.
 
     # rle, limit 4, long-tailed delays by ticket, 3 seeds
-    python benchmarks/orders.py --out runs/orders
-    # the result of what is finished, run nothing
-    python benchmarks/orders.py --out runs/orders --table
+    python benchmarks/studies/orders.py --out runs/orders
+    # only write the result of the finished runs
+    python benchmarks/studies/orders.py --out runs/orders --table
 
-`pace` in ticket order waits for the oldest answer and loses nothing; `drop`, `mask` and
-`downweight` take groups in completion order or freshest first and pay in tokens.  Natural lag in
-warm processes: time is counted in decode steps, an update takes as long as the writing of a batch,
-and a ticket's answers come late by `staleness.delay` (a draw per ticket, the same in all arms).
-Interrupted, the same command goes on run by run."""
+`pace` in ticket order waits for the oldest sample and loses nothing; `drop`, `mask` and
+`downweight` take groups in completion order or freshest first, at the cost of tokens.  Natural
+lag in warm processes: time is counted in decode steps, an update takes as long as the generation
+of a batch, and a ticket's samples are late by `staleness.delay` (sampled once per ticket, the
+same in all arms).  The same command resumes an interrupted study run by run."""
 
 from __future__ import annotations
 
@@ -18,6 +17,8 @@ import statistics
 import sys
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for lib
 
 from lib import results_file, rounds
 

@@ -1,28 +1,28 @@
-"""Mismatch on purpose: the generator writes with coarser weights than the learner trains.  Which
-correction helps, and does it help late?
+"""Compare corrections when the generator's weights are coarser than the learner's, also with lag.
 
-    # three seeds, each with a warm start of its own
-    python benchmarks/mismatch.py --out runs/mismatch
+    # three seeds, each with its own warm start
+    python benchmarks/studies/mismatch.py --out runs/mismatch
     # which mismatch matters: no correction, one seed, several generators
-    python benchmarks/mismatch.py --out runs/mismatch --look
-    # begun without correction, gone on with MIS: `asyncrl run --resume`
-    python benchmarks/mismatch.py --out runs/mismatch --switch
-    # seed 0 again, in this process: what the learner's own policy can do
-    python benchmarks/mismatch.py --out runs/mismatch --learner
-    # under lag: 16 versions injected, every arm with and without mismatch
-    python benchmarks/mismatch.py --out runs/mismatch --lag 16
-    # which part of log pi / mu grows with lag: real runs, no correction but PPO on mu
-    python benchmarks/mismatch.py --out runs/mismatch --split
-    # the result of what is finished, run nothing
-    python benchmarks/mismatch.py --out runs/mismatch --table
+    python benchmarks/studies/mismatch.py --out runs/mismatch --look
+    # started without correction, continued with MIS: `asyncrl run --resume`
+    python benchmarks/studies/mismatch.py --out runs/mismatch --switch
+    # seed 0 again, in this process: the accuracy of the learner's own policy
+    python benchmarks/studies/mismatch.py --out runs/mismatch --learner
+    # with lag: 16 versions injected, every arm with and without mismatch
+    python benchmarks/studies/mismatch.py --out runs/mismatch --lag 16
+    # which part of log pi / mu grows with lag: real runs, with PPO on mu as the only correction
+    python benchmarks/studies/mismatch.py --out runs/mismatch --split
+    # only write the result of the finished runs
+    python benchmarks/studies/mismatch.py --out runs/mismatch --table
 
-`rle`, synchronous (lag 0), so that mu differs from pi_prox by the engine's numbers alone: `bf16`
-computes in bfloat16; `b3` has weights rounded to 3 stored mantissa bits, as fp8 e4m3 has them, `b2`
-to 2, as e5m2 (generator.mantissa_bits).  The learner is fp32.  On a warm start k3 is 1e-4 for bf16,
-4e-3 for b3, 1.7e-2 for b2, 6e-2 for b1. Compared with `fp32, none`, and within each generator with
-`none`; under lag with `fp32, bypass`, each arm with itself in fp32, and within each generator with
-`bypass`.  Accuracies are the generator's own, coarse weights and all; `--learner` adds the accuracy
-of the fp32 policy at the end of finished runs, with transformers' own sampling."""
+`rle`, synchronous (lag 0), so that mu differs from pi_prox only by the engine's numbers: `bf16`
+computes in bfloat16; `b3` has weights rounded to 3 stored mantissa bits, like fp8 e4m3, `b2` to
+2, like e5m2 (generator.mantissa_bits).  The learner is fp32.  On a warm start k3 is 1e-4 for
+bf16, 4e-3 for b3, 1.7e-2 for b2, 6e-2 for b1.  Arms are compared with `fp32, none`, and within
+each generator with `none`; with lag they are compared with `fp32, bypass`, each arm with itself
+in fp32, and within each generator with `bypass`.  Accuracies are those of the generator with its
+coarse weights; `--learner` adds the accuracy of the fp32 policy at the end of finished runs, with
+transformers' sampling."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ import shutil
 import statistics
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for lib
 
 from lib import results_file, studies
 

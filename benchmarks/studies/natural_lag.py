@@ -1,26 +1,26 @@
-"""At the lag that two equally fast sides make of themselves: limits, late answers, keys and values,
-methods.
+"""Compare limits, late samples, KV caches and methods at the natural lag of two equally fast sides.
 
-    # a limit that sets itself against constants, three tasks
-    python benchmarks/natural_lag.py limits --out runs/natural
-    # groups against single answers, where one answer of a group is late
-    python benchmarks/natural_lag.py groups --out runs/natural
-    # an answer goes on under new weights: its keys and values kept, recomputed, or none goes on
-    python benchmarks/natural_lag.py swaps --out runs/natural
-    # the methods that hold at injected lag, each at the rate that benchmarks/high_lag.py chose
-    python benchmarks/natural_lag.py methods --out runs/natural --tasks rle-5e-4 sort-2e-4
-    # the result of what is finished, run nothing
-    python benchmarks/natural_lag.py limits --out runs/natural --table
+    # an adaptive limit against constants, three tasks
+    python benchmarks/studies/natural_lag.py limits --out runs/natural
+    # groups against single samples, where one sample of a group is late
+    python benchmarks/studies/natural_lag.py groups --out runs/natural
+    # samples that continue under new weights: KV cache kept, recomputed, or no continuation
+    python benchmarks/studies/natural_lag.py swaps --out runs/natural
+    # methods that hold at injected lag, each at the rate that high_lag.py chose
+    python benchmarks/studies/natural_lag.py methods --out runs/natural \
+        --tasks rle-5e-4 sort-2e-4
+    # only write the result of the finished runs
+    python benchmarks/studies/natural_lag.py limits --out runs/natural --table
 
-Runs go through the real store, admission, engine and learner in warm processes. Time is counted in
-decode steps, so that no number hangs on the machine: an update takes as long as the writing of a
-batch, and answers come late by `staleness.delay` (long tails, the same in all arms).
+Runs use the real store, admission, engine and learner in warm processes.  Time is counted in
+decode steps, so that no number depends on the machine: an update takes as long as the generation
+of a batch, and samples are late by `staleness.delay` (long tails, the same in all arms).
 
-A step of an arm that waits less is shorter, so arms are compared **at equal time**: T is when the
-first run of a task ends; each run's accuracy at T lies on the line between its evaluations, by the
-time at which the version evaluated was committed.  `height` is the mean of that line up to T.
-Differences are from the first arm, paired by seed, with Holm's correction over a task's arms.
-Interrupted, the same command goes on run by run."""
+A step of an arm that waits less is shorter, so arms are compared **at equal time**: T is the end
+of the first run of a task to finish.  Each run's accuracy at T is interpolated between its
+evaluations, by the time at which the evaluated version was committed.  `height` is the mean
+accuracy up to T.  Differences are from the first arm, paired by seed, with Holm's correction over
+a task's arms.  The same command resumes an interrupted study run by run."""
 
 from __future__ import annotations
 
@@ -34,6 +34,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for lib
+
 from lib import results_file, studies
 
 from asyncrl.config import load
@@ -44,7 +47,7 @@ from asyncrl.experiments.compare.warm_pool import CellStore
 from asyncrl.supervise.preflight import preflight, say
 
 TASKS = {"rle-5e-4": ("rle", 5e-4), "sort-3e-4": ("demo", 3e-4), "cancel-3e-4": ("cancel", 3e-4)}
-# at the rate that benchmarks/high_lag.py names for a method, of this one
+# at the rate that benchmarks/studies/high_lag.py names for a method, of this one
 AT_RATES = {"rle-5e-4": ("rle", 5e-4), "sort-2e-4": ("demo", 2e-4)}
 METHODS = {
     "ppo": {"rle-5e-4": 0.25, "sort-2e-4": 0.5},

@@ -1,30 +1,30 @@
-"""What holds at lag 16 and beyond: every method of `sweep` and `compare`, at injected lag.
+"""Compare every method of `sweep` and `compare` at an injected lag of 16 and beyond.
 
-    # all of it, within ten hours; the same command goes on where it was stopped
-    python benchmarks/high_lag.py --out runs/high --workers 2 --budget-minutes 600
-    # the result of what is finished, run nothing
-    python benchmarks/high_lag.py --out runs/high --table
-    # the best ones again, with seeds enough to separate them
-    python benchmarks/high_lag.py --out runs/high_best --methods ppo,tis,vespo,oapl,dis,gac \
-        --lags 16,64,0,8,32 --seeds 10
-    # does it work?  Writes no result
-    python benchmarks/high_lag.py --out runs/high --quick
+    # all of it, within ten hours; the same command resumes an interrupted study
+    python benchmarks/studies/high_lag.py --out runs/high --workers 2 --budget-minutes 600
+    # only write the result of the finished runs
+    python benchmarks/studies/high_lag.py --out runs/high --table
+    # the best methods again, with enough seeds to separate them
+    python benchmarks/studies/high_lag.py --out runs/high_best \
+        --methods ppo,tis,vespo,oapl,dis,gac --lags 16,64,0,8,32 --seeds 10
+    # a quick test; writes no result
+    python benchmarks/studies/high_lag.py --out runs/high --quick
 
-Half of the fairness is the rate.  Each method gets, for each task and number of updates, the best
-of the same factors (--rates) of the task's rate: short of seeds, by one run for each at --tune-at
-versions of lag with a seed that the screen does not use (more of them: --tune-seeds), judged by the
-mean height of its accuracy.  With one factor there is nothing to choose, and the result says that
-nothing was.  From the same runs: the height at the rate where a batch moves the policy by --kl nats
-a token at that lag, so that methods stand side by side at equal movement.
+The comparison is only fair if each method has a good learning rate.  For each task and number of
+updates, a method gets the best of the same factors (--rates) of the task's rate.  It is chosen by
+one run for each factor at --tune-at versions of lag (more runs: --tune-seeds), with a seed that
+the comparison does not use, by the mean accuracy.  With one factor there is no choice, and the
+result says so.  The same runs give the mean accuracy at the rate where a batch moves the policy
+by --kl nats a token at that lag, so that methods can be compared at equal movement.
 
 Then every method runs at its rate at every lag and seed, with 1 and with 4 updates a batch.
-Differences are against PPO on the behaviour policy at the same lag, paired by seed; Holm's
-correction runs over all lags and methods of a task and number of updates.  `tis` with 4 updates is
-decoupled PPO with the updates that its clip is for.  At lag 0 and one update methods of the same
-mathematics must agree but for noise; the result says how large that noise is.
+Differences are against PPO on the behavior policy at the same lag, paired by seed; Holm's
+correction runs over all lags and methods of a task and number of updates.  `tis` with 4 updates
+is decoupled PPO with the updates that its clip is for.  At lag 0 and one update, methods of the
+same mathematics must agree except for noise; the result gives the size of that noise.
 
-Injected lag k is the whole lag from batch k on: of 150 batches at lag 64 the first 64 have less.
-Runs go through the real store, admission, engine and learner in warm processes."""
+An injected lag k is the full lag from batch k on: of 150 batches at lag 64, the first 64 have
+less.  Runs use the real store, admission, engine and learner in warm processes."""
 
 from __future__ import annotations
 
@@ -38,6 +38,8 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for lib
 
 from lib import results_file, studies
 
