@@ -57,7 +57,7 @@ GOALS = {"memory": 12_000, "process": 6_400, "disk": 6_400}
 
 
 def metrics_of_a_step(work: Path) -> dict[str, float]:
-    """What a learner says of a batch: one step of a real one."""
+    """The metrics that a learner commits with a batch, from one real step."""
     import torch
     from lib.learner_batch import batch, config
 
@@ -70,7 +70,7 @@ def metrics_of_a_step(work: Path) -> dict[str, float]:
 
 
 class Buffer:
-    """A buffer process, and a peer that plays generator and learner: frames of at most
+    """A buffer process, and a peer that acts as generator and learner: frames of at most
     `wires.frame_bytes`, and no more bytes without acknowledgement than `wires.credit_bytes`.
 
     tokens: of an answer; every: batches between checkpoints, which let the buffer forget; name: of
@@ -136,7 +136,7 @@ class Buffer:
         self.window = max(1, config.wires.credit_bytes // (self.frame * bytes_each))
         where = rundir.buffer_address(config, self.dir)
         self.socket = PeerSocket(where, curve_dir, "generator-0", run=self.run)
-        # without keys nobody asks who speaks: one connection plays both
+        # without keys the sender is not checked: one connection acts as both
         self.learner = (
             PeerSocket(where, curve_dir, "learner", run=self.run) if curve_dir else self.socket
         )

@@ -127,9 +127,9 @@ class Run:
         )
 
     def look(self) -> None:
-        """What is left of the supervisor before may hold the directory for a moment (2).  Raises
-        RuntimeError when the run has ended: nobody asked for that.
-        """
+        """Resume the run if its directory was still locked by the last supervisor (exit code 2).
+
+        Raises RuntimeError when the run has ended unexpectedly."""
         code = self.process.poll()
         if code == 2 and self.dir.exists():
             self.process = self.spawn(["--resume", str(self.dir)])
@@ -191,7 +191,7 @@ class Run:
         return all(now - status.peers.get(name, now) > began for name in wanted.get(victim, []))
 
     def end(self) -> None:
-        """At once: how long an orderly end takes is no part of it."""
+        """Kill the run: the time of an orderly end is not measured."""
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()

@@ -203,7 +203,7 @@ def resident_mib() -> float:
 
 
 class Found:
-    """What the mutants of one target came to."""
+    """The verdicts on the mutants of one target."""
 
     def __init__(self, name: str) -> None:
         self.name = name

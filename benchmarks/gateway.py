@@ -81,9 +81,9 @@ QUICK = Size(16, {1: 1, 8: 8, 64: 64}, 16, 2, 2, PAUSE_S / 10, contenders.SKIP +
 def ask(
     server: servers.Server, *, program: str = "asker.py", calls: int = CALLS, **more: Any
 ) -> dict[str, Any]:
-    """What a program that asks `server` found: calls a second, milliseconds, CPU milliseconds a
-    call of each process, all in all.
-    """
+    """Run a client program against `server`, and return its measurements.
+
+    Calls a second, milliseconds, CPU milliseconds a call of each process, and totals."""
     asked: dict[str, Any] = {
         "url": server.url,
         "key": server.key,
@@ -213,9 +213,9 @@ def engines(bench: Bench) -> Judged:
 
 
 def judged_engines(rows: list[Row], refused: str = "") -> list[dict[str, Any]]:
-    """Nothing without a rival.  refused: why there is no gateway with vLLM inside, which is no
-    reason to leave its goal out.
-    """
+    """Judge the goals of `engines`; [] without a rival.
+
+    refused: why there is no gateway with vLLM inside; its goal then counts as missed."""
     if "vllm serve" not in rows[0]:
         return []
     goals = []

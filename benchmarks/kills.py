@@ -49,7 +49,7 @@ KINDS = [
     ("learner", "publish"),
     ("generator", "work"),
 ]
-# who is killed is missed at once: on a machine that stands still for a minute nobody else is to be
+# a killed process is noticed at once; on a machine that stalls for a minute no other one must be
 PATIENT = ("wires.connect_s=1800.0", "watchdog.floor_s=1800.0", "watchdog.startup_s=3600.0")
 AWAIT_S = 20.0
 AWAIT_STEPS = 5  # a run that goes on meanwhile is not to end before the last kill

@@ -381,9 +381,7 @@ def own_rewards(
     steps: int,
     only: list[str],
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The built-in reward in place, and the same function as one's own in a process, in its three
-    forms.
-    """
+    """Run the built-in reward in place, and a custom function in a process in three forms."""
     forms = {"built in": [], "own": OWN}
     for name in ("lists", "coroutine"):
         function = f"reward.function='benchmarks.lib.cheap_reward:{name}'"

@@ -132,7 +132,7 @@ def of_methods(path: Path, b: Batch, many: int) -> tuple[list[dict[str, Any]], r
 
 
 class Whole(LearnerCore):
-    """The real step; the reference's logprobs are the behaviour policy's."""
+    """The real step; the reference's logprobs are the behavior policy's."""
 
     def _forward(self, model: Any, packed: Any, samples: Any) -> torch.Tensor:
         return (

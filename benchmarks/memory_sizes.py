@@ -141,7 +141,7 @@ def child(who: str, path: Path, dtype: str, work: Path, *more: str) -> dict[str,
 
 
 def expected(name: str, who: str, dtype: str) -> dict[str, int]:
-    """The parts by arithmetic; shared memory counts to whoever touches it."""
+    """The parts by arithmetic; shared memory counts for the process that touches it."""
     shape = SHAPES[name]
     if who == "learner":
         # MICRO tokens of that batch: two thirds of its answers

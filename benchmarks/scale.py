@@ -70,7 +70,7 @@ class Loop:
         self.heard.append((peer, message))
 
     def answer(self, peer: bytes, message: Any) -> None:
-        """What a generator or the learner does with a reply."""
+        """Let a generator or the learner react to a reply."""
         name = peer.decode()
         if isinstance(message, m.TicketGrant) and message.tickets:
             self.peers.deliver(name, message.tickets)

@@ -92,7 +92,7 @@ def real(
 
 
 def reward_times(work: Path, model: Path) -> list[float]:
-    """What a call of the slow reward takes, measured by itself: in as many processes as the runs
+    """The time of a call of the slow reward, measured by itself: in as many processes as the runs
     have, on answers of its task.
     """
     from actors.rewards import RewardRunner

@@ -123,7 +123,7 @@ class Case:
 
 
 def measure(count: int) -> rounds.Times:
-    """What is started -> (wall, CPU) seconds of each round; the rival and its floor among them."""
+    """Return process -> (wall, CPU) seconds of each round; the rival and its floor among them."""
     with tempfile.TemporaryDirectory() as work:
         case = Case(Path(work))
         started: dict[str, Callable[[], tuple[float, float]]] = {

@@ -24,7 +24,7 @@ from rich.table import Table
 
 
 class Program(NamedTuple):
-    """What to run, the results it writes, about how many minutes it takes on two quiet cores."""
+    """A program, its results, and about how many minutes it takes on two idle cores."""
 
     words: str
     results: tuple[str, ...]
@@ -84,7 +84,7 @@ PROGRAMS = {
     "memory_sizes": Program("memory_sizes.py models/smollm2", ("memory_sizes",), 5),
     "mutants": Program("mutants.py", ("mutants",), 20),
 }
-# Results before this day are against weaker rivals, and are no figures any more.
+# Results before this day are against weaker rivals, and do not count any more.
 SINCE = {"engine": "2026-11-22", "learner": "2026-11-22", "loop_speed": "2026-11-22"}
 OUTDATED = ("engine_",)  # names of such results that no program writes any more
 TO_DO = "to be measured"

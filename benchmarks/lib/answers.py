@@ -56,7 +56,7 @@ def answer(ticket: m.Ticket, sample: int, first: Label, last: Label, tokens: int
 
 
 def disagreement(came: list[m.Trajectory], many: int, tokens: int) -> str:
-    """What is wrong with `many` answers that came, or "": each once, and every byte of it."""
+    """Describe errors in `many` received samples, "" if each came once and unchanged."""
     keys = {(one.ticket, one.sample, one.attempt) for one in came}
     if len(came) != many or len(keys) != many:
         return f"{len(came)} answers came, {len(keys)} different ones, of {many}"

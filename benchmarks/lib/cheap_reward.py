@@ -1,5 +1,6 @@
-"""The `sort` task's reward as a function of one's own: alone, for lists, as a coroutine.  What is
-measured is the way there and back.
+"""The `sort` task's reward as a custom function: for one sample, for lists, and as a coroutine.
+
+It measures the transport to reward processes and back.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Who takes part in benchmarks/loop.py: each trains in processes of its own and says what a step
-took.  All get the same cores, the same OMP_WAIT_POLICY, the same settings of malloc and the same
-rate.
+"""The contenders of benchmarks/loop.py, which train in separate processes and report step times.
+
+All get the same cores, OMP_WAIT_POLICY, malloc settings and learning rate.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ STILL = "learner.lr=0.0"
 
 
 def env(threads: int, policy: str = "PASSIVE") -> dict[str, str]:
-    """policy: how OpenMP's threads wait, of every contender alike.  What a process of a run asks of
-    malloc for itself (asyncrl/models/memory.py) is given to all.
-    """
+    """The environment of a contender.
+
+    policy: OpenMP's wait policy, the same for all.  All get the malloc settings that a process of a
+    run makes itself (asyncrl/models/memory.py)."""
     return os.environ | {
         "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": policy,
@@ -48,7 +49,7 @@ def env(threads: int, policy: str = "PASSIVE") -> dict[str, str]:
 
 
 def output(argv: list[str], cores: list[int], threads: int, policy: str) -> str:
-    """What a program bound to `cores` printed.  Ends with its errors where it failed."""
+    """Run a program on `cores` and return its stdout; exits with its errors if it fails."""
     argv = ["taskset", "-c", ",".join(map(str, cores)), *argv]
     done = subprocess.run(
         argv, cwd=ROOT, capture_output=True, text=True, check=False, env=env(threads, policy)

@@ -1,5 +1,6 @@
-"""Generators of which only the engine is missing, and a learner, as the buffer meets them: a state
-machine for each, and their real connections to a real buffer.
+"""Generators without engines, and a learner, as peers of a real buffer.
+
+Each is a state machine with a real connection.
 """
 
 from __future__ import annotations
@@ -73,10 +74,11 @@ def trajectory(ticket: m.Ticket, sample: int, label: Label) -> m.Trajectory:
 
 
 class Peers:
-    """What each says next.  A generator asks for eight samples, delivers each group in a frame of
-    its own, and asks again; the learner asks for a batch, commits it, and lets old ones go.
+    """The state of all peers, and their next messages.
 
-    say: the way to the buffer, of a message by somebody."""
+    A generator asks for eight samples, delivers each group in one frame, and asks again; the
+    learner asks for a batch, commits it, and releases old ones.
+    say: sends a peer's message to the buffer."""
 
     def __init__(self, run: str, lag: int, say: Callable[[str, Any], None]) -> None:
         self.run = run
@@ -119,7 +121,7 @@ class Peers:
         self.say(name, m.LeaseRenewal(name, 1, [], {"generator/busy_s": 1.0}, None))
 
     def deliver(self, name: str, tickets: list[m.Ticket]) -> None:
-        """What they asked for, written; and the next question."""
+        """Deliver the granted samples, and ask for more."""
         for ticket in tickets:
             label = ticket.exact_version or ticket.min_version
             made = [trajectory(ticket, sample, label) for sample in ticket.samples]
@@ -139,11 +141,11 @@ class Peers:
 
 
 class Measured(NamedTuple):
-    """What a stretch of work took."""
+    """The measurements of one period of work."""
 
     per_s: float  # trajectories trained
     cpu_us: float  # of the buffer, a trajectory
-    ticket_ms: list[float]  # from a question to its tickets, each
+    ticket_ms: list[float]  # from each request to its tickets
 
 
 class Crowd:

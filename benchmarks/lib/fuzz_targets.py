@@ -1,7 +1,7 @@
-"""What stands behind each socket, without the socket: bytes in, a verdict out.
+"""The reader behind each socket, without the socket: bytes in, a verdict out.
 
-`feed` returns "undecodable", "refused: REASON", "taken", or of the web its status; whatever it
-raises is a finding.  `frames` are what honest peers would send, from which mutants are made."""
+`feed` returns "undecodable", "refused: REASON", "taken", or the status of a web request; any
+exception is a finding.  `frames` are messages of correct peers, from which mutants are made."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Buffer:
 
 @functools.cache
 def replies() -> list[bytes]:
-    """What a buffer says in a run, one of each kind and length."""
+    """A buffer's messages in a run, one of each kind and length."""
     buffer = Buffer()
     kinds = {(data[:16], len(data)): data for data in buffer.replies}
     buffer.close()
@@ -146,7 +146,7 @@ def announcement() -> m.PolicyAnnouncement:
 
 
 class Learner:
-    """What the learner's socket reads, and what it does with a batch up to its forward pass."""
+    """The learner's reader, and its processing of a batch up to the forward pass."""
 
     def __init__(self) -> None:
         from learner.loop import Learner as Real
@@ -186,7 +186,7 @@ class Learner:
 
 
 class Generator:
-    """What a generator's sockets read: tickets, acknowledgements, calls of a gateway."""
+    """A generator's readers: tickets, acknowledgements, calls of a gateway."""
 
     def __init__(self) -> None:
         from actors.gateway.generator_calls import CallTurn
@@ -243,7 +243,7 @@ class Generator:
 
 
 class ChunkServer:
-    """What the chunk server answers; its thread, which a wrong message would end, is not here."""
+    """The chunk server's reader, without its thread, which an exception would end."""
 
     def __init__(self) -> None:
         self.work = tempfile.TemporaryDirectory()
@@ -281,7 +281,7 @@ class ChunkServer:
 
 
 class ChunkClient:
-    """What a generator is told by the learner's chunk server: chunks, and the layout in one."""
+    """A generator's reader for the learner's chunk server: chunks, and a layout in one."""
 
     def __init__(self) -> None:
         self.client = chunks.ChunkClient(NOBODY, 1.0)
@@ -369,7 +369,7 @@ class Calls:
 
 
 def from_tests() -> Any:
-    """The endpoint over an engine that answers as it is told, as the gateway's tests have it."""
+    """The endpoint over the scripted engine of the gateway's tests."""
     if TESTS not in sys.path:
         sys.path.append(TESTS)
     import gateway_kit

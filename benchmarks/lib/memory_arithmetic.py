@@ -1,12 +1,12 @@
-"""What a learner and a generator hold at their peak, by arithmetic: bytes of each part, from a
-model's shape.  benchmarks/memory_sizes.py holds it against real processes; docs/machines.md shows
-it for models that were not run.
+"""Estimate the peak memory of learner and generator, in bytes of each part, from a model's shape.
 
-The packed forward keeps what its backward pass needs of every layer, and recomputes nothing but the
-logits: memory grows with `learner.micro_batch_tokens`, and with the square of the length of a row,
-of which half is kept where rows are long and cut.
-With `learner.gradient_checkpointing` it keeps the states between layers, and of one layer the rest.
-"""
+benchmarks/memory_sizes.py compares it with real processes; docs/machines.md has it for models
+that were not run.
+
+The packed forward stores for every layer what its backward pass needs, and only recomputes the
+logits.  So memory grows with `learner.micro_batch_tokens`, and with the square of the length of a
+row, of which half is stored where long rows are cut.  With `learner.gradient_checkpointing` it
+stores the states between layers, and everything else of one layer."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ LONG = Micro(1, 256, 2, 897, 897)  # 2,048 tokens, in docs/machines.md
 
 
 def shares(queries: int, before: int, device: str) -> int:
-    """What attention keeps of a row of queries, which see `before` keys and those of their own."""
+    """Scores that attention stores for a row of queries, which see `before` keys and their own."""
     keys = before + queries
     return sum(
         (cut.end - cut.first) * cut.columns for cut in cut_queries(queries, keys, before, device)
@@ -85,13 +85,12 @@ def shares(queries: int, before: int, device: str) -> int:
 def activations(
     shape: Shape, width: int, micro: Micro, recompute: bool = False, device: str = "cpu"
 ) -> int:
-    """Kept for the backward pass; recompute: with gradient checkpointing; device: its type, by
-    which long rows are cut.
+    """Bytes that are stored for the backward pass.
 
-    Of each layer: the two normed states, in float32 and as they are
-    multiplied, attention's result, the MLP's four products; queries, keys, values and shares in the
-    padded rows of attention, the keys of a prompt for each of its answers.
-    """
+    Of each layer: the two normed states, in float32 and in the model's dtype, attention's result,
+    the MLP's four products; queries, keys, values and scores in the padded rows of attention, the
+    keys of a prompt for each of its responses.
+    recompute: with gradient checkpointing.  device: its type, which determines the cuts of rows."""
     queries, keys = shape.head * shape.heads, shape.head * shape.kv_heads
     token = width * (2 * shape.hidden + queries + 4 * shape.intermediate) + 8 * shape.hidden
     if shape.norms:

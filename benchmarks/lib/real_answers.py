@@ -1,6 +1,7 @@
-"""Prompts of a model through its own chat template, answers of an engine to them, and their
-log-probabilities by transformers and by the packed forward: what benchmarks/real_equal.py compares.
-"""
+"""Prompts, completions and log-probabilities that benchmarks/real_equal.py compares.
+
+Prompts go through a model's chat template; completions come from an engine; log-probabilities
+come from transformers and from the packed forward."""
 
 from __future__ import annotations
 
@@ -29,14 +30,12 @@ TEMPLATE = (
 
 
 class Answered(NamedTuple):
-    """tokens int32 [T]; logprobs float32 [T], as the engine recorded them; group: answers of the
-    same number have the same prompt.
-    """
+    """A completion of an engine."""
 
-    prompt: np.ndarray
-    tokens: np.ndarray
-    logprobs: np.ndarray
-    group: int
+    prompt: np.ndarray  # int32 [P]
+    tokens: np.ndarray  # int32 [T]
+    logprobs: np.ndarray  # float32 [T], as the engine recorded them
+    group: int  # completions of one prompt have the same number
 
 
 def tiny(path: Path) -> str:

@@ -1,13 +1,13 @@
-"""One step of a learner on a real model, by torch or by ranks of a DeepSpeed stage: started by
-benchmarks/real_equal.py, where each learner has processes of its own.
+"""Make one step of a learner on a real model, in torch or with ranks of a DeepSpeed stage.
+
+benchmarks/real_equal.py starts it, with separate processes for each learner.
 
     python benchmarks/lib/real_ranks.py JSON
 
-JSON: model, dtype, batch (a file with the messages' bytes), learner (its section), weights (a file:
-torch's learner writes what it would publish there, the others are held against it).  Rank 0 prints
-one JSON object: the largest distance of its log-probabilities from those in the batch, norm, and
-how far the weights are from torch's, as a share of how far the step moved those.
-"""
+JSON: model, dtype, batch (a file with the messages' bytes), learner (its section), weights (a
+file: torch's learner writes its weights there, and the others are compared with them).  Rank 0
+prints one JSON object: the largest distance of its log-probabilities from those in the batch,
+norm, and how far the weights are from torch's, as a share of how far the step moved those."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from lib.real_answers import Answered
 
 
 def batch(answers: list[Answered], logprobs: np.ndarray) -> m.Batch:
-    """As a buffer would lease them, all drawn by the weights that learn; logprobs: of all tokens,
-    one answer after the other; every other reward is 1.
-    """
+    """Build a batch as a buffer leases it, sampled under the current weights.
+
+    logprobs: of all tokens, in the order of `answers`.  Every second reward is 1."""
     ends = np.cumsum([len(a.tokens) for a in answers])
     samples = [
         m.Trajectory(

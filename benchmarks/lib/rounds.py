@@ -1,10 +1,10 @@
-"""Alternatives timed by turns: in every round each one runs once, in an order that changes, and
-only ratios are judged.
+"""Time alternatives by turns: each runs once per round, in a changing order; ratios are judged.
 
-A shared machine slows everything for seconds at a time; what runs side by side is slowed alike.
-Beside wall time stands the CPU time of this process, which neighbours touch less.  A round beside
-other work is made again, not averaged: what the machine's cores did (/proc/stat) less what this
-process and all it started did is other work, and more than FOREIGN of a core is too much."""
+A shared machine slows everything down for seconds at a time, and alternatives in the same round
+alike.  The CPU time of this process, which other work affects less, is recorded with the wall
+time.  A round on a busy machine is repeated, not averaged: the work of all cores (/proc/stat)
+minus that of this process and its children is other work, and more than FOREIGN of a core is too
+much."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ sys.path.insert(0, str(results_file.ROOT))
 
 Times = dict[str, list[tuple[float, float]]]  # alternative -> (wall, CPU) seconds of each round
 
-FOREIGN = 0.1  # cores' worth of other work beside which a round counts for nothing
-GRAIN = 0.05  # CPU seconds: what /proc/stat's ticks and the kernel's own threads may hide
-TRIES = 2  # rounds made at most, for each one wanted
+FOREIGN = 0.1  # cores of other work from which on a round does not count
+GRAIN = 0.05  # CPU seconds: the error of /proc/stat's ticks and the kernel's threads
+TRIES = 2  # attempts for each round, at most
 LOAD_BEFORE = os.getloadavg()[0]
 MADE: list[dict[str, Any]] = []  # every round of this program, in order, for its result
 
 
 def busy_seconds() -> float:
-    """CPU seconds that all cores have worked for anybody, also for other machines (steal)."""
+    """CPU seconds that all cores were busy, also for other machines (steal)."""
     user, nice, system, _, _, _, _, steal = map(
         int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
     )
@@ -43,18 +43,18 @@ def busy_seconds() -> float:
 
 
 def own_seconds() -> float:
-    """CPU seconds of this process and of all that it started, ended or not."""
+    """CPU seconds of this process and all its descendants, also of ended ones."""
     total = sum(os.times()[:4])
     for child in psutil.Process().children(recursive=True):
         try:
             total += sum(child.cpu_times()[:4])
         except psutil.NoSuchProcess:
-            continue  # ended between the two lines: it is in its parent's sum
+            continue  # ended in between: its time is in its parent's sum
     return total
 
 
 def cpu_of(pid: int) -> float:
-    """CPU seconds of a process by its own clock: all threads, ended ones too.  0: it is gone."""
+    """CPU seconds of a process by its own clock, with ended threads; 0 if it has ended."""
     try:
         return time.clock_gettime((~pid << 3) | 2)
     except OSError:
@@ -62,22 +62,23 @@ def cpu_of(pid: int) -> float:
 
 
 class Watch:
-    """What others did on this machine from now on."""
+    """Measure other work on this machine from now on."""
 
     def __init__(self) -> None:
         self.began = time.perf_counter()
         self.before = busy_seconds() - own_seconds()
 
     def foreign(self) -> tuple[float, float]:
-        """CPU seconds of others, and wall seconds."""
+        """Return CPU seconds of other work, and wall seconds."""
         others = max(0.0, busy_seconds() - own_seconds() - self.before)
         return others, time.perf_counter() - self.began
 
 
 def quiet(wanted: int, one_round: Callable[[int], Any]) -> list[Any]:
-    """What `wanted` rounds without other work gave; `one_round` gets the number of the attempt.
+    """Return the values of `wanted` rounds without other work.
 
-    After TRIES attempts a round the least disturbed fill up, and MADE says so."""
+    one_round: gets the number of the attempt.  After TRIES attempts per round, the least disturbed
+    ones fill up the list, which MADE records."""
     made: list[tuple[float, dict[str, Any], Any]] = []
     alone = 0
     for attempt in range(TRIES * wanted):

@@ -1,18 +1,24 @@
-"""The strongest synchronous loop we can write on a page or two, with torch alone: what a run's step
-is measured against.  tests/support/plain_loop.py is the same mathematics for reading.
+"""A strong synchronous loop in plain torch, the rival of a run's step.
+
+tests/support/plain_loop.py has the same mathematics in a readable form.
 
     OMP_NUM_THREADS=2 python benchmarks/lib/strong_loop.py MODEL_DIR TASK [--steps 40] [--lr 2e-4]
     torchrun --standalone --nproc-per-node=2 benchmarks/lib/strong_loop.py ...   two ranks, gloo
 
-What makes it strong: one forward with fused projections for prompts, decoding and training; a
-prompt is encoded once for its group; keys and values lie in memory allocated once; rows leave the
-batch when they end; answers are sorted by length into micro-batches, so that little is padding;
-logits only where an answer's tokens are; fused AdamW on the fused parameters.  Covers Llama, Qwen2,
-Qwen3 and Mistral.  Knows nothing of asyncrl but the task's prompts and rewards.
+Its optimizations:
 
-Shapes: G prompts of at most P tokens, B = G * size answers of at most T tokens, H hidden, D a
-head's width, V symbols.
-"""
+- one forward with fused projections for prompts, decoding and training;
+- a prompt is encoded once for its group;
+- keys and values are stored in memory that is allocated once;
+- rows leave the batch when they end;
+- completions are sorted by length into micro-batches, so that little is padding;
+- logits are computed only for response tokens;
+- fused AdamW on the fused parameters.
+
+It covers Llama, Qwen2, Qwen3 and Mistral, and uses only a task's prompts and rewards of asyncrl.
+
+Shapes: G prompts of at most P tokens, B = G * size completions of at most T tokens, H hidden, D a
+head's width, V symbols."""
 
 from __future__ import annotations
 

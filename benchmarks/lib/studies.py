@@ -1,11 +1,10 @@
-"""Studies at run scale: arms -> cells, one a seed and warm start -> facts -> paired differences ->
-table and result.
+"""Run studies: arms, cells (one per seed and warm start), facts, paired differences, table, result.
 
-A study names its arms (`--set` items), in blocks: every arm of a block gets all its seeds before
-the next block starts, so that what is there can be paired.  Runs go through the real store, engine
-and learner in warm processes (asyncrl/experiments/compare/warm_pool.py); interrupted, the same
-command goes on run by run.  Each seed has a warm start of its own.  Accuracies are exact, and drawn
-by the run's own generator."""
+A study names its arms (`--set` items) in blocks: every arm of a block gets all its seeds before
+the next block starts, so that finished runs can be paired.  Runs use the real store, engine and
+learner in warm processes (asyncrl/experiments/compare/warm_pool.py); the same command resumes an
+interrupted study run by run.  Each seed has its own warm start.  Accuracies are exact, from
+samples of the run's own generator."""
 
 from __future__ import annotations
 
@@ -159,7 +158,7 @@ class Study:
 
 
 def facts(record: dict[str, Any]) -> dict[str, Any]:
-    """What one run comes to."""
+    """The summary of one run."""
     rows, (steps, accuracy), ood = (
         record["curve"],
         record["accuracy"],

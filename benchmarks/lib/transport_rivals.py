@@ -1,11 +1,11 @@
-"""What people would take instead of the buffer: the rivals of benchmarks/transport.py.
+"""Alternatives to the buffer: the rivals of benchmarks/transport.py.
 
-Each hands the same answers, encoded alike, from a producer to a consumer through one process
-between them, and promises less: no tickets, no limit on lag, no ledger, nothing is checked.  One
-process plays both ends, as benchmarks/buffer.py's peer does.  It sends everything before it waits.
+Each transports the same samples in the same encoding from a producer to a consumer, through one
+process, with fewer guarantees: no tickets, no limit on lag, no ledger, no checks.  One process
+acts as both ends, like the peer of benchmarks/buffer.py.  It sends everything before it waits.
 
-frame: answers in a message; together: messages in one call or one round trip (0: all of a batch).
-A library is imported where it is used: each may live in a Python of its own."""
+frame: samples in a message.  together: messages in one call or round trip (0: all of a batch).
+A library is imported where it is used: each may be installed in a separate Python."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Rival:
             self.process.wait()
 
     def promise(self) -> dict[str, Any]:
-        """What shows that it does what it is compared for.  Raises RuntimeError if it does not."""
+        """Return proof of its durability setting.  Raises RuntimeError if it does not hold."""
         return {}
 
     def made(self) -> list[m.Trajectory]:

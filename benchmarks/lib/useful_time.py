@@ -1,7 +1,7 @@
-"""Of a run under kills: how much of its wall time trained tokens that stayed trained.
+"""Compute the share of a run's wall time, under kills, that trained tokens that stayed trained.
 
-Everything is counted from rows that the buffer wrote and from when they were seen; nothing is
-assumed of what a kill does."""
+It uses only rows that the buffer wrote and the times when they were seen, without assumptions
+about the effect of a kill."""
 
 from __future__ import annotations
 
@@ -13,31 +13,28 @@ from typing import Any
 
 @dataclass
 class Commit:
-    """A batch's row in trained.jsonl.  at: seconds; voided: a roll-back took it out again, then,
-    or never (infinity).
-    """
+    """A batch's row in trained.jsonl."""
 
-    at: float
+    at: float  # seconds
     batch: int
     tokens: int
-    voided: float = float("inf")
+    voided: float = float("inf")  # seconds: when a roll-back removed it
 
 
 @dataclass(frozen=True)
 class Kill:
-    """at: seconds; back: its victim was heard again; start_s: of this, from the new process's
-    beginning on (imports, model, hello)."""
+    """A kill and the victim's recovery, in seconds."""
 
     victim: str
     state: str
     at: float
-    back: float
-    start_s: float
+    back: float  # when its new process reported
+    start_s: float  # from the start of the new process to that (imports, model, hello)
 
 
 @dataclass
 class History:
-    """Every commit in the order of its row, with those that a roll-back took out again."""
+    """Every commit in the order of its row, including those that a roll-back removed."""
 
     commits: list[Commit] = field(default_factory=list)
     standing: dict[int, Commit] = field(default_factory=dict)
@@ -84,14 +81,13 @@ def windows(history: History, kills: Iterable[Kill], until: float) -> list[Windo
 def measure(
     history: History, kills: Sequence[Kill], launched: float, until: float
 ) -> dict[str, Any]:
-    """Useful time over wall time, and what each kill cost.
+    """Compute useful time over wall time, and the cost of each kill.
 
-    The pace is that of this run while nothing was disturbed: all tokens trained outside `windows`,
-    over that time.  Useful time is the tokens that are still trained at the end, at that pace.
-    What a window cost is its length less what it gained at that pace; what it took out again it did
-    not gain.  From the first commit on; `start included`: from the launch on, all the rest being
-    start-up.  `starts apart`: the time from a new process's beginning to its first word is no wall
-    time either, as far as the run stood still for it.
+    The pace is that of the undisturbed run: all tokens trained outside `windows`, over that time.
+    Useful time is the tokens that are still trained at the end, at that pace.  The cost of a window
+    is its length minus its tokens at that pace; removed tokens do not count.  Times are from the
+    first commit on; `start included`: from the launch on, with the startup.  `starts apart`: the
+    startup of a new process, as far as the run waited for it, is not part of the wall time.
 
     Raises ValueError for a run without two commits, or never undisturbed."""
     if len(history.commits) < 2:
@@ -149,7 +145,7 @@ def measure(
 
 
 def of_start(row: Mapping[str, Any]) -> float:
-    """What of a kill's cost was start-up, s: not more than it cost."""
+    """The startup in a kill's cost, in seconds: at most the whole cost."""
     return float(max(0.0, min(row["start_s"], row["cost_s"])))
 
 
@@ -169,7 +165,7 @@ def by_victim(costs: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def followed(costs: Sequence[Mapping[str, Any]], an_hour: float) -> dict[str, float]:
-    """What follows from these kills for so many an hour: mean cost, all victims alike often."""
+    """Predict the effect of `an_hour` kills an hour: mean cost, with equally frequent victims."""
     victims: dict[str, list[Mapping[str, Any]]] = {}
     for row in costs:
         victims.setdefault(row["victim"], []).append(row)

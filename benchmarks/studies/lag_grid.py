@@ -76,7 +76,7 @@ def updates(what: sweep.SweepPlan) -> dict[str, int]:
 
 
 def titles(made: dict[str, int]) -> dict[str, str]:
-    """What the page says of each arm."""
+    """The page's description of each arm."""
     what = {n: sweep.CORRECTIONS[n.removesuffix(f"-{UPDATES}")][0] for n in made}
     return {
         n: f"{what[n]}; {count} update{'s' if count > 1 else ''} a batch"

@@ -130,7 +130,7 @@ def plan(args: Any) -> studies.Study:
 
 
 def command(argv: list[str]) -> dict[str, Any]:
-    """A real run; its summary.  What it says goes to stderr."""
+    """Start a real run and return its summary; its messages go to stderr."""
     done = subprocess.run(
         [sys.executable, "-m", "asyncrl.cli", "run", *argv, "--json"],
         cwd=results_file.ROOT,

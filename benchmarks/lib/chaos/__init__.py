@@ -1,3 +1,4 @@
-"""What `benchmarks/chaos.py` is made of: the board that its processes share, their hooks, their
-forks, the faults, and the checker that uses no code of the product.
-"""
+"""Parts of `benchmarks/chaos.py`.
+
+The board that its processes share, their hooks and forks, the faults, and the checker, which uses
+no code of the product."""

@@ -1,5 +1,6 @@
-"""Shared memory of one run of `benchmarks/chaos.py`: who is to do what at which point of its work,
-who lives, what each has done; and what is done there."""
+"""Shared memory of one run of `benchmarks/chaos.py`, and the faults that its processes carry out.
+
+It has each process's orders (what to do at which point of its work), its state and its counters."""
 
 from __future__ import annotations
 
@@ -27,13 +28,13 @@ ROLES = (
     "relay-1",
     "relay-2",
 )
-# what a run is made of, beside supervisor, buffer and learner -> the kinds that faults befall in it
+# topology -> the kinds of processes that get faults
 TOPOLOGIES = {
     "tickets": ("supervisor", "buffer", "learner", "generator", "reward"),
     "sessions": ("supervisor", "buffer", "learner", "generator", "gateway"),
     "relays": ("supervisor", "buffer", "learner", "relay"),
 }
-# kind of victim -> the states of its work in which it can be held
+# kind of victim -> the points of its work where it can be held
 POINTS = {
     "supervisor": ("idle", "mid-start"),
     "buffer": ("idle", "mid-journal", "mid-answer"),
@@ -44,8 +45,8 @@ POINTS = {
     # a generator that hands weights on
     "relay": ("idle", "mid-answer", "mid-send", "mid-relay"),
 }
-# what happens there: SIGKILL; SIGSTOP, later SIGCONT; its connections break; its clocks jump; its
-# disk is full; a byte of what it had written is another, and it is killed
+# the faults: SIGKILL, SIGSTOP with a later SIGCONT, broken connections, jumping clocks, a full
+# disk, and a flipped byte in a file that it has written, followed by SIGKILL
 ACTIONS = ("kill", "stop", "cut", "clock", "disk", "flip")
 MAY = {
     "supervisor": ("kill", "stop", "clock", "flip"),

@@ -1,13 +1,14 @@
-"""Reads what a run of `benchmarks/chaos.py` left and says what became of every sample, by no code
-of the product.
+"""Check from the files of a `benchmarks/chaos.py` run what became of every sample.
+
+It uses no code of the product.
 
 ```
-chaos/PRODUCER-N.PID.jsonl    every sample made, every acknowledgement heard
-chaos/learner.jsonl           every life, publication and trained batch
-chaos/ended.jsonl             which processes ended well
+chaos/PRODUCER-N.PID.jsonl    every sample made, every acknowledgement received
+chaos/learner.jsonl           every start, publication and trained batch
+chaos/ended.jsonl             processes that ended without an error
 checkpoints/.../witness.json  what the weights of that checkpoint were trained on
 buffer_summary.json           the ledger
-set_aside/*.jsonl             batches on which learner after learner died
+set_aside/*.jsonl             batches on which the learner repeatedly failed
 ```
 """
 
@@ -25,13 +26,13 @@ MOST_FAILURES = 3
 
 @dataclass
 class History:
-    """What was recorded.  witness: (batch, epoch, ticket, sample, attempt, tokens)."""
+    """The records of a run.  witness: (batch, epoch, ticket, sample, attempt, tokens)."""
 
     witness: list[tuple[int, ...]] = field(default_factory=list)
-    # (ticket, sample, attempt) -> tokens; -> dispositions heard
+    # (ticket, sample, attempt) -> tokens; -> dispositions received
     made: dict[tuple[int, ...], int] = field(default_factory=dict)
     acks: dict[tuple[int, ...], set[str]] = field(default_factory=dict)
-    # by those that lived to the end
+    # by processes that ran to the end
     made_by_survivors: set[tuple[int, ...]] = field(default_factory=set)
     lives: dict[int, tuple[int, int]] = field(default_factory=dict)  # epoch -> (origin, number)
     digests: dict[tuple[int, int], str] = field(default_factory=dict)  # label -> weights

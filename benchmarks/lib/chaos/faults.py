@@ -1,5 +1,4 @@
-"""One fault of `benchmarks/chaos.py`: which victim, held where, what happens to it, and whether it
-came back."""
+"""One fault of `benchmarks/chaos.py`: the victim, its point, the action, and its recovery."""
 
 from __future__ import annotations
 
@@ -13,12 +12,12 @@ from typing import Any
 
 from lib.chaos import board as b
 
-AWAIT_S = 4.0  # a point that is not come to within this time is given up
+AWAIT_S = 4.0  # how long a victim has to reach its point
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What faults are drawn from; empty: of all there are."""
+    """The kinds, points and actions that faults are sampled from; empty: all."""
 
     kinds: tuple[str, ...] = ()
     points: tuple[str, ...] = ()
@@ -98,7 +97,7 @@ class Fault:
             self.state = "going on"
             self.went_on = now
         elif self.state == "dead" and self.board.number(self.role, b.LIVES) > self.reported[0]:
-            # from here on: what others did meanwhile is no sign that it is back
+            # count from here on: earlier work of other processes does not show its recovery
             self.reported = self.numbers()
             self.state = "going on"
         elif self.state == "going on":

@@ -1,6 +1,7 @@
-"""The processes of a run as forks of the one that has imported everything: the product's supervisor
-and its generators start theirs with `subprocess.Popen`, and get a fork that does what the command
-line says."""
+"""Run the processes of a run as forks of one process that has imported everything.
+
+The product's supervisor and generators start their processes with `subprocess.Popen`, and get a
+fork that carries out the command line."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ CHILDREN = {"actors.reward_worker": "reward", "actors.gateway.environment_worker
 
 
 def role_of(argv: Sequence[str]) -> str:
-    """Of a command line of `importing.command`."""
+    """The role of a command line of `importing.command`."""
     module, *rest = argv[argv.index("asyncrl.supervise.start") + 1 :]
     if module in CHILDREN:
         return CHILDREN[module]
@@ -39,14 +40,14 @@ def role_of(argv: Sequence[str]) -> str:
 
 
 def begin(board: Board, role: str) -> None:
-    """In a new process: on the board, with its clocks."""
+    """Register a new process on the board, and give it its clocks."""
     board.put(role, PID, os.getpid())
     board.count(role, LIVES)
     board.own_clocks(role)
 
 
 def fork(body: Callable[[], Any]) -> int:
-    """A child that runs `body` and ends with its exit code."""
+    """Fork a child that runs `body` and exits with its code; returns the child's pid."""
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -66,7 +67,7 @@ def fork(body: Callable[[], Any]) -> int:
 
 
 class Forked:
-    """What of `subprocess.Popen` the product uses."""
+    """The part of `subprocess.Popen` that the product uses."""
 
     def __init__(self, make: Callable[[Forked], Any], argv: Sequence[str], **said: Any) -> None:
         self.argv = argv
@@ -88,7 +89,7 @@ class Forked:
             os.close(theirs)
 
     def _become(self, kept: Sequence[int], theirs: int) -> None:
-        """What Popen does between fork and exec."""
+        """Do what Popen does between fork and exec."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         if self.said.get("start_new_session"):

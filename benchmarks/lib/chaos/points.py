@@ -1,6 +1,7 @@
-"""What `benchmarks/chaos.py` hooks into the processes that it forks: named points where a process
-does to itself what it is ordered, records of its own, messages that are lost, doubled or held back,
-mechanisms switched off.  The product knows nothing of this."""
+"""Hooks of `benchmarks/chaos.py` in the processes that it forks.
+
+They add named points where a process carries out its orders, records, lost, doubled and delayed
+messages, and switched-off mechanisms.  The product does not depend on them."""
 
 from __future__ import annotations
 
@@ -19,8 +20,10 @@ MECHANISMS = ("dedupe", "redelivery", "sync", "cursor", "ticket_order", "epoch_f
 
 
 class Hook:
-    """What all hooks know.  off: the mechanism that is switched off; loss: share of the messages
-    that are lost, doubled, held back, each; real: the learner trains as it is."""
+    """The hooks of a run.
+
+    off: the mechanism that is switched off.  loss: share of the messages that are lost, and the
+    same share doubled and delayed.  real: the learner trains a real model."""
 
     def __init__(self, board: Board, notes: Path, off: str, loss: float, *, real: bool) -> None:
         self.board = board
@@ -348,7 +351,7 @@ def switch_off(mechanism: str) -> None:
 
 
 def any_order() -> None:
-    """Batches take what is complete, and nobody looks at what is too old for them."""
+    """Let batches take any complete groups, without the check of their age."""
     from buffer import batches
     from buffer.store import Store
 

@@ -1,1 +1,1 @@
-"""What benchmarks/gateway.py starts: who stands around the gateway, who asks it, and its rivals."""
+"""Processes of benchmarks/gateway.py: stand-ins around the gateway, clients, and its rivals."""

@@ -1,14 +1,15 @@
-"""Sessions over HTTP by sockets that are kept alive and requests made by hand: so little of a
-client that what is measured is the other side.
+"""A minimal HTTP client for sessions, with kept-alive sockets and hand-written requests.
+
+It takes so little time that the server is measured.
 
     python benchmarks/lib/endpoint/asker.py '{"url": ..., "key": ..., "at_once": 8, ...}'
 
 One process, one thread.  With a run's key, sessions are leased and scored; without (vLLM's own
 server), a session is only its calls.  A session is a chat: a system message of `history`
-characters, then `calls` calls, each with all that was said before it.  `pauses`: what a stand-in
-took for an answer, by the answer's first character; it is no part of the latency.  `ramp_s`: the
-connections begin one after another, over so many seconds.  Prints one line of JSON; latencies in
-seconds, sorted."""
+characters, then `calls` calls, each with the whole history.  `pauses`: the time that a stand-in
+takes for a completion, by its first character, which is subtracted from the latency.  `ramp_s`:
+the connections start one after another, over so many seconds.  Prints one line of JSON; latencies
+in seconds, sorted."""
 
 from __future__ import annotations
 
@@ -120,7 +121,7 @@ class Asker:
 
 
 class Bench:
-    """What is asked, and what came of it.  sessions: in all; at_once: connections."""
+    """The sessions to play and their results.  sessions: in all; at_once: connections."""
 
     def __init__(self, asked: dict[str, Any]) -> None:
         host, _, port = asked["url"].removeprefix("http://").partition(":")

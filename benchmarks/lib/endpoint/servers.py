@@ -1,6 +1,6 @@
-"""What is measured, as processes: the gateway between stand-ins or before a real engine, `vllm
-serve`, and an endpoint that answers at once.  Each says where it listens and what CPU time its
-processes have had."""
+"""The measured servers: the gateway with stand-ins or a real engine, `vllm serve`, and a stub.
+
+Each gives its URL and the CPU time of its processes."""
 
 from __future__ import annotations
 

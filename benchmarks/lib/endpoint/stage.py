@@ -1,12 +1,11 @@
-"""What stands around a gateway that is measured, each a process of its own, so that CPU seconds can
-be told apart.
+"""Stand-ins around a measured gateway, each a separate process, so that CPU time can be separated.
 
     python benchmarks/lib/endpoint/stage.py buffer RUN           grants tickets without end
-    python benchmarks/lib/endpoint/stage.py drawn RUN PAUSE_S    a generator that draws nothing
+    python benchmarks/lib/endpoint/stage.py drawn RUN PAUSE_S    a generator without a model
     python benchmarks/lib/endpoint/stage.py engine RUN           a generator, weights loaded
     python benchmarks/lib/endpoint/stage.py stub FILE            an endpoint that answers at once
 
-They run until they are ended.  Every answer has all tokens that its call allows."""
+They run until they are killed.  Every completion has all tokens that its call allows."""
 
 from __future__ import annotations
 
@@ -84,7 +83,7 @@ def buffer(run_dir: Path) -> NoReturn:
 
 
 def answer(call: m.GenerationCall) -> m.CallResult:
-    """What a stand-in draws: as many tokens as it may.  The first one tells its pause."""
+    """A stand-in's completion, with all tokens of the call; the first one encodes its pause."""
     count = call.max_new_tokens
     tokens = FIRST_TOKEN + (np.arange(count) * 7 + call.id) % SYMBOLS
     logprobs = np.full(count, -0.5, "<f4").tobytes()
@@ -187,7 +186,7 @@ def whole(got: bytes) -> int:
 
 
 def stub(file: Path, tokens: int = 32) -> NoReturn:
-    """Whatever is asked, the same answer; its URL is written to `file`."""
+    """Serve the same reply to every request; the URL is written to `file`."""
     said = reply(tokens)
     selector = selectors.DefaultSelector()
     server = socket.create_server(("127.0.0.1", 0))

@@ -1,8 +1,7 @@
 """Two network namespaces joined by a veth pair, and the processes in them.
 
-Made by `ip netns` (iproute2), as root.  Whatever ends the program, `Pair.close` ends the processes
-and removes the namespaces, and with them their ends of the pair; what a killed program has left,
-the next one removes."""
+They are made with `ip netns` (iproute2), as root.  `Pair.close` ends the processes and removes
+the namespaces with their ends of the pair.  The next program removes what a killed one has left."""
 
 from __future__ import annotations
 
@@ -17,11 +16,11 @@ END_S = 30.0
 
 
 class NoNamespaces(Exception):
-    """This machine makes none; the text says why."""
+    """Network namespaces cannot be created on this machine, with the reason."""
 
 
 def ip(*words: str) -> str:
-    """What `ip` prints.  Raises NoNamespaces with what it complains of."""
+    """Run `ip` and return its stdout.  Raises NoNamespaces with its error message."""
     if shutil.which("ip") is None:
         raise NoNamespaces("there is no program `ip`: install iproute2")
     done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)

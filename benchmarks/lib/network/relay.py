@@ -1,13 +1,13 @@
-"""The shaping relay: a process on the link, that makes it slow.
+"""The shaping relay, a process that makes the link slow.
 
     python relay.py '{"ports": [[5555, "10.0.0.1", 5555]], "delay_s": 0.02, "rate": 12.5e6, ...}'
 
-It listens on 127.0.0.1, connects to the other side, and hands on what comes: each direction is one
-line of `rate` bytes/s for all connections together, and whatever leaves it arrives `delay_s` later.
-With each `cut_bytes` that have come down, the connection that carried the last of them is cut, both
-ends, with a reset.  TCP ends at both sides of the relay: its windows do not see the delay.
+It listens on 127.0.0.1, connects to the other side, and forwards all bytes.  Each direction is
+one line of `rate` bytes/s for all connections together, and bytes that leave it arrive `delay_s`
+later.  After each `cut_bytes` from the far side, the connection that carried the last of them is
+reset at both ends.  TCP ends at both sides of the relay: its windows do not see the delay.
 
-What went through is written to `counts`, a JSON file, ten times a second while it grows."""
+The forwarded bytes are written to `counts`, a JSON file, ten times a second while they grow."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Shape(msgspec.Struct, frozen=True):
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What a relay is started with: (port here, host there, port there) of each way."""
+    """The arguments of a relay; ports: (local port, remote host, remote port) of each link."""
 
     ports: list[tuple[int, str, int]]
     shape: Shape
