@@ -176,7 +176,7 @@ class Run:
     def give_up(self, at: float, victim: str) -> None:
         self.look()
         if time.monotonic() - at > BACK_S:
-            raise RuntimeError(f"{victim} was not heard of again: {self.log.name}")
+            raise RuntimeError(f"{victim} did not report again; log: {self.log.name}")
         time.sleep(POLL_S)
 
     def heard(self, victim: str, began: float, epoch: int) -> bool:

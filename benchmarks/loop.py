@@ -120,7 +120,7 @@ def checked(shares: list[float]) -> list[float]:
     """
     if statistics.median(shares) > 1:
         raise ValueError(
-            f"share of the limit {statistics.median(shares):.3f}: above 1 it is no share; the bare "
+            f"share of the limit {statistics.median(shares):.3f}: it cannot exceed 1; the bare "
             "loops were slowed, or do more than a run does (benchmarks/lib/bare_loops.py)"
         )
     return shares

@@ -99,7 +99,7 @@ def main() -> None:
     early = [mib for step, mib in seen if BEGIN <= step <= 1.5 * BEGIN]
     late = [mib for step, mib in seen if step >= steps - 0.5 * BEGIN]
     if not early or not late:
-        sys.exit(f"nothing was seen around step {BEGIN} or {steps}: {[s for s, _ in seen][-5:]}")
+        sys.exit(f"no readings around step {BEGIN} or {steps}: {[s for s, _ in seen][-5:]}")
     goals = []
     for name in WHO:
         first, last = (statistics.median(mib[name] for mib in part) for part in (early, late))

@@ -371,11 +371,10 @@ def try_mutant(m: Mutant, tests: Sequence[str], directory: Path) -> dict[str, An
 
 @dataclass
 class Baseline:
-    """The fast tests without a mutant: seconds of each, and for each file and line the tests that
-    run it.
+    """The fast tests without a mutant: the time of each, and the tests that run each line.
 
-    Fast: those that need no real run and take less than SLOW_S, with the processes they start.
-    What a fixture for several tests runs counts for every test of the file."""
+    Fast tests need no real run and take less than SLOW_S, with the processes that they start.
+    Lines run by a shared fixture count for every test of the file."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     lines: dict[str, dict[int, list[str]]] = field(default_factory=dict)
@@ -403,14 +402,15 @@ class Baseline:
         return sorted(found, key=lambda t: (whole[t.split("::")[0]], order[t]))
 
     def cpu_s(self, tests: Sequence[str]) -> float:
-        """What a mutant may use."""
+        """Return the CPU seconds that a mutant may use."""
         return 20 + 10 * sum(self.seconds[t] for t in tests)
 
 
 def statement(text: str, first: int, last: int) -> tuple[int, int]:
-    """Lines of the statement that holds [first, last], of a compound one its head; of a function's
-    head its body; (0, 0): it runs at import.
-    """
+    """Return the lines of the statement that contains [first, last].
+
+    Of a compound statement that is its head, of a function's head its body.  (0, 0) means that it
+    runs at import."""
     best: ast.stmt | None = None
     inside = False
 
@@ -503,9 +503,9 @@ def digest(path: str) -> str:
 
 
 def kept(test_file: str, paths: Collection[str]) -> dict[str, Any] | None:
-    """What was measured of a test file, where neither it nor one of `paths` that it runs has
-    changed since: their lines are those that were counted.
-    """
+    """Return the stored measurement of a test file, None if it is outdated.
+
+    It is valid while neither the file nor those of `paths` that it runs have changed."""
     file = KEPT / f"{Path(test_file).stem}.json"
     if not file.exists():
         return None

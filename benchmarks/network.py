@@ -105,7 +105,7 @@ def cut_s(shape: Shape, size: int) -> float:
 
 
 def listening(pid: int, port: int) -> bool:
-    """Does somebody in the namespace of that process listen at the port?"""
+    """Whether a process in that process's namespace listens at the port."""
     try:
         lines = Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
     except OSError:
@@ -180,7 +180,7 @@ class Run:
         return self.found(steps, size)
 
     def found(self, steps: int, size: int) -> dict[str, Any]:
-        """What there is to say of a run of weights of `size` bytes."""
+        """Return the measurements of a run with weights of `size` bytes."""
         rows = steps_made(self.run_dir)
         relayed = json.loads(self.counts.read_text())
         timed = [row["t"] for row in rows[WARM - 1 :]]
@@ -227,7 +227,7 @@ class Run:
 def measure(
     pair: Pair, work: Path, shape: Shape, quick: bool, connect_s: float
 ) -> tuple[dict[str, Any], int]:
-    """What came of one run, and the bytes of its weights."""
+    """Run once; returns the measurements, and the size of the weights in bytes."""
     from asyncrl.config import load
     from asyncrl.models import policy
     from asyncrl.tasks.synthetic import TASKS
@@ -331,7 +331,7 @@ def main() -> None:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, stop)  # also where whoever started this ignored it
+    signal.signal(signal.SIGINT, stop)  # also where the parent process ignored it
     links = QUICK if args.quick else LINKS
     slow = [name for name in links if name != "bare" and name in (args.only or links)]
     order = slow if args.quick else ["bare", *(each for name in slow for each in (name, "bare"))]

@@ -56,7 +56,7 @@ def calculate(call: str) -> str:
 
 
 def solved(text: str) -> str:
-    """What `37*8+45=` comes to, as an answer."""
+    """Solve a problem such as `37*8+45=`, and return the answer."""
     # type: ignore[union-attr]
     left, factor, sign, last = re.fullmatch(r"(\d+)\*(\d+)([+-])(\d+)=", text).groups()
     product = int(left) * int(factor)

@@ -53,7 +53,7 @@ def shares(summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def goals(found: dict[str, Any], summary: dict[str, Any], wall_s: float) -> list[dict[str, Any]]:
-    """What a run has to show; a gain is from the start's upper bound to the end's lower one."""
+    """Judge a run's goals; a gain is from the start's upper bound to the end's lower one."""
     out = []
     for split, words in (("heldout", "held out"), ("ood", "names never shown")):
         start, end = found[split]["start"], found[split]["end"]

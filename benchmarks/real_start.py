@@ -94,7 +94,7 @@ def gained(words: str, before: dict[str, Any], after: dict[str, Any]) -> dict[st
 def goals(
     supervised: dict[str, Any], teacher: dict[str, Any], student: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """What the two have to show; the teacher is the model that supervised training left."""
+    """Judge the goals of both parts; the teacher is the model after supervised training."""
     before = student["accuracy"]["heldout"]["start"]
     loss, kl = supervised["heldout_end"] / supervised["heldout_start"], student["kl"]
     return [

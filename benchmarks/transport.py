@@ -460,7 +460,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.folder) as work:
         where = disk(Path(work))
         if where["filesystem"] in ("tmpfs", "ramfs") and not args.quick:
-            sys.exit(f"{work} is no disk but {where['filesystem']}: name one by --folder")
+            sys.exit(
+                f"{work} is not on a disk but on {where['filesystem']}: give one with --folder"
+            )
         measured = Measured(args, Path(work))
         for length in LENGTHS:
             measured.length(length)

@@ -30,7 +30,7 @@ def answered(rival: Rival, words: list[Any]) -> dict[str, Any]:
         case ["check"]:
             return rival.check()
         case _:
-            raise ValueError(f"{words} is no order")
+            raise ValueError(f"{words} is not a command")
     return {}
 
 

@@ -100,7 +100,7 @@ class Cell(NamedTuple):
 
 
 class Plan:
-    """What is to be run, in its order, and what a config refuses."""
+    """The cells to run, in order, and the arms that a config refuses."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
