@@ -54,7 +54,7 @@ VICTIMS = [
 ]
 RUNS = ["120:6", "0:2", "10:6", "60:5"]
 PARTS = ("buffer", "learner", "generator")
-BACK_S = 1800.0  # who is not heard of again by then never is
+BACK_S = 1800.0  # deadline for a victim to report again
 POLL_S = 0.01
 ANSWER_S = 5.0  # of a buffer that is there, on a machine that is busy
 

@@ -461,7 +461,7 @@ def main() -> None:
         where = disk(Path(work))
         if where["filesystem"] in ("tmpfs", "ramfs") and not args.quick:
             sys.exit(
-                f"{work} is not on a disk but on {where['filesystem']}: give one with --folder"
+                f"{work} is on {where['filesystem']}, not on a disk: give --folder"
             )
         measured = Measured(args, Path(work))
         for length in LENGTHS:

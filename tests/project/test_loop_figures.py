@@ -66,7 +66,7 @@ def test_the_share_does_not_depend_on_the_synchronous_run() -> None:
 
 def test_a_share_above_one_is_an_error_and_no_figure() -> None:
     assert loop.checked([0.9, 1.1, 0.95]) == [0.9, 1.1, 0.95]  # one round is noise
-    with pytest.raises(ValueError, match="above 1 it is no share"):
+    with pytest.raises(ValueError, match="it cannot exceed 1"):
         loop.checked([1.01, 1.2, 0.9])
     goals, result = loop.judged([a_round(limit=120e-6)], dict(CHOSEN))
     assert "above 1" in result["error"] and not [g for g in goals if "share" in g["figure"]]
