@@ -510,13 +510,11 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     args = parser().parse_args()
-    wanted = Wanted(
-        *(
-            tuple(x for x in getattr(args, name).split(",") if x)
-            for name in ("kinds", "points", "actions")
-        ),
-        topology=args.topology,
+    kinds, points, actions = (
+        tuple(word for word in text.split(",") if word)
+        for text in (args.kinds, args.points, args.actions)
     )
+    wanted = Wanted(kinds, points, actions, args.topology)
     if not wanted.choices():
         parser().error("there is no such fault")
     ctypes.CDLL(None).prctl(_SUBREAPER, 1)  # orphans are reaped here
