@@ -460,9 +460,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.folder) as work:
         where = disk(Path(work))
         if where["filesystem"] in ("tmpfs", "ramfs") and not args.quick:
-            sys.exit(
-                f"{work} is on {where['filesystem']}, not on a disk: give --folder"
-            )
+            sys.exit(f"{work} is on {where['filesystem']}, not on a disk: give --folder")
         measured = Measured(args, Path(work))
         for length in LENGTHS:
             measured.length(length)
