@@ -69,7 +69,7 @@ def test_a_share_above_one_is_an_error_and_no_figure() -> None:
     with pytest.raises(ValueError, match="it cannot exceed 1"):
         loop.checked([1.01, 1.2, 0.9])
     goals, result = loop.judged([a_round(limit=120e-6)], dict(CHOSEN))
-    assert "above 1" in result["error"] and not [g for g in goals if "share" in g["figure"]]
+    assert "cannot exceed 1" in result["error"] and not [g for g in goals if "share" in g["figure"]]
 
 
 def test_side_by_side_counts_in_the_limit() -> None:
