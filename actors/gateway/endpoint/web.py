@@ -459,7 +459,7 @@ class CallReply:
 
     It replaces StreamingResponse, because a retry needs to know whether the whole answer was sent.
     It also saves the task that watches for a disconnect: 2 instead of 75 us of CPU time a response
-    (docs/log/2026-11-22-endpoint-cost.md).
+    (docs/log/agents.md).
     """
 
     def __init__(
