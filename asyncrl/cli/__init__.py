@@ -44,7 +44,7 @@ FAMILIES = {
         "asyncrl run demo",
         "asyncrl run demo --set staleness.max_lag=4 --set seed=1",
         "asyncrl doctor runs/R",
-        "asyncrl config show demo",
+        "asyncrl config explain staleness.max_lag",
     ),
     epilog="Exit codes: " + "; ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items()),
 )

@@ -9,15 +9,24 @@ from typing import Any
 import click
 
 from asyncrl.cli import result
-from asyncrl.cli.base import ExampleCommand, ExampleGroup, command, json_option, options
+from asyncrl.cli.base import (
+    ExampleCommand,
+    ExampleGroup,
+    command,
+    complete_config,
+    complete_key,
+    json_option,
+    options,
+)
 from asyncrl.contract.errors import ConfigError
 
 
 @click.group(
-    cls=ExampleGroup, examples=("asyncrl config show demo", "asyncrl config check config.toml")
+    cls=ExampleGroup,
+    examples=("asyncrl config show demo", "asyncrl config explain staleness.max_lag"),
 )
 def config() -> None:
-    """Show, check and explain configs."""
+    """Show, check, explain and compare configs."""
 
 
 @config.command(
@@ -26,11 +35,100 @@ def config() -> None:
 )
 @options()
 def show(source: str, sets: tuple[str, ...], as_json: bool) -> None:
-    """Print the resolved config, with every key that CONFIG reads."""
+    """Print the resolved config, and where each value came from.
+
+    Origins are comments: file and line, --set, a method, a preset or the default.  Keys that the
+    config does not read are left out.
+    """
+    from asyncrl.config import explain as explaining
     from asyncrl.config import layers, load
 
-    loaded = load.load(source, sets, lambda note: print(note, file=sys.stderr))
-    print(json.dumps(layers.read_keys(loaded)) if as_json else load.dump(loaded))
+    origins: dict[str, str] = {}
+    loaded = load.load(source, sets, lambda note: print(note, file=sys.stderr), origins)
+    if as_json:
+        print(json.dumps(layers.read_keys(loaded)))
+    else:
+        print(explaining.annotate(load.dump(loaded), origins))
+
+
+@config.command(
+    name="explain",
+    cls=ExampleCommand,
+    examples=("asyncrl config explain staleness.max_lag", "asyncrl config explain stop"),
+)
+@click.argument("key", shell_complete=complete_key)
+@json_option
+def explain_key(key: str, as_json: bool) -> None:
+    """Explain KEY: meaning, unit, values, default and readers.
+
+    With a section as KEY, list its keys.
+    """
+    import msgspec
+
+    from asyncrl.config import explain as explaining
+
+    found = explaining.explain(key)
+    if as_json:
+        result.print_result({"keys": msgspec.to_builtins(found)})
+    elif len(found) == 1 and found[0].key == key:
+        print(_format_explanation(found[0]))
+    else:
+        for one in found:
+            print(f"{one.key} = {one.default or '(not set)'}")
+            print(click.wrap_text(one.meaning.partition(". ")[0].rstrip(".") + ".", 80, *INDENT))
+        print(f"\nasyncrl config explain {found[0].key} tells more; see {found[0].page}")
+
+
+INDENT = ("    ", "    ")
+
+
+def _format_explanation(shown: Any) -> str:
+    """Format what is known of a key for a reader."""
+    reason = f" ({shown.reason})" if shown.reason else ""
+    set_by = "; ".join(f"{name}: {value}" for name, value in shown.methods.items())
+    rows = {
+        "unit": shown.unit,
+        "values": shown.values,
+        "default": f"{shown.default}{reason}" if shown.default else "",
+        "read": "only if " + ", and ".join(shown.read) if shown.read else "always",
+        "methods": f"set by {set_by}" if set_by else "",
+        "docs": shown.page,
+    }
+    lines = [shown.key, click.wrap_text(shown.meaning, 80, "  ", "  ")]
+    lines += [
+        click.wrap_text(text, 80, f"  {name + ':':9}", " " * 11)
+        for name, text in rows.items()
+        if text
+    ]
+    return "\n".join(lines)
+
+
+@config.command(
+    name="diff",
+    cls=ExampleCommand,
+    examples=("asyncrl config diff demo decoupled", "asyncrl config diff runs/A runs/B"),
+)
+@click.argument("left", metavar="A", shell_complete=complete_config)
+@click.argument("right", metavar="B", shell_complete=complete_config)
+@json_option
+def diff_configs(left: str, right: str, as_json: bool) -> None:
+    """Compare two configs, each a file, a bundled config or a run.
+
+    Shows the keys that differ after methods, presets and defaults.  Exit code 0 if there are none,
+    otherwise 1.
+    """
+    from asyncrl.config import explain as explaining
+    from asyncrl.config.load import format_value
+
+    found = explaining.differences(explaining.read_config(left), explaining.read_config(right))
+    if as_json:
+        result.print_result({"equal": not found, "differs": found})
+    for key, pair in () if as_json else found.items():
+        first, second = ("(not read)" if x is None else format_value(x) for x in pair)
+        print(f"{key}: {first} -> {second}")
+    if not found and not as_json:
+        print("the two configs are equal")
+    sys.exit(1 if found else 0)
 
 
 @config.command(cls=ExampleCommand, examples=("asyncrl config check config.toml",))

@@ -20,6 +20,9 @@ from msgspec import Meta
 OFF = (None, False, 0, "", "none", "off")
 
 
+_TYPE_NAMES = {bool: "true or false", str: "text", int: "a whole number", float: "a number"}
+
+
 class UnreadKey(NamedTuple):
     """A given key that nothing reads, with the key that decides this and the error's text."""
 
@@ -28,7 +31,7 @@ class UnreadKey(NamedTuple):
     why: str
 
 
-def _parts(kind: Any) -> tuple[Any, list[Meta]]:
+def split_annotations(kind: Any) -> tuple[Any, list[Meta]]:
     """Return a field's type without its annotations, and the annotations."""
     metas: list[Meta] = []
     while typing.get_origin(kind) is typing.Annotated:
@@ -37,16 +40,21 @@ def _parts(kind: Any) -> tuple[Any, list[Meta]]:
     return kind, metas
 
 
+def is_union(kind: Any) -> bool:
+    """True for `a | b`, with annotated members or without."""
+    return typing.get_origin(kind) in (types.UnionType, typing.Union)
+
+
 def _is_struct(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
 
 
 def structs_of(kind: Any) -> tuple[Any, ...]:
     """Return the structs of a field: several for a section of methods, none for a value."""
-    plain, _ = _parts(kind)
+    plain, _ = split_annotations(kind)
     if _is_struct(plain):
         return (plain,)
-    options = typing.get_args(plain) if isinstance(plain, types.UnionType) else ()
+    options = typing.get_args(plain) if is_union(plain) else ()
     return options if options and all(_is_struct(option) for option in options) else ()
 
 
@@ -61,7 +69,8 @@ def tag_of(struct: Any) -> tuple[str, str]:
     return (config.tag_field, config.tag) if config.tag_field else ("", "")
 
 
-def _default(field: msgspec.structs.FieldInfo) -> Any:
+def default_of(field: msgspec.structs.FieldInfo) -> Any:
+    """Return the default of a field, or None if it has none."""
     if field.default_factory is not msgspec.NODEFAULT:
         return field.default_factory()
     return None if field.default is msgspec.NODEFAULT else field.default
@@ -77,8 +86,37 @@ def member(field: msgspec.structs.FieldInfo, table: Any) -> Any:
     key, _ = tag_of(options[0])
     given = table.get(key) if isinstance(table, dict) else None
     if given is None:
-        return type(_default(field))
+        return type(default_of(field))
     return next((option for option in options if tag_of(option)[1] == given), None)
+
+
+def describe_values(kind: Any) -> str:
+    """Describe the values that a type with its annotations allows.
+
+    >>> describe_values(typing.Annotated[int, Meta(ge=1)])
+    'a whole number of at least 1'
+    >>> describe_values(typing.Literal["pace", "drop"])
+    'one of pace, drop'
+    """
+    plain, metas = split_annotations(kind)
+    if is_union(plain):
+        parts = [part for part in typing.get_args(plain) if part is not types.NoneType]
+        return ", or ".join(describe_values(part) for part in parts)
+    if typing.get_origin(plain) is typing.Literal:
+        names = [str(value) for value in typing.get_args(plain)]
+        return names[0] if len(names) == 1 else f"one of {', '.join(names)}"
+    if structs_of(plain):
+        return f"a table of {', '.join(fields_of(plain))}"
+    if typing.get_origin(plain) is list:
+        return f"a list, each {describe_values(typing.get_args(plain)[0])}"
+    words = (("ge", "of at least"), ("gt", "above"), ("le", "at most"), ("lt", "below"))
+    limits = [
+        f"{word} {limit:g}"
+        for meta in metas
+        for name, word in words
+        if (limit := getattr(meta, name)) is not None
+    ]
+    return " ".join([_TYPE_NAMES.get(plain, "a table"), " and ".join(limits)]).strip()
 
 
 @functools.cache
@@ -104,7 +142,7 @@ def is_text(root: Any, key: str) -> bool:
         fields = [fields_of(option).get(section) for option in options]
         options = tuple(struct for field in fields if field for struct in structs_of(field.type))
     leaves = [field for option in options if (field := fields_of(option).get(last))]
-    return bool(leaves) and all(_parts(field.type)[0] is str for field in leaves)
+    return bool(leaves) and all(split_annotations(field.type)[0] is str for field in leaves)
 
 
 class GivenKey(NamedTuple):
@@ -128,7 +166,7 @@ def walk(
         if name == tag_of(root)[0]:
             continue
         field = fields.get(name)
-        conditions = around if field is None else (*around, *_conditions(field, prefix))
+        conditions = around if field is None else (*around, *conditions_of(field, prefix))
         below = member(field, value) if field is not None else None
         if below is not None and isinstance(value, dict):
             yield from walk(value, below, f"{prefix}{name}.", conditions)
@@ -150,12 +188,12 @@ def value_of(raw: dict[str, Any], root: Any, key: str) -> Any:
     if isinstance(table, dict) and last in table:
         return table[last]
     field_info = fields_of(struct).get(last)
-    return None if field_info is None else _default(field_info)
+    return None if field_info is None else default_of(field_info)
 
 
-def _conditions(field: msgspec.structs.FieldInfo, section: str) -> Iterator[tuple[str, Any]]:
+def conditions_of(field: msgspec.structs.FieldInfo, section: str) -> Iterator[tuple[str, Any]]:
     """Yield the (key, values) of every `read_with` of a field."""
-    for meta in _parts(field.type)[1]:
+    for meta in split_annotations(field.type)[1]:
         if meta.extra and "read_with" in meta.extra:
             key, values = meta.extra["read_with"]
             yield (key if "." in key else section + key), values

@@ -8,7 +8,6 @@ import copy
 import difflib
 import re
 import tomllib
-import types
 import typing
 from pathlib import Path
 from typing import Any
@@ -86,16 +85,18 @@ def load(
     path: str | Path,
     sets: typing.Sequence[str] = (),
     note: typing.Callable[[str], None] | None = None,
+    origins: dict[str, str] | None = None,
 ) -> Config:
     """Load the config in `path` and apply `sets` ("key.path=value", TOML values).
 
     A bundled config needs only its name, no path.  `{here}` in the file is the file's folder.
     `method` and presets fill the keys that are not given; in `sets` they also replace the file's.
     If an item of `sets` changes a method, the keys of the earlier one are dropped, and `note` is
-    called with a sentence about each.
+    called with a sentence about each.  `origins` is filled with the origin of every key that is
+    not a default: file:line, `--set ...`, a method or a preset.
 
     Raises ConfigError with file:line, key and remedy."""
-    return load_as(RUN, path, sets, note)
+    return load_as(RUN, path, sets, note, origins)
 
 
 def load_as(
@@ -103,6 +104,7 @@ def load_as(
     path: str | Path,
     sets: typing.Sequence[str] = (),
     note: typing.Callable[[str], None] | None = None,
+    origins: dict[str, str] | None = None,
 ) -> Struct:
     """Load another kind of config as `load` does."""
     path = bundled_configs.find(path)
@@ -124,6 +126,7 @@ def load_as(
         bundled_configs.substitute_here(raw, path.parent),
         _ConfigSource(str(path), text, sets),
         note,
+        origins,
     )
 
 
@@ -155,6 +158,7 @@ def _layered(
     raw: dict[str, Any],
     given: _ConfigSource,
     note: typing.Callable[[str], None] | None = None,
+    origins: dict[str, str] | None = None,
 ) -> Struct:
     """Apply the layers in order: the table, the items of `sets`, then method and presets."""
     raw = copy.deepcopy(raw)
@@ -179,10 +183,11 @@ def _layered(
             f"{given.where('method')}: {methods.unknown_method_message(raw['method'])}"
         )
     _drop_removed(raw, given)
-    before = set(_leaves(raw))
-    presets.fill(raw)
-    methods.fill(raw)
-    filled = set(_leaves(raw)) - before
+    filled: dict[str, str] = {}  # key -> what filled it
+    for fill, origin in ((presets.fill, _preset_of), (methods.fill, _method_of)):
+        before = set(_leaves(raw))
+        fill(raw)
+        filled |= {key: origin(raw, key) for key in set(_leaves(raw)) - before}
     _check_known(raw, tree.root, given)
     while found := layers.unread(raw, tree.root):
         for unread in found:
@@ -197,7 +202,19 @@ def _layered(
                     note(f"dropped {unread.why}")
             layers.remove(raw, unread.key)
             placed[unread.key] = len(given.sets)  # also drop the keys that depend on it
+    if origins is not None:
+        short = given._replace(path=Path(given.path).name)
+        origins.update({key: filled.get(key) or short.where(key) for key in _leaves(raw)})
     return _convert(tree, raw, given)
+
+
+def _preset_of(raw: dict[str, Any], key: str) -> str:
+    section = key.partition(".")[0]
+    return f'{section}.preset = "{raw[section]["preset"]}"'
+
+
+def _method_of(raw: dict[str, Any], key: str) -> str:
+    return f'method = "{raw["method"]}"'
 
 
 def _drop_removed(raw: dict[str, Any], given: _ConfigSource) -> None:
@@ -350,6 +367,14 @@ def _unknown_key(key: str, root: Any, fields: typing.Collection[str]) -> str:
     return f"unknown key; keys of this section: {', '.join(known)}"
 
 
+def unknown_key_error(key: str) -> ConfigError:
+    """Return the error for a name that is neither a key nor a section."""
+    section = f"{key.rpartition('.')[0]}." if "." in key else ""
+    inside = [name.removeprefix(section) for name in keys() if name.startswith(section)]
+    names = list(dict.fromkeys(name.partition(".")[0] for name in inside))
+    return ConfigError(f"{key}: {_unknown_key(key, Config, names)}")
+
+
 def keys(kind: Any = Config) -> list[str]:
     """Return every key of the tree, dotted."""
     return list(layers.keys(kind))
@@ -359,7 +384,8 @@ def _locate_key(key: str, source: str, text: str, sets: typing.Sequence[str]) ->
     """Return file:line of a key, or the --set that gave it."""
     for item in sets:
         given = item.partition("=")[0].strip()
-        if key and (given == key or given.startswith(f"{key}.")):
+        nested = given.startswith(f"{key}.") or key.startswith(f"{given}.")
+        if key and (given == key or nested):
             return f"--set {item}"
     section, _, name = key.rpartition(".")
     inside = ""
@@ -375,34 +401,38 @@ def _locate_key(key: str, source: str, text: str, sets: typing.Sequence[str]) ->
     return found or source
 
 
-def choices(key: str, root: Any = Config) -> list[str]:
-    """Return the values of a key with a closed set of them, otherwise none."""
-    if root is Config and key == "method":
-        return list(methods.METHODS)
+def _find_type(key: str, root: Any = Config) -> Any:
+    """Return the type of a key; a tuple of the tags if it chooses a section's struct."""
     options: list[Any] = [root]
     field: Any = None
     for part in key.split("."):
         tags = [layers.tag_of(option) for option in options]
         if any(name == part for name, _ in tags):
-            return [value for _, value in tags]
+            return tuple(value for _, value in tags)
         found = [layers.fields_of(option).get(part) for option in options]
         field = next((one for one in found if one is not None), None)
         options = list(layers.structs_of(field.type)) if field is not None else []
-    kind: Any = None if field is None else field.type
-    while isinstance(kind, typing._AnnotatedAlias):  # type: ignore[attr-defined]
-        kind = kind.__origin__
-    literals = [
-        a
-        for a in (typing.get_args(kind) if isinstance(kind, types.UnionType) else [kind])
-        if typing.get_origin(a) is typing.Literal
-    ]
-    return [str(x) for o in literals for x in typing.get_args(o)]
+    return None if field is None else layers.split_annotations(field.type)[0]
+
+
+def choices(key: str) -> list[str]:
+    """Return the named values of a key of a run's config; none: it takes others only."""
+    kind = tuple(methods.METHODS) if key == "method" else _find_type(key)
+    if isinstance(kind, tuple):
+        return list(kind)
+    members = typing.get_args(kind) if layers.is_union(kind) else [kind]
+    literals = [member for member in members if typing.get_origin(member) is typing.Literal]
+    return [str(value) for literal in literals for value in typing.get_args(literal)]
 
 
 def _allowed_values(key: str, root: Any = Config) -> str:
-    """Return the choices of a key with a closed set of values, as a message's end."""
-    names = choices(key, root)
-    return f"; choose one of {', '.join(names)}" if names else ""
+    """Return the values of a key with choices, as a message's end."""
+    kind = _find_type(key, root)
+    if isinstance(kind, tuple):
+        return f"; choose one of {', '.join(kind)}"
+    if layers.is_union(kind) or typing.get_origin(kind) is typing.Literal:
+        return f"; choose {layers.describe_values(kind)}"
+    return ""
 
 
 def require_same_config(
@@ -423,15 +453,16 @@ def require_same_config(
             run = run.get(part) if isinstance(run, dict) else None
         if ours != run:
             raise ConfigError(
-                f"--set {item}: the run has {key} = {_toml(run)}, not {_toml(ours)} ({path}), and "
-                "all its processes share one config; remove this --set, or start a new run"
+                f"--set {item}: the run has {key} = {format_value(run)}, not {format_value(ours)} "
+                f"({path}), and all its processes share one config; remove this --set, or start a "
+                "new run"
             )
 
 
-def _toml(value: Any) -> str:
-    """Format a value as in a config, and a section as its table."""
+def format_value(value: Any) -> str:
+    """Format a value as in a config, or a section as its table."""
     if value is None:
-        return "nothing"
+        return "not set"
     return (
         tomli_w.dumps({"x": value}).partition("=")[2].strip()
         if not isinstance(value, dict)

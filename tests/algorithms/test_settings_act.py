@@ -210,8 +210,8 @@ def other(field: Any, key: str, now: Any) -> Any:
     """Another value that the field may have."""
     if key in OTHER:
         return OTHER[key]
-    kind, _ = layers._parts(field.type)
-    options = [kind, *(layers._parts(option)[0] for option in typing.get_args(kind))]
+    kind, _ = layers.split_annotations(field.type)
+    options = [kind, *(layers.split_annotations(option)[0] for option in typing.get_args(kind))]
     for option in options:
         if typing.get_origin(option) is typing.Literal:
             return next(value for value in typing.get_args(option) if value != now)
@@ -229,13 +229,13 @@ def context(struct: Any, section: str, field: Any, key: str) -> dict[str, Any]:
     if tag:
         keys[f"{section}.{tag}"] = value
     fields = layers.fields_of(struct)
-    pending = list(layers._conditions(field, f"{section}."))
+    pending = list(layers.conditions_of(field, f"{section}."))
     while pending:
         chooser, values = pending.pop()
         keys[chooser] = values[0] if values else ON[chooser]
         name = chooser.rpartition(".")[2]
         if chooser.startswith(f"{section}.") and name in fields:
-            pending += layers._conditions(fields[name], f"{section}.")
+            pending += layers.conditions_of(fields[name], f"{section}.")
     return keys | NEEDS.get(value, {}) | BESIDE.get(key, {})
 
 

@@ -99,7 +99,10 @@ ELSEWHERE = {
     ),
 }
 # commands that end with another exit code than 0, as their page says
-ENDS_WITH = {"asyncrl diff runs/A runs/R --html diff.html": 1}
+ENDS_WITH = {
+    "asyncrl diff runs/A runs/R --html diff.html": 1,
+    "asyncrl config diff demo decoupled": 1,
+}
 
 
 class Block(NamedTuple):

@@ -1,0 +1,328 @@
+"""Explain config keys, and compare configs.  Imports no torch.
+
+Meaning, range and default come from the structs.  This module adds what they do not hold: units,
+reasons for defaults, and the page of the docs."""
+
+from __future__ import annotations
+
+import typing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.config import layers, load, methods
+from asyncrl.config.tree import Config
+
+# section or key -> page in docs/; the longest one that matches counts
+PAGES = {
+    "": "running.md",
+    "exact": "engines.md",
+    "task": "own-project.md",
+    "model": "own-project.md",
+    "model.reference": "algorithms.md",
+    "reward": "rewards.md",
+    "agent": "agents.md",
+    "generator": "engines.md",
+    "learner": "machines.md",
+    "lora": "lora.md",
+    "export": "lora.md",
+    "staleness": "staleness.md",
+    "advantage": "algorithms.md",
+    "value": "algorithms.md",
+    "correction": "algorithms.md",
+    "loss": "algorithms.md",
+    "kl": "algorithms.md",
+    "stop": "algorithms.md",
+    "method": "algorithms.md",
+    "reshape": "reshape.md",
+    "weights": "machines.md",
+    "wires": "machines.md",
+    "placement": "machines.md",
+    "record": "metrics.md",
+    "record.stream": "replay.md",
+    "record.stream_mib": "replay.md",
+    "record.weights_every": "replay.md",
+}
+# unit of a number: by the end of the key's name, else by its dotted key
+UNIT_ENDINGS = {"_s": "seconds", "_mib": "MiB", "_bytes": "bytes", "_tokens": "tokens"}
+KEYS_BY_UNIT = {
+    "versions": "staleness.max_lag staleness.half_life staleness.inject evaluation.every "
+    "evaluation.ood_every weights.slots",
+    "tokens": "generator.context reward.judge.max_tokens reward.model.context "
+    "advantage.truncation_ramp advantage.k_step loss.norm_length",
+    "batches": "learner.steps learner.warmup_steps learner.checkpoint_every learner.prefetch "
+    "record.samples_every record.split_every record.reference_kl_every record.kl_moved "
+    "record.weights_every",
+    "nats per token": "reshape.kl_budget stop.kl_max",
+    "nats per completion": "kl.reward.target",
+    "reward": "advantage.truncation_penalty value.clip advantage.shift reward.judge.low "
+    "reward.judge.high",
+    "processes": "generators reward.workers learner.ranks agent.workers placement.generator.count",
+    "OpenMP threads": "generator.threads learner.threads reward.model.threads",
+    "completions": "generator.slots reward.batch advantage.k record.samples record.split_samples "
+    "record.reference_samples",
+    "samples": "learner.group_size kl.reward.horizon",
+    "groups": "learner.groups",
+    "optimizer steps per pass": "learner.minibatches",
+    "passes": "learner.epochs",
+    "prompts": "evaluation.prompts evaluation.final_prompts evaluation.ood_prompts",
+    "calls": "agent.max_calls agent.parallel reward.concurrency agent.at_once",
+    "sessions": "agent.sessions",
+    "training sequences": "agent.rows",
+    "requests": "reward.judge.concurrency reward.judge.attempts reward.judge.budget_requests",
+    "requests per minute": "reward.judge.requests_per_minute",
+    "tokens per minute": "reward.judge.tokens_per_minute",
+    "checkpoints": "learner.keep_checkpoints",
+    "restarts": "watchdog.restarts",
+    "copies": "weights.fan_out",
+    "decode steps per token": "staleness.delay",
+    "mantissa bits": "generator.mantissa_bits",
+    "share": "reward.error_budget reward.machinery_budget stop.ess_min stop.ess_on_policy "
+    "reshape.rho_min loss.cov_share loss.bapo_share advantage.ema_decay",
+}
+# why a default is what it is, where there is more to say than that it switches something off
+REASONS = {
+    "staleness.max_lag": "most of the speed of asynchrony; a limit of 4 was worse in lag studies",
+    "staleness.on_exceed": "nothing is lost, and no token exceeds the limit",
+    "staleness.order": "ticket order is what makes pace a guarantee",
+    "advantage.name": "unbiased, and without a scale to tune",
+    "loss.surrogate": "the clip bounds the update on stale samples",
+    "correction.proximal": "needs no extra forward pass, and its clip acts from the first step on",
+    "loss.eps_low": "the published value of each surrogate",
+    "loss.eps_high": "the published value of each surrogate",
+    "loss.reduction": "every token counts the same, whatever the completion's length",
+    "correction.level": "little variance",
+    "correction.bound": "cuts only large weights, so that no token is lost",
+    "kl.reward.estimator": "unbiased gradient when it is part of the reward",
+    "kl.loss.estimator": "its gradient on policy is that of the KL",
+    "kl.reward.at": "staleness and mismatch do not bias its gradient",
+    "generator.temperature": "samples the policy itself, so that ratios are unbiased",
+    "generator.top_p": "samples the whole distribution, so that ratios are unbiased",
+    "generator.top_k": "samples the whole distribution, so that ratios are unbiased",
+    "generator.engine": "needs no other package, and supports exact mode",
+    "evaluation.temperature": "measures the policy as it is trained",
+    "weights.in_flight": "costs no pass; the keys and values of a completion are then partly older",
+    "weights.transport": "the fastest that works: shared memory on one machine",
+    "durability.mode": "costs no time",
+    "record.split_every": "a split costs forward passes",
+    "record.reference_kl_every": "a measurement costs a forward pass of a second model",
+    "learner.prefetch": "the next batch is sent while this one trains",
+    "learner.optimizer": "the usual choice for language models",
+    "learner.clip_norm": "the usual value for language models",
+    "learner.epochs": "more passes move the policy further on stale samples",
+    "learner.minibatches": "more steps move the policy further on stale samples",
+    "learner.group_size": "enough to compare with, and cheap where prompts share their encoding",
+    "reward.on_error": "one failed call must not end a run",
+    "reward.judge.temperature": "grades are repeatable",
+    "agent.host": "only programs of this machine can connect",
+    "agent.sampling": "many clients send these by default",
+    "agent.forced": "most frameworks send these",
+    "agent.at_limit": "a session that runs long is no reason to lose its tokens",
+    "wires.address": "needs no port, and no other machine can connect",
+    "seed": "any number does",
+}
+TAGS = {
+    "advantage.name": "Method that turns the rewards of a group into advantages.",
+    "loss.surrogate": "Surrogate objective: how far the policy may move on each token.",
+    "correction.proximal": "Policy that ratios and clips are taken against: behavior, the one that "
+    "sampled the tokens; recompute, the learner as the batch begins (decoupled PPO); interpolate, "
+    "between the two, nearer to the learner's the older a token is.",
+}
+
+
+class KeyExplanation(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything to know about a config key.
+
+    read: the conditions under which the key is read; empty: always.
+    methods: published methods that set the key -> the value."""
+
+    key: str
+    meaning: str
+    unit: str
+    values: str
+    default: str
+    reason: str
+    read: list[str]
+    methods: dict[str, Any]
+    page: str
+
+
+class KeyPlace(typing.NamedTuple):
+    """One field that a dotted key leads to, with the tags and conditions on its way."""
+
+    field: msgspec.structs.FieldInfo
+    owner: str  # tag of its section's struct, "" if the section has only one
+    siblings: int  # structs of the section
+    conditions: tuple[tuple[str, tuple[str, ...]], ...]
+
+
+def explain(key: str) -> list[KeyExplanation]:
+    """Explain a key, or every key of a section.  Raises ConfigError for another name."""
+    known = ["method", *load.keys()]
+    if key in known:
+        return [_explain_key(key)]
+    inside = [name for name in known if name.startswith(f"{key}.")]
+    if not inside:
+        raise load.unknown_key_error(key)
+    return [_explain_key(name) for name in inside]
+
+
+def _explain_key(key: str) -> KeyExplanation:
+    set_by = {name: row.keys[key] for name, row in methods.METHODS.items() if key in row.keys}
+    places = find_places(key)
+    if places:
+        metas = [meta for place in places for meta in layers.split_annotations(place.field.type)[1]]
+        meaning = next((str(meta.description) for meta in metas if meta.description), "")
+        kinds = [layers.describe_values(place.field.type) for place in places]
+        values = " or ".join(dict.fromkeys(kinds))
+    else:
+        meaning = methods.DESCRIPTION if key == "method" else TAGS[key]
+        values = f"one of {', '.join(load.choices(key))}"
+    return KeyExplanation(
+        key=key,
+        meaning=meaning,
+        unit=find_unit(key) if any(is_number(place.field.type) for place in places) else "",
+        values=values,
+        default=_describe_default(key, places),
+        reason=REASONS.get(key, ""),
+        read=_describe_conditions(key, places),
+        methods=set_by,
+        page=f"docs/{find_page(key)}",
+    )
+
+
+def find_places(key: str) -> list[KeyPlace]:
+    """Return the fields that a key leads to: several if several methods have it, none for a tag."""
+    *sections, last = key.split(".")
+    options: list[tuple[Any, tuple[Any, ...]]] = [(Config, ())]
+    prefix = ""
+    for section in sections:
+        inner = []
+        for struct, conditions in options:
+            if field := layers.fields_of(struct).get(section):
+                more = (*conditions, *layers.conditions_of(field, prefix))
+                inner += [(below, more) for below in layers.structs_of(field.type)]
+        options = inner
+        prefix += f"{section}."
+    return [
+        KeyPlace(
+            field,
+            layers.tag_of(struct)[1],
+            len(options),
+            (*conditions, *layers.conditions_of(field, prefix)),
+        )
+        for struct, conditions in options
+        if (field := layers.fields_of(struct).get(last))
+    ]
+
+
+def find_page(key: str) -> str:
+    """Return the page in docs/ that describes a key."""
+    parts = key.split(".")
+    starts = (".".join(parts[:count]) for count in range(len(parts), -1, -1))
+    return next(PAGES[start] for start in starts if start in PAGES)
+
+
+def find_unit(key: str) -> str:
+    """Return the unit of a numeric key; empty: it counts things, or has no dimension."""
+    for unit, keys in KEYS_BY_UNIT.items():
+        if key in keys.split():
+            return unit
+    for ending, unit in UNIT_ENDINGS.items():
+        if key.endswith(ending):
+            return unit
+    return ""
+
+
+def is_number(kind: Any) -> bool:
+    """True if a type takes numbers, alone, in a list or besides other values."""
+    plain, _ = layers.split_annotations(kind)
+    if layers.is_union(plain):
+        return any(is_number(part) for part in typing.get_args(plain))
+    inside = typing.get_args(plain) if typing.get_origin(plain) is list else (plain,)
+    return any(layers.split_annotations(part)[0] in (int, float) for part in inside)
+
+
+def _describe_default(key: str, places: list[KeyPlace]) -> str:
+    if not places:
+        return "" if key == "method" else load.format_value(layers.value_of({}, Config, key))
+    if all(
+        place.field.default is msgspec.NODEFAULT
+        and place.field.default_factory is msgspec.NODEFAULT
+        for place in places
+    ):
+        return "none: it must be given"
+    values = {place.owner: layers.default_of(place.field) for place in places}
+    texts = {owner: load.format_value(value) for owner, value in values.items()}
+    if len(set(texts.values())) == 1:
+        return next(iter(texts.values()))
+    return ", ".join(f"{text} ({owner})" for owner, text in texts.items())
+
+
+def _describe_conditions(key: str, places: list[KeyPlace]) -> list[str]:
+    if not places:
+        return []
+    section = key.rpartition(".")[0]
+    found = []
+    if places[0].siblings > len(places):
+        tag = layers.tag_of(layers.structs_of(_section_type(section))[0])[0]
+        owners = " or ".join(place.owner for place in places)
+        found.append(f"{section}.{tag} = {owners}")
+    for chooser, values in dict.fromkeys(c for place in places for c in place.conditions):
+        found.append(f"{chooser} = {' or '.join(values)}" if values else f"{chooser} is set")
+    return found
+
+
+def _section_type(section: str) -> Any:
+    struct: Any = Config
+    kind: Any = None
+    for name in section.split("."):
+        kind = layers.fields_of(struct)[name].type
+        struct = layers.structs_of(kind)[0]
+    return kind
+
+
+def read_config(place: str) -> Config:
+    """Load a config file, a bundled config or the config of a run directory."""
+    path = Path(place)
+    return load.load(path / "config.toml" if path.is_dir() else path)
+
+
+def differences(left: Config, right: Config) -> dict[str, tuple[Any, Any]]:
+    """Return key -> (left, right) of the keys that differ; None: the config does not read it."""
+    first, second = (dict(_flatten(layers.read_keys(config))) for config in (left, right))
+    return {
+        key: (first.get(key), second.get(key))
+        for key in sorted({*first, *second})
+        if first.get(key) != second.get(key)
+    }
+
+
+def _flatten(table: dict[str, Any], prefix: str = "") -> typing.Iterator[tuple[str, Any]]:
+    for name, value in table.items():
+        if isinstance(value, dict) and value:
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def annotate(text: str, origins: dict[str, str]) -> str:
+    """Add a comment with the origin of its value to every key of a dumped config.
+
+    origins: key -> origin, for every key that is not a default.
+
+    >>> print(annotate('seed = 1', {"seed": "--set seed=1"}))
+    seed = 1  # --set seed=1
+    """
+    section = ""
+    lines = []
+    for line in text.splitlines():
+        if line.startswith("["):
+            section = line.strip("[]") + "."
+        name, equals, _ = line.partition(" = ")
+        if equals and not line.startswith((" ", "]")):
+            origin = origins.get(section + name, "default")
+            line = f"{line}  # {origin}"
+        lines.append(line)
+    return "\n".join(lines)

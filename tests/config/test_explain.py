@@ -1,0 +1,224 @@
+"""`asyncrl config explain`, `diff` and `show`, and the shell's completion of keys and configs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from process_kit import ENV, ROOT
+
+from asyncrl.cli import main
+from asyncrl.config import explain, layers, load
+from asyncrl.contract.errors import ConfigError
+
+BARE = '[model]\npath = "m"\n\n[task]\nname = "sort"\n'
+NO_DIMENSION = {
+    "seed",
+    "agent.port",
+    "generator.gpus",
+    "learner.gpus",
+    "learner.zero_stage",
+    "learner.lr",
+    "learner.beta1",
+    "learner.beta2",
+    "learner.weight_decay",
+    "learner.clip_norm",
+    "learner.cosine_max",
+    "lora.rank",
+    "lora.alpha",
+    "generator.temperature",
+    "generator.top_p",
+    "generator.top_k",
+    "evaluation.temperature",
+    "reward.judge.temperature",
+    "watchdog.multiple",
+    "placement.learner.cpus",
+    "placement.learner.gpus",
+    "placement.generator.cpus",
+    "placement.generator.gpus",
+}
+KEYS = load.keys()
+# of the mathematics, a number without an entry is a coefficient, an exponent or a bound of a ratio
+MATHEMATICS = ("advantage.", "value.", "correction.", "loss.", "reshape.", "kl.", "stop.")
+
+
+def typed(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(list(words))
+        sys.exit(0)
+    shown = capfd.readouterr()
+    return int(ended.value.code or 0), shown.out, shown.err
+
+
+def test_every_key_has_a_meaning_values_a_default_and_a_page_that_exists() -> None:
+    for key in KEYS:
+        (shown,) = explain.explain(key)
+        assert len(shown.meaning) > 10 and shown.meaning[-1] in ".)", key
+        assert shown.values and shown.default, key
+        page = ROOT / shown.page
+        assert page.is_file(), f"{key}: {shown.page}"
+
+
+def test_every_number_has_a_unit_or_is_known_to_have_none() -> None:
+    for key in KEYS:
+        places = explain.find_places(key)
+        if any(explain.is_number(place.field.type) for place in places) and not explain.find_unit(
+            key
+        ):
+            assert key in NO_DIMENSION or key.startswith(MATHEMATICS), key
+
+
+def test_units_and_reasons_name_keys_that_exist() -> None:
+    known = set(KEYS)
+    named = {key for keys in explain.KEYS_BY_UNIT.values() for key in keys.split()}
+    assert named <= known, named - known
+    assert set(explain.REASONS) <= known, set(explain.REASONS) - known
+    assert set(explain.TAGS) == {key for key in known if not explain.find_places(key)}
+
+
+def test_a_key_is_explained_on_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = typed(capfd, "config", "explain", "correction.hi")
+    assert code == 0
+    assert "only if correction.proximal = recompute or interpolate" in " ".join(out.split())
+    assert "correction.bound = truncate or clip or mask" in " ".join(out.split())
+    assert "tis: 2.0" in out and "docs/algorithms.md" in out
+    code, out, _ = typed(capfd, "config", "explain", "staleness.max_lag", "--json")
+    (shown,) = json.loads(out)["keys"]
+    assert shown["unit"] == "versions" and shown["default"] == "2.0" and shown["reason"]
+    assert shown["values"] == "a number of at least 0, or a table of auto, floor, most"
+    assert shown["read"] == []
+    code, out, _ = typed(capfd, "config", "explain", "loss.pull")
+    assert "loss.surrogate = ipo or band" in out
+
+
+def test_a_section_lists_its_keys(capfd: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = typed(capfd, "config", "explain", "durability")
+    assert code == 0 and 'durability.mode = "memory"' in out
+    code, out, _ = typed(capfd, "config", "explain", "kl.reward", "--json")
+    keys = {row["key"] for row in json.loads(out)["keys"]}
+    assert keys == {key for key in KEYS if key.startswith("kl.reward.")}
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("staleness.max_lagg", "did you mean staleness.max_lag?"),
+        ("max_staleness", "is called staleness.max_lag here"),
+        ("stalenes", "did you mean staleness?"),
+        ("kl.coefficient", "write kl.reward.coefficient"),
+    ],
+)
+def test_an_unknown_key_gets_the_nearest(key: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{key}: .*") as error:
+        explain.explain(key)
+    assert said in str(error.value)
+
+
+def test_show_says_where_each_value_came_from(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text(BARE + '\n[correction]\npreset = "tis"\n\n[reward]\ndeadline_s = 3\n')
+    words = ("--set", "learner.steps=7", "--set", "task.columns={answer='a'}")
+    code, out, _ = typed(capfd, "config", "show", str(path), *words, "--set", "task.name=file")
+    assert code == 0
+    lines = out.splitlines()
+    for line in (
+        'path = "m"  # c.toml:2',
+        "deadline_s = 3.0  # c.toml:11",
+        "steps = 7  # --set learner.steps=7",
+        'name = "file"  # --set task.name=file',
+        "answer = \"a\"  # --set task.columns={answer='a'}",
+        'level = "token"  # correction.preset = "tis"',
+        "groups = 32  # default",
+    ):
+        assert line in lines, out
+    shown = tomllib.loads(out)
+    assert shown == layers.read_keys(load.load(path, [words[1], words[3], "task.name=file"]))
+
+
+def test_show_tells_a_method_from_the_file_and_from_set(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text('method = "gmpo"\n' + BARE + '\n[loss]\nreduction = "token-mean"\n')
+    origins: dict[str, str] = {}
+    load.load(path, ["loss.eps_low=0.3"], None, origins)
+    assert origins["loss.surrogate"] == 'method = "gmpo"'
+    assert origins["loss.reduction"] == "c.toml:9"
+    assert origins["loss.eps_low"] == "--set loss.eps_low=0.3"
+    assert "loss.eps_high" not in origins
+
+
+def test_diff_of_configs_and_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").write_text(
+        load.dump(load.load("demo", ["staleness.max_lag=5", "kl.loss.coefficient=0.1"]))
+    )
+    assert typed(capfd, "config", "diff", "demo", "demo") == (0, "the two configs are equal\n", "")
+    code, out, _ = typed(capfd, "config", "diff", "demo", str(tmp_path / "run"))
+    assert code == 1
+    assert "staleness.max_lag: 2.0 -> 5.0\n" in out
+    assert 'kl.loss.estimator: (not read) -> "k3"\n' in out
+    assert "learner.lr" not in out
+    code, out, _ = typed(capfd, "config", "diff", "demo", str(tmp_path / "run"), "--json")
+    found = json.loads(out)
+    assert code == 1 and not found["equal"]
+    assert found["differs"]["staleness.max_lag"] == [2.0, 5.0]
+    code, _, err = typed(capfd, "config", "diff", "demo", "nowhere")
+    assert code == 2 and "nowhere: no such config file" in err
+
+
+def complete(*words: str) -> list[str]:
+    """Ask as the scripts of click for bash do."""
+    done = subprocess.run(
+        [sys.executable, "-c", "from asyncrl.cli import main; main(prog_name='asyncrl')"],
+        env=ENV
+        | {
+            "_ASYNCRL_COMPLETE": "bash_complete",
+            "COMP_WORDS": " ".join(("asyncrl", *words)),
+            "COMP_CWORD": str(len(words)),
+        },
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert not done.stderr, done.stderr
+    return [line.partition(",")[2] for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("config", "ex"), ["explain"]),
+        (("config", "explain", "staleness.max"), ["staleness.max_lag"]),
+        (("run", "gpu_"), ["gpu_many", "gpu_one", "gpu_"]),
+        (("run", "demo", "--set", "weights.fan"), ["weights.fan_out="]),
+        (("run", "demo", "--set", "staleness.on_exceed=d"), ["staleness.on_exceed=drop"]),
+        (("run", "demo", "--set", "method=vc"), ["method=vcpo"]),
+    ],
+)
+def test_the_shell_completes_commands_keys_values_and_configs(
+    words: tuple[str, ...], expected: list[str]
+) -> None:
+    found = complete(*words)
+    assert set(expected) <= set(found), found
+    if not words[-1].startswith("staleness.on"):
+        assert len(found) == len(expected), found
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts_of_three_shells(shell: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "from asyncrl.cli import main; main(prog_name='asyncrl')"],
+        env=ENV | {"_ASYNCRL_COMPLETE": f"{shell}_source", "PATH": os.environ["PATH"]},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert f"_ASYNCRL_COMPLETE={shell}_complete" in done.stdout, done.stderr
