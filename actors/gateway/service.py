@@ -1,32 +1,30 @@
-"""The gateway process: tickets in, sessions played, trajectories out.
+"""The gateway: tickets in, sessions played, trajectories out.
 
 ```
  buffer --Ticket--> waiting --> Episode --GenerationCall--> generator   (call_router.py)
     ^                            |  ^  ^                        |
     |                      ended |  |  +-------CallResult-------+
-    +--Trajectory-- outbox <-----+  +-- step --> environment            (environment_pool.py)
+    +--Trajectory-- outbox <-----+  +------> session source     (environments, agents over HTTP)
 ```
 
 To the buffer a gateway is a generator whose samples take several calls.  It renews the lease of
-each open session up to the session's deadline, since no token is sampled while a tool runs."""
+each open session up to the session's deadline, since no token is sampled while a tool runs.  A
+`SessionSource` begins the sessions and uses the answers."""
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import math
 import os
-import signal
 import socket
 import sys
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -35,16 +33,8 @@ import xxhash
 from actors.delivery import Outbox
 from actors.gateway.call_router import CallRouter
 from actors.gateway.chat import ChatFormat, parser_for
-from actors.gateway.environment_pool import EnvironmentPool
-from actors.gateway.environment_worker import EnvironmentEvent, EnvironmentOperation
-from actors.gateway.sessions import (
-    CallRefused,
-    Session,
-    SessionCall,
-    SessionLimits,
-    SessionOutcome,
-    SessionPlayers,
-)
+from actors.gateway.session_source import Episode, PlacedCall, SessionSource, WaitCause
+from actors.gateway.sessions import Session, SessionCall, SessionLimits, SessionOutcome
 from actors.rewards import RewardRunner
 from actors.turn import RENEW_S
 from asyncrl.config.agents import AgentConfig
@@ -58,7 +48,7 @@ from asyncrl.contract.errors import (
     PeerUnreachable,
 )
 from asyncrl.contract.printable import escape_line
-from asyncrl.contract.waits import BUFFER, OpenSession, ProcessWait, SessionWait, WaitLog
+from asyncrl.contract.waits import BUFFER, OpenSession, ProcessWait, WaitLog
 from asyncrl.models.tokenizer import (
     PlainTokenizer,
     encode_prompt,
@@ -71,9 +61,6 @@ from asyncrl.records.rundir import current_buffer_address, gateway_address, is_f
 from asyncrl.tasks import get_task
 from asyncrl.transport import message_checks, sockets
 
-if TYPE_CHECKING:
-    from actors.gateway.session_api import SessionApi
-
 MOST_AT_ONCE = 1000  # generator messages read in one turn, so that the other sockets get theirs
 REFUSALS_SAID = 20  # refusals that are logged; further ones are only counted
 CALLED_BYTES = 128  # per sampled token of a result: id, log-probability, at most a span each
@@ -84,14 +71,8 @@ HOPELESS = 8  # failed sessions that end the run if none has ended well
 RECENT = 64  # ended sessions, at least, over which the share of failures is taken
 RARE = 0.1  # the run ends when a smaller share of them ended well
 OLDEST = 8  # tickets listed in a report, one session each
-SHOWN = 40  # characters shown of a prompt or of tool names
+SHOWN = 40  # characters shown of a prompt
 KEPT_SESSIONS = 200  # sessions in the statistic of durations
-# what a session over HTTP waits for: (agent.command is set, agent.function is set) -> text
-HARNESS = {
-    (False, False): "its harness: the next call, or its reward",
-    (True, False): "its program (agent.command): the next call, or its end",
-    (False, True): "its function (agent.function): the next call, or its end",
-}
 GREET_S = 5.0
 LAST_WORDS = 256  # closed tickets that are still reported, since a report may be lost
 ENDED_S = 2.0  # without an answer of the buffer, before the run directory is checked for the end
@@ -106,23 +87,6 @@ class GatewayTicket:
     open: set[int] = field(default_factory=set)  # episode numbers
     tokens: int = 0  # sampled by its sessions that were dropped
     taken: float = field(default_factory=lambda: time.monotonic())
-
-
-@dataclass(eq=False)
-class Episode:
-    """A session with the state of its environment."""
-
-    number: int
-    session: Session
-    first: bool
-    sides: SessionPlayers
-    tools: list[dict[str, Any]] = field(default_factory=list)
-    reward: float = 0.0
-    parts: dict[str, float] = field(default_factory=dict)
-    shares: dict[int, float] = field(default_factory=dict)  # call number -> reward
-    doing: str = ""  # the newest request to its environment, in words
-    call: SessionCall | None = None
-    last: SessionCall | None = None  # the policy's newest answered call
 
 
 def limits(config: Config) -> SessionLimits:
@@ -152,9 +116,19 @@ def env_seed(config: Config, ticket: m.Ticket) -> int:
 
 
 class Gateway:
-    """A gateway process, which runs `loop` until the end of the run or SIGTERM."""
+    """A gateway.
 
-    def __init__(self, config: Config, run_dir: Path, index: int = 0) -> None:
+    source: makes the source of its sessions
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        index: int = 0,
+        *,
+        source: Callable[[Gateway], SessionSource],
+    ) -> None:
         self.config = config
         self.run_dir = run_dir
         self.index = index
@@ -178,8 +152,6 @@ class Gateway:
                 f"agent.tools: the tokenizer in {config.model.path} has no chat template, so the "
                 "model cannot be shown tools; add one there (chat_template.jinja) or use agent.env"
             )
-        self.door: SessionApi | None = None  # serves harnesses over HTTP, instead of environments
-        self.drive = None if config.agent.http else EnvironmentPool(config.agent)
         judges = bool(config.agent.tools) or config.agent.http
         self.rewards = RewardRunner(config, get_task(config.task), run_dir) if judges else None
         self.judged: dict[tuple[int, int, int], Episode] = {}
@@ -198,7 +170,7 @@ class Gateway:
         self.board = CallRouter(self.run, config.wires.lease_s)
         self.held: dict[tuple[int, int], GatewayTicket] = {}
         self.episodes: dict[int, Episode] = {}
-        self.drawing: dict[int, Episode] = {}  # call id -> the episode that waits for it
+        self.calls: dict[int, PlacedCall] = {}  # id at the generators -> call
         # of these, the calls that wait until their session has a valid ticket
         self.put_off: dict[int, m.GenerationCall] = {}
         # (ticket, attempt) of an earlier process, whose sessions wait for the next grant
@@ -224,6 +196,7 @@ class Gateway:
         self.waiting_for = "the buffer's first answer"
         self.waiting_since = time.monotonic()
         self.wait_log = WaitLog(min(10.0, config.watchdog.floor_s / 2))
+        self.source = source(self)
 
     def warm_up(self) -> None:
         """Load the full tokenizer and freeze the heap, before any session waits.
@@ -247,9 +220,8 @@ class Gateway:
         self.finish()
 
     def wait(self) -> None:
-        """Wait until a socket or environment has something to read, at most POLL_S."""
-        descriptors = list(self.drive.descriptors) if self.drive is not None else []
-        sockets.wait([self.socket, self.calls_socket], descriptors, POLL_S)
+        """Wait until a socket or the source has something to read, at most POLL_S."""
+        sockets.wait([self.socket, self.calls_socket], self.source.descriptors, POLL_S)
 
     def step(self) -> bool:
         """Run one turn: read all messages and act on them; True for the last turn."""
@@ -257,7 +229,7 @@ class Gateway:
         if self.ending or self.over:
             return True
         self.read_calls()
-        self.read_environments()
+        self.source.poll()
         self.read_rewards()
         self.tick(time.monotonic())
         self.open_sessions()
@@ -380,17 +352,16 @@ class Gateway:
         They must not be sampled by the weights of the old epoch.  They get new numbers, since
         results for the old numbers may be on their way.
         """
-        numbers = [number for number, owner in self.drawing.items() if owner is episode]
-        for number in numbers:
-            del self.drawing[number]
+        for number, placed in list(self.calls.items()):
+            if placed.episode is not episode:
+                continue
+            del self.calls[number]
             call = self.board.forget(number)
             if call is None:  # it was not submitted
                 call = self.put_off.pop(number)
             self.numbers += 1
-            self.drawing[self.numbers] = episode
+            self.calls[self.numbers] = placed
             self.put_off[self.numbers] = msgspec.structs.replace(call, id=self.numbers)
-            if self.door is not None:
-                self.door.renumber(number, self.numbers)
 
     # ---- sessions --------------------------------------------------------------------------------
 
@@ -421,11 +392,10 @@ class Gateway:
             grant.open.discard(number)
             grant.tokens += session.current_attempt_tokens
             session.resume_under(new.ticket)
-            if self.door is not None:
-                self.door.on_resume(session)
+            self.source.on_resume(session)
             new.open.add(number)
-            for call_number, episode in self.drawing.items():
-                if episode.number == number and call_number in self.put_off:
+            for call_number, placed in self.calls.items():
+                if placed.episode.number == number and call_number in self.put_off:
                     self.submit_call(self.put_off.pop(call_number), new.ticket)
 
     def submit_call(self, call: m.GenerationCall, ticket: m.Ticket) -> None:
@@ -433,10 +403,8 @@ class Gateway:
         self.board.submit(msgspec.structs.replace(call, min_version=ticket.min_version))
 
     def open_sessions(self) -> None:
-        """Open sessions up to agent.sessions, unless harnesses lease them over HTTP."""
-        for grant in self.waiting_tickets() if self.door is None else ():
-            while grant.waiting and self.free_sessions > 0:
-                self.open(grant, grant.waiting.pop(0), first=True)
+        """Have the source begin sessions, and note that this process waits without one."""
+        self.source.open_sessions()
         self.waits_for("" if self.episodes else "a ticket: none is granted, or all are leased")
 
     @property
@@ -458,7 +426,7 @@ class Gateway:
     def env_seed(self, ticket: m.Ticket) -> int:
         return env_seed(self.config, ticket)
 
-    def episode(self, grant: GatewayTicket, sample: int, *, first: bool) -> Episode:
+    def begin_episode(self, grant: GatewayTicket, sample: int, *, first: bool) -> Episode:
         """Begin a session of a ticket's sample."""
         ticket = grant.ticket
         self.numbers += 1
@@ -469,8 +437,7 @@ class Gateway:
         session = Session(
             ticket, sample, ticket.attempt, self.limits, chat, own_prompt=own, opened=now
         )
-        sides = SessionPlayers(self.templated)
-        episode = self.episodes[self.numbers] = Episode(self.numbers, session, first, sides)
+        episode = self.episodes[self.numbers] = Episode(self.numbers, session, first)
         grant.open.add(self.numbers)
         return episode
 
@@ -482,8 +449,7 @@ class Gateway:
         """
         self.numbers += 1
         self.numbered += 1
-        players = SessionPlayers(self.templated)
-        episode = Episode(self.numbers, session, first, players, last=last)
+        episode = Episode(self.numbers, session, first, last)
         self.episodes[episode.number] = episode
         name = (session.ticket.ticket, session.attempt)
         self.restored.add(name)
@@ -494,35 +460,14 @@ class Gateway:
             self.outbox.drawn.restore(session.ticket.ticket, attempt, tokens)
         return episode
 
-    def open(self, grant: GatewayTicket, sample: int, *, first: bool) -> None:
-        """Begin a session in an environment."""
-        assert self.drive is not None
-        ticket = grant.ticket
-        episode = self.episode(grant, sample, first=first)
-        episode.doing = "the reset of its environment"
-        self.drive.reset(
-            EnvironmentOperation(
-                session=episode.number,
-                kind="reset",
-                prompt=ticket.prompt,
-                seed=env_seed(self.config, ticket),
-                attempt=ticket.attempt,
-                first=first,
-                opponent=self.config.agent.opponent_for(ticket.kind),
-            )
-        )
-
     def drop(self, episode: Episode) -> None:
         """Remove an episode; the tokens that it sampled stay counted with its ticket."""
-        if self.drive is not None:
-            self.drive.end(episode.number)
-        if self.door is not None:
-            self.door.on_drop(episode)
-        for number, drawing in list(self.drawing.items()):
-            if drawing is episode:
+        self.source.on_drop(episode)
+        for number, placed in list(self.calls.items()):
+            if placed.episode is episode:
                 self.board.forget(number)
                 self.put_off.pop(number, None)
-                del self.drawing[number]
+                del self.calls[number]
         session = episode.session
         self.judged.pop((session.ticket.ticket, session.sample, session.attempt), None)
         del self.episodes[episode.number]
@@ -530,34 +475,12 @@ class Gateway:
         grant.open.discard(episode.number)
         grant.tokens += session.current_attempt_tokens
 
-    def restart_episode(self, episode: Episode) -> None:
-        """Begin an episode anew after its environment's process was lost."""
-        session = episode.session
-        self.drop(episode)
-        self.open(self.held[session.ticket.ticket, session.attempt], session.sample, first=False)
-
-    def call(self, episode: Episode, obs: Any) -> None:
-        """Place a call for the environment's observation, or end the session at a limit."""
-        session = episode.session
-        now = time.monotonic()
-        try:
-            call = episode.sides.now.place_observation(session, obs, episode.tools, now)
-        except CallRefused as error:
-            # a limit ends the session; messages that the template refuses fail it
-            if error.code in ("session_limit", "context_length_exceeded"):
-                self.end_at_limit(episode)
-            else:
-                session.fail(str(error), now)
-            return
-        episode.call = call
-        self.ask(episode, call)
-
     def ask(self, episode: Episode, call: SessionCall) -> int:
         """Ask the generators to sample a call; return the call's number."""
         session = episode.session
         self.numbers += 1
         ticket = session.ticket
-        self.drawing[self.numbers] = episode
+        self.calls[self.numbers] = PlacedCall(episode, call)
         asked = m.GenerationCall(
             id=self.numbers,
             ticket=ticket.ticket,
@@ -576,37 +499,6 @@ class Gateway:
         else:
             self.submit_call(asked, ticket)
         return asked.id
-
-    def end_at_limit(self, episode: Episode) -> None:
-        """End a session at a limit that the policy can cause, with its reward so far."""
-        session = episode.session
-        now = time.monotonic()
-        session.shortened = True
-        if self.config.agent.at_limit == "fail":
-            session.fail(f"it reached agent.{session.limit or 'context'}", now)
-        elif self.rewards is not None:
-            self.judge(episode)
-        else:
-            self.score(episode)
-
-    def score(self, episode: Episode) -> None:
-        """Score the session by its environment's rewards.
-
-        The session fails if its time ran out meanwhile or the sum is not a valid reward.
-        """
-        session = episode.session
-        calls = episode.shares if self.config.agent.fork == "end" else {}
-        now = time.monotonic()
-        try:
-            session.reward(episode.reward, episode.parts, calls, now=now)
-        except CallRefused as refused:
-            session.fail(f"its environment's rewards cannot be used: {refused}", now)
-
-    def judge(self, episode: Episode) -> None:
-        """Have the config's reward score the last answer, unless the session has ended."""
-        with suppress(CallRefused):
-            if episode.last is not None and episode.session.judge(time.monotonic()):
-                self.submit(episode)
 
     def submit(self, episode: Episode) -> None:
         """Submit the last answer of a "judging" session to the reward runner, once."""
@@ -658,18 +550,14 @@ class Gateway:
             print(f"{self.producer}: {escape_line(line)}", file=sys.stderr, flush=True)
 
     def on_result(self, message: m.CallResult) -> None:
-        episode = self.drawing.pop(message.id, None)
-        if episode is not None and self.door is not None:
-            self.door.on_result(episode, message)
+        """Record the tokens of a call in its session and pass the answer to the source."""
+        placed = self.calls.pop(message.id, None)
+        if placed is None:
             return
-        if episode is None or episode.call is None:
-            return
-        call, session = episode.call, episode.session
-        episode.call = None
-        ids = np.frombuffer(message.tokens, "<i4")
-        node = session.on_result(
+        episode, call = placed
+        node = episode.session.on_result(
             call,
-            ids,
+            np.frombuffer(message.tokens, "<i4"),
             np.frombuffer(message.logprobs, "<f4"),
             message.spans,
             message.finish,
@@ -678,51 +566,7 @@ class Gateway:
         )
         if node is not None and not call.aside:
             episode.last = call
-        if message.failed:
-            session.fail(f"a generator cannot sample its call: {message.failed}", time.monotonic())
-        if session.state != "open":
-            return
-        if node is None or session.limit:
-            self.end_at_limit(episode)
-            return
-        episode.sides.now.on_answer(node)
-        assert self.drive is not None
-        episode.doing = describe_request(node.answer)
-        self.drive.step(
-            EnvironmentOperation(
-                episode.number, "step", text=self.chat.visible_text(ids), message=node.answer
-            )
-        )
-
-    def read_environments(self) -> None:
-        for event in self.drive.poll() if self.drive is not None else ():
-            episode = self.episodes.get(event.session)
-            if episode is None or episode.session.state != "open":
-                continue
-            if event.kind == "lost":
-                self.restart_episode(episode)
-            elif event.kind == "failed":
-                episode.session.fail(event.why, time.monotonic())
-            else:
-                self.on_environment_event(episode, event)
-
-    def on_environment_event(self, episode: Episode, event: EnvironmentEvent) -> None:
-        episode.tools = event.tools or episode.tools
-        if event.reward and episode.last is not None:
-            episode.reward += event.reward
-            number = episode.last.number
-            episode.shares[number] = episode.shares.get(number, 0.0) + event.reward
-        for name, value in event.parts.items():
-            episode.parts[name] = episode.parts.get(name, 0.0) + value
-        episode.sides.set_turn(event.asked)
-        if not event.ended:
-            self.call(episode, event.obs)
-            return
-        episode.session.shortened |= event.truncated
-        if event.judge:
-            self.judge(episode)
-        else:
-            self.score(episode)
+        self.source.on_answer(episode, call, node, message.failed)
 
     def read_rewards(self) -> None:
         if self.rewards is None:
@@ -743,7 +587,7 @@ class Gateway:
         for episode in list(self.episodes.values()):
             session = episode.session
             while session.cuts:
-                self.cancel_call(episode, session.cuts.pop())
+                self.cancel_call(session.cuts.pop())
             if self.is_expired(session.ticket):
                 self.give_up(episode, now)
             elif session.complete:
@@ -763,16 +607,13 @@ class Gateway:
             if not grant.open:
                 self.close_ticket((session.ticket.ticket, session.attempt))
 
-    def cancel_call(self, episode: Episode, call: SessionCall) -> None:
+    def cancel_call(self, call: SessionCall) -> None:
         """Cancel a call in the engine; a call that no engine has ends now, without tokens."""
-        if self.door is not None:
-            submitted = self.door.call_of(call)
-            if submitted is not None and self.drop_call(submitted):
-                self.on_result(m.CallResult(submitted, b"", b"", [], "length"))
-            return
-        for number, drawing in list(self.drawing.items()):
-            if drawing is episode and episode.call is call and self.drop_call(number):
-                self.on_result(m.CallResult(number, b"", b"", [], "length"))
+        for number, placed in self.calls.items():
+            if placed.call is call:
+                if self.drop_call(number):
+                    self.on_result(m.CallResult(number, b"", b"", [], "length"))
+                return
 
     def drop_call(self, number: int) -> bool:
         """Cancel a call; True when no result will come for it."""
@@ -782,9 +623,7 @@ class Gateway:
         session = episode.session
         delivered = trajectory(session, self.tokenizer, self.config.agent)
         self.count(session, delivered.failed)
-        if self.door is not None:
-            session.reported = session.tokens
-            self.door.on_end(session)
+        self.source.on_deliver(session)
         self.outbox.add(delivered)
         self.drop(episode)
         name = (session.ticket.ticket, session.attempt)
@@ -841,13 +680,10 @@ class Gateway:
     # ---- the buffer ------------------------------------------------------------------------------
 
     def want(self) -> None:
-        """Request as many samples as agent.sessions has room for and harnesses ask for."""
+        """Request as many samples as the source has room for."""
         now = time.monotonic()
         waiting = sum(len(grant.waiting) for grant in self.held.values())
-        asked_for = (
-            self.free_sessions if self.door is None else min(self.free_sessions, self.door.asks)
-        )
-        free = asked_for + (len(self.parked_episodes()) if self.door is not None else 0) - waiting
+        free = self.source.count_wanted() - waiting
         if self.outbox.is_full:
             self.waits_for("credit: the buffer has not acknowledged what was delivered")
             return
@@ -890,8 +726,7 @@ class Gateway:
         for line in self.wait_log.lines([waiting] if waiting else []):
             print(line, file=sys.stderr, flush=True)
         progress = self.progress()
-        if self.door is not None:
-            self.door.on_report()
+        self.source.on_report()
         self.request(
             m.LeaseRenewal(
                 producer=self.producer,
@@ -936,14 +771,7 @@ class Gateway:
 
     def waiting_sample(self, grant: GatewayTicket, now: float) -> OpenSession:
         """Describe the wait of a sample that no session has begun."""
-        agent, ticket = self.config.agent, grant.ticket
-        kind: SessionWait = "place"
-        if agent.serve:
-            kind, what = "agent", "a harness to lease it (RUN/agent.url, RUN/agent.key)"
-        elif agent.http:
-            what = f"a place: agent.at_once = {agent.at_once}"
-        else:
-            what = f"a place: agent.sessions = {agent.sessions}"
+        ticket, cause = grant.ticket, self.source.explain_queue()
         waited = now - grant.taken
         sample = grant.waiting[0]
         return OpenSession(
@@ -952,8 +780,8 @@ class Gateway:
             name="",
             task=task(ticket),
             turn=0,
-            kind=kind,
-            what=what,
+            kind=cause.kind,
+            what=cause.what,
             seconds=waited,
             open_s=waited,
         )
@@ -962,41 +790,29 @@ class Gateway:
         """Describe what an open session waits for, and until when."""
         session = episode.session
         limit, deadline = session.next_deadline()
-        since, seconds_left = session.call_at, deadline - now
-        kind: SessionWait = "agent"
-        what = HARNESS[bool(self.config.agent.command), bool(self.config.agent.function)]
+        since, left_s = session.call_at, deadline - now
         if self.is_expired(session.ticket):
-            kind, what = "grant", "its ticket to be granted again by the new learner"
+            what = "its ticket to be granted again by the new learner"
+            cause = WaitCause("grant", what, limit, left_s)
         elif session.open_calls:
-            kind = "engine"
             what = f"an answer of the engine{'' if self.board.lines else ': no generator serves'}"
+            cause = WaitCause("engine", what, limit, left_s)
         elif session.state == "judging":
-            kind, what, since, limit = "reward", "the reward of its answer", session.judging_at, ""
-        elif self.drive is not None and episode.number in self.drive.places:
-            kind, what = "environment", episode.doing
-            place = self.drive.locate(episode.number, now)
-            if place.left_s <= seconds_left or place.front is None:
-                limit, seconds_left = place.limit, place.left_s
-            front = self.episodes.get(place.front) if place.front is not None else None
-            if place.front is None:
-                what = f"a process to import {self.config.agent.source_name}"
-            if self.drive.replaced:
-                what += f" ({self.drive.replaced})"
-            if place.front is not None and front is not episode:
-                name = front.session.name if front is not None else "one that has ended"
-                what += f", behind that of session {name} in the same process"
-        ends_s = max(0.0, seconds_left) if limit else 0.0
+            since, cause = session.judging_at, WaitCause("reward", "the reward of its answer")
+        else:
+            cause = self.source.explain_wait(episode, limit, left_s, now)
+        ends_s = max(0.0, cause.left_s) if cause.limit else 0.0
         return OpenSession(
             ticket=session.ticket.ticket,
             sample=session.sample,
             name=session.name,
             task=task(session.ticket),
             turn=session.calls,
-            kind=kind,
-            what=what,
+            kind=cause.kind,
+            what=cause.what,
             seconds=max(0.0, now - since),
             open_s=max(0.0, now - session.opened),
-            limit=limit if ends_s < math.inf else "",
+            limit=cause.limit if ends_s < math.inf else "",
             ends_s=ends_s if ends_s < math.inf else 0.0,
         )
 
@@ -1006,8 +822,7 @@ class Gateway:
             self.waiting_since = time.monotonic()
 
     def close(self) -> None:
-        if self.drive is not None:
-            self.drive.close()
+        self.source.close()
         if self.rewards is not None:
             self.rewards.close()
         if not self.over:
@@ -1022,13 +837,6 @@ def task(ticket: m.Ticket) -> str:
     kind = "evaluation prompt" if ticket.kind == "eval" else "prompt"
     text = prompt.text or next((str(x.get("content", "")) for x in prompt.messages), "")
     return f"{kind} {prompt.id} {text[:SHOWN]!a}{'...' if len(text) > SHOWN else ''}"
-
-
-def describe_request(answer: dict[str, Any] | None) -> str:
-    """Describe an answer's request to its environment: a step, or named tools."""
-    calls = (answer or {}).get("tool_calls") or ()
-    names = ascii(", ".join(str(call["function"]["name"]) for call in calls)[:SHOWN])[1:-1]
-    return f"its tool {names}" if names else "the step of its environment"
 
 
 def why_untrained(session: Session, agent: AgentConfig) -> str:
@@ -1085,38 +893,3 @@ def trajectory(session: Session, tokenizer: Any, agent: AgentConfig) -> m.Trajec
         calls=session.calls,
         adopted=session.adopted,
     )
-
-
-def door_of() -> Callable[[Gateway], Coroutine[Any, Any, None]]:
-    """Import the function that serves a gateway over HTTP.
-
-    Raises ConfigError when its libraries are not installed.
-    """
-    try:
-        from actors.gateway import session_api
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"agent: sessions over HTTP need {error.name}, which is not installed: pip install "
-            "'asyncrl[agents]'"
-        ) from error
-    return session_api.serve
-
-
-def main(config: Config, run_dir: Path, index: int) -> bool:
-    """Run gateway `index`; True at the run's end, False when SIGTERM ended the process."""
-    gateway = Gateway(config, run_dir, index)
-
-    def stop(_number: int, _frame: object) -> None:
-        gateway.ending = True
-
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, signal.SIG_IGN if os.environ.get("ASYNCRL_SUPERVISED") else stop)
-    gateway.warm_up()
-    try:
-        if config.agent.http:
-            asyncio.run(door_of()(gateway))
-        else:
-            gateway.loop()
-    finally:
-        gateway.close()
-    return gateway.over

@@ -1,4 +1,4 @@
-"""The sessions behind the HTTP endpoint, over a gateway.
+"""Sessions over HTTP: a source of the gateway's sessions, and the service behind the endpoint.
 
 Leases take samples of the gateway's tickets, and calls go to its router.  One event loop runs the
 endpoint and the gateway's turns."""
@@ -10,51 +10,45 @@ import os
 import secrets
 import time
 from collections import OrderedDict
-from contextlib import suppress
-from dataclasses import replace
 from datetime import datetime
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-
-from actors.gateway.agents.agent_pool import AgentPool
 from actors.gateway.call_tree import CallNode
 from actors.gateway.chat import ChatFormat
 from actors.gateway.endpoint.requests import RequestPolicy
-from actors.gateway.endpoint.server import ListenAddress
-from actors.gateway.endpoint.web import Endpoint, OpenedSession
+from actors.gateway.endpoint.web import OpenedSession
 from actors.gateway.recovery.session_journal import (
     SessionJournal,
     SessionOpening,
     last_ticket,
     restore,
 )
+from actors.gateway.service import Gateway
+from actors.gateway.session_source import Episode, SessionSource, WaitCause
 from actors.gateway.sessions import CallRefused, Session, SessionCall
 from asyncrl.contract import messages as m
-from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.printable import escape_line
 from asyncrl.contract.versions import Label
 from asyncrl.models.tokenizer import encode_prompt
 from asyncrl.records import private
 
-if TYPE_CHECKING:
-    from actors.gateway.service import Episode, Gateway
-    from asyncrl.transport.sockets import BufferSocket, PeerSocket
-
-POLL_S = 0.05  # longest wait between two turns
-OVER_S = 1.0  # how long the endpoint still answers, with 410, after the run's end
 REMEMBERED = 4096  # leases, and ended sessions, that can still be looked up
+# what a session waits for: (agent.command is set, agent.function is set) -> text
+AGENTS = {
+    (False, False): "its harness: the next call, or its reward",
+    (True, False): "its program (agent.command): the next call, or its end",
+    (False, True): "its function (agent.function): the next call, or its end",
+}
 
 
-class SessionApi:
-    """A `web.SessionService` over a gateway, whose turns run in the same thread."""
+class SessionApi(SessionSource):
+    """Sessions over HTTP: a `web.SessionService` in the thread of the gateway's turns."""
 
     def __init__(self, gateway: Gateway) -> None:
-        agent = gateway.config.agent
+        agent = self.agent = gateway.config.agent
         self.gateway = gateway
-        self.manners = RequestPolicy(
+        self.request_policy = RequestPolicy(
             agent.model,
             agent.other_models,
             agent.sampling,
@@ -72,13 +66,12 @@ class SessionApi:
         self.opened: OrderedDict[str, OpenedSession] = OrderedDict()
         self.leases: OrderedDict[str, OpenedSession] = OrderedDict()
         self.episodes: dict[str, Episode] = {}
-        self.drawing: dict[int, tuple[SessionCall, asyncio.Future[CallNode | None]]] = {}
+        self.answers: dict[SessionCall, asyncio.Future[CallNode | None]] = {}  # of open calls
         self.asks = 0  # leases that wait for a sample
         # (ticket, sample, an evaluation's version) that a session has begun
         self.begun: set[tuple[int, int, Label | None]] = set()
         self.news = asyncio.Event()  # set after each turn
         self.due = asyncio.Event()  # set when the gateway should take its next turn
-        self.pushing: AgentPool | None = None  # plays the sessions, with agent.command or .function
 
     # ---- called by the endpoint ------------------------------------------------------------------
 
@@ -121,7 +114,7 @@ class SessionApi:
         if grant is None or gateway.free_sessions < 1:
             return None
         name = (grant.ticket.ticket, grant.waiting[0], grant.ticket.exact_version)
-        episode = gateway.episode(grant, grant.waiting.pop(0), first=name not in self.begun)
+        episode = gateway.begin_episode(grant, grant.waiting.pop(0), first=name not in self.begun)
         self.begun.add(name)
         session = episode.session
         assert isinstance(session.composer, ChatFormat)
@@ -215,47 +208,36 @@ class SessionApi:
         if episode is None:
             raise CallRefused(410, "session_ended", f"session {session.name} has ended")
         answer: asyncio.Future[CallNode | None] = asyncio.get_running_loop().create_future()
-        self.drawing[self.gateway.ask(episode, call)] = call, answer
+        self.answers[call] = answer
+        self.gateway.ask(episode, call)
         self.wake()
         return await answer
 
     def on_change(self, session: Session) -> None:
         episode = self.episodes.get(session.name)
         if episode is not None and session.state != "open":
-            self.on_end(session)
+            self.record_progress(session)
         if episode is not None and session.state == "judging":
             self.gateway.submit(episode)
         self.wake()
 
     # ---- called by the gateway -------------------------------------------------------------------
 
-    def on_result(self, episode: Episode, message: m.CallResult) -> None:
-        """Handle a call's result, or a generator's refusal of it."""
-        call, answer = self.drawing.pop(message.id)
-        if message.failed and not answer.done():
-            reason = f"a generator cannot sample this call: {escape_line(message.failed)}"
+    def count_wanted(self) -> int:
+        gateway = self.gateway
+        return min(gateway.free_sessions, self.asks) + len(gateway.parked_episodes())
+
+    def on_answer(
+        self, episode: Episode, call: SessionCall, node: CallNode | None, failed: str
+    ) -> None:
+        answer = self.answers.pop(call)
+        if answer.done():
+            return
+        if failed:
+            reason = f"a generator cannot sample this call: {escape_line(failed)}"
             answer.set_exception(CallRefused(500, "call_refused", reason))
-        node = episode.session.on_result(
-            call,
-            np.frombuffer(message.tokens, "<i4"),
-            np.frombuffer(message.logprobs, "<f4"),
-            message.spans,
-            message.finish,
-            past=message.lost,
-            now=self.current_time(),
-        )
-        if node is not None and not node.aside:
-            episode.last = call
-        if not answer.done():
+        else:
             answer.set_result(node)
-
-    def call_of(self, call: SessionCall) -> int | None:
-        """Find the number under which a call was submitted."""
-        return next((number for number, (own, _) in self.drawing.items() if own is call), None)
-
-    def renumber(self, was: int, now: int) -> None:
-        """Move a call to another number, under which it is submitted again."""
-        self.drawing[now] = self.drawing.pop(was)
 
     def on_drop(self, episode: Episode) -> None:
         """Forget a session that was delivered or lost, and refuse its open calls."""
@@ -269,12 +251,11 @@ class SessionApi:
             else:
                 opened.file.remove()
         session.fail("its ticket has expired: the learner was restarted", self.current_time())
-        for number, (call, answer) in list(self.drawing.items()):
-            if session.open_calls.get(call.number) is call:
-                del self.drawing[number]
-                if not answer.done():
-                    reason = f"session {session.name} is lost: lease another"
-                    answer.set_exception(CallRefused(410, "session_lost", reason))
+        for call in session.open_calls.values():
+            answer = self.answers.pop(call, None)
+            if answer is not None and not answer.done():
+                reason = f"session {session.name} is lost: lease another"
+                answer.set_exception(CallRefused(410, "session_lost", reason))
 
     def on_resume(self, session: Session) -> None:
         """Record that the session goes on under another ticket."""
@@ -290,8 +271,21 @@ class SessionApi:
                 if (file := self.opened[name].file) is not None:
                     file.append_progress(session)
 
-    def on_end(self, session: Session) -> None:
-        """Record that the session has its outcome, or waits for its reward."""
+    def on_deliver(self, session: Session) -> None:
+        session.reported = session.tokens
+        self.record_progress(session)
+
+    def explain_wait(self, episode: Episode, limit: str, left_s: float, now: float) -> WaitCause:
+        what = AGENTS[bool(self.agent.command), bool(self.agent.function)]
+        return WaitCause("agent", what, limit, left_s)
+
+    def explain_queue(self) -> WaitCause:
+        if self.agent.serve:
+            return WaitCause("agent", "a harness to lease it (RUN/agent.url, RUN/agent.key)")
+        return WaitCause("place", f"a place: agent.at_once = {self.agent.at_once}")
+
+    def record_progress(self, session: Session) -> None:
+        """Write the session's state into its file, if it has one."""
         if (file := self.opened[session.name].file) is not None:
             file.append_progress(session)
 
@@ -320,113 +314,6 @@ class SessionApi:
         """Wake the leases that wait for a sample, after each turn of the gateway."""
         self.remove_acked_files()
         self.news.set()
-
-
-class SocketWatcher:
-    """Wakes a gateway when one of its sockets is readable, and every POLL_S."""
-
-    def __init__(self, gateway: Gateway, door: SessionApi) -> None:
-        self.gateway = gateway
-        self.door = door
-        self.loop = asyncio.get_running_loop()
-        self.watched: dict[int, Any] = {}  # descriptor -> its socket
-        self.clock = self.loop.call_later(POLL_S, self.tick)
-
-    def tick(self) -> None:
-        self.door.wake()
-        self.clock = self.loop.call_later(POLL_S, self.tick)
-
-    def listen(self) -> None:
-        """Register the current descriptors with the event loop.
-
-        Sockets and processes are replaced at times, by others that may get the same descriptor.
-        """
-        wires = self.door.pushing.wires if self.door.pushing is not None else []
-        current: dict[int, Any] = {wire.fileno(): wire for wire in wires}
-        callbacks = dict.fromkeys(current, self.door.wake)
-        for peer in (self.gateway.socket, self.gateway.calls_socket):
-            descriptor = peer.socket.fileno()
-            current[descriptor] = peer.socket
-            callbacks[descriptor] = partial(self.on_readable, peer)
-        for descriptor, watched in list(self.watched.items()):
-            if current.get(descriptor) is not watched:
-                self.loop.remove_reader(descriptor)
-                del self.watched[descriptor]
-        for descriptor in current.keys() - self.watched.keys():
-            self.loop.add_reader(descriptor, callbacks[descriptor])
-        self.watched = current
-
-    def on_readable(self, peer: BufferSocket | PeerSocket) -> None:
-        """Wake the gateway if the socket has a message, which zmq does not promise."""
-        if peer.waiting:
-            self.door.wake()
-
-    async def notify(self) -> None:
-        """Wait until the next turn is due."""
-        self.listen()
-        waiting = (self.gateway.socket.waiting, self.gateway.calls_socket.waiting)
-        if any(waiting):  # zmq's descriptors signal new messages only, not those already there
-            await asyncio.sleep(0)
-        else:
-            await self.door.due.wait()
-        self.door.due.clear()
-
-    def close(self) -> None:
-        self.clock.cancel()
-        for descriptor in self.watched:
-            self.loop.remove_reader(descriptor)
-
-
-async def serve(gateway: Gateway) -> None:
-    """Run a gateway's turns and its endpoint until the run or the process ends."""
-    agent = gateway.config.agent
-    door = gateway.door = SessionApi(gateway)
-    bind = ListenAddress(
-        agent.host,
-        agent.port,
-        agent.certificate,
-        agent.private_key,
-        agent.behind_proxy,
-    )
-    endpoint = listen(door, bind, kept_port(gateway.run_dir))
-    door.restore_sessions()
-    await endpoint.start()
-    write_endpoint_files(gateway.run_dir, endpoint.url, door.run_key)
-    gateway.greet()
-    if agent.command or agent.function:
-        door.pushing = AgentPool(door, endpoint.url)
-    watcher = SocketWatcher(gateway, door)
-    try:
-        while True:
-            await watcher.notify()
-            if gateway.step():
-                break
-            if door.pushing is not None:
-                door.pushing.step()
-            door.after_turn()
-        gateway.finish()
-        door.news.set()
-        if gateway.over:
-            if door.journal is not None:
-                door.journal.clear()
-            await asyncio.sleep(OVER_S)
-    finally:
-        if door.pushing is not None:
-            door.pushing.close()
-        await endpoint.stop()
-        watcher.close()
-
-
-def listen(door: SessionApi, bind: ListenAddress, kept: int) -> Endpoint:
-    """Bind the endpoint to its port.
-
-    Without agent.port it is the earlier process's port, if that is still free.  Raises ConfigError
-    when the port cannot be bound.
-    """
-    if kept and not bind.port:
-        with suppress(ConfigError):
-            return Endpoint(door, replace(bind, port=kept))
-    return Endpoint(door, bind)
 
 
 def describe_task(ticket: m.Ticket) -> dict[str, Any]:

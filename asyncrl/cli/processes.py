@@ -129,7 +129,7 @@ def run_process(name: str, config: Any, where: Path, index: int, *, moved: bool 
                 "agent.serve, agent.command or agent.function"
             )
         with collection_paused():
-            from actors.gateway.service import main as start_gateway
+            from actors.gateway.process import main as start_gateway
         return start_gateway(config, where, index)
     with collection_paused():
         import torch  # noqa: F401  # its engine needs it

@@ -71,13 +71,13 @@ class Scripted:
         limits: SessionLimits,
         parser: Parser | None = None,
         tokens: Any = None,
-        **manners: Any,
+        **request_policy: Any,
     ) -> None:
         self.run_key = "the-runs-key"
         self.is_over = self.is_ending = False
         self.tokenizer = tokens or tokenizer(CHATML)
         stop = self.tokenizer.convert_tokens_to_ids([self.tokenizer.eos_token, "<|im_end|>"])
-        self.manners = RequestPolicy(stops=frozenset(stop), **manners)
+        self.request_policy = RequestPolicy(stops=frozenset(stop), **request_policy)
         self.chat = ChatFormat(self.tokenizer, stop, parser=parser)
         self.limits = limits
         self.sessions: dict[str, OpenedSession] = {}

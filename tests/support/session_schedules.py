@@ -28,9 +28,10 @@ import msgspec
 import numpy as np
 from schedules import LEASE_S, Broken, World, need
 
-from actors.gateway import call_tree, service
+from actors.gateway import call_tree, environment_sessions, service
 from actors.gateway.environment_pool import EnvironmentPlace
 from actors.gateway.environment_worker import EnvironmentEvent, EnvironmentOperation
+from actors.gateway.session_source import Episode
 from actors.gateway.sessions import Session
 from asyncrl.config import load
 from asyncrl.contract import messages as m
@@ -116,14 +117,14 @@ class Drive:
 
 
 class Gateway(service.Gateway):
-    """The gateway, with a list of what each session was answered; its agents fork."""
+    """The gateway, with a list of what each session was answered."""
 
     world: SessionWorld
     answered: dict[Session, list[int]]
 
     def on_result(self, message: m.CallResult) -> None:
-        episode = self.drawing.get(message.id)
-        if episode is not None:
+        if (placed := self.calls.get(message.id)) is not None:
+            episode = placed.episode
             logprobs = np.frombuffer(message.logprobs, "<f4")
             mine = [round(-float(x) * STEP) for x in logprobs]
             self.world.answered += len(mine) + message.lost
@@ -138,7 +139,7 @@ class Gateway(service.Gateway):
         self.world.placed[call.id] = ticket.attempt
         super().submit_call(call, ticket)
 
-    def deliver(self, episode: service.Episode) -> None:
+    def deliver(self, episode: Episode) -> None:
         before = len(self.outbox.fresh)
         session = episode.session
         super().deliver(episode)
@@ -148,15 +149,22 @@ class Gateway(service.Gateway):
             need(sorted(rows) == sorted(mine), f"{session.name}: drawn {mine}, trained {rows}")
             self.world.rows += len(sample.rows)
 
-    def call(self, episode: service.Episode, obs: Any) -> None:
+
+class Source(environment_sessions.EnvironmentSource):
+    """Environments whose agents fork."""
+
+    gateway: Gateway
+
+    def place_call(self, episode: Episode, obs: Any) -> None:
         """The calls go on, or begin at an earlier one, or anew."""
         nodes = [node for node in episode.session.forest.nodes if node.ids is not None]
-        r = self.world.r
-        if nodes and r.random() < self.world.fork_share:
+        r = self.gateway.world.r
+        if nodes and r.random() < self.gateway.world.fork_share:
             before = r.choice([node.token_ids for node in nodes] + [nodes[0].prompt])
-            episode.sides.now.last = SimpleNamespace(token_ids=before)  # type: ignore[assignment]
+            player: Any = self.states[episode.number].players.now
+            player.last = SimpleNamespace(token_ids=before)
             obs = obs or "="
-        super().call(episode, obs)
+        super().place_call(episode, obs)
 
 
 @dataclass
@@ -243,7 +251,7 @@ class SessionWorld(World):
             "agent": self.agent,
             "wires": {"connect_s": 1e9},  # the clock leaps
         }
-        gateway = Gateway(load.build(raw), self.where)
+        gateway = Gateway(load.build(raw), self.where, source=Source)
         gateway.world, gateway.answered = self, {}
         if self.rule == "own_numbers":
             gateway.numbers = 0
@@ -345,7 +353,8 @@ class SessionWorld(World):
 
     def environment(self) -> bool:
         """One operation of an environment is done."""
-        drive: Any = self.gateway.drive
+        source: Any = self.gateway.source
+        drive = source.pool
         if not drive.open:
             return False
         number = self.r.choice(sorted(drive.open))
@@ -602,11 +611,11 @@ def placed_at_any(self: service.Gateway, call: m.GenerationCall, ticket: m.Ticke
     self.board.submit(msgspec.structs.replace(call, min_version=least))
 
 
-def drawn_at_once(self: service.Gateway, episode: service.Episode) -> None:
+def drawn_at_once(self: service.Gateway, episode: Episode) -> None:
     """Calls of a session whose ticket is over are drawn by whatever weights there are."""
     PARK(self, episode)
     assert self.announced is not None
-    for number in [x for x, each in self.drawing.items() if each is episode]:
+    for number in [x for x, each in self.calls.items() if each.episode is episode]:
         call = self.put_off.pop(number)
         self.world.placed[call.id] = episode.session.ticket.attempt  # type: ignore[attr-defined]
         self.board.submit(msgspec.structs.replace(call, min_version=self.announced.label))
@@ -684,16 +693,20 @@ def played(world: SessionWorld | None = None) -> Iterator[Callable[[SessionWorld
     def play(world: SessionWorld) -> None:
         now.world = world
 
-    with mock.patch.multiple(
-        service,
-        time=SimpleNamespace(monotonic=monotonic, time_ns=time_ns),
-        sockets=SimpleNamespace(PeerSocket=Wire, BufferSocket=Wire),
-        EnvironmentPool=Drive,
-        print=lambda *_, **__: None,
-        create=True,
-        load_tokenizer=functools.cache(load_tokenizer),
-        has_template=lambda _: False,
-        HOPELESS=math.inf,  # sessions fail here by chance, now and then the first eight of them
+    time = SimpleNamespace(monotonic=monotonic, time_ns=time_ns)
+    environments = {"time": time, "EnvironmentPool": Drive}
+    with (
+        mock.patch.multiple(environment_sessions, **environments),
+        mock.patch.multiple(
+            service,
+            time=time,
+            sockets=SimpleNamespace(PeerSocket=Wire, BufferSocket=Wire),
+            print=lambda *_, **__: None,
+            create=True,
+            load_tokenizer=functools.cache(load_tokenizer),
+            has_template=lambda _: False,
+            HOPELESS=math.inf,  # sessions fail here by chance, now and then the first eight of them
+        ),
     ):
         yield play
 

@@ -14,7 +14,6 @@ import socket
 import subprocess
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -24,16 +23,14 @@ from actors.gateway.agents.session_messages import (
     SessionOrders,
     SessionResult,
 )
+from actors.gateway.endpoint.web import OpenedSession
 from actors.gateway.environment_pool import describe_exit
+from actors.gateway.session_api import SessionApi
 from actors.gateway.sessions import CallRefused
 from asyncrl.config.agents import AgentConfig
 from asyncrl.contract.errors import ConfigError
 from asyncrl.transport import child
 from asyncrl.transport.child import frame
-
-if TYPE_CHECKING:
-    from actors.gateway.endpoint.web import OpenedSession
-    from actors.gateway.session_api import SessionApi
 
 GRACE_S = 60.0  # for the first import, unless agent.step_s is longer
 STOP_S = 10.0  # for an agent to stop after the request
@@ -78,14 +75,14 @@ class _AgentProcess(child.ChildProcess):
 class AgentPool:
     """All agents of a gateway.
 
-    door: begins and ends sessions
+    sessions: begins and ends them
     url: of the endpoint
 
     Raises ConfigError for a missing program, or a missing variable of agent.env_pass.
     """
 
-    def __init__(self, door: SessionApi, url: str) -> None:
-        agent = self.agent = door.gateway.config.agent
+    def __init__(self, sessions: SessionApi, url: str) -> None:
+        agent = self.agent = sessions.gateway.config.agent
         if agent.command and shutil.which(agent.command[0]) is None:
             raise ConfigError(
                 f"agent.command: there is no program {agent.command[0]!r}: give its path, or have "
@@ -99,10 +96,10 @@ class AgentPool:
                 f"agent.env_pass: {', '.join(missing)} is not in the environment of the run: set "
                 "it, or remove it from the list"
             )
-        self.door = door
+        self.sessions = sessions
         self.url = url
         self.each = math.ceil(agent.at_once / agent.workers)
-        run_dir = door.gateway.run_dir
+        run_dir = sessions.gateway.run_dir
         self.setups = [
             msgspec.msgpack.encode(
                 AgentSetup(
@@ -129,7 +126,7 @@ class AgentPool:
 
         Raises ConfigError when no process can start.
         """
-        now = self.door.current_time()
+        now = self.sessions.current_time()
         for index, worker in enumerate(self.workers):
             dead = worker.process.poll() is not None
             results, closed = worker.receive_messages(_decode)
@@ -172,7 +169,7 @@ class AgentPool:
         except CallRefused:  # its time ran out meanwhile
             pass
         finally:
-            self.door.on_change(session)
+            self.sessions.on_change(session)
 
     def _watch(self, index: int, worker: _AgentProcess, now: float) -> None:
         """Stop agents whose session is over: at once if it failed, else after grace_s."""
@@ -204,9 +201,9 @@ class AgentPool:
                 continue
             if why:
                 session.fail(f"the agent failed: {why.replace('{code}', describe_exit(code))}", now)
-                self.door.on_change(session)
+                self.sessions.on_change(session)
             else:
-                self.door.requeue(player.opened)
+                self.sessions.requeue(player.opened)
 
     def _start_sessions(self) -> None:
         """Begin sessions in the processes with the fewest, and ask for as many as have room."""
@@ -215,13 +212,13 @@ class AgentPool:
             sum(self.each - len(worker.playing) for worker in ready),
             self.agent.at_once - sum(len(worker.playing) for worker in self.workers),
         )
-        while free and (opened := self.door.lease_session(f"played here {self.numbers + 1}")):
+        while free and (opened := self.sessions.lease_session(f"played here {self.numbers + 1}")):
             worker = min(ready, key=lambda worker: len(worker.playing))
             free -= 1
             self.numbers += 1
             worker.playing[self.numbers] = AgentSession(opened)
             worker.fresh.append(self._seat(opened))
-        self.door.asks += free - self.asked
+        self.sessions.asks += free - self.asked
         self.asked = free
 
     def _seat(self, opened: OpenedSession) -> SessionAccess:

@@ -157,7 +157,7 @@ def decoded(body: bytes) -> dict[str, Any]:
 
 
 def parse_request(
-    kind: Kind, body: Mapping[str, Any], manners: RequestPolicy, run: SamplingSettings
+    kind: Kind, body: Mapping[str, Any], policy: RequestPolicy, run: SamplingSettings
 ) -> ParsedRequest:
     """Parse a body of an API.  Raises CallRefused."""
     options = {**body}
@@ -170,27 +170,27 @@ def parse_request(
         if not isinstance(inner, dict):
             raise bad("sampling_params", "give an object")
         options = {**inner, **body}
-    ignored = _check_options(options, manners, run)
+    ignored = _check_options(options, policy, run)
     stream, usage = _stream(options)
     if stream and kind == "ids":
         raise bad("stream", "the token route does not stream", "unsupported_parameter")
-    model = options.get("model", manners.model)
+    model = options.get("model", policy.model)
     if not isinstance(model, str):
         raise bad("model", "give its name as text")
-    if model != manners.model and manners.other_models == "refuse":
+    if model != policy.model and policy.other_models == "refuse":
         raise CallRefused(
             404,
             "model_not_found",
-            f"there is no model {model!r}: use {manners.model!r} (agent.other_models = refuse)",
+            f"there is no model {model!r}: use {policy.model!r} (agent.other_models = refuse)",
             "model",
         )
     return ParsedRequest(
         kind=kind,
         model=model,
-        **_prompt(kind, options, manners),
+        **_prompt(kind, options, policy),
         max_new_tokens=_max_tokens(options),
         stop=_stop(options.get("stop")),
-        aside=(model != manners.model and manners.other_models == "aside") or _aside(options),
+        aside=(model != policy.model and policy.other_models == "aside") or _aside(options),
         stream=stream,
         usage=usage,
         logprobs=_logprobs(kind, options),
@@ -200,7 +200,7 @@ def parse_request(
 
 
 def _check_options(
-    options: Mapping[str, Any], manners: RequestPolicy, run: SamplingSettings
+    options: Mapping[str, Any], policy: RequestPolicy, run: SamplingSettings
 ) -> tuple[str, ...]:
     """List the ignored options.  Raises CallRefused for a refused one."""
     ignored = []
@@ -212,29 +212,29 @@ def _check_options(
             if not has_no_effect(value):
                 raise bad(name, f"{value!r:.80} is not served: {reason}", "unsupported_parameter")
         elif name == "stop_token_ids":
-            _check_stop_ids(value, manners)
+            _check_stop_ids(value, policy)
         elif name in FORCED or name.startswith(GUIDED):
-            if _forces(name, value, manners):
+            if _forces(name, value, policy):
                 ignored.append(name)
-        elif name not in SAMPLING or _samples_otherwise(name, value, manners, run):
+        elif name not in SAMPLING or _samples_otherwise(name, value, policy, run):
             ignored.append(name)
     return tuple(ignored)
 
 
-def _check_stop_ids(given: Any, manners: RequestPolicy) -> None:
+def _check_stop_ids(given: Any, policy: RequestPolicy) -> None:
     """Raise CallRefused for an id that does not end an answer in this run anyway."""
     if not isinstance(given, list) or not all(type(token) is int for token in given):
         raise bad("stop_token_ids", "give a list of token ids")
-    if foreign := sorted({*given} - manners.stops):
+    if foreign := sorted({*given} - policy.stops):
         raise bad(
             "stop_token_ids",
             f"{foreign!r:.80} do not end an answer in this run, whose stop ids are "
-            f"{sorted(manners.stops)}: omit them, or add their text to generator.stop",
+            f"{sorted(policy.stops)}: omit them, or add their text to generator.stop",
             "unsupported_parameter",
         )
 
 
-def _forces(name: str, value: Any, manners: RequestPolicy) -> bool:
+def _forces(name: str, value: Any, policy: RequestPolicy) -> bool:
     """Whether a value forces the form of the answer.  Raises CallRefused."""
     if FORCED.get(name, _empty)(value):
         return False
@@ -244,7 +244,7 @@ def _forces(name: str, value: Any, manners: RequestPolicy) -> bool:
         and not (name == "tool_choice" and isinstance(value, str))
     ):
         raise bad(name, f"{value!r:.80}: give an object")
-    if manners.forced == "refuse":
+    if policy.forced == "refuse":
         raise bad(
             name,
             f"{value!r:.80} is not served, as an answer's form cannot be forced (agent.forced = "
@@ -254,14 +254,12 @@ def _forces(name: str, value: Any, manners: RequestPolicy) -> bool:
     return True
 
 
-def _samples_otherwise(
-    name: str, value: Any, manners: RequestPolicy, run: SamplingSettings
-) -> bool:
+def _samples_otherwise(name: str, value: Any, policy: RequestPolicy, run: SamplingSettings) -> bool:
     """Whether a sampling option differs from the run's.  Raises CallRefused."""
     ours = {"temperature": run.temperature, "top_p": run.top_p, "top_k": run.top_k}
     if name in ours and value == ours[name]:
         return False
-    if manners.sampling == "refuse":
+    if policy.sampling == "refuse":
         value_of_run = f", {ours[name]:g}" if name in ours else ""
         raise bad(
             name,
@@ -271,7 +269,7 @@ def _samples_otherwise(
     return True
 
 
-def _prompt(kind: Kind, options: Mapping[str, Any], manners: RequestPolicy) -> dict[str, Any]:
+def _prompt(kind: Kind, options: Mapping[str, Any], policy: RequestPolicy) -> dict[str, Any]:
     if kind not in ("text", "ids"):
         return {"messages": normalised(options.get("messages")), "tools": _tools(options)}
     if kind == "text":
@@ -282,12 +280,12 @@ def _prompt(kind: Kind, options: Mapping[str, Any], manners: RequestPolicy) -> d
             return {"text": prompt}
         if prompt and isinstance(prompt, list) and isinstance(prompt[0], str | list):
             raise bad("prompt", "give one prompt a call", "unsupported_parameter")
-        return {"ids": _ids("prompt", prompt, manners)}
-    return {"ids": _ids("token_ids", options.get("token_ids"), manners)}
+        return {"ids": _ids("prompt", prompt, policy)}
+    return {"ids": _ids("token_ids", options.get("token_ids"), policy)}
 
 
-def _ids(param: str, given: Any, manners: RequestPolicy) -> np.ndarray:
-    most = manners.vocabulary or (1 << 31)
+def _ids(param: str, given: Any, policy: RequestPolicy) -> np.ndarray:
+    most = policy.vocabulary or (1 << 31)
     if not isinstance(given, list) or not given:
         kind = "text or a list of token ids" if param == "prompt" else "a list of token ids"
         raise bad(param, f"give {kind}")

@@ -84,7 +84,7 @@ class OpenedSession:
 class SessionService(Protocol):
     """The sessions behind the endpoint (`session_api.SessionApi`)."""
 
-    manners: RequestPolicy
+    request_policy: RequestPolicy
     run_key: str
 
     @property
@@ -216,7 +216,7 @@ class WebApp:
                 "attempt": session.attempt,
                 "first": opened.first,
                 "deadline_s": session.limits.deadline_s,
-                "model": self.service.manners.model,
+                "model": self.service.request_policy.model,
             }
         )
 
@@ -286,7 +286,7 @@ class WebApp:
     # ---- calls -----------------------------------------------------------------------------------
 
     async def _models(self, request: Request, opened: OpenedSession, body: bytes) -> Response:
-        name = self.service.manners.model
+        name = self.service.request_policy.model
         model = {
             "id": name,
             "object": "model",
@@ -326,7 +326,7 @@ class WebApp:
 
     async def _read_call(self, kind: Kind, opened: OpenedSession, body: bytes) -> ParsedRequest:
         """Parse the body of a call.  Raises CallRefused."""
-        session, manners = opened.session, self.service.manners
+        session, request_policy = opened.session, self.service.request_policy
         context = session.limits.context
 
         def read() -> ParsedRequest:
@@ -342,7 +342,7 @@ class WebApp:
                         "history",
                         name,
                     )
-            return parse_request(kind, options, manners, session.ticket.sampling)
+            return parse_request(kind, options, request_policy, session.ticket.sampling)
 
         try:
             return await self._run_in_thread(len(body), read)

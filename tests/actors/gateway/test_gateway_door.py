@@ -20,8 +20,7 @@ from gateway_door_kit import (
 )
 from gateway_service_kit import AT, Wire
 
-from actors.gateway import service
-from actors.gateway import session_api as doors
+from actors.gateway import http_gateway, service
 from actors.gateway.session_api import SessionApi
 from actors.gateway.sessions import CallRefused
 from asyncrl.config.agents import AgentConfig
@@ -30,30 +29,37 @@ from asyncrl.contract import messages as m
 from asyncrl.contract.versions import Label
 
 
+def sessions_of(gateway: service.Gateway) -> SessionApi:
+    assert isinstance(gateway.source, SessionApi)
+    return gateway.source
+
+
 def test_the_config_says_what_clients_may_ask_for(config: Config, tmp_path: Path) -> None:
     (tmp_path / "run_id").write_text("run")
     agent = AgentConfig(
         serve=True, model="mine", other_models="train", sampling="refuse", forced="refuse"
     )
-    gateway = service.Gateway(msgspec.structs.replace(config, agent=agent), tmp_path)
+    gateway = service.Gateway(
+        msgspec.structs.replace(config, agent=agent), tmp_path, source=SessionApi
+    )
     try:
-        manners = SessionApi(gateway).manners
+        policy = sessions_of(gateway).request_policy
     finally:
         gateway.socket.close()
     for key in ("model", "other_models", "sampling", "forced"):
-        assert getattr(manners, key) == getattr(agent, key) != getattr(AgentConfig(), key)
-    assert manners.stops == {*gateway.stops} and manners.stops
-    assert manners.vocabulary == gateway.vocabulary > 0  # ids of the token route lie below it
+        assert getattr(policy, key) == getattr(agent, key) != getattr(AgentConfig(), key)
+    assert policy.stops == {*gateway.stops} and policy.stops
+    assert policy.vocabulary == gateway.vocabulary > 0  # ids of the token route lie below it
 
 
 def test_leases_calls_and_a_new_life_of_the_learner(config: Config, tmp_path: Path) -> None:
     (tmp_path / "run_id").write_text("run")
-    gateway = service.Gateway(config, tmp_path)
+    gateway = service.Gateway(config, tmp_path, source=SessionApi)
     gateway.socket.close()
     wire = gateway.socket = Wire()  # type: ignore[assignment]
 
     async def play() -> None:
-        door = gateway.door = SessionApi(gateway)
+        door = sessions_of(gateway)
         assert await door.lease("a", 0.0) is None
         waiting = asyncio.create_task(door.lease("a", 3600.0))
         await asyncio.sleep(0)
@@ -75,7 +81,7 @@ def test_leases_calls_and_a_new_life_of_the_learner(config: Config, tmp_path: Pa
         call = session.place_text("ab=", now=door.current_time())
         drawing = asyncio.create_task(door.draw(session, call))
         await asyncio.sleep(0)
-        (number,) = door.drawing
+        (number,) = gateway.calls
         assert gateway.board.open[number].stream == 0  # the plain answer's stream
         spans = [m.VersionSpan(AT, "d", 0, 1, AT)]
         one = np.ones(1, "<i4").tobytes()
@@ -93,11 +99,11 @@ def test_leases_calls_and_a_new_life_of_the_learner(config: Config, tmp_path: Pa
         call = third.session.place_text("ab=", now=door.current_time())
         drawing = asyncio.create_task(door.draw(third.session, call))
         await asyncio.sleep(0)
-        (was,) = door.drawing
+        (was,) = gateway.calls
         source = m.WeightsSource(2, "", "", "")
         gateway.announce(m.PolicyAnnouncement(Label(2, 0), "d", source))
         await asyncio.sleep(0)
-        (number,) = door.drawing
+        (number,) = gateway.calls
         assert number != was and not drawing.done() and third.session.state == "open"
         assert not gateway.board.open.keys() & {was, number}  # drawn by nobody
         granted = third.session.attempt
@@ -156,15 +162,16 @@ class Heard:
 
 
 def test_a_turn_is_due_when_something_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doors, "POLL_S", 3600.0)
+    monkeypatch.setattr(http_gateway, "POLL_S", 3600.0)
     one, two = Heard(), Heard()
     gateway: Any = SimpleNamespace(socket=one, calls_socket=two)
 
     async def play() -> None:
         due = asyncio.Event()
         wires: list[socket.socket] = []
-        door: Any = SimpleNamespace(due=due, wake=due.set, pushing=SimpleNamespace(wires=wires))
-        ears = doors.SocketWatcher(gateway, door)
+        door: Any = SimpleNamespace(due=due, wake=due.set)
+        agents: Any = SimpleNamespace(wires=wires)
+        ears = http_gateway.SocketWatcher(gateway, door, agents)
 
         async def told_by(send: Any, what: socket.socket) -> None:
             """A turn is not due before `send` has written to what is heard as `what`, and then."""
@@ -212,7 +219,7 @@ def test_a_turn_is_due_when_something_has_come(monkeypatch: pytest.MonkeyPatch) 
 
 def test_templates_are_imported_before_anybody_waits(config: Config, tmp_path: Path) -> None:
     (tmp_path / "run_id").write_text("run")
-    gateway = service.Gateway(config, tmp_path)
+    gateway = service.Gateway(config, tmp_path, source=SessionApi)
     gateway.templated = True
     try:
         gateway.warm_up()
@@ -227,19 +234,19 @@ def test_a_call_that_a_generator_refuses_is_answered_by_a_failure(
     config: Config, tmp_path: Path
 ) -> None:
     (tmp_path / "run_id").write_text("run")
-    gateway = service.Gateway(config, tmp_path)
+    gateway = service.Gateway(config, tmp_path, source=SessionApi)
     gateway.socket.close()
     gateway.socket = Wire()  # type: ignore[assignment]
 
     async def play() -> None:
-        door = gateway.door = SessionApi(gateway)
+        door = sessions_of(gateway)
         gateway.accept_tickets([ticket(1)])
         opened = await door.lease("a", 0.0)
         assert opened is not None
         call = opened.session.place_text("ab=", now=door.current_time())
         drawing = asyncio.create_task(door.draw(opened.session, call))
         await asyncio.sleep(0)
-        (number,) = door.drawing
+        (number,) = gateway.calls
         why = "tokens from 3 to 99\n\x1b[2J"
         gateway.on_generator_message(b"g", m.CallResult(number, b"", b"", [], "length", failed=why))
         with pytest.raises(CallRefused) as caught:

@@ -14,6 +14,7 @@ import pytest
 from gateway_service_kit import AT, PATIENCE_S, Wire
 
 from actors.gateway import service
+from actors.gateway.environment_sessions import EnvironmentSource, describe_request
 from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract import messages as m
@@ -38,7 +39,7 @@ class World:
 
     def __init__(self, config: Config, run_dir: Path) -> None:
         (run_dir / "run_id").write_text("run")
-        self.gateway = service.Gateway(config, run_dir)
+        self.gateway = service.Gateway(config, run_dir, source=EnvironmentSource)
         self.gateway.socket.close()
         self.wire = Wire()
         self.gateway.socket = self.wire  # type: ignore[assignment]
@@ -73,7 +74,7 @@ class World:
         out: list[m.GenerationCall] = []
 
         def look() -> bool:
-            self.gateway.read_environments()
+            self.gateway.source.poll()
             self.gateway.tick(time.monotonic())
             for _, message in self.gateway.board.frames(self.gateway.announced):
                 out.extend(message.calls)
@@ -103,7 +104,7 @@ class World:
         """The next so many trajectories."""
 
         def look() -> bool:
-            self.gateway.read_environments()
+            self.gateway.source.poll()
             self.gateway.tick(time.monotonic())
             return len(self.gateway.outbox.fresh) >= count
 
@@ -451,7 +452,7 @@ def test_what_nothing_adopts_is_given_up_and_told_of(world: Callable[..., World]
     assert len(gateway.episodes) == 2
     gateway.ticked = 0.0
     gateway.tick(now + 1000.0 + gateway.limits.grace_s + 1.0)
-    assert not gateway.episodes and not gateway.held and not gateway.drawing
+    assert not gateway.episodes and not gateway.held and not gateway.calls
     assert not gateway.outbox.fresh and gateway.progress() == [(11, 1, 3)]
 
 
@@ -476,8 +477,10 @@ def test_an_environment_that_answers_as_its_time_runs_out_ends_no_gateway(
     w.take(w.ticket())
     (episode,) = w.gateway.episodes.values()
     episode.session.fail("its time ran out", time.monotonic())
-    w.gateway.score(episode)
-    w.gateway.judge(episode)
+    source = w.gateway.source
+    assert isinstance(source, EnvironmentSource)
+    source.score(episode)
+    source.judge(episode)
     assert episode.session.outcome is not None and episode.session.outcome.failed
 
 
@@ -624,9 +627,9 @@ def test_a_harness_that_fails_is_waited_for(world: Callable[..., World]) -> None
 
 def test_what_an_answer_asks_of_its_environment() -> None:
     calls = [{"function": {"name": name}} for name in ("add", "se\x1barch")]
-    assert service.describe_request({"tool_calls": calls}) == "its tool add, se\\x1barch"
-    assert service.describe_request({"content": "x"}) == service.describe_request(None)
-    assert service.describe_request(None) == "the step of its environment"
+    assert describe_request({"tool_calls": calls}) == "its tool add, se\\x1barch"
+    assert describe_request({"content": "x"}) == describe_request(None)
+    assert describe_request(None) == "the step of its environment"
 
 
 def test_its_numbers_are_its_rewards_and_how_long_sessions_take(
@@ -691,7 +694,7 @@ def test_tools_are_called_through_the_template_and_the_reward_judges_the_last_an
         w.answer(first[1], "5")
 
         def judged() -> bool:
-            w.gateway.read_environments()
+            w.gateway.source.poll()
             w.gateway.read_rewards()
             w.gateway.tick(time.monotonic())
             return len(w.gateway.outbox.fresh) == 2

@@ -266,13 +266,15 @@ class World:
             task=TaskConfig(name="sort"),
             agent=AgentConfig(**given),
         )
-        self.gateway = service.Gateway(config, run_dir)
+        self.gateway = service.Gateway(config, run_dir, source=SessionApi)
         self.gateway.socket.close()
         self.gateway.socket = self.wire = Wire()  # type: ignore[assignment]
-        self.door = self.gateway.door = SessionApi(self.gateway)
+        assert isinstance(self.gateway.source, SessionApi)
+        self.door = self.gateway.source
+        self.pushing: AgentPool | None = None
         self.tickets = 0
         try:
-            self.door.pushing = self.pushing = AgentPool(self.door, "http://here")
+            self.pushing = AgentPool(self.door, "http://here")
         except ConfigError:
             self.close()
             raise
@@ -313,8 +315,8 @@ class World:
         return until(look)
 
     def close(self) -> None:
-        if self.door.pushing is not None:
-            self.door.pushing.close()
+        if self.pushing is not None:
+            self.pushing.close()
         self.gateway.close()
 
 

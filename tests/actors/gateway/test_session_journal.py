@@ -148,10 +148,11 @@ class Process:
 
     def __init__(self, config: Config, run_dir: Path) -> None:
         (run_dir / "run_id").write_text("run")
-        self.gateway = service.Gateway(config, run_dir)
+        self.gateway = service.Gateway(config, run_dir, source=SessionApi)
         self.gateway.socket.close()
         self.wire = self.gateway.socket = Wire()  # type: ignore[assignment]
-        self.door = self.gateway.door = SessionApi(self.gateway)
+        assert isinstance(self.gateway.source, SessionApi)
+        self.door = self.gateway.source
         self.door.restore_sessions()
 
     async def ask(self, opened: OpenedSession, body: bytes, tokens: int) -> None:
@@ -161,7 +162,7 @@ class Process:
         request.call = session.place_text("ab=", now=door.current_time())
         drawing = asyncio.create_task(door.draw(session, request.call))
         await asyncio.sleep(0)
-        (number,) = door.drawing
+        (number,) = self.gateway.calls
         at = self.gateway.board.open[number].min_version
         ids, logprobs = np.ones(tokens, "<i4").tobytes(), np.zeros(tokens, "<f4").tobytes()
         spans = [m.VersionSpan(at, "d", 0, tokens, at)]
@@ -219,7 +220,7 @@ def test_a_new_process_delivers_each_sample_once(config: Config, tmp_path: Path)
         assert not report.judging and report.drawn == 0
         granted = msgspec.structs.replace(ticket(1, samples=2), attempt=7, samples=[1])
         gateway.accept_tickets([granted])
-        (number,) = door.drawing
+        (number,) = gateway.calls
         one = np.ones(1, "<i4").tobytes(), np.zeros(1, "<f4").tobytes()
         spans = [m.VersionSpan(AT, "d", 0, 1, AT)]
         gateway.on_result(m.CallResult(number, *one, spans, "stop"))

@@ -1,0 +1,207 @@
+"""Sessions in environments (agent.env, agent.tools): a source of the gateway's sessions."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from actors.gateway.call_tree import CallNode
+from actors.gateway.environment_pool import EnvironmentPool
+from actors.gateway.environment_worker import EnvironmentEvent, EnvironmentOperation
+from actors.gateway.service import Gateway, GatewayTicket
+from actors.gateway.session_source import Episode, SessionSource, WaitCause
+from actors.gateway.sessions import TOO_LONG, CallRefused, SessionCall, SessionPlayers
+
+SHOWN = 40  # characters shown of tool names
+
+
+@dataclass(eq=False)
+class EnvironmentState:
+    """The results of an episode's environment so far."""
+
+    players: SessionPlayers
+    doing: str  # the newest request to it, in words
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    reward: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)
+    shares: dict[int, float] = field(default_factory=dict)  # call number -> reward
+
+
+class EnvironmentSource(SessionSource):
+    """Plays each session in an environment, one side or both."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self.gateway = gateway
+        self.agent = gateway.config.agent
+        self.pool = EnvironmentPool(self.agent)
+        self.states: dict[int, EnvironmentState] = {}  # number of the episode -> state
+
+    @property
+    def descriptors(self) -> list[int]:
+        return self.pool.descriptors
+
+    def count_wanted(self) -> int:
+        return self.gateway.free_sessions
+
+    def open_sessions(self) -> None:
+        for grant in self.gateway.waiting_tickets():
+            while grant.waiting and self.gateway.free_sessions > 0:
+                self.open(grant, grant.waiting.pop(0), first=True)
+
+    def open(self, grant: GatewayTicket, sample: int, *, first: bool) -> None:
+        """Begin a session with the reset of its environment."""
+        episode = self.gateway.begin_episode(grant, sample, first=first)
+        players = SessionPlayers(self.gateway.templated)
+        self.states[episode.number] = EnvironmentState(players, "the reset of its environment")
+        self.pool.reset(
+            EnvironmentOperation(
+                session=episode.number,
+                kind="reset",
+                prompt=grant.ticket.prompt,
+                seed=self.gateway.env_seed(grant.ticket),
+                attempt=grant.ticket.attempt,
+                first=first,
+                opponent=self.agent.opponent_for(grant.ticket.kind),
+            )
+        )
+
+    # ---- events ----------------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        for event in self.pool.poll():
+            episode = self.gateway.episodes.get(event.session)
+            if episode is None or episode.session.state != "open":
+                continue
+            if event.kind == "lost":
+                self.restart_episode(episode)
+            elif event.kind == "failed":
+                episode.session.fail(event.why, time.monotonic())
+            else:
+                self.on_event(episode, event)
+
+    def restart_episode(self, episode: Episode) -> None:
+        """Begin an episode anew after its environment's process was lost."""
+        session = episode.session
+        self.gateway.drop(episode)
+        grant = self.gateway.held[session.ticket.ticket, session.attempt]
+        self.open(grant, session.sample, first=False)
+
+    def on_event(self, episode: Episode, event: EnvironmentEvent) -> None:
+        state = self.states[episode.number]
+        state.tools = event.tools or state.tools
+        if event.reward and episode.last is not None:
+            state.reward += event.reward
+            number = episode.last.number
+            state.shares[number] = state.shares.get(number, 0.0) + event.reward
+        for name, value in event.parts.items():
+            state.parts[name] = state.parts.get(name, 0.0) + value
+        state.players.set_turn(event.asked)
+        if not event.ended:
+            self.place_call(episode, event.obs)
+            return
+        episode.session.shortened |= event.truncated
+        if event.judge:
+            self.judge(episode)
+        else:
+            self.score(episode)
+
+    def place_call(self, episode: Episode, obs: Any) -> None:
+        """Place a call for an observation, or end the session at a limit."""
+        session, state = episode.session, self.states[episode.number]
+        now = time.monotonic()
+        try:
+            call = state.players.now.place_observation(session, obs, state.tools, now)
+        except CallRefused as error:
+            # a limit ends the session; messages that the template refuses fail it
+            if error.code in ("session_limit", TOO_LONG):
+                self.end_at_limit(episode)
+            else:
+                session.fail(str(error), now)
+            return
+        self.gateway.ask(episode, call)
+
+    def on_answer(
+        self, episode: Episode, call: SessionCall, node: CallNode | None, failed: str
+    ) -> None:
+        session = episode.session
+        if failed:
+            session.fail(f"a generator cannot sample its call: {failed}", time.monotonic())
+        if session.state != "open":
+            return
+        if node is None or session.limit:
+            self.end_at_limit(episode)
+            return
+        state = self.states[episode.number]
+        state.players.now.on_answer(node)
+        state.doing = describe_request(node.answer)
+        assert node.ids is not None
+        text = self.gateway.chat.visible_text(node.ids)
+        self.pool.step(EnvironmentOperation(episode.number, "step", text, node.answer))
+
+    # ---- the end ---------------------------------------------------------------------------------
+
+    def end_at_limit(self, episode: Episode) -> None:
+        """End a session at a limit that the policy can cause, with its reward so far."""
+        session = episode.session
+        session.shortened = True
+        if self.agent.at_limit == "fail":
+            session.fail(f"it reached agent.{session.limit or 'context'}", time.monotonic())
+        elif self.gateway.rewards is not None:
+            self.judge(episode)
+        else:
+            self.score(episode)
+
+    def score(self, episode: Episode) -> None:
+        """Score the session by its environment's rewards.
+
+        The session fails if its time ran out meanwhile or the sum is not a valid reward.
+        """
+        session, state = episode.session, self.states[episode.number]
+        calls = state.shares if self.agent.fork == "end" else {}
+        now = time.monotonic()
+        try:
+            session.reward(state.reward, state.parts, calls, now=now)
+        except CallRefused as refused:
+            session.fail(f"its environment's rewards cannot be used: {refused}", now)
+
+    def judge(self, episode: Episode) -> None:
+        """Have the config's reward score the last answer, unless the session has ended."""
+        with suppress(CallRefused):
+            if episode.last is not None and episode.session.judge(time.monotonic()):
+                self.gateway.submit(episode)
+
+    def on_drop(self, episode: Episode) -> None:
+        del self.states[episode.number]
+        self.pool.end(episode.number)
+
+    def explain_wait(self, episode: Episode, limit: str, left_s: float, now: float) -> WaitCause:
+        what = self.states[episode.number].doing
+        if episode.number not in self.pool.places:
+            return WaitCause("environment", what, limit, left_s)
+        place = self.pool.locate(episode.number, now)
+        if place.left_s <= left_s or place.front is None:
+            limit, left_s = place.limit, place.left_s
+        if place.front is None:
+            what = f"a process to import {self.agent.source_name}"
+        if self.pool.replaced:
+            what += f" ({self.pool.replaced})"
+        if place.front is not None and place.front != episode.number:
+            front = self.gateway.episodes.get(place.front)
+            name = front.session.name if front is not None else "one that has ended"
+            what += f", behind that of session {name} in the same process"
+        return WaitCause("environment", what, limit, left_s)
+
+    def explain_queue(self) -> WaitCause:
+        return WaitCause("place", f"a place: agent.sessions = {self.agent.sessions}")
+
+    def close(self) -> None:
+        self.pool.close()
+
+
+def describe_request(answer: dict[str, Any] | None) -> str:
+    """Describe an answer's request to its environment: a step, or named tools."""
+    calls = (answer or {}).get("tool_calls") or ()
+    names = ascii(", ".join(str(call["function"]["name"]) for call in calls)[:SHOWN])[1:-1]
+    return f"its tool {names}" if names else "the step of its environment"

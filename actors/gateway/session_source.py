@@ -1,0 +1,103 @@
+"""Where a gateway's sessions come from: environments, or agents over HTTP.
+
+The gateway takes tickets, submits calls and delivers trajectories.  A source begins the sessions,
+places their calls and uses the answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from actors.gateway.call_tree import CallNode
+from actors.gateway.sessions import Session, SessionCall
+from asyncrl.contract.waits import SessionWait
+
+
+@dataclass(eq=False)
+class Episode:
+    """A session that this gateway plays.
+
+    first: no earlier attempt at the sample has begun
+    last: the policy's newest answered call
+    """
+
+    number: int
+    session: Session
+    first: bool
+    last: SessionCall | None = None
+
+
+class PlacedCall(NamedTuple):
+    """A call that the generators are to sample, and its episode."""
+
+    episode: Episode
+    call: SessionCall
+
+
+class WaitCause(NamedTuple):
+    """The cause of a session's wait; limit: the key that ends it in `left_s`, or ""."""
+
+    kind: SessionWait
+    what: str
+    limit: str = ""
+    left_s: float = 0.0
+
+
+class SessionSource:
+    """Where sessions come from; the gateway calls these methods from one thread."""
+
+    def count_wanted(self) -> int:
+        """Count the samples that the source has room for, parked sessions included."""
+        raise NotImplementedError
+
+    def on_answer(
+        self, episode: Episode, call: SessionCall, node: CallNode | None, failed: str
+    ) -> None:
+        """Use the answer to a call.
+
+        node: the call's node, or None if it has no token
+        failed: why a generator refused the call, or ""
+        """
+        raise NotImplementedError
+
+    def on_drop(self, episode: Episode) -> None:
+        """Forget an episode that was delivered or lost."""
+        raise NotImplementedError
+
+    def explain_wait(self, episode: Episode, limit: str, left_s: float, now: float) -> WaitCause:
+        """Describe what an open session without an open call waits for.
+
+        limit, left_s: the session's own limit and the seconds until it
+        """
+        raise NotImplementedError
+
+    def explain_queue(self) -> WaitCause:
+        """Describe what a sample waits for that no session has begun."""
+        raise NotImplementedError
+
+    # ---- by default nothing is to be done --------------------------------------------------------
+
+    @property
+    def descriptors(self) -> Sequence[int]:
+        """File descriptors whose news `poll` reads."""
+        return ()
+
+    def open_sessions(self) -> None:
+        """Begin sessions of waiting samples, in each turn."""
+
+    def poll(self) -> None:
+        """Handle the news of environments, in each turn."""
+
+    def on_resume(self, session: Session) -> None:
+        """Record that a session goes on under another ticket."""
+
+    def on_deliver(self, session: Session) -> None:
+        """Record that the session's trajectory is about to be sent."""
+
+    def on_report(self) -> None:
+        """Record the token counts that are about to be reported."""
+
+    def close(self) -> None:
+        """End what the source has started."""
