@@ -394,7 +394,7 @@ def test_one_seed_runs_and_says_that_no_verdict_is_possible(
     )
     assert re.search(r"arm +OOD start +OOD end +KL to ref", done.out)
     assert "sync: staleness.max_lag=0" in done.out
-    assert re.search(r"async, otherwise than sync: staleness.max_lag = \d+ \(0\)", done.out)
+    assert re.search(r"async, compared with sync: staleness.max_lag = \d+ \(0\)", done.out)
     assert (
         "no verdict is possible" in done.err and "with one seed: no verdict is possible" in done.out
     )
