@@ -2,7 +2,7 @@
 # make test   from nothing: environment, then every test (22 minutes on two quiet cores after the installation, which takes 2 to 5)
 # make check  lint, types, import rules, fast tests (files of at most 10 CPU seconds)
 # make mutants  do the fast tests notice a changed line: 600 mutants by a seed; a changed file in 5 minutes: `make mutants MUTANTS="--module weights --minutes 5"`
-# make shape  what a reader meets: columns, tokens a line, lengths, names; each with its limit
+# make shape  what a reader meets: columns, tokens a line, lengths, names, import circles; each with its limit
 # make bench  every program that makes a figure of README and docs, then one table, hours in all (`make bench BENCH="--only speed engine"`)
 # make docs   docs/ as a site, in build/docs; a link that leads nowhere is an error
 # make wheel  dist/asyncrl-*.whl, configs included: pip install it anywhere

@@ -136,6 +136,53 @@ def named(tree: ast.AST) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncF
             yield node
 
 
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def import_graph(trees: dict[Path, ast.AST]) -> dict[str, dict[str, str]]:
+    """Module -> {imported module of the product: place}, imports in functions and under
+    TYPE_CHECKING included."""
+    modules = {module_name(path) for path in trees}
+    graph: dict[str, dict[str, str]] = {name: {} for name in modules}
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                targets = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                full = [f"{node.module}.{alias.name}" for alias in node.names]
+                targets = [name if name in modules else str(node.module) for name in full]
+            else:
+                continue
+            for target in set(targets) & modules - {module_name(path)}:
+                graph[module_name(path)].setdefault(target, where(path, node.lineno))
+    return graph
+
+
+def import_circles(graph: dict[str, dict[str, str]]) -> list[str]:
+    """One line for each strongly connected component of several modules, with its imports."""
+    reachable = {name: set(targets) for name, targets in graph.items()}
+    for middle in graph:  # Warshall's algorithm
+        for targets in reachable.values():
+            if middle in targets:
+                targets |= reachable[middle]
+    circles = {
+        tuple(sorted(other for other in targets if name in reachable[other]))
+        for name, targets in reachable.items()
+        if name in targets
+    }
+    return [
+        "; ".join(
+            f"{place} imports {target}"
+            for name in circle
+            for target, place in sorted(graph[name].items())
+            if target in circle
+        )
+        for circle in sorted(circles)
+    ]
+
+
 def figures() -> list[Figure]:
     tokens = lines = 0
     classes: dict[str, list[str]] = {}
@@ -146,9 +193,10 @@ def figures() -> list[Figure]:
     long: list[tuple[int, str]] = []
     calls: list[tuple[int, str]] = []
     short: list[str] = []
+    trees: dict[Path, ast.AST] = {}
     for path in files():
         text = path.read_text()
-        tree = ast.parse(text)
+        tree = trees[path] = ast.parse(text)
         each = density(text)
         tokens += sum(each.values())
         lines += len(each)
@@ -177,6 +225,7 @@ def figures() -> list[Figure]:
     long.sort(reverse=True)
     calls.sort(reverse=True)
     twice = [f"{places[0]} {name}" for name, places in classes.items() if places[1:]]
+    circles = import_circles(import_graph(trees))
     full = [f"{folder}: {count}" for folder, count in folders.most_common()]
     return [
         Figure("modules in a folder, most", max(folders.values()), 14, full[:3]),
@@ -193,6 +242,7 @@ def figures() -> list[Figure]:
         Figure("one-letter names", len(short), 0, short),
         Figure("class names used twice", len(twice), 0, twice),
         Figure("bare participles and pronouns as names", len(bare), 0, bare),
+        Figure("import circles", len(circles), 1, circles),
     ]
 
 

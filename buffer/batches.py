@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from asyncrl.contract import admission
 from asyncrl.contract.errors import ProtocolError
@@ -12,9 +12,7 @@ from asyncrl.contract.messages import Batch
 from asyncrl.contract.waits import BUFFER
 from buffer import checks
 from buffer.groups import MAX_DROPS, Group, StoredSample
-
-if TYPE_CHECKING:
-    from buffer.store import Store
+from buffer.rules import StoreRules
 
 
 class BatchWait(NamedTuple):
@@ -28,7 +26,7 @@ class BatchWait(NamedTuple):
         return self.what
 
 
-def pick_groups(store: Store, number: int) -> tuple[list[Group], BatchWait | None]:
+def pick_groups(store: StoreRules, number: int) -> tuple[list[Group], BatchWait | None]:
     """Choose the groups of batch `number`; return them, or ([], the reason for waiting)."""
     if store.uses_ticket_order and not math.isinf(store.max_lag):
         # `alive` is in ticket order; called often, with thousands of groups
@@ -51,7 +49,7 @@ def pick_groups(store: Store, number: int) -> tuple[list[Group], BatchWait | Non
     return picked, None
 
 
-def rank(store: Store, group: Group, number: int) -> int:
+def rank(store: StoreRules, group: Group, number: int) -> int:
     """The first sort key of a group, before its order of completion.
 
     In the order `freshest` it is the lag of the group's oldest token in batch `number`, else 0."""
@@ -70,13 +68,13 @@ def explain_wait(group: Group) -> BatchWait:
     return BatchWait(f"{missing} at {group.lease.producer}", group.lease.producer, group.ticket)
 
 
-def lag_runs(store: Store, stored: StoredSample, number: int) -> list[tuple[int, int, int]]:
+def lag_runs(store: StoreRules, stored: StoredSample, number: int) -> list[tuple[int, int, int]]:
     """(start, end, lag) of each span of a sample in batch `number`."""
     assert store.policy is not None
     return admission.span_lags(store.tree, stored.trajectory.all_spans(), store.policy, number)
 
 
-def drop_stale(store: Store, groups: list[Group], number: int) -> None:
+def drop_stale(store: StoreRules, groups: list[Group], number: int) -> None:
     """Drop the samples of complete groups past the limit (on_exceed = drop).
 
     The group's ticket is granted again; the third time the group is abandoned."""
@@ -99,7 +97,7 @@ def drop_stale(store: Store, groups: list[Group], number: int) -> None:
         store.lacking = True
 
 
-def announced_limits(store: Store, group: Group, stored: StoredSample) -> list[float]:
+def announced_limits(store: StoreRules, group: Group, stored: StoredSample) -> list[float]:
     """The greatest lag at which each span of a sample may train.
 
     It is the run's limit or the limit of its ticket, whichever is smaller.  A resumed session has
@@ -128,7 +126,7 @@ def announced_limits(store: Store, group: Group, stored: StoredSample) -> list[f
     ]
 
 
-def judge(store: Store, groups: list[Group], number: int) -> list[list[tuple[int, int, int]]]:
+def judge(store: StoreRules, groups: list[Group], number: int) -> list[list[tuple[int, int, int]]]:
     """Judge the lag of the samples when their batch is handed out.
 
     Under a hard limit, samples of an earlier epoch past the limit become orphans and are generated
@@ -180,13 +178,19 @@ def judge(store: Store, groups: list[Group], number: int) -> list[list[tuple[int
     return runs_of_samples
 
 
-def message(store: Store, groups: list[Group], epoch: int, number: int) -> Batch:
-    """Make the message for composed, complete groups."""
+def message(
+    store: StoreRules,
+    groups: list[Group],
+    epoch: int,
+    number: int,
+    ledger: dict[str, dict[str, float]],
+) -> Batch:
+    """Make the message for composed, complete groups; ledger: the totals for a checkpoint."""
     stored = [s for group in groups for s in group.stored_samples()]
     runs = [lag_runs(store, s, number) if s.runs is None else s.runs for s in stored]
     lags = [admission.sample_lag(r) for r in runs]
     in_flight = [min(s.in_flight, lag) for s, lag in zip(stored, lags, strict=True)]
-    trained = {t for comp in store.comps[: number + 1 - store.base] for t in comp}
+    trained = store.tickets_up_to(number)
     first = min((t for t in store.alive if t not in trained), default=store.cursor)
     above = [
         t for t in range(first, store.cursor) if t not in store.alive or t in trained
@@ -201,6 +205,6 @@ def message(store: Store, groups: list[Group], epoch: int, number: int) -> Batch
         token_lags=runs,
         stats={},
         next_ticket=first,
-        ledger=store.checkpoint_ledger(trained),
+        ledger=ledger,
         trained_above=above,
     )

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from asyncrl.contract import outcomes
 from asyncrl.contract.errors import BadMessage
@@ -31,9 +30,7 @@ from asyncrl.contract.waits import BUFFER
 from asyncrl.transport import arrays
 from buffer.groups import Grant, StoreSettings
 from buffer.ledger import Key, Ledger
-
-if TYPE_CHECKING:
-    from buffer.store import Store
+from buffer.state import StoreState
 
 TEXT_LENGTH = 1000
 TEXT_PER_TOKEN = 128  # characters: the longest tokens are runs of spaces
@@ -59,7 +56,7 @@ def producer(name: str) -> None:
 
 
 def check_delivery(
-    store: Store, samples: Sequence[Trajectory], vocabulary: int
+    store: StoreState, samples: Sequence[Trajectory], vocabulary: int
 ) -> tuple[Sequence[Trajectory], dict[Key, BadMessage]]:
     """Check the samples of a delivery; return the samples to take and the errors of refused ones.
 
@@ -88,7 +85,7 @@ def check_delivery(
     return checked, refused
 
 
-def _delivered(store: Store, samples: Sequence[Trajectory], vocabulary: int) -> None:
+def _delivered(store: StoreState, samples: Sequence[Trajectory], vocabulary: int) -> None:
     """Apply `sample`, `versions` and `answers` to all samples.
 
     `are_plain_samples` checks the same in one fast pass and accepts nearly all deliveries. If it
@@ -102,7 +99,7 @@ def _delivered(store: Store, samples: Sequence[Trajectory], vocabulary: int) -> 
     answers(samples, vocabulary, store.settings)
 
 
-def are_plain_samples(store: Store, samples: Sequence[Trajectory]) -> bool:
+def are_plain_samples(store: StoreState, samples: Sequence[Trajectory]) -> bool:
     """Whether all are ordinary completions that `sample`, `versions` and `answers` would accept.
 
     The numbers in their arrays are not checked here.  False does not mean that one is invalid."""
@@ -185,7 +182,7 @@ def _plain_segments(segments: list[tuple[str, int, int]], length: int) -> bool:
     return len(segments) <= length + 1
 
 
-def _is_known_version(store: Store, span: VersionSpan) -> bool:
+def _is_known_version(store: StoreState, span: VersionSpan) -> bool:
     """Check the same as `_registered`."""
     label = span.label
     return (
@@ -195,7 +192,7 @@ def _is_known_version(store: Store, span: VersionSpan) -> bool:
     )
 
 
-def sample(store: Store, answer: Trajectory) -> None:
+def sample(store: StoreState, answer: Trajectory) -> None:
     """Check that ticket and attempt were granted and a learner registered the weights."""
     for span in answer.all_spans():
         _registered(store, answer, span)
@@ -248,7 +245,7 @@ def _check_adopted_attempts(answer: Trajectory) -> None:
         )
 
 
-def _registered(store: Store, answer: Trajectory, span: VersionSpan) -> None:
+def _registered(store: StoreState, answer: Trajectory, span: VersionSpan) -> None:
     """Check that a learner announced the span's weights, and its keys and values are not newer."""
     label = span.label
     if label not in store.tree:
@@ -272,7 +269,7 @@ def _registered(store: Store, answer: Trajectory, span: VersionSpan) -> None:
         )
 
 
-def versions(store: Store, answer: Trajectory) -> None:
+def versions(store: StoreState, answer: Trajectory) -> None:
     """Check the versions of a sample against its ticket; call `sample` first.
 
     They must be exactly the version that the ticket names, or at least its minimum in the same
@@ -482,7 +479,7 @@ def _texts(answer: Trajectory, settings: StoreSettings) -> None:
         )
 
 
-def progress(store: Store, rows: list[tuple[int, int, int]]) -> None:
+def progress(store: StoreState, rows: list[tuple[int, int, int]]) -> None:
     """Check (ticket, attempt, tokens so far) against the most tokens that an attempt may have."""
     require(len(rows) <= ROWS, f"{len(rows)} tickets in one message; at most {ROWS}", "text")
     most = store.settings.group * store.settings.most_tokens
@@ -602,7 +599,7 @@ def hello(message: LearnerHello) -> None:
         ) from error
 
 
-def ask(store: Store, number: int) -> None:
+def ask(store: StoreState, number: int) -> None:
     require(
         number < store.settings.steps,
         f"batch {number} was requested; the last of {store.settings.steps} batches is "
@@ -610,7 +607,9 @@ def ask(store: Store, number: int) -> None:
     )
 
 
-def commit(store: Store, number: int, label: Label, unused: Sequence[tuple[int, int]] = ()) -> None:
+def commit(
+    store: StoreState, number: int, label: Label, unused: Sequence[tuple[int, int]] = ()
+) -> None:
     """Check a commit: the batch is composed and complete, and the new label is the next one."""
     require(
         label == (store.epoch, number + 1),
@@ -643,7 +642,7 @@ def commit(store: Store, number: int, label: Label, unused: Sequence[tuple[int, 
     )
 
 
-def goodbye(store: Store, number: int) -> None:
+def goodbye(store: StoreState, number: int) -> None:
     """Check that a learner which leaves has trained all batches."""
     done = f"{store.committed} of {store.settings.steps} batches are committed (learner.steps)"
     require(

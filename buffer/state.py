@@ -121,6 +121,10 @@ class StoreState:
     aside: int = 0  # excluded batches
     finished: bool = False
 
+    def tickets_up_to(self, number: int) -> set[int]:
+        """Tickets of the composed batches up to batch `number`."""
+        return {ticket for comp in self.comps[: number + 1 - self.base] for ticket in comp}
+
     def snapshot(self) -> msgspec.Struct:
         """Return the whole state. It shares objects with the store: encode it at once."""
         saved = {}

@@ -39,7 +39,7 @@ from buffer import batches, checks
 from buffer.evaluation import Evaluations
 from buffer.groups import MAX_DROPS, Grant, Group, Lease, LeaseTable, StoredSample, StoreSettings
 from buffer.ledger import Key, Ledger, StrayAttempt, total_tokens
-from buffer.state import StoreState
+from buffer.rules import StoreRules
 
 # Rewards that differ by at most this share of the larger one are equal, as in
 # asyncrl/algorithms/advantages.py (which needs torch).
@@ -55,7 +55,7 @@ ENDS = {"ended": 0.0, "outside": 0.25, "killed": 1.0, "": 1.0, "crashed": 2.0}
 ENOUGH = 4.0
 
 
-class Store(StoreState):
+class Store(StoreRules):
     """One run's groups, tickets, compositions, versions and ledger.
 
     `StoreState` has the attributes that survive a restart."""
@@ -69,12 +69,10 @@ class Store(StoreState):
         super().__init__(settings, evaluations or Evaluations())
         self.prompt = prompt
         self.leases = LeaseTable()  # of `alive`
-        self.composed: set[int] = set()  # the tickets in `comps`
+        self.composed = set()
         # the sum of the lines of `retained`; None: must be computed again (see `_lines_kept`)
         self._kept: Ledger | None = None
-        # number of changes by `ask`: the journal records only requests that changed something
         self.changes = 0
-        # False once `_grants` has found no alive group with missing samples and no lease
         self.lacking = True
 
     # ---- restarts --------------------------------------------------------------------------------
@@ -96,53 +94,6 @@ class Store(StoreState):
             if group.lease is not None:
                 group.lease.expires = now + self.settings.lease_s
         self.evaluations.renew_all_leases(now + self.settings.lease_s)
-
-    # ---- rules: tests override each of them to show that it is needed ----------------------------
-
-    @property
-    def uses_ticket_order(self) -> bool:
-        """Whether batches take groups in ticket order."""
-        return self.settings.uses_ticket_order
-
-    def has_room(self, place: int, room: float) -> bool:
-        """Whether a group at position `place` may be granted again."""
-        return place < room
-
-    def current_limit(self) -> float:
-        """The staleness limit of a ticket granted now."""
-        return self.limit.now if self.settings.ess_floor else self.max_lag
-
-    def admits_to(self) -> float:
-        """The limit that determines the room for groups: the announced one."""
-        return self.current_limit()
-
-    def groups_ahead(self) -> int:
-        """Number of groups before a new one; groups of leased batches count until their commit."""
-        return len(self.alive)
-
-    def groups_to_train(self) -> int:
-        """Number of alive groups that will be trained if none is removed."""
-        return len(self.alive)
-
-    def uncomposed_groups(self) -> Iterator[Group]:
-        """Groups that are in no batch yet, in ticket order."""
-        return (group for group in self.alive.values() if group.ticket not in self.composed)
-
-    def least_version(self, policy: Label) -> Label:
-        """The oldest version that may sample a ticket granted now, at `policy`."""
-        return policy
-
-    def disposition(self, group: Group, sample: Trajectory) -> Disposition | None:
-        """The disposition of an earlier delivery of the sample; None: it is new."""
-        return group.finals.get((sample.sample, sample.attempt))
-
-    def may_train(self, sample: Trajectory, lag: float, limit: float) -> bool:
-        """Whether the sample may train under a hard limit; asked when the batch is handed out."""
-        return lag <= limit
-
-    def on_zero_variance(self, group: Group) -> None:
-        """Remove a complete zero-variance group: it has no gradient."""
-        self.remove_group(group, "filtered")
 
     # ---- tickets ---------------------------------------------------------------------------------
 
@@ -730,7 +681,8 @@ class Store(StoreState):
 
     def batch(self, groups: list[Group], epoch: int, number: int) -> Batch:
         """Make the message for composed, complete groups."""
-        return batches.message(self, groups, epoch, number)
+        ledger = self.checkpoint_ledger(self.tickets_up_to(number))
+        return batches.message(self, groups, epoch, number, ledger)
 
     def commit(
         self,

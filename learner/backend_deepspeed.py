@@ -41,7 +41,6 @@ from asyncrl.models.policy import (
     recompute_modules,
 )
 from learner.backend import TorchBackend, optimizer_for
-from learner.state import LearnerState
 
 # time to come together, imports included, in addition to learner.rank_timeout_s; time to end
 START_S = 60.0
@@ -520,32 +519,3 @@ def exit_rank() -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(0)
-
-
-def follow(core: Any) -> None:
-    """Run the commands of rank 0 on another rank until it ends; then call `exit_rank`."""
-    # the import order of rank 0
-    from learner import checkpoint
-
-    backend: DeepSpeedBackend = core.backend
-    while True:
-        what, payload = backend.receive_broadcast()
-        if what == "end":
-            backend.close()
-            return
-        if what == "train":
-            core.train(payload)
-        elif what == "publish":
-            backend.probe()
-            backend.write_flat(None)
-        elif what in ("save", "export"):
-            if what == "save":
-                backend.state(Path(payload))
-            with backend.full_parameters():
-                pass
-        elif what == "restore":
-            path = Path(payload)
-            checkpoint.restore_weights(core, path)
-            data = torch.load(path / "state.pt", weights_only=True)
-            backend.load_state(data["optimizer"], path)
-            core.state = LearnerState(**data["state"])

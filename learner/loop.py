@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import psutil
+import torch
 
 from asyncrl.config.tree import Config
 from asyncrl.contract import messages as m
@@ -33,7 +34,7 @@ from asyncrl.transport.sockets import PeerSocket
 from learner import checkpoint
 from learner.publisher import Publisher
 from learner.recorder import Recorder, StepLog
-from learner.state import BatchCursor
+from learner.state import BatchCursor, LearnerState
 from learner.step import LearnerCore
 
 POLL_S = 0.1
@@ -384,6 +385,35 @@ class Learner:
         self.socket.close()
 
 
+def follow(core: LearnerCore) -> None:
+    """Run the commands of rank 0 on another rank until it ends; then call `exit_rank`."""
+    from learner.backend_deepspeed import DeepSpeedBackend
+
+    backend = core.backend
+    assert isinstance(backend, DeepSpeedBackend)
+    while True:
+        what, payload = backend.receive_broadcast()
+        if what == "end":
+            backend.close()
+            return
+        if what == "train":
+            core.train(payload)
+        elif what == "publish":
+            backend.probe()
+            backend.write_flat(None)
+        elif what in ("save", "export"):
+            if what == "save":
+                backend.state(Path(payload))
+            with backend.full_parameters():
+                pass
+        elif what == "restore":
+            path = Path(payload)
+            checkpoint.restore_weights(core, path)
+            data = torch.load(path / "state.pt", weights_only=True)
+            backend.load_state(data["optimizer"], path)
+            core.state = LearnerState(**data["state"])
+
+
 def main(config: Config, run_dir: Path) -> bool:
     """Run the learner until its last batch is committed and evaluated, or until SIGTERM.
 
@@ -394,7 +424,7 @@ def main(config: Config, run_dir: Path) -> bool:
     bind_learner(config)
     memory.keep_freed()
     if config.learner.backend == "deepspeed" and int(os.environ.get("RANK", "0")) > 0:
-        from learner.backend_deepspeed import exit_rank, follow
+        from learner.backend_deepspeed import exit_rank
 
         for signal_number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signal_number, signal.SIG_IGN)  # rank 0 ends the other ranks

@@ -8,12 +8,11 @@ adapters."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import xxhash
@@ -21,21 +20,21 @@ import xxhash
 from asyncrl.config.tree import LoraConfig
 from asyncrl.contract.errors import ConfigError, DamagedDataError
 from asyncrl.models import layout
+from asyncrl.models.adapter_files import (
+    NAME,
+    AdapterInfo,
+    is_adapter_weight,
+    read,
+    weights,
+)
 from asyncrl.models.packed_forward import ForwardOutput
 from asyncrl.models.policy import (
     PolicyModel,
-    copy_tokenizer,
     flat_bytes,
     load_policy,
     manifest,
     named_weights,
 )
-
-NAME = "default"  # peft's name of a model's adapter; files do not contain it
-CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
-PREFIX = "base_model.model."  # of parameter names in peft's files
-BASE = "base_digest"  # in the metadata of WEIGHTS: peft warns about unknown settings in CONFIG
 
 
 def base_digest(model: PolicyModel) -> str:
@@ -80,37 +79,9 @@ def attach(model: PolicyModel, lora: LoraConfig, seed: int) -> None:
         torch.manual_seed(seed)
         peft.inject_adapter_in_model(settings, model.hf, adapter_name=NAME)
     for name, parameter in model.hf.named_parameters():
-        if _is_adapter_weight(name):
+        if is_adapter_weight(name):
             parameter.data = parameter.data.float()
     model.adapter = adapter
-
-
-@dataclass
-class AdapterInfo:
-    """The adapters of a model."""
-
-    lora: LoraConfig
-    base: str  # digest of the base weights
-    base_bytes: int  # size of the base weights in the flat layout
-
-    @property
-    def scale(self) -> float:
-        return float(self.lora.alpha / self.lora.rank)
-
-
-def _is_adapter_weight(name: str) -> bool:
-    return f".lora_A.{NAME}." in name or f".lora_B.{NAME}." in name
-
-
-def weights(hf: Any) -> list[tuple[str, torch.Tensor]]:
-    """Return (name, tensor) of the adapters.
-
-    Names and shapes: MODULE.lora_A.weight [rank, in], MODULE.lora_B.weight [out, rank]."""
-    return [
-        (name.replace(f".{NAME}.", "."), parameter.detach())
-        for name, parameter in hf.named_parameters()
-        if _is_adapter_weight(name)
-    ]
 
 
 @contextmanager
@@ -217,55 +188,6 @@ class AdapterBase:
 
 
 # ---- files ---------------------------------------------------------------------------------------
-
-
-def save(model: PolicyModel, path: Path) -> None:
-    """Write the adapter in peft's format to the directory `path`, with the tokenizer's files."""
-    import safetensors.torch
-
-    assert model.adapter is not None
-    adapter = model.adapter
-    path.mkdir(parents=True, exist_ok=True)
-    settings = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(Path(model.tokenizer_dir).resolve()),
-        "r": adapter.lora.rank,
-        "lora_alpha": adapter.lora.alpha,
-        "target_modules": sorted({name.split(".")[-3] for name, _ in weights(model.hf)}),
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "inference_mode": True,
-    }
-    (path / CONFIG).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
-    state = {PREFIX + name: tensor.contiguous() for name, tensor in weights(model.hf)}
-    safetensors.torch.save_file(
-        state, path / WEIGHTS, metadata={"format": "pt", BASE: adapter.base}
-    )
-    copy_tokenizer(model.tokenizer_dir, path)
-
-
-class StoredAdapter(NamedTuple):
-    """The content of an adapter's files."""
-
-    settings: dict[str, Any]  # peft's
-    tensors: dict[str, torch.Tensor]  # by the names of `weights`
-    base: str  # digest of the base; "" if another program wrote the files
-
-
-def read(path: Path) -> StoredAdapter:
-    """Read the adapter in `path`.  Raises DamagedDataError."""
-    import safetensors
-
-    try:
-        settings = json.loads((path / CONFIG).read_text(encoding="utf-8"))
-        with safetensors.safe_open(str(path / WEIGHTS), framework="pt") as opened:
-            base = (opened.metadata() or {}).get(BASE, "")
-            names = list(opened.keys())
-            tensors = {name.removeprefix(PREFIX): opened.get_tensor(name) for name in names}
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
-        raise DamagedDataError(f"the adapter in {path} cannot be read: {error}") from error
-    return StoredAdapter(settings, tensors, base)
 
 
 def restore(model: PolicyModel, path: Path) -> None:

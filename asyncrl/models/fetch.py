@@ -162,14 +162,29 @@ def from_gguf(file: Path, target: Path, dtype: str) -> None:
             raise ConfigError(f"{file}: transformers cannot read it: {last_line(done.stderr)}")
 
 
+def save(hf: Any, path: str | Path) -> None:
+    """Call `hf.save_pretrained(path)` for a model without a wrapper.
+
+    With accelerate installed, transformers would check for a DeepSpeed wrapper, which imports
+    DeepSpeed: that takes seconds and prints a warning on stdout."""
+    from_transformers = sys.modules.get("transformers.modeling_utils")
+    if from_transformers is None:
+        hf.save_pretrained(str(path))
+        return
+    original = from_transformers.unwrap_model
+    from_transformers.unwrap_model = lambda model, *_, **__: model  # type: ignore[attr-defined]
+    try:
+        hf.save_pretrained(str(path))
+    finally:
+        from_transformers.unwrap_model = original  # type: ignore[attr-defined]
+
+
 def convert(file: Path, target: Path, dtype: str) -> None:
     """Write the model and tokenizer of a GGUF file into the directory `target`.
 
     Runs in a separate process that finds the packages of `readers`."""
     import torch
     import transformers
-
-    from asyncrl.models import policy
 
     named: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
     folder = str(file.parent)
@@ -181,7 +196,7 @@ def convert(file: Path, target: Path, dtype: str) -> None:
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    policy.save(model, target)
+    save(model, target)
     tokenizer.save_pretrained(target)
 
 

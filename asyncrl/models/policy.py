@@ -9,11 +9,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,13 +20,10 @@ import xxhash
 from torch.utils.checkpoint import checkpoint
 
 from asyncrl.contract.errors import ConfigError
-from asyncrl.models import packed_forward, without_transformers
+from asyncrl.models import adapter_files, fetch, packed_forward, without_transformers
 from asyncrl.models.packed_forward import ForwardOutput
 from asyncrl.models.tokenizer import missing_weights_message
 from asyncrl.records import atomic_write
-
-if TYPE_CHECKING:
-    from asyncrl.models.adapters import AdapterInfo
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -52,7 +48,7 @@ class PolicyModel:
     recompute: bool = False  # recompute each layer in the backward pass
     exact: bool = False  # use the operators of exact mode (asyncrl/models/exact_operators.py)
     # with low-rank adapters: only these are published, loaded and stored as its weights
-    adapter: AdapterInfo | None = None
+    adapter: adapter_files.AdapterInfo | None = None
 
     def __post_init__(self) -> None:
         self.fast = packed_forward.ModelLayout.from_model(self.hf)
@@ -274,36 +270,6 @@ def text_config(path: str | Path) -> Any:
         ) from error
 
 
-def transformers_modules(model: without_transformers.BareModel) -> Any:
-    """Build transformers' model around the parameters of `model`, without copying them."""
-    import transformers
-
-    one = next(model.parameters())
-    config = transformers.AutoConfig.for_model(**vars(model.config))
-    with torch.random.fork_rng(devices=[]):  # its initialization consumes random numbers
-        hf = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=one.dtype, attn_implementation="sdpa"
-        ).to(one.device)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        module, _, leaf = name.rpartition(".")
-        setattr(hf.get_submodule(module), leaf, parameter)
-    return hf
-
-
-def transformers_tokenizer(path: str | Path) -> Any:
-    """Load the tokenizer in a model directory with transformers.
-
-    Raises ConfigError when it does not load."""
-    import transformers
-
-    try:
-        return transformers.AutoTokenizer.from_pretrained(str(path))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"model.path: the tokenizer in {path} cannot be loaded: {str(error).splitlines()[0]}"
-        ) from error
-
-
 def export(model: PolicyModel, path: str | Path, ends: Sequence[int] = ()) -> None:
     """Write a Hugging Face directory with model and tokenizer, by rename.
 
@@ -313,11 +279,10 @@ def export(model: PolicyModel, path: str | Path, ends: Sequence[int] = ()) -> No
     with atomic_write.replacing(Path(path), part=own_part) as part:
         part.mkdir(parents=True)
         if model.adapter is not None:
-            from asyncrl.models import adapters
-
-            adapters.save(model, part)
+            adapter_files.save(model.hf, model.adapter, model.tokenizer_dir, part)
+            copy_tokenizer(model.tokenizer_dir, part)
             return
-        save(model.hf, part)
+        fetch.save(model.hf, part)
         copy_tokenizer(model.tokenizer_dir, part)
         if ends:
             file = part / "generation_config.json"
@@ -326,23 +291,6 @@ def export(model: PolicyModel, path: str | Path, ends: Sequence[int] = ()) -> No
                 json.dumps(settings | {"eos_token_id": list(ends)}, indent=2) + "\n",
                 encoding="utf-8",
             )
-
-
-def save(hf: Any, path: str | Path) -> None:
-    """Call `hf.save_pretrained(path)` for a model without a wrapper.
-
-    With accelerate installed, transformers would check for a DeepSpeed wrapper, which imports
-    DeepSpeed: that takes seconds and prints a warning on stdout."""
-    from_transformers = sys.modules.get("transformers.modeling_utils")
-    if from_transformers is None:
-        hf.save_pretrained(str(path))
-        return
-    original = from_transformers.unwrap_model
-    from_transformers.unwrap_model = lambda model, *_, **__: model  # type: ignore[attr-defined]
-    try:
-        hf.save_pretrained(str(path))
-    finally:
-        from_transformers.unwrap_model = original  # type: ignore[attr-defined]
 
 
 def copy_tokenizer(source: str | Path, target: Path) -> None:
@@ -408,7 +356,7 @@ def build_model(
     hf = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     Path(path).mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(str(path))
-    save(hf, path)
+    fetch.save(hf, path)
     return PolicyModel(hf.eval(), str(path))
 
 
@@ -436,9 +384,7 @@ def named_weights(model: PolicyModel) -> list[tuple[str, torch.Tensor]]:
 
     Of a model with adapters, only those of the adapters."""
     if model.adapter is not None:
-        from asyncrl.models import adapters
-
-        return adapters.weights(model.hf)
+        return adapter_files.weights(model.hf)
     return [(n, p.detach()) for n, p in model.hf.named_parameters(remove_duplicate=True)]
 
 

@@ -94,8 +94,6 @@ class PlainTokenizer:
     @cached_property
     def full_tokenizer(self) -> Any:
         """The same tokenizer in transformers' class."""
-        from asyncrl.models.policy import transformers_tokenizer
-
         return transformers_tokenizer(self.path)
 
 
@@ -153,6 +151,20 @@ def vocabulary(path: str | Path) -> int:
     return size if isinstance(size, int) else 0
 
 
+def transformers_tokenizer(path: str | Path) -> Any:
+    """Load the tokenizer in a model directory with transformers.
+
+    Raises ConfigError when it does not load."""
+    import transformers
+
+    try:
+        return transformers.AutoTokenizer.from_pretrained(str(path))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"model.path: the tokenizer in {path} cannot be loaded: {str(error).splitlines()[0]}"
+        ) from error
+
+
 def load_tokenizer(path: str | Path) -> Any:
     """Load the tokenizer in a model directory.  Raises ConfigError when there is none."""
     if not any((Path(path) / name).is_file() for name in KNOWN_FILES):
@@ -176,8 +188,6 @@ def load_tokenizer(path: str | Path) -> Any:
                 f"model.path: the tokenizer in {path} cannot be loaded: "
                 f"{str(error).splitlines()[0]}"
             ) from error
-    from asyncrl.models.policy import transformers_tokenizer
-
     return transformers_tokenizer(path)
 
 

@@ -137,8 +137,6 @@ class BareModel(torch.nn.Module):
     def full_model(self) -> Any:
         """Return transformers' model with the same parameters."""
         if not self._full:
-            from asyncrl.models.policy import transformers_modules
-
             self._full.append(transformers_modules(self))
         return self._full[0].train(self.training)
 
@@ -158,6 +156,22 @@ class BareModel(torch.nn.Module):
             (Path(path) / name).write_text(text, encoding="utf-8")
         state = {name: p.detach().contiguous() for name, p in self.named_parameters()}
         safetensors.torch.save_file(state, Path(path) / WEIGHTS, metadata={"format": "pt"})
+
+
+def transformers_modules(model: BareModel) -> Any:
+    """Build transformers' model around the parameters of `model`, without copying them."""
+    import transformers
+
+    one = next(model.parameters())
+    config = transformers.AutoConfig.for_model(**vars(model.config))
+    with torch.random.fork_rng(devices=[]):  # its initialization consumes random numbers
+        hf = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=one.dtype, attn_implementation="sdpa"
+        ).to(one.device)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        module, _, leaf = name.rpartition(".")
+        setattr(hf.get_submodule(module), leaf, parameter)
+    return hf
 
 
 def open_weight_files(path: Path) -> Iterator[Any]:

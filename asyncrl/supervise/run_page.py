@@ -13,9 +13,9 @@ from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.records import atomic_write, jsonl, metrics, page_kit, process_log, trace
-from asyncrl.records.health_checks import interval
 from asyncrl.records.metrics import BUCKETS
 from asyncrl.supervise.live import describe_limit_change
+from asyncrl.supervise.summary import certainty, compose, spread
 
 TIMELINE_S = 3.0  # length of the timeline, which shows at least STEPS_SHOWN steps
 STEPS_SHOWN = 4
@@ -279,30 +279,6 @@ def _histogram(counts: dict[str, int]) -> Any:
     return figure
 
 
-def spread(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    """The range of rewards: [0, 1], extended to those of the run."""
-    rewards = [
-        float(r[k])
-        for r in rows
-        for k in ("reward/min", "reward/max", "eval/heldout", "eval/ood")
-        if k in r
-    ]
-    return min([0.0, *rewards]), max([1.0, *rewards])
-
-
-def certainty(rows: Sequence[Mapping[str, Any]], split: str) -> list[tuple[int, float]]:
-    """Return (n, half the 95 % interval over prompts) of each evaluation of `split`."""
-    lo, hi = spread(rows)
-    return [
-        (
-            int(r[f"eval/{split}_n"]),
-            interval(float(r[f"eval/{split}"]), r[f"eval/{split}_n"], lo, hi),
-        )
-        for r in rows
-        if f"eval/{split}" in r
-    ]
-
-
 def _plots(rows: list[dict[str, Any]], summary: dict[str, Any]) -> list[Any]:
     accuracy = _lines(rows, ACCURACY)
     for split, label in (("heldout", "held-out"), ("ood", "out of distribution")):
@@ -513,8 +489,6 @@ def write(run_dir: Path) -> Path:
     """Write RUN/report.html by rename, also of a live or failed run, and return its path.
 
     Raises ConfigError where there is no run, or it has trained no batch."""
-
-    from asyncrl.supervise.summary import compose  # imports this module
 
     if not (run_dir / "config.toml").is_file():
         raise ConfigError(f"{run_dir}: no run directory (it has no config.toml)")

@@ -10,7 +10,7 @@ from typing import Any
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.records import atomic_write, health_checks, metrics, rundir
-from asyncrl.supervise.run_page import certainty
+from asyncrl.records.health_checks import interval
 
 PARTIAL = (
     "the buffer could not write its summary: the numbers come from metrics.jsonl and "
@@ -191,6 +191,30 @@ def compose(config: Config, run_dir: Path) -> dict[str, Any]:
         )
         if value
     }
+
+
+def spread(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    """The range of rewards: [0, 1], extended to those of the run."""
+    rewards = [
+        float(r[k])
+        for r in rows
+        for k in ("reward/min", "reward/max", "eval/heldout", "eval/ood")
+        if k in r
+    ]
+    return min([0.0, *rewards]), max([1.0, *rewards])
+
+
+def certainty(rows: Sequence[Mapping[str, Any]], split: str) -> list[tuple[int, float]]:
+    """Return (n, half the 95 % interval over prompts) of each evaluation of `split`."""
+    lo, hi = spread(rows)
+    return [
+        (
+            int(r[f"eval/{split}_n"]),
+            interval(float(r[f"eval/{split}"]), r[f"eval/{split}_n"], lo, hi),
+        )
+        for r in rows
+        if f"eval/{split}" in r
+    ]
 
 
 def judge_totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
-from asyncrl.tasks import arena, calc, file, names, nim, reasoning, synthetic
+from asyncrl.tasks import arena, calc, file, guess_task, names, nim, reasoning, synthetic
 
 
 class Task(Protocol):
@@ -30,7 +30,8 @@ class Task(Protocol):
 
 OTHERS: dict[str, type[Task]] = {
     **{
-        kind.name: kind for kind in (calc.CalcTask, arena.GuessTask, arena.SeedPrompts, nim.NimTask)
+        kind.name: kind
+        for kind in (calc.CalcTask, guess_task.GuessTask, arena.SeedPrompts, nim.NimTask)
     },
     **names.TASKS,
 }

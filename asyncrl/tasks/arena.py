@@ -1,23 +1,13 @@
-"""textarena's games of one player or two as environments, and one of them as a task for a tiny
-model.
+"""textarena's games of one player or two as environments.
 
 `agent.env = "textarena:GuessTheNumber-v0"` is any game by its id, with `task.name = "seeds"`: the
 game asks, and a prompt is only a seed.  A game of two is a `ArenaDuel`; its opponent is in
 games.py.
-`GuessTask` is the prompts and the warm start of GuessTheNumber in few characters (guess.py):
-
-```
-1-20:   asked
-10      guessed       <    the number is lower
-5       guessed       >    higher
-7       guessed            and hit: 1
-```
 """
 
 from __future__ import annotations
 
 import importlib
-import random
 import re
 from collections.abc import Callable
 from functools import partial
@@ -25,12 +15,11 @@ from typing import Any
 
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
-from asyncrl.tasks.calc import END
 from asyncrl.tasks.games import SeededRandom
-from asyncrl.tasks.synthetic import FIXED, SyntheticTask
+from asyncrl.tasks.synthetic import FIXED
 
 RAW = "-raw"  # a game's own messages, each once: its other forms repeat the history at every turn
-FAIREST = 5  # guesses that are enough for 20 numbers
+ASKED = "1-20:"  # the question of GuessTheNumber in few characters
 GAME = -1  # who speaks, where it is the game itself
 BRACKETS = re.compile(r"\[[^\[\]]+\]")
 
@@ -180,59 +169,3 @@ class SeedPrompts:
 
     def reward(self, prompt: Prompt, text: str) -> float:
         raise ValueError("task.name = seeds has no reward of its own: the environment pays")
-
-
-class GuessTask(SyntheticTask):
-    """Guess a number from 1 to 20; FAIREST guesses are enough for who halves what is left."""
-
-    name = "guess"
-    symbols = "0123456789-:<>!"
-    steps = 500
-    asked = "1-20:"
-    turns = FAIREST
-    longest = 4  # tokens of a guess, its end included
-
-    def environment(self) -> ArenaGame:
-        from asyncrl.tasks.guess import GuessGame
-
-        return GuessGame()
-
-    def prompt(self, split: str, index: int, seed: int) -> Prompt:
-        return Prompt(index, self.asked, split=split)
-
-    def size(self, split: str) -> int | None:
-        return None if split == "train" else FIXED
-
-    def reward(self, prompt: Prompt, text: str) -> float:
-        raise ValueError("task.name = guess has no reward of its own: the environment pays")
-
-    def demonstrations(self, number: int, seed: int) -> list[tuple[str, str]]:
-        """One turn each: (all before it, the guess).  Seven of ten guesses fit what was said,
-        the others are any number: something is left to learn.
-        """
-        rng = random.Random(f"{self.name}:demo:{seed}")
-        out: list[tuple[str, str]] = []
-        while len(out) < number:
-            out += self._session(rng)
-        return out[:number]
-
-    def _session(self, rng: random.Random) -> list[tuple[str, str]]:
-        number = rng.randint(1, 20)
-        low, high = 1, 20
-        before = self.asked
-        tried: set[int] = set()
-        turns: list[tuple[str, str]] = []
-        while len(turns) < FAIREST:
-            fits = rng.random() < 0.7
-            guess = rng.randint(low, high) if fits else rng.randint(1, 20)
-            turns.append((before, str(guess)))
-            if guess == number:
-                break
-            says = "!" if guess in tried else "<" if guess > number else ">"
-            tried.add(guess)
-            before += f"{guess}{END}{says}"
-            if guess > number:
-                high = min(high, guess - 1)
-            else:
-                low = max(low, guess + 1)
-        return turns

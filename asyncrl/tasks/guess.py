@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl.tasks.arena import ArenaGame, GuessTask, games
+from asyncrl.tasks.arena import ASKED, ArenaGame, games
 
 games()  # with the module: importing it takes longer than a first step may
 
@@ -22,9 +22,12 @@ class GuessGame(ArenaGame):
     def observation_text(self, messages: list[str]) -> str:
         if not self.begun:
             self.begun = True
-            return GuessTask.asked
+            return ASKED
         last = messages[-1] if messages else ""
         return "<" if "is lower" in last else ">" if "is higher" in last else "!"
 
     def shape_reward(self, reward: float) -> float:
         return float(reward == 1.0)
+
+
+Guess = GuessGame  # its name in configs of older runs

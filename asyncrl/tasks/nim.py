@@ -137,3 +137,8 @@ class NimTask(SyntheticTask):
             if any(heaps):
                 heaps = apply_move(heaps, rng.choice(legal_moves(heaps)))
         return turns
+
+
+# their names in configs of older runs
+Nim = NimGame
+best = best_move

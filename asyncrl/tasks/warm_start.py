@@ -17,14 +17,14 @@ from asyncrl.config.sft import SftTraining
 from asyncrl.config.tree import Config
 from asyncrl.contract.messages import Prompt
 from asyncrl.records import atomic_write
-from asyncrl.tasks import Task, arena, calc, file, fit, get_task, nim, synthetic
+from asyncrl.tasks import Task, calc, file, fit, get_task, guess_task, nim, synthetic
 
 BATCH = 64
 LR = 3e-3
 ONE_PASS = 1 << 40  # tokens of a forward: a step's rows are never divided
 MOST = 56  # tokens of the longest answer of any built-in task
 
-Played = calc.CalcTask | arena.GuessTask | nim.NimTask  # in an environment
+Played = calc.CalcTask | guess_task.GuessTask | nim.NimTask  # in an environment
 
 
 def warm_start(
@@ -76,9 +76,9 @@ def _fit(model: Any, pairs: list[tuple[str, str]], steps: int) -> float:
     """Supervised training on the answers, each once, in their order; linear decay after a short
     warm-up.  Returns the last loss.
     """
-    from asyncrl.models import policy as models
+    from asyncrl.models.tokenizer import transformers_tokenizer
 
-    tokenizer = models.transformers_tokenizer(model.tokenizer_dir)
+    tokenizer = transformers_tokenizer(model.tokenizer_dir)
     coded = [
         tokenizer(list(side), add_special_tokens=False)["input_ids"]
         for side in zip(*pairs, strict=True)
@@ -136,9 +136,9 @@ def _played(model: Any, task: Played, prompts: list[Prompt]) -> float:
 
 def _sample_continuations(model: Any, before: list[str], most: int) -> list[str]:
     """What the model writes behind each text, up to `most` tokens."""
-    from asyncrl.models import policy as models
+    from asyncrl.models.tokenizer import transformers_tokenizer
 
-    tokenizer = models.transformers_tokenizer(model.tokenizer_dir)
+    tokenizer = transformers_tokenizer(model.tokenizer_dir)
     tokenizer.padding_side = "left"
     coded = tokenizer(before, add_special_tokens=False, padding=True, return_tensors="pt")
     out = model.hf.generate(

@@ -25,7 +25,7 @@ from asyncrl.contract.versions import Label
 from asyncrl.transport import fan_out, keys, message_checks
 from asyncrl.transport.connection_guard import ConnectionGuard
 from asyncrl.transport.file_server import FileEntry, FileServer
-from asyncrl.transport.ring import Rows, WeightRing
+from asyncrl.transport.ring import Rows
 from asyncrl.transport.sockets import (
     HEARTBEAT_MS,
     SILENT_MS,
@@ -33,7 +33,7 @@ from asyncrl.transport.sockets import (
     check_address,
     receive_frames,
 )
-from asyncrl.transport.weight_transport import WeightsClient, WeightsServer
+from asyncrl.transport.weight_transport import WeightsServer
 
 CHUNK_BYTES = 1 << 20
 AHEAD = 4  # chunks that a client requests ahead of the one it reads
@@ -549,35 +549,3 @@ def buffer_of(config: Config, source: WeightsSource, name: str) -> str:
         return ""
     finally:
         client.close()
-
-
-def serve(config: Config, ring: WeightRing) -> ChunkServer | None:
-    """Start the learner's end if `wires.weights_address` is set."""
-    if not config.wires.weights_address:
-        return None
-    server = ChunkServer(
-        config.wires.weights_address,
-        ring.rows,
-        ring.read_part,
-        config.wires.curve_dir,
-        FileServer(config),
-    )
-    if config.weights.fan_out:
-        server.plant(config.weights.fan_out, ring.size)
-    return server
-
-
-def connect(config: Config, source: WeightsSource, name: str) -> WeightsClient:
-    """Connect a generator. Raises PeerUnreachable when the learner serves no chunks."""
-    if not source.address:
-        raise PeerUnreachable(
-            f"the learner's weights lie on host {source.host} in {source.directory}, which "
-            "this host cannot read; set wires.weights_address to a tcp address of the learner"
-        )
-    address = reachable_address(source.address, config.wires.address)
-    make: Callable[[str, float, str, str], WeightsClient] = ChunkClient
-    if config.weights.fan_out:
-        from asyncrl.transport.relay import RelayClient  # which imports this module
-
-        make = RelayClient
-    return make(address, config.wires.connect_s, config.wires.curve_dir, name)

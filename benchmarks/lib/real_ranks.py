@@ -102,9 +102,9 @@ def main() -> None:
     }
     core = LearnerCore(load.build(raw), job["model"])
     if core.backend.rank > 0:
-        from learner import backend_deepspeed
+        from learner import backend_deepspeed, loop
 
-        backend_deepspeed.follow(core)
+        loop.follow(core)
         backend_deepspeed.exit_rank()
     began = flat(core)
     found = core.train(msgspec.msgpack.decode(Path(job["batch"]).read_bytes(), type=m.Batch))

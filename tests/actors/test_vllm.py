@@ -31,7 +31,7 @@ from actors.vllm_swap import PLAIN, DirectWriter, UnsupportedModel, fused_view
 from asyncrl.config import load as config_load
 from asyncrl.contract.errors import ConfigError, ProtocolError
 from asyncrl.contract.versions import Label
-from asyncrl.models import adapters, installed, policy
+from asyncrl.models import adapter_files, adapters, installed, policy
 from asyncrl.models.tokenizer import load_tokenizer, stop_tokens
 from asyncrl.tasks.synthetic import TASKS
 
@@ -81,7 +81,7 @@ def test_adapters_are_added_to_the_base_at_the_swap(tmp_path: Path) -> None:
         adapters.attach(model, config.lora, 0)
         draw = torch.Generator().manual_seed(seed)
         with torch.no_grad():
-            for _, tensor in adapters.weights(model.hf):
+            for _, tensor in adapter_files.weights(model.hf):
                 tensor.copy_(torch.randn(tensor.shape, generator=draw) * 0.2)
         models.append(model)
     one, other, wrong = models

@@ -428,11 +428,11 @@ def test_a_killed_rank_costs_the_run_only_its_time(tmp_path: Path, sort_model: P
 
 OTHER_RANK = """
 import atexit, os, sys
-from learner import backend_deepspeed, loop
+from learner import loop
 
 atexit.register(os.abort)  # what threads of the transport do to an interpreter that ends
 loop.LearnerCore = lambda *words: words
-backend_deepspeed.follow = lambda core: print("followed", end="")
+loop.follow = lambda core: print("followed", end="")
 from asyncrl.config import load
 
 words = {"model": {"path": "m"}, "task": {"name": "sort"}, "learner": {"backend": "deepspeed"}}

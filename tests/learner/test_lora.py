@@ -24,7 +24,7 @@ from asyncrl.config import load
 from asyncrl.config.tree import LoraConfig
 from asyncrl.contract.errors import ConfigError, DamagedDataError
 from asyncrl.contract.versions import Label
-from asyncrl.models import adapters, model_check, policy
+from asyncrl.models import adapter_files, adapters, model_check, policy
 from asyncrl.models.policy import PolicyModel, build_model, load_policy, named_weights
 from learner import checkpoint
 from learner.batch import pack
@@ -45,7 +45,7 @@ def adapted(path: Path, *, whole: bool = False, seed: int = 7, **keys: Any) -> P
     adapters.attach(model, LoraConfig(**(LORA | keys)), 3)
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for _, tensor in adapters.weights(model.hf):
+        for _, tensor in adapter_files.weights(model.hf):
             tensor.copy_(torch.randn(tensor.shape, generator=draw) * 0.2)
     return model
 
@@ -66,7 +66,7 @@ def test_the_gradient_is_that_of_transformers_with_peft(
     model_dir: Path, tmp_path: Path, whole: bool
 ) -> None:
     model = adapted(model_dir, whole=whole)
-    adapters.save(model, tmp_path / "adapter")
+    policy.export(model, tmp_path / "adapter")
     ours = logprobs(model)
     ours.sum().backward()
     theirs = peft.PeftModel.from_pretrained(
@@ -113,7 +113,7 @@ def test_at_first_an_adapter_changes_nothing_and_is_drawn_by_the_seed(model_dir:
 def test_alpha_over_rank_is_the_scale(model_dir: Path) -> None:
     base = load_policy(model_dir, device="cpu")
     model = adapted(model_dir, alpha=6.0)
-    tensors = dict(adapters.weights(model.hf))
+    tensors = dict(adapter_files.weights(model.hf))
     name = "model.layers.1.mlp.up_proj"
     want = dict(named_weights(base))[f"{name}.weight"] + 1.5 * (
         tensors[f"{name}.lora_B.weight"] @ tensors[f"{name}.lora_A.weight"]

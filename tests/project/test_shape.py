@@ -24,7 +24,7 @@ def test_the_product_is_within_every_limit() -> None:
     figures = [*shape.figures(), *shape.prose_figures()]
     found = {figure.name: (figure.value, figure.limit, figure.places) for figure in figures}
     assert {name: each for name, each in found.items() if each[0] > each[1]} == {}
-    assert len(found) == 14
+    assert len(found) == 15
 
 
 LONG = "\n".join(["def long():", *["    pass"] * 81])
@@ -59,6 +59,31 @@ def test_what_is_beyond_a_limit_is_found_with_its_place(
     assert [figure.name for figure in beyond] == [name]
     if name != "tokens a line, mean":
         assert beyond[0].places[0].startswith("part")
+
+
+def test_import_circles_are_found_in_functions_and_under_type_checking(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    part = tmp_path / "part"
+    part.mkdir()
+    (part / "__init__.py").write_text("")
+    (part / "one.py").write_text("from part import two\nimport part.four")
+    (part / "two.py").write_text(
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from part.three import Three"
+    )
+    (part / "three.py").write_text("def read():\n    from part.one import two")
+    (part / "four.py").write_text("import part.five")
+    (part / "five.py").write_text("import ast")
+    monkeypatch.setattr(shape, "ROOT", tmp_path)
+    monkeypatch.setattr(shape, "PRODUCT", ("part",))
+    (figure,) = (figure for figure in shape.figures() if figure.name == "import circles")
+    assert figure.places == [
+        "part/one.py:1 imports part.two; part/three.py:2 imports part.one; "
+        "part/two.py:3 imports part.three"
+    ]
+    (part / "five.py").write_text("from part import four")
+    (figure,) = (figure for figure in shape.figures() if figure.name == "import circles")
+    assert figure.value == 2 and figure.value > figure.limit
 
 
 SENTENCES = [

@@ -72,9 +72,9 @@ def main() -> None:
         lambda *_: again.append(1) if torch._C._current_graph_task_id() != -1 else None
     )
     if core.backend.rank > 0:
-        from learner import backend_deepspeed
+        from learner import backend_deepspeed, loop
 
-        backend_deepspeed.follow(core)
+        loop.follow(core)
         print(
             json.dumps(
                 {

@@ -19,7 +19,7 @@ from asyncrl.config.rules import check
 from asyncrl.config.tree import TaskConfig
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
-from asyncrl.tasks import arena, get_task
+from asyncrl.tasks import arena, get_task, guess_task
 from asyncrl.tasks.calc import END
 
 
@@ -115,9 +115,9 @@ def test_the_real_game() -> None:
     found = set()
     for seed in range(30):
         env = GuessGame()
-        assert env.reset(seed=seed, options={})[0] == arena.GuessTask.asked
+        assert env.reset(seed=seed, options={})[0] == guess_task.GuessTask.asked
         low, high, reward = 1, 20, 0.0
-        for _ in range(arena.FAIREST):
+        for _ in range(guess_task.FAIREST):
             guess = (low + high) // 2
             obs, reward, ended, *_ = env.step(str(guess))
             if ended:
@@ -142,9 +142,9 @@ def test_the_real_game() -> None:
 
 def test_demonstrated_guesses_stand_behind_what_the_game_says() -> None:
     pytest.importorskip("textarena")
-    task = arena.GuessTask()
+    task = guess_task.GuessTask()
     pairs = task.demonstrations(400, 0)
-    assert len(pairs) == 400 and pairs == arena.GuessTask().demonstrations(400, 0)
+    assert len(pairs) == 400 and pairs == guess_task.GuessTask().demonstrations(400, 0)
     sessions: list[list[tuple[str, str]]] = []
     for before, guess in pairs:
         if before == task.asked:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -26,6 +26,7 @@ from actors.gateway.environment_worker import (
     EnvironmentHost,
     EnvironmentOperation,
     EnvironmentSetup,
+    resolve,
     serve,
 )
 from asyncrl.config import load
@@ -47,6 +48,20 @@ from asyncrl.tasks.games import (
 from asyncrl.transport.child import frame
 
 LONGER = f"{ROOT}/tests/support/agent_envs.py:Longer"
+
+
+BUNDLED = [load.load(path).agent.env for path in sorted((ROOT / "configs").glob("*.toml"))]
+OLDER = ["asyncrl.tasks.nim:Nim", "asyncrl.tasks.guess:Guess"]  # in configs of older runs
+
+
+@pytest.mark.parametrize("path", [*filter(None, BUNDLED), *OLDER])
+def test_the_environments_that_bundled_and_older_configs_name_exist(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "textarena", ModuleType("textarena"))
+    monkeypatch.delitem(sys.modules, path.partition(":")[0], raising=False)
+    assert callable(resolve(path).reset)
+    assert resolve("asyncrl.tasks.nim:best") is resolve("asyncrl.tasks.nim:best_move")
 
 
 def options(kind: str = "", text: str = "ab=") -> dict[str, Any]:

@@ -17,7 +17,7 @@ from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError, PeerUnreachable
 from asyncrl.contract.messages import WeightsSource
 from asyncrl.contract.versions import Label
-from asyncrl.transport import chunks, fan_out, keys
+from asyncrl.transport import chunks, fan_out, keys, tcp
 from asyncrl.transport.chunks import CHUNK_BYTES, ChunkClient, ChunkServer, VersionPending
 from asyncrl.transport.fan_out import LEARNER, RelayPeer, RelayTrees
 from asyncrl.transport.relay import RelayCache, RelayClient
@@ -472,7 +472,7 @@ def test_the_config_says_which_client(tmp_path: Path) -> None:
     source = WeightsSource(1, "elsewhere", "", "tcp://127.0.0.1:1")
     for copies, kind in ((0, ChunkClient), (2, RelayClient)):
         config = load.load(ROOT / "configs" / "demo.toml", [*sets, f"weights.fan_out={copies}"])
-        client = chunks.connect(config, source, "generator-0")
+        client = tcp.connect(config, source, "generator-0")
         assert type(client) is kind
         client.close()
         address = "wires.weights_address='tcp://127.0.0.1:0'"
@@ -480,7 +480,7 @@ def test_the_config_says_which_client(tmp_path: Path) -> None:
             ROOT / "configs" / "demo.toml", [*sets, address, f"weights.fan_out={copies}"]
         )
         ring = WeightRing(tmp_path / f"ring{copies}", 8, 2, [("w", "uint8", [8], 0, 8)], 1)
-        server = chunks.serve(served, ring)
+        server = tcp.serve(served, ring)
         assert server is not None and (server.trees is not None) == (copies > 0)
         assert server.trees is None or server.trees.fan_out == 2
         server.close()

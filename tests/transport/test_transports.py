@@ -20,7 +20,7 @@ from asyncrl.contract.errors import PeerUnreachable
 from asyncrl.contract.messages import WeightsSource
 from asyncrl.contract.versions import Label
 from asyncrl.models import policy
-from asyncrl.transport import chunks, gpu_pairs, weight_transport
+from asyncrl.transport import gpu_pairs, tcp, weight_transport
 from learner import publisher as publishing
 from learner.publisher import Publisher
 
@@ -145,7 +145,7 @@ def test_a_learner_without_an_address_serves_no_chunks(tmp_path: Path) -> None:
 def test_who_cannot_reach_the_learner_is_told_what_to_set() -> None:
     away = WeightsSource(1, "elsewhere", "/not/here", "")
     with pytest.raises(PeerUnreachable, match=r"elsewhere in /not/here.*set wires\.weights_addr"):
-        chunks.connect(config("auto"), away, "generator-0")
+        tcp.connect(config("auto"), away, "generator-0")
     with pytest.raises(PeerUnreachable, match=r"on host elsewhere: weights\.transport = gloo"):
         gpu_pairs.connect(config("gloo"), away, "generator-0")
     assert away.host != socket.gethostname()

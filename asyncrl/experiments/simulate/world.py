@@ -7,22 +7,24 @@ import itertools
 from collections import deque
 from collections.abc import Callable
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from actors.schedule import TicketSchedule
 from asyncrl.contract.admission import LimitEvidence
-from asyncrl.contract.messages import LearnerHello, Prompt, Trajectory, WeightsSource
+from asyncrl.contract.messages import (
+    LearnerHello,
+    PolicyAnnouncement,
+    Prompt,
+    Ticket,
+    Trajectory,
+    WeightsSource,
+)
 from asyncrl.contract.versions import Label
 from asyncrl.experiments.simulate.times import TimeModel
 from buffer import batches
 from buffer.evaluation import Evaluations
 from buffer.groups import Group, StoreSettings
 from buffer.store import Store
-
-if TYPE_CHECKING:
-    from asyncrl.experiments.simulate.simulated_processes import (
-        SimulatedGenerator,
-        SimulatedLearner,
-    )
 
 EPOCH = 1
 NO_PROMPT = Prompt(0, "")
@@ -48,6 +50,39 @@ class EventClock:
         return self.stopped
 
 
+class TimeSource(Protocol):
+    def seconds(self, name: str) -> float: ...
+
+
+class GeneratorClient(Protocol):
+    """A generator as the simulated buffer uses it."""
+
+    name: str
+    session: int
+    sleeping: bool
+    announced: Label | None
+    schedule: TicketSchedule
+
+    def call_at(self, when: float, handler: Callable[..., object], *args: Any) -> None: ...
+
+    def on_grant(
+        self, sequence: int, tickets: list[Ticket], announcement: PolicyAnnouncement
+    ) -> None: ...
+
+
+class LearnerClient(Protocol):
+    """The learner as the simulated buffer uses it."""
+
+    training: bool
+
+    @property
+    def draws(self) -> TimeSource: ...
+
+    def at_commit(self) -> None: ...
+
+    def on_batch(self, number: int, tokens: int) -> None: ...
+
+
 class SimulatedBuffer:
     """buffer/service.py without sockets: one message at a time, then its consequences."""
 
@@ -64,10 +99,10 @@ class SimulatedBuffer:
         if evaluations.prompt is not None:
             evaluations.prompt = lambda split, index: NO_PROMPT
         self.store = Store(settings, lambda index: NO_PROMPT, evaluations)
-        self.learner: SimulatedLearner
+        self.learner: LearnerClient
         # name -> (generator, samples, sequence)
-        self.wants: dict[str, tuple[SimulatedGenerator, int, int]] = {}
-        self.awake: dict[str, SimulatedGenerator] = {}
+        self.wants: dict[str, tuple[GeneratorClient, int, int]] = {}
+        self.awake: dict[str, GeneratorClient] = {}
         self.asks: deque[int] = deque()
         # the oldest ask waits for this group (ticket order), or for so many completions
         self.missing_group: Group | None = None
@@ -115,10 +150,10 @@ class SimulatedBuffer:
             )
         )
 
-    def on_want(self, generator: SimulatedGenerator, samples: int, sequence: int) -> None:
+    def on_want(self, generator: GeneratorClient, samples: int, sequence: int) -> None:
         self.wants[generator.name] = (generator, samples, sequence)
 
-    def on_deliver(self, generator: SimulatedGenerator, samples: list[Trajectory]) -> None:
+    def on_deliver(self, generator: GeneratorClient, samples: list[Trajectory]) -> None:
         tickets = {sample.ticket for sample in samples} & self.store.alive.keys()
         groups = [self.store.alive[ticket] for ticket in tickets]
         leased = sum(group.lease is not None for group in groups)
@@ -133,14 +168,14 @@ class SimulatedBuffer:
         self.tickets_since = self.clock.now
         self.most_tickets = max(self.most_tickets, self.tickets)
 
-    def on_session(self, generator: SimulatedGenerator, session: int) -> None:
+    def on_session(self, generator: GeneratorClient, session: int) -> None:
         """A lost generator is back: end its older leases."""
         self.store.end_sessions(generator.name, session)
         leased = sum(group.lease is not None for group in self.store.alive.values())
         self._count_tickets(leased - self.tickets)
         self.wants.pop(generator.name, None)
 
-    def on_lost(self, progress: list[tuple[int, int, int]], generator: SimulatedGenerator) -> None:
+    def on_lost(self, progress: list[tuple[int, int, int]], generator: GeneratorClient) -> None:
         """Record the last progress of a lost generator."""
         self.store.renew(generator.name, generator.session, progress, self.clock.now)
 
@@ -169,10 +204,10 @@ class SimulatedBuffer:
 
     # ---- replies ---------------------------------------------------------------------------------
 
-    def _announce(self, generator: SimulatedGenerator) -> None:
+    def _announce(self, generator: GeneratorClient) -> None:
         """Send the announcement that is part of a reply.
 
-        A sleeping generator computes its swap when it wakes (SimulatedGenerator.catch_up).
+        A sleeping generator computes its swap when it wakes (its `catch_up`).
         """
         if not generator.sleeping and generator.announced != self.store.policy:
             generator.announced = self.store.policy
