@@ -97,7 +97,7 @@ def warm(model: Path, topology: str = "tickets") -> None:
     for name in (
         "actors.engine_embedded",
         "actors.gateway.environment_worker",
-        "actors.gateway.service",
+        "actors.gateway.process",
         "actors.generator",
         "actors.reward_worker",
         "asyncrl.cli.processes",

@@ -1,4 +1,4 @@
-"""Sessions in environments (agent.env, agent.tools): a source of the gateway's sessions."""
+"""Sessions in environments (agent.env, agent.tools), a source of the gateway's."""
 
 from __future__ import annotations
 

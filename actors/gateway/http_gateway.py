@@ -1,4 +1,4 @@
-"""Runs a gateway whose sessions are played over HTTP, by a harness or by agents that it starts."""
+"""Runs a gateway with sessions over HTTP, of a harness or of agents that it starts."""
 
 from __future__ import annotations
 

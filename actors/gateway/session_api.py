@@ -1,4 +1,4 @@
-"""Sessions over HTTP: a source of the gateway's sessions, and the service behind the endpoint.
+"""Sessions over HTTP, a source of the gateway's, and the service of the endpoint.
 
 Leases take samples of the gateway's tickets, and calls go to its router.  One event loop runs the
 endpoint and the gateway's turns."""

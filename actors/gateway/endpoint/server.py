@@ -26,7 +26,7 @@ CONNECTIONS = 4096
 
 @dataclass(frozen=True)
 class ListenAddress:
-    """The address to listen at, with the files for TLS unless a proxy in front provides it."""
+    """The address to listen at, and how connections are encrypted."""
 
     host: str = "127.0.0.1"
     port: int = 0
@@ -35,7 +35,7 @@ class ListenAddress:
     behind_proxy: bool = False
 
     def check(self) -> None:
-        """Raise ConfigError for an address that would send keys unencrypted over a network."""
+        """Raise ConfigError if keys would be sent unencrypted over a network."""
         if bool(self.certificate) != bool(self.private_key):
             raise ConfigError("agent.certificate and agent.private_key: give both or none")
         try:
@@ -69,7 +69,7 @@ class CoalescedResponses:
 
 
 class CoalescingTransport:
-    """A transport that sends two writes as one packet after `hold`: a response's head and body."""
+    """A transport that sends the two writes after `hold` as one packet."""
 
     def __init__(self, inner: asyncio.Transport) -> None:
         self.inner = inner
@@ -103,7 +103,7 @@ def connection_of(scope: Scope) -> BoundedConnection:
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """A connection that limits the size and time of requests' heads, and the connections' number.
+    """A connection that limits requests' heads and the number of connections.
 
     uvicorn's own protocol buffers a head without limit and refuses new connections when there are
     too many, with or without a key.
@@ -155,7 +155,7 @@ class BoundedConnection(HttpToolsProtocol):
         self.out.hold()
 
     async def wait_for(self, task: asyncio.Task[None], timeout: float | None) -> None:
-        """Wait until the task is done, the connection closes, or `timeout` seconds have passed."""
+        """Wait until the task is done or the connection closes, at most `timeout` seconds."""
         if self.closed or task.done():
             return
         news: asyncio.Future[None] = self.loop.create_future()
@@ -211,7 +211,7 @@ class BoundedConnection(HttpToolsProtocol):
 
 
 def most_connections() -> int:
-    """The largest number of open connections: at most half of the process's file descriptors."""
+    """The limit of open connections: at most half of the process's file descriptors."""
     return min(CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
 
