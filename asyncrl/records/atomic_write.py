@@ -1,6 +1,4 @@
-"""Files and directories that are there whole or not at all: filled beside their place under another
-name, then renamed.
-"""
+"""Write files and directories atomically: fill them under another name, then rename them."""
 
 from __future__ import annotations
 
@@ -12,9 +10,9 @@ from pathlib import Path
 
 
 def write(path: Path, content: str | bytes, *, sync: bool = False) -> None:
-    """Put a file in `path`'s place; sync: it survives a power cut.  Raises OSError; what was there
-    is then as it was.
-    """
+    """Replace the file at `path`; sync: it survives a power cut.
+
+    Raises OSError, and then leaves the earlier file unchanged."""
     with replacing(path, sync=sync) as part:
         if isinstance(content, bytes):
             part.write_bytes(content)
@@ -24,13 +22,12 @@ def write(path: Path, content: str | bytes, *, sync: bool = False) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path, *, part: Path | None = None, sync: bool = False) -> Iterator[Path]:
-    """The part to fill, a file or a directory: at the end it takes `path`'s place, after a failure
-    it is removed.  What a killed process left of it is removed first.
+    """Yield a path to fill with a file or directory, which then replaces `path`.
 
-    part: its name, `path` with ".part" as a rule; several processes that may write the same path
-    need one each.  sync: it survives a power cut, every file and the directory that holds it.
-    Raises OSError.
-    """
+    After a failure it is removed.  A part that a killed process left is removed first.
+
+    part: its name, by default `path` with ".part"; processes that may write the same path need
+    different ones.  sync: everything written survives a power cut.  Raises OSError."""
     part = part or path.with_name(path.name + ".part")
     remove(part)
     try:
@@ -48,15 +45,15 @@ def replacing(path: Path, *, part: Path | None = None, sync: bool = False) -> It
 
 
 def sync_tree(path: Path) -> None:
-    """A file, or a directory with all that is in it, survives a power cut from now on; its own name
-    does when the directory above is synced.
-    """
+    """Sync a file, or a directory with its content, to the disk.
+
+    Its own name survives a power cut only when the parent directory is synced, too."""
     for written in (path, *path.rglob("*")):
         sync_path(written)
 
 
 def directory(path: Path, mode: int = 0o777) -> None:
-    """Make a directory, and those above it, that survive a power cut.  Raises OSError."""
+    """Create a directory and its parents so that they survive a power cut.  Raises OSError."""
     missing = [p for p in (path, *path.parents) if not p.exists()]
     for new in reversed(missing):
         new.mkdir(mode=mode if new == path else 0o777, exist_ok=True)
@@ -65,7 +62,7 @@ def directory(path: Path, mode: int = 0o777) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a directory, as far as that can be done, without a word."""
+    """Remove a file or a directory as far as possible, and ignore errors."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -74,7 +71,7 @@ def remove(path: Path) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """A file's content, or the names in a directory, survive a power cut from now on."""
+    """Sync a file's content, or the names in a directory, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,17 +1,17 @@
-"""Terms of the buffer: which of its lives speaks for the run, on whichever host.
+"""Terms of the buffer: which buffer process leads the run, on whichever host.
 
 ```
-RUN/terms/00000003   line 1: whose it is, there whole or not at all; a second line: it is over
+RUN/terms/00000003   line 1: the buffer that took the term, written atomically; line 2: its end
 ```
 
-A life takes the next number by a hard link, which only one can make, and then writes into every
-term before that it is over.  Only after that it reads the journal.  Whoever speaks for the run
-looks into its own file *after* what it says is durable and *before* it says it: what was said then
-lies in the journal that the next life has yet to read.  What a life that is over writes goes into
-segments of its own term, which nobody reads any more.
+A buffer takes the next number by a hard link, which only one process can create.  It then marks
+every earlier term as ended, and only after that reads the journal.  A leader checks its own file
+*after* a message is durable and *before* it sends the message, so that the next leader finds every
+sent message in the journal.  A displaced buffer writes only to segments of its own term, which no
+later buffer reads.
 
-No clock decides, and no lock, which a host that stands still would hold.  A file is opened anew
-for every look, as network file systems ask their server for it then, and at no other time.
+No clock decides, and no lock, because a suspended host would hold it.  Every check opens the file
+again: network file systems ask their server only then.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ import msgspec
 from asyncrl.contract.errors import BufferTakenOver, ConfigError
 from asyncrl.records import atomic_write
 
-# held by a buffer for as long as it lives; of one that is displaced they say nothing any more
+# locked by a running buffer; the locks of a displaced one mean nothing
 LOCKS = (".buffer.alive", ".buffer.lock")
 
 
 class TermStart(msgspec.Struct, frozen=True):
-    """Whose a term is.  Written by the buffer that takes it; read by those who look for it.
+    """The buffer that took a term, as it wrote itself.
 
-    moved: it is not where the config says, but at `address`."""
+    moved: it listens at `address` and not where the config says."""
 
     host: str
     pid: int
@@ -47,12 +47,12 @@ def directory(run_dir: Path) -> Path:
 
 
 def term_files(run_dir: Path) -> list[Path]:
-    """Of all terms, oldest first."""
+    """Return the files of all terms, oldest first."""
     return sorted(path for path in directory(run_dir).glob("[0-9]*") if path.name.isdecimal())
 
 
 def read(path: Path) -> tuple[TermStart | None, str]:
-    """Whose a term is, and why it is over, "" while it is not.  Raises OSError."""
+    """Read the buffer of a term and the reason of its end ("" before).  Raises OSError."""
     first, _, rest = path.read_bytes().partition(b"\n")
     try:
         began = msgspec.json.decode(first, type=TermStart)
@@ -62,7 +62,7 @@ def read(path: Path) -> tuple[TermStart | None, str]:
 
 
 def current_address(run_dir: Path) -> str:
-    """The address of the newest buffer, where that is another than the config's; "" as a rule."""
+    """Return the address of the newest buffer if it moved away from the config's, otherwise ""."""
     with contextlib.suppress(OSError):
         for path in term_files(run_dir)[-1:]:
             began, _ = read(path)
@@ -71,15 +71,15 @@ def current_address(run_dir: Path) -> str:
 
 
 def displace(run_dir: Path) -> None:
-    """The locks of a buffer that stands still, or whose host is lost, count no more: whoever comes
-    now locks files of its own.
-    """
+    """Remove the lock files of a buffer that hangs or whose host is lost.
+
+    The next buffer then locks new files."""
     for name in LOCKS:
         (run_dir / name).unlink(missing_ok=True)
 
 
 def _end(path: Path, why: str) -> None:
-    """Write into a term that it is over, unless that stands there."""
+    """Mark a term as ended, unless it is marked already."""
     if read(path)[1]:
         return
     with path.open("ab") as file:
@@ -89,19 +89,19 @@ def _end(path: Path, why: str) -> None:
 
 
 class BufferTerm:
-    """The newest term, while no other is taken."""
+    """The term of this buffer, the newest until another buffer takes one."""
 
     def __init__(self, path: Path, began: TermStart, size: int) -> None:
         self.path = path
         self.began = began
-        self.size = size  # of its file, while it is not over
+        self.size = size  # bytes of its file before its end is written
 
     @property
     def number(self) -> int:
         return int(self.path.name)
 
     def check(self) -> None:
-        """Raises TakenOver when it is over."""
+        """Raise BufferTakenOver if the term has ended."""
         try:
             descriptor = os.open(self.path, os.O_RDONLY)
         except FileNotFoundError:
@@ -121,7 +121,7 @@ class BufferTerm:
         )
 
     def end(self) -> None:
-        """Its buffer ends: the next one, wherever it is, takes nothing from anybody."""
+        """End the term, so that the next buffer on any host may start without a takeover."""
         with contextlib.suppress(OSError):
             _end(self.path, "ended")
 
@@ -129,11 +129,11 @@ class BufferTerm:
 def take_leadership(
     run_dir: Path, address: str, *, moved: bool = False, supervised: bool = False
 ) -> BufferTerm:
-    """The next term, with all before it over.
+    """Take the next term and end all earlier ones.
 
-    moved: peers find it at `address`, not where the config says.  Raises ConfigError where the
-    newest term is another host's and not over: by mistake nobody takes a run over.  Who asks for it
-    (`moved`), or has a supervisor, who knows of the one before, may."""
+    moved: peers find this buffer at `address`, not where the config says.  Raises ConfigError if
+    the newest term belongs to another host and has not ended, so that no run is taken over by
+    mistake.  An explicit request (`moved`) or a supervisor may take it over."""
     where = directory(run_dir)
     atomic_write.directory(where)
     began = TermStart(socket.gethostname(), os.getpid(), address, moved)
@@ -150,7 +150,7 @@ def take_leadership(
                 os.link(part, path)
                 break
             except FileExistsError:
-                continue  # somebody was faster, and has a term now that comes before ours
+                continue  # another buffer was faster and has an earlier term now
     finally:
         part.unlink(missing_ok=True)
     atomic_write.sync_path(where)
@@ -161,7 +161,7 @@ def take_leadership(
 
 
 def _refuse_elsewhere(run_dir: Path, newest: Path, host: str) -> None:
-    """Raises ConfigError for a buffer that may live on another host."""
+    """Raise ConfigError if a buffer may still run on another host."""
     began, over = read(newest)
     if began is not None and not over and began.host != host:
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""RUN/tensorboard: TensorBoard's event file of a run, an event a row.
+"""RUN/tensorboard: the TensorBoard event file of a run, one event per row.
 
-tensorboardX knows the messages and frames the records.  Its SummaryWriter hands every event through
-a queue between processes to a thread, and was a sixth of what a batch costs the buffer."""
+tensorboardX defines the messages and frames the records.  Its SummaryWriter is not used: it passes
+every event through a process queue to a thread, a sixth of the buffer's cost of a batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from asyncrl.records import jsonl
 
 
 class _TensorboardModules(NamedTuple):
-    """What of tensorboardX is in use."""
+    """The classes of tensorboardX in use."""
 
     RecordWriter: Any
     Event: Any
@@ -27,9 +27,9 @@ class _TensorboardModules(NamedTuple):
 
 
 def protocol() -> _TensorboardModules:
-    """tensorboardX's messages and records, imported without torch where torch is not in use: it
-    would cost the buffer 200 MB and seconds.
-    """
+    """Import tensorboardX's messages and records, without torch unless torch is loaded already.
+
+    torch would cost the buffer 200 MB and seconds."""
     absent = "torch" not in sys.modules
     if absent:
         # `import torch` raises ImportError, which tensorboardX expects
@@ -45,17 +45,17 @@ def protocol() -> _TensorboardModules:
 
 
 class EventFile:
-    """Events of numbers and histograms.  What cannot be written is dropped, and said once:
-    metrics.jsonl has it all.
+    """Writer of events with numbers and histograms.
 
-    Raises AsyncrlError where the file cannot be begun."""
+    An event that cannot be written is dropped, with one message: metrics.jsonl has all values.
+    Raises AsyncrlError if the file cannot be created."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.failed = False
         self.known = protocol()
         host, now = socket.gethostname(), time.time()
-        # two lives in one second: each has a file of its own
+        # two incarnations in the same second need different files
         name = f"events.out.tfevents.{now:.6f}.{host}.{os.getpid()}"
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -67,7 +67,7 @@ class EventFile:
     def add(
         self, step: int, values: Mapping[str, float], counts: Mapping[str, Counter[float]]
     ) -> None:
-        """One event: a number a name, and histograms of whole numbers as how often each was."""
+        """Add one event: a number per name, and histograms as counts of whole numbers."""
         if self.failed:
             return
         Value = self.known.Summary.Value
@@ -80,12 +80,12 @@ class EventFile:
             self._give_up(error)
 
     def _write(self, event: Any) -> None:
-        """To the kernel, not to the disk.  Raises OSError."""
+        """Write to the kernel, not to the disk.  Raises OSError."""
         self.records.write(event.SerializeToString())
         self.records._writer.flush()  # its own `flush` waits for the disk
 
     def _histogram(self, count: Counter[float]) -> Any:
-        """A bucket for each whole number from the least to the most, and an empty one before."""
+        """Make a bucket for each whole number in the range, and an empty one before them."""
         least, most = int(min(count) // 1), int(max(count) // 1)
         buckets = [0.0] * (most - least + 2)
         for value, times in count.items():

@@ -2,7 +2,7 @@
 
 Pure: reads no file and imports no torch.  `asyncrl run` prints each finding once; the summary and
 the report's first lines keep it.  A rule is a function of the rows that returns a `HealthFinding`
-or None.  It belongs in RULES; in END_RULES if only a finished run can be judged by it; in
+or None.  It belongs in RULES, in END_RULES if only a finished run can be judged by it, or in
 KNOWN_RULES if it also needs the run's settings (`RunFacts`).  Every rule judges measurements:
 settings that are known to fail are not a finding until they do.
 

@@ -1,6 +1,4 @@
-"""Files of rows, one JSON object a line: appended whole or not at all, and read past what a crash
-or a full disk has left.
-"""
+"""Append rows to files of JSON lines atomically, and read them past damaged lines."""
 
 from __future__ import annotations
 
@@ -13,11 +11,11 @@ from typing import Any
 
 from asyncrl.contract.errors import AsyncrlError
 
-_said: set[tuple[str, int]] = set()  # (file, line) of damage that was told
+_said: set[tuple[str, int]] = set()  # (file, line) of damage that was reported
 
 
 def disk_full_error(path: Path, error: OSError) -> AsyncrlError:
-    """The error for a file of the run that cannot be written."""
+    """Return the error for a file of the run that cannot be written."""
     return AsyncrlError(
         f"{path} cannot be written: {error.strerror or error}; free some space or check the disk, "
         "then go "
@@ -26,9 +24,9 @@ def disk_full_error(path: Path, error: OSError) -> AsyncrlError:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file, none where there is none.  A line that is no object is left out, and said
-    once; a last line still being written is left out.
-    """
+    """Read the rows of a file, or none if there is no file.
+
+    Damaged lines are left out and reported once.  An incomplete last line is left out."""
     lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
     rows: list[dict[str, Any]] = []
     damaged: list[int] = []
@@ -56,10 +54,9 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 class JsonlAppender:
-    """Appends rows.  A torn last line, as an earlier life may have left it, is ended first.
+    """Append rows to a file, after completing an incomplete last line.
 
-    Raises AsyncrlError when the file cannot be written; it then ends with the last whole row.
-    """
+    Raises AsyncrlError if the file cannot be written; it then ends with the last whole row."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -75,7 +72,7 @@ class JsonlAppender:
         self._append((json.dumps(row) + "\n").encode())
 
     def clear(self) -> None:
-        """The rows so far count no more."""
+        """Remove all rows."""
         try:
             os.ftruncate(self.fd, 0)
         except OSError as error:

@@ -1,7 +1,7 @@
-"""What the kernel says of main memory: how much is free, and whether it has killed for want of it.
+"""Read free main memory and out-of-memory kills from the kernel.
 
-A container's own limit is one of its control groups (cgroup, version 1 or 2), whose files lie under
-/sys/fs/cgroup; a limit on a group above holds, too."""
+A container's limit is that of its control groups (cgroup version 1 or 2), whose files are under
+/sys/fs/cgroup.  The limits of parent groups apply, too."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from pathlib import Path
 GROUPS = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")
 KERNEL = Path("/proc/vmstat")
-# of a group's folder, version 2 and version 1: its limit, and what is taken of it
+# files in a group's folder, for version 2 and 1: its limit and its use
 LIMITS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 EVENTS = ("memory.events", "memory.oom_control")
 
 
 def free_bytes() -> int:
-    """Bytes that this process can still take: what is free on the machine, or left of its control
-    groups, whichever is less; file caches count as free.
-    """
+    """Return the bytes that this process can still allocate.
+
+    The smaller of the machine's free memory and the rest of its control groups' limits; file
+    caches count as free."""
     import psutil
 
     left = [int(psutil.virtual_memory().available)]
@@ -37,9 +38,9 @@ def free_bytes() -> int:
 
 
 def memory_kills() -> int | None:
-    """How many processes the kernel has killed for want of memory since the machine started, and
-    those of our control groups; None where it does not say.
-    """
+    """Count the kernel's out-of-memory kills since boot and in our control groups.
+
+    None if the kernel does not report them."""
     found = [_numbers(KERNEL).get("oom_kill")]
     found += [
         _numbers(folder / name).get("oom_kill") for folder in _group_folders() for name in EVENTS
@@ -49,7 +50,7 @@ def memory_kills() -> int | None:
 
 
 def _group_folders() -> Iterator[Path]:
-    """The folders of this process's memory groups, each with those above it."""
+    """Yield the folders of this process's memory groups and of their parents."""
     try:
         lines = [line.split(":", 2) for line in OWN_GROUPS.read_text(encoding="utf-8").splitlines()]
     except OSError:
@@ -63,7 +64,7 @@ def _group_folders() -> Iterator[Path]:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """The lines `name number` of a file; none where it cannot be read."""
+    """Read the lines `name number` of a file; none if it cannot be read."""
     try:
         lines = [line.split() for line in path.read_text(encoding="utf-8").splitlines()]
         return {line[0]: int(line[1]) for line in lines if len(line) == 2}

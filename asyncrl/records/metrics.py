@@ -1,6 +1,4 @@
-"""Every metric: unit and meaning, in one table; and the one writer of metrics.jsonl and the
-TensorBoard events.
-"""
+"""Table of all metrics with units and meanings, and the writer of metrics.jsonl and TensorBoard."""
 
 from __future__ import annotations
 
@@ -311,7 +309,7 @@ class MetricsWriter:
     """
 
     def __init__(self, run_dir: Path) -> None:
-        self.not_finite: set[str] = set()  # names that were said
+        self.not_finite: set[str] = set()  # names that were reported
         self.file = jsonl.JsonlAppender(run_dir / "metrics.jsonl")
         self.board = EventFile(run_dir / "tensorboard")
 
@@ -322,9 +320,10 @@ class MetricsWriter:
         seconds: float = 0.0,
         histograms: dict[str, list[float]] | None = None,
     ) -> None:
-        """One row: `step` counts versions, t is the RunClock's.  What is not finite is no JSON:
-        left out, and said once a name.  Histograms are of whole numbers.
-        """
+        """Write one row.
+
+        step: the version.  seconds: the RunClock's.  histograms: of whole numbers.  Values that are
+        not finite are left out, because JSON has none, and reported once per name."""
         if unknown := [n for n in values if not is_known_metric(n)]:
             raise AsyncrlError(
                 f"metrics not in the table of asyncrl/records/metrics.py: {', '.join(unknown)}"
@@ -383,17 +382,15 @@ def read(run_dir: Path) -> list[dict[str, Any]]:
 
 
 class RunClock:
-    """Seconds of a run's work: from the first ticket on, over every life of its buffer, without the
-    pauses between them.
-    """
+    """Seconds of a run's work since the first ticket, without pauses between incarnations."""
 
     def __init__(self, run_dir: Path) -> None:
-        """A resumed run goes on from the last row of its metrics.jsonl."""
+        """Continue from the last row of metrics.jsonl in a resumed run."""
         self.before = max((float(r.get("t", 0.0)) for r in read(run_dir)), default=0.0)
-        self.began = 0.0  # in this life; 0: not yet
+        self.began = 0.0  # in this incarnation; 0: not yet
 
     def start(self, now: float) -> None:
-        """Work is handed out at `now` (time.monotonic()); the first time counts."""
+        """Start the clock at `now` (time.monotonic()); only the first call counts."""
         self.began = self.began or now
 
     def seconds_at(self, now: float) -> float:

@@ -1,7 +1,7 @@
-"""What the HTML pages of runs, comparisons, sweeps, simulations and the laboratory have in common.
+"""Shared parts of the HTML pages of runs, comparisons, sweeps, simulations and the lab.
 
-Each page is one file without outside links: a template of asyncrl/records/templates filled by
-jinja2, with plotly's figures and its library inside."""
+Each page is one file without external links: a template in asyncrl/records/templates filled by
+jinja2, with plotly's figures and its library embedded."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import json
 from typing import Any
 
 COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed")
-# Where a page has more lines than that.
+# for pages with more lines
 MORE_COLOURS = (*COLOURS, "#0891b2", "#be185d", "#4d7c0f", "#78350f", "#475569")
 
 
 def render(template: str, **values: Any) -> str:
-    """The page of `template`, escaped but for what is Markup; `library` is plotly's where a page
-    has figures.  A lone surrogate, as JSON files may hold it, is shown as its escape: no file
-    can hold it.
-    """
+    """Fill `template`, and escape every value that is not Markup.
+
+    `library` is plotly's script on pages with figures.  A lone surrogate, which JSON may hold and
+    UTF-8 cannot, is shown as its escape."""
     import jinja2
 
     loader = jinja2.PackageLoader("asyncrl.records", "templates")
@@ -26,7 +26,7 @@ def render(template: str, **values: Any) -> str:
 
 
 def plot(figure: Any) -> Any:
-    """A plotly figure as Markup; the page must hold `library()`."""
+    """Return a plotly figure as Markup; the page must contain `library()`."""
     import plotly.io
     from markupsafe import Markup
 
@@ -41,7 +41,7 @@ def plot(figure: Any) -> Any:
 
 
 def library() -> Any:
-    """Plotly's own script, as Markup."""
+    """Return plotly's script as Markup."""
     from markupsafe import Markup
     from plotly.offline import get_plotlyjs
 
@@ -49,9 +49,7 @@ def library() -> Any:
 
 
 def embedded(value: Any) -> Any:
-    """JSON as Markup for a <script type="application/json">: a text that it holds cannot end the
-    element.
-    """
+    """Return JSON as Markup for a <script type="application/json"> that no text in it can end."""
     from markupsafe import Markup
 
     text = value if isinstance(value, str) else json.dumps(value)

@@ -1,7 +1,7 @@
-"""Places that no other user of the machine may read, fill or redirect: directories of mode 0700,
-files of mode 0600, no links followed.
+"""Directories and files that no other user may read, fill or redirect (modes 0700 and 0600).
 
-A name under /tmp or /dev/shm can be known in advance, so somebody else may have made it first."""
+Another user can predict a name under /tmp or /dev/shm and create it first, so links are never
+followed and owners are checked."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def directory(path: Path) -> Path:
-    """`path`, made with mode 0700 where it is missing (its parents, too), and `check`ed."""
+    """Create `path` and its missing parents with mode 0700, and `check` it."""
     for missing in reversed([p for p in (path, *path.parents) if not os.path.lexists(p)]):
         try:
             missing.mkdir(mode=0o700)
         except FileExistsError:
-            continue  # by another process, meanwhile
+            continue  # another process created it meanwhile
     return check(path)
 
 
 def check(path: Path) -> Path:
-    """`path`, a directory of this user that nobody else can have put anything into; its mode is
-    0700 afterwards.  Raises ConfigError for any other, FileNotFoundError.
-    """
+    """Check that `path` is a directory that only this user could write to, and set mode 0700.
+
+    Raises ConfigError otherwise, and FileNotFoundError."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -57,9 +57,9 @@ def check(path: Path) -> Path:
 
 
 def open_private(path: Path, flags: int) -> int:
-    """A descriptor of a plain file of this user, new ones with mode 0600.  Raises ConfigError for a
-    link or what is somebody else's, OSError.
-    """
+    """Open a regular file of this user; a new one has mode 0600.
+
+    Raises ConfigError for a link or another user's file, and OSError."""
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -74,7 +74,7 @@ def open_private(path: Path, flags: int) -> int:
 
 
 def require_private(path: Path) -> Path:
-    """`path`, a file that only this user can read.  Raises ConfigError, FileNotFoundError."""
+    """Check that only this user can read `path`.  Raises ConfigError, FileNotFoundError."""
     found = path.stat()
     if found.st_uid not in (os.getuid(), 0):
         raise ConfigError(f"{path} belongs to user {found.st_uid}: make keys of your own")

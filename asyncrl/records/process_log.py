@@ -1,13 +1,13 @@
-"""Who lives in a run directory, and how those before ended: what `asyncrl doctor` reads when nobody
-answers.
+"""Log of a run's processes: which ones run, and how earlier ones ended.
+
+`asyncrl doctor` reads it when no process answers.
 
 ```
-RUN/logs/lives.jsonl   a row when a process begins, and one when it ends; who is killed leaves no
-                       second one, unless a supervisor saw it
-RUN/.NAME.alive        locked by the process of that name for as long as it lives: the kernel frees
-                       it, whatever ended it
-RUN/.parts.lock        shared by all that live; whoever can have it alone is the last one
-                       (asyncrl/supervise/run.py: `close_up`)
+RUN/logs/lives.jsonl   a row when a process starts and one when it ends; a killed process leaves no
+                       second row unless a supervisor saw its end
+RUN/.NAME.alive        locked by the running process of that name; the kernel frees it at its end
+RUN/.parts.lock        shared by all running processes; a process that gets it exclusively is the
+                       last one (asyncrl/supervise/run.py: `close_up`)
 ```
 """
 
@@ -26,15 +26,14 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.printable import escape_line
 from asyncrl.records import machine_memory, rundir
 
-# exit codes: told to end; nothing left to do; another speaks in its place
+# exit codes: asked to stop, nothing left to do, replaced by another process
 INTERRUPTED = 130
 NOTHING = 6
 TAKEN_OVER = 7
-# exit codes of signals that come from outside; of these, SIGKILL may be the kernel's, for want of
-# memory
+# exit codes of signals from outside; SIGKILL may also come from the kernel, for want of memory
 FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 RANK_LOST = 137
-AGAIN_S = 5.0  # a process that is started again waits this long for what is left of the one before
+AGAIN_S = 5.0  # a restarted process waits this long for the locks of its predecessor
 
 
 Before = Literal["", "ended", "outside", "killed", "crashed"]
@@ -45,9 +44,7 @@ def path(run_dir: Path) -> Path:
 
 
 def append_event(run_dir: Path, name: str, pid: int, event: str, **more: Any) -> None:
-    """Add a row.  Nobody is stopped by a directory that cannot be written: these rows are for
-    people who look.
-    """
+    """Add a row, and ignore a directory that cannot be written: the rows are only informative."""
     row = {
         "at": time.time(),
         "name": name,
@@ -64,7 +61,7 @@ def append_event(run_dir: Path, name: str, pid: int, event: str, **more: Any) ->
 
 
 def read_events(run_dir: Path) -> list[dict[str, Any]]:
-    """All rows, oldest first; a line that a power cut tore is left out."""
+    """Read all rows, oldest first; incomplete lines are left out."""
     out = []
     for line in (
         path(run_dir).read_text(errors="replace", encoding="utf-8").splitlines()
@@ -81,16 +78,14 @@ def read_events(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def latest_events(run_dir: Path) -> dict[str, dict[str, Any]]:
-    """The newest row of each process; the end of one whose place another had taken is none, as it
-    may come long after the other's beginning.
-    """
+    """Return the newest row of each process.
+
+    The end of a replaced process is ignored: it may come long after its successor's start."""
     return {row["name"]: row for row in read_events(run_dir) if row.get("code") != TAKEN_OVER}
 
 
 def failed_ends(run_dir: Path) -> list[dict[str, Any]]:
-    """The newest row of each process that has ended otherwise than well, or without a word; oldest
-    first.
-    """
+    """Return the newest row of each process that failed or vanished, oldest first."""
     bad = [
         r
         for r in latest_events(run_dir).values()
@@ -104,9 +99,7 @@ def failed_ends(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def memory_kills() -> list[str | int]:
-    """This machine since its start, and how many processes its kernel has killed for want of memory
-    (those of containers too); empty where it does not say.
-    """
+    """Return the machine's boot id and its number of out-of-memory kills, or [] if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except OSError:
@@ -116,12 +109,14 @@ def memory_kills() -> list[str | int]:
 
 
 def previous_end(run_dir: Path, name: str, pid: int) -> Before:
-    """How the life of `name` before that of process `pid` ended.  "": there was none.
+    """Return how the incarnation of `name` before process `pid` ended; "" if there was none.
 
-    `ended`: well or told to.  `crashed`: by itself.  `outside`: by a signal, or without a word, and
-    nothing that it did explains it: an operator, a scheduler, its machine.  `killed`: the same, but
-    its supervisor ended it for holding the run up, the kernel has killed somebody for want of
-    memory since it began, or that cannot be known."""
+    ended: normally, or as asked.
+    crashed: by its own error.
+    outside: by a signal or without a trace, with a cause outside: an operator, a scheduler, its
+    machine.
+    killed: the same, but its supervisor ended it for holding up the run, the kernel has killed a
+    process for want of memory since it began, or that is unknown."""
     past = [row for row in read_events(run_dir) if row["name"] == name and row["pid"] != pid]
     if not past:
         return ""
@@ -139,11 +134,11 @@ def previous_end(run_dir: Path, name: str, pid: int) -> Before:
     then, now = begun[-1].get("memory_kills") if begun else None, memory_kills()
     if not then or not now or (then[0] == now[0] and then != now):
         return "killed"
-    return "outside"  # where it lives now is another machine, or was started anew: that one went
+    return "outside"  # the machine has changed or rebooted
 
 
 def end_of(row: dict[str, Any]) -> str:
-    """One line: how a process ended.
+    """Describe in one line how a process ended.
 
     >>> row = {"at": 0.0, "name": "learner", "pid": 7, "event": "ended", "code": 1}
     >>> end_of(row | {"why": "KeyError: 3"}).split(" at ")[0]
@@ -165,9 +160,9 @@ def end_of(row: dict[str, Any]) -> str:
 
 
 def is_alive(run_dir: Path, name: str) -> bool:
-    """Does a process of this name live, in this directory and on this machine?  `supervisor`,
-    too.
-    """
+    """Decide whether a process of this name runs in this directory on this machine.
+
+    `supervisor` is a name, too."""
     lock = run_dir / (".run.lock" if name == "supervisor" else f".{name}.alive")
     try:
         with lock.open("r", encoding="utf-8") as file:
@@ -180,17 +175,18 @@ def is_alive(run_dir: Path, name: str) -> bool:
 
 
 class ProcessIncarnation:
-    """One process of a run: its name is its own (`alone`; the learner's is not, the newer epoch
-    wins), and the others see that it lives.
+    """One incarnation of a process, visible to the others while it runs.
 
-    Raises ConfigError when a process of this name lives already; one that a supervisor has started
-    waits a little for the one before."""
+    alone: only one process may have its name.  Learners share theirs: the newer epoch wins.
+
+    Raises ConfigError if a process of this name runs already.  A process started by a supervisor
+    first waits AGAIN_S for its predecessor."""
 
     def __init__(self, run_dir: Path, name: str, *, alone: bool, supervised: bool = False) -> None:
         self.run_dir = run_dir
         self.name = name
         self.all = (run_dir / ".parts.lock").open("a", encoding="utf-8")
-        # waits while the last one of those before writes summary and report
+        # waits while the last process of the earlier ones writes summary and report
         fcntl.flock(self.all, fcntl.LOCK_SH)
         self.mine: IO[str] = (run_dir / f".{name}.alive").open("a+", encoding="utf-8")
         how = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
@@ -218,13 +214,13 @@ class ProcessIncarnation:
         return f" as process {pid}" if pid else ""
 
     def end(self, code: int, why: str = "") -> bool:
-        """It ends with this exit code; why: its error, if any.  True: it is the last one of the
-        directory, which is then its own until `release`.
-        """
+        """Record the end with its exit code and error, if any.
+
+        Return True if it is the last process of the directory, which it owns until `release`."""
         append_event(self.run_dir, self.name, os.getpid(), "ended", code=code, why=why)
         self.mine.close()
         try:
-            # gives the shared lock up first: of two that end at once, one gets it
+            # releases the shared lock first, so that one of two ending processes gets it
             fcntl.flock(self.all, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False

@@ -1,4 +1,4 @@
-"""A run directory: what lies in it, where its sockets and shared memory are, and who may use it."""
+"""The run directory: its files, its sockets and shared memory, and its locks."""
 
 from __future__ import annotations
 
@@ -21,17 +21,15 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.records import atomic_write, buffer_leadership, private
 
 SHM = Path("/dev/shm")
-HELD = ".held"  # in a run's directory of shared memory: locked by its processes
-LOOK_S = 2.0  # who looks whether a process lives has its lock for an instant (lives.alive)
+HELD = ".held"  # in a run's directory of shared memory, locked by its processes
+LOOK_S = 2.0  # a check whether a process runs holds its lock for an instant (process_log.is_alive)
 _POLL_S = 0.05
 
 
 def prepare(config: Config, toml: str, run_dir: Path, run: str = "") -> None:
-    """Make a new run directory, with the resolved config, the command and the commit; run: id of
-    the run, where it has one elsewhere.
+    """Create a run directory with the resolved config, the command and the commit.
 
-    Raises ConfigError when the directory is used.
-    """
+    run: id of the run, if it exists elsewhere.  Raises ConfigError if the directory is in use."""
     if (run_dir / "config.toml").exists():
         raise ConfigError(
             f"{run_dir} holds a run already: go on with it by `asyncrl run --resume {run_dir}`, or "
@@ -53,14 +51,12 @@ def prepare(config: Config, toml: str, run_dir: Path, run: str = "") -> None:
         else ""
     )
     (run_dir / "commit").write_text(git or "unknown\n", encoding="utf-8")
-    # last: a directory without it is made again
+    # written last: a directory without it is created again
     atomic_write.write(run_dir / "config.toml", toml, sync=True)
 
 
 def ensure(config: Config, toml: str, run_dir: Path, run: str = "") -> None:
-    """The same for processes started by hand, in any order: whoever comes first makes the
-    directory.
-    """
+    """Create the run directory unless another process started by hand has done so."""
     try:
         atomic_write.directory(run_dir, 0o700)
         making = (run_dir / ".making").open("w", encoding="utf-8")
@@ -73,29 +69,28 @@ def ensure(config: Config, toml: str, run_dir: Path, run: str = "") -> None:
 
 
 def unwritable_error(run_dir: Path, error: OSError) -> ConfigError:
-    """A run directory that cannot be made."""
+    """Return the error for a run directory that cannot be created."""
     return ConfigError(
         f"runs: the run directory {run_dir} cannot be made: {error.strerror}; choose another place "
-        "by "
-        "--set runs=DIR (or --run-dir)"
+        "with --set runs=DIR (or --run-dir)"
     )
 
 
 def directory(config: Config, source: str) -> Path:
-    """runs/NAME; without a name, the config file's and the time."""
+    """Return runs/NAME, with the config file's name and the time if there is no name."""
     return Path(config.runs) / (
         config.name or f"{Path(source).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     )
 
 
 def note_limit(run_dir: Path, limit: float) -> None:
-    """Remember the staleness limit that a run had until it was resumed with another one."""
+    """Record the staleness limit that a run had before it was resumed with another one."""
     with (run_dir / "limits").open("a", encoding="utf-8") as file:
         file.write(f"{limit:g}\n")
 
 
 def limits(run_dir: Path) -> list[float]:
-    """The staleness limits of the run's earlier lives, where they were others."""
+    """Return the different staleness limits that the run had before resumes."""
     path = run_dir / "limits"
     return [float(x) for x in path.read_text(encoding="utf-8").split()] if path.exists() else []
 
@@ -105,14 +100,14 @@ def run_id(run_dir: Path) -> str:
 
 
 def directory_id(run_dir: Path) -> str:
-    """Names this directory on this machine: a copy of it has the run's id too, and must not share
-    its socket and its weights.
-    """
+    """Return an id of this directory on this machine.
+
+    A copy has the same run id, and must not share socket and weights."""
     return f"{run_id(run_dir)}-{run_dir.stat().st_ino:x}"
 
 
 def socket_dir(run_dir: Path) -> Path:
-    """A private directory with a short path, for unix sockets (their paths may have 107 bytes)."""
+    """Return a private directory with a short path: unix sockets allow at most 107 bytes."""
     own = private.directory(Path(tempfile.gettempdir()) / f"asyncrl-{os.getuid()}")
     return private.directory(own / directory_id(run_dir))
 
@@ -122,12 +117,12 @@ def buffer_address(config: Config, run_dir: Path) -> str:
 
 
 def current_buffer_address(config: Config, run_dir: Path) -> str:
-    """Where the run's buffer is now: as the config says, unless one elsewhere has taken over."""
+    """Return the buffer's address: the config's, unless a buffer elsewhere has taken over."""
     return buffer_leadership.current_address(run_dir) or buffer_address(config, run_dir)
 
 
 def gateway_address(run_dir: Path, index: int) -> str:
-    """Where generators take the calls of gateway `index`: on its own machine."""
+    """Return the local address at which generators take the calls of gateway `index`."""
     return f"ipc://{socket_dir(run_dir) / f'gateway-{index}'}"
 
 
@@ -136,17 +131,17 @@ def _memory_base() -> Path:
 
 
 def shm_dir(run_dir: Path) -> Path:
-    """The run's directory on the shared-memory file system."""
+    """Return the run's directory on the shared-memory file system."""
     return _memory_base() / f"asyncrl-{os.getuid()}-{directory_id(run_dir)}"
 
 
 def hold_memory(run_dir: Path) -> IO[str]:
-    """Make the run's directory of shared memory, and lock it for as long as this process lives, or
-    the file is open: `sweep_memory` leaves it alone.
-    """
+    """Create the run's directory of shared memory and lock it while the returned file is open.
+
+    `sweep_memory` does not remove a locked directory."""
     while True:
         held = private.directory(shm_dir(run_dir)) / HELD
-        with contextlib.suppress(FileNotFoundError):  # swept at this moment
+        with contextlib.suppress(FileNotFoundError):  # removed by a sweep meanwhile
             file = held.open("a", encoding="utf-8")
             fcntl.flock(file, fcntl.LOCK_SH)
             if held.exists() and held.samefile(f"/proc/self/fd/{file.fileno()}"):
@@ -176,26 +171,25 @@ def ring_dir(run_dir: Path, epoch: int) -> Path:
 
 
 def outside_directories(run_dir: Path) -> tuple[Path, Path]:
-    """What a run has outside its directory: sockets and shared memory."""
+    """Return a run's directories outside its own: shared memory and sockets."""
     return shm_dir(run_dir), socket_dir(run_dir)
 
 
 def remove(places: Sequence[Path]) -> None:
-    """Remove what `outside_directories` named while the run's directory was there: it may be gone
-    by now."""
+    """Remove `outside_directories`, determined before the run directory itself was removed."""
     for place in places:
         shutil.rmtree(place, ignore_errors=True)
 
 
 def clean(run_dir: Path) -> None:
-    """Remove what a run leaves outside its directory."""
+    """Remove a run's directories outside its own."""
     remove(outside_directories(run_dir))
 
 
 def is_finished(run_dir: Path, steps: int) -> bool:
-    """Has the run made its `steps`, been evaluated, and left its model?  Its last buffer says so at
-    its end; one that begins takes it back.
-    """
+    """Decide whether the run has made its `steps`, was evaluated and has written its model.
+
+    The last buffer records this at its end, and a new buffer removes the record."""
     try:
         left = json.loads((run_dir / "buffer_summary.json").read_text(encoding="utf-8"))
         return (
@@ -208,13 +202,13 @@ def is_finished(run_dir: Path, steps: int) -> bool:
 
 
 def clear_end(run_dir: Path) -> None:
-    """A buffer begins: what was said of the run's end before does not hold any more."""
+    """Remove the record of the run's end when a buffer starts."""
     for name in ("buffer_summary.json", "summary.json"):
         (run_dir / name).unlink(missing_ok=True)
 
 
 def lock(file: IO[str], how: int, patience_s: float) -> None:
-    """flock `file`.  Raises BlockingIOError when another has it for longer than `patience_s`."""
+    """Lock `file`.  Raises BlockingIOError if another process keeps it longer than `patience_s`."""
     until = time.monotonic() + patience_s
     while True:
         try:
@@ -227,9 +221,9 @@ def lock(file: IO[str], how: int, patience_s: float) -> None:
 
 
 class RunLock:
-    """One supervisor, or one set of processes, at a time in a run directory; freed by the kernel
-    when its holder dies.
-    """
+    """Lock that admits one supervisor, or one set of processes, to a run directory.
+
+    The kernel frees it when its holder exits."""
 
     def __init__(self, run_dir: Path, what: str = "run") -> None:
         self.file = (run_dir / f".{what}.lock").open("a+", encoding="utf-8")
@@ -250,13 +244,13 @@ class RunLock:
 
 
 def note_longest_prompt(run_dir: Path, name: str, tokens: int) -> None:
-    """Keep how long a process's longest prompt was, for whoever finds it killed."""
+    """Record the length of a process's longest prompt, to explain a kill for want of memory."""
     with contextlib.suppress(OSError):
         (run_dir / f".{name}.longest").write_text(str(tokens), encoding="utf-8")
 
 
 def longest_prompt(run_dir: Path, name: str) -> int:
-    """What the process of this name noted last; 0: nothing."""
+    """Return the recorded length of the longest prompt, or 0."""
     try:
         return int((run_dir / f".{name}.longest").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,16 +1,17 @@
-"""A run's stream on disk: what `asyncrl replay` trains on again.  Written by the learner
-(learner/recorder.py), one file a life.
+"""A run's recorded stream on disk, which `asyncrl replay` trains on again.
+
+The learner writes it (learner/recorder.py), one file per incarnation.
 
 ```
-RUN/recording/epoch_E.log             a Life, then one Step a batch, each as
+RUN/recording/epoch_E.log             a RecordingHeader, then a RecordedStep per batch, each as
                                       [mark 4 | length 4 | number 8 | xxh3-64 8 | zlib(msgpack)]
 RUN/recording/weights/number_N/       a checkpoint: model, optimizer, state; always the first, and
                                       every record.weights_every batches
 ```
 
-A later life starts over from its checkpoint, so its steps replace those of the lives before it from
-there on.  A record cut short at the end of a file is where a process died: the stream ends there.
-An unreadable record with a readable one behind it is damage."""
+A later incarnation starts from its checkpoint, so its steps replace the earlier ones from there on.
+An incomplete record at the end of a file marks where a process exited, and the stream ends there.
+An unreadable record before a readable one is damage."""
 
 from __future__ import annotations
 
@@ -31,16 +32,16 @@ from asyncrl.contract.messages import Batch
 FORMAT = 1
 MARK = b"aRR1"
 HEAD = struct.Struct("<4sIQQ")
-# in the place of a batch's number: the first record of a file; nothing follows, for want of room
+# used as batch numbers: the first record of a file, and the mark that the size limit was reached
 LIFE = 2**64 - 1
 FULL = 2**64 - 2
 MIB = 2**20
 
 
 class RecordingHeader(msgspec.Struct, array_like=True):
-    """The first record of a file.  start: the version that this life begins from, with weights
-    `digest`.
-    """
+    """The first record of a file.
+
+    start: the version that this incarnation begins from, with weights `digest`."""
 
     format: int
     epoch: int
@@ -50,9 +51,9 @@ class RecordingHeader(msgspec.Struct, array_like=True):
 
 
 class RecordedStep(msgspec.Struct, array_like=True):
-    """One batch as it was trained, without texts and the ledger; its metrics, and the digest of the
-    weights that came out.
-    """
+    """One batch as it was trained, without texts and ledger.
+
+    metrics: those of the batch.  digest: of the weights after it."""
 
     batch: Batch
     metrics: dict[str, float]
@@ -64,12 +65,12 @@ def directory(run_dir: Path) -> Path:
 
 
 def size(run_dir: Path) -> int:
-    """Bytes of a run's recording, weights included."""
+    """Return the bytes of a run's recording, weights included."""
     return sum(p.stat().st_size for p in directory(run_dir).rglob("*") if p.is_file())
 
 
 def logs(run_dir: Path) -> dict[int, Path]:
-    """epoch -> its file, ascending."""
+    """Return epoch -> file, ascending."""
     found = {
         int(m.group(1)): p
         for p in directory(run_dir).glob("epoch_*.log")
@@ -79,7 +80,7 @@ def logs(run_dir: Path) -> dict[int, Path]:
 
 
 def weights(run_dir: Path) -> dict[int, Path]:
-    """version -> checkpoint directory of the weights that were kept."""
+    """Return version -> checkpoint directory of the recorded weights."""
     place = directory(run_dir) / "weights"
     found = {
         int(m.group(1)): p
@@ -90,15 +91,13 @@ def weights(run_dir: Path) -> dict[int, Path]:
 
 
 def frame(number: int, value: msgspec.Struct | None) -> bytes:
-    """One record."""
+    """Encode one record."""
     payload = zlib.compress(msgspec.msgpack.encode(value), 1) if value is not None else b""
     return HEAD.pack(MARK, len(payload), number, _sum(number, payload)) + payload
 
 
 def strip_batch(batch: Batch) -> Batch:
-    """A batch without what training does not read: texts, the ledger, the cursors of a
-    checkpoint.
-    """
+    """Remove what training does not read: texts, the ledger and the cursors of a checkpoint."""
     samples = [msgspec.structs.replace(s, text="", prompt_text="") for s in batch.samples]
     return msgspec.structs.replace(batch, samples=samples, ledger={}, stats={}, trained_above=[])
 
@@ -108,7 +107,7 @@ def _sum(number: int, payload: bytes) -> int:
 
 
 def _read_record_header(data: bytes, at: int) -> tuple[int, int] | None:
-    """(number, length of the payload) of an undamaged record at byte `at`, or None."""
+    """Return (number, payload length) of an undamaged record at byte `at`, or None."""
     if at + HEAD.size > len(data):
         return None
     mark, length, number, checksum = HEAD.unpack_from(data, at)
@@ -122,9 +121,9 @@ def _read_record_header(data: bytes, at: int) -> tuple[int, int] | None:
 
 @dataclass
 class Recording:
-    """What a recording holds: places of its steps by number, contiguous from `start`; lives as
-    (first batch, life).
-    """
+    """An indexed recording.
+
+    places: steps by number, contiguous from `start`.  lives: (first batch, header)."""
 
     run_dir: Path
     # number -> (file, offset of the payload, length)
@@ -140,7 +139,7 @@ class Recording:
 
     @property
     def end(self) -> int:
-        """The version that the last recorded batch makes."""
+        """Version after the last recorded batch."""
         return self.start + len(self.places)
 
     def step(self, number: int) -> RecordedStep:
@@ -150,15 +149,15 @@ class Recording:
             return msgspec.msgpack.decode(zlib.decompress(file.read(length)), type=RecordedStep)
 
     def steps(self, start: int, end: int) -> Iterator[RecordedStep]:
-        """The batches start, ..., end - 1."""
+        """Yield the batches start, ..., end - 1."""
         return (self.step(n) for n in range(start, end))
 
     def life(self, number: int) -> RecordingHeader:
-        """The life that trained batch `number`."""
+        """Return the header of the incarnation that trained batch `number`."""
         return [x for first, x in self.lives if first <= number][-1]
 
     def missing_part(self, steps: int) -> str:
-        """Why the stream ends before batch `steps`; empty when it does not."""
+        """Explain why the stream ends before batch `steps`; empty if it does not."""
         if self.end >= steps:
             return ""
         why = (
@@ -177,9 +176,9 @@ class Recording:
 
 
 def read(run_dir: Path) -> Recording:
-    """The stream that survives in a run's files.  Raises ConfigError when there is none, Damaged
-    when it is unreadable in the middle.
-    """
+    """Read the recording in a run's files.
+
+    Raises ConfigError if there is none, and DamagedDataError if it is unreadable in the middle."""
     if not (run_dir / "config.toml").is_file():
         raise ConfigError(f"{run_dir}: no run directory (it has no config.toml)")
     if not logs(run_dir):
@@ -195,7 +194,7 @@ def read(run_dir: Path) -> Recording:
             f"{run_dir}: its recording ends before its first batch; there is nothing to replay"
         )
     end = out.start
-    # a hole: the bound was reached, or a life did not record; what lies behind it cannot be reached
+    # batches behind a hole (size limit reached, or an incarnation that did not record) are lost
     while end in out.places:
         end += 1
     out.hole = any(n > end for n in out.places)
@@ -205,7 +204,7 @@ def read(run_dir: Path) -> Recording:
 
 
 def _read(path: Path, out: Recording) -> None:
-    """One life's file on top of what the lives before it left."""
+    """Add one incarnation's file to the records of the earlier ones."""
     data = path.read_bytes()
     at = 0
     life = None
@@ -245,9 +244,9 @@ def _read(path: Path, out: Recording) -> None:
 
 
 class RecordingWriter:
-    """The file of one life, being written.  Stops at `most` bytes (of the whole recording, `used`
-    of them taken) and says so by `full`.
-    """
+    """Writer of one incarnation's file.
+
+    Stops when the whole recording, with `used` bytes already, reaches `most`, and sets `full`."""
 
     def __init__(self, run_dir: Path, life: RecordingHeader, used: int, most: int) -> None:
         self.path = directory(run_dir) / f"epoch_{life.epoch}.log"
@@ -260,16 +259,16 @@ class RecordingWriter:
         self._append(frame(LIFE, life))
 
     def has_room(self, more: int) -> bool:
-        """May `more` bytes be added?  The first no is final: a stream with holes cannot be
-        replayed.
-        """
+        """Decide whether `more` bytes may be added.
+
+        The first refusal is final, because a stream with holes cannot be replayed."""
         if not self.full and self.used + more > self.most - HEAD.size:
             self._append(frame(FULL, None))
             self.full = True
         return not self.full
 
     def add(self, number: int, step: RecordedStep) -> bool:
-        """Append a batch; False when there is no room for it."""
+        """Append a batch; return False if there is no room for it."""
         data = frame(number, step)
         if not self.has_room(len(data)):
             return False

@@ -1,6 +1,4 @@
-"""A timeline of what each process does: one lane a process, opened by any viewer of Chrome traces
-(Perfetto).
-"""
+"""A timeline of a run with one lane per process, for viewers of Chrome traces (Perfetto)."""
 
 from __future__ import annotations
 
@@ -15,9 +13,11 @@ MOST_EVENTS = 20_000  # about 1.5 MB a process
 
 
 class TraceSpan(NamedTuple):
-    """A span of a process's timeline.  start, end: CLOCK_MONOTONIC seconds; size: what the work was
-    done on (rows of a decode call, tokens of a batch); steps: decode steps of a decode call.
-    """
+    """A span of a process's timeline.
+
+    start, end: CLOCK_MONOTONIC seconds.
+    size: amount of work (completions of a decode call, tokens of a batch).
+    steps: decode steps of a decode call."""
 
     name: str
     start: float
@@ -27,10 +27,10 @@ class TraceSpan(NamedTuple):
 
 
 class Tracer:
-    """Spans of one process, to RUN/trace/PROCESS.jsonl; after MOST_EVENTS it only counts.
+    """Writer of one process's spans to RUN/trace/PROCESS.jsonl, MOST_EVENTS at most.
 
-    On a full disk the rest of the spans is left out: a timeline must not end the run, nor hide what
-    does."""
+    On a full disk the remaining spans are dropped: a timeline must neither end the run nor hide
+    the cause of its end."""
 
     def __init__(self, run_dir: Path, process: str) -> None:
         directory = run_dir / "trace"
@@ -40,9 +40,7 @@ class Tracer:
 
     @contextmanager
     def span(self, name: str, size: int | None = None) -> Iterator[None]:
-        """`size`: what the work was done on (answers, tokens); `asyncrl simulate` fits its times by
-        it.
-        """
+        """Time a block; size: its completions or tokens, to which `asyncrl simulate` fits times."""
         began = time.monotonic()
         try:
             yield
@@ -57,7 +55,7 @@ class Tracer:
         size: int | None = None,
         steps: int | None = None,
     ) -> None:
-        """A span that was timed elsewhere; `steps` goes with a `size`."""
+        """Add a span that was timed elsewhere; `steps` requires `size`."""
         if self.left > 0:
             self.left -= 1
             numbers = "".join(f",{n}" for n in (size, steps) if n is not None)
@@ -72,7 +70,7 @@ class Tracer:
 
 
 def read_sized_spans(run_dir: Path) -> dict[str, list[TraceSpan]]:
-    """process -> its spans; a last line cut by a crash is left out."""
+    """Return process -> spans, without an incomplete last line."""
     out: dict[str, list[TraceSpan]] = {}
     for path in sorted((run_dir / "trace").glob("*.jsonl")):
         rows = [
@@ -85,14 +83,14 @@ def read_sized_spans(run_dir: Path) -> dict[str, list[TraceSpan]]:
 
 
 def read(run_dir: Path) -> dict[str, list[tuple[str, float, float]]]:
-    """The same without sizes: (name, start, end)."""
+    """Return process -> spans without sizes: (name, start, end)."""
     return {process: [s[:3] for s in spans] for process, spans in read_sized_spans(run_dir).items()}
 
 
 def merge(run_dir: Path) -> Path:
-    """Write RUN/trace.json in Chrome's format from what the processes left; on a full disk there is
-    none.
-    """
+    """Write RUN/trace.json in Chrome's format from the spans of all processes.
+
+    On a full disk there is no such file."""
     events: list[dict[str, object]] = []
     for pid, (process, spans) in enumerate(read(run_dir).items()):
         events.append({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": process}})
@@ -105,6 +103,6 @@ def merge(run_dir: Path) -> Path:
         path.write_text(
             json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8"
         )
-    except OSError:  # it is written when a run has ended, by whatever: that is what is to be told
+    except OSError:  # an error here must not replace the reason for which the run ended
         path.unlink(missing_ok=True)
     return path
