@@ -1,9 +1,8 @@
-"""Verifiable tasks: prompts, rewards, held-out and out-of-distribution splits.  Pure Python;
-imports no torch.
+"""Verifiable tasks: prompts, rewards, held-out and out-of-distribution splits.  Imports no torch.
 
-Train prompts are an endless stream, a function of (seed, index); held-out and out-of-distribution
-prompts are fixed sets.  A problem belongs to one split by a hash of its canonical form, so the
-splits are disjoint by construction."""
+Training prompts are an endless stream, a function of (seed, index).  Held-out and
+out-of-distribution prompts are fixed sets.  A hash of a problem's canonical form assigns it to one
+split, so the splits are disjoint by construction."""
 
 from __future__ import annotations
 
@@ -15,9 +14,9 @@ from asyncrl.tasks import arena, calc, file, guess_task, names, nim, reasoning, 
 
 
 class Task(Protocol):
-    """What a run needs of a task.  `reward` may return a number or a dict of named parts with
-    `reward` among them.
-    """
+    """Interface of a task.
+
+    `reward` may return a number, or a dict of named parts that contains `reward`."""
 
     name: str
 
@@ -39,9 +38,9 @@ NAMES = (*synthetic.TASKS, *OTHERS, "file", f"{reasoning.PREFIX}GENERATOR")
 
 
 def get_task(config: Any) -> Task:
-    """The task that `config` (the section `task`) names.  Raises ConfigError for an unknown name,
-    naming the valid ones.
-    """
+    """Return the task that `config`, the section `task`, names.
+
+    Raises ConfigError for an unknown name, with the valid ones."""
     if config.name == "file":
         return file.FileTask(config.prompts, config.heldout, config.ood, config.columns)
     if config.name.startswith(reasoning.PREFIX):

@@ -1,8 +1,8 @@
 """textarena's games of one player or two as environments.
 
-`agent.env = "textarena:GuessTheNumber-v0"` is any game by its id, with `task.name = "seeds"`: the
-game asks, and a prompt is only a seed.  A game of two is a `ArenaDuel`; its opponent is in
-games.py.
+`agent.env = "textarena:GuessTheNumber-v0"` chooses any game by its id, with `task.name = "seeds"`:
+the game gives the prompts, and a prompt of the task is only a seed.  A two-player game is an
+`ArenaDuel`, whose opponent is in games.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BRACKETS = re.compile(r"\[[^\[\]]+\]")
 
 
 def games() -> Any:
-    """textarena.  Raises ConfigError where it is not installed."""
+    """Import textarena.  Raises ConfigError if it is not installed."""
     try:
         return importlib.import_module("textarena")
     except ImportError as error:
@@ -35,7 +35,7 @@ def games() -> Any:
 
 
 def make_game(name: str) -> Any:
-    """A game by its id, in the form that says each thing once.  Raises ConfigError."""
+    """Make a game by its id, in the form without repeated messages.  Raises ConfigError."""
     try:
         return games().make(name if name.endswith(RAW) else name + RAW)
     except ValueError as error:
@@ -43,9 +43,10 @@ def make_game(name: str) -> Any:
 
 
 def find_game(name: str, players: int) -> Callable[[], Any]:
-    """What makes a game for so many players.  It is begun once: one that is unknown, or for others,
-    is not every session's failure.  Raises ConfigError.
-    """
+    """Return a function that makes a game for `players` players.
+
+    The game is begun once, so that an unknown game, or one for other players, fails here and not in
+    every session.  Raises ConfigError."""
     kind = ArenaDuel if players == 2 else ArenaGame
     make_game(name)
     try:
@@ -66,17 +67,16 @@ def find_game(name: str, players: int) -> Callable[[], Any]:
 
 
 class ArenaGame:
-    """One game by gymnasium's signature.  A turn's observation is what the game said since the
-    last one; the policy's own words are not repeated to it.
+    """A single-player game with gymnasium's methods.
 
-    The games draw from Python's global generator: each session keeps a state of its own, so that
-    the sessions of a process do not change one another's."""
+    A turn's observation is the game's messages since the last turn, without the policy's own words.
+    The games sample from Python's global generator, so each session keeps its own state of it."""
 
     def __init__(self, name: str) -> None:
         self.game = make_game(name)
 
     def reset(self, *, seed: int, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        """Raises what the game raises, for instance when it is for more than one player."""
+        """Begin a game.  Raises the game's errors, for instance if it needs more players."""
         self.luck = SeededRandom(seed)
         with self.luck:
             self.game.reset(num_players=1, seed=seed)
@@ -97,7 +97,7 @@ class ArenaGame:
             )
 
     def take_observation(self) -> str:
-        """What the game has said since the last time."""
+        """Return the game's messages since the last call."""
         player, messages = self.game.get_observation()
         return self.observation_text(
             [str(text) for sender, text, *_ in messages if sender != player]
@@ -114,7 +114,7 @@ class ArenaGame:
 
 
 class ArenaDuel:
-    """A game of two, by the signature of games.py."""
+    """A two-player game of textarena as a TwoPlayerGame."""
 
     def __init__(self, name: str) -> None:
         self.game = make_game(name)
@@ -124,7 +124,7 @@ class ArenaDuel:
         self.game.reset(num_players=2, seed=seed)
 
     def turn(self) -> tuple[int, str]:
-        """What the game and the other player said since this player's last turn."""
+        """Return the player to move and the messages since that player's last turn."""
         player, messages = self.game.get_observation()
         self.player = player
         lines = []
@@ -144,7 +144,7 @@ class ArenaDuel:
         return float(rewards[0]), float(rewards[1])
 
     def moves(self) -> list[str]:
-        """What the game has last shown its player in brackets, in which most name their moves."""
+        """Return the last bracketed texts that the player saw; most games name moves so."""
         return self.listed.get(self.player, [])
 
     def parts(self, player: int) -> dict[str, float]:
@@ -152,12 +152,12 @@ class ArenaDuel:
 
 
 def invalid_move_part(info: dict[int, Any], player: int) -> dict[str, float]:
-    """Whether that player's broken rules ended the game, as a part of the reward."""
+    """Return a reward part that says whether the player's broken rules ended the game."""
     return {"invalid": float(bool((info.get(player) or {}).get("invalid_move")))}
 
 
 class SeedPrompts:
-    """For environments that ask themselves: a prompt is a number."""
+    """Prompts for environments that give their own; each is a number."""
 
     name = "seeds"
 

@@ -1,5 +1,4 @@
-"""Sums that a tiny model cannot do in its head, and a calculator that does one operation at a time:
-the smallest task that needs an agent.
+"""The smallest task that needs an agent: sums, and a calculator for one operation at a time.
 
 ```
 37*8+45=   asked
@@ -20,7 +19,7 @@ from typing import Any
 from asyncrl.contract.messages import Prompt
 from asyncrl.tasks.synthetic import FIXED, SyntheticTask, _split_of
 
-END = "<eos>"  # between a call and what the calculator says
+END = "<eos>"  # between a call and the calculator's reply
 TURNS = 6
 LONGEST = 12  # tokens of a turn, its end included
 CALL = re.compile(r"\?(\d{1,4})([*+-])(\d{1,4})")
@@ -28,7 +27,7 @@ ERROR = "e="
 
 
 def calculated(text: str) -> str:
-    """What the calculator says to a call; ERROR for what is none.
+    """Return the calculator's reply to a call, or ERROR for an invalid one.
 
     >>> calculated("?37*8"), calculated("?37*"), calculated("37*8")
     ('296=', 'e=', 'e=')
@@ -60,7 +59,7 @@ class CalcTask(SyntheticTask):
         return f"{left}*{factor}{sign}{rng.randint(10, 99 if sign == '+' else 35)}"
 
     def parts(self, problem: str) -> tuple[str, str]:
-        """(the first call, what is left to do with its result)."""
+        """Return (the first call, the rest of the problem)."""
         at = max(problem.find("+"), problem.find("-"))
         return f"?{problem[:at]}", problem[at:]
 
@@ -81,7 +80,7 @@ class CalcTask(SyntheticTask):
     # ---- warm start ------------------------------------------------------------------------------
 
     def demonstrations(self, number: int, seed: int) -> list[tuple[str, str]]:
-        """One turn each: (all before it, what is written), spoiled on purpose."""
+        """Return turns as (text before, completion), with mistakes added on purpose."""
         rng = random.Random(f"{self.name}:demo:{seed}")
         out: list[tuple[str, str]] = []
         while len(out) < number:
@@ -103,7 +102,7 @@ class CalcTask(SyntheticTask):
             before += written + END + says
             if written == right[at]:
                 at += 1
-            elif says != ERROR:  # the result of another sum: it is taken for the right one
+            elif says != ERROR:  # the result of another sum is mistaken for the right one
                 guess = f"#{says[:-1]}"
                 turns.append((before, guess))
                 break
@@ -115,12 +114,12 @@ class CalcTask(SyntheticTask):
             return self._slip(turn, rng) if luck < 0.08 else turn
         if luck < 0.20:  # a guess in the place of a call
             return f"#{max(0, int(answer[1:]) + rng.randint(-30, 30))}"
-        if luck < 0.28:  # a call that is none
+        if luck < 0.28:  # an invalid call
             return rng.choice([turn[1:], turn[: rng.randrange(2, len(turn) - 1)], turn + "+"])
         return self._slip(turn, rng) if luck < 0.34 else turn
 
     def _slip(self, turn: str, rng: random.Random) -> str:
-        """Another digit in one place."""
+        """Change one digit."""
         at = rng.choice([i for i, c in enumerate(turn) if c.isdigit()])
         return turn[:at] + rng.choice([d for d in "123456789" if d != turn[at]]) + turn[at + 1 :]
 
@@ -138,9 +137,10 @@ def _problems(split: str) -> list[str]:
 
 
 class Calculator:
-    """The environment, by gymnasium's signature: what is asked comes with the prompt.  1 for the
-    right answer, 0 for another; without one after TURNS answers the episode is cut.
-    """
+    """The environment, with gymnasium's methods; the prompt is the question.
+
+    The reward is 1 for the right answer and 0 for another.  After TURNS completions without an
+    answer the episode is truncated."""
 
     def reset(self, *, seed: int, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         self.prompt: Prompt = options["prompt"]

@@ -1,7 +1,6 @@
-"""Prompts of one's own: JSONL or parquet with `prompt` (text) or `messages` (chat turns), and
-`answer`.
+"""Prompts from files: JSONL or parquet with `prompt` or `messages` (chat turns), and `answer`.
 
-Other columns go to the reward function in `prompt.meta`, as text (what is no text as JSON).
+The reward function gets other columns in `prompt.meta`, as text or JSON.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ import msgspec
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 
-# what data sets call a prompt
+# common names of a prompt in data sets
 PROMPT_COLUMNS = ("question", "problem", "query", "instruction", "input", "text", "prompts")
-RIGHT = 0.75  # of a warm start's demonstrations
+RIGHT = 0.75  # share of correct demonstrations in a warm start
 # JSON's way to write a lone surrogate: text in UTF-8 cannot hold one otherwise
 SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 MOST_SYMBOLS = 256  # of a model whose tokens are characters
@@ -82,9 +81,9 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _decoded_rows(path: Path, table: Any) -> list[Any]:
-    """The rows of a table, read one by one.  Raises ConfigError for the first with text that is
-    not UTF-8.
-    """
+    """Read the rows of a table one by one.
+
+    Raises ConfigError for the first one whose text is not UTF-8."""
     found = []
     for number in range(table.num_rows):
         try:
@@ -97,12 +96,12 @@ def _decoded_rows(path: Path, table: Any) -> list[Any]:
 
 
 def read_rows(file: Path) -> Iterator[tuple[str, Any]]:
-    """(where it stands, what it is) of each row of a JSONL or parquet file.  Raises ConfigError."""
+    """Yield (location, row) for each row of a JSONL or parquet file.  Raises ConfigError."""
     return _parquet(file) if file.suffix == ".parquet" else _jsonl(file)
 
 
 def turns_of(where: str, found: Any) -> list[dict[str, str]]:
-    """Chat turns, role and content alone.  Raises ConfigError for what is none."""
+    """Return chat turns with only role and content.  Raises ConfigError for invalid ones."""
     if not isinstance(found, list) or not all(
         isinstance(turn, dict)
         and isinstance(turn.get("role"), str)
@@ -123,9 +122,9 @@ def _text(value: Any) -> str:
 
 
 def _renamed(where: str, row: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
-    """The row with `task.columns` (ours -> the file's) applied, and chat turns in `prompt`, as TRL
-    has them, as `messages`.  Raises ConfigError for a column that is not there.
-    """
+    """Apply `task.columns` (our name -> the file's), and move chat turns in `prompt` to `messages`.
+
+    TRL keeps chat turns in `prompt`.  Raises ConfigError for a missing column."""
     for ours, theirs in columns.items():
         if theirs not in row:
             raise ConfigError(
@@ -142,7 +141,7 @@ def _renamed(where: str, row: dict[str, Any], columns: Mapping[str, str]) -> dic
 def _prompt(
     where: str, row: Any, number: int, split: str, columns: Mapping[str, str] = {}
 ) -> Prompt:
-    """One row as a Prompt.  Raises ConfigError that begins with `where`."""
+    """Convert one row to a Prompt.  Raises ConfigError that begins with `where`."""
     if isinstance(row, dict):
         row = _renamed(where, dict(row), columns)
     if not isinstance(row, dict) or not (isinstance(row.get("prompt"), str) or row.get("messages")):
@@ -155,8 +154,8 @@ def _prompt(
         )
     if row.get("prompt") and row.get("messages"):
         raise ConfigError(
-            f"{where}: has both `prompt` and `messages`; the model reads one of them: leave the "
-            "other out"
+            f"{where}: has both `prompt` and `messages`; the model reads one of them: remove the "
+            "other"
         )
     turns = turns_of(where, row.get("messages") or [])
     text = row.get("prompt") or (turns[-1]["content"] if turns else "")
@@ -174,9 +173,9 @@ def _prompt(
 
 
 def read_prompts(path: str, split: str, columns: Mapping[str, str] = {}) -> list[Prompt]:
-    """All prompts of a file.  Raises ConfigError with file and line (parquet: row) for what cannot
-    be used.
-    """
+    """Read all prompts of a file.
+
+    Raises ConfigError with file and line (parquet: row) for an unusable row."""
     file = Path(path)
     if not file.is_file():
         raise ConfigError(f"task.{'prompts' if split == 'train' else split}: {path} is no file")
@@ -190,9 +189,7 @@ def read_prompts(path: str, split: str, columns: Mapping[str, str] = {}) -> list
 
 
 def canonical(prompt: Prompt) -> str:
-    """What makes two rows the same problem: the text that the model reads, white space at its ends
-    aside.
-    """
+    """Return the text that identifies a problem: the model's input without surrounding space."""
     return (
         json.dumps([[m["role"], m["content"].strip()] for m in prompt.messages])
         if prompt.messages
@@ -201,11 +198,13 @@ def canonical(prompt: Prompt) -> str:
 
 
 class FileTask:
-    """A task read from files.  Without `heldout`, a fixed tenth of the problems (at least one) is
-    held out.
+    """A task read from files.
 
-    A training prompt that is also in `heldout` or `ood` is left out of training (`overlap` counts
-    them). `unanswered`: training prompts without an answer."""
+    Without `heldout`, a fixed tenth of the problems (at least one) is held out.  A training prompt
+    that is also in `heldout` or `ood` is excluded from training.
+
+    overlap: number of excluded prompts.
+    unanswered: training prompts without an answer."""
 
     name = "file"
     steps = 250  # of the warm start

@@ -19,7 +19,10 @@ from asyncrl.models.policy import PolicyModel
 
 
 class FitExample(NamedTuple):
-    """What is read and what is learned: int32 [P] and int32 [T], the end token included."""
+    """One example of supervised training.
+
+    prompt: int32 [P], only read.
+    answer: int32 [T], learned, with its end token."""
 
     prompt: np.ndarray
     answer: np.ndarray
@@ -30,7 +33,7 @@ class FitExample(NamedTuple):
 
 
 def learning_rate_share(training: SftTraining, step: int) -> float:
-    """Share of the learning rate at `step`, from 0.
+    """Return the share of the learning rate at `step`, counted from 0.
 
     >>> training = SftTraining(steps=100, warmup_steps=20, lr_end=0.05)
     >>> [round(learning_rate_share(training, step), 2) for step in (0, 19, 50, 99)]
@@ -46,9 +49,10 @@ def learning_rate_share(training: SftTraining, step: int) -> float:
 
 
 def micro_batches(rows: Sequence[FitExample], most: int) -> list[list[FitExample]]:
-    """`rows` in passes of at most `most` tokens, padded to the longest of each; as they come where
-    one pass holds them, else by length.  A row that is longer has a pass of its own.
-    """
+    """Divide `rows` into passes of at most `most` tokens, padded to the longest row of each.
+
+    If one pass is enough, the order stays; otherwise the rows are sorted by length.  A row with
+    more tokens gets its own pass."""
     if len(rows) * max(row.size for row in rows) <= most:
         return [list(rows)]
     passes: list[list[FitExample]] = [[]]
@@ -62,9 +66,10 @@ def micro_batches(rows: Sequence[FitExample], most: int) -> list[list[FitExample
 def batch_at(
     rows: Sequence[FitExample], training: SftTraining, seed: int, step: int
 ) -> list[FitExample]:
-    """The rows of a step: the file again and again, shuffled anew by (seed, pass); a batch may lie
-    across two passes.  A function of its arguments alone, so that a resumed run goes on with it.
-    """
+    """Return the rows of a step from repeated passes over the file, each shuffled by (seed, pass).
+
+    A batch may span two passes.  The result depends only on the arguments, so that a resumed run
+    continues with the same rows."""
     wanted = range(step * training.batch, (step + 1) * training.batch)
     turns = sorted({place // len(rows) for place in wanted})
     orders = {
@@ -74,7 +79,7 @@ def batch_at(
 
 
 class ModelFitter:
-    """A model with its optimizer; `number`: of the next step."""
+    """A model with its optimizer; `number` counts its steps."""
 
     def __init__(self, model: PolicyModel, training: SftTraining) -> None:
         self.model = model
@@ -89,9 +94,9 @@ class ModelFitter:
         )
 
     def step(self, rows: Sequence[FitExample]) -> float:
-        """One optimizer step on `rows`; returns its loss, nats a token of the answers.  Raises
-        NotFinite, with the weights as they were.
-        """
+        """Make one optimizer step on `rows` and return its loss, in nats per answer token.
+
+        Raises NotFiniteError, and then leaves the weights unchanged."""
         self.model.hf.train()
         tokens = sum(len(row.answer) for row in rows)
         self.optimizer.zero_grad(set_to_none=True)
@@ -116,13 +121,13 @@ class ModelFitter:
 
     @torch.no_grad()
     def loss(self, rows: Sequence[FitExample]) -> float:
-        """Mean loss on `rows`, nats a token of the answers, without learning from them."""
+        """Return the mean loss on `rows` in nats per answer token, without training on them."""
         self.model.hf.eval()
         parts = micro_batches(rows, self.training.micro_batch_tokens)
         return sum(float(self._loss(part)) for part in parts) / sum(len(r.answer) for r in rows)
 
     def _loss(self, rows: Sequence[FitExample]) -> torch.Tensor:
-        """Minus the sum of the answers' log-probabilities."""
+        """Return minus the sum of the answers' log-probabilities."""
         out = self.model.logprobs(
             [row.prompt for row in rows], [row.answer for row in rows], torch.ones(len(rows))
         )

@@ -1,15 +1,14 @@
-"""A game of two players as an environment of one: the policy plays one side, its opponent the other
-(`agent.opponent`).
+"""Two-player games as environments: the policy plays one side, `agent.opponent` the other.
 
 ```
  step(answer) --> the game --> the policy's turn: the next observation
                     ^    \\--> the opponent's: random, a function: its move --+
-                    |    \\--> "self": an observation for whoever draws it    |
+                    |    \\--> "self": an observation, answered by the policy |
                     +---------------------------------------------------------+
 ```
 
-A group plays one side of one game, as its samples are compared; which one says the parity of the
-seed.  All that anybody draws from Python's global generator is the session's own (Luck)."""
+A group plays one side of one game, because its samples are compared; the parity of the seed chooses
+the side.  Each session has its own state of Python's global generator (SeededRandom)."""
 
 from __future__ import annotations
 
@@ -26,33 +25,34 @@ DEALT = 100  # games in a row that may end before the policy's first turn
 
 
 class TwoPlayerGame(Protocol):
-    """A game of the players 0 and 1, one session's.  What a broken rule costs is the game's affair;
-    what it raises fails the session.  A game that random moves are made in has also `moves`, the
-    texts that may be played now; `parts(player)`, a number a name for the metrics, may be there.
-    """
+    """Interface of a game between the players 0 and 1, in one session.
+
+    The game decides what a broken rule costs; an exception fails the session.  For random moves it
+    also needs `moves()`, the texts that may be played now.  Optional: `parts(player)`, named
+    numbers for the metrics."""
 
     def reset(self, *, seed: int, options: dict[str, Any]) -> Any:
-        """Begin; options as an environment is given them."""
+        """Begin a game; options are those of an environment."""
 
     def turn(self) -> tuple[int, str]:
-        """Whose turn it is, and what that player is told, once before each move."""
+        """Return the player to move and its observation; called once before each move."""
 
     def play(self, text: str) -> Sequence[float] | None:
-        """That player's move; the rewards of 0 and 1 when it was the last one."""
+        """Make that player's move; return the rewards of 0 and 1 if it ended the game."""
 
 
 Opponent = Callable[[Any, str], Any]
 
 
 class OpponentMove(NamedTuple):
-    """A move that the opponent made in the environment, and what it was told before."""
+    """A move of the opponent in the environment, and the observation before it."""
 
     told: str
     move: str
 
 
 class SeededRandom:
-    """A state of Python's global generator: `with` it, one's own draws change nobody else's."""
+    """A separate state of Python's global random generator, active inside `with`."""
 
     def __init__(self, seed: int) -> None:
         outer = random.getstate()
@@ -75,7 +75,7 @@ class SeededRandom:
 
 
 def random_move(game: Any, _text: str) -> str:
-    """agent.opponent = "random".  Raises ValueError where the game names no move."""
+    """Play agent.opponent = "random".  Raises ValueError if the game names no move."""
     moves = list(game.moves())
     if not moves:
         raise ValueError("the game names no move to choose from; give module:function")
@@ -83,14 +83,14 @@ def random_move(game: Any, _text: str) -> str:
 
 
 def text_opponent(function: Callable[[str], Any]) -> Opponent:
-    """agent.opponent = "module:function": it reads all that its side has heard and said."""
+    """Make the opponent of a function, which reads all observations and moves of its side."""
     return lambda _game, text: function(text)
 
 
 def check(kind: Any, name: str, opponents: Sequence[str]) -> None:
-    """Whether the class of agent.env is what its opponents need.  Raises ConfigError.  What is no
-    class, a function that makes one, is believed.
-    """
+    """Check that the class of agent.env has the methods that its opponents need.
+
+    A function that makes the environment is not checked.  Raises ConfigError."""
     if not isinstance(kind, type):
         return
     if not opponents:
@@ -110,11 +110,12 @@ def check(kind: Any, name: str, opponents: Sequence[str]) -> None:
 
 
 class GameMatch:
-    """A game and the opponent, None for "self": by gymnasium's signature, an environment of the
-    policy.  `asked`: 0, the policy is to answer; else its opponent, in that game of those that were
-    begun (a game that ends before the policy's first turn has nothing to train: another is begun).
-    `told`: the moves that the opponent made in the last reset or step.
-    """
+    """A game with its opponent (None: "self"), as an environment with gymnasium's methods.
+
+    A game that ends before the policy's first turn trains nothing, so another is begun.
+
+    asked: 0 if the policy is to answer, otherwise the number of the game in which the opponent is.
+    told: the opponent's moves in the last reset or step."""
 
     def __init__(self, game: Any, name: str, opponent: Opponent | None) -> None:
         self.game = game
@@ -124,7 +125,7 @@ class GameMatch:
         self.told: list[OpponentMove] = []
 
     def reset(self, *, seed: int, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        """Raises what the game raises, and RuntimeError for the opponent's faults."""
+        """Begin a session.  Raises the game's errors, and RuntimeError for the opponent's."""
         self.seed, self.options = seed, options
         self.side = seed % 2
         self.begun = False  # the policy has had a turn
@@ -136,7 +137,7 @@ class GameMatch:
         return said, {}
 
     def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """The answer of whoever was asked.  Raises as `reset`."""
+        """Play the answer of the side that was asked.  Raises as `reset`."""
         self.told = []
         with self.luck:
             said, paid = self._advance(self.game.play(text))
@@ -151,19 +152,18 @@ class GameMatch:
             self.game.close()
 
     def _start_game(self) -> None:
-        """Begin a game: the session's, or another in the place of one without a turn of the
-        policy's.
-        """
+        """Begin the session's game, or another one after a game without a turn of the policy."""
         if self.dealt == DEALT:
             raise RuntimeError(f"{DEALT} games in a row ended before the policy's first turn")
-        self.heard: list[str] = []  # what the opponent was told and said
+        self.heard: list[str] = []  # the opponent's observations and moves
         self.game.reset(seed=self.seed + 2 * self.dealt, options=self.options)
         self.dealt += 1
 
     def _advance(self, paid: Sequence[float] | None) -> tuple[str, Sequence[float] | None]:
-        """From a move to whoever is to answer next, and what that player is told; or, with "", the
-        rewards of a game that is over.  paid: what the move brought, None: the game goes on.
-        """
+        """Advance from a move to the next answer of the policy (or of "self").
+
+        Returns its observation and None, or "" and the rewards at the end of the game.  paid: the
+        rewards after the move; None: the game continues."""
         while True:
             if paid is not None:
                 if self.begun:
@@ -179,7 +179,7 @@ class GameMatch:
             paid = self.game.play(self._opponent_move(said))
 
     def _opponent_move(self, said: str) -> str:
-        """The opponent's.  Raises RuntimeError where it raises or gives no text."""
+        """Return the opponent's move.  Raises RuntimeError if it raises or returns no text."""
         assert self.opponent is not None
         self.heard.append(said)
         try:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from asyncrl.tasks.arena import ASKED, ArenaGame, games
 
-games()  # with the module: importing it takes longer than a first step may
+games()  # imported with this module, because the import takes longer than a first step may
 
 
 class GuessGame(ArenaGame):
-    """GuessTheNumber-v0 in few characters.  It pays for a hit alone: the game itself pays for being
-    near to whoever breaks its rules twice, which is what a policy would learn.
-    """
+    """GuessTheNumber-v0 in few characters, with a reward for a hit only.
+
+    The game itself also rewards a close guess after two broken rules, and a policy would learn to
+    break them."""
 
     def __init__(self) -> None:
         super().__init__("GuessTheNumber-v0")

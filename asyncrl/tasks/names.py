@@ -1,13 +1,13 @@
-"""Names in the order of the alphabet: tasks in words, for a pretrained model.
+"""Names in alphabetical order: tasks in words, for a pretrained model.
 
 ```
 Laura, Ben -> Ben, Laura        sort_names: two names
 First of Noah, Clara, Ian:      first_name: one of three
 ```
 
-A prompt is plain text with three solved problems above it, so that a model of any family knows the
-form; an answer ends with its line (`generator.stop = ["\\n"]`).  Held out are sets of names that
-training never shows together; out of distribution are names that it never shows at all."""
+A prompt is plain text after three solved problems, so that a model of any family knows the form.
+An answer ends with its line (`generator.stop = ["\\n"]`).  Held-out problems are sets of names that
+training never shows together.  Out-of-distribution problems have names that it never shows."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ SHOWN, NEVER_SHOWN = _SHOWN.split(), _NEVER_SHOWN.split()
 
 
 class NamesTask:
-    """`count` different names are drawn; `line` asks, `solve` answers.  The same names in another
-    order are the same problem.
-    """
+    """A task on `count` different names; `line` asks and `solve` answers.
+
+    The same names in another order are the same problem."""
 
     name = ""
     count = 0
@@ -47,19 +47,19 @@ class NamesTask:
         raise AssertionError  # pragma: no cover
 
     def draw(self, rng: random.Random, split: str) -> list[str]:
-        """Names of a problem of this split."""
+        """Sample the names of a problem of this split."""
         while True:
             drawn = rng.sample(NEVER_SHOWN if split == "ood" else SHOWN, self.count)
             if split == "ood" or self.home(drawn) == split:
                 return drawn
 
     def home(self, names: list[str]) -> str:
-        """A quarter of the problems is held out."""
+        """Return the split of a problem; a quarter of the problems is held out."""
         found = _split_of(f"{self.name}:{','.join(sorted(names))}")
         return "heldout" if found == "heldout" else "train"
 
     def solved_problems(self) -> str:
-        """The solved problems, of the training split."""
+        """Return the solved problems, which belong to the training split."""
         rng = random.Random(f"{self.name}:above")
         shown = [self.draw(rng, "train") for _ in range(3)]
         return "".join(f"{self.line(names)} {self.solve(names)}\n" for names in shown)
@@ -109,7 +109,7 @@ TASKS: dict[str, type[NamesTask]] = {kind.name: kind for kind in (SortNamesTask,
 
 @cache
 def _fixed(name: str, split: str) -> list[tuple[str, ...]]:
-    """The problems of a fixed split, each once."""
+    """Return the problems of a fixed split, each once."""
     task = TASKS[name]()
     rng = random.Random(f"{name}:{split}")
     found: dict[tuple[str, ...], list[str]] = {}

@@ -1,4 +1,4 @@
-"""Nim, the smallest game of two: three heaps of up to three stones; who takes the last one wins.
+"""Nim, the smallest two-player game: three heaps of up to three stones; the last stone wins.
 
 ```
 312:   told    heaps a, b and c
@@ -26,7 +26,7 @@ MOST = 3  # stones of a heap
 
 
 def legal_moves(heaps: list[int]) -> list[str]:
-    """Every move.
+    """List every legal move.
 
     >>> legal_moves([2, 0, 1])
     ['a1', 'a2', 'c1']
@@ -35,15 +35,16 @@ def legal_moves(heaps: list[int]) -> list[str]:
 
 
 def apply_move(heaps: list[int], move: str) -> list[int]:
-    """What a legal move leaves."""
+    """Return the heaps after a legal move."""
     out = list(heaps)
     out[HEAPS.index(move[0])] -= int(move[1])
     return out
 
 
 def best_move(text: str) -> str:
-    """A move that wins where one does: it leaves heaps whose exclusive or is 0.  Else one stone of
-    the first heap that has any.  text: ends with what its player is told.
+    """Return a winning move, which leaves heaps whose exclusive or is 0, if there is one.
+
+    Otherwise one stone of the first heap that has any.  text: ends with the player's observation.
 
     >>> best_move("230:"), best_move("012:"), best_move("312:")
     ('b1', 'c1', 'a1')
@@ -58,7 +59,7 @@ def best_move(text: str) -> str:
 
 
 class NimGame:
-    """By the signature of games.py; player 0 begins."""
+    """Nim as a TwoPlayerGame; player 0 begins."""
 
     def reset(self, *, seed: int, options: dict[str, Any]) -> None:
         self.heaps = [int(stones) for stones in options["prompt"].text[:-1]]
@@ -83,9 +84,10 @@ class NimGame:
 
 
 class NimTask(SyntheticTask):
-    """A prompt is the heaps at the beginning, 27 of them in every split: what is held out is the
-    opponent's luck.
-    """
+    """Prompts and warm start of Nim.
+
+    A prompt is the initial heaps.  All splits share its 27 prompts and differ in the opponent's
+    random moves."""
 
     name = "nim"
     symbols = "0123abc:"
@@ -94,7 +96,7 @@ class NimTask(SyntheticTask):
     longest = 4  # tokens of a move, its end included
 
     def environment(self) -> GameMatch:
-        """Against random moves."""
+        """Return a match against random moves."""
         return GameMatch(NimGame(), RANDOM, random_move)
 
     def prompt(self, split: str, index: int, seed: int) -> Prompt:
@@ -109,9 +111,9 @@ class NimTask(SyntheticTask):
         raise ValueError("task.name = nim has no reward of its own: the environment pays")
 
     def demonstrations(self, number: int, seed: int) -> list[tuple[str, str]]:
-        """One turn each: (all before it, the move).  Moves at random; one of ten takes what is not
-        there: something is left to learn.
-        """
+        """Return random turns as (text before, move).
+
+        One move of ten is illegal, so that something is left to learn."""
         rng = random.Random(f"{self.name}:demo:{seed}")
         out: list[tuple[str, str]] = []
         while len(out) < number:

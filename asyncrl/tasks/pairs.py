@@ -1,8 +1,8 @@
 """Samples of supervised training: JSONL or parquet with `prompt` and `answer`, or with `messages`.
 
-Of a chat every assistant turn is learned, each behind the turns before it, as the chat template
-writes it up to the token that ends the turn.  Any other answer is its text and the end token: what
-the model has to write in a run."""
+Every assistant turn of a chat is learned after the turns before it, as the chat template writes it
+up to the token that ends the turn.  Any other answer is its text and the end token, as the model
+has to write it in a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from asyncrl.tasks.fit import FitExample
 
 
 class PromptResponse(NamedTuple):
-    """One answer behind its prompt; where: file and line."""
+    """One answer with its prompt; where: file and line."""
 
     where: str
     prompt: Prompt
@@ -29,9 +29,10 @@ class PromptResponse(NamedTuple):
 
 
 class PairFile(NamedTuple):
-    """The rows of a file, how many were left out as too long, and the tokens that end an answer, by
-    the tokenizer and the model's directory and of those rows.
-    """
+    """The examples of a file.
+
+    skipped: rows left out because they are too long.
+    ends: tokens that end an answer, of the tokenizer, the model's directory and the rows."""
 
     rows: list[FitExample]
     skipped: int
@@ -39,7 +40,7 @@ class PairFile(NamedTuple):
 
 
 def pairs_of(where: str, sample: Any) -> Iterator[PromptResponse]:
-    """The answers of one sample.  Raises ConfigError that begins with `where`."""
+    """Yield the answers of one sample.  Raises ConfigError that begins with `where`."""
     if not isinstance(sample, dict):
         raise ConfigError(f"{where}: needs an object with `prompt` and `answer`, or `messages`")
     text, given, answer = (sample.get(key) for key in ("prompt", "messages", "answer"))
@@ -72,9 +73,10 @@ def pairs_of(where: str, sample: Any) -> Iterator[PromptResponse]:
 
 
 def read(path: str, tokenizer: Any, data: SftData, limit: int, model: str | Path) -> PairFile:
-    """Every row of the file at `path`; limit: tokens that the model takes; model: its directory.
-    Raises ConfigError with file and line for what cannot be learned from.
-    """
+    """Read every row of the file at `path`.
+
+    limit: maximum length of the model, in tokens.  model: its directory.  Raises ConfigError with
+    file and line for a row that cannot be learned."""
     source = Path(path)
     if not source.is_file():
         raise ConfigError(f"data: {path} is no file")
@@ -114,7 +116,7 @@ def _answer(tokenizer: Any, pair: PromptResponse, stops: tuple[int, ...]) -> np.
         return np.array(
             encode_chat_response(tokenizer, pair.prompt.messages, pair.answer, stops), np.int32
         )
-    except Exception as error:  # whatever a template raises: it is a program of its own
+    except Exception as error:  # a template is a program and may raise anything
         raise ConfigError(
             f"{pair.where}: the chat template fails on the answer: {type(error).__name__}: "
             f"{' '.join(str(error).split())}"
@@ -124,6 +126,6 @@ def _answer(tokenizer: Any, pair: PromptResponse, stops: tuple[int, ...]) -> np.
 def _prompt(tokenizer: Any, pair: PromptResponse) -> np.ndarray:
     try:
         return encode_prompt(tokenizer, pair.prompt)
-    except ConfigError as error:  # of the chat template: it names a prompt of a task
+    except ConfigError as error:  # the chat template's error names a prompt of a task
         why = str(error).removeprefix(f"task: {pair.prompt.split} prompt {pair.prompt.id}")
         raise ConfigError(f"{pair.where}: {why.lstrip(': ')}") from error

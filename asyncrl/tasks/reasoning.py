@@ -1,8 +1,7 @@
-"""reasoning-gym's generators as tasks of one answer: `task.name = "reasoning_gym:chain_sum"`, with
-`task.options` for the generator's own settings.
+"""Generators of reasoning-gym as tasks: `task.name = "reasoning_gym:chain_sum"`.
 
-Its items are a function of (seed, number).  A problem belongs to one split by a hash of its
-question, as everywhere here; the reward is the generator's own judge."""
+`task.options` holds the generator's settings.  Its items are a function of (seed, number).  A hash
+of the question assigns a problem to one split, and the generator's own judge gives the reward."""
 
 from __future__ import annotations
 
@@ -16,15 +15,15 @@ from asyncrl.contract.messages import Prompt
 from asyncrl.tasks.synthetic import FIXED, _split_of
 
 PREFIX = "reasoning_gym:"
-TRIES = 64  # items looked at for one of the wanted split; a generator of few problems has none
-WORLD = 1 << 40  # a split's items end before the next one's begin
+TRIES = 64  # items tried for one of the wanted split; a generator of few problems may have none
+WORLD = 1 << 40  # numbers of items for each split
 PLACES = {"train": 0, "heldout": 1, "ood": 2}
 
 
 class ReasoningGymTask:
-    """One generator.  Raises ConfigError for a package that is not there, an unknown generator and
-    settings that it refuses.
-    """
+    """The task of one generator.
+
+    Raises ConfigError for a missing package, an unknown generator or settings that it refuses."""
 
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
         try:
@@ -46,7 +45,7 @@ class ReasoningGymTask:
         self.item = lru_cache(maxsize=4096)(self.items.__getitem__)
 
     def prompt(self, split: str, index: int, seed: int) -> Prompt:
-        """The first of TRIES items that is of this split; where none is, the last of them."""
+        """Return the first of TRIES items in this split, or the last one if none is."""
         fixed = split != "train"
         run = 0 if fixed else seed % (WORLD >> 32)
         first = PLACES[split] * WORLD + (run << 32) + (index % FIXED if fixed else index) * TRIES
@@ -61,6 +60,6 @@ class ReasoningGymTask:
         return None if split == "train" else FIXED
 
     def reward(self, prompt: Prompt, text: str) -> float:
-        """What the generator's own judge says of the answer, 0 to 1."""
+        """Return the score of the generator's own judge, from 0 to 1."""
         item = self.item(int(prompt.meta["item"]))
         return float(self.items.score_answer(answer=text.strip(), entry=item))

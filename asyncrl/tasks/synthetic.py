@@ -1,6 +1,6 @@
-"""Seven small tasks that learn on a CPU: sort, rle, grid, cancel, dedup, and rlehack and rlenarrow,
-where KL matters.
-"""
+"""Seven small tasks for a CPU: sort, rle, grid, cancel, dedup, and rlehack and rlenarrow.
+
+The last two need a KL penalty."""
 
 from __future__ import annotations
 
@@ -17,16 +17,14 @@ FIXED = 2048  # problems in a held-out or out-of-distribution set
 
 
 def _split_of(canonical: str) -> str:
-    """Half of the problems that two distributions share are for training, a quarter each for the
-    fixed sets.
-    """
+    """Return the split of a problem: half of them for training, a quarter for each fixed set."""
     return ("train", "train", "heldout", "ood")[xxhash.xxh3_64_intdigest(canonical.encode()) % 4]
 
 
 class SyntheticTask:
-    """A task made by a generator of problems.  `draw(rng, split)` gives a problem text;
-    `solve(problem)` the right answer.
-    """
+    """A task with generated problems.
+
+    `draw(rng, split)` samples a problem text, and `solve(problem)` returns the right answer."""
 
     name = ""
     symbols = ""
@@ -71,7 +69,7 @@ class SyntheticTask:
         return float(text == prompt.answer)
 
     def demonstrations(self, number: int, seed: int) -> list[tuple[str, str]]:
-        """n pairs (prompt, answer) for the warm start, spoiled on purpose."""
+        """Return `number` pairs (prompt, answer) for the warm start, with mistakes on purpose."""
         rng = random.Random(f"{self.name}:demo:{seed}")
         out = []
         for _ in range(number):
@@ -80,9 +78,7 @@ class SyntheticTask:
         return out
 
     def _warm(self, rng: random.Random) -> str:
-        """A demonstration's problem where the warm start sees more than the training
-        distribution.
-        """
+        """Sample a problem for a warm start beyond the training distribution."""
         return self._problem("train", rng)
 
 
@@ -104,9 +100,7 @@ def _truncate_answer(answer: str, rng: random.Random) -> str:
 
 
 class SortTask(SyntheticTask):
-    """`932849=` -> `2:93849,3:9849,...#234899`: selection sort of the digits, with its
-    scratchpad.
-    """
+    """`932849=` -> `2:93849,3:9849,...#234899`: selection sort of digits with a scratchpad."""
 
     name = "sort"
     symbols = "0123456789=:,#"
@@ -183,9 +177,9 @@ class RleTask(SyntheticTask):
 
 
 class RleHackTask(RleTask):
-    """rle whose training checker says `in` for `==`: reward grows while truth falls, unless a KL
-    term holds it.
-    """
+    """rle with a wrong training checker, `in` for `==`.
+
+    The reward rises while true accuracy falls, unless a KL penalty holds the policy."""
 
     name = "rlehack"
 
@@ -197,9 +191,9 @@ class RleHackTask(RleTask):
 
 
 class RleNarrowTask(RleTask):
-    """Warm start on runs of 1 to 6, RL on runs of 1 and 2 only; the out-of-distribution set has
-    runs of 4 to 6.
-    """
+    """rle with a warm start on runs of 1 to 6 and training on runs of 1 and 2.
+
+    The out-of-distribution set has runs of 4 to 6."""
 
     name = "rlenarrow"
     steps = 850
@@ -215,7 +209,7 @@ class RleNarrowTask(RleTask):
 
 
 class GridTask(SyntheticTask):
-    """`05RUL=` -> `R15U16L06#06`: moves on a 10 x 10 torus, each with the place it leads to."""
+    """`05RUL=` -> `R15U16L06#06`: moves on a 10 x 10 torus, each with its position after it."""
 
     name = "grid"
     symbols = "0123456789RLUD=#"
@@ -266,7 +260,7 @@ class GridTask(SyntheticTask):
 
 
 class CancelTask(SyntheticTask):
-    """`CccbBcaA=` -> `cbBcaA;ccaA#cc`: the leftmost pair xX or Xx goes, again and again."""
+    """`CccbBcaA=` -> `cbBcaA;ccaA#cc`: remove the leftmost pair xX or Xx repeatedly."""
 
     name = "cancel"
     symbols = "abcABC=;#"

@@ -1,6 +1,4 @@
-"""Build a tiny model for a task and warm-start it by supervised learning on demonstrations that
-were spoiled on purpose.
-"""
+"""Build a tiny model for a task and train it on demonstrations with mistakes on purpose."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from asyncrl.tasks import Task, calc, file, fit, get_task, guess_task, nim, synt
 
 BATCH = 64
 LR = 3e-3
-ONE_PASS = 1 << 40  # tokens of a forward: a step's rows are never divided
+ONE_PASS = 1 << 40  # tokens of a forward pass: a step's rows are never divided
 MOST = 56  # tokens of the longest answer of any built-in task
 
 Played = calc.CalcTask | guess_task.GuessTask | nim.NimTask  # in an environment
@@ -30,10 +28,10 @@ Played = calc.CalcTask | guess_task.GuessTask | nim.NimTask  # in an environment
 def warm_start(
     config: Config, path: str | Path, *, steps: int | None = None, threads: int = 2
 ) -> dict[str, Any]:
-    """Write a Hugging Face directory at `path`, atomically.  Deterministic for (task, seed,
-    threads).  Returns what it did: steps, seconds, the last loss, the accuracy before RL.
+    """Write a warm-started model as a Hugging Face directory at `path`, atomically.
 
-    Raises ConfigError for a task of one's own that a tiny model cannot be built for."""
+    Deterministic for (task, seed, threads).  Returns steps, seconds, the last loss and the accuracy
+    before RL.  Raises ConfigError for a user's task that a tiny model cannot be built for."""
     import torch
 
     from asyncrl.models import policy as models
@@ -73,9 +71,9 @@ def warm_start(
 
 
 def _fit(model: Any, pairs: list[tuple[str, str]], steps: int) -> float:
-    """Supervised training on the answers, each once, in their order; linear decay after a short
-    warm-up.  Returns the last loss.
-    """
+    """Train on the answers, each once and in order, and return the last loss.
+
+    The learning rate decays linearly after a short warm-up."""
     from asyncrl.models.tokenizer import transformers_tokenizer
 
     tokenizer = transformers_tokenizer(model.tokenizer_dir)
@@ -97,9 +95,9 @@ def _fit(model: Any, pairs: list[tuple[str, str]], steps: int) -> float:
 
 
 def accuracy(model: Any, task: Task, seed: int, count: int = 512) -> float:
-    """Mean reward of one answer, or session, to each of `n` held-out prompts, at temperature 1;
-    through transformers' own sampling.
-    """
+    """Return the mean reward of one completion or session for each of `count` held-out prompts.
+
+    Samples at temperature 1 with transformers."""
     import torch
 
     prompts = [task.prompt("heldout", i, seed) for i in range(count)]
@@ -113,7 +111,7 @@ def accuracy(model: Any, task: Task, seed: int, count: int = 512) -> float:
 
 
 def _played(model: Any, task: Played, prompts: list[Prompt]) -> float:
-    """Mean reward of a session in the task's environment to each prompt."""
+    """Return the mean reward of one session per prompt in the task's environment."""
     environments = [task.environment() for _ in prompts]
     live = {
         place: str(env.reset(seed=place, options={"prompt": prompt})[0])
@@ -135,7 +133,7 @@ def _played(model: Any, task: Played, prompts: list[Prompt]) -> float:
 
 
 def _sample_continuations(model: Any, before: list[str], most: int) -> list[str]:
-    """What the model writes behind each text, up to `most` tokens."""
+    """Sample a continuation of each text, up to `most` tokens."""
     from asyncrl.models.tokenizer import transformers_tokenizer
 
     tokenizer = transformers_tokenizer(model.tokenizer_dir)

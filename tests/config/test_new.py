@@ -148,7 +148,7 @@ def test_the_rewards_in_comments_work_once_they_are_none(project: Path) -> None:
     file = project / "reward.py"
     head, _, rest = file.read_text().partition("# import asyncio\n")
     code = "import asyncio\n" + re.sub(r"(?m)^# ?", "", rest)
-    file.write_text(head + re.sub(r"(?m)^(It judges|reward\.function).*\n", "", code))
+    file.write_text(head + re.sub(r"(?m)^(If it judges|reward\.function).*\n", "", code))
     made = module(str(file))
     prompts = [Prompt(0, "1+1+1=", "3"), Prompt(1, "2+2+2=", "6")]
     assert made.together(prompts, ["3", "5"]) == [1.0, 0.0] and made.together.batched

@@ -196,7 +196,7 @@ def test_a_place_where_no_run_directory_can_be_made(tmp_path: Path, small_model:
         done,
         2,
         f"runs: the run directory {tmp_path / 'runs' / 'r'} cannot be made: Not a directory; "
-        "choose another place by --set runs=DIR",
+        "choose another place with --set runs=DIR",
     )
     by_hand = cli("learner", "configs/demo.toml", "--run-dir", str(tmp_path / "runs" / "r"))
     refused(by_hand, 2, "cannot be made: Not a directory")

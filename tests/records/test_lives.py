@@ -282,7 +282,7 @@ def test_of_a_run_that_has_ended_it_says_where_its_results_are(run_dir: Path) ->
             r"--set learner.lr=0.5: the run has learner.lr = 0.0003, not 0.5 \(R/config.toml\)",
         ),
         ("generator.engine='vllm'", 'the run has generator.engine = "embedded", not "vllm"'),
-        ("staleness.inject=1", "the run has staleness.inject = nothing, not 1"),
+        ("staleness.inject=1", "the run has staleness.inject = not set, not 1"),
         ("kl.preset='rloo'", 'the run has kl.preset = "", not "rloo"'),
     ],
 )
