@@ -147,7 +147,7 @@ def test_a_comparison_from_start_to_verdict(sort_model: Path, tmp_path: Path) ->
     )
     settings = html[html.index('<table id="settings">') :].split("</table>")[0]
     assert "staleness.inject = 2 (none), staleness.max_lag = 2 (0)" in settings
-    assert "the same as sync" in settings and "otherwise than sync" in settings
+    assert "the same as sync" in settings and "compared with sync" in settings
     assert json.loads((out / "comparison.json").read_text()) == found and any(
         (out / "tensorboard").rglob("events*")
     )
