@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from asyncrl.models import exact_operators
 from asyncrl.models.packed_attention import QueryBlock, cut_queries
-from asyncrl.models.packed_forward import ModelLayout, rotate
+from asyncrl.models.packed_forward import ModelLayout, kept_tokens, renormalize, rotate
 
 MASKED = -1e30
 BLOCK = 64  # steps between two searches for free columns; granularity of attention's columns
@@ -484,41 +484,36 @@ def sample(
     u: torch.Tensor,
     scale: torch.Tensor | None,
     cut: tuple[torch.Tensor, torch.Tensor] | None,
-) -> Any:
-    """Sample one token per row by inverse CDF.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Sample one token a row by inverse CDF.
+
+    Returns tokens [n], their log-probabilities [n] under what was sampled from, and with `cut` the
+    tokens that were kept, bool [n, V].
 
     Args:
         logits: fp32 [n, V].
-        u: [n], uniform numbers.
+        u: [n], uniform in (0, 1].
         scale: [n], 1 / temperature; None: 1.
-        cut: (top_p [n], top_k [n]) or None.
-
-    Returns tokens [n] and their log-probabilities [n] under the sampling distribution.
+        cut: (top_p [n], top_k [n]); None: nothing is truncated.
     """
     logs = torch.log_softmax(logits if scale is None else logits * scale[:, None], -1)
+    kept = None
     if cut is not None:
-        logs = truncate(logs, *cut)
+        kept = kept_tokens(logs, *cut)
+        logs = renormalize(logs, kept)
     c = logs.exp().cumsum(-1)
-    tokens = torch.searchsorted(c, (u[:, None] * c[:, -1:]), right=True).clamp_(
-        max=logs.shape[1] - 1
-    )
-    return tokens[:, 0], logs.gather(1, tokens)[:, 0]
+    # below the sum, whatever u rounds to: the first position above it has a probability
+    reached = torch.minimum(u[:, None] * c[:, -1:], torch.nextafter(c[:, -1:], c.new_zeros(())))
+    tokens = torch.searchsorted(c, reached, right=True)
+    return tokens[:, 0], logs.gather(1, tokens)[:, 0], kept
 
 
-def truncate(logs: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
-    """Renormalize log-probabilities [n, V] after top-k, then top-p; -inf outside.
-
-    top-p keeps the smallest set of at least that mass.
-    """
-    ordered, index = logs.sort(-1, descending=True)
-    rank = torch.arange(logs.shape[1], device=logs.device)
-    excluded = (top_k[:, None] > 0) & (rank >= top_k[:, None])
-    p = ordered.masked_fill(excluded, -torch.inf).softmax(-1)
-    excluded |= (p.cumsum(-1) - p) >= top_p[:, None]
-    excluded[:, 0] = False
-    inside = torch.zeros_like(excluded).scatter_(1, index, ~excluded)
-    cut: torch.Tensor = torch.log_softmax(logs.masked_fill(~inside, -torch.inf), -1)
-    return cut
+def kept_ids(kept: torch.Tensor) -> list[np.ndarray]:
+    """Return the kept tokens of each row, int32; empty where all were kept.  kept: bool [n, V]."""
+    some = kept & ~kept.all(-1, keepdim=True)
+    sizes = some.sum(-1).cpu().numpy()
+    ids = some.nonzero()[:, 1].to(torch.int32).cpu().numpy()
+    return np.split(ids, np.cumsum(sizes)[:-1])
 
 
 # ---- exact mode: column = position, operators of asyncrl.models.exact_operators ------------------

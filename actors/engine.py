@@ -15,6 +15,7 @@ import numpy as np
 from asyncrl.config.engines import ENGINES
 from asyncrl.config.tree import Config
 from asyncrl.contract.messages import VersionSpan
+from asyncrl.contract.sampled_support import SampledSupport
 from asyncrl.contract.versions import Label
 
 Key = tuple[int, int, int]  # (ticket, sample, attempt)
@@ -40,6 +41,11 @@ class CompletionRequest:
     drawn_for: tuple[int, int] | None = None  # (ticket, sample) of the stream; None: the key's
 
     @property
+    def truncates(self) -> bool:
+        """Whether top-p or top-k may exclude tokens."""
+        return self.top_p < 1 or self.top_k > 0
+
+    @property
     def stream(self) -> tuple[int, int, int]:
         """The (seed, ticket, sample) that `uniforms` derives the random stream from."""
         ticket, sample = self.drawn_for or self.key[:2]
@@ -50,8 +56,10 @@ class CompletionRequest:
 class Completion:
     """A finished completion.
 
-    tokens: int32 [T], including the stop token. logprobs: float32 [T], under the sampling
-    distribution (after temperature, top-p and top-k).
+    tokens: int32 [T], the stop token included.
+    logprobs: float32 [T], under the sampling distribution (after temperature, top-p and top-k).
+    support: the tokens that top-p and top-k kept at each of the T positions; None: nothing was
+        truncated, or the engine does not record it.
     """
 
     key: Key
@@ -60,6 +68,12 @@ class Completion:
     logprobs: np.ndarray
     spans: list[VersionSpan]
     finish: Literal["stop", "length"]
+    support: SampledSupport | None = None
+
+    @property
+    def support_bytes(self) -> bytes:
+        """The wire form of the support."""
+        return b"" if self.support is None else self.support.encode()
 
 
 class Engine(Protocol):

@@ -25,6 +25,7 @@ from actors.engine import Completion, CompletionRequest, Engine, Key, uniform_ro
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import VersionSpan
+from asyncrl.contract.sampled_support import SampledSupport
 from asyncrl.contract.versions import Label
 from asyncrl.models import exact_operators, memory
 from asyncrl.models.adapters import AdapterBase
@@ -48,6 +49,9 @@ class EngineRow:
     loads: int
     # (first token, label, digest) of each span
     marks: list[tuple[int, Label, str]] = field(default_factory=list)
+    # int32, the tokens that top-p and top-k kept at each position, where the request truncates;
+    # empty: all
+    kept: list[np.ndarray] = field(default_factory=list)
 
 
 class EmbeddedEngine:
@@ -124,6 +128,7 @@ class EmbeddedEngine:
             torch.zeros(rows, dtype=torch.long, device=self.device),
         )
         self.cuts = False  # some live row has top-p or top-k
+        self.vocabulary = 0  # tokens that a truncated row was sampled from
         self.plain = True  # every live row has temperature 1 and no cut
         self.stop = torch.full((rows, 1), -1, dtype=torch.long, device=self.device)
         self.uniform = torch.zeros(rows, max_new_tokens, device=self.device)
@@ -280,11 +285,8 @@ class EmbeddedEngine:
         )
         self.live += len(requests)
         rows = [request.request for request in self.rows if request is not None]
-        self.plain = all(
-            request.temperature == 1 and request.top_p == 1 and request.top_k == 0
-            for request in rows
-        )
-        self.cuts = any(request.top_p < 1 or request.top_k > 0 for request in rows)
+        self.plain = all(request.temperature == 1 and not request.truncates for request in rows)
+        self.cuts = any(request.truncates for request in rows)
 
     def _fill(self, index: torch.Tensor, requests: list[CompletionRequest]) -> None:
         def put(values: list[Any], dtype: torch.dtype) -> torch.Tensor:
@@ -584,15 +586,14 @@ class EmbeddedEngine:
         # the row's own token count selects its uniform, so that a sample does not depend on the
         # rows beside it
         draws = self.uniform[:count].gather(1, self.count[:count, None])[:, 0]
-        if self.plain:
-            token, logprob = decoder.sample(logits, draws, None, None)
-        else:
-            token, logprob = decoder.sample(
-                logits,
-                draws,
-                self.scale[:count],
-                (self.top_p[:count], self.top_k[:count]) if self.cuts else None,
-            )
+        token, logprob, kept = decoder.sample(
+            logits,
+            draws,
+            None if self.plain else self.scale[:count],
+            (self.top_p[:count], self.top_k[:count]) if self.cuts else None,
+        )
+        if kept is not None:
+            self._record_kept(kept)
         self.out_token[:count, column], self.out_logprob[:count, column] = token, logprob
         live = self.left[:count] > 0
         self.left[:count].sub_(live.long())
@@ -601,6 +602,19 @@ class EmbeddedEngine:
         self.count[:count].add_(1).clamp_(max=self.uniform.shape[1] - 1)
         self.position[:count].add_(1).clamp_(max=self.context)
         return self._answers(ended.nonzero()[:, 0])
+
+    def _record_kept(self, kept: torch.Tensor) -> None:
+        """Append the kept tokens, bool [n, V], to the rows whose request truncates."""
+        self.vocabulary = kept.shape[1]
+        truncated = [
+            slot for slot, row in enumerate(self.rows) if row is not None and row.request.truncates
+        ]
+        if not truncated:
+            return
+        for slot, ids in zip(truncated, decoder.kept_ids(kept[truncated]), strict=True):
+            row = self.rows[slot]
+            assert row is not None
+            row.kept.append(ids)
 
     def _oldest_step(self) -> int:
         return min(row.born for row in self.rows if row is not None)
@@ -647,6 +661,9 @@ class EmbeddedEngine:
                     logprobs[index, columns],
                     spans(row, len(tokens), self.in_flight),
                     finish,
+                    support=SampledSupport.from_lists(row.kept, self.vocabulary)
+                    if row.kept
+                    else None,
                 )
             )
         self.live -= len(completions)

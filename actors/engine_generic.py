@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from actors.decoder import sample
+from actors.decoder import kept_ids, sample
 from actors.engine import Completion, CompletionRequest, Key, uniforms
 from asyncrl.contract.messages import VersionSpan
+from asyncrl.contract.sampled_support import SampledSupport
 from asyncrl.contract.versions import Label
 from asyncrl.models.adapters import AdapterBase
 from asyncrl.models.policy import PolicyModel, load_weights
@@ -30,6 +31,8 @@ class GenericRow:
     logprobs: list[float]
     marks: list[tuple[int, Label, str]]
     stream: np.ndarray
+    # int32, the tokens that top-p and top-k kept at each position; empty: all
+    kept: list[np.ndarray] = field(default_factory=list)
 
 
 class GenericEngine:
@@ -54,6 +57,7 @@ class GenericEngine:
         self.label = Label(0, 0)
         self.digest = ""
         self.steps_made = 0
+        self.vocabulary = 0  # tokens that a truncated row was sampled from
 
     @property
     def active(self) -> int:
@@ -127,15 +131,20 @@ class GenericEngine:
             torch.tensor([r.top_p for r in requests], device=device),
             torch.tensor([r.top_k for r in requests], device=device),
         )
-        tokens, logprobs = sample(
+        tokens, logprobs, kept = sample(
             logits,
             uniform,
             scale,
-            cut if any(r.top_p < 1 or r.top_k > 0 for r in requests) else None,
+            cut if any(request.truncates for request in requests) else None,
         )
         for row, token, logprob in zip(self.rows, tokens.tolist(), logprobs.tolist(), strict=True):
             row.tokens.append(token)
             row.logprobs.append(logprob)
+        if kept is not None:
+            for row, ids in zip(self.rows, kept_ids(kept), strict=True):
+                if row.request.truncates:
+                    row.kept.append(ids)
+            self.vocabulary = kept.shape[1]
 
     def _answer(self, row: GenericRow) -> Completion:
         ends = [m[0] for m in row.marks[1:]] + [len(row.tokens)]
@@ -154,6 +163,7 @@ class GenericEngine:
             np.array(row.logprobs, np.float32),
             spans,
             finish,
+            support=SampledSupport.from_lists(row.kept, self.vocabulary) if row.kept else None,
         )
 
     def abort(self, keys: Iterable[Key]) -> dict[Key, int]:

@@ -38,6 +38,7 @@ from asyncrl.tasks import get_task
 
 DECODE_STEPS = 8  # between two reads of the socket
 IDLE_POLL_S = 0.02  # how long an idle generator waits at its socket
+RENEW_S = 0.5  # between two progress reports
 EVERYTHING = 1 << 30  # samples
 
 
@@ -223,6 +224,7 @@ def trajectory(written: ScoredResponse, result: RewardResult) -> Trajectory:
         token_rewards=token_rewards,
         generated_at=time.monotonic(),
         failed=result.failed,
+        support=completion.support_bytes,
     )
 
 

@@ -12,6 +12,8 @@ import torch
 from asyncrl.algorithms.loss import LossBatch
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import Batch, Trajectory
+from asyncrl.contract.sampled_support import SampledSupport
+from asyncrl.models.packed_forward import SupportTable
 
 # most training sequences in a micro-batch: with more, padding and saved activations outgrow caches
 ROWS = 96
@@ -36,6 +38,8 @@ class PackedBatch:
     temperature: torch.Tensor
     offsets: np.ndarray
     loss: LossBatch
+    # of each row: the tokens that top-p and top-k kept at each position; None: all
+    supports: list[SampledSupport | None]
     places: list[int]  # index of each sample in the batch's samples
 
     @property
@@ -70,6 +74,15 @@ class PackedBatch:
         """Return (prompts, responses) of the rows of `samples`."""
         rows = self.rows_of(samples)
         return [self.prompts[row] for row in rows], [self.responses[row] for row in rows]
+
+    def row_supports(self, samples: Sequence[int]) -> list[SampledSupport | None]:
+        """Return the supports of the rows of `samples`."""
+        return [self.supports[row] for row in self.rows_of(samples)]
+
+    def support_table(self, samples: Sequence[int], device: torch.device) -> SupportTable | None:
+        """Return the supports of the tokens of `samples` on `device`; None: nothing truncated."""
+        lengths = [len(self.responses[row]) for row in self.rows_of(samples)]
+        return SupportTable.build(self.row_supports(samples), lengths, device)
 
     def row_temperature(self, samples: Sequence[int]) -> torch.Tensor:
         """Return the sampling temperature of each row of `samples`."""
@@ -148,6 +161,10 @@ def pack(batch: Batch, *, greedy: bool = False) -> PackedBatch:
         temperature=torch.tensor([sample.temperature for sample in samples]),
         offsets=offsets,
         loss=loss,
+        supports=[
+            SampledSupport.decode(row.support, len(row.mask)) if row.support else None
+            for row in every
+        ],
         places=at,
     )
 

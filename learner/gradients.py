@@ -111,6 +111,11 @@ def energies(
         made = run(micro, True)
         assert made.hidden is not None
         temperature = packed.temperature.to(loss.seq.device)[loss.seq[part]]
-        squares = packed_forward.squared_probabilities(model.fast, made.hidden, temperature)
+        squares = packed_forward.squared_probabilities(
+            model.fast,
+            made.hidden,
+            temperature,
+            packed.support_table(micro, made.hidden.device),
+        )
         out[part] = (1 - 2 * made.logprobs.exp() + squares).to(out)
     return out

@@ -598,6 +598,7 @@ class LearnerCore:
                 groups=[packed.shared[row] for row in packed.rows_of(samples)],
                 want_entropy=entropy,
                 want_hidden=hidden,
+                supports=packed.row_supports(samples),
             )
 
     def _step_kl(
@@ -620,6 +621,7 @@ class LearnerCore:
             self.reference.fast,
             ref,
             packed.temperature.to(self.where)[packed.loss.seq[packed.token_positions(samples)]],
+            packed.support_table(samples, hidden.device),
         )
 
     def _zero_grad(self) -> None:

@@ -27,6 +27,7 @@ import numpy as np
 import xxhash
 
 from asyncrl.contract.messages import TrainingSequence, VersionSpan
+from asyncrl.contract.sampled_support import SampledSupport
 
 Message = dict[str, Any]
 _encode = msgspec.json.Encoder().encode
@@ -49,6 +50,7 @@ class CallNode:
     ids: np.ndarray | None = None
     logprobs: np.ndarray | None = None
     spans: list[VersionSpan] = field(default_factory=list)
+    support: SampledSupport | None = None  # of the T tokens; None: nothing was truncated
     finish: Literal["stop", "length"] = "stop"
     # the messages of its prompt: their digest, the session's own answers among them, the tools
     chain: bytes = b""
@@ -306,12 +308,17 @@ def _make_row(
     rewards = np.full(len(tokens), np.nan, np.float32)  # NaN: no reward at this token
     spans: list[VersionSpan] = []
     segments: list[tuple[str, int, int]] = []
+    supports: list[SampledSupport] = []
     end = 0
     for node in own:
         assert node.ids is not None and node.logprobs is not None
         first = len(node.prompt()) - len(prompt)
         if first > end:
             segments.append(("context", end, first))
+        supports += [
+            SampledSupport.untruncated(first - end),
+            node.support or SampledSupport.untruncated(len(node.ids)),
+        ]
         end = first + len(node.ids)
         segments.append(("model", first, end))
         logprobs[first:end] = node.logprobs
@@ -329,4 +336,5 @@ def _make_row(
         spans=spans,
         segments=segments,
         token_rewards=rewards.astype("<f4").tobytes() if shares else b"",
+        support=SampledSupport.join(supports).encode(),
     )

@@ -111,6 +111,7 @@ class CallTurn(GeneratorTurn):
                     np.ascontiguousarray(answer.logprobs, dtype="<f4").tobytes(),
                     answer.spans,
                     answer.finish,
+                    support=answer.support_bytes,
                 )
             )
         return None

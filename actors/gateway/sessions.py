@@ -29,6 +29,7 @@ from asyncrl.contract import outcomes
 from asyncrl.contract.errors import AsyncrlError, ProtocolError
 from asyncrl.contract.messages import Ticket, TrainingSequence, VersionSpan
 from asyncrl.contract.printable import escape_line
+from asyncrl.contract.sampled_support import SampledSupport
 
 NEVER = math.inf
 TOO_LONG = "context_length_exceeded"  # the error code of a prompt longer than the context
@@ -483,6 +484,7 @@ class Session:
         *,
         past: int = 0,
         now: float = 0.0,
+        support: SampledSupport | None = None,
     ) -> CallNode | None:
         """Record the tokens that the engine sampled for a call; return its node.
 
@@ -490,6 +492,7 @@ class Session:
         logprobs: float32 [T]
         spans: of weight versions, over [0, T)
         past: further tokens that were sampled and not sent
+        support: of the T tokens
 
         Tokens after the one that completes a stop string are excluded.  None when T = 0.  Raises
         ProtocolError for spans that do not cover the tokens, or a call that is not open.
@@ -507,6 +510,7 @@ class Session:
             if length is not None:
                 past += len(ids) - length
                 ids, logprobs, finish = ids[:length], logprobs[:length], "stop"
+                support = None if support is None else support.first(length)
                 spans = [
                     structs.replace(span, end=min(span.end, length))
                     for span in spans
@@ -521,6 +525,7 @@ class Session:
         node.ids = np.ascontiguousarray(ids, np.int32)
         node.logprobs = np.ascontiguousarray(logprobs, np.float32)
         node.spans = list(spans)
+        node.support = support
         node.finish = finish
         if not call.aside:
             self.shortened = finish == "length" and (call.run_bound or call.cut)

@@ -23,6 +23,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     pinned: str = ""  # the only supported version; "": any
     trial: str  # code that `asyncrl engines` runs to try it
     # abilities
+    records_support: bool = False  # records the tokens that top-p and top-k kept
     exact: bool = False  # logprobs bitwise equal to the learner's (`exact`)
     one_process: bool = False  # can alternate with a learner (asyncrl/experiments/serial.py)
     probed: bool = False  # the learner publishes a probe with the weights, which checks each swap
@@ -39,6 +40,7 @@ ENGINES: dict[str, EngineInfo] = {
         package="torch",
         distributions=("torch",),
         trial="import torch, transformers; transformers.AutoModelForCausalLM",
+        records_support=True,
         exact=True,
         one_process=True,
         settings=("mantissa_bits",),

@@ -251,11 +251,6 @@ def _exact(config: Config) -> list[str]:
         )
     if config.learner.backend != "torch":
         out.append(f"exact: needs learner.backend = torch, not {config.learner.backend}")
-    if generator.top_p < 1 or generator.top_k > 0:
-        out.append(
-            "exact: generator.top_p and top_k renormalize the sampled distribution and not the "
-            "learner's; set top_p = 1 and top_k = 0"
-        )
     if (
         config.weights.in_flight == "keep_kv"
         and config.staleness.limit > 0
@@ -829,10 +824,13 @@ def _other_warnings(config: Config) -> list[str]:
             f"correction: at {config.correction.level} level without self_normalize the mean "
             "weight, an effective learning rate, drifts; set self_normalize = true"
         )
-    if config.generator.top_p < 1 or config.generator.top_k > 0:
+    truncates = config.generator.top_p < 1 or config.generator.top_k > 0
+    if truncates and not ENGINES[config.generator.engine].records_support:
         out.append(
-            "generator: top_p and top_k restrict the sampled distribution, so ratios against the "
-            "full one are biased; set top_p = 1 and top_k = 0"
+            "generator: top_p and top_k restrict the sampled distribution, and "
+            f"{ENGINES[config.generator.engine].title} does not record the tokens that they keep, "
+            "so the ratios are biased and nothing corrects them; set top_p = 1 and top_k = 0, or "
+            f"generator.engine = {engines_with('records_support')}"
         )
     if (
         config.loss.surrogate == "reshape"

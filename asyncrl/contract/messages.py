@@ -136,6 +136,9 @@ class TrainingSequence(msgspec.Struct, frozen=True, array_like=True, gc=False):
     segments: list[tuple[str, int, int]] = []  # ("model" or "context", start, end) of [0, T)
     # float32 [T] when calls have their own rewards, NaN where there is none; else empty
     token_rewards: bytes = b""
+    # the tokens that top-p and top-k kept at each of the T positions (`SampledSupport.encode`);
+    # empty where nothing was truncated, or the engine does not record it
+    support: bytes = b""
 
 
 class Trajectory(msgspec.Struct, array_like=True, gc=False):
@@ -171,6 +174,7 @@ class Trajectory(msgspec.Struct, array_like=True, gc=False):
     calls: int = 0  # generations that a session requested; 0: a single completion
     # a session resumed under a new attempt: (earlier attempt, tokens sampled under it)
     adopted: list[tuple[int, int]] = []
+    support: bytes = b""  # as in `TrainingSequence`
 
     @property
     def tokens_by_attempt(self) -> list[tuple[int, int]]:
@@ -202,6 +206,7 @@ class Trajectory(msgspec.Struct, array_like=True, gc=False):
             spans=self.spans,
             segments=self.segments,
             token_rewards=self.token_rewards,
+            support=self.support,
         )
         return [first, *self.rows]
 
@@ -454,6 +459,7 @@ class CallResult(msgspec.Struct, frozen=True, tag="called"):
     finish: Literal["stop", "length"]
     lost: int = 0
     failed: str = ""
+    support: bytes = b""  # as in `TrainingSequence`
 
 
 # ---- learner and buffer --------------------------------------------------------------------------

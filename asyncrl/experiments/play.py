@@ -167,6 +167,7 @@ class ModelPlayer:
             completion.spans,
             completion.finish,
             now=time.monotonic(),
+            support=completion.support,
         )
         if node is None:
             return None

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from asyncrl.contract.sampled_support import SampledSupport
 from asyncrl.models import exact_operators, packed_attention
 from asyncrl.models.packed_attention import AttentionRows, AttentionTable, PackingPlan
 
@@ -144,10 +145,111 @@ def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
     return _Rotate.apply(x, cos, sin)  # type: ignore[no-any-return, no-untyped-call]
 
 
+# ---- truncated sampling, shared by engine and learner, which then agree bitwise ------------------
+
+
+def kept_tokens(logs: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
+    """Return bool [n, V]: tokens left by top-k, then by top-p.
+
+    Top-p keeps the smallest set of tokens of at least that mass.
+
+    Args:
+        logs: [n, V], log-probabilities.
+        top_p: [n]; 1: all.
+        top_k: int64 [n]; 0: all.
+    """
+    ordered, index = logs.sort(-1, descending=True)
+    rank = torch.arange(logs.shape[1], device=logs.device)
+    out = (top_k[:, None] > 0) & (rank >= top_k[:, None])
+    share = ordered.masked_fill(out, -torch.inf).softmax(-1)
+    out |= (share.cumsum(-1) - share) >= top_p[:, None]
+    out[:, 0] = False
+    # rounding of the sum must not truncate where nothing is to be truncated
+    out &= ((top_p < 1) | (top_k > 0))[:, None]
+    return torch.zeros_like(out).scatter_(1, index, ~out)
+
+
+def renormalize(logs: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """Return log-probabilities over the kept tokens, [n, V]; -inf elsewhere.
+
+    A row that keeps all its tokens stays bitwise as it is.
+
+    Args:
+        logs: [n, V], log-probabilities over the whole vocabulary.
+        kept: bool [n, V].
+    """
+    cut = torch.log_softmax(logs.masked_fill(~kept, -torch.inf), -1)
+    return torch.where(kept.all(-1, keepdim=True), logs, cut)
+
+
+class SupportTable:
+    """The supports of packed tokens on a device, read chunk by chunk.
+
+    Args:
+        supports: of each training sequence, in the order of its tokens; None: nothing was
+            truncated.
+        lengths: its number of tokens.
+        device: where the logits are.
+    """
+
+    def __init__(
+        self,
+        supports: Sequence[SampledSupport | None],
+        lengths: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        joined = SampledSupport.join(
+            SampledSupport.untruncated(length) if support is None else support
+            for support, length in zip(supports, lengths, strict=True)
+        )
+        self.offsets = np.concatenate([[0], np.cumsum(joined.sizes)])
+        position = np.repeat(np.arange(len(joined.sizes)), joined.sizes)
+        self.position = torch.from_numpy(position).to(device)
+        self.ids = torch.from_numpy(joined.ids.astype(np.int64)).to(device)
+        self.truncated = torch.from_numpy(joined.sizes > 0).to(device)
+
+    @classmethod
+    def build(
+        cls,
+        supports: Sequence[SampledSupport | None] | None,
+        lengths: Sequence[int],
+        device: torch.device,
+    ) -> SupportTable | None:
+        """Return the table, or None where nothing was truncated."""
+        if supports is None or not any(s is not None and s.sizes.any() for s in supports):
+            return None
+        return cls(supports, lengths, device)
+
+    def kept_mask(self, part: slice, vocabulary: int) -> torch.Tensor:
+        """Return bool [n, V]: the kept tokens of the positions `part`.
+
+        Positions beyond the last one, with which exact mode pads, keep all.
+        """
+        last = len(self.offsets) - 1
+        first, end = min(part.start, last), min(part.stop, last)
+        kept = torch.ones(
+            part.stop - part.start, vocabulary, dtype=torch.bool, device=self.ids.device
+        )
+        kept[: end - first] = ~self.truncated[first:end, None]
+        at = slice(int(self.offsets[first]), int(self.offsets[end]))
+        kept[self.position[at] - first, self.ids[at]] = True
+        return kept
+
+    def renormalize(self, logs: torch.Tensor, start: int) -> torch.Tensor:
+        """`renormalize` of logs [n, V], the positions from `start` on."""
+        part = slice(start, start + len(logs))
+        return renormalize(logs, self.kept_mask(part, logs.shape[1]))
+
+
+# ---- log-probabilities ---------------------------------------------------------------------------
+
+
 class _PickedLogprobs(torch.autograd.Function):
     """Log-probability and entropy of given tokens, computed in chunks.
 
-    Neither forward nor backward holds the logits of all tokens at once."""
+    Neither forward nor backward holds the logits of all tokens at once.  With a support,
+    log-probabilities are those over the kept tokens of each position; the entropy stays that over
+    the whole vocabulary."""
 
     @staticmethod
     def forward(
@@ -157,6 +259,7 @@ class _PickedLogprobs(torch.autograd.Function):
         targets: torch.Tensor,
         scale: torch.Tensor,
         want_entropy: bool,
+        support: SupportTable | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         n = hidden.shape[0]
         step = exact_operators.round_up(LOGIT_CHUNK // weight.shape[0], exact_operators.ROWS)
@@ -168,12 +271,14 @@ class _PickedLogprobs(torch.autograd.Function):
             logs = torch.log_softmax(
                 exact_operators.times(hidden[s], weight.T).float() * scale[s, None], -1
             )
-            lp[s] = logs.gather(1, targets[s, None])[:, 0]
+            picked = logs if support is None else support.renormalize(logs, at)
+            lp[s] = picked.gather(1, targets[s, None])[:, 0]
             if want_entropy:
                 ent[s] = -(logs.exp() * logs).sum(-1)
             kept = logs if n <= step else None
         ctx.want_entropy = want_entropy
         ctx.step = step
+        ctx.support = support
         ctx.save_for_backward(
             hidden, weight, targets, scale, ent, *([kept] if kept is not None else [])
         )
@@ -182,7 +287,7 @@ class _PickedLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, *grads: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
+    ) -> tuple[torch.Tensor, torch.Tensor, None, None, None, None]:
         hidden, weight, targets, scale, ent, *kept = ctx.saved_tensors
         gh = torch.empty_like(hidden)
         gw = torch.zeros_like(weight)
@@ -196,14 +301,15 @@ class _PickedLogprobs(torch.autograd.Function):
                 )
             )
             p = logs.exp()
-            d = p * -grads[0][s, None]
+            over = p if ctx.support is None else ctx.support.renormalize(logs, at).exp()
+            d = over * -grads[0][s, None]
             d.scatter_add_(1, targets[s, None], grads[0][s, None])
             if ctx.want_entropy:
                 d -= p * (logs + ent[s, None]) * grads[1][s, None]
             d = (d * scale[s, None]).to(hidden.dtype)
             gh[s] = d @ weight
             gw += d.T @ hidden[s]
-        return gh, gw, None, None, None
+        return gh, gw, None, None, None, None
 
 
 class _StepKL(torch.autograd.Function):
@@ -213,11 +319,22 @@ class _StepKL(torch.autograd.Function):
 
     @staticmethod
     def _chunk(
-        s: slice, hidden: Any, weight: Any, ref_hidden: Any, ref_weight: Any, scale: Any
+        s: slice,
+        hidden: Any,
+        weight: Any,
+        ref_hidden: Any,
+        ref_weight: Any,
+        scale: Any,
+        support: SupportTable | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return probabilities [n, V], log-ratios [n, V] and KL [n] of a chunk."""
         a = torch.log_softmax((hidden[s] @ weight.T).float() * scale[s, None], -1)
-        gap = a - torch.log_softmax((ref_hidden[s] @ ref_weight.T).float() * scale[s, None], -1)
+        b = torch.log_softmax((ref_hidden[s] @ ref_weight.T).float() * scale[s, None], -1)
+        if support is None:
+            gap = a - b
+        else:
+            a, b = (support.renormalize(logs, s.start) for logs in (a, b))
+            gap = torch.where(a == -torch.inf, 0.0, a - b)
         p = a.exp()
         return p, gap, (p * gap).sum(-1)
 
@@ -229,14 +346,22 @@ class _StepKL(torch.autograd.Function):
         ref_hidden: torch.Tensor,
         ref_weight: torch.Tensor,
         scale: torch.Tensor,
+        support: SupportTable | None,
     ) -> torch.Tensor:
         ctx.step = max(1, LOGIT_CHUNK // weight.shape[0])
+        ctx.support = support
         ctx.save_for_backward(hidden, weight, ref_hidden, ref_weight, scale)
         cuts = range(0, len(hidden), ctx.step)
         return torch.cat(
             [
                 _StepKL._chunk(
-                    slice(at, at + ctx.step), hidden, weight, ref_hidden, ref_weight, scale
+                    slice(at, min(at + ctx.step, len(hidden))),
+                    hidden,
+                    weight,
+                    ref_hidden,
+                    ref_weight,
+                    scale,
+                    support=support,
                 )[2]
                 for at in cuts
             ]
@@ -245,17 +370,19 @@ class _StepKL(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, *grads: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
+    ) -> tuple[torch.Tensor, torch.Tensor, None, None, None, None]:
         hidden, weight, ref_hidden, ref_weight, scale = ctx.saved_tensors
         gh = torch.empty_like(hidden)
         gw = torch.zeros_like(weight)
         for at in range(0, len(hidden), ctx.step):
-            s = slice(at, at + ctx.step)
-            p, gap, k = _StepKL._chunk(s, hidden, weight, ref_hidden, ref_weight, scale)
+            s = slice(at, min(at + ctx.step, len(hidden)))
+            p, gap, k = _StepKL._chunk(
+                s, hidden, weight, ref_hidden, ref_weight, scale, support=ctx.support
+            )
             d = (p * (gap - k[:, None]) * (grads[0][s] * scale[s])[:, None]).to(hidden.dtype)
             gh[s] = d @ weight
             gw += d.T @ hidden[s]
-        return gh, gw, None, None, None
+        return gh, gw, None, None, None, None
 
 
 def step_kl(
@@ -264,27 +391,33 @@ def step_kl(
     ref: ModelLayout,
     ref_hidden: torch.Tensor,
     temperature: torch.Tensor,
+    support: SupportTable | None = None,
 ) -> torch.Tensor:
     """KL(theta || ref) of the next token at each state [N], in nats, with gradient.
 
     hidden: [N, H], states of the trained model
     ref_hidden: [N, H], states of the reference
-    temperature: [N]"""
+    temperature: [N]
+    support: of the N positions; the KL is then the one over their kept tokens"""
     heads = lay.hf.get_output_embeddings().weight, ref.hf.get_output_embeddings().weight
     scale = 1.0 / temperature.to(hidden.device, torch.float32)
     return _StepKL.apply(  # type: ignore[no-any-return, no-untyped-call]
-        hidden, heads[0], ref_hidden.detach(), heads[1].detach(), scale
+        hidden, heads[0], ref_hidden.detach(), heads[1].detach(), scale, support
     )
 
 
 @torch.no_grad()
 def squared_probabilities(
-    lay: ModelLayout, hidden: torch.Tensor, temperature: torch.Tensor
+    lay: ModelLayout,
+    hidden: torch.Tensor,
+    temperature: torch.Tensor,
+    support: SupportTable | None = None,
 ) -> torch.Tensor:
     """sum_v p_v^2 of the next token at each state [N].
 
     hidden: [N, H]
-    temperature: [N]"""
+    temperature: [N]
+    support: of the N positions, over which p is then normalized"""
     weight = lay.hf.get_output_embeddings().weight
     scale = 1.0 / temperature.to(hidden.device, torch.float32)
     squares = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
@@ -292,7 +425,10 @@ def squared_probabilities(
     for start in range(0, len(hidden), rows):
         chunk = slice(start, start + rows)
         logits = (hidden[chunk] @ weight.T).float() * scale[chunk, None]
-        squares[chunk] = logits.softmax(-1).square().sum(-1)
+        p = logits.softmax(-1)
+        if support is not None:
+            p = support.renormalize(torch.log_softmax(logits, -1), start).exp()
+        squares[chunk] = p.square().sum(-1)
     return squares
 
 
@@ -510,6 +646,7 @@ def logprobs(
     want_hidden: bool,
     fixed: bool = False,
     recompute: bool = False,
+    supports: Sequence[SampledSupport | None] | None = None,
 ) -> ForwardOutput:
     """See `PolicyModel.logprobs`.
 
@@ -518,6 +655,7 @@ def logprobs(
     run_layer = _run_checkpointed if recompute and torch.is_grad_enabled() else _run_layer
     model = lay.hf.model
     weight = lay.hf.get_output_embeddings().weight
+    support = SupportTable.build(supports, [len(r) for r in responses], weight.device)
     if fixed:
         return _fixed_logprobs(
             lay,
@@ -526,6 +664,7 @@ def logprobs(
             want_entropy,
             want_hidden,
             run_layer,
+            support=support,
         )
     pl = plan(prompts, responses, groups, weight.device)
     x = F.embedding(pl.ids, model.embed_tokens.weight)
@@ -536,7 +675,7 @@ def logprobs(
     hidden = rms_norm(x, model.norm.weight, lay.eps).index_select(0, pl.picks)
     scale = (1.0 / temperature.to(weight.device, torch.float32))[pl.sample]
     lp, ent = _PickedLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, pl.targets, scale, want_entropy
+        hidden, weight, pl.targets, scale, want_entropy, support
     )
     return ForwardOutput(lp, ent if want_entropy else None, hidden if want_hidden else None)
 
@@ -560,6 +699,7 @@ def _fixed_logprobs(
     want_entropy: bool,
     want_hidden: bool,
     run_layer: Callable[..., torch.Tensor],
+    support: SupportTable | None,
 ) -> ForwardOutput:
     """`logprobs` with the operators that the engine uses in exact mode."""
     hf = lay.hf
@@ -582,7 +722,7 @@ def _fixed_logprobs(
     scale = exact_operators.pad_rows((1.0 / temperature.to(x.device, torch.float32))[pl.sample])
     head = top["head"].contiguous()
     lp, ent = _PickedLogprobs.apply(
-        hidden, head.T, exact_operators.pad_rows(pl.targets), scale, want_entropy
+        hidden, head.T, exact_operators.pad_rows(pl.targets), scale, want_entropy, support
     )  # type: ignore[no-untyped-call]
     normed = hidden[:n] * hf.model.norm.weight if want_hidden else None
     return ForwardOutput(lp[:n], ent[:n] if want_entropy else None, normed)

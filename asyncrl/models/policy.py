@@ -20,8 +20,9 @@ import xxhash
 from torch.utils.checkpoint import checkpoint
 
 from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.sampled_support import SampledSupport
 from asyncrl.models import adapter_files, fetch, packed_forward, without_transformers
-from asyncrl.models.packed_forward import ForwardOutput
+from asyncrl.models.packed_forward import ForwardOutput, SupportTable
 from asyncrl.models.tokenizer import missing_weights_message
 from asyncrl.records import atomic_write
 
@@ -70,6 +71,7 @@ class PolicyModel:
         groups: Sequence[int] | None = None,
         want_entropy: bool = False,
         want_hidden: bool = False,
+        supports: Sequence[SampledSupport | None] | None = None,
     ) -> ForwardOutput:
         """Log-probabilities of response tokens under this model, differentiable.
 
@@ -77,6 +79,8 @@ class PolicyModel:
         responses: B int32 arrays, none empty
         temperature: [B]
         groups: B keys; samples with the same key have the same prompt, which is encoded once
+        supports: of B samples, the tokens that the engine kept at each position, over which the
+            log-probabilities are then normalized; the entropy is that over the whole vocabulary
         Returns tensors packed in sample order, N = sum of response lengths: logprobs [N] fp32,
         entropy [N] in nats or None, hidden [N, H] (the state that predicts each token) or None."""
         if self.fast is not None:
@@ -90,12 +94,23 @@ class PolicyModel:
                 want_hidden=want_hidden,
                 fixed=self.exact,
                 recompute=self.recompute,
+                supports=supports,
             )
         if self.one_pass:
             return ForwardOutput(
-                *_plain_rows(self.hf, prompts, responses, temperature, want_entropy, want_hidden)
+                *_plain_rows(
+                    self.hf,
+                    prompts,
+                    responses,
+                    temperature,
+                    want_entropy,
+                    want_hidden,
+                    supports=supports,
+                )
             )
-        return plain_logprobs(self.hf, prompts, responses, temperature, want_entropy, want_hidden)
+        return plain_logprobs(
+            self.hf, prompts, responses, temperature, want_entropy, want_hidden, supports=supports
+        )
 
 
 def recompute_modules(hf: Any) -> None:
@@ -121,6 +136,7 @@ def plain_logprobs(
     want_entropy: bool,
     want_hidden: bool,
     rows: int = 8,
+    supports: Sequence[SampledSupport | None] | None = None,
 ) -> ForwardOutput:
     """`PolicyModel.logprobs` through plain transformers, `rows` samples at a time.
 
@@ -129,10 +145,11 @@ def plain_logprobs(
     for first in range(0, len(prompts), rows):
         piece = slice(first, first + rows)
         args = (hf, prompts[piece], responses[piece], temperature[piece], want_entropy, want_hidden)
+        some = None if supports is None else supports[piece]
         parts.append(
-            checkpoint(_plain_rows, *args, use_reentrant=False)
+            checkpoint(_plain_rows, *args, supports=some, use_reentrant=False)
             if torch.is_grad_enabled()
-            else _plain_rows(*args)
+            else _plain_rows(*args, supports=some)
         )
     lp, ent, hid = zip(*parts, strict=True)
     return ForwardOutput(
@@ -149,6 +166,7 @@ def _plain_rows(
     temperature: torch.Tensor,
     want_entropy: bool,
     want_hidden: bool,
+    supports: Sequence[SampledSupport | None] | None = None,
 ) -> tuple[Any, ...]:
     device = next(hf.parameters()).device
     sequences = [
@@ -174,8 +192,11 @@ def _plain_rows(
         logs = torch.log_softmax(
             output.logits[row, states].float() / temperature[row].to(device), -1
         )
+        own = None if supports is None else supports[row : row + 1]
+        support = SupportTable.build(own, [len(response)], device)
+        picked = logs if support is None else support.renormalize(logs, 0)
         lp.append(
-            logs.gather(1, torch.from_numpy(response.astype(np.int64)).to(device)[:, None])[:, 0]
+            picked.gather(1, torch.from_numpy(response.astype(np.int64)).to(device)[:, None])[:, 0]
         )
         if want_entropy:
             ent.append(-(logs.exp() * logs).sum(-1))

@@ -22,6 +22,7 @@ from functools import cache
 from statistics import fmean, median, median_low, pvariance
 from typing import Any, NamedTuple
 
+from asyncrl.config.engines import ENGINES
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import REFUSALS
 
@@ -465,8 +466,10 @@ def cut_off(rows: Rows) -> str:
 
 
 def _cuts(about: RunFacts) -> str:
-    """Name the run's settings that restrict the sampled distribution."""
+    """Name the run's settings that restrict the sampled distribution unknown to the learner."""
     generator = about.config.generator
+    if ENGINES[generator.engine].records_support:
+        return ""
     return " and ".join(
         f"generator.{name} = {value:g}"
         for name, value, whole in (("top_p", generator.top_p, 1), ("top_k", generator.top_k, 0))

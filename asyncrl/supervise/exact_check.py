@@ -89,8 +89,8 @@ def check_generation(
                 t,
                 int(random.integers(1, longest + 1)),
                 temperature=(1.0, 0.7, 1.3)[t % 3],
-                top_p=1.0,
-                top_k=0,
+                top_p=(1.0, 0.8, 1.0, 0.9)[s],
+                top_k=(0, 0, 20, 5)[s],
                 stop=(1,),
                 seed=seed,
             )
@@ -117,6 +117,7 @@ def check_generation(
                     scale,
                     groups=[a.key[0] for a in part],
                     want_entropy=first % 2 == 0,
+                    supports=[a.support for a in part],
                 )
             pairs.append(
                 (torch.from_numpy(np.concatenate([a.logprobs for a in part])), recomputed.logprobs)

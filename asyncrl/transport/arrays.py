@@ -12,6 +12,7 @@ import numpy as np
 
 from asyncrl.contract.errors import BadMessage
 from asyncrl.contract.messages import TrainingSequence, Trajectory
+from asyncrl.contract.sampled_support import SampledSupport
 
 LOGPROB_ABOVE_0 = 1e-3  # rounding of a probability of 1
 LEAST_LOGPROB = -1e4  # no sampled token is less likely
@@ -75,12 +76,40 @@ def numbers(samples: Sequence[Trajectory], vocabulary: int) -> None:
         for answer in samples:
             for row in array_parts(answer):
                 _which_array(row, name(answer), vocabulary)
+    for answer in samples:
+        for row in array_parts(answer):
+            if row.support:
+                check_support(row, name(answer), vocabulary)
 
 
 def numbers_of(row: TrainingSequence, which: str, vocabulary: int) -> None:
     """Check the numbers of one sequence."""
     if not _sound([row], vocabulary):
         _which_array(row, which, vocabulary)
+    if row.support:
+        check_support(row, which, vocabulary)
+
+
+def check_support(row: Trajectory | TrainingSequence, which: str, vocabulary: int) -> None:
+    """Check that the kept tokens of each position include the token that was sampled from them."""
+    try:
+        support = SampledSupport.decode(row.support, len(row.mask))
+    except ValueError as error:
+        raise BadMessage(f"{which}: the support of its sampling: {error}", "shape") from error
+    if vocabulary and support.vocabulary > vocabulary:
+        raise BadMessage(
+            f"{which}: the support of its sampling is of {support.vocabulary} tokens, of a model "
+            f"with {vocabulary}",
+            "token",
+        )
+    sampled = np.frombuffer(row.mask, np.uint8) > 0
+    outside = sampled & ~support.contains(np.frombuffer(row.tokens, "<i4"))
+    if outside.any():
+        raise BadMessage(
+            f"{which}: the token at position {int(outside.argmax())} is not among those that top-p "
+            "and top-k kept there",
+            "token",
+        )
 
 
 def _sound(samples: Sequence[Trajectory | TrainingSequence], vocabulary: int) -> bool:

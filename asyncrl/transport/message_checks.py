@@ -169,11 +169,17 @@ def check_call_result(message: m.CallResult, call: m.GenerationCall, vocabulary:
         or call.exact_version is not None,
         f"{what}: tokens of another epoch than {call.min_version.epoch}",
     )
+    require(length > 0 or not message.support, f"{what}: a support without tokens")
     if length:
         from asyncrl.transport import arrays
 
         sequence = m.TrainingSequence(
-            b"", message.tokens, message.logprobs, b"\1" * length, message.spans
+            b"",
+            message.tokens,
+            message.logprobs,
+            b"\1" * length,
+            message.spans,
+            support=message.support,
         )
         arrays.numbers_of(sequence, what, vocabulary)
 

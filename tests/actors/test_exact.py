@@ -195,6 +195,8 @@ def test_a_whole_run_at_lag_0_has_a_mismatch_of_exactly_0(tmp_path: Path) -> Non
         "evaluation.final_prompts=16",
         "generators=2",
         "generator.slots=9",
+        "generator.top_p=0.8",
+        "generator.top_k=20",
     )
     found = {}
     for name in ("true", "false"):
@@ -208,8 +210,8 @@ def test_a_whole_run_at_lag_0_has_a_mismatch_of_exactly_0(tmp_path: Path) -> Non
         assert len(found[name]) == 5
         assert ("agree bitwise in the self-test" in done.err) == (name == "true")
     assert found["true"] == [0.0] * 5
-    assert max(found["false"]) > 0, (
-        "the plain engine agrees too, so that this test means nothing here"
+    assert 0 < max(found["false"]) < 1e-6, (
+        "the plain engine agrees too, so that this test means nothing here, or is far off"
     )
 
 
@@ -251,7 +253,6 @@ def test_a_stale_run_has_a_mismatch_of_exactly_0_at_every_lag(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["generator.top_p=0.9", "staleness.max_lag=0"], "top_p"),
         (["model.dtype='bfloat16'", "staleness.max_lag=0"], "float32"),
         (["learner.backend='deepspeed'", "staleness.max_lag=0"], "learner.backend"),
         (["staleness.max_lag=2"], "keep_kv"),

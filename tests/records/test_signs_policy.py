@@ -110,7 +110,8 @@ def test_sampling_that_is_cut_is_not_blamed_on_the_dtype(tmp_path: Path) -> None
     """As a run of the demo with top_p = 0.9 measured it: at the first batch, and under lag."""
     first = {"mismatch/k3_at_lag_0": 2e-3, "is/chi2": -0.043, "is/ratio_max": 1.0}
     told: list[str] = []
-    watcher = runner.HealthWatcher(tmp_path, told.append, config("generator.top_p=0.9"))
+    vllm = config("generator.top_p=0.9", "generator.engine=vllm")
+    watcher = runner.HealthWatcher(tmp_path, told.append, vllm)
     watcher.check(1, first)
     (line,) = told
     assert (
@@ -123,8 +124,11 @@ def test_sampling_that_is_cut_is_not_blamed_on_the_dtype(tmp_path: Path) -> None
         is__chi2=[-0.03 + 0.01 * (n % 3) for n in range(50)],
         is__ratio_max=[3.0] * 50,
     )
-    (sign,) = health_checks.signs(lagged, config("generator.top_p=0.9"))
+    (sign,) = health_checks.signs(lagged, vllm)
     assert sign.name == "truncated_sampling" and "not the dtype" in sign.try_this
+    # the embedded engine records what top-p keeps: the setting is no cause
+    (sign,) = health_checks.signs(lagged, config("generator.top_p=0.9"))
+    assert sign.name == "engine_mismatch" and "generator.top_p" not in sign.try_this
     (sign,) = health_checks.signs(lagged, config())
     assert sign.name == "engine_mismatch" and "only a part of the distribution" in sign.said
     assert "top_p, top_k or min_p" in sign.try_this and "generator.dtype" not in sign.try_this

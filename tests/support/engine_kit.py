@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from actors import decoder
 from actors.engine import Completion, CompletionRequest
 from actors.engine_embedded import EmbeddedEngine
 from asyncrl.contract.versions import Label
 from asyncrl.models import policy
+from asyncrl.models.packed_forward import kept_tokens, renormalize
 
 EOS = 1
 
@@ -49,9 +49,8 @@ def expected(model: policy.PolicyModel, a: Completion, r: CompletionRequest) -> 
         logits = model.hf(input_ids=ids).logits[0, len(a.prompt) - 1 : -1].float() / r.temperature
     logs = torch.log_softmax(logits, -1)
     n = len(logs)
-    logs = decoder.truncate(
-        logs, torch.full((n,), r.top_p), torch.full((n,), r.top_k, dtype=torch.long)
-    )
+    kept = kept_tokens(logs, torch.full((n,), r.top_p), torch.full((n,), r.top_k, dtype=torch.long))
+    logs = renormalize(logs, kept)
     return logs.gather(1, ids[0, len(a.prompt) :, None])[:, 0]
 
 

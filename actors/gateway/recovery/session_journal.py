@@ -34,6 +34,7 @@ from actors.gateway.sessions import (
 )
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import Ticket, VersionSpan
+from asyncrl.contract.sampled_support import SampledSupport
 from asyncrl.records import private
 
 HEAD = struct.Struct("<IQ")  # length and digest of a record
@@ -99,6 +100,7 @@ class CallRecord(msgspec.Struct, frozen=True, array_like=True):
     body: bytes
     idempotency_key: str
     answer: bytes
+    support: bytes = b""  # as in `CallResult`
 
 
 class SessionRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -166,6 +168,7 @@ class SessionFile:
             body=request.body,
             idempotency_key=request.key,
             answer=request.answer,
+            support=b"" if node.support is None else node.support.encode(),
         )
         self.append(SessionRecord(progress_of(session), call=call))
 
@@ -275,6 +278,7 @@ def _restore_call(session: Session, kept: CallRecord, nodes: dict[int, CallNode]
         ids=np.frombuffer(kept.ids, "<i4").astype(np.int32),
         logprobs=np.frombuffer(kept.logprobs, "<f4").astype(np.float32),
         spans=kept.spans,
+        support=SampledSupport.decode(kept.support, len(kept.ids) // 4),
         finish=kept.finish,
         chain=kept.chain,
         ours={index: nodes[number] for index, number in kept.ours.items()},

@@ -24,6 +24,7 @@ TESTS = ROOT / "tests" / "support"
 SETS = (
     f"seed={RUN_SEED}",
     "exact=true",
+    "generator.top_p=0.9",  # the kept tokens come along, too
     "model.path=m",
     "model.warm_start=false",
     "staleness.max_lag=0",

@@ -30,6 +30,7 @@ from actors.gateway.session_api import SessionApi, kept_port, write_endpoint_fil
 from actors.gateway.sessions import CallRefused, Session, SessionLimits
 from asyncrl.config.tree import Config
 from asyncrl.contract import messages as m
+from asyncrl.contract.sampled_support import SampledSupport
 from asyncrl.contract.versions import Label
 
 __all__ = ["config"]  # a fixture
@@ -60,7 +61,9 @@ class Recorded:
         ids = np.array([*self.tokens.convert_tokens_to_ids(list(text)), self.ends[1]], np.int32)
         spans = [m.VersionSpan(AT, "d", 0, 1, AT), m.VersionSpan(AT, "e", 1, len(ids), AT)]
         logprobs = np.linspace(-1, 0, len(ids), dtype=np.float32)
-        node = self.session.on_result(call, ids, logprobs, spans, "stop", now=7.0)
+        kept = [np.unique([token, 3]) for token in ids.tolist()]
+        support = SampledSupport.from_lists(kept, 400)
+        node = self.session.on_result(call, ids, logprobs, spans, "stop", now=7.0, support=support)
         assert node is not None and node.answer is not None
         request.answer = b"bytes of " + body
         self.file.append_answer(self.session, request)
@@ -92,6 +95,10 @@ def test_a_restored_session_is_the_one_that_was_kept(tmp_path: Path) -> None:
     last = restore(after, records, 8.0)
     assert last is not None and last.number == 2  # the newest that is trained
     assert after.training_rows() == before.training_rows() and len(after.training_rows()) == 2
+    for row in after.training_rows():
+        support = SampledSupport.decode(row.support, len(row.mask))
+        assert np.array_equal(support.sizes > 0, np.frombuffer(row.mask, np.uint8) > 0)
+        assert support.contains(np.frombuffer(row.tokens, "<i4")).all()
     assert after.describe(8.0) == before.describe(8.0) and after.reported == 4
     # the next call goes on behind the same one, from the same stream
     talk.append({"role": "user", "content": "more"})

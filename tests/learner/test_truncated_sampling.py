@@ -1,0 +1,154 @@
+"""Runs with top-p and top-k: the learner normalizes over the tokens that the engine kept.
+
+That holds after kills, from the journal and in a replay, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from engine_kit import engine, request, run
+from learner_step_kit import GROUPS, batch, core, model_dir
+
+from asyncrl.cli import main
+from asyncrl.config import load, rules
+from asyncrl.contract.messages import Batch, Trajectory
+from asyncrl.contract.sampled_support import SampledSupport
+from asyncrl.records import stream
+from learner.batch import pack
+from learner.step import LearnerCore
+
+__all__ = ["model_dir"]  # a fixture
+TRUNCATED = ("generator.top_p=0.8", "generator.top_k=20")
+KEEPS = ("durability.mode='disk'", "record.stream=true", "record.split_every=1", "generators=2")
+
+
+def sampled(learner: LearnerCore, *, recorded: bool = True) -> Batch:
+    """Answers of the learner's own weights under top-p 0.8 and top-k 5."""
+    plain = batch()
+    asked = [
+        request(t, s, np.frombuffer(plain.samples[3 * t].prompt_tokens, "<i4").tolist(), 12)
+        for t in range(GROUPS)
+        for s in range(3)
+    ]
+    asked = [type(r)(**{**vars(r), "top_p": 0.8, "top_k": 5}) for r in asked]
+    found = run(engine(learner.model), asked)
+    samples = []
+    for r in asked:
+        a = found[r.key]
+        spans, n = a.spans, len(a.tokens)
+        samples.append(
+            Trajectory(
+                *r.key[:2],
+                0,
+                a.prompt.astype("<i4").tobytes(),
+                a.tokens.astype("<i4").tobytes(),
+                a.logprobs.astype("<f4").tobytes(),
+                b"\1" * n,
+                spans,
+                float(r.key[1]),
+                {},
+                "stop",
+                1.0,
+                support=a.support_bytes if recorded else b"",
+            )
+        )
+    runs = [[(0, s.length, 0)] for s in samples]
+    zeros = [0] * len(samples)
+    return Batch(1, 0, samples, zeros, zeros, runs, {}, GROUPS, {})
+
+
+@pytest.mark.parametrize("by", ["packed", "transformers"])
+def test_start_target_and_reference_are_over_the_kept_tokens(model_dir: Path, by: str) -> None:
+    """At equal weights every ratio is 1, of the target to the behavior policy as to the reference;
+    over the whole vocabulary none is.
+    """
+    found = {}
+    for recorded in (True, False):
+        learner = core(
+            model_dir,
+            kl={"loss": {"coefficient": 0.1}, "reward": {"coefficient": 0.1}},
+            learner={"minibatches": 2},
+        )
+        asked = sampled(learner, recorded=recorded)
+        if by == "transformers":
+            learner.model.fast = None
+            assert learner.reference is not None
+            learner.reference.fast = None
+        found[recorded] = learner.train(asked)
+    assert found[True]["mismatch/k3_at_lag_0"] < 1e-10 < 1e-2 < found[False]["mismatch/k3_at_lag_0"]
+    assert abs(found[True]["is/chi2"]) < 1e-5 and found[False]["is/chi2"] < -0.1
+    assert abs(found[True]["kl/answer"]) < 1e-5  # of the start, to the reference
+
+
+def test_a_distillation_is_over_the_kept_tokens(model_dir: Path) -> None:
+    """The exact KL to the reference at each step: 0 at equal weights."""
+    learner = core(model_dir, kl={"preset": "distill"}, loss={"coefficient": 0})
+    row = learner.train(sampled(learner))
+    assert abs(row["loss/kl"]) < 1e-5
+
+
+def test_the_rows_of_a_batch_carry_their_supports(model_dir: Path) -> None:
+    learner = core(model_dir)
+    asked = sampled(learner)
+    packed = pack(asked)
+    for row, sample in zip(packed.row_supports(range(packed.count)), asked.samples, strict=True):
+        assert row is not None
+        assert row.encode() == sample.support
+    table = packed.support_table([2, 5], torch.device("cpu"))
+    assert table is not None and len(table.truncated) == sum(
+        asked.samples[i].length for i in (2, 5)
+    )
+    assert pack(batch()).support_table([0, 1], torch.device("cpu")) is None
+
+
+def test_only_an_engine_that_records_no_support_is_warned_about() -> None:
+    for engine_name, warned in (("embedded", 0), ("vllm", 1)):
+        sets = [*TRUNCATED, f"generator.engine={engine_name}"]
+        said = [
+            line
+            for line in rules.warnings(load.load("configs/demo.toml", sets))
+            if "top_p and top_k restrict" in line
+        ]
+        assert len(said) == warned and all("vLLM does not record" in line for line in said)
+    config = load.load("configs/demo.toml", [*TRUNCATED, "exact=true", "staleness.max_lag=0"])
+    assert config.exact is True and config.generator.top_k == 20
+
+
+@pytest.mark.slow
+def test_kills_journal_and_replay_keep_the_support(
+    forked: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    """In exact mode the learner refuses a batch whose log-probabilities differ by one bit."""
+    sets = (*TRUNCATED, *KEEPS, "exact=true", "weights.in_flight='recompute_kv'")
+    forked(tmp_path / "run", *sets, stop=2)  # all processes are killed
+    done = forked(tmp_path / "run", *sets, die={"learner": 2, "generator-0": 2, "generator-1": 2})
+    assert "learner" in done["deaths"]
+    split = [row for row in done["rows"] if "split/mismatch" in row]
+    assert split and all(row["mismatch/max_one_version"] == 0 for row in split)
+    recording = stream.read(tmp_path / "run")
+    samples = [s for n in range(recording.end) for s in recording.step(n).batch.samples]
+    supports = [SampledSupport.decode(s.support, len(s.mask)) for s in samples]
+    assert all(
+        support.contains(np.frombuffer(s.tokens, "<i4")).all() and support.sizes.max() <= 20
+        for s, support in zip(samples, supports, strict=True)
+    )
+    assert sum(bool(s.support) for s in samples) > len(samples) / 2
+    replayed = CliRunner().invoke(main, ["replay", str(tmp_path / "run"), "--json"])
+    assert replayed.exit_code == 0, replayed.output
+    assert '"equal": true' in replayed.output or '"equal":true' in replayed.output
+
+
+@pytest.mark.slow
+def test_without_exact_mode_the_mismatch_is_rounding(
+    forked: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    done = forked(tmp_path / "run", *TRUNCATED, "record.split_every=1")
+    found = [r["mismatch/k3_one_version"] for r in done["rows"] if "mismatch/k3_one_version" in r]
+    assert found and max(found) < 1e-6
