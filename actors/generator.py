@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-import socket
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -19,13 +18,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from actors.delay import decode_steps
-from actors.delivery import Outbox
+from actors.delivery import SessionPeer
 from actors.engine import Completion, Engine, engine_for
 from actors.gateway.generator_calls import CallPeer, CallTurn
 from actors.turn import (
     DECODE_STEPS,
     IDLE_POLL_S,
-    RENEW_S,
     GeneratorTurn,
     PromptTooLong,
     failed_trajectory,
@@ -34,21 +32,19 @@ from actors.turn import (
 from actors.weights_receiver import PulledWeights, WeightsReceiver
 from asyncrl.config.tree import Config
 from asyncrl.contract import messages as m
-from asyncrl.contract.errors import AsyncrlError, NothingToDo, PeerUnreachable
+from asyncrl.contract.errors import AsyncrlError, PeerUnreachable
 from asyncrl.contract.versions import Label
-from asyncrl.contract.waits import BUFFER, ProcessWait, WaitLog
+from asyncrl.contract.waits import ProcessWait
 from asyncrl.models.devices import bind
 from asyncrl.records import buffer_leadership
-from asyncrl.records.rundir import current_buffer_address, is_finished, note_longest_prompt, run_id
+from asyncrl.records.rundir import current_buffer_address, note_longest_prompt
 from asyncrl.records.trace import Tracer
 from asyncrl.transport import chunks
-from asyncrl.transport.sockets import PeerSocket, wait
+from asyncrl.transport.sockets import wait
 
 # upper bound for one decode call: a slow engine makes fewer steps a call, because leases are
 # renewed and rewards delivered between calls
 CALL_S = 2.0
-GREET_S = 5.0
-ENDED_S = 2.0  # silence of the buffer before the run directory is checked for the run's end
 # with rewards outstanding and nothing to decode: a longer sleep leaves the core to the rewards
 REWARD_POLL_S = 0.002
 
@@ -82,15 +78,12 @@ class GeneratorUsage:
         return {f"generator/{name}": value for name, value in asdict(self).items()}
 
 
-class Generator:
+class Generator(SessionPeer):
     """One generator process. `loop` returns at the run's end or after SIGTERM."""
 
     def __init__(self, config: Config, run_dir: Path, index: int, engine: Engine) -> None:
-        self.config = config
-        self.run_dir = run_dir
         self.producer = f"generator-{index}"
         self.session = time.time_ns()
-        self.run = run_id(run_dir)
         self.lockstep = config.staleness.limit == 0 and config.generators == 1
         self.calls: CallPeer | None = None  # the gateway's calls, when samples are sessions
         self.turn: GeneratorTurn
@@ -110,35 +103,18 @@ class Generator:
         )
         if self.reward_tracer is not None:
             self.rewards.timed = self.reward_tracer.add
-        self.outbox = Outbox(config.wires, self.producer, self.session)
         self.weights = WeightsReceiver(config, self.producer)
-        self.socket = PeerSocket(
-            current_buffer_address(config, run_dir),
-            config.wires.curve_dir,
-            self.producer,
-            run=self.run,
-        )
-        self.socket.find = self.describe_buffer_address
+        super().__init__(config, run_dir, self.producer, self.session, engine.slots)
         self.loaded: LoadedWeights | None = None
         self.longest_prompt = 0
         self.steps = DECODE_STEPS  # of the next decode call
-        self.want_sequence = 0
-        self.want_sent = 0.0
         self.read_until = time.monotonic()  # the end of the last `read`
         self.lacking = False  # weights are wanted and unavailable now
         self.gone: MissingWeights | None = None
         limits = config.wires.connect_s, config.watchdog.startup_s
         self.patience_s = math.inf if os.environ.get("ASYNCRL_SUPERVISED") else max(limits)
-        self.asked = 0
-        self.ending = self.over = False  # after SIGTERM, after the run's end
-        self.unanswered = 0.0  # when the oldest unanswered request was sent; 0: none is unanswered
-        self.ever_heard = False
-        self.renewed = self.greeted = 0.0
         self.spent = GeneratorUsage()
         self.idle_since = time.monotonic()
-        self.waiting_for = "the buffer's first answer"
-        self.waiting_since = time.monotonic()
-        self.wait_log = WaitLog(min(10.0, config.watchdog.floor_s / 2))
 
     # ---- the loop --------------------------------------------------------------------------------
 
@@ -158,29 +134,7 @@ class Generator:
         if not self.over:
             self.shut_down()
         elif self.loaded is None:
-            raise NothingToDo(
-                f"the run in {self.run_dir} has ended, all its {self.config.learner.steps} steps "
-                f"are made: {self.producer} came too late"
-            )
-
-    def request(self, message: m.FromPeer) -> None:
-        """Send a message that the buffer answers; its silence counts from the first one."""
-        self.unanswered = self.unanswered or time.monotonic()
-        self.socket.send(message)
-
-    def greet(self) -> None:
-        """Introduce this generator, repeatedly: a restarted buffer knows no peers."""
-        hello = m.GeneratorHello(
-            protocol=m.PROTOCOL,
-            run=self.run,
-            producer=self.producer,
-            session=self.session,
-            slots=self.engine.slots,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-        )
-        self.request(hello)
-        self.greeted = time.monotonic()
+            raise self.error_after_end(self.producer)
 
     def read(self) -> None:
         """Handle the messages that have arrived. When idle, wait a little for more."""
@@ -190,42 +144,20 @@ class Generator:
             wait([self.socket, self.calls.socket], [], timeout)
             timeout = 0.0
             self.calls.read()
-        while (reply := self.socket.recv(timeout)) is not None:
-            timeout = 0.0
-            self.unanswered = 0.0
-            self.ever_heard = True
-            if isinstance(reply, m.TicketGrant):
-                self.on_tickets(reply)
-            elif isinstance(reply, m.DeliveryAcks) and reply.session == self.session:
-                self.outbox.on_acks(reply, time.monotonic(), unread)
-                self.schedule.announce(reply.announcement)
-            elif isinstance(reply, m.HeartbeatReply):
-                self.schedule.announce(reply.announcement)
-                if self.calls is None:
-                    self.schedule.refuse_up_to(reply.attempts)
-            elif isinstance(reply, m.UnknownSession) and reply.session == self.session:
-                self.greet()
-            elif isinstance(reply, m.Refusal):
-                error = AsyncrlError(reply.reason)
-                error.exit_code = reply.exit_code
-                raise error
+        self.read_replies(timeout, unread)
         self.read_until = time.monotonic()
-        silent = time.monotonic() - self.unanswered if self.unanswered else 0.0
-        if self.socket.find_moved_buffer(silent):
-            self.unanswered = silent = 0.0
-            self.asked = 0
-            self.greet()
-        if silent > ENDED_S and is_finished(self.run_dir, self.config.learner.steps):
-            # the buffer left while this process decoded or was still starting
-            self.over = True
-            return
-        if silent > self.config.wires.connect_s:
-            raise PeerUnreachable(
-                f"the buffer at {self.socket.address} has not answered for {silent:.0f} s "
-                "(wires.connect_s); start it with `asyncrl buffer`, or set wires.address"
-            )
 
-    def describe_buffer_address(self) -> str:
+    def announce(self, announcement: m.PolicyAnnouncement | None) -> None:
+        self.schedule.announce(announcement)
+
+    def accept_tickets(self, tickets: list[m.Ticket]) -> None:
+        self.turn.accept_tickets(tickets)
+
+    def on_attempts(self, attempts: int) -> None:
+        if self.calls is None:
+            self.schedule.refuse_up_to(attempts)
+
+    def find_buffer_address(self) -> str:
         """Look up where the buffer listens now.
 
         A shared run directory holds its address. Without one, the learner that serves the weights
@@ -242,15 +174,6 @@ class Generator:
             return current_buffer_address(self.config, self.run_dir)
         return chunks.buffer_of(self.config, announcement.source, self.producer)
 
-    def on_tickets(self, reply: m.TicketGrant) -> None:
-        if reply.session != self.session:
-            return
-        self.schedule.announce(reply.announcement)
-        if reply.sequence == self.want_sequence:
-            self.asked = 0
-        self.turn.accept_tickets(reply.tickets)
-        self.over = self.over or reply.finished
-
     def swap(self) -> None:
         """Abort samples of an older epoch, then load the version the schedule asks for.
 
@@ -264,7 +187,7 @@ class Generator:
         announcement = self.schedule.announced
         self.lacking = announcement is None
         if announcement is None and self.ever_heard:
-            self.wait("the learner: no weights have been announced yet")
+            self.waits_for("the learner: no weights have been announced yet")
         if goal is None or announcement is None:
             return
         began = time.monotonic()
@@ -274,7 +197,7 @@ class Generator:
             if pulled is None:
                 self.lacking = True
                 if self.gone is None:
-                    self.wait(f"weights {goal}")
+                    self.waits_for(f"weights {goal}")
                 time.sleep(0.001 if self.gone is None or self.engine.active else IDLE_POLL_S)
                 return
             tensors, digest, probe = pulled
@@ -306,7 +229,7 @@ class Generator:
                     f"weights {goal} have been unavailable for {gone_s:.0f} s: {error}; is the "
                     "learner running?"
                 ) from error
-            self.wait(
+            self.waits_for(
                 f"weights {goal}, which are unavailable ({error}); the learner's next incarnation "
                 "announces others"
             )
@@ -354,7 +277,7 @@ class Generator:
             self.finished(completion)
         self.spent.busy_s += time.monotonic() - self.idle_since
         self.idle_since = time.monotonic()
-        self.wait("")
+        self.waits_for("")
 
     def finished(self, completion: Completion) -> None:
         response = self.turn.finished(completion)
@@ -389,62 +312,41 @@ class Generator:
         for frame in self.outbox.frames(time.monotonic(), flush=not self.engine.active):
             self.socket.send(frame)
 
-    def wait(self, reason: str) -> None:
-        """Note what this generator waits for from now on; "" when it has work."""
-        if reason != self.waiting_for:
-            self.waiting_for = reason
-            self.waiting_since = time.monotonic()
-
-    def waiting(self, now: float) -> ProcessWait | None:
-        """Describe the current wait for the buffer's report; None while there is work."""
-        if not self.waiting_for:
-            return None
-        on = f"{self.producer}-rewards" if self.waiting_for == m.REWARDS_WAITED_FOR else BUFFER
-        return ProcessWait(self.producer, self.waiting_for, on, now - self.waiting_since)
+    def current_wait(self, now: float) -> ProcessWait | None:
+        wait = super().current_wait(now)
+        if wait is not None and wait.what == m.REWARDS_WAITED_FOR:
+            return wait._replace(on=f"{self.producer}-rewards")
+        return wait
 
     def want(self) -> None:
         """Request tickets for as many samples as `actors.turn` says.
 
         One request at a time, repeated when unanswered.
         """
-        now = time.monotonic()
         if self.calls is not None:
-            self.follow(now)
+            self.follow()
             return
         free = self.turn.samples_to_request(unsent=bool(self.outbox.fresh))
         if self.outbox.is_full:
-            self.wait("credit: the buffer has not acknowledged what was delivered")
+            self.waits_for("credit: the buffer has not acknowledged what was delivered")
             return
-        due = free > self.asked or (self.asked and now - self.want_sent > self.config.wires.retry_s)
-        if free > 0 and due:
-            self.want_sequence += 1
-            self.want_sent = now
-            self.asked = free
-            holding = self.loaded.label if self.loaded else None
-            self.socket.send(
-                m.TicketRequest(self.producer, self.session, self.want_sequence, free, holding)
-            )
+        self.request_tickets(free, self.loaded.label if self.loaded else None)
         if (
             not self.engine.active
             and not self.judged
             and not self.schedule.waiting()
             and not self.lacking
         ):
-            self.wait("a ticket: the staleness limit leaves no room, or all tickets are out")
+            self.waits_for("a ticket: the staleness limit leaves no room, or all tickets are out")
         elif not self.engine.active and self.rewards.waiting:
-            self.wait(m.REWARDS_WAITED_FOR)
+            self.waits_for(m.REWARDS_WAITED_FOR)
 
-    def follow(self, now: float) -> None:
+    def follow(self) -> None:
         """Request announcements and the run's end, no samples: the gateway assigns calls."""
-        if now - self.want_sent > self.config.wires.retry_s:
-            self.want_sequence += 1
-            self.want_sent = now
-            holding = self.loaded.label if self.loaded else None
-            self.socket.send(
-                m.TicketRequest(self.producer, self.session, self.want_sequence, 0, holding)
-            )
+        if time.monotonic() - self.want_sent > self.config.wires.retry_s:
+            self.send_ticket_request(0, self.loaded.label if self.loaded else None)
         if not self.engine.active and not self.schedule.waiting() and not self.lacking:
-            self.wait("a call: sessions are with their environments, or there are none")
+            self.waits_for("a call: sessions are with their environments, or there are none")
 
     def judging(self) -> list[tuple[int, int]]:
         """List the fully generated (ticket, attempt) pairs that wait only for rewards."""
@@ -456,35 +358,23 @@ class Generator:
         """List the (ticket, attempt) pairs with generated and unacknowledged samples."""
         return sorted({(t, a) for t, _, a in self.judged} | self.outbox.tickets())
 
-    def renew(self) -> None:
-        now = time.monotonic()
-        if now - self.renewed < RENEW_S:
-            return
-        self.renewed = now
-        if now - self.greeted > GREET_S:
-            self.greet()
-        waiting = self.waiting(now)
-        buffer = f"the buffer at {self.socket.address}"
-        for line in self.wait_log.lines([waiting._replace(on=buffer)] if waiting else []):
-            print(line, file=sys.stderr, flush=True)
+    def renewal(self, wait: ProcessWait | None) -> m.LeaseRenewal:
         progress = self.turn.progress()
-        self.request(
-            m.LeaseRenewal(
-                producer=self.producer,
-                session=self.session,
-                progress=progress,
-                stats=self.spent.metrics()
-                | self.rewards.numbers()
-                | self.weights.numbers()
-                | self.outbox.numbers()
-                | self.engine.numbers(),
-                waiting=waiting,
-                judging=self.judging(),
-                drawn=self.outbox.drawn.on_report(progress),
-                written=self.unacknowledged(),
-                # calls have their own numbers
-                taken=self.schedule.newest_attempt if self.calls is None else 0,
-            )
+        return m.LeaseRenewal(
+            producer=self.producer,
+            session=self.session,
+            progress=progress,
+            stats=self.spent.metrics()
+            | self.rewards.numbers()
+            | self.weights.numbers()
+            | self.outbox.numbers()
+            | self.engine.numbers(),
+            waiting=wait,
+            judging=self.judging(),
+            drawn=self.outbox.drawn.on_report(progress),
+            written=self.unacknowledged(),
+            # calls have their own numbers
+            taken=self.schedule.newest_attempt if self.calls is None else 0,
         )
 
     def shut_down(self) -> None:
@@ -503,9 +393,7 @@ class Generator:
         self.weights.close()
         if self.calls is not None:
             self.calls.close()
-        if not self.over:
-            self.socket.send(m.GeneratorGoodbye(self.producer, self.session))
-        self.socket.close()
+        self.leave()
 
 
 def main(config: Config, run_dir: Path, index: int) -> bool:

@@ -38,7 +38,6 @@ from asyncrl.tasks import get_task
 
 DECODE_STEPS = 8  # between two reads of the socket
 IDLE_POLL_S = 0.02  # how long an idle generator waits at its socket
-RENEW_S = 0.5  # between two progress reports
 EVERYTHING = 1 << 30  # samples
 
 

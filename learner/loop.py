@@ -20,17 +20,15 @@ import torch
 
 from asyncrl.config.tree import Config
 from asyncrl.contract import messages as m
-from asyncrl.contract.errors import AsyncrlError, LearnerFenced, NothingToDo, PeerUnreachable
+from asyncrl.contract.errors import LearnerFenced
 from asyncrl.contract.versions import Label
-from asyncrl.contract.waits import BUFFER, ProcessWait, WaitLog
 from asyncrl.models import adapters, memory, policy
 from asyncrl.models.devices import bind_learner
 from asyncrl.models.policy import export, weights_digest
 from asyncrl.records import atomic_write, process_log
-from asyncrl.records.rundir import current_buffer_address, is_finished, run_id
 from asyncrl.records.trace import Tracer
 from asyncrl.transport import keys, message_checks
-from asyncrl.transport.sockets import PeerSocket
+from asyncrl.transport.sockets import BufferPeer
 from learner import checkpoint
 from learner.publisher import Publisher
 from learner.recorder import Recorder, StepLog
@@ -39,15 +37,13 @@ from learner.step import LearnerCore
 
 POLL_S = 0.1
 PROGRESS_S = 0.5
-ENDED_S = 2.0  # silence of the buffer before the learner checks whether the run has ended
 TRIES = 3  # incarnations that may be fenced while they start
 
 
-class Learner:
+class Learner(BufferPeer):
     """One incarnation (epoch) of the learner."""
 
     def __init__(self, config: Config, run_dir: Path) -> None:
-        self.config, self.run_dir, self.run = config, run_dir, run_id(run_dir)
         self.core = LearnerCore(config, config.model.path, run_dir)
         adapter = self.core.model.adapter
         self.full_bytes = adapter.base_bytes if adapter else policy.flat_bytes(self.core.layout)
@@ -68,13 +64,8 @@ class Learner:
         self.digest = self.publisher.publish(self.number)
         self.ring = self.publisher.held_versions(older)
         self.core.measure.weights_of = self.publisher.weights_of
-        self.socket = PeerSocket(
-            current_buffer_address(config, run_dir),
-            config.wires.curve_dir,
-            keys.LEARNER,
-            run=self.run,
-        )
-        self.socket.find = lambda: current_buffer_address(config, run_dir)
+        super().__init__(config, run_dir, keys.LEARNER)
+        self.silent_since = self.waiting_since
         self.vocabulary = int(self.core.model.hf.config.get_text_config().vocab_size)
         self.socket.check = self.check
         self.tracer = Tracer(run_dir, "learner")
@@ -82,11 +73,6 @@ class Learner:
         self.batches: dict[int, m.Batch] = {}
         self.commits: dict[int, m.Commit] = {}
         self.sent: dict[str, float] = {}
-        self.heard = time.monotonic()
-        self.ever_heard = False
-        self.waiting = "the buffer"
-        self.waiting_since = time.monotonic()
-        self.wait_log = WaitLog(min(10.0, config.watchdog.floor_s / 2))
         self.busy_s = self.idle_s = 0.0
         self.last_batch: m.Batch | None = None
         self.mark = time.monotonic()
@@ -112,12 +98,8 @@ class Learner:
 
         It also reports the current wait and reacts to the buffer's silence.
         """
-        reply = self.socket.recv(timeout)
-        while reply is not None:
-            self.heard = time.monotonic()
-            self.ever_heard = True
+        for reply in self.receive(timeout):
             self.handle(reply)
-            reply = self.socket.recv(0)
         if self.commits:
             first = min(self.commits)
             self.repeat(f"commit {first}", self.commits[first])
@@ -129,49 +111,31 @@ class Learner:
             self.socket.send(m.CheckpointNotice(self.epoch, self.checkpointed))
             self.checkpointed = None
         self.core.backend.keep_alive()
-        now = time.monotonic()
-        if self.waiting and self.socket.find_moved_buffer(now - self.heard):
-            self.heard = now
-            self.sent.clear()  # send every request to the new buffer too
-        self.report(now)
-        self.judge_silence(now - self.heard)
+        self.report(time.monotonic())
+        self.judge_silence()
 
     def report(self, now: float) -> None:
         """Report the current wait to the buffer, and on stderr when it takes long."""
-        waiting = None
-        if self.waiting:
-            waiting = ProcessWait("learner", self.waiting, BUFFER, now - self.waiting_since)
+        wait = self.current_wait(now)
         if now - self.sent.get("progress", 0.0) > PROGRESS_S and self.welcomed:
             self.sent["progress"] = now
             self.publisher.recreate_ring()
-            self.socket.send(m.LearnerProgress("learner", waiting, {}, os.getpid(), self.epoch))
-        buffer = f"the buffer at {self.socket.address}"
-        for line in self.wait_log.lines([waiting._replace(on=buffer)] if waiting else []):
-            print(line, file=sys.stderr, flush=True)
+            self.socket.send(m.LearnerProgress("learner", wait, {}, os.getpid(), self.epoch))
+        self.log_wait(wait)
 
-    def judge_silence(self, silent: float) -> None:
-        """React to `silent` seconds without a message from the buffer.
+    def on_reply(self) -> None:
+        """Silence counts from the last reply, while this learner waits."""
+        self.silent_since = time.monotonic() if self.waiting_for else 0.0
 
-        Either the run has ended and its last message was lost, or the buffer is gone. Raises
-        NothingToDo, PeerUnreachable.
-        """
-        if (
-            silent > ENDED_S
-            and self.waiting
-            and is_finished(self.run_dir, self.config.learner.steps)
-        ):
-            if self.number < self.config.learner.steps or not self.welcomed:
-                raise NothingToDo(
-                    f"the run in {self.run_dir} has ended, all its {self.config.learner.steps} "
-                    "steps are made: this learner came too late"
-                )
-            self.finished = True  # the buffer's last message was lost
-            return
-        if silent > self.config.wires.connect_s and (not self.ever_heard or self.waiting):
-            raise PeerUnreachable(
-                f"the buffer at {self.socket.address} has not answered for {silent:.0f} s; is it "
-                "running? (wires.connect_s)"
-            )
+    def on_moved_buffer(self) -> None:
+        self.silent_since = time.monotonic()
+        self.sent.clear()  # send every request to the new buffer too
+
+    def on_finished_run(self) -> None:
+        """The buffer's last message was lost. Raises NothingToDo if this learner came too late."""
+        if self.number < self.config.learner.steps or not self.welcomed:
+            raise self.error_after_end("this learner")
+        self.finished = True
 
     def check(self, reply: m.FromBuffer) -> None:
         """Raise BadMessage for replies that would end this learner or lose its checkpoints."""
@@ -183,10 +147,6 @@ class Learner:
             )
 
     def handle(self, reply: m.FromBuffer) -> None:
-        if isinstance(reply, m.Refusal):
-            error = AsyncrlError(reply.reason)
-            error.exit_code = reply.exit_code
-            raise error
         if isinstance(reply, m.FencedReply) and reply.epoch == self.epoch:
             raise LearnerFenced(
                 f"epoch {reply.by} of the learner has taken over from epoch {self.epoch}"
@@ -210,12 +170,11 @@ class Learner:
         elif isinstance(reply, m.RunFinished) and reply.epoch == self.epoch:
             self.finished = True
 
-    def wait(self, what: str) -> None:
-        if what != self.waiting:
-            self.waiting = what
-            self.waiting_since = time.monotonic()
-            # silence counts from the start of a wait: a long step reads no messages
-            self.heard = self.waiting_since
+    def waits_for(self, reason: str) -> None:
+        """Set what the learner waits for. Silence counts from there: a long step reads nothing."""
+        if reason != self.waiting_for:
+            super().waits_for(reason)
+            self.silent_since = self.waiting_since if reason else 0.0
 
     # ---- the loop --------------------------------------------------------------------------------
 
@@ -241,7 +200,7 @@ class Learner:
             limit=self.cursor.limit,
             before=process_log.previous_end(self.run_dir, "learner", os.getpid()),
         )
-        self.wait("the buffer's welcome")
+        self.waits_for("the buffer's welcome")
         while not self.welcomed and not self.stopping:
             self.repeat("hello", message)
             self.handle_messages(POLL_S)
@@ -260,7 +219,7 @@ class Learner:
             batch = self.next_batch()
             if batch is not None:
                 self.step(batch)
-        self.wait("the replies to its commits")
+        self.waits_for("the replies to its commits")
         while (self.commits or self.checkpointed is not None) and not self.stopping:
             self.handle_messages(POLL_S)
         if not self.welcomed:
@@ -270,7 +229,7 @@ class Learner:
         if self.stopping:
             return  # the checkpoint is enough; run_dir/model belongs to a finished run
         self.export()
-        self.wait("the last evaluation")
+        self.waits_for("the last evaluation")
         while not self.finished and not self.stopping:
             self.repeat("goodbye", m.LearnerGoodbye(self.epoch, self.number))
             self.handle_messages(POLL_S)
@@ -296,12 +255,12 @@ class Learner:
         """Return the batch to train on, or None when stopped while waiting."""
         began = time.monotonic()
         while self.number not in self.batches and not self.stopping:
-            self.wait(f"batch {self.number}")
+            self.waits_for(f"batch {self.number}")
             self.repeat(f"ask {self.number}", m.BatchRequest(self.epoch, self.number))
             self.handle_messages(POLL_S)
-        if self.waiting:
+        if self.waiting_for:
             self.idle_s += time.monotonic() - began
-            self.wait("")
+            self.waits_for("")
         batch = self.batches.pop(self.number, None)
         if (
             batch is not None

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import gc
 import math
-import os
-import socket
 import sys
 import time
 from collections import Counter, OrderedDict, deque
@@ -30,13 +28,12 @@ import msgspec
 import numpy as np
 import xxhash
 
-from actors.delivery import Outbox
+from actors.delivery import SessionPeer
 from actors.gateway.call_router import CallRouter
 from actors.gateway.chat import ChatFormat, parser_for
 from actors.gateway.session_source import Episode, PlacedCall, SessionSource, WaitCause
 from actors.gateway.sessions import Session, SessionCall, SessionLimits, SessionOutcome
 from actors.rewards import RewardRunner
-from actors.turn import RENEW_S
 from asyncrl.config.agents import AgentConfig
 from asyncrl.config.tree import Config
 from asyncrl.contract import messages as m
@@ -44,12 +41,10 @@ from asyncrl.contract.errors import (
     AsyncrlError,
     BadMessage,
     ConfigError,
-    NothingToDo,
-    PeerUnreachable,
 )
 from asyncrl.contract.printable import escape_line
 from asyncrl.contract.sampled_support import SampledSupport
-from asyncrl.contract.waits import BUFFER, OpenSession, ProcessWait, WaitLog
+from asyncrl.contract.waits import OpenSession, ProcessWait
 from asyncrl.models.tokenizer import (
     PlainTokenizer,
     encode_prompt,
@@ -58,7 +53,7 @@ from asyncrl.models.tokenizer import (
     stop_tokens,
     vocabulary,
 )
-from asyncrl.records.rundir import current_buffer_address, gateway_address, is_finished, run_id
+from asyncrl.records.rundir import gateway_address
 from asyncrl.tasks import get_task
 from asyncrl.transport import message_checks, sockets
 
@@ -74,9 +69,7 @@ RARE = 0.1  # the run ends when a smaller share of them ended well
 OLDEST = 8  # tickets listed in a report, one session each
 SHOWN = 40  # characters shown of a prompt
 KEPT_SESSIONS = 200  # sessions in the statistic of durations
-GREET_S = 5.0
 LAST_WORDS = 256  # closed tickets that are still reported, since a report may be lost
-ENDED_S = 2.0  # without an answer of the buffer, before the run directory is checked for the end
 
 
 @dataclass
@@ -116,7 +109,7 @@ def env_seed(config: Config, ticket: m.Ticket) -> int:
     return xxhash.xxh3_64_intdigest(f"env:{name}".encode()) >> 33
 
 
-class Gateway:
+class Gateway(SessionPeer):
     """A gateway.
 
     source: makes the source of its sessions
@@ -130,12 +123,9 @@ class Gateway:
         *,
         source: Callable[[Gateway], SessionSource],
     ) -> None:
-        self.config = config
-        self.run_dir = run_dir
+        slots = config.agent.sessions
+        super().__init__(config, run_dir, f"gateway-{index}", time.time_ns(), slots)
         self.index = index
-        self.producer = f"gateway-{index}"
-        self.session = time.time_ns()
-        self.run = run_id(run_dir)
         self.limits = limits(config)
         self.tokenizer = load_tokenizer(config.model.path)
         self.vocabulary = vocabulary(config.model.path)
@@ -156,9 +146,6 @@ class Gateway:
         judges = bool(config.agent.tools) or config.agent.http
         self.rewards = RewardRunner(config, get_task(config.task), run_dir) if judges else None
         self.judged: dict[tuple[int, int, int], Episode] = {}
-        self.outbox = Outbox(config.wires, self.producer, self.session)
-        self.socket = sockets.PeerSocket(current_buffer_address(config, run_dir), run=self.run)
-        self.socket.find = lambda: current_buffer_address(config, run_dir)
         self.calls_socket = sockets.BufferSocket(
             gateway_address(run_dir, index),
             run=self.run,
@@ -183,10 +170,7 @@ class Gateway:
         self.numbers = self.session
         self.announced: m.PolicyAnnouncement | None = None
         self.newest_attempt = 0
-        self.want_sequence = self.asked = 0
-        self.want_sent = self.renewed = self.greeted = self.ticked = 0.0
-        self.unanswered = self.epoch_since = 0.0
-        self.ending = self.over = False
+        self.ticked = self.epoch_since = 0.0
         self.ever_served = False
         self.numbered = self.failed = 0  # sessions that began; that failed
         agent = config.agent
@@ -194,9 +178,6 @@ class Gateway:
         # whether each of the last sessions failed: twice as many as may end at the same time
         self.recent: deque[bool] = deque(maxlen=max(RECENT, 2 * at_once))
         self.took: deque[float] = deque(maxlen=KEPT_SESSIONS)  # seconds, of successful sessions
-        self.waiting_for = "the buffer's first answer"
-        self.waiting_since = time.monotonic()
-        self.wait_log = WaitLog(min(10.0, config.watchdog.floor_s / 2))
         self.source = source(self)
 
     def warm_up(self) -> None:
@@ -226,7 +207,7 @@ class Gateway:
 
     def step(self) -> bool:
         """Run one turn: read all messages and act on them; True for the last turn."""
-        self.read()
+        self.read_replies(0.0)
         if self.ending or self.over:
             return True
         self.read_calls()
@@ -247,61 +228,10 @@ class Gateway:
             self.renewed = 0.0
             self.renew()
         elif not self.ever_served:
-            raise NothingToDo(
-                f"the run in {self.run_dir} has ended, all its {self.config.learner.steps} steps "
-                f"are made: {self.producer} came too late"
-            )
+            raise self.error_after_end(self.producer)
 
-    def request(self, message: m.FromPeer) -> None:
-        self.unanswered = self.unanswered or time.monotonic()
-        self.socket.send(message)
-
-    def greet(self) -> None:
-        self.greeted = time.monotonic()
-        self.request(
-            m.GeneratorHello(
-                protocol=m.PROTOCOL,
-                run=self.run,
-                producer=self.producer,
-                session=self.session,
-                slots=self.config.agent.sessions,
-                host=socket.gethostname(),
-                pid=os.getpid(),
-            )
-        )
-
-    def read(self) -> None:
-        """Handle the buffer's messages.  Raises PeerUnreachable when it stops answering."""
-        while (reply := self.socket.recv(0)) is not None:
-            self.unanswered = 0.0
-            if isinstance(reply, m.TicketGrant) and reply.session == self.session:
-                self.announce(reply.announcement)
-                if reply.sequence == self.want_sequence:
-                    self.asked = 0
-                self.accept_tickets(reply.tickets)
-                self.over = self.over or reply.finished
-            elif isinstance(reply, m.DeliveryAcks) and reply.session == self.session:
-                self.outbox.on_acks(reply, time.monotonic())
-                self.announce(reply.announcement)
-            elif isinstance(reply, m.HeartbeatReply):
-                self.announce(reply.announcement)
-                self.newest_attempt = max(self.newest_attempt, reply.attempts)
-            elif isinstance(reply, m.Refusal):
-                error = AsyncrlError(reply.reason)
-                error.exit_code = reply.exit_code
-                raise error
-        silent = time.monotonic() - self.unanswered if self.unanswered else 0.0
-        if self.socket.find_moved_buffer(silent):
-            self.unanswered = silent = 0.0
-            self.asked = 0
-            self.greet()
-        if silent > ENDED_S and is_finished(self.run_dir, self.config.learner.steps):
-            self.over = True
-        elif silent > self.config.wires.connect_s:
-            raise PeerUnreachable(
-                f"the buffer at {self.socket.address} has not answered for {silent:.0f} s "
-                "(wires.connect_s); start it with `asyncrl buffer`"
-            )
+    def on_attempts(self, attempts: int) -> None:
+        self.newest_attempt = max(self.newest_attempt, attempts)
 
     def announce(self, said: m.PolicyAnnouncement | None) -> None:
         """Record an announcement of newer weights.
@@ -683,21 +613,12 @@ class Gateway:
 
     def want(self) -> None:
         """Request as many samples as the source has room for."""
-        now = time.monotonic()
         waiting = sum(len(grant.waiting) for grant in self.held.values())
         free = self.source.count_wanted() - waiting
         if self.outbox.is_full:
             self.waits_for("credit: the buffer has not acknowledged what was delivered")
             return
-        due = free > self.asked or (self.asked and now - self.want_sent > self.config.wires.retry_s)
-        if free > 0 and due:
-            self.want_sequence += 1
-            self.want_sent = now
-            self.asked = free
-            holding = self.announced.label if self.announced is not None else None
-            self.socket.send(
-                m.TicketRequest(self.producer, self.session, self.want_sequence, free, holding)
-            )
+        self.request_tickets(free, self.announced.label if self.announced is not None else None)
 
     def progress(self) -> list[tuple[int, int, int]]:
         """List (ticket, attempt, tokens sampled for it so far).
@@ -714,36 +635,22 @@ class Gateway:
         counts = {**self.last_words, **open_now}
         return [(*name, min(most, tokens)) for name, tokens in counts.items()]
 
-    def renew(self) -> None:
-        now = time.monotonic()
-        if now - self.renewed < RENEW_S:
-            return
-        self.renewed = now
-        if now - self.greeted > GREET_S:
-            self.greet()
-        waiting = None
-        if self.waiting_for:
-            since = now - self.waiting_since
-            waiting = ProcessWait(self.producer, self.waiting_for, BUFFER, since)
-        for line in self.wait_log.lines([waiting] if waiting else []):
-            print(line, file=sys.stderr, flush=True)
+    def renewal(self, wait: ProcessWait | None) -> m.LeaseRenewal:
         progress = self.progress()
         self.source.on_report()
-        self.request(
-            m.LeaseRenewal(
-                producer=self.producer,
-                session=self.session,
-                progress=progress,
-                stats=self.stats(),
-                waiting=waiting,
-                judging=sorted(
-                    name for name, grant in self.held.items() if not self.is_expired(grant.ticket)
-                ),
-                drawn=self.outbox.drawn.on_report(progress),
-                sessions=self.oldest_sessions(now),
-                written=sorted(self.outbox.tickets()),
-                taken=self.newest_attempt,
-            )
+        return m.LeaseRenewal(
+            producer=self.producer,
+            session=self.session,
+            progress=progress,
+            stats=self.stats(),
+            waiting=wait,
+            judging=sorted(
+                name for name, grant in self.held.items() if not self.is_expired(grant.ticket)
+            ),
+            drawn=self.outbox.drawn.on_report(progress),
+            sessions=self.oldest_sessions(time.monotonic()),
+            written=sorted(self.outbox.tickets()),
+            taken=self.newest_attempt,
         )
 
     def stats(self) -> dict[str, float]:
@@ -818,18 +725,11 @@ class Gateway:
             ends_s=ends_s if ends_s < math.inf else 0.0,
         )
 
-    def waits_for(self, what: str) -> None:
-        if what != self.waiting_for:
-            self.waiting_for = what
-            self.waiting_since = time.monotonic()
-
     def close(self) -> None:
         self.source.close()
         if self.rewards is not None:
             self.rewards.close()
-        if not self.over:
-            self.socket.send(m.GeneratorGoodbye(self.producer, self.session))
-        self.socket.close()
+        self.leave()
         self.calls_socket.close()
 
 

@@ -16,13 +16,22 @@ from __future__ import annotations
 import ipaddress
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import zmq
 
-from asyncrl.contract.errors import BadMessage, ConfigError, PeerUnreachable
+from asyncrl.config.tree import Config
+from asyncrl.contract.errors import (
+    AsyncrlError,
+    BadMessage,
+    ConfigError,
+    NothingToDo,
+    PeerUnreachable,
+)
 from asyncrl.contract.messages import (
     MAX_FRAME_BYTES,
     PROTOCOL,
@@ -34,6 +43,8 @@ from asyncrl.contract.messages import (
     StatusRequest,
 )
 from asyncrl.contract.printable import escape_line
+from asyncrl.contract.waits import BUFFER, ProcessWait, WaitLog
+from asyncrl.records.rundir import current_buffer_address, is_finished, run_id
 from asyncrl.transport import keys, message_checks
 from asyncrl.transport.connection_guard import ConnectionGuard
 
@@ -51,6 +62,7 @@ WAITING = 1000  # unread messages
 # of zmq's thread
 IN_PLACE_BYTES = 1 << 20
 
+ENDED_S = 2.0  # silence of the buffer before the run directory is checked for the run's end
 SOUGHT_S = 2.0  # silence of the buffer before its address is looked up, and between two look-ups
 
 BROKEN = 20  # invalid messages in a row after which the connection fails
@@ -408,6 +420,103 @@ class PeerSocket:
     def close(self) -> None:
         self.socket.close()
         self.context.term()
+
+
+class BufferPeer(ABC):
+    """A process of the run that talks to the buffer: learner, generator or gateway.
+
+    It has one place for the rules of silence. A dead buffer shows as requests without a reply:
+    `silent_since` is the time from which silence counts, 0 while no reply is due. The peer then
+    looks for the buffer at another address, checks whether the run has ended, and gives up after
+    wires.connect_s."""
+
+    def __init__(self, config: Config, run_dir: Path, name: str) -> None:
+        self.config = config
+        self.run_dir = run_dir
+        self.name = name
+        self.run = run_id(run_dir)
+        self.socket = PeerSocket(
+            current_buffer_address(config, run_dir), config.wires.curve_dir, name, run=self.run
+        )
+        self.socket.find = self.find_buffer_address
+        self.silent_since = 0.0
+        self.ever_heard = False
+        self.waiting_for = "the buffer's first reply"
+        self.waiting_since = time.monotonic()
+        self.wait_log = WaitLog(min(10.0, config.watchdog.floor_s / 2))
+
+    def find_buffer_address(self) -> str:
+        """The buffer's address as far as this process knows."""
+        return current_buffer_address(self.config, self.run_dir)
+
+    def request(self, message: FromPeer) -> None:
+        """Send a message to which the buffer replies at once."""
+        self.silent_since = self.silent_since or time.monotonic()
+        self.socket.send(message)
+
+    def receive(self, timeout: float) -> Iterator[FromBuffer]:
+        """Yield the replies that arrive within `timeout` seconds. Raises the error of a refusal."""
+        while (reply := self.socket.recv(timeout)) is not None:
+            timeout = 0.0
+            self.ever_heard = True
+            self.on_reply()
+            if isinstance(reply, Refusal):
+                error = AsyncrlError(reply.reason)
+                error.exit_code = reply.exit_code
+                raise error
+            yield reply
+
+    def on_reply(self) -> None:
+        """End the silence."""
+        self.silent_since = 0.0
+
+    def judge_silence(self) -> None:
+        """React to the buffer's silence. Raises PeerUnreachable after wires.connect_s."""
+        silent = time.monotonic() - self.silent_since if self.silent_since else 0.0
+        if self.socket.find_moved_buffer(silent):
+            self.silent_since = silent = 0.0
+            self.on_moved_buffer()
+        if silent > ENDED_S and is_finished(self.run_dir, self.config.learner.steps):
+            self.on_finished_run()
+        elif silent > self.config.wires.connect_s:
+            raise PeerUnreachable(
+                f"the buffer at {self.socket.address} has not answered for {silent:.0f} s "
+                "(wires.connect_s); start it with `asyncrl buffer`, or set wires.address"
+            )
+
+    @abstractmethod
+    def on_moved_buffer(self) -> None:
+        """Repeat to the buffer at its new address what was not answered."""
+
+    @abstractmethod
+    def on_finished_run(self) -> None:
+        """End: the run has finished, and the buffer exited before it could tell this process."""
+
+    def error_after_end(self, name: str) -> NothingToDo:
+        """The error of a process that comes after the end of the run."""
+        return NothingToDo(
+            f"the run in {self.run_dir} has ended, all its {self.config.learner.steps} steps are "
+            f"made: {name} came too late"
+        )
+
+    def waits_for(self, reason: str) -> None:
+        """Set what this process waits for; "" while it has work."""
+        if reason != self.waiting_for:
+            self.waiting_for = reason
+            self.waiting_since = time.monotonic()
+
+    def current_wait(self, now: float) -> ProcessWait | None:
+        """The wait to report to others; None while this process has work."""
+        if not self.waiting_for:
+            return None
+        return ProcessWait(self.name, self.waiting_for, BUFFER, now - self.waiting_since)
+
+    def log_wait(self, wait: ProcessWait | None) -> None:
+        """Write a long wait to stderr, with the buffer's address."""
+        if wait is not None and wait.on == BUFFER:
+            wait = wait._replace(on=f"the buffer at {self.socket.address}")
+        for line in self.wait_log.lines([wait] if wait is not None else []):
+            print(line, file=sys.stderr, flush=True)
 
 
 def wait(

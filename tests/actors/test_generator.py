@@ -262,7 +262,7 @@ def test_one_that_comes_after_the_end_says_so(make: Callable[..., Generator], ho
         g.socket.inbox.append(tickets(g, announcement(1), finished=True))
     else:
         end_run(g.run_dir, 9)
-        g.unanswered = time.monotonic() - 3
+        g.silent_since = time.monotonic() - 3
     with pytest.raises(
         NothingToDo, match=r"has ended, all its 9 steps are made: generator-0 came too late"
     ):
@@ -280,7 +280,7 @@ def test_one_that_took_part_and_was_not_told_ends_by_the_files_of_the_end(
     g.socket.inbox.append(tickets(g, announcement(1)))  # type: ignore[attr-defined]
     one_pass(g)
     end_run(g.run_dir, 8)  # of a shorter run, which goes on
-    g.unanswered = time.monotonic() - 3
+    g.silent_since = time.monotonic() - 3
     one_pass(g)
     assert not g.over
     end_run(g.run_dir, 9)
@@ -389,14 +389,14 @@ def test_a_buffer_that_falls_silent_is_given_up_and_one_that_answers_is_not(
 ) -> None:
     g = make()
     one_pass(g)
-    assert g.unanswered  # its renewals are answered, so silence has a beginning
-    g.unanswered = silent = g.unanswered - CONNECT_S - 1
+    assert g.silent_since  # its renewals are answered, so silence has a beginning
+    g.silent_since = silent = g.silent_since - CONNECT_S - 1
     g.socket.inbox.append(m.HeartbeatReply(0))  # type: ignore[attr-defined]
     one_pass(g)
-    assert not g.unanswered or g.unanswered > silent
+    assert not g.silent_since or g.silent_since > silent
     assert g.waiting_for == "the learner: no weights have been announced yet"
     g.request(m.LeaseRenewal(g.producer, g.session, [], {}, None))
-    g.unanswered -= CONNECT_S + 1
+    g.silent_since -= CONNECT_S + 1
     with pytest.raises(
         PeerUnreachable, match=r"has not answered for 5\d\d\d s \(wires.connect_s\)"
     ):
@@ -411,9 +411,9 @@ def test_a_buffer_found_elsewhere_is_greeted_and_asked_anew(
     wire: Wire = g.socket  # type: ignore[assignment]
     first = [type(x).__name__ for x in wire.said]
     wire.said.clear()
-    g.unanswered -= CONNECT_S + 1  # the one before would be given up
+    g.silent_since -= CONNECT_S + 1  # the one before would be given up
     wire.moved = True
     one_pass(g)
     again = [type(x).__name__ for x in wire.said]
     assert again[0] == "GeneratorHello" and "TicketRequest" in first and "TicketRequest" in again
-    assert time.monotonic() - g.unanswered < CONNECT_S
+    assert time.monotonic() - g.silent_since < CONNECT_S

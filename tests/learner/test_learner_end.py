@@ -89,8 +89,8 @@ def test_a_buffer_found_elsewhere_is_asked_at_once_for_all_that_was_not_answered
     one.hello()
     one.repeat("ask 0", m.BatchRequest(one.epoch, 0))
     one.socket.sent.clear()  # type: ignore[attr-defined]
-    one.waiting = "a batch"
-    one.heard -= 1e6  # the one before would be given up
+    one.waiting_for = "a batch"
+    one.silent_since -= 1e6  # the one before would be given up
     one.socket.moved = True  # type: ignore[attr-defined]
     one.handle_messages(0)
     one.repeat("ask 0", m.BatchRequest(one.epoch, 0))
@@ -106,13 +106,13 @@ def test_one_that_comes_after_the_end_says_so_and_one_whose_last_answer_was_lost
     for life in (one, two):
         # nobody is there any more
         life.socket.send = lambda message: None  # type: ignore[method-assign]
-    one.heard -= 3
+    one.silent_since -= 3
     one.waiting_since -= 3
-    one.waiting = "the buffer's welcome"
+    one.waiting_for = "the buffer's welcome"
     with pytest.raises(NothingToDo, match="all its 2 steps are made: this learner came too late"):
         one.hello()
-    two.core.state.number, two.welcomed, two.waiting = 2, True, "the last evaluation"
-    two.heard -= 3
+    two.core.state.number, two.welcomed, two.waiting_for = 2, True, "the last evaluation"
+    two.silent_since -= 3
     two.handle_messages(0)
     assert two.finished
 

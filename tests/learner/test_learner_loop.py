@@ -33,6 +33,7 @@ from asyncrl.contract.errors import (
 from asyncrl.contract.versions import Label, PolicyTree
 from asyncrl.models import policy
 from asyncrl.records import rundir, stream
+from asyncrl.transport import sockets
 from asyncrl.transport.ring import RingReader
 from learner import checkpoint, loop, publisher
 from learner.loop import Learner
@@ -262,7 +263,8 @@ def test_what_is_not_for_this_life_changes_nothing(life: Made) -> None:
     with pytest.raises(LearnerFenced, match="epoch 3 of the learner has taken over from epoch 1"):
         one.handle(m.FencedReply(1, 3))
     with pytest.raises(AsyncrlError, match="of another run") as refused:
-        one.handle(m.Refusal("of another run", 7))
+        one.socket.inbox.append(m.Refusal("of another run", 7))  # type: ignore[attr-defined]
+        one.handle_messages(0)
     assert refused.value.exit_code == 7
 
 
@@ -296,7 +298,7 @@ def test_what_it_waits_for_goes_to_the_buffer_and_to_stderr(
     one.hello()
     buffer.sent.clear()
     one.sent["progress"] = now
-    one.wait("batch 0")
+    one.waits_for("batch 0")
     one.report(now + loop.PROGRESS_S / 2)
     assert not buffer.sent
     one.waiting_since = now - 3
@@ -309,27 +311,33 @@ def test_what_it_waits_for_goes_to_the_buffer_and_to_stderr(
     one.report(now + 2)
     said = capsys.readouterr().err
     assert "batch 0" in said and f"the buffer at {buffer.address}" in said
-    one.wait("")
+    one.waits_for("")
     buffer.sent.clear()
     one.report(now + 9)
     assert [p.waiting for p in buffer.of(m.LearnerProgress)] == [None]
 
 
+def judge(life: Learner, silent: float) -> None:
+    life.silent_since = time.monotonic() - silent
+    life.judge_silence()
+
+
 def test_silence_counts_from_the_wait_and_ends_it_after_connect_s(life: Made) -> None:
     one, _ = life("wires.connect_s=30")
-    one.judge_silence(30.0)
+    judge(one, 29.0)
     with pytest.raises(PeerUnreachable, match=r"has not answered for 31 s.*wires\.connect_s"):
-        one.judge_silence(31.0)
-    one.ever_heard, one.waiting = True, ""
-    one.judge_silence(1e6)  # it has asked for nothing
-    one.heard = time.monotonic() - 100
-    one.wait("batch 0")
-    assert time.monotonic() - one.heard < 50 and one.heard == one.waiting_since
+        judge(one, 31.0)
+    one.waits_for("")
+    one.judge_silence()  # it has asked for nothing
+    one.on_reply()
+    assert one.silent_since == 0.0
+    one.waits_for("batch 0")
+    assert time.monotonic() - one.silent_since < 50 and one.silent_since == one.waiting_since
     since = one.waiting_since
-    one.wait("batch 0")
+    one.waits_for("batch 0")
     assert one.waiting_since == since, "the same wait goes on"
     with pytest.raises(PeerUnreachable):
-        one.judge_silence(31.0)
+        judge(one, 31.0)
 
 
 @pytest.mark.parametrize(("welcomed", "number"), [(False, STEPS), (True, STEPS - 1)])
@@ -340,11 +348,11 @@ def test_a_run_that_has_ended_without_it_is_nothing_to_do(
     (one.run_dir / "buffer_summary.json").write_text(f'{{"finished": true, "steps": {STEPS}}}')
     (one.run_dir / "weights_digest").write_text("d")
     one.welcomed, one.core.state.number = welcomed, number
-    one.judge_silence(loop.ENDED_S)
+    judge(one, 0.5 * sockets.ENDED_S)
     with pytest.raises(NothingToDo, match="all its 4 steps are made"):
-        one.judge_silence(loop.ENDED_S + 0.1)
+        judge(one, sockets.ENDED_S + 0.1)
     one.welcomed, one.core.state.number = True, STEPS
-    one.judge_silence(loop.ENDED_S + 0.1)
+    judge(one, sockets.ENDED_S + 0.1)
     assert one.finished
 
 
@@ -459,7 +467,7 @@ def test_a_learner_told_to_stop_while_it_waits_has_no_batch(life: Made) -> None:
     buffer.inbox.clear()
     buffer.crash = {m.BatchRequest}
     assert one.next_batch() is None
-    assert one.waiting == ""
+    assert one.waiting_for == ""
 
 
 def test_one_that_was_never_welcomed_leaves_nothing(life: Made) -> None:

@@ -14,12 +14,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from actors.delivery import LINGER_S, size
+from actors.delivery import LINGER_S, RENEW_S, size
 from actors.schedule import Key, TicketSchedule
 from actors.turn import (
     DECODE_STEPS,
     IDLE_POLL_S,
-    RENEW_S,
     samples_to_ask_for,
     ticket_progress,
 )

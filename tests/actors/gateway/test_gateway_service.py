@@ -503,7 +503,7 @@ def test_it_vouches_for_open_sessions_and_asks_for_as_many_as_it_may_hold(
     assert renewed.progress == [(11, 1, 3), (12, 2, 0)]
     assert (renewed.taken, renewed.written) == (2, [])
     w.wire.replies.append(m.TicketGrant(w.gateway.session, 1, [], None, True))
-    w.gateway.read()
+    w.gateway.read_replies(0.0)
     assert w.gateway.over
 
 
@@ -513,7 +513,7 @@ def test_what_was_granted_and_has_not_come_is_forgone_and_said_to_be(
     w = world(sessions=3, env="agent_envs:Fails")
     lost = w.ticket(kind="raises")
     w.wire.replies.append(m.HeartbeatReply(1, None, attempts=1))
-    w.gateway.read()
+    w.gateway.read_replies(0.0)
     w.take(lost, w.ticket(kind="raises"))
     assert set(w.gateway.held) == {(12, 2)}
     w.answer(w.calls(1)[0], "ab")
@@ -526,12 +526,21 @@ def test_what_was_granted_and_has_not_come_is_forgone_and_said_to_be(
 def test_a_buffer_found_elsewhere_is_greeted_and_asked_anew(world: Callable[..., World]) -> None:
     w = world(sessions=3)
     w.gateway.asked = 2
-    w.gateway.unanswered = time.monotonic() - 1e6  # the one before would be given up
+    w.gateway.silent_since = time.monotonic() - 1e6  # the one before would be given up
     w.wire.moved = True
     w.wire.sent.clear()
-    w.gateway.read()
+    w.gateway.read_replies(0.0)
     assert [type(x) for x in w.wire.sent] == [m.GeneratorHello]
-    assert w.gateway.asked == 0 and time.monotonic() - w.gateway.unanswered < 1e5
+    assert w.gateway.asked == 0 and time.monotonic() - w.gateway.silent_since < 1e5
+
+
+def test_a_restarted_buffer_is_greeted_at_once(world: Callable[..., World]) -> None:
+    w = world(sessions=3)
+    w.wire.sent.clear()
+    for session in (w.gateway.session + 1, w.gateway.session):
+        w.wire.replies.append(m.UnknownSession(w.gateway.producer, session))
+    w.gateway.read_replies(0.0)
+    assert [type(x) for x in w.wire.sent] == [m.GeneratorHello], "its own session alone"
 
 
 def test_it_tells_what_the_oldest_sessions_wait_for(world: Callable[..., World]) -> None:
