@@ -1,30 +1,16 @@
-"""A generator's or gateway's side of the protocol with the buffer.
-
-`Outbox` packs samples into frames and resends them until they are acknowledged. `SessionPeer`
-greets, requests tickets, renews leases and leaves."""
+"""The generator's outbox: pack samples into frames, resend until acknowledged."""
 
 from __future__ import annotations
 
-import os
-import socket
-import time
-from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
-from asyncrl.config.tree import Config, WiresConfig
-from asyncrl.contract import messages as m
+from asyncrl.config.tree import WiresConfig
 from asyncrl.contract import outcomes
 from asyncrl.contract.messages import EVAL_BASE, Delivery, DeliveryAcks, Trajectory
-from asyncrl.contract.versions import Label
-from asyncrl.contract.waits import ProcessWait
-from asyncrl.transport.sockets import BufferPeer
 
 Key = tuple[int, int, int]  # (ticket, sample, attempt)
-RENEW_S = 0.5  # between two renewals of leases, which also report progress
-GREET_S = 5.0  # between two greetings: a restarted buffer does not know its generators
 LINGER_S = 0.02  # how long a small frame waits for further samples
 REMEMBERED = 20_000  # attempts whose counts may still grow
 
@@ -217,112 +203,3 @@ class Outbox:
                     self.drawn.on_delivery(sample.ticket, attempt, tokens)
             self.sent[key] = UnackedSample(sample, now if earlier is None else earlier.first, now)
         return Delivery(self.producer, self.session, self.sequence, samples, self.drawn.total)
-
-
-class SessionPeer(BufferPeer):
-    """A generator or a gateway: a session that requests tickets and delivers samples."""
-
-    def __init__(
-        self, config: Config, run_dir: Path, producer: str, session: int, slots: int
-    ) -> None:
-        super().__init__(config, run_dir, producer)
-        self.producer = producer
-        self.session = session
-        self.slots = slots
-        self.outbox = Outbox(config.wires, producer, session)
-        self.want_sequence = 0
-        self.want_sent = 0.0
-        self.asked = 0  # samples of the ticket request without an answer
-        self.renewed = self.greeted = 0.0
-        self.ending = self.over = False  # told to end; the run is over
-
-    def greet(self) -> None:
-        """Identify this session to the buffer."""
-        self.greeted = time.monotonic()
-        self.request(
-            m.GeneratorHello(
-                protocol=m.PROTOCOL,
-                run=self.run,
-                producer=self.producer,
-                session=self.session,
-                slots=self.slots,
-                host=socket.gethostname(),
-                pid=os.getpid(),
-            )
-        )
-
-    def read_replies(self, timeout: float, unread: tuple[float, float] = (0.0, 0.0)) -> None:
-        """Handle the buffer's replies that arrive within `timeout` seconds, and its silence.
-
-        unread: see `Outbox.on_acks`."""
-        for reply in self.receive(timeout):
-            if isinstance(reply, m.TicketGrant) and reply.session == self.session:
-                self.announce(reply.announcement)
-                if reply.sequence == self.want_sequence:
-                    self.asked = 0
-                self.accept_tickets(reply.tickets)
-                self.over = self.over or reply.finished
-            elif isinstance(reply, m.DeliveryAcks) and reply.session == self.session:
-                self.outbox.on_acks(reply, time.monotonic(), unread)
-                self.announce(reply.announcement)
-            elif isinstance(reply, m.HeartbeatReply):
-                self.announce(reply.announcement)
-                self.on_attempts(reply.attempts)
-            elif isinstance(reply, m.UnknownSession) and reply.session == self.session:
-                self.greet()
-        self.judge_silence()
-
-    def on_moved_buffer(self) -> None:
-        self.asked = 0
-        self.greet()
-
-    def on_finished_run(self) -> None:
-        self.over = True
-
-    @abstractmethod
-    def announce(self, announcement: m.PolicyAnnouncement | None) -> None:
-        """Remember the newest weights."""
-
-    @abstractmethod
-    def accept_tickets(self, tickets: list[m.Ticket]) -> None:
-        """Take granted tickets."""
-
-    @abstractmethod
-    def on_attempts(self, attempts: int) -> None:
-        """Treat tickets of attempts up to `attempts` that have not arrived as lost."""
-
-    @abstractmethod
-    def renewal(self, wait: ProcessWait | None) -> m.LeaseRenewal:
-        """The message that renews the leases and reports progress."""
-
-    def request_tickets(self, samples: int, holding: Label | None) -> None:
-        """Request tickets for free slots; one request at a time, repeated without an answer."""
-        late = time.monotonic() - self.want_sent > self.config.wires.retry_s
-        if samples > 0 and (samples > self.asked or (self.asked and late)):
-            self.asked = samples
-            self.send_ticket_request(samples, holding)
-
-    def send_ticket_request(self, samples: int, holding: Label | None) -> None:
-        self.want_sequence += 1
-        self.want_sent = time.monotonic()
-        self.socket.send(
-            m.TicketRequest(self.producer, self.session, self.want_sequence, samples, holding)
-        )
-
-    def renew(self) -> None:
-        """Renew the leases every RENEW_S, greet every GREET_S, log long waits."""
-        now = time.monotonic()
-        if now - self.renewed < RENEW_S:
-            return
-        self.renewed = now
-        if now - self.greeted > GREET_S:
-            self.greet()
-        wait = self.current_wait(now)
-        self.log_wait(wait)
-        self.request(self.renewal(wait))
-
-    def leave(self) -> None:
-        """Give the leases back, unless the run is over, and disconnect."""
-        if not self.over:
-            self.socket.send(m.GeneratorGoodbye(self.producer, self.session))
-        self.socket.close()

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from actors.delay import decode_steps
-from actors.delivery import SessionPeer
+from actors.delivery import Outbox
 from actors.engine import Completion, Engine, engine_for
 from actors.gateway.generator_calls import CallPeer, CallTurn
 from actors.turn import (
@@ -40,7 +40,7 @@ from asyncrl.records import buffer_leadership
 from asyncrl.records.rundir import current_buffer_address, note_longest_prompt
 from asyncrl.records.trace import Tracer
 from asyncrl.transport import chunks
-from asyncrl.transport.sockets import wait
+from asyncrl.transport.sockets import SessionPeer, wait
 
 # upper bound for one decode call: a slow engine makes fewer steps a call, because leases are
 # renewed and rewards delivered between calls
@@ -105,10 +105,12 @@ class Generator(SessionPeer):
             self.rewards.timed = self.reward_tracer.add
         self.weights = WeightsReceiver(config, self.producer)
         super().__init__(config, run_dir, self.producer, self.session, engine.slots)
+        self.outbox = Outbox(config.wires, self.producer, self.session)
         self.loaded: LoadedWeights | None = None
         self.longest_prompt = 0
         self.steps = DECODE_STEPS  # of the next decode call
         self.read_until = time.monotonic()  # the end of the last `read`
+        self.unread = (self.read_until, self.read_until)  # see `Outbox.on_acks`
         self.lacking = False  # weights are wanted and unavailable now
         self.gone: MissingWeights | None = None
         limits = config.wires.connect_s, config.watchdog.startup_s
@@ -139,13 +141,16 @@ class Generator(SessionPeer):
     def read(self) -> None:
         """Handle the messages that have arrived. When idle, wait a little for more."""
         timeout = 0.0 if self.engine.active else REWARD_POLL_S if self.judged else IDLE_POLL_S
-        unread = (self.read_until, time.monotonic())
+        self.unread = (self.read_until, time.monotonic())
         if self.calls is not None:
             wait([self.socket, self.calls.socket], [], timeout)
             timeout = 0.0
             self.calls.read()
-        self.read_replies(timeout, unread)
+        self.read_replies(timeout)
         self.read_until = time.monotonic()
+
+    def on_acks(self, reply: m.DeliveryAcks) -> None:
+        self.outbox.on_acks(reply, time.monotonic(), self.unread)
 
     def announce(self, announcement: m.PolicyAnnouncement | None) -> None:
         self.schedule.announce(announcement)

@@ -12,7 +12,7 @@ from buffer.state import StoreState
 
 
 class StoreRules(StoreState, ABC):
-    """What the store admits, grants, composes and trains."""
+    """The rules for admitting, granting, composing and training groups."""
 
     composed: set[int]  # the tickets in `comps`
     # number of changes by `ask`: the journal records only requests that changed something

@@ -149,10 +149,13 @@ class SnapshotHead(msgspec.Struct, tag="snapshot"):
     format: int
 
 
+HINTS = get_type_hints(StoreState)
+
+
 def _snapshot_field(each: Field[Any]) -> tuple[Any, ...]:
     """(name, type) of a field in the snapshot, and its default if older snapshots lack it."""
     packing = each.metadata.get("packing")
-    saved_type = get_type_hints(StoreState)[each.name] if packing is None else packing.type
+    saved_type = HINTS[each.name] if packing is None else packing.type
     default = (ADDED_LATER[each.name],) if each.name in ADDED_LATER else ()
     return each.name, saved_type, *default
 

@@ -28,7 +28,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from actors.delivery import SessionPeer
+from actors.delivery import Outbox
 from actors.gateway.call_router import CallRouter
 from actors.gateway.chat import ChatFormat, parser_for
 from actors.gateway.session_source import Episode, PlacedCall, SessionSource, WaitCause
@@ -109,7 +109,7 @@ def env_seed(config: Config, ticket: m.Ticket) -> int:
     return xxhash.xxh3_64_intdigest(f"env:{name}".encode()) >> 33
 
 
-class Gateway(SessionPeer):
+class Gateway(sockets.SessionPeer):
     """A gateway.
 
     source: makes the source of its sessions
@@ -125,6 +125,7 @@ class Gateway(SessionPeer):
     ) -> None:
         slots = config.agent.sessions
         super().__init__(config, run_dir, f"gateway-{index}", time.time_ns(), slots)
+        self.outbox = Outbox(config.wires, self.producer, self.session)
         self.index = index
         self.limits = limits(config)
         self.tokenizer = load_tokenizer(config.model.path)
@@ -229,6 +230,9 @@ class Gateway(SessionPeer):
             self.renew()
         elif not self.ever_served:
             raise self.error_after_end(self.producer)
+
+    def on_acks(self, reply: m.DeliveryAcks) -> None:
+        self.outbox.on_acks(reply, time.monotonic())
 
     def on_attempts(self, attempts: int) -> None:
         self.newest_attempt = max(self.newest_attempt, attempts)

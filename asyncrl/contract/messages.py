@@ -274,6 +274,9 @@ REWARDS_WAITED_FOR = "the rewards of its samples"
 SESSION_P95 = "session/p95_s"  # a gateway's number: 95 % of its sessions end within this time
 
 
+RENEW_S = 0.5  # between two renewals of a generator's leases
+
+
 class LeaseRenewal(msgspec.Struct, frozen=True, tag="renew"):
     """Decode progress and numbers of a generator; renews its leases.
 

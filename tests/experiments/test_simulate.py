@@ -249,7 +249,8 @@ def test_ten_thousand_generators_cost_little_more_than_a_hundred() -> None:
 
 
 def test_the_generators_constants_are_the_real_ones() -> None:
-    from actors import delivery, generator, turn
+    from actors import generator, turn
+    from asyncrl.contract import messages
 
     assert (
         simulated_processes.DECODE_STEPS,
@@ -258,7 +259,7 @@ def test_the_generators_constants_are_the_real_ones() -> None:
     ) == (
         generator.DECODE_STEPS,
         generator.IDLE_POLL_S,
-        delivery.RENEW_S,
+        messages.RENEW_S,
     )
     assert simulated_processes.samples_to_ask_for is turn.samples_to_ask_for
 

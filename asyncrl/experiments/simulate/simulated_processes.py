@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from actors.delivery import LINGER_S, RENEW_S, size
+from actors.delivery import LINGER_S, size
 from actors.schedule import Key, TicketSchedule
 from actors.turn import (
     DECODE_STEPS,
@@ -23,7 +23,14 @@ from actors.turn import (
     ticket_progress,
 )
 from asyncrl.config.tree import Config
-from asyncrl.contract.messages import EVAL_BASE, RewardFailure, Ticket, Trajectory, VersionSpan
+from asyncrl.contract.messages import (
+    EVAL_BASE,
+    RENEW_S,
+    RewardFailure,
+    Ticket,
+    Trajectory,
+    VersionSpan,
+)
 from asyncrl.contract.messages import PolicyAnnouncement as Announcement
 from asyncrl.contract.versions import Label
 from asyncrl.experiments.simulate.times import DISTRIBUTIONS, Draw, TimeModel, draw, draw_along
