@@ -192,6 +192,14 @@ def metrics_table() -> None:
     print(metrics.markdown(), end="")
 
 
+@config.command(cls=ExampleCommand, examples=("asyncrl config reference > docs/configuration.md",))
+def reference() -> None:
+    """Print every key with its default: docs/configuration.md."""
+    from asyncrl.config import explain as explaining
+
+    print(explaining.reference(), end="")
+
+
 TRY = ("asyncrl task try demo -n 5", "asyncrl task try calc --model runs/R/model")
 
 

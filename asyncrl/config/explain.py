@@ -130,6 +130,28 @@ TAGS = {
     "between the two, nearer to the learner's the older a token is.",
 }
 
+REFERENCE_HEAD = """# Configuration
+
+Generated from the config's structs by `asyncrl config reference`.
+
+A config is a TOML file. Every key below can stand in it, and `--set key=value` sets one on the
+command line. `method` and the two keys `correction.preset` and `kl.preset` set several keys at
+once. A key that you give beside them wins.
+
+- **Values**: what a key takes, then its unit in parentheses. A number without a unit counts things
+  or has no dimension.
+- **Default**: the value of a key that you do not give. A dash means that the value depends on the
+  method, or that nothing is set. The meaning says which.
+- **Read with**: the settings under which the key acts. A key that you give elsewhere is refused.
+  A dash means that it always acts.
+
+`asyncrl config explain KEY` prints the same for one key, with the published methods that set it.
+`asyncrl config show CONFIG` prints the values of a config and where each comes from.
+
+"""
+REFERENCE_TABLE = "| key | meaning | values | default | read with |\n|---|---|---|---|---|\n"
+TOP_LEVEL = "top level"
+
 
 class KeyExplanation(msgspec.Struct, frozen=True, kw_only=True):
     """Everything to know about a config key.
@@ -190,6 +212,53 @@ def _explain_key(key: str) -> KeyExplanation:
         methods=set_by,
         page=f"docs/{find_page(key)}",
     )
+
+
+def reference() -> str:
+    """Return docs/configuration.md: a table of keys for each section."""
+    sections: dict[str, list[str]] = {}
+    pages: dict[str, str] = {}
+    for key in ("method", *load.keys()):
+        shown = explain(key)[0]
+        section = key.partition(".")[0] if "." in key else TOP_LEVEL
+        sections.setdefault(section, []).append(_reference_row(shown))
+        page = "running.md" if section == TOP_LEVEL else shown.page.removeprefix("docs/")
+        pages.setdefault(section, page)
+    index = "Sections: " + ", ".join(f"[{name}](#{_anchor(name)})" for name in sections) + ".\n"
+    parts = []
+    for name, rows in sections.items():
+        title = name.capitalize() if name == TOP_LEVEL else name
+        heading = f"\n## {title}\n\nSee [{pages[name]}]({pages[name]}).\n\n"
+        parts.append(heading + REFERENCE_TABLE + "".join(rows))
+    return REFERENCE_HEAD + _wrap_links(index) + "".join(parts)
+
+
+def _anchor(section: str) -> str:
+    return section.replace(" ", "-")
+
+
+def _wrap_links(text: str) -> str:
+    """Break a paragraph of links at 100 columns."""
+    lines = [""]
+    for word in text.split():
+        if len(lines[-1]) + len(word) > 99:
+            lines.append("")
+        lines[-1] += f" {word}" if lines[-1] else word
+    return "\n".join(lines) + "\n"
+
+
+def _reference_row(shown: KeyExplanation) -> str:
+    values = f"{shown.values} ({shown.unit})" if shown.unit else shown.values
+    default = "-" if shown.default in ("", "not set") else shown.default
+    if default not in ("-", "none: it must be given"):
+        default = f"`{default}`"
+    cells = (f"`{shown.key}`", shown.meaning, values, default, " and ".join(shown.read) or "-")
+    return "| " + " | ".join(_reference_cell(text) for text in cells) + " |\n"
+
+
+def _reference_cell(text: str) -> str:
+    """Escape what would cut a row, or turn into markup."""
+    return text.replace("|", r"\|").replace("<", "&lt;").replace("*", r"\*")
 
 
 def find_places(key: str) -> list[KeyPlace]:

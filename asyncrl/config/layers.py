@@ -103,7 +103,7 @@ def describe_values(kind: Any) -> str:
         parts = [part for part in typing.get_args(plain) if part is not types.NoneType]
         return ", or ".join(describe_values(part) for part in parts)
     if typing.get_origin(plain) is typing.Literal:
-        names = [str(value) for value in typing.get_args(plain)]
+        names = [str(value) or '""' for value in typing.get_args(plain)]
         return names[0] if len(names) == 1 else f"one of {', '.join(names)}"
     if structs_of(plain):
         return f"a table of {', '.join(fields_of(plain))}"

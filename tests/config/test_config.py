@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from process_kit import ENV, ROOT
 
-from asyncrl.config import layers, load
+from asyncrl.config import explain, layers, load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.records import metrics
@@ -158,6 +158,18 @@ def test_the_table_of_metrics_is_the_documented_one() -> None:
     for line in metrics.markdown().splitlines():
         if line.startswith("|"):  # a `|` inside a cell would cut the row when rendered
             assert len(re.findall(r"(?<!\\)\|", line)) == 4, line
+
+
+def test_the_configuration_reference_is_the_documented_one() -> None:
+    """Every key is there once, in a row of five cells, with its meaning and its default."""
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    assert page == explain.reference(), "stale: asyncrl config reference > docs/configuration.md"
+    rows = [re.split(r"(?<!\\)\|", line) for line in page.splitlines() if line.startswith("| `")]
+    assert [cells[1].strip(" `") for cells in rows] == ["method", *load.keys()]
+    assert all(len(cells) == 7 and cells[2].strip() and cells[4].strip() for cells in rows)
+    lengths = {cells[1].strip(" `"): cells for cells in rows}
+    assert "(tokens)" in lengths["generator.max_new_tokens"][3]
+    assert "truncated = soft" in lengths["advantage.truncation_ramp"][5]
 
 
 def test_an_unknown_metric_is_refused(tmp_path: Path) -> None:
