@@ -150,7 +150,8 @@ class Gateway(sockets.SessionPeer):
         self.calls_socket = sockets.BufferSocket(
             gateway_address(run_dir, index),
             run=self.run,
-            most=CALLED_BYTES * config.generator.context + MORE_BYTES,
+            most=(CALLED_BYTES + config.generator.support_bytes) * config.generator.context
+            + MORE_BYTES,
             reads=m.FromGenerator,
             key="agent",
         )

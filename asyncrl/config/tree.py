@@ -192,6 +192,10 @@ class RewardConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         return bool(self.function or self.judge.url or self.model.path)
 
 
+# bytes a token of a bitmap of the largest vocabulary in use, 262,144 tokens, and its size
+LARGEST_BITMAP = (1 << 15) + 4
+
+
 class GeneratorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     engine: Annotated[
         EngineName,
@@ -283,6 +287,13 @@ class GeneratorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         list[Count],
         Meta(description="GPU numbers, assigned to the generators in turn. Empty: model.device."),
     ] = []
+
+    @property
+    def support_bytes(self) -> int:
+        """Most bytes a token of the tokens that top-p and top-k keep, as they are sent."""
+        if self.top_k > 0:
+            return 4 * (self.top_k + 1)
+        return LARGEST_BITMAP if self.top_p < 1 else 0
 
 
 class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -88,9 +88,17 @@ def head(run: str, protocol: int = PROTOCOL) -> bytes:
 def send_message(socket: Any, first: bytes, message: Any) -> None:
     """Send a message behind its first frame without blocking.
 
-    Raises zmq.Again when there is no room for it.
+    Raises zmq.Again when there is no room for it, and AsyncrlError when it is larger than a frame
+    may be: its reader would drop the connection, and both would wait forever.
     """
     payload = _encoder.encode(message)
+    if len(payload) > MAX_FRAME_BYTES:
+        raise AsyncrlError(
+            f"a {type(message).__name__} of {len(payload) / 2**20:.0f} MiB cannot be sent, the "
+            f"limit is {MAX_FRAME_BYTES / 2**20:.0f} MiB: use smaller batches (learner.groups, "
+            "learner.group_size, generator.max_new_tokens) or, with top_p, a smaller support "
+            "(generator.top_p, generator.top_k)"
+        )
     socket.send_multipart([first, payload], zmq.NOBLOCK, copy=len(payload) < IN_PLACE_BYTES)
 
 

@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from journal_kit import state
 from service_kit import Run, answers, ask, greet, wait, want
 
 from asyncrl.contract import messages as m
+from asyncrl.contract.sampled_support import SampledSupport
 from asyncrl.contract.versions import Label
 from asyncrl.contract.waits import BlockingSession, OpenSession, ProcessWait
 from asyncrl.records import rundir
@@ -695,6 +697,36 @@ def test_frames_of_a_message_are_bounded_together(begin: Any) -> None:
     assert f"more than {most} bytes" in wait(stranger, m.Refusal).reason
     assert run.service.refused == {"frame": 1}
     assert ask(learner, run.hello(1), m.Welcome) == m.Welcome(1, 0)
+
+
+def test_a_completion_whose_support_is_large_is_taken(begin: Any) -> None:
+    """Top-p may keep most of a large vocabulary where the model is unsure: a bitmap a token."""
+    tokens = 500
+    run = begin(
+        "generator.top_p=0.9",
+        "wires.frame_bytes=65536",
+        f"generator.max_new_tokens={tokens}",
+        "generator.context=512",
+        "evaluation.every=0",
+    )
+    generator, learner = run.peer(), run.peer()
+    ask(learner, run.hello(1), m.Welcome)
+    generator.send(greet(run.id, "generator-0", 1))
+    (ticket, *_) = ask(generator, want(1), m.TicketGrant).tickets
+    kept = SampledSupport.from_lists([np.arange(20_000)] * tokens, 151_936)
+    (sample, *_) = answers(ticket).samples
+    (span,) = sample.spans
+    large = msgspec.structs.replace(
+        sample,
+        tokens=b"\1\0\0\0" * tokens,
+        behavior_logprobs=b"\0\0\0\0" * tokens,
+        mask=b"\1" * tokens,
+        spans=[msgspec.structs.replace(span, end=tokens)],
+        support=kept.encode(),
+    )
+    assert len(large.support) > 8 * 2**20
+    acks = ask(generator, m.Delivery("generator-0", 1, 1, [large]), m.DeliveryAcks).acks
+    assert [ack[3] for ack in acks] in (["accepted"], ["evaluated"]) and not run.service.refused
 
 
 def test_who_has_not_said_hello_gets_no_tickets(begin: Any) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from asyncrl.contract import messages as m
+from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.versions import Label
 from asyncrl.transport import sockets
 from asyncrl.transport.sockets import IN_PLACE_BYTES, BufferSocket, PeerSocket
@@ -67,3 +68,17 @@ def test_a_small_message_is_copied_and_a_large_one_is_not() -> None:
         sockets.send_message(socket, b"first", m.Refusal(text))
     assert [(parts[0], copy) for parts, copy in sent] == [(b"first", True), (b"first", False)]
     assert len(sent[1][0][1]) > IN_PLACE_BYTES
+
+
+def test_a_message_beyond_the_limit_is_an_error_at_its_sender(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its reader would drop the connection without a word, and wait for it for ever."""
+    monkeypatch.setattr(sockets, "MAX_FRAME_BYTES", 1 << 20)
+    buffer = BufferSocket(f"ipc://{tmp_path}/b")
+    try:
+        buffer.send(b"peer", m.Refusal("x" * 1000))
+        with pytest.raises(AsyncrlError, match="a Refusal of 2 MiB cannot be sent"):
+            buffer.send(b"peer", m.Refusal("x" * (2 << 20)))
+    finally:
+        buffer.close()
