@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from asyncrl.contract import messages as m
 from asyncrl.contract.versions import Label
 
-LINES = 4096  # generators of a gateway
+MOST_GENERATORS = 4096  # of a gateway
 AHEAD = 1.25  # calls assigned, as a multiple of the slots, so that a freed slot finds one waiting
 REMEMBERED = 16384  # samples whose last generator is known
 
@@ -33,7 +33,7 @@ class ServingGenerator:
     calls: dict[int, int] = field(default_factory=dict)  # call id -> number of its message
     fresh: list[m.GenerationCall] = field(default_factory=list)  # for the next message
     cut: list[int] = field(default_factory=list)  # calls to cancel with the next message
-    told: Label | None = None  # the newest weights announced to it
+    announced: Label | None = None  # the newest weights announced to it
 
     @property
     def free_slots(self) -> float:
@@ -50,12 +50,12 @@ class CallRouter:
     def __init__(self, run: str, silent_s: float) -> None:
         self.run = run
         self.silent_s = silent_s
-        self.lines: dict[str, ServingGenerator] = {}
+        self.generators: dict[str, ServingGenerator] = {}
         self.open: dict[int, m.GenerationCall] = {}
         self.queue: deque[int] = deque()
-        self.again = 0  # calls that were assigned again
+        self.reassigned = 0  # calls that were assigned again
         # (ticket, sample) -> the generator that sampled its last call; the oldest first
-        self.drew: dict[tuple[int, int], str] = {}
+        self.last_generator: dict[tuple[int, int], str] = {}
 
     def submit(self, call: m.GenerationCall) -> None:
         """Queue a call."""
@@ -64,9 +64,9 @@ class CallRouter:
 
     def cancel(self, call: int) -> bool:
         """Cancel a call; True when no generator has it, so that no result will come."""
-        for line in self.lines.values():
-            if call in line.calls:
-                line.cut.append(call)
+        for generator in self.generators.values():
+            if call in generator.calls:
+                generator.cut.append(call)
                 return False
         self.open.pop(call, None)
         return True
@@ -85,88 +85,91 @@ class CallRouter:
                 f"this gateway belongs to run {self.run} with protocol {m.PROTOCOL}, "
                 f"{message.producer} to run {message.run} with protocol {message.protocol}"
             )
-        line = self.lines.get(message.producer)
-        if line is None and len(self.lines) >= LINES:
+        generator = self.generators.get(message.producer)
+        if generator is None and len(self.generators) >= MOST_GENERATORS:
             return m.Refusal(
-                f"{message.producer} is one too many: a gateway has at most {LINES} generators", 2
+                f"{message.producer} is refused: this gateway has {MOST_GENERATORS} generators",
+                2,
             )
-        if line is None or line.session != message.session:
-            if line is not None:
-                self._drop_generator(line)
-            line = self.lines[message.producer] = ServingGenerator(
+        if generator is None or generator.session != message.session:
+            if generator is not None:
+                self._drop_generator(generator)
+            generator = self.generators[message.producer] = ServingGenerator(
                 peer, message.session, message.slots, now
             )
-        line.peer = peer
-        line.slots = message.slots
-        line.heard_at = now
+        generator.peer = peer
+        generator.slots = message.slots
+        generator.heard_at = now
         held = set(message.held)
         lost = [
             call
-            for call, sequence in line.calls.items()
+            for call, sequence in generator.calls.items()
             if sequence <= message.heard and call not in held
         ]
         for call in lost:
-            del line.calls[call]
+            del generator.calls[call]
             self._resubmit(call)
         return None
 
     def on_result(self, message: m.CallResult) -> m.GenerationCall | None:
         """Close the call of a result; None if it was answered before, or forgotten."""
         call = self.open.pop(message.id, None)
-        for name, line in self.lines.items():
-            if line.calls.pop(message.id, None) is not None and call is not None:
-                self.drew.pop((call.ticket, call.sample), None)
-                self.drew[call.ticket, call.sample] = name
-                if len(self.drew) > REMEMBERED:
-                    del self.drew[next(iter(self.drew))]
+        for name, generator in self.generators.items():
+            if generator.calls.pop(message.id, None) is not None and call is not None:
+                self.last_generator.pop((call.ticket, call.sample), None)
+                self.last_generator[call.ticket, call.sample] = name
+                if len(self.last_generator) > REMEMBERED:
+                    del self.last_generator[next(iter(self.last_generator))]
         return call
 
     def tick(self, now: float) -> None:
         """Drop generators that were silent for too long and assign their calls again."""
-        for name, line in list(self.lines.items()):
-            if now - line.heard_at > self.silent_s:
-                del self.lines[name]
-                self._drop_generator(line)
+        for name, generator in list(self.generators.items()):
+            if now - generator.heard_at > self.silent_s:
+                del self.generators[name]
+                self._drop_generator(generator)
 
-    def _drop_generator(self, line: ServingGenerator) -> None:
-        for call in line.calls:
+    def _drop_generator(self, generator: ServingGenerator) -> None:
+        for call in generator.calls:
             self._resubmit(call)
 
     def _resubmit(self, call: int) -> None:
         if call in self.open:
-            self.again += 1
+            self.reassigned += 1
             self.queue.appendleft(call)
 
     def _choose_generator(self, call: m.GenerationCall | None) -> ServingGenerator | None:
         """Choose the generator for a call; None if there is none."""
         if call is not None:
-            last = self.lines.get(self.drew.get((call.ticket, call.sample), ""))
+            last = self.generators.get(self.last_generator.get((call.ticket, call.sample), ""))
             if last is not None and len(last.calls) < last.slots:
                 return last
-        return max(self.lines.values(), key=lambda line: line.free_slots, default=None)
+        return max(
+            self.generators.values(), key=lambda generator: generator.free_slots, default=None
+        )
 
     def frames(
         self, announcement: m.PolicyAnnouncement | None
     ) -> Sequence[tuple[bytes, m.CallAssignments]]:
         """Build the messages to send now: (address, new and cancelled calls, announcement)."""
         while self.queue:
-            line = self._choose_generator(self.open.get(self.queue[0]))
-            if line is None or line.free_slots <= 0:
+            generator = self._choose_generator(self.open.get(self.queue[0]))
+            if generator is None or generator.free_slots <= 0:
                 break
             call = self.queue.popleft()
             if call in self.open:
-                line.fresh.append(self.open[call])
-                line.calls[call] = line.sequence + 1
+                generator.fresh.append(self.open[call])
+                generator.calls[call] = generator.sequence + 1
         messages = []
         label = None if announcement is None else announcement.announcement_key
-        for line in self.lines.values():
-            if not line.fresh and not line.cut and line.told == label:
+        for generator in self.generators.values():
+            if not generator.fresh and not generator.cut and generator.announced == label:
                 continue
-            line.sequence += 1
-            line.told = label
+            generator.sequence += 1
+            generator.announced = label
             message = m.CallAssignments(
-                line.session, line.sequence, line.fresh, line.cut, announcement
+                generator.session, generator.sequence, generator.fresh, generator.cut, announcement
             )
-            line.fresh, line.cut = [], []
-            messages.append((line.peer, message))
+            generator.fresh, generator.cut = [], []
+            messages.append((generator.peer, message))
         return messages

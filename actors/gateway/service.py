@@ -157,7 +157,7 @@ class Gateway(sockets.SessionPeer):
         )
         self.refused = Counter[str]()  # reason -> messages refused at calls_socket
         self.calls_socket.refused = self.refuse
-        self.board = CallRouter(self.run, config.wires.lease_s)
+        self.router = CallRouter(self.run, config.wires.lease_s)
         self.held: dict[tuple[int, int], GatewayTicket] = {}
         self.episodes: dict[int, Episode] = {}
         self.calls: dict[int, PlacedCall] = {}  # id at the generators -> call
@@ -292,7 +292,7 @@ class Gateway(sockets.SessionPeer):
             if placed.episode is not episode:
                 continue
             del self.calls[number]
-            call = self.board.forget(number)
+            call = self.router.forget(number)
             if call is None:  # it was not submitted
                 call = self.put_off.pop(number)
             self.numbers += 1
@@ -336,7 +336,7 @@ class Gateway(sockets.SessionPeer):
 
     def submit_call(self, call: m.GenerationCall, ticket: m.Ticket) -> None:
         """Submit a call, with the minimum version of its session's current ticket."""
-        self.board.submit(msgspec.structs.replace(call, min_version=ticket.min_version))
+        self.router.submit(msgspec.structs.replace(call, min_version=ticket.min_version))
 
     def open_sessions(self) -> None:
         """Have the source begin sessions, and note that this process waits without one."""
@@ -401,7 +401,7 @@ class Gateway(sockets.SessionPeer):
         self.source.on_drop(episode)
         for number, placed in list(self.calls.items()):
             if placed.episode is episode:
-                self.board.forget(number)
+                self.router.forget(number)
                 self.put_off.pop(number, None)
                 del self.calls[number]
         session = episode.session
@@ -470,13 +470,13 @@ class Gateway(sockets.SessionPeer):
         if isinstance(message, m.ServingReport):
             message_checks.serving(message)
             self.ever_served = True
-            refused = self.board.on_report(peer, message, time.monotonic())
+            refused = self.router.on_report(peer, message, time.monotonic())
             if refused is not None:
                 self.calls_socket.send(peer, refused)
             return
-        if (call := self.board.open.get(message.id)) is not None:
+        if (call := self.router.open.get(message.id)) is not None:
             message_checks.check_call_result(message, call, self.vocabulary)
-        if self.board.on_result(message) is not None:
+        if self.router.on_result(message) is not None:
             self.on_result(message)
 
     def refuse(self, reason: str, line: str) -> None:
@@ -518,7 +518,7 @@ class Gateway(sockets.SessionPeer):
         """Apply time limits, cancel cut calls, and deliver the sessions that ended."""
         if now - self.ticked > TICK_S:
             self.ticked = now
-            self.board.tick(now)
+            self.router.tick(now)
             for episode in self.episodes.values():
                 episode.session.tick(now)
         for episode in list(self.episodes.values()):
@@ -554,7 +554,7 @@ class Gateway(sockets.SessionPeer):
 
     def drop_call(self, number: int) -> bool:
         """Cancel a call; True when no result will come for it."""
-        return self.put_off.pop(number, None) is not None or self.board.cancel(number)
+        return self.put_off.pop(number, None) is not None or self.router.cancel(number)
 
     def deliver(self, episode: Episode) -> None:
         session = episode.session
@@ -611,7 +611,7 @@ class Gateway(sockets.SessionPeer):
             self.last_words.popitem(last=False)
 
     def send_calls(self) -> None:
-        for peer, message in self.board.frames(self.announced):
+        for peer, message in self.router.frames(self.announced):
             self.calls_socket.send(peer, message)
 
     # ---- the buffer ------------------------------------------------------------------------------
@@ -709,8 +709,8 @@ class Gateway(sockets.SessionPeer):
             what = "its ticket to be granted again by the new learner"
             cause = WaitCause("grant", what, limit, left_s)
         elif session.open_calls:
-            what = f"an answer of the engine{'' if self.board.lines else ': no generator serves'}"
-            cause = WaitCause("engine", what, limit, left_s)
+            missing = "" if self.router.generators else ": no generator serves"
+            cause = WaitCause("engine", f"an answer of the engine{missing}", limit, left_s)
         elif session.state == "judging":
             since, cause = session.judging_at, WaitCause("reward", "the reward of its answer")
         else:
@@ -748,11 +748,11 @@ def task(ticket: m.Ticket) -> str:
 
 def why_untrained(session: Session, agent: AgentConfig) -> str:
     """Explain why a session that has ended has no token to train on."""
-    if session.refusals and not any(node.ids is not None for node in session.forest.nodes):
+    if session.refusals and not any(node.ids is not None for node in session.tree.nodes):
         return f"the session ended without an answer; {session.refusals}"
     if not session.calls:
         return "the session ended without a call: does the agent use its own base URL?"
-    excluded = sum(node.aside and node.ids is not None for node in session.forest.nodes)
+    excluded = sum(node.aside and node.ids is not None for node in session.tree.nodes)
     if not excluded or not agent.http:
         return "the session ended before its first answer"
     return (

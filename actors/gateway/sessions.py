@@ -200,7 +200,7 @@ class Session:
 
     def __post_init__(self) -> None:
         self.name = f"{self.ticket.ticket}.{self.sample}.{self.attempt}"
-        self.forest = CallTree()
+        self.tree = CallTree()
         self.open_calls: dict[int, SessionCall] = {}
         self.requests: list[HarnessRequest] = []
         self.cuts: list[SessionCall] = []  # to be cancelled in the engine, by the gateway
@@ -252,12 +252,12 @@ class Session:
         takes long for a long prompt, and may run in another thread.  Until `accept`, no other call
         of the session may be drafted. Raises ValueError as `plain_text` does.
         """
-        found = self.forest.find(messages, aside)
+        found = self.tree.find(messages, aside)
         return partial(self._composed, partial(self._compose, found, messages, tools))
 
     def draft_text(self, text: str) -> Callable[[], Composed]:
         """Do the same for a call by text without a template."""
-        texts = sorted(self.forest.texts(), key=lambda x: (-x.text_length, -x.number))
+        texts = sorted(self.tree.texts(), key=lambda x: (-x.text_length, -x.number))
         return partial(self._composed, partial(self._compose_text, texts, text))
 
     def _composed(self, compose: Callable[[], Composed]) -> Composed:
@@ -307,7 +307,7 @@ class Session:
         """
         self.may_call(now)
         tail = np.ascontiguousarray(composed.tail, np.int32)
-        node = CallNode(self.forest.placed, composed.parent, tail, aside)
+        node = CallNode(self.tree.placed, composed.parent, tail, aside)
         found = composed.found
         if found is not None:
             node.chain, node.ours = found.chains[-1], dict(composed.ours)
@@ -331,9 +331,9 @@ class Session:
         """
         self.may_call(now)
         ids = np.ascontiguousarray(ids, np.int32)
-        parent = self.forest.find_ids(ids, aside)
+        parent = self.tree.find_ids(ids, aside)
         tail = ids if parent is None else ids[len(parent.token_ids()) :]
-        node = CallNode(self.forest.placed, parent, tail, aside)
+        node = CallNode(self.tree.placed, parent, tail, aside)
         call = self._limit_call(node, max_new_tokens, stop, now)
         return self._add_call(call, None, "ids" if parent is None else "branch", now)
 
@@ -408,7 +408,7 @@ class Session:
                     f"{limits.max_tokens}: wait for one of them",
                 )
             most = min(most, remaining)
-        if self.forest.starts_row(node) and (begun := self.forest.rows_begun()):
+        if self.tree.starts_row(node) and (begun := self.tree.rows_begun()):
             if limits.fork == "end":
                 raise self._limit_reached("fork", now)
             if limits.rows and begun >= limits.rows:
@@ -445,9 +445,9 @@ class Session:
         self, call: SessionCall, found: MessageMatch | None, why: str, now: float
     ) -> SessionCall:
         """Record the call as open."""
-        if self.forest.starts_row(call.node) and self.forest.rows_begun():
-            self.forest.forks[why] += 1
-        self.forest.add(call.node, found.chains if found else ())
+        if self.tree.starts_row(call.node) and self.tree.rows_begun():
+            self.tree.forks[why] += 1
+        self.tree.add(call.node, found.chains if found else ())
         self._asked[call.prompt_digest] = self._asked.get(call.prompt_digest, 0) + 1
         self.open_calls[call.number] = call
         self.calls += 1
@@ -459,7 +459,7 @@ class Session:
         assert node.ids is not None
         prompt = node.prompt()
         digest = xxhash.xxh3_128_digest(prompt.tobytes())
-        self.forest.nodes.append(node)
+        self.tree.nodes.append(node)
         self._asked[digest] = self._asked.get(digest, 0) + 1
         return SessionCall(
             number=node.number,
@@ -520,7 +520,7 @@ class Session:
         self.aside += past + (len(ids) if call.aside else 0)
         self.call_at = self.heard_at = max(now, self.heard_at)
         if not len(ids):
-            self.forest.remove(node)
+            self.tree.remove(node)
             return None
         node.ids = np.ascontiguousarray(ids, np.int32)
         node.logprobs = np.ascontiguousarray(logprobs, np.float32)
@@ -531,7 +531,7 @@ class Session:
             self.shortened = finish == "length" and (call.run_bound or call.cut)
         if self.composer is not None and node.chain:
             name = f"{self.name}-{call.number}"
-            self.forest.set_answer(node, self.composer.read(node.ids, call.stop, name))
+            self.tree.set_answer(node, self.composer.read(node.ids, call.stop, name))
         elif self.composer is not None:  # placed by text or ids: nothing is parsed
             text = self.composer.visible_text(node.ids, call.stop)
             node.answer = {"role": "assistant", "content": text}
@@ -687,7 +687,7 @@ class Session:
         if self.state != "open":
             raise CallRefused(410, "session_ended", f"session {self.name} has ended")
         _check_reward(*score)
-        trained = {node.number for node in self.forest.nodes if not node.aside}
+        trained = {node.number for node in self.tree.nodes if not node.aside}
         for number in calls:
             if number not in trained:
                 raise CallRefused(
@@ -754,24 +754,24 @@ class Session:
     @property
     def forks(self) -> Mapping[str, int]:
         """Cause -> number of training sequences beyond the first."""
-        return self.forest.forks
+        return self.tree.forks
 
     def training_rows(self) -> tuple[TrainingSequence, ...]:
         """Build the training sequences, in the order of their first own calls."""
         shares = dict(self.score[2]) if self.score is not None else {}
-        trained = [n for n in self.forest.nodes if n.ids is not None and not n.aside]
+        trained = [n for n in self.tree.nodes if n.ids is not None and not n.aside]
         if shares and trained:
             assert self.outcome is not None
             last = max(node.number for node in trained)
             remainder = self.outcome.reward - math.fsum(shares.values())
             if remainder or last in shares:
                 shares[last] = shares.get(last, 0.0) + remainder
-        return rows_of(self.forest.nodes, shares)
+        return rows_of(self.tree.nodes, shares)
 
     def describe(self, now: float) -> dict[str, Any]:
         """The session's state as JSON: counts, versions, seconds left."""
         labels = {
-            span.label for node in self.forest.nodes if node.ids is not None for span in node.spans
+            span.label for node in self.tree.nodes if node.ids is not None for span in node.spans
         }
         return {
             "session": self.name,
@@ -780,7 +780,7 @@ class Session:
             "open_calls": len(self.open_calls),
             "tokens": self.tokens,
             "aside": self.aside,
-            "rows": self.forest.rows_begun(),
+            "rows": self.tree.rows_begun(),
             "forks": dict(self.forks),
             "versions": [str(label) for label in sorted(labels)],
             "refused": self.refusals.count,

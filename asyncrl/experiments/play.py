@@ -133,9 +133,9 @@ class ModelPlayer:
     ) -> tuple[int, bool]:
         self.sides.set_turn(event.asked)
         now = time.monotonic()
-        begun = self.session.forest.rows_begun()
+        begun = self.session.tree.rows_begun()
         self.call = self.sides.now.place_observation(self.session, event.obs, tools, now)
-        return len(self.call.prompt_ids), self.session.forest.rows_begun() > begun > 0
+        return len(self.call.prompt_ids), self.session.tree.rows_begun() > begun > 0
 
     def answer(self) -> PlayerAnswer | None:
         from actors.engine import CompletionRequest

@@ -320,7 +320,7 @@ class Calls:
         prompt = np.arange(3, 9, dtype="<i4").tobytes()
         self.call = m.GenerationCall(1, 7, 1, "train", prompt, 4, sampling, Label(1, 3), None, 5)
         self.gateway: Any = SimpleNamespace(
-            board=CallRouter("fuzz", 10.0),
+            router=CallRouter("fuzz", 10.0),
             ever_served=False,
             vocabulary=VOCABULARY,
             calls_socket=SimpleNamespace(send=lambda peer, message: None),
@@ -354,15 +354,15 @@ class Calls:
         self.scripted.sessions.clear()
 
     def feed(self, data: bytes) -> str:
-        board = self.gateway.board
-        if 1 not in board.open:
-            board.submit(self.call)
-        board.lines.clear()
+        router = self.gateway.router
+        if 1 not in router.open:
+            router.submit(self.call)
+        router.generators.clear()
         return judged(lambda: self._act(data))
 
     def _act(self, data: bytes) -> None:
         self.hear(b"g", self.decoder.decode(data))
-        self.gateway.board.frames(announcement())
+        self.gateway.router.frames(announcement())
 
     def close(self) -> None:
         pass

@@ -75,7 +75,7 @@ class Ended:
         """Of its calls."""
         session = self.opened.session
         text = self.opened.chat.decode_text
-        return [text(node.prompt().tolist()) for node in session.forest.nodes]
+        return [text(node.prompt().tolist()) for node in session.tree.nodes]
 
 
 class Runner:

@@ -157,7 +157,7 @@ class Source(environment_sessions.EnvironmentSource):
 
     def place_call(self, episode: Episode, obs: Any) -> None:
         """The calls go on, or begin at an earlier one, or anew."""
-        nodes = [node for node in episode.session.forest.nodes if node.ids is not None]
+        nodes = [node for node in episode.session.tree.nodes if node.ids is not None]
         r = self.gateway.world.r
         if nodes and r.random() < self.gateway.world.fork_share:
             before = r.choice([node.token_ids for node in nodes] + [nodes[0].prompt])
@@ -608,7 +608,7 @@ def placed_at_any(self: service.Gateway, call: m.GenerationCall, ticket: m.Ticke
     """The minimum version holds for a session's first call alone."""
     least = ticket.min_version
     least = least if call.stream == 0 else Label(least.epoch, 0)
-    self.board.submit(msgspec.structs.replace(call, min_version=least))
+    self.router.submit(msgspec.structs.replace(call, min_version=least))
 
 
 def drawn_at_once(self: service.Gateway, episode: Episode) -> None:
@@ -618,7 +618,7 @@ def drawn_at_once(self: service.Gateway, episode: Episode) -> None:
     for number in [x for x, each in self.calls.items() if each.episode is episode]:
         call = self.put_off.pop(number)
         self.world.placed[call.id] = episode.session.ticket.attempt  # type: ignore[attr-defined]
-        self.board.submit(msgspec.structs.replace(call, min_version=self.announced.label))
+        self.router.submit(msgspec.structs.replace(call, min_version=self.announced.label))
 
 
 PARK = service.Gateway.park

@@ -191,7 +191,7 @@ def progress_of(session: Session) -> SessionProgress:
     return SessionProgress(
         state=session.state,
         calls=session.calls - len(session.open_calls),
-        placed=session.forest.placed,
+        placed=session.tree.placed,
         tokens=session.tokens,
         reported=session.reported,
         aside=session.aside,
@@ -199,7 +199,7 @@ def progress_of(session: Session) -> SessionProgress:
         limit=session.limit,
         limited_at=session.limited_at,
         adopted=session.adopted,
-        forks=dict(session.forest.forks),
+        forks=dict(session.tree.forks),
         refusals=session.refusals,
         score=session.score,
         outcome=session.outcome,
@@ -256,14 +256,14 @@ def restore(session: Session, records: list[SessionRecord], now: float) -> Sessi
 
 def _restore_progress(session: Session, progress: SessionProgress) -> None:
     session.state, session.outcome = progress.state, progress.outcome
-    session.calls, session.forest.placed = progress.calls, progress.placed
+    session.calls, session.tree.placed = progress.calls, progress.placed
     session.tokens, session.aside = progress.tokens, progress.aside
     session.reported = progress.reported
     session.shortened, session.refusals = progress.shortened, progress.refusals
     session.limit, session.limited_at = progress.limit, progress.limited_at
     session.adopted, session.score = list(progress.adopted), progress.score
-    session.forest.forks.clear()
-    session.forest.forks.update(progress.forks)
+    session.tree.forks.clear()
+    session.tree.forks.update(progress.forks)
 
 
 def _restore_call(session: Session, kept: CallRecord, nodes: dict[int, CallNode]) -> HarnessRequest:
@@ -289,8 +289,8 @@ def _restore_call(session: Session, kept: CallRecord, nodes: dict[int, CallNode]
     nodes[kept.number] = node
     call = session.restore_call(node)
     if kept.chain and kept.message is not None:
-        session.forest.seen.update((kept.chain, chained(kept.chain, kept.message)))
-        session.forest.set_answer(node, kept.message)
+        session.tree.seen.update((kept.chain, chained(kept.chain, kept.message)))
+        session.tree.set_answer(node, kept.message)
     else:
         node.answer = kept.message
     request = HarnessRequest(

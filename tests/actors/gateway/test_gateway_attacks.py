@@ -306,7 +306,7 @@ def test_others_are_served_while_a_long_prompt_is_composed(
         assert first.result().status_code == second.result().status_code == 200
     assert order == ["long", "short"]
     assert served.do(lambda: opened.session.composing) == 0
-    assert [n.number for n in opened.session.forest.nodes] == [0, 1]
+    assert [n.number for n in opened.session.tree.nodes] == [0, 1]
 
 
 def test_a_session_that_ends_while_its_prompt_is_composed_draws_nothing(served: Served) -> None:

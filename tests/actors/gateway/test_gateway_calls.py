@@ -76,17 +76,17 @@ def test_a_sessions_calls_stay_with_the_generator_that_drew_the_last() -> None:
     b.submit(of(31, ticket=mine, sample=2))  # another session of the ticket
     assert sent(b) == {b"b": [30], b"a": [31]}
     answered(30)
-    del b.lines["b"]
+    del b.generators["b"]
     b.submit(of(40, ticket=mine))
     assert sent(b) == {b"a": [40]}
     answered(40)
     for number in range(REMEMBERED + 3):
-        b.drew[100 + number, 0] = "a"
+        b.last_generator[100 + number, 0] = "a"
     b.submit(of(50, ticket=7))
     sent(b)
-    before = len(b.drew)
+    before = len(b.last_generator)
     answered(50)
-    assert len(b.drew) == before and (7, 1) in b.drew
+    assert len(b.last_generator) == before and (7, 1) in b.last_generator
 
 
 def test_a_call_is_answered_once() -> None:
@@ -110,7 +110,7 @@ def test_a_generator_started_anew_is_sent_its_calls_again() -> None:
     one.on_report(b"a2", said("a", 2, []), 1.0)
     ((peer, message),) = one.frames(None)
     assert (peer, message.session, message.calls) == (b"a2", 2, [call(2)])
-    assert one.again == 1
+    assert one.reassigned == 1
 
 
 def test_a_silent_generators_calls_go_to_another_and_its_late_answer_counts_if_first() -> None:

@@ -431,7 +431,7 @@ def test_what_lies_behind_a_stop_string_is_set_aside() -> None:
         assert follow.parent is node
         assert play.session.tokens == len(ids) + 1
         assert play.session.aside == len(ids) + 1 - len("slow STOP")
-    long, short = (play.session.forest.nodes for play in plays)
+    long, short = (play.session.tree.nodes for play in plays)
     assert rows_of(long[:1]) == rows_of(short[:1])
     assert long[1].tail.tolist() == short[1].tail.tolist()
 

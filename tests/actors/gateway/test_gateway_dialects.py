@@ -75,7 +75,7 @@ def test_messages_with_tools_go_on_in_one_row(served: Served) -> None:
     # type: ignore[union-attr]
     assert second.content[0].text == "answer 1" and second.stop_reason == "end_turn"
     assert len(opened.session.training_rows()) == 1 and opened.session.forks == {}
-    text = served.service.tokenizer.decode(opened.session.forest.nodes[1].prompt())
+    text = served.service.tokenizer.decode(opened.session.tree.nodes[1].prompt())
     assert f"{BOTH}<|im_end|>\n<|im_start|>tool\n3<|im_end|>\n<|im_start|>user\nand?" in text
     assert text.startswith("<|im_start|>system\nbe<|im_end|>")
 
@@ -174,7 +174,7 @@ def test_a_forced_answer_is_ignored_by_name_or_refused(
         said = post(served, opened, f"/v1/{route}", body)
         assert said.status_code == 200
         assert said.headers.get("x-asyncrl-ignored") == (name if body != go else None)
-    plain, forced = opened.session.forest.nodes
+    plain, forced = opened.session.tree.nodes
     assert plain.prompt().tolist() == forced.prompt().tolist() and plain.tools == forced.tools
     _, opened = claude(refusing)
     said = post(refusing, opened, f"/v1/{route}", go | more)

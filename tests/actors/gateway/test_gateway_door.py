@@ -82,12 +82,12 @@ def test_leases_calls_and_a_new_life_of_the_learner(config: Config, tmp_path: Pa
         drawing = asyncio.create_task(door.draw(session, call))
         await asyncio.sleep(0)
         (number,) = gateway.calls
-        assert gateway.board.open[number].stream == 0  # the plain answer's stream
+        assert gateway.router.open[number].stream == 0  # the plain answer's stream
         spans = [m.VersionSpan(AT, "d", 0, 1, AT)]
         one = np.ones(1, "<i4").tobytes()
         logprob = np.zeros(1, "<f4").tobytes()
         gateway.on_result(m.CallResult(number, one, logprob, spans, "stop"))
-        assert await drawing is session.forest.nodes[0]
+        assert await drawing is session.tree.nodes[0]
         session.reward(1.0, now=door.current_time())
         gateway.tick(door.current_time())
         (sample,) = gateway.outbox.fresh
@@ -105,16 +105,16 @@ def test_leases_calls_and_a_new_life_of_the_learner(config: Config, tmp_path: Pa
         await asyncio.sleep(0)
         (number,) = gateway.calls
         assert number != was and not drawing.done() and third.session.state == "open"
-        assert not gateway.board.open.keys() & {was, number}  # drawn by nobody
+        assert not gateway.router.open.keys() & {was, number}  # drawn by nobody
         granted = third.session.attempt
         sample = third.session.sample
         again = msgspec.structs.replace(ticket(3), ticket=1, samples=[sample])
         gateway.accept_tickets([msgspec.structs.replace(again, min_version=Label(2, 0))])
-        assert gateway.board.open[number].min_version == Label(2, 0)
+        assert gateway.router.open[number].min_version == Label(2, 0)
         gateway.on_result(
             m.CallResult(number, one, logprob, [m.VersionSpan(Label(2, 0), "d", 0, 1, AT)], "stop")
         )
-        assert await drawing is third.session.forest.nodes[0]
+        assert await drawing is third.session.tree.nodes[0]
         assert third.session.adopted == [(granted, 0)] and door.find(third.session.name) is third
         # one that nothing adopts ends by its deadline, and whoever waits for it hears of that
         call = third.session.place_text("ab=", now=door.current_time())

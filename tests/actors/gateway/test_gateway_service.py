@@ -44,7 +44,7 @@ class World:
         self.wire = Wire()
         self.gateway.socket = self.wire  # type: ignore[assignment]
         serving = m.ServingReport(m.PROTOCOL, "run", "generator-0", 1, 64, [], 0)
-        self.gateway.board.on_report(b"g", serving, time.monotonic())
+        self.gateway.router.on_report(b"g", serving, time.monotonic())
         self.tickets = 0
         self.cut: list[int] = []
 
@@ -76,7 +76,7 @@ class World:
         def look() -> bool:
             self.gateway.source.poll()
             self.gateway.tick(time.monotonic())
-            for _, message in self.gateway.board.frames(self.gateway.announced):
+            for _, message in self.gateway.router.frames(self.gateway.announced):
                 out.extend(message.calls)
                 self.cut.extend(message.cut)
             return len(out) >= count
@@ -97,7 +97,7 @@ class World:
         spans = [m.VersionSpan(at, "", 0, len(ids), at)]
         tokens = np.array(ids, "<i4").tobytes()
         called = m.CallResult(call.id, tokens, logprobs, spans, finish)  # type: ignore[arg-type]
-        if self.gateway.board.on_result(called) is not None:
+        if self.gateway.router.on_result(called) is not None:
             self.gateway.on_result(called)
 
     def ended(self, count: int = 1) -> list[m.Trajectory]:
@@ -323,13 +323,13 @@ def test_the_deadline_ends_a_session_whose_call_is_being_drawn(
     (call,) = w.calls(1)
     late = time.monotonic() + 5001
     holding = m.ServingReport(m.PROTOCOL, "run", "generator-0", 1, 64, [call.id], 9)
-    w.gateway.board.on_report(b"g", holding, late)
+    w.gateway.router.on_report(b"g", holding, late)
     w.gateway.tick(late)
     w.gateway.ticked = 0.0
-    ((_, message),) = w.gateway.board.frames(None)
+    ((_, message),) = w.gateway.router.frames(None)
     assert message.cut == [call.id] and not w.gateway.outbox.fresh
     lost = m.CallResult(call.id, b"", b"", [], "length", 2)
-    assert w.gateway.board.on_result(lost) is not None
+    assert w.gateway.router.on_result(lost) is not None
     w.gateway.on_result(lost)
     (s,) = w.ended()
     assert (s.length, s.aside, s.finish) == (3, 2, "length") and not s.failed
@@ -389,7 +389,7 @@ def test_sessions_of_an_epoch_that_is_over_wait_and_go_on_under_the_next_grant(
     gateway.announce(m.PolicyAnnouncement(Label(2, 1), "d", source))
     assert (
         len(gateway.parked_episodes()) == 2
-        and not gateway.board.open
+        and not gateway.router.open
         and gateway.free_sessions == 256
     )
     assert gateway.progress() == [(11, 1, 3)]

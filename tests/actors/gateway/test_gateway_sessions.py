@@ -163,7 +163,7 @@ def test_random_forests_train_each_drawn_token_once_behind_the_ids_it_saw(seed: 
     assert [opened(row) for row in made.training_rows()] == reference_rows(calls)
     assert made.aside == sum(len(c.tokens) for c in calls if c.aside)
     assert made.tokens == sum(len(c.tokens) for c in calls)
-    assert made.forest.rows_begun() == len(made.training_rows())
+    assert made.tree.rows_begun() == len(made.training_rows())
 
 
 def test_versions_and_keys_of_a_row_stay_with_their_tokens() -> None:

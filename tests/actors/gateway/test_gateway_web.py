@@ -167,7 +167,7 @@ def test_log_probabilities_and_ids_are_mu(served: Served) -> None:
         extra_body={"return_token_ids": True},
     )
     choice = answer.choices[0]
-    node = opened.session.forest.nodes[0]
+    node = opened.session.tree.nodes[0]
     assert choice.logprobs and choice.logprobs.content and node.logprobs is not None
     np.testing.assert_array_equal(
         np.float32([each.logprob for each in choice.logprobs.content]), node.logprobs
@@ -187,15 +187,15 @@ def test_text_and_token_routes(served: Served) -> None:
     assert first.choices[0].text == "answ" and first.choices[0].finish_reason == "length"
     talk.completions.create(model="policy", prompt=["2+2=answ and"])
     assert len(opened.session.training_rows()) == 1
-    node = opened.session.forest.nodes[1]
+    node = opened.session.tree.nodes[1]
     ids = [*node.token_ids().tolist(), 5, 6]
     by_ids = talk.completions.create(model="policy", prompt=ids)
     assert by_ids.choices[0].text == "answer 2" and len(opened.session.training_rows()) == 1
-    more = [*opened.session.forest.nodes[2].token_ids().tolist(), 7]
+    more = [*opened.session.tree.nodes[2].token_ids().tolist(), 7]
     body = {"token_ids": more, "sampling_params": {"max_tokens": 3, "logprobs": 0}}
     said = post(served, opened, "/inference/v1/generate", body).json()
     (choice,) = said["choices"]
-    drawn = opened.session.forest.nodes[3]
+    drawn = opened.session.tree.nodes[3]
     assert drawn.ids is not None and choice["token_ids"] == drawn.ids.tolist()
     assert choice["weight_versions"] == [{"version": "1.2", "start": 0, "end": 3}]
     assert [each["token_id"] for each in choice["logprobs"]["content"]] == choice["token_ids"]
@@ -348,7 +348,7 @@ def test_what_would_force_an_answer_is_ignored_by_name_or_refused(
         said = post(served, opened, "/v1/chat/completions", {**body, **more})
         assert said.status_code == 200
         assert said.headers.get("x-asyncrl-ignored") == (name if more else None)
-    plain, forced = opened.session.forest.nodes
+    plain, forced = opened.session.tree.nodes
     assert plain.prompt().tolist() == forced.prompt().tolist()
     assert opened.session.aside == 0
     talk, opened = client(refusing)
@@ -705,7 +705,7 @@ def test_equal_bodies_at_once_are_draws_of_their_own(served: Served) -> None:
         served.do(served.service.gate.set)
         got = {each.result(WAIT_S).choices[0].message.content for each in asked}
     assert got == {f"answer {number}" for number in range(5)}
-    keys = {node.number for node in opened.session.forest.nodes}
+    keys = {node.number for node in opened.session.tree.nodes}
     assert len(keys) == 5 and len(opened.session.training_rows()) == 5
 
 

@@ -61,7 +61,7 @@ def test_a_tool_call_and_a_bridged_turn_are_one_row(served: Served) -> None:
     served.service.say = lambda call: [*"so ", *CALL] if not call.number else "three"
     tools: Any = [TOOL]
     first = asked(served, opened, Qwen3RendererConfig(), tools=tools)
-    nodes = opened.session.forest.nodes
+    nodes = opened.session.tree.nodes
     assert first["prompt_ids"] == nodes[0].prompt().tolist()
     assert first["completion_ids"] == nodes[0].ids.tolist()  # type: ignore[union-attr]
     np.testing.assert_array_equal(
@@ -116,6 +116,6 @@ def test_sampling_of_its_own_is_ignored_and_prompt_ids_come_back(served: Served)
     params = {"temperature": 0.3, "max_tokens": 3, "return_token_ids": True}
     more = {"sampling_params": params, "cache_salt": "a", "priority": 1}
     made = asked(served, opened, Qwen3RendererConfig(), **more)
-    node = opened.session.forest.nodes[0]
+    node = opened.session.tree.nodes[0]
     assert made["prompt_ids"] == node.prompt().tolist() and made["finish_reason"] == "length"
     assert len(made["completion_ids"]) == 3 and made["sampling_mask"] is None

@@ -170,7 +170,7 @@ class Process:
         drawing = asyncio.create_task(door.draw(session, request.call))
         await asyncio.sleep(0)
         (number,) = self.gateway.calls
-        at = self.gateway.board.open[number].min_version
+        at = self.gateway.router.open[number].min_version
         ids, logprobs = np.ones(tokens, "<i4").tobytes(), np.zeros(tokens, "<f4").tobytes()
         spans = [m.VersionSpan(at, "d", 0, tokens, at)]
         self.gateway.on_result(m.CallResult(number, ids, logprobs, spans, "stop"))
@@ -217,7 +217,7 @@ def test_a_new_process_delivers_each_sample_once(config: Config, tmp_path: Path)
         waiting = opened.session.place_text("ab=1", now=door.current_time())
         drawing = asyncio.create_task(door.draw(opened.session, waiting))
         await asyncio.sleep(0)
-        assert not gateway.board.open
+        assert not gateway.router.open
         gateway.want()
         (asked,) = [x for x in second.wire.sent if isinstance(x, m.TicketRequest)]
         assert asked.samples == 1
