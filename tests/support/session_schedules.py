@@ -38,6 +38,7 @@ from asyncrl.contract import messages as m
 from asyncrl.contract.versions import Label
 from asyncrl.models.policy import build_model
 from asyncrl.models.tokenizer import load_tokenizer
+from asyncrl.transport import sockets
 from buffer import checks
 from buffer.store import Store
 
@@ -695,14 +696,13 @@ def played(world: SessionWorld | None = None) -> Iterator[Callable[[SessionWorld
 
     time = SimpleNamespace(monotonic=monotonic, time_ns=time_ns)
     environments = {"time": time, "EnvironmentPool": Drive}
+    quiet = {"time": time, "print": lambda *_, **__: None, "create": True}
     with (
         mock.patch.multiple(environment_sessions, **environments),
+        mock.patch.multiple(sockets, PeerSocket=Wire, BufferSocket=Wire, **quiet),
         mock.patch.multiple(
             service,
-            time=time,
-            sockets=SimpleNamespace(PeerSocket=Wire, BufferSocket=Wire),
-            print=lambda *_, **__: None,
-            create=True,
+            **quiet,
             load_tokenizer=functools.cache(load_tokenizer),
             has_template=lambda _: False,
             HOPELESS=math.inf,  # sessions fail here by chance, now and then the first eight of them
