@@ -16,7 +16,7 @@ DESCRIPTION = (
     "A published method: it sets all its keys that you do not give. `asyncrl methods` lists them."
 )
 KL_STOP = 0.05  # nats a token that a batch's updates may move: repair A of the IS-reshape report
-LAG_GRID = "docs/staleness.md#what-lag-costs"
+LAG_GRID = "docs/staleness-study.md#what-lag-costs"
 HIGH_LAG = "docs/staleness.md#at-this-lag-take-this"
 RESHAPE = "docs/reshape.md"
 

@@ -426,7 +426,7 @@ def memory_needed(subject: Subject) -> str:
     total = learner + config.generators * generator + versions
     parts = (
         f"learner {_gib(learner)}, {config.generators} generator(s) of {_gib(generator)}, "
-        f"published versions {_gib(versions)}, and activations (docs/machines.md)"
+        f"published versions {_gib(versions)}, and activations (docs/memory.md)"
     )
     if config.model.device != "cpu" and devices.any_cuda():
         return parts

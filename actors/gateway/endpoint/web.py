@@ -625,7 +625,7 @@ async def _refuse(request: Request, error: Exception) -> Response:
 
 async def _refuse_route(request: Request, error: Exception) -> Response:
     route = f"{request.method} {request.scope['path']:.200}"
-    message = f"there is no {route}: see docs/agents.md for the routes"
+    message = f"there is no {route}: see docs/http.md for the routes"
     return await _refuse(request, CallRefused(404, "no_such_route", message))
 
 
