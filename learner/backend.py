@@ -84,7 +84,7 @@ class TorchBackend:
 
     # ---- ranks -----------------------------------------------------------------------------------
 
-    def broadcast(self, what: str, payload: Any = None) -> None:
+    def broadcast(self, command: str, payload: Any = None) -> None:
         """Send the next command from rank 0 to the other ranks."""
 
     def keep_alive(self) -> None:
@@ -129,12 +129,12 @@ class TorchBackend:
         if self.alignment is not None:
             given = [p.grad for p in self.model.hf.parameters() if p.grad is not None]
             seen = [self.alignment.measure(given)]
-        found = torch.nn.utils.clip_grad_norm_(
+        grad_norm = torch.nn.utils.clip_grad_norm_(
             self.model.hf.parameters(), self.config.learner.clip_norm or math.inf
         )
         norm: float
         norm, value, *cosines = torch.stack(
-            [found.double(), loss.detach().to(found.device).double(), *seen]
+            [grad_norm.double(), loss.detach().to(grad_norm.device).double(), *seen]
         ).tolist()
         if not (math.isfinite(norm) and math.isfinite(value)):
             self.zero_grad()
@@ -185,7 +185,7 @@ class TorchBackend:
     def load_state(self, state: dict[str, Any], directory: Path) -> None:
         previous = state.pop("previous_gradient", [])
         if self.alignment is not None:
-            self.alignment.previous = [each.to(self.model.device) for each in previous]
+            self.alignment.previous = [gradient.to(self.model.device) for gradient in previous]
         self.optimizer.load_state_dict(state)
 
     def close(self) -> None:

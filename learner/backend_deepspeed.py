@@ -191,9 +191,9 @@ class DeepSpeedBackend(TorchBackend):
 
     # ---- ranks -----------------------------------------------------------------------------------
 
-    def broadcast(self, what: str, payload: Any = None) -> None:
+    def broadcast(self, command: str, payload: Any = None) -> None:
         if self.ranks > 1 and self.rank == 0:
-            data = msgspec.msgpack.encode((what, msgspec.Raw(msgspec.msgpack.encode(payload))))
+            data = msgspec.msgpack.encode((command, msgspec.Raw(msgspec.msgpack.encode(payload))))
             with self.guard():
                 dist.broadcast(torch.tensor([len(data)]), src=0)
                 dist.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8), src=0)
@@ -206,8 +206,12 @@ class DeepSpeedBackend(TorchBackend):
             dist.broadcast(size, src=0)
             data = torch.zeros(int(size), dtype=torch.uint8)
             dist.broadcast(data, src=0)
-        what, payload = msgspec.msgpack.decode(data.numpy().tobytes(), type=tuple[str, msgspec.Raw])
-        return what, msgspec.msgpack.decode(payload, type=Batch if what == "train" else str | None)
+        command, payload = msgspec.msgpack.decode(
+            data.numpy().tobytes(), type=tuple[str, msgspec.Raw]
+        )
+        return command, msgspec.msgpack.decode(
+            payload, type=Batch if command == "train" else str | None
+        )
 
     def keep_alive(self) -> None:
         for rank, process in enumerate(self.others, 1):
@@ -347,8 +351,10 @@ class DeepSpeedBackend(TorchBackend):
             return norm
         with self.guard():
             self.engine.step()
-        found = self.engine.get_global_grad_norm()
-        return float(found) if found is not None and math.isfinite(float(found)) else None
+        grad_norm = self.engine.get_global_grad_norm()
+        return (
+            float(grad_norm) if grad_norm is not None and math.isfinite(float(grad_norm)) else None
+        )
 
     def _drop(self) -> None:
         """Discard an accumulated gradient that must not be used."""

@@ -61,8 +61,8 @@ class PackedBatch:
 
     def sample_tokens(self) -> list[int]:
         """Return the tokens of each sample in the forward pass, prompts and responses."""
-        found: list[int] = np.add.reduceat(self.row_lengths, self.row_offsets[:-1]).tolist()
-        return found
+        tokens: list[int] = np.add.reduceat(self.row_lengths, self.row_offsets[:-1]).tolist()
+        return tokens
 
     def token_positions(self, samples: Sequence[int]) -> torch.Tensor:
         """Return the positions among N of the tokens of `samples`, in their order."""
@@ -104,8 +104,10 @@ def pack(batch: Batch, *, greedy: bool = False) -> PackedBatch:
     to the others. Token rewards are packed where any sample has them. A sample without them has its
     reward on its last token. So does a session of several rows, whose calls have no order.
     """
-    at = [row for row, sample in enumerate(batch.samples) if not (greedy and sample.sample == 0)]
-    samples = [batch.samples[row] for row in at]
+    places = [
+        row for row, sample in enumerate(batch.samples) if not (greedy and sample.sample == 0)
+    ]
+    samples = [batch.samples[row] for row in places]
     baseline = {sample.ticket: sample for sample in batch.samples if sample.sample == 0}
     rows = [sample.all_rows() for sample in samples]
     every = [row for of_sample in rows for row in of_sample]
@@ -117,7 +119,7 @@ def pack(batch: Batch, *, greedy: bool = False) -> PackedBatch:
     lag = np.zeros(int(lengths.sum()), np.int64)
     age = np.zeros(int(lengths.sum()), np.int64)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    for row, runs in enumerate(batch.token_lags[k] for k in at):
+    for row, runs in enumerate(batch.token_lags[k] for k in places):
         for start, end, value in runs:
             lag[offsets[row] + start : offsets[row] + end] = value
     for row, sample in enumerate(samples):
@@ -165,7 +167,7 @@ def pack(batch: Batch, *, greedy: bool = False) -> PackedBatch:
             SampledSupport.decode(row.support, len(row.mask)) if row.support else None
             for row in every
         ],
-        places=at,
+        places=places,
     )
 
 
@@ -188,9 +190,9 @@ def _per_token(samples: Sequence[Trajectory]) -> tuple[torch.Tensor, torch.Tenso
         last = np.arange(sample.token_count) == sample.token_count - 1
         if not len(given):
             given = np.where(last, np.float32(sample.reward), np.float32(0.0))
-        said = ~np.isnan(given)
-        steps.append((given != 0) | last if said.all() else said)
-        rewards.append(np.where(said, given, np.float32(0.0)))
+        given_number = ~np.isnan(given)
+        steps.append((given != 0) | last if given_number.all() else given_number)
+        rewards.append(np.where(given_number, given, np.float32(0.0)))
     return torch.from_numpy(np.concatenate(rewards)), torch.from_numpy(np.concatenate(steps))
 
 
@@ -226,15 +228,15 @@ def micro_batches(
             else (widest[answer], answer)
         )
 
-    out: list[list[int]] = []
-    held = 0  # rows of the last one
+    micros: list[list[int]] = []
+    row_count = 0  # rows of the last one
     width = 0  # of its widest row
     for answer in sorted(samples, key=place):
-        held += count[answer]
+        row_count += count[answer]
         width = max(width, widest[answer])
-        if out and held <= rows and held * width <= tokens:
-            out[-1].append(answer)
+        if micros and row_count <= rows and row_count * width <= tokens:
+            micros[-1].append(answer)
         else:
-            out.append([answer])
-            held, width = count[answer], widest[answer]
-    return out
+            micros.append([answer])
+            row_count, width = count[answer], widest[answer]
+    return micros

@@ -115,14 +115,14 @@ def claim(mine: Path, checkpointed: int) -> Path:
     atomic_write.sync_path(final.parent)
     epoch = int(final.name.removeprefix("epoch_"))
     for lower in final.parent.glob("epoch_*"):
-        if (found := re.fullmatch(r"epoch_(\d+)(\.new)?", lower.name)) and int(
-            found.group(1)
+        if (match := re.fullmatch(r"epoch_(\d+)(\.new)?", lower.name)) and int(
+            match.group(1)
         ) < epoch:
             # the checkpoints that count are linked here; a rename removes the rest in one step
             with contextlib.suppress(OSError):
                 os.rename(lower, lower.with_name(f".{lower.name}.gone"))
-    for gone in final.parent.glob(".epoch_*.gone"):
-        shutil.rmtree(gone, ignore_errors=True)
+    for removed in final.parent.glob(".epoch_*.gone"):
+        shutil.rmtree(removed, ignore_errors=True)
     return final
 
 
@@ -214,10 +214,10 @@ def newest_checkpoint(directory: Path) -> Path | None:
 
     Raises DamagedDataError when none is whole, LearnerFenced.
     """
-    found = numbers(directory)
-    if not found and not directory.exists():
+    saved = numbers(directory)
+    if not saved and not directory.exists():
         raise fenced_error(directory)
-    for number in reversed(found):
+    for number in reversed(saved):
         path = directory / f"number_{number}"
         if not (wrong := verify(path)):
             return path
@@ -228,7 +228,7 @@ def newest_checkpoint(directory: Path) -> Path | None:
             file=sys.stderr,
         )
         shutil.rmtree(path)
-    if found:
+    if saved:
         raise DamagedDataError(f"no checkpoint in {directory} is whole; start a new run")
     return None
 

@@ -66,14 +66,14 @@ class Critic:
             with safetensors.safe_open(str(file), framework="pt") as opened:
                 for name in HEADS:
                     if name in opened.keys():  # noqa: SIM118  (safe_open is no mapping)
-                        found = opened.get_tensor(name)
-                        if found.shape != self.head.weight.shape:
+                        weight = opened.get_tensor(name)
+                        if weight.shape != self.head.weight.shape:
                             raise ConfigError(
-                                f"value.path: {file} has {name} {list(found.shape)}; one number a "
+                                f"value.path: {file} has {name} {list(weight.shape)}; one number a "
                                 f"state needs {list(self.head.weight.shape)}"
                             )
                         with torch.no_grad():
-                            self.head.weight.copy_(found)
+                            self.head.weight.copy_(weight)
                         return
         raise ConfigError(
             f"value.path: {path} has no reward head (none of {', '.join(HEADS)} in its "
@@ -120,15 +120,15 @@ class Critic:
                 for place, r in ((place, packed.responses[place]) for place in part)
             ]
             learned = self._values_of(self._states(trunk, packed, part, answers)).cpu()
-            at = 0
+            start = 0
             for place, answer in zip(part, answers, strict=True):
                 length = len(packed.responses[place])
                 values[int(packed.offsets[place]) : int(packed.offsets[place]) + length] = learned[
-                    at : at + length
+                    start : start + length
                 ]
                 if cut[place]:
-                    bootstrap[place] = learned[at + length]
-                at += len(answer)
+                    bootstrap[place] = learned[start + length]
+                start += len(answer)
         return values, bootstrap
 
     def _values_of(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -142,15 +142,15 @@ class Critic:
         answers: list[np.ndarray],
     ) -> torch.Tensor:
         """Return the state [n, H] that predicts each token of `answers`."""
-        out = model.logprobs(
+        output = model.logprobs(
             packed.row_arrays(samples)[0],
             answers,
             packed.row_temperature(samples),
             groups=[packed.shared[row] for row in packed.rows_of(samples)],
             want_hidden=True,
         )
-        assert out.hidden is not None
-        return out.hidden
+        assert output.hidden is not None
+        return output.hidden
 
     # ---- training --------------------------------------------------------------------------------
 

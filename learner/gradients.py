@@ -84,14 +84,16 @@ def squared_norms(packed: PackedBatch, model: PolicyModel, run: Run) -> torch.Te
     backward pass per sample and leaves no gradient behind.
     """
     parameters = [p for p in model.hf.parameters() if p.requires_grad]
-    each = []
+    norms = []
     for sample in range(packed.count):
         part = packed.token_positions([sample])
         lp = run([sample], False).logprobs.to(packed.loss.mask.device)
         total = torch.where(packed.loss.mask[part], lp, 0.0).sum()
-        found = torch.autograd.grad(total, parameters, allow_unused=True)
-        each.append(torch.stack([x.double().square().sum() for x in found if x is not None]).sum())
-    return torch.stack(each).to(packed.loss.behavior)
+        gradient = torch.autograd.grad(total, parameters, allow_unused=True)
+        norms.append(
+            torch.stack([x.double().square().sum() for x in gradient if x is not None]).sum()
+        )
+    return torch.stack(norms).to(packed.loss.behavior)
 
 
 @torch.no_grad()
@@ -104,7 +106,7 @@ def energies(
     and takes a forward pass without gradient.
     """
     loss = packed.loss
-    out = torch.zeros_like(loss.behavior)
+    energy = torch.zeros_like(loss.behavior)
     assert model.fast is not None
     for micro in micros:
         part = packed.token_positions(micro)
@@ -117,5 +119,5 @@ def energies(
             temperature,
             packed.support_table(micro, made.hidden.device),
         )
-        out[part] = (1 - 2 * made.logprobs.exp() + squares).to(out)
-    return out
+        energy[part] = (1 - 2 * made.logprobs.exp() + squares).to(energy)
+    return energy

@@ -351,21 +351,21 @@ def follow(core: LearnerCore) -> None:
     backend = core.backend
     assert isinstance(backend, DeepSpeedBackend)
     while True:
-        what, payload = backend.receive_broadcast()
-        if what == "end":
+        command, payload = backend.receive_broadcast()
+        if command == "end":
             backend.close()
             return
-        if what == "train":
+        if command == "train":
             core.train(payload)
-        elif what == "publish":
+        elif command == "publish":
             backend.probe()
             backend.write_flat(None)
-        elif what in ("save", "export"):
-            if what == "save":
+        elif command in ("save", "export"):
+            if command == "save":
                 backend.state(Path(payload))
             with backend.full_parameters():
                 pass
-        elif what == "restore":
+        elif command == "restore":
             path = Path(payload)
             checkpoint.restore_weights(core, path)
             data = torch.load(path / "state.pt", weights_only=True)

@@ -74,8 +74,8 @@ class Publisher:
     def remove_earlier(self) -> None:
         """Remove the rings of lower epochs; readers that still map one keep it."""
         for old in self.directory.parent.glob("epoch_*"):
-            if (found := re.fullmatch(r"epoch_(\d+)", old.name)) and int(
-                found.group(1)
+            if (match := re.fullmatch(r"epoch_(\d+)", old.name)) and int(
+                match.group(1)
             ) < self.epoch:
                 shutil.rmtree(old, ignore_errors=True)
 
@@ -101,9 +101,9 @@ class Publisher:
             # usually no weight comes near LARGE
             if bound is not None and float(bound) < LARGE**2:
                 return
-            if why := self.find_problem(buffer):
+            if problem := self.find_problem(buffer):
                 raise NotFiniteError(
-                    f"the weights {why} after {number} batches: learner.lr = "
+                    f"the weights {problem} after {number} batches: learner.lr = "
                     f"{self.core.config.learner.lr:g} is too large, or the loss is; "
                     "nothing of them was published or kept: resume with a smaller one"
                 )
@@ -150,11 +150,11 @@ class Publisher:
 
     def earlier_versions(self, number: int) -> dict[int, bytes]:
         """Return the flat bytes of versions before `number` that injection may still use."""
-        out = {}
+        versions = {}
         for label, digest in self.ring.labels().items():
             if number - self.depth <= label.number < number:
-                out[label.number] = self.ring.read_part(label, digest, 0, self.ring.size)[1]
-        return out
+                versions[label.number] = self.ring.read_part(label, digest, 0, self.ring.size)[1]
+        return versions
 
     def weights_of(self, label: Label, digest: str) -> bytes:
         """Return the flat bytes of version `label`; empty when the ring no longer holds it.
@@ -164,7 +164,11 @@ class Publisher:
         """
         if data := self.ring.read_part(label, digest, 0, self.ring.size)[1]:
             return data
-        same = [held for held, other in self.ring.labels().items() if digest and other == digest]
+        same = [
+            candidate
+            for candidate, other in self.ring.labels().items()
+            if digest and other == digest
+        ]
         return self.ring.read_part(max(same), digest, 0, self.ring.size)[1] if same else b""
 
     def held_versions(self, numbers: Iterable[int]) -> list[tuple[Label, str]]:

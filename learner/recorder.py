@@ -73,7 +73,7 @@ class Recorder:
         self.directory = stream.directory(run_dir) / "weights"
         self.run_dir = run_dir
         self.start = core.state.number
-        self.said = False
+        self.size_reported = False
         self.broken = ""
         life = RecordingHeader(stream.FORMAT, epoch, self.start, digest, load.dump(config))
         try:
@@ -130,25 +130,25 @@ class Recorder:
 
     def report_size(self, number: int) -> None:
         """Report the expected size of the recording, after the third batch."""
-        if number - self.start != 2 or self.said:
+        if number - self.start != 2 or self.size_reported:
             return
-        self.said = True
+        self.size_reported = True
         config = self.config
         steps = self.config.learner.steps
-        each = self.log.written / 3
+        batch_bytes = self.log.written / 3
         many = (steps // config.record.weights_every if config.record.weights_every else 0) + 1
-        whole = each * steps + many * self.weights_bytes
+        whole = batch_bytes * steps + many * self.weights_bytes
         print(
-            f"recording: {each / 1024:.1f} KiB a batch and {many} x {self.weights_bytes / MIB:.1f} "
-            f"MiB of weights: about {whole / MIB:.1f} MiB after "
+            f"recording: {batch_bytes / 1024:.1f} KiB a batch and {many} x "
+            f"{self.weights_bytes / MIB:.1f} MiB of weights: about {whole / MIB:.1f} MiB after "
             f"{steps} batches, bound {config.record.stream_mib} MiB (record.stream_mib)",
             file=sys.stderr,
         )
 
-    def stop(self, why: str) -> None:
-        self.broken = why
+    def stop(self, reason: str) -> None:
+        self.broken = reason
         print(
-            f"recording: stops before batch {self.core.state.number}: {why}; the run goes on, a "
+            f"recording: stops before batch {self.core.state.number}: {reason}; the run goes on, a "
             "replay ends there",
             file=sys.stderr,
         )

@@ -15,11 +15,11 @@ from asyncrl.config.tree import LearnerConfig
 
 def learning_rate_share(settings: LearnerConfig, number: int) -> float:
     """Return batch `number`'s share of `learner.lr`: the schedule, after the warm-up."""
-    left = 1.0 - number / settings.steps
+    remaining = 1.0 - number / settings.steps
     shape = {
         "constant": 1.0,
-        "linear": left,
-        "cosine": 0.5 * (1 + math.cos(math.pi * (1 - left))),
+        "linear": remaining,
+        "cosine": 0.5 * (1 + math.cos(math.pi * (1 - remaining))),
     }[settings.schedule]
     return shape * min(1.0, (number + 1) / (settings.warmup_steps + 1))
 
@@ -37,7 +37,7 @@ def minibatches(
     source = torch.Generator().manual_seed(((seed * 1_000_003 + number) * 1009 + epoch) % 2**63)
     count = max(groups) + 1
     order = torch.randperm(count, generator=source).tolist()
-    place = {group: at * parts // count for at, group in enumerate(order)}
+    place = {group: rank * parts // count for rank, group in enumerate(order)}
     return [
         [answer for answer, group in enumerate(groups) if place[group] == part]
         for part in range(parts)

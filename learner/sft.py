@@ -134,7 +134,7 @@ class SftRun:
         batch = batch_at(self.rows, training, self.config.seed, number)
         row["loss"] = self.fitter.step(batch)
         row["lr"] = training.lr * learning_rate_share(training, number)
-        self.tokens += sum(len(each.answer) for each in batch)
+        self.tokens += sum(len(pair.answer) for pair in batch)
         self.metrics.write(row)
         if "heldout" in row:
             self.say(f"step {number}: loss {row['loss']:.4f}, held out {row['heldout']:.4f}")
@@ -194,7 +194,7 @@ class SftRun:
         export(self.model, self.run_dir / "model", self.ends)
         atomic_write.sync_tree(self.run_dir / "model")
         rows = jsonl.read(self.run_dir / "metrics.jsonl")
-        what = {
+        summary = {
             "steps": self.fitter.number,
             "rows": len(self.rows),
             "tokens": self.tokens,
@@ -206,7 +206,7 @@ class SftRun:
             "weights_digest": weights_digest(self.model),
             "model": str(self.run_dir / "model"),
         }
-        atomic_write.write(self.run_dir / "summary.json", json.dumps(what), sync=True)
+        atomic_write.write(self.run_dir / "summary.json", json.dumps(summary), sync=True)
 
 
 def run(config: SftConfig, run_dir: Path, say: Say) -> dict[str, Any] | None:

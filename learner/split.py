@@ -70,19 +70,19 @@ class SplitMeter:
         after [N] holds the log-probabilities under the updated policy, where the split is due.
         Raises AsyncrlError when `exact` is true and engine and learner differ at equal weights.
         """
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         split_on, refer_on = answers
         if after is not None:
             part = packed.token_positions(split_on)
             columns = (prep.start, after, prep.batch.behavior, prep.valid)
             if not self.config.record.kl_moved:  # else it is measured on whole batches
-                found["kl/moved"] = measure_move(*(x[part] for x in columns))
+                metrics["kl/moved"] = measure_move(*(x[part] for x in columns))
             if self.weights_of is not None:
                 samples = [batch.samples[i] for i in packed.places]
-                found |= self.split(packed, prep, after, split_on, samples, batch.number)
+                metrics |= self.split(packed, prep, after, split_on, samples, batch.number)
         if self.due(batch.number)[1] and packed.loss.reference is None and refer_on:
-            found |= self.to_reference(packed, prep, refer_on)
-        return found
+            metrics |= self.to_reference(packed, prep, refer_on)
+        return metrics
 
     def choose_samples(
         self, packed: PackedBatch, prep: PreparedBatch, number: int
@@ -123,29 +123,31 @@ class SplitMeter:
         spans: dict[tuple[Label, str], list[tuple[int, int, int]]] = {}
         for answer in answers:
             for span in samples[answer].all_spans():
-                first, last = (int(packed.offsets[answer]) + at for at in (span.start, span.end))
+                first, last = (
+                    int(packed.offsets[answer]) + position for position in (span.start, span.end)
+                )
                 if last > first and bool((loss.token_lag[first:last] > 0).any()):
                     written_by = (Label(*span.label), span.digest)
                     spans.setdefault(written_by, []).append((answer, first, last))
         for written_by, places in sorted(spans.items()):
             written = sorted({answer for answer, _, _ in places})
-            if (found := self.logprobs_under(written_by, packed, written)) is not None:
+            if (logprobs := self.logprobs_under(written_by, packed, written)) is not None:
                 for _, first, last in places:
-                    version[first:last] = found[first:last].to(version.dtype)
+                    version[first:last] = logprobs[first:last].to(version.dtype)
         part = packed.token_positions(answers)
         usable = part[prep.valid[part] & version[part].isfinite()]
         assert loss.age is not None
         after = after.to(prep.start.dtype)
         columns = (loss.behavior, version, prep.start, after, loss.token_lag, loss.age)
-        out = split.metrics(split.LogRatioSplit(*(x[usable] for x in columns)))
-        out["split/coverage"] = len(usable) / max(int(prep.valid[part].sum()), 1)
-        if self.config.exact is True and out.get("mismatch/max_one_version", 0.0) != 0:
+        metrics = split.metrics(split.LogRatioSplit(*(x[usable] for x in columns)))
+        metrics["split/coverage"] = len(usable) / max(int(prep.valid[part].sum()), 1)
+        if self.config.exact is True and metrics.get("mismatch/max_one_version", 0.0) != 0:
             raise AsyncrlError(
-                f"exact: engine and learner differ by {out['mismatch/max_one_version']:.1e} nats "
-                f"under the same weights in batch {number}; "
+                f"exact: engine and learner differ by {metrics['mismatch/max_one_version']:.1e} "
+                f"nats under the same weights in batch {number}; "
                 'see `asyncrl doctor --exact`, or exact = "try"'
             )
-        return out
+        return metrics
 
     def logprobs_under(
         self, version: tuple[Label, str], packed: PackedBatch, answers: list[int]

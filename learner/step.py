@@ -62,16 +62,16 @@ class Update(NamedTuple):
     sums: dict[str, torch.Tensor]
     before: dict[str, float]
 
-    def row(self, number: int, index: int, found: dict[str, float]) -> dict[str, float]:
+    def row(self, number: int, index: int, computed: dict[str, float]) -> dict[str, float]:
         """Return its row of RUN/optimizer_steps.jsonl, without values that are not finite.
 
         Args:
             number: of the batch.
             index: of the step in the batch.
-            found: the metrics of `sums`.
+            computed: the metrics of `sums`.
         """
         values = {"optim/grad_norm": self.norm, "optim/lr": self.lr, **self.before}
-        values |= {name: found[name] for name in OF_EACH_STEP if name in found}
+        values |= {name: computed[name] for name in OF_EACH_STEP if name in computed}
         return {"step": number, "update": index} | {
             name: x for name, x in values.items() if math.isfinite(x)
         }
@@ -136,7 +136,7 @@ class LearnerCore:
         self.critic = Critic(config, self.model) if config.advantage.name == "gae" else None
         self.measure = SplitMeter(config, self.model, self.layout, self._forward)
         self.state = LearnerState(beta=config.kl.reward.coefficient)
-        self.told: set[str] = set()
+        self.reported: set[str] = set()
         self.made: set[int] = set()  # samples of the batch that an optimizer step was made on
         self.updates: list[dict[str, float]] = []  # of the last batch, one row per optimizer step
         # of the last batch, per sample, for `Commit.unused`
@@ -201,8 +201,8 @@ class LearnerCore:
         before = self._forward(self.model, packed, everyone) if measured else None
         steps = self._epochs(prep, packed)
         self.unused = self._unused_tokens(prep, packed, len(batch.samples))
-        found, *each = step_loss.finish_each([steps.sums, *(u.sums for u in steps.updates)])
-        metrics = prep.metrics | found
+        of_batch, *by_update = step_loss.finish_each([steps.sums, *(u.sums for u in steps.updates)])
+        metrics = prep.metrics | of_batch
         again = config.learner.epochs > 1 or packed.loss.start is not None
         if len(steps.updates) < 2 or not again:
             # every pass over known samples is the start itself: always 0
@@ -210,7 +210,7 @@ class LearnerCore:
         metrics |= self._measures(batch, packed, prep)
         self.updates = [
             update.row(batch.number, i, values)
-            for i, (update, values) in enumerate(zip(steps.updates, each, strict=True))
+            for i, (update, values) in enumerate(zip(steps.updates, by_update, strict=True))
         ]
         if config.exact is True and (off := metrics.get("mismatch/max_at_lag_0", 0.0)) != 0:
             raise AsyncrlError(
@@ -331,11 +331,11 @@ class LearnerCore:
             advantage = settings.ReinforceAdvantage()
         return advantage.ema_decay
 
-    def _report(self, what: str) -> None:
+    def _report(self, line: str) -> None:
         """Print a remark about the data on stderr, once, at rank 0."""
-        if what not in self.told and self.backend.rank == 0:
-            print(f"learner: {what}", file=sys.stderr, flush=True)
-        self.told.add(what)
+        if line not in self.reported and self.backend.rank == 0:
+            print(f"learner: {line}", file=sys.stderr, flush=True)
+        self.reported.add(line)
 
     def _epochs(self, prep: step_loss.PreparedBatch, packed: PackedBatch) -> StepSums:
         """Make all optimizer steps of a batch, until KL early stopping ends them."""
@@ -408,11 +408,11 @@ class LearnerCore:
             .index_add_(0, prep.batch.seq, lost)
             .tolist()
         )
-        out = [(0, 0)] * samples
+        unused = [(0, 0)] * samples
         drawn = ratios.seq_sum(prep.batch.mask.long(), prep.batch.seq, packed.count).tolist()
         for answer, place in enumerate(packed.places):
-            out[place] = (0, int(counts[answer])) if answer in self.made else (drawn[answer], 0)
-        return out if any(map(any, out)) else []
+            unused[place] = (0, int(counts[answer])) if answer in self.made else (drawn[answer], 0)
+        return unused if any(map(any, unused)) else []
 
     def _untrained(
         self,
@@ -453,9 +453,9 @@ class LearnerCore:
         stop = [torch.zeros((), device=self.where), torch.zeros((), device=self.where)]
         self._zero_grad()
         mine, rounds = self._own_micro_batches(packed, samples)
-        for at in range(rounds):
-            micro, real = (mine[at], True) if at < len(mine) else ([samples[0]], False)
-            out = self._run(
+        for turn in range(rounds):
+            micro, real = (mine[turn], True) if turn < len(mine) else ([samples[0]], False)
+            output = self._run(
                 self.model,
                 packed,
                 micro,
@@ -464,15 +464,15 @@ class LearnerCore:
             )
             part = packed.token_positions(micro)
             if not real:  # every rank makes as many passes as the busiest one
-                self.backend.backward(out.logprobs.sum() * 0.0, last=at == rounds - 1)
+                self.backend.backward(output.logprobs.sum() * 0.0, last=turn == rounds - 1)
                 continue
             values = (
                 None
                 if self.critic is None
-                else self.critic.values(packed, micro, out.hidden).to(self.where)
+                else self.critic.values(packed, micro, output.hidden).to(self.where)
             )
-            lp = out.logprobs.to(self.where)
-            entropy = out.entropy.to(self.where) if out.entropy is not None else None
+            lp = output.logprobs.to(self.where)
+            entropy = output.entropy.to(self.where) if output.entropy is not None else None
             loss, more = step_loss.micro_loss(
                 prep,
                 step,
@@ -480,9 +480,9 @@ class LearnerCore:
                 lp,
                 entropy=entropy,
                 values_now=values,
-                step_kl=self._step_kl(packed, micro, out.hidden) if self.full_kl else None,
+                step_kl=self._step_kl(packed, micro, output.hidden) if self.full_kl else None,
             )
-            self.backend.backward(loss, last=at == rounds - 1)
+            self.backend.backward(loss, last=turn == rounds - 1)
             step_loss.add_sums(sums, more)
             if self.config.stop.kl_max:
                 statistic, weight = step_loss.stop_statistic(prep, part, lp.detach())
@@ -500,11 +500,11 @@ class LearnerCore:
         self, packed: PackedBatch, samples: Sequence[int]
     ) -> tuple[list[list[int]], int]:
         """Return this rank's micro-batches of `samples` and the number of the busiest rank's."""
-        each = [
+        by_rank = [
             self._split_micro_batches(self.model, packed, share) if share else []
             for share in self.backend.split_samples(samples, packed.sample_tokens())
         ]
-        return each[self.backend.rank], max(map(len, each))
+        return by_rank[self.backend.rank], max(map(len, by_rank))
 
     def _split_micro_batches(
         self, model: PolicyModel, packed: PackedBatch, samples: Sequence[int]
@@ -526,16 +526,16 @@ class LearnerCore:
             {k: (tuple(v.shape), str(v.dtype).removeprefix("torch.")) for k, v in sums.items()}
         )
         every = {k: v for s in shapes for k, v in s.items()}
-        out = {}
+        totals = {}
         for name in sorted(every):
             shape, dtype = every[name]
             mine = sums.get(name, torch.zeros(shape, dtype=getattr(torch, dtype)))
-            out[name] = (
+            totals[name] = (
                 self.backend.sum_over_ranks(mine.clone())
                 if not name.startswith("max/")
                 else self.backend.max_over_ranks(mine.clone())
             )
-        return out
+        return totals
 
     def _apply(
         self, packed: PackedBatch, sums: dict[str, torch.Tensor], lr_scale: float = 1.0
@@ -637,20 +637,20 @@ class LearnerCore:
 
         It uses the micro-batches of training.
         """
-        out = torch.zeros(int(packed.offsets[-1]), device=self.where)
+        logprobs = torch.zeros(int(packed.offsets[-1]), device=self.where)
         mine, rounds = (
             self._own_micro_batches(packed, samples)
             if model is self.model
             else (self._split_micro_batches(model, packed, samples), 0)
         )
         for micro in mine:
-            out[packed.token_positions(micro)] = (
+            logprobs[packed.token_positions(micro)] = (
                 self._run(model, packed, micro, entropy=False).logprobs.float().to(self.where)
             )
         # with partitioned parameters every rank makes as many passes as the busiest one
         for _ in range(rounds - len(mine)):
             self._run(model, packed, [samples[0]], entropy=False)
-        return self.backend.sum_over_ranks(out) if model is self.model else out
+        return self.backend.sum_over_ranks(logprobs) if model is self.model else logprobs
 
     def _anchor(self, packed: PackedBatch, samples: Sequence[int]) -> None:
         """Set the proximal policy, and the learner's start where a forward computes it.

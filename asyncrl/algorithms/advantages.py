@@ -157,11 +157,11 @@ def pass_at_k(rewards: torch.Tensor, groups: torch.Tensor, *, k: int = 0) -> tor
 
     Raises ConfigError for a group of fewer than k.
     """
-    out = torch.zeros_like(rewards)
+    added = torch.zeros_like(rewards)
     for group in sorted(set(groups.tolist())):
         inside = groups == group
-        out[inside] = _added(rewards[inside], k)
-    return out
+        added[inside] = _added(rewards[inside], k)
+    return added
 
 
 def _added(rewards: torch.Tensor, k: int) -> torch.Tensor:
@@ -187,9 +187,9 @@ def _added(rewards: torch.Tensor, k: int) -> torch.Tensor:
     # sum over j < i of share_j (r_i - r_j)
     before = share.cumsum(0) - share
     lower = (share * ranked).cumsum(0) - share * ranked
-    out = torch.empty_like(rewards)
-    out[order] = (before * ranked - lower).to(rewards.dtype)
-    return out
+    added = torch.empty_like(rewards)
+    added[order] = (before * ranked - lower).to(rewards.dtype)
+    return added
 
 
 def dr_grpo(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
@@ -270,8 +270,8 @@ def gdpo(
         groups: int64 [B].
         weights: [P].
     """
-    each = [grpo(part, groups, ddof=ddof, eps=eps) for part in parts.unbind(1)]
-    return whiten((torch.stack(each, 1) * weights).sum(1))
+    by_part = [grpo(part, groups, ddof=ddof, eps=eps) for part in parts.unbind(1)]
+    return whiten((torch.stack(by_part, 1) * weights).sum(1))
 
 
 def otb(
@@ -298,10 +298,10 @@ def otb(
         return torch.zeros_like(returns)
     spent = running_sum(torch.where(mask, energy, 0.0), seq)
     place = running_sum(mask.long(), seq) - 1
-    at = groups[seq] * (int(place.max()) + 1) + place
-    n = int(at.max()) + 1
+    slot = groups[seq] * (int(place.max()) + 1) + place
+    n = int(slot.max()) + 1
     own = torch.where(mask, returns, 0.0)
-    total, share = (seq_sum(torch.where(mask, x, 0.0), at, n)[at] for x in (own * spent, spent))
+    total, share = (seq_sum(torch.where(mask, x, 0.0), slot, n)[slot] for x in (own * spent, spent))
     baseline = total / share.clamp(min=1e-8)
     apart = own - baseline
     return torch.where(mask & (apart.abs() > EQUAL * own.abs()), apart, 0.0)
@@ -405,11 +405,11 @@ def _next_value(
         else seq
     )
     carry = bootstrap.to(v.dtype)[first]
-    out = torch.empty_like(v)
+    following = torch.empty_like(v)
     for t in range(v.shape[1] - 1, -1, -1):
-        out[:, t] = carry
+        following[:, t] = carry
         carry = torch.where(m[:, t], v[:, t], carry)
-    return rows.pack(out)
+    return rows.pack(following)
 
 
 def td_residual(
@@ -471,15 +471,15 @@ def k_step(
     Mnih et al. 2016, arXiv 1602.01783.
     """
     rows = PaddedRows(seq[mask])
-    out = torch.zeros_like(values)
+    adv = torch.zeros_like(values)
     if not len(seq[mask]):
-        return out
+        return adv
     d = rows.matrix(td_residual(token_rewards, values, mask, seq, bootstrap, gamma)[mask])
     total = torch.zeros_like(d)
     for step in range(min(k, d.shape[1])):
         total[:, : d.shape[1] - step] += (gamma * lam) ** step * d[:, step:]
-    out[mask] = rows.pack(total)
-    return out
+    adv[mask] = rows.pack(total)
+    return adv
 
 
 def process_grpo(
@@ -506,15 +506,15 @@ def process_grpo(
         groups: int64 [B].
     """
     step = step & mask
-    out = torch.zeros_like(token_rewards)
+    normalized = torch.zeros_like(token_rewards)
     if bool(step.any()):
         group = groups[seq][step]
         r = token_rewards[step]
         n = _counts(group)
         apart = centred(r, group)
         std = (_sum(apart.square(), group) / (n - ddof)).sqrt()
-        out[step] = torch.where(apart == 0, 0.0, apart / (std + eps))
-    return _skipping(out, mask, seq, 1.0)
+        normalized[step] = torch.where(apart == 0, 0.0, apart / (std + eps))
+    return _skipping(normalized, mask, seq, 1.0)
 
 
 def steps(
@@ -584,9 +584,9 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
 
 def masked_whiten(x: torch.Tensor, mask: torch.Tensor, eps: float = 1e-8) -> torch.Tensor:
     """Whiten over the tokens of the mask; 0 elsewhere."""
-    out = torch.zeros_like(x)
-    out[mask] = whiten(x[mask], eps)
-    return out
+    whitened = torch.zeros_like(x)
+    whitened[mask] = whiten(x[mask], eps)
+    return whitened
 
 
 def scale_to_unit(x: torch.Tensor, over: torch.Tensor | None = None) -> torch.Tensor:
@@ -674,11 +674,11 @@ class TokenRewards:
     def rewards(self, answers: torch.Tensor) -> torch.Tensor:
         """Return what each token earns, minus its KL penalty, [N]; answers [B] are the totals."""
         if self.tokens is None:
-            each = place_on_last_token(answers, self.mask, self.seq)
+            earned = place_on_last_token(answers, self.mask, self.seq)
         else:
             assert self.totals is not None
-            each = self.tokens + place_on_last_token(answers - self.totals, self.mask, self.seq)
-        return each if self.charge is None else each - self.charge
+            earned = self.tokens + place_on_last_token(answers - self.totals, self.mask, self.seq)
+        return earned if self.charge is None else earned - self.charge
 
     def step_ends(self) -> torch.Tensor:
         """Return bool [N]: trained tokens that end a step, by what the reward function rewarded.

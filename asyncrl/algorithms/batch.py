@@ -170,16 +170,18 @@ def shape_rewards(batch: LossBatch, valid: torch.Tensor, config: Settings) -> Sh
         )
     over = rewards if greedy is None else torch.cat([rewards, greedy])
     scale = ratios.choose_function("advantage.rewards", SCALES, a.rewards)
-    out = ShapedRewards(scale(rewards, over), None if greedy is None else scale(greedy, over))
+    shaped = ShapedRewards(scale(rewards, over), None if greedy is None else scale(greedy, over))
     if given is not None:
         ends = torch.tensor([1.0, 0.0], dtype=rewards.dtype, device=rewards.device)
         one, zero = scale(ends, over)
         factor = (one - zero).expand(n)
         if a.truncated in ("zero", "fixed"):  # replaces all token rewards of a truncated sample
             factor = torch.where(batch.truncated, 0.0, factor)
-        out.tokens = advantages.credit_trained_tokens(factor[batch.seq] * given, valid, batch.seq)
-        out.totals = factor * earned
-    return out
+        shaped.tokens = advantages.credit_trained_tokens(
+            factor[batch.seq] * given, valid, batch.seq
+        )
+        shaped.totals = factor * earned
+    return shaped
 
 
 def _kl_in_reward(
@@ -274,11 +276,11 @@ def _charged(
     if by_token and a.name in advantages.BY_TOKEN:
         return advantages.BY_TOKEN[a.name](_tokens(batch, valid, rewards, charge), a)
     by_name = ratios.choose_function("advantage.name", advantages.BY_ANSWER, a.name)
-    left = rewards.answers
+    net = rewards.answers
     if charge is not None:
-        left = left - ratios.seq_sum(charge, batch.seq, len(left))
-    lengths = ratios.seq_sum(batch.mask.to(left.dtype), batch.seq, len(left))
-    answers = advantages.ResponseRewards(left, batch.groups, lengths, rewards.greedy, baseline)
+        net = net - ratios.seq_sum(charge, batch.seq, len(net))
+    lengths = ratios.seq_sum(batch.mask.to(net.dtype), batch.seq, len(net))
+    answers = advantages.ResponseRewards(net, batch.groups, lengths, rewards.greedy, baseline)
     answers.baselines = batch.baselines
     answers.parts, answers.part_names = batch.parts, batch.part_names
     if a.name == "opob" and batch.start is not None:

@@ -462,13 +462,13 @@ def load_function(path: str) -> Callable[..., Any]:
     """Import `module:name`. Raises ConfigError that names the missing half."""
     module, _, name = path.partition(":")
     try:
-        found = getattr(importlib.import_module(module), name, None)
+        function = getattr(importlib.import_module(module), name, None)
     except ImportError as error:
         raise ConfigError(
             f"correction.function = {path}: cannot import {module}: {error}"
         ) from error
-    if not callable(found):
+    if not callable(function):
         raise ConfigError(
             f"correction.function = {path}: {module} has no function {name!r}; write module:name"
         )
-    return found  # type: ignore[no-any-return]
+    return function  # type: ignore[no-any-return]

@@ -175,7 +175,7 @@ def sums(v: DiagnosticTokens) -> dict[str, torch.Tensor]:
     member = (bucket == torch.arange(len(BUCKETS), device=a.device)) & v.valid[:, None]
     inside = torch.cat([v.valid[:, None], member], 1).double()
     bins = torch.bucketize(a.abs().double(), EDGES.to(a.device, torch.float64))
-    out = {
+    totals = {
         "tokens": table @ inside,
         "samples": _samples(v),
         "max/ratio": torch.where(known, rho, 0.0).amax().double() if len(a) else a.sum().double(),
@@ -189,7 +189,7 @@ def sums(v: DiagnosticTokens) -> dict[str, torch.Tensor]:
             0, bins, known.double()
         ),
     }
-    return out
+    return totals
 
 
 def _samples(v: DiagnosticTokens) -> torch.Tensor:
@@ -202,7 +202,7 @@ def _samples(v: DiagnosticTokens) -> torch.Tensor:
     length = per(torch.ones_like(v.target))
     some = (length > 0).double()
     size = length.clamp(min=1)
-    gone = (per(~v.kept) == length).double() * some
+    rejected = (per(~v.kept) == length).double() * some
     w = per(v.weight) / size
     vetoed = (per(v.vetoed) > 0).double()
     masked = per(v.kept & (v.weight == 0))
@@ -215,9 +215,9 @@ def _samples(v: DiagnosticTokens) -> torch.Tensor:
         "nll": per(-v.target) / size,
         "w": w * some,
         "w2": w.square() * some,
-        "rejected": gone,
-        "rejected_length": gone * length,
-        "rejected_reward": gone * rewards,
+        "rejected": rejected,
+        "rejected_length": rejected * length,
+        "rejected_reward": rejected * rewards,
         "vetoed": vetoed,
         "vetoed_length": vetoed * length,
         "vetoed_reward": vetoed * rewards,
@@ -246,12 +246,12 @@ def copy_to_host(tensors: dict[str, torch.Tensor]) -> dict[str, list[float]]:
     if not tensors:
         return {}
     flat = torch.cat([x.detach().double().reshape(-1) for x in tensors.values()]).tolist()
-    out = {}
-    at = 0
+    host = {}
+    start = 0
     for name, x in tensors.items():
-        out[name] = flat[at : at + x.numel()]
-        at += x.numel()
-    return out
+        host[name] = flat[start : start + x.numel()]
+        start += x.numel()
+    return host
 
 
 def metrics(total: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -270,7 +270,7 @@ def _of_sums(host: dict[str, list[float]]) -> dict[str, float]:
         return {}
     width = 1 + len(BUCKETS)
     table = {name: host["tokens"][i * width : (i + 1) * width] for i, name in enumerate(TOKENS)}
-    out = _of_tokens({name: row[0] for name, row in table.items()}) | _of_samples(
+    computed = _of_tokens({name: row[0] for name, row in table.items()}) | _of_samples(
         dict(zip(SAMPLES, host["samples"], strict=True))
     )
     if table["known"][0] > 0:
@@ -278,21 +278,23 @@ def _of_sums(host: dict[str, list[float]]) -> dict[str, float]:
             f"is/log_ratio_{name}": _quantile(host["ratios"], q)
             for name, q in (("p50", 0.5), ("p99", 0.99))
         }
-        out |= {"is/ratio_max": host["max/ratio"][0]} | quantiles
+        computed |= {"is/ratio_max": host["max/ratio"][0]} | quantiles
     if host["at_lag_0"][0] > 0:
-        out |= {
+        computed |= {
             "mismatch/k3_at_lag_0": host["at_lag_0"][1] / host["at_lag_0"][0],
             "mismatch/max_at_lag_0": host["max/at_lag_0"][0],
         }
     for i, bucket in enumerate(BUCKET_NAMES, 1):
         if table["n"][i] > 0:
-            out |= _of_bucket({name: row[i] for name, row in table.items()}, bucket)
-    out |= {name: values[0] for name, values in host.items() if name.startswith("loss/")}
+            computed |= _of_bucket({name: row[i] for name, row in table.items()}, bucket)
+    computed |= {name: values[0] for name, values in host.items() if name.startswith("loss/")}
     if "reshape" in host:
-        out |= _of_reshape(host["reshape"])
+        computed |= _of_reshape(host["reshape"])
     if "sq/kl" in host:
-        out["kl/gradient_share"] = math.sqrt(host["sq/kl"][0] / max(host["sq/policy"][0], 1e-30))
-    return out
+        computed["kl/gradient_share"] = math.sqrt(
+            host["sq/kl"][0] / max(host["sq/policy"][0], 1e-30)
+        )
+    return computed
 
 
 def explained_variance(
@@ -313,7 +315,7 @@ def _ess(w: float, w2: float, n: float) -> float:
 def _of_tokens(s: dict[str, float]) -> dict[str, float]:
     n = max(s["n"], 1.0)
     m = {name: x / n for name, x in s.items()}
-    out = {
+    computed = {
         "is/mean_weight": m["w"],
         "is/weight_ess": _ess(s["w"], s["w2"], n),
         "is/target_ess": _ess(s["t"], s["t2"], n),
@@ -333,19 +335,19 @@ def _of_tokens(s: dict[str, float]) -> dict[str, float]:
         "perplexity/target": _exp(m["nll"]),
     }
     if s["known"]:
-        out |= _of_start({name: s[name] / s["known"] for name in OF_START}) | {
+        computed |= _of_start({name: s[name] / s["known"] for name in OF_START}) | {
             "is/ess": _ess(s["rho"], s["rho2"], s["known"])
         }
     if s["entropy"]:
-        out["policy/entropy"] = m["entropy"]
+        computed["policy/entropy"] = m["entropy"]
     if s["ref_nll"]:
-        out |= {
+        computed |= {
             "kl/target_ref_k1": m["ref_k1"],
             "kl/target_ref_k3": m["ref_k3"],
             "kl/ref_target": m["ref_forward"],
             "perplexity/reference": _exp(m["ref_nll"]),
         }
-    return out
+    return computed
 
 
 def _of_start(m: dict[str, float]) -> dict[str, float]:
@@ -362,23 +364,28 @@ def _of_start(m: dict[str, float]) -> dict[str, float]:
 
 def _of_samples(s: dict[str, float]) -> dict[str, float]:
     n = max(s["n"], 1.0)
-    out = {
+    computed = {
         f"perplexity_by_answer/{who}": _exp(s[key] / n)
         for who, key in (("behavior", "nll_mu"), ("target", "nll"))
     }
     if s["known"]:
-        out["perplexity_by_answer/start"] = _exp(s["nll_start"] / s["known"])
-    out |= {"is/ess_by_answer": _ess(s["w"], s["w2"], n), "is/rejected_answers": s["rejected"] / n}
-    out["is/vetoed_answers"] = s["vetoed"] / n
-    for what in ("rejected", "vetoed", "masked"):
-        if s[what]:
-            out |= {f"is/{what}_{of}": s[f"{what}_{of}"] / s[what] for of in ("length", "reward")}
-    return out
+        computed["perplexity_by_answer/start"] = _exp(s["nll_start"] / s["known"])
+    computed |= {
+        "is/ess_by_answer": _ess(s["w"], s["w2"], n),
+        "is/rejected_answers": s["rejected"] / n,
+    }
+    computed["is/vetoed_answers"] = s["vetoed"] / n
+    for cause in ("rejected", "vetoed", "masked"):
+        if s[cause]:
+            computed |= {
+                f"is/{cause}_{of}": s[f"{cause}_{of}"] / s[cause] for of in ("length", "reward")
+            }
+    return computed
 
 
 def _of_bucket(s: dict[str, float], bucket: str) -> dict[str, float]:
     n = s["n"]
-    out = {
+    of_bucket = {
         "target_k3": s["bt_k3"] / n,
         "weight": s["w"] / n,
         "tokens": n,
@@ -386,15 +393,15 @@ def _of_bucket(s: dict[str, float], bucket: str) -> dict[str, float]:
         "zero": (s["masked"] + s["rejected"] + s["vetoed"]) / n,
     }
     if s["entropy"]:
-        out["entropy"] = s["entropy"] / n
+        of_bucket["entropy"] = s["entropy"] / n
     if known := s["known"]:
-        out |= {
+        of_bucket |= {
             "k1": s["bs_k1"] / known,
             "k3": s["bs_k3"] / known,
             "update": s["st_k1"] / known,
             "ess": _ess(s["rho"], s["rho2"], known),
         }
-    return {f"by_lag/{name}_{bucket}": x for name, x in out.items()}
+    return {f"by_lag/{name}_{bucket}": x for name, x in of_bucket.items()}
 
 
 def _of_reshape(s: list[float]) -> dict[str, float]:

@@ -76,8 +76,8 @@ def seq_mean(x: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int) -> 
 
 def seq_max(x: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int) -> torch.Tensor:
     """Return the largest x of each sample's tokens in the mask: [n]; -inf without any."""
-    out = torch.full((n,), -torch.inf, dtype=x.dtype, device=x.device)
-    return out.scatter_reduce_(0, seq, torch.where(mask, x, -torch.inf), "amax")
+    largest = torch.full((n,), -torch.inf, dtype=x.dtype, device=x.device)
+    return largest.scatter_reduce_(0, seq, torch.where(mask, x, -torch.inf), "amax")
 
 
 def masked_mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -139,9 +139,9 @@ def discounted_suffix(
     rows = PaddedRows(seq)
     m = rows.matrix(x)
     d = rows.matrix(torch.as_tensor(discount, dtype=x.dtype, device=x.device).expand_as(x))
-    out = torch.empty_like(m)
+    suffix = torch.empty_like(m)
     carry = torch.zeros_like(m[:, 0])
     for t in range(m.shape[1] - 1, -1, -1):
         carry = m[:, t] + d[:, t] * carry
-        out[:, t] = carry
-    return rows.pack(out)
+        suffix[:, t] = carry
+    return rows.pack(suffix)

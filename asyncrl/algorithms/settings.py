@@ -31,7 +31,7 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 @functools.cache
 def _tables(module: str) -> dict[str, tuple[str, ...]]:
     """Return every dict with text keys and every tuple of texts at the module's top level."""
-    found = {}
+    tables = {}
     source = Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8")
     for node in ast.parse(source).body:
         if not isinstance(node, ast.Assign | ast.AnnAssign):
@@ -45,8 +45,8 @@ def _tables(module: str) -> dict[str, tuple[str, ...]]:
         constants = [word.value for word in words if isinstance(word, ast.Constant)]
         texts = tuple(text for text in constants if isinstance(text, str))
         if isinstance(name, ast.Name) and words and len(texts) == len(words):
-            found[name.id] = texts
-    return found
+            tables[name.id] = texts
+    return tables
 
 
 def names(module: str, table: str) -> tuple[str, ...]:
@@ -108,12 +108,12 @@ def read_with(key: str, *values: str) -> Meta:
 
 def variants(kind: Any) -> tuple[Any, ...]:
     """Return the tagged structs below `kind`, in the order of their definition."""
-    found = []
+    structs = []
     for below in kind.__subclasses__():
         if isinstance(below.__struct_config__.tag, str) and not below.__subclasses__():
-            found.append(below)
-        found += variants(below)
-    return tuple(found)
+            structs.append(below)
+        structs += variants(below)
+    return tuple(structs)
 
 
 def variant(kind: Any, tag: str, **keys: Any) -> Any:
@@ -1136,18 +1136,20 @@ def ordered(config: Settings) -> list[str]:
 
     The training sequences of a session that forked have no such order.
     """
-    out = []
+    settings = []
     advantage = config.advantage
     if advantage.name == "gae":
-        out.append("advantage.name = gae")
+        settings.append("advantage.name = gae")
     if isinstance(advantage, ReinforcePpAdvantage) and advantage.gamma < 1:
-        out.append(f"advantage.gamma = {advantage.gamma:g}")
+        settings.append(f"advantage.gamma = {advantage.gamma:g}")
     if advantage.name == "reinforce_pp" and config.kl.reward.coefficient > 0:
-        out.append(f"kl.reward.coefficient = {config.kl.reward.coefficient:g} with reinforce_pp")
+        settings.append(
+            f"kl.reward.coefficient = {config.kl.reward.coefficient:g} with reinforce_pp"
+        )
     if advantage.name == "otb":
-        out.append("advantage.name = otb")
+        settings.append("advantage.name = otb")
     if config.loss.surrogate == "minpro":
-        out.append("loss.surrogate = minpro")
+        settings.append("loss.surrogate = minpro")
     if config.kl.loss.coefficient > 0 and config.kl.loss.off_policy in ("prefix", "prefix_full"):
-        out.append(f"kl.loss.off_policy = {config.kl.loss.off_policy}")
-    return out
+        settings.append(f"kl.loss.off_policy = {config.kl.loss.off_policy}")
+    return settings

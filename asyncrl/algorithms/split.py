@@ -63,23 +63,23 @@ def metrics(split: LogRatioSplit) -> dict[str, float]:
     parts = split.log_ratio_parts()
     nothing = torch.zeros_like(split.behavior)
     k3 = {name: kl.k3(-log_ratio(x, nothing)).double() for name, x in parts.items()}
-    out = {f"split/{name}": -_mean(x) for name, x in parts.items()}
-    out |= {f"split/{name}_k3": _mean(x) for name, x in k3.items()}
-    out["split/total"] = -_mean(split.target - split.behavior)
+    means = {f"split/{name}": -_mean(x) for name, x in parts.items()}
+    means |= {f"split/{name}_k3": _mean(x) for name, x in k3.items()}
+    means["split/total"] = -_mean(split.target - split.behavior)
     one = split.age == 0
     if one.any():
-        out["mismatch/k3_one_version"] = _mean(k3["mismatch"][one])
-        out["mismatch/max_one_version"] = float(parts["mismatch"][one].abs().amax())
+        means["mismatch/k3_one_version"] = _mean(k3["mismatch"][one])
+        means["mismatch/max_one_version"] = float(parts["mismatch"][one].abs().amax())
     for name, (low, high) in zip(BUCKET_NAMES, BUCKETS, strict=True):
-        at = (split.lag >= low) & (split.lag <= high)
-        if at.any():
+        in_bucket = (split.lag >= low) & (split.lag <= high)
+        if in_bucket.any():
             for part in PARTS[:2]:
-                out[f"by_lag/{part}_{name}"] = -_mean(parts[part][at])
-                out[f"by_lag/{part}_k3_{name}"] = _mean(k3[part][at])
-        at = (split.age >= low) & (split.age <= high)
-        if at.any():
-            out[f"by_age/mismatch_k3_{name}"] = _mean(k3["mismatch"][at])
-    return out
+                means[f"by_lag/{part}_{name}"] = -_mean(parts[part][in_bucket])
+                means[f"by_lag/{part}_k3_{name}"] = _mean(k3[part][in_bucket])
+        in_bucket = (split.age >= low) & (split.age <= high)
+        if in_bucket.any():
+            means[f"by_age/mismatch_k3_{name}"] = _mean(k3["mismatch"][in_bucket])
+    return means
 
 
 def _mean(x: torch.Tensor) -> float:

@@ -33,9 +33,9 @@ def step_share(kl: float, budget: float, step_kl: float | None = None) -> float:
     - sqrt(K)) / sqrt(dK1), 0, 1) with dK1 the KL that one full step adds. Before dK1 is known, g =
       1 - sqrt(K / budget).
     """
-    left = max(budget, 0.0) ** 0.5 - max(kl, 0.0) ** 0.5
+    room = max(budget, 0.0) ** 0.5 - max(kl, 0.0) ** 0.5
     full = budget**0.5 if step_kl is None else max(step_kl, 1e-12) ** 0.5
-    return float(min(1.0, max(0.0, left / max(full, 1e-12))))
+    return float(min(1.0, max(0.0, room / max(full, 1e-12))))
 
 
 @dataclass

@@ -181,8 +181,8 @@ def dppo(
     else:
         moved = prob - prob / r
     clipped = sides((adv < 0) & (moved < -threshold), (adv > 0) & (moved > up))
-    left = torch.where(clipped == OPEN, r * adv, 0.0)
-    return SurrogateTerm(left, left.clone(), clipped)
+    open_value = torch.where(clipped == OPEN, r * adv, 0.0)
+    return SurrogateTerm(open_value, open_value.clone(), clipped)
 
 
 def topr(
@@ -237,9 +237,9 @@ def highest(cov: torch.Tensor, mask: torch.Tensor, share: float) -> torch.Tensor
     At least one token is chosen.
     """
     many = min(max(1, int(share * int(mask.sum()))), len(cov))
-    out = torch.zeros_like(mask)
-    out[torch.where(mask, cov, -torch.inf).topk(many).indices] = True
-    return out & mask
+    chosen = torch.zeros_like(mask)
+    chosen[torch.where(mask, cov, -torch.inf).topk(many).indices] = True
+    return chosen & mask
 
 
 def sample_by_covariance(
@@ -249,9 +249,9 @@ def sample_by_covariance(
     inside = mask & (cov > lo) & (cov < hi)
     many = max(1, int(share * int(mask.sum())))
     key = torch.rand(len(cov), generator=torch.Generator().manual_seed(seed)).to(cov.device)
-    out = torch.zeros_like(mask)
-    out[torch.where(inside, key, -1.0).topk(min(many, len(cov))).indices] = True
-    return out & inside
+    chosen = torch.zeros_like(mask)
+    chosen[torch.where(inside, key, -1.0).topk(min(many, len(cov))).indices] = True
+    return chosen & inside
 
 
 def kl_cov(

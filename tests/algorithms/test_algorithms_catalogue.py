@@ -519,7 +519,7 @@ WARNED = [
             "kl": {"loss": {"coefficient": 0.1, "estimator": "k3", "off_policy": "prefix"}},
             "correction": {"reject": "ratio"},
         },
-        "by token takes tokens",
+        "by token removes tokens",
     ),
     (
         {"kl": {"reward": {"coefficient": 0.1, "at": "behavior"}}},
