@@ -108,7 +108,7 @@ def test_every_key_that_a_page_names_exists() -> None:
     ends = ("py", "md", "toml", "json", "jsonl", "html", "log", "txt", "key", "key_secret")
     named = 0
     for page in PAGES:
-        if page in LOG:
+        if page in LOG or page.parent.name == "coming-from":  # which names the keys of others, too
             continue
         for key in re.findall(r"`(\w+(?:\.\w+)+)(?: = [^`]*)?`", page.read_text()):
             section, *_, last = key.split(".")

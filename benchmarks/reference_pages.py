@@ -1,0 +1,112 @@
+"""Write the pages of docs/ that come from tables: docs/coming-from.
+
+    python benchmarks/reference_pages.py
+
+docs/coming-from/keys.toml holds what other systems call their settings.
+tests/project/test_reference_pages.py compares every page with what this program writes, and loads
+every setting that a page names."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+import tomllib
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from asyncrl.config import load  # noqa: E402
+
+FOLDER = ROOT / "docs" / "coming-from"
+COLUMNS = 100
+SOURCE = "Generated from `docs/coming-from/keys.toml` by `python benchmarks/reference_pages.py`."
+READING = """A cell of the column "here" names keys of the [configuration](../configuration.md).
+Keys that are joined by commas belong together. "or" separates alternatives. A dash means that
+asyncrl has no such setting, and the remark says what it does instead. A name without dots in the
+column "there" has the prefix of the name before it.
+
+Lag counts versions here. The learner publishes one version after every batch, however many
+optimizer steps the batch takes.
+"""
+
+
+def systems() -> dict[str, Any]:
+    """Return name -> title, seen, intro, concepts and keys of another system."""
+    return tomllib.loads((FOLDER / "keys.toml").read_text())
+
+
+def alternatives(ours: str) -> list[list[str]]:
+    """Split the third cell of a row: alternatives of settings, each a key or "key = value"."""
+    return [option.split(" + ") for option in ours.split(" or ")] if ours else []
+
+
+def format_setting(setting: str) -> str:
+    """Format a setting as code, with quotes around a text."""
+    key, equals, value = setting.partition(" = ")
+    if not equals:
+        return f"`{key}`"
+    try:
+        parsed = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        parsed = value
+    return f"`{key} = {load.format_value(parsed)}`"
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", r"\|") or "-" for cell in cells) + " |\n"
+
+
+def _wrap(text: str) -> str:
+    return textwrap.fill(text, COLUMNS, break_long_words=False, break_on_hyphens=False) + "\n"
+
+
+def system_page(system: dict[str, Any]) -> str:
+    """Return the page of one system."""
+    parts = [f"# Coming from {system['title']}\n\n{SOURCE}\n\n", _wrap(system["intro"])]
+    parts += ["\n## Concepts\n\n", _row("there", "here"), "|---|---|\n"]
+    parts += [_row(*row) for row in system["concepts"]]
+    parts += ["\n## Settings\n\n", READING, "\n"]
+    parts += [_row("there", "default there", "here", "remark"), "|---|---|---|---|\n"]
+    for theirs, default, ours, remark in system["keys"]:
+        here = " or ".join(
+            ", ".join(format_setting(setting) for setting in option)
+            for option in alternatives(ours)
+        )
+        names = ", ".join(f"`{name}`" for name in theirs.split(", "))
+        parts.append(_row(names, f"`{default}`" if default else "", here, remark))
+    return (
+        "".join(parts) + "\n" + _wrap(f"Looked up in {system['seen']}. Other versions may differ.")
+    )
+
+
+def index_page() -> str:
+    """Return the page that leads to the others, with the setting that limits lag in each system."""
+    head = (
+        f"# Coming from another system\n\n{SOURCE}\n\nEach page maps concepts and settings of one"
+        " system to those of asyncrl.\n\n"
+    )
+    rows = []
+    for name, system in systems().items():
+        lag = next(row for row in system["keys"] if "staleness.max_lag" in row[2])
+        names = ", ".join(f"`{name}`" for name in lag[0].split(", "))
+        rows.append(_row(f"[{system['title']}]({name}.md)", names, lag[3]))
+    table = _row("system", "what limits lag there", "beside `staleness.max_lag`")
+    return head + table + "|---|---|---|\n" + "".join(rows)
+
+
+def pages() -> dict[Path, str]:
+    """Return every page that this program writes -> its text."""
+    found = {FOLDER / f"{name}.md": system_page(system) for name, system in systems().items()}
+    return found | {FOLDER / "index.md": index_page()}
+
+
+def main() -> None:
+    for path, text in pages().items():
+        path.write_text(text)
+        print(path.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()
