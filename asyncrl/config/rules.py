@@ -477,11 +477,6 @@ def _advantage(config: Config) -> list[str]:
             f"learner.group_size: {config.learner.group_size}; the first sample of a group is "
             "remax's greedy baseline, so use 2 or more"
         )
-    if advantage.name == "remax" and config.exact:
-        out.append(
-            "advantage.name: remax samples its baseline greedily, and exact mode does not cover "
-            "greedy logprobs; use rloo"
-        )
     if isinstance(advantage, settings.PassAtKAdvantage) and not 2 <= (advantage.k or size) <= size:
         out.append(
             f"advantage.k: the best of {advantage.k or size} completions; choose from 2 to "
