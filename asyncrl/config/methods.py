@@ -1,7 +1,7 @@
 """Published methods: surrogate, advantage, reduction, correction and all other keys of each.
 
 `method = "gmpo"` in a config, `--set method=gmpo` and an arm of compare choose one by its name.
-Keys that are given beside it win.  docs/algorithms.md says which part of each source could be read,
+Keys that are given beside it win.  docs/methods.md says which part of each source could be read,
 and what was measured."""
 
 from __future__ import annotations

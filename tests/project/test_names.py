@@ -15,7 +15,7 @@ from asyncrl.records import health_checks, metrics
 ROOT = Path(__file__).resolve().parents[2]
 ALGORITHMS = (ROOT / "docs" / "algorithms.md").read_text()
 NAMES = ALGORITHMS.split("## By the names you may know")[1].split("\n## ")[0]
-RUNNING = (ROOT / "docs" / "running.md").read_text()
+FAILURES = (ROOT / "docs" / "failures.md").read_text()
 RULES = (*health_checks.RULES, *health_checks.END_RULES, *health_checks.KNOWN_RULES)
 
 
@@ -49,7 +49,7 @@ def test_every_key_of_the_table_exists() -> None:
 
 
 def test_every_sign_is_named_with_what_it_is() -> None:
-    table = RUNNING.split("## When a run goes wrong")[1].split("\n## ")[0]
+    table = FAILURES.split("## When a run goes wrong")[1].split("\n## ")[0]
     named = set(re.findall(r"`(\w+)`", table))
     code = (ROOT / "asyncrl" / "records" / "health_checks.py").read_text()
     said = {
