@@ -764,7 +764,7 @@ def test_a_baseline_of_each_prompt() -> None:
                 "advantage": {"name": "reinforce", "baseline": "prompt"},
                 "kl": {"reward": {"coefficient": 0.1}},
             },
-            "kl.reward.coefficient: shapes rewards",
+            "kl.reward.coefficient: shapes the rewards",
         ),
         (
             {"advantage": {"name": "otb"}, "learner": {"backend": "deepspeed"}},
