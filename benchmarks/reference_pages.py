@@ -1,10 +1,10 @@
-"""Write the pages of docs/ that come from tables: docs/coming-from.
+"""Write the pages of docs/ that come from tables: docs/coming-from, papers and exit codes.
 
     python benchmarks/reference_pages.py
 
-docs/coming-from/keys.toml holds what other systems call their settings.
-tests/project/test_reference_pages.py compares every page with what this program writes, and loads
-every setting that a page names."""
+docs/coming-from/keys.toml holds what other systems call their settings, docs/papers.toml which
+settings follow a paper.  tests/project/test_reference_pages.py compares every page with what this
+program writes, and loads every setting that a page names."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from asyncrl.config import load  # noqa: E402
+from asyncrl.config import load, methods  # noqa: E402
+from asyncrl.contract.errors import EXIT_CODES  # noqa: E402
 
-FOLDER = ROOT / "docs" / "coming-from"
+DOCS = ROOT / "docs"
+FOLDER = DOCS / "coming-from"
 COLUMNS = 100
 SOURCE = "Generated from `docs/coming-from/keys.toml` by `python benchmarks/reference_pages.py`."
 READING = """A cell of the column "here" names keys of the [configuration](../configuration.md).
@@ -54,6 +56,13 @@ def format_setting(setting: str) -> str:
     return f"`{key} = {load.format_value(parsed)}`"
 
 
+def format_settings(ours: str) -> str:
+    """Format the alternatives of a row."""
+    return " or ".join(
+        ", ".join(format_setting(setting) for setting in option) for option in alternatives(ours)
+    )
+
+
 def _row(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", r"\|") or "-" for cell in cells) + " |\n"
 
@@ -70,10 +79,7 @@ def system_page(system: dict[str, Any]) -> str:
     parts += ["\n## Settings\n\n", READING, "\n"]
     parts += [_row("there", "default there", "here", "remark"), "|---|---|---|---|\n"]
     for theirs, default, ours, remark in system["keys"]:
-        here = " or ".join(
-            ", ".join(format_setting(setting) for setting in option)
-            for option in alternatives(ours)
-        )
+        here = format_settings(ours)
         names = ", ".join(f"`{name}`" for name in theirs.split(", "))
         parts.append(_row(names, f"`{default}`" if default else "", here, remark))
     return (
@@ -96,10 +102,73 @@ def index_page() -> str:
     return head + table + "|---|---|---|\n" + "".join(rows)
 
 
+PAPERS_HEAD = """# Papers
+
+Generated from `docs/papers.toml` by `python benchmarks/reference_pages.py`.
+
+Paper by paper: the settings that follow it here. Settings that are joined by commas belong
+together, "or" separates alternatives. `method` sets all keys of a published method, which
+`asyncrl methods` lists. Each number is that of a preprint on arXiv.
+
+The last column says what was read and what differs. Where it is a dash, the docstring of the
+function names the source. [Algorithms](algorithms.md) leads to formulas and measurements.
+
+"""
+# exit code -> what to do
+ACTIONS = {
+    0: "nothing",
+    1: "read the last lines; for a run, `asyncrl doctor RUN` names the cause and the remedy",
+    2: "correct the line that the message names; `asyncrl config explain KEY` tells more",
+    3: "read `logs/attempt_N/PROCESS.log`, correct the cause, then `asyncrl run --resume RUN`",
+    4: "start the process that the message names, or correct its address or its keys",
+    5: "`asyncrl run --resume RUN` goes on from the newest data that is not damaged",
+    6: "raise `learner.steps` with `--resume`, or start a new run",
+    7: "nothing: the run continues with the other process",
+    130: "`asyncrl run --resume RUN`",
+}
+EXIT_HEAD = """# Exit codes
+
+Generated from the table in `asyncrl/contract/errors.py` by
+`python benchmarks/reference_pages.py`.
+
+Every command ends with one of these codes. A failure that is expected prints one line to stderr,
+never a traceback. `asyncrl diff` and `asyncrl config diff` end with 1 where the two differ.
+
+"""
+
+
+def papers() -> list[list[str]]:
+    """Return source, name, settings and remark of each paper."""
+    return [list(row) for row in tomllib.loads((DOCS / "papers.toml").read_text())["papers"]]
+
+
+def papers_page() -> str:
+    """Return the index of papers."""
+    rows = []
+    for source, name, settings, remark in papers():
+        here = format_settings(settings)
+        known = settings.removeprefix("method = ").partition(" or ")[0]
+        if known in methods.METHODS:
+            remark = f"Read: {methods.METHODS[known].source}. {remark}".strip()
+        rows.append(_row(source, name, here, remark))
+    table = _row("source", "name", "settings", "what was read, what differs")
+    return PAPERS_HEAD + table + "|---|---|---|---|\n" + "".join(rows)
+
+
+def exit_codes_page() -> str:
+    """Return the page of exit codes."""
+    rows = [_row(str(code), meaning, ACTIONS[code]) for code, meaning in EXIT_CODES.items()]
+    return EXIT_HEAD + _row("code", "meaning", "what to do") + "|---|---|---|\n" + "".join(rows)
+
+
 def pages() -> dict[Path, str]:
     """Return every page that this program writes -> its text."""
     found = {FOLDER / f"{name}.md": system_page(system) for name, system in systems().items()}
-    return found | {FOLDER / "index.md": index_page()}
+    return found | {
+        FOLDER / "index.md": index_page(),
+        DOCS / "papers.md": papers_page(),
+        DOCS / "exit-codes.md": exit_codes_page(),
+    }
 
 
 def main() -> None:

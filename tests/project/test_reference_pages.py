@@ -1,20 +1,41 @@
-"""The pages that come from tables: docs/coming-from."""
+"""The pages that come from tables: docs/coming-from, papers, exit codes; and the glossary."""
 
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from pathlib import Path
 
+import click
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import reference_pages  # noqa: E402
 
-from asyncrl.config import load  # noqa: E402
+import asyncrl  # noqa: E402
+from asyncrl.cli import main  # noqa: E402
+from asyncrl.config import explain, load, methods  # noqa: E402
+from asyncrl.contract.errors import EXIT_CODES  # noqa: E402
+from asyncrl.records import health_checks, metrics  # noqa: E402
 
 SYSTEMS = reference_pages.systems()
+PAPERS = reference_pages.papers()
+DEMO = ROOT / "configs" / "demo.toml"
+
+
+def load_settings(settings: str) -> int:
+    """Load each alternative of a row on top of the demo's config; return how many have values."""
+    loaded = 0
+    for option in reference_pages.alternatives(settings):
+        parts = [setting.partition(" = ") for setting in option]
+        unknown = {key for key, _, _ in parts} - {"method", *load.keys()}
+        assert not unknown, f"{settings}: {unknown}"
+        if sets := [f"{key}={value}" for key, equals, value in parts if equals]:
+            load.load(DEMO, sets)
+            loaded += 1
+    return loaded
 
 
 @pytest.mark.parametrize("path", reference_pages.pages(), ids=lambda path: path.name)
@@ -34,17 +55,84 @@ def test_every_row_of_a_table_has_its_cells(name: str) -> None:
 
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_every_key_of_ours_exists_and_every_setting_loads(name: str) -> None:
-    """Each alternative of a row is loaded, on top of the demo's config."""
-    known = {"method", *load.keys()}
     loaded = 0
     theirs = [row[0] for row in SYSTEMS[name]["keys"]]
     assert len(theirs) == len(set(theirs)) > 35, "a setting of theirs stands in one row"
     for row in SYSTEMS[name]["keys"]:
-        for option in reference_pages.alternatives(row[2]):
-            settings = [setting.partition(" = ") for setting in option]
-            unknown = {key for key, _, _ in settings} - known
-            assert not unknown, f"{row[0]}: {unknown}"
-            if sets := [f"{key}={value}" for key, equals, value in settings if equals]:
-                load.load(ROOT / "configs" / "demo.toml", sets)
-                loaded += 1
+        loaded += load_settings(row[2])
     assert loaded > 10
+
+
+@pytest.mark.parametrize("row", PAPERS, ids=lambda row: f"{row[0]} {row[1]}")
+def test_the_settings_of_a_paper_load(row: list[str]) -> None:
+    assert load_settings(row[2]) > 0
+
+
+def test_every_paper_that_the_algorithms_name_is_in_the_index() -> None:
+    number = re.compile(r"\b\d{4}\.\d{5}\b")
+    sources = [*(ROOT / "asyncrl" / "algorithms").rglob("*.py"), Path(methods.__file__)]
+    named = {found for path in sources for found in number.findall(path.read_text())}
+    assert len(named) > 30
+    assert named <= {row[0] for row in PAPERS}, named - {row[0] for row in PAPERS}
+
+
+def test_every_method_is_in_the_index_of_papers() -> None:
+    """Except plain combinations: `none` and `k3` have no paper of their own."""
+    page = reference_pages.papers_page()
+    missing = {name for name in methods.METHODS if f'`method = "{name}"' not in page}
+    assert missing <= {"none", "k3"}, missing
+
+
+def test_every_exit_code_says_what_to_do() -> None:
+    assert set(reference_pages.ACTIONS) == set(EXIT_CODES)
+
+
+def test_the_glossary_is_sorted_and_has_the_terms_of_the_package() -> None:
+    page = (ROOT / "docs" / "glossary.md").read_text()
+    terms = re.findall(r"(?m)^- \*\*(.+?)\*\*", page)
+    assert terms == sorted(terms, key=str.lower) and len(terms) > 45
+    listed = (asyncrl.__doc__ or "").partition("Glossary:")[2].partition("`actors` turns")[0]
+    names = re.findall(r"(?m)(?:^- |\. )([A-Z]?[\w ,-]+?)(?: \([\w, ]+\))?: ", listed)
+    words = {word.strip().lower() for name in names for word in name.split(",")}
+    known = {word.strip() for term in terms for word in term.lower().split(",")}
+    assert len(words) > 15 and words <= known, words - known
+
+
+BY_SYMPTOM = ("troubleshooting", "faq", "elsewhere", "exit-codes")
+
+
+@pytest.mark.parametrize("name", BY_SYMPTOM)
+def test_every_command_in_a_sentence_is_understood(name: str) -> None:
+    """Commands, options and settings of inline code, without running anything."""
+    text = " ".join((ROOT / "docs" / f"{name}.md").read_text().split())
+    found = re.findall(r"`asyncrl ([^`]+)`", text)
+    assert found
+    for line in found:
+        words = shlex.split(line)
+        command: click.Command = main
+        context = click.Context(main)
+        path = []
+        while isinstance(command, click.Group):
+            path.append(words.pop(0))
+            known = command.get_command(context, path[-1])
+            assert known is not None, f"{name}: asyncrl {line}"
+            command = known
+        if not words:  # only its name
+            continue
+        context = command.make_context(path[-1], words)  # raises for an unknown option
+        if sets := list(context.params.get("sets") or ()):
+            load.load(DEMO, sets)
+        if key := context.params.get("key"):
+            assert key == "KEY" or explain.explain(key)
+
+
+@pytest.mark.parametrize("name", BY_SYMPTOM)
+def test_every_finding_and_metric_in_a_sentence_exists(name: str) -> None:
+    page = (ROOT / "docs" / f"{name}.md").read_text()
+    for metric in re.findall(r"`([a-z_]+/[a-z0-9_]+)`", page):
+        known = metrics.is_known_metric(metric) or metric.endswith("_B")
+        assert known or (ROOT / metric).exists(), f"{name}: {metric}"
+    rules = Path(health_checks.__file__).read_text()
+    for finding in re.findall(r"findings? ((?:`[a-z_]+`(?:, | or )?)+)", " ".join(page.split())):
+        for word in re.findall(r"`([a-z_]+)`", finding):
+            assert f'"{word}"' in rules, f"{name}: {word}"
