@@ -61,6 +61,7 @@ PAGES = [
     "docs/performance.md",
     "CONTRIBUTING.md",
     "docs/extending.md",
+    "docs/extending-records.md",
     "benchmarks/results/README.md",
 ]
 SHELL = ("sh", "console", "bash", "shell")
