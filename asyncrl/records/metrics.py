@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from asyncrl.algorithms.metric_names import BY_LAG, METRIC_NAMES
 from asyncrl.contract.errors import REFUSALS, AsyncrlError
-from asyncrl.records import jsonl
+from asyncrl.records import health_checks, jsonl
 from asyncrl.records.event_file import EventFile
 
 
@@ -267,13 +267,80 @@ def is_known_metric(name: str) -> bool:
     return name in METRICS or any(p.fullmatch(name) for p in PATTERNS)
 
 
-def markdown() -> str:
-    """docs/metrics.md."""
-    rows = [
-        "| `{}` | {} | {} |".format(n, m.unit, m.meaning.replace("|", r"\|"))
-        for n, m in METRICS.items()
-        if not n.startswith(("by_lag/", "by_age/"))
-    ]
+# section of docs/metrics.md -> families in it, each the part of a name before its slash
+SECTIONS = {
+    "Rewards and completions": "reward reward_part advantage answer judge",
+    "Accuracy": "eval",
+    "Lag": "lag limit",
+    "Importance ratios": "is clip",
+    "Distance between policies": "kl policy perplexity perplexity_by_answer",
+    "Engine mismatch": "mismatch split",
+    "Optimization": "loss optim value reshape",
+    "Speed and waiting": "time throughput link prefix",
+    "Buffer": "buffer refused",
+    "Memory": "memory weights",
+    "By lag": "by_lag by_age",
+}
+PAGE_HEAD = """# Metrics
+
+Generated from `asyncrl/records/metrics.py` by `asyncrl config metrics`.
+
+## Look here first
+
+The numbers are those at which the [health checks](failures.md#when-a-run-goes-wrong) speak, or that
+[Staleness](staleness.md#choose-a-limit) names. They come from small models. Take them as a first
+guess. [Troubleshooting](troubleshooting.md) says what to do.
+
+"""
+
+
+def first_look() -> dict[str, tuple[str, str]]:
+    """Return metric -> (healthy range, what else it means), the numbers from the health checks."""
+    nearly_all = f"{health_checks.NEARLY_ALL:.0%}"
+    mismatch = health_checks.RunFacts._field_defaults["mismatch"]
+    return {
+        "eval/heldout": ("rises by more than chance", "the policy does not learn the task"),
+        "reward/mean": ("rises", "if held-out accuracy falls meanwhile: the reward can be fooled"),
+        "reward/no_spread_share": (f"below {nearly_all}", "no group gives a learning signal"),
+        "answer/truncated_share": (f"below {nearly_all}", "completions are too long or never end"),
+        "is/ess": ("0.5 and above", "the staleness limit is too high for this learning rate"),
+        "lag/max": ("at most staleness.max_lag", "never above it with pace"),
+        "kl/moved": (
+            f"below 0.02, in no batch {health_checks.RUNAWAY:g} or more",
+            "the learning rate is too high, or a batch has too many updates",
+        ),
+        "kl/target_ref_k3": (
+            f"below {health_checks.DRIFT:g} with a KL penalty",
+            "the policy drifts away from the reference",
+        ),
+        health_checks.MISMATCH: (f"at most {mismatch:g}", "engine and learner compute differently"),
+        "is/rejected_share": (
+            f"with the other excluded shares below {health_checks.REJECTED:g}",
+            "the bounds of the correction are too narrow",
+        ),
+        "is/chi2": (
+            f"not below -{health_checks.CUT:g}",
+            "completions are sampled from a part of the distribution",
+        ),
+        "time/reward_wait_share": (
+            f"below {health_checks.HELD_UP:g}",
+            "rewards hold up generators",
+        ),
+        "time/learner_idle_share": (
+            "a few percent, if the learner is the slower side",
+            "more generators or a higher limit would help",
+        ),
+    }
+
+
+def _table(head: str, rows: list[str]) -> str:
+    columns = head.count("|") - 1
+    return head + "\n|" + "---|" * columns + "\n" + "\n".join(rows) + "\n"
+
+
+def _families() -> dict[str, list[tuple[str, str, str]]]:
+    """Return family -> (name, unit, meaning) of its rows."""
+    lags = ", ".join(BUCKETS)
     by_lag = (
         ("k3", "nats/token", "kl/behavior_start_k3"),
         ("weight", "-", "mean importance weight"),
@@ -285,21 +352,35 @@ def markdown() -> str:
         ),
         *((k, u, f"`{m}`") for k, (u, m) in BY_LAG.items()),
     )
-    rows += [
-        f"| `by_lag/{kind}_B` | {unit} | {what} at lag B, one of {', '.join(BUCKETS)} |"
-        for kind, unit, what in by_lag
+    older = "`split/mismatch_k3` by how many versions older the oldest keys and values are, "
+    rows = [(n, m.unit, m.meaning) for n, m in METRICS.items() if not n.startswith("by_")]
+    rows += [(f"by_lag/{kind}_B", u, f"{what} at lag B, one of {lags}") for kind, u, what in by_lag]
+    rows.append(("by_age/mismatch_k3_B", "nats/token", older + lags))
+    rows.append(("reward_part/NAME", "reward", "mean of a named part of the reward"))
+    found: dict[str, list[tuple[str, str, str]]] = {}
+    for row in rows:
+        found.setdefault(row[0].partition("/")[0], []).append(row)
+    return found
+
+
+def markdown() -> str:
+    """docs/metrics.md.  Raises KeyError if a family has no section."""
+    first = [
+        f"| `{name}` | {healthy} | {otherwise} |"
+        for name, (healthy, otherwise) in first_look().items()
     ]
-    older = (
-        "`split/mismatch_k3` by how many versions older the oldest keys and values are, "
-        f"{', '.join(BUCKETS)}"
-    )
-    rows.append(f"| `by_age/mismatch_k3_B` | nats/token | {older} |")
-    rows.append("| `reward_part/NAME` | reward | mean of a named part of the reward |")
-    head = (
-        "# Metrics\n\nGenerated from `asyncrl/records/metrics.py` by `asyncrl config "
-        "metrics`.\n\n| name | unit | meaning |\n|---|---|---|\n"
-    )
-    return head + "\n".join(rows) + "\n"
+    page = PAGE_HEAD + _table("| metric | healthy | otherwise |", first)
+    families = _families()
+    for section, names in SECTIONS.items():
+        rows = [row for name in names.split() for row in families.pop(name)]
+        lines = [
+            f"| `{name}` | {unit} | {meaning} |"
+            for name, unit, meaning in ((n, u, m.replace("|", r"\|")) for n, u, m in rows)
+        ]
+        page += f"\n## {section}\n\n" + _table("| name | unit | meaning |", lines)
+    if families:
+        raise KeyError(f"families without a section: {', '.join(families)}")
+    return page
 
 
 class MetricsWriter:

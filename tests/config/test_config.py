@@ -18,7 +18,7 @@ from process_kit import ENV, ROOT
 from asyncrl.config import explain, layers, load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
-from asyncrl.records import metrics
+from asyncrl.records import health_checks, metrics
 
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 BASE = 'model.path = "m"\ntask.name = "sort"\n'
@@ -158,6 +158,16 @@ def test_the_table_of_metrics_is_the_documented_one() -> None:
     for line in metrics.markdown().splitlines():
         if line.startswith("|"):  # a `|` inside a cell would cut the row when rendered
             assert len(re.findall(r"(?<!\\)\|", line)) == 4, line
+
+
+def test_the_page_of_metrics_names_each_once_and_first_those_that_exist() -> None:
+    first, _, rest = metrics.markdown().partition("\n## Rewards and completions\n")
+    names = re.findall(r"(?m)^\| `(\S+)` \|", rest)
+    plain = {name for name in metrics.METRICS if not name.startswith("by_")}
+    assert plain <= set(names) and len(names) == len(set(names))
+    looked_at = re.findall(r"(?m)^\| `(\S+)` \|", first)
+    assert len(looked_at) > 10 and set(looked_at) <= plain
+    assert f"below {health_checks.HELD_UP:g}" in first
 
 
 def test_the_configuration_reference_is_the_documented_one() -> None:
