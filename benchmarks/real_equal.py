@@ -303,7 +303,7 @@ def loss_memory(weight: torch.Tensor, tokens: int, *, whole: bool) -> float:
             logs = (hidden @ head.T).log_softmax(-1)
             found = logs.gather(1, targets[:, None]).sum()
         else:
-            found = packed_forward._PickedLogprobs.apply(hidden, head, targets, scale, True)[
+            found = packed_forward._PickedLogprobs.apply(hidden, head, targets, scale, True, None)[
                 0
             ].sum()
         found.backward()
