@@ -210,6 +210,8 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     made = {p.parent.name for p in (tmp_path / "s").rglob("index.html")}
     assert {"staleness", "algorithms", "performance", "log"} <= made
+    reference = (tmp_path / "s" / "python-api" / "index.html").read_text()
+    assert "load_run(" in re.sub(r"<[^>]+>", "", reference), "no docstring came into the page"
 
 
 def result(file: str) -> dict[str, Any]:
