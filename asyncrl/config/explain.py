@@ -142,8 +142,9 @@ once. A key that you give beside them wins.
 
 - **Values**: what a key takes, then its unit in parentheses. A number without a unit counts things
   or has no dimension.
-- **Default**: the value of a key that you do not give. A dash means that the value depends on the
-  method, or that nothing is set. The meaning says which.
+- **Default**: the value of a key that you do not give, with the reason where there is more to say
+  than that it switches something off. A dash means that the value depends on the method, or that
+  nothing is set. The meaning says which.
 - **Read with**: the settings under which the key acts. A key that you give elsewhere is refused.
   A dash means that it always acts.
 
@@ -254,6 +255,8 @@ def _reference_row(shown: KeyExplanation) -> str:
     default = "-" if shown.default in ("", "not set") else shown.default
     if default not in ("-", "none: it must be given"):
         default = f"`{default}`"
+    if shown.reason:
+        default += f": {shown.reason}"
     cells = (f"`{shown.key}`", shown.meaning, values, default, " and ".join(shown.read) or "-")
     return "| " + " | ".join(_reference_cell(text) for text in cells) + " |\n"
 

@@ -76,6 +76,16 @@ def test_every_link_and_anchor_leads_somewhere(page: Path) -> None:
             assert anchor in anchors(target), f"{name(page)}: {name(target)} has no #{anchor}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_table_row_has_the_cells_of_its_head(page: Path) -> None:
+    """A missing or an unescaped `|` cuts or shifts a row when it is rendered."""
+    width = 0
+    for line in prose(page).splitlines():
+        pipes = len(re.findall(r"(?<!\\)\|", line)) if line.startswith("|") else 0
+        assert not (width and pipes) or pipes == width, f"{name(page)}: {line}"
+        width = pipes
+
+
 def test_there_are_links_to_check() -> None:
     assert len(links(ROOT / "README.md")) > 10
 
