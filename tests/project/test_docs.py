@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -208,6 +209,39 @@ def test_a_page_of_the_log_has_dated_sections_newest_first_and_is_in_the_index(p
         rf"(?m)^\| \[{title.strip()[2:]}\]\({page.name}\) \| .{{1,90}} \| {dates[0]} \|$"
     )
     assert line.search(index), f"{page.name}: the index has a short line with its newest date"
+
+
+def site_pages() -> dict[str, list[Path]]:
+    """Section of the site's menu -> its pages."""
+    menu = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+
+    def below(entry: Any) -> list[Path]:
+        if isinstance(entry, str):
+            return [ROOT / "docs" / entry]
+        return [p for e in (entry.values() if isinstance(entry, dict) else entry) for p in below(e)]
+
+    return {name: below(entries) for section in menu for name, entries in section.items()}
+
+
+def density(page: Path) -> tuple[int, float]:
+    """Words of a page's prose, and its numbers per hundred words, without tables and code."""
+    words = re.sub(r"(?m)^\|.*$|^\s*\d+\. ", "", prose(page))
+    words = re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "X", words))
+    count = len(words.split())
+    return count, 100 * len(re.findall(r"(?<![\w.])\d[\d.,]*", words)) / max(count, 1)
+
+
+def test_a_page_is_short_and_its_numbers_earn_their_place() -> None:
+    """Reference and Evidence are looked up, not read: they may be longer and denser."""
+    sections = site_pages()
+    assert {"Home", "Start", "Learn", "How to", "Agents", "Internals"} <= set(sections)
+    for section, pages in sections.items():
+        if section in ("Reference", "Evidence"):
+            continue
+        for page in pages:
+            words, numbers = density(page)
+            assert words <= 1200, f"{name(page)}: {words} words; split it by topic"
+            assert numbers <= 6, f"{name(page)}: {numbers:.1f} numbers a hundred words"
 
 
 def test_the_site_builds_strictly(tmp_path: Path) -> None:
