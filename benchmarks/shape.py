@@ -83,8 +83,8 @@ def prose_figures() -> list[Figure]:
     subjects = prose.long_subjects()
     return [
         Figure("dialect in docstrings and comments", len(code), 603, code),
-        Figure("dialect in pages", len(page), 200, page),
-        Figure("lines of pages wider than 100 columns", len(wide), 700, wide),
+        Figure("dialect in pages", len(page), 0, page),
+        Figure("lines of pages wider than 100 columns", len(wide), 0, wide),
         Figure("literals split although they fit", len(split), 0, split),
         Figure("commit subjects over 72 characters", len(subjects), 0, subjects),
     ]
