@@ -301,8 +301,31 @@ def test_the_goal_of_the_step_stands_beside_the_fastest_rival() -> None:
     assert f"takes {median(now):.2f} of the time of the strongest rival" in bullet(LOOP)
 
 
+@pytest.mark.parametrize(
+    ("file", "figure", "words"),
+    [
+        (LOOP, "step, asynchronous / TRL's GRPO", "{value:.2f} of TRL's GRPO (goal 0.33, {met})"),
+        (
+            "2026-11-23_49defbe_2core_real_model_run.json",
+            "synchronous / asynchronous step, by the token",
+            "{value:.2f} times as fast as synchronous training (goal 1.3, {met})",
+        ),
+        (
+            "2026-11-24_65278ca_2core_comparisons_slow.json",
+            "slow rewards: speed, async / sync",
+            "{value:.2f} times the speed (goal 1.5, {met})",
+        ),
+    ],
+)
+def test_the_readme_prints_goals_met_or_not(file: str, figure: str, words: str) -> None:
+    (goal,) = [g for g in result(file)["goals"] if g["figure"] == figure]
+    assert goal["goal"].split()[-1] in words
+    met = "met" if goal["met"] else "not met"
+    assert words.format(value=goal["value"], met=met) in bullet(file)
+
+
 def test_the_readme_s_figures_are_those_of_their_files() -> None:
-    seeds = "2026-11-21_c0f74bc_4core_demo_seeds.json"
+    seeds = "2026-11-24_59b14a2_2core_demo_seeds.json"
     rows = result(seeds)["seeds"]
     low, start = min(r["heldout_end"] for r in rows), min(r["heldout_start"] for r in rows)
     slowest = max(r["wall_s"] for r in rows)
