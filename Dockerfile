@@ -1,4 +1,4 @@
-# asyncrl from this source tree, for CPUs and CUDA.  Not built by a test: see docs/getting-started.md.
+# asyncrl from this source tree, for CPUs and CUDA.  Built by no test, but what it names is looked for: tests/project/test_dockerfile.py.
 #   docker build -t asyncrl .
 #   docker build -t asyncrl --build-arg EXTRAS=agents,parquet,lora,vllm,deepspeed .
 #   docker run --rm -v "$PWD:/work" asyncrl new sums

@@ -24,7 +24,7 @@ from asyncrl.contract.messages import (
     Trajectory,
     VersionSpan,
 )
-from asyncrl.contract.outcomes import MOST_PARTS, NAME_LENGTH, REASON_LENGTH
+from asyncrl.contract.outcomes import MOST_PARTS, MOST_ROWS, NAME_LENGTH, REASON_LENGTH
 from asyncrl.contract.versions import Label
 from asyncrl.contract.waits import BUFFER
 from asyncrl.transport import arrays
@@ -38,7 +38,6 @@ TEXT_MORE = 1 << 16  # characters on top, for the template around a prompt
 NAMES = MOST_PARTS  # limit of the parts of a reward and the numbers of a generator
 ROWS = 1 << 16  # longest list in one message
 TICKET_END = 1 << 48
-MOST_ROWS = 4096  # training sequences of a session
 WANTED = 1 << 30  # samples: a generator in lockstep asks for as many as there are
 
 

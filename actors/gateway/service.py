@@ -37,6 +37,7 @@ from actors.rewards import RewardRunner
 from asyncrl.config.agents import AgentConfig
 from asyncrl.config.tree import Config
 from asyncrl.contract import messages as m
+from asyncrl.contract import outcomes
 from asyncrl.contract.errors import (
     AsyncrlError,
     BadMessage,
@@ -90,7 +91,7 @@ def limits(config: Config) -> SessionLimits:
         context=config.generator.context,
         max_calls=agent.max_calls,
         max_tokens=agent.max_tokens,
-        rows=agent.rows,
+        rows=agent.rows or outcomes.MOST_ROWS,  # the buffer takes no session with more
         parallel=agent.parallel,
         deadline_s=agent.deadline_s,
         idle_s=agent.idle_s if agent.serve else 0.0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -24,6 +25,19 @@ PATH = click.Path(path_type=Path)
 
 # a write can fail with these errors without naming a file
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+
+
+def restart_in_utf8() -> None:
+    """Begin again in Python's UTF-8 mode where it cannot write every path.
+
+    With LC_ALL=C and PYTHONUTF8=0 Python encodes paths as ASCII, so a run directory, a config, a
+    prompt file or a reward with another character in its name cannot be opened.  What is printed
+    keeps the encoding of the terminal."""
+    if sys.getfilesystemencoding() == "utf-8" or os.environ.get("PYTHONUTF8") == "1":
+        return
+    os.environ["PYTHONUTF8"] = "1"
+    os.environ.setdefault("PYTHONIOENCODING", f"{sys.stdout.encoding}:backslashreplace")
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 class ExampleCommand(click.Command):
@@ -71,6 +85,8 @@ class CommandGroup(ExampleGroup):
         return super().get_command(ctx, cmd_name)
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
+        if not args and "args" not in kwargs:  # else a program of somebody else's calls
+            restart_in_utf8()
         append_working_directory()
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):  # an ASCII terminal shows \xe9 and the like

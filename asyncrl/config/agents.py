@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from asyncrl.algorithms.settings import Count, Positive
+from asyncrl.contract.outcomes import MOST_ROWS
 
 # opponents in a two-player game, besides a function
 RANDOM = "random"
@@ -161,7 +162,9 @@ class AgentConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     ] = 10.0
     max_calls: Annotated[Count, Meta(description="Calls of a session. 0: no limit.")] = 32
     max_tokens: Annotated[Positive, Meta(description="Tokens that a session may sample.")] = 4096
-    rows: Annotated[Count, Meta(description="Training sequences of a session. 0: no limit.")] = 16
+    rows: Annotated[
+        int, Meta(ge=0, le=MOST_ROWS, description="Training sequences of a session. 0: 4096.")
+    ] = 16
     deadline_s: Annotated[float, Meta(gt=0, description="Seconds that a session may take.")] = 600.0
     fork: Annotated[
         Literal["row", "end"],

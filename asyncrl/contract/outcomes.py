@@ -18,6 +18,7 @@ from asyncrl.contract.printable import escape_line
 # the sum of a batch's squared rewards still fits into float32; no sensible reward is larger
 LARGEST_REWARD = 1e15
 MOST_PARTS = 256
+MOST_ROWS = 4096  # training sequences of a session
 NAME_LENGTH = 200  # characters
 REASON_LENGTH = 1 << 16  # characters
 

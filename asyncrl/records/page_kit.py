@@ -49,8 +49,11 @@ def library() -> Any:
 
 
 def embedded(value: Any) -> Any:
-    """Return JSON as Markup for a <script type="application/json"> that no text in it can end."""
+    """Return JSON as Markup for a <script type="application/json">.
+
+    No `<` is left in it: `</script` would end the element, and `<!--<script` would keep the page's
+    own `</script>` from ending it."""
     from markupsafe import Markup
 
     text = value if isinstance(value, str) else json.dumps(value)
-    return Markup(text.replace("</", "<\\/"))
+    return Markup(text.replace("<", "\\u003c"))

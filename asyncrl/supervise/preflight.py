@@ -36,8 +36,13 @@ WIDTHS = {"float32": 4, "bfloat16": 2}  # bytes per number
 CHAT_CALL = re.compile(
     r"\.chat\.completions\b|\.(responses|messages)\.(create|parse|stream)$"
     r"|/chat/completions$|/v1/(responses|messages)$"
+    # imports of frameworks, and of classes in them, that ask for nothing but chat
+    r"|^from (pydantic_ai|smolagents|crewai)\b|^from .*\.(ChatOpenAI|ChatAnthropic|ChatLiteLLM"
+    r"|OpenAIChatCompletionClient|OpenAIChatCompletionsModel|OpenAIResponsesModel)$"
 )
-TEXT_CALL = re.compile(r"(?<!chat)\.completions\.create$|(?<!chat)/completions$")
+TEXT_CALL = re.compile(
+    r"(?<!chat)\.completions\.create$|(?<!chat)/completions$|^from langchain_openai\.OpenAI$"
+)
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -268,6 +273,8 @@ def tokenizer_ends(subject: Subject) -> str:
 def chat_call(agent: AgentConfig) -> str:
     """Find FILE:LINE of a chat call in the source of `agent.function` or `agent.command`.
 
+    The import of a framework that makes no other calls counts as one.
+
     "" where there is none, or where the source also requests text completions."""
     words = [agent.function.rpartition(":")[0]] if agent.function else agent.command
     names = [word for word in words if agent.function or word.endswith(".py")]
@@ -277,18 +284,27 @@ def chat_call(agent: AgentConfig) -> str:
             tree = ast.parse(path.read_bytes())
         except (OSError, SyntaxError, ValueError):
             continue  # importing it raises the error
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute):
-                call = "." + ast.unparse(node)
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                call = node.value
-            else:
-                continue
+        for line, call in _calls(tree):
             if CHAT_CALL.search(call):
-                location = location or f"{path}:{node.lineno}"
+                location = location or f"{path}:{line}"
             elif TEXT_CALL.search(call):
                 return ""
     return location
+
+
+def _calls(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Lines of a source with what may tell of a call there: attributes, texts, imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield node.lineno, "." + ast.unparse(node)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.value
+        elif isinstance(node, ast.Import):
+            for name in node.names:
+                yield node.lineno, f"from {name.name}"
+        elif isinstance(node, ast.ImportFrom):
+            for name in node.names:
+                yield node.lineno, f"from {node.module}.{name.name}"
 
 
 def template_there(subject: Subject) -> str:

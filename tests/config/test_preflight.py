@@ -127,6 +127,12 @@ AGENTS = {
     TEXT: False,
     f"{CHAT}; {TEXT}": False,
     "framework.run(prompt)": False,
+    "from pydantic_ai import Agent": True,
+    "import smolagents": True,
+    "from langchain_openai import ChatOpenAI": True,
+    "from langchain_openai import OpenAI": False,
+    "from langchain_openai import ChatOpenAI, OpenAI": False,
+    "from autogen_ext.models.openai import OpenAIChatCompletionClient": True,
     "client.messages": False,
     "print(": False,
 }

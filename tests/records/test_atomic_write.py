@@ -100,20 +100,22 @@ def test_files_are_utf_8_in_any_locale(tmp_path: Path) -> None:
 
 
 def test_a_run_in_a_plain_locale(tmp_path: Path, small_model: Path) -> None:
-    """Prompts, reward and config have characters that the locale cannot write."""
+    """Prompts, reward, config and every path have characters that the locale cannot write."""
+    folder = tmp_path / "prøjekt-日本"
+    folder.mkdir()
     prompts = [{"prömpt": f"{n}é=", "answer": "1"} for n in range(8)]
     rows = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in prompts)
-    (tmp_path / "p.jsonl").write_text(rows, encoding="utf-8")
-    (tmp_path / "mine.py").write_text(
+    (folder / "pé.jsonl").write_text(rows, encoding="utf-8")
+    (folder / "möin.py").write_text(
         'def reward(prompt, text):\n    print("π")\n    return {"reward": 1.0, "é": 0.5}\n',
         encoding="utf-8",
     )
-    (tmp_path / "c.toml").write_text(
+    (folder / "cü.toml").write_text(
         f"""# é
 model.path = "{small_model}"
 model.device = "cpu"
-task = {{ name = "file", prompts = "p.jsonl", columns = {{ prompt = "prömpt" }} }}
-reward.function = "mine.py:reward"
+task = {{ name = "file", prompts = "pé.jsonl", columns = {{ prompt = "prömpt" }} }}
+reward.function = "{{here}}/möin.py:reward"
 reward.deadline_s = 600.0
 generator = {{ context = 32, max_new_tokens = 4, slots = 4 }}
 learner = {{ steps = 2, groups = 2, group_size = 2 }}
@@ -126,10 +128,13 @@ watchdog = {{ floor_s = 1800.0, startup_s = 3600.0 }}
 
     def call(*words: str) -> str:
         argv = [sys.executable, "-m", "asyncrl.cli", *words]
-        done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, timeout=7200)
+        done = subprocess.run(argv, cwd=folder, env=env, capture_output=True, timeout=7200)
         assert done.returncode == 0, done.stderr.decode(errors="replace")[-3000:]
         return done.stdout.decode("ascii")
 
-    call("run", "c.toml", "--set", "name=r")
-    assert "é" in (tmp_path / "runs" / "r" / "report.html").read_text(encoding="utf-8")
-    assert r"lacks '\xe9'" in call("config", "check", "c.toml")
+    call("run", "cü.toml", "--set", "name=lauf-ä")
+    assert "é" in (folder / "runs" / "lauf-ä" / "report.html").read_text(encoding="utf-8")
+    assert r"lacks '\xe9'" in call("config", "check", "cü.toml")
+    call("report", "runs/lauf-ä")
+    call("ls", "runs")
+    call("export", "runs/lauf-ä", "mødell")

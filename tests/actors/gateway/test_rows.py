@@ -4,6 +4,7 @@ the forward pass alone; the buffer counts what was drawn, once.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from learner_step_kit import core, weights
 from rows_kit import AT, GROUPS, SIZE, batch, ids, row, sample, sessions
 from store_kit import make
 
+from actors.gateway.service import limits
 from asyncrl.algorithms import loss as step_loss
 from asyncrl.algorithms.reductions import REDUCTIONS
+from asyncrl.config import load
 from asyncrl.contract.errors import BadMessage, ConfigError
 from asyncrl.contract.messages import (
     RewardFailure,
@@ -258,6 +261,20 @@ def test_a_session_of_which_nothing_is_to_be_trained_is_refused() -> None:
     nothing = TrainingSequence(ids([1]), ids([2]), b"\0\0\0\0", b"\0", [])
     with pytest.raises(BadMessage, match="2 training sequences with 0 tokens to train"):
         checks.answers([sample(0, 0, [nothing, nothing])], 9, SETTINGS)
+
+
+def test_a_session_without_a_limit_of_rows_has_no_more_than_the_buffer_takes() -> None:
+    agent: dict[str, Any] = {"env": "a:B", "rows": 0}
+    raw: dict[str, Any] = {"model": {"path": "m"}, "task": {"name": "calc"}, "agent": agent}
+    most = limits(load.build(raw)).rows
+    small = row([1], [2], [-1.0], [1])
+    settings = replace(SETTINGS, session_tokens=2 * most)
+    checks.answers([sample(0, 0, [small] * most)], 9, settings)
+    with pytest.raises(BadMessage, match=f"{most + 1} training sequences"):
+        checks.answers([sample(0, 0, [small] * (most + 1))], 9, settings)
+    agent["rows"] = most + 1
+    with pytest.raises(ConfigError, match=r"agent\.rows"):
+        load.build(raw)
 
 
 def test_a_run_without_sessions_takes_none() -> None:
