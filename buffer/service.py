@@ -20,8 +20,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract import admission
@@ -327,14 +325,16 @@ class BufferService:
         """Whether the process that holds the name has certainly ended; False on other machines."""
         entry = self.generators.get(name, {})
         pid = entry.get("pid", 0)
-        if not pid or entry["host"] != socket.gethostname():
+        if pid <= 0 or entry["host"] != socket.gethostname():
             return False
         try:
-            return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
-        except psutil.NoSuchProcess:
+            status = Path(f"/proc/{pid}/stat").read_bytes()
+        except (FileNotFoundError, ProcessLookupError):
             return True
-        except (psutil.Error, ValueError, OverflowError):
+        except OSError:
             return False
+        # the state follows the name, which is in parentheses and may hold some; Z: not reaped yet
+        return status.rpartition(b")")[2].split()[:1] == [b"Z"]
 
     def forget(self, now: float) -> None:
         """Forget names that have been unused for very long."""

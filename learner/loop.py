@@ -15,7 +15,6 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import torch
 
 from asyncrl.config.tree import Config
@@ -25,7 +24,7 @@ from asyncrl.contract.versions import Label
 from asyncrl.models import adapters, memory, policy
 from asyncrl.models.devices import bind_learner
 from asyncrl.models.policy import export, weights_digest
-from asyncrl.records import atomic_write, process_log
+from asyncrl.records import atomic_write, machine_memory, process_log
 from asyncrl.records.trace import Tracer
 from asyncrl.transport import keys, message_checks
 from asyncrl.transport.sockets import BufferPeer
@@ -290,7 +289,7 @@ class Learner(BufferPeer):
             "throughput/learner_tokens_per_s": tokens / max(whole, 1e-9),
             "weights/bytes": self.publisher.ring.size,
             "weights/full_bytes": self.full_bytes,
-            "memory/learner_mb": psutil.Process().memory_info().rss / 2**20,
+            "memory/learner_mb": machine_memory.resident_bytes() / 2**20,
         }
         self.mark = now
         self.last_batch = batch

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import tomli_w
 
 from asyncrl.config import bundled_configs, layers, methods, presets, rules
 from asyncrl.config.tree import Config
+from asyncrl.contract import toml_writer
 from asyncrl.contract.errors import ConfigError
 
 RENAMED = {  # earlier name of a key, or its name in other systems -> the key
@@ -464,7 +464,7 @@ def format_value(value: Any) -> str:
     if value is None:
         return "not set"
     return (
-        tomli_w.dumps({"x": value}).partition("=")[2].strip()
+        toml_writer.dumps({"x": value}).partition("=")[2].strip()
         if not isinstance(value, dict)
         else str(value)
     )
@@ -474,7 +474,7 @@ def dump(config: msgspec.Struct) -> str:
     """Write the config as TOML that loads back equal.
 
     Keys that are None, or that its methods do not read, are left out."""
-    return tomli_w.dumps(layers.read_keys(config))
+    return toml_writer.dumps(layers.read_keys(config))
 
 
 def schema() -> dict[str, Any]:

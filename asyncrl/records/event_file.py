@@ -47,13 +47,19 @@ def protocol() -> _TensorboardModules:
 class EventFile:
     """Writer of events with numbers and histograms.
 
-    An event that cannot be written is dropped, with one message: metrics.jsonl has all values.
+    An event that cannot be written is dropped, with one message: metrics.jsonl has all values.  So
+    is every event where tensorboardX is not installed.
     Raises AsyncrlError if the file cannot be created."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.failed = False
-        self.known = protocol()
+        self.records: Any = None
+        try:
+            self.known = protocol()
+        except ImportError as error:
+            self._give_up(error)
+            return
         host, now = socket.gethostname(), time.time()
         # two incarnations in the same second need different files
         name = f"events.out.tfevents.{now:.6f}.{host}.{os.getpid()}"
@@ -100,15 +106,18 @@ class EventFile:
             bucket=buckets,
         )
 
-    def _give_up(self, error: OSError) -> None:
+    def _give_up(self, error: OSError | ImportError) -> None:
         self.failed = True
+        reason = error.strerror if isinstance(error, OSError) else None
         print(
-            f"note: {self.directory} cannot be written any more: {error.strerror or error}",
+            f"note: {self.directory} cannot be written any more: {reason or error}",
             file=sys.stderr,
             flush=True,
         )
 
     def close(self) -> None:
+        if self.records is None:
+            return
         try:
             self.records.close()
         except OSError as error:

@@ -1,16 +1,19 @@
-"""Read free main memory and out-of-memory kills from the kernel.
+"""Read free and resident main memory and out-of-memory kills from the kernel.
 
 A container's limit is that of its control groups (cgroup version 1 or 2), whose files are under
 /sys/fs/cgroup.  The limits of parent groups apply, too."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 GROUPS = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")
 KERNEL = Path("/proc/vmstat")
+MEMINFO = Path("/proc/meminfo")
+STATM = Path("/proc/self/statm")
 # files in a group's folder, for version 2 and 1: its limit and its use
 LIMITS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 EVENTS = ("memory.events", "memory.oom_control")
@@ -21,9 +24,7 @@ def free_bytes() -> int:
 
     The smaller of the machine's free memory and the rest of its control groups' limits; file
     caches count as free."""
-    import psutil
-
-    left = [int(psutil.virtual_memory().available)]
+    left = [_available_bytes()]
     for folder in _group_folders():
         cache = _numbers(folder / "memory.stat").get("inactive_file", 0)
         for limit, taken in LIMITS:
@@ -37,6 +38,12 @@ def free_bytes() -> int:
     return min(left)
 
 
+def resident_bytes() -> int:
+    """Return the bytes of main memory that this process occupies."""
+    pages = int(STATM.read_text(encoding="utf-8").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
 def memory_kills() -> int | None:
     """Count the kernel's out-of-memory kills since boot and in our control groups.
 
@@ -47,6 +54,12 @@ def memory_kills() -> int | None:
     ]
     known = [count for count in found if count is not None]
     return sum(known) if known else None
+
+
+def _available_bytes() -> int:
+    """Return the kernel's estimate of the memory that can be allocated without swapping."""
+    lines = (line.split() for line in MEMINFO.read_text(encoding="utf-8").splitlines())
+    return next(int(line[1]) for line in lines if line[0] == "MemAvailable:") << 10
 
 
 def _group_folders() -> Iterator[Path]:

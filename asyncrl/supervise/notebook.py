@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
-import tomli_w
 
 from asyncrl.config import bundled_configs, load
 from asyncrl.config.tree import Config
-from asyncrl.contract import errors, importing
+from asyncrl.contract import errors, importing, toml_writer
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.records import jsonl, metrics
 
@@ -209,7 +208,7 @@ def _toml(config: Mapping[str, Any] | Config) -> str:
     """Write a config or a table as TOML that does not depend on the working directory."""
     if isinstance(config, Config):
         return load.dump(config)
-    return tomli_w.dumps(bundled_configs.substitute_here(dict(config), Path.cwd()))
+    return toml_writer.dumps(bundled_configs.substitute_here(dict(config), Path.cwd()))
 
 
 def _last_object(text: str) -> dict[str, Any]:

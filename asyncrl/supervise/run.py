@@ -270,7 +270,10 @@ def conclude(
     (watcher or HealthWatcher(run_dir, say, run_facts(config))).report(
         [health_checks.HealthFinding(**s) for s in summary["signs"]]
     )
-    run_page.write(run_dir)
+    try:
+        page = f"report: {run_page.write(run_dir)}"
+    except ImportError as error:  # the run itself is complete
+        page = f"no report: {error}; install it, then: asyncrl report {run_dir}"
     in_all = "" if began is None else f" ({time.monotonic() - began:.0f} s in all)"
     say(
         f"{run_dir}: held-out {_format_accuracy(summary['heldout_start'])} -> "
@@ -282,11 +285,7 @@ def conclude(
             f"recording: {stream.size(run_dir) / stream.MIB:.1f} MiB of at most "
             f"{config.record.stream_mib} MiB; replay it with: asyncrl replay {run_dir}"
         )
-    say(
-        f"report: {run_dir / 'report.html'}"
-        if code == 0
-        else f"continue with: asyncrl run --resume {run_dir}"
-    )
+    say(page if code == 0 else f"continue with: asyncrl run --resume {run_dir}")
     return summary
 
 

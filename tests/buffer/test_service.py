@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -30,7 +31,7 @@ from asyncrl.transport import sockets
 from asyncrl.transport.sockets import PeerSocket
 from buffer import service as module
 from buffer import sessions, training_log
-from buffer.service import max_message_bytes, open_store
+from buffer.service import BufferService, max_message_bytes, open_store
 
 
 @pytest.fixture
@@ -409,6 +410,21 @@ def ended_process() -> int:
     done = subprocess.Popen([sys.executable, "-c", ""])
     done.wait()
     return done.pid
+
+
+def test_a_process_is_gone_once_it_has_ended_even_if_nobody_has_reaped_it() -> None:
+    def gone(pid: int, host: str = socket.gethostname()) -> bool:
+        service: Any = SimpleNamespace(generators={"g": {"pid": pid, "host": host}})
+        return BufferService.process_gone(service, "g")
+
+    assert gone(ended_process()) and not gone(ended_process(), "another")
+    assert not gone(os.getpid()) and not gone(0) and not gone(-1)
+    waiting = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
+    assert not gone(waiting.pid)
+    waiting.kill()
+    os.waitid(os.P_PID, waiting.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and is a zombie
+    assert gone(waiting.pid)
+    waiting.communicate()
 
 
 def greeting(run: Run, session: int, pid: int, name: str = "generator-0") -> m.GeneratorHello:

@@ -192,6 +192,19 @@ def test_an_unknown_metric_is_refused(tmp_path: Path) -> None:
     assert row["reward/mean"] == 0.5 and row["lag/samples"] == {"0": 2, "2": 1}
 
 
+def test_metrics_are_written_without_tensorboardx(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    writer = metrics.MetricsWriter(tmp_path)
+    writer.write(1, {"reward/mean": 0.5}, histograms={"lag/samples": [0, 2]})
+    writer.close()
+    (row,) = metrics.read(tmp_path)
+    assert row["reward/mean"] == 0.5 and not (tmp_path / "tensorboard").exists()
+    (note,) = capsys.readouterr().err.splitlines()
+    assert "tensorboard cannot be written" in note and "tensorboardX" in note
+
+
 def test_tensorboard_reads_numbers_and_histograms_as_soon_as_they_are_written(
     tmp_path: Path,
 ) -> None:

@@ -31,6 +31,10 @@ def test_free_memory_is_the_machines_or_what_a_control_group_leaves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert 1 << 20 < machine_memory.free_bytes() <= psutil.virtual_memory().total
+    (tmp_path / "meminfo").write_text("MemFree: 1 kB\nMemAvailable:  4096 kB\nBuffers: 9 kB\n")
+    monkeypatch.setattr(machine_memory, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(machine_memory, "OWN_GROUPS", tmp_path / "absent")
+    assert machine_memory.free_bytes() == 4096 << 10
     group = tmp_path / folder / "a" / "b"
     group.mkdir(parents=True)
     (group / limit).write_text(f"{none}\n")
@@ -42,6 +46,11 @@ def test_free_memory_is_the_machines_or_what_a_control_group_leaves(
     monkeypatch.setattr(machine_memory, "GROUPS", tmp_path)
     monkeypatch.setattr(machine_memory, "OWN_GROUPS", tmp_path / "own")
     assert machine_memory.free_bytes() == 2500
+
+
+def test_resident_memory_is_the_process_s_own() -> None:
+    counted = psutil.Process().memory_info().rss
+    assert 0.8 * counted < machine_memory.resident_bytes() < 1.25 * counted
 
 
 def test_kills_for_memory_are_the_machines_and_the_groups(

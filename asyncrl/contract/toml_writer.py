@@ -1,0 +1,55 @@
+"""Write TOML by tomli_w, or in a plainer form on a machine that lacks it.
+
+The plainer form lets `make gpu-check` start a run beside a machine's own torch, with few packages.
+Both forms read back equal."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def dumps(table: Mapping[str, Any]) -> str:
+    """Return `table` as TOML.
+
+    Its values are texts, numbers, booleans, lists and tables."""
+    try:
+        import tomli_w
+    except ImportError:
+        return "\n".join(_write_lines(table)) + "\n"
+    return tomli_w.dumps(table)
+
+
+def _write_lines(table: Mapping[str, Any], path: Sequence[str] = ()) -> list[str]:
+    lines = [
+        f"{_format_key(name)} = {_format_value(value)}"
+        for name, value in table.items()
+        if not isinstance(value, Mapping)
+    ]
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            inner = (*path, name)
+            heading = ".".join(_format_key(part) for part in inner)
+            lines += ["", f"[{heading}]", *_write_lines(value, inner)]
+    return lines
+
+
+def _format_key(name: str) -> str:
+    return name if BARE_KEY.fullmatch(name) else _format_value(name)
+
+
+def _format_value(value: Any) -> str:
+    """Format a value on one line; a table in a list as an inline table."""
+    if isinstance(value, Mapping):
+        pairs = (f"{_format_key(name)} = {_format_value(item)}" for name, item in value.items())
+        return "{" + ", ".join(pairs) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_format_value(item) for item in value) + "]"
+    if isinstance(value, str):
+        # a JSON string is a TOML string, but TOML also escapes DEL
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return str(value).lower() if isinstance(value, bool) else repr(value)
