@@ -128,6 +128,8 @@ def engines(as_json: bool) -> None:
         result.print_result({"device": device, "engines": rows})
         return
     print(f"device: {device}")
+    if other := installed.untested_versions():
+        print(f"warning: untested versions: {other}")
     for row in rows:
         print(
             f"{row['setting']:32} {row['version'] or '-':10} "

@@ -17,6 +17,8 @@ from asyncrl.config.engines import ENGINES
 from asyncrl.config.tree import Config
 
 VLLM = ENGINES["vllm"].pinned
+# the versions of pyproject.toml, with which the tests run; others are warned about
+TESTED = {"torch": "2.13.0", "transformers": "5.19.0"}
 VISION = ("torchvision", "torchaudio", "torchcodec")
 CHECKOUT = Path(__file__).resolve().parents[2]
 TRIAL_S = 180.0  # deadline of a trial import, for a busy machine
@@ -75,6 +77,19 @@ def version(*names: str) -> str:
         except metadata.PackageNotFoundError:
             continue
     return ""
+
+
+def untested_versions() -> str:
+    """Name the packages of TESTED that have another version here; "" for none.
+
+    Quick: nothing is imported."""
+    found = {name: version(name).partition("+")[0] for name in TESTED}
+    other = [
+        f"{name} {found[name] or 'is not installed'} (tested: {tested})"
+        for name, tested in TESTED.items()
+        if found[name] != tested
+    ]
+    return ", ".join(other)
 
 
 def missing(engine: str) -> str:

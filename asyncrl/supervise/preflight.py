@@ -170,6 +170,15 @@ def packages_installed(subject: Subject) -> str:
     )
 
 
+def versions_tested(subject: Subject) -> str:
+    """Compare the versions of torch and transformers with those that asyncrl is tested with."""
+    from asyncrl.models.installed import TESTED, untested_versions
+
+    if other := untested_versions():
+        raise Doubt(f"untested versions: {other}; the run starts, but results may differ")
+    return ", ".join(f"{name} {tested}" for name, tested in TESTED.items())
+
+
 def devices_present(subject: Subject) -> str:
     """Check the GPUs that the config names."""
     if why := devices.missing(subject.config):
@@ -495,7 +504,7 @@ def preflight(config: Config) -> None:
     devices_present(subject)
     task_reads(subject)
     model_built(subject)
-    for check in (template_there, prompts_fit, characters_known):
+    for check in (versions_tested, template_there, prompts_fit, characters_known):
         try:
             check(subject)
         except Doubt as doubt:
@@ -516,6 +525,7 @@ CHECKS: dict[str, Callable[[Subject], str]] = {
     "reward": reward_called,
     "disk": disk_free,
     "memory": memory_needed,
+    "versions": versions_tested,
 }
 # check -> the checks that must pass first
 NEEDS = dict.fromkeys(("tokenizer", "template", "disk", "memory"), ("model",)) | {

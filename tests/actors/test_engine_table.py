@@ -12,6 +12,7 @@ import pytest
 from process_kit import ROOT
 
 from actors.engine import engine_for
+from asyncrl.cli import main
 from asyncrl.config import load, rules, tree
 from asyncrl.config.engines import ENGINES, EngineInfo, EngineName
 from asyncrl.config.tree import Config
@@ -19,6 +20,7 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments.one_process import needs_own_process
 from asyncrl.models import installed
 from asyncrl.models.policy import load_policy
+from asyncrl.supervise import preflight
 from learner.backend import TorchBackend
 
 OTHER = EngineInfo(
@@ -89,6 +91,32 @@ def test_what_a_row_pins_and_brings_is_looked_for(monkeypatch: pytest.MonkeyPatc
     assert "and its internals differ between versions; asyncrl needs 0.0.1" in installed.missing(
         "other"
     )
+
+
+def test_untested_versions_are_warned_about_and_not_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    subject = preflight.Subject(config())
+    versions = {"torch": "2.11.0+cu128", "transformers": installed.TESTED["transformers"]}
+    usual = installed.version
+    monkeypatch.setattr(installed, "version", lambda *n: versions.get(n[0]) or usual(*n))
+    other = f"torch 2.11.0 (tested: {installed.TESTED['torch']})"
+    assert installed.untested_versions() == other
+    assert installed.missing_for(subject.config) == ""
+    with pytest.raises(preflight.Doubt, match=r"untested versions: torch 2\.11\.0"):
+        preflight.versions_tested(subject)
+    for check in ("packages_installed", "devices_present", "task_reads", "model_built"):
+        monkeypatch.setattr(preflight, check, lambda subject: "")
+    for check in ("template_there", "prompts_fit", "characters_known", "reward_imports"):
+        monkeypatch.setattr(preflight, check, lambda subject: "")
+    preflight.preflight(subject.config)
+    assert f"warning: untested versions: {other}; the run starts" in capsys.readouterr().err
+    monkeypatch.setattr(installed, "check_installed", list)
+    main(["engines"])
+    assert f"\nwarning: untested versions: {other}\n" in capsys.readouterr().out
+    versions["torch"] = installed.TESTED["torch"] + "+cpu"
+    assert installed.untested_versions() == ""
+    assert preflight.versions_tested(subject).startswith("torch ")
 
 
 def test_one_process_and_the_probe_follow_from_the_row(
