@@ -4,6 +4,7 @@
 # make mutants  do the fast tests notice a changed line: 600 mutants by a seed; a changed file in 5 minutes: `make mutants MUTANTS="--module weights --minutes 5"`
 # make shape  what a reader meets: columns, tokens a line, lengths, names, import circles; each with its limit
 # make bench  every program that makes a figure of README and docs, then one table, hours in all (`make bench BENCH="--only speed engine"`)
+# make gpu-check  on a machine with a CUDA GPU, at most 8 minutes: which parts work there, and how far they are from the CPU; installs nothing (`make gpu-check GPU_PYTHON=/opt/venv/bin/python`)
 # make docs   docs/ as a site, in build/docs; a link that leads nowhere is an error
 # make wheel  dist/asyncrl-*.whl, configs included: pip install it anywhere
 # make clients  every page of docs/clients that `make test` leaves out, each with its real package, in an environment built from nothing (3 GB)
@@ -13,7 +14,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: env demo test clients check shape mutants bench docs browser requirements wheel
+.PHONY: env demo test clients check shape mutants bench gpu-check docs browser requirements wheel
 
 $(VENV)/.demo: pyproject.toml
 	test -x $(PY) || python3 -m venv $(VENV)
@@ -106,3 +107,8 @@ mutants: env
 
 bench: env
 	$(PY) benchmarks/table.py --run $(BENCH)
+
+# The machine's own Python, with its torch: nothing is installed, and asyncrl runs from this directory.
+GPU_PYTHON ?= $(if $(wildcard $(PY)),$(PY),python3)
+gpu-check:
+	$(GPU_PYTHON) benchmarks/gpu_check.py $(GPU_CHECK)
