@@ -29,11 +29,10 @@ from lib import results_file
 
 from actors.engine import Completion, CompletionRequest
 from actors.engine_embedded import EmbeddedEngine
-from asyncrl.config.tree import TaskConfig
 from asyncrl.contract.versions import Label
 from asyncrl.models import memory, policy
 from asyncrl.models.tokenizer import load_tokenizer
-from asyncrl.tasks import get_task
+from asyncrl.tasks.synthetic import SortTask
 
 WAYS = {"whole": (1.0, 0), "top_p 0.8": (0.8, 0), "top_k 20": (1.0, 20)}
 ROWS = 16
@@ -123,7 +122,7 @@ def main() -> None:
     memory.keep_freed()
     result = {}
     with tempfile.TemporaryDirectory() as made:
-        policy.build_model(made, get_task(TaskConfig(name="sort")).symbols, kv_heads=2)
+        policy.build_model(made, SortTask.symbols, kv_heads=2)
         for name, path in (("demo", made), (Path(args.model).name, args.model)):
             model = policy.load_policy(path, "float32", "cpu")
             length = 16 if args.quick else 48
