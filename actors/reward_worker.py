@@ -13,13 +13,11 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-import io
 import math
 import socket
-import sys
 import time
 from collections.abc import Callable
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
 import msgspec
 
@@ -31,12 +29,11 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 from asyncrl.contract.printable import escape_line
 from asyncrl.tasks import get_task
-from asyncrl.transport import child
-from asyncrl.transport.child import FRAME_BYTES, frame
+from asyncrl.transport import worker_pool
+from asyncrl.transport.worker_pool import FRAME_BYTES, frame, read_frame
 
 Judged = tuple[float, dict[str, float], list[float] | None]
 BEAT_S = 1.0  # how often a process of coroutines reports that its loop is not blocked
-PRINTED_CHARACTERS = 1 << 20  # kept of a process's output; the rest is dropped
 
 
 class RewardWorkerSetup(msgspec.Struct, frozen=True):
@@ -374,7 +371,7 @@ async def judge_later(
 def serve(wire: socket.socket) -> None:
     """Answer calls until the parent closes the socket."""
     stream = wire.makefile("rb")
-    setup = msgspec.msgpack.decode(_read(stream) or b"", type=RewardWorkerSetup)
+    setup = msgspec.msgpack.decode(read_frame(stream) or b"", type=RewardWorkerSetup)
     try:
         function = load_judge(setup)
     except ConfigError as error:
@@ -387,17 +384,9 @@ def serve(wire: socket.socket) -> None:
         return
     decode = msgspec.msgpack.Decoder(list[RewardUnit]).decode
     log = FailureLog(setup.run_dir)
-    while (payload := _read(stream)) is not None:
+    while (payload := read_frame(stream)) is not None:
         for unit in decode(payload):
             wire.sendall(encoded(judge(function, unit, log)))
-
-
-def _read(stream: Any) -> bytes | None:
-    """Read one frame's payload; None at the end."""
-    head = stream.read(4)
-    size = int.from_bytes(head, "big")
-    payload: bytes = stream.read(size) if len(head) == 4 else b""
-    return payload if len(head) == 4 and len(payload) == size else None
 
 
 async def _serve_async(
@@ -435,35 +424,5 @@ async def _serve_async(
             task.add_done_callback(running.discard)
 
 
-class BoundedOutput(io.TextIOBase):
-    """The process's log for the function's output, up to a number of characters."""
-
-    def __init__(self, to: TextIO, most: int = PRINTED_CHARACTERS) -> None:
-        self.to = to
-        self.left = most
-        self.buffer = to.buffer
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return self.to.encoding
-
-    def writable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return self.to.fileno()
-
-    def flush(self) -> None:
-        self.to.flush()
-
-    def write(self, text: str) -> int:
-        if self.left > 0:
-            self.to.write(text[: self.left])
-            self.left -= len(text)
-            if self.left <= 0:
-                self.to.write("\n[the reward function has printed enough: the rest is dropped]\n")
-        return len(text)
-
-
 if __name__ == "__main__":
-    child.run(int(sys.argv[1]), int(sys.argv[2]), serve, BoundedOutput)
+    worker_pool.run(serve)

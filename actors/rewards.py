@@ -29,7 +29,6 @@ import math
 import os
 import select
 import socket
-import subprocess
 import threading
 import time
 from collections import deque
@@ -51,17 +50,11 @@ from actors.reward_worker import (
 from actors.scorers.judge_budget import ACCOUNT, totals
 from actors.scorers.user_function import LOG, format_text
 from asyncrl.config.tree import Config, RewardConfig
-from asyncrl.contract.errors import AsyncrlError, ConfigError
+from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import Prompt, RewardFailure
-from asyncrl.transport import child
-from asyncrl.transport.child import frame
+from asyncrl.transport.worker_pool import Worker, WorkerPool
 
 Key = tuple[int, int, int]
-# for a start with slow imports; a longer call deadline replaces it, as the deadline of a process
-# that is not ready
-GRACE_S = 60.0
-# processes in a row that end before they are ready: the function's module cannot be imported here
-START_TRIES = 3
 # seconds of work queued in a process's socket; longer calls wait in the common queue for the first
 # free process
 AHEAD_S = 0.05
@@ -107,7 +100,7 @@ class RewardTiming:
     called_s: float = 0.0  # inside the function
 
 
-class _RewardProcess(child.ChildProcess):
+class _RewardProcess(Worker):
     """A reward process and the units sent to it, in sending order."""
 
     def __init__(self, setup: bytes) -> None:
@@ -115,11 +108,12 @@ class _RewardProcess(child.ChildProcess):
         self.units: dict[int, tuple[list[_RewardJob], int]] = {}  # id -> (its responses, its bytes)
         self.bytes = 0
         self.alone = False  # reserved for one suspect, which may be the only unit
-        self.ready = False
         self.batched = False
         self.window = 1
-        # when the process started; once ready, the latest time its oldest unit can have begun
-        self.since = time.monotonic()
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.units)
 
     def running_jobs(self) -> list[_RewardJob]:
         """Return the responses that the process is working on."""
@@ -128,27 +122,6 @@ class _RewardProcess(child.ChildProcess):
     def queued_jobs(self) -> list[_RewardJob]:
         """Return the responses that the process has not begun."""
         return [job for jobs, _ in list(self.units.values())[self.window :] for job in jobs]
-
-    def receive(self) -> tuple[list[RewardReply], bool]:
-        """Return the replies that have arrived and whether the process closed its socket.
-
-        Raises msgspec.MsgspecError for bytes that do not decode.
-        """
-        payloads, closed = self.payloads()
-        return [_reply(payload) for payload in payloads], closed
-
-    def end(self) -> int:
-        """End the process; return its exit code if it had exited by itself."""
-        try:
-            return self.process.wait(0.2 if self.ready else 0.0)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            return self.process.wait()
-        finally:
-            self.wire.close()
-
-
-_reply = msgspec.msgpack.Decoder(RewardReply).decode
 
 
 def call_timeout_s(settings: RewardConfig) -> float:
@@ -208,23 +181,34 @@ def next_pool_size(workers: int, cores: int, idle: float, rate: float, before: f
     return max(workers, min(cores, 2 * workers, workers + max(1, int(idle))))
 
 
-class _RewardPool(threading.Thread):
-    """The thread that feeds the processes.
+class _RewardPool(WorkerPool[_RewardProcess, RewardReply]):
+    """The reward processes and the thread that feeds them.
 
-    Other threads touch only `inbox`, `results` and `wake`.
+    Other threads touch only `inbox`, `results`, `spans` and `wake`.
     """
 
+    subject = "the reward process"
+    hang_text = "the reward hung for more than {limit_s:g} s (reward.deadline_s)"
+
     def __init__(self, config: Config, run_dir: Path | None = None) -> None:
-        super().__init__(name="rewards", daemon=True)
         settings = config.reward
-        self.named = judge_name(settings)
-        self.deadline_s = call_timeout_s(settings)
-        self.batch = settings.batch
+        call_s = call_timeout_s(settings)
         directory = str(run_dir.resolve()) if run_dir else ""
-        self.log = f"; reward.log: {run_dir / LOG}" if run_dir else ""
-        self.setup = msgspec.msgpack.encode(
-            RewardWorkerSetup(settings, config.task, self.deadline_s, directory)
+        setup = msgspec.msgpack.encode(RewardWorkerSetup(settings, config.task, call_s, directory))
+        super().__init__(
+            judge_name(settings),
+            lambda _: _RewardProcess(setup),
+            (settings.workers if isinstance(settings.workers, int) else 0) or 1,
+            RewardReply,
+            call_s,
         )
+        module = self.named.partition(" = ")[2].partition(":")[0]
+        self.start_text = (
+            f"processes ended or hung while importing it; try `python -c 'import {module}'`"
+        )
+        self.thread = threading.Thread(target=self.run, name="rewards", daemon=True)
+        self.batch = settings.batch
+        self.log = f"; reward.log: {run_dir / LOG}" if run_dir else ""
         self.inbox: deque[_RewardJob] = deque()
         self.results: deque[tuple[_RewardJob, RewardResult, float]] = (
             deque()
@@ -232,17 +216,11 @@ class _RewardPool(threading.Thread):
         self.spans: deque[tuple[float, float, int]] = deque()  # calls: began, ended, answers
         self.queue: deque[_RewardJob] = deque()
         self.suspects: deque[_RewardJob] = deque()  # to be judged alone
-        self.hangs = self.unborn = self.last_id = 0
-        self.call_s = 0.0  # of one unit, smoothed; 0: not known
+        self.last_id = 0
+        self.unit_s = 0.0  # smoothed duration of a unit; 0: unknown
         self.error: BaseException | None = None
         self.closing = False
         self.turned = time.monotonic()
-        self.processes = [
-            _RewardProcess(self.setup)
-            for _ in range(
-                settings.workers if isinstance(settings.workers, int) and settings.workers else 1
-            )
-        ]
         # 0: the pool keeps its size
         grows = settings.workers == "auto" and not (settings.judge.url or settings.model.path)
         self.cores = len(os.sched_getaffinity(0)) if grows else 0
@@ -279,10 +257,9 @@ class _RewardPool(threading.Thread):
         """Stop the thread if it runs, then end the processes."""
         self.closing = True
         self.wake_up()
-        if self.is_alive():
-            self.join()
-        for process in self.processes:
-            process.kill()
+        if self.thread.is_alive():
+            self.thread.join()
+        self.close()
         self.ours.close()
         self.wake.close()
 
@@ -292,23 +269,20 @@ class _RewardPool(threading.Thread):
         self._wait()
         while self.inbox:
             self.queue.append(self.inbox.popleft())
-        for process in list(self.processes):
-            self._receive(process)
-        self._watch()
+        self.read()
         self._feed()
-        for process in self.processes:
-            process.flush()
-        if self.cores > len(self.processes):
+        self.flush()
+        if self.cores > len(self.workers):
             self._measure()
         if not self.closing:
             time.sleep(REST_S)
 
     def _wait(self) -> None:
         now = time.monotonic()
-        soonest = min((self._deadline(process) for process in self.processes), default=math.inf)
+        soonest = min(map(self.deadline, self.workers))
         events = select.poll()
         events.register(self.ours, select.POLLIN)
-        for process in self.processes:
+        for process in self.workers:
             events.register(
                 process.wire, select.POLLIN | (select.POLLOUT if process.outgoing else 0)
             )
@@ -319,49 +293,22 @@ class _RewardPool(threading.Thread):
         except BlockingIOError:
             pass
 
-    def _deadline(self, process: _RewardProcess) -> float:
-        if not process.ready:
-            return process.since + max(GRACE_S, self.deadline_s)
-        return (
-            process.since + self.deadline_s + (SLACK_S if process.window > 1 else 0.0)
-            if process.units
-            else math.inf
-        )
+    # ---- the workers -----------------------------------------------------------------------------
 
-    def _receive(self, process: _RewardProcess) -> None:
-        # checked first: the last replies of a process that has exited are still read below
-        dead = process.process.poll() is not None
-        try:
-            replies, closed = process.receive()
-        except msgspec.MsgspecError as error:
-            self._replace(
-                process,
-                RewardFailure("machinery", f"the reward process sent an invalid reply ({error})"),
-            )
-            return
-        for reply in replies:
-            self._on_reply(process, reply)
-        if closed or dead:
-            self._replace(process, RewardFailure("machinery", "the reward process ended ({code})"))
+    def on_ready(self, worker: _RewardProcess, reply: RewardReply) -> None:
+        worker.batched = reply.batched
+        worker.window = reply.window
+        worker.slack_s = SLACK_S if reply.window > 1 else 0.0
 
-    def _on_reply(self, process: _RewardProcess, reply: RewardReply) -> None:
-        if reply.kind == "broken":
-            raise ConfigError(reply.why)
+    def on_reply(self, worker: _RewardProcess, reply: RewardReply) -> None:
+        worker.since = reply.ended
         if reply.kind == "alive":
-            process.since = reply.ended
             return
-        if reply.kind == "ready":
-            process.ready = True
-            process.batched = reply.batched
-            process.window = reply.window
-            self.unborn = 0
-            return
-        jobs, size = process.units.pop(reply.id, ([], 0))
-        process.bytes -= size
-        process.since = reply.ended
-        process.alone = False
+        jobs, size = worker.units.pop(reply.id, ([], 0))
+        worker.bytes -= size
+        worker.alone = False
         seconds = reply.ended - reply.began
-        self.call_s = 0.9 * self.call_s + 0.1 * seconds if self.call_s else max(seconds, 1e-6)
+        self.unit_s = 0.9 * self.unit_s + 0.1 * seconds if self.unit_s else max(seconds, 1e-6)
         self.spans.append((reply.began, reply.ended, len(jobs)))
         self.done += len(jobs)
         if reply.kind == "ok":
@@ -372,15 +319,16 @@ class _RewardPool(threading.Thread):
                     self.results.append((job, RewardResult(job.key, *result, ""), reply.ended))
         elif reply.kind == "hung":
             self.hangs += 1
-            self._blame(jobs, self._hung(), reply.ended)
+            hang = self.hang_text.format(limit_s=self.call_s)
+            self._blame(jobs, RewardFailure("data", hang), reply.ended)
         else:
             why = RewardFailure("data", f"the reward {reply.why}")
             self._blame(jobs, why, reply.ended, self.log)
 
-    def _hung(self) -> RewardFailure:
-        return RewardFailure(
-            "data", f"the reward hung for more than {self.deadline_s:g} s (reward.deadline_s)"
-        )
+    def on_lost(self, worker: _RewardProcess, reason: str, *, hung: bool) -> None:
+        failure = RewardFailure("data" if hung else "machinery", reason)
+        self._blame(worker.running_jobs(), failure, time.monotonic())
+        self.queue.extendleft(reversed(worker.queued_jobs()))
 
     def _fail(self, job: _RewardJob, failure: RewardFailure, ended: float, log: str = "") -> None:
         """Report a failed response. log: where the worker has written more about it."""
@@ -399,34 +347,10 @@ class _RewardPool(threading.Thread):
         else:
             self.suspects.extend(jobs)
 
-    def _watch(self) -> None:
-        now = time.monotonic()
-        for process in list(self.processes):
-            if now > self._deadline(process):
-                self.hangs += process.ready
-                self._replace(process, self._hung())
-
-    def _replace(self, process: _RewardProcess, failure: RewardFailure) -> None:
-        code = process.process.poll()
-        if failure.kind == "machinery" and code is None:
-            code = process.end()
-        else:
-            process.kill()
-        reason = failure.why.replace("{code}", str(code))
-        self._blame(process.running_jobs(), RewardFailure(failure.kind, reason), time.monotonic())
-        self.queue.extendleft(reversed(process.queued_jobs()))
-        self.unborn += not process.ready
-        if self.unborn >= START_TRIES:
-            raise ConfigError(
-                f"{self.named}: {self.unborn} processes ended or hung while importing it; try "
-                f"`python -c 'import {self.named.partition(' = ')[2].partition(':')[0]}'`"
-            )
-        self.processes[self.processes.index(process)] = _RewardProcess(self.setup)
-
     # ---- giving out ------------------------------------------------------------------------------
 
     def _feed(self) -> None:
-        free = [process for process in self.processes if process.ready and not process.alone]
+        free = [process for process in self.workers if process.ready and not process.alone]
         if self.suspects and free:
             process = min(free, key=lambda x: len(x.units))
             free.remove(process)  # no other work, so that it becomes empty
@@ -461,18 +385,18 @@ class _RewardPool(threading.Thread):
     def _capacity(self, process: _RewardProcess) -> int:
         """Return how many units a process may hold: those running, plus short ones ahead."""
         return process.window + (
-            min(MOST_AHEAD, int(AHEAD_S * process.window / self.call_s)) if self.call_s else 0
+            min(MOST_AHEAD, int(AHEAD_S * process.window / self.unit_s)) if self.unit_s else 0
         )
 
     def _send(self, process: _RewardProcess, groups: list[list[_RewardJob]]) -> None:
         if not process.units:
-            process.since = time.monotonic()
+            process.restart_clock()
         units = []
         for jobs in groups:
             self.last_id += 1
             process.units[self.last_id] = (jobs, _size(jobs))
             units.append(RewardUnit(self.last_id, [j.call for j in jobs]))
-        process.outgoing += frame(msgspec.msgpack.encode(units))
+        process.send(units)
 
     # ---- its size --------------------------------------------------------------------------------
 
@@ -481,20 +405,20 @@ class _RewardPool(threading.Thread):
         return (
             len(self.queue)
             + len(self.suspects)
-            + sum(max(0, len(process.units) - process.window) for process in self.processes)
+            + sum(max(0, len(process.units) - process.window) for process in self.workers)
         )
 
     def _measure(self) -> None:
         """Enlarge the pool if calls always waited, cores were idle and the last step paid."""
         now = time.monotonic()
         waiting = self.waiting()
-        if not waiting or not all(process.ready for process in self.processes):
+        if not waiting or not all(process.ready for process in self.workers):
             self.looked = now
             self.done = 0
             self.idle_cores()
             return
         spent = now - self.looked
-        count = len(self.processes)
+        count = len(self.workers)
         if spent < GROW_S or (self.done < GROW_CALLS * count and spent < GROW_MOST_S):
             return
         rate = self.done / spent
@@ -503,7 +427,7 @@ class _RewardPool(threading.Thread):
         self.done = 0
         if wanted > count:
             self.rate_before = rate
-            self.processes += [_RewardProcess(self.setup) for _ in range(wanted - count)]
+            self.workers += map(self.make, range(count, wanted))
 
 
 def _size(jobs: list[_RewardJob]) -> int:
@@ -527,7 +451,7 @@ def check(config: Config) -> None:
         msgspec.structs.replace(config, reward=msgspec.structs.replace(config.reward, workers=1))
     )
     try:
-        while not any(process.ready for process in pool.processes):
+        while not any(process.ready for process in pool.workers):
             pool.step()
     finally:
         pool.end()
@@ -560,11 +484,11 @@ class RewardRunner:
             else None
         )
         if self.pool is not None:
-            self.pool.start()
+            self.pool.thread.start()
 
     @property
     def processes(self) -> list[_RewardProcess]:
-        return self.pool.processes if self.pool is not None else []
+        return self.pool.workers if self.pool is not None else []
 
     @property
     def hang_count(self) -> int:

@@ -6,10 +6,7 @@ begin again."""
 
 from __future__ import annotations
 
-import math
-import signal
 import sys
-import time
 from collections import Counter, deque
 from typing import NamedTuple
 
@@ -23,44 +20,24 @@ from actors.gateway.environment_worker import (
 from asyncrl.config.agents import AgentConfig
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.printable import escape_line
-from asyncrl.transport import child
-from asyncrl.transport.child import frame
+from asyncrl.transport.worker_pool import Worker, WorkerPool
 
-GRACE_S = 60.0  # for the import, which may be slow
-START_TRIES = 3
 SAID = 5  # lines in the log for each kind of loss; further losses are only counted
 HOPELESS = 3  # replaced processes per worker, after which an operation that never worked is fatal
 DOES = {"reset": "a reset", "step": "a step"}
 
-_decode = msgspec.msgpack.Decoder(EnvironmentEvent).decode
 
-
-class _EnvironmentProcess(child.ChildProcess):
+class _EnvironmentProcess(Worker):
     """A worker process, its sessions and its unanswered operations."""
 
     def __init__(self, setup: bytes) -> None:
         super().__init__("actors.gateway.environment_worker", setup)
         self.sessions: set[int] = set()
         self.asked: deque[tuple[int, str]] = deque()  # unanswered: (session, "reset" or "step")
-        self.since = time.monotonic()  # the latest time at which its oldest operation began
-        self.ready = False
-        self.fresh: list[EnvironmentOperation] = []
 
-    def flush(self) -> None:
-        if self.fresh:
-            self.outgoing += frame(msgspec.msgpack.encode(self.fresh))
-            self.fresh = []
-        super().flush()
-
-    def deadline(self, step_s: float) -> float:
-        if not self.ready:
-            return self.since + max(GRACE_S, step_s)
-        return self.since + step_s if self.asked else math.inf
-
-
-def describe_exit(code: int | None) -> str:
-    """Describe how a process ended: `exit code 3`, `SIGKILL`."""
-    return signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.asked)
 
 
 class EnvironmentPlace(NamedTuple):
@@ -77,21 +54,30 @@ class EnvironmentPlace(NamedTuple):
     left_s: float
 
 
-class EnvironmentPool:
+class EnvironmentPool(WorkerPool[_EnvironmentProcess, EnvironmentEvent]):
     """The worker processes with the environments of a gateway."""
 
+    hang_text = "it took more than {limit_s:g} s (agent.step_s)"
+    start_text = (
+        "processes in a row were lost while importing it, the last one as {reason}; if the import "
+        "is slow, raise agent.step_s"
+    )
+
     def __init__(self, agent: AgentConfig) -> None:
-        self.step_s = agent.step_s
         opponents = sorted({agent.opponent_for("train"), agent.opponent_for("eval")} - {""})
-        self.setup = msgspec.msgpack.encode(EnvironmentSetup(agent.env, agent.tools, opponents))
-        self.workers = [_EnvironmentProcess(self.setup) for _ in range(agent.workers)]
+        setup = msgspec.msgpack.encode(EnvironmentSetup(agent.env, agent.tools, opponents))
+        super().__init__(
+            agent.source_name,
+            lambda _: _EnvironmentProcess(setup),
+            agent.workers,
+            EnvironmentEvent,
+            agent.step_s,
+        )
         self.places: dict[int, _EnvironmentProcess] = {}
-        self.hangs = 0
-        self.named = agent.source_name
+        self.events: list[EnvironmentEvent] = []  # since the last `poll`
         self.done: set[str] = set()  # operations that were answered once: reset, step
         self.over = Counter[str]()  # operation -> processes replaced during it
         self.replaced = ""  # the newest replacement in words, "" without one
-        self.unborn = 0  # processes in a row that ended before they were ready
 
     @property
     def descriptors(self) -> list[int]:
@@ -102,17 +88,22 @@ class EnvironmentPool:
         worker = min(self.workers, key=lambda worker: len(worker.sessions))
         worker.sessions.add(op.session)
         self.places[op.session] = worker
-        self._ask(worker, op)
+        self.step(op)
 
     def step(self, op: EnvironmentOperation) -> None:
-        self._ask(self.places[op.session], op)
+        """Queue an operation of a session that has begun."""
+        worker = self.places[op.session]
+        if not worker.asked and worker.ready:
+            worker.restart_clock()
+        worker.asked.append((op.session, op.kind))
+        worker.send([op])
 
     def locate(self, session: int, now: float) -> EnvironmentPlace:
         """Describe what the process does that a session waits for."""
         worker = self.places[session]
         front = worker.asked[0][0] if worker.ready and worker.asked else None
         limit = "agent.step_s" if worker.ready else ""
-        seconds_left = worker.deadline(self.step_s) - now
+        seconds_left = self.deadline(worker) - now
         return EnvironmentPlace(front, max(0.0, now - worker.since), limit, max(0.0, seconds_left))
 
     def end(self, session: int) -> None:
@@ -120,89 +111,53 @@ class EnvironmentPool:
         worker = self.places.pop(session, None)
         if worker is not None:
             worker.sessions.discard(session)
-            worker.fresh.append(EnvironmentOperation(session, "end"))
-
-    def _ask(self, worker: _EnvironmentProcess, op: EnvironmentOperation) -> None:
-        if not worker.asked and worker.ready:
-            worker.since = time.monotonic()
-        worker.asked.append((op.session, op.kind))
-        worker.fresh.append(op)
+            worker.send([EnvironmentOperation(session, "end")])
 
     def poll(self) -> list[EnvironmentEvent]:
         """Exchange messages with the processes; return the events of sessions.
 
         Raises ConfigError when no process can start.
         """
-        events = []
-        now = time.monotonic()
-        for worker in list(self.workers):
-            dead = worker.process.poll() is not None
-            received, closed = worker.receive_messages(_decode)
-            for event in received:
-                if event.kind == "broken":
-                    raise ConfigError(event.why)
-                worker.since = now
-                if event.kind == "ready":
-                    worker.ready = True
-                    self.unborn = 0
-                    continue
-                self.done.add(worker.asked.popleft()[1])
-                if event.session in worker.sessions:
-                    events.append(event)
-            if closed or dead:
-                events += self._replace(worker, "its process ended ({code})")
-            elif now > worker.deadline(self.step_s):
-                self.hangs += 1
-                took = self.step_s if worker.ready else max(GRACE_S, self.step_s)
-                events += self._replace(worker, f"it took more than {took:g} s (agent.step_s)")
-        for worker in self.workers:
-            worker.flush()
+        self.read()
+        self.flush()
+        events, self.events = self.events, []
         return events
 
-    def _replace(self, worker: _EnvironmentProcess, why: str) -> list[EnvironmentEvent]:
-        """Replace a process that hangs or has ended; return the events of its sessions."""
-        code = worker.kill()
-        why = why.replace("{code}", describe_exit(code))
+    def on_reply(self, worker: _EnvironmentProcess, reply: EnvironmentEvent) -> None:
+        worker.restart_clock()
+        self.done.add(worker.asked.popleft()[1])
+        if reply.session in worker.sessions:
+            self.events.append(reply)
+
+    def on_lost(self, worker: _EnvironmentProcess, reason: str, *, hung: bool) -> None:
         front, kind = worker.asked[0] if worker.ready and worker.asked else (None, "")
-        self._count(worker, kind, why)
-        self.workers[self.workers.index(worker)] = _EnvironmentProcess(self.setup)
-        events = []
+        self._count(worker, kind, reason)
         for session in sorted(worker.sessions):
             self.places.pop(session, None)
             if session == front:
-                reason = f"the environment failed: {why}"
-                events.append(EnvironmentEvent(session, "failed", why=reason))
+                why = f"the environment failed: {reason}"
+                self.events.append(EnvironmentEvent(session, "failed", why=why))
             else:
-                events.append(EnvironmentEvent(session, "lost"))
-        return events
+                self.events.append(EnvironmentEvent(session, "lost"))
 
-    def _count(self, worker: _EnvironmentProcess, kind: str, why: str) -> None:
+    def _count(self, worker: _EnvironmentProcess, kind: str, reason: str) -> None:
         """Count a replaced process, by what it was doing, and log the first ones.
 
         Raises ConfigError for an operation that was tried often and has never worked.
         """
-        self.unborn += not worker.ready
-        if self.unborn >= START_TRIES:
-            raise ConfigError(
-                f"{self.named}: {self.unborn} processes in a row were lost while importing it, the "
-                f"last one as {why}; if the import is slow, raise agent.step_s"
-            )
         does = DOES.get(kind, "a pause" if worker.ready else "its import")
         self.over[does] += 1
         count = self.over[does]
-        self.replaced = f"{count} lost in {does} so far, the last one as {why}"
+        self.replaced = f"{count} lost in {does} so far, the last one as {reason}"
         if count <= SAID:
             print(
-                f"{self.named}: a process was lost in {does}: {escape_line(why)}",
+                f"{self.named}: a process was lost in {does}: {escape_line(reason)}",
                 file=sys.stderr,
                 flush=True,
             )
         if kind and kind not in self.done and count >= HOPELESS * len(self.workers):
             raise ConfigError(
                 f"{self.named}: {count} processes were lost in {does}, and none has ever completed "
-                f"one; the last one as {why}: raise agent.step_s, or move slow work to the import"
+                f"one; the last one as {reason}: raise agent.step_s, or move slow work to the "
+                "import"
             )
-
-    def close(self) -> None:
-        for worker in self.workers:
-            worker.kill()

@@ -14,20 +14,19 @@ from __future__ import annotations
 import inspect
 import math
 import socket
-import sys
 from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
 
-from actors.reward_worker import BoundedOutput, _read, describe_exception, first_line
+from actors.reward_worker import describe_exception, first_line
 from asyncrl.config.agents import RANDOM, SELF
 from asyncrl.contract import importing
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 from asyncrl.tasks import arena, games
-from asyncrl.transport import child
-from asyncrl.transport.child import frame
+from asyncrl.transport import worker_pool
+from asyncrl.transport.worker_pool import frame, read_frame
 
 JSON_TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", list: "array"}
 LONGEST = 1 << 20  # characters of an observation or a tool's result
@@ -277,7 +276,7 @@ def serve(wire: socket.socket) -> None:
             payload = msgspec.msgpack.encode(EnvironmentEvent(event.session, "failed", why=why))
         wire.sendall(frame(payload))
 
-    setup = msgspec.msgpack.decode(_read(stream) or b"", type=EnvironmentSetup)
+    setup = msgspec.msgpack.decode(read_frame(stream) or b"", type=EnvironmentSetup)
     try:
         environments = EnvironmentHost(setup)
     except BaseException as error:
@@ -290,11 +289,11 @@ def serve(wire: socket.socket) -> None:
         return
     send(EnvironmentEvent(-1, "ready"))
     decode = msgspec.msgpack.Decoder(list[EnvironmentOperation]).decode
-    while (payload := _read(stream)) is not None:
+    while (payload := read_frame(stream)) is not None:
         for op in decode(payload):
             if (event := environments.apply(op)) is not None:
                 send(event)
 
 
 if __name__ == "__main__":
-    child.run(int(sys.argv[1]), int(sys.argv[2]), serve, BoundedOutput)
+    worker_pool.run(serve)

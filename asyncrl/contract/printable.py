@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 LINE_LENGTH = 300  # characters
 LONGEST_LINE = 8000  # characters of a line that mixes our text with text from outside
 
@@ -22,3 +24,12 @@ def escape_line(text: str, most: int = LINE_LENGTH) -> str:
         shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in shown)
     # an escape takes up to ten characters
     return shown if len(text) <= most and len(shown) <= most else shown[:most] + "..."
+
+
+def describe_exit(code: int) -> str:
+    """Name how a process ended: `exit code 3` or `SIGKILL`.
+
+    >>> describe_exit(3), describe_exit(-9)
+    ('exit code 3', 'SIGKILL')
+    """
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"

@@ -17,6 +17,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract import importing
 from asyncrl.contract.errors import NothingToDo, ProcessLost
 from asyncrl.contract.messages import RunStatus
+from asyncrl.contract.printable import describe_exit
 from asyncrl.contract.waits import ProgressWatchdog, blocking_process
 from asyncrl.records import process_log, rundir
 from asyncrl.supervise import scaling
@@ -30,11 +31,6 @@ LATE_S = 5.0  # a generator has this long to end by itself after buffer and lear
 # a process asked to end is killed after this long; more where watchdog.floor_s > USUAL_FLOOR_S
 END_S = 30.0
 USUAL_FLOOR_S = 60.0
-
-
-def signal_name(code: int) -> str:
-    """Describe an exit code: `exit code 3` or `SIGKILL`."""
-    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
 @dataclass
@@ -299,7 +295,7 @@ class Supervisor:
         if it refused its input, and ProcessLost when it cannot be restarted."""
         if self.is_ended or (code == NothingToDo.exit_code and child.name != "buffer"):
             child.code = 0  # the run is over, by its own report or by the buffer's
-            self.say(f"{child.name} ended ({signal_name(code)}) after the end of the run")
+            self.say(f"{child.name} ended ({describe_exit(code)}) after the end of the run")
             return
         assert child.process is not None
         refused = child.process.read_refusal()
@@ -314,7 +310,7 @@ class Supervisor:
                 why=(self.cause(child, code).strip(" ()") or (last or [""])[-1])[:500],
                 **({"held_up": True} if child.held_up else {}),
             )
-        died = signal_name(code) + self.cause(child, code)
+        died = describe_exit(code) + self.cause(child, code)
         self.say(f"{child.name} died: {died}; its log: {child.log}")
         if refused is not None:  # a restart would fail in the same way
             raise refused

@@ -63,7 +63,7 @@ def test_answers_that_wait_for_their_reward_keep_their_lease(
     monkeypatch.chdir(tmp_path)
     # nobody takes the thread that feeds the reward processes for stuck when it is only not running
     monkeypatch.setattr("actors.rewards.STUCK_S", 1e9)
-    monkeypatch.setattr("actors.rewards.GRACE_S", 600.0)
+    monkeypatch.setattr("asyncrl.transport.worker_pool.GRACE_S", 600.0)
     g = make("reward.function='gated:reward'")
     inbox, said, rows = g.socket.inbox, g.socket.said, g.engine.rows  # type: ignore[attr-defined]
     inbox.append(tickets(g, announcement(1), ticket(0, 1, epoch=1), ticket(1, 2, epoch=1)))

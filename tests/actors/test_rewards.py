@@ -21,8 +21,6 @@ from process_kit import ENV, ROOT
 
 from actors import rewards
 from actors.reward_worker import (
-    PRINTED_CHARACTERS,
-    BoundedOutput,
     RewardCall,
     call,
     check_value,
@@ -35,6 +33,8 @@ from asyncrl.contract import importing
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.contract.messages import Prompt
 from asyncrl.tasks import get_task
+from asyncrl.transport import worker_pool
+from asyncrl.transport.worker_pool import PRINTED_CHARACTERS, BoundedOutput
 
 FUNCTIONS = """
 import asyncio, os, sys, time
@@ -60,6 +60,7 @@ def reward(prompt, text):
             while not os.path.exists("gate"): time.sleep(0.01)
         case "lines": raise ValueError("one" + chr(10) + "two")
         case "die": os._exit(3)
+        case "garble": os.write(int(sys.argv[1]), bytes([255] * 8))
         case "hang":
             while True: time.sleep(60)
     noted(text)
@@ -127,7 +128,7 @@ def runner(
         f"{Path(__file__).resolve().parents[2]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
     )
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(rewards, "GRACE_S", 600.0)  # of an import, also on a busy machine
+    monkeypatch.setattr(worker_pool, "GRACE_S", 600.0)  # of an import, also on a busy machine
     made: list[RewardRunner] = []
 
     def make(
@@ -149,13 +150,13 @@ def ended_for(runner: RewardRunner, *texts: str) -> RewardRunner:
     so that a good call may take its time on a busy machine.
     """
     assert runner.pool is not None
-    deadline = runner.pool._deadline
+    deadline = runner.pool.deadline
 
     def held(process: Any) -> float:
         at = {job.call.text for job in process.running_jobs()}
         return deadline(process) if at & set(texts) or not process.ready else math.inf
 
-    runner.pool._deadline = held  # type: ignore[method-assign]
+    runner.pool.deadline = held  # type: ignore[method-assign]
     return runner
 
 
@@ -212,7 +213,7 @@ def test_a_process_that_hangs_or_dies_is_replaced(runner: Callable[..., RewardRu
     r = ended_for(runner("mine:reward", deadline_s=2.0), "hang")
     got = judge(r, "2", "hang", "a", "die", "b", "2")
     assert "hung for more than 2 s" in got[1][4] and r.hang_count == 1
-    assert got[3][4].startswith("machinery: the reward process ended (3); prompt '1+1='")
+    assert got[3][4].startswith("machinery: the reward process ended (exit code 3); prompt '1+1='")
     assert [x[1] for x in got] == [1.0, 0.0, 0.0, 0.0, 0.0, 1.0] and [bool(x[4]) for x in got] == [
         False,
         True,
@@ -224,6 +225,14 @@ def test_a_process_that_hangs_or_dies_is_replaced(runner: Callable[..., RewardRu
     assert sorted(noted()) == ["2", "2", "a", "b"], (
         "what stood in a lost process's queue was judged once, by another"
     )
+
+
+def test_a_process_that_garbles_its_socket_is_replaced(
+    runner: Callable[..., RewardRunner],
+) -> None:
+    got = judge(runner("mine:reward"), "2", "garble", "2")
+    assert got[1][4].startswith("machinery: the reward process sent an invalid reply (a frame of ")
+    assert got[0][1] == got[2][1] == 1.0
 
 
 def test_a_process_killed_between_calls_is_replaced(runner: Callable[..., RewardRunner]) -> None:
@@ -291,7 +300,7 @@ def test_a_function_that_takes_lists(runner: Callable[..., RewardRunner]) -> Non
     ("bad", "why"),
     [
         ("raise", "data: the reward raised KeyError"),
-        ("die", "machinery: the reward process ended (3)"),
+        ("die", "machinery: the reward process ended (exit code 3)"),
         ("hang", "data: the reward hung"),
         ("none", "data: the reward function returned"),
         ("short", "and returned 2 values for 1 responses"),
@@ -331,7 +340,7 @@ def test_async_calls_are_under_way_together_and_bounded(
         ("never", "data: the reward hung for more than", True),
         ("stubborn", "data: the reward hung for more than", True),
         ("block", "data: the reward hung for more than", False),
-        ("die", "machinery: the reward process ended (3)", False),
+        ("die", "machinery: the reward process ended (exit code 3)", False),
     ],
 )
 def test_one_async_call_spoils_no_other(
@@ -517,7 +526,7 @@ def test_a_thread_that_breaks_is_said_at_the_next_look(
     def broken() -> None:
         raise OSError("no more processes")
 
-    monkeypatch.setattr(r.pool, "_watch", broken)
+    monkeypatch.setattr(r.pool, "_feed", broken)
     with pytest.raises(AsyncrlError, match="raised OSError: no more processes"):
         until(lambda: bool(r.poll()))
     monkeypatch.setattr(rewards, "STUCK_S", -1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ class Endless(Talks):
 
 
 class Fails(Talks):
-    """By the prompt: raises, returns no number, hangs, ends its process, or talks."""
+    """By the prompt: raises, returns no number, hangs, ends or garbles its process, or talks."""
 
     def step(self, text: str) -> tuple[str, Any, bool, bool, dict[str, Any]]:
         what = self.kind
@@ -44,6 +45,8 @@ class Fails(Talks):
             time.sleep(3600)
         if what == "dies":
             os._exit(3)
+        if what == "garbles":
+            os.write(int(sys.argv[1]), b"\xff" * 8)  # into the socket of its process
         return super().step(text)
 
     def reset(self, *, seed: int, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -18,7 +18,7 @@ from gateway_kit import Served
 from process_kit import ROOT
 from pushed_kit import Commands
 
-from actors.gateway.agents.session_messages import SessionAccess, SessionResult
+from actors.gateway.agents.session_messages import SessionAccess, SessionOrders, SessionResult
 from actors.gateway.chat import hermes
 from actors.gateway.endpoint import web
 from actors.gateway.endpoint.requests import ParsedRequest
@@ -114,7 +114,7 @@ class Runner:
             *(9, 1, True, 600.0),
         )
         with recorded(ended):
-            self.commands.worker.fresh.append(seat)
+            self.commands.worker.send(SessionOrders([seat]))
             ended.left = self.commands.left(self.number)
         return ended
 

@@ -10,12 +10,18 @@ from typing import Any
 import msgspec
 from gateway_service_kit import PATIENCE_S
 
-from actors.gateway.agents.agent_pool import _AgentProcess, _decode
-from actors.gateway.agents.session_messages import AgentSetup, SessionAccess, SessionResult
+from actors.gateway.agents.agent_pool import _AgentProcess
+from actors.gateway.agents.session_messages import (
+    AgentSetup,
+    SessionAccess,
+    SessionOrders,
+    SessionResult,
+)
 from asyncrl.config.agents import AgentConfig
 from asyncrl.contract import messages as m
 
 HERE = Path(__file__).parent
+DECODE = msgspec.msgpack.Decoder(SessionResult).decode
 
 
 def until(what: Callable[[], Any]) -> Any:
@@ -42,14 +48,13 @@ class Commands:
     def begin(self, number: int, kind: str, url: str = "http://a/s/1.2.3", key: str = "k") -> None:
         prompt = m.Prompt(5, "ab=", answer="secret", meta={"kind": kind})
         seat = SessionAccess(number, f"{number}.2.3", url, key, "policy", prompt, 9, 1, True, 60.0)
-        self.worker.fresh.append(seat)
+        self.worker.send(SessionOrders([seat]))
 
     def left(self, number: int) -> SessionResult:
         def look() -> bool:
             self.worker.flush()
-            found, closed = self.worker.receive_messages(_decode)
-            assert not closed
-            self.lefts |= {each.number: each for each in found}
+            self.lefts |= {each.number: each for each in self.worker.receive_messages(DECODE)}
+            assert not self.worker.closed
             return number in self.lefts
 
         until(look)

@@ -45,7 +45,7 @@ from asyncrl.tasks.games import (
     random_move,
     text_opponent,
 )
-from asyncrl.transport.child import frame
+from asyncrl.transport.worker_pool import frame
 
 LONGER = f"{ROOT}/tests/support/agent_envs.py:Longer"
 

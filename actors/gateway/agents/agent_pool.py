@@ -11,8 +11,6 @@ import math
 import os
 import shutil
 import socket
-import subprocess
-import time
 from dataclasses import dataclass
 
 import msgspec
@@ -24,20 +22,14 @@ from actors.gateway.agents.session_messages import (
     SessionResult,
 )
 from actors.gateway.endpoint.web import OpenedSession
-from actors.gateway.environment_pool import describe_exit
 from actors.gateway.session_api import SessionApi
 from actors.gateway.sessions import CallRefused
 from asyncrl.config.agents import AgentConfig
 from asyncrl.contract.errors import ConfigError
-from asyncrl.transport import child
-from asyncrl.transport.child import frame
+from asyncrl.transport.worker_pool import Worker, WorkerPool
 
-GRACE_S = 60.0  # for the first import, unless agent.step_s is longer
 STOP_S = 10.0  # for an agent to stop after the request
-START_TRIES = 3
 GLOB = set("*?[")
-
-_decode = msgspec.msgpack.Decoder(SessionResult).decode
 
 
 @dataclass(eq=False)
@@ -53,26 +45,16 @@ class AgentSession:
     dead_at: float = math.inf
 
 
-class _AgentProcess(child.ChildProcess):
+class _AgentProcess(Worker):
     """A worker process and its sessions."""
 
     def __init__(self, agent: AgentConfig, setup: bytes) -> None:
         kind = "agent_programs" if agent.command else "functions"
         super().__init__(f"actors.gateway.agents.{kind}", setup)
         self.playing: dict[int, AgentSession] = {}  # number of the session in the pool -> session
-        self.since = time.monotonic()
-        self.ready = False
-        self.fresh: list[SessionAccess] = []
-        self.stop: list[int] = []
-
-    def flush(self) -> None:
-        if self.fresh or self.stop:
-            self.outgoing += frame(msgspec.msgpack.encode(SessionOrders(self.fresh, self.stop)))
-            self.fresh, self.stop = [], []
-        super().flush()
 
 
-class AgentPool:
+class AgentPool(WorkerPool[_AgentProcess, SessionResult]):
     """All agents of a gateway.
 
     sessions: begins and ends them
@@ -80,6 +62,9 @@ class AgentPool:
 
     Raises ConfigError for a missing program, or a missing variable of agent.env_pass.
     """
+
+    hang_text = "importing it takes more than {limit_s:g} s (agent.step_s)"
+    start_text = "processes in a row were lost before they were ready, the last one as {reason}"
 
     def __init__(self, sessions: SessionApi, url: str) -> None:
         agent = self.agent = sessions.gateway.config.agent
@@ -100,22 +85,17 @@ class AgentPool:
         self.url = url
         self.each = math.ceil(agent.at_once / agent.workers)
         run_dir = sessions.gateway.run_dir
-        self.setups = [
-            msgspec.msgpack.encode(
-                AgentSetup(
-                    agent.command,
-                    agent.function,
-                    str(run_dir / f"agent-{index}.log"),
-                    agent.env_pass,
-                )
-            )
-            for index in range(min(agent.workers, agent.at_once))
-        ]
-        self.workers = [_AgentProcess(agent, setup) for setup in self.setups]
-        self.import_s = max(GRACE_S, agent.step_s)
+
+        def make(index: int) -> _AgentProcess:
+            log = str(run_dir / f"agent-{index}.log")
+            setup = AgentSetup(agent.command, agent.function, log, agent.env_pass)
+            return _AgentProcess(agent, msgspec.msgpack.encode(setup))
+
+        count = min(agent.workers, agent.at_once)
+        super().__init__(agent.source_name, make, count, SessionResult, agent.step_s)
+        self.exit_s = STOP_S if agent.command else 0.0  # a process with programs ends them first
         self.numbers = 0  # sessions begun, which numbers them
         self.asked = 0  # samples that are wanted and not granted yet
-        self.unborn = 0  # processes in a row that ended before they were ready
 
     @property
     def wires(self) -> list[socket.socket]:
@@ -126,31 +106,16 @@ class AgentPool:
 
         Raises ConfigError when no process can start.
         """
+        self.read()
         now = self.sessions.current_time()
-        for index, worker in enumerate(self.workers):
-            dead = worker.process.poll() is not None
-            results, closed = worker.receive_messages(_decode)
-            for result in results:
-                self._on_result(worker, result, now)
-            if closed or dead:
-                self._replace(index, now, "its process ended ({code})")
-            elif not worker.ready and time.monotonic() > worker.since + self.import_s:
-                why = f"importing it takes more than {self.import_s:g} s (agent.step_s)"
-                self._replace(index, now, why)
-            else:
-                self._watch(index, worker, now)
+        for worker in list(self.workers):
+            self._watch(worker, now)
         self._start_sessions()
-        for worker in self.workers:
-            worker.flush()
+        self.flush()
 
-    def _on_result(self, worker: _AgentProcess, result: SessionResult, now: float) -> None:
-        if result.kind == "broken":
-            raise ConfigError(result.why)
-        if result.kind == "ready":
-            worker.ready = True
-            self.unborn = 0
-            return
-        self._end_session(worker.playing.pop(result.number).opened, result, now)
+    def on_reply(self, worker: _AgentProcess, reply: SessionResult) -> None:
+        player = worker.playing.pop(reply.number)
+        self._end_session(player.opened, reply, self.sessions.current_time())
 
     def _end_session(self, opened: OpenedSession, result: SessionResult, now: float) -> None:
         """End a session by its agent's result, unless the agent has ended it over HTTP."""
@@ -171,7 +136,7 @@ class AgentPool:
         finally:
             self.sessions.on_change(session)
 
-    def _watch(self, index: int, worker: _AgentProcess, now: float) -> None:
+    def _watch(self, worker: _AgentProcess, now: float) -> None:
         """Stop agents whose session is over: at once if it failed, else after grace_s."""
         for number, player in worker.playing.items():
             session = player.opened.session
@@ -180,27 +145,18 @@ class AgentPool:
                 player.stop_at = now + (0.0 if failed else session.limits.grace_s)
             if now >= player.stop_at and player.dead_at == math.inf:
                 player.dead_at = now + STOP_S
-                worker.stop.append(number)
+                worker.send(SessionOrders(stop=[number]))
         if any(now >= player.dead_at for player in worker.playing.values()):
-            self._replace(index, now)
+            self.replace(worker, "", hung=True)
 
-    def _replace(self, index: int, now: float, why: str = "") -> None:
-        """Replace a process.  why: its sessions fail for this reason; "": they begin again."""
-        worker = self.workers[index]
-        code = worker.kill()
-        self.unborn += not worker.ready
-        if self.unborn >= START_TRIES:
-            raise ConfigError(
-                f"{self.agent.source_name}: {self.unborn} processes in a row were lost before they "
-                f"were ready, the last one as {why.replace('{code}', describe_exit(code))}"
-            )
-        self.workers[index] = _AgentProcess(self.agent, self.setups[index])
+    def on_lost(self, worker: _AgentProcess, reason: str, *, hung: bool) -> None:
+        """Fail the sessions of a lost process; without a reason they begin again."""
         for player in worker.playing.values():
             session = player.opened.session
             if session.state != "open":
                 continue
-            if why:
-                session.fail(f"the agent failed: {why.replace('{code}', describe_exit(code))}", now)
+            if reason:
+                session.fail(f"the agent failed: {reason}", self.sessions.current_time())
                 self.sessions.on_change(session)
             else:
                 self.sessions.requeue(player.opened)
@@ -217,7 +173,7 @@ class AgentPool:
             free -= 1
             self.numbers += 1
             worker.playing[self.numbers] = AgentSession(opened)
-            worker.fresh.append(self._seat(opened))
+            worker.send(SessionOrders([self._seat(opened)]))
         self.sessions.asks += free - self.asked
         self.asked = free
 
@@ -235,14 +191,3 @@ class AgentPool:
             first=opened.first,
             deadline_s=session.limits.deadline_s,
         )
-
-    def close(self) -> None:
-        """End all agents; a process with programs ends them when its socket closes."""
-        for worker in self.workers:
-            worker.wire.close()
-        for worker in self.workers:
-            try:
-                worker.process.wait(STOP_S if self.agent.command else 0.0)
-            except subprocess.TimeoutExpired:
-                worker.process.kill()
-                worker.process.wait()

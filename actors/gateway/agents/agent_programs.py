@@ -17,7 +17,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -36,8 +35,8 @@ from actors.gateway.agents.session_messages import (
     parse_outcome,
     send,
 )
-from actors.reward_worker import BoundedOutput, first_line
-from asyncrl.transport import child
+from actors.reward_worker import first_line
+from asyncrl.transport import worker_pool
 
 KEPT_BYTES = 64 << 10  # the last bytes of each of a program's two streams
 POLITE_S = 5.0  # from SIGTERM to SIGKILL
@@ -296,7 +295,7 @@ class AgentPrograms:
         except ConnectionResetError:  # the gateway ended with unread data
             data = b""
         self.incoming += data
-        for payload in child.take_frames(self.incoming):
+        for payload in worker_pool.take_frames(self.incoming):
             self.apply_orders(msgspec.msgpack.decode(payload, type=SessionOrders))
         return bool(data)
 
@@ -340,7 +339,7 @@ def serve(wire: socket.socket) -> None:
     _libc.prctl(PR_SET_PDEATHSIG, 0)
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
     incoming = bytearray()
-    while not (payloads := child.take_frames(incoming)):
+    while not (payloads := list(worker_pool.take_frames(incoming))):
         if not (data := wire.recv(CHUNK)):
             return
         incoming += data
@@ -357,4 +356,4 @@ def serve(wire: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    child.run(int(sys.argv[1]), int(sys.argv[2]), serve, BoundedOutput)
+    worker_pool.run(serve)

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import inspect
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -31,9 +30,10 @@ from actors.gateway.agents.session_messages import (
     parse_outcome,
     send,
 )
-from actors.reward_worker import BoundedOutput, _read, describe_exception
+from actors.reward_worker import describe_exception
 from asyncrl.contract import importing
-from asyncrl.transport import child
+from asyncrl.transport import worker_pool
+from asyncrl.transport.worker_pool import read_frame
 
 MOST_THREADS = 1024  # for blocking calls of coroutines (asyncio.to_thread)
 
@@ -114,7 +114,7 @@ def run_session(
 def serve(wire: socket.socket) -> None:
     """Run sessions until the other side closes the socket."""
     stream = wire.makefile("rb")
-    setup = msgspec.msgpack.decode(_read(stream) or b"", type=AgentSetup)
+    setup = msgspec.msgpack.decode(read_frame(stream) or b"", type=AgentSetup)
     try:
         function = resolve(setup.function)
     except BaseException as error:
@@ -133,7 +133,7 @@ def serve(wire: socket.socket) -> None:
             send(wire, result)
 
     decode = msgspec.msgpack.Decoder(SessionOrders).decode
-    while (payload := _read(stream)) is not None:
+    while (payload := read_frame(stream)) is not None:
         orders = decode(payload)
         for seat in orders.seats:
             threading.Thread(
@@ -144,4 +144,4 @@ def serve(wire: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    child.run(int(sys.argv[1]), int(sys.argv[2]), serve, BoundedOutput)
+    worker_pool.run(serve)

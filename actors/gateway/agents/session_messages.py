@@ -13,7 +13,7 @@ import msgspec
 
 from actors.reward_worker import check_value, describe_exception, first_line
 from asyncrl.contract.messages import Prompt
-from asyncrl.transport.child import frame
+from asyncrl.transport.worker_pool import frame
 
 NO_REWARD = "ended and gave no reward"
 

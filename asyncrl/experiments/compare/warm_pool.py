@@ -26,9 +26,9 @@ from asyncrl.config.tree import Config
 from asyncrl.contract import importing
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.contract.parent import die_with_parent
+from asyncrl.contract.printable import describe_exit
 from asyncrl.experiments.compare import verdict
 from asyncrl.records import atomic_write
-from asyncrl.supervise.launch import signal_name
 
 # (cell, {"step", "accuracy"} while it runs or {"done": True})
 EventCallback = Callable[[str, dict[str, Any]], None]
@@ -170,7 +170,7 @@ class WarmWorker:
                         x for x in self.log.read_text(encoding="utf-8").splitlines() if x.strip()
                     ][-1:]
                     self.failed = (
-                        f"run {name}: its process ended ({signal_name(self.process.wait())}) "
+                        f"run {name}: its process ended ({describe_exit(self.process.wait())}) "
                         f"{' '.join(last)} (log: {self.log})"
                     )
                     break

@@ -165,7 +165,7 @@ def install(board: Board, notes: Path, config: Any, hook: Callable[[str], None])
     from asyncrl.supervise import cleanup
     from asyncrl.supervise import run as supervised
     from asyncrl.supervise.hosts import local
-    from asyncrl.transport import child
+    from asyncrl.transport import worker_pool
 
     load.load = lambda *_: config
     mine = "supervisor"
@@ -177,9 +177,7 @@ def install(board: Board, notes: Path, config: Any, hook: Callable[[str], None])
         if role == "asyncrl.supervise.cleanup":
             return cleanup.main(Path(argv[-1]))
         if role == "environment":
-            return child.run(
-                int(argv[-2]), int(argv[-1]), environment_worker.serve, reward_worker.BoundedOutput
-            )
+            return worker_pool.run(environment_worker.serve, argv[-2:])
         if config.weights.fan_out:
             role = role.replace("generator-", "relay-")
         if role == "reward":
@@ -187,9 +185,7 @@ def install(board: Board, notes: Path, config: Any, hook: Callable[[str], None])
             if role in ROLES:  # a third generator's is not
                 begin(board, role)
                 hook(role)
-            return child.run(
-                int(argv[-2]), int(argv[-1]), reward_worker.serve, reward_worker.BoundedOutput
-            )
+            return worker_pool.run(reward_worker.serve, argv[-2:])
         mine = role
         begin(board, role)
         hook(role)
@@ -202,5 +198,5 @@ def install(board: Board, notes: Path, config: Any, hook: Callable[[str], None])
             Notes(notes / "ended.jsonl").add({"role": role, "pid": os.getpid()})
         return code
 
-    for module in (local, supervised, child):
+    for module in (local, supervised, worker_pool):
         module.subprocess = instead(make)  # type: ignore[attr-defined]

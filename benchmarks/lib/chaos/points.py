@@ -156,7 +156,7 @@ def gateway(hook: Hook, role: str) -> None:
 def reward(hook: Hook, role: str) -> None:
     from actors import reward_worker
 
-    before(reward_worker, "_read", lambda stream: hook.look(role, "idle"))
+    before(reward_worker, "read_frame", lambda stream: hook.look(role, "idle"))
     before(reward_worker, "judge", lambda *_: hook.look(role, "mid-answer"))
 
     def judged(_reply: Any, *_args: Any) -> None:

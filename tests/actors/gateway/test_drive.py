@@ -41,7 +41,7 @@ def drive(
 ) -> Iterator[EnvironmentPool]:
     """With time enough for what is well; "grace_s" is of a process's import."""
     given = {"env": "agent_envs:Fails", "step_s": PATIENCE_S} | getattr(request, "param", {})
-    monkeypatch.setattr("actors.gateway.environment_pool.GRACE_S", given.pop("grace_s", PATIENCE_S))
+    monkeypatch.setattr("asyncrl.transport.worker_pool.GRACE_S", given.pop("grace_s", PATIENCE_S))
     made = EnvironmentPool(AgentConfig(**given))
     yield made
     made.close()
@@ -98,6 +98,7 @@ def test_what_an_environment_raises_fails_its_session_alone(
     [
         ("hangs", r"more than 1 s \(agent.step_s\)"),
         ("dies", r"its process ended \(exit code 3\)"),
+        ("garbles", r"its process sent an invalid reply \(a frame of 4294967295 bytes\)"),
     ],
 )
 def test_one_that_hangs_or_dies_takes_the_others_along_and_they_are_lost_not_failed(
@@ -111,9 +112,9 @@ def test_one_that_hangs_or_dies_takes_the_others_along_and_they_are_lost_not_fai
     drive.step(EnvironmentOperation(3, "step", text="a"))
     first = poll(drive, 1)  # the first one's step is done, or its process has ended
     if kind == "hangs":
-        drive.step_s = 1.0
+        drive.call_s = 1.0
     found = {x.session: x for x in first + poll(drive, 3 - len(first))}
-    drive.step_s = PATIENCE_S
+    drive.call_s = PATIENCE_S
     assert found[1].kind in ("ok", "lost") and found[3].kind == "lost"
     assert found[2].kind == "failed" and re.search(why, found[2].why)
     assert drive.hangs == (kind == "hangs")

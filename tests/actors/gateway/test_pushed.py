@@ -23,7 +23,7 @@ from actors.gateway import service
 from actors.gateway.agents import agent_log, agent_pool
 from actors.gateway.agents.agent_pool import AgentPool
 from actors.gateway.agents.agent_programs import MODEL_VARIABLES, judge_exit
-from actors.gateway.agents.session_messages import SessionResult
+from actors.gateway.agents.session_messages import SessionOrders, SessionResult
 from actors.gateway.session_api import SessionApi
 from asyncrl.config import load
 from asyncrl.config.agents import AgentConfig
@@ -31,6 +31,7 @@ from asyncrl.config.tree import Config, ModelConfig, TaskConfig
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import ConfigError
 from asyncrl.models.policy import build_model
+from asyncrl.transport import worker_pool
 
 pytestmark = pytest.mark.slow
 
@@ -188,7 +189,7 @@ def test_a_program_that_is_to_stop_is_ended_and_all_end_with_the_gateway(
     commands.begin(1, "sleeps")
     commands.worker.flush()
     until(pids.exists)
-    commands.worker.stop.append(1)
+    commands.worker.send(SessionOrders(stop=[1]))
     why = "was stopped because its session was over"
     assert commands.left(1) == SessionResult(1, "failed", why=why)
     pids.unlink()
@@ -196,7 +197,7 @@ def test_a_program_that_is_to_stop_is_ended_and_all_end_with_the_gateway(
     commands.worker.flush()
     until(pids.exists)
     first = int(pids.read_text())
-    commands.worker.stop.append(2)  # it does not hear SIGTERM
+    commands.worker.send(SessionOrders(stop=[2]))  # it does not hear SIGTERM
     assert commands.left(2).kind == "failed" and not alive(first)
     pids.unlink()
     commands.begin(3, "stubborn")
@@ -245,7 +246,7 @@ def test_coroutines_of_a_process_share_a_loop_and_end_their_own_session_alone(
         assert functions.left(3).why == "called sys.exit(3)"
         assert functions.left(4).why == "called sys.exit(4)"
         assert 5 not in functions.lefts
-        functions.worker.stop.append(5)
+        functions.worker.send(SessionOrders(stop=[5]))
         assert "CancelledError" in functions.left(5).why
     finally:
         served.close()
@@ -331,7 +332,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def world(
     tmp_path: Path, model: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[World]:
-    monkeypatch.setattr(agent_pool, "GRACE_S", PATIENCE_S)  # of an import, also on a busy machine
+    monkeypatch.setattr(worker_pool, "GRACE_S", PATIENCE_S)  # of an import, also on a busy machine
     made = World(tmp_path, model, **getattr(request, "param", {}))
     yield made
     made.close()
@@ -355,14 +356,14 @@ def test_the_import_of_a_function_has_the_time_of_a_step_and_a_minute_at_least(
     w = World(tmp_path, model, step_s=step_s)
     try:
         (worker,) = w.pushing.workers
-        worker.receive_messages = lambda _: ([], False)  # type: ignore[method-assign]
+        worker.receive_messages = lambda _: iter(())  # type: ignore[method-assign]
         worker.since = time.monotonic()
-        w.pushing.import_s += 1000.0
+        w.pushing.start_s += 1000.0
         w.turn()
         assert w.pushing.workers == [worker]
-        w.pushing.import_s -= 1000.0
+        w.pushing.start_s -= 1000.0
         worker.since -= allowed_s
-        assert w.pushing.import_s == allowed_s
+        assert w.pushing.start_s == allowed_s
         w.turn()
         assert w.pushing.workers != [worker]
     finally:

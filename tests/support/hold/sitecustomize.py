@@ -64,7 +64,7 @@ def hold_clock(module: Any) -> None:
 HOLDS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "HOLD_ANSWERS": ("actors.generator", hold_answers),
     "HOLD_BATCHES": ("learner.step", hold_batches),
-    "HOLD_LATE": ("actors.gateway.environment_pool", hold_clock),
+    "HOLD_LATE": ("asyncrl.transport.worker_pool", hold_clock),
 }
 
 
