@@ -47,7 +47,7 @@ packages form layers, and each imports only from the layers below it:
 - `cli`: one module per command.
 - `experiments`: `serial` (the whole system in one process: read it first), `compare` (compare and
   sweep: many runs, and whether they differ significantly), `simulate` (a run in simulated time with
-  the buffer's real store), `replay` (of the batches that `learner.recorder` saved), `lab`
+  the buffer's real store), `replay` (of the batches that `learner.records.recorder` saved), `lab`
   (estimators against exact gradients).
 - `supervise`: starts, watches, stops and reports one run; `hosts`: starts processes on machines.
 - `actors`, `buffer`, `learner`.

@@ -30,7 +30,8 @@ from asyncrl.transport import keys, message_checks
 from asyncrl.transport.sockets import BufferPeer
 from learner import checkpoint
 from learner.publisher import Publisher
-from learner.recorder import Recorder, StepLog
+from learner.records.recorder import Recorder, StepLog
+from learner.records.sample_log import SampleLog
 from learner.state import BatchCursor, LearnerState
 from learner.step import LearnerCore
 
@@ -209,6 +210,8 @@ class Learner(BufferPeer):
         self.hello()
         if self.welcomed:
             self.step_log = StepLog(self.run_dir, self.number)
+            if self.config.record.token_samples:
+                self.core.sample_log = SampleLog(self.config, self.run_dir, self.number)
         if self.config.record.stream and self.welcomed and not self.stopping:
             self.recorder = Recorder(self.config, self.run_dir, self.epoch, self.core, self.digest)
         if self.number == 0 and not self.stopping:
@@ -322,6 +325,8 @@ class Learner(BufferPeer):
         with self.tracer.span("checkpoint"):
             if self.step_log is not None:
                 self.step_log.sync()
+            if self.core.sample_log is not None:
+                self.core.sample_log.sync()
             older = self.publisher.earlier_versions(self.number) if self.publisher.depth else {}
             oldest = checkpoint.save(
                 self.directory,
@@ -337,6 +342,8 @@ class Learner(BufferPeer):
             self.recorder.close()
         if self.step_log is not None:
             self.step_log.close()
+        if self.core.sample_log is not None:
+            self.core.sample_log.close()
         self.core.backend.close()
         self.tracer.close()
         self.publisher.close()

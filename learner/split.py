@@ -43,6 +43,9 @@ class SplitMeter:
         self.layout = layout
         self.forward = forward
         self.weights_of: WeightsOf | None = None
+        # [N] of the last batch: log-probabilities under the learner's weights of the version that
+        # sampled each token, nan where unknown; None: not measured
+        self.version: torch.Tensor | None = None
         self.shadow: PolicyModel | None = None  # the model of one earlier version at a time
         self.reference: PolicyModel | None = None
 
@@ -139,6 +142,7 @@ class SplitMeter:
         assert loss.age is not None
         after = after.to(prep.start.dtype)
         columns = (loss.behavior, version, prep.start, after, loss.token_lag, loss.age)
+        self.version = version
         metrics = split.metrics(split.LogRatioSplit(*(x[usable] for x in columns)))
         metrics["split/coverage"] = len(usable) / max(int(prep.valid[part].sum()), 1)
         if self.config.exact is True and metrics.get("mismatch/max_one_version", 0.0) != 0:

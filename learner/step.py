@@ -27,6 +27,7 @@ from learner import gradients, schedule
 from learner.backend import TorchBackend
 from learner.batch import PackedBatch, micro_batches, pack
 from learner.critic import Critic
+from learner.records.sample_log import SampleLog
 from learner.split import SplitMeter, measure_move
 from learner.state import LearnerState
 
@@ -138,6 +139,7 @@ class LearnerCore:
         self.state = LearnerState(beta=config.kl.reward.coefficient)
         self.reported: set[str] = set()
         self.made: set[int] = set()  # samples of the batch that an optimizer step was made on
+        self.sample_log: SampleLog | None = None  # set by the owner of a run directory
         self.updates: list[dict[str, float]] = []  # of the last batch, one row per optimizer step
         # of the last batch, per sample, for `Commit.unused`
         self.unused: list[tuple[int, int]] = []
@@ -207,7 +209,10 @@ class LearnerCore:
         if len(steps.updates) < 2 or not again:
             # every pass over known samples is the start itself: always 0
             metrics = {k: x for k, x in metrics.items() if not k.startswith(OF_LATER_PASSES)}
+        self.measure.version = None
         metrics |= self._measures(batch, packed, prep)
+        if self.sample_log is not None and self.sample_log.due(batch.number):
+            self.sample_log.add(self.sample_log.rows(batch, packed, prep, self.measure.version))
         self.updates = [
             update.row(batch.number, i, values)
             for i, (update, values) in enumerate(zip(steps.updates, by_update, strict=True))

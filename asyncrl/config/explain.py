@@ -5,6 +5,7 @@ reasons for defaults, and the page of the docs."""
 
 from __future__ import annotations
 
+import re
 import typing
 from pathlib import Path
 from typing import Any
@@ -263,6 +264,8 @@ def _reference_row(shown: KeyExplanation) -> str:
 
 def _reference_cell(text: str) -> str:
     """Escape what would cut a row, or turn into markup."""
+    text = re.sub(r",\s*\n\]", "]", text)  # a list that TOML writes over several lines
+    text = re.sub(r"\[?\n\s*", lambda m: "[" if m.group().startswith("[") else " ", text)
     return text.replace("|", r"\|").replace("<", "&lt;").replace("*", r"\*")
 
 

@@ -711,11 +711,26 @@ class WatchdogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     ] = 3
 
 
+SampleRule = Literal["group", "best", "worst", "off_policy", "longest", "random"]
+
+
 class RecordConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     samples_every: Annotated[
         Count, Meta(description="Batches between the samples written to samples.jsonl. 0: none.")
     ] = 10
     samples: Annotated[Count, Meta(description="Samples of such a batch to write. 0: all.")] = 4
+    token_samples: Annotated[
+        list[SampleRule],
+        Meta(
+            description="Samples of such a batch to log with every token in "
+            "token_samples.jsonl: a whole group (in turn), the best and the worst by reward, the "
+            "one furthest from its sampling policy, the longest, one at random. `asyncrl samples` "
+            "and `asyncrl watch` show them. []: none."
+        ),
+    ] = msgspec.field(default_factory=lambda: ["group", "best", "worst", "off_policy", "longest"])
+    token_samples_mib: Annotated[
+        Positive, Meta(description="Largest size of token_samples.jsonl, in MiB.")
+    ] = 64
     split_every: Annotated[
         Count,
         Meta(

@@ -11,7 +11,7 @@ from hostile_messages_kit import honest_hello
 from process_kit import ROOT
 from service_kit import SMALL, greet
 
-from asyncrl.cli.doctor import print_running
+from asyncrl.cli.inspect.doctor import print_running
 from asyncrl.config import load
 from asyncrl.contract import messages as m
 from asyncrl.contract.versions import Label

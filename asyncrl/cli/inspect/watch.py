@@ -1,0 +1,110 @@
+"""`asyncrl watch`: a page of runs in the browser; `asyncrl samples`: samples in the terminal."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import click
+
+from asyncrl.cli import result
+from asyncrl.cli.base import PATH, command
+from asyncrl.contract.errors import ConfigError
+
+
+@command("asyncrl watch runs/R", "asyncrl watch runs --port 8000")
+@click.argument("places", metavar="RUN...", nargs=-1, required=True, type=PATH)
+@click.option("--host", default="127.0.0.1", show_default=True, help="address to listen on")
+@click.option("--port", type=click.IntRange(0, 65535), help="default: the first free one from 7860")
+@click.option(
+    "--no-token", is_flag=True, help="ask for no token; only on an address of this machine"
+)
+def watch(places: tuple[Path, ...], host: str, port: int | None, no_token: bool) -> None:
+    """Show runs in the browser while they go on, or after.
+
+    RUN is a run directory, or a directory with runs in it (a comparison, a sweep). It reads their
+    files only, so it also works on a copied directory.
+    """
+    from asyncrl.watch import server
+
+    server.serve(list(places), host, port, token=not no_token)
+
+
+@command("asyncrl samples runs/R --reward 0 --lag 2.. --sort kl --color log_ratio")
+@click.argument("run_dir", metavar="RUN", type=PATH)
+@click.option("--step", default="..", help="batches: 40, 40.., ..40, 10..40")
+@click.option("--reward", default="..", help="rewards, written the same way")
+@click.option("--lag", default="..", help="mean lag of a sample's tokens, written the same way")
+@click.option("--ticket", type=int, help="the group of this ticket")
+@click.option("--rule", help="only samples chosen by this rule of record.token_samples")
+@click.option("--text", default="", help="regular expression in prompt or response")
+@click.option(
+    "--sort",
+    default="batch",
+    show_default=True,
+    help="order, largest first: batch, reward, lag, length, kl, weight",
+)
+@click.option("--limit", default=10, show_default=True, type=click.IntRange(1), help="most samples")
+@click.option(
+    "--color", "shade", default="lag", show_default=True, help="what a token's color shows"
+)
+@click.option("--json", "as_json", is_flag=True, help="one JSON object a sample, with every token")
+def samples(
+    run_dir: Path,
+    step: str,
+    reward: str,
+    lag: str,
+    ticket: int | None,
+    rule: str | None,
+    text: str,
+    sort: str,
+    limit: int,
+    shade: str,
+    as_json: bool,
+) -> None:
+    """Print trained samples, each token colored by lag or weight.
+
+    The learner logs some samples of every record.samples_every-th batch with all their tokens.
+    """
+    from asyncrl.watch.samples import (
+        FILE,
+        SHADES,
+        SampleFilter,
+        SampleStore,
+        parse_range,
+        terminal_text,
+    )
+
+    if not (run_dir / "config.toml").exists():
+        raise ConfigError(f"{run_dir}: no run directory (it has no config.toml)")
+    if shade not in SHADES:
+        raise ConfigError(f"--color {shade}: choose one of {', '.join(SHADES)}")
+    store = SampleStore(run_dir / FILE)
+    store.refresh()
+    if not store.heads:
+        raise ConfigError(
+            f"{run_dir / FILE}: no samples yet; a run logs some of every record.samples_every-th "
+            "batch (record.token_samples)"
+        )
+    wanted = SampleFilter(
+        step=parse_range(step, "step"),
+        reward=parse_range(reward, "reward"),
+        lag=parse_range(lag, "lag"),
+        ticket=ticket,
+        rule=rule,
+        text=text,
+        sort=sort,
+        limit=limit,
+    )
+    found = store.find(wanted)
+    if as_json:
+        result.print_result({"samples": [store.row(number) for number in found]})
+        return
+    color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    for number in found:
+        print(terminal_text(store.row(number), shade, color) + "\n")
+    print(
+        f"{len(found)} of {len(store.heads)} logged samples; color: {SHADES[shade]}",
+        file=sys.stderr,
+    )

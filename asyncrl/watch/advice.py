@@ -1,0 +1,231 @@
+"""Say in words what limited a run's speed, whether staleness hurt, and what to try next.
+
+Each rule is a function of the run that returns a sentence or None. docs/watch.md lists them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from asyncrl.watch.series import Series
+
+WINDOW = 20  # newest values that a rule looks at
+LEAST = 8  # values that a rule needs
+BUSY = 0.05  # idle share below which a side counts as busy
+IDLE = 0.15  # idle share from which a side counts as waiting
+LOW_ESS = 0.5
+STALENESS_SHARE = 2.0  # how many times the mismatch the staleness part must be
+
+
+class Advice(NamedTuple):
+    """A sentence on a run.
+
+    rule: its name in docs/watch.md.
+    about: speed, staleness or learning.
+    said: what was seen, with its numbers.
+    try_this: what to do; "" where there is nothing to do.
+    """
+
+    rule: str
+    about: str
+    said: str
+    try_this: str
+
+
+class Facts(NamedTuple):
+    """What the rules look at: the run's metrics and two of its settings."""
+
+    series: Series
+    max_lag: int | None
+    generators: int
+
+
+def recent(series: Series, name: str) -> float | None:
+    """Mean of the newest WINDOW values of a metric; None for fewer than LEAST."""
+    values = series.values(name)
+    return float(values[-WINDOW:].mean()) if len(values) >= LEAST else None
+
+
+def learner_waits(facts: Facts) -> Advice | None:
+    """The learner waits for samples while the generators are busy."""
+    learner = recent(facts.series, "time/learner_idle_share")
+    generator = recent(facts.series, "time/generator_idle_share")
+    rewards = recent(facts.series, "time/reward_wait_share") or 0.0
+    if learner is None or generator is None or learner < IDLE or rewards > IDLE:
+        return None
+    if generator > BUSY + IDLE:
+        return None
+    return Advice(
+        "learner_waits",
+        "speed",
+        f"generation limits the speed: the learner waits {learner:.0%} of its time, the "
+        f"generators {generator:.0%}",
+        f"add a generator (generators = {facts.generators + 1}), or shorten what is generated "
+        "(generator.max_new_tokens)",
+    )
+
+
+def generators_wait(facts: Facts) -> Advice | None:
+    """The generators wait for tickets while the learner is busy."""
+    learner = recent(facts.series, "time/learner_idle_share")
+    generator = recent(facts.series, "time/generator_idle_share")
+    rewards = recent(facts.series, "time/reward_wait_share") or 0.0
+    if learner is None or generator is None or generator < IDLE or learner > BUSY + IDLE:
+        return None
+    if rewards > generator / 2:
+        return None
+    return Advice(
+        "generators_wait",
+        "speed",
+        f"training limits the speed: the generators wait {generator:.0%} of their time, the "
+        f"learner {learner:.0%}",
+        "a higher limit would not help: it would only make samples older. Give the learner more "
+        "cores or devices (learner.threads, learner.ranks), or use fewer generators",
+    )
+
+
+def rewards_wait(facts: Facts) -> Advice | None:
+    """Generators wait for rewards."""
+    rewards = recent(facts.series, "time/reward_wait_share")
+    if rewards is None or rewards < IDLE:
+        return None
+    return Advice(
+        "rewards_wait",
+        "speed",
+        f"rewards limit the speed: generators wait for them {rewards:.0%} of the time",
+        "add reward processes (reward.workers), or raise staleness.max_lag so that more samples "
+        "are in flight",
+    )
+
+
+def both_wait(facts: Facts) -> Advice | None:
+    """Both sides wait in turn, as in synchronous training."""
+    learner = recent(facts.series, "time/learner_idle_share")
+    generator = recent(facts.series, "time/generator_idle_share")
+    if learner is None or generator is None or min(learner, generator) < IDLE:
+        return None
+    if (recent(facts.series, "time/reward_wait_share") or 0.0) > IDLE:
+        return None
+    limit = facts.max_lag
+    raise_it = (
+        f"raise staleness.max_lag (now {limit})"
+        if limit is not None and limit < 2
+        else "look for what delays both: swaps of weights (time/swap), publication (time/publish)"
+    )
+    return Advice(
+        "both_wait",
+        "speed",
+        f"learner and generators wait for each other: {learner:.0%} and {generator:.0%} of their "
+        "time",
+        raise_it,
+    )
+
+
+def balanced(facts: Facts) -> Advice | None:
+    """Neither side waits much."""
+    learner = recent(facts.series, "time/learner_idle_share")
+    generator = recent(facts.series, "time/generator_idle_share")
+    if learner is None or generator is None or max(learner, generator) >= IDLE:
+        return None
+    return Advice(
+        "balanced",
+        "speed",
+        f"both sides are busy: the learner waits {learner:.0%}, the generators {generator:.0%}",
+        "",
+    )
+
+
+def staleness_harmless(facts: Facts) -> Advice | None:
+    """The effective sample size says that lag has cost little."""
+    ess, lag = recent(facts.series, "is/ess"), recent(facts.series, "lag/mean")
+    if ess is None or lag is None or ess < 0.9 or lag < 0.5:
+        return None
+    return Advice(
+        "staleness_harmless",
+        "staleness",
+        f"staleness costs little: samples are {lag:.2f} versions old on average, and importance "
+        f"ratios leave {ess:.0%} of the batch as effective sample size",
+        "",
+    )
+
+
+def staleness_hurts(facts: Facts) -> Advice | None:
+    """The effective sample size has fallen, and staleness is the larger part of the ratio."""
+    ess, lag = recent(facts.series, "is/ess"), recent(facts.series, "lag/mean")
+    if ess is None or lag is None or ess > LOW_ESS or lag < 0.5:
+        return None
+    stale = recent(facts.series, "split/staleness_k3")
+    engine = recent(facts.series, "split/mismatch_k3")
+    if stale is not None and engine is not None and stale < STALENESS_SHARE * engine:
+        return None
+    limit = facts.max_lag
+    lower = f"lower staleness.max_lag (now {limit})" if limit else "lower the learning rate"
+    return Advice(
+        "staleness_hurts",
+        "staleness",
+        f"staleness costs much: at a mean lag of {lag:.2f} the effective sample size is {ess:.0%} "
+        "of the batch",
+        f"{lower}, lower learner.lr, or compare with a method made for lag: "
+        "`asyncrl compare CONFIG --arm gmpo --arm vespo`",
+    )
+
+
+def mismatch_dominates(facts: Facts) -> Advice | None:
+    """Engine mismatch, not staleness, is the larger part of the log ratio."""
+    stale = recent(facts.series, "split/staleness_k3")
+    engine = recent(facts.series, "split/mismatch_k3")
+    if stale is None or engine is None or engine < 1e-4 or engine < stale:
+        return None
+    return Advice(
+        "mismatch_dominates",
+        "staleness",
+        f"engine mismatch ({engine:.1e} nats a token) is larger than staleness ({stale:.1e})",
+        "use the same dtype in engine and learner, or exact mode; a lower limit would not help",
+    )
+
+
+def learning(facts: Facts) -> Advice | None:
+    """Held-out accuracy from the first to the last evaluation."""
+    values = facts.series.values("eval/heldout")
+    if len(values) < 2:
+        return None
+    best = int(np.argmax(values))
+    fell = values[best] - values[-1]
+    count = facts.series.latest("eval/heldout_n") or 1.0
+    noise = 2 * float(np.sqrt(max(values[best] * (1 - values[best]), 0.01) / count))
+    words = f"held-out accuracy {values[0]:.3f} at the start, {values[-1]:.3f} now"
+    if best < len(values) - 1 and fell > max(noise, 0.02):
+        return Advice(
+            "accuracy_fell",
+            "learning",
+            f"{words}; it was {values[best]:.3f} at evaluation {best + 1} of {len(values)}",
+            "take the checkpoint of that time; lower learner.lr, or add a KL term (kl.loss)",
+        )
+    return Advice("accuracy", "learning", words, "")
+
+
+RULES: tuple[Callable[[Facts], Advice | None], ...] = (
+    learning,
+    rewards_wait,
+    both_wait,
+    learner_waits,
+    generators_wait,
+    balanced,
+    staleness_hurts,
+    mismatch_dominates,
+    staleness_harmless,
+)
+
+
+def apply_rules(facts: Facts) -> list[Advice]:
+    """Return what the rules say; of several on the same subject speed, only the first."""
+    found: list[Advice] = []
+    for rule in RULES:
+        line = rule(facts)
+        if line is not None and not any(line.about == other.about == "speed" for other in found):
+            found.append(line)
+    return found

@@ -1,0 +1,238 @@
+"""The HTTP routes of `asyncrl watch` (starlette): JSON for the page in static/, and the page."""
+
+from __future__ import annotations
+
+import hmac
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, RedirectResponse, Response
+from starlette.routing import Route
+
+from asyncrl.contract.errors import AsyncrlError, ConfigError
+from asyncrl.watch import findings, plots
+from asyncrl.watch.findings import WatchedRun
+from asyncrl.watch.samples import SHADES, SampleFilter, parse_range
+from asyncrl.watch.series import AXES
+
+STATIC = Path(__file__).parent / "static"
+COOKIE = "asyncrl_watch"
+# Text of samples can never run as a script: scripts come from this server's files alone.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data: blob:; connect-src 'self'; font-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'"
+)
+Query = Mapping[str, str]
+Answer = Callable[[Query], Any]
+
+
+class WatchApp:
+    """Answers the page's questions about some runs.
+
+    One lock guards the runs: requests are answered by threads.
+    """
+
+    def __init__(self, places: list[Path], token: str = "") -> None:
+        """Find the runs.
+
+        places: runs, or directories of runs; new runs in them appear while the page is open.
+
+        Raises ConfigError where there is no run yet.
+        """
+        self.places = places
+        self.token = token
+        self.lock = threading.Lock()
+        self.runs = {run.id: run for run in findings.find_runs(places)}
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read what the runs have written, and find new ones."""
+        try:
+            seen = {run.path: run for run in findings.find_runs(self.places)}
+        except ConfigError:  # every run is gone; the page says so for each of those it had
+            seen = {}
+        known = {run.path for run in self.runs.values()}
+        for path, run in seen.items():
+            if path not in known:
+                self.runs[run.id if run.id not in self.runs else str(path)] = run
+        for run in self.runs.values():
+            run.refresh()
+
+    def select_runs(self, query: Query) -> list[WatchedRun]:
+        """Return the runs that `run` or `runs` names, all by default. Raises ConfigError."""
+        names = query.get("runs") or query.get("run")
+        if not names:
+            return list(self.runs.values())
+        missing = [name for name in names.split("|") if name not in self.runs]
+        if missing:
+            raise ConfigError(f"no run of this page is named {missing[0]}")
+        return [self.runs[name] for name in names.split("|")]
+
+    # ---- answers ---------------------------------------------------------------------------------
+
+    def list_runs(self, query: Query) -> Any:
+        self.refresh()
+        return [run.state() for run in self.runs.values()]
+
+    def overview(self, query: Query) -> Any:
+        return {run.id: run.overview() for run in self.select_runs(query)}
+
+    def draw(self, query: Query) -> Any:
+        page, axis = query.get("page", "overview"), query.get("axis", "step")
+        if page not in plots.PAGES or axis not in AXES:
+            raise ConfigError(
+                f"page: one of {', '.join(plots.PAGES)}; axis: one of {', '.join(AXES)}"
+            )
+        smooth = min(max(_number(query, "smooth", 0.0), 0.0), 0.99)
+        chosen = {run.id: run.series for run in self.select_runs(query)}
+        return plots.figures(page, chosen, axis, smooth)
+
+    def lags(self, query: Query) -> Any:
+        return {
+            run.id: plots.lag_over_time(run.trained_batches()) for run in self.select_runs(query)
+        }
+
+    def processes(self, query: Query) -> Any:
+        return {run.id: run.processes() for run in self.select_runs(query)}
+
+    def ledger(self, query: Query) -> Any:
+        return {run.id: run.ledger() for run in self.select_runs(query)}
+
+    def samples(self, query: Query) -> Any:
+        run = self.select_runs(query)[0]
+        ticket = query.get("ticket")
+        wanted = SampleFilter(
+            step=parse_range(query.get("step", ".."), "step"),
+            reward=parse_range(query.get("reward", ".."), "reward"),
+            lag=parse_range(query.get("lag", ".."), "lag"),
+            ticket=int(ticket) if ticket and ticket.isdigit() else None,
+            group_key=query.get("group_key"),
+            rule=query.get("rule") or None,
+            text=query.get("text", ""),
+            sort=query.get("sort") or "batch",
+            limit=int(_number(query, "limit", 60)),
+        )
+        return {
+            "rows": [run.samples.head(number) for number in run.samples.find(wanted)],
+            "all": len(run.samples.heads),
+            "shades": SHADES,
+        }
+
+    def sample(self, query: Query) -> Any:
+        run = self.select_runs(query)[0]
+        number = int(_number(query, "number", -1))
+        if not 0 <= number < len(run.samples.heads):
+            raise ConfigError(f"sample {number}: the run has {len(run.samples.heads)} samples")
+        return run.samples.row(number)
+
+    def config(self, query: Query) -> Any:
+        chosen = self.select_runs(query)
+        return {
+            "runs": {run.id: run.settings() for run in chosen},
+            "differences": findings.differences(chosen) if len(chosen) > 1 else [],
+        }
+
+    def logs(self, query: Query) -> Any:
+        run = self.select_runs(query)[0]
+        names = run.logs()
+        name = query.get("file") or (names[0] if names else "")
+        return {"files": names, "file": name, "text": run.log_tail(name) if name else ""}
+
+    # ---- HTTP ------------------------------------------------------------------------------------
+
+    def starlette(self) -> Starlette:
+        """Build the application."""
+        answers: dict[str, Answer] = {
+            "runs": self.list_runs,
+            "overview": self.overview,
+            "plots": self.draw,
+            "lags": self.lags,
+            "processes": self.processes,
+            "ledger": self.ledger,
+            "samples": self.samples,
+            "sample": self.sample,
+            "config": self.config,
+            "logs": self.logs,
+        }
+        return Starlette(
+            routes=[
+                Route("/", self.page),
+                Route("/static/{name}", self.static),
+                *(Route(f"/api/{name}", self.endpoint(f)) for name, f in answers.items()),
+            ],
+            middleware=[Middleware(BaseHTTPMiddleware, dispatch=self.guard)],
+        )
+
+    def endpoint(self, answer: Answer) -> Callable[[Request], Awaitable[Response]]:
+        """Wrap an answer: JSON, or the error as one line with status 400."""
+
+        def compute(query: Query) -> Response:
+            try:
+                with self.lock:
+                    content, status = answer(query), 200
+            except (AsyncrlError, OSError) as error:
+                content, status = {"error": str(error)}, 400
+            return Response(msgspec.json.encode(content), status, media_type="application/json")
+
+        async def respond(request: Request) -> Response:
+            return await run_in_threadpool(compute, request.query_params)
+
+        return respond
+
+    async def page(self, request: Request) -> Response:
+        """The page itself."""
+        return FileResponse(STATIC / "index.html")
+
+    async def static(self, request: Request) -> Response:
+        """Files of the page; plotly's library comes from its own package."""
+        name = request.path_params["name"]
+        if name == "plotly.js":
+            import plotly
+
+            path = Path(plotly.__file__).parent / "package_data" / "plotly.min.js"
+            return FileResponse(path, headers={"Cache-Control": "max-age=86400"})
+        if name not in {p.name for p in STATIC.iterdir()}:
+            return Response("no such file", 404, media_type="text/plain")
+        return FileResponse(STATIC / name)
+
+    async def guard(
+        self, request: Request, call: Callable[[Request], Awaitable[Response]]
+    ) -> Response:
+        """Let through requests with the token; the first one moves it from the address to a cookie.
+
+        A token in the address would stay in the browser's history and be sent as a referrer.
+        """
+        if self.token:
+            given = request.query_params.get("token")
+            if given is not None and hmac.compare_digest(given.encode(), self.token.encode()):
+                reply: Response = RedirectResponse("/", 303)
+                reply.set_cookie(COOKIE, self.token, httponly=True, samesite="strict")
+                return reply
+            known = request.cookies.get(COOKIE, "")
+            if not hmac.compare_digest(known.encode(), self.token.encode()):
+                return Response(
+                    "asyncrl watch: open the address that it printed, with its token\n",
+                    403,
+                    media_type="text/plain",
+                )
+        reply = await call(request)
+        reply.headers["Content-Security-Policy"] = POLICY
+        reply.headers["X-Content-Type-Options"] = "nosniff"
+        reply.headers["Referrer-Policy"] = "no-referrer"
+        return reply
+
+
+def _number(query: Query, name: str, default: float) -> float:
+    try:
+        return float(query.get(name) or default)
+    except ValueError:
+        raise ConfigError(f"{name}={query[name]}: give a number") from None

@@ -1,0 +1,260 @@
+"""One run as the pages of `asyncrl watch` show it, from the files of its directory."""
+
+from __future__ import annotations
+
+import json
+import time
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config import load
+from asyncrl.config.tree import Config
+from asyncrl.contract.errors import AsyncrlError, ConfigError
+from asyncrl.contract.printable import escape_line
+from asyncrl.records import jsonl, process_log, rundir
+from asyncrl.supervise import doctor, live, summary
+from asyncrl.watch import advice
+from asyncrl.watch.samples import FILE, SampleStore
+from asyncrl.watch.series import Series
+
+LOG_BYTES = 64 * 1024
+DEPTH = 3  # levels below a directory in which runs are looked for
+COMPOSE_S = 5.0  # a summary of a run in progress is composed at most this often
+
+
+@dataclass
+class WatchedRun:
+    """A run directory and what was read of it so far."""
+
+    id: str
+    path: Path
+    series: Series = field(init=False)
+    samples: SampleStore = field(init=False)
+    _summary: dict[str, Any] = field(default_factory=dict)
+    _composed: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.series = Series(self.path / "metrics.jsonl")
+        self.samples = SampleStore(self.path / FILE)
+
+    def refresh(self) -> None:
+        """Read what the run has written since the last call."""
+        self.series.refresh()
+        self.samples.refresh()
+
+    @property
+    def config(self) -> Config:
+        """The run's settings. Raises ConfigError where they cannot be read."""
+        if not (self.path / "config.toml").is_file():
+            raise ConfigError(f"{self.path}: the run directory is gone, or has no config.toml")
+        return load.load(self.path / "config.toml")
+
+    def summary(self) -> dict[str, Any]:
+        """Return the run's summary object; {} while there is nothing to sum up."""
+        try:
+            return dict(json.loads((self.path / "summary.json").read_text(encoding="utf-8")))
+        except (OSError, ValueError):
+            pass
+        if time.monotonic() - self._composed > COMPOSE_S or not self._summary:
+            self._composed = time.monotonic()
+            try:
+                self._summary = summary.compose(self.config, self.path)
+            except (OSError, ValueError, KeyError, TypeError, AsyncrlError):
+                self._summary = {}
+        return self._summary
+
+    def state(self) -> dict[str, Any]:
+        """Return the run's row of the list: state, steps, newest accuracy, mean lag."""
+        try:
+            config = self.config
+            wanted, problem = config.learner.steps, ""
+            finished = rundir.is_finished(self.path, wanted)
+        except (AsyncrlError, OSError) as error:
+            wanted, finished, problem = 0, False, str(error)
+        running = process_log.is_alive(self.path, "supervisor") or process_log.is_alive(
+            self.path, "buffer"
+        )
+        state = "running" if running else "finished" if finished else "stopped"
+        steps = self.series.steps
+        return {
+            "id": self.id,
+            "path": str(self.path),
+            "state": "unreadable" if problem else state,
+            "problem": problem,
+            "step": steps[-1] if steps else 0,
+            "steps": wanted,
+            "seconds": self.series.seconds[-1] if steps else 0.0,
+            "accuracy": self.series.latest("eval/heldout"),
+            "reward": self.series.latest("reward/mean"),
+            "lag": self.series.latest("lag/mean"),
+            "rows": len(steps),
+            "samples": len(self.samples.heads),
+            "damaged": self.series.damaged + self.samples.damaged,
+        }
+
+    def overview(self) -> dict[str, Any]:
+        """Return state, advice, health checks and the figures that a reader looks at first."""
+        seen = self.summary()
+        latest = {name: values[-1][1] for name, values in self.series.columns.items() if values}
+        waits = [text for text in (live.rewards(latest), live.describe_slow_link(latest)) if text]
+        return {
+            "state": self.state(),
+            "advice": [line._asdict() for line in advice.apply_rules(self.facts())],
+            "health": seen.get("signs", []),
+            "waits": waits,
+            "speed": seen.get("speed", {}),
+            "lag": seen.get("lag", {}),
+            "certainty": seen.get("certainty", {}),
+            "heldout": [seen.get("heldout_start"), seen.get("heldout_end")],
+        }
+
+    def facts(self) -> advice.Facts:
+        """Return what the rules of `advice` look at."""
+        try:
+            config = self.config
+        except (AsyncrlError, OSError):
+            return advice.Facts(self.series, None, 1)
+        limit = config.staleness.limit
+        return advice.Facts(
+            self.series, int(limit) if limit != float("inf") else None, config.generators
+        )
+
+    def processes(self) -> list[dict[str, Any]]:
+        """Return every process of the run: state, last end, restarts, last line of its log."""
+        rows = doctor.processes(self.config, self.path)
+        events = process_log.read_events(self.path)
+        for row in rows:
+            mine = [e for e in events if e.get("name") == row["name"]]
+            starts = [e for e in mine if e.get("event") == "began"]
+            row["restarts"] = max(len(starts) - 1, 0)
+            row["host"] = starts[-1].get("host", "") if starts else ""
+            row["pid"] = starts[-1].get("pid") if starts else None
+            row["memory_mb"] = resident_mb(row["pid"]) if row["alive"] else None
+        return rows
+
+    def ledger(self) -> dict[str, Any]:
+        """Return the ledger: tokens by where they ended, with samples and mean reward."""
+        seen = self.summary()
+        return {
+            "totals": seen.get("ledger", {}),
+            "lines": seen.get("ledger_lines", {}),
+            "failures": seen.get("failures", {}),
+        }
+
+    def trained_batches(self) -> list[dict[str, Any]]:
+        """Return the rows of trained.jsonl: one per batch, with its tokens by lag."""
+        return jsonl.read(self.path / "trained.jsonl")
+
+    def settings(self) -> dict[str, Any]:
+        """Return the run's settings as {dotted key: value}."""
+        try:
+            with (self.path / "config.toml").open("rb") as file:
+                return flatten(tomllib.load(file))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{self.path / 'config.toml'}: {error}") from None
+
+    def logs(self) -> list[str]:
+        """Return the names of the log files, the newest attempt first."""
+        files = [*(self.path / "logs").rglob("*.log"), *self.path.glob("*.log")]
+        return sorted((str(p.relative_to(self.path)) for p in files), reverse=True)
+
+    def log_tail(self, name: str) -> str:
+        """Return the end of a log file, escaped line by line.
+
+        Raises ConfigError for a file that is not one of `logs`.
+        """
+        if name not in self.logs():
+            raise ConfigError(f"{name}: no log file of {self.path}")
+        path = self.path / name
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - LOG_BYTES))
+            text = file.read().decode("utf-8", "replace")
+        return "\n".join(escape_line(line, 2000) for line in text.splitlines())
+
+
+def resident_mb(pid: int | None) -> float | None:
+    """Return the resident memory of a process of this machine in MiB, None where it is not here."""
+    if pid is None:
+        return None
+    import psutil
+
+    try:
+        return float(psutil.Process(pid).memory_info().rss / 2**20)
+    except psutil.Error:
+        return None
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return {dotted key: value} of nested tables.
+
+    >>> flatten({"a": {"b": 1}, "c": [2]})
+    {'a.b': 1, 'c': [2]}
+    """
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= (
+            flatten(value, f"{prefix}{key}.")
+            if isinstance(value, dict)
+            else {f"{prefix}{key}": value}
+        )
+    return found
+
+
+def find_runs(places: list[Path]) -> list[WatchedRun]:
+    """Return the runs at or below `places`: runs, or directories of runs, comparisons, sweeps.
+
+    Raises ConfigError for a place without any.
+    """
+    found: dict[Path, None] = {}
+    for place in places:
+        if not place.is_dir():
+            raise ConfigError(f"{place}: no such directory")
+        here = [place] if _is_run(place) else _runs_below(place)
+        if not here:
+            raise ConfigError(
+                f"{place}: no run directory (with config.toml and run_id) is there or up to "
+                f"{DEPTH} levels below it"
+            )
+        found |= dict.fromkeys(path.resolve() for path in here)
+    paths = list(found)
+    return [WatchedRun(name, path) for name, path in zip(_names(paths), paths, strict=True)]
+
+
+def _is_run(path: Path) -> bool:
+    return (path / "config.toml").is_file() and (
+        (path / "run_id").is_file() or (path / "metrics.jsonl").is_file()
+    )
+
+
+def _runs_below(place: Path) -> list[Path]:
+    found: list[Path] = []
+    level = [place]
+    for _ in range(DEPTH):
+        level = [
+            sub for path in level for sub in sorted(path.iterdir()) if sub.is_dir() and sub != path
+        ]
+        found += [path for path in level if _is_run(path)]
+        level = [path for path in level if not _is_run(path)]
+    return sorted(found, key=lambda path: (path / "config.toml").stat().st_mtime)
+
+
+def _names(paths: list[Path]) -> list[str]:
+    """Return the shortest names that tell the paths apart."""
+    for parts in range(1, 6):
+        names = ["/".join(path.parts[-parts:]) for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    return [str(path) for path in paths]
+
+
+def differences(runs: list[WatchedRun]) -> list[dict[str, Any]]:
+    """Return the settings in which the runs differ, as {key, values by run}."""
+    settings = {run.id: run.settings() for run in runs}
+    keys = sorted({key for one in settings.values() for key in one})
+    return [
+        {"key": key, "values": {name: one.get(key) for name, one in settings.items()}}
+        for key in keys
+        if len({json.dumps(one.get(key), default=str) for one in settings.values()}) > 1
+    ]

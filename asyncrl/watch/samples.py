@@ -1,0 +1,290 @@
+"""Samples of token_samples.jsonl: read, filter, order, and write as colored text.
+
+`learner/records/sample_log.py` writes the file.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.printable import escape_line
+
+FILE = "token_samples.jsonl"
+ORDERS = ("batch", "reward", "lag", "length", "kl", "weight")
+# what a token's color can show, with what it means
+SHADES = {
+    "version": "version of the policy that sampled the token",
+    "lag": "versions between that policy and the learner",
+    "log_ratio": "log start - log behavior: how far the learner had moved, mismatch included",
+    "mismatch": "log sampler - log behavior: learner against engine under the same weights",
+    "staleness": "log start - log sampler: what the updates in between changed",
+    "update": "log target - log start: what this batch's own updates changed",
+    "weight": "importance weight in the loss",
+    "advantage": "advantage of the token",
+    "clip": "1: cut at the lower bound, 2: at the upper, 3: at the dual clip",
+    "used": "1: the token was in the loss of a completed optimizer step",
+    "logprob": "log-probability under the policy that sampled the token",
+}
+_decoder = msgspec.json.Decoder(dict[str, Any])
+
+
+@dataclass(frozen=True)
+class SampleFilter:
+    """Which samples to show, and in which order.
+
+    Ranges are (lowest, highest), None for an open end. text: a regular expression searched in
+    prompt and response.
+    """
+
+    step: tuple[float | None, float | None] = (None, None)
+    reward: tuple[float | None, float | None] = (None, None)
+    lag: tuple[float | None, float | None] = (None, None)
+    ticket: int | None = None
+    group_key: str | None = None
+    rule: str | None = None
+    text: str = ""
+    sort: str = "batch"
+    limit: int = 50
+
+    def matches(self, row: dict[str, Any]) -> bool:
+        """Return whether a row passes every filter."""
+        if not (
+            _inside(row["batch"], self.step)
+            and _inside(row["reward"], self.reward)
+            and _inside(row["lag_mean"], self.lag)
+        ):
+            return False
+        if self.ticket is not None and row["ticket"] != self.ticket:
+            return False
+        if self.group_key is not None and row["group_key"] != self.group_key:
+            return False
+        if self.rule is not None and self.rule not in row["rules"]:
+            return False
+        return not self.text or any(re.search(self.text, t) for t in whole_texts(row))
+
+
+def parse_range(words: str, key: str) -> tuple[float | None, float | None]:
+    """Read `3`, `3..`, `..3` or `1..3`. Raises ConfigError for anything else.
+
+    >>> parse_range("3..", "lag"), parse_range("0", "reward")
+    ((3.0, None), (0.0, 0.0))
+    """
+    first, dots, last = words.partition("..")
+    try:
+        low = float(first) if first else None
+        high = float(last) if last else None
+    except ValueError:
+        raise ConfigError(f"--{key} {words}: give a number or a range: 3, 3.., ..3, 1..3") from None
+    return (low, high) if dots else (low, low)
+
+
+def _inside(value: float, bounds: tuple[float | None, float | None]) -> bool:
+    low, high = bounds
+    return (low is None or value >= low) and (high is None or value <= high)
+
+
+def whole_texts(row: dict[str, Any]) -> list[str]:
+    """Return prompt plus response of each training sequence."""
+    return [s["prompt"] + "".join(s["pieces"]) for s in row["sequences"]]
+
+
+def token_kl(row: dict[str, Any]) -> float:
+    """Mean k3 between behavior policy and learner's start over the sample's tokens, nats."""
+    terms = [
+        k3(start - behavior)
+        for s in row["sequences"]
+        for start, behavior in zip(s["start"], s["behavior"], strict=True)
+        if start is not None and behavior is not None
+    ]
+    return sum(terms) / max(len(terms), 1)
+
+
+def k3(log_ratio: float) -> float:
+    """k3 = r - 1 - log r of one token (Schulman 2020)."""
+    return math.exp(min(log_ratio, 50.0)) - 1 - log_ratio
+
+
+@dataclass
+class SampleStore:
+    """token_samples.jsonl of one run; rows are located by offset and decoded when shown."""
+
+    path: Path
+    offsets: list[tuple[int, int]] = field(default_factory=list)  # (offset, bytes) of each row
+    heads: list[dict[str, Any]] = field(default_factory=list)  # rows without their tokens
+    damaged: int = 0
+    _end: int = 0
+    _inode: int = 0
+
+    def refresh(self) -> bool:
+        """Read new rows; return whether there were any. A missing file is an empty one."""
+        try:
+            file = self.path.open("rb")
+        except OSError:
+            had = bool(self.heads)
+            self._forget(0)
+            return had
+        with file:
+            status = os.fstat(file.fileno())
+            if status.st_ino != self._inode or status.st_size < self._end:
+                self._forget(status.st_ino)
+            file.seek(self._end)
+            before = self._end
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._add(line)
+                self._end += len(line)
+        return self._end > before
+
+    def _forget(self, inode: int) -> None:
+        self.offsets.clear()
+        self.heads.clear()
+        self._end = self.damaged = 0
+        self._inode = inode
+
+    def _add(self, line: bytes) -> None:
+        try:
+            row = _decoder.decode(line)
+            head = {k: v for k, v in row.items() if k != "sequences"}
+            head["kl"] = token_kl(row)
+            weights = [w for s in row["sequences"] for w in s["weight"] if w is not None]
+            head["weight"] = max(weights, default=0.0)
+            head["text"] = "\x00".join(whole_texts(row))
+            _ = head["batch"], head["reward"], head["lag_mean"], head["rules"]
+        except (msgspec.DecodeError, KeyError, TypeError, ValueError):
+            self.damaged += 1
+            return
+        self.offsets.append((self._end, len(line)))
+        self.heads.append(head)
+
+    def find(self, wanted: SampleFilter) -> list[int]:
+        """Return the numbers of the rows that match, in the wanted order, the newest batch first.
+
+        Raises ConfigError for a regular expression that does not compile.
+        """
+        try:
+            pattern = re.compile(wanted.text) if wanted.text else None
+        except re.error as error:
+            raise ConfigError(f"--text {wanted.text}: no regular expression: {error}") from None
+        plain = SampleFilter(**{**vars(wanted), "text": ""})
+        found = [
+            i
+            for i, head in enumerate(self.heads)
+            if plain.matches(head) and (pattern is None or pattern.search(head["text"]))
+        ]
+        keys = {
+            "batch": lambda i: self.heads[i]["batch"],
+            "reward": lambda i: self.heads[i]["reward"],
+            "lag": lambda i: self.heads[i]["lag_mean"],
+            "length": lambda i: self.heads[i]["length"],
+            "kl": lambda i: self.heads[i]["kl"],
+            "weight": lambda i: self.heads[i]["weight"],
+        }
+        if wanted.sort not in keys:
+            raise ConfigError(f"--sort {wanted.sort}: choose one of {', '.join(ORDERS)}")
+        found.sort(key=keys[wanted.sort], reverse=True)
+        return found[: wanted.limit]
+
+    def head(self, number: int) -> dict[str, Any]:
+        """Return a row without its tokens."""
+        return {k: v for k, v in self.heads[number].items() if k != "text"} | {
+            "number": number,
+            "preview": self.heads[number]["text"][:400],
+        }
+
+    def row(self, number: int) -> dict[str, Any]:
+        """Return a whole row, with the shades of each token."""
+        offset, length = self.offsets[number]
+        with self.path.open("rb") as file:
+            file.seek(offset)
+            row: dict[str, Any] = _decoder.decode(file.read(length))
+        for sequence in row["sequences"]:
+            sequence["shades"] = shades(sequence)
+        return row | {"number": number, "kl": self.heads[number]["kl"]}
+
+
+def _minus(left: Sequence[Any] | None, right: Sequence[Any] | None) -> list[float | None] | None:
+    if left is None or right is None:
+        return None
+    return [
+        None if a is None or b is None else round(a - b, 4)
+        for a, b in zip(left, right, strict=True)
+    ]
+
+
+def shades(sequence: dict[str, Any]) -> dict[str, list[Any]]:
+    """Return what each of SHADES says of every token, without those that were not measured."""
+    versions: list[str | None] = [None] * len(sequence["tokens"])
+    for label, start, end in sequence["versions"]:
+        versions[start:end] = [label] * (end - start)
+    every = {
+        "version": versions,
+        "lag": sequence["lag"],
+        "log_ratio": _minus(sequence["start"], sequence["behavior"]),
+        "mismatch": _minus(sequence.get("sampler"), sequence["behavior"]),
+        "staleness": _minus(sequence["start"], sequence.get("sampler")),
+        "update": _minus(sequence["target"], sequence["start"]),
+        "weight": sequence["weight"],
+        "advantage": sequence["advantage"],
+        "clip": sequence["clip"],
+        "used": sequence["used"],
+        "logprob": sequence["behavior"],
+    }
+    return {name: values for name, values in every.items() if values is not None}
+
+
+# ---- text for the terminal -----------------------------------------------------------------------
+
+BLUE, WHITE, RED = (59, 130, 246), (148, 148, 148), (239, 68, 68)
+PALETTE = ((59, 130, 246), (217, 119, 6), (5, 150, 105), (190, 24, 93), (124, 58, 237))
+
+
+def terminal_text(row: dict[str, Any], shade: str, color: bool) -> str:
+    """Return a sample as text: a head line, then prompt and response of each sequence.
+
+    Foreign text cannot move the cursor or forge lines: control characters become escapes.
+    """
+    parts = "".join(f"  {k} {v:.3g}" for k, v in row["parts"].items())
+    title = (
+        f"batch {row['batch']}  ticket {row['ticket']}  sample {row['sample']}  "
+        f"reward {row['reward']:.3g}{parts}  lag {row['lag_mean']:.2f} (max {row['lag_max']})  "
+        f"{row['length']} tokens  {row['finish']}  kl {row['kl']:.2e}  "
+        f"[{', '.join(row['rules'])}]"
+    )
+    lines = [escape_line(title, 400)]
+    for sequence in row["sequences"]:
+        lines.append("  prompt    " + escape_line(sequence["prompt"], 2000))
+        values = sequence["shades"].get(shade) or sequence["shades"]["lag"]
+        lines.append("  response  " + _colored(sequence["pieces"], values, color))
+    return "\n".join(lines)
+
+
+def _colored(pieces: Sequence[str], values: Sequence[Any], color: bool) -> str:
+    shown = [escape_line(piece, 200) for piece in pieces]
+    if not color:
+        return "".join(shown)
+    numbers = [v for v in values if isinstance(v, int | float)]
+    largest = max((abs(v) for v in numbers), default=0.0) or 1.0
+    labels = sorted({v for v in values if isinstance(v, str)})
+    out = []
+    for piece, value in zip(shown, values, strict=True):
+        if value is None:
+            out.append(piece)
+            continue
+        if isinstance(value, str):
+            red, green, blue = PALETTE[labels.index(value) % len(PALETTE)]
+        else:
+            end = RED if value > 0 else BLUE
+            share = min(abs(value) / largest, 1.0)
+            red, green, blue = (round(w + (e - w) * share) for w, e in zip(WHITE, end, strict=True))
+        out.append(f"\x1b[38;2;{red};{green};{blue}m{piece}\x1b[0m")
+    return "".join(out)

@@ -1,0 +1,166 @@
+"""Metrics of a run as columns, read incrementally while the run goes on."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+Axis = Literal["step", "time", "tokens"]
+AXES: tuple[Axis, ...] = ("step", "time", "tokens")
+POINTS = 1200  # most points of a line that is sent to a page
+_decoder = msgspec.json.Decoder(dict[str, Any])
+
+
+@dataclass
+class Series:
+    """metrics.jsonl of one run. `refresh` reads what was appended since the last call.
+
+    A file that was replaced or has shrunk (a resumed run drops the rows of batches that it trains
+    again) is read from its start.
+    """
+
+    path: Path
+    columns: dict[str, list[tuple[int, float]]] = field(default_factory=dict)  # (row, value)
+    steps: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    tokens: list[float] = field(default_factory=list)  # trained so far
+    damaged: int = 0  # lines that were left out
+    _offset: int = 0
+    _inode: int = 0
+
+    def refresh(self) -> bool:
+        """Read new rows; return whether there were any. A missing file is an empty one."""
+        try:
+            file = self.path.open("rb")
+        except OSError:
+            return self._forget()
+        with file:
+            status = os.fstat(file.fileno())
+            changed = False
+            if status.st_ino != self._inode or status.st_size < self._offset:
+                changed = self._forget()
+                self._inode = status.st_ino
+            file.seek(self._offset)
+            data = file.read(status.st_size - self._offset)
+        end = data.rfind(b"\n") + 1  # a line that is still being written waits
+        self._offset += end
+        for line in data[:end].splitlines():
+            self._add(line)
+        return changed or end > 0
+
+    def _forget(self) -> bool:
+        had = bool(self.steps)
+        self.columns.clear()
+        for values in (self.steps, self.seconds, self.tokens):
+            values.clear()
+        self._offset = self.damaged = self._inode = 0
+        return had
+
+    def _add(self, line: bytes) -> None:
+        if not line.strip():
+            return
+        try:
+            row = _decoder.decode(line)
+            step, seconds = int(row.pop("step")), float(row.pop("t", 0.0))
+        except (msgspec.DecodeError, KeyError, TypeError, ValueError):
+            self.damaged += 1
+            return
+        number = len(self.steps)
+        self.steps.append(step)
+        self.seconds.append(seconds)
+        before = self.tokens[-1] if self.tokens else 0.0
+        rate, took = (
+            row.get(name, 0.0) for name in ("throughput/learner_tokens_per_s", "time/step")
+        )
+        trained = float(rate) * float(took) if _is_number(rate) and _is_number(took) else 0.0
+        self.tokens.append(before + trained)
+        for name, value in row.items():
+            if _is_number(value):
+                self.columns.setdefault(name, []).append((number, float(value)))
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all metrics that were read, sorted."""
+        return sorted(self.columns)
+
+    def latest(self, name: str) -> float | None:
+        """Return the newest value of a metric, None where there is none."""
+        values = self.columns.get(name)
+        return values[-1][1] if values else None
+
+    def values(self, name: str) -> np.ndarray:
+        """Return all values of a metric, float64 [n]."""
+        return np.array([value for _, value in self.columns.get(name, ())], dtype=np.float64)
+
+    def line(
+        self, name: str, axis: Axis = "step", smooth: float = 0.0, points: int = POINTS
+    ) -> tuple[list[float], list[float]]:
+        """Return (x, y) of a metric, with at most `points` points.
+
+        Args:
+            axis: the x axis: batches, seconds of the run, or trained tokens.
+            smooth: weight of the past in an exponential moving average, 0 to 0.99.
+        """
+        column = self.columns.get(name, ())
+        rows = np.fromiter((row for row, _ in column), dtype=np.int64, count=len(column))
+        source = {"step": self.steps, "time": self.seconds, "tokens": self.tokens}[axis]
+        across = np.asarray(source, dtype=np.float64)[rows] if len(rows) else np.zeros(0)
+        kept_x, kept_y = downsample(across, smoothed(self.values(name), smooth), points)
+        return kept_x.tolist(), kept_y.tolist()
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def smoothed(values: np.ndarray, share: float) -> np.ndarray:
+    """Return the exponential moving average of values [n], corrected for its start.
+
+    >>> smoothed(np.array([1.0, 1.0, 3.0]), 0.0).tolist()
+    [1.0, 1.0, 3.0]
+    >>> smoothed(np.array([1.0, 1.0, 1.0]), 0.9).round(6).tolist()
+    [1.0, 1.0, 1.0]
+    """
+    if share <= 0 or len(values) < 2:
+        return values
+    means = np.empty_like(values)
+    mean = weight = 0.0
+    for position, value in enumerate(values.tolist()):
+        mean = share * mean + (1 - share) * value
+        weight = share * weight + (1 - share)
+        means[position] = mean / weight
+    return means
+
+
+def downsample(
+    across: np.ndarray, values: np.ndarray, points: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Reduce a line to at most `points` points that keep its extremes.
+
+    Each bucket of neighbors keeps its smallest and its largest value, in their order, so that a
+    spike of one step stays visible.
+
+    Args:
+        across: float64 [n], the x axis.
+        values: float64 [n].
+
+    >>> steps = np.arange(1000.0)
+    >>> kept, values = downsample(steps, np.where(steps == 500, 9.0, 1.0), 100)
+    >>> len(kept) <= 100, float(values.max())
+    (True, 9.0)
+    """
+    if len(across) <= points:
+        return across, values
+    edges = np.linspace(0, len(across), max(points // 2, 1) + 1).astype(np.int64)
+    kept = []
+    for first, last in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+        part = values[first:last]
+        kept += sorted({first + int(part.argmin()), first + int(part.argmax())})
+    chosen = np.asarray(kept)
+    return across[chosen], values[chosen]

@@ -1,0 +1,238 @@
+"""The log of trained samples with every token: RUN/token_samples.jsonl.
+
+`asyncrl samples` and `asyncrl watch` read it. The learner writes it, because only the learner knows
+a token's log-probability under the policy that sampled it, under its own policy before and after
+the update, its advantage, its importance weight and whether the trust region clipped it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from asyncrl.algorithms import ratios
+from asyncrl.algorithms.loss import PreparedBatch, importance_weights
+from asyncrl.config.tree import Config
+from asyncrl.contract.messages import Batch, Trajectory
+from asyncrl.models.tokenizer import load_tokenizer
+from asyncrl.records import atomic_write, jsonl
+from learner.batch import PackedBatch
+
+FILE = "token_samples.jsonl"
+MIB = 2**20
+DECIMALS = 4
+
+
+class SampleLog:
+    """RUN/token_samples.jsonl, append-only and at most `record.token_samples_mib` large."""
+
+    def __init__(self, config: Config, run_dir: Path, number: int) -> None:
+        """Keep the rows of batches below `number`, the next one; later batches train again.
+
+        Raises AsyncrlError when the file cannot be written.
+        """
+        self.config = config
+        self.path = run_dir / FILE
+        self.tokenizer: Any = None
+        self.full = False
+        kept = [row for row in jsonl.read(self.path) if row.get("batch", number) < number]
+        try:
+            lines = "".join(json.dumps(row) + "\n" for row in kept)
+            atomic_write.write(self.path, lines, sync=True)
+        except OSError as error:
+            raise jsonl.disk_full_error(self.path, error) from error
+        self.file = jsonl.JsonlAppender(self.path)
+        self.written = len(lines.encode())
+
+    def due(self, number: int) -> bool:
+        """Return whether samples of batch `number` are to be logged."""
+        record = self.config.record
+        every = record.samples_every
+        return bool(every and record.token_samples and number % every == 0 and not self.full)
+
+    def add(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Append `rows` until the file has reached its bound, which is reported once."""
+        for row in rows:
+            size = len(json.dumps(row)) + 1
+            if self.written + size > self.config.record.token_samples_mib * MIB:
+                self.full = True
+                print(
+                    f"learner: {self.path} has reached record.token_samples_mib = "
+                    f"{self.config.record.token_samples_mib}: later samples are not logged",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                return
+            self.file.write(row)
+            self.written += size
+
+    def sync(self) -> None:
+        """Make the rows so far survive a power cut, which a later checkpoint relies on."""
+        os.fsync(self.file.fd)
+
+    def close(self) -> None:
+        self.file.close()
+
+    def rows(
+        self,
+        batch: Batch,
+        packed: PackedBatch,
+        prep: PreparedBatch,
+        sampler: torch.Tensor | None,
+    ) -> list[dict[str, Any]]:
+        """Build the rows of the batch's chosen samples, after its update.
+
+        sampler: [N], log-probabilities under the learner's weights of the version that sampled each
+        token, nan where they were not measured; None: not measured in this batch.
+        """
+        if self.tokenizer is None:
+            self.tokenizer = load_tokenizer(self.config.model.path)
+        chosen = choose_samples(packed, prep, self.config, batch.number)
+        weight = importance_weights(prep)
+        columns = {
+            "behavior": prep.batch.behavior,
+            "start": prep.start,
+            "target": prep.latest,
+            "advantage": prep.advantage,
+            "weight": weight,
+        }
+        if sampler is not None:
+            columns["sampler"] = sampler
+        rounded = {name: _round(x) for name, x in columns.items()}
+        whole = {
+            "lag": prep.batch.token_lag.cpu().numpy(),
+            "clip": prep.clipped.cpu().numpy(),
+            "mask": prep.batch.mask.cpu().numpy().astype(int),
+            "used": prep.used.cpu().numpy().astype(int),
+        }
+        rewards: dict[int, list[float]] = {}
+        for group, reward in zip(packed.groups, packed.loss.rewards.tolist(), strict=True):
+            rewards.setdefault(group, []).append(reward)
+        return [
+            self._row(
+                batch.samples[packed.places[position]],
+                batch.number,
+                rules,
+                {"group_rewards": rewards[packed.groups[position]]},
+                int(packed.offsets[position]),
+                rounded | whole,
+            )
+            for position, rules in sorted(chosen.items())
+        ]
+
+    def _row(
+        self,
+        sample: Trajectory,
+        number: int,
+        rules: list[str],
+        more: dict[str, Any],
+        offset: int,
+        columns: dict[str, np.ndarray],
+    ) -> dict[str, Any]:
+        sequences = []
+        for sequence in sample.all_rows():
+            ids = np.frombuffer(sequence.tokens, "<i4").tolist()
+            tokens = slice(offset, offset + len(ids))
+            prompt = np.frombuffer(sequence.prompt_tokens, "<i4").tolist()
+            sequences.append(
+                {
+                    "prompt": self.tokenizer.decode(prompt),
+                    "pieces": decode_pieces(self.tokenizer, ids),
+                    "tokens": ids,
+                    "versions": [[str(s.label), s.start, s.end] for s in sequence.spans],
+                }
+                | {name: _as_json(x[tokens]) for name, x in columns.items()}
+            )
+            offset += len(ids)
+        lags = [lag for sequence in sequences for lag in sequence["lag"]]
+        return {
+            "batch": number,
+            "ticket": sample.ticket,
+            "sample": sample.sample,
+            "attempt": sample.attempt,
+            "group_key": sample.group_key,
+            "rules": rules,
+            "reward": sample.reward,
+            "parts": sample.reward_parts,
+            "finish": sample.finish,
+            "calls": sample.calls,
+            "excluded": sample.aside,
+            "segments": [list(segment) for segment in sample.segments],
+            "lag_mean": round(sum(lags) / max(len(lags), 1), DECIMALS),
+            "lag_max": max(lags, default=0),
+            "length": len(lags),
+            **more,
+            "sequences": sequences,
+        }
+
+
+def choose_samples(
+    packed: PackedBatch, prep: PreparedBatch, config: Config, number: int
+) -> dict[int, list[str]]:
+    """Return the samples to log, each with the rules of `record.token_samples` that chose it.
+
+    Only samples with a known start that a pass of this rank has seen can be chosen.
+    """
+    seen = ratios.seq_sum((prep.known & prep.passed).long(), packed.loss.seq, packed.count)
+    lengths = np.diff(packed.offsets)
+    usable = [i for i, n in enumerate(seen.tolist()) if n == lengths[i] > 0]
+    if not usable:
+        return {}
+    moved = (prep.start - prep.batch.behavior).abs() * prep.valid
+    far = ratios.seq_sum(moved.double(), packed.loss.seq, packed.count).cpu().numpy()
+    rewards = packed.loss.rewards.tolist()
+    groups = sorted({packed.groups[i] for i in usable})
+    turn = number // max(config.record.samples_every, 1)
+    source = random.Random(config.seed * 1_000_003 + number)
+    by_rule = {
+        "group": [i for i in usable if packed.groups[i] == groups[turn % len(groups)]],
+        "best": [max(usable, key=lambda i: rewards[i])],
+        "worst": [min(usable, key=lambda i: rewards[i])],
+        "off_policy": [max(usable, key=lambda i: far[i] / lengths[i])],
+        "longest": [max(usable, key=lambda i: lengths[i])],
+        "random": [source.choice(usable)],
+    }
+    chosen: dict[int, list[str]] = {}
+    for rule in config.record.token_samples:
+        for position in by_rule[rule]:
+            chosen.setdefault(position, []).append(rule)
+    return chosen
+
+
+def decode_pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """Return the text of each token, so that the pieces add up to the text of the sequence.
+
+    A token that ends in the middle of a character has an empty piece; the token that completes the
+    character has all of it. Where a tokenizer rewrites earlier text, each token is decoded alone.
+    """
+    pieces: list[str] = []
+    start = done = 0  # first token of the window, first token without a piece
+    text = ""  # of the window up to `done`
+    for end in range(1, len(ids) + 1):
+        longer = tokenizer.decode(ids[start:end])
+        if longer.endswith("\N{REPLACEMENT CHARACTER}") and end < len(ids) and end - done < 8:
+            continue
+        if not longer.startswith(text):
+            return [tokenizer.decode([token]) for token in ids]
+        pieces += [""] * (end - done - 1) + [longer[len(text) :]]
+        # a short window keeps the cost linear; one token of context keeps spaces in place
+        start, done = end - 1, end
+        text = tokenizer.decode(ids[start:end])
+    return pieces
+
+
+def _round(column: torch.Tensor) -> np.ndarray:
+    return np.round(column.detach().double().cpu().numpy(), DECIMALS)
+
+
+def _as_json(column: np.ndarray) -> list[float | int | None]:
+    """A list of numbers, None for what is not finite, which JSON cannot hold."""
+    return [x if np.isfinite(x) else None for x in column.tolist()]

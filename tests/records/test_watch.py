@@ -1,0 +1,444 @@
+"""asyncrl/watch: what a page and a terminal show of a run, from its files alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from starlette.testclient import TestClient
+
+from asyncrl.cli import main
+from asyncrl.config import load
+from asyncrl.contract.errors import ConfigError
+from asyncrl.watch import advice, findings, plots, server
+from asyncrl.watch.app import WatchApp
+from asyncrl.watch.samples import SHADES, SampleFilter, SampleStore, parse_range, terminal_text
+from asyncrl.watch.series import Series, downsample, smoothed
+
+MARKUP = "<script>window.ran = 1</script><img src=x onerror='window.ran = 1'>\x1b[2J"
+
+
+def metric_row(step: int, **more: float) -> dict[str, float]:
+    return {"step": step, "t": step * 0.5, "reward/mean": 0.5 + step / 1000, **more}
+
+
+def sample_row(batch: int, sample: int = 0, reward: float = 1.0, **more: Any) -> dict[str, Any]:
+    """A row of token_samples.jsonl with three tokens, the last two sampled by a later version."""
+    sequence = {
+        "prompt": f"{MARKUP}12=",
+        "pieces": ["1", MARKUP, "<eos>"],
+        "tokens": [3, 4, 1],
+        "versions": [["1.0", 0, 1], ["1.1", 1, 3]],
+        "behavior": [-0.5, -0.25, -0.125],
+        "start": [-0.25, -0.25, None],
+        "target": [-0.25, 0.0, -0.5],
+        "advantage": [0.5, 0.5, 0.5],
+        "weight": [1.0, 0.0, 1.5],
+        "lag": [2, 1, 1],
+        "clip": [0, 1, 2],
+        "mask": [1, 1, 0],
+        "used": [1, 0, 0],
+    }
+    return {
+        "batch": batch,
+        "ticket": batch * 4,
+        "sample": sample,
+        "attempt": 1,
+        "group_key": "sums",
+        "rules": ["best"] if reward else ["worst"],
+        "reward": reward,
+        "parts": {MARKUP: 1.0},
+        "finish": "stop",
+        "calls": 0,
+        "excluded": 0,
+        "segments": [],
+        "lag_mean": 4 / 3,
+        "lag_max": 2,
+        "length": 3,
+        "group_rewards": [1.0, 0.0],
+        "sequences": [sequence],
+        **more,
+    }
+
+
+def write_lines(path: Path, rows: list[dict[str, Any]], end: str = "") -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + end)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run directory as a finished run leaves it, with a few of its files."""
+    path = tmp_path / "runs" / "first"
+    (path / "logs" / "attempt_1").mkdir(parents=True)
+    least = {"model": {"path": "m"}, "task": {"name": "sort"}}
+    (path / "config.toml").write_text(load.dump(load.build(least)))
+    (path / "run_id").write_text("abc")
+    (path / "logs" / "attempt_1" / "learner.log").write_text(f"starting\n{MARKUP}\n")
+    write_lines(path / "metrics.jsonl", [metric_row(step) for step in range(30)])
+    write_lines(path / "token_samples.jsonl", [sample_row(n, n, float(n % 2)) for n in range(4)])
+    write_lines(path / "trained.jsonl", [{"batch": n, "lags": {"0": 1, "2": 3}} for n in range(4)])
+    return path
+
+
+# ---- metrics -------------------------------------------------------------------------------------
+
+
+def test_metrics_are_read_as_they_grow(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    series = Series(path)
+    assert not series.refresh() and series.line("reward/mean") == ([], [])
+    write_lines(path, [metric_row(0), metric_row(1)], end='{"step": 2, "t"')
+    assert series.refresh() and series.steps == [0, 1]
+    assert not series.refresh(), "the torn line waits"
+    with path.open("a") as file:
+        file.write(': 1.0, "reward/mean": 0.75}\nnot json\n{"step": 3, "reward/mean": "text"}\n')
+    assert series.refresh() and series.steps == [0, 1, 2, 3] and series.damaged == 1
+    assert series.line("reward/mean") == ([0.0, 1.0, 2.0], [0.5, 0.501, 0.75])
+    assert series.line("reward/mean", "time")[0] == [0.0, 0.5, 1.0]
+    assert series.latest("reward/mean") == 0.75 and series.latest("no/such") is None
+
+
+def test_a_replaced_or_shortened_file_is_read_anew(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    series = Series(path)
+    write_lines(path, [metric_row(step) for step in range(5)])
+    series.refresh()
+    new = tmp_path / "new"
+    write_lines(new, [metric_row(step) for step in range(7)])
+    os.replace(new, path)
+    series.refresh()
+    assert series.steps == list(range(7))
+    write_lines(path, [metric_row(9)])
+    series.refresh()
+    assert series.steps == [9]
+    path.unlink()
+    assert series.refresh() and series.steps == [] and not series.refresh()
+
+
+def test_the_token_axis_adds_up_what_was_trained(tmp_path: Path) -> None:
+    more = {"throughput/learner_tokens_per_s": 100.0, "time/step": 2.0}
+    write_lines(tmp_path / "m", [metric_row(step, **more) for step in range(3)])
+    series = Series(tmp_path / "m")
+    series.refresh()
+    assert series.line("reward/mean", "tokens")[0] == [200.0, 400.0, 600.0]
+
+
+def test_downsampling_keeps_extremes_and_order() -> None:
+    x = np.arange(100_000.0)
+    y = np.sin(x / 500)
+    y[77_777] = 50.0
+    few_x, few_y = downsample(x, y, 1000)
+    assert len(few_x) <= 1000 and few_y.max() == 50.0 and (np.diff(few_x) > 0).all()
+    assert np.array_equal(y[few_x.astype(int)], few_y)
+
+
+def test_smoothing_keeps_a_constant_and_calms_the_rest() -> None:
+    noise = np.tile([0.0, 1.0], 100)
+    assert smoothed(noise, 0.9)[-50:].std() < 0.1 < noise.std()
+    assert np.allclose(smoothed(np.full(9, 3.0), 0.9), 3.0)
+
+
+def test_evaluations_have_a_band_and_metrics_their_meaning(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    evals = {"eval/heldout": 0.5, "eval/heldout_n": 100.0}
+    write_lines(path, [metric_row(step, **evals) for step in (0, 10)])
+    series = Series(path)
+    series.refresh()
+    accuracy = plots.figures("overview", {"a": series})[0]
+    (held,) = [line for line in accuracy["lines"] if line["metric"] == "eval/heldout"]
+    assert accuracy["title"] == "Accuracy" and 0.05 < held["band"][0] < 0.2
+    assert "held-out" in accuracy["metrics"]["eval/heldout"]
+    assert plots.figures("learner", {"a": series}) == [], "no empty plots"
+
+
+def test_the_lag_histogram_over_time_is_of_shares() -> None:
+    rows = [{"batch": n, "lags": {"0": 3, "2": 1}} for n in range(10)]
+    seen = plots.lag_over_time([{"batch": -1}, *rows], buckets=5)
+    assert seen["x"] == [0, 2, 4, 6, 8] and seen["lags"] == [0, 2]
+    assert seen["share"] == [[0.75] * 5, [0.25] * 5]
+    assert plots.lag_over_time([])["x"] == []
+
+
+# ---- samples -------------------------------------------------------------------------------------
+
+
+def test_samples_are_filtered_and_ordered(run_dir: Path) -> None:
+    store = SampleStore(run_dir / "token_samples.jsonl")
+    store.refresh()
+    batches = lambda **keys: [store.heads[i]["batch"] for i in store.find(SampleFilter(**keys))]  # noqa: E731
+    assert batches() == [3, 2, 1, 0]
+    assert batches(step=(1, 2)) == [2, 1] and batches(reward=(0, 0)) == [2, 0]
+    assert batches(lag=(2, None)) == [] and batches(rule="best") == [3, 1]
+    assert batches(ticket=8) == [2] and batches(text="12=1") == [3, 2, 1, 0]
+    assert batches(text="13=") == [] and batches(limit=1) == [3]
+    assert batches(sort="reward")[:2] == [1, 3] and batches(group_key="other") == []
+    for wrong in ({"text": "("}, {"sort": "color"}):
+        with pytest.raises(ConfigError, match="--"):
+            store.find(SampleFilter(**wrong))
+
+
+@pytest.mark.parametrize(
+    ("words", "bounds"),
+    [("3", (3, 3)), ("3..", (3, None)), ("..3", (None, 3)), ("..", (None, None))],
+)
+def test_ranges(words: str, bounds: tuple[float | None, float | None]) -> None:
+    assert parse_range(words, "lag") == bounds
+    with pytest.raises(ConfigError, match="--lag x"):
+        parse_range("x", "lag")
+
+
+def test_every_shade_of_a_token(run_dir: Path) -> None:
+    store = SampleStore(run_dir / "token_samples.jsonl")
+    store.refresh()
+    shades = store.row(1)["sequences"][0]["shades"]
+    assert shades["version"] == ["1.0", "1.1", "1.1"] and shades["lag"] == [2, 1, 1]
+    assert shades["log_ratio"] == [0.25, 0.0, None] and shades["update"] == [0.0, 0.25, None]
+    assert "mismatch" not in shades and set(shades) <= set(SHADES)
+    measured = sample_row(9)
+    measured["sequences"][0]["sampler"] = [-0.5, -0.5, None]
+    write_lines(run_dir / "token_samples.jsonl", [measured])
+    store.refresh()
+    shades = store.row(0)["sequences"][0]["shades"]
+    assert shades["mismatch"] == [0.0, -0.25, None] and shades["staleness"] == [0.25, 0.25, None]
+
+
+def test_a_torn_sample_waits_and_a_damaged_one_is_counted(run_dir: Path) -> None:
+    path = run_dir / "token_samples.jsonl"
+    store = SampleStore(path)
+    line = json.dumps(sample_row(7)) + "\n"
+    with path.open("a") as file:
+        file.write('{"batch": 5}\n' + line[:50])
+    store.refresh()
+    assert (len(store.heads), store.damaged) == (4, 1)
+    with path.open("a") as file:
+        file.write(line[50:])
+    assert store.refresh() and store.row(4)["batch"] == 7
+
+
+def test_text_of_a_sample_cannot_move_the_cursor(run_dir: Path) -> None:
+    store = SampleStore(run_dir / "token_samples.jsonl")
+    store.refresh()
+    plain = terminal_text(store.row(0), "lag", color=False)
+    assert "\x1b" not in plain and "\\x1b[2J" in plain and "<script>" in plain
+    colored = terminal_text(store.row(0), "version", color=True)
+    assert "\x1b[2J" not in colored and colored.count("\x1b[38;2;") == 3
+
+
+def test_the_command_prints_samples_or_json(run_dir: Path) -> None:
+    runner = CliRunner()
+    done = runner.invoke(main, ["samples", str(run_dir), "--reward", "0", "--limit", "1"])
+    assert done.exit_code == 0 and "batch 2  ticket 8" in done.output
+    assert "1 of 4 logged samples" in done.stderr
+    done = runner.invoke(main, ["samples", str(run_dir), "--step", "1", "--json"])
+    (row,) = json.loads(done.stdout)["samples"]
+    assert row["batch"] == 1 and row["sequences"][0]["tokens"] == [3, 4, 1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--color", "red"], "choose one of version"),
+        (["--step", "few"], "give a number or a range"),
+        (["--text", "["], "no regular expression"),
+    ],
+)
+def test_wrong_options_are_one_clear_line(run_dir: Path, words: list[str], message: str) -> None:
+    done = CliRunner().invoke(main, ["samples", str(run_dir), *words])
+    assert done.exit_code == 2 and message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_run_without_samples_says_how_they_come(run_dir: Path, tmp_path: Path) -> None:
+    (run_dir / "token_samples.jsonl").unlink()
+    done = CliRunner().invoke(main, ["samples", str(run_dir)])
+    assert done.exit_code == 2 and "record.samples_every" in done.stderr
+    done = CliRunner().invoke(main, ["samples", str(tmp_path)])
+    assert done.exit_code == 2 and "no run directory" in done.stderr
+
+
+# ---- the page's routes ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def client(run_dir: Path) -> TestClient:
+    return TestClient(WatchApp([run_dir.parent]).starlette())
+
+
+ANSWERS = ("overview", "plots?page=staleness", "lags", "processes", "ledger", "config", "logs")
+
+
+def test_every_answer_is_json(client: TestClient) -> None:
+    (run,) = client.get("/api/runs").json()
+    assert (run["id"], run["state"], run["step"], run["samples"]) == ("first", "stopped", 29, 4)
+    for name in (*ANSWERS, "samples", "sample?number=0", "plots?page=learner&axis=time"):
+        reply = client.get(f"/api/{name}")
+        assert reply.status_code == 200, (name, reply.text)
+        json.loads(reply.text)
+    page = client.get("/")
+    assert (
+        page.status_code == 200 and "script-src 'self'" in page.headers["content-security-policy"]
+    )
+    assert client.get("/static/watch.js").status_code == 200
+    assert client.get("/static/plotly.js").status_code == 200
+    assert client.get("/static/..%2fapp.py").status_code == 404
+
+
+def test_a_run_that_begins_later_appears(client: TestClient, run_dir: Path) -> None:
+    client.get("/api/runs")
+    shutil.copytree(run_dir, run_dir.parent / "second")
+    assert [run["id"] for run in client.get("/api/runs").json()] == ["first", "second"]
+    path = run_dir.parent / "second" / "config.toml"
+    path.write_text(path.read_text().replace("lr = ", "lr = 0.5 # "))
+    differences = client.get("/api/config").json()["differences"]
+    assert [row["key"] for row in differences] == ["learner.lr"]
+    assert differences[0]["values"]["second"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        ("plots?page=none", "page: one of"),
+        ("plots?axis=none", "axis: one of"),
+        ("plots?smooth=x", "give a number"),
+        ("overview?runs=none", "no run of this page"),
+        ("sample?number=99", "the run has 4 samples"),
+        ("samples?text=(", "no regular expression"),
+        ("logs?file=../../etc/passwd", "no log file"),
+    ],
+)
+def test_a_wrong_question_gets_one_line(client: TestClient, query: str, message: str) -> None:
+    reply = client.get(f"/api/{query}")
+    assert reply.status_code == 400 and message in reply.json()["error"]
+
+
+def test_a_run_being_deleted_is_said_and_the_server_goes_on(
+    client: TestClient, run_dir: Path
+) -> None:
+    client.get("/api/runs")
+    shutil.rmtree(run_dir)
+    (run,) = client.get("/api/runs").json()
+    assert run["state"] == "unreadable" and "gone" in run["problem"]
+    for name in ANSWERS:
+        assert client.get(f"/api/{name}").status_code in (200, 400)
+
+
+def test_a_damaged_config_is_said(client: TestClient, run_dir: Path) -> None:
+    (run_dir / "config.toml").write_text("model = [")
+    (run,) = client.get("/api/runs").json()
+    assert run["state"] == "unreadable" and "config.toml" in run["problem"]
+    assert client.get("/api/config").status_code == 400
+
+
+def test_the_token_opens_the_page_once_and_stays_out_of_the_address(run_dir: Path) -> None:
+    client = TestClient(WatchApp([run_dir], token="secret").starlette(), follow_redirects=False)
+    for query in ("", "?token=wrong", "?token=%ff"):
+        assert client.get(f"/api/runs{query}").status_code == 403
+    opened = client.get("/?token=secret")
+    assert opened.status_code == 303 and opened.headers["location"] == "/"
+    assert "HttpOnly" in opened.headers["set-cookie"]
+    assert client.get("/api/runs").status_code == 200
+
+
+def test_logs_are_escaped(client: TestClient) -> None:
+    text = client.get("/api/logs").json()["text"]
+    assert "\x1b" not in text and "<script>" in text and text.startswith("starting\n")
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    for place in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(ConfigError, match=str(place)):
+            findings.find_runs([place])
+
+
+def test_only_this_machine_without_a_token(run_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="everyone who reaches this address"):
+        server.serve([run_dir], "0.0.0.0", 0, token=False)
+    listener = server.listen("127.0.0.1", 0)
+    with pytest.raises(ConfigError, match="choose another port"):
+        server.listen("127.0.0.1", listener.getsockname()[1])
+    listener.close()
+
+
+def test_the_page_reads_and_never_writes(client: TestClient, run_dir: Path) -> None:
+    before = {p: p.stat().st_mtime_ns for p in run_dir.rglob("*")}
+    for name in (*ANSWERS, "samples", "runs"):
+        client.get(f"/api/{name}")
+    assert {p: p.stat().st_mtime_ns for p in run_dir.rglob("*")} == before
+
+
+# ---- advice --------------------------------------------------------------------------------------
+
+WAITS = "time/learner_idle_share", "time/generator_idle_share", "time/reward_wait_share"
+SPLIT = "split/staleness_k3", "split/mismatch_k3"
+
+
+def facts(tmp_path: Path, values: dict[str, float], *, rows: int = 20) -> advice.Facts:
+    path = tmp_path / "metrics.jsonl"
+    write_lines(path, [metric_row(step, **values) for step in range(rows)])
+    series = Series(path)
+    series.refresh()
+    return advice.Facts(series, 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("rule", "fires", "does_not"),
+    [
+        ("learner_waits", (0.4, 0.05, 0.0), (0.05, 0.05, 0.0)),
+        ("generators_wait", (0.05, 0.4, 0.0), (0.4, 0.05, 0.0)),
+        ("rewards_wait", (0.05, 0.4, 0.4), (0.05, 0.4, 0.0)),
+        ("both_wait", (0.4, 0.4, 0.0), (0.05, 0.4, 0.0)),
+        ("balanced", (0.05, 0.05, 0.0), (0.4, 0.4, 0.0)),
+    ],
+)
+def test_what_limits_the_speed(
+    rule: str, fires: tuple[float, ...], does_not: tuple[float, ...], tmp_path: Path
+) -> None:
+    said = advice.apply_rules(facts(tmp_path, dict(zip(WAITS, fires, strict=True))))
+    assert [line.rule for line in said if line.about == "speed"] == [rule]
+    other = advice.apply_rules(facts(tmp_path, dict(zip(WAITS, does_not, strict=True))))
+    assert rule not in [line.rule for line in other]
+    few = facts(tmp_path, dict(zip(WAITS, fires, strict=True)), rows=advice.LEAST - 1)
+    assert advice.apply_rules(few) == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "ess", "stale", "engine"),
+    [
+        ("staleness_hurts", 0.3, 0.1, 0.001),
+        ("mismatch_dominates", 0.3, 0.001, 0.01),
+        ("staleness_harmless", 0.97, 0.001, 0.0),
+    ],
+)
+def test_whether_staleness_hurts(
+    rule: str, ess: float, stale: float, engine: float, tmp_path: Path
+) -> None:
+    values = {"is/ess": ess, "lag/mean": 3.0, **dict(zip(SPLIT, (stale, engine), strict=True))}
+    assert [line.rule for line in advice.apply_rules(facts(tmp_path, values))] == [rule]
+    fresh = values | {"is/ess": 0.7, "split/mismatch_k3": 0.0}
+    assert advice.apply_rules(facts(tmp_path, fresh)) == []
+
+
+def test_accuracy_that_fell_is_told_from_noise(tmp_path: Path) -> None:
+    def told(*values: float) -> str:
+        rows = [
+            metric_row(i, **{"eval/heldout": v, "eval/heldout_n": 400.0})
+            for i, v in enumerate(values)
+        ]
+        write_lines(tmp_path / "m", rows)
+        series = Series(tmp_path / "m")
+        series.refresh()
+        return advice.apply_rules(advice.Facts(series, 2, 1))[0].rule
+
+    assert told(0.4, 0.8, 0.5) == "accuracy_fell"
+    assert told(0.4, 0.8, 0.79) == "accuracy" == told(0.4, 0.5, 0.9)
+
+
+def test_every_rule_is_in_the_docs() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "watch.md").read_text()
+    for rule in (*(f.__name__ for f in advice.RULES), "accuracy_fell"):
+        assert rule == "learning" or f"`{rule}`" in page, rule

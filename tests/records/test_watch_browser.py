@@ -1,0 +1,120 @@
+"""The page of `asyncrl watch` in the installed Chromium: clicked through, on a real run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from playwright.sync_api import Page, sync_playwright
+from process_kit import Ended
+
+from asyncrl.watch import server
+from asyncrl.watch.app import WatchApp
+
+pytestmark = pytest.mark.slow
+
+PAGES = (
+    "overview",
+    "staleness",
+    "learner",
+    "processes",
+    "ledger",
+    "samples",
+    "config",
+    "logs",
+)
+MARKUP = "<script>window.ran = 1</script><img src=x onerror='window.ran = 1'>"
+PATIENCE_MS = 120_000
+
+
+@pytest.fixture
+def run_dir(gain: Ended, tmp_path: Path) -> Path:
+    """A copy of a real run in which a sample, a log and the run's name hold markup."""
+    path = tmp_path / "<b>gain"
+    shutil.copytree(gain.json["run_dir"], path)
+    samples = path / "token_samples.jsonl"
+    row = json.loads(samples.read_text().splitlines()[-1])
+    row["sequences"][0]["pieces"][0] = row["sequences"][0]["prompt"] = MARKUP
+    row["parts"] = {MARKUP: 1.0}
+    row["reward"] = 1e6
+    with samples.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    with next(path.rglob("learner.log")).open("a") as file:
+        file.write(MARKUP + "\n")
+    return path
+
+
+@pytest.fixture
+def address(run_dir: Path) -> Iterator[str]:
+    listener = server.listen("127.0.0.1", 0)
+    app = WatchApp([run_dir], token="secret").starlette()
+    running = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+    thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
+    thread.start()
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    running.should_exit = True
+    thread.join(timeout=120)
+
+
+@pytest.fixture
+def page() -> Iterator[Page]:
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    assert browser, "Chromium is missing: `make browser` installs it or says how"
+    with sync_playwright() as play:
+        chromium = play.chromium.launch(executable_path=browser, args=["--no-sandbox"])
+        opened = chromium.new_context(color_scheme="dark").new_page()
+        opened.set_default_timeout(PATIENCE_MS)
+        yield opened
+        chromium.close()
+
+
+def test_every_page_opens_without_an_error_and_runs_no_foreign_script(
+    address: str, page: Page
+) -> None:
+    errors: list[str] = []
+    hosts: set[str] = set()
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda m: errors.append(m.text) if m.type == "error" else None)
+    page.on("request", lambda request: hosts.add(request.url.split("/")[2]))
+    page.goto(f"{address}/?token=secret")
+    page.locator(".card").first.wait_for()
+    assert "token" not in page.url
+    for name in PAGES:
+        page.get_by_role("button", name=name, exact=True).click()
+        ready = {
+            "processes": "table",
+            "ledger": "table",
+            "samples": ".token",
+            "config": "pre",
+            "logs": "#log",
+        }.get(name, ".plot svg.main-svg")
+        page.locator(ready).first.wait_for()
+        assert page.locator("#error").is_hidden(), name
+    page.get_by_role("button", name="samples", exact=True).click()
+    page.get_by_label("sort").select_option("reward")
+    page.get_by_text(MARKUP).first.wait_for()
+    assert page.evaluate("window.ran") is None
+    title = page.locator(".token").first.get_attribute("title") or ""
+    assert "version" in title and "advantage" in title and "log_ratio" in title
+    assert errors == [] and hosts == {address.removeprefix("http://")}
+
+
+def test_a_phone_scrolls_in_one_direction_and_keys_change_page_and_theme(
+    address: str, page: Page
+) -> None:
+    page.set_viewport_size({"width": 390, "height": 800})
+    page.goto(f"{address}/?token=secret")
+    page.locator(".plot svg.main-svg").first.wait_for()
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    dark: Any = page.evaluate("document.documentElement.classList.contains('dark')")
+    page.keyboard.press("d")
+    assert page.evaluate("document.documentElement.classList.contains('dark')") is not dark
+    page.keyboard.press("5")
+    page.locator("table").first.wait_for()
+    assert page.url.endswith("#ledger")
