@@ -36,9 +36,9 @@ class CompletionRequest:
     top_p: float
     top_k: int  # 0: all
     stop: tuple[int, ...]
-    seed: int  # of the run; `uniforms` counts on (seed, ticket, sample, position)
+    seed: int  # of the run, see `uniforms`
     beside: int = 0  # selects another stream for a further call of the same sample
-    drawn_for: tuple[int, int] | None = None  # (ticket, sample) of the stream; None: the key's
+    drawn_for: tuple[int, int] | None = None  # (ticket, sample) of the stream, if not the key's
 
     @property
     def truncates(self) -> bool:
