@@ -56,7 +56,6 @@ def missing_for(config: Config) -> str:
     needs = [
         (config.learner.backend == "deepspeed", "learner.backend", "deepspeed", "deepspeed"),
         (config.lora.rank > 0, "lora.rank", "peft", "lora"),
-        (over_http, "agent: sessions over HTTP", "uvicorn", "agents"),
         (over_http, "agent: sessions over HTTP", "httptools", "agents"),
     ]
     return next(

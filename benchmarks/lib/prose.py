@@ -26,6 +26,8 @@ DIALECT = re.compile(
     r"|\b(?<![Tt]here )(?:is|are|was|were) no "
     r"(?!longer\b|more than\b|fewer than\b|less than\b|later\b|earlier\b|older\b|larger\b)\w+"
 )
+EXAMPLE = re.compile(r"^ *>>>.*(?:\n *\S.*)*", re.MULTILINE)  # a doctest with its output
+SHAPES = re.compile(r"^ *\w[\w, ]*: .*\[.*$", re.MULTILINE)  # an argument with its shape
 CHAIN = re.compile(r"[^.;]*;[^.;]*;")  # two semicolons in one sentence
 
 
@@ -42,12 +44,14 @@ def comment_blocks(source: str) -> Iterator[tuple[int, str]]:
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type != tokenize.COMMENT:
             continue
-        if token.start[0] != last + 1:
+        trailing = token.line[: token.start[1]].strip() != ""
+        if token.start[0] != last + 1 or trailing:
             if words:
                 yield first, " ".join(words)
             first, words = token.start[0], []
-        words.append(token.string.lstrip("# "))
-        last = token.start[0]
+        if "noqa" not in token.string:
+            words.append(token.string.lstrip("# "))
+        last = -1 if trailing else token.start[0]
     if words:
         yield first, " ".join(words)
 
@@ -58,7 +62,7 @@ def python_prose(source: str) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node)
             if text:
-                yield getattr(node, "lineno", 1), text
+                yield getattr(node, "lineno", 1), EXAMPLE.sub("", SHAPES.sub("", text))
     yield from comment_blocks(source)
 
 

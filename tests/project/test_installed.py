@@ -132,7 +132,7 @@ def test_errors_of_a_wheel_name_extras_that_exist(installed: Path, tmp_path: Pat
     assert called([str(env / "asyncrl"), "new", "mine"], tmp_path).code == 0
     code = (
         "import importlib.util as u, sys; before = u.find_spec; "
-        "gone = ('vllm', 'deepspeed', 'peft', 'uvicorn'); "
+        "gone = ('vllm', 'deepspeed', 'peft', 'httptools'); "
         "u.find_spec = lambda n, *a: None if n in gone else before(n, *a); "
         "from asyncrl.cli import main; main(sys.argv[1:])"
     )
