@@ -130,7 +130,7 @@ def main() -> None:
     goals = []
     details = {}
     with tempfile.TemporaryDirectory() as work:
-        for name in args.sample_tokens[:1] if args.quick else args.sample_tokens:
+        for name in args.sizes[:1] if args.quick else args.sizes:
             found, details[name] = measure(
                 name, 3 if args.quick else args.rounds, Path(work), quick=args.quick
             )

@@ -82,7 +82,7 @@ def prose_figures() -> list[Figure]:
     split = [place for path in files() for place in prose.split_literals(path)]
     subjects = prose.long_subjects()
     return [
-        Figure("dialect in docstrings and comments", len(code), 603, code),
+        Figure("dialect in docstrings and comments", len(code), 0, code),
         Figure("dialect in pages", len(page), 0, page),
         Figure("lines of pages wider than 100 columns", len(wide), 0, wide),
         Figure("literals split although they fit", len(split), 0, split),

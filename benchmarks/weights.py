@@ -175,7 +175,7 @@ def main() -> None:
     rounds.one_core()
     goals = []
     details = {}
-    for name in args.sample_tokens[:2] if args.quick else args.sample_tokens:
+    for name in args.sizes[:2] if args.quick else args.sizes:
         shape, count = SIZES[name]
         with tempfile.TemporaryDirectory() as work:
             model = policy.build_model(

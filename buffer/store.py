@@ -694,7 +694,7 @@ class Store(StoreRules):
     ) -> bool | None:
         """Record that batch `number` is trained and `label` is the new policy.
 
-        Returns True; False for a repeated commit; None if an earlier commit is still missing.
+        Returns True, or False for a repeated commit, or None while an earlier one is missing.
 
         unused: per sample of the batch, in its order: (skipped, rejected) tokens; empty: none.
         seen: evidence that moves an adaptive limit; None: none.

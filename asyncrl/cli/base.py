@@ -31,7 +31,7 @@ def restart_in_utf8() -> None:
     """Begin again in Python's UTF-8 mode where it cannot write every path.
 
     With LC_ALL=C and PYTHONUTF8=0 Python encodes paths as ASCII, so a run directory, a config, a
-    prompt file or a reward with another character in its name cannot be opened.  What is printed
+    prompt file or a reward with another character in its name cannot be opened.  Printed text
     keeps the encoding of the terminal."""
     if sys.getfilesystemencoding() == "utf-8" or os.environ.get("PYTHONUTF8") == "1":
         return
@@ -85,7 +85,7 @@ class CommandGroup(ExampleGroup):
         return super().get_command(ctx, cmd_name)
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        if not args and "args" not in kwargs:  # else a program of somebody else's calls
+        if not args and "args" not in kwargs:  # otherwise another program calls it
             restart_in_utf8()
         append_working_directory()
         for stream in (sys.stdout, sys.stderr):

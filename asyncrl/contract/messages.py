@@ -142,7 +142,7 @@ class TrainingSequence(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Trajectory(msgspec.Struct, array_like=True, gc=False):
-    """One sample. Made by a generator or a gateway; stored by the buffer; read by the learner.
+    """One sample, made by a generator or a gateway, stored by the buffer, read by the learner.
 
     P prompt tokens, T response tokens.  A single completion is one training sequence, in the fields
     here. A session's further sequences are in `rows`; `all_rows` returns all of them. A position

@@ -37,7 +37,7 @@ class Advice(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What the rules look at: the run's metrics and two of its settings."""
+    """Inputs of the rules: the run's metrics and two of its settings."""
 
     series: Series
     max_lag: int | None

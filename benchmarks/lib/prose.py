@@ -28,6 +28,7 @@ DIALECT = re.compile(
 )
 EXAMPLE = re.compile(r"^ *>>>.*(?:\n *\S.*)*", re.MULTILINE)  # a doctest with its output
 SHAPES = re.compile(r"^ *\w[\w, ]*: .*\[.*$", re.MULTILINE)  # an argument with its shape
+ITEM = re.compile(r"\n *(?=- |\w+: )")  # a list item or an argument begins
 CHAIN = re.compile(r"[^.;]*;[^.;]*;")  # two semicolons in one sentence
 
 
@@ -62,7 +63,10 @@ def python_prose(source: str) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node)
             if text:
-                yield getattr(node, "lineno", 1), EXAMPLE.sub("", SHAPES.sub("", text))
+                yield (
+                    getattr(node, "lineno", 1),
+                    ITEM.sub(". ", EXAMPLE.sub("", SHAPES.sub("", text))),
+                )
     yield from comment_blocks(source)
 
 

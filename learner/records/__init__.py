@@ -1,1 +1,1 @@
-"""What the learner writes besides weights: step log, recording, log of samples."""
+"""Files that the learner writes besides weights: step log, recording, log of samples."""

@@ -249,10 +249,10 @@ def test_the_import_of_a_function_has_the_time_of_a_call_and_a_minute_at_least(
     sets = ("reward.function='shared_reward:digit'", f"reward.deadline_s={deadline_s}")
     pool = rewards._RewardPool(load.load("configs/demo.toml", sets))
     try:
-        (process,) = pool.processes
-        assert pool._deadline(process) == process.since + wanted
-        process.ready = True
-        assert pool._deadline(process) == np.inf  # it has nothing to do
+        (worker,) = pool.workers
+        assert pool.deadline(worker) == worker.since + wanted
+        worker.ready = True
+        assert pool.deadline(worker) == np.inf  # it has nothing to do
     finally:
         pool.end()
 

@@ -31,6 +31,7 @@ from buffer.durable_store import RecordedStore
 from buffer.evaluation import Evaluations
 from buffer.groups import StoreSettings
 from buffer.journal import Record
+from buffer.rules import StoreRules
 from buffer.service import BufferService
 from buffer.store import Store
 from learner.state import BatchCursor
@@ -42,8 +43,8 @@ STEPS, GROUPS, SIZE, LIMIT = 16, 2, 2, 1
 PASS_S = 0.05
 MOST = 1000
 PATCHED = [
-    (Store, "disposition"),
-    (Store, "uses_ticket_order"),
+    (StoreRules, "disposition"),
+    (StoreRules, "uses_ticket_order"),
     (batches, "judge"),
     (checks, "commit"),
     (BufferService, "is_fenced"),

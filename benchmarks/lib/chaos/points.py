@@ -324,12 +324,12 @@ def switch_off(mechanism: str) -> None:
     """In this process, for good."""
     from actors.delivery import Outbox
     from buffer import checks
+    from buffer.rules import StoreRules
     from buffer.service import BufferService
-    from buffer.store import Store
     from learner.state import BatchCursor
 
     if mechanism == "dedupe":
-        setattr(Store, "disposition", lambda store, group, trajectory: None)  # noqa: B010
+        setattr(StoreRules, "disposition", lambda store, group, trajectory: None)  # noqa: B010
     elif mechanism == "ticket_order":
         any_order()
     elif mechanism == "epoch_fence":
@@ -353,7 +353,7 @@ def switch_off(mechanism: str) -> None:
 def any_order() -> None:
     """Let batches take any complete groups, without the check of their age."""
     from buffer import batches
-    from buffer.store import Store
+    from buffer.rules import StoreRules
 
     plain = batches.judge
 
@@ -365,7 +365,7 @@ def any_order() -> None:
             store.max_lag = limit
 
     batches.judge = judge
-    setattr(Store, "uses_ticket_order", property(lambda store: False))  # noqa: B010
+    setattr(StoreRules, "uses_ticket_order", property(lambda store: False))  # noqa: B010
 
 
 def unsynced(hook: Hook, role: str) -> None:
