@@ -6,33 +6,13 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
+from browser_kit import dom
 from process_kit import Ended
 
 pytestmark = pytest.mark.slow
-
-FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--virtual-time-budget=20000",
-]
-
-
-def dom(page: Path, profile: Path) -> str:
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    assert browser, "Chromium is missing: `make browser` installs it or says how"
-    argv = [browser, *FLAGS, f"--user-data-dir={profile}", "--dump-dom", page.resolve().as_uri()]
-    return subprocess.run(argv, capture_output=True, text=True, timeout=600, check=True).stdout
 
 
 def text_of(html: str, id_: str) -> str:
