@@ -22,6 +22,7 @@ from asyncrl.watch.series import Series
 LOG_BYTES = 64 * 1024
 DEPTH = 3  # levels below a directory in which runs are looked for
 COMPOSE_S = 5.0  # a summary of a run in progress is composed at most this often
+COMPOSE_SHARE = 0.005  # and costs at most this share of a core
 
 
 @dataclass
@@ -33,7 +34,8 @@ class WatchedRun:
     series: Series = field(init=False)
     samples: SampleStore = field(init=False)
     _summary: dict[str, Any] = field(default_factory=dict)
-    _composed: float = 0.0
+    _next_summary: float = 0.0
+    _config: tuple[tuple[int, int], Config] | None = None
 
     def __post_init__(self) -> None:
         self.series = Series(self.path / "metrics.jsonl")
@@ -46,10 +48,18 @@ class WatchedRun:
 
     @property
     def config(self) -> Config:
-        """The run's settings. Raises ConfigError where they cannot be read."""
-        if not (self.path / "config.toml").is_file():
-            raise ConfigError(f"{self.path}: the run directory is gone, or has no config.toml")
-        return load.load(self.path / "config.toml")
+        """The run's settings, read again when the file has changed. Raises ConfigError."""
+        path = self.path / "config.toml"
+        try:
+            status = path.stat()
+        except OSError:
+            raise ConfigError(
+                f"{self.path}: the run directory is gone, or has no config.toml"
+            ) from None
+        version = (status.st_mtime_ns, status.st_size)
+        if self._config is None or self._config[0] != version:
+            self._config = (version, load.load(path))
+        return self._config[1]
 
     def summary(self) -> dict[str, Any]:
         """Return the run's summary object; {} while there is nothing to sum up."""
@@ -57,12 +67,14 @@ class WatchedRun:
             return dict(json.loads((self.path / "summary.json").read_text(encoding="utf-8")))
         except (OSError, ValueError):
             pass
-        if time.monotonic() - self._composed > COMPOSE_S or not self._summary:
-            self._composed = time.monotonic()
+        began = time.monotonic()
+        if began >= self._next_summary:
             try:
                 self._summary = summary.compose(self.config, self.path)
             except (OSError, ValueError, KeyError, TypeError, AsyncrlError):
                 self._summary = {}
+            now = time.monotonic()
+            self._next_summary = now + max(COMPOSE_S, (now - began) / COMPOSE_SHARE)
         return self._summary
 
     def state(self) -> dict[str, Any]:
@@ -77,19 +89,19 @@ class WatchedRun:
             self.path, "buffer"
         )
         state = "running" if running else "finished" if finished else "stopped"
-        steps = self.series.steps
+        rows = self.series.rows
         return {
             "id": self.id,
             "path": str(self.path),
             "state": "unreadable" if problem else state,
             "problem": problem,
-            "step": steps[-1] if steps else 0,
+            "step": int(self.series.axes["step"].values[-1]) if rows else 0,
             "steps": wanted,
-            "seconds": self.series.seconds[-1] if steps else 0.0,
+            "seconds": float(self.series.axes["time"].values[-1]) if rows else 0.0,
             "accuracy": self.series.latest("eval/heldout"),
             "reward": self.series.latest("reward/mean"),
             "lag": self.series.latest("lag/mean"),
-            "rows": len(steps),
+            "rows": rows,
             "samples": len(self.samples.heads),
             "damaged": self.series.damaged + self.samples.damaged,
         }
@@ -97,7 +109,7 @@ class WatchedRun:
     def overview(self) -> dict[str, Any]:
         """Return state, advice, health checks and the figures that a reader looks at first."""
         seen = self.summary()
-        latest = {name: values[-1][1] for name, values in self.series.columns.items() if values}
+        latest = {name: float(column.values[-1]) for name, column in self.series.columns.items()}
         waits = [text for text in (live.rewards(latest), live.describe_slow_link(latest)) if text]
         return {
             "state": self.state(),

@@ -113,7 +113,7 @@ def _line(
     if not across:
         return None
     line: dict[str, Any] = {"run": run, "metric": name, "label": label, "x": across, "y": values}
-    if evaluated and f"{name}_n" in series.columns and len(across) == len(series.columns[name]):
+    if evaluated and f"{name}_n" in series.columns and len(across) == series.columns[name].count:
         low, high = _reward_range(series)
         counts = series.values(f"{name}_n").tolist()
         line["band"] = [interval(v, n, low, high) for v, n in zip(values, counts, strict=False)]

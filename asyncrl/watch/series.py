@@ -17,6 +17,34 @@ POINTS = 1200  # most points of a line that is sent to a page
 _decoder = msgspec.json.Decoder(dict[str, Any])
 
 
+class Column:
+    """Values of one metric with the numbers of their rows, in arrays that grow by doubling."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._rows = np.empty(64, np.int64)
+        self._values = np.empty(64, np.float64)
+
+    def append(self, row: int, value: float) -> None:
+        """Add the value of a row."""
+        if self.count == len(self._rows):
+            self._rows = np.resize(self._rows, 2 * self.count)
+            self._values = np.resize(self._values, 2 * self.count)
+        self._rows[self.count] = row
+        self._values[self.count] = value
+        self.count += 1
+
+    @property
+    def rows(self) -> np.ndarray:
+        """Numbers of the rows, int64 [count]."""
+        return self._rows[: self.count]
+
+    @property
+    def values(self) -> np.ndarray:
+        """Values, float64 [count]."""
+        return self._values[: self.count]
+
+
 @dataclass
 class Series:
     """metrics.jsonl of one run. `refresh` reads what was appended since the last call.
@@ -26,10 +54,8 @@ class Series:
     """
 
     path: Path
-    columns: dict[str, list[tuple[int, float]]] = field(default_factory=dict)  # (row, value)
-    steps: list[int] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    tokens: list[float] = field(default_factory=list)  # trained so far
+    columns: dict[str, Column] = field(default_factory=dict)
+    axes: dict[Axis, Column] = field(default_factory=lambda: {axis: Column() for axis in AXES})
     damaged: int = 0  # lines that were left out
     _offset: int = 0
     _inode: int = 0
@@ -54,11 +80,15 @@ class Series:
             self._add(line)
         return changed or end > 0
 
+    @property
+    def rows(self) -> int:
+        """Rows read so far."""
+        return self.axes["step"].count
+
     def _forget(self) -> bool:
-        had = bool(self.steps)
+        had = self.rows > 0
         self.columns.clear()
-        for values in (self.steps, self.seconds, self.tokens):
-            values.clear()
+        self.axes = {axis: Column() for axis in AXES}
         self._offset = self.damaged = self._inode = 0
         return had
 
@@ -71,18 +101,19 @@ class Series:
         except (msgspec.DecodeError, KeyError, TypeError, ValueError):
             self.damaged += 1
             return
-        number = len(self.steps)
-        self.steps.append(step)
-        self.seconds.append(seconds)
-        before = self.tokens[-1] if self.tokens else 0.0
+        number = self.rows
+        tokens = self.axes["tokens"]
+        before = float(tokens.values[-1]) if number else 0.0
         rate, took = (
             row.get(name, 0.0) for name in ("throughput/learner_tokens_per_s", "time/step")
         )
         trained = float(rate) * float(took) if _is_number(rate) and _is_number(took) else 0.0
-        self.tokens.append(before + trained)
+        tokens.append(number, before + trained)
+        self.axes["step"].append(number, step)
+        self.axes["time"].append(number, seconds)
         for name, value in row.items():
             if _is_number(value):
-                self.columns.setdefault(name, []).append((number, float(value)))
+                self.columns.setdefault(name, Column()).append(number, float(value))
 
     @property
     def names(self) -> list[str]:
@@ -91,12 +122,13 @@ class Series:
 
     def latest(self, name: str) -> float | None:
         """Return the newest value of a metric, None where there is none."""
-        values = self.columns.get(name)
-        return values[-1][1] if values else None
+        values = self.values(name)
+        return float(values[-1]) if len(values) else None
 
     def values(self, name: str) -> np.ndarray:
         """Return all values of a metric, float64 [n]."""
-        return np.array([value for _, value in self.columns.get(name, ())], dtype=np.float64)
+        column = self.columns.get(name)
+        return np.zeros(0) if column is None else column.values
 
     def line(
         self, name: str, axis: Axis = "step", smooth: float = 0.0, points: int = POINTS
@@ -107,11 +139,11 @@ class Series:
             axis: the x axis: batches, seconds of the run, or trained tokens.
             smooth: weight of the past in an exponential moving average, 0 to 0.99.
         """
-        column = self.columns.get(name, ())
-        rows = np.fromiter((row for row, _ in column), dtype=np.int64, count=len(column))
-        source = {"step": self.steps, "time": self.seconds, "tokens": self.tokens}[axis]
-        across = np.asarray(source, dtype=np.float64)[rows] if len(rows) else np.zeros(0)
-        kept_x, kept_y = downsample(across, smoothed(self.values(name), smooth), points)
+        column = self.columns.get(name)
+        if column is None:
+            return [], []
+        across = self.axes[axis].values[column.rows]
+        kept_x, kept_y = downsample(across, smoothed(column.values, smooth), points)
         return kept_x.tolist(), kept_y.tolist()
 
 
@@ -129,12 +161,10 @@ def smoothed(values: np.ndarray, share: float) -> np.ndarray:
     """
     if share <= 0 or len(values) < 2:
         return values
-    means = np.empty_like(values)
-    mean = weight = 0.0
-    for position, value in enumerate(values.tolist()):
-        mean = share * mean + (1 - share) * value
-        weight = share * weight + (1 - share)
-        means[position] = mean / weight
+    from scipy.signal import lfilter
+
+    weights = lfilter([1 - share], [1, -share], np.ones_like(values))
+    means: np.ndarray = lfilter([1 - share], [1, -share], values) / weights
     return means
 
 
@@ -157,10 +187,11 @@ def downsample(
     """
     if len(across) <= points:
         return across, values
-    edges = np.linspace(0, len(across), max(points // 2, 1) + 1).astype(np.int64)
-    kept = []
-    for first, last in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
-        part = values[first:last]
-        kept += sorted({first + int(part.argmin()), first + int(part.argmax())})
-    chosen = np.asarray(kept)
+    size = -(-len(across) // max(points // 2, 1))
+    whole = len(across) // size * size
+    buckets = values[:whole].reshape(-1, size)
+    first = np.arange(0, whole, size)
+    ends = np.stack([first + buckets.argmin(1), first + buckets.argmax(1)])
+    last = [len(across) - 1] if whole < len(across) else []
+    chosen = np.unique(np.concatenate([ends.ravel(), np.asarray(last, np.int64)]))
     return across[chosen], values[chosen]

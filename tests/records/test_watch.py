@@ -67,6 +67,10 @@ def sample_row(batch: int, sample: int = 0, reward: float = 1.0, **more: Any) ->
     }
 
 
+def steps(series: Series) -> list[int]:
+    return [int(step) for step in series.axes["step"].values]
+
+
 def write_lines(path: Path, rows: list[dict[str, Any]], end: str = "") -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + end)
 
@@ -94,11 +98,11 @@ def test_metrics_are_read_as_they_grow(tmp_path: Path) -> None:
     series = Series(path)
     assert not series.refresh() and series.line("reward/mean") == ([], [])
     write_lines(path, [metric_row(0), metric_row(1)], end='{"step": 2, "t"')
-    assert series.refresh() and series.steps == [0, 1]
+    assert series.refresh() and steps(series) == [0, 1]
     assert not series.refresh(), "the torn line waits"
     with path.open("a") as file:
         file.write(': 1.0, "reward/mean": 0.75}\nnot json\n{"step": 3, "reward/mean": "text"}\n')
-    assert series.refresh() and series.steps == [0, 1, 2, 3] and series.damaged == 1
+    assert series.refresh() and steps(series) == [0, 1, 2, 3] and series.damaged == 1
     assert series.line("reward/mean") == ([0.0, 1.0, 2.0], [0.5, 0.501, 0.75])
     assert series.line("reward/mean", "time")[0] == [0.0, 0.5, 1.0]
     assert series.latest("reward/mean") == 0.75 and series.latest("no/such") is None
@@ -113,12 +117,12 @@ def test_a_replaced_or_shortened_file_is_read_anew(tmp_path: Path) -> None:
     write_lines(new, [metric_row(step) for step in range(7)])
     os.replace(new, path)
     series.refresh()
-    assert series.steps == list(range(7))
+    assert steps(series) == list(range(7))
     write_lines(path, [metric_row(9)])
     series.refresh()
-    assert series.steps == [9]
+    assert steps(series) == [9]
     path.unlink()
-    assert series.refresh() and series.steps == [] and not series.refresh()
+    assert series.refresh() and steps(series) == [] and not series.refresh()
 
 
 def test_the_token_axis_adds_up_what_was_trained(tmp_path: Path) -> None:
