@@ -110,8 +110,8 @@ PLANTED = [
     Planted(
         "process_grpo is 0",
         ALGORITHMS + "advantages.py",
-        "return _skipping(out, mask, seq, 1.0)",
-        "return out * 0.0",
+        "return _skipping(normalized, mask, seq, 1.0)",
+        "return normalized * 0.0",
         SETTINGS + "process_supervision_sums_the_normalised_steps_from_a_token_on",
     ),
     Planted(
@@ -152,8 +152,8 @@ PLANTED = [
     Planted(
         "the lag of another branch is that of ours",
         "asyncrl/contract/versions.py",
-        "return self._depth[start] - 2 * common",
-        "return -self._depth[start]",
+        "return self._depth[token_policy] - 2 * self._depth[ancestor]",
+        "return -self._depth[token_policy]",
         "tests/project/test_doctests.py::test_examples_in_docstrings[asyncrl.contract.versions]",
     ),
 ]
