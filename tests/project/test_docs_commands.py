@@ -28,6 +28,7 @@ PAGES = [
     "README.md",
     "docs/getting-started.md",
     "docs/running.md",
+    "docs/watch.md",
     "docs/failures.md",
     "docs/own-project.md",
     "docs/rewards.md",
