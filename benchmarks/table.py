@@ -83,6 +83,7 @@ PROGRAMS = {
     "real_equal": Program("real_equal.py models/smollm2", ("real_equal",), 15),
     "memory_sizes": Program("memory_sizes.py models/smollm2", ("memory_sizes",), 5),
     "mutants": Program("mutants.py", ("mutants",), 20),
+    "watch": Program("watch.py", ("watch",), 3),
 }
 # Results before this day are against weaker rivals, and do not count any more.
 SINCE = {"engine": "2026-11-22", "learner": "2026-11-22", "loop_speed": "2026-11-22"}

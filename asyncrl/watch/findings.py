@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import threading
 import time
 import tomllib
 from dataclasses import dataclass, field
@@ -62,20 +64,28 @@ class WatchedRun:
         return self._config[1]
 
     def summary(self) -> dict[str, Any]:
-        """Return the run's summary object; {} while there is nothing to sum up."""
+        """Return the run's summary object; {} until there is one.
+
+        That of a run in progress is composed beside, and is as old as COMPOSE_S or more.
+        """
         try:
             return dict(json.loads((self.path / "summary.json").read_text(encoding="utf-8")))
         except (OSError, ValueError):
             pass
-        began = time.monotonic()
-        if began >= self._next_summary:
-            try:
-                self._summary = summary.compose(self.config, self.path)
-            except (OSError, ValueError, KeyError, TypeError, AsyncrlError):
-                self._summary = {}
-            now = time.monotonic()
-            self._next_summary = now + max(COMPOSE_S, (now - began) / COMPOSE_SHARE)
+        if time.monotonic() >= self._next_summary:
+            self._next_summary = math.inf
+            # beside the answers: a long run takes seconds
+            threading.Thread(target=self._compose, name="summary", daemon=True).start()
         return self._summary
+
+    def _compose(self) -> None:
+        began = time.monotonic()
+        try:
+            self._summary = summary.compose(self.config, self.path)
+        except (OSError, ValueError, KeyError, TypeError, AsyncrlError):
+            self._summary = {}
+        now = time.monotonic()
+        self._next_summary = now + max(COMPOSE_S, (now - began) / COMPOSE_SHARE)
 
     def state(self) -> dict[str, Any]:
         """Return the run's row of the list: state, steps, newest accuracy, mean lag."""
@@ -103,6 +113,7 @@ class WatchedRun:
             "lag": self.series.latest("lag/mean"),
             "rows": rows,
             "samples": len(self.samples.heads),
+            "summed_up": bool(self._summary),
             "damaged": self.series.damaged + self.samples.damaged,
         }
 

@@ -305,7 +305,7 @@ async function tick() {
   try {
     state.runs = await ask("runs");
     report(null);
-    const now = state.runs.map((run) => `${run.id} ${run.rows} ${run.samples} ${run.state}`).join("\n");
+    const now = state.runs.map((run) => `${run.id} ${run.rows} ${run.samples} ${run.state} ${run.summed_up}`).join("\n");
     const news = now !== state.seen;
     const live = ["processes", "logs", "ledger"].includes(state.page) && state.runs.some((run) => run.state === "running");
     if (news) frame();
