@@ -55,7 +55,7 @@ def read(path: Path) -> dict[int, TrainedBatch]:
             _apply_row(rows, row)
         except (KeyError, TypeError, ValueError, AttributeError):
             print(
-                f"note: {path}: skipped a row that does not describe a batch: {str(row)[:80]}",
+                f"note: {path}: left out a row that does not describe a batch: {str(row)[:80]}",
                 file=sys.stderr,
                 flush=True,
             )
