@@ -12,6 +12,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from lib import results_file
@@ -35,6 +36,14 @@ HIGH_ARMS = {
     "seq_tis": ("whole answers' weights, cut", "#d97706"),
     "ppo": ("PPO on mu", "#2563eb"),
 }
+
+HACK = "2026-11-21_fd72967_4core_kl_placement_rlehack_lag0.json"
+HACK_ARMS = {
+    "no KL": ("no KL", "#dc2626", "#fecaca"),
+    "k3 in reward, 0.1": ("k3 in the reward", "#d97706", "#fde68a"),
+    "k1 in reward, 0.1": ("k1 in the reward", "#2563eb", "#bfdbfe"),
+}
+HACK_AT = ((40.0, 0.2), (15.5, 0.31), (36.0, 0.66))
 
 
 def framed(plot: str, width: int, height: int) -> str:
@@ -94,6 +103,24 @@ def high(result: dict[str, Any]) -> str:
     return framed(plot, 560, 260)
 
 
+def hack(result: dict[str, Any]) -> str:
+    """True accuracy on a task whose training checker is wrong, by KL term: the mean of the seeds,
+    and each seed in a pale line.
+    """
+    seeds: list[PlotLine] = []
+    means: list[PlotLine] = []
+    for arm, (name, colour, pale) in HACK_ARMS.items():
+        runs = result["arms"][arm]["each"]
+        curves = [list(zip(run["steps"], run["accuracy"], strict=True)) for run in runs]
+        seeds += [PlotLine(f"{name}, one seed", pale, curve, True) for curve in curves]
+        points = [(at[0][0], fmean(y for _, y in at)) for at in zip(*curves, strict=True)]
+        means.append(PlotLine(name, colour, points, True))
+    labels = [(x, y, HACK_ARMS[arm][0]) for arm, (x, y) in zip(HACK_ARMS, HACK_AT, strict=True)]
+    title = "task rlehack: the checker of the training reward is wrong"
+    plot = svg(title, [*seeds, *means], "batch", "true held-out accuracy", labels=labels)
+    return framed(plot, 560, 260)
+
+
 HIGH_AT = ((54.0, 0.281), (45.0, 0.231), (14.0, 0.285), (24.0, 0.313))
 AT = ((8.5, 0.66), (4.6, 0.28), (9.0, 0.02))  # where each line's name stands
 
@@ -128,8 +155,13 @@ def demo_result() -> dict[str, Any]:
 def drawn() -> dict[str, str]:
     """Name of the image -> its SVG."""
     results = results_file.ROOT / "benchmarks" / "results"
-    grid, many = (json.loads((results / name).read_text()) for name in (GRID, HIGH))
-    return {"demo.svg": demo(demo_result()), "lag.svg": lag(grid), "high_lag.svg": high(many)}
+    grid, many, wrong = (json.loads((results / file).read_text()) for file in (GRID, HIGH, HACK))
+    return {
+        "demo.svg": demo(demo_result()),
+        "lag.svg": lag(grid),
+        "high_lag.svg": high(many),
+        "reward_hacking.svg": hack(wrong),
+    }
 
 
 def main() -> None:

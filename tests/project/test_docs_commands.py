@@ -60,6 +60,13 @@ PAGES = [
     "docs/methods.md",
     "docs/exact-gradients.md",
     "docs/performance.md",
+    "docs/recipes/demo-sort.md",
+    "docs/recipes/own-data.md",
+    "docs/recipes/smollm2-cpu.md",
+    "docs/recipes/calculator-agent.md",
+    "docs/recipes/reward-hacking.md",
+    "docs/recipes/distillation.md",
+    "docs/recipes/gsm8k-qwen-one-gpu.md",
     "CONTRIBUTING.md",
     "docs/extending.md",
     "docs/extending-records.md",
@@ -285,7 +292,9 @@ def test_no_command_hides_in_a_block_of_another_kind() -> None:
 
 def test_every_page_with_a_command_is_run() -> None:
     """No page is left out of PAGES by oversight (the log tells of its day)."""
-    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "configs" / "README.md"]:
+    docs = ROOT / "docs"
+    pages = [*ROOT.glob("*.md"), *docs.glob("*.md"), *(docs / "recipes").glob("*.md")]
+    for path in [*pages, ROOT / "configs" / "README.md"]:
         page = str(path.relative_to(ROOT))
         if path.name.startswith("extending-notes"):
             continue  # on their way into docs/extending.md
