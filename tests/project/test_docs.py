@@ -35,6 +35,10 @@ PAGES = [
         if not page.name.startswith("extending-notes-")
     ),
 ]
+TYPESET = (
+    *("advantages", "algorithms", "four-policies", "guarantee", "kl"),
+    *("methods", "reshape", "staleness", "surrogates"),
+)
 RESULT = re.compile(r"benchmarks/results/[\w.-]+")
 RESULT_NAME = re.compile(r"\d{4}-\d\d-\d\d_([0-9a-f]+)_\d+core_[\w-]+\.(?:json|html)")
 NAMED = re.compile(
@@ -224,9 +228,10 @@ def site_pages() -> dict[str, list[Path]]:
 
 
 def density(page: Path) -> tuple[int, float]:
-    """Words of a page's prose, and its numbers per hundred words, without tables and code."""
+    """Words of a page's prose, numbers per hundred words; no tables, code and formulas."""
     words = re.sub(r"(?m)^\|.*$|^\s*\d+\. ", "", prose(page))
     words = re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "X", words))
+    words = re.sub(r"\$\$[^$]+\$\$|\$[^$]+\$", "X", words)  # a formula
     count = len(words.split())
     return count, 100 * len(re.findall(r"(?<![\w.])\d[\d.,]*", words)) / max(count, 1)
 
@@ -256,6 +261,26 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
     assert {"staleness", "algorithms", "performance", "log"} <= made
     reference = (tmp_path / "s" / "python-api" / "index.html").read_text()
     assert "load_run(" in re.sub(r"<[^>]+>", "", reference), "no docstring came into the page"
+    check_formulas(tmp_path / "s")
+
+
+def check_formulas(site: Path) -> None:
+    """Each formula is one `<math>` that a browser draws, and no page loads from elsewhere."""
+    for page in TYPESET:
+        made = (site / page / "index.html").read_text()
+        source = re.sub(r"`[^`]*`", "", prose(ROOT / "docs" / f"{page}.md"))
+        formulas = len(re.findall(r"\$\$[^$]+\$\$|\$[^$]+\$", source))
+        assert formulas > 0 and made.count("<math ") == made.count("</math>") == formulas, page
+        assert "arithmatex" not in made and "$" not in made.split("<article")[1], page
+        assert "\\" not in "".join(re.findall(r"(?s)<math .*?</math>", made)), page
+    for path in site.rglob("*.html"):
+        loaded = r"<(?:script|img|iframe)\b[^>]*\bsrc=[\"']?([^\"'\s>]+)"
+        linked = r"<link\b[^>]*\brel=[\"']?(?:stylesheet|preload|preconnect|icon)[^>]*>"
+        text = path.read_text()
+        for target in re.findall(loaded, text) + re.findall(linked, text):
+            assert "//" not in target, f"{path.relative_to(site)} loads {target}"
+    for path in site.rglob("*.css"):
+        assert not re.search(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//", path.read_text()), path
 
 
 def result(file: str) -> dict[str, Any]:
