@@ -397,6 +397,73 @@ def test_the_readme_s_figures_are_those_of_their_files() -> None:
     assert f"{without} without ({synchronous} synchronous)" in bullet(grid)
 
 
+def recipe(page: str, *files: str) -> tuple[str, list[dict[str, Any]]]:
+    """A recipe's text and the results it names."""
+    text = (ROOT / "docs" / "recipes" / page).read_text()
+    assert all(f"benchmarks/results/{file}" in text for file in files)
+    results = ROOT / "benchmarks" / "results"
+    return text, [json.loads((results / file).read_text()) for file in files]
+
+
+def shares(accuracy: dict[str, Any], when: str) -> list[str]:
+    """Accuracy with its interval, held out and out of distribution, as a table has it."""
+    cells = [accuracy[split][when] for split in ("heldout", "ood")]
+    return [f"{c['share']:.3f} ({c['interval'][0]:.3f} to {c['interval'][1]:.3f})" for c in cells]
+
+
+def test_the_tables_of_the_recipes_are_those_of_their_files() -> None:
+    page, (found,) = recipe("demo-sort.md", "2026-11-24_59b14a2_2core_demo_seeds.json")
+    for words, key, digits in (
+        ("held-out accuracy, start", "heldout_start", 2),
+        ("held-out accuracy, end", "heldout_end", 2),
+        ("out-of-distribution accuracy, end", "ood_end", 2),
+        ("seconds of RL", "wall_s", 0),
+        ("seconds with warm start", "whole_s", 0),
+    ):
+        values = [row[key] for row in found["seeds"]]
+        assert f"| {words} | {min(values):.{digits}f} | {max(values):.{digits}f} |" in page
+    lags = [row["lag"]["mean"] for row in found["seeds"]]
+    assert f"(limit 2) | {min(lags):.2f} | {max(lags):.2f} |" in page
+
+    page, both = recipe(
+        "smollm2-cpu.md",
+        "2026-11-22_239afbe_2core_smollm2_sort.json",
+        "2026-11-22_239afbe_2core_smollm2_first_lora.json",
+    )
+    for words, found in zip(("all weights", "adapters"), both, strict=True):
+        starts, ends = (shares(found["accuracy"], when) for when in ("start", "end"))
+        assert f"| {words}, held out | {starts[0]} | {ends[0]} |" in page
+        assert f"| {words}, names never shown | {starts[1]} | {ends[1]} |" in page
+
+    page, (found,) = recipe("distillation.md", "2026-11-23_9e1f47a_2core_real_start.json")
+    teacher, student = found["teacher"]["accuracy"], found["student"]
+    seconds = f"{found['sft']['seconds']:.0f}", f"{student['seconds']:,.0f}"
+    for words, accuracy, when, last in (
+        ("the model as it came", student["accuracy"], "start", ""),
+        ("teacher, after 960 solved problems", teacher, "end", f" {seconds[0]}"),
+        ("student, taught by the teacher", student["accuracy"], "end", f" {seconds[1]}"),
+    ):
+        assert f"| {words} | {' | '.join(shares(accuracy, when))} |{last} |" in page
+    assert f"| {student['kl']['first']:.3f} | {student['kl']['last']:.3f} |" in page
+
+    page, (found, late) = recipe(
+        "reward-hacking.md",
+        figures.HACK,
+        "2026-11-24_a9f4abf_2core_kl_placement_rlehack_lag4.json",
+    )
+    arms = found["arms"]
+    for words in ("none", *(f"k{k} in the {p}" for k in (1, 2, 3) for p in ("loss", "reward"))):
+        if words == "k2 in the reward":
+            continue
+        arm = arms["no KL" if words == "none" else f"{words.replace(' the', '')}, 0.1"]
+        ends = [run["end"] for run in arm["each"]]
+        spread = f"{arm['end']:.2f} ({min(ends):.2f}, {max(ends):.2f})"
+        assert f"| {words} | {arm['reward_end']:.2f} | {spread} | {arm['ood']:.2f} |" in page
+    p_value = arms["k1 in reward, 0.1"]["against_base"]["end"]["p_holm"]
+    assert f"has p = {p_value:.2f}" in page
+    assert f"{late['arms']['no KL']['end']:.2f} (`benchmarks" in " ".join(page.split())
+
+
 def test_speed_is_claimed_from_results_against_present_rivals_only() -> None:
     """A result against a weaker rival is no figure any more, on any page but the log."""
     for page in PAGES:
