@@ -121,7 +121,7 @@ def test_a_buffer_that_stands_still_is_replaced_elsewhere_and_is_over_when_it_wa
         old.send_signal(signal.SIGCONT)
         assert old.wait(WAIT_S) == BufferTakenOver.exit_code
         others = ("learner", "generator", "far")
-        found_it = f"the run's buffer is at {second} now"
+        found_it = f"the run's buffer is now at {second}"
         hosts.wait_for(lambda: all(found_it in hosts.log(name) for name in others))
         allow(hosts.is_allowed, STEPS)
         codes = {name: process.wait(WAIT_S) for name, process in hosts.all.items()}
