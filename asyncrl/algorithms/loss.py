@@ -51,7 +51,6 @@ __all__ = [
     "begin_step",
     "finish",
     "finish_each",
-    "importance_weights",
     "learning_rate_share",
     "micro_loss",
     "needs_anchor_first",
@@ -91,6 +90,8 @@ class PreparedBatch:
     used: torch.Tensor
     # int8 [N] the bound of the trust region that cut the gradient in the last pass (trust.view)
     clipped: torch.Tensor
+    # [N] importance weight in the last pass, 0 for tokens that are not in the loss
+    weight: torch.Tensor
 
 
 @dataclass
@@ -213,27 +214,13 @@ def prepare(
         live=torch.zeros_like(known),
         used=torch.zeros_like(known),
         clipped=torch.zeros_like(known, dtype=torch.int8),
+        weight=torch.zeros_like(batch.behavior),
     )
 
 
 def mark_step_made(prep: PreparedBatch) -> None:
     """Mark the tokens in the loss of the step as used, after the optimizer has made it."""
     prep.used |= prep.live
-
-
-@torch.no_grad()
-def importance_weights(prep: PreparedBatch) -> torch.Tensor:
-    """Return the importance weight [N] of every token at the start of the batch, for records.
-
-    Tokens that are rejected, vetoed or not in the loss have weight 0.
-    """
-    corrected = prep.corrected
-    if corrected is None:
-        everything = torch.arange(len(prep.batch.seq), device=prep.batch.seq.device)
-        corrected = _correct(
-            prep.batch, everything, prep.start, prep.valid, prep.config, adv=prep.advantage
-        )
-    return torch.where(prep.valid & corrected.kept, corrected.weight * prep.fade, 0.0)
 
 
 def learning_rate_share(
@@ -492,6 +479,8 @@ def micro_loss(
     live = valid & fixed.kept
     prep.live[part] = live & (fixed.weight != 0)
     prep.clipped[part] = trust.clipped.to(torch.int8)
+    weight = torch.where(live, fixed.weight * prep.fade[part], 0.0)
+    prep.weight[part] = weight.to(prep.weight.dtype)
     scale = torch.where(live, fixed.weight * prep.fade[part] * factor, 0.0)
     if c.loss.coefficient != 1:
         scale = scale * c.loss.coefficient

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from asyncrl.algorithms import ratios
-from asyncrl.algorithms.loss import PreparedBatch, importance_weights
+from asyncrl.algorithms.loss import PreparedBatch
 from asyncrl.config.tree import Config
 from asyncrl.contract.messages import Batch, Trajectory
 from asyncrl.models.tokenizer import load_tokenizer
@@ -96,13 +96,12 @@ class SampleLog:
         if self.tokenizer is None:
             self.tokenizer = load_tokenizer(self.config.model.path)
         chosen = choose_samples(packed, prep, self.config, batch.number)
-        weight = importance_weights(prep)
         columns = {
             "behavior": prep.batch.behavior,
             "start": prep.start,
             "target": prep.latest,
             "advantage": prep.advantage,
-            "weight": weight,
+            "weight": prep.weight,
         }
         if sampler is not None:
             columns["sampler"] = sampler
