@@ -46,8 +46,8 @@ PLANTED = [
     Planted(
         "downweight does not reach the loss",
         ALGORITHMS + "loss.py",
-        "fixed.weight * prep.fade[part] * factor",
-        "fixed.weight * factor",
+        "fixed.weight * prep.fade[part], 0.0)",
+        "fixed.weight, 0.0)",
         SETTINGS + "downweight_halves_a_token_for_each_half_life_above_the_limit",
     ),
     Planted(

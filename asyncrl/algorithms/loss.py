@@ -477,11 +477,9 @@ def micro_loss(
     tokens = _tokens(prep, step, part, now)
     trust = surrogates.trust(tokens, c)
     live = valid & fixed.kept
-    prep.live[part] = live & (fixed.weight != 0)
-    prep.clipped[part] = trust.clipped.to(torch.int8)
     weight = torch.where(live, fixed.weight * prep.fade[part], 0.0)
-    prep.weight[part] = weight.to(prep.weight.dtype)
-    scale = torch.where(live, fixed.weight * prep.fade[part] * factor, 0.0)
+    _record(prep, part, live & (fixed.weight != 0), weight, trust.clipped)
+    scale = weight * factor
     if c.loss.coefficient != 1:
         scale = scale * c.loss.coefficient
     coefficient = torch.where(live, trust.coefficient * scale, 0.0)
@@ -520,6 +518,19 @@ def micro_loss(
         age=None if b.age is None else b.age[part],
     )
     return loss + extra, diagnostics.sums(view) | sums | terms
+
+
+def _record(
+    prep: PreparedBatch,
+    part: torch.Tensor,
+    live: torch.Tensor,
+    weight: torch.Tensor,
+    clipped: torch.Tensor,
+) -> None:
+    """Keep what this pass did with the tokens `part`, for the ledger and the log of samples."""
+    prep.live[part] = live
+    prep.weight[part] = weight.to(prep.weight.dtype)
+    prep.clipped[part] = clipped.to(torch.int8)
 
 
 def _remember(prep: PreparedBatch, part: torch.Tensor, now: torch.Tensor) -> None:
