@@ -102,7 +102,7 @@ def test_doctor_says_who_waits_for_whom_and_until_when(tmp_path: Path, sort_mode
         assert seen["deadline_s"] >= 3600.0
         # it asks the buffer anew, which may take its time
         said = wait_until(lambda: text if "learner waits" in (text := doctor()) else "", process)
-        assert "generator-0: heard" in said and "a step is overdue after" in said
+        assert "generator-0: last message" in said and "a step is overdue after" in said
     finally:
         os.kill(generator, signal.SIGCONT)
     os.kill(process.pid, signal.SIGINT)
