@@ -127,7 +127,7 @@ def generator(hook: Hook, role: str) -> None:
     recorded(hook, role)
     before(CallTurn, "finished", lambda *_: hook.worked(role))
     before(EmbeddedEngine, "step", lambda *_args, **_kwargs: hook.look(role, "mid-answer"))
-    before(module.Generator, "wait", lambda g, what: what and hook.look(role, "idle"))
+    before(module.Generator, "waits_for", lambda g, what: what and hook.look(role, "idle"))
     if hook.off == "redelivery":
         switch_off(hook.off)
 
@@ -150,7 +150,7 @@ def gateway(hook: Hook, role: str) -> None:
 
     recorded(hook, role)
     before(Gateway, "on_result", lambda *_: hook.look(role, "mid-answer"))
-    before(Gateway, "wait", lambda *_: hook.look(role, "idle"))
+    before(Gateway, "waits_for", lambda _, what: what and hook.look(role, "idle"))
 
 
 def reward(hook: Hook, role: str) -> None:
@@ -252,7 +252,7 @@ def learner(hook: Hook, role: str) -> None:
     after(checkpoint, "start_epoch", begun)
     after(Publisher, "publish", published)
     before(loop.Learner, "hello", greeted)
-    before(loop.Learner, "wait", lambda one, what: what and look("idle"))
+    before(loop.Learner, "waits_for", lambda one, what: what and look("idle"))
     messages(PeerSocket, hook, role, ("BatchRequest", "Commit", "LearnerGoodbye"))
     plain_write = WeightRing.write
 
