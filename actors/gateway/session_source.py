@@ -6,6 +6,7 @@ places their calls and uses the answers.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -45,13 +46,14 @@ class WaitCause(NamedTuple):
     left_s: float = 0.0
 
 
-class SessionSource:
+class SessionSource(ABC):
     """Where sessions come from; the gateway calls these methods from one thread."""
 
+    @abstractmethod
     def count_wanted(self) -> int:
         """Count the samples that the source has room for, parked sessions included."""
-        raise NotImplementedError
 
+    @abstractmethod
     def on_answer(
         self, episode: Episode, call: SessionCall, node: CallNode | None, failed: str
     ) -> None:
@@ -60,22 +62,21 @@ class SessionSource:
         node: the call's node, or None if it has no token
         failed: why a generator refused the call, or ""
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def on_drop(self, episode: Episode) -> None:
         """Forget an episode that was delivered or lost."""
-        raise NotImplementedError
 
+    @abstractmethod
     def explain_wait(self, episode: Episode, limit: str, left_s: float, now: float) -> WaitCause:
         """Describe what an open session without an open call waits for.
 
         limit, left_s: the session's own limit and the seconds until it
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def explain_queue(self) -> WaitCause:
         """Describe what a sample waits for that no session has begun."""
-        raise NotImplementedError
 
     # ---- by default nothing is to be done --------------------------------------------------------
 

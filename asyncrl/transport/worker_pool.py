@@ -20,6 +20,7 @@ import socket
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TextIO, TypeVar
 
@@ -133,7 +134,7 @@ _Worker = TypeVar("_Worker", bound=Worker)
 _Reply = TypeVar("_Reply")  # has `kind` and `why`
 
 
-class WorkerPool(Generic[_Worker, _Reply]):
+class WorkerPool(ABC, Generic[_Worker, _Reply]):
     """The workers of one kind.
 
     named: the config line of the user's code, for messages. make: starts the worker of this index.
@@ -165,13 +166,13 @@ class WorkerPool(Generic[_Worker, _Reply]):
     def on_ready(self, worker: _Worker, reply: _Reply) -> None:
         """Handle the first reply of a worker."""
 
+    @abstractmethod
     def on_reply(self, worker: _Worker, reply: _Reply) -> None:
         """Handle a reply to a worker's work."""
-        raise NotImplementedError
 
+    @abstractmethod
     def on_lost(self, worker: _Worker, reason: str, *, hung: bool) -> None:
         """Settle the work of a worker that was killed."""
-        raise NotImplementedError
 
     def deadline(self, worker: _Worker) -> float:
         """Return when this worker is overdue (CLOCK_MONOTONIC seconds); inf: never."""

@@ -19,6 +19,7 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.printable import escape_line
 
 FILE = "token_samples.jsonl"
+RULES = ("group", "best", "worst", "off_policy", "longest", "random")
 ORDERS = ("batch", "reward", "lag", "length", "kl", "weight")
 # what a token's color can show, with what it means
 SHADES = {
@@ -189,6 +190,8 @@ class SampleStore:
             "kl": lambda i: self.heads[i]["kl"],
             "weight": lambda i: self.heads[i]["weight"],
         }
+        if wanted.rule is not None and wanted.rule not in RULES:
+            raise ConfigError(f"--rule {wanted.rule}: choose one of {', '.join(RULES)}")
         if wanted.sort not in keys:
             raise ConfigError(f"--sort {wanted.sort}: choose one of {', '.join(ORDERS)}")
         found.sort(key=keys[wanted.sort], reverse=True)
