@@ -21,7 +21,7 @@ from lib import rounds
 
 from asyncrl.config import load
 from asyncrl.records.metrics import METRICS
-from asyncrl.watch.app import WatchApp
+from asyncrl.viewer.app import WatchApp
 
 REFRESH_S = 2.0  # as static/watch.js polls
 METRICS_A_ROW = 60

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from asyncrl.contract.errors import ConfigError
 @command(
     "asyncrl run demo",
     "asyncrl run demo --set staleness.max_lag=4 --set learner.steps=50",
+    "asyncrl run demo --watch",
     "asyncrl run --resume runs/R",
 )
 @options(source=False)
@@ -42,6 +44,7 @@ from asyncrl.contract.errors import ConfigError
     metavar="N",
     help="divide the GPUs 0 to N-1 of this machine between learner and generators",
 )
+@click.option("--watch", is_flag=True, help="show the run in the browser while it goes on")
 def run(
     source: str | None,
     sets: tuple[str, ...],
@@ -50,6 +53,7 @@ def run(
     dry_run: bool,
     on: str,
     gpus: int | None,
+    watch: bool,
 ) -> None:
     """Run all processes of CONFIG, or continue a run (--resume)."""
     from asyncrl.config import load
@@ -63,6 +67,11 @@ def run(
         raise ConfigError("--on slurm: the script of a run resumes it; submit it again with sbatch")
     if (source is None) == (resume is None):
         raise ConfigError("give either a CONFIG or --resume RUN_DIR")
+    if on == "slurm" and watch:
+        raise ConfigError(
+            "--watch: the page is served beside the run, not by the script for Slurm; use `asyncrl "
+            "watch RUN_DIR` where the run directory is mounted"
+        )
     if gpus is not None and (resume is not None or on != "local"):
         raise ConfigError(
             f"--gpus {gpus}: divides the GPUs of this machine when a run starts; "
@@ -98,7 +107,12 @@ def run(
         path.write_text(slurm.script(config, str(source), sets, run_dir), encoding="utf-8")
         emit({"script": str(path)}, as_json)
         return
-    code, summary = runner.run(config, run_dir, resume=resume is not None, on=on)
+    with ExitStack() as beside:
+        if watch:
+            from asyncrl.viewer import server
+
+            beside.enter_context(server.page_beside(run_dir, print_progress))
+        code, summary = runner.run(config, run_dir, resume=resume is not None, on=on)
     emit(summary if as_json or not summary else outline(summary), as_json)
     sys.exit(code)
 

@@ -1,4 +1,4 @@
-"""asyncrl/watch: what a page and a terminal show of a run, from its files alone."""
+"""asyncrl/viewer: what a page and a terminal show of a run, from its files alone."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from starlette.testclient import TestClient
 from asyncrl.cli import main
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
-from asyncrl.watch import advice, findings, plots, server
-from asyncrl.watch.app import WatchApp
-from asyncrl.watch.samples import SHADES, SampleFilter, SampleStore, parse_range, terminal_text
-from asyncrl.watch.series import Series, downsample, smoothed
+from asyncrl.viewer import advice, findings, plots, server
+from asyncrl.viewer.app import WatchApp
+from asyncrl.viewer.samples import SHADES, SampleFilter, SampleStore, parse_range, terminal_text
+from asyncrl.viewer.series import Series, downsample, smoothed
 
 MARKUP = "<script>window.ran = 1</script><img src=x onerror='window.ran = 1'>\x1b[2J"
 
@@ -361,7 +361,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
 
 def test_only_this_machine_without_a_token(run_dir: Path) -> None:
     with pytest.raises(ConfigError, match="everyone who reaches this address"):
-        server.serve([run_dir], "0.0.0.0", 0, token=False)
+        server.serve([run_dir], "0.0.0.0", 0, lambda *_: None, token=False)
     listener = server.listen("127.0.0.1", 0)
     with pytest.raises(ConfigError, match="choose another port"):
         server.listen("127.0.0.1", listener.getsockname()[1])

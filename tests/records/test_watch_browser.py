@@ -14,8 +14,8 @@ import uvicorn
 from playwright.sync_api import Page, sync_playwright
 from process_kit import Ended
 
-from asyncrl.watch import server
-from asyncrl.watch.app import WatchApp
+from asyncrl.viewer import server
+from asyncrl.viewer.app import WatchApp
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from asyncrl.cli import result
-from asyncrl.cli.base import PATH, command
+from asyncrl.cli.base import PATH, command, print_progress
 from asyncrl.contract.errors import ConfigError
 
 
@@ -26,9 +26,14 @@ def watch(places: tuple[Path, ...], host: str, port: int | None, no_token: bool)
     RUN is a run directory, or a directory with runs in it (a comparison, a sweep). It reads their
     files only, so it also works on a copied directory.
     """
-    from asyncrl.watch import server
+    from asyncrl.viewer import server
 
-    server.serve(list(places), host, port, token=not no_token)
+    def announce(url: str, runs: int) -> None:
+        print_progress(f"watching {runs} run{'s' if runs != 1 else ''}:")
+        print(url, flush=True)
+        print_progress("stop with Ctrl-C; from another machine: ssh -L PORT:localhost:PORT")
+
+    server.serve(list(places), host, port, announce, token=not no_token)
 
 
 @command("asyncrl samples runs/R --reward 0 --lag 2.. --sort kl --color log_ratio")
@@ -67,7 +72,7 @@ def samples(
 
     The learner logs some samples of every record.samples_every-th batch with all their tokens.
     """
-    from asyncrl.watch.samples import (
+    from asyncrl.viewer.samples import (
         FILE,
         SHADES,
         SampleFilter,

@@ -18,10 +18,10 @@ from starlette.responses import FileResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from asyncrl.contract.errors import AsyncrlError, ConfigError
-from asyncrl.watch import findings, plots
-from asyncrl.watch.findings import WatchedRun
-from asyncrl.watch.samples import SHADES, SampleFilter, parse_range
-from asyncrl.watch.series import AXES
+from asyncrl.viewer import findings, plots
+from asyncrl.viewer.findings import WatchedRun
+from asyncrl.viewer.samples import SHADES, SampleFilter, parse_range
+from asyncrl.viewer.series import AXES
 
 STATIC = Path(__file__).parent / "static"
 COOKIE = "asyncrl_watch"
@@ -41,24 +41,26 @@ class WatchApp:
     One lock guards the runs: requests are answered by threads.
     """
 
-    def __init__(self, places: list[Path], token: str = "") -> None:
+    def __init__(self, places: list[Path], token: str = "", *, expected: bool = False) -> None:
         """Find the runs.
 
         places: runs, or directories of runs; new runs in them appear while the page is open.
 
-        Raises ConfigError where there is no run yet.
+        Raises ConfigError where there is no run yet, unless one is expected.
         """
         self.places = places
         self.token = token
         self.lock = threading.Lock()
-        self.runs = {run.id: run for run in findings.find_runs(places)}
+        self.runs: dict[str, WatchedRun] = {}
+        if not expected:
+            findings.find_runs(places)
         self.refresh()
 
     def refresh(self) -> None:
         """Read what the runs have written, and find new ones."""
         try:
             seen = {run.path: run for run in findings.find_runs(self.places)}
-        except ConfigError:  # every run is gone; the page says so for each of those it had
+        except ConfigError:  # not begun yet, or gone: the page says so for each run that it had
             seen = {}
         known = {run.path for run in self.runs.values()}
         for path, run in seen.items():

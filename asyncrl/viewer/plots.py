@@ -9,7 +9,7 @@ from asyncrl.records.health_checks import interval
 from asyncrl.records.metrics import METRICS
 from asyncrl.supervise import run_page
 from asyncrl.supervise.run_page import MetricPlot
-from asyncrl.watch.series import Axis, Series
+from asyncrl.viewer.series import Axis, Series
 
 _BY_TITLE = {plot.title: plot for plot in run_page.LINES}
 _LEARNER_TITLES = ("Gradient norm", "Entropy", "Learning-rate scale")

@@ -121,6 +121,7 @@ async function drawPlots(place) {
 async function overview(place) {
   const runs = shown().map((run) => run.id).join("|");
   const seen = runs ? await ask("overview", { runs }) : {};
+  if (!state.runs.length) return place.replaceChildren(element("p", { class: "soft" }, "The run has not begun yet. This page shows it from then on."));
   const top = place.querySelector(".top") ?? place.appendChild(element("div", { class: "top" }));
   top.replaceChildren(...Object.entries(seen).map(([id, run]) => {
     const s = run.state, speed = run.speed ?? {}, idle = speed.idle_share ?? {};
