@@ -108,6 +108,15 @@ class FusedWeights:
         logits: torch.Tensor = product.float()
         return logits
 
+    def logits_exact(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute logits fp32 [n, V] from residuals x [n, H] with the operators of exact mode."""
+        padded = exact_operators.unit(exact_operators.pad_rows(x), self.lay.eps)
+        return exact_operators.times(padded, self.top["head"])[: len(x)]
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.top["head"].shape[1])
+
 
 def _copy_into(
     store: dict[str, torch.Tensor], new: Mapping[str, torch.Tensor], dtype: torch.dtype
@@ -415,6 +424,26 @@ def encode(
 
     Rows are padded at the right. They start at position 0 or, with `begun`, behind its known keys.
     """
+    layers: list[tuple[torch.Tensor, torch.Tensor]] = []
+    _run_layers(w, ids, begun, layers)
+    return layers
+
+
+def final_states(w: FusedWeights, ids: torch.Tensor) -> torch.Tensor:
+    """Compute the residuals [B, L, H] behind the last layer for ids [B, L], padded at the right."""
+    return _run_layers(w, ids, None, None).view(*ids.shape, -1)
+
+
+def _run_layers(
+    w: FusedWeights,
+    ids: torch.Tensor,
+    begun: PrefilledPrefix | None,
+    layers: list[tuple[torch.Tensor, torch.Tensor]] | None,
+) -> torch.Tensor:
+    """Run the layers over ids [B, L] and return the residuals [B * L, H].
+
+    layers: receives the keys and values of every layer; the rest of the last one is then skipped.
+    """
     b, n = ids.shape
     lay = w.lay
     positions = torch.arange(n, device=ids.device).repeat(b)
@@ -430,16 +459,17 @@ def encode(
     bias = causal_bias(blocks, ids.device)
     turns = w.rotations(positions)
     x = w.top["embed"].index_select(0, ids.flatten())
-    layers = []
     for i in range(w.layers):
         q, k, v = (t.view(b, n, -1, lay.head_dim).transpose(1, 2) for t in w.project(i, x, turns))
-        layers.append((k, v))
-        if i + 1 < w.layers:
-            if begun is not None:
-                k, v = torch.cat([begun.k[i], k], 2), torch.cat([begun.v[i], v], 2)
-            a = _attend_blocks(q, k, v, blocks, bias, known)
-            x = w.finish(i, x, a.transpose(1, 2).reshape(b * n, -1))
-    return layers
+        if layers is not None:
+            layers.append((k, v))
+            if i + 1 == w.layers:
+                break
+        if begun is not None:
+            k, v = torch.cat([begun.k[i], k], 2), torch.cat([begun.v[i], v], 2)
+        a = _attend_blocks(q, k, v, blocks, bias, known)
+        x = w.finish(i, x, a.transpose(1, 2).reshape(b * n, -1))
+    return x
 
 
 def _attend_blocks(
@@ -547,7 +577,7 @@ def decode_exact(
         )
         attended = exact_operators.attend_one(q[:n], keys, values, bias, space)
         x = exact_operators.finish(lay, layer, x, exact_operators.pad_rows(attended))
-    return exact_operators.times(exact_operators.unit(x, lay.eps), w.top["head"])[:n]
+    return w.logits_exact(x)[:n]
 
 
 def encode_exact(w: FusedWeights, ids: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -555,6 +585,20 @@ def encode_exact(w: FusedWeights, ids: torch.Tensor) -> list[tuple[torch.Tensor,
 
     Heads lie side by side, as in the cache.
     """
+    layers: list[tuple[torch.Tensor, torch.Tensor]] = []
+    _run_layers_exact(w, ids, layers)
+    return layers
+
+
+def final_states_exact(w: FusedWeights, ids: torch.Tensor) -> torch.Tensor:
+    """Run `final_states` on rows padded to a multiple of `exact_operators.KEYS`."""
+    return _run_layers_exact(w, ids, None).view(*ids.shape, -1)
+
+
+def _run_layers_exact(
+    w: FusedWeights, ids: torch.Tensor, layers: list[tuple[torch.Tensor, torch.Tensor]] | None
+) -> torch.Tensor:
+    """Run `_run_layers` with the operators of exact mode."""
     b, n = ids.shape
     lay, share = w.lay, w.lay.heads // w.lay.kv_heads
     groups = lay.kv_heads // exact_operators.heads_per_product(lay)
@@ -562,30 +606,62 @@ def encode_exact(w: FusedWeights, ids: torch.Tensor) -> list[tuple[torch.Tensor,
     blocks = query_blocks(lay, b, n, 0, ids.device.type)
     bias = causal_bias(blocks, ids.device)
     x = w.top["embed"].index_select(0, ids.flatten())
-    layers = []
     for i, layer in enumerate(w.per_layer):
         q, k, v = (
             t.view(b, n, -1, lay.head_dim).transpose(1, 2)
             for t in exact_operators.project(lay, layer, x, turns)
         )
-        beside, values = (
-            t.transpose(1, 2).reshape(b, n, groups, -1).transpose(1, 2) for t in (k, v)
-        )
-        layers.append((beside, values))
-        if i + 1 < w.layers:
-            keys, values = (t.reshape(b * lay.kv_heads, n, lay.head_dim) for t in (k, v))
-            by_key = q.reshape(b, lay.kv_heads, share, n, lay.head_dim)
-            attended = []
-            for block in blocks:
-                queries = block.end - block.first
-                selected = by_key[:, :, :, block.first : block.end]
-                of_block = exact_operators.attend(
-                    selected.reshape(b, lay.kv_heads, -1, lay.head_dim),
-                    keys[:, : block.columns],
-                    values[:, : block.columns],
-                    bias[:queries, :queries].repeat(share, 1),
-                )
-                attended.append(of_block.view(b, lay.heads, queries, lay.head_dim))
-            a = torch.cat(attended, 2).transpose(1, 2).reshape(b * n, -1)
-            x = exact_operators.finish(lay, layer, x, a)
-    return layers
+        if layers is not None:
+            beside, values = (
+                t.transpose(1, 2).reshape(b, n, groups, -1).transpose(1, 2) for t in (k, v)
+            )
+            layers.append((beside, values))
+            if i + 1 == w.layers:
+                break
+        keys, values = (t.reshape(b * lay.kv_heads, n, lay.head_dim) for t in (k, v))
+        by_key = q.reshape(b, lay.kv_heads, share, n, lay.head_dim)
+        attended = []
+        for block in blocks:
+            queries = block.end - block.first
+            selected = by_key[:, :, :, block.first : block.end]
+            of_block = exact_operators.attend(
+                selected.reshape(b, lay.kv_heads, -1, lay.head_dim),
+                keys[:, : block.columns],
+                values[:, : block.columns],
+                bias[:queries, :queries].repeat(share, 1),
+            )
+            attended.append(of_block.view(b, lay.heads, queries, lay.head_dim))
+        a = torch.cat(attended, 2).transpose(1, 2).reshape(b * n, -1)
+        x = exact_operators.finish(lay, layer, x, a)
+    return x
+
+
+# ---- scoring given tokens ------------------------------------------------------------------------
+
+
+def score_states(
+    states: torch.Tensor,
+    targets: torch.Tensor,
+    most_likely: int,
+    logits: Callable[[torch.Tensor], torch.Tensor],
+    vocabulary: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Score the token that follows each state, with the logits of SCORES numbers in memory.
+
+    Returns log-probabilities [n] fp32 of `targets`, and ids and log-probabilities [n, most_likely]
+    of the most likely tokens, best first.
+
+    Args:
+        states: [n, H].
+        targets: [n], token ids.
+        logits: maps states [m, H] to logits fp32 [m, vocabulary].
+    """
+    step = exact_operators.round_up(SCORES // vocabulary, exact_operators.ROWS)
+    picked, ids, best = [], [], []
+    for first in range(0, max(1, len(states)), step):
+        logs = torch.log_softmax(logits(states[first : first + step]), -1)
+        picked.append(logs.gather(1, targets[first : first + step, None])[:, 0])
+        values, indices = logs.topk(most_likely)
+        best.append(values)
+        ids.append(indices)
+    return torch.cat(picked), torch.cat(ids), torch.cat(best)

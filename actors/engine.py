@@ -14,6 +14,7 @@ import numpy as np
 
 from asyncrl.config.engines import ENGINES
 from asyncrl.config.tree import Config
+from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import VersionSpan
 from asyncrl.contract.sampled_support import SampledSupport
 from asyncrl.contract.versions import Label
@@ -76,6 +77,20 @@ class Completion:
         return b"" if self.support is None else self.support.encode()
 
 
+@dataclass(frozen=True)
+class PromptScores:
+    """Log-probabilities of a prompt's tokens under the loaded weights, at temperature 1.
+
+    logprobs: float32 [P - 1], of the tokens 1..P-1, each given all tokens before it.
+    top_ids: int32 [P - 1, N], the N most likely tokens at these positions, best first.
+    top_logprobs: float32 [P - 1, N].
+    """
+
+    logprobs: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+
+
 class Engine(Protocol):
     """Continuous batching over `slots` rows."""
 
@@ -100,6 +115,14 @@ class Engine(Protocol):
     def step(self, steps: int = 8) -> list[Completion]:
         """Make at most `steps` decode steps and return the completions that ended."""
 
+    def score(self, prompts: Sequence[np.ndarray], most_likely: int = 1) -> list[PromptScores]:
+        """Score the tokens of given sequences by one forward pass; live rows are not touched.
+
+        prompts: int32 [P] each, P >= 1. most_likely: the N of `PromptScores`, at least 1 and at
+        most the vocabulary. Raises ConfigError for a sequence longer than the context, and for an
+        engine that does not score.
+        """
+
     def abort(self, keys: Iterable[Key]) -> dict[Key, int]:
         """Drop requests and return the number of tokens that each had."""
 
@@ -108,6 +131,15 @@ class Engine(Protocol):
 
     def numbers(self) -> dict[str, float]:
         """Return metrics, summed since the engine's start."""
+
+
+def require_context(prompts: Sequence[np.ndarray], context: int) -> None:
+    """Raise ConfigError for a sequence to score that is longer than the context."""
+    longest = max((len(prompt) for prompt in prompts), default=0)
+    if longest > context:
+        raise ConfigError(
+            f"a prompt of {longest} tokens does not fit generator.context = {context}"
+        )
 
 
 def engine_for(config: Config) -> Engine:

@@ -21,7 +21,15 @@ import numpy as np
 import torch
 
 from actors import decoder
-from actors.engine import Completion, CompletionRequest, Engine, Key, uniform_rows
+from actors.engine import (
+    Completion,
+    CompletionRequest,
+    Engine,
+    Key,
+    PromptScores,
+    require_context,
+    uniform_rows,
+)
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import VersionSpan
@@ -198,6 +206,48 @@ class EmbeddedEngine:
             answers += self._decode()
             self.steps_made += 1
         return answers
+
+    @torch.inference_mode()
+    def score(self, prompts: Sequence[np.ndarray], most_likely: int = 1) -> list[PromptScores]:
+        require_context(prompts, self.context)
+        scores: dict[int, PromptScores] = {}
+        for batch in batches([len(prompt) for prompt in prompts]):
+            rows = [prompts[index] for index in batch]
+            ids = pad_token_rows(rows)
+            # a state for every token but the last, which predicts nothing that is given
+            row, column = np.nonzero(
+                np.arange(ids.shape[1])[None] < np.array([len(each) - 1 for each in rows])[:, None]
+            )
+            picked, top_ids, top_logprobs = (
+                values.cpu().numpy() for values in self._score(ids, row, column, most_likely)
+            )
+            ends = np.cumsum([len(each) - 1 for each in rows])[:-1]
+            parts = (np.split(values, ends) for values in (picked, top_ids, top_logprobs))
+            for index, logprobs, likely, likely_logprobs in zip(batch, *parts, strict=True):
+                scores[index] = PromptScores(logprobs, likely.astype(np.int32), likely_logprobs)
+        return [scores[index] for index in range(len(prompts))]
+
+    def _score(
+        self, ids: np.ndarray, row: np.ndarray, column: np.ndarray, most_likely: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Score the tokens behind the places (row, column) of padded token rows ids [B, L]."""
+        targets = torch.from_numpy(ids[row, np.minimum(column + 1, ids.shape[1] - 1)])
+        if self.fixed:
+            width = ids.shape[1]
+            wide = exact_operators.round_up(width, exact_operators.KEYS)
+            ids = np.pad(ids, ((0, 0), (0, wide - width)))
+            states = decoder.final_states_exact(self.weights, torch.from_numpy(ids))
+            logits = self.weights.logits_exact
+        else:
+            states = decoder.final_states(self.weights, torch.from_numpy(ids).to(self.device))
+            logits = self.weights.logits
+        return decoder.score_states(
+            states[torch.from_numpy(row), torch.from_numpy(column)],
+            targets.to(self.device),
+            most_likely,
+            logits,
+            self.weights.vocabulary,
+        )
 
     def abort(self, keys: Iterable[Key]) -> dict[Key, int]:
         gone = set(keys)

@@ -8,15 +8,22 @@ Llama, Qwen2, Qwen3 and Mistral use actors/engine_embedded.py instead.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from actors.decoder import kept_ids, sample
-from actors.engine import Completion, CompletionRequest, Key, uniforms
+from actors.decoder import kept_ids, sample, score_states
+from actors.engine import (
+    Completion,
+    CompletionRequest,
+    Key,
+    PromptScores,
+    require_context,
+    uniforms,
+)
 from asyncrl.contract.messages import VersionSpan
 from asyncrl.contract.sampled_support import SampledSupport
 from asyncrl.contract.versions import Label
@@ -165,6 +172,25 @@ class GenericEngine:
             finish,
             support=SampledSupport.from_lists(row.kept, self.vocabulary) if row.kept else None,
         )
+
+    @torch.inference_mode()
+    def score(self, prompts: Sequence[np.ndarray], most_likely: int = 1) -> list[PromptScores]:
+        require_context(prompts, self.context)
+        scores = []
+        for prompt in prompts:
+            ids = torch.from_numpy(prompt.astype(np.int64)).to(self.model.device)
+            logits = self.model.hf(input_ids=ids[None], use_cache=False).logits[0, :-1]
+            picked, likely, likely_logprobs = score_states(
+                logits, ids[1:], most_likely, torch.Tensor.float, logits.shape[1]
+            )
+            scores.append(
+                PromptScores(
+                    picked.cpu().numpy(),
+                    likely.cpu().numpy().astype(np.int32),
+                    likely_logprobs.cpu().numpy(),
+                )
+            )
+        return scores
 
     def abort(self, keys: Iterable[Key]) -> dict[Key, int]:
         gone = set(keys)

@@ -28,7 +28,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from actors.engine import Completion, CompletionRequest, Key, uniform_rows
+from actors.engine import Completion, CompletionRequest, Key, PromptScores, uniform_rows
 from actors.vllm_swap import DirectWriter, UnsupportedModel, pack
 from asyncrl.config.tree import Config, LoraConfig
 from asyncrl.contract.errors import ConfigError, ProtocolError
@@ -375,6 +375,12 @@ class VllmEngine:
                 completions += self.kept
                 self.kept.clear()
         return completions
+
+    def score(self, prompts: Sequence[np.ndarray], most_likely: int = 1) -> list[PromptScores]:
+        raise ConfigError(
+            "generator.engine = vllm does not score prompts; set generator.engine = embedded, or "
+            "serve the exported model with vLLM's own server"
+        )
 
     def abort(self, keys: Iterable[Key]) -> dict[Key, int]:
         gone = set(keys)
