@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
+
+import msgspec
 
 from asyncrl.algorithms import settings
 from asyncrl.config.agents import RANDOM, SELF
@@ -15,38 +18,37 @@ def check(config: Config) -> list[str]:
     """Check the rules that span several keys.
 
     Each problem begins with its key and shows its numbers."""
-    return (
-        (_agent(config) if config.agent.uses_sessions else [])
-        + (_exact(config) if config.exact else [])
-        + _name(config)
-        + device_problems(config.model.device)
-        + _staleness(config)
-        + _sizes(config)
-        + _needless(config)
-        + _backend(config)
-        + _lora(config)
-        + _limit(config)
-        + _correction(config)
-        + _surrogate(config)
-        + _kl(config)
-        + _reshape(config)
-        + _stop(config)
-        + _advantage(config)
-        + _value(config)
-        + _engine(config)
-        + _reward(config)
+    rules = (
+        *((_agent,) if config.agent.uses_sessions else ()),
+        *((_exact,) if config.exact else ()),
+        _name,
+        _device,
+        _staleness,
+        _sizes,
+        _needless,
+        _backend,
+        _lora,
+        _limit,
+        _correction,
+        _surrogate,
+        _kl,
+        _reshape,
+        _stop,
+        _advantage,
+        _value,
+        _engine,
+        _reward,
     )
+    return [problem for rule in rules for problem in rule(config)]
 
 
-def _name(config: Config) -> list[str]:
+def _name(config: Config) -> Iterator[str]:
     """Check the name of the run directory."""
-    out = []
     if config.name in (".", "..") or set(config.name) & {"/", "\\", "\0"}:
-        out.append(
+        yield (
             f"name: {config.name!r} must be the name of one directory, without a path; `runs` "
             "sets the folder of all runs"
         )
-    return out
 
 
 def device_problems(device: str) -> list[str]:
@@ -56,84 +58,82 @@ def device_problems(device: str) -> list[str]:
     return [f"model.device: {device!r} is not a device; choose one of auto, cpu, cuda, cuda:N"]
 
 
-def _staleness(config: Config) -> list[str]:
+def _device(config: Config) -> list[str]:
+    return device_problems(config.model.device)
+
+
+def _staleness(config: Config) -> Iterator[str]:
     """Check the staleness limit and the injected lag."""
-    out = []
     lag = config.staleness.limit
     inject = config.staleness.inject
     if config.staleness.ess_floor and (inject is not None or config.staleness.on_exceed != "pace"):
-        out.append(
+        yield (
             "staleness.max_lag: an adaptive limit needs staleness.on_exceed = pace and no injected "
             "lag, because each ticket is granted under the limit of its time"
         )
     if math.isnan(lag) or (not math.isinf(lag) and lag != int(lag)):
-        out.append(f"staleness.max_lag: {lag:g} must be a whole number or inf")
+        yield f"staleness.max_lag: {lag:g} must be a whole number or inf"
     most = inject if isinstance(inject, int) else (len(inject) - 1 if inject else 0)
     if inject is not None and most > lag:
-        out.append(
+        yield (
             f"staleness.inject: injects up to {most} versions, above staleness.max_lag = {lag:g}"
         )
     if isinstance(inject, list) and (not inject or min(inject) < 0 or sum(inject) <= 0):
-        out.append(
+        yield (
             "staleness.inject: give the probabilities of lag 0, 1, 2, ...; none negative, not all "
             "zero"
         )
     if inject is not None and config.staleness.on_exceed != "pace":
-        out.append(
+        yield (
             f"staleness.inject: needs staleness.on_exceed = pace, not {config.staleness.on_exceed}"
         )
     if inject is not None and config.advantage.no_spread == "filter":
-        out.append(
+        yield (
             "staleness.inject: needs advantage.no_spread = keep: filtered groups shift the planned "
             "batches"
         )
-    return out + _order(config)
+    yield from _order(config)
 
 
-def _sizes(config: Config) -> list[str]:
+def _sizes(config: Config) -> Iterator[str]:
     """Check that batches divide and prompts fit."""
-    out = []
     if config.learner.groups < config.learner.minibatches:
-        out.append(
+        yield (
             f"learner.minibatches: {config.learner.minibatches} minibatches of "
             f"{config.learner.groups} groups: some would be empty"
         )
     if config.generator.max_new_tokens >= config.generator.context:
-        out.append(
+        yield (
             f"generator.context: {config.generator.context} tokens leave no room for a prompt "
             f"beside {config.generator.max_new_tokens} new tokens"
         )
-    return out
 
 
-def _needless(config: Config) -> list[str]:
+def _needless(config: Config) -> Iterator[str]:
     """Find settings of the update that have nothing to act on."""
-    out = []
     if config.correction.proximal == "behavior" and config.correction.preset not in ("", "none"):
-        out.append(
+        yield (
             "correction.proximal: behavior makes every weight 1, so the preset "
             f"{config.correction.preset} has nothing to act on; use recompute"
         )
     if config.stop.kl_max > 0 and config.learner.epochs * config.learner.minibatches == 1:
-        out.append(
+        yield (
             "stop.kl_max: with one optimizer step a batch there is nothing to stop; raise "
             "learner.epochs or learner.minibatches"
         )
-    return out
 
 
-def _backend(config: Config) -> list[str]:
+def _backend(config: Config) -> Iterator[str]:
     """Check what the learner's backend and the wires support."""
-    out = []
     if config.learner.backend == "torch" and config.learner.ranks > 1:
-        out.append(
+        yield (
             f"learner.ranks: {config.learner.ranks} ranks need learner.backend = deepspeed; torch "
             "is one process"
         )
     if config.learner.offload and (
         config.learner.backend != "deepspeed" or config.learner.zero_stage == 0
     ):
-        out.append(
+        yield (
             "learner.offload: needs learner.backend = deepspeed and learner.zero_stage = 1 or "
             "higher; otherwise nothing moves to the CPU"
         )
@@ -142,16 +142,15 @@ def _backend(config: Config) -> list[str]:
         and config.learner.zero_stage == 0
         and config.model.dtype == "bfloat16"
     ):
-        out.append(
+        yield (
             "learner.zero_stage: 0 with model.dtype = bfloat16 keeps no fp32 copy of the weights "
             "and drifts from stages 1 to 3; use 1 or higher"
         )
     if config.weights.transport == "tcp" and not config.wires.weights_address:
-        out.append(
+        yield (
             "wires.weights_address: weights.transport = tcp needs an address, for instance "
             "tcp://127.0.0.1:0"
         )
-    return out
 
 
 def _lora(config: Config) -> list[str]:
@@ -183,17 +182,15 @@ def _lora(config: Config) -> list[str]:
     return [f"{why} (lora.rank = {lora.rank})" for wrong, why in refused if wrong]
 
 
-def _limit(config: Config) -> list[str]:
+def _limit(config: Config) -> Iterator[str]:
     """Find a treatment of samples above the limit in a run without a limit."""
-    out = []
     if config.staleness.on_exceed in ("drop", "mask", "downweight") and math.isinf(
         config.staleness.limit
     ):
-        out.append(
+        yield (
             f"staleness.on_exceed: {config.staleness.on_exceed} never acts without a limit "
             "(staleness.max_lag = inf)"
         )
-    return out
 
 
 def _order(config: Config) -> list[str]:
@@ -233,42 +230,39 @@ def _order(config: Config) -> list[str]:
     return []
 
 
-def _exact(config: Config) -> list[str]:
+def _exact(config: Config) -> Iterator[str]:
     """Refuse settings that rule out bitwise equal logprobs."""
-    out = []
     generator = config.generator
     if config.model.dtype != "float32" or generator.dtype not in ("same", "float32"):
-        out.append("exact: needs model.dtype = float32 and generator.dtype = same")
+        yield "exact: needs model.dtype = float32 and generator.dtype = same"
     if generator.mantissa_bits:
-        out.append(
+        yield (
             "exact: generator.mantissa_bits rounds the generator's weights and not the learner's; "
             "set it to 0"
         )
     if not ENGINES[config.generator.engine].exact:
-        out.append(
+        yield (
             f"exact: needs generator.engine = {engines_with('exact')}, not "
             f"{config.generator.engine}"
         )
     if config.learner.backend != "torch":
-        out.append(f"exact: needs learner.backend = torch, not {config.learner.backend}")
+        yield f"exact: needs learner.backend = torch, not {config.learner.backend}"
     if (
         config.weights.in_flight == "keep_kv"
         and config.staleness.limit > 0
         and config.staleness.inject is None
     ):
-        out.append(
+        yield (
             "exact: weights.in_flight = keep_kv mixes keys of several versions in a completion; "
             "use recompute_kv or between_groups"
         )
-    return out
 
 
-def _correction(config: Config) -> list[str]:
+def _correction(config: Config) -> Iterator[str]:
     correction = config.correction
-    out = []
     if correction.lo is not None and correction.hi is not None and correction.lo > correction.hi:
-        out.append(f"correction.lo: {correction.lo:g} is above correction.hi = {correction.hi:g}")
-    out += _rejection(config)
+        yield f"correction.lo: {correction.lo:g} is above correction.hi = {correction.hi:g}"
+    yield from _rejection(config)
     acts = [
         n
         for n, on in (
@@ -279,158 +273,164 @@ def _correction(config: Config) -> list[str]:
         if on
     ]
     if correction.proximal == "behavior" and acts and config.loss.surrogate != "reinforce":
-        out.append(
+        yield (
             f"correction.{acts[0]}: acts on pi_prox / mu, which correction.proximal = behavior "
             "makes 1; use recompute"
         )
     if correction.function and ":" not in correction.function:
-        out.append(f"correction.function: {correction.function} is not module:name")
+        yield f"correction.function: {correction.function} is not module:name"
     if (
         correction.denominator == "after"
         and correction.reject == "none"
         and correction.veto == "none"
     ):
-        out.append(
+        yield (
             "correction.denominator: after counts the tokens that rejection leaves, and nothing is "
             "rejected; set correction.reject or veto"
         )
-    return out
 
 
-def _rejection(config: Config) -> list[str]:
+def _rejection(config: Config) -> Iterator[str]:
     correction = config.correction
-    out = []
     for key in ("reject", "reject2"):
         name, lo, hi = (getattr(correction, key + end) for end in ("", "_lo", "_hi"))
         if name not in ("none", "ratio") and hi is None:
-            out.append(f"correction.{key}_hi: {key} = {name} has no default bound; give one")
+            yield f"correction.{key}_hi: {key} = {name} has no default bound; give one"
         if name != "none" and lo is not None and hi is not None and lo > hi:
-            out.append(f"correction.{key}_lo: {lo:g} is above correction.{key}_hi = {hi:g}")
+            yield f"correction.{key}_lo: {lo:g} is above correction.{key}_hi = {hi:g}"
         if name in settings.NOT_NEGATIVE and hi is not None and hi < 0:
-            out.append(
+            yield (
                 f"correction.{key}_hi: {name} is never negative, so {hi:g} would reject everything"
             )
     if correction.reject != "none" and correction.reject_at == "target":
         if correction.denominator == "after":
-            out.append(
+            yield (
                 "correction.denominator: after is not known before the step with reject_at = "
                 "target; use before"
             )
         if correction.self_normalize:
-            out.append(
+            yield (
                 "correction.self_normalize: divides by the mean of what is kept, which is not "
                 "known before the step with reject_at = target; remove one of them"
             )
-    return out
 
 
-def _surrogate(config: Config) -> list[str]:
+def _surrogate(config: Config) -> Iterator[str]:
     surrogate = config.loss.surrogate
     correction = config.correction
-    out = []
     if config.loss.coefficient == 0 and not (config.kl.loss.coefficient or config.loss.entropy):
-        out.append(
+        yield (
             "loss.coefficient: 0 leaves nothing to learn from; set kl.loss.coefficient (kl.preset "
             "= distill), or remove it"
         )
     if surrogate in settings.ON_BEHAVIOR and correction.proximal != "behavior":
-        out.append(
+        yield (
             f"loss.surrogate: {surrogate} takes its ratio against the behavior policy; set "
             "correction.proximal = behavior"
         )
     if surrogate == "reinforce" and correction.level == "none" and not correction.function:
-        out.append(
+        yield (
             "loss.surrogate: reinforce is importance sampling by correction.level, which is none; "
             "set correction.proximal = recompute, and level = token, sequence or geometric"
         )
     if surrogate == "reinforce" and correction.denominator == "after":
-        out.append(
+        yield (
             "correction.denominator: after is not known before the step for loss.surrogate = "
             "reinforce; use before"
         )
     loss = config.loss
     if isinstance(loss, settings.PpoFamilyLoss) and loss.dual_clip and not loss.dual_clip > 1:
-        out.append(f"loss.dual_clip: {loss.dual_clip:g} must be above 1 (0: off)")
+        yield f"loss.dual_clip: {loss.dual_clip:g} must be above 1 (0: off)"
     if (
         isinstance(loss, settings.CispoLoss)
         and loss.cispo_absolute
         and not (loss.eps_high or 0) >= 1
     ):
         given = "absent" if loss.eps_high is None else f"{loss.eps_high:g}"
-        out.append(
+        yield (
             f"loss.eps_high: {given}; with cispo_absolute it is the largest ratio that counts, so "
             "1 or more, for instance 5.0"
         )
     if isinstance(loss, settings.BandLoss) and loss.band_lo >= loss.band_hi:
-        out.append(f"loss.band_lo: {loss.band_lo:g} is not below loss.band_hi = {loss.band_hi:g}")
+        yield f"loss.band_lo: {loss.band_lo:g} is not below loss.band_hi = {loss.band_hi:g}"
     if isinstance(loss, settings.ClipCovLoss) and loss.cov_lo >= loss.cov_hi:
-        out.append(f"loss.cov_lo: {loss.cov_lo:g} is not below loss.cov_hi = {loss.cov_hi:g}")
-    return out
+        yield f"loss.cov_lo: {loss.cov_lo:g} is not below loss.cov_hi = {loss.cov_hi:g}"
 
 
-def _kl(config: Config) -> list[str]:
+def _kl(config: Config) -> Iterator[str]:
     in_loss = config.kl.loss
     in_reward = config.kl.reward
-    out = []
     if config.loss.surrogate == "sft" and in_reward.coefficient > 0:
-        out.append(
+        yield (
             "kl.reward.coefficient: loss.surrogate = sft takes no advantage, so KL in the reward "
             "would do nothing; use kl.loss.coefficient"
         )
     if in_loss.off_policy == "prefix" and in_loss.estimator != "k3":
-        out.append(
-            f"kl.loss.estimator: off_policy = prefix is built on k3, not {in_loss.estimator}"
-        )
+        yield f"kl.loss.estimator: off_policy = prefix is built on k3, not {in_loss.estimator}"
     if in_loss.off_policy == "prefix_full" and config.learner.backend != "torch":
-        out.append(
+        yield (
             "kl.loss.off_policy: prefix_full reads both models' last hidden states, which needs "
             f"learner.backend = torch, not {config.learner.backend}; use prefix"
         )
     if in_reward.controller == "adaptive" and not in_reward.target > 0:
-        out.append("kl.reward.target: the adaptive controller needs a target above 0")
-    return out
+        yield "kl.reward.target: the adaptive controller needs a target above 0"
 
 
-def _reshape(config: Config) -> list[str]:
+def _reshape(config: Config) -> Iterator[str]:
     reshape = config.reshape
-    out = []
     if config.loss.surrogate == "reshape":
         if reshape.budget == "tokens" and config.stop.action == "slow":
-            out.append(
+            yield (
                 "reshape.budget: tokens and stop.action = slow would spend the same KL budget "
                 "twice; use one of them"
             )
         if reshape.budget == "global" and reshape.form == "box_cox":
-            out.append(
+            yield (
                 "reshape.budget: global lowers gamma, and in the box_cox form gamma = 0 still has "
                 "a gradient; use budget = tokens or form = power"
             )
         if reshape.budget != "none" and config.learner.epochs * config.learner.minibatches == 1:
-            out.append(
+            yield (
                 "reshape.budget: with one optimizer step a batch there is nothing to budget; raise "
                 "learner.epochs or minibatches"
             )
-    return out
 
 
-def _stop(config: Config) -> list[str]:
-    out = []
+def _stop(config: Config) -> Iterator[str]:
     if config.stop.ess_min > 0 and config.learner.epochs * config.learner.minibatches == 1:
-        out.append(
+        yield (
             "stop.ess_min: with one optimizer step a batch there is nothing to stop; raise "
             "learner.epochs or learner.minibatches"
         )
     if config.learner.gradient_cosine != "off" and config.learner.backend != "torch":
-        out.append(
+        yield (
             "learner.gradient_cosine: reads whole gradients, which needs learner.backend = torch, "
             f"not {config.learner.backend}"
         )
-    return out
 
 
-def _advantage(config: Config) -> list[str]:
+def _unread_advantage(config: Config) -> Iterator[str]:
+    """Find keys of [advantage] that the supervised loss, which has no advantage, leaves unread."""
     advantage = config.advantage
-    out = []
+    by_default = {field.name: field.default for field in msgspec.structs.fields(Config)}
+    keys = ["name"] if advantage.name != by_default["advantage"].name else []
+    for field in msgspec.structs.fields(type(advantage)):
+        value = getattr(advantage, field.name)
+        acts = field.name == "no_spread" or (field.name == "truncated" and value == "mask")
+        if value != field.default and not acts:
+            keys.append(field.name)
+    for key in keys:
+        value = getattr(advantage, key)
+        yield (
+            f"advantage.{key}: {value} has no effect under loss.surrogate = sft, which takes no "
+            "advantage; remove it, or choose another surrogate"
+        )
+
+
+def _advantage(config: Config) -> Iterator[str]:
+    if config.loss.surrogate == "sft":
+        yield from _unread_advantage(config)
+    advantage = config.advantage
     size = config.learner.group_size
     group_baseline = (
         isinstance(advantage, settings.ReinforcePpAdvantage) and advantage.group_baseline
@@ -440,18 +440,18 @@ def _advantage(config: Config) -> list[str]:
         what = (
             f"{advantage.name} with advantage.group_baseline" if group_baseline else advantage.name
         )
-        out.append(
+        yield (
             f"learner.group_size: {config.learner.group_size} sample a prompt leaves {what} "
             "nothing to compare with; use 2 or more"
         )
     if advantage.no_spread == "filter" and config.learner.group_size < 2:
-        out.append(
+        yield (
             "learner.group_size: with 1 sample a prompt all rewards of a group are equal, so "
             "advantage.no_spread = filter would leave nothing to train on; use 2 or more"
         )
     if advantage.truncated in ("penalty", "fixed", "soft") and not advantage.truncation_penalty > 0:
         hint = "; or advantage.truncated = zero" if advantage.truncated == "fixed" else ""
-        out.append(
+        yield (
             f"advantage.truncation_penalty: with 0, advantage.truncated = {advantage.truncated} "
             f"has no effect; set it above 0{hint}"
         )
@@ -460,7 +460,7 @@ def _advantage(config: Config) -> list[str]:
         and advantage.baseline == "ema"
         and advantage.rewards == "whiten"
     ):
-        out.append(
+        yield (
             "advantage.baseline: ema follows the mean reward from batch to batch, and "
             "advantage.rewards = whiten makes it 0 in each batch; use none or batch"
         )
@@ -468,32 +468,31 @@ def _advantage(config: Config) -> list[str]:
         advantage.truncated == "soft"
         and not 0 < advantage.truncation_ramp <= config.generator.max_new_tokens
     ):
-        out.append(
+        yield (
             f"advantage.truncation_ramp: {advantage.truncation_ramp} tokens; soft needs 1 to "
             f"generator.max_new_tokens = {config.generator.max_new_tokens}"
         )
     if advantage.name == "remax" and config.learner.group_size < 2:
-        out.append(
+        yield (
             f"learner.group_size: {config.learner.group_size}; the first sample of a group is "
             "remax's greedy baseline, so use 2 or more"
         )
     if isinstance(advantage, settings.PassAtKAdvantage) and not 2 <= (advantage.k or size) <= size:
-        out.append(
+        yield (
             f"advantage.k: the best of {advantage.k or size} completions; choose from 2 to "
             f"learner.group_size = {size}"
         )
     if advantage.name == "opob" and config.learner.backend != "torch":
-        out.append(
+        yield (
             "advantage.name: opob reads whole gradients, which needs learner.backend = torch, "
             f"not {config.learner.backend}"
         )
     if advantage.name == "otb" and config.learner.backend != "torch":
-        out.append(
+        yield (
             "advantage.name: otb reads the model's hidden states, which needs learner.backend = "
             f"torch, not {config.learner.backend}"
         )
-    out += _as_they_came(config)
-    return out
+    yield from _as_they_came(config)
 
 
 def _as_they_came(config: Config) -> list[str]:
@@ -517,102 +516,90 @@ def _as_they_came(config: Config) -> list[str]:
     ]
 
 
-def _value(config: Config) -> list[str]:
+def _value(config: Config) -> Iterator[str]:
     value = config.value
-    out = []
     if config.advantage.name != "gae":
-        return []
+        return
     if config.learner.backend != "torch":
-        out.append(
+        yield (
             "advantage.name: the value head of gae needs learner.backend = torch, not "
             f"{config.learner.backend}"
         )
-    if config.loss.surrogate == "sft":
-        out.append(
-            "advantage.name: gae has no effect under loss.surrogate = sft, which takes no "
-            "advantage; choose another surrogate"
-        )
     if value.trunk == "shared" and value.init in ("reward_model", "random"):
-        out.append(
+        yield (
             f"value.init: {value.init} brings its own trunk; with value.trunk = shared choose "
             "policy or zeros"
         )
     if value.init == "reward_model" and not value.path:
-        out.append("value.path: value.init = reward_model needs the directory of the reward model")
+        yield "value.path: value.init = reward_model needs the directory of the reward model"
     if value.trunk == "shared" and value.coefficient == 0:
-        out.append("value.coefficient: 0 leaves the value head untrained; set it above 0")
-    return out
+        yield "value.coefficient: 0 leaves the value head untrained; set it above 0"
 
 
-def _reward(config: Config) -> list[str]:
+def _reward(config: Config) -> Iterator[str]:
     """Check the source of prompts and of rewards."""
     reward = config.reward
     judge = reward.judge
-    out = []
     if reward.model.path and (reward.function or judge.url):
-        out.append(
+        yield (
             "reward.model.path: the model is the only scorer; remove reward.function and "
             "reward.judge"
         )
     if bool(judge.url) != bool(judge.model):
-        out.append("reward.judge: needs both url and model, the model's name on the server")
+        yield "reward.judge: needs both url and model, the model's name on the server"
     if judge.url and not judge.url.startswith(("http://", "https://")):
-        out.append(f"reward.judge.url: {judge.url} must begin with http:// or https://")
+        yield f"reward.judge.url: {judge.url} must begin with http:// or https://"
     if config.task.name in ("seeds", "guess", "nim") and not config.agent.env:
-        out.append(
+        yield (
             f"task.name: {config.task.name} needs an environment that gives prompts and rewards: "
             "set agent.env"
         )
     if config.model.warm_start and config.task.name.startswith(("seeds", "reasoning_gym:")):
-        out.append(
+        yield (
             f"model.warm_start: {config.task.name} has no answers to learn from; set model.path to "
             "your own model"
         )
     if config.task.options and not config.task.name.startswith("reasoning_gym:"):
-        out.append(
-            f"task.options: {config.task.name} has no options; only reasoning_gym:GENERATOR has"
-        )
+        yield f"task.options: {config.task.name} has no options; only reasoning_gym:GENERATOR has"
     if config.task.columns and config.task.name != "file":
-        out.append(f"task.columns: {config.task.name} reads no file; only task.name = file does")
+        yield f"task.columns: {config.task.name} reads no file; only task.name = file does"
     if judge.low >= judge.high:
-        out.append(f"reward.judge.low: {judge.low:g} is not below high = {judge.high:g}")
-    return out
+        yield f"reward.judge.low: {judge.low:g} is not below high = {judge.high:g}"
 
 
 DOORS = ("env", "tools", "serve", "command", "function")
 
 
-def _agent(config: Config) -> list[str]:
+def _agent(config: Config) -> Iterator[str]:
     """Refuse settings that sessions do not support, or were never tested with."""
     agent = config.agent
-    out = []
     if agent.env and agent.tools:
-        out.append("agent.env: an environment has its own tools; remove agent.tools")
+        yield "agent.env: an environment has its own tools; remove agent.tools"
     if agent.serve and (agent.env or agent.tools):
-        out.append("agent.serve: the harness has its own environment; remove env and tools")
+        yield "agent.serve: the harness has its own environment; remove env and tools"
     for key in ("command", "function"):
         others = [name for name in DOORS if name != key and getattr(agent, name)]
         if getattr(agent, key) and others:
             keys = " and ".join(f"agent.{name}" for name in others)
-            out.append(f"agent.{key}: it is the agent itself; remove {keys}")
+            yield f"agent.{key}: it is the agent itself; remove {keys}"
     if agent.forced == "refuse" and not agent.http:
-        out.append(
+        yield (
             "agent.forced: only an agent that calls over HTTP can force an answer; set "
             "agent.serve, command or function"
         )
     if agent.command and not all(agent.command):
-        out.append('agent.command: a word is empty; write a list like ["python", "agent.py"]')
+        yield ('agent.command: a word is empty; write a list like ["python", "agent.py"]')
     if agent.env_pass and not agent.command:
-        out.append("agent.env_pass: is only for agent.command; set that, or remove this key")
+        yield "agent.env_pass: is only for agent.command; set that, or remove this key"
     if wrong := [name for name in agent.env_pass if not name or "=" in name]:
-        out.append(
+        yield (
             f"agent.env_pass: {wrong[0]!r} is not a variable's name; give only the name, the value "
             "is inherited"
         )
     module, colon, name = agent.function.rpartition(":")
     if agent.function and not (module and colon and name.isidentifier()):
-        out.append(f"agent.function: {agent.function}; write module:function or file.py:function")
-    out += _opponents(config)
+        yield f"agent.function: {agent.function}; write module:function or file.py:function"
+    yield from _opponents(config)
     refused = (
         (config.staleness.inject is not None, "staleness.inject: supports single completions only"),
         (config.staleness.delay > 0, "staleness.delay: supports single completions only"),
@@ -623,60 +610,56 @@ def _agent(config: Config) -> list[str]:
         ),
         (bool(config.wires.curve_dir), "wires.curve_dir: a gateway has no key"),
     )
-    out += [f"{why}, and [agent] makes samples sessions" for wrong, why in refused if wrong]
+    yield from [f"{why}, and [agent] makes samples sessions" for wrong, why in refused if wrong]
     if agent.fork == "row":
-        out += [
+        yield from [
             f"{setting}: needs the order of a session's tokens, which several training sequences "
             'do not have: set agent.fork = "end"'
             for setting in settings.ordered(config)
         ]
     if agent.max_tokens < config.generator.max_new_tokens:
-        out.append(
+        yield (
             f"agent.max_tokens: {agent.max_tokens} are fewer than one call may sample "
             f"(generator.max_new_tokens = {config.generator.max_new_tokens})"
         )
-    return out
 
 
-def _opponents(config: Config) -> list[str]:
+def _opponents(config: Config) -> Iterator[str]:
     """Check the opponents of a two-player game."""
     agent = config.agent
-    out = []
     for key in ("opponent", "eval_opponent"):
         value = getattr(agent, key)
         module, colon, name = value.rpartition(":")
         if value and value not in (RANDOM, SELF) and not (module and colon and name.isidentifier()):
-            out.append(
+            yield (
                 f"agent.{key}: {value}; choose random or self, or write module:function or "
                 "file.py:function"
             )
     if agent.opponent and not agent.env:
-        out.append("agent.opponent: plays the other side of an environment; set agent.env")
+        yield "agent.opponent: plays the other side of an environment; set agent.env"
     if agent.eval_opponent and not agent.opponent:
-        out.append("agent.eval_opponent: is for a two-player game; set agent.opponent, too")
+        yield "agent.eval_opponent: is for a two-player game; set agent.opponent, too"
     if agent.opponent == SELF and not agent.eval_opponent:
-        out.append(
+        yield (
             "agent.eval_opponent: against itself a policy wins half its games, however well it "
             "plays; set random or module:function"
         )
-    return out
 
 
-def _engine(config: Config) -> list[str]:
+def _engine(config: Config) -> Iterator[str]:
     engine = ENGINES[config.generator.engine]
-    out = []
     for key, temperature in (
         ("generator.temperature", config.generator.temperature),
         ("evaluation.temperature", config.evaluation.temperature),
     ):
         if temperature < engine.least_temperature:
-            out.append(
+            yield (
                 f"{key}: {temperature:g}; {engine.title} raises lower temperatures to "
                 f"{engine.least_temperature:g}, and the recorded one would be wrong; use "
                 f"{engine.least_temperature:g} or more"
             )
     if not engine.numbered_gpu and config.model.device.startswith("cuda:"):
-        out.append(
+        yield (
             f"model.device: {config.model.device}; {engine.title} takes the first GPU it sees: use "
             "cuda, and generator.gpus to choose"
         )
@@ -685,7 +668,7 @@ def _engine(config: Config) -> list[str]:
         ("learner.gpus", config.learner.gpus),
     ):
         if gpus and config.model.device not in ("auto", "cuda"):
-            out.append(
+            yield (
                 f"{key}: chooses the GPU, and so does model.device = {config.model.device}: set "
                 "that to auto or cuda"
             )
@@ -693,7 +676,7 @@ def _engine(config: Config) -> list[str]:
         len(config.learner.gpus) != config.learner.ranks
         or len(set(config.learner.gpus)) < len(config.learner.gpus)
     ):
-        out.append(
+        yield (
             f"learner.gpus: {config.learner.gpus} for {config.learner.ranks} rank(s) "
             "(learner.ranks); each needs its own GPU"
         )
@@ -702,50 +685,48 @@ def _engine(config: Config) -> list[str]:
         and not config.learner.gpus
         and config.model.device.startswith("cuda")
     ):
-        out.append(
+        yield (
             f"learner.gpus: {config.learner.ranks} ranks would share model.device = "
             f"{config.model.device}; give one number each"
         )
     if (how := config.weights.transport) in ("nccl", "gloo") and config.wires.weights_address:
-        out.append(
+        yield (
             f"wires.weights_address: weights.transport = {how} takes a free port of this machine "
             "and has no keys; remove it, or use tcp"
         )
     if how not in ("auto", "tcp") and config.weights.fan_out:
-        out.append(
+        yield (
             f"weights.fan_out: weights.transport = {how} sends no copies over a network; remove "
             "it, or use tcp or auto"
         )
     if how == "nccl" and not (config.learner.gpus and config.generator.gpus):
-        out.append(
+        yield (
             "weights.transport: nccl connects two GPUs; set learner.gpus and generator.gpus, or "
             "use auto"
         )
     elif how == "nccl" and (both := sorted(set(config.learner.gpus) & set(config.generator.gpus))):
-        out.append(
+        yield (
             f"weights.transport: nccl cannot connect GPU {both[0]} with itself (learner.gpus, "
             "generator.gpus); use auto"
         )
     for key in sorted({key for row in ENGINES.values() for key in row.settings}):
         if getattr(config.generator, key) and key not in engine.settings:
             owners = " or ".join(name for name, row in ENGINES.items() if key in row.settings)
-            out.append(
+            yield (
                 f"generator.{key}: belongs to generator.engine = {owners}, not to "
                 f"{config.generator.engine}"
             )
-    return out
 
 
 def warnings(config: Config) -> list[str]:
     """Return warnings that a run prints once at its start."""
     given = config.reward.function if config.reward.share else ""
     shared = f"reward.share: machines that join this run receive the file of {given} and run it"
-    return _kl_warnings(config) + _other_warnings(config) + ([shared] if given else [])
+    return [*_kl_warnings(config), *_other_warnings(config), *([shared] if given else [])]
 
 
-def _kl_warnings(config: Config) -> list[str]:
+def _kl_warnings(config: Config) -> Iterator[str]:
     """Warn of KL penalties whose gradient is not that of the KL."""
-    out = []
     in_loss = config.kl.loss
     on = config.kl.loss.coefficient > 0
     in_reward = config.kl.reward
@@ -757,18 +738,18 @@ def _kl_warnings(config: Config) -> list[str]:
             if stale
             else ""
         )
-        out.append("kl: k1 in the loss has no expected gradient on policy" + tail)
+        yield ("kl: k1 in the loss has no expected gradient on policy" + tail)
     if in_reward.coefficient > 0 and in_reward.estimator == "k3":
-        out.append(
+        yield (
             "kl: k3 in the reward has a strongly biased gradient and is known to collapse; use k1"
         )
     if in_reward.coefficient > 0 and in_reward.at == "behavior" and config.staleness.limit > 0:
-        out.append(
+        yield (
             "kl: kl.reward.at = behavior takes the KL of the policy that sampled the tokens, whose "
             "gradient is more than half wrong off policy; use start"
         )
     if on and in_loss.off_policy == "ratio":
-        out.append(
+        yield (
             "kl: off_policy = ratio is right only on the behavior policy's states; prefix is exact"
         )
     if on and in_loss.off_policy in ("prefix", "prefix_full"):
@@ -778,11 +759,10 @@ def _kl_warnings(config: Config) -> list[str]:
             if config.correction.reject != "none" and config.correction.reject_over == "token"
             else ""
         ):
-            out.append(
+            yield (
                 f"kl: off_policy = {in_loss.off_policy} is exact for whole completions; {cut} "
                 "removes tokens from the product of ratios"
             )
-    return out
 
 
 # surrogates that restrain a token once its ratio has left 1
@@ -807,21 +787,21 @@ def _inert_clip(config: Config) -> list[str]:
     ]
 
 
-def _other_warnings(config: Config) -> list[str]:
+def _other_warnings(config: Config) -> Iterator[str]:
     """Warn of doubtful corrections, samples and surrogates."""
-    out = _inert_clip(config)
+    yield from _inert_clip(config)
     if (
         config.correction.level in ("sequence", "geometric")
         and not config.correction.self_normalize
         and config.correction.proximal != "behavior"
     ):
-        out.append(
+        yield (
             f"correction: at {config.correction.level} level without self_normalize the mean "
             "weight, an effective learning rate, drifts; set self_normalize = true"
         )
     truncates = config.generator.top_p < 1 or config.generator.top_k > 0
     if truncates and not ENGINES[config.generator.engine].records_support:
-        out.append(
+        yield (
             "generator: top_p and top_k restrict the sampled distribution, and "
             f"{ENGINES[config.generator.engine].title} does not record the tokens that they keep, "
             "so the ratios are biased and nothing corrects them; set top_p = 1 and top_k = 0, or "
@@ -833,7 +813,7 @@ def _other_warnings(config: Config) -> list[str]:
         and config.reshape.mode == "constant"
         and config.reshape.gamma == 0
     ):
-        out.append(
+        yield (
             "reshape: gamma = 0 in the power form has no gradient at all; use form = box_cox, "
             "which is weighted log-likelihood there"
         )
@@ -842,18 +822,17 @@ def _other_warnings(config: Config) -> list[str]:
         and config.reshape.budget == "none"
         and not (config.stop.kl_max or config.reshape.clip or config.reshape.kl_penalty)
     ):
-        out.append(
+        yield (
             "reshape: controls variance and not drift, so the KL grows without bound; set a repair "
             "(clip, kl_penalty, budget or stop.kl_max)"
         )
     if config.advantage.name == "dr_grpo" and config.loss.reduction != "seq-mean-token-sum-norm":
-        out.append(
+        yield (
             "advantage: dr_grpo needs loss.reduction = seq-mean-token-sum-norm; any other "
             "reduction brings back the length bias"
         )
     if config.loss.surrogate == "gspo" and config.loss.reduction != "seq-mean-token-mean":
-        out.append(
+        yield (
             "loss: gspo as published averages each answer over its tokens (loss.reduction = "
             "seq-mean-token-mean)"
         )
-    return out

@@ -574,6 +574,18 @@ REFUSED = [
         "takes no advantage, so KL in the reward would do nothing",
     ),
     (
+        {"loss": {"surrogate": "sft"}, "advantage": {"name": "grpo"}},
+        "advantage.name: grpo has no effect under loss.surrogate = sft",
+    ),
+    (
+        {"loss": {"surrogate": "sft"}, "advantage": {"rewards": "whiten"}},
+        "advantage.rewards: whiten has no effect under loss.surrogate = sft",
+    ),
+    (
+        {"loss": {"surrogate": "sft"}, "advantage": {"truncated": "zero"}},
+        "advantage.truncated: zero has no effect under loss.surrogate = sft",
+    ),
+    (
         {
             "loss": {"surrogate": "reshape"},
             "correction": {"proximal": "behavior"},
@@ -609,6 +621,7 @@ ACCEPTED: list[dict[str, Any]] = [
     {"advantage": {"name": "reinforce_pp"}, "learner": {"group_size": 1}},
     {"advantage": {"name": "dr_grpo", "no_spread": "filter"}, "learner": {"group_size": 2}},
     {"loss": {"surrogate": "sft"}, "learner": {"group_size": 1}},
+    {"loss": {"surrogate": "sft"}, "advantage": {"truncated": "mask", "no_spread": "filter"}},
     {"loss": {"surrogate": "cispo", "cispo_absolute": True, "eps_high": 1.0}},
     {
         "loss": {"surrogate": "reshape"},

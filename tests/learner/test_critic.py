@@ -185,7 +185,7 @@ def test_a_checkpoint_holds_it(model_dir: Path, tmp_path: Path, trunk: str) -> N
             ["advantage.name=rloo", "value.clip=0.2"],
             "value.clip: belongs to advantage.name = gae, not to rloo",
         ),
-        (["loss.surrogate=sft"], "gae has no effect"),
+        (["loss.surrogate=sft"], "advantage.name: gae has no effect"),
     ],
 )
 def test_what_cannot_work_is_refused_when_the_config_is_read(sets: list[str], said: str) -> None:
