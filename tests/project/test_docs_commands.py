@@ -29,6 +29,7 @@ PAGES = [
     "docs/getting-started.md",
     "docs/running.md",
     "docs/watch.md",
+    "docs/evaluation.md",
     "docs/failures.md",
     "docs/own-project.md",
     "docs/rewards.md",

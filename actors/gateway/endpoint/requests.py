@@ -189,7 +189,7 @@ def parse_request(
         model=model,
         **_prompt(kind, options, policy),
         max_new_tokens=_max_tokens(options),
-        stop=_stop(options.get("stop")),
+        stop=parse_stops(options.get("stop")),
         aside=(model != policy.model and policy.other_models == "aside") or _aside(options),
         stream=stream,
         usage=usage,
@@ -280,12 +280,13 @@ def _prompt(kind: Kind, options: Mapping[str, Any], policy: RequestPolicy) -> di
             return {"text": prompt}
         if prompt and isinstance(prompt, list) and isinstance(prompt[0], str | list):
             raise bad("prompt", "give one prompt a call", "unsupported_parameter")
-        return {"ids": _ids("prompt", prompt, policy)}
-    return {"ids": _ids("token_ids", options.get("token_ids"), policy)}
+        return {"ids": parse_ids("prompt", prompt, policy.vocabulary)}
+    return {"ids": parse_ids("token_ids", options.get("token_ids"), policy.vocabulary)}
 
 
-def _ids(param: str, given: Any, policy: RequestPolicy) -> np.ndarray:
-    most = policy.vocabulary or (1 << 31)
+def parse_ids(param: str, given: Any, vocabulary: int) -> np.ndarray:
+    """Read token ids below `vocabulary` (0: any), int32 [P].  Raises CallRefused."""
+    most = vocabulary or (1 << 31)
     if not isinstance(given, list) or not given:
         kind = "text or a list of token ids" if param == "prompt" else "a list of token ids"
         raise bad(param, f"give {kind}")
@@ -316,7 +317,8 @@ def _max_tokens(options: Mapping[str, Any]) -> int:
     return 0
 
 
-def _stop(given: Any) -> tuple[str, ...]:
+def parse_stops(given: Any) -> tuple[str, ...]:
+    """Read the texts that end an answer.  Raises CallRefused."""
     stops = [given] if isinstance(given, str) else given or []
     if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
         raise bad("stop", "give a text, or a list of texts")

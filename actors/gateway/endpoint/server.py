@@ -26,13 +26,17 @@ CONNECTIONS = 4096
 
 @dataclass(frozen=True)
 class ListenAddress:
-    """The address to listen at, and how connections are encrypted."""
+    """The address to listen at, and how connections are encrypted.
+
+    port_name: what the user calls the port, for messages.
+    """
 
     host: str = "127.0.0.1"
     port: int = 0
     certificate: str = ""
     private_key: str = ""
     behind_proxy: bool = False
+    port_name: str = "agent.port"
 
     def check(self) -> None:
         """Raise ConfigError if keys would be sent unencrypted over a network."""
@@ -238,7 +242,9 @@ class HttpServer:
             self.socket.bind((bind.host, bind.port))
         except OSError as error:
             self.socket.close()
-            raise ConfigError(f"agent.port: {bind.host}:{bind.port}: {error.strerror}") from error
+            raise ConfigError(
+                f"{bind.port_name}: {bind.host}:{bind.port}: {error.strerror}"
+            ) from error
         self.task: asyncio.Task[None] | None = None
         self.server = QuietServer(
             uvicorn.Config(

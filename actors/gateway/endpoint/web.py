@@ -148,12 +148,7 @@ class WebApp:
         routes += [Route(path, route, methods=["GET"]) for path, route in gets.items()]
         self.app = Starlette(
             routes=routes,
-            exception_handlers={
-                CallRefused: _refuse,
-                HTTPException: _refuse_route,
-                ClientDisconnect: _ignore,
-                Exception: _fail,  # which raises the error again, for the log
-            },
+            exception_handlers=HANDLERS,
         )
         self.app.router.redirect_slashes = False
 
@@ -162,7 +157,7 @@ class WebApp:
     def _authorized_session(self, request: Request) -> OpenedSession:
         """Find the session of the path and check the key.  Raises CallRefused."""
         opened = self.service.find(request.path_params["session"])
-        if opened is None or not _has_key(request, opened.key):
+        if opened is None or not has_key(request, opened.key):
             raise CallRefused(
                 401,
                 "invalid_api_key",
@@ -181,17 +176,17 @@ class WebApp:
 
         async def route(request: Request) -> Response:
             opened = self._authorized_session(request)
-            return await serve(request, opened, await _body(request, most))
+            return await serve(request, opened, await read_body(request, most))
 
         return route
 
     # ---- sessions --------------------------------------------------------------------------------
 
     async def _lease(self, request: Request) -> Response:
-        if not _has_key(request, self.service.run_key):
+        if not has_key(request, self.service.run_key):
             raise CallRefused(401, "invalid_api_key", "the key is not the one in RUN/agent.key")
         connection_of(request.scope).authorize()
-        given = _json(await _body(request, LARGEST_REPORT))
+        given = _json(await read_body(request, LARGEST_REPORT))
         lease = given.get("lease")
         if not isinstance(lease, str) or not 0 < len(lease) <= LEASE_CHARACTERS:
             raise CallRefused(
@@ -316,7 +311,7 @@ class WebApp:
         async def route(request: Request) -> CallReply:
             opened = self._authorized_session(request)
             try:
-                body = await _body(request, LARGEST_BODY)
+                body = await read_body(request, LARGEST_BODY)
                 parsed = await self._read_call(kind, opened, body)
                 harness_request = await self._request(request, opened, parsed, body)
             except CallRefused as refused:
@@ -542,7 +537,7 @@ def _name(session: Session, number: int, kind: Kind) -> str:
     return f"{PREFIX[kind]}{session.name}-{number}"
 
 
-def _has_key(request: Request, key: str) -> bool:
+def has_key(request: Request, key: str) -> bool:
     """Whether the request carries the key, compared in constant time."""
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer":
@@ -550,7 +545,7 @@ def _has_key(request: Request, key: str) -> bool:
     return hmac.compare_digest(given.strip().encode("utf-8", "replace"), key.encode())
 
 
-async def _body(request: Request, most: int) -> bytes:
+async def read_body(request: Request, most: int) -> bytes:
     """Read a body of at most `most` bytes within BODY_S.  Raises CallRefused.
 
     Starlette's own limit (`max_body_size`) answers with plain text, which clients cannot parse.
@@ -615,7 +610,7 @@ def _numbers(given: Any, name: str) -> dict[str, float]:
     return {key: _parse_number(value, name, finite=False) for key, value in given.items()}
 
 
-async def _refuse(request: Request, error: Exception) -> Response:
+async def refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, CallRefused)
     body, headers = replies.error(error)
     if "/v1/messages" in request.scope["path"]:
@@ -626,17 +621,25 @@ async def _refuse(request: Request, error: Exception) -> Response:
 async def _refuse_route(request: Request, error: Exception) -> Response:
     route = f"{request.method} {request.scope['path']:.200}"
     message = f"there is no {route}: see docs/http.md for the routes"
-    return await _refuse(request, CallRefused(404, "no_such_route", message))
+    return await refuse(request, CallRefused(404, "no_such_route", message))
 
 
 async def _fail(request: Request, error: Exception) -> Response:
     reason = f"the gateway failed: {type(error).__name__}: {error}"
-    return await _refuse(request, CallRefused(500, "gateway", reason))
+    return await refuse(request, CallRefused(500, "gateway", reason))
 
 
 async def _ignore(request: Request, error: Exception) -> Response:
     """Send nothing that arrives: the connection closed before the body was read."""
     return Response()
+
+
+HANDLERS: Mapping[Any, Callable[[Request, Exception], Awaitable[Response]]] = {
+    CallRefused: refuse,
+    HTTPException: _refuse_route,
+    ClientDisconnect: _ignore,
+    Exception: _fail,  # which raises the error again, for the log
+}
 
 
 class Endpoint(HttpServer):

@@ -1,0 +1,1 @@
+"""Serves a model directory by OpenAI's completions API, without a run."""

@@ -1,0 +1,285 @@
+"""The routes of the model server: OpenAI's completions and chat completions.
+
+    GET  /health
+    GET  /v1/models, /v1/models/NAME
+    POST /v1/completions, /v1/chat/completions
+
+Starlette finds the route and turns errors into responses. The engine's thread computes."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from actors.engine import Completion, CompletionRequest, PromptScores
+from actors.gateway.endpoint.server import connection_of
+from actors.gateway.endpoint.web import HANDLERS, LARGEST_BODY, has_key, read_body
+from actors.gateway.sessions import CallRefused
+from actors.model_server.completion_requests import CompletionOrder, parse_order
+from actors.model_server.engine_thread import EngineThread
+from asyncrl.contract.errors import AsyncrlError
+from asyncrl.contract.messages import Prompt
+from asyncrl.models.tokenizer import encode_prompt
+
+
+class CompletionsApp:
+    """The routes of a served model: `app` is the ASGI application.
+
+    name: of the model in requests and answers. key: what a client must send; "": nothing.
+    """
+
+    def __init__(
+        self,
+        engine: EngineThread,
+        tokenizer: Any,
+        *,
+        name: str,
+        key: str,
+        context: int,
+        vocabulary: int,
+        stops: Sequence[int],
+    ) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.name = name
+        self.key = key
+        self.context = context
+        self.vocabulary = vocabulary
+        self.stops = tuple(stops)
+        self.numbers = itertools.count()  # of the prompts, so that no two requests share a key
+        self.app = Starlette(
+            routes=[
+                Route("/v1/completions", self._complete, methods=["POST"]),
+                Route("/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/v1/models", self._models),
+                Route("/v1/models/{model:path}", self._models),
+                Route("/health", self._health),
+            ],
+            exception_handlers=HANDLERS,
+        )
+
+    # ---- routes ----------------------------------------------------------------------------------
+
+    async def _health(self, request: Request) -> Response:
+        return Response()
+
+    async def _models(self, request: Request) -> Response:
+        self._authorize(request)
+        model = {
+            "id": self.name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "asyncrl",
+            "max_model_len": self.context,
+        }
+        if wanted := request.path_params.get("model"):
+            if wanted != self.name:
+                raise CallRefused(404, "model_not_found", f"there is no model {wanted!r}", "model")
+            return JSONResponse(model)
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def _complete(self, request: Request) -> Response:
+        return await self._answer(request, chat=False)
+
+    async def _chat(self, request: Request) -> Response:
+        return await self._answer(request, chat=True)
+
+    def _authorize(self, request: Request) -> None:
+        if self.key and not has_key(request, self.key):
+            raise CallRefused(
+                401,
+                "invalid_api_key",
+                "this server needs the key that it printed at its start: set OPENAI_API_KEY",
+            )
+        connection_of(request.scope).authorize()
+
+    async def _answer(self, request: Request, *, chat: bool) -> Response:
+        self._authorize(request)
+        body = await read_body(request, LARGEST_BODY)
+        order = await asyncio.to_thread(
+            parse_order,
+            body,
+            chat=chat,
+            name=self.name,
+            context=self.context,
+            vocabulary=self.vocabulary,
+            encode=self._encode,
+        )
+        try:
+            samples = await self._generate(order)
+            scores = await self._score(order, samples)
+        except AsyncrlError as error:
+            raise CallRefused(500, "engine", str(error)) from error
+        choices = [
+            self._choice(order, sample, score, index, chat=chat)
+            for index, (sample, score) in enumerate(zip(samples, scores, strict=True))
+        ]
+        prompt = sum(map(len, order.prompts))
+        tokens = sum(len(sample.tokens) for sample in samples)
+        return Response(
+            msgspec.json.encode(
+                {
+                    "id": f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(8)}",
+                    "object": "chat.completion" if chat else "text_completion",
+                    "created": int(time.time()),
+                    "model": self.name,
+                    "choices": choices,
+                    "usage": {
+                        "prompt_tokens": prompt,
+                        "completion_tokens": tokens,
+                        "total_tokens": prompt + tokens,
+                    },
+                }
+            ),
+            media_type="application/json",
+        )
+
+    def _encode(self, prompt: Prompt) -> np.ndarray:
+        try:
+            return encode_prompt(self.tokenizer, prompt)
+        except AsyncrlError as error:
+            raise CallRefused(400, "invalid_value", str(error), "messages") from error
+
+    # ---- the engine ------------------------------------------------------------------------------
+
+    async def _generate(self, order: CompletionOrder) -> list[Completion]:
+        """Generate the completions, prompt by prompt, without tokens if none are asked for."""
+        requests = [one for prompt in order.prompts for one in self._requests(order, prompt)]
+        if not order.max_new_tokens:
+            nothing = np.empty(0, np.int32), np.empty(0, np.float32)
+            return [Completion(one.key, one.prompt, *nothing, [], "length") for one in requests]
+        futures = [asyncio.wrap_future(self.engine.complete(request)) for request in requests]
+        try:
+            return list(await asyncio.gather(*futures))
+        except BaseException:  # the connection has closed, or a request is refused
+            self.engine.cancel([request.key for request in requests])
+            raise
+
+    def _requests(self, order: CompletionOrder, prompt: np.ndarray) -> list[CompletionRequest]:
+        """Make the engine's requests of one prompt.
+
+        With a seed, sample i of a prompt has the same random stream whenever it is asked for.
+        """
+        number = next(self.numbers)
+        greedy = order.temperature == 0
+        return [
+            CompletionRequest(
+                key=(number, sample, 1),
+                prompt=prompt,
+                group=number,
+                max_new_tokens=max(1, order.max_new_tokens),
+                temperature=order.temperature or 1.0,
+                top_p=order.top_p,
+                top_k=1 if greedy else order.top_k,
+                stop=self.stops,
+                seed=secrets.randbits(63) if order.seed is None else order.seed,
+                drawn_for=(0, sample),
+            )
+            for sample in range(order.count)
+        ]
+
+    async def _score(
+        self, order: CompletionOrder, samples: Sequence[Completion]
+    ) -> list[PromptScores | None]:
+        """Score prompts and completions together, where log-probabilities are asked for."""
+        if order.most_likely is None:
+            return [None] * len(samples)
+        sequences = [np.concatenate([sample.prompt, sample.tokens]) for sample in samples]
+        scores = await asyncio.wrap_future(self.engine.score(sequences, max(1, order.most_likely)))
+        return [*scores]
+
+    # ---- answers ---------------------------------------------------------------------------------
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def _choice(
+        self,
+        order: CompletionOrder,
+        sample: Completion,
+        scores: PromptScores | None,
+        index: int,
+        *,
+        chat: bool,
+    ) -> dict[str, Any]:
+        """Build one choice.  A stop text ends it; what was generated behind is left out."""
+        prompt, tokens = sample.prompt.tolist(), sample.tokens.tolist()
+        visible = [token for token in tokens if token not in self.stops]
+        text = str(self.tokenizer.decode(visible, skip_special_tokens=True))
+        end = min((place for stop in order.stop if (place := text.find(stop)) >= 0), default=-1)
+        if end >= 0:
+            text = text[:end]
+            kept = (count for count in range(len(tokens)) if len(self._text(tokens[:count])) >= end)
+            tokens = tokens[: next(kept, len(tokens))]
+        finish = "stop" if end >= 0 else sample.finish
+        rows = None
+        if scores is not None:
+            ids = [*prompt, *tokens]
+            rows = self._rows(ids, scores, order.most_likely or 0)
+            rows = rows if order.echo else rows[len(prompt) :]
+        if chat:
+            return {
+                "index": index,
+                "message": {"role": "assistant", "content": text, "refusal": None},
+                "logprobs": None if rows is None else {"content": rows, "refusal": None},
+                "finish_reason": finish,
+            }
+        return {
+            "index": index,
+            "text": self._text(prompt) + text if order.echo else text,
+            "logprobs": None if rows is None else _columns(rows, order.most_likely or 0),
+            "finish_reason": finish,
+        }
+
+    def _rows(
+        self, ids: Sequence[int], scores: PromptScores, most_likely: int
+    ) -> list[dict[str, Any]]:
+        """Describe each token as chat completions do.  The first one of a prompt has no logprob."""
+        texts = [self._text([token]) for token in ids]
+        rows = [_row(texts[0], None)]
+        for place, text in enumerate(texts[1:]):
+            likely = zip(
+                scores.top_ids[place, :most_likely].tolist(),
+                scores.top_logprobs[place, :most_likely].tolist(),
+                strict=True,
+            )
+            rows.append(
+                _row(text, float(scores.logprobs[place]))
+                | {"top_logprobs": [_row(self._text([token]), value) for token, value in likely]}
+            )
+        return rows
+
+
+def _row(text: str, logprob: float | None) -> dict[str, Any]:
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "replace"))}
+
+
+def _columns(rows: Sequence[dict[str, Any]], most_likely: int) -> dict[str, Any]:
+    """Convert rows to the form of /v1/completions.
+
+    Of two tokens with the same text the more likely one is named.
+    """
+    tokens = [row["token"] for row in rows]
+    likely = [
+        None
+        if "top_logprobs" not in row or not most_likely
+        else {each["token"]: each["logprob"] for each in reversed(row["top_logprobs"])}
+        for row in rows
+    ]
+    return {
+        "tokens": tokens,
+        "token_logprobs": [row["logprob"] for row in rows],
+        "top_logprobs": likely if most_likely else None,
+        "text_offset": [sum(map(len, tokens[:place])) for place in range(len(tokens))],
+    }

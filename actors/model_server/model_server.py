@@ -1,0 +1,85 @@
+"""`asyncrl serve`: a model directory behind OpenAI's completions API."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from actors.engine import engine_for
+from actors.gateway.endpoint.server import HttpServer, ListenAddress
+from actors.model_server.completions_app import CompletionsApp
+from actors.model_server.engine_thread import EngineThread
+from asyncrl.config.tree import Config, GeneratorConfig, ModelConfig, TaskConfig
+from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.versions import Label
+from asyncrl.models import model_check
+from asyncrl.models.policy import load_policy, named_weights, weights_digest
+from asyncrl.models.tokenizer import stop_tokens, vocabulary
+
+MOST_CONTEXT = 4096  # without --context
+
+
+def config_of(
+    path: str, *, context: int, slots: int, dtype: str, device: str, threads: int
+) -> Config:
+    """Build the config of an engine for a model directory.  Raises ConfigError.
+
+    context: 0 means that of the model, at most MOST_CONTEXT. threads: 0 means all cores.
+    """
+    raw = model_check.settings(Path(path), "MODEL")
+    most = model_check.positions(raw) or max(context, MOST_CONTEXT)
+    if context > most:
+        raise ConfigError(f"--context {context}: the model in {path} has {most} positions")
+    return Config(
+        model=ModelConfig(path=path, dtype=dtype, device=device),  # type: ignore[arg-type]
+        task=TaskConfig(name="none"),
+        generator=GeneratorConfig(
+            slots=slots,
+            context=context or min(most, MOST_CONTEXT),
+            threads=threads or len(os.sched_getaffinity(0)),
+        ),
+    )
+
+
+def build_app(config: Config, name: str, key: str) -> CompletionsApp:
+    """Load the model and start its engine.  Raises ConfigError for a directory without a model."""
+    path = config.model.path
+    tokenizer = model_check.check(config)
+    engine = engine_for(config)
+    dtype = config.model.dtype
+    model = load_policy(path, dtype, config.model.device)
+    engine.load(dict(named_weights(model)), Label(1, 0), weights_digest(model))
+    return CompletionsApp(
+        EngineThread(engine),
+        tokenizer,
+        name=name,
+        key=key,
+        context=config.generator.context,
+        vocabulary=vocabulary(path),
+        stops=stop_tokens(tokenizer, config),
+    )
+
+
+def serve(app: CompletionsApp, bind: ListenAddress, announce: Callable[[str], None]) -> None:
+    """Serve until SIGINT or SIGTERM.  announce: called with the URL when requests are accepted.
+
+    Raises ConfigError for an address that cannot be used.
+    """
+    with suppress(KeyboardInterrupt):
+        asyncio.run(_serve(app, bind, announce))
+    app.engine.close()
+
+
+async def _serve(app: CompletionsApp, bind: ListenAddress, announce: Callable[[str], None]) -> None:
+    server = HttpServer(app.app, bind)
+    await server.start()
+    announce(server.url)
+    ended = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    await ended.wait()
+    await server.stop()

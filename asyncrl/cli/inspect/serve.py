@@ -1,0 +1,94 @@
+"""`asyncrl serve`: a model behind OpenAI's completions API, without a run."""
+
+from __future__ import annotations
+
+import os
+import secrets
+
+import click
+
+from asyncrl.cli.base import command, count_option, print_progress
+from asyncrl.contract.errors import ConfigError
+
+
+@command("asyncrl serve runs/R/model", "asyncrl serve models/smollm2 --port 8000 --context 2048")
+@click.argument("model")
+@click.option("--name", help="the model's name for clients  [default: MODEL]")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True)
+@click.option("--host", default="127.0.0.1", show_default=True, help="address to listen on")
+@click.option("--certificate", default="", help="TLS certificate, for an address of a network")
+@click.option("--private-key", default="", help="its private key")
+@click.option("--no-key", is_flag=True, help="ask for no key; only on an address of this machine")
+@click.option(
+    "--context",
+    type=click.IntRange(1),
+    help="most tokens of prompt and completion  [default: the model's, at most 4096]",
+)
+@count_option("--slots", 64, "completions generated at the same time")
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16"]),
+    default="float32",
+    show_default=True,
+    help="data type of the weights",
+)
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N")
+@click.option("--threads", type=click.IntRange(1), help="OpenMP threads  [default: all cores]")
+def serve(
+    model: str,
+    name: str | None,
+    port: int,
+    host: str,
+    certificate: str,
+    private_key: str,
+    no_key: bool,
+    context: int | None,
+    slots: int,
+    dtype: str,
+    device: str,
+    threads: int | None,
+) -> None:
+    """Serve the model directory MODEL to OpenAI's clients and to lm_eval.
+
+    MODEL is an exported or a Hugging Face directory, or hf://ORG/NAME. The key is OPENAI_API_KEY,
+    or a new one, which is printed.
+    """
+    from actors.gateway.endpoint.server import ListenAddress
+    from actors.model_server import model_server
+    from asyncrl.models import fetch
+    from asyncrl.viewer.server import is_loopback
+
+    if no_key and not is_loopback(host):
+        raise ConfigError(
+            f"--no-key --host {host}: everyone who reaches this address could use the model; leave "
+            "out --no-key, or listen on 127.0.0.1"
+        )
+    if bool(certificate) != bool(private_key):
+        raise ConfigError("--certificate and --private-key: give both or none")
+    if not is_loopback(host) and not certificate:
+        raise ConfigError(
+            f"--host {host} is open to the network; give --certificate and --private-key, or "
+            "listen on 127.0.0.1"
+        )
+    path = str(fetch.from_hub(model)) if model.startswith(fetch.HUB) else model
+    config = model_server.config_of(
+        path,
+        context=context or 0,
+        slots=slots,
+        dtype=dtype,
+        device=device,
+        threads=threads or 0,
+    )
+    given = os.environ.get("OPENAI_API_KEY", "")
+    key = "" if no_key else given or secrets.token_urlsafe(18)
+    print_progress(f"loading {path}")
+    app = model_server.build_app(config, name or model, key)
+
+    def announce(url: str) -> None:
+        print_progress(f"serving {app.name} with up to {app.context} tokens; stop with Ctrl-C")
+        if key and not given:
+            print_progress(f"export OPENAI_API_KEY={key}")
+        print(f"{url}/v1", flush=True)
+
+    bind = ListenAddress(host, port, certificate, private_key, port_name="--port")
+    model_server.serve(app, bind, announce)
