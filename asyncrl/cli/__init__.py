@@ -34,7 +34,7 @@ FAMILIES = {
     "simulate": ("simulate",),
     "lab": ("lab",),
     "config": ("config", "task", "methods"),
-    "model": ("model", "sft"),
+    "model": ("model", "sft", "tinker"),
 }
 
 

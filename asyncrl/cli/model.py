@@ -1,4 +1,4 @@
-"""`asyncrl model`: fetch models for `model.path`; `asyncrl sft`: train on given answers."""
+"""The commands `asyncrl model`, `asyncrl sft` and `asyncrl tinker`, each about one model."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from asyncrl.cli.base import (
     ExampleCommand,
     ExampleGroup,
     command,
+    config_argument,
     emit,
     options,
     print_progress,
+    set_option,
 )
 from asyncrl.contract.errors import ConfigError
 
@@ -76,3 +78,20 @@ def sft(source: str | None, sets: tuple[str, ...], as_json: bool, resume: Path |
         print_progress(f"stopped with a checkpoint; continue with: asyncrl sft --resume {run_dir}")
         raise click.Abort
     emit(found, as_json)
+
+
+@command(
+    "asyncrl tinker tinker_demo",
+    "asyncrl tinker my_server.toml --set staleness.max_lag=2 --set server.port=9000",
+)
+@config_argument()
+@set_option("override a config key; a TOML value, but text needs no quotes; repeatable")
+def tinker(source: str, sets: tuple[str, ...]) -> None:
+    """Serve the Tinker API for one base model, with the lag of every trained token known.
+
+    It prints the URL and the key for the clients. A server that is started again continues where
+    an earlier one ended.
+    """
+    from asyncrl.tinker import server, settings
+
+    server.serve(settings.read(source, sets), source)

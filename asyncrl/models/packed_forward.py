@@ -647,6 +647,7 @@ def logprobs(
     fixed: bool = False,
     recompute: bool = False,
     supports: Sequence[SampledSupport | None] | None = None,
+    targets: torch.Tensor | None = None,
 ) -> ForwardOutput:
     """See `PolicyModel.logprobs`.
 
@@ -665,6 +666,7 @@ def logprobs(
             want_hidden,
             run_layer,
             support=support,
+            targets=targets,
         )
     pl = plan(prompts, responses, groups, weight.device)
     x = F.embedding(pl.ids, model.embed_tokens.weight)
@@ -674,8 +676,9 @@ def logprobs(
         x = run_layer(block, lay, layer, x, cos=cos, sin=sin, rows=rows)
     hidden = rms_norm(x, model.norm.weight, lay.eps).index_select(0, pl.picks)
     scale = (1.0 / temperature.to(weight.device, torch.float32))[pl.sample]
+    scored = pl.targets if targets is None else targets.to(weight.device)
     lp, ent = _PickedLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, pl.targets, scale, want_entropy, support
+        hidden, weight, scored, scale, want_entropy, support
     )
     return ForwardOutput(lp, ent if want_entropy else None, hidden if want_hidden else None)
 
@@ -700,6 +703,7 @@ def _fixed_logprobs(
     want_hidden: bool,
     run_layer: Callable[..., torch.Tensor],
     support: SupportTable | None,
+    targets: torch.Tensor | None = None,
 ) -> ForwardOutput:
     """`logprobs` with the operators that the engine uses in exact mode."""
     hf = lay.hf
@@ -721,9 +725,9 @@ def _fixed_logprobs(
     hidden = exact_operators.unit(exact_operators.pad_rows(x.index_select(0, pl.picks)), lay.eps)
     scale = exact_operators.pad_rows((1.0 / temperature.to(x.device, torch.float32))[pl.sample])
     head = top["head"].contiguous()
-    lp, ent = _PickedLogprobs.apply(
-        hidden, head.T, exact_operators.pad_rows(pl.targets), scale, want_entropy, support
-    )  # type: ignore[no-untyped-call]
+    scored = exact_operators.pad_rows(pl.targets if targets is None else targets.to(x.device))
+    picked: Any = _PickedLogprobs.apply
+    lp, ent = picked(hidden, head.T, scored, scale, want_entropy, support)
     normed = hidden[:n] * hf.model.norm.weight if want_hidden else None
     return ForwardOutput(lp[:n], ent[:n] if want_entropy else None, normed)
 

@@ -72,6 +72,7 @@ class PolicyModel:
         want_entropy: bool = False,
         want_hidden: bool = False,
         supports: Sequence[SampledSupport | None] | None = None,
+        targets: torch.Tensor | None = None,
     ) -> ForwardOutput:
         """Log-probabilities of response tokens under this model, differentiable.
 
@@ -81,6 +82,7 @@ class PolicyModel:
         groups: B keys; samples with the same key have the same prompt, which is encoded once
         supports: of B samples, the tokens that the engine kept at each position, over which the
             log-probabilities are then normalized; the entropy is that over the whole vocabulary
+        targets: int64 [N], the tokens to score at the responses' positions instead of them
         Returns tensors packed in sample order, N = sum of response lengths: logprobs [N] fp32,
         entropy [N] in nats or None, hidden [N, H] (the state that predicts each token) or None."""
         if self.fast is not None:
@@ -95,6 +97,7 @@ class PolicyModel:
                 fixed=self.exact,
                 recompute=self.recompute,
                 supports=supports,
+                targets=targets,
             )
         if self.one_pass:
             return ForwardOutput(
@@ -106,10 +109,18 @@ class PolicyModel:
                     want_entropy,
                     want_hidden,
                     supports=supports,
+                    targets=targets,
                 )
             )
         return plain_logprobs(
-            self.hf, prompts, responses, temperature, want_entropy, want_hidden, supports=supports
+            self.hf,
+            prompts,
+            responses,
+            temperature,
+            want_entropy,
+            want_hidden,
+            supports=supports,
+            targets=targets,
         )
 
 
@@ -137,6 +148,7 @@ def plain_logprobs(
     want_hidden: bool,
     rows: int = 8,
     supports: Sequence[SampledSupport | None] | None = None,
+    targets: torch.Tensor | None = None,
 ) -> ForwardOutput:
     """`PolicyModel.logprobs` through plain transformers, `rows` samples at a time.
 
@@ -146,10 +158,13 @@ def plain_logprobs(
         piece = slice(first, first + rows)
         args = (hf, prompts[piece], responses[piece], temperature[piece], want_entropy, want_hidden)
         some = None if supports is None else supports[piece]
+        start = sum(map(len, responses[:first]))
+        stop = start + sum(map(len, responses[piece]))
+        scored = None if targets is None else targets[start:stop]
         parts.append(
-            checkpoint(_plain_rows, *args, supports=some, use_reentrant=False)
+            checkpoint(_plain_rows, *args, supports=some, targets=scored, use_reentrant=False)
             if torch.is_grad_enabled()
-            else _plain_rows(*args, supports=some)
+            else _plain_rows(*args, supports=some, targets=scored)
         )
     lp, ent, hid = zip(*parts, strict=True)
     return ForwardOutput(
@@ -167,6 +182,7 @@ def _plain_rows(
     want_entropy: bool,
     want_hidden: bool,
     supports: Sequence[SampledSupport | None] | None = None,
+    targets: torch.Tensor | None = None,
 ) -> tuple[Any, ...]:
     device = next(hf.parameters()).device
     sequences = [
@@ -184,6 +200,9 @@ def _plain_rows(
         use_cache=False,
         output_hidden_states=want_hidden,
     )
+    if targets is None:
+        targets = torch.from_numpy(np.concatenate(responses).astype(np.int64))
+    scored = torch.split(targets.to(device), [len(response) for response in responses])
     lp = []
     ent = []
     hid = []
@@ -195,9 +214,7 @@ def _plain_rows(
         own = None if supports is None else supports[row : row + 1]
         support = SupportTable.build(own, [len(response)], device)
         picked = logs if support is None else support.renormalize(logs, 0)
-        lp.append(
-            picked.gather(1, torch.from_numpy(response.astype(np.int64)).to(device)[:, None])[:, 0]
-        )
+        lp.append(picked.gather(1, scored[row][:, None])[:, 0])
         if want_entropy:
             ent.append(-(logs.exp() * logs).sum(-1))
         if want_hidden:

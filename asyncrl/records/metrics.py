@@ -32,6 +32,11 @@ METRICS: dict[str, MetricInfo] = {
     "lag/mean": MetricInfo("versions", "mean lag over trained tokens"),
     "lag/max": MetricInfo("versions", "largest lag of a trained token"),
     "lag/p95": MetricInfo("versions", "95th percentile of the lag over trained tokens"),
+    "lag/unknown_share": MetricInfo(
+        "share",
+        "trained sampled tokens whose sequence `asyncrl tinker` could not identify; the other "
+        "metrics of lag leave them out",
+    ),
     "lag/in_flight": MetricInfo(
         "versions", "part of the samples' mean lag that arose before delivery"
     ),

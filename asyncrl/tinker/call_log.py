@@ -1,0 +1,105 @@
+"""The training calls of a model on disk, so that a promised result survives a killed server.
+
+```
+MODEL/calls/N.call      call N as it arrived, written before it is promised
+MODEL/calls/N.outcome   its result, written before it is answered
+MODEL/checkpoints/N-V/  the model at version V, after call N
+```
+
+A file is replaced by rename, so it is whole after a kill. A power cut may lose the newest ones.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.records import atomic_write
+from asyncrl.tinker.messages import ErrorCategory
+
+
+class TrainingCall(msgspec.Struct, frozen=True):
+    """A call of a model: its route, and the body of its request."""
+
+    number: int  # seq_id; 0 creates the model
+    route: str
+    body: bytes
+    protobuf: bool = False
+
+
+class TrainingOutcome(msgspec.Struct, frozen=True):
+    """The result of a call, and what it did to the model's bookkeeping.
+
+    version: of the model, after the call.
+    lags: lag -> tokens in the gradient.  sequences: ids of the sequences behind them.
+    """
+
+    reply: bytes = b""
+    protobuf: bool = False
+    version: int = 0
+    error: str = ""
+    category: ErrorCategory = "user"
+    lags: dict[int, int] = {}
+    sequences: list[str] = []
+
+
+class CallLog:
+    """Calls and outcomes of one model."""
+
+    def __init__(self, folder: Path) -> None:
+        self.calls = folder / "calls"
+        self.checkpoints = folder / "checkpoints"
+        self.calls.mkdir(parents=True, exist_ok=True)
+        self.checkpoints.mkdir(exist_ok=True)
+
+    def _path(self, number: int, kind: str) -> Path:
+        return self.calls / f"{number:09d}.{kind}"
+
+    def write_call(self, call: TrainingCall) -> None:
+        atomic_write.write(self._path(call.number, "call"), msgspec.msgpack.encode(call))
+
+    def write_outcome(self, number: int, outcome: TrainingOutcome) -> None:
+        atomic_write.write(self._path(number, "outcome"), msgspec.msgpack.encode(outcome))
+
+    def read_call(self, number: int) -> TrainingCall | None:
+        path = self._path(number, "call")
+        if not path.exists():
+            return None
+        return msgspec.msgpack.decode(path.read_bytes(), type=TrainingCall)
+
+    def read_outcome(self, number: int) -> TrainingOutcome | None:
+        path = self._path(number, "outcome")
+        if not path.exists():
+            return None
+        return msgspec.msgpack.decode(path.read_bytes(), type=TrainingOutcome)
+
+    def numbers(self, kind: str) -> list[int]:
+        """Return the numbers of the calls, or of the outcomes, that are on disk."""
+        return sorted(int(path.stem) for path in self.calls.glob(f"*.{kind}"))
+
+    def checkpoint_path(self, number: int, version: int) -> Path:
+        return self.checkpoints / f"{number:09d}-{version}"
+
+    def checkpoint_numbers(self) -> list[tuple[int, int]]:
+        """Return (call, version) of the checkpoints, in order."""
+        found = [path.name.split("-") for path in self.checkpoints.glob("*-*")]
+        return sorted((int(n), int(v)) for n, v in found if n.isdigit() and v.isdigit())
+
+    def prune(self) -> None:
+        """Remove calls that the newest checkpoint covers, and outcomes older than the one before.
+
+        Call 0, which created the model, stays."""
+        found = self.checkpoint_numbers()
+        for number, version in found[:-2]:
+            shutil.rmtree(self.checkpoint_path(number, version), ignore_errors=True)
+        if found:
+            self._remove("call", found[-1][0])
+        if len(found) > 1:
+            self._remove("outcome", found[-2][0])
+
+    def _remove(self, kind: str, upto: int) -> None:
+        for number in self.numbers(kind):
+            if 0 < number <= upto:
+                self._path(number, kind).unlink(missing_ok=True)

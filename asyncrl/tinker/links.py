@@ -1,0 +1,135 @@
+"""The server's links to its training and sampling processes, which it restarts when they exit."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.contract import importing
+from asyncrl.contract.parent import die_with_parent
+from asyncrl.contract.printable import describe_exit
+from asyncrl.tinker.messages import (
+    CallDone,
+    CallFailure,
+    Cancel,
+    Request,
+    SampleResult,
+    ScoreResult,
+    StepResult,
+    WorkerCall,
+    WorkerReply,
+)
+from asyncrl.tinker.worker import LENGTH_BYTES, frame
+
+Result = ScoreResult | StepResult | SampleResult | CallDone | CallFailure
+
+
+class WorkerExited(Exception):
+    """The process exited before it replied."""
+
+
+class WorkerLink:
+    """One process of a role. `generation` counts its starts."""
+
+    def __init__(self, role: str, config_path: Path, log: Path) -> None:
+        self.role = role
+        self.config_path = config_path
+        self.log = log
+        self.generation = 0
+        self.process: subprocess.Popen[bytes] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._waiting: dict[int, asyncio.Future[Result]] = {}
+        self._number = 0
+        self._starting = asyncio.Lock()
+        self._decoder = msgspec.msgpack.Decoder(WorkerReply)
+        self._reader: asyncio.Task[None] | None = None
+        self.closed = False
+
+    async def start(self) -> None:
+        """Start the process unless it runs."""
+        async with self._starting:
+            if self._writer is not None or self.closed:
+                return
+            ours, theirs = socket.socketpair()
+            number = str(theirs.fileno())
+            argv = importing.command(
+                "asyncrl.tinker.worker", self.role, str(self.config_path), number
+            )
+            with theirs, self.log.open("ab") as log:
+                self.process = subprocess.Popen(
+                    argv,
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stderr=log,
+                    preexec_fn=die_with_parent(),
+                )
+            reader, self._writer = await asyncio.open_connection(sock=ours)
+            self.generation += 1
+            self._reader = asyncio.create_task(self._read(reader))
+
+    async def call(self, request: Request, number: int | None = None) -> Result:
+        """Send a call and return its result.
+
+        number: of `next_number`, for a call that may be canceled.  Raises WorkerExited."""
+        await self.start()
+        if self._writer is None:
+            raise WorkerExited(f"the {self.role} process has ended")
+        number = self.next_number() if number is None else number
+        waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
+        self._writer.write(frame(WorkerCall(number, request)))
+        try:
+            result: Result = await waiting
+        finally:
+            self._waiting.pop(number, None)
+        return result
+
+    def next_number(self) -> int:
+        self._number += 1
+        return self._number
+
+    def cancel(self, number: int) -> None:
+        """Stop a call of the sampling process."""
+        if self._writer is not None and number in self._waiting:
+            self._writer.write(frame(WorkerCall(self.next_number(), Cancel(number))))
+            self._waiting[number].cancel()
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
+                reply = self._decoder.decode(await reader.readexactly(length))
+                waiting = self._waiting.get(reply.number)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(reply.result)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        self._exited()
+
+    def _exited(self) -> None:
+        assert self.process is not None and self._writer is not None
+        self._writer.close()
+        self._writer = None
+        code = self.process.wait()
+        if not self.closed:
+            print(
+                f"the {self.role} process ended ({describe_exit(code)}); see {self.log}",
+                file=sys.stderr,
+                flush=True,
+            )
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(WorkerExited(f"the {self.role} process ended"))
+
+    async def close(self) -> None:
+        """End the process."""
+        self.closed = True
+        if self.process is not None and self._writer is not None:
+            self.process.terminate()
+            self._writer.close()
+            if self._reader is not None:
+                await self._reader

@@ -1,0 +1,110 @@
+"""The losses of the Tinker API, by the learner's surrogates.
+
+A loss is a sum over tokens. It has the learner's coefficient form: its gradient is that of
+- sum coefficient log pi, with the coefficient detached (`asyncrl.algorithms.surrogates`). The ratio
+of a token is that of the current policy to the policy that sampled it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+
+from asyncrl.algorithms import ratios, surrogates
+from asyncrl.algorithms.trust.view import SurrogateTerm
+from asyncrl.contract.errors import ConfigError
+
+Options = Mapping[str, float | str]
+UNPUBLISHED = ("stable_reinforce",)
+CLIPS = ("clip_low_threshold", "clip_high_threshold")
+
+
+class LossTokens(NamedTuple):
+    """N tokens of some datums.
+
+    lp: [N], log pi of the current policy, detached.
+    behavior: [N], log mu.
+    adv: [N].
+    mask: bool [N].
+    seq: int64 [N], the datum of each token.
+    """
+
+    lp: torch.Tensor
+    behavior: torch.Tensor
+    adv: torch.Tensor
+    mask: torch.Tensor
+    seq: torch.Tensor
+    datums: int
+
+    @property
+    def log_r(self) -> torch.Tensor:
+        return ratios.log_ratio(self.lp, self.behavior)
+
+
+def _bounds(options: Options, low: float = 0.8, high: float = 1.2) -> tuple[float, float]:
+    return float(options.get(CLIPS[0], low)), float(options.get(CLIPS[1], high))
+
+
+def _importance_sampling(tokens: LossTokens, options: Options) -> SurrogateTerm:
+    return surrogates.vanilla(tokens.log_r, tokens.adv)
+
+
+def _ppo(tokens: LossTokens, options: Options) -> SurrogateTerm:
+    low, high = _bounds(options)
+    return surrogates.ppo(tokens.log_r, tokens.adv, low=1 - low, high=high - 1)
+
+
+def _cispo(tokens: LossTokens, options: Options) -> SurrogateTerm:
+    low, high = _bounds(options)
+    return surrogates.cispo(tokens.log_r, tokens.adv, tokens.lp, lo=low, hi=high)
+
+
+def _dro(tokens: LossTokens, options: Options) -> SurrogateTerm:
+    return surrogates.dro(
+        tokens.log_r, tokens.adv, tokens.lp, beta=float(options.get("beta", 0.05))
+    )
+
+
+def _gspo(tokens: LossTokens, options: Options) -> SurrogateTerm:
+    low, high = _bounds(options, 1 - surrogates.GSPO_CLIP[0], 1 + surrogates.GSPO_CLIP[1])
+    raw = ratios.difference(tokens.lp, tokens.behavior)
+    return surrogates.gspo(
+        raw, tokens.adv, tokens.mask, tokens.seq, tokens.datums, low=1 - low, high=high - 1
+    )
+
+
+class PolicyLoss(NamedTuple):
+    """A loss of sampled tokens, and the names in loss_fn_config that it reads."""
+
+    term: Callable[[LossTokens, Options], SurrogateTerm]
+    options: tuple[str, ...] = ()
+
+
+# loss_fn -> the loss of sampled tokens; cross_entropy has no ratio and is computed by the trainer
+POLICY_LOSSES: dict[str, PolicyLoss] = {
+    "importance_sampling": PolicyLoss(_importance_sampling),
+    "ppo": PolicyLoss(_ppo, CLIPS),
+    "cispo": PolicyLoss(_cispo, CLIPS),
+    "dro": PolicyLoss(_dro, ("beta",)),
+    "gspo": PolicyLoss(_gspo, CLIPS),
+}
+CROSS_ENTROPY = "cross_entropy"
+NAMES = (CROSS_ENTROPY, *POLICY_LOSSES)
+
+
+def check(loss: str, options: Options) -> None:
+    """Raise ConfigError for a loss that is not served, or an option that it does not read."""
+    if loss in UNPUBLISHED:
+        raise ConfigError(
+            f"loss_fn = {loss}: its definition is not published, so it is not served; choose one "
+            f"of {', '.join(NAMES)}"
+        )
+    if loss not in NAMES:
+        raise ConfigError(f"loss_fn = {loss}: choose one of {', '.join(NAMES)}")
+    known = POLICY_LOSSES[loss].options if loss in POLICY_LOSSES else ()
+    for name in options:
+        if name not in known:
+            readable = f"it reads {', '.join(known)}" if known else "it reads none"
+            raise ConfigError(f"loss_fn_config.{name}: {loss} has no such option; {readable}")

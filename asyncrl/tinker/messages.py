@@ -1,0 +1,178 @@
+"""Messages between the server process and its training and sampling processes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+ErrorCategory = Literal["user", "server"]
+UNKNOWN = -1  # lag of a sampled token whose sequence is not known
+NOT_SAMPLED = -2  # lag of a token that no sampler wrote, such as a prompt's
+
+
+class Datum(msgspec.Struct, frozen=True):
+    """One sequence of a forward_backward call: n positions.
+
+    tokens: int32 [n], the input.
+    targets: int32 [n], the token to score at each position.
+    fields: name -> float32 [n]: weights, logprobs, advantages, mask.
+    lags: int32 [n], versions; UNKNOWN or NOT_SAMPLED.
+    """
+
+    tokens: bytes
+    targets: bytes
+    fields: dict[str, bytes]
+    lags: bytes
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens) // 4
+
+    def field(self, name: str) -> np.ndarray | None:
+        """Return float32 [n], or None where the client did not send it."""
+        data = self.fields.get(name)
+        return None if data is None else np.frombuffer(data, "<f4")
+
+
+class LoadModel(msgspec.Struct, frozen=True, tag=True):
+    """Create a model, or load it from `path`, the directory of a state.
+
+    rank: of its adapter; 0: all weights are trained.  optimizer: load its moments, too.
+    """
+
+    model: str
+    rank: int
+    seed: int
+    path: str = ""
+    optimizer: bool = False
+
+
+class ForwardBackward(msgspec.Struct, frozen=True, tag=True):
+    """Add the gradient of a loss, summed over the tokens of `data`."""
+
+    model: str
+    data: list[Datum]
+    loss: str
+    config: dict[str, float | str]
+    forward_only: bool = False
+
+
+class OptimizerStep(msgspec.Struct, frozen=True, tag=True):
+    """Make an AdamW step on the gradient collected since the last one."""
+
+    model: str
+    learning_rate: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    clip_norm: float  # 0: no clipping
+
+
+class DropGradient(msgspec.Struct, frozen=True, tag=True):
+    """Forget the gradient collected since the last optimizer step."""
+
+    model: str
+
+
+class SaveWeights(msgspec.Struct, frozen=True, tag=True):
+    """Write a model to the directory `path`.
+
+    state: with the optimizer, to train on from it; otherwise only what a sampler needs.
+    """
+
+    model: str
+    path: str
+    state: bool = False
+
+
+class SampleCall(msgspec.Struct, frozen=True, tag=True):
+    """SampleCall sequences after one prompt.
+
+    weights: directory of the sampler's weights; "": the base model.
+    version: the number of optimizer steps behind these weights.
+    ticket: selects the random stream together with seed, so that a repeated call returns the same.
+    stop: token ids that end a sequence, which keeps them.
+    texts: texts that end a sequence with the token that completes them.
+    """
+
+    weights: str
+    version: int
+    prompt: bytes
+    count: int
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int
+    ticket: int
+    stop: list[int]
+    texts: list[str]
+    prompt_logprobs: bool = False
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """Stop the call `number`, if it is still waiting or being sampled."""
+
+    number: int
+
+
+Request = (
+    LoadModel | ForwardBackward | OptimizerStep | DropGradient | SaveWeights | SampleCall | Cancel
+)
+
+
+class WorkerCall(msgspec.Struct, frozen=True):
+    """A numbered request; `WorkerReply` has the same number."""
+
+    number: Annotated[int, Meta(ge=0)]
+    request: Request
+
+
+class ScoreResult(msgspec.Struct, frozen=True, tag=True):
+    """Result of ForwardBackward: float32 log-probabilities of each datum's targets."""
+
+    logprobs: list[bytes]
+    loss: float
+
+
+class StepResult(msgspec.Struct, frozen=True, tag=True):
+    """Result of OptimizerStep, with the metrics of the step's tokens."""
+
+    metrics: dict[str, float]
+
+
+class SequenceResult(msgspec.Struct, frozen=True):
+    """A sampled sequence: int32 tokens and float32 log-probabilities."""
+
+    tokens: bytes
+    logprobs: bytes
+    stop: bool  # False: cut at max_tokens
+
+
+class SampleResult(msgspec.Struct, frozen=True, tag=True):
+    """Result of SampleCall; prompt_logprobs: float32 [P], NaN at the first token."""
+
+    sequences: list[SequenceResult]
+    prompt_logprobs: bytes = b""
+
+
+class CallDone(msgspec.Struct, frozen=True, tag=True):
+    """Result of a call that returns nothing; bytes: size of what it wrote."""
+
+    bytes: int = 0
+
+
+class CallFailure(msgspec.Struct, frozen=True, tag=True):
+    """The call failed; nothing has changed."""
+
+    error: str
+    category: ErrorCategory = "user"
+
+
+class WorkerReply(msgspec.Struct, frozen=True):
+    number: int
+    result: ScoreResult | StepResult | SampleResult | CallDone | CallFailure

@@ -1,0 +1,559 @@
+"""One trained model of a server: its calls in order, its version, its lags, its files.
+
+```
+MODEL/config.toml      a run's config, so that `asyncrl watch` and `asyncrl report` show the model
+MODEL/metrics.jsonl    a row for each optimizer step
+MODEL/trained.jsonl    the sequences and lags of each optimizer step
+MODEL/model.json       what the model was created from
+MODEL/calls, checkpoints  see call_log.py
+MODEL/weights/NAME, MODEL/sampler_weights/NAME   saved by the client, with NAME.json
+MODEL/versions/V       weights of version V for samplers without a name
+```
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import tinker.types as sdk
+
+from asyncrl.config import load
+from asyncrl.contract.errors import ConfigError
+from asyncrl.records import atomic_write, jsonl, metrics
+from asyncrl.tinker import wire
+from asyncrl.tinker.call_log import CallLog, TrainingCall, TrainingOutcome
+from asyncrl.tinker.links import Result, WorkerExited, WorkerLink
+from asyncrl.tinker.messages import (
+    NOT_SAMPLED,
+    CallFailure,
+    Datum,
+    DropGradient,
+    ForwardBackward,
+    LoadModel,
+    OptimizerStep,
+    Request,
+    SaveWeights,
+    ScoreResult,
+    StepResult,
+)
+from asyncrl.tinker.sequences import (
+    ModelAncestry,
+    SequenceLedger,
+    lag_metrics,
+    measure_lags,
+    trained_row,
+)
+from asyncrl.tinker.settings import TinkerConfig, run_config
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+FARTHEST = 10_000  # calls that may arrive before an earlier one
+CHANGING = ("create_model", "load_weights", "forward_backward", "optim_step")
+
+
+class SavedWeights(msgspec.Struct):
+    """NAME.json beside weights that a client saved."""
+
+    model: str
+    rank: int
+    version: int
+    parents: dict[str, int]
+    time: float
+
+
+class ModelRecord(msgspec.Struct):
+    """model.json.
+
+    source: tinker path that it was loaded from; "": the base model.
+    version: when it was created."""
+
+    model: str
+    session: str
+    rank: int
+    seed: int
+    time: float
+    source: str = ""
+    optimizer: bool = False
+    version: int = 0
+    parents: dict[str, int] = {}
+    metadata: dict[str, Any] | None = None
+
+
+class RequestRefused(Exception):
+    """A call that cannot be carried out; the text is for the client."""
+
+
+class ServedModel:
+    """A model, from its creation on; a restarted server continues it."""
+
+    def __init__(
+        self,
+        record: ModelRecord,
+        folder: Path,
+        config: TinkerConfig,
+        trainer: WorkerLink,
+        ledger: SequenceLedger,
+        saved: Path,
+    ) -> None:
+        """Open the model's folder.  saved: directory of `record.source`."""
+        self.record = record
+        self.folder = folder
+        self.config = config
+        self.trainer = trainer
+        self.ledger = ledger
+        self.source = saved
+        self.log = CallLog(folder)
+        self.ancestry = ModelAncestry(record.model, dict(record.parents))
+        self.version = record.version
+        self.next = 0  # the number of the call that is carried out next
+        self.loaded = 0  # generation of the training process that has the model
+        self.promises: dict[int, asyncio.Future[TrainingOutcome]] = {}
+        self.bodies: dict[int, bytes] = {}
+        self.arrived = asyncio.Event()
+        self.idle = asyncio.Event()
+        self.last_request = record.time
+        self.batch = 0  # sequences in the last optimizer step
+        self._begin_step()
+        self._open_records()
+        self._read_outcomes()
+
+    def _open_records(self) -> None:
+        path = self.folder / "config.toml"
+        if not path.exists():
+            text = load.dump(run_config(self.config, self.record.rank))
+            atomic_write.write(path, text)
+        rows = jsonl.read(self.folder / "trained.jsonl")
+        self.recorded = max((int(row["batch"]) for row in rows), default=-1)
+        for row in rows:
+            self.ledger.mark_trained(row["sequences"])
+        self.trained_file = jsonl.JsonlAppender(self.folder / "trained.jsonl")
+        self.metrics = metrics.MetricsWriter(self.folder)
+        self.began = time.monotonic() - max(
+            (float(row.get("t", 0.0)) for row in metrics.read(self.folder)), default=0.0
+        )
+
+    def _read_outcomes(self) -> None:
+        """Continue after the calls whose outcomes are on disk."""
+        for number in self.log.numbers("outcome"):
+            outcome = self.log.read_outcome(number)
+            call = self.log.read_call(number)
+            assert outcome is not None
+            self.next = number + 1
+            self.version = outcome.version
+            if call is not None:
+                self._account(call.route, outcome)
+        for number in self.log.numbers("call"):
+            if number >= self.next:
+                self._promise(number)
+
+    def _begin_step(self) -> None:
+        """Forget what was collected for the last optimizer step."""
+        self.lags: Counter[int] = Counter()
+        self.sequences: list[str] = []
+        self.taken: Counter[str] = Counter()
+        self.refused = ""  # why a call of this step failed
+
+    def _account(self, route: str, outcome: TrainingOutcome) -> None:
+        """Follow an outcome in the bookkeeping of the current optimizer step."""
+        if route == "forward_backward":
+            self.lags.update(outcome.lags)
+            self.sequences += outcome.sequences
+            self.refused = self.refused or outcome.error
+        elif route == "optim_step":
+            self.batch = len(set(self.sequences)) or self.batch
+            self._begin_step()
+
+    # ---- calls -----------------------------------------------------------------------------------
+
+    def submit(self, call: TrainingCall) -> None:
+        """Take a call; a repeated one is the same call.  Raises ConfigError."""
+        self.last_request = time.time()
+        number = call.number
+        if number < self.next or number in self.promises:
+            known = self.bodies.get(number)
+            if known is None and (stored := self.log.read_call(number)) is not None:
+                known = stored.body
+            if known is not None and known != call.body:
+                raise ConfigError(
+                    f"seq_id {number} of {self.record.model} was another call: each call of a "
+                    "model needs the next seq_id"
+                )
+            return
+        if number > self.next + FARTHEST:
+            raise ConfigError(
+                f"seq_id {number} of {self.record.model} is far ahead of the next one, {self.next}"
+            )
+        self.log.write_call(call)
+        self.bodies[number] = call.body
+        self._promise(number)
+        self.arrived.set()
+
+    def _promise(self, number: int) -> None:
+        self.promises[number] = asyncio.get_running_loop().create_future()
+
+    def find_promise(self, number: int) -> asyncio.Future[TrainingOutcome] | None:
+        """Return the future of a call, also one from before a restart; None: unknown."""
+        if number in self.promises:
+            return self.promises[number]
+        outcome = self.log.read_outcome(number)
+        if outcome is None:
+            return None
+        self._promise(number)
+        self.promises[number].set_result(outcome)
+        return self.promises[number]
+
+    @property
+    def waits_for(self) -> int | None:
+        """The number of a call that has not arrived while later ones wait; None: none."""
+        later = any(number > self.next for number, x in self.promises.items() if not x.done())
+        return self.next if later and self.next not in self.promises else None
+
+    async def run(self) -> None:
+        """Carry out the calls in the order of their numbers."""
+        while True:
+            self.arrived.clear()
+            while self.next in self.promises:
+                self.idle.clear()
+                await self._carry_out(self.next)
+            self.idle.set()
+            await self.arrived.wait()
+
+    async def _carry_out(self, number: int) -> None:
+        call = self.log.read_call(number)
+        assert call is not None
+        try:
+            outcome = await self._perform(call)
+        except (RequestRefused, ConfigError) as error:
+            outcome = TrainingOutcome(error=str(error), version=self.version)
+        except WorkerExited as error:
+            outcome = TrainingOutcome(error=str(error), category="server", version=self.version)
+        except Exception as error:  # a client waits for it, and later calls must go on
+            traceback.print_exc()
+            outcome = TrainingOutcome(error=repr(error), category="server", version=self.version)
+        self.log.write_outcome(number, outcome)
+        self._account(call.route, outcome)
+        self.next = number + 1
+        self.bodies.pop(number, None)
+        self.promises[number].set_result(outcome)
+        for old in [n for n, x in self.promises.items() if n < number - 256 and x.done()]:
+            del self.promises[old]  # found on disk again
+        if call.route == "optim_step" and not outcome.error:
+            await self._checkpoint(number)
+
+    async def _perform(self, call: TrainingCall) -> TrainingOutcome:
+        match call.route:
+            case "create_model":
+                await self._ask(None)
+                return self._reply({"type": "create_model", "model_id": self.record.model})
+            case "load_weights":
+                return await self._load(call)
+            case "forward_backward" | "forward":
+                return await self._forward_backward(call)
+            case "optim_step":
+                return await self._optim_step(call)
+            case "save_weights":
+                return await self._save(call)
+            case _:
+                return await self._save_for_sampler(call)
+
+    def _reply(self, values: dict[str, Any]) -> TrainingOutcome:
+        return TrainingOutcome(wire.json_reply(values), version=self.version)
+
+    # ---- the training process --------------------------------------------------------------------
+
+    async def _ask(self, request: Request | None) -> Result:
+        """Send a request to the training process, which is given the model first if it lacks it.
+
+        None: only give it the model.  A process that exits is started again, and gets the calls
+        since the last checkpoint anew.  Raises WorkerExited after `restarts`, RequestRefused."""
+        for attempt in range(self.config.restarts + 1):
+            try:
+                await self.trainer.start()
+                if self.loaded != self.trainer.generation:
+                    generation = self.trainer.generation
+                    await self._restore()
+                    self.loaded = generation
+                if request is None:
+                    return ScoreResult([], 0.0)
+                result = await self.trainer.call(request)
+            except WorkerExited:
+                if attempt == self.config.restarts:
+                    raise
+                continue
+            if isinstance(result, CallFailure):
+                if result.category == "server":
+                    raise WorkerExited(result.error)
+                raise RequestRefused(result.error)
+            return result
+        raise AssertionError("unreachable")
+
+    async def _restore(self) -> None:
+        """Give a new training process the newest checkpoint, and repeat the calls after it."""
+        checkpoints = self.log.checkpoint_numbers()
+        begin = 0
+        path, optimizer = (str(self.source), self.record.optimizer)
+        if not self.record.source:
+            path = ""
+        if checkpoints:
+            begin, version = checkpoints[-1]
+            path, optimizer = str(self.log.checkpoint_path(begin, version)), True
+        await self._repeat(
+            LoadModel(self.record.model, self.record.rank, self.record.seed, path, optimizer)
+        )
+        for number in range(begin + 1, self.next):
+            call, outcome = self.log.read_call(number), self.log.read_outcome(number)
+            if call is None or outcome is None or call.route not in CHANGING:
+                continue
+            if call.route == "optim_step":
+                await self._repeat(
+                    DropGradient(self.record.model) if outcome.error else self._step_request(call)
+                )
+            elif not outcome.error and call.route == "load_weights":
+                await self._repeat(self._load_request(call)[0])
+            elif not outcome.error:
+                request, _ = self._loss_request(call, replay=True)
+                if not request.forward_only:
+                    await self._repeat(request)
+
+    async def _repeat(self, request: Request) -> None:
+        result = await self.trainer.call(request)
+        if isinstance(result, CallFailure):
+            raise WorkerExited(f"{self.record.model} cannot be restored: {result.error}")
+
+    async def _checkpoint(self, number: int) -> None:
+        if self.version % self.config.training.checkpoint_every:
+            return
+        path = self.log.checkpoint_path(number, self.version)
+        try:
+            await self._ask(SaveWeights(self.record.model, str(path), state=True))
+        except (WorkerExited, RequestRefused) as error:
+            print(f"{self.record.model}: no checkpoint: {error}", flush=True)
+            return
+        self.log.prune()
+
+    # ---- forward_backward ------------------------------------------------------------------------
+
+    def _loss_request(
+        self, call: TrainingCall, *, replay: bool = False
+    ) -> tuple[ForwardBackward, TrainingOutcome]:
+        """Decode a loss and measure the lag of its tokens.
+
+        The outcome has the lags and sequences of the gradient.  Raises RequestRefused for tokens
+        above the limit, ConfigError for what is not served."""
+        decoded = wire.loss_call(wire.parse_loss_request(call.body))
+        staleness = self.config.staleness
+        lags: Counter[int] = Counter()
+        sequences: list[str] = []
+        data = []
+        taken = Counter(self.taken)
+        for place, (datum, spans) in enumerate(zip(decoded.data, decoded.spans, strict=True)):
+            runs = self.ledger.resolve(datum, spans, taken)
+            measured = measure_lags(
+                datum,
+                runs,
+                self.ancestry,
+                self.version,
+                limit=staleness.max_lag,
+                unknown=staleness.unknown,
+            )
+            masks = staleness.on_exceed == "mask"
+            only_limit = masks and measured.lags.max(initial=-1) > staleness.max_lag
+            checked = not (replay or decoded.forward_only)
+            if measured.refused and checked and not only_limit:
+                raise RequestRefused(f"datum {place}: {measured.refused}")
+            datum, kept = _with_lags(datum, measured.lags, staleness.max_lag)
+            data.append(datum)
+            lags.update(kept[kept != NOT_SAMPLED].tolist())
+            sequences += measured.sequences
+        if not decoded.forward_only and not replay:
+            self.taken = taken
+        request = ForwardBackward(
+            self.record.model, data, decoded.loss, decoded.config, decoded.forward_only
+        )
+        counted = {} if decoded.forward_only else dict(lags)
+        return request, TrainingOutcome(
+            lags=counted,
+            sequences=[] if decoded.forward_only else sequences,
+            version=self.version,
+            protobuf=True,
+        )
+
+    async def _forward_backward(self, call: TrainingCall) -> TrainingOutcome:
+        request, outcome = self._loss_request(call)
+        result = await self._ask(request)
+        assert isinstance(result, ScoreResult)
+        return msgspec.structs.replace(outcome, reply=wire.loss_reply(result))
+
+    # ---- optim_step ------------------------------------------------------------------------------
+
+    def _step_request(self, call: TrainingCall) -> OptimizerStep:
+        request = wire.parse_json(sdk.OptimStepRequest, call.body)
+        given = request.optim_params
+        if not isinstance(given, sdk.AdamParams):
+            raise ConfigError(f"optimizer_params.type = {given.type}: only AdamW is served")
+        return OptimizerStep(
+            self.record.model,
+            learning_rate=given.learning_rate,
+            beta1=given.beta1,
+            beta2=given.beta2,
+            eps=given.eps,
+            weight_decay=given.weight_decay,
+            clip_norm=max(0.0, given.grad_clip_norm),
+        )
+
+    async def _optim_step(self, call: TrainingCall) -> TrainingOutcome:
+        request = self._step_request(call)
+        if self.refused:
+            await self._ask(DropGradient(self.record.model))
+            raise RequestRefused(
+                f"no step was made, as a forward_backward call of it had failed: {self.refused}"
+            )
+        result = await self._ask(request)
+        assert isinstance(result, StepResult)
+        measured = result.metrics | lag_metrics(self.lags)
+        if self.version > self.recorded:  # otherwise recorded before the server was killed
+            self.trained_file.write(trained_row(self.version, self.lags, self.sequences))
+            self.ledger.mark_trained(set(self.sequences))
+            self.metrics.write(self.version, measured, time.monotonic() - self.began)
+            self.recorded = self.version
+        self.version += 1
+        names = ("optim/grad_norm", "optim/lr", "lag/mean", "lag/max", "lag/unknown_share")
+        shown = {name.replace("/", "_"): measured[name] for name in names if name in measured}
+        return self._reply({"type": "optim_step", "metrics": shown})
+
+    # ---- weights ---------------------------------------------------------------------------------
+
+    def weights_path(self, kind: str, name: str | None) -> Path:
+        """Return the directory of saved weights.  Raises ConfigError for an invalid name."""
+        if name is None or not NAME.fullmatch(name):
+            raise ConfigError(
+                f"path: {name!r} must be a name of letters, digits, dots, dashes and underscores"
+            )
+        return self.folder / kind / name
+
+    def _write_saved(self, path: Path) -> None:
+        note = SavedWeights(
+            self.record.model, self.record.rank, self.version, self.ancestry.parents, time.time()
+        )
+        atomic_write.write(path.with_name(f"{path.name}.json"), msgspec.json.encode(note))
+
+    async def _save(self, call: TrainingCall) -> TrainingOutcome:
+        request = wire.parse_json(sdk.SaveWeightsRequest, call.body)
+        name = request.path or f"{self.version:06d}"
+        path = self.weights_path("weights", name)
+        if path.exists() and not request.overwrite:
+            raise ConfigError(f"weights {name} exist already: choose another name, or overwrite")
+        await self._ask(SaveWeights(self.record.model, str(path), state=True))
+        self._write_saved(path)
+        shown = f"tinker://{self.record.model}/weights/{name}"
+        return self._reply({"type": "save_weights", "path": shown})
+
+    async def _save_for_sampler(self, call: TrainingCall) -> TrainingOutcome:
+        request = wire.parse_json(sdk.SaveWeightsForSamplerRequest, call.body)
+        if request.kind != "snapshot":
+            raise ConfigError(f"kind = {request.kind}: only snapshots are served")
+        values: dict[str, Any] = {"type": "save_weights_for_sampler", "path": None}
+        if request.path is None:
+            path = self.folder / "versions" / str(self.version)
+            values |= {"sampling_session_id": f"{self.record.model}:v{self.version}:{call.number}"}
+        else:
+            path = self.weights_path("sampler_weights", request.path)
+            values["path"] = f"tinker://{self.record.model}/sampler_weights/{request.path}"
+        if request.path is not None or not path.exists():
+            await self._ask(SaveWeights(self.record.model, str(path)))
+            self._write_saved(path)
+        self._prune_versions()
+        return self._reply(values)
+
+    def _prune_versions(self) -> None:
+        folder = self.folder / "versions"
+        if not folder.exists():
+            return
+        found = sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+        for version in found[: -self.config.weights.slots]:
+            shutil.rmtree(folder / str(version), ignore_errors=True)
+
+    def _load_request(self, call: TrainingCall) -> tuple[LoadModel, SavedWeights | None]:
+        """Return the request of a load_weights call, and what the weights are; None: the source."""
+        request = wire.parse_json(sdk.LoadWeightsRequest, call.body)
+        if call.number == 0:
+            model = self.record
+            return (
+                LoadModel(model.model, model.rank, model.seed, str(self.source), request.optimizer),
+                None,
+            )
+        path, saved = find_saved(self.folder.parent, request.path, "weights")
+        if saved.rank != self.record.rank:
+            raise ConfigError(
+                f"{request.path} has rank {saved.rank}, the model has {self.record.rank}"
+            )
+        return (
+            LoadModel(
+                self.record.model, self.record.rank, self.record.seed, str(path), request.optimizer
+            ),
+            saved,
+        )
+
+    async def _load(self, call: TrainingCall) -> TrainingOutcome:
+        request, saved = self._load_request(call)
+        if saved is None:
+            await self._ask(None)
+        else:
+            await self._ask(request)
+            self.version = saved.version
+            if saved.model != self.record.model:
+                self.ancestry.parents |= {saved.model: saved.version, **saved.parents}
+        path = json.loads(call.body)["path"]
+        return self._reply({"type": "load_weights", "path": path, "model_id": self.record.model})
+
+    def close(self) -> None:
+        self.trained_file.close()
+        self.metrics.close()
+
+
+def _with_lags(datum: Datum, lags: np.ndarray, limit: float) -> tuple[Datum, np.ndarray]:
+    """Return a datum with its lags, and the lags of the tokens in the gradient.
+
+    Tokens above the limit are masked; they get here only with on_exceed = mask."""
+    over = lags > limit
+    fields = datum.fields
+    if over.any():
+        mask = datum.field("mask")
+        before = lags != NOT_SAMPLED if mask is None else mask
+        kept = np.where(over, 0.0, before).astype("<f4")
+        fields = fields | {"mask": kept.tobytes()}
+    kept_lags = np.where(over, NOT_SAMPLED, lags).astype("<i4")
+    return Datum(datum.tokens, datum.targets, fields, kept_lags.tobytes()), kept_lags
+
+
+def folder_name(model: str) -> str:
+    """Return the folder of a model.
+
+    >>> folder_name("s-1f:train:0")
+    's-1f-train-0'
+    """
+    return model.replace(":", "-")
+
+
+def find_saved(root: Path, path: str, kind: str = "") -> tuple[Path, SavedWeights]:
+    """Return the directory of a tinker path, and what was saved there.  Raises ConfigError."""
+    match = re.fullmatch(r"tinker://([A-Za-z0-9:_-]+)/(weights|sampler_weights)/([^/]+)", path)
+    if match is None or not NAME.fullmatch(match[3]):
+        raise ConfigError(f"{path} is no path of saved weights: tinker://MODEL/weights/NAME")
+    if kind and match[2] != kind:
+        raise ConfigError(f"{path} has no optimizer: training goes on from tinker://MODEL/{kind}/")
+    found = root / folder_name(match[1]) / match[2] / match[3]
+    try:
+        note = found.with_name(f"{found.name}.json").read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: this server has no such weights") from error
+    return found, msgspec.json.decode(note, type=SavedWeights)

@@ -1,0 +1,181 @@
+"""The sampling process: the engine, which samples from one version of one model at a time.
+
+Requests wait by version. The engine finishes all requests of the loaded weights before it loads
+others, so that every token of a sequence comes from the version that its sampler names.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from actors.engine import Completion, CompletionRequest, engine_for
+from asyncrl.contract.errors import AsyncrlError
+from asyncrl.contract.versions import Label
+from asyncrl.models import adapter_files, memory
+from asyncrl.models.adapters import MergedWeights
+from asyncrl.models.policy import load_policy, load_weights, named_weights
+from asyncrl.models.tokenizer import load_tokenizer
+from asyncrl.tinker.messages import CallFailure, SampleCall, SampleResult, SequenceResult
+from asyncrl.tinker.settings import TinkerConfig, run_config
+
+STEPS = 8  # decode steps between looks at new requests
+KEPT = 4  # versions whose weights stay in memory
+Reply = Callable[[int, SampleResult | CallFailure], None]
+
+
+@dataclass
+class SampleJob:
+    """A request that is being sampled, with the sequences that are complete."""
+
+    number: int
+    request: SampleCall
+    sequences: dict[int, SequenceResult] = field(default_factory=dict)
+    prompt_logprobs: bytes = b""
+
+
+class Sampler:
+    """The engine and the requests that wait for it.
+
+    reply: called with the number of a request and its result."""
+
+    def __init__(self, config: TinkerConfig, reply: Reply) -> None:
+        torch.set_num_threads(config.sampling.threads)
+        memory.keep_freed()
+        self.config = config
+        self.reply = reply
+        self.engine = engine_for(run_config(config, 0))
+        self.scorer = load_policy(config.model.path, config.model.dtype, config.model.device)
+        self.base = {name: weight.clone() for name, weight in named_weights(self.scorer)}
+        self.tokenizer = load_tokenizer(config.model.path)
+        self.versions: dict[str, Mapping[str, torch.Tensor]] = {"": self.base}
+        self.loaded: str | None = None  # weights in the engine
+        self.scoring = ""  # weights in the scorer
+        self.waiting: deque[SampleJob] = deque()
+        self.jobs: dict[int, SampleJob] = {}  # in the engine
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.jobs or self.waiting)
+
+    def add(self, number: int, request: SampleCall) -> None:
+        self.waiting.append(SampleJob(number, request))
+
+    def cancel(self, number: int) -> None:
+        """Drop a request without a reply."""
+        self.waiting = deque(job for job in self.waiting if job.number != number)
+        job = self.jobs.pop(number, None)
+        if job is not None:
+            self.engine.abort([(number, sample, 0) for sample in range(job.request.count)])
+
+    def work(self) -> None:
+        """Give the engine the requests of the loaded version, and make some decode steps."""
+        self._admit()
+        for completion in self.engine.step(STEPS):
+            job = self.jobs[completion.key[0]]
+            job.sequences[completion.key[1]] = self._finish(job.request, completion)
+            if len(job.sequences) == job.request.count:
+                del self.jobs[job.number]
+                ordered = [job.sequences[sample] for sample in range(job.request.count)]
+                self.reply(job.number, SampleResult(ordered, job.prompt_logprobs))
+
+    def _admit(self) -> None:
+        if self.waiting and not self.jobs:
+            try:
+                self._load(self.waiting[0].request)
+            except (AsyncrlError, OSError) as error:
+                self.reply(self.waiting.popleft().number, CallFailure(str(error), "server"))
+                return
+        later: deque[SampleJob] = deque()
+        while self.waiting:
+            job = self.waiting.popleft()
+            if job.request.weights == self.loaded:
+                self.jobs[job.number] = job
+                self._start(job)
+            else:
+                later.append(job)
+        self.waiting = later
+
+    def _load(self, request: SampleCall) -> None:
+        """Load the weights of a request into the engine, unless they are there."""
+        if request.weights == self.loaded:
+            return
+        weights = self._weights(request.weights)
+        self.engine.load(weights, Label(0, request.version), request.weights)
+        self.loaded = request.weights
+
+    def _weights(self, directory: str) -> Mapping[str, torch.Tensor]:
+        """Return the weights in a directory that a model wrote for samplers."""
+        if directory not in self.versions:
+            path = Path(directory)
+            if (path / adapter_files.CONFIG).exists():
+                stored = adapter_files.read(path)
+                scale = stored.settings["lora_alpha"] / stored.settings["r"]
+                own: Mapping[str, torch.Tensor] = MergedWeights(self.base, stored.tensors, scale)
+            else:
+                own = dict(named_weights(load_policy(path, self.config.model.dtype)))
+            while len(self.versions) > KEPT:
+                oldest = next(name for name in self.versions if name)
+                del self.versions[oldest]
+            self.versions[directory] = own
+        return self.versions[directory]
+
+    def _start(self, job: SampleJob) -> None:
+        request = job.request
+        prompt = np.frombuffer(request.prompt, "<i4")
+        if request.prompt_logprobs:
+            job.prompt_logprobs = self._score(request.weights, prompt)
+        greedy = request.temperature == 0
+        self.engine.add(
+            CompletionRequest(
+                key=(job.number, sample, 0),
+                prompt=prompt,
+                group=job.number,
+                max_new_tokens=request.max_tokens,
+                temperature=1.0 if greedy else request.temperature,
+                top_p=request.top_p,
+                top_k=1 if greedy else max(0, request.top_k),
+                stop=tuple(request.stop) or (-1,),
+                seed=request.seed,
+                drawn_for=(request.ticket, sample),
+            )
+            for sample in range(request.count)
+        )
+
+    @torch.inference_mode()
+    def _score(self, weights: str, prompt: np.ndarray) -> bytes:
+        """Return the log-probabilities [P] of a prompt's tokens, NaN at the first."""
+        if self.scoring != weights:
+            load_weights(self.scorer, self._weights(weights))
+            self.scoring = weights
+        scored = np.full(len(prompt), np.nan, np.float32)
+        if len(prompt) > 1:
+            ones = torch.ones(1, device=self.scorer.device)
+            output = self.scorer.logprobs([prompt[:1]], [prompt[1:]], ones)
+            scored[1:] = output.logprobs.float().cpu().numpy()
+        return scored.tobytes()
+
+    def _finish(self, request: SampleCall, completion: Completion) -> SequenceResult:
+        """Cut a completion behind the token that completes one of the request's texts.
+
+        The tokens before the cut have the same distribution as if sampling had ended there."""
+        end = len(completion.tokens)
+        stopped = completion.finish == "stop"
+        if request.texts:
+            ids = completion.tokens.tolist()
+            if any(text in self.tokenizer.decode(ids) for text in request.texts):
+                for cut in range(1, end + 1):
+                    shown = self.tokenizer.decode(ids[:cut])
+                    if any(text in shown for text in request.texts):
+                        end, stopped = cut, True
+                        break
+        return SequenceResult(
+            completion.tokens[:end].astype("<i4").tobytes(),
+            completion.logprobs[:end].astype("<f4").tobytes(),
+            stopped,
+        )

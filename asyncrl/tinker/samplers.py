@@ -1,0 +1,207 @@
+"""The samplers of a server: pinned versions of its models, and the requests to sample from them."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import tinker.types as sdk
+
+from asyncrl.contract.errors import ConfigError
+from asyncrl.records import jsonl
+from asyncrl.tinker import wire
+from asyncrl.tinker.links import WorkerExited, WorkerLink
+from asyncrl.tinker.messages import CallFailure, ErrorCategory, SampleCall, SampleResult
+from asyncrl.tinker.sequences import SequenceLedger
+from asyncrl.tinker.settings import TinkerConfig
+
+KEPT = 4096  # finished requests whose results a client can ask for again
+
+
+class SamplerRecord(msgspec.Struct, frozen=True):
+    """A sampler; a row of samplers.jsonl.
+
+    model: whose weights it has; "": the base model.  weights: their directory; "": the base.
+    path: the tinker path that it was made from, or "".
+    """
+
+    id: str
+    session: str
+    model: str = ""
+    version: int = 0
+    weights: str = ""
+    path: str = ""
+
+
+class SampleOutcome(msgspec.Struct, frozen=True):
+    """The result of a request to sample."""
+
+    reply: bytes = b""
+    error: str = ""
+    category: ErrorCategory = "user"
+
+
+class SamplePromise:
+    """A request to sample, with the ids of its sequences."""
+
+    def __init__(self, body: bytes, sequences: list[str], number: int) -> None:
+        self.body = body
+        self.sequences = sequences
+        self.number = number  # of its call to the sampling process
+        self.paced = ""  # why it waits
+        self.future: asyncio.Future[SampleOutcome] = asyncio.get_running_loop().create_future()
+        self.task: asyncio.Task[None] | None = None
+
+
+class SamplerService:
+    """All samplers and their requests."""
+
+    def __init__(
+        self,
+        config: TinkerConfig,
+        folder: Path,
+        link: WorkerLink,
+        ledger: SequenceLedger,
+        ends: Sequence[int],
+    ) -> None:
+        """ends: the model's own stop tokens."""
+        self.config = config
+        self.link = link
+        self.ledger = ledger
+        self.ends = ends
+        path = folder / "samplers.jsonl"
+        rows = [msgspec.convert(row, SamplerRecord) for row in jsonl.read(path)]
+        self.samplers = {row.id: row for row in rows}
+        self.file = jsonl.JsonlAppender(path)
+        self.promises: OrderedDict[str, SamplePromise] = OrderedDict()
+        self.clones: dict[str, int] = {}
+        # a restarted server draws other random numbers for other requests
+        self.ticket = sum(1 for _ in self.ledger.sequences)
+        # called with a sampler and the number of sequences before they are sampled; returns why
+        # the request must wait, or ""
+        self.pace: Callable[[SamplerRecord, int], str] = lambda sampler, count: ""
+        self.released = asyncio.Event()
+
+    def open(self, record: SamplerRecord) -> SamplerRecord:
+        """Make a sampler, or return the one that exists under this id."""
+        if record.id not in self.samplers:
+            self.samplers[record.id] = record
+            self.file.write(msgspec.to_builtins(record))
+        return self.samplers[record.id]
+
+    def find(self, id: str | None) -> SamplerRecord:
+        """Return a sampler.  Raises ConfigError."""
+        if id is None or id not in self.samplers:
+            raise ConfigError(f"sampling_session_id = {id}: this server has no such sampler")
+        return self.samplers[id]
+
+    def submit(self, request: sdk.SampleRequest, body: bytes) -> tuple[str, SamplePromise]:
+        """Take a request; a repeated one is the same request.  Raises ConfigError."""
+        sampler = self.find(request.sampling_session_id)
+        name = f"{sampler.id}:sample:{request.seq_id}"
+        if request.seq_id is not None and name in self.promises:
+            if self.promises[name].body != body:
+                raise ConfigError(f"seq_id {request.seq_id} of {sampler.id} was another request")
+            return name, self.promises[name]
+        if sampler.weights and not Path(sampler.weights).exists():
+            raise ConfigError(
+                f"{sampler.id} samples version {sampler.version} of {sampler.model}, which was "
+                f"deleted: the server keeps weights.slots = {self.config.weights.slots} versions; "
+                "take a new sampling client, or save these weights under a name"
+            )
+        job = wire.sample_request(
+            request,
+            ends=self.ends,
+            limit=self.config.sampling.context,
+            default=self.config.sampling.max_new_tokens,
+        )
+        self.ticket += 1
+        seed = request.sampling_params.seed
+        job = msgspec.structs.replace(
+            job,
+            weights=sampler.weights,
+            version=sampler.version,
+            seed=self.config.seed if seed is None else seed,
+            ticket=self.ticket if seed is None else 0,
+        )
+        promise = SamplePromise(body, self.ledger.mint(job.count), self.link.next_number())
+        self.promises[name] = promise
+        promise.task = asyncio.create_task(self._sample(sampler, job, promise))
+        self._forget_old()
+        return name, promise
+
+    def _forget_old(self) -> None:
+        while len(self.promises) > KEPT:
+            oldest = next(iter(self.promises))
+            if not self.promises[oldest].future.done():
+                break
+            del self.promises[oldest]
+
+    async def _sample(
+        self, sampler: SamplerRecord, job: SampleCall, promise: SamplePromise
+    ) -> None:
+        try:
+            while reason := self.pace(sampler, job.count):
+                promise.paced = reason
+                self.released.clear()
+                await self.released.wait()
+            promise.paced = ""
+            outcome = await self._ask(sampler, job, promise)
+        except asyncio.CancelledError:
+            outcome = SampleOutcome(error="the request was canceled")
+        except Exception as error:  # a client waits for it
+            print(f"{sampler.id}: {error!r}", file=sys.stderr, flush=True)
+            outcome = SampleOutcome(error=repr(error), category="server")
+        if not promise.future.done():
+            promise.future.set_result(outcome)
+
+    async def _ask(
+        self, sampler: SamplerRecord, job: SampleCall, promise: SamplePromise
+    ) -> SampleOutcome:
+        """SampleCall; a process that exits is started again, and samples the same."""
+        for _ in range(self.config.restarts + 1):
+            try:
+                result = await self.link.call(job, promise.number)
+            except WorkerExited as error:
+                failure = SampleOutcome(error=str(error), category="server")
+                promise.number = self.link.next_number()
+                continue
+            if isinstance(result, CallFailure):
+                return SampleOutcome(error=result.error, category=result.category)
+            assert isinstance(result, SampleResult)
+            for id, sequence in zip(promise.sequences, result.sequences, strict=True):
+                self.ledger.record(
+                    id, sampler.model, sampler.version, sequence.tokens, sequence.logprobs
+                )
+            return SampleOutcome(wire.sample_reply(result))
+        return failure
+
+    def cancel(self, name: str) -> None:
+        """Stop a request that its client has given up."""
+        promise = self.promises.get(name)
+        if promise is not None and promise.task is not None and not promise.future.done():
+            self.link.cancel(promise.number)
+            promise.task.cancel()
+
+    def next_clone(self, id: str) -> int:
+        """Return a number for a further client of a sampler."""
+        self.find(id)
+        self.clones[id] = self.clones.get(id, 0) + 1
+        return self.clones[id]
+
+    def in_flight(self, model: str) -> int:
+        """Return the sequences of a model that are being sampled."""
+        return sum(
+            len(promise.sequences)
+            for name, promise in self.promises.items()
+            if not promise.future.done()
+            and not promise.paced
+            and self.samplers[name.rpartition(":sample:")[0]].model == model
+        )
+
+    def close(self) -> None:
+        self.file.close()

@@ -1,0 +1,308 @@
+"""Which weights sampled every sequence, and how often each was trained.
+
+A sequence gets its id before it is sampled. A datum names the sequences it contains by provenance
+spans. Without spans, a run of sampled tokens is found by its fingerprint: the tokens and the bits
+of their log-probabilities. The ledger closes: every sampled sequence of a model was trained 0, 1 or
+more times.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+
+from asyncrl.contract.errors import ConfigError
+from asyncrl.records import jsonl
+from asyncrl.tinker.messages import NOT_SAMPLED, UNKNOWN, Datum
+
+
+@dataclass(slots=True)
+class SampledSequence:
+    """A sequence that a sampler returned.
+
+    model: whose weights sampled it; "": the base model.
+    version: optimizer steps of that model behind these weights.
+    trained: optimizer steps whose gradient contained tokens of it.
+    """
+
+    id: str
+    model: str
+    version: int
+    length: int
+    fingerprint: str
+    trained: int = 0
+
+
+class ProvenanceSpan(NamedTuple):
+    """A run of positions of a datum, as the client names it; sampled=False: part of a prompt."""
+
+    sequence: str
+    offset: int
+    length: int
+    sampled: bool
+
+
+class SampledRun(NamedTuple):
+    """Positions [start, stop) of a datum that `sequence` wrote; None: unknown."""
+
+    start: int
+    stop: int
+    sequence: SampledSequence | None
+
+
+def fingerprint(tokens: bytes, logprobs: bytes) -> str:
+    """Digest int32 tokens and float32 log-probabilities."""
+    digest = xxhash.xxh3_64(tokens)
+    digest.update(logprobs)
+    return digest.hexdigest()
+
+
+@dataclass
+class ModelAncestry:
+    """A model and the models whose states it was loaded from, with their versions then."""
+
+    model: str
+    parents: dict[str, int] = field(default_factory=dict)
+
+    def version_of(self, sequence: SampledSequence) -> int | None:
+        """Return the version in this model's count that sampled a sequence; None: not its own."""
+        if sequence.model == self.model:
+            return sequence.version
+        if not sequence.model:
+            return 0  # every model begins as the base model
+        if sequence.version <= self.parents.get(sequence.model, -1):
+            return sequence.version
+        return None
+
+
+class SequenceLedger:
+    """All sequences of a server, in `sequences.jsonl`."""
+
+    def __init__(self, path: Path) -> None:
+        self.sequences: dict[str, SampledSequence] = {}
+        self.by_fingerprint: dict[str, list[SampledSequence]] = {}
+        for row in jsonl.read(path):
+            self._add(
+                SampledSequence(
+                    row["id"], row["model"], row["version"], row["length"], row["fingerprint"]
+                )
+            )
+        self.file = jsonl.JsonlAppender(path)
+        self.prefix = secrets.token_hex(4)  # ids of lost sequences are never minted again
+        self.minted = 0
+
+    def mint(self, count: int) -> list[str]:
+        """Return ids for sequences that are going to be sampled."""
+        first = self.minted
+        self.minted += count
+        return [f"seq-{self.prefix}-{number}" for number in range(first, self.minted)]
+
+    def record(self, id: str, model: str, version: int, tokens: bytes, logprobs: bytes) -> None:
+        """Record a sampled sequence before its client receives it."""
+        sequence = SampledSequence(
+            id, model, version, len(tokens) // 4, fingerprint(tokens, logprobs)
+        )
+        self._add(sequence)
+        row = asdict(sequence)
+        del row["trained"]  # trained.jsonl of each model has it
+        self.file.write(row)
+
+    def _add(self, sequence: SampledSequence) -> None:
+        self.sequences[sequence.id] = sequence
+        self.by_fingerprint.setdefault(sequence.fingerprint, []).append(sequence)
+
+    # ---- datums ----------------------------------------------------------------------------------
+
+    def resolve(
+        self, datum: Datum, spans: Sequence[ProvenanceSpan] | None, taken: Counter[str]
+    ) -> list[SampledRun]:
+        """Return the sampled runs of a datum.
+
+        taken: sequences that earlier datums of the same optimizer step were matched to; of several
+        equal sequences, each is matched once before any is matched again.
+
+        Raises ConfigError for spans that do not fit."""
+        if spans is not None:
+            return self._by_spans(datum, spans)
+        return self._by_fingerprints(datum, taken)
+
+    def _by_spans(self, datum: Datum, spans: Sequence[ProvenanceSpan]) -> list[SampledRun]:
+        runs = []
+        start = 0
+        for span in spans:
+            stop = start + span.length
+            if span.sampled and span.length:
+                sequence = self.sequences.get(span.sequence)
+                if sequence is not None:
+                    self._check_span(datum, span, start, sequence)
+                runs.append(SampledRun(start, stop, sequence))
+            start = stop
+        if start != datum.length:
+            raise ConfigError(
+                f"provenance spans cover {start} positions of a datum of {datum.length}"
+            )
+        return runs
+
+    @staticmethod
+    def _check_span(
+        datum: Datum, span: ProvenanceSpan, start: int, sequence: SampledSequence
+    ) -> None:
+        if span.offset + span.length > sequence.length:
+            raise ConfigError(
+                f"a provenance span names tokens {span.offset} to {span.offset + span.length} of "
+                f"sequence {sequence.id}, which has {sequence.length}"
+            )
+        logprobs = datum.fields.get("logprobs")
+        if logprobs is None or span.length != sequence.length:
+            return
+        piece = slice(4 * start, 4 * (start + span.length))
+        if fingerprint(datum.targets[piece], logprobs[piece]) != sequence.fingerprint:
+            raise ConfigError(
+                f"a provenance span names sequence {sequence.id}, but the datum has other tokens "
+                "or log-probabilities there"
+            )
+
+    def _by_fingerprints(self, datum: Datum, taken: Counter[str]) -> list[SampledRun]:
+        logprobs = datum.fields.get("logprobs")
+        if logprobs is None:
+            return []
+        runs = []
+        for start, stop in sampled_runs(datum):
+            piece = slice(4 * start, 4 * stop)
+            equal = self.by_fingerprint.get(fingerprint(datum.targets[piece], logprobs[piece]), [])
+            chosen = min(equal, key=lambda s: (taken[s.id], s.trained, s.version), default=None)
+            if chosen is not None:
+                taken[chosen.id] += 1
+            runs.append(SampledRun(start, stop, chosen))
+        return runs
+
+    def mark_trained(self, ids: Iterable[str]) -> None:
+        """Count an optimizer step on these sequences."""
+        for id in ids:
+            if id in self.sequences:
+                self.sequences[id].trained += 1
+
+    def totals(self, model: str) -> dict[str, int]:
+        """Return the ledger of the sequences that a model's weights sampled."""
+        own = [s for s in self.sequences.values() if s.model == model]
+        times = Counter(min(s.trained, 2) for s in own)
+        return {
+            "sampled": len(own),
+            "sampled_tokens": sum(s.length for s in own),
+            "never_trained": times[0],
+            "trained_once": times[1],
+            "trained_again": times[2],
+        }
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def sampled_runs(datum: Datum) -> list[tuple[int, int]]:
+    """Return the runs [start, stop) of a datum that look sampled.
+
+    By its mask; without one, where log-probabilities or advantages are not 0."""
+    mask = datum.field("mask")
+    if mask is None:
+        inside = np.zeros(datum.length, bool)
+        for name in ("logprobs", "advantages"):
+            row = datum.field(name)
+            if row is not None:
+                inside |= row != 0
+    else:
+        inside = mask != 0
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], inside, [False]]).astype(np.int8)))
+    return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
+
+
+class LagCheck(NamedTuple):
+    """The lags of a datum's positions, int32 [n], and the sequences behind them."""
+
+    lags: np.ndarray
+    sequences: list[str]
+    refused: str = ""  # why the datum may not be trained
+
+
+def measure_lags(
+    datum: Datum,
+    runs: Sequence[SampledRun],
+    ancestry: ModelAncestry,
+    version: int,
+    *,
+    limit: float,
+    unknown: str,
+) -> LagCheck:
+    """Compute the lag of every position of a datum, and check it against the limit.
+
+    version: of the model whose gradient the datum joins.
+    unknown: train or refuse, for sampled tokens of unknown age."""
+    lags = np.full(datum.length, NOT_SAMPLED, np.int32)
+    found: list[str] = []
+    refused = ""
+    for run in runs:
+        own = None if run.sequence is None else ancestry.version_of(run.sequence)
+        if run.sequence is not None:
+            found.append(run.sequence.id)
+        if own is None:
+            lags[run.start : run.stop] = UNKNOWN
+            if unknown == "refuse":
+                refused = refused or describe_unknown(run, ancestry.model)
+            continue
+        lag = version - own
+        lags[run.start : run.stop] = lag
+        if lag > limit and run.sequence is not None:
+            refused = refused or (
+                f"sequence {run.sequence.id} was sampled at version {own} of {ancestry.model}, "
+                f"which is at version {version}: a lag of {lag}, and staleness.max_lag = {limit:g}"
+            )
+    return LagCheck(lags, found, refused)
+
+
+def describe_unknown(run: SampledRun, model: str) -> str:
+    """Say why a run's age is unknown."""
+    if run.sequence is None:
+        return (
+            f"tokens {run.start} to {run.stop} of a datum are no sequence of this server, so their "
+            "lag is unknown, and staleness.unknown = refuse"
+        )
+    return (
+        f"sequence {run.sequence.id} was sampled by {run.sequence.model or 'the base model'}, no "
+        f"earlier version of {model}: its lag is unknown, and staleness.unknown = refuse"
+    )
+
+
+def lag_metrics(lags: Counter[int]) -> dict[str, float]:
+    """Return the lag metrics of an optimizer step from {lag: trained tokens}."""
+    known = sorted((lag, tokens) for lag, tokens in lags.items() if lag >= 0)
+    total = sum(tokens for _, tokens in known)
+    unknown = lags.get(UNKNOWN, 0)
+    metrics: dict[str, float] = {}
+    if total + unknown:
+        metrics["lag/unknown_share"] = unknown / (total + unknown)
+    if total:
+        reached = np.cumsum([tokens for _, tokens in known])
+        metrics |= {
+            "lag/mean": sum(lag * tokens for lag, tokens in known) / total,
+            "lag/max": float(known[-1][0]),
+            "lag/p95": float(known[int(np.searchsorted(reached, 0.95 * total))][0]),
+        }
+    return metrics
+
+
+def trained_row(version: int, lags: Counter[int], sequences: Sequence[str]) -> dict[str, Any]:
+    """Return the row of an optimizer step in `trained.jsonl`; `buffer.training_log` reads it."""
+    return {
+        "batch": version,
+        "samples": len(set(sequences)),
+        "ids": xxhash.xxh3_64_hexdigest(";".join(sequences).encode()),
+        "lags": {str(lag): tokens for lag, tokens in sorted(lags.items()) if lag >= 0},
+        "unknown": lags.get(UNKNOWN, 0),
+        "sequences": sorted(set(sequences)),
+    }

@@ -1,0 +1,103 @@
+"""`asyncrl tinker`: the server's directory, its key, its socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from asyncrl.config import load
+from asyncrl.contract.errors import ConfigError
+from asyncrl.records import atomic_write, private
+from asyncrl.records.rundir import RunLock
+from asyncrl.tinker.settings import TinkerConfig
+from asyncrl.viewer.server import listen
+
+CONFIG = "tinker.toml"
+KEY = "api_key"
+
+
+def directory(config: TinkerConfig, source: str) -> Path:
+    """Return the server's directory, which is created or continued.
+
+    Raises ConfigError where it belongs to another base model."""
+    folder = Path(config.runs) / (config.name or Path(source).stem)
+    path = folder / CONFIG
+    private.directory(folder)
+    if path.exists():
+        from asyncrl.tinker import settings
+
+        before = settings.read(str(path))
+        for key in ("model", "lora"):
+            if getattr(before, key) != getattr(config, key):
+                raise ConfigError(
+                    f"{folder} belongs to a server with another [{key}]: choose another name "
+                    "with --set name=..."
+                )
+    atomic_write.write(path, load.dump(config))
+    return folder
+
+
+def api_key(folder: Path) -> str:
+    """Return the key of a server, which is made once."""
+    path = folder / KEY
+    if path.exists():
+        return private.require_private(path).read_text(encoding="utf-8").strip()
+    key = f"tml-{secrets.token_urlsafe(24)}"
+    descriptor = private.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    with open(descriptor, "w", encoding="utf-8") as file:
+        file.write(key + "\n")
+    return key
+
+
+def serve(config: TinkerConfig, source: str) -> None:
+    """Serve until interrupted.  Raises ConfigError."""
+    try:
+        import uvicorn
+
+        from asyncrl.tinker.app import TinkerServer
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"asyncrl tinker needs {error.name}, which is not installed: pip install "
+            "'asyncrl[tinker]'"
+        ) from error
+    folder = directory(config, source)
+    lock = RunLock(folder, "tinker")
+    key = api_key(folder)
+    listener = listen(config.server.host, config.server.port)
+    host, port = listener.getsockname()[:2]
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    atomic_write.write(folder / "url", url + "\n")
+
+    async def run() -> None:
+        server = TinkerServer(config, folder, key)
+
+        @contextlib.asynccontextmanager
+        async def lifespan(app: object) -> AsyncIterator[None]:
+            await server.start()
+            print(f"serving {config.model.path} from {folder}", file=sys.stderr)
+            print(f"export TINKER_BASE_URL={url} TINKER_API_KEY={key}", flush=True)
+            yield
+            await server.stop()
+
+        app = server.starlette()
+        app.router.lifespan_context = lifespan
+        settings = uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=1,
+        )
+        await uvicorn.Server(settings).serve(sockets=[listener])
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        asyncio.run(run())
+    finally:
+        lock.close()

@@ -1,0 +1,94 @@
+"""Main program of the training and the sampling process: `worker.py ROLE CONFIG DESCRIPTOR`."""
+
+from __future__ import annotations
+
+import select
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.contract.importing import collection_paused
+from asyncrl.tinker import settings
+from asyncrl.tinker.messages import CallFailure, Cancel, SampleCall, WorkerCall, WorkerReply
+from asyncrl.transport.worker_pool import READ_BYTES
+
+LENGTH_BYTES = 8
+
+
+def frame(message: object) -> bytes:
+    """Encode a message behind its length."""
+    payload = msgspec.msgpack.encode(message)
+    return len(payload).to_bytes(LENGTH_BYTES, "big") + payload
+
+
+class CallChannel:
+    """The worker's end of the socket pair."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.wire = socket.socket(fileno=descriptor)
+        self.incoming = bytearray()
+        self.decoder = msgspec.msgpack.Decoder(WorkerCall)
+
+    def calls(self, *, wait: bool) -> list[WorkerCall]:
+        """Return the calls that have arrived; wait for at least one if `wait`.
+
+        The process ends when the server's end is closed."""
+        found: list[WorkerCall] = []
+        while (wait and not found) or select.select([self.wire], [], [], 0)[0]:
+            data = self.wire.recv(READ_BYTES)
+            if not data:
+                sys.exit(0)
+            self.incoming += data
+            while len(self.incoming) >= LENGTH_BYTES:
+                end = LENGTH_BYTES + int.from_bytes(self.incoming[:LENGTH_BYTES], "big")
+                if len(self.incoming) < end:
+                    break
+                found.append(self.decoder.decode(self.incoming[LENGTH_BYTES:end]))
+                del self.incoming[:end]
+        return found
+
+    def reply(self, reply: WorkerReply) -> None:
+        self.wire.sendall(frame(reply))
+
+
+def train(config: settings.TinkerConfig, channel: CallChannel) -> None:
+    """Carry out calls one after the other."""
+    with collection_paused():
+        from asyncrl.tinker.trainer import Trainer
+    trainer = Trainer(config)
+    while True:
+        for call in channel.calls(wait=True):
+            channel.reply(WorkerReply(call.number, trainer.handle(call.request)))
+
+
+def sample(config: settings.TinkerConfig, channel: CallChannel) -> None:
+    """SampleCall for all calls at once."""
+    with collection_paused():
+        from asyncrl.tinker.sampler import Sampler
+    sampler = Sampler(config, lambda number, result: channel.reply(WorkerReply(number, result)))
+    while True:
+        for call in channel.calls(wait=not sampler.is_busy):
+            match call.request:
+                case SampleCall():
+                    sampler.add(call.number, call.request)
+                case Cancel():
+                    sampler.cancel(call.request.number)
+                case _:
+                    wrong = CallFailure(f"{type(call.request).__name__} is no call of sampling")
+                    channel.reply(WorkerReply(call.number, wrong))
+        sampler.work()
+
+
+ROLES = {"training": train, "sampling": sample}
+
+
+def main(role: str, config: str, descriptor: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server closes the socket at its end
+    ROLES[role](settings.read(str(Path(config))), CallChannel(int(descriptor)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,141 @@
+"""The unmodified client of the Tinker API against `asyncrl tinker`, a real server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import tinker
+from tinker import types
+from tinker_kit import (
+    PROMPT,
+    ServerProcess,
+    draw,
+    output_logprobs,
+    policy_datum,
+    prompt,
+    tuned_datum,
+    write_config,
+)
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    process = ServerProcess(write_config(tmp_path_factory.mktemp("tinker")))
+    yield process
+    process.stop()
+
+
+@pytest.fixture(scope="module")
+def service(server: ServerProcess) -> tinker.ServiceClient:
+    return server.client()
+
+
+@pytest.fixture
+def trained(service: tinker.ServiceClient) -> tinker.TrainingClient:
+    return service.create_lora_training_client("tiny", rank=4).result()
+
+
+def test_losses_train_and_the_lag_is_known(trained: tinker.TrainingClient) -> None:
+    sampler = trained.save_weights_and_get_sampling_client().result()
+    sequences = draw(sampler)
+    assert len({sequence.sequence_id for sequence in sequences}) == 2
+    losses = ("importance_sampling", "ppo", "cispo", "dro", "gspo")
+    for lag, loss in enumerate(losses):
+        data = [policy_datum(sequence, spans=lag % 2 == 0) for sequence in sequences]
+        scored = trained.forward_backward(data, loss)
+        stepped = trained.optim_step(types.AdamParams(learning_rate=1e-3))
+        if not lag:  # the weights that sampled: the same log-probabilities
+            own = output_logprobs(scored.result())[len(PROMPT) - 1 :]
+            assert np.allclose(own, sequences[0].logprobs, atol=1e-5)
+        metrics = stepped.result().metrics
+        assert metrics is not None
+        assert (metrics["lag_mean"], metrics["lag_unknown_share"]) == (lag, 0.0)
+        assert metrics["optim_grad_norm"] > 0 or loss == "gspo"  # every sequence may be clipped
+
+
+def test_supervised_training_lowers_the_loss(trained: tinker.TrainingClient) -> None:
+    data = [tuned_datum([5, 6, 7, 8, 1]), tuned_datum([9, 10, 1])]
+    first = trained.forward_backward(data, "cross_entropy")
+    trained.optim_step(types.AdamParams(learning_rate=1e-2))
+    second = trained.forward(data, "cross_entropy").result()
+    before, after = first.result().metrics["loss:sum"], second.metrics["loss:sum"]
+    assert after < before
+    assert before == pytest.approx(
+        -sum(float(output_logprobs(first.result(), place).sum()) for place in (0, 1)), rel=1e-5
+    )
+
+
+def test_prompt_logprobs_equal_the_training_forward(trained: tinker.TrainingClient) -> None:
+    sampler = trained.save_weights_and_get_sampling_client().result()
+    scored = sampler.compute_logprobs(prompt()).result()
+    forward = trained.forward([tuned_datum(PROMPT)], "cross_entropy").result()
+    assert scored[0] is None
+    assert np.allclose(scored[1:], output_logprobs(forward), atol=1e-5)
+
+
+def test_sampling_follows_its_parameters(service: tinker.ServiceClient) -> None:
+    sampler = service.create_sampling_client(base_model="tiny").result()
+    greedy = types.SamplingParams(max_tokens=6, temperature=0.0)
+    seeded = types.SamplingParams(max_tokens=6, seed=3)
+    for params in (greedy, seeded):
+        first, again = (sampler.sample(prompt(), 1, params).result().sequences for _ in range(2))
+        assert list(first[0].tokens) == list(again[0].tokens)
+    tokens = list(sampler.sample(prompt(), 1, seeded).result().sequences[0].tokens)
+    cut = types.SamplingParams(max_tokens=6, seed=3, stop=[tokens[2]])
+    [stopped] = sampler.sample(prompt(), 1, cut).result().sequences
+    assert list(stopped.tokens) == tokens[: tokens.index(tokens[2]) + 1]
+    assert stopped.stop_reason == "stop"
+
+
+def test_a_saved_state_continues_in_a_new_model(
+    server: ServerProcess, service: tinker.ServiceClient, trained: tinker.TrainingClient
+) -> None:
+    data = [tuned_datum([5, 6, 7, 8, 1])]
+    trained.forward_backward(data, "cross_entropy")
+    trained.optim_step(types.AdamParams(learning_rate=1e-2))
+    path = trained.save_state("half").result().path
+    later = service.create_training_client_from_state_with_optimizer(path).result()
+    results = []
+    for client in (trained, later):
+        client.forward_backward(data, "cross_entropy")
+        client.optim_step(types.AdamParams(learning_rate=1e-2))
+        results.append(output_logprobs(client.forward(data, "cross_entropy").result()))
+    assert np.array_equal(*results)
+    rest = tinker.RestClient(base_url=server.url, api_key=server.key)
+    listed = rest.list_checkpoints(trained.model_id).result()
+    assert [checkpoint.tinker_path for checkpoint in listed.checkpoints] == [path]
+
+
+def test_models_of_several_clients_do_not_touch_each_other(service: tinker.ServiceClient) -> None:
+    clients = [service.create_lora_training_client("tiny", rank=rank).result() for rank in (2, 8)]
+    data = [tuned_datum([5, 6, 7, 8, 1])]
+    before = output_logprobs(clients[1].forward(data, "cross_entropy").result())
+    clients[0].forward_backward(data, "cross_entropy")
+    clients[0].optim_step(types.AdamParams(learning_rate=1e-2)).result()
+    assert np.array_equal(
+        before, output_logprobs(clients[1].forward(data, "cross_entropy").result())
+    )
+
+
+@pytest.mark.parametrize(
+    ("loss", "config", "message"),
+    [
+        ("stable_reinforce", {}, "its definition is not published"),
+        ("ppo", {"clip_lower": 0.8}, "loss_fn_config.clip_lower: ppo has no such option"),
+    ],
+)
+def test_a_refused_loss_makes_no_step(
+    trained: tinker.TrainingClient, loss: types.LossFnType, config: dict[str, float], message: str
+) -> None:
+    data = [tuned_datum([5, 6, 7, 8, 1])]
+    refused = trained.forward_backward(data, loss, config)
+    stepped = trained.optim_step(types.AdamParams(learning_rate=1.0))
+    with pytest.raises(tinker.RequestFailedError, match=message):
+        refused.result()
+    with pytest.raises(tinker.RequestFailedError, match="no step was made"):
+        stepped.result()
+    assert trained.forward_backward(data, "cross_entropy").result().metrics
