@@ -89,7 +89,7 @@ class TinkerServer:
     def starlette(self) -> Starlette:
         """Return the ASGI application."""
         post: dict[str, Handler] = {
-            "client/config": self.empty,
+            "client/config": self.client_config,
             "client/dynamic_config": self.empty,
             "telemetry": self.telemetry,
             "create_session": self.create_session,
@@ -163,6 +163,10 @@ class TinkerServer:
 
     async def empty(self, request: Request, body: bytes) -> Response:
         return JSONResponse({})
+
+    async def client_config(self, request: Request, body: bytes) -> Response:
+        # the client's other transport, in Rust, can abort its process at exit
+        return JSONResponse({"use_pyqwest_transport": False})
 
     async def telemetry(self, request: Request, body: bytes) -> Response:
         return JSONResponse({"status": "accepted"})

@@ -30,8 +30,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 @pytest.fixture(scope="module")
-def service(server: ServerProcess) -> tinker.ServiceClient:
-    return server.client()
+def service(server: ServerProcess) -> Iterator[tinker.ServiceClient]:
+    with server.client() as client:
+        yield client
 
 
 @pytest.fixture
