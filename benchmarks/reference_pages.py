@@ -109,7 +109,7 @@ Generated from `docs/papers.toml` by `python benchmarks/reference_pages.py`.
 Paper by paper: the settings that follow it here. Settings that are joined by commas belong
 together, "or" separates alternatives. `method` sets all keys of a published method, which
 `asyncrl methods` lists. Each number is that of a preprint on arXiv. Write a row into a config, or
-type it: `asyncrl run CONFIG --set method=vespo`.
+type it: `asyncrl run CONFIG --set method=vespo`. A test trains two batches with every row.
 
 The last column says what was read and what differs. Where it is a dash, the docstring of the
 function names the source. [Algorithms](algorithms.md) leads to formulas and measurements.
