@@ -16,7 +16,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from asyncrl.contract.routed_experts import RoutedExperts, RoutingShape
 from asyncrl.models import exact_operators
+from asyncrl.models.moe import expert_layers
 from asyncrl.models.packed_attention import QueryBlock, cut_queries
 from asyncrl.models.packed_forward import ModelLayout, kept_tokens, renormalize, rotate
 
@@ -96,10 +98,24 @@ class FusedWeights:
         k = qk[:, lay.heads :]
         return (q if self.qk_norm else q * lay.head_dim**-0.5), k, v
 
-    def finish(self, i: int, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Compute the rest of layer i: output projection and MLP."""
+    def finish(
+        self,
+        i: int,
+        x: torch.Tensor,
+        attended: torch.Tensor,
+        routed: list[torch.Tensor] | None,
+    ) -> torch.Tensor:
+        """Compute the rest of layer i: output projection and MLP or experts.
+
+        The ids of the experts [n, k] are appended to `routed`.
+        """
         w = self.per_layer[i]
         x = torch.addmm(x, attended, w["o"])
+        if "router" in w:
+            assert self.lay.experts is not None
+            weights = expert_layers.ExpertWeights(w["router"], w["up"], w["down"])
+            h = _unit(x, self.eps)
+            return x + expert_layers.apply(h, weights, self.lay.experts, recorded=routed)
         gate, up = (_unit(x, self.eps) @ w["up"]).chunk(2, -1)
         return torch.addmm(x, F.silu(gate).mul_(up), w["down"])
 
@@ -245,11 +261,20 @@ class PrefixCache:
     sequences share a common prefix. Blocks of a sequence are marked as used from the last to the
     first, so that the successors of a block are always evicted before the block itself.
 
-    tokens: the most tokens kept; memory is allocated as needed.
+    tokens: the most tokens kept; memory is allocated as needed. routing: the shape of the experts
+    that are kept beside the keys; None: none are.
     """
 
-    def __init__(self, lay: ModelLayout, layers: int, tokens: int, like: torch.Tensor) -> None:
+    def __init__(
+        self,
+        lay: ModelLayout,
+        layers: int,
+        tokens: int,
+        like: torch.Tensor,
+        routing: RoutingShape | None = None,
+    ) -> None:
         self.most = tokens // KEPT_BLOCK  # blocks
+        self.routed = None if routing is None else RoutedExperts.unrecorded(0, routing).ids
         self.k = like.new_zeros((layers, lay.kv_heads, 0, lay.head_dim))
         self.v = self.k.clone()
         self.clear()
@@ -272,7 +297,12 @@ class PrefixCache:
         return [self.blocks[name] for name in self._path(_split_blocks(tokens))]
 
     def store(
-        self, tokens: np.ndarray, keys: torch.Tensor, values: torch.Tensor, columns: np.ndarray
+        self,
+        tokens: np.ndarray,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        columns: np.ndarray,
+        routed: np.ndarray | None = None,
     ) -> None:
         """Keep the whole blocks of `tokens` [L] that are not kept yet.
 
@@ -280,6 +310,7 @@ class PrefixCache:
             tokens: int [L].
             keys, values: [layers, kv heads, C, d].
             columns: int [L], the column of each token among the C.
+            routed: uint16 [L, layers, k], its experts; None: `routing` is None.
         """
         blocks = _split_blocks(tokens)[: self.most]
         path = self._path(blocks)
@@ -297,7 +328,11 @@ class PrefixCache:
         self._use(path)
         first, end = known * KEPT_BLOCK, len(blocks) * KEPT_BLOCK
         source = torch.from_numpy(columns[first:end]).to(keys.device)
-        target = torch.from_numpy(self.columns(numbers)).to(keys.device)
+        at = self.columns(numbers)
+        target = torch.from_numpy(at).to(keys.device)
+        if self.routed is not None:
+            assert routed is not None
+            self.routed[at] = routed[first:end]
         self.k.index_copy_(2, target, keys.index_select(2, source))
         self.v.index_copy_(2, target, values.index_select(2, source))
 
@@ -335,6 +370,9 @@ class PrefixCache:
             more = min(max(made, 32), self.most - made)
             pad = (0, 0, 0, more * KEPT_BLOCK)
             self.k, self.v = (F.pad(tensor, pad) for tensor in (self.k, self.v))
+            if self.routed is not None:
+                rows = (0, more * KEPT_BLOCK)
+                self.routed = np.pad(self.routed, (rows, (0, 0), (0, 0)))
             self.free = list(range(made, made + more))
         return self.free.pop() if self.free else self.blocks.popitem(last=False)[1]
 
@@ -366,12 +404,14 @@ def decode(
     positions: torch.Tensor,
     column: int,
     seen: int,
+    routed: list[torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Run one decode step for the first n rows and write cache column `column`.
 
     Args:
         tokens, positions: [n].
         seen: the columns that attention covers, more than `column`; no row has keys behind them.
+        routed: the experts of each sparse layer, int64 [n, k], are appended to it.
 
     Returns logits fp32 [n, V].
     """
@@ -396,7 +436,7 @@ def decode(
             p.view(n * lay.kv_heads, share, columns),
             values.reshape(n * lay.kv_heads, columns, lay.head_dim),
         )
-        x = w.finish(i, x, out.reshape(n, lay.heads * lay.head_dim))
+        x = w.finish(i, x, out.reshape(n, lay.heads * lay.head_dim), routed)
     return w.logits(x)
 
 
@@ -418,14 +458,18 @@ def causal_bias(blocks: Sequence[QueryBlock], device: torch.device) -> torch.Ten
 
 
 def encode(
-    w: FusedWeights, ids: torch.Tensor, begun: PrefilledPrefix | None = None
+    w: FusedWeights,
+    ids: torch.Tensor,
+    begun: PrefilledPrefix | None = None,
+    routed: list[torch.Tensor] | None = None,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Compute keys and values [B, kv heads, L, d] of every layer for ids [B, L].
 
     Rows are padded at the right. They start at position 0 or, with `begun`, behind its known keys.
+    The experts of each sparse layer but a last one, int64 [B * L, k], are appended to `routed`.
     """
     layers: list[tuple[torch.Tensor, torch.Tensor]] = []
-    _run_layers(w, ids, begun, layers)
+    _run_layers(w, ids, begun, layers, routed)
     return layers
 
 
@@ -439,6 +483,7 @@ def _run_layers(
     ids: torch.Tensor,
     begun: PrefilledPrefix | None,
     layers: list[tuple[torch.Tensor, torch.Tensor]] | None,
+    routed: list[torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Run the layers over ids [B, L] and return the residuals [B * L, H].
 
@@ -468,7 +513,7 @@ def _run_layers(
         if begun is not None:
             k, v = torch.cat([begun.k[i], k], 2), torch.cat([begun.v[i], v], 2)
         a = _attend_blocks(q, k, v, blocks, bias, known)
-        x = w.finish(i, x, a.transpose(1, 2).reshape(b * n, -1))
+        x = w.finish(i, x, a.transpose(1, 2).reshape(b * n, -1), routed)
     return x
 
 
@@ -550,9 +595,16 @@ def kept_ids(kept: torch.Tensor) -> list[np.ndarray]:
 
 
 def decode_exact(
-    w: FusedWeights, cache: ColumnCache, tokens: torch.Tensor, positions: torch.Tensor, longest: int
+    w: FusedWeights,
+    cache: ColumnCache,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    longest: int,
+    routed: list[torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Run `decode` with each row's keys at the column of its own position.
+
+    Rows of `routed` behind the n are padding.
 
     longest: the largest position of a live row.
     """
@@ -576,17 +628,20 @@ def decode_exact(
             t[i, :n].view(n * groups, columns, wide)[:, :seen] for t in (cache.k, cache.v)
         )
         attended = exact_operators.attend_one(q[:n], keys, values, bias, space)
-        x = exact_operators.finish(lay, layer, x, exact_operators.pad_rows(attended))
+        attended = exact_operators.pad_rows(attended)
+        x = exact_operators.finish(lay, layer, x, attended, recorded=routed)
     return w.logits_exact(x)[:n]
 
 
-def encode_exact(w: FusedWeights, ids: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def encode_exact(
+    w: FusedWeights, ids: torch.Tensor, routed: list[torch.Tensor] | None = None
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Run `encode` on rows padded to a multiple of `exact_operators.KEYS`.
 
     Heads lie side by side, as in the cache.
     """
     layers: list[tuple[torch.Tensor, torch.Tensor]] = []
-    _run_layers_exact(w, ids, layers)
+    _run_layers_exact(w, ids, layers, routed)
     return layers
 
 
@@ -596,7 +651,10 @@ def final_states_exact(w: FusedWeights, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _run_layers_exact(
-    w: FusedWeights, ids: torch.Tensor, layers: list[tuple[torch.Tensor, torch.Tensor]] | None
+    w: FusedWeights,
+    ids: torch.Tensor,
+    layers: list[tuple[torch.Tensor, torch.Tensor]] | None,
+    routed: list[torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Run `_run_layers` with the operators of exact mode."""
     b, n = ids.shape
@@ -632,7 +690,7 @@ def _run_layers_exact(
             )
             attended.append(of_block.view(b, lay.heads, queries, lay.head_dim))
         a = torch.cat(attended, 2).transpose(1, 2).reshape(b * n, -1)
-        x = exact_operators.finish(lay, layer, x, a)
+        x = exact_operators.finish(lay, layer, x, a, recorded=routed)
     return x
 
 

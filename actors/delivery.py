@@ -24,12 +24,14 @@ def size(sample: Trajectory) -> int:
         + len(sample.text)
         + len(sample.token_rewards)
         + len(sample.support)
+        + len(sample.routed)
         + sum(
             160
             + len(sequence.prompt_tokens)
             + 3 * len(sequence.tokens)
             + len(sequence.token_rewards)
             + len(sequence.support)
+            + len(sequence.routed)
             for sequence in sample.rows
         )
     )

@@ -16,6 +16,7 @@ from asyncrl.config.engines import ENGINES
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import VersionSpan
+from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.sampled_support import SampledSupport
 from asyncrl.contract.versions import Label
 
@@ -61,6 +62,7 @@ class Completion:
     logprobs: float32 [T], under the sampling distribution (after temperature, top-p and top-k).
     support: the tokens that top-p and top-k kept at each of the T positions; None: nothing was
         truncated, or the engine does not record it.
+    routed: the experts of the P + T - 1 tokens that the model read; None: not recorded.
     """
 
     key: Key
@@ -70,11 +72,17 @@ class Completion:
     spans: list[VersionSpan]
     finish: Literal["stop", "length"]
     support: SampledSupport | None = None
+    routed: RoutedExperts | None = None
 
     @property
     def support_bytes(self) -> bytes:
         """The wire form of the support."""
         return b"" if self.support is None else self.support.encode()
+
+    @property
+    def routed_bytes(self) -> bytes:
+        """The wire form of the experts."""
+        return b"" if self.routed is None else self.routed.encode()
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from actors.engine import (
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import VersionSpan
+from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.sampled_support import SampledSupport
 from asyncrl.contract.versions import Label
 from asyncrl.models import exact_operators, memory
@@ -60,6 +61,8 @@ class EngineRow:
     # int32, the tokens that top-p and top-k kept at each position, where the request truncates;
     # empty: all
     kept: list[np.ndarray] = field(default_factory=list)
+    # uint16 [P - 1, layers, k], the experts of the prompt without its last token; None: no record
+    routed: np.ndarray | None = None
 
 
 class EmbeddedEngine:
@@ -71,6 +74,7 @@ class EmbeddedEngine:
     rounding. base: the adapter base to which `load` adds each version; None: versions are full
     weights. kept_tokens: the most tokens whose keys and values are kept for later prompts. 0 keeps
     none, and neither does exact mode, which encodes every prompt in full, as the learner does.
+    record_routing: completions of a mixture of experts carry the experts of their tokens.
     """
 
     def __init__(
@@ -85,8 +89,10 @@ class EmbeddedEngine:
         mantissa_bits: int = 0,
         base: AdapterBase | None = None,
         kept_tokens: int = 0,
+        record_routing: bool = False,
     ) -> None:
         assert model.fast is not None
+        self.routing = model.fast.routing if record_routing else None
         self.slots = slots
         self.in_flight = in_flight
         self.lay = model.fast
@@ -117,7 +123,7 @@ class EmbeddedEngine:
         self.loads = 0
         like = torch.empty(0, dtype=self.dtype, device=self.device)
         self.kept = (
-            decoder.PrefixCache(self.lay, self.weights.layers, kept_tokens, like)
+            decoder.PrefixCache(self.lay, self.weights.layers, kept_tokens, like, self.routing)
             if kept_tokens and not fixed
             else None
         )
@@ -142,6 +148,12 @@ class EmbeddedEngine:
         self.uniform = torch.zeros(rows, max_new_tokens, device=self.device)
         self.out_token = torch.zeros(rows, max_new_tokens, dtype=torch.long, device=self.device)
         self.out_logprob = torch.zeros(rows, max_new_tokens, device=self.device)
+        # the experts of the token that each step read
+        self.out_routed: torch.Tensor | None = None
+        if self.routing is not None:
+            size = (rows, max_new_tokens, self.routing.layers, self.routing.chosen)
+            kind = torch.uint8 if self.routing.experts < 256 else torch.int16
+            self.out_routed = torch.zeros(size, dtype=kind, device=self.device)
 
     # ---- the protocol ----------------------------------------------------------------------------
 
@@ -311,8 +323,10 @@ class EmbeddedEngine:
             self.uniform,
             self.out_token,
             self.out_logprob,
+            self.out_routed,
         ):
-            tensor[:count] = tensor[index]
+            if tensor is not None:
+                tensor[:count] = tensor[index]
         self.rows = [self.rows[slot] for slot in keep]
 
     def _admit(self, requests: list[CompletionRequest]) -> None:
@@ -406,6 +420,8 @@ class EmbeddedEngine:
                 pad(tensor, (0, more))
                 for tensor in (self.uniform, self.out_token, self.out_logprob)
             )
+            if self.out_routed is not None:
+                self.out_routed = pad(self.out_routed, (0, 0, 0, 0, 0, more))
         if old is not None:
             self._copy_cache(old, old_prompt)
 
@@ -414,10 +430,16 @@ class EmbeddedEngine:
         columns = self.prompt_needed + self.answer_needed
         return exact_operators.round_up(columns, exact_operators.KEYS) if self.fixed else columns
 
-    def _encode(self, ids: np.ndarray) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Compute keys and values for padded token rows ids [B, L], L columns wide."""
+    def _encode(
+        self, ids: np.ndarray, routed: list[torch.Tensor] | None = None
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Compute keys and values for padded token rows ids [B, L], L columns wide.
+
+        The experts are appended to `routed`, int64 [B * L, k], in exact mode with more columns.
+        """
         if not self.fixed:
-            return decoder.encode(self.weights, torch.from_numpy(ids).to(self.device))
+            tokens = torch.from_numpy(ids).to(self.device)
+            return decoder.encode(self.weights, tokens, routed=routed)
         width = ids.shape[1]
         ids = np.pad(
             ids, ((0, 0), (0, exact_operators.round_up(width, exact_operators.KEYS) - width))
@@ -425,9 +447,22 @@ class EmbeddedEngine:
         return [
             (keys[:, :, :width], values[:, :, :width])
             for keys, values in decoder.encode_exact(
-                self.weights, torch.from_numpy(ids).to(self.device)
+                self.weights, torch.from_numpy(ids).to(self.device), routed
             )
         ]
+
+    def _prompt_routing(self, routed: list[torch.Tensor], rows: int, width: int) -> np.ndarray:
+        """Return the recorded experts of encoded prompts, uint16 [rows, width, layers, k].
+
+        A last layer encodes no prompt, because its output is not needed: it is not recorded.
+        """
+        assert self.routing is not None
+        size = (rows, width, self.routing.layers, self.routing.chosen)
+        table = np.full(size, self.routing.experts, np.uint16)
+        for layer, ids in enumerate(routed):
+            of_rows = ids.view(rows, -1, self.routing.chosen)[:, :width]
+            table[:, :, layer] = of_rows.cpu().numpy()
+        return table
 
     def _copy_cache(self, old: decoder.ColumnCache, prompt: int) -> None:
         """Copy a smaller cache into the new one: prompt columns, then step columns."""
@@ -474,7 +509,11 @@ class EmbeddedEngine:
         for index in last_index.values():
             slot, prompt = rows[index], prompts[index][:-1]
             columns = np.arange(len(prompt))
-            self.kept.store(prompt, self.cache.k[:, slot], self.cache.v[:, slot], columns)
+            row = self.rows[slot]
+            assert row is not None
+            self.kept.store(
+                prompt, self.cache.k[:, slot], self.cache.v[:, slot], columns, row.routed
+            )
 
     def _write_begun(
         self,
@@ -503,6 +542,7 @@ class EmbeddedEngine:
         row, source = (torch.tensor(each, device=self.device) for each in (rows, owner))
         for cached, old in ((self.cache.k, begun.k), (self.cache.v, begun.v)):
             cached[:, row, :, : past.shape[1]] = old[:, source]
+        routed: list[torch.Tensor] | None = None if self.routing is None else []
         self.hits += len(owner_of)
         self.reused += int(known.sum())
         self.encoded += sum(map(len, rest))
@@ -520,21 +560,38 @@ class EmbeddedEngine:
                     token_index,
                 )
             )
-            encoded = decoder.encode(self.weights, torch.from_numpy(ids).to(self.device), begun)
+            tokens = torch.from_numpy(ids).to(self.device)
+            encoded = decoder.encode(self.weights, tokens, begun, routed)
             for layer, (keys, values) in enumerate(encoded):
                 self.cache.k[layer][to_row, :, to_column] = keys[of, :, token]
                 self.cache.v[layer][to_row, :, to_column] = values[of, :, token]
+        if routed is not None:
+            assert self.kept.routed is not None
+            table = self._prompt_routing(routed, len(rest), ids.shape[1])
+            for slot, of_row in zip(rows, owner, strict=True):
+                begin = self.kept.routed[columns[of_row]]
+                new = table[of_row, : len(rest[of_row])]
+                self._set_prompt_routing(slot, np.concatenate([begin, new]))
         lengths = np.array([len(prompt) - 1 for prompt in prompts])
         seen = torch.from_numpy(np.arange(lengths.max())[None] < lengths[:, None]).to(self.device)
         self.cache.bias[row, 0, : int(lengths.max())] = torch.where(seen, 0.0, decoder.MASKED)
 
-    def _keep_answer(self, slot: int, row: EngineRow, tokens: np.ndarray) -> None:
-        """Keep the keys and values of a row that ended with `tokens`.
+    def _set_prompt_routing(self, slot: int, ids: np.ndarray) -> None:
+        row = self.rows[slot]
+        assert row is not None
+        row.routed = ids
+
+    def _keep_answer(
+        self, slot: int, row: EngineRow, tokens: np.ndarray, routed: RoutedExperts | None
+    ) -> None:
+        """Keep the keys, values and experts of a row that ended with `tokens`.
 
         The last token has none, because it was never an input.
         """
         if self.kept is None or row.loads != self.loads:
             return
+        if routed is not None and len(row.marks) > 1:
+            return  # the keys were computed again, by other experts than those of the answer
         assert self.cache is not None
         prompt = row.request.prompt
         steps = self.prompt_needed + self.columns.columns_of(row.born, self.clock)
@@ -543,6 +600,7 @@ class EmbeddedEngine:
             self.cache.k[:, slot],
             self.cache.v[:, slot],
             np.concatenate([np.arange(len(prompt) - 1), steps]),
+            None if routed is None else routed.ids,
         )
 
     def _write_new(self, rows: list[int], prompts: list[np.ndarray], groups: list[Any]) -> None:
@@ -563,9 +621,14 @@ class EmbeddedEngine:
         ]
         row, owner = (torch.tensor(x, device=self.device) for x in zip(*pairs, strict=True))
         width = ids.shape[1]
-        for layer, (keys, values) in enumerate(self._encode(ids)):
+        routed: list[torch.Tensor] | None = None if self.routing is None else []
+        for layer, (keys, values) in enumerate(self._encode(ids, routed)):
             self.cache.k[layer, row, :, :width] = keys[owner]
             self.cache.v[layer, row, :, :width] = values[owner]
+        if routed is not None:
+            table = self._prompt_routing(routed, len(unique), width)
+            for slot, of_row in pairs:
+                self._set_prompt_routing(slot, table[of_row, : lengths[of_row]])
         seen = torch.from_numpy(np.arange(width)[None] < lengths[:, None]).to(self.device)[owner]
         self.cache.bias[row, 0, :width] = torch.where(seen, 0.0, decoder.MASKED)
 
@@ -615,6 +678,7 @@ class EmbeddedEngine:
         assert self.cache is not None
         count = len(self.rows)
         column = self.columns.allocate(self.clock, self._oldest_step)
+        routed: list[torch.Tensor] | None = None if self.routing is None else []
         if self.fixed:
             longest = max(
                 len(request.request.prompt) - 1 + self.clock - request.born
@@ -622,7 +686,12 @@ class EmbeddedEngine:
                 if request is not None
             )
             logits = decoder.decode_exact(
-                self.weights, self.cache, self.token[:count], self.position[:count], longest
+                self.weights,
+                self.cache,
+                self.token[:count],
+                self.position[:count],
+                longest,
+                routed=routed,
             )
         else:
             logits = decoder.decode(
@@ -632,6 +701,7 @@ class EmbeddedEngine:
                 self.position[:count],
                 self.prompt_needed + column,
                 self._visible_columns(),
+                routed=routed,
             )
         # the row's own token count selects its uniform, so that a sample does not depend on the
         # rows beside it
@@ -645,6 +715,10 @@ class EmbeddedEngine:
         if kept is not None:
             self._record_kept(kept)
         self.out_token[:count, column], self.out_logprob[:count, column] = token, logprob
+        if routed is not None and self.out_routed is not None:
+            self.out_routed[:count, column] = torch.stack(routed, 1)[:count].to(
+                self.out_routed.dtype
+            )
         live = self.left[:count] > 0
         self.left[:count].sub_(live.long())
         ended = live & ((token[:, None] == self.stop[:count]).any(1) | (self.left[:count] == 0))
@@ -691,6 +765,7 @@ class EmbeddedEngine:
             return []
         ended_tokens = self.out_token[ended].cpu().numpy().astype(np.int32)
         logprobs = self.out_logprob[ended].cpu().numpy()
+        routed = None if self.out_routed is None else self.out_routed[ended].cpu().numpy()
         self.left[ended] = 0
         completions = []
         for index, slot in enumerate(ended.tolist()):
@@ -701,7 +776,8 @@ class EmbeddedEngine:
             finish: Literal["stop", "length"] = (
                 "stop" if int(tokens[-1]) in row.request.stop else "length"
             )
-            self._keep_answer(slot, row, tokens)
+            experts = None if routed is None else self._routed(row, routed[index, columns])
+            self._keep_answer(slot, row, tokens, experts)
             self.rows[slot] = None
             completions.append(
                 Completion(
@@ -714,10 +790,19 @@ class EmbeddedEngine:
                     support=SampledSupport.from_lists(row.kept, self.vocabulary)
                     if row.kept
                     else None,
+                    routed=experts,
                 )
             )
         self.live -= len(completions)
         return completions
+
+    def _routed(self, row: EngineRow, sampled: np.ndarray) -> RoutedExperts:
+        """Join the experts of a row's prompt with those of its decode steps, [T, layers, k]."""
+        assert self.routing is not None
+        parts = [] if row.routed is None else [row.routed]
+        return RoutedExperts(
+            np.concatenate([*parts, sampled.astype(np.uint16)]), self.routing.experts
+        )
 
 
 def free_memory(device: torch.device) -> int:
@@ -809,7 +894,7 @@ def make_engine(config: Config) -> Engine:
     if settings.mantissa_bits and kind is GenericEngine:
         raise ConfigError(
             "generator.mantissa_bits: needs a model of the packed forward (Llama, Qwen2, Qwen3, "
-            "Mistral); set it to 0"
+            "Mistral, Qwen3-MoE, Mixtral); set it to 0"
         )
     made: Engine = kind(
         model,
@@ -818,6 +903,7 @@ def make_engine(config: Config) -> Engine:
         in_flight=config.weights.in_flight,
         max_new_tokens=settings.max_new_tokens,
         base=AdapterBase(model, config.lora) if config.lora.rank else None,
+        record_routing=bool(config.learner.replay_routing and model.replayable_routing()),
         **(
             {
                 "fixed": bool(config.exact),

@@ -2,7 +2,7 @@
 
 Every step encodes the live rows again. That is correct for every architecture, because it assumes
 nothing about the cache, and slow: T steps of T tokens each. A swap always acts as `recompute_kv`.
-Llama, Qwen2, Qwen3 and Mistral use actors/engine_embedded.py instead.
+Llama, Qwen2, Qwen3, Mistral, Qwen3-MoE and Mixtral use actors/engine_embedded.py instead.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from actors.engine import (
     uniforms,
 )
 from asyncrl.contract.messages import VersionSpan
+from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.sampled_support import SampledSupport
 from asyncrl.contract.versions import Label
 from asyncrl.models.adapters import AdapterBase
+from asyncrl.models.moe import router_hooks
 from asyncrl.models.policy import PolicyModel, load_weights
 
 
@@ -40,10 +42,16 @@ class GenericRow:
     stream: np.ndarray
     # int32, the tokens that top-p and top-k kept at each position; empty: all
     kept: list[np.ndarray] = field(default_factory=list)
+    # uint16 [tokens, layers, k], the experts of the tokens read so far, in parts
+    routed: list[np.ndarray] = field(default_factory=list)
 
 
 class GenericEngine:
-    """See `actors.engine.Engine`."""
+    """See `actors.engine.Engine`.
+
+    record_routing: completions of a mixture of experts carry the experts of their tokens, each as
+    it was when the token was first read.
+    """
 
     def __init__(
         self,
@@ -54,8 +62,10 @@ class GenericEngine:
         in_flight: str = "recompute_kv",
         max_new_tokens: int = 64,
         base: AdapterBase | None = None,
+        record_routing: bool = False,
     ) -> None:
         self.base = base
+        self.routing = model.routing if record_routing else None
         self.model = model
         self.slots = slots
         self.context = context
@@ -124,11 +134,15 @@ class GenericEngine:
         mask = np.zeros((len(sequences), width), np.int64)
         for index, tokens_so_far in enumerate(sequences):
             ids[index, : len(tokens_so_far)], mask[index, : len(tokens_so_far)] = tokens_so_far, 1
-        out = hf(
-            input_ids=torch.from_numpy(ids).to(device),
-            attention_mask=torch.from_numpy(mask).to(device),
-            use_cache=False,
-        )
+        routed: list[torch.Tensor] | None = None if self.routing is None else []
+        with router_hooks.routing(hf, recorded=routed):
+            out = hf(
+                input_ids=torch.from_numpy(ids).to(device),
+                attention_mask=torch.from_numpy(mask).to(device),
+                use_cache=False,
+            )
+        if routed is not None:
+            self._record_routing(routed, [len(tokens) for tokens in sequences])
         last = torch.tensor([len(tokens_so_far) - 1 for tokens_so_far in sequences], device=device)
         logits = out.logits[torch.arange(len(sequences), device=device), last].float()
         requests = [r.request for r in self.rows]
@@ -153,6 +167,13 @@ class GenericEngine:
                     row.kept.append(ids)
             self.vocabulary = kept.shape[1]
 
+    def _record_routing(self, routed: list[torch.Tensor], lengths: list[int]) -> None:
+        """Keep the experts, [rows * columns, k] of each layer, of the tokens read first now."""
+        table = torch.stack(routed, 1).to(torch.int32).cpu().numpy().astype(np.uint16)
+        by_row = table.reshape(len(self.rows), -1, *table.shape[1:])
+        for row, of_row, length in zip(self.rows, by_row, lengths, strict=True):
+            row.routed.append(of_row[sum(map(len, row.routed)) : length])
+
     def _answer(self, row: GenericRow) -> Completion:
         ends = [m[0] for m in row.marks[1:]] + [len(row.tokens)]
         spans = [
@@ -171,6 +192,9 @@ class GenericEngine:
             spans,
             finish,
             support=SampledSupport.from_lists(row.kept, self.vocabulary) if row.kept else None,
+            routed=None
+            if self.routing is None
+            else RoutedExperts(np.concatenate(row.routed), self.routing.experts),
         )
 
     @torch.inference_mode()

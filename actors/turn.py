@@ -224,6 +224,7 @@ def trajectory(written: ScoredResponse, result: RewardResult) -> Trajectory:
         generated_at=time.monotonic(),
         failed=result.failed,
         support=completion.support_bytes,
+        routed=completion.routed_bytes,
     )
 
 

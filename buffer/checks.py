@@ -25,6 +25,7 @@ from asyncrl.contract.messages import (
     VersionSpan,
 )
 from asyncrl.contract.outcomes import MOST_PARTS, MOST_ROWS, NAME_LENGTH, REASON_LENGTH
+from asyncrl.contract.routed_experts import RoutingShape
 from asyncrl.contract.versions import Label
 from asyncrl.contract.waits import BUFFER
 from asyncrl.transport import arrays
@@ -55,7 +56,10 @@ def producer(name: str) -> None:
 
 
 def check_delivery(
-    store: StoreState, samples: Sequence[Trajectory], vocabulary: int
+    store: StoreState,
+    samples: Sequence[Trajectory],
+    vocabulary: int,
+    routing: RoutingShape | None = None,
 ) -> tuple[Sequence[Trajectory], dict[Key, BadMessage]]:
     """Check the samples of a delivery; return the samples to take and the errors of refused ones.
 
@@ -64,9 +68,10 @@ def check_delivery(
     invalid ticket, version or array means that the sender itself is broken: that raises BadMessage,
     before anything is changed.
 
-    vocabulary: tokens of the model; 0 before the first learner's hello."""
+    vocabulary: tokens of the model; 0 before the first learner's hello.
+    routing: the routers whose experts each sample must carry; None: none must."""
     try:
-        _delivered(store, samples, vocabulary)
+        _delivered(store, samples, vocabulary, routing)
     except BadMessage:
         pass
     else:
@@ -74,28 +79,33 @@ def check_delivery(
     checked, refused = [], {}
     for answer in samples:
         try:
-            _delivered(store, [answer], vocabulary)
+            _delivered(store, [answer], vocabulary, routing)
         except BadMessage as error:
             answer = outcomes.failed_sample(answer, "data", str(error))
-            _delivered(store, [answer], vocabulary)
+            _delivered(store, [answer], vocabulary, routing)
             answer = outcomes.failed_sample(answer, "refused", str(error))
             refused[answer.ticket, answer.sample, answer.attempt] = error
         checked.append(answer)
     return checked, refused
 
 
-def _delivered(store: StoreState, samples: Sequence[Trajectory], vocabulary: int) -> None:
+def _delivered(
+    store: StoreState,
+    samples: Sequence[Trajectory],
+    vocabulary: int,
+    routing: RoutingShape | None,
+) -> None:
     """Apply `sample`, `versions` and `answers` to all samples.
 
     `are_plain_samples` checks the same in one fast pass and accepts nearly all deliveries. If it
     does not, the complete functions check every sample and report what is wrong."""
     if are_plain_samples(store, samples):
-        arrays.numbers(samples, vocabulary)
+        arrays.numbers(samples, vocabulary, routing)
         return
     for answer in samples:
         sample(store, answer)
         versions(store, answer)
-    answers(samples, vocabulary, store.settings)
+    answers(samples, vocabulary, store.settings, routing)
 
 
 def are_plain_samples(store: StoreState, samples: Sequence[Trajectory]) -> bool:
@@ -308,10 +318,15 @@ def is_granted(grant: Grant, label: Label) -> bool:
     return label == least or (newer and not grant.exact)
 
 
-def answers(samples: Sequence[Trajectory], vocabulary: int, settings: StoreSettings) -> None:
+def answers(
+    samples: Sequence[Trajectory],
+    vocabulary: int,
+    settings: StoreSettings,
+    routing: RoutingShape | None = None,
+) -> None:
     """Check samples by themselves: lengths of arrays, finite numbers, token ids, config limits.
 
-    vocabulary: tokens of the model; 0 before the first learner's hello."""
+    vocabulary, routing: see `check_delivery`."""
     for answer in samples:
         if settings.session_tokens:
             _session(answer, settings)
@@ -321,7 +336,7 @@ def answers(samples: Sequence[Trajectory], vocabulary: int, settings: StoreSetti
             _spans(answer)
         arrays.scalars(answer)
         _texts(answer, settings)
-    arrays.numbers(samples, vocabulary)
+    arrays.numbers(samples, vocabulary, routing)
 
 
 def _single(answer: Trajectory) -> None:
@@ -572,6 +587,12 @@ def hello(message: LearnerHello) -> None:
         0 <= message.vocabulary < 1 << 31,
         f"{learner} cannot have a model with {message.vocabulary} tokens",
     )
+    if message.routing is not None:
+        layers, experts, chosen = message.routing
+        require(
+            layers > 0 and 0 < chosen <= experts < 1 << 16,
+            f"{learner} cannot have a model of {message.routing}",
+        )
     require(
         0 <= message.next_ticket < TICKET_END
         and all(0 <= ticket < TICKET_END for ticket in message.trained_above),

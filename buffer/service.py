@@ -26,6 +26,7 @@ from asyncrl.contract import admission
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import AsyncrlError, BadMessage, BufferTakenOver, DamagedDataError
 from asyncrl.contract.printable import LONGEST_LINE, escape_line
+from asyncrl.contract.routed_experts import RoutingShape
 from asyncrl.contract.versions import Label
 from asyncrl.contract.waits import (
     KEPT,
@@ -169,6 +170,8 @@ class BufferService:
         self.next_joined = JOINED  # number of the next generator that joins without a key
         self.toml = load.dump(config)  # for generators that join
         self.vocabulary = 0  # tokens of the model, from the learner's hello; 0: unknown
+        # the routers whose experts the learner replays; None: none, or unknown
+        self.routing: RoutingShape | None = None
         self.refused = Counter[str]()  # refused messages by reason
         self.learner: dict[str, Any] = {}
         self.learner_waits: tuple[batches.BatchWait, float] | None = None  # (reason, since when)
@@ -417,7 +420,9 @@ class BufferService:
     def on_Delivery(self, peer: bytes, message: m.Delivery) -> None:
         """Take finished samples, also from a session that has lost its name."""
         checks.check_token_count(message.drawn)
-        samples, refused = checks.check_delivery(self.store, message.samples, self.vocabulary)
+        samples, refused = checks.check_delivery(
+            self.store, message.samples, self.vocabulary, self.routing
+        )
         entry = self.generator_state(message.producer, peer, message.session)
         if refused or (entry is not None and entry.get("refused")):
             self.count_refused(message.producer, samples, refused, entry)
@@ -549,6 +554,7 @@ class BufferService:
         if self.ended_at and not self.store.finished:
             self.ended_at, self.told_before = 0.0, False
         self.vocabulary = hello.vocabulary
+        self.routing = hello.routing
         if self.store.aside > excluded:
             log(exclusion)
             self.latest["buffer/set_aside"] = float(self.store.aside)

@@ -11,7 +11,8 @@ import torch
 
 from asyncrl.algorithms.loss import LossBatch
 from asyncrl.contract.errors import AsyncrlError
-from asyncrl.contract.messages import Batch, Trajectory
+from asyncrl.contract.messages import Batch, TrainingSequence, Trajectory
+from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.sampled_support import SampledSupport
 from asyncrl.models.packed_forward import SupportTable
 
@@ -31,7 +32,7 @@ class PackedBatch:
 
     prompts: list[np.ndarray]
     responses: list[np.ndarray]
-    # rows with the same number share a prompt within a group: it is encoded once
+    # rows with the same number share a prompt, and its experts, within a group: it is encoded once
     shared: list[int]
     row_offsets: np.ndarray  # int64 [B + 1]: the rows of each sample
     groups: list[int]
@@ -40,6 +41,7 @@ class PackedBatch:
     loss: LossBatch
     # of each row: the tokens that top-p and top-k kept at each position; None: all
     supports: list[SampledSupport | None]
+    routed: list[RoutedExperts | None]  # of each row; None: not recorded
     places: list[int]  # index of each sample in the batch's samples
 
     @property
@@ -79,6 +81,10 @@ class PackedBatch:
         """Return the supports of the rows of `samples`."""
         return [self.supports[row] for row in self.rows_of(samples)]
 
+    def row_routed(self, samples: Sequence[int]) -> list[RoutedExperts | None]:
+        """Return the recorded experts of the rows of `samples`."""
+        return [self.routed[row] for row in self.rows_of(samples)]
+
     def support_table(self, samples: Sequence[int], device: torch.device) -> SupportTable | None:
         """Return the supports of the tokens of `samples` on `device`; None: nothing truncated."""
         lengths = [len(self.responses[row]) for row in self.rows_of(samples)]
@@ -115,7 +121,13 @@ def pack(batch: Batch, *, greedy: bool = False) -> PackedBatch:
     tickets = dict.fromkeys(sample.ticket for sample in samples)
     order = {ticket: place for place, ticket in enumerate(tickets)}
     groups = [order[sample.ticket] for sample in samples]
-    known: dict[tuple[int, bytes], int] = {}
+    known: dict[tuple[int, bytes, bytes], int] = {}
+    routed = [_routed(row) for row in every]
+    of_prompts = [
+        b"" if one is None else one.ids[: len(row.prompt_tokens) // 4].tobytes()
+        for row, one in zip(every, routed, strict=True)
+    ]
+    owners = [group for group, of in zip(groups, rows, strict=True) for _ in of]
     lag = np.zeros(int(lengths.sum()), np.int64)
     age = np.zeros(int(lengths.sum()), np.int64)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
@@ -154,9 +166,8 @@ def pack(batch: Batch, *, greedy: bool = False) -> PackedBatch:
         prompts=[np.frombuffer(row.prompt_tokens, "<i4") for row in every],
         responses=[np.frombuffer(row.tokens, "<i4") for row in every],
         shared=[
-            known.setdefault((group, row.prompt_tokens), len(known))
-            for group, of_sample in zip(groups, rows, strict=True)
-            for row in of_sample
+            known.setdefault((group, row.prompt_tokens, experts), len(known))
+            for group, row, experts in zip(owners, every, of_prompts, strict=True)
         ],
         row_offsets=np.concatenate([[0], np.cumsum([len(of_sample) for of_sample in rows])]),
         groups=groups,
@@ -167,8 +178,15 @@ def pack(batch: Batch, *, greedy: bool = False) -> PackedBatch:
             SampledSupport.decode(row.support, len(row.mask)) if row.support else None
             for row in every
         ],
+        routed=routed,
         places=places,
     )
+
+
+def _routed(row: TrainingSequence) -> RoutedExperts | None:
+    """Decode the experts of a row."""
+    tokens = (len(row.prompt_tokens) + len(row.tokens)) // 4
+    return RoutedExperts.decode(row.routed, tokens - 1) if row.routed else None
 
 
 def _per_token(samples: Sequence[Trajectory]) -> tuple[torch.Tensor, torch.Tensor]:

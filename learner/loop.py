@@ -67,6 +67,7 @@ class Learner(BufferPeer):
         super().__init__(config, run_dir, keys.LEARNER)
         self.silent_since = self.waiting_since
         self.vocabulary = int(self.core.model.hf.config.get_text_config().vocab_size)
+        self.routing = self.core.routing
         self.socket.check = self.check
         self.tracer = Tracer(run_dir, "learner")
         self.welcomed = self.finished = self.stopping = False
@@ -139,7 +140,7 @@ class Learner(BufferPeer):
 
     def check(self, reply: m.FromBuffer) -> None:
         """Raise BadMessage for replies that would end this learner or lose its checkpoints."""
-        message_checks.check(reply, vocabulary=self.vocabulary)
+        message_checks.check(reply, vocabulary=self.vocabulary, routing=self.routing)
         if isinstance(reply, m.Welcome) and reply.epoch == self.epoch:
             message_checks.require(
                 reply.checkpointed <= self.number,
@@ -197,6 +198,7 @@ class Learner(BufferPeer):
             trained_above=self.cursor.trained_above,
             pid=os.getpid(),
             vocabulary=self.vocabulary,
+            routing=self.routing,
             limit=self.cursor.limit,
             before=process_log.previous_end(self.run_dir, "learner", os.getpid()),
         )

@@ -109,6 +109,8 @@ class LearnerCore:
         )
         self.model.exact = bool(config.exact)
         self.model.recompute = config.learner.gradient_checkpointing
+        # the routers whose recorded experts are replayed; None: none are
+        self.routing = self.model.replayable_routing() if config.learner.replay_routing else None
         if config.lora.rank:
             adapters.attach(self.model, config.lora, config.seed)
         self._load_references()
@@ -118,12 +120,12 @@ class LearnerCore:
         ):
             raise ConfigError(
                 "kl.loss.off_policy: prefix_full needs a model of the packed forward (Llama, "
-                "Qwen2, Qwen3, Mistral), also as its reference; use prefix"
+                "Qwen2, Qwen3, Mistral, Qwen3-MoE, Mixtral), also as its reference; use prefix"
             )
         if config.advantage.name == "otb" and self.model.fast is None:
             raise ConfigError(
                 "advantage.name: otb needs a model of the packed forward (Llama, Qwen2, Qwen3, "
-                "Mistral); use another"
+                "Mistral, Qwen3-MoE, Mixtral); use another"
             )
         self.layout = manifest(self.model)  # before a backend partitions the parameters
         self.backend = make_backend(config, self.model)
@@ -596,6 +598,8 @@ class LearnerCore:
         entropy: bool,
         hidden: bool = False,
     ) -> Any:
+        # the policy of any version replays the experts; reference policies route by themselves
+        own = model is self.model or model is self.measure.shadow
         with self.backend.guard():
             return model.logprobs(
                 *packed.row_arrays(samples),
@@ -604,6 +608,7 @@ class LearnerCore:
                 want_entropy=entropy,
                 want_hidden=hidden,
                 supports=packed.row_supports(samples),
+                routed=packed.row_routed(samples) if own else None,
             )
 
     def _step_kl(

@@ -27,6 +27,7 @@ import numpy as np
 import xxhash
 
 from asyncrl.contract.messages import TrainingSequence, VersionSpan
+from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.sampled_support import SampledSupport
 
 Message = dict[str, Any]
@@ -51,6 +52,8 @@ class CallNode:
     logprobs: np.ndarray | None = None
     spans: list[VersionSpan] = field(default_factory=list)
     support: SampledSupport | None = None  # of the T tokens; None: nothing was truncated
+    # of the tokens that the call read and its parent did not; None: not recorded
+    routed: RoutedExperts | None = None
     finish: Literal["stop", "length"] = "stop"
     # the messages of its prompt: their digest, the session's own answers among them, the tools
     chain: bytes = b""
@@ -76,6 +79,34 @@ class CallNode:
         """The prompt and the sampled ids, int32 [P + T]."""
         assert self.ids is not None
         return np.concatenate([self.prompt(), self.ids])
+
+    @property
+    def own_reads(self) -> int:
+        """Tokens that the call read and its parent did not.
+
+        These are its tail and its sampled ids, the last one excluded, and the parent's last one.
+        """
+        assert self.ids is not None
+        return len(self.tail) + len(self.ids) - (self.parent is None)
+
+    def set_routed(self, routed: RoutedExperts | None) -> None:
+        """Keep the experts of its own reads; routed: of the P + T - 1 or more tokens it read."""
+        if routed is not None:
+            assert self.ids is not None
+            end = len(self.prompt()) + len(self.ids) - 1
+            routed = routed.part(end - self.own_reads, end)
+        self.routed = routed
+
+    def all_routed(self) -> RoutedExperts | None:
+        """The experts of all P + T - 1 tokens, each as the first call that read it used them."""
+        parts = []
+        node: CallNode | None = self
+        while node is not None:
+            if node.routed is None:
+                return None
+            parts.append(node.routed)
+            node = node.parent
+        return RoutedExperts.join(parts[::-1])
 
 
 # ---- messages ------------------------------------------------------------------------------------
@@ -328,6 +359,7 @@ def _make_row(
             VersionSpan(span.label, span.digest, first + span.start, first + span.end, span.kv)
             for span in node.spans
         ]
+    routed = own[-1].all_routed()
     return TrainingSequence(
         prompt_tokens=np.ascontiguousarray(prompt, "<i4").tobytes(),
         tokens=np.ascontiguousarray(tokens, "<i4").tobytes(),
@@ -337,4 +369,5 @@ def _make_row(
         segments=segments,
         token_rewards=rewards.astype("<f4").tobytes() if shares else b"",
         support=SampledSupport.join(supports).encode(),
+        routed=b"" if routed is None else routed.encode(),
     )

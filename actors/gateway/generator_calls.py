@@ -112,6 +112,7 @@ class CallTurn(GeneratorTurn):
                     answer.spans,
                     answer.finish,
                     support=answer.support_bytes,
+                    routed=answer.routed_bytes,
                 )
             )
         return None

@@ -44,6 +44,7 @@ from asyncrl.contract.errors import (
     ConfigError,
 )
 from asyncrl.contract.printable import escape_line
+from asyncrl.contract.routed_experts import RoutedExperts, RoutingShape
 from asyncrl.contract.sampled_support import SampledSupport
 from asyncrl.contract.waits import OpenSession, ProcessWait
 from asyncrl.models.tokenizer import (
@@ -131,6 +132,7 @@ class Gateway(sockets.SessionPeer):
         self.limits = limits(config)
         self.tokenizer = load_tokenizer(config.model.path)
         self.vocabulary = vocabulary(config.model.path)
+        self.routing: RoutingShape | None = None  # of the model's routers, once a call had experts
         self.stops = stop_tokens(self.tokenizer, config)
         self.chat = ChatFormat(
             self.tokenizer,
@@ -476,7 +478,7 @@ class Gateway(sockets.SessionPeer):
                 self.calls_socket.send(peer, refused)
             return
         if (call := self.router.open.get(message.id)) is not None:
-            message_checks.check_call_result(message, call, self.vocabulary)
+            message_checks.check_call_result(message, call, self.vocabulary, self.routing)
         if self.router.on_result(message) is not None:
             self.on_result(message)
 
@@ -501,10 +503,22 @@ class Gateway(sockets.SessionPeer):
             past=message.lost,
             now=time.monotonic(),
             support=SampledSupport.decode(message.support, len(message.tokens) // 4),
+            routed=self.routed_of(message, len(call.prompt_ids)),
         )
         if node is not None and not call.aside:
             episode.last = call
         self.source.on_answer(episode, call, node, message.failed)
+
+    def routed_of(self, message: m.CallResult, prompt: int) -> RoutedExperts | None:
+        """Decode the experts of a call with `prompt` prompt tokens.
+
+        The first ones show the shape of the model's routers, which all others must have.
+        """
+        if not message.routed:
+            return None
+        routed = RoutedExperts.decode(message.routed, prompt + len(message.tokens) // 4 - 1)
+        self.routing = routed.shape
+        return routed
 
     def read_rewards(self) -> None:
         if self.rewards is None:
@@ -801,4 +815,5 @@ def trajectory(session: Session, tokenizer: Any, agent: AgentConfig) -> m.Trajec
         calls=session.calls,
         adopted=session.adopted,
         support=first.support,
+        routed=first.routed,
     )

@@ -29,6 +29,7 @@ from asyncrl.contract import outcomes
 from asyncrl.contract.errors import AsyncrlError, ProtocolError
 from asyncrl.contract.messages import Ticket, TrainingSequence, VersionSpan
 from asyncrl.contract.printable import escape_line
+from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.sampled_support import SampledSupport
 
 NEVER = math.inf
@@ -485,6 +486,7 @@ class Session:
         past: int = 0,
         now: float = 0.0,
         support: SampledSupport | None = None,
+        routed: RoutedExperts | None = None,
     ) -> CallNode | None:
         """Record the tokens that the engine sampled for a call; return its node.
 
@@ -493,6 +495,7 @@ class Session:
         spans: of weight versions, over [0, T)
         past: further tokens that were sampled and not sent
         support: of the T tokens
+        routed: of the P + T - 1 tokens that the model read
 
         Tokens after the one that completes a stop string are excluded.  None when T = 0.  Raises
         ProtocolError for spans that do not cover the tokens, or a call that is not open.
@@ -526,6 +529,7 @@ class Session:
         node.logprobs = np.ascontiguousarray(logprobs, np.float32)
         node.spans = list(spans)
         node.support = support
+        node.set_routed(routed)
         node.finish = finish
         if not call.aside:
             self.shortened = finish == "length" and (call.run_bound or call.cut)

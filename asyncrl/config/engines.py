@@ -24,6 +24,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     trial: str  # code that `asyncrl engines` runs to try it
     # abilities
     records_support: bool = False  # records the tokens that top-p and top-k kept
+    records_routing: bool = False  # records the experts of each token (`learner.replay_routing`)
     exact: bool = False  # logprobs bitwise equal to the learner's (`exact`)
     one_process: bool = False  # can alternate with a learner (asyncrl/experiments/serial.py)
     probed: bool = False  # the learner publishes a probe with the weights, which checks each swap
@@ -41,6 +42,7 @@ ENGINES: dict[str, EngineInfo] = {
         distributions=("torch",),
         trial="import torch, transformers; transformers.AutoModelForCausalLM",
         records_support=True,
+        records_routing=True,
         exact=True,
         one_process=True,
         settings=("mantissa_bits",),

@@ -146,10 +146,31 @@ def _backend(config: Config) -> Iterator[str]:
             "learner.zero_stage: 0 with model.dtype = bfloat16 keeps no fp32 copy of the weights "
             "and drifts from stages 1 to 3; use 1 or higher"
         )
+    yield from _routing(config)
     if config.weights.transport == "tcp" and not config.wires.weights_address:
         yield (
             "wires.weights_address: weights.transport = tcp needs an address, for instance "
             "tcp://127.0.0.1:0"
+        )
+
+
+def _routing(config: Config) -> Iterator[str]:
+    """Refuse settings under which the experts of a token cannot be recorded or replayed."""
+    model, learner, engine = config.model, config.learner, config.generator.engine
+    if model.warm_start_experts == 1 or (model.warm_start_experts and not model.warm_start):
+        yield (
+            "model.warm_start_experts: needs model.warm_start = true and at least 2 experts, of "
+            "which a token uses 2"
+        )
+    if learner.replay_routing and not ENGINES[engine].records_routing:
+        yield (
+            f"learner.replay_routing: needs generator.engine = {engines_with('records_routing')}; "
+            f"{ENGINES[engine].title} does not record the experts of a token"
+        )
+    if learner.replay_routing and learner.gradient_checkpointing and learner.zero_stage == 3:
+        yield (
+            "learner.replay_routing: with learner.zero_stage = 3 the backward pass of "
+            "learner.gradient_checkpointing would choose other experts; set one of them otherwise"
         )
 
 

@@ -73,6 +73,15 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             "`models`."
         ),
     ] = False
+    warm_start_experts: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=256,
+            description="Experts in each layer of that tiny model, of which a token uses 2. 0: "
+            "a dense model.",
+        ),
+    ] = 0
 
 
 class TaskConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -363,6 +372,13 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         Meta(
             description="Keep only the states between layers and compute each layer again in "
             "the backward pass. Saves memory and costs one more forward pass."
+        ),
+    ] = False
+    replay_routing: Annotated[
+        bool,
+        Meta(
+            description="Mixtures of experts: the generators record the experts of every token, "
+            "and the learner uses the same ones instead of its routers' own choice."
         ),
     ] = False
     lr: Annotated[

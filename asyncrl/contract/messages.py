@@ -12,6 +12,7 @@ from typing import Literal, get_args
 
 import msgspec
 
+from asyncrl.contract.routed_experts import RoutingShape
 from asyncrl.contract.versions import Label
 from asyncrl.contract.waits import BlockingSession, OpenSession, ProcessWait
 
@@ -139,6 +140,9 @@ class TrainingSequence(msgspec.Struct, frozen=True, array_like=True, gc=False):
     # the tokens that top-p and top-k kept at each of the T positions (`SampledSupport.encode`);
     # empty where nothing was truncated, or the engine does not record it
     support: bytes = b""
+    # the experts of the P + T - 1 tokens that the model read (`RoutedExperts.encode`); empty: a
+    # dense model, or the engine does not record them
+    routed: bytes = b""
 
 
 class Trajectory(msgspec.Struct, array_like=True, gc=False):
@@ -175,6 +179,7 @@ class Trajectory(msgspec.Struct, array_like=True, gc=False):
     # a session resumed under a new attempt: (earlier attempt, tokens sampled under it)
     adopted: list[tuple[int, int]] = []
     support: bytes = b""  # as in `TrainingSequence`
+    routed: bytes = b""  # as in `TrainingSequence`
 
     @property
     def tokens_by_attempt(self) -> list[tuple[int, int]]:
@@ -207,6 +212,7 @@ class Trajectory(msgspec.Struct, array_like=True, gc=False):
             segments=self.segments,
             token_rewards=self.token_rewards,
             support=self.support,
+            routed=self.routed,
         )
         return [first, *self.rows]
 
@@ -463,6 +469,7 @@ class CallResult(msgspec.Struct, frozen=True, tag="called"):
     lost: int = 0
     failed: str = ""
     support: bytes = b""  # as in `TrainingSequence`
+    routed: bytes = b""  # as in `TrainingSequence`, with P tokens of the call's prompt
 
 
 # ---- learner and buffer --------------------------------------------------------------------------
@@ -488,6 +495,8 @@ class LearnerHello(msgspec.Struct, frozen=True, tag="learner_hello"):
     # signal that its own work may have caused ("killed"), by itself ("crashed"), or unknown ("")
     before: Literal["", "ended", "outside", "killed", "crashed"] = ""
     limit: int = 0  # adaptive limit: its value at the checkpoint; 0: none
+    # the routers whose recorded experts it replays; None: it replays none
+    routing: RoutingShape | None = None
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):

@@ -168,6 +168,7 @@ class ModelPlayer:
             completion.finish,
             now=time.monotonic(),
             support=completion.support,
+            routed=completion.routed,
         )
         if node is None:
             return None

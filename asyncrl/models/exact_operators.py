@@ -23,6 +23,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from asyncrl.models.moe import expert_layers
+
 ROWS = 16
 KEYS = 16
 BLOCK = 128  # MKL sums over 193 to 383 keys in two halves, in an order that depends on the width
@@ -127,7 +129,9 @@ def interleave_halves(lay: Any, fused: Mapping[str, torch.Tensor]) -> dict[str, 
 
 
 def fuse_layer(lay: Any, i: int, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the matrices [in, out] of layer i, with norm weights folded into the next matrix."""
+    """Return the matrices [in, out] of layer i, with norm weights folded into the next matrix.
+
+    A sparse layer has a router, and `up` and `down` of all its experts [E, in, out]."""
     p = f"model.layers.{i}."
     norm1 = weights[p + "input_layernorm.weight"]
     norm2 = weights[p + "post_attention_layernorm.weight"]
@@ -135,11 +139,15 @@ def fuse_layer(lay: Any, i: int, weights: Mapping[str, torch.Tensor]) -> dict[st
     fused = {
         "qkv": qkv.T,
         "o": weights[p + "self_attn.o_proj.weight"].T,
-        "down": weights[p + "mlp.down_proj.weight"].T,
     }
-    fused["up"] = (
-        torch.cat([weights[p + "mlp.gate_proj.weight"], weights[p + "mlp.up_proj.weight"]]) * norm2
-    ).T
+    if p + "mlp.gate.weight" in weights:
+        fused["router"] = (weights[p + "mlp.gate.weight"] * norm2).T
+        fused["up"] = (weights[p + "mlp.experts.gate_up_proj"] * norm2).transpose(1, 2)
+        fused["down"] = weights[p + "mlp.experts.down_proj"].transpose(1, 2)
+    else:
+        gate, up = (weights[f"{p}mlp.{n}_proj.weight"] for n in ("gate", "up"))
+        fused["up"] = (torch.cat([gate, up]) * norm2).T
+        fused["down"] = weights[p + "mlp.down_proj.weight"].T
     if p + "self_attn.q_proj.bias" in weights:
         fused["b"] = torch.cat([weights[f"{p}self_attn.{n}_proj.bias"] for n in "qkv"])
     if p + "self_attn.q_norm.weight" in weights:
@@ -181,12 +189,25 @@ def project(
 
 
 def finish(
-    lay: Any, w: Mapping[str, torch.Tensor], x: torch.Tensor, attended: torch.Tensor
+    lay: Any,
+    w: Mapping[str, torch.Tensor],
+    x: torch.Tensor,
+    attended: torch.Tensor,
+    replayed: torch.Tensor | None = None,
+    recorded: list[torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Apply the rest of a layer: output projection and MLP.
+    """Apply the rest of a layer: output projection and MLP or experts.
 
-    x, attended: [n, H]; n is a multiple of ROWS"""
+    x, attended: [n, H]; n is a multiple of ROWS
+    replayed, recorded: see `expert_layers.apply`"""
     x = torch.addmm(x, attended, w["o"])
+    if "router" in w:
+        h = unit(x, lay.eps)
+        weights = expert_layers.ExpertWeights(w["router"], w["up"], w["down"])
+        logits = times(h, weights.router)
+        return x + expert_layers.apply(
+            h, weights, lay.experts, replayed, recorded, logits, rows=ROWS
+        )
     gate, up = (unit(x, lay.eps) @ w["up"]).chunk(2, -1)
     inner = F.silu(gate.contiguous())
     inner = inner * up if inner.requires_grad else inner.mul_(up)

@@ -58,6 +58,8 @@ class PackingPlan:
     picks: torch.Tensor  # [N], packed token whose state predicts each response token
     targets: torch.Tensor  # [N], response tokens
     sample: torch.Tensor  # [N], sample of each response token
+    first: list[int]  # a sample of each unique prompt
+    order: list[int]  # the samples in the order of their responses
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """The packed forward pass for Llama-like models, the learner's fast path.
 
-It covers Llama, Qwen2, Qwen3 and Mistral.  A prompt that a group shares is encoded once.  All
-tokens go packed through the linear layers; only attention pads them into rows.  The parameters are
-those of the transformers model, so gradients accumulate there.  A test compares values and
-gradients with the plain path."""
+It covers Llama, Qwen2, Qwen3, Mistral, Qwen3-MoE and Mixtral.  A prompt that a group shares is
+encoded once.  All tokens go packed through the linear layers; only attention pads them into rows.
+The parameters are those of the transformers model, so gradients accumulate there.  A test compares
+values and gradients with the plain path."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from asyncrl.contract.routed_experts import RoutedExperts, RoutingShape
 from asyncrl.contract.sampled_support import SampledSupport
 from asyncrl.models import exact_operators, packed_attention
+from asyncrl.models.moe import expert_layers
 from asyncrl.models.packed_attention import AttentionRows, AttentionTable, PackingPlan
 
-FAMILIES = {"llama", "qwen2", "qwen3", "mistral"}
+FAMILIES = {"llama", "qwen2", "qwen3", "mistral", "qwen3_moe", "mixtral"}
+SPARSE = {"qwen3_moe", "mixtral"}
 LOGIT_CHUNK = 1 << 24  # logits in memory at a time (64 MB in fp32)
 # attention scores of padding (rows x queries x keys) that cost as much as one more table, whose
 # calls cost more where each one starts a kernel on another device
@@ -46,17 +49,18 @@ class ModelLayout:
     kv_heads: int
     head_dim: int
     eps: float
+    experts: expert_layers.ExpertSettings | None = None  # None: no layer has experts
 
     @classmethod
     def from_model(cls, hf: Any) -> ModelLayout | None:
         """Return the layout of `hf`, or None for a model that needs the plain path.
 
-        That is another family, a sliding window, or dynamic RoPE."""
+        That is another family, a sliding window, dynamic RoPE, or experts of odd widths."""
         c = hf.config
         if c.model_type not in FAMILIES or c.hidden_act != "silu":
             return None
         if getattr(c, "sliding_window", None) and (
-            c.model_type == "mistral" or getattr(c, "use_sliding_window", False)
+            c.model_type in ("mistral", "mixtral") or getattr(c, "use_sliding_window", False)
         ):
             return None
         if getattr(hf.model.rotary_emb, "rope_type", "default") not in (
@@ -65,8 +69,20 @@ class ModelLayout:
             "linear",
         ):
             return None
+        experts = expert_layers.settings_of(c)
+        if experts is None and c.model_type in SPARSE:
+            return None
         dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-        return cls(hf, c.num_attention_heads, c.num_key_value_heads, dim, c.rms_norm_eps)
+        heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
+        return cls(hf, heads, kv_heads, dim, c.rms_norm_eps, experts)
+
+    @property
+    def routing(self) -> RoutingShape | None:
+        """The shape of the ids of routed experts; None: no layer has experts."""
+        if self.experts is None:
+            return None
+        layers = sum(map(expert_layers.is_sparse, self.hf.model.layers))
+        return RoutingShape(layers, self.experts.number, self.experts.chosen)
 
     def rope(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin [n, 1, head_dim] at integer positions [n]."""
@@ -605,6 +621,8 @@ def plan(
         picks=put(np.where(within == 0, last, np.repeat(begin, rlen) + within - 1)),
         targets=put(np.concatenate(responses)),
         sample=put(np.repeat(np.arange(len(responses)), rlen)),
+        first=list(first.values()),
+        order=order.tolist(),
     )
 
 
@@ -615,8 +633,11 @@ def block(
     cos: torch.Tensor,
     sin: torch.Tensor,
     rows: AttentionRows,
+    replayed: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Apply one transformer layer to packed tokens x [n, H]."""
+    """Apply one transformer layer to packed tokens x [n, H].
+
+    replayed: int64 [n, k], see `expert_layers.route`"""
     att = layer.self_attn
     mlp = layer.mlp
     h = rms_norm(x, layer.input_layernorm.weight, lay.eps)
@@ -632,6 +653,8 @@ def block(
     attended = packed_attention.attend_packed(q, k, v, rows)
     x = x + att.o_proj(attended)
     h = rms_norm(x, layer.post_attention_layernorm.weight, lay.eps)
+    if lay.experts is not None and expert_layers.is_sparse(layer):
+        return x + expert_layers.apply(h, expert_layers.weights_of(mlp), lay.experts, replayed)
     added: torch.Tensor = mlp.down_proj(F.silu(mlp.gate_proj(h)) * mlp.up_proj(h))
     return x + added
 
@@ -648,6 +671,7 @@ def logprobs(
     recompute: bool = False,
     supports: Sequence[SampledSupport | None] | None = None,
     targets: torch.Tensor | None = None,
+    routed: Sequence[RoutedExperts | None] | None = None,
 ) -> ForwardOutput:
     """See `PolicyModel.logprobs`.
 
@@ -657,23 +681,25 @@ def logprobs(
     model = lay.hf.model
     weight = lay.hf.get_output_embeddings().weight
     support = SupportTable.build(supports, [len(r) for r in responses], weight.device)
+    pl = plan(prompts, responses, groups, weight.device, fixed)
+    replayed = _replayed_by_layer(lay, pl, prompts, responses, routed)
     if fixed:
         return _fixed_logprobs(
             lay,
-            plan(prompts, responses, groups, weight.device, True),
+            pl,
             temperature,
             want_entropy,
             want_hidden,
             run_layer,
             support=support,
             targets=targets,
+            replayed=replayed,
         )
-    pl = plan(prompts, responses, groups, weight.device)
     x = F.embedding(pl.ids, model.embed_tokens.weight)
     cos, sin = (table.to(x.dtype) for table in lay.rope(pl.positions))
     rows = packed_attention.AttentionRows.from_plan(pl, lay.heads, lay.kv_heads)
-    for layer in model.layers:
-        x = run_layer(block, lay, layer, x, cos=cos, sin=sin, rows=rows)
+    for layer, ids in zip(model.layers, replayed, strict=True):
+        x = run_layer(block, lay, layer, x, cos=cos, sin=sin, rows=rows, replayed=ids)
     hidden = rms_norm(x, model.norm.weight, lay.eps).index_select(0, pl.picks)
     scale = (1.0 / temperature.to(weight.device, torch.float32))[pl.sample]
     scored = pl.targets if targets is None else targets.to(weight.device)
@@ -681,6 +707,36 @@ def logprobs(
         hidden, weight, scored, scale, want_entropy, support
     )
     return ForwardOutput(lp, ent if want_entropy else None, hidden if want_hidden else None)
+
+
+def _replayed_by_layer(
+    lay: ModelLayout,
+    pl: PackingPlan,
+    prompts: Sequence[np.ndarray],
+    responses: Sequence[np.ndarray],
+    routed: Sequence[RoutedExperts | None] | None,
+) -> list[torch.Tensor | None]:
+    """Return the recorded ids [n, k] of each layer; None: the layer's own routing."""
+    layers = lay.hf.model.layers
+    shape = lay.routing
+    lengths = [(len(p), len(r)) for p, r in zip(prompts, responses, strict=True)]
+    table = (
+        None
+        if shape is None
+        else expert_layers.replay_table(
+            routed,
+            lengths,
+            first=pl.first,
+            order=pl.order,
+            count=len(pl.ids),
+            shape=shape,
+            device=pl.ids.device,
+        )
+    )
+    if table is None:
+        return [None] * len(layers)
+    by_layer = iter(table)
+    return [next(by_layer) if expert_layers.is_sparse(layer) else None for layer in layers]
 
 
 def _run_layer(layer: Callable[..., torch.Tensor], *args: Any, **more: Any) -> torch.Tensor:
@@ -703,6 +759,7 @@ def _fixed_logprobs(
     want_hidden: bool,
     run_layer: Callable[..., torch.Tensor],
     support: SupportTable | None,
+    replayed: Sequence[torch.Tensor | None],
     targets: torch.Tensor | None = None,
 ) -> ForwardOutput:
     """`logprobs` with the operators that the engine uses in exact mode."""
@@ -719,8 +776,8 @@ def _fixed_logprobs(
         sin[:, 0, :half].contiguous(),
     )
     rows = AttentionRows.from_plan(pl, lay.heads, lay.kv_heads, exact=True)
-    for i in range(len(hf.model.layers)):
-        x = run_layer(_fixed_block, lay, i, weights, x, turns=turns, rows=rows)
+    for i, ids in enumerate(replayed):
+        x = run_layer(_fixed_block, lay, i, weights, x, turns=turns, rows=rows, replayed=ids)
     n = len(pl.picks)
     hidden = exact_operators.unit(exact_operators.pad_rows(x.index_select(0, pl.picks)), lay.eps)
     scale = exact_operators.pad_rows((1.0 / temperature.to(x.device, torch.float32))[pl.sample])
@@ -739,10 +796,11 @@ def _fixed_block(
     x: torch.Tensor,
     turns: torch.Tensor,
     rows: AttentionRows,
+    replayed: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Apply layer i to packed tokens x [n, H] with the operators of exact mode."""
     fused = exact_operators.interleave_halves(lay, exact_operators.fuse_layer(lay, i, weights))
     w = {name: t.contiguous() for name, t in fused.items()}
     q, k, v = exact_operators.project(lay, w, x, turns)
     attended = packed_attention.attend_packed(q, k, v, rows)
-    return exact_operators.finish(lay, w, x, attended)
+    return exact_operators.finish(lay, w, x, attended, replayed)

@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ import xxhash
 from torch.utils.checkpoint import checkpoint
 
 from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.routed_experts import RoutedExperts, RoutingShape
 from asyncrl.contract.sampled_support import SampledSupport
 from asyncrl.models import adapter_files, fetch, packed_forward, without_transformers
+from asyncrl.models.moe import router_hooks
 from asyncrl.models.packed_forward import ForwardOutput, SupportTable
 from asyncrl.models.tokenizer import missing_weights_message
 from asyncrl.records import atomic_write
@@ -33,6 +36,7 @@ PROBE_TOKENS = 8
 # relative noise between rows that only differ in a later token: experts see other batches
 NOISE = 1e-5
 NOISE_BF16 = 2e-2
+CHOSEN = 2  # experts of a token in a tiny mixture of experts
 ALIGN = 64  # bytes; every tensor of the flat layout starts at a multiple of it
 Manifest = list[tuple[str, str, list[int], int, int]]  # name, dtype, shape, offset, bytes
 Arrays = Sequence[np.ndarray]
@@ -62,6 +66,23 @@ class PolicyModel:
     def hidden_size(self) -> int:
         return int(self.hf.config.get_text_config().hidden_size)
 
+    @property
+    def routing(self) -> RoutingShape | None:
+        """The shape of the ids of routed experts; None: a dense model.
+
+        Raises ConfigError for routers whose choice cannot be replayed."""
+        return self.fast.routing if self.fast is not None else router_hooks.routing_of(self.hf)
+
+    def replayable_routing(self) -> RoutingShape:
+        """The shape of the ids of routed experts. Raises ConfigError for a dense model."""
+        shape = self.routing
+        if shape is None:
+            raise ConfigError(
+                f"learner.replay_routing: {self.tokenizer_dir} is a dense "
+                f"{self.hf.config.model_type}, it has no experts; set it to false"
+            )
+        return shape
+
     def logprobs(
         self,
         prompts: Arrays,
@@ -73,6 +94,7 @@ class PolicyModel:
         want_hidden: bool = False,
         supports: Sequence[SampledSupport | None] | None = None,
         targets: torch.Tensor | None = None,
+        routed: Sequence[RoutedExperts | None] | None = None,
     ) -> ForwardOutput:
         """Log-probabilities of response tokens under this model, differentiable.
 
@@ -83,6 +105,7 @@ class PolicyModel:
         supports: of B samples, the tokens that the engine kept at each position, over which the
             log-probabilities are then normalized; the entropy is that over the whole vocabulary
         targets: int64 [N], the tokens to score at the responses' positions instead of them
+        routed: of B samples, the experts to use for each token but the last; None: the model's own
         Returns tensors packed in sample order, N = sum of response lengths: logprobs [N] fp32,
         entropy [N] in nats or None, hidden [N, H] (the state that predicts each token) or None."""
         if self.fast is not None:
@@ -98,6 +121,7 @@ class PolicyModel:
                 recompute=self.recompute,
                 supports=supports,
                 targets=targets,
+                routed=routed,
             )
         if self.one_pass:
             return ForwardOutput(
@@ -110,6 +134,7 @@ class PolicyModel:
                     want_hidden,
                     supports=supports,
                     targets=targets,
+                    routed=routed,
                 )
             )
         return plain_logprobs(
@@ -121,6 +146,7 @@ class PolicyModel:
             want_hidden,
             supports=supports,
             targets=targets,
+            routed=routed,
         )
 
 
@@ -149,6 +175,7 @@ def plain_logprobs(
     rows: int = 8,
     supports: Sequence[SampledSupport | None] | None = None,
     targets: torch.Tensor | None = None,
+    routed: Sequence[RoutedExperts | None] | None = None,
 ) -> ForwardOutput:
     """`PolicyModel.logprobs` through plain transformers, `rows` samples at a time.
 
@@ -157,14 +184,16 @@ def plain_logprobs(
     for first in range(0, len(prompts), rows):
         piece = slice(first, first + rows)
         args = (hf, prompts[piece], responses[piece], temperature[piece], want_entropy, want_hidden)
-        some = None if supports is None else supports[piece]
         start = sum(map(len, responses[:first]))
         stop = start + sum(map(len, responses[piece]))
-        scored = None if targets is None else targets[start:stop]
+        run = partial(
+            _plain_rows,
+            supports=None if supports is None else supports[piece],
+            targets=None if targets is None else targets[start:stop],
+            routed=None if routed is None else routed[piece],
+        )
         parts.append(
-            checkpoint(_plain_rows, *args, supports=some, targets=scored, use_reentrant=False)
-            if torch.is_grad_enabled()
-            else _plain_rows(*args, supports=some, targets=scored)
+            checkpoint(run, *args, use_reentrant=False) if torch.is_grad_enabled() else run(*args)
         )
     lp, ent, hid = zip(*parts, strict=True)
     return ForwardOutput(
@@ -183,6 +212,7 @@ def _plain_rows(
     want_hidden: bool,
     supports: Sequence[SampledSupport | None] | None = None,
     targets: torch.Tensor | None = None,
+    routed: Sequence[RoutedExperts | None] | None = None,
 ) -> tuple[Any, ...]:
     device = next(hf.parameters()).device
     sequences = [
@@ -194,12 +224,15 @@ def _plain_rows(
     mask = np.zeros((len(sequences), width), np.int64)
     for row, tokens in enumerate(sequences):
         ids[row, : len(tokens)], mask[row, : len(tokens)] = tokens, 1
-    output = hf(
-        input_ids=torch.from_numpy(ids).to(device),
-        attention_mask=torch.from_numpy(mask).to(device),
-        use_cache=False,
-        output_hidden_states=want_hidden,
-    )
+    shape = router_hooks.routing_of(hf) if routed is not None else None
+    replayed = router_hooks.padded_table(routed, shape, width, device)
+    with router_hooks.routing(hf, replayed):
+        output = hf(
+            input_ids=torch.from_numpy(ids).to(device),
+            attention_mask=torch.from_numpy(mask).to(device),
+            use_cache=False,
+            output_hidden_states=want_hidden,
+        )
     if targets is None:
         targets = torch.from_numpy(np.concatenate(responses).astype(np.int64))
     scored = torch.split(targets.to(device), [len(response) for response in responses])
@@ -358,11 +391,12 @@ def build_model(
     family: str = "qwen3",
     max_positions: int = 256,
     seed: int = 0,
+    experts: int = 8,
 ) -> PolicyModel:
     """Build a tiny causal LM with a character tokenizer in the Hugging Face directory `path`.
 
     symbols: the characters; pad, end-of-text and unknown tokens are added.  family: llama, qwen2,
-    qwen3 or mistral."""
+    qwen3, mistral, or with experts of which a token uses CHOSEN, qwen3_moe or mixtral."""
     import transformers
 
     tokenizer = character_tokenizer(symbols)
@@ -371,11 +405,18 @@ def build_model(
         "qwen2": "Qwen2Config",
         "qwen3": "Qwen3Config",
         "mistral": "MistralConfig",
+        "qwen3_moe": "Qwen3MoeConfig",
+        "mixtral": "MixtralConfig",
     }
-    extra: dict[str, Any] = (
-        {"head_dim": hidden // heads} if family in ("qwen3", "mistral", "llama") else {}
-    )
-    extra |= {"sliding_window": None} if family == "mistral" else {}
+    extra: dict[str, Any] = {} if family == "qwen2" else {"head_dim": hidden // heads}
+    extra |= {"sliding_window": None} if family in ("mistral", "mixtral") else {}
+    if family == "qwen3_moe":
+        extra |= {"num_experts": experts, "moe_intermediate_size": intermediate or hidden}
+        extra |= {"norm_topk_prob": True}
+    if family == "mixtral":
+        extra |= {"num_local_experts": experts}
+    if family in packed_forward.SPARSE:
+        extra |= {"num_experts_per_tok": CHOSEN}
     config = getattr(transformers, configs[family])(
         vocab_size=len(tokenizer),
         hidden_size=hidden,

@@ -19,6 +19,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.versions import Label
 from asyncrl.models import exact_operators, policy
+from asyncrl.models.moe import expert_layers
 from asyncrl.models.policy import PolicyModel
 
 
@@ -128,6 +129,7 @@ def check_generation(
         model.exact = previous_exact
 
 
+Operator = tuple[str, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
 SHAPES = (16, 32, 48, 256, 1024)  # rows of a decode step and of packed micro-batches
 POSITIONS = 64  # checked query positions of attention, at most
 
@@ -150,16 +152,13 @@ def operators(
     head = exact_operators.fuse_top(weights, "lm_head.weight" not in weights)["head"].contiguous()
     source = torch.Generator().manual_seed(seed)
     big = torch.randn(max(SHAPES), fused["qkv"].shape[0], generator=source)
-    inner = torch.randn(max(SHAPES), fused["down"].shape[0], generator=source)
     heads = torch.randn(max(SHAPES), fused["o"].shape[0], generator=source)
     logits = torch.randn(max(SHAPES), head.shape[1], generator=source) * 3
-    table: list[tuple[str, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]] = [
+    table: list[Operator] = [
         ("norm", big, lambda x: exact_operators.unit(x, lay.eps)),
         ("qkv", big, lambda x: x @ fused["qkv"]),
         ("output", heads, lambda x: x @ fused["o"]),
-        ("gate, up", big, lambda x: x @ fused["up"]),
-        ("silu", inner, F.silu),
-        ("down", inner, lambda x: x @ fused["down"]),
+        *_feed_forward(lay, fused, big, source),
         ("head", big, lambda x: exact_operators.times(x, head)),
         ("log-softmax", logits, lambda x: torch.log_softmax(x, -1)),
     ]
@@ -189,6 +188,30 @@ def operators(
     finally:
         torch.set_num_threads(previous_threads)
     return rows
+
+
+def _feed_forward(
+    lay: Any, fused: dict[str, torch.Tensor], big: torch.Tensor, source: torch.Generator
+) -> list[Operator]:
+    """Return the operators behind attention: of an MLP, or of router and experts."""
+    if "router" in fused:
+        weights = expert_layers.ExpertWeights(fused["router"], fused["up"], fused["down"])
+
+        def experts(states: torch.Tensor) -> torch.Tensor:
+            logits = exact_operators.times(states, weights.router)
+            rows = exact_operators.ROWS
+            return expert_layers.apply(states, weights, lay.experts, logits=logits, rows=rows)
+
+        return [
+            ("router", big, lambda x: exact_operators.times(x, weights.router)),
+            ("experts", big, experts),
+        ]
+    inner = torch.randn(max(SHAPES), fused["down"].shape[0], generator=source)
+    return [
+        ("gate, up", big, lambda x: x @ fused["up"]),
+        ("silu", inner, F.silu),
+        ("down", inner, lambda x: x @ fused["down"]),
+    ]
 
 
 def _attention(
@@ -287,6 +310,7 @@ def small_models() -> list[ExactCheckRow]:
         ("qwen3", 2, False),
         ("llama", 1, True),
         ("qwen2", 2, False),
+        ("qwen3_moe", 2, True),
     ):
         with tempfile.TemporaryDirectory() as directory:
             model = policy.build_model(

@@ -53,6 +53,8 @@ def warm_start(
                 seed=config.seed,
                 heads=ENGINES[config.generator.engine].warm_start_heads,
                 max_positions=max(256, config.generator.context),
+                family="qwen3_moe" if config.model.warm_start_experts else "qwen3",
+                experts=config.model.warm_start_experts,
             )
             loss = _fit(model, demonstrations, count)
             models.export(model, part)

@@ -12,6 +12,7 @@ import numpy as np
 
 from asyncrl.contract.errors import BadMessage
 from asyncrl.contract.messages import TrainingSequence, Trajectory
+from asyncrl.contract.routed_experts import RoutedExperts, RoutingShape
 from asyncrl.contract.sampled_support import SampledSupport
 
 LOGPROB_ABOVE_0 = 1e-3  # rounding of a probability of 1
@@ -66,8 +67,12 @@ def check_row(row: Trajectory | TrainingSequence, which: str) -> None:
         end = span.end
 
 
-def numbers(samples: Sequence[Trajectory], vocabulary: int) -> None:
+def numbers(
+    samples: Sequence[Trajectory], vocabulary: int, routing: RoutingShape | None = None
+) -> None:
     """Check the numbers in all arrays of these samples, whose lengths agree.
+
+    routing: the routers whose experts every sample must carry; None: none must.
 
     They are checked together: for a short sample, most of the time would be the start of numpy's
     loops.
@@ -80,14 +85,39 @@ def numbers(samples: Sequence[Trajectory], vocabulary: int) -> None:
         for row in array_parts(answer):
             if row.support:
                 check_support(row, name(answer), vocabulary)
+            if row.routed or (routing is not None and row.tokens):
+                check_routed(row, name(answer), routing)
 
 
-def numbers_of(row: TrainingSequence, which: str, vocabulary: int) -> None:
-    """Check the numbers of one sequence."""
+def numbers_of(
+    row: TrainingSequence, which: str, vocabulary: int, routing: RoutingShape | None = None
+) -> None:
+    """Check the numbers of one sequence; routing: see `numbers`."""
     if not _sound([row], vocabulary):
         _which_array(row, which, vocabulary)
     if row.support:
         check_support(row, which, vocabulary)
+    if row.routed or routing is not None:
+        check_routed(row, which, routing)
+
+
+def check_routed(
+    row: Trajectory | TrainingSequence, which: str, routing: RoutingShape | None
+) -> None:
+    """Check that each token that the model read has experts of the model's routers."""
+    if not row.routed:
+        raise BadMessage(f"{which}: it has no experts, and the learner replays them", "shape")
+    tokens = (len(row.prompt_tokens) + len(row.tokens)) // 4 - 1
+    try:
+        shape = RoutedExperts.decode(row.routed, tokens).shape
+    except ValueError as error:
+        raise BadMessage(f"{which}: the experts of its tokens: {error}", "shape") from error
+    if routing is not None and shape != routing:
+        raise BadMessage(
+            f"{which}: the experts of its tokens are of {shape}; the model has "
+            f"{RoutingShape(*routing)}",
+            "shape",
+        )
 
 
 def check_support(row: Trajectory | TrainingSequence, which: str, vocabulary: int) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import BadMessage
+from asyncrl.contract.routed_experts import RoutingShape
 from asyncrl.contract.versions import Label
 from asyncrl.transport.ring import Rows
 
@@ -34,13 +35,16 @@ def require(ok: bool, reason: str) -> None:
         raise BadMessage(reason)
 
 
-def check(message: object, *, vocabulary: int = 0) -> None:
-    """Check a message. vocabulary: tokens of the reader's model; 0: unknown.
+def check(message: object, *, vocabulary: int = 0, routing: RoutingShape | None = None) -> None:
+    """Check a message.
+
+    vocabulary: tokens of the reader's model; 0: unknown.
+    routing: the routers whose experts samples must carry; None: none must.
 
     Raises BadMessage.
     """
     if isinstance(message, m.Batch):
-        _batch(message, vocabulary)
+        _batch(message, vocabulary, routing)
     elif isinstance(message, m.TicketGrant):
         _tickets(message)
         _announcement(message.announcement)
@@ -140,7 +144,12 @@ def call(call: m.GenerationCall, vocabulary: int, context: int) -> None:
     )
 
 
-def check_call_result(message: m.CallResult, call: m.GenerationCall, vocabulary: int = 0) -> None:
+def check_call_result(
+    message: m.CallResult,
+    call: m.GenerationCall,
+    vocabulary: int = 0,
+    routing: RoutingShape | None = None,
+) -> None:
     """Check a generator's result against its call, in the gateway."""
     what = f"call {call.id}"
     length = len(message.tokens) // 4
@@ -169,19 +178,23 @@ def check_call_result(message: m.CallResult, call: m.GenerationCall, vocabulary:
         or call.exact_version is not None,
         f"{what}: tokens of another epoch than {call.min_version.epoch}",
     )
-    require(length > 0 or not message.support, f"{what}: a support without tokens")
+    require(
+        length > 0 or not (message.support or message.routed),
+        f"{what}: a support or experts without tokens",
+    )
     if length:
         from asyncrl.transport import arrays
 
         sequence = m.TrainingSequence(
-            b"",
+            call.prompt,
             message.tokens,
             message.logprobs,
             b"\1" * length,
             message.spans,
             support=message.support,
+            routed=message.routed,
         )
-        arrays.numbers_of(sequence, what, vocabulary)
+        arrays.numbers_of(sequence, what, vocabulary, routing)
 
 
 def serving(message: m.ServingReport) -> None:
@@ -197,7 +210,7 @@ def serving(message: m.ServingReport) -> None:
     )
 
 
-def _batch(message: m.Batch, vocabulary: int) -> None:
+def _batch(message: m.Batch, vocabulary: int, routing: RoutingShape | None) -> None:
     from asyncrl.transport import arrays  # imports numpy, which a live view does not need
 
     what = f"batch {message.number}"
@@ -229,7 +242,7 @@ def _batch(message: m.Batch, vocabulary: int) -> None:
                 f"{which}: lag {run_lag} from {start} to {end}, "
                 f"of {token_count} tokens with lag {lag}",
             )
-    arrays.numbers(message.samples, vocabulary)
+    arrays.numbers(message.samples, vocabulary, routing)
     require(
         set(message.ledger) <= set(m.DISPOSITIONS)
         and all(math.isfinite(x) for line in message.ledger.values() for x in line.values()),

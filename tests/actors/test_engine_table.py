@@ -70,6 +70,8 @@ def test_a_generator_makes_the_engine_that_its_row_names(monkeypatch: pytest.Mon
         ({}, ("model.device=cuda:1",), ""),
         ({}, ("generator.mantissa_bits=7",), "generator.engine = embedded, not to other"),
         ({"settings": ("mantissa_bits",)}, ("generator.mantissa_bits=7",), ""),
+        ({}, ("learner.replay_routing=true",), "generator.engine = embedded; Other does not"),
+        ({"records_routing": True}, ("learner.replay_routing=true",), ""),
     ],
 )
 def test_the_rules_follow_from_the_row(

@@ -600,6 +600,25 @@ REFUSED = [
         {"generator": {"mantissa_bits": 3, "engine": "vllm"}},
         "belongs to generator.engine = embedded",
     ),
+    (
+        {"learner": {"replay_routing": True}, "generator": {"engine": "vllm"}},
+        "learner.replay_routing: needs generator.engine = embedded; vLLM does not record",
+    ),
+    (
+        {
+            "learner": {
+                "replay_routing": True,
+                "backend": "deepspeed",
+                "zero_stage": 3,
+                "gradient_checkpointing": True,
+            }
+        },
+        "learner.replay_routing: with learner.zero_stage = 3 the backward pass",
+    ),
+    (
+        {"model": {"path": "m", "warm_start_experts": 4}},
+        "model.warm_start_experts: needs model.warm_start = true",
+    ),
 ]
 
 

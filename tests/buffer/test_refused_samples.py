@@ -23,6 +23,7 @@ from asyncrl.config.tree import WiresConfig
 from asyncrl.contract import messages as m
 from asyncrl.contract import outcomes
 from asyncrl.contract.errors import BadMessage
+from asyncrl.contract.routed_experts import RoutedExperts, RoutingShape
 from asyncrl.contract.versions import Label
 from buffer import service as module
 from buffer.ledger import total_tokens
@@ -116,6 +117,31 @@ def test_an_older_learner_does_not_switch_the_vocabulary_check_off(
     (ticket, *_) = at.tickets(8)
     reply = at.deliver(sample(ticket, 0, tokens=b"\4\0\0\0\x32\0\0\0"))
     assert isinstance(reply, m.Refusal) and "of a model with 50 tokens" in reply.reason
+
+
+def test_a_learner_that_replays_routing_needs_the_experts_of_every_token(
+    bench: Callable[..., Bench],
+) -> None:
+    """Those of the model's routers: a generator that sends others, or none, is broken."""
+    at = bench("durability.mode='memory'")
+    hello = honest_hello(at.service.run, vocabulary=50)
+    at.service.handle(b"l", msgspec.structs.replace(hello, routing=RoutingShape(1, 8, 2)))
+    first, second, third, *_ = at.tickets(30)
+    good = RoutedExperts(np.array([[[3, 4]], [[8, 8]]], np.uint16), 8)
+    assert isinstance(at.deliver(sample(first, 0, routed=good.encode())), m.DeliveryAcks)
+    nothing = [m.VersionSpan(first.min_version, "", 0, 0, first.min_version)]
+    failed = sample(first, 1, tokens=b"", behavior_logprobs=b"", mask=b"", spans=nothing)
+    failed.prompt_tokens = b""
+    failed.failed = m.RewardFailure("data", "no prompt")
+    assert isinstance(at.deliver(failed), m.DeliveryAcks)
+    of_nine = RoutedExperts(np.array([[[3, 4]], [[9, 9]]], np.uint16), 9)
+    for ticket, routed, said in (
+        (second, b"", "it has no experts, and the learner replays them"),
+        (third, of_nine.encode(), "2 of 9 experts; the model has 1 layers"),
+    ):
+        reply = at.deliver(sample(ticket, 0, routed=routed))
+        assert isinstance(reply, m.Refusal) and said in reply.reason
+    assert at.service.store.ledger()["failed"]["samples"] == 1
 
 
 # ---- at the source -------------------------------------------------------------------------------

@@ -25,15 +25,23 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
-    ("keys", "said", "at"), [({"model_type": "qwen3"}, 2e-3, 5), ({"num_experts": 8}, 0.2, 7)]
+    ("keys", "replays", "said", "at"),
+    [
+        ({"model_type": "qwen3"}, "false", 2e-3, 5),
+        ({"num_experts": 8}, "false", 0.2, 7),
+        ({"num_experts": 8}, "true", 2e-3, 5),
+    ],
 )
 def test_an_unhealthy_mismatch_is_said_once(
-    keys: dict[str, object], said: float, at: int, tmp_path: Path
+    keys: dict[str, object], replays: str, said: float, at: int, tmp_path: Path
 ) -> None:
     """When half of the batches have it; the same status seen again is no new batch."""
     (tmp_path / "config.json").write_text(json.dumps(keys))
     config, lines = (
-        load.load(ROOT / "configs" / "demo.toml", [f"model.path='{tmp_path}'"]),
+        load.load(
+            ROOT / "configs" / "demo.toml",
+            [f"model.path='{tmp_path}'", f"learner.replay_routing={replays}"],
+        ),
         list[str](),
     )
     watcher = runner.HealthWatcher(tmp_path, lines.append, runner.run_facts(config))

@@ -170,7 +170,7 @@ def test_the_exact_kl_of_each_step_needs_both_models_packed(
             core(model_dir, kl=kl)
         assert str(e.value) == (
             "kl.loss.off_policy: prefix_full needs a model of the packed forward (Llama, Qwen2, "
-            "Qwen3, Mistral), "
+            "Qwen3, Mistral, Qwen3-MoE, Mixtral), "
             "also as its reference; use prefix"
         )
         loaded.clear()

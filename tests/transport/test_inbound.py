@@ -22,6 +22,7 @@ from hostile_messages_kit import GOOD
 from actors.gateway.endpoint import server as http_server
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import BadMessage, PeerUnreachable
+from asyncrl.contract.routed_experts import RoutedExperts, RoutingShape
 from asyncrl.contract.versions import Label
 from asyncrl.supervise import live
 from asyncrl.transport import chunks, message_checks, sockets
@@ -36,6 +37,7 @@ SAID = m.PolicyAnnouncement(AT, "d", m.WeightsSource(1, "here", "/nowhere", ""))
 SAMPLING = m.SamplingSettings(1.0, 1.0, 0, 4)
 TICKET = m.Ticket(3, 1, "train", m.Prompt(3, "p"), [0, 1], SAMPLING, AT, None, 0)
 CALL = m.GenerationCall(1, 7, 1, "train", b"\3\0\0\0\4\0\0\0", 4, SAMPLING, AT, None, 5)
+ROUTING = RoutingShape(1, 8, 2)
 replace = msgspec.structs.replace
 
 
@@ -182,14 +184,22 @@ def test_what_an_honest_server_says_is_taken(message: Any) -> None:
         ({"logprobs": np.float32([-1, NAN]).tobytes()}, "above 0 or not finite"),
         ({"logprobs": np.float32([-1, 0.5]).tobytes()}, "above 0 or not finite"),
         ({"tokens": b"\0" * 20, "logprobs": b"\0" * 20}, "5 tokens and 0 lost"),
+        ({"routed": b"\1"}, "the experts of its tokens: 1 bytes"),
+        ({"routed": RoutedExperts.unrecorded(9, ROUTING).encode()}, "bytes for 3 tokens"),
+        ({"routed": b""}, "it has no experts"),
     ],
 )
 def test_an_answer_to_a_call_fits_it(more: dict[str, Any], said: str) -> None:
-    good = m.CallResult(1, b"\0" * 8, b"\0" * 8, GOOD["spans"], "stop")
-    message_checks.check_call_result(good, CALL, 5)
-    message_checks.check_call_result(m.CallResult(1, b"", b"", [], "length", 4), CALL, 5)
+    experts = RoutedExperts.unrecorded(len(CALL.prompt) // 4 + 1, ROUTING).encode()
+    good = m.CallResult(1, b"\0" * 8, b"\0" * 8, GOOD["spans"], "stop", routed=experts)
+    message_checks.check_call_result(good, CALL, 5, ROUTING)
+    message_checks.check_call_result(replace(good, routed=b""), CALL, 5)
+    nothing = m.CallResult(1, b"", b"", [], "length", 4)
+    message_checks.check_call_result(nothing, CALL, 5, ROUTING)
+    with pytest.raises(BadMessage, match="a support or experts without tokens"):
+        message_checks.check_call_result(replace(nothing, routed=experts), CALL, 5)
     with pytest.raises(BadMessage, match=said):
-        message_checks.check_call_result(replace(good, **more), CALL, 5)
+        message_checks.check_call_result(replace(good, **more), CALL, 5, ROUTING)
 
 
 def test_a_generators_word_of_itself() -> None:
@@ -306,7 +316,7 @@ def test_who_says_nothing_else_is_given_up_by_its_peers_and_not_by_who_only_look
 
 
 def test_a_learner_takes_no_word_by_which_it_would_lose_its_checkpoints() -> None:
-    learner: Any = SimpleNamespace(vocabulary=5, epoch=2, number=7)
+    learner: Any = SimpleNamespace(vocabulary=5, routing=None, epoch=2, number=7)
     Learner.check(learner, m.Welcome(2, 7))
     Learner.check(learner, m.Welcome(1, 8))  # another's, not acted on
     with pytest.raises(BadMessage, match="kept from 8, and this one is 7"):

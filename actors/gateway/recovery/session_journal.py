@@ -34,6 +34,7 @@ from actors.gateway.sessions import (
 )
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import Ticket, VersionSpan
+from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.sampled_support import SampledSupport
 from asyncrl.records import private
 
@@ -101,6 +102,7 @@ class CallRecord(msgspec.Struct, frozen=True, array_like=True):
     idempotency_key: str
     answer: bytes
     support: bytes = b""  # as in `CallResult`
+    routed: bytes = b""  # of `CallNode.own_reads`
 
 
 class SessionRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -169,6 +171,7 @@ class SessionFile:
             idempotency_key=request.key,
             answer=request.answer,
             support=b"" if node.support is None else node.support.encode(),
+            routed=b"" if node.routed is None else node.routed.encode(),
         )
         self.append(SessionRecord(progress_of(session), call=call))
 
@@ -286,6 +289,8 @@ def _restore_call(session: Session, kept: CallRecord, nodes: dict[int, CallNode]
         text_length=kept.text_length,
         text_digest=kept.text_digest,
     )
+    if kept.routed:
+        node.routed = RoutedExperts.decode(kept.routed, node.own_reads)
     nodes[kept.number] = node
     call = session.restore_call(node)
     if kept.chain and kept.message is not None:

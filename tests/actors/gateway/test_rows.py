@@ -295,10 +295,11 @@ def test_rows_survive_the_wire_and_older_records_have_none() -> None:
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(whole), type=Trajectory)
     assert again == whole and again.all_rows() == whole.all_rows()
     fields = [field.name for field in msgspec.structs.fields(Trajectory)]
-    assert fields[-5:] == ["rows", "aside", "calls", "adopted", "support"]
-    older = msgspec.msgpack.decode(msgspec.msgpack.encode(whole))[:-5]
+    assert fields[-6:] == ["rows", "aside", "calls", "adopted", "support", "routed"]
+    older = msgspec.msgpack.decode(msgspec.msgpack.encode(whole))[:-6]
     read = msgspec.msgpack.decode(msgspec.msgpack.encode(older), type=Trajectory)
-    assert (read.rows, read.aside, read.calls, read.adopted, read.support) == ([], 0, 0, [], b"")
+    assert (read.rows, read.aside, read.calls, read.adopted) == ([], 0, 0, [])
+    assert (read.support, read.routed) == (b"", b"")
 
 
 def test_the_limit_of_a_report_is_a_sessions() -> None:

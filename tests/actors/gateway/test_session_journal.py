@@ -30,6 +30,7 @@ from actors.gateway.session_api import SessionApi, kept_port, write_endpoint_fil
 from actors.gateway.sessions import CallRefused, Session, SessionLimits
 from asyncrl.config.tree import Config
 from asyncrl.contract import messages as m
+from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.sampled_support import SampledSupport
 from asyncrl.contract.versions import Label
 
@@ -63,7 +64,16 @@ class Recorded:
         logprobs = np.linspace(-1, 0, len(ids), dtype=np.float32)
         kept = [np.unique([token, 3]) for token in ids.tolist()]
         support = SampledSupport.from_lists(kept, 400)
-        node = self.session.on_result(call, ids, logprobs, spans, "stop", now=7.0, support=support)
+        node = self.session.on_result(
+            call,
+            ids,
+            logprobs,
+            spans,
+            "stop",
+            now=7.0,
+            support=support,
+            routed=experts_of(np.concatenate([call.prompt_ids, ids])),
+        )
         assert node is not None and node.answer is not None
         request.answer = b"bytes of " + body
         self.file.append_answer(self.session, request)
@@ -77,6 +87,17 @@ class Recorded:
         self.answer(b"c", [*talk[:2], {"role": "user", "content": "else"}], "three")
         self.answer(b"d", [USER], "beside", aside=True)
         return talk
+
+
+def experts_of(tokens: np.ndarray) -> RoutedExperts:
+    """Experts of the tokens but the last, made from their ids and positions."""
+    read = tokens[:-1]
+    ids = np.stack([read % 7, 7 + np.arange(len(read)) % 3], -1)
+    return RoutedExperts(ids[:, None].astype(np.uint16), 10)
+
+
+def tokens_of(row: m.TrainingSequence) -> np.ndarray:
+    return np.concatenate([np.frombuffer(x, "<i4") for x in (row.prompt_tokens, row.tokens)])
 
 
 def test_a_restored_session_is_the_one_that_was_kept(tmp_path: Path) -> None:
@@ -99,6 +120,7 @@ def test_a_restored_session_is_the_one_that_was_kept(tmp_path: Path) -> None:
         support = SampledSupport.decode(row.support, len(row.mask))
         assert np.array_equal(support.sizes > 0, np.frombuffer(row.mask, np.uint8) > 0)
         assert support.contains(np.frombuffer(row.tokens, "<i4")).all()
+        assert row.routed == experts_of(tokens_of(row)).encode()
     assert after.describe(8.0) == before.describe(8.0) and after.reported == 4
     # the next call goes on behind the same one, from the same stream
     talk.append({"role": "user", "content": "more"})

@@ -1,0 +1,189 @@
+"""The sparse layers of the packed forward and of the embedded engine.
+
+A router gives each token the k experts with the largest probabilities; the layer's output is the
+sum of their outputs, weighted by these probabilities.  Tokens are sorted by expert, so that each
+expert is one matrix product."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from asyncrl.contract.routed_experts import RoutedExperts, RoutingShape
+
+ALIGNED = 8  # a width of the experts is a multiple of it: torch's grouped product needs 16 bytes
+
+
+class ExpertSettings(NamedTuple):
+    """How the routers of a model choose.
+
+    normalize: the probabilities of the chosen experts are divided by their sum."""
+
+    number: int
+    chosen: int
+    normalize: bool
+
+
+class ExpertWeights(NamedTuple):
+    """The weights of one sparse layer with E experts.
+
+    router: [H, E]
+    up: [E, H, 2 I], gate and up projection side by side
+    down: [E, I, H]"""
+
+    router: torch.Tensor
+    up: torch.Tensor
+    down: torch.Tensor
+
+
+def settings_of(config: Any) -> ExpertSettings | None:
+    """Return how the routers of a Qwen3-MoE or Mixtral choose, or None for another model.
+
+    None too for experts of widths that torch's grouped product does not take."""
+    if config.model_type == "mixtral":
+        count, wide, normalize = config.num_local_experts, config.intermediate_size, True
+    elif config.model_type == "qwen3_moe":
+        count, wide = config.num_experts, config.moe_intermediate_size
+        normalize = bool(config.norm_topk_prob)
+    else:
+        return None
+    if wide % ALIGNED or config.hidden_size % ALIGNED:
+        return None
+    return ExpertSettings(int(count), int(config.num_experts_per_tok), normalize)
+
+
+def is_sparse(layer: Any) -> bool:
+    """Whether a transformers layer has experts."""
+    return hasattr(layer.mlp, "experts")
+
+
+def weights_of(mlp: Any) -> ExpertWeights:
+    """Return views of the weights of transformers' sparse layer."""
+    return ExpertWeights(
+        mlp.gate.weight.T,
+        mlp.experts.gate_up_proj.transpose(1, 2),
+        mlp.experts.down_proj.transpose(1, 2),
+    )
+
+
+def route(
+    logits: torch.Tensor, settings: ExpertSettings, replayed: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose the experts of each token; return their shares fp32 [n, k] and ids [n, k].
+
+    logits: [n, E] of the router
+    replayed: int64 [n, k], experts to use instead; E: the own ones.  Their shares are this router's
+        own probabilities, so that it gets a gradient either way."""
+    probabilities = torch.softmax(logits.float(), -1)
+    shares, ids = torch.topk(probabilities, settings.chosen, -1)
+    if replayed is not None:
+        ids = torch.where(replayed < settings.number, replayed, ids)
+        shares = probabilities.gather(1, ids)
+    if settings.normalize:
+        shares = shares / shares.sum(-1, keepdim=True)
+    return shares, ids
+
+
+def mix(
+    states: torch.Tensor,
+    weights: ExpertWeights,
+    shares: torch.Tensor,
+    ids: torch.Tensor,
+    rows: int = 1,
+) -> torch.Tensor:
+    """Return the weighted sum of the outputs of each token's experts, [n, H].
+
+    states: [n, H]
+    shares, ids: [n, k]
+    rows: each expert's tokens are padded to a multiple of it"""
+    source, slots, ends = _sort_by_expert(ids, len(weights.up), rows)
+    inner = F.grouped_mm(states.index_select(0, source), weights.up, offs=ends)
+    gate, up = inner.chunk(2, -1)
+    output = F.grouped_mm(F.silu(gate.contiguous()) * up, weights.down, offs=ends)
+    by_choice = output.index_select(0, slots).view(*ids.shape, -1).float()
+    total = by_choice[:, 0] * shares[:, :1]
+    for choice in range(1, ids.shape[1]):
+        total = total + by_choice[:, choice] * shares[:, choice : choice + 1]
+    return total.to(states.dtype)
+
+
+def _sort_by_expert(
+    ids: torch.Tensor, count: int, rows: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sort the choices [n, k] by expert.
+
+    Returns the token of each sorted row, padding included, the row of each choice [n * k], and
+    int32 [count] where each expert's rows end."""
+    flat = ids.flatten()
+    order = torch.argsort(flat, stable=True)
+    counts = torch.bincount(flat, minlength=count)
+    padded = (counts + rows - 1) // rows * rows
+    ends = padded.cumsum(0)
+    shift = (ends - padded) - (counts.cumsum(0) - counts)
+    expert = flat.index_select(0, order)
+    row = torch.arange(len(flat), device=flat.device) + shift.index_select(0, expert)
+    total = len(flat) if rows == 1 else int(ends[-1])
+    source = torch.zeros(total, dtype=torch.long, device=flat.device)
+    source[row] = order // ids.shape[1]
+    slots = torch.empty_like(flat)
+    slots[order] = row
+    return source, slots, ends.to(torch.int32)
+
+
+def apply(
+    states: torch.Tensor,
+    weights: ExpertWeights,
+    settings: ExpertSettings,
+    replayed: torch.Tensor | None = None,
+    recorded: list[torch.Tensor] | None = None,
+    logits: torch.Tensor | None = None,
+    rows: int = 1,
+) -> torch.Tensor:
+    """Compute a sparse layer's output for normed states [n, H].
+
+    replayed: see `route`
+    recorded: the ids used [n, k] are appended to it
+    logits: [n, E] of the router, if the caller computed them
+    rows: see `mix`"""
+    scores = states @ weights.router if logits is None else logits
+    shares, ids = route(scores, settings, replayed)
+    if recorded is not None:
+        recorded.append(ids)
+    return mix(states, weights, shares, ids, rows)
+
+
+# ---- the ids of packed tokens --------------------------------------------------------------------
+
+
+def replay_table(
+    routed: Sequence[RoutedExperts | None] | None,
+    lengths: Sequence[tuple[int, int]],
+    first: Sequence[int],
+    order: Sequence[int],
+    count: int,
+    shape: RoutingShape,
+    device: torch.device,
+) -> torch.Tensor | None:
+    """Return the recorded ids of packed tokens, int64 [layers, n, k]; None where there are none.
+
+    routed: of each sample; None: not recorded
+    lengths: prompt and response tokens of each sample
+    first: a sample of each unique prompt
+    order: the samples whose responses, without their last token, follow
+    count: packed tokens n, padding included"""
+    if routed is None or not any(one is not None for one in routed):
+        return None
+    parts = [np.full((0, shape.layers, shape.chosen), shape.experts, np.uint16)]
+    every = [(sample, 0, lengths[sample][0]) for sample in first]
+    every += [(sample, lengths[sample][0], sum(lengths[sample]) - 1) for sample in order]
+    for sample, begin, end in every:
+        one = routed[sample] or RoutedExperts.unrecorded(sum(lengths[sample]) - 1, shape)
+        parts.append(one.ids[begin:end])
+    ids = np.concatenate(parts)
+    ids = np.pad(ids, ((0, count - len(ids)), (0, 0), (0, 0)), constant_values=shape.experts)
+    moved = np.ascontiguousarray(ids.transpose(1, 0, 2), np.int64)
+    return torch.from_numpy(moved).to(device)

@@ -1,0 +1,128 @@
+"""Record and replay the experts of any transformers model that has routers.
+
+A router computes scores of the experts and passes them to `torch.topk` once.  Inside the block that
+call is observed, or its choice is replaced by recorded ids with the router's own scores for them.
+The rest of the router (renormalization, scaling, a softmax over the chosen) runs unchanged, and so
+does a load-balancing loss, which computes its statistics from the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
+
+from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.routed_experts import RoutedExperts, RoutingShape
+
+
+class TopKChoice(TorchFunctionMode):
+    """Replaces the ids that `torch.topk` chooses, and keeps those that were used.
+
+    replayed: int64 [n, k]; the number of experts itself: the router's own choice. None: all own."""
+
+    def __init__(self, replayed: torch.Tensor | None) -> None:
+        super().__init__()
+        self.replayed = replayed
+        self.used: list[torch.Tensor] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        chosen = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, torch.Tensor.topk):
+            return chosen
+        scores, ids = args[0], chosen.indices
+        if self.replayed is not None:
+            ids = torch.where(self.replayed < scores.shape[-1], self.replayed, ids)
+            chosen = torch.return_types.topk((scores.gather(-1, ids), ids))
+        self.used.append(ids)
+        return chosen
+
+
+def routers(hf: Any) -> list[Any]:
+    """Return the modules of a transformers model that choose experts, in order."""
+    named = getattr(hf, "_can_record_outputs", None) or {}
+    target = getattr(named.get("router_logits"), "target_class", None)
+    return [] if target is None else [m for m in hf.modules() if isinstance(m, target)]
+
+
+def routing_of(hf: Any) -> RoutingShape | None:
+    """Return the shape of a model's routing; None: a dense model.
+
+    Raises ConfigError for routers that choose in another way than by one `torch.topk`."""
+    found = routers(hf)
+    if not found:
+        return None
+    first = found[0]
+    if not (hasattr(first, "top_k") and hasattr(first, "num_experts")):
+        raise ConfigError(
+            f"learner.replay_routing: the routers of a {hf.config.model_type} "
+            f"({type(first).__name__}) choose their experts in a way that cannot be replayed; set "
+            "it to false"
+        )
+    return RoutingShape(len(found), int(first.num_experts), int(first.top_k))
+
+
+@contextmanager
+def routing(
+    hf: Any,
+    replayed: torch.Tensor | None = None,
+    recorded: list[torch.Tensor] | None = None,
+) -> Iterator[None]:
+    """Replay or record the experts of the forward passes inside the block.
+
+    replayed: int64 [layers, n, k], see `TopKChoice`
+    recorded: the ids used in each layer [n, k] are appended to it"""
+    found = routers(hf) if replayed is not None or recorded is not None else []
+    for layer, router in enumerate(found):
+        ids = None if replayed is None else replayed[layer]
+        router.forward = partial(_forward, router.forward, ids, recorded)
+    try:
+        yield
+    finally:
+        for router in found:
+            del router.forward  # the class's own again
+
+
+def _forward(
+    forward: Callable[..., Any],
+    replayed: torch.Tensor | None,
+    recorded: list[torch.Tensor] | None,
+    *args: Any,
+    **more: Any,
+) -> Any:
+    choice = TopKChoice(replayed)
+    with choice:
+        output = forward(*args, **more)
+    if len(choice.used) != 1:
+        raise ConfigError(
+            f"learner.replay_routing: a router of the model chose its experts by "
+            f"{len(choice.used)} calls of torch.topk, which cannot be replayed; set it to false"
+        )
+    if recorded is not None:
+        recorded += choice.used
+    return output
+
+
+def padded_table(
+    routed: Sequence[RoutedExperts | None] | None,
+    shape: RoutingShape | None,
+    width: int,
+    device: torch.device,
+) -> torch.Tensor | None:
+    """Return the recorded ids of padded rows, int64 [layers, rows * width, k], or None.
+
+    routed: of each row; None: not recorded"""
+    if shape is None or routed is None or not any(one is not None for one in routed):
+        return None
+    table = RoutedExperts.unrecorded(len(routed) * width, shape).ids
+    for row, one in enumerate(routed):
+        if one is not None:
+            table[row * width : row * width + len(one.ids)] = one.ids
+    moved = np.ascontiguousarray(table.transpose(1, 0, 2), np.int64)
+    return torch.from_numpy(moved).to(device)
