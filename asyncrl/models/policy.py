@@ -68,19 +68,21 @@ class PolicyModel:
 
     @property
     def routing(self) -> RoutingShape | None:
-        """The shape of the ids of routed experts; None: a dense model.
-
-        Raises ConfigError for routers whose choice cannot be replayed."""
+        """The shape of the ids of routed experts; None: a dense model."""
         return self.fast.routing if self.fast is not None else router_hooks.routing_of(self.hf)
 
     def replayable_routing(self) -> RoutingShape:
-        """The shape of the ids of routed experts. Raises ConfigError for a dense model."""
+        """The shape of the ids of routed experts.
+
+        Raises ConfigError for a dense model, or for routers whose choice cannot be replayed."""
         shape = self.routing
         if shape is None:
             raise ConfigError(
                 f"learner.replay_routing: {self.tokenizer_dir} is a dense "
                 f"{self.hf.config.model_type}, it has no experts; set it to false"
             )
+        if self.fast is None:
+            router_hooks.check_replayable(self.hf)
         return shape
 
     def logprobs(

@@ -378,6 +378,32 @@ def test_a_load_balancing_loss_keeps_its_own_statistics(olmoe: policy.PolicyMode
     torch.testing.assert_close(replayed.aux_loss, expected)
 
 
+def test_routers_that_choose_in_several_steps_are_refused(olmoe: policy.PolicyModel) -> None:
+    import transformers
+
+    assert olmoe.replayable_routing() == (2, 8, 2)
+    config = transformers.DeepseekV3Config(
+        vocab_size=29,
+        hidden_size=32,
+        intermediate_size=16,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        first_k_dense_replace=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=4,
+        topk_group=2,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        pad_token_id=0,
+    )
+    other = policy.PolicyModel(transformers.AutoModelForCausalLM.from_config(config), "d")
+    with pytest.raises(ConfigError, match=r"routers of a deepseek_v3 choose .* by 3 calls"):
+        other.replayable_routing()
+
+
 def test_models_without_experts_are_refused(tmp_path: Path) -> None:
     dense = policy.build_model(tmp_path / "d", "ab", hidden=32)
     assert dense.routing is None

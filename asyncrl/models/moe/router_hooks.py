@@ -52,20 +52,26 @@ def routers(hf: Any) -> list[Any]:
 
 
 def routing_of(hf: Any) -> RoutingShape | None:
-    """Return the shape of a model's routing; None: a dense model.
-
-    Raises ConfigError for routers that choose in another way than by one `torch.topk`."""
+    """Return the shape of a model's routing; None: a dense model."""
     found = routers(hf)
     if not found:
         return None
     first = found[0]
-    if not (hasattr(first, "top_k") and hasattr(first, "num_experts")):
-        raise ConfigError(
-            f"learner.replay_routing: the routers of a {hf.config.model_type} "
-            f"({type(first).__name__}) choose their experts in a way that cannot be replayed; set "
-            "it to false"
-        )
     return RoutingShape(len(found), int(first.num_experts), int(first.top_k))
+
+
+@torch.no_grad()
+def check_replayable(hf: Any) -> None:
+    """Try a router. Raises ConfigError if it chooses in another way than by one `torch.topk`."""
+    first = routers(hf)[0]
+    choice = TopKChoice(None)
+    with choice:
+        first(torch.zeros_like(first.weight[:1]))
+    if len(choice.used) != 1:
+        raise ConfigError(
+            f"learner.replay_routing: the routers of a {hf.config.model_type} choose their experts "
+            f"by {len(choice.used)} calls of torch.topk, which cannot be replayed; set it to false"
+        )
 
 
 @contextmanager
@@ -99,11 +105,6 @@ def _forward(
     choice = TopKChoice(replayed)
     with choice:
         output = forward(*args, **more)
-    if len(choice.used) != 1:
-        raise ConfigError(
-            f"learner.replay_routing: a router of the model chose its experts by "
-            f"{len(choice.used)} calls of torch.topk, which cannot be replayed; set it to false"
-        )
     if recorded is not None:
         recorded += choice.used
     return output
