@@ -25,7 +25,7 @@ import numpy as np
 import xxhash
 
 from actors.gateway.call_tree import CallNode, Message, plain_text, text_digest
-from actors.gateway.sessions import CallRefused
+from actors.gateway.sessions import CallRefused, too_long
 from asyncrl.contract import outcomes
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.importing import module
@@ -89,13 +89,7 @@ class ChatFormat:
         while self.context and len(text) > at_once:
             count = len(self.tokenizer.encode(text[:at_once], add_special_tokens=False))
             if count > self.context + CUT_TOKENS:
-                raise CallRefused(
-                    400,
-                    "context_length_exceeded",
-                    f"the prompt has over {count - CUT_TOKENS} tokens, and generator.context = "
-                    f"{self.context} is for prompt and answer: shorten the history",
-                    "messages",
-                )
+                raise too_long(f"the prompt has over {count - CUT_TOKENS}", self.context)
             at_once *= 2
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         return np.asarray(ids, dtype=np.int32)

@@ -24,14 +24,14 @@ from asyncrl.transport.worker_pool import Worker, WorkerPool
 
 SAID = 5  # lines in the log for each kind of loss; further losses are only counted
 HOPELESS = 3  # replaced processes per worker, after which an operation that never worked is fatal
-DOES = {"reset": "a reset", "step": "a step"}
+DOES = {"reset": "a reset", "step": "a step", "score": "get_reward"}
 
 
 class _EnvironmentProcess(Worker):
     """A worker process, its sessions and its unanswered operations."""
 
-    def __init__(self, setup: bytes) -> None:
-        super().__init__("actors.gateway.environment_worker", setup)
+    def __init__(self, setup: bytes, python: str) -> None:
+        super().__init__("actors.gateway.environment_worker", setup, python)
         self.sessions: set[int] = set()
         self.asked: deque[tuple[int, str]] = deque()  # unanswered: (session, "reset" or "step")
 
@@ -55,7 +55,10 @@ class EnvironmentPlace(NamedTuple):
 
 
 class EnvironmentPool(WorkerPool[_EnvironmentProcess, EnvironmentEvent]):
-    """The worker processes with the environments of a gateway."""
+    """The worker processes with the environments of a gateway.
+
+    judged: the config names a reward of its own
+    """
 
     hang_text = "it took more than {limit_s:g} s (agent.step_s)"
     start_text = (
@@ -63,12 +66,14 @@ class EnvironmentPool(WorkerPool[_EnvironmentProcess, EnvironmentEvent]):
         "is slow, raise agent.step_s"
     )
 
-    def __init__(self, agent: AgentConfig) -> None:
+    def __init__(self, agent: AgentConfig, *, judged: bool = False) -> None:
         opponents = sorted({agent.opponent_for("train"), agent.opponent_for("eval")} - {""})
-        setup = msgspec.msgpack.encode(EnvironmentSetup(agent.env, agent.tools, opponents))
+        setup = msgspec.msgpack.encode(
+            EnvironmentSetup(agent.env, agent.tools, opponents, agent.args, judged)
+        )
         super().__init__(
             agent.source_name,
-            lambda _: _EnvironmentProcess(setup),
+            lambda _: _EnvironmentProcess(setup, agent.python),
             agent.workers,
             EnvironmentEvent,
             agent.step_s,

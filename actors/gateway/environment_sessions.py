@@ -27,6 +27,7 @@ class EnvironmentState:
     reward: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)
     shares: dict[int, float] = field(default_factory=dict)  # call number -> reward
+    pays: bool = False  # its tools score it
 
 
 class EnvironmentSource(SessionSource):
@@ -35,7 +36,8 @@ class EnvironmentSource(SessionSource):
     def __init__(self, gateway: Gateway) -> None:
         self.gateway = gateway
         self.agent = gateway.config.agent
-        self.pool = EnvironmentPool(self.agent)
+        judged = gateway.config.reward.uses_reward_processes
+        self.pool = EnvironmentPool(self.agent, judged=judged)
         self.states: dict[int, EnvironmentState] = {}  # number of the episode -> state
 
     @property
@@ -91,6 +93,7 @@ class EnvironmentSource(SessionSource):
     def on_event(self, episode: Episode, event: EnvironmentEvent) -> None:
         state = self.states[episode.number]
         state.tools = event.tools or state.tools
+        state.pays = state.pays or event.pays
         if event.reward and episode.last is not None:
             state.reward += event.reward
             number = episode.last.number
@@ -148,6 +151,9 @@ class EnvironmentSource(SessionSource):
         session.shortened = True
         if self.agent.at_limit == "fail":
             session.fail(f"it reached agent.{session.limit or 'context'}", time.monotonic())
+        elif self.states[episode.number].pays:
+            self.states[episode.number].doing = "its get_reward"
+            self.pool.step(EnvironmentOperation(episode.number, "score"))
         elif self.gateway.rewards is not None:
             self.judge(episode)
         else:

@@ -11,15 +11,18 @@ The order tells the parent which session a process was busy with when it hangs o
 
 from __future__ import annotations
 
-import inspect
 import math
 import socket
-from collections.abc import Callable
+from collections.abc import Mapping
+from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal
 
 import msgspec
 
-from actors.reward_worker import describe_exception, first_line
+from actors.gateway.hubs import stepped, tools
+from actors.gateway.hubs.tools import LONGEST, ToolLoop
+from actors.reward_worker import describe_exception
 from asyncrl.config.agents import RANDOM, SELF
 from asyncrl.contract import importing
 from asyncrl.contract.errors import ConfigError
@@ -28,29 +31,32 @@ from asyncrl.tasks import arena, games
 from asyncrl.transport import worker_pool
 from asyncrl.transport.worker_pool import frame, read_frame
 
-JSON_TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", list: "array"}
-LONGEST = 1 << 20  # characters of an observation or a tool's result
-
 Observation = str | list[dict[str, Any]]
 
 
 class EnvironmentSetup(msgspec.Struct, frozen=True):
-    """The first message: agent.env, agent.tools and the opponents in a game."""
+    """The first message: agent.env, agent.tools, the opponents in a game and agent.args.
+
+    judged: the config names a reward of its own
+    """
 
     env: str
     tools: list[str]
     opponents: list[str] = []
+    args: dict[str, Any] = {}
+    judged: bool = False
 
 
 class EnvironmentOperation(msgspec.Struct, frozen=True, array_like=True):
     """An operation of a session's environment.
 
+    kind: "score" ends a session of tools that a limit has cut, if they pay
     text: the answer, for a step
     message: the answer as a chat message, for tools
     """
 
     session: int
-    kind: Literal["reset", "step", "end"]
+    kind: Literal["reset", "step", "score", "end"]
     text: str = ""
     message: dict[str, Any] | None = None
     prompt: Prompt | None = None
@@ -68,6 +74,7 @@ class EnvironmentEvent(msgspec.Struct, frozen=True, array_like=True):
     asked: whose turn it is: 0 for the policy; 1, 2, ... for the opponent in the session's game of
         that number
     told: (observation, move) of an opponent that the policy does not play
+    pays: the tools score the session themselves, also one that a limit has cut
     """
 
     session: int
@@ -82,17 +89,22 @@ class EnvironmentEvent(msgspec.Struct, frozen=True, array_like=True):
     why: str = ""
     asked: int = 0
     told: list[tuple[str, str]] = []
+    pays: bool = False
 
 
-def resolve(path: str, players: int = 1) -> Any:
-    """Import `module:name`, `file.py:name` or `textarena:GAME` for a number of players.
+def resolve(path: str, players: int = 1, args: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """Import `module:name`, `file.py:name`, `textarena:GAME` for a number of players or `HUB:NAME`.
 
-    Raises what the import raises.
+    args: agent.args.  Raises what the import raises.
     """
+    hub, _, rest = path.partition(":")
+    if hub in stepped.FINDERS:
+        return stepped.find(hub, rest, args)
     module, _, name = path.rpartition(":")
     if module == "textarena":
         return arena.find_game(name, players)
-    return getattr(importing.module(module), name)
+    found = getattr(importing.module(module), name)
+    return partial(found, **args) if args else found
 
 
 def opponent(path: str) -> games.Opponent | None:
@@ -108,57 +120,6 @@ def opponent(path: str) -> games.Opponent | None:
             f"the opponent {path}: importing it {describe_exception(error)}; write module:function "
             "or file.py:function"
         ) from error
-
-
-# ---- tools ---------------------------------------------------------------------------------------
-
-
-def schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """Describe a tool to the template: name, first line of the docstring, parameters."""
-    properties = {}
-    required = []
-    for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
-        kind = JSON_TYPES.get(parameter.annotation, "string")
-        properties[name] = {"type": kind}
-        if parameter.default is parameter.empty:
-            required.append(name)
-    description = {
-        "name": function.__name__,
-        "description": first_line(inspect.getdoc(function) or ""),
-        "parameters": {"type": "object", "properties": properties, "required": required},
-    }
-    return {"type": "function", "function": description}
-
-
-class ToolLoop:
-    """The environment of agent.tools: runs tools until an answer calls none."""
-
-    def __init__(self, functions: list[Callable[..., Any]]) -> None:
-        self.tools = {function.__name__: function for function in functions}
-
-    def reset(self, prompt: Prompt) -> list[dict[str, Any]]:
-        return list(prompt.messages) or [{"role": "user", "content": prompt.text}]
-
-    def answer(self, message: dict[str, Any]) -> list[dict[str, Any]]:
-        """Run the tools that an answer calls; the messages are empty for the last answer."""
-        messages = []
-        for call in message.get("tool_calls") or ():
-            name = call["function"]["name"]
-            content = self._call_tool(name, call["function"].get("arguments") or {})
-            tool_call_id = call.get("id", "")
-            messages.append(
-                {"role": "tool", "tool_call_id": tool_call_id, "content": content, "name": name}
-            )
-        return messages
-
-    def _call_tool(self, name: str, arguments: Any) -> str:
-        """Run a tool and return its result or its error, which the model sees too."""
-        if name not in self.tools:
-            return f"error: no tool {name!r}; there are {', '.join(self.tools)}"
-        try:
-            return str(self.tools[name](**arguments))[:LONGEST]
-        except Exception as error:
-            return f"error: {type(error).__name__}: {first_line(str(error))}"
 
 
 # ---- environments --------------------------------------------------------------------------------
@@ -192,12 +153,12 @@ class EnvironmentHost:
     """The environments of this process, one for each of its sessions."""
 
     def __init__(self, setup: EnvironmentSetup) -> None:
-        self.made = resolve(setup.env, 2 if setup.opponents else 1) if setup.env else None
+        players = 2 if setup.opponents else 1
+        self.made = resolve(setup.env, players, setup.args) if setup.env else None
         games.check(self.made, setup.env, setup.opponents)
         self.opponents = {path: opponent(path) for path in setup.opponents}
-        functions = [resolve(path) for path in setup.tools]
-        self.loop = ToolLoop(functions)
-        self.schemas = [schema(function) for function in functions]
+        found = [(path, resolve(path)) for path in setup.tools]
+        self.make_tools = tools.load(found, setup.args, judged=setup.judged)
         self.sessions: dict[int, Any] = {}
 
     def apply(self, op: EnvironmentOperation) -> EnvironmentEvent | None:
@@ -256,12 +217,20 @@ class EnvironmentHost:
     def _tools(self, op: EnvironmentOperation) -> EnvironmentEvent:
         if op.kind == "reset":
             assert op.prompt is not None
-            obs = self.loop.reset(op.prompt)
-            return EnvironmentEvent(op.session, "ok", obs, tools=self.schemas)
-        messages = self.loop.answer(op.message or {})
+            loop: ToolLoop = self.make_tools()
+            self.sessions[op.session] = loop
+            obs = check_observation(loop.reset(op.prompt))
+            return EnvironmentEvent(op.session, "ok", obs, tools=loop.schemas, pays=loop.pays)
+        loop = self.sessions[op.session]
+        messages = loop.answer(op.message or {}) if op.kind == "step" else []
         if messages:
             return EnvironmentEvent(op.session, "ok", messages)
-        return EnvironmentEvent(op.session, "ok", ended=True, judge=True)
+        if not loop.pays:
+            return EnvironmentEvent(op.session, "ok", ended=True, judge=True)
+        reward = check_number(loop.reward(), "the reward of get_reward")
+        return EnvironmentEvent(
+            op.session, "ok", reward=reward, ended=True, truncated=op.kind == "score"
+        )
 
 
 def serve(wire: socket.socket) -> None:

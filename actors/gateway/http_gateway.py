@@ -92,7 +92,7 @@ async def serve(gateway: Gateway) -> None:
     await endpoint.start()
     write_endpoint_files(gateway.run_dir, endpoint.url, sessions.run_key)
     gateway.greet()
-    agents = AgentPool(sessions, endpoint.url) if agent.command or agent.function else None
+    agents = AgentPool(sessions, endpoint.url) if agent.starts_agents else None
     watcher = SocketWatcher(gateway, sessions, agents)
     try:
         while True:

@@ -179,7 +179,7 @@ class Gateway(sockets.SessionPeer):
         self.ever_served = False
         self.numbered = self.failed = 0  # sessions that began; that failed
         agent = config.agent
-        at_once = agent.at_once if agent.command or agent.function else agent.sessions
+        at_once = agent.at_once if agent.starts_agents else agent.sessions
         # whether each of the last sessions failed: twice as many as may end at the same time
         self.recent: deque[bool] = deque(maxlen=max(RECENT, 2 * at_once))
         self.took: deque[float] = deque(maxlen=KEPT_SESSIONS)  # seconds, of successful sessions
@@ -608,7 +608,7 @@ class Gateway(sockets.SessionPeer):
         if agent.serve or not hopeless:
             return
         hint = "if it cannot use the model's answer, let it give a reward, such as 0"
-        if agent.command or agent.function:
+        if agent.starts_agents:
             hint = f"its output is in {self.run_dir / 'agent-0.log'}"
         reason = escape_line(str(failed))
         raise ConfigError(f"{agent.source_name}: {counts}; the last one: {reason}; {hint}")

@@ -34,11 +34,12 @@ from asyncrl.models.tokenizer import encode_prompt
 from asyncrl.records import private
 
 REMEMBERED = 4096  # leases, and ended sessions, that can still be looked up
-# what a session waits for: (agent.command is set, agent.function is set) -> text
+# what a session waits for: the key that plays it -> text
 AGENTS = {
-    (False, False): "its harness: the next call, or its reward",
-    (True, False): "its program (agent.command): the next call, or its end",
-    (False, True): "its function (agent.function): the next call, or its end",
+    "serve": "its harness: the next call, or its reward",
+    "command": "its program (agent.command): the next call, or its end",
+    "function": "its function (agent.function): the next call, or its end",
+    "env": "its environment (agent.env): the next call, or its end",
 }
 
 
@@ -276,7 +277,7 @@ class SessionApi(SessionSource):
         self.record_progress(session)
 
     def explain_wait(self, episode: Episode, limit: str, left_s: float, now: float) -> WaitCause:
-        what = AGENTS[bool(self.agent.command), bool(self.agent.function)]
+        what = AGENTS[next(key for key in AGENTS if getattr(self.agent, key))]
         return WaitCause("agent", what, limit, left_s)
 
     def explain_queue(self) -> WaitCause:

@@ -52,6 +52,17 @@ class CallRefused(AsyncrlError):
         self.param = param
 
 
+def too_long(found: str, context: int, param: str = "messages") -> CallRefused:
+    """Refuse a prompt longer than the context.
+
+    The message begins as that of OpenAI's API: clients recognize the error by these words."""
+    text = (
+        f"This model's maximum context length is {context} tokens, prompt and answer "
+        f"(generator.context = {context}), but {found}: shorten the history"
+    )
+    return CallRefused(400, TOO_LONG, text, param)
+
+
 @dataclass(frozen=True)
 class SessionLimits:
     """The limits of a session ([agent] and generator.context); 0: none."""
@@ -390,13 +401,7 @@ class Session:
             # this does not end the session: an agent may shorten its history and go on
             if len(prompt) >= limits.context:
                 self.shortened = True
-                raise CallRefused(
-                    400,
-                    TOO_LONG,
-                    f"the prompt has {len(prompt)} tokens, and generator.context = "
-                    f"{limits.context} is for prompt and answer: shorten the history",
-                    "messages",
-                )
+                raise too_long(f"the prompt has {len(prompt)}", limits.context)
             most = min(most, limits.context - len(prompt))
         if limits.max_tokens:
             promised = sum(call.max_new_tokens for call in self.open_calls.values())

@@ -176,7 +176,7 @@ def print_comparison(found: dict[str, Any], title: str, settings: Sequence[Setti
     help="inject each limit as a constant lag, instead of the lag that the processes produce",
 )
 @count_option("--seeds", 3, "seeds of each cell, counted from the config's")
-@count_option("--workers", 1, "warm processes, one core each")
+@count_option("--workers", 1, "runs at the same time: warm processes, one core each")
 @click.option(
     "--margin",
     type=click.FloatRange(0, 1, min_open=True),

@@ -227,9 +227,13 @@ def try_task(source: str, sets: tuple[str, ...], as_json: bool, count: int, mode
     """
     from actors.rewards import judge_all
     from asyncrl.config import load
+    from asyncrl.config.agents import VERIFIERS
     from asyncrl.tasks import get_task
 
     loaded = load.load(source, sets)
+    if loaded.agent.hub == VERIFIERS:
+        _show_prompts(loaded, count)
+        return
     if loaded.agent.env or loaded.agent.tools:
         _play_sessions(loaded, model, count, as_json)
         return
@@ -261,6 +265,17 @@ def try_task(source: str, sets: tuple[str, ...], as_json: bool, count: int, mode
         )
     if failed := next((why for *_, why in found if why), ""):
         raise ConfigError(f"reward.function = {loaded.reward.function}: {failed}")
+
+
+def _show_prompts(config: Any, count: int) -> None:
+    """Print the first prompts of an environment that plays and scores its sessions itself."""
+    from asyncrl.supervise.preflight import located
+    from asyncrl.tasks import get_task
+
+    tasks = get_task(located(config).task)
+    for index in range(count):
+        prompt = tasks.prompt("train", index, config.seed)
+        print(json.dumps({"prompt": prompt.messages, "answer": prompt.answer, "id": prompt.id}))
 
 
 def _play_sessions(config: Any, model: str, count: int, as_json: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -13,6 +13,12 @@ from asyncrl.contract.outcomes import MOST_ROWS
 # opponents in a two-player game, besides a function
 RANDOM = "random"
 SELF = "self"
+# hubs: of environments that call the policy themselves, and of those with reset and step
+VERIFIERS = "verifiers"
+GEM = "gem"
+GYMNASIUM = "gymnasium"
+OPENENV = "openenv"
+HUBS = (VERIFIERS, GEM, GYMNASIUM, OPENENV)
 
 
 class AgentConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -20,7 +26,23 @@ class AgentConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         str,
         Meta(
             description="Environment in which every sample is a session: module:Class or "
-            "file.py:Class with gymnasium's reset and step, or textarena:GAME. Empty: none."
+            "file.py:Class with gymnasium's reset and step, textarena:GAME, verifiers:NAME, "
+            "gem:ID, gymnasium:ID or openenv:URL. Empty: none."
+        ),
+    ] = ""
+    args: Annotated[
+        dict[str, Any],
+        Meta(
+            description="Keyword arguments with which `env`, or a class in `tools`, is made, as a "
+            "section [agent.args]."
+        ),
+    ] = {}
+    python: Annotated[
+        str,
+        Meta(
+            description="Python that runs `env`, `tools` or `function`, for example that of a "
+            "virtual environment with their packages. It needs msgspec and xxhash, not asyncrl. "
+            "Empty: this one."
         ),
     ] = ""
     opponent: Annotated[
@@ -37,8 +59,9 @@ class AgentConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     tools: Annotated[
         list[str],
         Meta(
-            description="Tools of a session: module:function or file.py:function each. The "
-            "session calls them until a completion calls none, which the reward then judges."
+            description="Tools of a session: module:function or file.py:function each, or one "
+            "class with reset and methods. The session calls them until a completion calls none, "
+            "which the reward then judges, or the class's get_reward."
         ),
     ] = []
     serve: Annotated[
@@ -200,6 +223,17 @@ class AgentConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         return "agent.serve"
 
     @property
+    def hub(self) -> str:
+        """The hub in `env` = HUB:NAME, one of HUBS; "" for a module or a file."""
+        hub = self.env.partition(":")[0]
+        return hub if hub in HUBS else ""
+
+    @property
+    def starts_agents(self) -> bool:
+        """True if the gateway starts the agents that call over HTTP."""
+        return bool(self.command or self.function or self.hub == VERIFIERS)
+
+    @property
     def http(self) -> bool:
         """True if agents call over HTTP."""
-        return bool(self.serve or self.command or self.function)
+        return self.serve or self.starts_agents

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import msgspec
 
 from asyncrl.algorithms import settings
-from asyncrl.config.agents import RANDOM, SELF
+from asyncrl.config.agents import RANDOM, SELF, VERIFIERS
 from asyncrl.config.engines import ENGINES, engines_with
 from asyncrl.config.tree import Config
 
@@ -575,7 +575,18 @@ def _reward(config: Config) -> Iterator[str]:
             f"task.name: {config.task.name} needs an environment that gives prompts and rewards: "
             "set agent.env"
         )
-    if config.model.warm_start and config.task.name.startswith(("seeds", "reasoning_gym:")):
+    if (config.task.name == "env") != (config.agent.hub == VERIFIERS):
+        yield (
+            f"task.name: {config.task.name} with agent.env = {config.agent.env or '(none)'}; "
+            "verifiers:NAME brings its own prompts and rewards, and only it does: set both "
+            "task.name = env and agent.env = verifiers:NAME"
+        )
+    if config.agent.hub not in ("", VERIFIERS) and config.task.name != "seeds":
+        yield (
+            f"task.name: {config.agent.env} gives its own prompts, and {config.task.name} would "
+            "only number them; use seeds"
+        )
+    if config.model.warm_start and config.task.name.startswith(("env", "seeds", "reasoning_gym:")):
         yield (
             f"model.warm_start: {config.task.name} has no answers to learn from; set model.path to "
             "your own model"
@@ -617,6 +628,16 @@ def _agent(config: Config) -> Iterator[str]:
             f"agent.env_pass: {wrong[0]!r} is not a variable's name; give only the name, the value "
             "is inherited"
         )
+    if agent.args and not (agent.env or agent.tools):
+        yield "agent.args: are those of an environment or a class of tools; set agent.env"
+    if agent.args and agent.env.startswith("textarena:"):
+        yield f"agent.args: {agent.env} takes none; remove them"
+    if agent.python and not (agent.env or agent.tools or agent.function):
+        yield "agent.python: runs agent.env, tools or function; set one of them"
+    if agent.opponent and agent.hub:
+        yield f"agent.opponent: {agent.env} has one player; remove it"
+    if agent.hub and not agent.env.partition(":")[2]:
+        yield f"agent.env: {agent.env} names no environment; write {agent.hub}:NAME"
     module, colon, name = agent.function.rpartition(":")
     if agent.function and not (module and colon and name.isidentifier()):
         yield f"agent.function: {agent.function}; write module:function or file.py:function"

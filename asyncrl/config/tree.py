@@ -88,7 +88,8 @@ class TaskConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     name: Annotated[
         str,
         Meta(
-            description="A built-in task, `file` for your own prompts, or reasoning_gym:GENERATOR."
+            description="A built-in task, `file` for your own prompts, `env` for those of "
+            "agent.env = verifiers:NAME, or reasoning_gym:GENERATOR."
         ),
     ]
     prompts: Annotated[

@@ -98,8 +98,13 @@ def export_checkout_path() -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
 
 
-def command(module: str, *arguments: str) -> list[str]:
-    """The command line that runs `module` as the main program, with our import rules."""
+def command(module: str, *arguments: str, python: str = "") -> list[str]:
+    """The command line that runs `module` as the main program, with our import rules.
+
+    python: another Python (agent.python), where asyncrl need not be installed."""
+    if python:
+        start = str(INSIDE / "contract" / "foreign_start.py")
+        return [python, "-P", start, module, *arguments]
     return [sys.executable, "-P", "-m", "asyncrl.supervise.start", module, *arguments]
 
 

@@ -214,7 +214,8 @@ def play(config: Config, ticket: Ticket, player: Player) -> Iterator[PlayEvent]:
     The last one is "ended" with the session's reward; its text says how the session ended. Raises
     AsyncrlError if the environment fails.
     """
-    pool = EnvironmentPool(msgspec.structs.replace(config.agent, workers=1))
+    judged = config.reward.uses_reward_processes
+    pool = EnvironmentPool(msgspec.structs.replace(config.agent, workers=1), judged=judged)
     try:
         yield from _played(config, ticket, player, pool)
     finally:
@@ -228,7 +229,7 @@ def _played(
     opponent = config.agent.opponent_for(ticket.kind)
     pool.reset(EnvironmentOperation(1, "reset", prompt=ticket.prompt, seed=seed, opponent=opponent))
     event = _wait(pool)
-    tools = event.tools
+    tools, pays = event.tools, event.pays
     total_reward = 0.0
     parts: dict[str, float] = {}
     last: PlayerAnswer | None = None
@@ -242,9 +243,12 @@ def _played(
         except CallRefused as error:
             if error.code not in ("session_limit", "context_length_exceeded"):
                 raise ConfigError(str(error)) from error
-            total_reward, more = (
-                _score_answer(config, ticket, last) if config.agent.tools else (total_reward, {})
-            )
+            more: dict[str, float] = {}
+            if pays:
+                pool.step(EnvironmentOperation(1, "score"))
+                total_reward = _wait(pool).reward
+            elif config.agent.tools:
+                total_reward, more = _score_answer(config, ticket, last)
             yield PlayEvent("ended", turn, f"cut: {error}", total_reward, parts | more)
             return
         text = as_text(event.obs)

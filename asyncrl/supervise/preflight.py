@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from actors.gateway.hubs import prompt_files
 from asyncrl.config.agents import AgentConfig
 from asyncrl.config.tree import Config
 from asyncrl.contract import importing
@@ -142,9 +143,11 @@ class Subject:
 
 
 def located(config: Config, report: Callable[[str], None] = say) -> Config:
-    """Replace a hub name in `model.path` by the model's directory.
+    """Replace a hub name in `model.path` by the model's directory, and write the environment's
+    own prompts to files.
 
     The model is downloaded unless the hub's cache has it.  Raises ConfigError."""
+    config = prompt_files.with_prompt_files(config)
     if not config.model.path.startswith(fetch.HUB):
         return config
     report(f"fetching {config.model.path}")
@@ -153,9 +156,15 @@ def located(config: Config, report: Callable[[str], None] = say) -> Config:
 
 
 def located_sets(config: Config, sets: Sequence[str]) -> Sequence[str]:
-    """Extend `sets` by the `model.path` of `located`, for runs started from the command line."""
+    """Extend `sets` by the paths of `located`, for runs started from the command line."""
     local = located(config)
-    return sets if local is config else [*sets, f"model.path={json.dumps(local.model.path)}"]
+    paths = {
+        "model.path": (config.model.path, local.model.path),
+        "task.prompts": (config.task.prompts, local.task.prompts),
+        "task.heldout": (config.task.heldout, local.task.heldout),
+    }
+    new = [f"{key}={json.dumps(now)}" for key, (before, now) in paths.items() if now != before]
+    return [*sets, *new] if new else sets
 
 
 def packages_installed(subject: Subject) -> str:

@@ -34,15 +34,19 @@ OTHERS: dict[str, type[Task]] = {
     },
     **names.TASKS,
 }
-NAMES = (*synthetic.TASKS, *OTHERS, "file", f"{reasoning.PREFIX}GENERATOR")
+FILE_TASKS: dict[str, type[file.FileTask]] = {
+    kind.name: kind for kind in (file.FileTask, file.EnvironmentPrompts)
+}
+NAMES = (*synthetic.TASKS, *OTHERS, *FILE_TASKS, f"{reasoning.PREFIX}GENERATOR")
 
 
 def get_task(config: Any) -> Task:
     """Return the task that `config`, the section `task`, names.
 
     Raises ConfigError for an unknown name, with the valid ones."""
-    if config.name == "file":
-        return file.FileTask(config.prompts, config.heldout, config.ood, config.columns)
+    if config.name in FILE_TASKS:
+        kind = FILE_TASKS[config.name]
+        return kind(config.prompts, config.heldout, config.ood, config.columns)
     if config.name.startswith(reasoning.PREFIX):
         return reasoning.ReasoningGymTask(config.name, config.options)
     if config.name in OTHERS:

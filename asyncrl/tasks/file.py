@@ -208,12 +208,13 @@ class FileTask:
 
     name = "file"
     steps = 250  # of the warm start
+    unset = "give the file of prompts (task.name = file)"  # where there is none
 
     def __init__(
         self, prompts: str, heldout: str = "", ood: str = "", columns: Mapping[str, str] = {}
     ) -> None:
         if not prompts:
-            raise ConfigError("task.prompts: give the file of prompts (task.name = file)")
+            raise ConfigError(f"task.prompts: {self.unset}")
         every = read_prompts(prompts, "train", columns)
         self.sets: dict[str, list[Prompt]] = {
             "heldout": read_prompts(heldout, "heldout", columns) if heldout else [],
@@ -297,3 +298,13 @@ class FileTask:
         A prompt without an answer gives 0: silence, which would equal it, is not what it asks for.
         """
         return float(bool(prompt.answer) and text.strip() == prompt.answer.strip())
+
+
+class EnvironmentPrompts(FileTask):
+    """The rows of the data sets of `agent.env`, from files that are written before the run."""
+
+    name = "env"
+    unset = "is empty; `asyncrl run` writes the rows of agent.env's data sets to files"
+
+    def reward(self, prompt: Prompt, text: str) -> float | dict[str, float]:
+        raise ValueError("task.name = env has no reward of its own: the environment pays")

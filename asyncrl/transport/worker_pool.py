@@ -63,14 +63,18 @@ def take_frames(incoming: bytearray) -> Iterator[bytes]:
 
 
 class Worker:
-    """The process that runs `module`, with what is to be sent and what has arrived."""
+    """The process that runs `module`, with what is to be sent and what has arrived.
+
+    python: the Python that runs it, "" for this one
+    """
 
     slack_s = 0.0  # beyond the deadline of its work
 
-    def __init__(self, module: str, setup: bytes) -> None:
+    def __init__(self, module: str, setup: bytes, python: str = "") -> None:
         self.wire, theirs = socket.socketpair()
         with theirs:
-            argv = importing.command(module, str(theirs.fileno()), str(os.getpid()))
+            ends = (str(theirs.fileno()), str(os.getpid()))
+            argv = importing.command(module, *ends, python=python)
             self.process = subprocess.Popen(
                 argv, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
             )

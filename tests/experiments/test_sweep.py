@@ -186,7 +186,6 @@ def test_a_sweep_from_start_to_suggestion_and_again(model: Path, tmp_path: Path)
         ),
         (("a:los.surrogate=ppo",), "2", (), "--correction a, limit 2: "),
         (("none",), "2", ("staleness.inject=1",), "staleness.inject: the sweep sets it"),
-        (("none",), "2", ("generator.engine=vllm",), "does not run in a warm process"),
     ],
 )
 def test_what_it_refuses(

@@ -39,6 +39,7 @@ PAGES = [
     "docs/lora.md",
     "docs/agents.md",
     "docs/environments.md",
+    "docs/hubs.md",
     "docs/games.md",
     "docs/any-program.md",
     "docs/http.md",

@@ -25,6 +25,55 @@ class Talks:
         return f"{len(text)}=", reward, self.turns >= 3, False, {"parts": {"turns": 1.0}}
 
 
+class Account:
+    """Tools with a state, in the form of TRL's environments."""
+
+    def __init__(self, fee: int = 0) -> None:
+        self.fee = fee
+
+    def reset(self, goal: int, **row: Any) -> str | None:
+        self.goal, self.balance, self.row = goal, 0, row
+        return f" (goal {goal}, tags {row['tags']})" if row.get("tags") else None
+
+    def deposit(self, amount: int) -> str:
+        """Deposit money.
+
+        Args:
+            amount (int): How much, in whole dollars.
+
+        Returns:
+            str: The balance.
+        """
+        self.balance += amount - self.fee
+        return f"balance {self.balance}"
+
+    async def audit(self) -> str:
+        """Tell the balance."""
+        return f"audited {self.balance}"
+
+    def _secret(self) -> None:
+        raise AssertionError
+
+    def get_reward(self) -> float:
+        return 1.0 if self.balance == self.goal else self.balance / 100
+
+
+class Ledger(Account):
+    """The same without a reward of its own."""
+
+    get_reward = None  # type: ignore[assignment]
+
+
+class Wordless:
+    def reset(self) -> None:
+        """Begin."""
+
+
+class Resetless:
+    def speak(self) -> str:
+        return ""
+
+
 class Endless(Talks):
     """Never ends by itself."""
 

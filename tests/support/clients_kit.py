@@ -4,6 +4,7 @@ the real package, against the endpoint over an engine that answers what a test s
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,7 +57,11 @@ def write_program(page: str, folder: Path) -> Path:
 
 
 def python_of(environment: str) -> str:
-    """The interpreter of an environment beside ours."""
+    """The interpreter of an environment beside ours.
+
+    Its large packages are compiled once, also where Python is told to write no bytecode: an import
+    of verifiers would take several times as long."""
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     path = Path(sys.prefix) / environment / "bin" / "python"
     assert path.exists(), f"{path} is not there: run `make env`"
     return str(path)

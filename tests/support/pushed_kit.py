@@ -41,7 +41,9 @@ class Commands:
     def __init__(self, path: Path, agent: AgentConfig = PROGRAM) -> None:
         self.log = path / "agent-0.log"
         passed = ["PIDS", "PYTHON", "ASKS", "GIVEN_*"]
-        setup = AgentSetup(agent.command, agent.function, str(self.log), passed)
+        setup = AgentSetup(
+            agent.command, agent.function, str(self.log), passed, agent.env, agent.args
+        )
         self.worker = _AgentProcess(agent, msgspec.msgpack.encode(setup))
         self.lefts: dict[int, SessionResult] = {}
 

@@ -1,4 +1,5 @@
-"""Agents that the gateway starts (agent.command and agent.function).
+"""Agents that the gateway starts (agent.command, agent.function and environments that
+call the policy themselves).
 
 session_messages.py holds the messages between their processes and the gateway, agent_pool.py the
 gateway's side.

@@ -50,7 +50,7 @@ class _AgentProcess(Worker):
 
     def __init__(self, agent: AgentConfig, setup: bytes) -> None:
         kind = "agent_programs" if agent.command else "functions"
-        super().__init__(f"actors.gateway.agents.{kind}", setup)
+        super().__init__(f"actors.gateway.agents.{kind}", setup, agent.python)
         self.playing: dict[int, AgentSession] = {}  # number of the session in the pool -> session
 
 
@@ -88,12 +88,15 @@ class AgentPool(WorkerPool[_AgentProcess, SessionResult]):
 
         def make(index: int) -> _AgentProcess:
             log = str(run_dir / f"agent-{index}.log")
-            setup = AgentSetup(agent.command, agent.function, log, agent.env_pass)
+            setup = AgentSetup(
+                agent.command, agent.function, log, agent.env_pass, agent.env, agent.args
+            )
             return _AgentProcess(agent, msgspec.msgpack.encode(setup))
 
         count = min(agent.workers, agent.at_once)
         super().__init__(agent.source_name, make, count, SessionResult, agent.step_s)
-        self.exit_s = STOP_S if agent.command else 0.0  # a process with programs ends them first
+        # a process with programs ends them first; an environment tears down what it holds
+        self.exit_s = 0.0 if agent.function else STOP_S
         self.numbers = 0  # sessions begun, which numbers them
         self.asked = 0  # samples that are wanted and not granted yet
 
@@ -125,7 +128,8 @@ class AgentPool(WorkerPool[_AgentProcess, SessionResult]):
                 return
             if session.limit and self.agent.at_limit == "fail":
                 session.fail(f"it reached agent.{session.limit}", now)
-            elif result.kind == "scored":
+            elif result.kind == "scored" or (result.scored and session.limit):
+                session.shortened |= result.truncated
                 session.reward(result.reward, result.parts, now=now)
             elif result.kind == "judge" or session.limit:
                 session.judge(now)

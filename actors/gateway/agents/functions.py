@@ -1,4 +1,4 @@
-"""Call agent.function: `python -m actors.gateway.agents.functions FD PARENT`.
+"""Call agent.function, or an environment: `python -m actors.gateway.agents.functions FD PARENT`.
 
 Each session runs in its own thread, since it mostly waits for the model.  Coroutines share one
 event loop, so that a client made in the agent's module serves all sessions.  To stop a session, its
@@ -30,8 +30,10 @@ from actors.gateway.agents.session_messages import (
     parse_outcome,
     send,
 )
+from actors.gateway.hubs import self_playing
 from actors.reward_worker import describe_exception
 from asyncrl.contract import importing
+from asyncrl.contract.errors import ConfigError
 from asyncrl.transport import worker_pool
 from asyncrl.transport.worker_pool import read_frame
 
@@ -94,6 +96,19 @@ def resolve(path: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
+def load_player(setup: AgentSetup) -> Callable[..., Any]:
+    """Import what plays the sessions.  Raises ConfigError."""
+    if setup.env:
+        return self_playing.load(setup.env, setup.args).play
+    try:
+        return resolve(setup.function)
+    except BaseException as error:
+        raise ConfigError(
+            f"agent.function = {setup.function}: importing it {describe_exception(error)}; write "
+            "module:function or file.py:function"
+        ) from error
+
+
 def run_session(
     function: Callable[..., Any], seat: SessionAccess, log: AgentLog, loop: SharedLoop
 ) -> SessionResult:
@@ -103,7 +118,7 @@ def run_session(
         value = function(seat.prompt, seat)
         if inspect.isawaitable(value):
             value = loop.result(seat.number, value)
-        return parse_outcome(seat.number, value)
+        return value if isinstance(value, SessionResult) else parse_outcome(seat.number, value)
     except BaseException as error:
         why = describe_exception(error)
         head = f"session {seat.name} {why} after {time.monotonic() - began:.1f} s"
@@ -116,11 +131,9 @@ def serve(wire: socket.socket) -> None:
     stream = wire.makefile("rb")
     setup = msgspec.msgpack.decode(read_frame(stream) or b"", type=AgentSetup)
     try:
-        function = resolve(setup.function)
-    except BaseException as error:
-        why = f"agent.function = {setup.function}: importing it {describe_exception(error)}"
-        hint = "write module:function or file.py:function"
-        send(wire, SessionResult(-1, "broken", why=f"{why}; {hint}"))
+        function = load_player(setup)
+    except ConfigError as error:
+        send(wire, SessionResult(-1, "broken", why=str(error)))
         return
     send(wire, SessionResult(-1, "ready"))
     log = AgentLog(Path(setup.log))

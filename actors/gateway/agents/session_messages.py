@@ -23,12 +23,15 @@ class AgentSetup(msgspec.Struct, frozen=True):
 
     log: the file for agents' output
     env_pass: patterns of the variables that programs inherit
+    env, args: agent.env and agent.args, for an environment that calls the policy itself
     """
 
     command: list[str]
     function: str
     log: str
     env_pass: list[str] = []
+    env: str = ""
+    args: dict[str, Any] = {}
 
 
 class SessionAccess(msgspec.Struct, frozen=True, array_like=True):
@@ -68,6 +71,8 @@ class SessionResult(msgspec.Struct, frozen=True, array_like=True):
     """How an agent's session ended.
 
     kind: judge: the config's reward scores it; failed: for the reason in `why`
+    truncated: a limit of the environment has cut it
+    scored: it failed, and its reward counts if a limit of the session is the cause
     """
 
     number: int
@@ -75,6 +80,8 @@ class SessionResult(msgspec.Struct, frozen=True, array_like=True):
     reward: float = 0.0
     parts: dict[str, float] = {}
     why: str = ""
+    truncated: bool = False
+    scored: bool = False
 
 
 def parse_outcome(number: int, value: Any) -> SessionResult:

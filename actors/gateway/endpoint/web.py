@@ -50,7 +50,14 @@ from actors.gateway.endpoint.server import (
     connection_of,
 )
 from actors.gateway.recovery.session_journal import SessionFile
-from actors.gateway.sessions import TOO_LONG, CallRefused, HarnessRequest, Session, SessionCall
+from actors.gateway.sessions import (
+    TOO_LONG,
+    CallRefused,
+    HarnessRequest,
+    Session,
+    SessionCall,
+    too_long,
+)
 from asyncrl.contract import outcomes
 
 LARGEST_BODY = 8 * 1024 * 1024  # bytes of a call
@@ -331,14 +338,8 @@ class WebApp:
             for name in ("messages", "input", "prompt", "token_ids"):
                 given = options.get(name)
                 if context and isinstance(given, list) and len(given) > context:
-                    raise CallRefused(
-                        400,
-                        TOO_LONG,
-                        f"{name} has {len(given)} entries of a token or more, and "
-                        f"generator.context = {context} is for prompt and answer: shorten the "
-                        "history",
-                        name,
-                    )
+                    found = f"{name} has {len(given)} entries of a token or more"
+                    raise too_long(found, context, name)
             return parse_request(kind, options, request_policy, session.ticket.sampling)
 
         try:

@@ -16,8 +16,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
-import subprocess
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -26,8 +24,8 @@ from typing import Any
 
 from asyncrl.config import load
 from asyncrl.config.tree import Config
-from asyncrl.contract import importing
-from asyncrl.contract.errors import AsyncrlError, ConfigError
+from asyncrl.contract.errors import ConfigError
+from asyncrl.experiments import process_run
 from asyncrl.experiments.compare import verdict, warm_pool
 from asyncrl.experiments.compare.arms import Arm, configs_as_json, refuse_other
 from asyncrl.experiments.compare.methods import CORRECTIONS
@@ -263,38 +261,10 @@ class Comparison:
     def run_cell(self, arm: str, seed: int) -> None:
         """Make one run, or continue it from the last checkpoint of an earlier attempt."""
         run_dir = self.run_dir(arm, seed)
-        base = importing.command("asyncrl.cli", "run")
-        sets = [
-            *self.sets,
-            *self.sets_of(next(known for known in self.arms if known.name == arm)),
-            f"seed={seed}",
-            f"runs={str(self.directory / 'runs')!r}",
-            f"name={run_dir.name!r}",
-        ]
-        fresh = [*base, self.source, *[word for item in sets for word in ("--set", item)], "--json"]
-        resumable = any(run_dir.glob("checkpoints/epoch_*/number_*/manifest"))
-        if run_dir.exists() and not resumable:
-            shutil.rmtree(run_dir)
-        argv = [*base, "--resume", str(run_dir), "--json"] if resumable else fresh
+        own = self.sets_of(next(known for known in self.arms if known.name == arm))
+        sets = [*self.sets, *own, f"seed={seed}"]
         log = self.directory / "logs" / f"{run_dir.name}.log"
-        log.parent.mkdir(exist_ok=True)
-        with log.open("a", encoding="utf-8") as log_file:
-            code = subprocess.run(
-                argv,
-                stdout=log_file,
-                stderr=log_file,
-                stdin=subprocess.DEVNULL,
-                check=False,
-                env=os.environ | {"NO_COLOR": "1"},
-            ).returncode
-        if not self.finished(arm, seed):
-            last = [line for line in log.read_text(encoding="utf-8").splitlines() if line.strip()][
-                -1:
-            ]
-            raise AsyncrlError(
-                f"run {run_dir.name} ended with exit code {code}: {' '.join(last)} (log: {log}); "
-                "the same command continues from here"
-            )
+        process_run.complete(run_dir, self.source, sets, self.configs[arm].learner.steps, log)
 
     def sets_of(self, arm: Arm) -> list[str]:
         if not arm.same_as:

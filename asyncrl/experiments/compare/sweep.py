@@ -1,8 +1,9 @@
 """`asyncrl sweep`: staleness limits x corrections, and which limit to choose.
 
 Every cell is a run of serial.py over several seeds, in warm processes, with the real store,
-admission, engine and learner. With injected lag k, every ticket is sampled with weights k versions
-old. With natural lag, the engine continues during an update as far as the limit allows.
+admission, engine and learner; with agents, vLLM or DeepSpeed it is a run of `asyncrl run`. With
+injected lag k, every ticket is sampled with weights k versions old. With natural lag, the engine
+continues during an update as far as the limit allows.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments.compare import comparison, methods, warm_pool
 from asyncrl.experiments.compare.arms import Arm, configs_as_json, parse_arm, refuse_other
-from asyncrl.experiments.one_process import needs_own_process
 
 SYNC = "sync"
 PROBE_STEPS = 12
@@ -123,8 +123,6 @@ def plan(
         raise ConfigError(
             "staleness.inject: the sweep sets it; leave it out of the config and give --inject"
         )
-    if reason := needs_own_process(base):
-        raise ConfigError(reason)
     result = SweepPlan(
         dict(corrections),
         list(limits),

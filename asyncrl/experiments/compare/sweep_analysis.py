@@ -231,7 +231,7 @@ def speeds(sweep: Sweep) -> dict[str, float]:
     """Return the speed of each limit relative to limit 0.
 
     It is measured in decode steps of short runs at natural lag, with learner and generators equally
-    fast.
+    fast; runs as processes are measured in seconds.
     """
     clocks = {}
     for limit in sweep.plan.probes:

@@ -12,14 +12,25 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import load
+from asyncrl.config.tree import Config
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.importing import collection_paused
+from asyncrl.experiments import process_run
 from asyncrl.experiments.compare.warm_pool import collapsed
+from asyncrl.experiments.one_process import needs_own_process
+from asyncrl.experiments.serial_record import RunRecord
 from asyncrl.records import atomic_write
 
 
+def run_in_processes(directory: Path, cell: Path, config: Config) -> RunRecord:
+    """Run a cell by `asyncrl run`.  Raises AsyncrlError if it does not finish."""
+    run_dir, log = directory / "runs" / cell.stem, directory / "logs" / f"{cell.stem}.log"
+    process_run.complete(run_dir, str(cell), [], config.learner.steps, log)
+    return process_run.read_record(run_dir, config)
+
+
 def main(directory: Path, abandon: bool) -> None:
-    """Run cells by name until stdin ends."""
+    """Run cells by name until stdin ends: here, or those that cannot as processes of their own."""
     with collection_paused():
         from asyncrl.experiments import serial
 
@@ -39,7 +50,10 @@ def main(directory: Path, abandon: bool) -> None:
             return collapsed(steps, accuracy) if abandon else ""
 
         try:
-            record = serial.run_serial(config, config.seed, watch)
+            if needs_own_process(config):
+                record = run_in_processes(directory, path, config)
+            else:
+                record = serial.run_serial(config, config.seed, watch)
         except AsyncrlError as error:
             send_event(error=str(error))
             continue

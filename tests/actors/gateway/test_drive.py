@@ -17,9 +17,8 @@ from actors.gateway.environment_worker import (
     EnvironmentHost,
     EnvironmentOperation,
     EnvironmentSetup,
-    ToolLoop,
-    schema,
 )
+from actors.gateway.hubs.tools import ToolLoop, schema
 from asyncrl.config.agents import AgentConfig
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt

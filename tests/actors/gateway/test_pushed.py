@@ -409,6 +409,25 @@ def test_an_agent_that_fails_at_a_limit_of_its_session_is_judged(
     assert opened.session.finish == "length"
 
 
+@pytest.mark.parametrize("world", [{"at_once": 3}], indirect=True)
+def test_what_an_environment_scored_counts_also_where_a_limit_ended_it(
+    world: World, tmp_path: Path
+) -> None:
+    """Sampled again, a session that a limit ends would be missing from training."""
+    gate = str(tmp_path / "never")
+    limited, failed, cut = (world.begun(world.take("pays", gate=gate)) for _ in range(3))
+    error = SessionResult(0, "failed", 0.25, {"neat": 1.0}, why="failed: oh", scored=True)
+    truncated = SessionResult(0, "scored", 0.5, truncated=True)
+    now = world.door.current_time()
+    for opened, result in ((limited, error), (failed, error), (cut, truncated)):
+        answered(world, opened)
+        opened.session.limit = "max_calls" if opened is limited else ""
+        world.pushing._end_session(opened, result, now)
+    assert (limited.session.outcome.reward, limited.session.finish) == (0.25, "length")
+    assert failed.session.outcome.failed == "the agent failed: oh"
+    assert (cut.session.outcome.reward, cut.session.finish) == (0.5, "length")
+
+
 def test_a_function_that_does_not_stop_loses_its_process_and_the_others_begin_again(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

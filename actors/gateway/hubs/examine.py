@@ -1,0 +1,53 @@
+"""Make an environment and write its prompts: `python -m actors.gateway.hubs.examine ENV ARGS DIR`.
+
+ENV is agent.env and ARGS agent.args as JSON. The rows go to DIR/train.jsonl and DIR/eval.jsonl.
+Standard output is one JSON object: the number of rows of each, or `error`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from actors.gateway.hubs import SPLITS, self_playing
+from actors.reward_worker import describe_exception
+from asyncrl.contract.errors import ConfigError
+
+
+def write_rows(env: str, rows: Iterator[dict[str, Any]], file: TextIO) -> int:
+    """Write the rows of a data set and return their number.
+
+    Raises ConfigError for what building the data set raises."""
+    count = 0
+    try:
+        for row in rows:
+            file.write(json.dumps(row) + "\n")
+            count += 1
+    except Exception as error:
+        why = str(error) if isinstance(error, ConfigError) else describe_exception(error)
+        raise ConfigError(f"agent.env = {env}: its data set: {why}") from error
+    return count
+
+
+def examine(env: str, args: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Write the environment's prompts into `folder`; return the number of rows, or its error."""
+    counts: dict[str, Any] = {}
+    try:
+        environment = self_playing.load(env, args)
+        for split in SPLITS:
+            with (folder / f"{split}.jsonl").open("w", encoding="utf-8") as file:
+                counts[split] = write_rows(env, environment.rows(split), file)
+    except ConfigError as error:
+        return {"error": str(error)}
+    return counts
+
+
+if __name__ == "__main__":
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as result:
+        os.dup2(2, 1)  # what an environment prints must not mix with the result
+        env, args, folder = sys.argv[1:]
+        json.dump(examine(env, json.loads(args), Path(folder)), result)

@@ -1,0 +1,133 @@
+"""Environments of verifiers 0.1, as the environments hub has them: SingleTurnEnv, MultiTurnEnv,
+ToolEnv and their subclasses, each with its data sets and its rubric.
+
+A session is one `run_rollout` with an OpenAI client at the session's endpoint. All sessions of a
+process share one HTTP client and the event loop of agents.functions.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import msgspec
+from openai import AsyncOpenAI
+from verifiers.clients import OpenAIChatCompletionsClient
+
+from actors.gateway.agents.session_messages import SessionAccess, SessionResult, parse_outcome
+from actors.gateway.hubs import Split
+from actors.reward_worker import first_line
+from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.messages import Prompt
+
+EMPTY_ANSWER = "EmptyModelResponseError"  # an error of the environment for an answer without text
+TIMED_OUT = "timeout_reached"  # the environment's own limit of time
+
+# of the session whose task runs: the errors of its reward functions
+reward_errors: ContextVar[list[str]] = ContextVar("reward_errors")
+
+
+class RewardErrorHandler(logging.Handler):
+    """Collects the errors of reward functions.
+
+    A rubric logs the exception of a reward function and counts it as 0. Trained on, that would
+    teach the policy whatever breaks the function."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if (errors := reward_errors.get(None)) is not None:
+            errors.append(record.getMessage())
+
+
+class VerifiersEnvironment:
+    """One environment as a SelfPlayingEnvironment.
+
+    Raises ConfigError if its rubric compares the rollouts of a group."""
+
+    def __init__(self, environment: Any) -> None:
+        # it sets handlers of its own: an interrupt of the run is the gateway's to handle
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self.environment = environment
+        if environment.requires_group_rollouts:
+            raise ConfigError(
+                "its rubric scores the rollouts of a group together, and sessions are scored one "
+                "by one: use reward functions of one completion, and a group's baseline "
+                "(advantage.name)"
+            )
+        self.client = AsyncOpenAI(base_url="http://127.0.0.1", api_key="none", timeout=None)
+        logging.getLogger("verifiers.rubrics").addHandler(RewardErrorHandler(logging.ERROR))
+
+    def dataset(self, split: Split) -> Any:
+        """Return one of its data sets, or None."""
+        if split == "train":
+            return self.environment.build_dataset()
+        return self.environment.build_eval_dataset()
+
+    def rows(self, split: Split) -> Iterator[dict[str, Any]]:
+        for number, row in enumerate(self.dataset(split) or ()):
+            yield {
+                "messages": text_messages(row["prompt"], f"{split} row {number}"),
+                "answer": row.get("answer") or "",
+                "dataset": split,
+            }
+
+    def row(self, prompt: Prompt) -> dict[str, Any]:
+        """Return the row of a prompt.
+
+        Raises ValueError if it is another one than when the run began."""
+        split: Split = "eval" if prompt.meta["dataset"] == "eval" else "train"
+        row: dict[str, Any] = self.dataset(split)[prompt.id]
+        if text_messages(row["prompt"], f"row {prompt.id}") != prompt.messages:
+            raise ValueError(
+                f"row {prompt.id} of its data set differs from that of another process: give "
+                "load_environment a fixed seed ([agent.args])"
+            )
+        return row
+
+    async def play(self, prompt: Prompt, session: SessionAccess) -> SessionResult:
+        errors: list[str] = []
+        reward_errors.set(errors)
+        client = self.client.with_options(base_url=session.base_url, api_key=session.api_key)
+        output = await self.environment.run_rollout(
+            self.row(prompt), OpenAIChatCompletionsClient(client), session.model, {}
+        )
+        return read_output(session.number, output, errors)
+
+
+def read_output(
+    number: int, output: Mapping[str, Any], reward_errors: Sequence[str]
+) -> SessionResult:
+    """Convert a RolloutOutput: its rubric's functions become parts of the reward.
+
+    An empty answer is the policy's own. It is scored, and a function that cannot read it pays 0: a
+    failed session would be sampled again, until no empty answer is left to learn from."""
+    scored = parse_outcome(
+        number, {**(output.get("metrics") or {}), "reward": output.get("reward")}
+    )
+    if scored.kind != "scored":
+        return scored
+    truncated = bool(output.get("is_truncated")) or output.get("stop_condition") == TIMED_OUT
+    scored = msgspec.structs.replace(scored, truncated=truncated)
+    error = output.get("error")
+    if error is not None and error["error"] == EMPTY_ANSWER:
+        return scored
+    if error is not None:
+        why = f"failed: {first_line(error['error_chain_repr'])}"
+    elif reward_errors:
+        why = f"failed: {first_line(reward_errors[0])}"
+    else:
+        return scored
+    return msgspec.structs.replace(scored, kind="failed", why=why, scored=True)
+
+
+def text_messages(prompt: Any, where: str) -> list[dict[str, str]]:
+    """Return a prompt's chat messages with only role and content.
+
+    Raises ConfigError for content that is not text."""
+    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    messages = [{"role": str(turn["role"]), "content": turn["content"]} for turn in turns]
+    if not all(isinstance(turn["content"], str) for turn in messages):
+        raise ConfigError(f"{where}: its prompt has content that is not text")
+    return messages

@@ -1,0 +1,45 @@
+"""Run a module of asyncrl as main in a Python where asyncrl is not installed.
+
+`PYTHON -P PATH/foreign_start.py MODULE ARGUMENTS`, as `importing.command` writes it for
+agent.python.  That Python finds the package asyncrl here, and nothing else of our environment: the
+packages of an environment and ours need not agree on any version.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+INSIDE = Path(__file__).resolve().parents[1]  # the folder of the package asyncrl
+NEEDED = ("msgspec", "xxhash")
+
+
+def load_package() -> None:
+    """Import the package asyncrl from this file's folder.  Raises what its import raises."""
+    spec = spec_from_file_location(
+        "asyncrl", INSIDE / "__init__.py", submodule_search_locations=[str(INSIDE)]
+    )
+    assert spec is not None and spec.loader is not None
+    package = sys.modules["asyncrl"] = module_from_spec(spec)
+    spec.loader.exec_module(package)
+
+
+def main() -> None:
+    """Run the module that the command line names."""
+    load_package()
+    del sys.argv[0]
+    try:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    except ModuleNotFoundError as error:
+        if error.name not in NEEDED:
+            raise
+        sys.exit(
+            f"agent.python: {sys.executable} has no {error.name}: {sys.executable} -m pip install "
+            f"{' '.join(NEEDED)}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""A run of `asyncrl run` as part of an experiment, and its record in the form of a serial run's."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from asyncrl.config.tree import Config
+from asyncrl.contract import importing
+from asyncrl.contract.errors import AsyncrlError
+from asyncrl.experiments.serial_record import KEPT, RunRecord
+from asyncrl.records import metrics, rundir
+from buffer import training_log
+
+
+def complete(run_dir: Path, source: str, sets: Sequence[str], steps: int, log: Path) -> None:
+    """Make the run of a config in `run_dir`, or continue it from its last checkpoint.
+
+    log: the file for its output.  Raises AsyncrlError if it does not finish its steps."""
+    if rundir.is_finished(run_dir, steps) and (run_dir / "summary.json").exists():
+        return
+    base = importing.command("asyncrl.cli", "run")
+    items = [*sets, f"runs={str(run_dir.parent)!r}", f"name={run_dir.name!r}"]
+    fresh = [*base, source, *[word for item in items for word in ("--set", item)], "--json"]
+    resumable = any(run_dir.glob("checkpoints/epoch_*/number_*/manifest"))
+    if run_dir.exists() and not resumable:
+        shutil.rmtree(run_dir)
+    argv = [*base, "--resume", str(run_dir), "--json"] if resumable else fresh
+    log.parent.mkdir(exist_ok=True)
+    with log.open("a", encoding="utf-8") as log_file:
+        code = subprocess.run(
+            argv,
+            stdout=log_file,
+            stderr=log_file,
+            stdin=subprocess.DEVNULL,
+            check=False,
+            env=os.environ | {"NO_COLOR": "1"},
+        ).returncode
+    if rundir.is_finished(run_dir, steps):
+        return
+    lines = [line for line in log.read_text(encoding="utf-8").splitlines() if line.strip()]
+    raise AsyncrlError(
+        f"run {run_dir.name} ended with exit code {code}: {' '.join(lines[-1:])} (log: {log}); the "
+        "same command continues from here"
+    )
+
+
+def read_record(run_dir: Path, config: Config) -> RunRecord:
+    """Read a finished run's files as the record of a serial run.
+
+    Its `clock` is its wall time in milliseconds."""
+    summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+    rows = metrics.read(run_dir)
+    # after a resume the later row of a step wins
+    trained = {row["step"]: row for row in rows if "reward/mean" in row}
+    batches = training_log.read(run_dir / "trained.jsonl")
+
+    def evaluated(split: str) -> list[list[float]]:
+        values = {row["step"]: row[f"eval/{split}"] for row in rows if f"eval/{split}" in row}
+        return [[float(step) for step in sorted(values)], [values[step] for step in sorted(values)]]
+
+    return {
+        "seed": config.seed,
+        "steps": summary["steps"],
+        "tokens": summary["tokens"],
+        "wall_s": summary["wall_s"],
+        "decode_s": 0.0,
+        "learn_s": 0.0,
+        "clock": round(1000 * summary["wall_s"]),
+        "weights_digest": summary["weights_digest"],
+        "batches": [
+            {"ids": batch.ids, "tickets": batch.tickets} for _, batch in sorted(batches.items())
+        ],
+        "trained_ids": summary["trained_ids"],
+        "lag_histogram": summary["lag_histogram"],
+        "curve": [
+            {"version": step + 1, "t": row.get("t", 0.0)}
+            | {name: row[name] for name in (*KEPT, "lag/mean", "answer/length") if name in row}
+            for step, row in sorted(trained.items())
+        ],
+        "evals": {},
+        "accuracy": evaluated("heldout"),
+        "ood": evaluated("ood"),
+        "abandoned": "",
+        "ledger_lines": summary["ledger_lines"],
+    }

@@ -1,0 +1,240 @@
+"""Environments of verifiers by name, with the real package in the environment of the clients:
+their prompts, their sessions at the endpoint, their rubrics as rewards, and what is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from clients_kit import MULTIPLY, python_of
+from gateway_kit import Served
+from process_kit import ENV
+from pushed_kit import Commands
+
+from actors.gateway.agents.session_messages import SessionAccess, SessionOrders, SessionResult
+from actors.gateway.chat import hermes
+from actors.gateway.endpoint.web import OpenedSession
+from actors.gateway.hubs.prompt_files import FOLDER, with_prompt_files
+from actors.gateway.sessions import SessionCall, SessionLimits
+from asyncrl.config import rules
+from asyncrl.config.agents import AgentConfig
+from asyncrl.config.tree import Config, ModelConfig, TaskConfig
+from asyncrl.contract import importing
+from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.messages import Prompt
+from asyncrl.supervise import preflight
+from asyncrl.tasks import get_task
+
+pytestmark = pytest.mark.slow
+
+KIND = "verifiers:verifiers_kinds"
+COMPILED = ENV | {"PYTHONDONTWRITEBYTECODE": ""}  # see python_of
+KINDS = Path(__file__).parents[2] / "support"
+
+
+def config(runs: Path, python: str = "", **agent: Any) -> Config:
+    agent = {"env": KIND, "python": python or python_of("clients"), **agent}
+    return Config(
+        runs=str(runs),
+        model=ModelConfig(path="m"),
+        task=TaskConfig(name="env"),
+        agent=AgentConfig(**agent),
+    )
+
+
+# ---- before a run --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def located(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Config]:
+    """The config whose prompts are those of the environment with all kinds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(KINDS)
+        yield preflight.located(config(tmp_path_factory.mktemp("runs")))
+
+
+def test_the_prompts_are_the_rows_of_its_data_sets(located: Config, tmp_path: Path) -> None:
+    task = get_task(located.task)
+    assert (task.name, task.size("heldout"), task.size("ood")) == ("env", 1, 0)
+    train = sorted((task.prompt("train", at, 0) for at in range(5)), key=lambda prompt: prompt.id)
+    assert [prompt.id for prompt in train] == [0, 1, 2, 3, 4]
+    brief = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "3+4="}]
+    assert train[0].messages == brief and train[0].answer == "7"
+    assert train[0].meta == {"dataset": "train"}
+    held = task.prompt("heldout", 0, 0)
+    assert held.messages[-1]["content"] == "5+2=" and held.meta == {"dataset": "eval"}
+    # named by their content in the folder of the runs, once
+    assert Path(located.task.prompts).parent == Path(located.runs) / FOLDER
+    assert with_prompt_files(located) is located
+    sets = preflight.located_sets(
+        msgspec.structs.replace(located, task=TaskConfig(name="env", prompts="here")), ["seed=1"]
+    )
+    assert sets == ["seed=1"]
+    with pytest.raises(ValueError, match="the environment pays"):
+        task.reward(held, "7")
+
+
+REFUSED = [
+    ("verifiers:no-such", {}, "'no_such'; install its package into agent.python"),
+    (KIND, {"kinds": 1}, "unexpected keyword argument 'kinds'; see [agent.args]"),
+    (KIND, {"kind": "group"}, "scores the rollouts of a group together"),
+    (KIND, {"kind": "picture"}, "train row 0: its prompt has content that is not text"),
+]
+
+
+def test_an_environment_that_cannot_be_played_is_refused_in_one_line(tmp_path: Path) -> None:
+    """All in one process, as each import of verifiers takes seconds."""
+    cases = json.dumps([(env, args) for env, args, _ in REFUSED])
+    argv = [*importing.command("verifiers_refused", python=python_of("clients")), cases]
+    out = subprocess.run(argv, cwd=KINDS, env=COMPILED, capture_output=True, text=True, check=True)
+    for (env, _, said), answer in zip(REFUSED, json.loads(out.stdout), strict=True):
+        assert answer["error"].startswith(f"agent.env = {env}: "), answer
+        assert said in answer["error"] and "\n" not in answer["error"], answer
+
+
+@pytest.mark.parametrize(
+    ("agent", "said"),
+    [
+        ({"python": f"{sys.base_prefix}/bin/python3"}, "-m pip install msgspec xxhash"),
+        ({"python": "no/python"}, "agent.python: no/python cannot be started: No such file"),
+        ({"python": sys.executable}, "No module named 'verifiers'; install verifiers"),
+    ],
+)
+def test_a_python_that_cannot_play_it_is_refused_in_one_line(
+    agent: Mapping[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(KINDS)
+    with pytest.raises(ConfigError, match=said) as refused:
+        preflight.located(config(tmp_path, **agent))
+    assert "\n" not in str(refused.value) and not (tmp_path / FOLDER).exists()
+
+
+def test_the_environment_and_its_task_go_together(tmp_path: Path) -> None:
+    assert not rules.check(config(tmp_path))
+    with pytest.raises(ConfigError, match="is empty; `asyncrl run` writes"):
+        get_task(TaskConfig(name="env"))
+    for agent, key in (
+        ({"env": "a:B"}, "task.name: env with agent.env = a:B"),
+        ({"opponent": "random", "eval_opponent": "random"}, "agent.opponent: verifiers:"),
+        ({"env": "", "serve": True, "python": "p"}, "agent.python: runs agent.env"),
+        ({"env": "", "serve": True, "args": {"a": 1}}, "agent.args: are those of an environment"),
+    ):
+        problems = rules.check(config(tmp_path, **agent))
+        assert any(problem.startswith(key) for problem in problems), problems
+    other = msgspec.structs.replace(config(tmp_path), task=TaskConfig(name="calc"))
+    assert any(problem.startswith("task.name: calc with") for problem in rules.check(other))
+
+
+# ---- sessions ------------------------------------------------------------------------------------
+
+
+class Bench:
+    """The endpoint, a process with the environment of all kinds, and its prompts."""
+
+    def __init__(self, path: Path, located: Config) -> None:
+        self.task = get_task(located.task)
+        self.served = Served(parser=hermes, limits=SessionLimits(max_calls=3, context=300))
+        self.commands = Commands(path, located.agent)
+        self.number = 0
+
+    def prompt(self, text: str) -> Prompt:
+        prompts = [self.task.prompt("train", at, 0) for at in range(5)]
+        prompts.append(self.task.prompt("heldout", 0, 0))
+        return next(prompt for prompt in prompts if prompt.messages[-1]["content"] == text)
+
+    def play(
+        self, prompt: Prompt, *answers: str, open_: Callable[[], OpenedSession] | None = None
+    ) -> tuple[SessionResult, OpenedSession]:
+        """Play a session; answers: what the policy says, call by call."""
+        opened = self.served.do(open_ or self.served.service.open)
+        left = [*answers]
+
+        def say(call: SessionCall) -> str:
+            return left.pop(0)
+
+        self.served.service.say = say
+        self.number += 1
+        url = f"{self.served.url}/s/{opened.session.name}"
+        seat = SessionAccess(
+            self.number, opened.session.name, url, opened.key, "policy", prompt, 9, 1, True, 600.0
+        )
+        self.commands.worker.send(SessionOrders([seat]))
+        return self.commands.left(self.number), opened
+
+    def texts(self, opened: OpenedSession) -> list[str]:
+        """The prompts of a session's calls."""
+        decode = opened.chat.decode_text
+        return [decode(node.prompt().tolist()) for node in opened.session.tree.nodes]
+
+
+@pytest.fixture(scope="module")
+def bench(located: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    made = Bench(tmp_path_factory.mktemp("agent"), located)
+    yield made
+    made.commands.worker.kill()
+    made.served.close()
+
+
+def test_its_rubric_is_the_reward_and_each_function_a_part(bench: Bench) -> None:
+    for text, answer, reward in (("3+4=", "7", 1.5), ("5+2=", "seven", 0.0)):
+        result, opened = bench.play(bench.prompt(text), answer)
+        assert (result.kind, result.reward, result.truncated) == ("scored", reward, False), result
+        assert result.parts["exact"] == result.parts["short"] == float(reward > 0)
+        assert result.parts["num_turns"] == 1.0
+        assert "Be brief." in bench.texts(opened)[0] and text in bench.texts(opened)[0]
+
+
+def test_turns_and_tools_are_one_training_sequence(bench: Bench) -> None:
+    result, opened = bench.play(bench.prompt("guess"), "3", "7")
+    assert (result.kind, result.reward) == ("scored", 0.0), result  # the last word is "hit"
+    assert "no" in bench.texts(opened)[1] and result.parts["num_turns"] == 2.0
+    assert (opened.session.calls, len(opened.session.training_rows())) == (2, 1)
+    call = MULTIPLY.replace("17", "7").replace("3", "1")
+    result, opened = bench.play(bench.prompt("What is 7 times 1?"), call, "7")
+    assert (result.kind, result.reward) == ("scored", 1.0), result
+    assert "7" in bench.texts(opened)[1].rpartition("multiply")[2]
+    assert (opened.session.calls, len(opened.session.training_rows())) == (2, 1)
+
+
+def test_a_reward_function_that_raises_fails_the_session(bench: Bench) -> None:
+    """verifiers itself counts it as 0."""
+    result, _ = bench.play(bench.prompt("a number, please"), "none")
+    assert result.kind == "failed" and "fragile" in result.why and "invalid literal" in result.why
+    result, _ = bench.play(bench.prompt("a number, please"), "4")
+    assert (result.kind, result.reward) == ("scored", 0.25)
+
+
+def test_an_empty_answer_is_scored_and_not_sampled_again(bench: Bench) -> None:
+    """verifiers ends such a rollout with an error, and the function cannot read it."""
+    result, opened = bench.play(bench.prompt("a number, please"), "")
+    assert (result.kind, result.reward, opened.session.calls) == ("scored", 0.0, 1), result
+
+
+def test_a_limit_cuts_the_session_and_its_rubric_scores_it(bench: Bench) -> None:
+    # after two long answers the next prompt is longer than the context
+    result, opened = bench.play(bench.prompt("guess"), "x" * 190, "y" * 190)
+    assert (result.kind, result.truncated) == ("scored", True), result
+    assert opened.session.shortened and opened.session.calls == 2
+
+    def with_limit() -> OpenedSession:
+        opened = bench.served.service.open()
+        opened.session.limits = SessionLimits(max_calls=1)
+        return opened
+
+    result, opened = bench.play(bench.prompt("guess"), "3", open_=with_limit)
+    assert (result.kind, result.scored, result.reward) == ("failed", True, 0.0), result
+    assert opened.session.limit == "max_calls" and "agent.max_calls" in result.why
+
+
+def test_rows_that_change_between_processes_fail_the_session(bench: Bench) -> None:
+    prompt = bench.prompt("3+4=")
+    other = msgspec.structs.replace(prompt, messages=[{"role": "user", "content": "8+9="}])
+    result, _ = bench.play(other)
+    assert result.kind == "failed" and "give load_environment a fixed seed" in result.why

@@ -1,0 +1,75 @@
+"""A run on the environment of docs/hubs.md: the page's module, in the Python of the clients."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from agent_run_kit import rows
+from clients_kit import python_of
+from process_kit import ENV, PATIENT, ROOT, RUN_SEED
+
+from asyncrl.models.policy import build_model
+
+pytestmark = pytest.mark.slow
+
+PAGE = ROOT / "docs" / "hubs.md"
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def write_blocks(folder: Path) -> None:
+    """The page's environment and its config, as a reader would save them."""
+    (module,) = re.findall(r"(?ms)^```python\n(import verifiers.*?)^```", PAGE.read_text())
+    (config,) = re.findall(r'(?ms)^```toml\n(task.name = "env".*?)^```', PAGE.read_text())
+    (folder / "my_sums.py").write_text(module)
+    (folder / "sums.toml").write_text(config)
+
+
+def test_an_environment_of_verifiers_is_trained_on_by_its_name(tmp_path: Path) -> None:
+    """One call a session; the rubric pays, and each of its functions is a part of the reward."""
+    build_model(tmp_path / "m", "0123456789+= ", hidden=32, layers=1)
+    (tmp_path / "m" / "chat_template.jinja").write_text(TEMPLATE)
+    write_blocks(tmp_path)
+    sets = (
+        *PATIENT,
+        f"seed={RUN_SEED}",
+        "name=sums",
+        "model.path=m",
+        f"agent.python={python_of('clients')!r}",
+        "agent.workers=1",  # each imports the package for itself
+        "agent.step_s=3600.0",
+        "agent.idle_s=3600.0",
+        "agent.deadline_s=7200.0",
+        "wires.lease_s=3600.0",
+        "learner.steps=2",
+        "learner.groups=2",
+        "learner.group_size=4",
+        "generator.max_new_tokens=8",
+        "generator.context=64",
+        "evaluation.every=0",
+        "evaluation.final_prompts=4",
+        "record.samples_every=1",
+        "record.samples=0",
+    )
+    argv = [sys.executable, "-m", "asyncrl.cli", "run", "sums.toml", "--json"]
+    argv += [word for item in sets for word in ("--set", item)]
+    env = ENV | {"PYTHONDONTWRITEBYTECODE": ""}  # see python_of
+    ended = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    run = tmp_path / "runs" / "sums"
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["steps"], summary["trajectories"], summary["ledger"]["failed"]) == (2, 16, 0)
+    samples = rows(run / "samples.jsonl")
+    assert len(samples) == 16
+    for sample in samples:
+        parts = sample["parts"]
+        assert {"exact", "brief", "num_turns"} <= parts.keys()
+        assert sample["reward"] == pytest.approx(parts["exact"] + 0.1 * parts["brief"])
+        # an empty answer is no turn to the environment, and is trained on all the same
+        assert sample["calls"] == 1 and parts["num_turns"] <= 1
+    assert len({sample["prompt"] for sample in samples}) > 1
+    assert summary["heldout_end"] is not None
