@@ -56,7 +56,7 @@ def warm_start(
                 family="qwen3_moe" if config.model.warm_start_experts else "qwen3",
                 experts=config.model.warm_start_experts,
             )
-            loss = _fit(model, demonstrations, count)
+            loss = fit_answers(model, demonstrations, count)
             models.export(model, part)
             what = {
                 "task": task.name,
@@ -72,7 +72,7 @@ def warm_start(
     return what
 
 
-def _fit(model: Any, pairs: list[tuple[str, str]], steps: int) -> float:
+def fit_answers(model: Any, pairs: list[tuple[str, str]], steps: int) -> float:
     """Train on the answers, each once and in order, and return the last loss.
 
     The learning rate decays linearly after a short warm-up."""

@@ -1,9 +1,9 @@
 """A server of the Tinker API that knows the lag of every trained token.
 
     client --- HTTP ---> server process (app.py, models.py, samplers.py; no model)
-                             |  calls over a socket pair (links.py, worker.py)
-                             +--> training process: weights, optimizers (trainer.py, losses.py)
-                             +--> sampling process: the embedded engine (sampler.py)
+                             |  calls over a socket pair (links.py, workers/worker.py)
+                             +--> training process: weights, optimizers (workers/trainer.py)
+                             +--> sampling process: the embedded engine (workers/sampler.py)
 
 The server process orders the calls of each model, writes each to disk before it promises a result
 (call_log.py), and knows which weights sampled every sequence (sequences.py). So it checks the lag

@@ -25,7 +25,8 @@ from asyncrl.records import atomic_write, jsonl
 from asyncrl.tinker import wire
 from asyncrl.tinker.call_log import TrainingCall, TrainingOutcome
 from asyncrl.tinker.links import WorkerLink
-from asyncrl.tinker.models import ModelRecord, ServedModel, find_saved, folder_name
+from asyncrl.tinker.model_records import ModelRecord, find_saved, folder_name
+from asyncrl.tinker.models import ServedModel
 from asyncrl.tinker.samplers import SampleOutcome, SamplerRecord, SamplerService
 from asyncrl.tinker.sequences import SequenceLedger
 from asyncrl.tinker.settings import TinkerConfig
@@ -53,6 +54,7 @@ class TinkerServer:
         self.sampling = WorkerLink("sampling", settings, logs / "sampling.log")
         ends = model_stops(load_tokenizer(config.model.path), config.model.path)
         self.samplers = SamplerService(config, folder, self.sampling, self.ledger, ends)
+        self.samplers.pace = self.pace
         self.session_rows = jsonl.JsonlAppender(folder / "sessions.jsonl")
         self.sessions = {row["id"] for row in jsonl.read(folder / "sessions.jsonl")}
         self.models: dict[str, ServedModel] = {}
@@ -81,8 +83,30 @@ class TinkerServer:
         source = find_saved(self.folder, record.source)[0] if record.source else Path()
         model = ServedModel(record, folder, self.config, self.trainer, self.ledger, source)
         self.models[record.model] = model
+        model.on_change = self.samplers.released.set
         self.tasks.append(asyncio.create_task(model.run(), name=record.model))
         return model
+
+    def pace(self, sampler: SamplerRecord, count: int) -> str:
+        """Return why a request to sample `count` sequences must wait; "": it need not.
+
+        With on_exceed = pace a model may have as many untrained sequences within the limit as
+        max_lag + 1 optimizer steps train. A request waits only while calls of the model are being
+        carried out, so that a client that waits for it is never stuck."""
+        limit = self.config.staleness.max_lag
+        model = self.models.get(sampler.model)
+        if self.config.staleness.on_exceed != "pace" or model is None or model.is_idle:
+            return ""
+        untrained = self.ledger.of_model(sampler.model).untrained
+        ahead = sum(n for version, n in untrained.items() if version >= model.version - limit)
+        ahead += self.samplers.in_flight(sampler.model)
+        room = (limit + 1) * model.batch
+        if not model.batch or not ahead or ahead + count <= room:
+            return ""
+        return (
+            f"{ahead} sequences of {sampler.model} wait to be trained: with staleness.max_lag = "
+            f"{limit:g} and {model.batch} sequences a step, more would be too old"
+        )
 
     # ---- HTTP ------------------------------------------------------------------------------------
 

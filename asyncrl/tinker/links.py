@@ -24,7 +24,7 @@ from asyncrl.tinker.messages import (
     WorkerCall,
     WorkerReply,
 )
-from asyncrl.tinker.worker import LENGTH_BYTES, frame
+from asyncrl.tinker.workers.worker import LENGTH_BYTES, frame
 
 Result = ScoreResult | StepResult | SampleResult | CallDone | CallFailure
 
@@ -58,7 +58,7 @@ class WorkerLink:
             ours, theirs = socket.socketpair()
             number = str(theirs.fileno())
             argv = importing.command(
-                "asyncrl.tinker.worker", self.role, str(self.config_path), number
+                "asyncrl.tinker.workers.worker", self.role, str(self.config_path), number
             )
             with theirs, self.log.open("ab") as log:
                 self.process = subprocess.Popen(

@@ -4,6 +4,7 @@
 MODEL/config.toml      a run's config, so that `asyncrl watch` and `asyncrl report` show the model
 MODEL/metrics.jsonl    a row for each optimizer step
 MODEL/trained.jsonl    the sequences and lags of each optimizer step
+MODEL/ledger.json      sequences of the model by how often they were trained
 MODEL/model.json       what the model was created from
 MODEL/calls, checkpoints  see call_log.py
 MODEL/weights/NAME, MODEL/sampler_weights/NAME   saved by the client, with NAME.json
@@ -15,11 +16,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import shutil
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ from asyncrl.tinker.messages import (
     ScoreResult,
     StepResult,
 )
+from asyncrl.tinker.model_records import NAME, ModelRecord, SavedWeights, find_saved
 from asyncrl.tinker.sequences import (
     ModelAncestry,
     SequenceLedger,
@@ -55,37 +57,8 @@ from asyncrl.tinker.sequences import (
 )
 from asyncrl.tinker.settings import TinkerConfig, run_config
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 FARTHEST = 10_000  # calls that may arrive before an earlier one
 CHANGING = ("create_model", "load_weights", "forward_backward", "optim_step")
-
-
-class SavedWeights(msgspec.Struct):
-    """NAME.json beside weights that a client saved."""
-
-    model: str
-    rank: int
-    version: int
-    parents: dict[str, int]
-    time: float
-
-
-class ModelRecord(msgspec.Struct):
-    """model.json.
-
-    source: tinker path that it was loaded from; "": the base model.
-    version: when it was created."""
-
-    model: str
-    session: str
-    rank: int
-    seed: int
-    time: float
-    source: str = ""
-    optimizer: bool = False
-    version: int = 0
-    parents: dict[str, int] = {}
-    metadata: dict[str, Any] | None = None
 
 
 class RequestRefused(Exception):
@@ -119,7 +92,8 @@ class ServedModel:
         self.promises: dict[int, asyncio.Future[TrainingOutcome]] = {}
         self.bodies: dict[int, bytes] = {}
         self.arrived = asyncio.Event()
-        self.idle = asyncio.Event()
+        self.is_idle = True  # no call is being carried out
+        self.on_change: Callable[[], None] = lambda: None  # called after each call
         self.last_request = record.time
         self.batch = 0  # sequences in the last optimizer step
         self._begin_step()
@@ -222,9 +196,10 @@ class ServedModel:
         while True:
             self.arrived.clear()
             while self.next in self.promises:
-                self.idle.clear()
+                self.is_idle = False
                 await self._carry_out(self.next)
-            self.idle.set()
+                self.is_idle = self.next not in self.promises
+                self.on_change()
             await self.arrived.wait()
 
     async def _carry_out(self, number: int) -> None:
@@ -370,7 +345,7 @@ class ServedModel:
             checked = not (replay or decoded.forward_only)
             if measured.refused and checked and not only_limit:
                 raise RequestRefused(f"datum {place}: {measured.refused}")
-            datum, kept = _with_lags(datum, measured.lags, staleness.max_lag)
+            datum, kept = with_lags(datum, measured.lags, staleness.max_lag)
             data.append(datum)
             lags.update(kept[kept != NOT_SAMPLED].tolist())
             sequences += measured.sequences
@@ -423,6 +398,8 @@ class ServedModel:
         if self.version > self.recorded:  # otherwise recorded before the server was killed
             self.trained_file.write(trained_row(self.version, self.lags, self.sequences))
             self.ledger.mark_trained(set(self.sequences))
+            totals = self.ledger.of_model(self.record.model).as_dict()
+            atomic_write.write(self.folder / "ledger.json", json.dumps(totals, indent=1))
             self.metrics.write(self.version, measured, time.monotonic() - self.began)
             self.recorded = self.version
         self.version += 1
@@ -520,7 +497,7 @@ class ServedModel:
         self.metrics.close()
 
 
-def _with_lags(datum: Datum, lags: np.ndarray, limit: float) -> tuple[Datum, np.ndarray]:
+def with_lags(datum: Datum, lags: np.ndarray, limit: float) -> tuple[Datum, np.ndarray]:
     """Return a datum with its lags, and the lags of the tokens in the gradient.
 
     Tokens above the limit are masked; they get here only with on_exceed = mask."""
@@ -533,27 +510,3 @@ def _with_lags(datum: Datum, lags: np.ndarray, limit: float) -> tuple[Datum, np.
         fields = fields | {"mask": kept.tobytes()}
     kept_lags = np.where(over, NOT_SAMPLED, lags).astype("<i4")
     return Datum(datum.tokens, datum.targets, fields, kept_lags.tobytes()), kept_lags
-
-
-def folder_name(model: str) -> str:
-    """Return the folder of a model.
-
-    >>> folder_name("s-1f:train:0")
-    's-1f-train-0'
-    """
-    return model.replace(":", "-")
-
-
-def find_saved(root: Path, path: str, kind: str = "") -> tuple[Path, SavedWeights]:
-    """Return the directory of a tinker path, and what was saved there.  Raises ConfigError."""
-    match = re.fullmatch(r"tinker://([A-Za-z0-9:_-]+)/(weights|sampler_weights)/([^/]+)", path)
-    if match is None or not NAME.fullmatch(match[3]):
-        raise ConfigError(f"{path} is no path of saved weights: tinker://MODEL/weights/NAME")
-    if kind and match[2] != kind:
-        raise ConfigError(f"{path} has no optimizer: training goes on from tinker://MODEL/{kind}/")
-    found = root / folder_name(match[1]) / match[2] / match[3]
-    try:
-        note = found.with_name(f"{found.name}.json").read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{path}: this server has no such weights") from error
-    return found, msgspec.json.decode(note, type=SavedWeights)

@@ -52,6 +52,7 @@ class SamplePromise:
         self.body = body
         self.sequences = sequences
         self.number = number  # of its call to the sampling process
+        self.is_started = False  # the sampling process has it
         self.paced = ""  # why it waits
         self.future: asyncio.Future[SampleOutcome] = asyncio.get_running_loop().create_future()
         self.task: asyncio.Task[None] | None = None
@@ -150,6 +151,7 @@ class SamplerService:
                 self.released.clear()
                 await self.released.wait()
             promise.paced = ""
+            promise.is_started = True
             outcome = await self._ask(sampler, job, promise)
         except asyncio.CancelledError:
             outcome = SampleOutcome(error="the request was canceled")
@@ -199,7 +201,7 @@ class SamplerService:
             len(promise.sequences)
             for name, promise in self.promises.items()
             if not promise.future.done()
-            and not promise.paced
+            and promise.is_started
             and self.samplers[name.rpartition(":sample:")[0]].model == model
         )
 

@@ -88,6 +88,7 @@ class SequenceLedger:
     def __init__(self, path: Path) -> None:
         self.sequences: dict[str, SampledSequence] = {}
         self.by_fingerprint: dict[str, list[SampledSequence]] = {}
+        self.models: dict[str, ModelLedger] = {}
         for row in jsonl.read(path):
             self._add(
                 SampledSequence(
@@ -117,6 +118,13 @@ class SequenceLedger:
     def _add(self, sequence: SampledSequence) -> None:
         self.sequences[sequence.id] = sequence
         self.by_fingerprint.setdefault(sequence.fingerprint, []).append(sequence)
+        ledger = self.of_model(sequence.model)
+        ledger.sampled += 1
+        ledger.sampled_tokens += sequence.length
+        ledger.untrained[sequence.version] += 1
+
+    def of_model(self, model: str) -> ModelLedger:
+        return self.models.setdefault(model, ModelLedger())
 
     # ---- datums ----------------------------------------------------------------------------------
 
@@ -185,21 +193,15 @@ class SequenceLedger:
 
     def mark_trained(self, ids: Iterable[str]) -> None:
         """Count an optimizer step on these sequences."""
-        for id in ids:
-            if id in self.sequences:
-                self.sequences[id].trained += 1
-
-    def totals(self, model: str) -> dict[str, int]:
-        """Return the ledger of the sequences that a model's weights sampled."""
-        own = [s for s in self.sequences.values() if s.model == model]
-        times = Counter(min(s.trained, 2) for s in own)
-        return {
-            "sampled": len(own),
-            "sampled_tokens": sum(s.length for s in own),
-            "never_trained": times[0],
-            "trained_once": times[1],
-            "trained_again": times[2],
-        }
+        for sequence in filter(None, map(self.sequences.get, ids)):
+            sequence.trained += 1
+            ledger = self.of_model(sequence.model)
+            if sequence.trained == 1:
+                ledger.untrained[sequence.version] -= 1
+                ledger.trained_once += 1
+            elif sequence.trained == 2:
+                ledger.trained_once -= 1
+                ledger.trained_again += 1
 
     def close(self) -> None:
         self.file.close()
@@ -220,6 +222,30 @@ def sampled_runs(datum: Datum) -> list[tuple[int, int]]:
         inside = mask != 0
     edges = np.flatnonzero(np.diff(np.concatenate([[False], inside, [False]]).astype(np.int8)))
     return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
+
+
+@dataclass
+class ModelLedger:
+    """The sequences that a model's weights sampled.
+
+    untrained: version -> sequences that no optimizer step has used yet.
+    """
+
+    sampled: int = 0
+    sampled_tokens: int = 0
+    trained_once: int = 0
+    trained_again: int = 0
+    untrained: Counter[int] = field(default_factory=Counter)
+
+    def as_dict(self) -> dict[str, int]:
+        """Return the lines of the ledger; the last three add up to `sampled`."""
+        return {
+            "sampled": self.sampled,
+            "sampled_tokens": self.sampled_tokens,
+            "never_trained": sum(self.untrained.values()),
+            "trained_once": self.trained_once,
+            "trained_again": self.trained_again,
+        }
 
 
 class LagCheck(NamedTuple):

@@ -66,6 +66,17 @@ def serve(config: TinkerConfig, source: str) -> None:
             f"asyncrl tinker needs {error.name}, which is not installed: pip install "
             "'asyncrl[tinker]'"
         ) from error
+    path = Path(config.model.path)
+    if config.model.warm_start and not path.exists():
+        from asyncrl.tinker import demo_model
+
+        print(f"building {path} and training it on additions ...", file=sys.stderr, flush=True)
+        demo_model.build(path, config.seed)
+    if not (path / "config.json").is_file():
+        raise ConfigError(
+            f"model.path: {path} is no model directory (it has no config.json); `asyncrl model "
+            "get` fetches one, model.warm_start = true builds a tiny one"
+        )
     folder = directory(config, source)
     lock = RunLock(folder, "tinker")
     key = api_key(folder)

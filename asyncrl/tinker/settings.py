@@ -27,6 +27,13 @@ class TinkerModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         ),
     ] = "float32"
     device: Annotated[str, Meta(description="Device: auto, cpu, cuda or cuda:N.")] = "auto"
+    warm_start: Annotated[
+        bool,
+        Meta(
+            description="If `path` does not exist, build a tiny model there and train it on "
+            "additions with mistakes, in the cookbook's format role_colon."
+        ),
+    ] = False
 
 
 class ServerAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -162,7 +169,8 @@ def run_config(config: TinkerConfig, rank: int) -> Config:
     return load.build(
         {
             "seed": config.seed,
-            "model": msgspec.to_builtins(config.model),
+            "model": {"path": config.model.path, "dtype": config.model.dtype}
+            | {"device": config.model.device},
             "task": {"name": "client"},
             "generator": msgspec.to_builtins(config.sampling),
             "learner": msgspec.to_builtins(config.training),

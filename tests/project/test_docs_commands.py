@@ -36,6 +36,7 @@ PAGES = [
     "docs/judges.md",
     "docs/reasoning-gym.md",
     "docs/sft.md",
+    "docs/tinker.md",
     "docs/lora.md",
     "docs/agents.md",
     "docs/environments.md",

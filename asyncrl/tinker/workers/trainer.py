@@ -14,14 +14,14 @@ import numpy as np
 import torch
 
 from asyncrl.algorithms import diagnostics
+from asyncrl.algorithms import loss as step_loss
+from asyncrl.algorithms.batch import LossBatch
 from asyncrl.config.tree import LoraConfig
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.models import adapters, memory
 from asyncrl.models.policy import PolicyModel, export, load_policy, load_weights, named_weights
 from asyncrl.records import atomic_write
-from asyncrl.tinker import losses
 from asyncrl.tinker.messages import (
-    NOT_SAMPLED,
     CallDone,
     CallFailure,
     Datum,
@@ -35,6 +35,7 @@ from asyncrl.tinker.messages import (
     StepResult,
 )
 from asyncrl.tinker.settings import TinkerConfig
+from asyncrl.tinker.workers import losses
 from learner import checkpoint
 from learner.backend import PlainAdamW
 
@@ -131,6 +132,8 @@ class Trainer:
             self._check(request, place, datum)
         model = self.models[request.model]
         order = sorted(range(len(request.data)), key=lambda place: request.data[place].length)
+        if losses.METHOD in request.config:
+            return self._method_loss(request, model, order)
         scored: dict[int, bytes] = {}
         total = 0.0
         for places in self._micro_batches(request.data, order):
@@ -142,10 +145,37 @@ class Trainer:
                 loss.backward()  # type: ignore[no-untyped-call]
                 diagnostics.add(model.sums, sums)
             total += float(sums["loss/policy"])
-            ends = np.cumsum([datum.length for datum in data])[:-1]
-            rows = np.split(lp.detach().float().cpu().numpy(), ends)
-            scored |= {place: row.tobytes() for place, row in zip(places, rows, strict=True)}
+            scored |= zip(places, split_rows(data, lp), strict=True)
         return ScoreResult([scored[place] for place in range(len(request.data))], total)
+
+    def _method_loss(
+        self, request: ForwardBackward, model: TrainedModel, order: Sequence[int]
+    ) -> ScoreResult:
+        """Compute the loss of a method by the learner's own functions, on all datums at once.
+
+        Its reduction weighs tokens and datums as in a run, times the number of tokens: a sum like
+        the other losses."""
+        ordered = [request.data[place] for place in order]
+        micros = self._micro_batches(ordered, range(len(ordered)))
+        parts = [[ordered[place] for place in places] for places in micros]
+        with torch.no_grad():
+            rows = [self.score(model.policy, part) for part in parts]
+        current = torch.cat(rows).float()
+        prep, step = method_step(request.config, ordered, current)
+        total, begin = 0.0, 0
+        for part in parts if not request.forward_only else []:
+            count = sum(datum.length for datum in part)
+            positions = torch.arange(begin, begin + count, device=current.device)
+            loss, sums = step_loss.micro_loss(
+                prep, step, positions, self.score(model.policy, part).float()
+            )
+            loss.backward()  # type: ignore[no-untyped-call]
+            diagnostics.add(model.sums, sums)
+            total += float(loss.detach())
+            begin += count
+        scored = [row for part, lp in zip(parts, rows, strict=True) for row in split_rows(part, lp)]
+        by_place = dict(zip(order, scored, strict=True))
+        return ScoreResult([by_place[place] for place in range(len(order))], total)
 
     def _check(self, request: ForwardBackward, place: int, datum: Datum) -> None:
         sampled = request.loss in losses.POLICY_LOSSES
@@ -225,55 +255,104 @@ class Trainer:
         )
 
 
+def split_rows(data: Sequence[Datum], lp: torch.Tensor) -> list[bytes]:
+    """Return the float32 values of each datum from packed ones [N]."""
+    ends = np.cumsum([datum.length for datum in data])[:-1]
+    return [row.tobytes() for row in np.split(lp.detach().float().cpu().numpy(), ends)]
+
+
+class PackedDatums:
+    """The tokens of some datums, packed: N tokens.
+
+    inside: bool [N], tokens in the loss.
+    lag: int64 [N], versions; NOT_SAMPLED or UNKNOWN where there is none.
+    """
+
+    def __init__(self, data: Sequence[Datum], device: torch.device) -> None:
+        self.data = data
+        self.device = device
+        lengths = torch.tensor([datum.length for datum in data], device=device)
+        self.seq = torch.repeat_interleave(torch.arange(len(data), device=device), lengths)
+        self.mask = self.field("mask", 1.0)
+        self.behavior = self.field("logprobs", 0.0)
+        self.adv = self.field("advantages", 0.0)
+        given = torch.tensor(["mask" in datum.fields for datum in data], device=device)
+        # without a mask, a prompt's tokens have neither an advantage nor a log-probability
+        sampled = given[self.seq] | (self.adv != 0) | (self.behavior != 0)
+        self.inside = (self.mask != 0) & sampled
+        lags = np.concatenate([np.frombuffer(datum.lags, "<i4") for datum in data])
+        self.lag = torch.from_numpy(lags).to(device, torch.int64)
+
+    def field(self, name: str, default: float) -> torch.Tensor:
+        """Return a field [N]."""
+        rows = [
+            np.full(datum.length, default, np.float32) if row is None else row
+            for datum in self.data
+            for row in [datum.field(name)]
+        ]
+        return torch.from_numpy(np.concatenate(rows)).to(self.device)
+
+
+@torch.no_grad()
+def method_step(
+    options: losses.Options, data: Sequence[Datum], current: torch.Tensor
+) -> tuple[step_loss.PreparedBatch, step_loss.StepPlan]:
+    """Prepare the learner's loss of a method; current: [N], the policy's log-probabilities."""
+    config = losses.method_settings(options)
+    packed = PackedDatums(data, current.device)
+    zeros = torch.zeros(len(data), device=current.device)
+    batch = LossBatch(
+        seq=packed.seq,
+        behavior=packed.behavior,
+        mask=packed.inside,
+        token_lag=packed.lag.clamp(min=0),
+        rewards=zeros,
+        groups=torch.zeros(len(data), dtype=torch.int64, device=current.device),
+        truncated=torch.zeros(len(data), dtype=torch.bool, device=current.device),
+        start=current,
+    )
+    share = {"behavior": torch.ones_like(current), "recompute": torch.zeros_like(current)}.get(
+        config.correction.proximal, 1.0 / (batch.token_lag.float() + 1.0)
+    )
+    batch.anchor = share * packed.behavior + (1 - share) * current
+    prep = step_loss.prepare(batch, config)
+    prep.advantage = packed.adv
+    everything = torch.arange(len(data), device=current.device)
+    step = step_loss.begin_step(prep, everything, current)
+    step.factor = step.factor * prep.valid.sum()
+    return prep, step
+
+
 def policy_loss(
     request: ForwardBackward, data: Sequence[Datum], lp: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the loss of `data`, and the sums for its metrics; lp: [N] with gradient."""
-    device = lp.device
-
-    def pack_field(name: str, default: float) -> torch.Tensor:
-        rows = [
-            np.full(datum.length, default, np.float32) if row is None else row
-            for datum in data
-            for row in [datum.field(name)]
-        ]
-        return torch.from_numpy(np.concatenate(rows)).to(device)
-
+    packed = PackedDatums(data, lp.device)
     now = lp.detach().float()
-    mask = pack_field("mask", 1.0)
     if request.loss == losses.CROSS_ENTROPY:
-        weights = pack_field("weights", 0.0) * mask
+        weights = packed.field("weights", 0.0) * packed.mask
         loss = -(weights * lp).sum()
         return loss, {"loss/policy": loss.detach().double()}
-    behavior = pack_field("logprobs", 0.0)
-    adv = pack_field("advantages", 0.0)
-    lengths = torch.tensor([datum.length for datum in data], device=device)
-    seq = torch.repeat_interleave(torch.arange(len(data), device=device), lengths)
-    given = torch.tensor(["mask" in datum.fields for datum in data], device=device)
-    # without a mask, a prompt's tokens have neither an advantage nor a log-probability
-    inside = (mask != 0) & (given[seq] | (adv != 0) | (behavior != 0))
-    tokens = losses.LossTokens(now, behavior, adv, inside, seq, len(data))
+    inside = packed.inside
+    tokens = losses.LossTokens(now, packed.behavior, packed.adv, inside, packed.seq, len(data))
     term = losses.POLICY_LOSSES[request.loss].term(tokens, request.config)
-    scale = mask * pack_field("weights", 1.0)
+    scale = packed.mask * packed.field("weights", 1.0)
     coefficient = torch.where(inside, term.coefficient * scale, 0.0)
     loss = -(coefficient * torch.where(inside, lp, 0.0)).sum()
-    lag = torch.from_numpy(np.concatenate([np.frombuffer(d.lags, "<i4") for d in data]))
-    lag = lag.to(device, torch.int64)
-    known = inside & (lag >= 0)
-    valid = known if bool(known.any()) else inside
+    known = inside & (packed.lag >= 0)
     sums = diagnostics.sums(
         diagnostics.DiagnosticTokens(
-            seq=seq,
-            lag=lag.clamp(min=NOT_SAMPLED),
-            valid=valid,
+            seq=packed.seq,
+            lag=packed.lag,
+            valid=known if bool(known.any()) else inside,
             kept=torch.ones_like(inside),
             vetoed=torch.zeros_like(inside),
-            behavior=behavior,
+            behavior=packed.behavior,
             start=now,
             target=now,
             weight=torch.ones_like(now),
             clipped=term.clipped,
-            rewards=torch.zeros(len(data), device=device),
+            rewards=torch.zeros(len(data), device=lp.device),
         )
     )
     objective = torch.where(inside, term.objective * scale, 0.0).sum().double()

@@ -8,12 +8,15 @@ of a token is that of the current policy to the policy that sampled it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 
 from asyncrl.algorithms import ratios, surrogates
 from asyncrl.algorithms.trust.view import SurrogateTerm
+from asyncrl.config import load
+from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 
 Options = Mapping[str, float | str]
@@ -91,7 +94,18 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "gspo": PolicyLoss(_gspo, CLIPS),
 }
 CROSS_ENTROPY = "cross_entropy"
+METHOD = "method"  # in loss_fn_config: one of `asyncrl methods`
 NAMES = (CROSS_ENTROPY, *POLICY_LOSSES)
+# a method that sets one of these cannot be a loss of one call
+MORE_THAN_A_LOSS = (
+    "learner.epochs",
+    "learner.minibatches",
+    "learner.gradient_cosine",
+    "stop.kl_max",
+    "stop.lr_by_ess",
+    "kl.loss.coefficient",
+    "kl.reward.coefficient",
+)
 
 
 def check(loss: str, options: Options) -> None:
@@ -103,8 +117,43 @@ def check(loss: str, options: Options) -> None:
         )
     if loss not in NAMES:
         raise ConfigError(f"loss_fn = {loss}: choose one of {', '.join(NAMES)}")
+    if METHOD in options and loss in POLICY_LOSSES:
+        method_settings(options)
+        return
     known = POLICY_LOSSES[loss].options if loss in POLICY_LOSSES else ()
     for name in options:
         if name not in known:
             readable = f"it reads {', '.join(known)}" if known else "it reads none"
             raise ConfigError(f"loss_fn_config.{name}: {loss} has no such option; {readable}")
+
+
+def method_settings(options: Options) -> Config:
+    """Return the settings of the method that `options` names, with its other keys.
+
+    The client gives the advantages, so the method's own are not computed.  Raises ConfigError for a
+    method that is more than a loss of sampled tokens."""
+    raw: dict[str, Any] = {
+        "model": {"path": "client"},
+        "task": {"name": "client"},
+        "method": str(options[METHOD]),
+        "advantage": {"name": "rloo"},
+    }
+    for key, value in options.items():
+        if key == METHOD:
+            continue
+        section, _, name = key.partition(".")
+        if section not in ("loss", "correction", "reshape") or not name:
+            raise ConfigError(
+                f"loss_fn_config.{key}: with a method, keys of [loss], [correction] and [reshape] "
+                "are read, such as loss.eps_high"
+            )
+        raw.setdefault(section, {})[name] = value
+    config = load.build(raw, "loss_fn_config")
+    plain = load.build({"model": {"path": "client"}, "task": {"name": "client"}})
+    for key in MORE_THAN_A_LOSS:
+        if attrgetter(key)(config) != attrgetter(key)(plain):
+            raise ConfigError(
+                f"loss_fn_config.method = {options[METHOD]}: it sets {key}, which is more than a "
+                "loss; train with it by asyncrl run"
+            )
+    return config

@@ -57,7 +57,7 @@ class CallChannel:
 def train(config: settings.TinkerConfig, channel: CallChannel) -> None:
     """Carry out calls one after the other."""
     with collection_paused():
-        from asyncrl.tinker.trainer import Trainer
+        from asyncrl.tinker.workers.trainer import Trainer
     trainer = Trainer(config)
     while True:
         for call in channel.calls(wait=True):
@@ -67,7 +67,7 @@ def train(config: settings.TinkerConfig, channel: CallChannel) -> None:
 def sample(config: settings.TinkerConfig, channel: CallChannel) -> None:
     """SampleCall for all calls at once."""
     with collection_paused():
-        from asyncrl.tinker.sampler import Sampler
+        from asyncrl.tinker.workers.sampler import Sampler
     sampler = Sampler(config, lambda number, result: channel.reply(WorkerReply(number, result)))
     while True:
         for call in channel.calls(wait=not sampler.is_busy):

@@ -1,0 +1,1 @@
+"""The training and the sampling process of `asyncrl tinker`."""

@@ -1,0 +1,250 @@
+"""The lag limit, killed processes and bad requests, on real servers with the unmodified client."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import tinker
+from click.testing import CliRunner
+from tinker import types
+from tinker_kit import (
+    ServerProcess,
+    draw,
+    output_logprobs,
+    policy_datum,
+    prompt,
+    tuned_datum,
+    write_config,
+)
+
+from asyncrl.cli import main
+
+pytestmark = pytest.mark.slow
+ADAM = types.AdamParams(learning_rate=1e-3)
+
+
+SETS = (
+    "staleness.max_lag=1",
+    "staleness.on_exceed=pace",
+    "staleness.unknown=refuse",
+    "server.body_mib=1",
+    "training.checkpoint_every=2",
+)
+
+
+class RestartedServer:
+    """A server that a test may kill and start again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.config = write_config(folder)
+        self.now = ServerProcess(self.config, *SETS)
+
+    def restart(self) -> None:
+        self.now = ServerProcess(self.config, *SETS, f"server.port={self.now.port}")
+
+
+@pytest.fixture(scope="module")
+def restarted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RestartedServer]:
+    holder = RestartedServer(tmp_path_factory.mktemp("tinker"))
+    yield holder
+    holder.now.stop()
+
+
+@pytest.fixture
+def server(restarted: RestartedServer) -> ServerProcess:
+    return restarted.now
+
+
+@pytest.fixture(scope="module")
+def service(restarted: RestartedServer) -> Iterator[tinker.ServiceClient]:
+    with restarted.now.client() as client:
+        yield client
+
+
+def new_model(service: tinker.ServiceClient) -> tinker.TrainingClient:
+    return service.create_lora_training_client("tiny", rank=4, seed=1).result()
+
+
+def sampled_sequences(client: tinker.TrainingClient, count: int) -> list[types.SampledSequence]:
+    return draw(client.save_weights_and_get_sampling_client().result(), count)
+
+
+def doctor(server: ServerProcess, client: tinker.TrainingClient) -> dict[str, Any]:
+    """What `asyncrl doctor --json` says about a model."""
+    folder = server.folder / client.model_id.replace(":", "-")
+    result = CliRunner().invoke(main, ["doctor", str(folder), "--json"])
+    seen = json.loads(result.output)
+    assert seen["running"]
+    [model] = seen["models"]
+    return model
+
+
+def test_a_limit_refuses_old_tokens_and_names_the_sequence(
+    server: ServerProcess, service: tinker.ServiceClient
+) -> None:
+    client = new_model(service)
+    sequences = sampled_sequences(client, 4)  # a client that runs ahead: all from version 0
+    for sequence in sequences[:2]:
+        client.forward_backward([policy_datum(sequence)], "ppo")
+        client.optim_step(ADAM).result()
+    late = client.forward_backward([policy_datum(sequences[2])], "ppo")
+    step = client.optim_step(ADAM)
+    with pytest.raises(tinker.RequestFailedError, match=sequences[2].sequence_id) as refused:
+        late.result()
+    assert "a lag of 2, and staleness.max_lag = 1" in str(refused.value)
+    with pytest.raises(tinker.RequestFailedError, match="no step was made"):
+        step.result()
+    fresh = sampled_sequences(client, 1)[0]
+    client.forward_backward([policy_datum(fresh, spans=True)], "ppo")
+    assert client.optim_step(ADAM).result().metrics["lag_max"] == 0
+    foreign = policy_datum(fresh)
+    foreign.loss_fn_inputs["logprobs"]._numpy[-1] -= 0.5
+    with pytest.raises(tinker.RequestFailedError, match="their lag is unknown"):
+        client.forward_backward([foreign], "ppo").result()
+    seen = doctor(server, client)
+    assert (seen["version"], seen["lag_max"], seen["unknown_tokens"]) == (3, 1, 0)
+    assert seen["ledger"]["sampled"] == 5
+    assert seen["ledger"]["trained_once"] == 3
+    assert seen["ledger"]["never_trained"] == 2
+
+
+def step_twice(client: tinker.TrainingClient, data: list[types.Datum]) -> np.ndarray:
+    """Two optimizer steps, then the log-probabilities of the data."""
+    for _ in range(2):
+        client.forward_backward(data, "cross_entropy").result()
+        client.optim_step(ADAM).result()
+    return output_logprobs(client.forward(data, "cross_entropy").result())
+
+
+@pytest.mark.parametrize("victim", ["server", "training"])
+def test_a_killed_process_loses_and_repeats_nothing(
+    restarted: RestartedServer, service: tinker.ServiceClient, victim: str
+) -> None:
+    data = [tuned_datum([5, 6, 7, 8, 1]), tuned_datum([9, 10, 1])]
+    unharmed = step_twice(new_model(service), data)
+    client = new_model(service)  # the same seed: the same weights at each step
+    client.forward_backward(data, "cross_entropy").result()
+    client.optim_step(ADAM).result()
+    scored = client.forward_backward(data, "cross_entropy").result()
+    if victim == "server":
+        restarted.now.kill()
+        stepped = client.optim_step(ADAM)  # sent while there is no server
+        restarted.restart()
+    else:
+        os.kill(worker(restarted.now, victim), signal.SIGKILL)
+        stepped = client.optim_step(ADAM)
+    assert stepped.result().metrics["optim_grad_norm"] > 0
+    after = output_logprobs(client.forward(data, "cross_entropy").result())
+    assert np.array_equal(after, unharmed)
+    assert not np.array_equal(after, output_logprobs(scored))
+    folder = restarted.now.folder / client.model_id.replace(":", "-")
+    rows = [json.loads(line) for line in (folder / "trained.jsonl").read_text().splitlines()]
+    assert [row["batch"] for row in rows] == [0, 1]  # each step once
+
+
+def test_a_killed_sampling_process_samples_the_same(
+    server: ServerProcess, service: tinker.ServiceClient
+) -> None:
+    sampler = service.create_sampling_client(base_model="tiny").result()
+    seeded = types.SamplingParams(max_tokens=6, seed=3)
+    first = sampler.sample(prompt(), 2, seeded).result().sequences
+    os.kill(worker(server, "sampling"), signal.SIGKILL)
+    again = sampler.sample(prompt(), 2, seeded).result().sequences
+    assert [list(x.tokens) for x in first] == [list(x.tokens) for x in again]
+
+
+def worker(server: ServerProcess, role: str) -> int:
+    """The process id of a server's training or sampling process."""
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (path / "cmdline").read_text().split("\0")
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError):
+            continue
+        if (
+            parent == server.process.pid
+            and "asyncrl.tinker.workers.worker" in words
+            and role in words
+        ):
+            return int(path.name)
+    raise AssertionError(f"no {role} process")
+
+
+def test_pace_holds_a_client_that_runs_ahead(
+    server: ServerProcess, service: tinker.ServiceClient
+) -> None:
+    client = new_model(service)
+    sampler = client.save_weights_and_get_sampling_client().result()
+    [first] = draw(sampler, 1)
+    client.forward_backward([policy_datum(first)], "ppo")
+    client.optim_step(ADAM).result()  # from now on: one sequence a step
+    sampler = client.save_weights_and_get_sampling_client().result()
+    ahead = draw(sampler, 2)  # what two steps train: as many as max_lag = 1 allows
+    # the training process stands still in a call of the model
+    pid = worker(server, "training")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        step = client.forward_backward([policy_datum(ahead[0])], "ppo")
+        held = sampler.sample(prompt(), 1, types.SamplingParams(max_tokens=2)).future()
+        done = threading.Event()
+        held.add_done_callback(lambda _: done.set())
+        assert not done.wait(1.0)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    step.result()
+    assert done.wait(60)
+
+
+def test_bad_requests_get_clear_errors(
+    server: ServerProcess, service: tinker.ServiceClient
+) -> None:
+    client = new_model(service)
+    http = httpx.Client(base_url=f"{server.url}/api/v1", headers={"X-API-Key": server.key})
+    protobuf = {"content-type": "application/x-protobuf"}
+    step = {"model_id": client.model_id, "seq_id": 1, "adam_params": {"learning_rate": 0.0}}
+
+    def post(path: str, **more: Any) -> tuple[int, str]:
+        answer = http.post(path, **more)
+        return answer.status_code, str(answer.json().get("error"))
+
+    code, text = post("/optim_step", json=step, headers={"X-API-Key": "tml-wrong"})
+    assert code == 401 and "TINKER_API_KEY" in text
+    code, text = post("/forward_backward", content=b"x" * (2 << 20), headers=protobuf)
+    assert code == 413 and "server.body_mib = 1" in text
+    code, text = post("/forward_backward", content=b"\xff\xff\xff", headers=protobuf)
+    assert code == 400 and "no ForwardBackwardRequest" in text
+    code, text = post("/optim_step", content=b"{")
+    assert code == 400 and "model_id and seq_id" in text
+    code, text = post("/optim_step", json=step | {"seq_id": 0})
+    assert code == 400 and "numbered from 1" in text
+    code, text = post("/optim_step", json=step | {"seq_id": 10**6})
+    assert code == 400 and "far ahead of the next one, 1" in text
+    code, text = post("/optim_step", json=step | {"model_id": "s-0:train:0"})
+    assert code == 400 and "no such model" in text
+    code, text = post(
+        "/asample", json={"prompt": {"chunks": []}, "sampling_params": {}, "seq_id": 0}
+    )
+    assert code == 400 and "no such sampler" in text
+    code, text = post("/retrieve_future", json={"request_id": "lost:sample:1"})
+    assert code == 410 and "not known here any more" in text
+    assert post("/optim_step", json=step)[0] == 200
+    assert post("/optim_step", json=step)[0] == 200  # repeated: the same call
+    code, text = post("/optim_step", json=step | {"adam_params": {"learning_rate": 1.0}})
+    assert code == 400 and "seq_id 1" in text and "was another call" in text
+    sampler = service.create_sampling_client(base_model="tiny").result()
+    long = types.ModelInput.from_ints([5] * 200)
+    with pytest.raises(tinker.BadRequestError, match=r"sampling\.context = 128"):
+        sampler.sample(long, 1, types.SamplingParams(max_tokens=4)).result()
+    with pytest.raises(tinker.BadRequestError, match="this server has"):
+        service.create_lora_training_client("another", rank=4).result()
+    with pytest.raises(tinker.BadRequestError, match=r"lora\.rank = 8"):
+        service.create_lora_training_client("tiny", rank=64).result()
