@@ -90,7 +90,7 @@ class Generator(SessionPeer):
         if config.agent.uses_sessions:
             self.lockstep = False
             self.turn = turn = CallTurn(config, engine)
-            self.calls = CallPeer(turn, run_dir, self.producer, self.session)
+            self.calls = CallPeer(config, turn, run_dir, self.producer, self.session)
         else:
             self.turn = GeneratorTurn(config, engine, lockstep=self.lockstep, run_dir=run_dir)
         self.engine = engine

@@ -84,6 +84,7 @@ PROGRAMS = {
     "memory_sizes": Program("memory_sizes.py models/smollm2", ("memory_sizes",), 5),
     "mutants": Program("mutants.py", ("mutants",), 20),
     "watch": Program("watch.py", ("watch",), 3),
+    "environment_cost": Program("environment_cost.py", ("environment_cost",), 3),
 }
 # Results before this day are against weaker rivals, and do not count any more.
 SINCE = {"engine": "2026-11-22", "learner": "2026-11-22", "loop_speed": "2026-11-22"}

@@ -379,9 +379,11 @@ class BufferService:
         """Send the start parameters to a generator on another machine.
 
         The state does not change: it becomes a generator of the run with its hello."""
-        if self.config.agent.uses_sessions:
-            reason = "agent: sessions are generated only on the gateway's machine"
-            self.send(peer, m.Refusal(f"{reason}: a generator cannot join this run", 2))
+        wires = self.config.wires
+        if self.config.agent.uses_sessions and not wires.gateway_address:
+            reason = "agent: its gateway serves only its own machine"
+            remedy = "start the run with wires.gateway_address = tcp://HOST:PORT"
+            self.send(peer, m.Refusal(f"{reason}, so that none can join: {remedy}", 2))
             return
         if message.producer:
             checks.producer(message.producer)

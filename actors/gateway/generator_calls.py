@@ -141,11 +141,18 @@ class CallTurn(GeneratorTurn):
 class CallPeer:
     """The connection to the gateway: receives calls for `turn` and sends their results."""
 
-    def __init__(self, turn: CallTurn, run_dir: Path, producer: str, session: int) -> None:
+    def __init__(
+        self, config: Config, turn: CallTurn, run_dir: Path, producer: str, session: int
+    ) -> None:
         self.turn = turn
         self.run = run_id(run_dir)
         self.socket = PeerSocket(
-            gateway_address(run_dir, 0), reads=m.FromGateway, run=self.run, key="agent"
+            gateway_address(config, run_dir, 0),
+            config.wires.curve_dir,
+            producer,
+            reads=m.FromGateway,
+            run=self.run,
+            key="wires.gateway_address",
         )
         self.producer = producer
         self.session = session

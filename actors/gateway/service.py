@@ -151,12 +151,13 @@ class Gateway(sockets.SessionPeer):
         self.rewards = RewardRunner(config, get_task(config.task), run_dir) if judges else None
         self.judged: dict[tuple[int, int, int], Episode] = {}
         self.calls_socket = sockets.BufferSocket(
-            gateway_address(run_dir, index),
+            gateway_address(config, run_dir, index),
+            config.wires.curve_dir,
             run=self.run,
             most=(CALLED_BYTES + config.generator.support_bytes) * config.generator.context
             + MORE_BYTES,
             reads=m.FromGenerator,
-            key="agent",
+            key="wires.gateway_address",
         )
         self.refused = Counter[str]()  # reason -> messages refused at calls_socket
         self.calls_socket.refused = self.refuse

@@ -650,7 +650,6 @@ def _agent(config: Config) -> Iterator[str]:
             config.advantage.truncated == "soft",
             "advantage.truncated: soft needs the length limit of a single completion",
         ),
-        (bool(config.wires.curve_dir), "wires.curve_dir: a gateway has no key"),
     )
     yield from [f"{why}, and [agent] makes samples sessions" for wrong, why in refused if wrong]
     if agent.fork == "row":

@@ -670,6 +670,13 @@ class WiresConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     weights_address: Annotated[
         str, Meta(description="tcp address where the learner serves weights. Empty: none.")
     ] = ""
+    gateway_address: Annotated[
+        str,
+        Meta(
+            description="tcp address where the gateway of sessions ([agent]) serves generators on "
+            "other machines. Empty: ipc, for generators of its machine."
+        ),
+    ] = ""
     credit_bytes: Annotated[
         Positive,
         Meta(

@@ -121,9 +121,9 @@ def current_buffer_address(config: Config, run_dir: Path) -> str:
     return buffer_leadership.current_address(run_dir) or buffer_address(config, run_dir)
 
 
-def gateway_address(run_dir: Path, index: int) -> str:
-    """Return the local address at which generators take the calls of gateway `index`."""
-    return f"ipc://{socket_dir(run_dir) / f'gateway-{index}'}"
+def gateway_address(config: Config, run_dir: Path, index: int) -> str:
+    """Return the address at which generators take the calls of gateway `index`."""
+    return config.wires.gateway_address or f"ipc://{socket_dir(run_dir) / f'gateway-{index}'}"
 
 
 def _memory_base() -> Path:

@@ -2,7 +2,7 @@
 
 ```
 DIR/server.key, server.key_secret   of the buffer and the chunk server DIR/clients/NAME.key
-permitted peers; NAME: learner, viewer, generator-0, ... DIR/NAME/                           all
+permitted peers; NAME: learner, viewer, gateway-0, generator-0, ... DIR/NAME/                all
 that NAME needs on another machine: server.key and
                                     client.key_secret
 ```
@@ -29,14 +29,15 @@ from asyncrl.records import private
 LEARNER = "learner"
 VIEWER = "viewer"
 GENERATOR = re.compile(r"generator-\d+")
+GATEWAY = re.compile(r"gateway-\d+")
 TOLD_S = 20.0  # for the learner's answer; zmq itself drops a handshake after 30
-ROLES = f"{LEARNER}, {VIEWER}, generator-N"
+ROLES = f"{LEARNER}, {VIEWER}, gateway-N, generator-N"
 
 
-def is_allowed(name: str, message: m.FromPeer) -> bool:
-    """Whether the holder of `name`'s key may send this message.
+def is_allowed(name: str, message: m.FromPeer | m.FromGenerator) -> bool:
+    """Whether the holder of `name`'s key may send this message, to the buffer or a gateway.
 
-    A generator speaks only for itself; a viewer only watches.
+    A generator or a gateway speaks only for itself; a viewer only watches.
 
     >>> is_allowed("generator-0", m.GeneratorGoodbye("generator-0", 7))
     True
@@ -53,7 +54,12 @@ def is_allowed(name: str, message: m.FromPeer) -> bool:
         message,
         m.GeneratorHello | m.TicketRequest | m.Delivery | m.LeaseRenewal | m.GeneratorGoodbye,
     ):
+        is_producer = GENERATOR.fullmatch(name) or GATEWAY.fullmatch(name)
+        return name == message.producer and is_producer is not None
+    if isinstance(message, m.ServingReport):
         return name == message.producer and GENERATOR.fullmatch(name) is not None
+    if isinstance(message, m.CallResult):
+        return GENERATOR.fullmatch(name) is not None
     return name == LEARNER
 
 
@@ -76,7 +82,7 @@ def make_keys(directory: Path, generators: int = 4) -> list[Path]:
     import zmq.auth
 
     existing = (directory / "server.key").exists()
-    names = [LEARNER, VIEWER, *(f"generator-{n}" for n in range(generators))]
+    names = [LEARNER, VIEWER, "gateway-0", *(f"generator-{n}" for n in range(generators))]
     missing = [name for name in names if not (directory / "clients" / f"{name}.key").exists()]
     if existing and not missing:
         raise ConfigError(
@@ -150,7 +156,8 @@ class KeyAuthenticator:
         socket.curve_publickey, socket.curve_secretkey = public, secret
         self.names: dict[str, str] = {}
         for path in sorted((directory / "clients").glob("*.key")):
-            if path.stem not in (LEARNER, VIEWER) and not GENERATOR.fullmatch(path.stem):
+            role = GENERATOR.fullmatch(path.stem) or GATEWAY.fullmatch(path.stem)
+            if path.stem not in (LEARNER, VIEWER) and not role:
                 raise ConfigError(
                     f"wires.curve_dir: {path} belongs to no role ({ROLES}): remove it, and make "
                     "new keys if these are from an earlier version"

@@ -141,7 +141,7 @@ def test_keys_are_for_this_user_alone_and_a_wider_secret_is_refused(
 ) -> None:
     secrets = sorted(key_dir.rglob("*.key_secret"))
     assert [str(p.relative_to(key_dir)) for p in secrets] == [
-        *(f"{n}/client.key_secret" for n in ("generator-0", "generator-1", "learner")),
+        *(f"{n}/client.key_secret" for n in ("gateway-0", "generator-0", "generator-1", "learner")),
         "server.key_secret",
         "viewer/client.key_secret",
     ]

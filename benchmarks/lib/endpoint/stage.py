@@ -103,7 +103,7 @@ def drawn(run_dir: Path, mean_s: float) -> NoReturn:
     config = load.load(run_dir / "config.toml")
     run = run_id(run_dir)
     peer = sockets.PeerSocket(
-        gateway_address(run_dir, 0), reads=m.FromGateway, run=run, key="agent"
+        gateway_address(config, run_dir, 0), reads=m.FromGateway, run=run, key="agent"
     )
     session, heard, said = time.time_ns(), 0, 0.0
     takes = pauses(mean_s)

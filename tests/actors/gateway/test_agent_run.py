@@ -307,7 +307,6 @@ def until(what: Callable[[], bool]) -> None:
         ("advantage.name='gae'", 'advantage.name = gae: needs the order .* agent.fork = "end"'),
         ("agent.tools=['m:f']", "agent.env: an environment has its own tools"),
         ("agent.max_tokens=5", "agent.max_tokens: 5 are fewer than one call may sample"),
-        ("wires.curve_dir='k'", "wires.curve_dir: a gateway has no key"),
     ],
 )
 def test_what_sessions_cannot_be_combined_with_is_refused(item: str, said: str) -> None:
