@@ -1,4 +1,4 @@
-"""Optimizer backends: torch in one process, or DeepSpeed over several ranks.
+"""Optimizer backends: torch in one process, or DeepSpeed or FSDP2 over several ranks.
 
 The learner's mathematics (learner/step.py) is the same on every rank and sees the whole batch. A
 backend assigns samples' forward and backward passes to ranks, adds up their results and makes the
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 from asyncrl.config.engines import ENGINES
 from asyncrl.config.tree import Config
 from asyncrl.models.policy import PolicyModel, copy_flat, manifest, named_weights, probe_logprobs
-from learner.gradients import GradientAlignment
+from learner.gradients import GradientAlignment, square_sum
 
 
 class PlainAdamW(torch.optim.AdamW):
@@ -61,6 +61,8 @@ class TorchBackend:
     stops_first = False
     # cosine of the last step's gradient with the previous one, where it is measured
     cosine: float | None = None
+    # a learner checkpoint holds all trained parts in the backend's own files
+    writes_parts = False
 
     def __init__(self, config: Config, model: PolicyModel) -> None:
         self.config = config
@@ -75,12 +77,31 @@ class TorchBackend:
         self.optimizer = optimizer_for(
             config, [p for p in model.hf.parameters() if p.requires_grad]
         )
-        how = config.learner.gradient_cosine
-        self.alignment = (
-            None
-            if how == "off"
-            else GradientAlignment(config.learner.cosine_max if how == "project" else None)
-        )
+        self.alignment = self.gradient_alignment()
+
+    def gradient_alignment(self) -> GradientAlignment | None:
+        """Return the measurement that learner.gradient_cosine asks for."""
+        how = self.config.learner.gradient_cosine
+        if how == "off":
+            return None
+        largest = self.config.learner.cosine_max if how == "project" else None
+        return GradientAlignment(largest, self.sum_over_ranks)
+
+    @property
+    def load_device(self) -> str:
+        """The device to which a model is loaded before `add_part` prepares it."""
+        return self.config.model.device
+
+    def add_part(
+        self, name: str, head: torch.nn.Module, trunk: PolicyModel | None
+    ) -> torch.optim.Optimizer:
+        """Prepare another trained part and return its optimizer.
+
+        name: in checkpoints.
+        head, trunk: its modules, whose parameters are all trained.
+        """
+        modules = [head, *([] if trunk is None else [trunk.hf])]
+        return optimizer_for(self.config, [p for module in modules for p in module.parameters()])
 
     # ---- ranks -----------------------------------------------------------------------------------
 
@@ -127,11 +148,8 @@ class TorchBackend:
         """
         seen = []
         if self.alignment is not None:
-            given = [p.grad for p in self.model.hf.parameters() if p.grad is not None]
-            seen = [self.alignment.measure(given)]
-        grad_norm = torch.nn.utils.clip_grad_norm_(
-            self.model.hf.parameters(), self.config.learner.clip_norm or math.inf
-        )
+            seen = [self.alignment.measure(self.gradients(self.model.hf.parameters()))]
+        grad_norm = self.clip(self.model.hf.parameters())
         norm: float
         norm, value, *cosines = torch.stack(
             [grad_norm.double(), loss.detach().to(grad_norm.device).double(), *seen]
@@ -146,6 +164,24 @@ class TorchBackend:
             self.alignment.remember()
             self.cosine = cosines[0]
         return norm
+
+    def gradients(self, parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
+        """Return this rank's part of the accumulated gradients."""
+        return [p.grad for p in parameters if p.grad is not None]
+
+    def clip(self, parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
+        """Clip the accumulated gradients to learner.clip_norm; return their norm, a scalar."""
+        limit = self.config.learner.clip_norm or math.inf
+        return torch.nn.utils.clip_grad_norm_(parameters, limit)
+
+    def squared_gradient(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the square of the gradient's norm of `value`, a scalar: float64 scalar.
+
+        Every rank passes the same value. It leaves no gradient behind.
+        """
+        parameters = [p for p in self.model.hf.parameters() if p.requires_grad]
+        gradients = torch.autograd.grad(value, parameters, allow_unused=True)
+        return square_sum([gradient for gradient in gradients if gradient is not None])
 
     # ---- weights and state -----------------------------------------------------------------------
 

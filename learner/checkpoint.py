@@ -166,7 +166,8 @@ def _fill(
     optimizer = core.backend.state(part)
     with core.backend.full_parameters():
         export(core.model, part / "model")
-    critic = core.critic.state() if core.critic is not None else None
+    own_critic = core.critic is not None and not core.backend.writes_parts
+    critic = core.critic.state() if core.critic is not None and own_critic else None
     torch.save(
         {
             "optimizer": optimizer,
@@ -239,10 +240,24 @@ def restore(core: LearnerCore, path: Path) -> dict[str, Any]:
     Raises DamagedDataError for another model's checkpoint.
     """
     core.backend.broadcast("restore", str(path))
-    restore_weights(core, path)
+    return load_checkpoint(core, path)
+
+
+def load_checkpoint(core: LearnerCore, path: Path) -> dict[str, Any]:
+    """Do this rank's part of `restore`."""
     data = torch.load(path / "state.pt", weights_only=True)
+    written_by = next((n for n in ("deepspeed", "fsdp2") if n in data["optimizer"]), "torch")
+    if written_by != core.config.learner.backend:
+        raise DamagedDataError(
+            f"checkpoint {path} holds the optimizer of learner.backend = {written_by}; resume it "
+            "with that backend"
+        )
+    if core.backend.writes_parts:
+        check_adapter(core, path)
+    else:
+        restore_weights(core, path)
     core.backend.load_state(data["optimizer"], path)
-    if core.critic is not None:
+    if core.critic is not None and not core.backend.writes_parts:
         core.critic.load_state(data.get("critic"), path)
     core.state = LearnerState(**data["state"])
     # only the adaptive controller continues with its own coefficient
@@ -269,6 +284,12 @@ def restore_weights(core: LearnerCore, path: Path) -> None:
         )
     with core.backend.full_parameters():
         load_weights(core.model, dict(named_weights(saved)))
+
+
+def check_adapter(core: LearnerCore, path: Path) -> None:
+    """Raise DamagedDataError for an adapter of another base or rank."""
+    if core.model.adapter is not None:
+        adapters.read_fitting(core.model, path / "model")
 
 
 def read_earlier_versions(path: Path) -> dict[int, bytes]:

@@ -20,7 +20,7 @@ import torch
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError, DamagedDataError
 from asyncrl.models.policy import PolicyModel, load_policy
-from learner.backend import optimizer_for
+from learner.backend import TorchBackend
 from learner.batch import PackedBatch
 
 # names of a reward model's head in its weight files
@@ -30,12 +30,15 @@ HEADS = ("score.weight", "v_head.weight", "value_head.weight")
 class Critic:
     """A trunk (None: the policy's), a linear head in fp32, and their optimizer.
 
+    The optimizer is that of `backend`.
+
     Raises ConfigError when value.path is not a reward model.
     """
 
-    def __init__(self, config: Config, policy: PolicyModel) -> None:
+    def __init__(self, config: Config, policy: PolicyModel, backend: TorchBackend) -> None:
         settings = config.value
         self.config = config
+        self.backend = backend
         self.policy = policy
         self.trunk = None
         source = torch.Generator().manual_seed(config.seed)
@@ -47,7 +50,7 @@ class Critic:
                 self.head.weight.normal_(0.0, 1 / (policy.hidden_size + 1), generator=source)
         if settings.trunk == "own":
             self.trunk = load_policy(
-                settings.path or config.model.path, config.model.dtype, config.model.device
+                settings.path or config.model.path, config.model.dtype, backend.load_device
             )
             self.trunk.exact, self.trunk.recompute = policy.exact, policy.recompute
             if self.trunk.hidden_size != policy.hidden_size:
@@ -57,7 +60,7 @@ class Critic:
             elif settings.init == "reward_model":
                 self._load_head(Path(settings.path))
         self.head.to(policy.device)
-        self.optimizer = optimizer_for(config, list(self.parameters()))
+        self.optimizer = backend.add_part("critic", self.head, self.trunk)
 
     def _load_head(self, path: Path) -> None:
         import safetensors
@@ -164,11 +167,7 @@ class Critic:
             rate: the policy's current learning rate.
             share: of the schedule, for a separate value.lr.
         """
-        norm = float(
-            torch.nn.utils.clip_grad_norm_(
-                self.parameters(), self.config.learner.clip_norm or math.inf
-            )
-        )
+        norm = float(self.backend.clip(self.parameters()))
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.value.lr * share if self.config.value.lr else rate
         if math.isfinite(norm):

@@ -19,8 +19,12 @@ class GradientAlignment:
     because its projection was not available to read.
     """
 
-    def __init__(self, most: float | None) -> None:
+    def __init__(
+        self, most: float | None, total: Callable[[torch.Tensor], torch.Tensor] | None = None
+    ) -> None:
         self.most = most  # largest cosine; None: the cosine is only measured
+        # adds up a value of all ranks, each of which measures its part of the gradients
+        self.total = total or (lambda value: value)
         self.previous: list[torch.Tensor] = []
 
     @torch.no_grad()
@@ -34,8 +38,8 @@ class GradientAlignment:
         raw = [gradient.to(torch.bfloat16, copy=True) for gradient in gradients]
         cosine = torch.full((), torch.nan, dtype=torch.float64, device=raw[0].device)
         if len(self.previous) == len(raw):
-            along = _dot(gradients, self.previous)
-            size, before = _dot(gradients, gradients), _dot(self.previous, self.previous)
+            pairs = (gradients, self.previous), (gradients, gradients), (self.previous,) * 2
+            along, size, before = self.total(torch.stack([_dot(*pair) for pair in pairs]))
             cosine = along / (size * before).sqrt().clamp(min=1e-300)
             if self.most is not None:
                 length = before.sqrt().clamp(min=1e-300)
@@ -77,22 +81,26 @@ def _dot(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> torch.T
 Run = Callable[[Sequence[int], bool], packed_forward.ForwardOutput]
 
 
-def squared_norms(packed: PackedBatch, model: PolicyModel, run: Run) -> torch.Tensor:
+def square_sum(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of squares over all tensors, float64."""
+    return torch.stack([gradient.double().square().sum() for gradient in gradients]).sum()
+
+
+def squared_norms(
+    packed: PackedBatch, run: Run, squared_gradient: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
     """Return |grad log pi_theta(y)|^2 of each sample over all parameters: [B].
 
     log pi_theta(y) is the sum over the sample's tokens in the mask. It takes a forward and a
-    backward pass per sample and leaves no gradient behind.
+    backward pass per sample.
+
+    squared_gradient: see `TorchBackend.squared_gradient`.
     """
-    parameters = [p for p in model.hf.parameters() if p.requires_grad]
     norms = []
     for sample in range(packed.count):
         part = packed.token_positions([sample])
         lp = run([sample], False).logprobs.to(packed.loss.mask.device)
-        total = torch.where(packed.loss.mask[part], lp, 0.0).sum()
-        gradient = torch.autograd.grad(total, parameters, allow_unused=True)
-        norms.append(
-            torch.stack([x.double().square().sum() for x in gradient if x is not None]).sum()
-        )
+        norms.append(squared_gradient(torch.where(packed.loss.mask[part], lp, 0.0).sum()))
     return torch.stack(norms).to(packed.loss.behavior)
 
 

@@ -15,8 +15,6 @@ import sys
 import time
 from pathlib import Path
 
-import torch
-
 from asyncrl.config.tree import Config
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import LearnerFenced
@@ -32,7 +30,7 @@ from learner import checkpoint
 from learner.publisher import Publisher
 from learner.records.recorder import Recorder, StepLog
 from learner.records.sample_log import SampleLog
-from learner.state import BatchCursor, LearnerState
+from learner.state import BatchCursor
 from learner.step import LearnerCore
 
 POLL_S = 0.1
@@ -354,10 +352,10 @@ class Learner(BufferPeer):
 
 def follow(core: LearnerCore) -> None:
     """Run the commands of rank 0 on another rank until it ends; then call `exit_rank`."""
-    from learner.backend_deepspeed import DeepSpeedBackend
+    from learner.distributed.ranks import DistributedBackend
 
     backend = core.backend
-    assert isinstance(backend, DeepSpeedBackend)
+    assert isinstance(backend, DistributedBackend)
     while True:
         command, payload = backend.receive_broadcast()
         if command == "end":
@@ -374,11 +372,7 @@ def follow(core: LearnerCore) -> None:
             with backend.full_parameters():
                 pass
         elif command == "restore":
-            path = Path(payload)
-            checkpoint.restore_weights(core, path)
-            data = torch.load(path / "state.pt", weights_only=True)
-            backend.load_state(data["optimizer"], path)
-            core.state = LearnerState(**data["state"])
+            checkpoint.load_checkpoint(core, Path(payload))
 
 
 def main(config: Config, run_dir: Path) -> bool:
@@ -390,8 +384,8 @@ def main(config: Config, run_dir: Path) -> bool:
     learner: Learner | None = None
     bind_learner(config)
     memory.keep_freed()
-    if config.learner.backend == "deepspeed" and int(os.environ.get("RANK", "0")) > 0:
-        from learner.backend_deepspeed import exit_rank
+    if config.learner.backend != "torch" and int(os.environ.get("RANK", "0")) > 0:
+        from learner.distributed.ranks import exit_rank
 
         for signal_number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signal_number, signal.SIG_IGN)  # rank 0 ends the other ranks

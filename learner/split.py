@@ -42,6 +42,8 @@ class SplitMeter:
         self.model = model
         self.layout = layout
         self.forward = forward
+        # the learner's own model needs every rank for a forward pass, and this is rank 0 alone
+        self.distributed = config.learner.backend != "torch"
         self.weights_of: WeightsOf | None = None
         # [N] of the last batch: log-probabilities under the learner's weights of the version that
         # sampled each token, nan where unknown; None: not measured
@@ -164,16 +166,17 @@ class SplitMeter:
         data = self.weights_of(*version)
         if not data:
             return None
-        if self.model.adapter is not None:
+        if self.model.adapter is not None and not self.distributed:
             flat = read_flat(memoryview(bytearray(data)), self.layout)
             with adapters.adapters_replaced(self.model, flat):
                 return self.forward(self.model, packed, answers)
         if self.shadow is None:
-            self.shadow = freeze(
-                load_policy(
-                    self.config.model.path, self.config.model.dtype, self.config.model.device
-                )
+            self.shadow = load_policy(
+                self.config.model.path, self.config.model.dtype, self.config.model.device
             )
+            if self.model.adapter is not None:
+                adapters.attach(self.shadow, self.config.lora, self.config.seed)
+            freeze(self.shadow)
             self.shadow.exact = self.model.exact
         load_weights(self.shadow, read_flat(memoryview(bytearray(data)), self.layout))
         return self.forward(self.shadow, packed, answers)
@@ -190,7 +193,8 @@ class SplitMeter:
         if self.reference is None:
             settings = self.config.model
             path = Path(settings.reference or settings.path)
-            if self.model.adapter is not None and path.resolve() == Path(settings.path).resolve():
+            of_base = path.resolve() == Path(settings.path).resolve()
+            if self.model.adapter is not None and of_base and not self.distributed:
                 self.reference = adapters.without_adapters(self.model)
             else:
                 self.reference = freeze(load_policy(path, settings.dtype, settings.device))

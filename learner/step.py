@@ -102,11 +102,12 @@ class LearnerCore:
         memory.keep_freed()
         self.config = config
         self.run_dir = run_dir
+        backend = config.learner.backend
         # under ZeRO-3, modules fetch their parameters by hooks
-        by_modules = config.learner.backend == "deepspeed" and config.learner.zero_stage == 3
-        self.model = load_policy(
-            model_dir, config.model.dtype, config.model.device, whole=by_modules
-        )
+        by_modules = backend == "deepspeed" and config.learner.zero_stage == 3
+        # FSDP2 moves a rank's part to its device
+        device = "cpu" if backend == "fsdp2" else config.model.device
+        self.model = load_policy(model_dir, config.model.dtype, device, whole=by_modules)
         self.model.exact = bool(config.exact)
         self.model.recompute = config.learner.gradient_checkpointing
         # the routers whose recorded experts are replayed; None: none are
@@ -136,7 +137,9 @@ class LearnerCore:
             if self.backend.ranks == 1 and config.learner.backend == "torch"
             else torch.device("cpu")
         )
-        self.critic = Critic(config, self.model) if config.advantage.name == "gae" else None
+        self.critic = (
+            Critic(config, self.model, self.backend) if config.advantage.name == "gae" else None
+        )
         self.measure = SplitMeter(config, self.model, self.layout, self._forward)
         self.state = LearnerState(beta=config.kl.reward.coefficient)
         self.reported: set[str] = set()
@@ -292,11 +295,20 @@ class LearnerCore:
         if self.reward_reference is not None and self.reward_reference is not self.reference:
             packed.loss.reward_reference = self._forward(self.reward_reference, packed, everyone)
         if self.critic is not None:
-            packed.loss.values, packed.loss.bootstrap = (
-                x.to(self.where)
-                for x in self.critic.start(packed, self._own_micro_batches(packed, everyone)[0])
-            )
+            packed.loss.values, packed.loss.bootstrap = self._start_values(packed, self.critic)
         return packed
+
+    def _start_values(
+        self, packed: PackedBatch, critic: Critic
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `Critic.start` of the whole batch."""
+        mine, rounds = self._own_micro_batches(packed, range(packed.count))
+        with self.backend.guard():
+            values, bootstrap = critic.start(packed, mine)
+            for _ in range(rounds - len(mine)):
+                critic.start(packed, [[0]])
+        values, bootstrap = (self.backend.sum_over_ranks(x) for x in (values, bootstrap))
+        return values.to(self.where), bootstrap.to(self.where)
 
     def _measured(self, packed: PackedBatch) -> None:
         """Add gradient norms to the batch where the advantage needs them."""
@@ -306,10 +318,16 @@ class LearnerCore:
             return self._run(self.model, packed, samples, entropy=False, hidden=hidden)
 
         if advantage.name == "opob":
-            packed.loss.squared_norms = gradients.squared_norms(packed, self.model, run)
+            packed.loss.squared_norms = gradients.squared_norms(
+                packed, run, self.backend.squared_gradient
+            )
         if advantage.name == "otb":
-            mine, _ = self._own_micro_batches(packed, range(packed.count))
-            packed.loss.energy = gradients.energies(packed, self.model, run, mine)
+            mine, rounds = self._own_micro_batches(packed, range(packed.count))
+            energy = gradients.energies(packed, self.model, run, mine)
+            with torch.no_grad():
+                for _ in range(rounds - len(mine)):
+                    run([0], True)
+            packed.loss.energy = self.backend.sum_over_ranks(energy)
 
     def _known_prompts(self, batch: Batch, packed: PackedBatch) -> list[str]:
         """Return each sample's key in `LearnerState.prompts`; set the baselines of the loss."""
@@ -470,15 +488,20 @@ class LearnerCore:
                 hidden=self.full_kl or (self.critic is not None and self.critic.trunk is None),
             )
             part = packed.token_positions(micro)
-            if not real:  # every rank makes as many passes as the busiest one
-                self.backend.backward(output.logprobs.sum() * 0.0, last=turn == rounds - 1)
-                continue
             values = (
                 None
                 if self.critic is None
-                else self.critic.values(packed, micro, output.hidden).to(self.where)
+                else self._values(self.critic, packed, micro, output.hidden)
             )
-            lp = output.logprobs.to(self.where)
+            step_kl = self._step_kl(packed, micro, output.hidden) if self.full_kl else None
+            if not real:  # every rank makes as many passes as the busiest one
+                passed = [x for x in (output.logprobs, values, step_kl) if x is not None]
+                nothing = torch.stack([x.sum().to(self.where) * 0.0 for x in passed]).sum()
+                self.backend.backward(nothing, last=turn == rounds - 1)
+                continue
+            # a view: the loss takes gradients with respect to it, and these must not run what FSDP2
+            # attaches to the outputs of a forward pass
+            lp = output.logprobs.to(self.where).view(-1)
             entropy = output.entropy.to(self.where) if output.entropy is not None else None
             loss, more = step_loss.micro_loss(
                 prep,
@@ -487,7 +510,7 @@ class LearnerCore:
                 lp,
                 entropy=entropy,
                 values_now=values,
-                step_kl=self._step_kl(packed, micro, output.hidden) if self.full_kl else None,
+                step_kl=step_kl,
             )
             self.backend.backward(loss, last=turn == rounds - 1)
             step_loss.add_sums(sums, more)
@@ -498,6 +521,16 @@ class LearnerCore:
             sums = self._sum_over_ranks(sums)
             stop = [self.backend.sum_over_ranks(x.clone()) for x in stop]
         return sums, self._stop_kl(*stop)
+
+    def _values(
+        self,
+        critic: Critic,
+        packed: PackedBatch,
+        samples: Sequence[int],
+        hidden: torch.Tensor | None,
+    ) -> torch.Tensor:
+        with self.backend.guard():
+            return critic.values(packed, samples, hidden).to(self.where)
 
     def _stop_kl(self, total: torch.Tensor, weight: torch.Tensor) -> float:
         """Return the KL for early stopping from the sums of `step_loss.stop_statistic`."""
@@ -715,7 +748,11 @@ class LearnerCore:
 def make_backend(config: Config, model: PolicyModel) -> TorchBackend:
     """Build the backend named by `learner.backend`."""
     if config.learner.backend == "deepspeed":
-        from learner.backend_deepspeed import DeepSpeedBackend
+        from learner.distributed.deepspeed_backend import DeepSpeedBackend
 
         return DeepSpeedBackend(config, model)
+    if config.learner.backend == "fsdp2":
+        from learner.distributed.fsdp_backend import FsdpBackend
+
+        return FsdpBackend(config, model)
     return TorchBackend(config, model)

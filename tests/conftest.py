@@ -36,7 +36,7 @@ settings.load_profile("any speed")
 
 # Single tests here take up to two minutes: they begin first, so that no worker ends long after the
 # others.
-LONG = ("test_tasks_learn", "test_docs_commands", "test_deepspeed", "test_compare", "test_new")
+LONG = ("test_tasks_learn", "test_docs_commands", "test_backends", "test_compare", "test_new")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -118,10 +118,10 @@ def asyncrl(tmp_path: Path, sort_model: Path) -> Callable[..., Ended]:
     `=` become --set.
     """
 
-    def call(command: str, *words: str, timeout: float = 3600.0) -> Ended:
+    def call(command: str, *words: str, timeout: float = 3600.0, config: str = "demo") -> Ended:
         return Ended(
             subprocess.run(
-                demo_command(command, tmp_path, sort_model, *words),
+                demo_command(command, tmp_path, sort_model, *words, config=config),
                 cwd=ROOT,
                 env=ENV,
                 capture_output=True,

@@ -1,4 +1,4 @@
-"""Table of the engines and their abilities.
+"""Tables of the engines and of the training backends, with their abilities.
 
 To add an engine, write a module in `actors/` with `make_engine(config)`, which returns an
 `actors.engine.Engine`, add an entry here, and add its test.  The entry defines the values of
@@ -7,7 +7,8 @@ module that a generator process starts."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 
@@ -76,3 +77,101 @@ def engines_with(ability: str) -> str:
     'embedded'
     """
     return " or ".join(name for name, row in ENGINES.items() if getattr(row, ability))
+
+
+# ---- training backends ---------------------------------------------------------------------------
+
+
+class BackendAbility(NamedTuple):
+    """Something that some training backends support, a row of the table in docs/engines.md."""
+
+    title: str  # in that table
+    sets: tuple[str, ...]  # settings that ask for it
+    asked: Callable[[Any], bool]  # whether a config asks for it
+    backends: tuple[str, ...]
+    # of the refusal: the key and what is needed, before and after "learner.backend = ..."
+    problem: str
+    advice: str = ""
+
+    def refusal(self, backend: str) -> str:
+        """Return the line for a config that asks for it with another backend."""
+        able = " or ".join(self.backends)
+        return f"{self.problem} learner.backend = {able}, not {backend}{self.advice}"
+
+
+ONE_OR_SHARDED = ("torch", "fsdp2")
+BACKEND_ABILITIES = (
+    BackendAbility(
+        "several ranks (`learner.ranks`)",
+        ("learner.ranks=2",),
+        lambda config: config.learner.ranks > 1,
+        ("deepspeed", "fsdp2"),
+        "learner.ranks: several ranks need",
+        ", which is one process",
+    ),
+    BackendAbility(
+        "optimizer state in the CPU's memory (`learner.offload`)",
+        ("learner.offload=true",),
+        lambda config: config.learner.offload,
+        ("deepspeed", "fsdp2"),
+        "learner.offload: needs",
+        ", where nothing moves to the CPU",
+    ),
+    BackendAbility(
+        "LoRA (`lora.rank`)",
+        ("lora.rank=4",),
+        lambda config: config.lora.rank > 0,
+        ("torch", "deepspeed", "fsdp2"),
+        "lora.rank: needs",
+    ),
+    BackendAbility(
+        "layers computed again (`learner.gradient_checkpointing`)",
+        ("learner.gradient_checkpointing=true",),
+        lambda config: config.learner.gradient_checkpointing,
+        ("torch", "deepspeed", "fsdp2"),
+        "learner.gradient_checkpointing: needs",
+    ),
+    BackendAbility(
+        "a value head (`advantage.name = gae`)",
+        ("advantage.name=gae",),
+        lambda config: config.advantage.name == "gae",
+        ONE_OR_SHARDED,
+        "advantage.name: the value head of gae needs",
+    ),
+    BackendAbility(
+        "`kl.loss.off_policy = prefix_full`, `kl.preset = distill`",
+        ("kl.loss.coefficient=0.1", "kl.loss.off_policy=prefix_full"),
+        lambda config: config.kl.loss.off_policy == "prefix_full",
+        ONE_OR_SHARDED,
+        "kl.loss.off_policy: prefix_full reads both models' last hidden states, which needs",
+        "; use prefix",
+    ),
+    BackendAbility(
+        "`advantage.name = opob`",
+        ("advantage.name=opob",),
+        lambda config: config.advantage.name == "opob",
+        ONE_OR_SHARDED,
+        "advantage.name: opob reads whole gradients, which needs",
+    ),
+    BackendAbility(
+        "`advantage.name = otb`",
+        ("advantage.name=otb",),
+        lambda config: config.advantage.name == "otb",
+        ONE_OR_SHARDED,
+        "advantage.name: otb reads the model's hidden states, which needs",
+    ),
+    BackendAbility(
+        "`learner.gradient_cosine`",
+        ("learner.gradient_cosine=log",),
+        lambda config: config.learner.gradient_cosine != "off",
+        ONE_OR_SHARDED,
+        "learner.gradient_cosine: reads whole gradients, which needs",
+    ),
+    BackendAbility(
+        "exact mode (`exact`)",
+        ("exact=true", "weights.in_flight=recompute_kv"),
+        lambda config: bool(config.exact),
+        ("torch",),
+        "exact: gradients of several ranks add up in another order, so it needs",
+    ),
+)

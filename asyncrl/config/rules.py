@@ -10,8 +10,10 @@ import msgspec
 
 from asyncrl.algorithms import settings
 from asyncrl.config.agents import RANDOM, SELF, VERIFIERS
-from asyncrl.config.engines import ENGINES, engines_with
-from asyncrl.config.tree import Config
+from asyncrl.config.engines import BACKEND_ABILITIES, ENGINES, engines_with
+from asyncrl.config.tree import Config, LearnerConfig
+
+DEFAULT_ZERO_STAGE = LearnerConfig().zero_stage
 
 
 def check(config: Config) -> list[str]:
@@ -125,17 +127,18 @@ def _needless(config: Config) -> Iterator[str]:
 
 def _backend(config: Config) -> Iterator[str]:
     """Check what the learner's backend and the wires support."""
-    if config.learner.backend == "torch" and config.learner.ranks > 1:
+    learner = config.learner
+    for ability in BACKEND_ABILITIES:
+        if ability.asked(config) and learner.backend not in ability.backends:
+            yield ability.refusal(learner.backend)
+    if learner.offload and learner.backend == "deepspeed" and learner.zero_stage == 0:
         yield (
-            f"learner.ranks: {config.learner.ranks} ranks need learner.backend = deepspeed; torch "
-            "is one process"
+            "learner.offload: needs learner.zero_stage = 1 or higher; at 0 nothing moves to the CPU"
         )
-    if config.learner.offload and (
-        config.learner.backend != "deepspeed" or config.learner.zero_stage == 0
-    ):
+    if learner.backend == "fsdp2" and learner.zero_stage != DEFAULT_ZERO_STAGE:
         yield (
-            "learner.offload: needs learner.backend = deepspeed and learner.zero_stage = 1 or "
-            "higher; otherwise nothing moves to the CPU"
+            f"learner.zero_stage: {learner.zero_stage} is a stage of DeepSpeed; fsdp2 always "
+            "divides parameters, gradients and optimizer state, so remove it"
         )
     if (
         config.learner.backend == "deepspeed"
@@ -266,8 +269,6 @@ def _exact(config: Config) -> Iterator[str]:
             f"exact: needs generator.engine = {engines_with('exact')}, not "
             f"{config.generator.engine}"
         )
-    if config.learner.backend != "torch":
-        yield f"exact: needs learner.backend = torch, not {config.learner.backend}"
     if (
         config.weights.in_flight == "keep_kv"
         and config.staleness.limit > 0
@@ -388,11 +389,6 @@ def _kl(config: Config) -> Iterator[str]:
         )
     if in_loss.off_policy == "prefix" and in_loss.estimator != "k3":
         yield f"kl.loss.estimator: off_policy = prefix is built on k3, not {in_loss.estimator}"
-    if in_loss.off_policy == "prefix_full" and config.learner.backend != "torch":
-        yield (
-            "kl.loss.off_policy: prefix_full reads both models' last hidden states, which needs "
-            f"learner.backend = torch, not {config.learner.backend}; use prefix"
-        )
     if in_reward.controller == "adaptive" and not in_reward.target > 0:
         yield "kl.reward.target: the adaptive controller needs a target above 0"
 
@@ -422,11 +418,6 @@ def _stop(config: Config) -> Iterator[str]:
         yield (
             "stop.ess_min: with one optimizer step a batch there is nothing to stop; raise "
             "learner.epochs or learner.minibatches"
-        )
-    if config.learner.gradient_cosine != "off" and config.learner.backend != "torch":
-        yield (
-            "learner.gradient_cosine: reads whole gradients, which needs learner.backend = torch, "
-            f"not {config.learner.backend}"
         )
 
 
@@ -503,16 +494,6 @@ def _advantage(config: Config) -> Iterator[str]:
             f"advantage.k: the best of {advantage.k or size} completions; choose from 2 to "
             f"learner.group_size = {size}"
         )
-    if advantage.name == "opob" and config.learner.backend != "torch":
-        yield (
-            "advantage.name: opob reads whole gradients, which needs learner.backend = torch, "
-            f"not {config.learner.backend}"
-        )
-    if advantage.name == "otb" and config.learner.backend != "torch":
-        yield (
-            "advantage.name: otb reads the model's hidden states, which needs learner.backend = "
-            f"torch, not {config.learner.backend}"
-        )
     yield from _as_they_came(config)
 
 
@@ -541,11 +522,6 @@ def _value(config: Config) -> Iterator[str]:
     value = config.value
     if config.advantage.name != "gae":
         return
-    if config.learner.backend != "torch":
-        yield (
-            "advantage.name: the value head of gae needs learner.backend = torch, not "
-            f"{config.learner.backend}"
-        )
     if value.trunk == "shared" and value.init in ("reward_model", "random"):
         yield (
             f"value.init: {value.init} brings its own trunk; with value.trunk = shared choose "

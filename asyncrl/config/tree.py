@@ -308,15 +308,15 @@ class GeneratorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     backend: Annotated[
-        Literal["torch", "deepspeed"],
+        Literal["torch", "deepspeed", "fsdp2"],
         Meta(
-            description="Training backend. deepspeed partitions the training over several "
-            "processes."
+            description="Training backend. deepspeed and fsdp2 divide the training among several "
+            "processes; fsdp2 is part of PyTorch."
         ),
     ] = "torch"
     ranks: Annotated[
         Positive,
-        Meta(description="DeepSpeed: number of learner processes that share the training."),
+        Meta(description="DeepSpeed, FSDP2: number of learner processes that share the training."),
     ] = 1
     zero_stage: Annotated[
         int,
@@ -330,16 +330,16 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     offload: Annotated[
         bool,
         Meta(
-            description="DeepSpeed: keep the optimizer state, and run the optimizer step, in "
-            "the CPU's memory. Saves GPU memory and is slower."
+            description="DeepSpeed, FSDP2: keep the optimizer state, and run the optimizer step, "
+            "in the CPU's memory. Saves GPU memory and is slower."
         ),
     ] = False
     rank_timeout_s: Annotated[
         float,
         Meta(
             gt=0,
-            description="DeepSpeed: seconds without a response from another rank after which "
-            "that rank counts as lost.",
+            description="DeepSpeed, FSDP2: seconds without a response from another rank after "
+            "which that rank counts as lost.",
         ),
     ] = 120.0
     steps: Annotated[

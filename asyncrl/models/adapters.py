@@ -194,6 +194,16 @@ def restore(model: PolicyModel, path: Path) -> None:
     """Load the adapter in `path` into the model's adapter.
 
     Raises DamagedDataError for another base or other shapes."""
+    tensors = read_fitting(model, path)
+    with torch.no_grad():
+        for name, tensor in weights(model.hf):
+            tensor.copy_(tensors[name])
+
+
+def read_fitting(model: PolicyModel, path: Path) -> dict[str, torch.Tensor]:
+    """Return the adapter in `path` by the names of `weights`.
+
+    Raises DamagedDataError if it belongs to another base or has other shapes than the model's."""
     assert model.adapter is not None
     stored = read(path)
     if stored.base != model.adapter.base:
@@ -210,9 +220,7 @@ def restore(model: PolicyModel, path: Path) -> None:
             f"the adapter in {path} has another lora.rank or other lora.target_modules: start a "
             "new run, or set them to the old values"
         )
-    with torch.no_grad():
-        for name, tensor in own:
-            tensor.copy_(stored.tensors[name])
+    return stored.tensors
 
 
 def merged_model(model: PolicyModel, device: str = "auto") -> PolicyModel:

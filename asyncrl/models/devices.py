@@ -133,7 +133,7 @@ def _explain_split(config: Config, count: int) -> str:
         "the learner takes one GPU" if ranks == 1 else f"each of {ranks} learner ranks takes one"
     )
     if config.learner.backend == "torch" and count > 2:
-        takes += " (more with learner.backend=deepspeed and learner.ranks)"
+        takes += " (more with learner.backend=fsdp2 and learner.ranks)"
     free = count - ranks
     return f"{takes}; " + (
         "the other one has a generator"

@@ -678,12 +678,9 @@ def logprobs(
     fixed: use the operators of exact mode.  recompute: recompute each layer in the backward pass
     (Chen et al. 2016, arXiv:1604.06174), which changes no bit."""
     run_layer = _run_checkpointed if recompute and torch.is_grad_enabled() else _run_layer
-    model = lay.hf.model
-    weight = lay.hf.get_output_embeddings().weight
-    support = SupportTable.build(supports, [len(r) for r in responses], weight.device)
-    pl = plan(prompts, responses, groups, weight.device, fixed)
-    replayed = _replayed_by_layer(lay, pl, prompts, responses, routed)
     if fixed:
+        weight = lay.hf.get_output_embeddings().weight
+        pl = plan(prompts, responses, groups, weight.device, True)
         return _fixed_logprobs(
             lay,
             pl,
@@ -691,22 +688,67 @@ def logprobs(
             want_entropy,
             want_hidden,
             run_layer,
-            support=support,
+            support=SupportTable.build(supports, [len(r) for r in responses], weight.device),
             targets=targets,
-            replayed=replayed,
+            replayed=_replayed_by_layer(lay, pl, prompts, responses, routed),
         )
+    lp, ent, hidden = call_as_forward(
+        lay.hf,
+        _packed_logprobs,
+        lay,
+        prompts,
+        responses,
+        temperature,
+        groups=groups,
+        want_entropy=want_entropy,
+        run_layer=run_layer,
+        supports=supports,
+        targets=targets,
+        routed=routed,
+    )
+    return ForwardOutput(lp, ent if want_entropy else None, hidden if want_hidden else None)
+
+
+def call_as_forward(module: Any, function: Callable[..., Any], *args: Any, **more: Any) -> Any:
+    """Call `function` as a forward pass of `module`.
+
+    A module whose parameters are divided among ranks has a `gathered_call`, which has them whole
+    during the call (learner/distributed/fsdp_backend.py)."""
+    gathered = getattr(module, "gathered_call", None)
+    return function(*args, **more) if gathered is None else gathered(function, *args, **more)
+
+
+def _packed_logprobs(
+    lay: ModelLayout,
+    prompts: Sequence[np.ndarray],
+    responses: Sequence[np.ndarray],
+    temperature: torch.Tensor,
+    groups: Sequence[int] | None,
+    want_entropy: bool,
+    run_layer: Callable[..., torch.Tensor],
+    supports: Sequence[SampledSupport | None] | None,
+    targets: torch.Tensor | None,
+    routed: Sequence[RoutedExperts | None] | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return log-probabilities, entropies and states of `logprobs`."""
+    model = lay.hf.model
+    weight = lay.hf.get_output_embeddings().weight
+    support = SupportTable.build(supports, [len(r) for r in responses], weight.device)
+    pl = plan(prompts, responses, groups, weight.device)
+    replayed = _replayed_by_layer(lay, pl, prompts, responses, routed)
     x = F.embedding(pl.ids, model.embed_tokens.weight)
     cos, sin = (table.to(x.dtype) for table in lay.rope(pl.positions))
     rows = packed_attention.AttentionRows.from_plan(pl, lay.heads, lay.kv_heads)
     for layer, ids in zip(model.layers, replayed, strict=True):
-        x = run_layer(block, lay, layer, x, cos=cos, sin=sin, rows=rows, replayed=ids)
+        more = {"cos": cos, "sin": sin, "rows": rows, "replayed": ids}
+        x = call_as_forward(layer, run_layer, block, lay, layer, x, **more)
     hidden = rms_norm(x, model.norm.weight, lay.eps).index_select(0, pl.picks)
     scale = (1.0 / temperature.to(weight.device, torch.float32))[pl.sample]
     scored = pl.targets if targets is None else targets.to(weight.device)
     lp, ent = _PickedLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, scored, scale, want_entropy, support
     )
-    return ForwardOutput(lp, ent if want_entropy else None, hidden if want_hidden else None)
+    return lp, ent, hidden
 
 
 def _replayed_by_layer(

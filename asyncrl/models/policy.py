@@ -273,7 +273,7 @@ def load_policy(
     ConfigError when the directory is missing or does not hold a causal LM."""
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(f"model.path: {path} is not a model directory (it has no config.json)")
-    where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    where = resolve_device(device)
     hf: Any = None if whole else without_transformers.load(path, dtype)
     if hf is None:
         import transformers
@@ -298,6 +298,11 @@ def load_policy(
                 f"tokens ({type(hf).__name__})"
             )
     return PolicyModel(hf.to(where).eval(), str(path))
+
+
+def resolve_device(name: str) -> str:
+    """Return the device that `model.device` = `name` means on this machine."""
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
 
 
 @torch.no_grad()

@@ -451,8 +451,10 @@ def memory_needed(subject: Subject) -> str:
 
     config = subject.config
     weights = subject.parameters * WIDTHS[config.model.dtype]
-    # weights, gradient, two moments; DeepSpeed in bfloat16 keeps float32 copies of three of them
-    copies = 8 if config.learner.backend == "deepspeed" and config.model.dtype == "bfloat16" else 4
+    # weights, gradient, two moments; DeepSpeed in bfloat16 keeps float32 copies of three of them,
+    # and FSDP2 of all four
+    several = config.learner.backend != "torch"
+    copies = 8 if several and config.model.dtype == "bfloat16" else 4
     learner = weights * copies + len(subject.references) * weights
     # the embedded engine holds the model as read, as fused for its kernels, and the fetched version
     generator = weights * (2 if config.generator.engine == "vllm" else 3) + subject.kv_cache

@@ -39,11 +39,20 @@ class Shape(NamedTuple):
         return self.vocabulary * self.hidden
 
     @property
-    def parameters(self) -> int:
+    def layer(self) -> int:
+        """Parameters of one layer."""
         attention = self.hidden * self.head * (2 * self.heads + 2 * self.kv_heads)
         norms = 2 * self.hidden + (2 * self.head if self.norms else 0)
-        layer = attention + 3 * self.hidden * self.intermediate + norms
-        return self.layers * layer + self.hidden + self.embedding * (1 if self.tied else 2)
+        return attention + 3 * self.hidden * self.intermediate + norms
+
+    @property
+    def root(self) -> int:
+        """Parameters outside the layers: embeddings, head and last norm."""
+        return self.hidden + self.embedding * (1 if self.tied else 2)
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * self.layer + self.root
 
 
 SHAPES = {
@@ -116,18 +125,32 @@ def learner(
     shape: Shape,
     dtype: str,
     micro: Micro = LONG,
-    stage: int | None = None,
+    stage: int | str | None = None,
     ranks: int = 1,
     *,
     recompute: bool = False,
     device: str = "cpu",
 ) -> dict[str, int]:
-    """Bytes of each part, of one rank.  stage: of ZeRO, None: by torch.
+    """Bytes of each part, of one rank.  stage: of ZeRO, "fsdp2", None: by torch.
+
+    FSDP2 keeps parts in float32.  It gathers what is outside the layers, a layer and the next one,
+    and adds up one whole gradient of them at a time, in float32.
 
     torch keeps gradient and moments in the type of the weights; DeepSpeed in bfloat16 keeps a
     float32 copy of the weights with the moments.
     """
     width = WIDTHS[dtype]
+    passes = {
+        "activations": activations(shape, width, micro, recompute, device),
+        "loss": loss(shape, width, micro.answers * micro.answer),
+    }
+    if stage == "fsdp2":
+        part = 4 * shape.parameters // ranks
+        whole = width * (shape.root + 2 * shape.layer)
+        summed = (width + 4) * max(shape.root, shape.layer)
+        held = {"weights": part, "gradient": part, "moments": 2 * part}
+        return held | {"gathered": whole + summed} | passes
+    assert not isinstance(stage, str)
     weights = gradient = width * shape.parameters
     master = 4 * shape.parameters if stage is not None and dtype == "bfloat16" else 0
     moments = 2 * (4 if master else width) * shape.parameters
@@ -141,9 +164,7 @@ def learner(
         "weights": weights,
         "gradient": gradient,
         "moments": moments + master,
-        "activations": activations(shape, width, micro, recompute, device),
-        "loss": loss(shape, width, micro.answers * micro.answer),
-    }
+    } | passes
 
 
 def generator(shape: Shape, dtype: str, slots: int, context: int) -> dict[str, int]:
@@ -181,6 +202,7 @@ def gpu_rows(slots: int = 64, context: int = 4096) -> list[list[str]]:
             (1, 2, "ZeRO 2"),
             (8, 2, "ZeRO 2"),
             (8, 3, "ZeRO 3"),
+            (8, "fsdp2", "FSDP2"),
         ):
             learn, less = (
                 sum(

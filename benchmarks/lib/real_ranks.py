@@ -102,10 +102,11 @@ def main() -> None:
     }
     core = LearnerCore(load.build(raw), job["model"])
     if core.backend.rank > 0:
-        from learner import backend_deepspeed, loop
+        from learner import loop
+        from learner.distributed import ranks
 
         loop.follow(core)
-        backend_deepspeed.exit_rank()
+        ranks.exit_rank()
     began = flat(core)
     found = core.train(msgspec.msgpack.decode(Path(job["batch"]).read_bytes(), type=m.Batch))
     ended = flat(core)

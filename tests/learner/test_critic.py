@@ -169,7 +169,7 @@ def test_a_checkpoint_holds_it(model_dir: Path, tmp_path: Path, trunk: str) -> N
     [
         (
             ["learner.backend=deepspeed", "learner.ranks=2"],
-            "the value head of gae needs learner.backend = torch",
+            "the value head of gae needs learner.backend = torch or fsdp2, not deepspeed",
         ),
         (
             ["value.trunk=shared", "value.init=random"],

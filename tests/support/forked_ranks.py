@@ -3,7 +3,7 @@ the ranks of each job it is told of, which meet as a launcher's do.
 
     python tests/support/forked_ranks.py       one JSON object a line in, one out
 
-    {"job": JOB of deepspeed_program.py, "ranks": 2, "env": {"TORCH_EXTENSIONS_DIR": "..."}}
+    {"job": JOB of ranks_program.py, "ranks": 2, "env": {"TORCH_EXTENSIONS_DIR": "..."}}
     {"code": 0, "out": "what rank 0 printed", "err": "what all said"}"""
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def rank(number: int, order: dict[str, Any], port: int, out: int, err: int) -> i
                 "MASTER_PORT": str(port),
             }
         )
-        import deepspeed_program
+        import ranks_program
 
-        sys.argv = ["deepspeed_program.py", json.dumps(order["job"])]
-        deepspeed_program.main()
+        sys.argv = ["ranks_program.py", json.dumps(order["job"])]
+        ranks_program.main()
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
@@ -55,13 +55,13 @@ def rank(number: int, order: dict[str, Any], port: int, out: int, err: int) -> i
 
 def run(order: dict[str, Any]) -> dict[str, Any]:
     """Every rank to its end; when one fails the others are killed."""
-    from learner import backend_deepspeed
+    from learner.distributed import ranks
 
     with (
         tempfile.TemporaryFile("w+") as out,
         tempfile.TemporaryFile("w+") as nothing,
         tempfile.TemporaryFile("w+") as err,
-        backend_deepspeed.reserved_port() as meet,
+        ranks.reserved_port() as meet,
     ):
         port = meet.getsockname()[1]
         live = {
@@ -87,7 +87,7 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    for name in ("deepspeed", "deepspeed_program"):
+    for name in ("deepspeed", "ranks_program"):
         importlib.import_module(name)
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread does not survive a fork"
     for line in sys.stdin:

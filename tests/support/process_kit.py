@@ -68,7 +68,9 @@ def shared(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], No
     return path
 
 
-def demo_command(command: str, tmp_path: Path, model: Path, *words: str) -> list[str]:
+def demo_command(
+    command: str, tmp_path: Path, model: Path, *words: str, config: str = "demo"
+) -> list[str]:
     sets = [
         f"model.path={str(model)!r}",
         f"runs={str(tmp_path / 'runs')!r}",
@@ -82,7 +84,7 @@ def demo_command(command: str, tmp_path: Path, model: Path, *words: str) -> list
     flags = [w for w in words if "=" not in w or w.startswith("-")]
     argv = [sys.executable, "-m", "asyncrl.cli", command]
     if "--resume" not in flags:
-        argv.append("configs/demo.toml")
+        argv.append(f"configs/{config}.toml")
         argv += [x for s in sets for x in ("--set", s)]
     else:
         argv += [x for s in words if "=" in s and not s.startswith("-") for x in ("--set", s)]

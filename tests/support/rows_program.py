@@ -1,6 +1,7 @@
-"""Program of test_deepspeed.py: `python rows_program.py MODEL` trains two batches of sessions,
-split into rows, at every ZeRO stage, and the same sessions unsplit with torch; prints how far the
-weights are apart and how far they moved, [[stage, variant, apart, moved]]."""
+"""Program of test_backends.py: `python rows_program.py MODEL` trains two batches of sessions,
+split into rows, with FSDP2 and at every ZeRO stage, and the same sessions unsplit with torch;
+prints how far the weights are apart and how far they moved, [[stage or fsdp2, variant, apart,
+moved]]."""
 
 from __future__ import annotations
 
@@ -34,7 +35,10 @@ def moved(model: Path, variant: dict[str, Any], ways: tuple[str, str], **learner
     before = published(made)
     for number, how in enumerate(ways):
         made.train(msgspec.structs.replace(sessions(how), number=number))
-    return before, published(made)
+    after = published(made)
+    if learner.get("backend") == "fsdp2":
+        made.backend.close()
+    return before, after
 
 
 def published(made: Any) -> torch.Tensor:
@@ -46,13 +50,15 @@ def published(made: Any) -> torch.Tensor:
 def main() -> None:
     model = Path(sys.argv[1])
     out = []
-    for number, variant in enumerate(VARIANTS):
-        before, want = moved(model, variant, ("whole", "whole"))
-        for stage in range(4):
-            ds = {"backend": "deepspeed", "zero_stage": stage}
-            _, got = moved(model, variant, ("split", "shared"), **ds)
+    plain = [moved(model, variant, ("whole", "whole")) for variant in VARIANTS]
+    # DeepSpeed keeps its process group to the end
+    backends: dict[Any, dict[str, Any]] = {"fsdp2": {"backend": "fsdp2"}}
+    backends |= {stage: {"backend": "deepspeed", "zero_stage": stage} for stage in range(4)}
+    for name, learner in backends.items():
+        for number, (variant, (before, want)) in enumerate(zip(VARIANTS, plain, strict=True)):
+            _, got = moved(model, variant, ("split", "shared"), **learner)
             apart = float((got - want).abs().max())
-            out.append([stage, number, apart, float((want - before).abs().max())])
+            out.append([name, number, apart, float((want - before).abs().max())])
     print(json.dumps(out))
 
 

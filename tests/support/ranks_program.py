@@ -1,11 +1,12 @@
-"""Rank program of test_deepspeed.py: `python deepspeed_program.py JSON` trains LearnerCore on a
+"""Rank program of test_backends.py: `python ranks_program.py JSON` trains LearnerCore on a
 fixed stream of batches.
 
 JSON: model, config (sections), batches, and optionally sessions (how those of the batches after
-these are cut into rows), dtype, bad (a batch without finite rewards), save (after which batch,
-directory), stand (behind that checkpoint rank 0 touches FILE.there, waits for FILE, and has so
-many seconds of patience from then on), restore (directory). Rank 0 prints one JSON object: losses,
-norms, weights' digest, what each rank holds of the optimizer's state."""
+these are cut into rows), dtype, bad (a batch without finite rewards), held (the weights of the
+start count as those of every earlier version, so that the split is measured), save (after which
+batch, directory), stand (behind that checkpoint rank 0 touches FILE.there, waits for FILE, and has
+so many seconds of patience from then on), restore (directory). Rank 0 prints one JSON object:
+losses, norms, weights' digest, what each rank holds of the optimizer's state."""
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ import numpy as np
 import torch
 from learner_step_kit import batch
 from rows_kit import sessions
+from torch.distributed.tensor import DTensor
 
 from asyncrl.config import load
 from asyncrl.models.policy import (
@@ -43,7 +45,17 @@ def held(core: LearnerCore) -> int:
         if hasattr(core.backend.optimizer, "state")
         else core.backend.optimizer.optimizer.state
     )
-    return sum(v["exp_avg"].numel() for v in states.values() if "exp_avg" in v)
+    return sum(part(v["exp_avg"]).numel() for v in states.values() if "exp_avg" in v)
+
+
+def part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor that is divided among ranks."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def parameters(core: LearnerCore) -> int:
+    """Numbers in this rank's parameters."""
+    return sum(part(p).numel() for p in core.model.hf.parameters())
 
 
 def stand(core: LearnerCore, until: Path, patience_s: float) -> None:
@@ -67,12 +79,20 @@ def main() -> None:
         }
     )
     core = LearnerCore(config, job["model"])
+    gathered: list[int] = []  # numbers in whole parameters while a layer runs
+    layer = core.model.hf.model.layers[0].self_attn.o_proj
+    layer.register_forward_hook(
+        lambda *_: gathered.append(
+            sum(p.numel() for p in core.model.hf.parameters() if not isinstance(p, DTensor))
+        )
+    )
     again: list[int] = []  # calls of a layer's first matrix within a backward pass
-    core.model.hf.model.layers[0].mlp.gate_proj.register_forward_hook(
+    core.model.hf.model.layers[0].self_attn.q_proj.register_forward_hook(
         lambda *_: again.append(1) if torch._C._current_graph_task_id() != -1 else None
     )
     if core.backend.rank > 0:
-        from learner import backend_deepspeed, loop
+        from learner import loop
+        from learner.distributed import ranks
 
         loop.follow(core)
         print(
@@ -80,15 +100,30 @@ def main() -> None:
                 {
                     "rank": core.backend.rank,
                     "held": held(core),
-                    "parameters": sum(p.numel() for p in core.model.hf.parameters()),
+                    "parameters": parameters(core),
                 }
             ),
             file=sys.stderr,
         )
-        backend_deepspeed.exit_rank()
+        ranks.exit_rank()
+    if job.get("held"):
+        first = bytearray(flat_bytes(core.layout))
+        core.backend.broadcast("publish")
+        core.backend.probe()
+        core.backend.write_flat(memoryview(first))
+        core.measure.weights_of = lambda *_: bytes(first)
     if "restore" in job:
         checkpoint.restore(core, Path(job["restore"]))
     losses, norms, steps = [], [], []
+    sizes: dict[str, int] = {}
+    if hasattr(core.backend.optimizer, "register_step_pre_hook"):
+        core.backend.optimizer.register_step_pre_hook(
+            lambda *_: sizes.update(
+                gradient=sum(
+                    part(p.grad).numel() for p in core.model.hf.parameters() if p.grad is not None
+                )
+            )
+        )
     cuts = job.get("sessions", [])
     for n in range(core.state.number, job["batches"] + len(cuts)):
         if n < job["batches"]:
@@ -122,7 +157,6 @@ def main() -> None:
         probe_off = float(np.abs(np.frombuffer(raw, np.float32) - probe_logprobs(published)).max())
     else:
         probe_off = float(raw != core.model.adapter.base.encode())
-    parameters = list(core.model.hf.parameters())
     out = {
         "losses": losses,
         "norms": norms,
@@ -135,8 +169,11 @@ def main() -> None:
         "weights": torch.frombuffer(buffer, dtype=next(iter(tensors.values())).dtype)
         .float()[:: max(1, len(buffer) // 2000)]
         .tolist(),
-        "parameters": sum(p.numel() for p in parameters),
+        "parameters": parameters(core),
         "probe_off": probe_off,
+        "gathered": max(gathered),
+        "metrics": metrics,
+        **sizes,
     }
     core.backend.close()
     print(json.dumps(out))

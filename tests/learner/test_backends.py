@@ -1,11 +1,9 @@
-"""The DeepSpeed learner against the torch one: same data, same seed, every ZeRO stage; stops,
-resumes, lost ranks, whole runs.
+"""The learners of several ranks (DeepSpeed, FSDP2) against the torch one: same data, same seed,
+every ZeRO stage; stops, resumes, lost ranks, whole runs.
 """
 
 from __future__ import annotations
 
-import atexit
-import functools
 import json
 import os
 import signal
@@ -13,12 +11,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from process_kit import ENV, ROOT, Ended
+from ranks_kit import FORKED, LEARNER, PATHS, PATIENT_S, TORCHRUN, forked, start, trained
 from run_kit import check_summary, children, finish, steps_done, wait_until
 from run_kit import start as start_run
 
@@ -28,17 +27,14 @@ from asyncrl.models.policy import build_model
 
 pytestmark = pytest.mark.slow
 
-# no rank is taken for lost because others have the cores
-PATIENT_S = 1800.0
-LEARNER = {
-    "lr": 0.003,
-    "steps": 100,
-    "groups": 6,
-    "group_size": 3,
-    "micro_batch_tokens": 60,
-    "rank_timeout_s": PATIENT_S,
-}
 STEPS = 20
+
+
+def zero(stage: int, **learner: Any) -> dict[str, Any]:
+    return {"backend": "deepspeed", "zero_stage": stage, "ranks": 2} | learner
+
+
+FSDP2 = {"backend": "fsdp2", "ranks": 2}
 
 
 @pytest.fixture(scope="module")
@@ -48,85 +44,35 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-PATHS = ENV | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'support'}"}
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-
-
-def start(job: dict[str, Any], launcher: Sequence[str] = ()) -> subprocess.Popen[str]:
-    argv = [sys.executable, *launcher, "tests/support/deepspeed_program.py", json.dumps(job)]
-    return subprocess.Popen(
-        argv, cwd=ROOT, env=PATHS, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-FORKED = ("forked",)
-
-
-@functools.cache
-def forge() -> subprocess.Popen[str]:
-    """The process that forks ranks (forked_ranks.py), one for all tests of a worker."""
-    argv, env = [sys.executable, "tests/support/forked_ranks.py"], PATHS
-    process = subprocess.Popen(
-        argv, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-    )
-    atexit.register(process.stdin.close)  # type: ignore[union-attr]
-    return process
-
-
-def forked(job: dict[str, Any]) -> tuple[int, str, str]:
-    env = {key: value for key, value in ENV.items() if PATHS.get(key) != value}
-    order = {"job": job, "ranks": job["config"]["learner"].get("ranks", 1), "env": env}
-    process = forge()
-    assert process.stdin is not None and process.stdout is not None
-    process.stdin.write(json.dumps(order) + "\n")
-    line = process.stdout.readline()
-    assert line, "the process that forks ranks has ended"
-    answer = json.loads(line)
-    return answer["code"], answer["out"], answer["err"]
-
-
-def trained(
-    model: Path, learner: dict[str, Any], batches: int = STEPS, **more: Any
-) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
-    """(what rank 0 printed, rank -> what the others printed)."""
-    sections, launcher = more.pop("sections", {}), more.pop("launcher", FORKED)
-    job = {
-        "model": str(model),
-        "batches": batches,
-        "config": {"learner": LEARNER | learner, **sections},
-        **more,
-    }
-    if launcher == FORKED:
-        code, out, err = forked(job)
-    else:
-        p = start(job, launcher)
-        out, err = p.communicate(timeout=7200)
-        code = p.returncode
-    assert code == 0, err[-4000:]
-    rows = [json.loads(x) for x in err.splitlines() if x.startswith('{"rank"')]
-    return json.loads(out.strip().splitlines()[-1]), {r["rank"]: r for r in rows}
-
-
 @pytest.fixture(scope="module")
 def plain(model_dir: Path) -> dict[str, Any]:
     return trained(model_dir, {"backend": "torch"}, sessions=["whole"] * 3)[0]
 
 
-@pytest.mark.parametrize(("stage", "ranks"), [(0, 2), (1, 2), (2, 1), (2, 2), (3, 2)])
-def test_every_stage_is_the_torch_learner(
-    stage: int, ranks: int, model_dir: Path, plain: dict[str, Any]
+@pytest.mark.parametrize(
+    ("learner", "launcher"),
+    [
+        (zero(0), FORKED),
+        (zero(1), TORCHRUN),
+        (zero(2, ranks=1), FORKED),
+        (zero(2), ()),
+        (zero(3), FORKED),
+        (FSDP2 | {"ranks": 1}, FORKED),
+        (FSDP2, FORKED),
+        (FSDP2 | {"ranks": 4}, FORKED),
+    ],
+)
+def test_every_backend_is_the_torch_learner(
+    learner: dict[str, Any], launcher: tuple[str, ...], model_dir: Path, plain: dict[str, Any]
 ) -> None:
     """Answers of 1 to 12 tokens, 18 a batch: uneven over ranks and micro-batches; then sessions
-    split into rows, which torch trains unsplit.  One stage's ranks are started by torchrun, one
-    stage's by rank 0, the others forked.
+    split into rows, which torch trains unsplit.  Ranks are started by torchrun, by rank 0, or
+    forked.
     """
-    launcher = {(1, 2): TORCHRUN, (2, 2): ()}.get((stage, ranks), FORKED)
     mine, others = trained(
-        model_dir,
-        {"backend": "deepspeed", "zero_stage": stage, "ranks": ranks},
-        launcher=launcher,
-        sessions=["split", "shared", "split"],
+        model_dir, learner, launcher=launcher, sessions=["split", "shared", "split"]
     )
+    ranks, stage = learner["ranks"], learner.get("zero_stage", 3)
     assert len(mine["losses"]) == STEPS + 3
     assert mine["losses"] == pytest.approx(plain["losses"], abs=1e-5)
     assert mine["norms"] == pytest.approx(plain["norms"], rel=1e-4)
@@ -135,22 +81,24 @@ def test_every_stage_is_the_torch_learner(
         assert a == pytest.approx(b, abs=1e-5)
     whole = plain["parameters"]
     part = whole if stage == 0 or ranks == 1 else whole / ranks
-    # the stage is really on: what each rank holds of Adam's moments, and of the parameters
+    # the stage is really on: what each rank holds of Adam's moments, and of the parameters, of
+    # which ZeRO-3 holds none between passes
+    kept = {"deepspeed": 0, "fsdp2": whole / ranks}[learner["backend"]] if stage == 3 else whole
     for r in (mine, *others.values()):
-        assert part <= r["held"] <= part + 64
-        assert r["parameters"] == (0 if stage == 3 else whole)
+        assert abs(r["held"] - part) <= 64
+        assert abs(r["parameters"] - kept) <= 64
     assert len(others) == ranks - 1
     # what it publishes for a generator to check itself by is a plain forward of the published
     # weights
     assert max(mine["probe_off"], plain["probe_off"]) < 1e-5
 
 
-@pytest.mark.parametrize("stage", [2, 3])  # the packed forward, and transformers' own modules
+# the packed forward, transformers' own modules, the packed forward
+@pytest.mark.parametrize("learner", [zero(2), zero(3), FSDP2])
 def test_layers_computed_again_are_the_torch_learner(
-    stage: int, model_dir: Path, plain: dict[str, Any]
+    learner: dict[str, Any], model_dir: Path, plain: dict[str, Any]
 ) -> None:
-    more = {"zero_stage": stage, "ranks": 2, "gradient_checkpointing": True}
-    mine, _ = trained(model_dir, {"backend": "deepspeed", **more}, batches=4)
+    mine, _ = trained(model_dir, learner | {"gradient_checkpointing": True}, batches=4)
     assert mine["losses"] == pytest.approx(plain["losses"][:4], abs=1e-5)
     assert mine["norms"] == pytest.approx(plain["norms"][:4], rel=1e-4)
     assert mine["again"] >= 4 and plain["again"] == 0
@@ -159,15 +107,15 @@ def test_layers_computed_again_are_the_torch_learner(
 def test_a_sample_split_into_rows_has_the_gradient_that_torch_has_of_the_unsplit_one(
     model_dir: Path,
 ) -> None:
-    """By plain gradient steps at every stage, for losses by token, by sequence, towards a
-    reference, and over mini-batches and epochs.
+    """By plain gradient steps at every stage and with FSDP2, for losses by token, by sequence,
+    towards a reference, and over mini-batches and epochs.
     """
     argv = [sys.executable, "tests/support/rows_program.py", str(model_dir)]
     done = subprocess.run(argv, cwd=ROOT, env=PATHS, capture_output=True, text=True, timeout=7200)
     assert done.returncode == 0, done.stderr[-4000:]
     rows = json.loads(done.stdout.strip().splitlines()[-1])
-    assert {(stage, variant) for stage, variant, *_ in rows} == {
-        (stage, variant) for stage in range(4) for variant in range(4)
+    assert {(backend, variant) for backend, variant, *_ in rows} == {
+        (backend, variant) for backend in (*range(4), "fsdp2") for variant in range(4)
     }
     assert all(moved > 1e-3 and apart <= 1e-6 for *_, apart, moved in rows), rows
 
@@ -180,18 +128,19 @@ def plain_adapters(model_dir: Path) -> dict[str, Any]:
     return trained(model_dir, {"backend": "torch"}, batches=6, sections=ADAPTERS)[0]
 
 
-@pytest.mark.parametrize("stage", [0, 2])  # stage 1 differs from 2 in the gradients' place alone
+# stage 1 differs from 2 in the gradients' place alone
+@pytest.mark.parametrize("two", [zero(0), zero(2), FSDP2])
 def test_adapters_are_trained_published_and_kept_alone(
-    stage: int, model_dir: Path, plain_adapters: dict[str, Any], tmp_path: Path
+    two: dict[str, Any], model_dir: Path, plain_adapters: dict[str, Any], tmp_path: Path
 ) -> None:
-    """As by torch, at two ranks and, of one stage, then at one, with the base as reference: what
-    ZeRO partitions is the adapters' state, and a checkpoint holds them alone.
+    """As by torch, at two ranks and, of one stage and FSDP2, then at one, with the base as
+    reference: ZeRO divides the adapters' state, FSDP2 the base too, and a checkpoint holds the
+    adapters alone.
     """
-    plain = plain_adapters
-    two = {"backend": "deepspeed", "zero_stage": stage, "ranks": 2}
+    plain, stage = plain_adapters, two.get("zero_stage")
     mine, others = trained(model_dir, two, batches=6, save=[3, str(tmp_path)], sections=ADAPTERS)
     runs = [(mine, 0)]
-    if stage == 2:
+    if stage != 0:
         again, _ = trained(
             model_dir,
             two | {"ranks": 1},
@@ -210,17 +159,20 @@ def test_adapters_are_trained_published_and_kept_alone(
         assert found["weights"] == pytest.approx(plain["weights"], abs=1e-5)
         assert found["probe_off"] == 0
     assert len(others) == 1
-    part = plain["held"] / (2 if stage else 1)  # at stage 0 every rank has all of it
+    part = plain["held"] / (1 if stage == 0 else 2)  # at stage 0 every rank has all of it
+    kept = plain["parameters"] / (2 if stage is None else 1)
     for rank in (mine, *others.values()):
-        assert part <= rank["held"] <= part + 64
+        assert abs(rank["held"] - part) <= 64 and abs(rank["parameters"] - kept) <= 64
     assert plain["held"] < plain["parameters"] / 2
 
 
-def test_an_early_stopped_step_leaves_weights_and_moments_untouched(model_dir: Path) -> None:
+@pytest.mark.parametrize("two", [zero(2), FSDP2])
+def test_an_early_stopped_step_leaves_weights_and_moments_untouched(
+    two: dict[str, Any], model_dir: Path
+) -> None:
     """With a bound that any step passes, four epochs end as one does: in this batch and, by the
     moments, in the next ones.
     """
-    two = {"backend": "deepspeed", "zero_stage": 2, "ranks": 2}
     one, _ = trained(model_dir, two, batches=3)
     four, _ = trained(
         model_dir, two | {"epochs": 4}, batches=3, sections={"stop": {"kl_max": 1e-12}}
@@ -229,11 +181,22 @@ def test_an_early_stopped_step_leaves_weights_and_moments_untouched(model_dir: P
     assert four["weights"] == pytest.approx(one["weights"], abs=1e-7)
 
 
+@pytest.mark.parametrize(
+    ("two", "counts", "other", "said"),
+    [
+        (zero(3), [1], zero(1), "is of 2 ranks at ZeRO stage 3"),
+        (FSDP2, [1, 3], {"backend": "torch"}, "the optimizer of learner.backend = fsdp2"),
+    ],
+)
 def test_a_resumed_learner_goes_on_as_if_nothing_had_happened(
-    model_dir: Path, tmp_path: Path
+    two: dict[str, Any],
+    counts: list[int],
+    other: dict[str, Any],
+    said: str,
+    model_dir: Path,
+    tmp_path: Path,
 ) -> None:
-    """At stage 3; a whole run at stage 2 is stopped and resumed below."""
-    two = {"backend": "deepspeed", "zero_stage": 3, "ranks": 2}
+    """At stage 3 and with FSDP2; a whole run at stage 2 is stopped and resumed below."""
     whole, _ = trained(model_dir, two, batches=6, save=[3, str(tmp_path)])
     again, _ = trained(model_dir, two, batches=6, restore=str(tmp_path / "number_3"))
     assert (
@@ -242,20 +205,22 @@ def test_a_resumed_learner_goes_on_as_if_nothing_had_happened(
     )
     assert again["digest"] == whole["digest"]
     # at another number of ranks, with the same moments
-    one, _ = trained(model_dir, two | {"ranks": 1}, batches=6, restore=str(tmp_path / "number_3"))
-    assert one["losses"] == pytest.approx(whole["losses"][3:], abs=1e-5) and len(one["losses"]) == 3
-    assert (
-        one["weights"] == pytest.approx(whole["weights"], abs=1e-5) and one["held"] > whole["held"]
-    )
+    for ranks in counts:
+        elsewhere, _ = trained(
+            model_dir, two | {"ranks": ranks}, batches=6, restore=str(tmp_path / "number_3")
+        )
+        assert elsewhere["losses"] == pytest.approx(whole["losses"][3:], abs=1e-5)
+        assert elsewhere["weights"] == pytest.approx(whole["weights"], abs=1e-5)
+        assert elsewhere["held"] * ranks == pytest.approx(whole["held"] * 2, rel=0.05)
     assert [x.name for x in tmp_path.iterdir()] == ["number_3"]
-    other = {
+    job = {
         "model": str(model_dir),
         "batches": 6,
         "restore": str(tmp_path / "number_3"),
-        "config": {"learner": LEARNER | two | {"zero_stage": 1}},
+        "config": {"learner": LEARNER | other},
     }
-    code, _, err = forked(other)
-    assert code != 0 and "is of 2 ranks at ZeRO stage 3" in err
+    code, _, err = forked(job)
+    assert code != 0 and said in err
 
 
 @pytest.fixture(scope="module")
@@ -263,17 +228,14 @@ def bad(model_dir: Path) -> dict[str, Any]:
     return trained(model_dir, {"backend": "torch"}, batches=4, bad=1)[0]
 
 
-@pytest.mark.parametrize(("stage", "offload"), [(3, False), (2, True)])
+@pytest.mark.parametrize(
+    "learner", [zero(3), zero(2, offload=True), FSDP2, FSDP2 | {"offload": True}]
+)
 def test_a_batch_without_a_finite_loss_is_skipped_on_every_rank(
-    stage: int, offload: bool, model_dir: Path, bad: dict[str, Any]
+    learner: dict[str, Any], model_dir: Path, bad: dict[str, Any]
 ) -> None:
     """Weights and moments stay as they were: the batches after it go as they go with torch."""
-    mine, _ = trained(
-        model_dir,
-        {"backend": "deepspeed", "zero_stage": stage, "ranks": 2, "offload": offload},
-        batches=4,
-        bad=1,
-    )
+    mine, _ = trained(model_dir, learner, batches=4, bad=1)
     assert [n[0] for n in mine["numbers"]] == [1, 0, 1, 1]
     assert mine["losses"] == pytest.approx(bad["losses"], abs=1e-5, nan_ok=True)
     assert mine["weights"] == pytest.approx(bad["weights"], abs=1e-5)
@@ -289,26 +251,22 @@ def test_bfloat16_stages_agree_and_a_lock_left_behind_holds_nobody_up(
     (tmp_path / "deepspeed_shm_comm" / "lock").touch()
     ENV["TORCH_EXTENSIONS_DIR"] = str(tmp_path)
     try:
-        one, two = [
-            trained(
-                model_dir,
-                {"backend": "deepspeed", "zero_stage": s, "ranks": r},
-                batches=4,
-                dtype="bfloat16",
-            )[0]
-            for s, r in ((1, 1), (2, 2))
+        one, *others = [
+            trained(model_dir, learner, batches=4, dtype="bfloat16")[0]
+            for learner in (zero(1, ranks=1), zero(2), FSDP2)
         ]
     finally:
         del ENV["TORCH_EXTENSIONS_DIR"]
-    assert two["losses"] == pytest.approx(one["losses"], abs=2e-3)
-    assert two["norms"] == pytest.approx(one["norms"], rel=0.03)
-    assert max(abs(a - b) for a, b in zip(two["weights"], one["weights"], strict=True)) < 0.02
+    for two in others:
+        assert two["losses"] == pytest.approx(one["losses"], abs=2e-3)
+        assert two["norms"] == pytest.approx(one["norms"], rel=0.03)
+        assert max(abs(a - b) for a, b in zip(two["weights"], one["weights"], strict=True)) < 0.02
 
 
 def test_the_ports_at_which_ranks_meet_are_nobody_elses() -> None:
     import torch.distributed as dist
 
-    from learner.backend_deepspeed import reserved_port
+    from learner.distributed.ranks import reserved_port
 
     with reserved_port() as meet:
         port = meet.getsockname()[1]
@@ -319,7 +277,7 @@ def test_the_ports_at_which_ranks_meet_are_nobody_elses() -> None:
         assert store.get("key") == b"value"
 
 
-def ranks_of(pid: int, word: bytes = b"deepspeed_program") -> list[int]:
+def ranks_of(pid: int, word: bytes = b"ranks_program") -> list[int]:
     """Processes that rank 0 started."""
     found = []
     for entry in Path("/proc").iterdir():
@@ -342,18 +300,14 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.parametrize("two", [zero(3), FSDP2])
 def test_a_rank_that_stands_still_ends_the_step_with_a_clear_error(
-    model_dir: Path, tmp_path: Path
+    two: dict[str, Any], model_dir: Path, tmp_path: Path
 ) -> None:
-    """At stage 3 the forward pass waits for the others too; a killed rank is the subject of the
-    whole run below.  Until it is stopped nobody is impatient.
+    """At stage 3 and with FSDP2 the forward pass waits for the others too; a killed rank is the
+    subject of the whole run below.  Until it is stopped nobody is impatient.
     """
-    learner = LEARNER | {
-        "backend": "deepspeed",
-        "zero_stage": 3,
-        "ranks": 2,
-        "steps": 10**6,
-    }
+    learner = LEARNER | two | {"steps": 10**6}
     stopped = tmp_path / "stopped"
     p = start(
         {
@@ -385,16 +339,23 @@ def test_a_rank_that_stands_still_ends_the_step_with_a_clear_error(
         time.sleep(0.05)
 
 
-def test_a_whole_run_on_two_ranks_stops_resumes_and_exports(asyncrl: Callable[..., Ended]) -> None:
+@pytest.mark.parametrize(
+    ("config", "sets"),
+    [
+        ("demo", ("learner.backend='deepspeed'", "learner.ranks=2", "learner.zero_stage=2")),
+        ("fsdp2", ()),
+    ],
+)
+def test_a_whole_run_on_two_ranks_stops_resumes_and_exports(
+    config: str, sets: tuple[str, ...], asyncrl: Callable[..., Ended]
+) -> None:
     words = (
-        "learner.backend='deepspeed'",
-        "learner.ranks=2",
-        "learner.zero_stage=2",
+        *sets,
         "learner.checkpoint_every=3",
         f"learner.rank_timeout_s={PATIENT_S}",
         "name='two'",
     )
-    done = asyncrl("run", "learner.steps=6", *words)
+    done = asyncrl("run", "learner.steps=6", *words, config=config)
     assert done.code == 0, done.err[-3000:]
     check_summary(done.json, done.json["lag"]["limit"])
     run_dir = done.json["run_dir"]
@@ -406,9 +367,12 @@ def test_a_whole_run_on_two_ranks_stops_resumes_and_exports(asyncrl: Callable[..
     transformers.AutoModelForCausalLM.from_pretrained(Path(run_dir) / "model")
 
 
-def test_a_killed_rank_costs_the_run_only_its_time(tmp_path: Path, sort_model: Path) -> None:
+@pytest.mark.parametrize("backend", ["deepspeed", "fsdp2"])
+def test_a_killed_rank_costs_the_run_only_its_time(
+    backend: str, tmp_path: Path, sort_model: Path
+) -> None:
     words = (
-        "learner.backend='deepspeed'",
+        f"learner.backend='{backend}'",
         "learner.ranks=2",
         "learner.checkpoint_every=3",
         f"learner.rank_timeout_s={PATIENT_S}",
@@ -456,7 +420,8 @@ def test_a_rank_that_has_followed_to_the_end_leaves_without_the_interpreters_own
 @pytest.mark.parametrize(
     ("learner", "model", "said"),
     [
-        ({"ranks": 2}, {}, "2 ranks need learner.backend = deepspeed"),
+        ({"ranks": 2}, {}, "several ranks need learner.backend = deepspeed or fsdp2, not torch"),
+        ({"backend": "fsdp2", "zero_stage": 3}, {}, "3 is a stage of DeepSpeed"),
         ({"backend": "deepspeed", "zero_stage": 0}, {"dtype": "bfloat16"}, "use 1 or higher"),
         (
             {"backend": "deepspeed", "zero_stage": 0, "offload": True},

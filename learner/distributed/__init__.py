@@ -1,0 +1,1 @@
+"""Backends of several learner ranks: DeepSpeed and FSDP2."""

@@ -1,0 +1,263 @@
+"""DeepSpeed ZeRO 0 to 3 over one or several ranks, with gloo on a CPU and nccl on GPUs.
+
+DeepSpeed averages the ranks' gradients, so each loss is multiplied by the number of ranks.
+Rajbhandari et al. 2020, arXiv 1910.02054.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from asyncrl.config.tree import Config
+from asyncrl.contract.errors import DamagedDataError
+from asyncrl.models.policy import (
+    PolicyModel,
+    named_weights,
+    read_flat,
+    recompute_modules,
+)
+from learner.backend import optimizer_for
+from learner.distributed.ranks import DistributedBackend
+
+
+class DeepSpeedBackend(DistributedBackend):
+    """The backend of DeepSpeed's engine; see `TorchBackend`."""
+
+    # gradients reduced by ZeRO cannot be dropped: early stopping decides before the backward pass
+    stops_first = True
+
+    def __init__(self, config: Config, model: PolicyModel) -> None:
+        os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")
+        super().__init__(config, model)
+        import deepspeed
+
+        learner = config.learner
+        self.sharded = learner.zero_stage == 3
+        if learner.zero_stage == 3:
+            # modules fetch their parameters by hooks, and reduce a gradient once a pass
+            model.fast = None
+            model.one_pass = True
+        settings: dict[str, Any] = {
+            "train_batch_size": self.ranks,
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": learner.clip_norm,
+            "zero_optimization": {
+                "stage": learner.zero_stage,
+                "stage3_param_persistence_threshold": 0,
+                "overlap_comm": False,
+                "contiguous_gradients": False,
+            }
+            | (
+                {"offload_optimizer": {"device": "cpu", "pin_memory": self.device.type == "cuda"}}
+                if learner.offload
+                else {}
+            ),
+            # adapters are float32 beside any base
+            "bf16": {
+                "enabled": config.model.dtype == "bfloat16" and model.adapter is None,
+                "check_grad_overflow": True,
+            },
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "wall_clock_breakdown": False,
+            "steps_per_print": 10**9,
+        }
+        self.trained = [p for p in model.hf.parameters() if p.requires_grad]
+        self.engine, self.optimizer, _, _ = deepspeed.initialize(
+            # with adapters it gets only these: type and device of the base stay as they are, and
+            # its weights stay out of checkpoints
+            model=model.hf if model.adapter is None else torch.nn.ParameterList(self.trained),
+            optimizer=optimizer_for(config, self.trained),
+            config=settings,
+        )
+        self.gathered = deepspeed.zero.GatheredParameters
+        self._evaluate(model)
+
+    def connect(self, transport: str, timeout: datetime.timedelta) -> None:
+        import deepspeed
+        from deepspeed.utils import logger
+
+        logger.setLevel("WARNING")
+        # an inference-only operator, whose compiler takes a lock file: a killed process leaves the
+        # file behind, and all later processes would wait for it forever
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed.init_distributed(
+            dist_backend=transport, timeout=timeout, auto_mpi_discovery=False, verbose=False
+        )
+
+    def _evaluate(self, model: PolicyModel) -> None:
+        """Turn dropout off, then enable gradient checkpointing of the modules."""
+        self.engine.eval()
+        if self.config.learner.gradient_checkpointing and model.one_pass:
+            recompute_modules(model.hf)
+
+    # ---- one optimizer step ----------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        if self.config.learner.zero_stage:
+            # done by engine.forward too: without it stage 3 overwrites instead of accumulating
+            self.engine.optimizer.clear_backward_seen_flag()
+        self.engine.set_gradient_accumulation_boundary(last)
+        with self.guard():
+            self.engine.backward(loss * self.ranks)
+
+    def step(self, rate: float, loss: torch.Tensor) -> float | None:
+        flag = self.sum_over_ranks(torch.tensor([0.0 if math.isfinite(float(loss)) else 1.0]))
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate if not flag.item() else 0.0
+        if flag.item():
+            self._drop()
+            return None
+        # at stage 0 gradients are whole and summed on every rank, and no norm is reported
+        if self.config.learner.zero_stage == 0:
+            norm = float(
+                torch.nn.utils.get_total_norm([p.grad for p in self.trained if p.grad is not None])
+            )
+            if not math.isfinite(norm):
+                self._drop()
+                return None
+            with self.guard():
+                self.engine.step()
+            return norm
+        with self.guard():
+            self.engine.step()
+        grad_norm = self.engine.get_global_grad_norm()
+        return (
+            float(grad_norm) if grad_norm is not None and math.isfinite(float(grad_norm)) else None
+        )
+
+    def _drop(self) -> None:
+        """Discard an accumulated gradient that must not be used."""
+        self.zero_grad()
+        for name in ("averaged_gradients", "_DeepSpeedZeroOptimizer_Stage3__param_reduce_events"):
+            kept = getattr(self.optimizer, name, None)
+            if isinstance(kept, dict):
+                kept.clear()
+        # the next pass starts over in CPU memory instead of adding
+        if self.config.learner.offload and self.config.learner.zero_stage < 3:
+            inner: Any = self.optimizer
+            inner.micro_step_id = -1
+            inner._offload_accumulated_param_ids = set()
+            inner.reset_cpu_buffers()
+
+    # ---- weights and state -----------------------------------------------------------------------
+
+    @contextmanager
+    def full_parameters(self) -> Iterator[None]:
+        with (
+            self.guard(),
+            self.gathered(
+                list(self.model.hf.parameters()),
+                modifier_rank=0,
+                enabled=self.sharded,
+            ),
+        ):
+            # using the weights takes time that must not count against the deadline
+            began = self.inside
+            self.inside = 0.0
+            yield
+            self.inside = time.monotonic() if began else 0.0
+
+    def write_flat(self, buffer: memoryview | None) -> None:
+        """Write one parameter at a time: no second full copy, also under ZeRO-3."""
+        views = read_flat(buffer, self.layout) if buffer is not None else {}
+        # partitioned parameters are gathered by identity, not by content
+        published = (
+            list(self.model.hf.named_parameters(remove_duplicate=True))
+            if self.model.adapter is None
+            else named_weights(self.model)
+        )
+        for name, parameter in published:
+            with (
+                self.guard(),
+                self.gathered([parameter], modifier_rank=None, enabled=self.sharded),
+            ):
+                if views:
+                    views[name].copy_(parameter.detach())
+
+    def probe(self) -> bytes:
+        with self.guard():  # under ZeRO-3 a forward pass of every rank
+            return super().probe() if self.rank == 0 or self.sharded else b""
+
+    def state(self, directory: Path) -> dict[str, Any]:
+        with self.guard():
+            self.engine.save_checkpoint(
+                str(directory / "deepspeed"),
+                tag="state",
+                save_latest=False,
+                client_state={"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}},
+            )
+            # every rank's part is on disk before rank 0 writes the manifest
+            dist.barrier()
+        return {"deepspeed": self.ranks, "zero_stage": self.config.learner.zero_stage}
+
+    def load_state(self, state: dict[str, Any], directory: Path) -> None:
+        stage = self.config.learner.zero_stage
+        if state["zero_stage"] != stage:
+            raise DamagedDataError(
+                f"checkpoint {directory} is of {state['deepspeed']} ranks at ZeRO stage "
+                f"{state['zero_stage']}, this learner's is {stage}: "
+                "resume with the same learner.zero_stage (the number of ranks may change)"
+            )
+        saved = directory / "deepspeed"
+        # at stage 0 every rank holds the whole state
+        if state["deepspeed"] == self.ranks or stage == 0:
+            with self.guard():
+                self.engine.load_checkpoint(str(saved), tag="state", load_module_strict=True)
+            return
+        if self.config.learner.optimizer != "adamw":
+            raise DamagedDataError(
+                f"checkpoint {directory} is of {state['deepspeed']} ranks, this learner has "
+                f"{self.ranks}: only the state of learner.optimizer = "
+                "adamw can be redistributed; resume with the same learner.ranks"
+            )
+        apart = directory.with_name(f".{directory.name}.universal")  # the same on every rank
+        try:
+            if self.rank == 0:
+                universal(saved / "state", apart / "state")
+            with self.guard():
+                dist.barrier()
+                self.engine._config.load_universal_checkpoint = True
+                self.engine.load_checkpoint(str(apart), tag="state", load_module_strict=True)
+                dist.barrier()
+        finally:
+            self.engine._config.load_universal_checkpoint = False
+            if self.rank == 0:
+                shutil.rmtree(apart, ignore_errors=True)
+
+
+def universal(source: Path, target: Path) -> None:
+    """Write DeepSpeed's universal form of the checkpoint in `source`.
+
+    Each parameter's state is whole, for any number of ranks.
+    """
+    from deepspeed.checkpoint import ds_to_universal
+
+    shutil.rmtree(target.parent, ignore_errors=True)
+    with contextlib.redirect_stdout(sys.stderr):
+        ds_to_universal.main(
+            SimpleNamespace(
+                input_folder=str(source),
+                output_folder=str(target),
+                num_extract_workers=1,
+                num_merge_workers=1,
+                keep_temp_folder=False,
+                strict=True,
+                inject_missing_state=False,
+            )
+        )

@@ -1,0 +1,315 @@
+"""PyTorch's `fully_shard` (FSDP2) over one or several ranks, with gloo on a CPU and nccl on GPUs.
+
+Each rank keeps a part of every parameter, gradient and moment, divided along its first axis. A
+layer's parameters are gathered for its forward and its backward pass, and its gradient is added up
+and divided again at once, so no rank holds a whole model or a whole gradient (Zhao et al. 2023,
+arXiv 2304.11277). Ranks add gradients up without averaging them. In bfloat16 the parts are float32:
+layers are gathered, multiplied and published in bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+
+from asyncrl.config.tree import Config
+from asyncrl.contract.errors import DamagedDataError
+from asyncrl.models.policy import PolicyModel, named_weights, read_flat, recompute_modules
+from learner.backend import optimizer_for
+from learner.distributed.ranks import DistributedBackend
+from learner.gradients import square_sum
+
+FOLDER = "fsdp2"  # of a checkpoint
+PREVIOUS = "previous_gradient"
+
+
+class FsdpBackend(DistributedBackend):
+    """The backend of FSDP2; see `TorchBackend`."""
+
+    sharded = True
+    writes_parts = True
+
+    def __init__(self, config: Config, model: PolicyModel) -> None:
+        super().__init__(config, model)
+        self.mesh = init_device_mesh(self.device.type, (self.ranks,))
+        self.roots: list[FSDPModule] = []
+        self.parts: dict[str, TrainedPart] = {}
+        self._shard_model(model)
+        self.optimizer = self._optimizer_of("policy", [model.hf])
+        self.alignment = self.gradient_alignment()
+
+    @property
+    def load_device(self) -> str:
+        return "cpu"
+
+    def add_part(
+        self, name: str, head: torch.nn.Module, trunk: PolicyModel | None
+    ) -> torch.optim.Optimizer:
+        self._shard(head, [], MixedPrecisionPolicy(cast_forward_inputs=False))
+        if trunk is not None:
+            self._shard_model(trunk)
+        return self._optimizer_of(name, [head, *([] if trunk is None else [trunk.hf])])
+
+    def _optimizer_of(self, name: str, modules: Sequence[torch.nn.Module]) -> torch.optim.Optimizer:
+        """Return the optimizer of the modules' parameters, and keep them in checkpoints."""
+        parameters = {
+            f"{index}.{path}": parameter
+            for index, module in enumerate(modules)
+            for path, parameter in module.named_parameters()
+            if parameter.requires_grad
+        }
+        optimizer = optimizer_for(self.config, list(parameters.values()))
+        self.parts[name] = TrainedPart(parameters, optimizer)
+        return optimizer
+
+    def _shard_model(self, model: PolicyModel) -> None:
+        """Divide a model among the ranks, layer by layer, in place."""
+        config = self.config
+        model.one_pass = True
+        if config.learner.gradient_checkpointing and model.fast is None:
+            recompute_modules(model.hf)
+        policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+        # adapters are float32 beside any base
+        if config.model.dtype == "bfloat16" and model.adapter is None:
+            for parameter in model.hf.parameters():
+                parameter.data = parameter.data.float()
+            policy = MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+            )
+        self._shard(model.hf, layers_of(model), policy)
+
+    def _shard(
+        self,
+        root: torch.nn.Module,
+        layers: Sequence[torch.nn.Module],
+        policy: MixedPrecisionPolicy,
+    ) -> None:
+        offload = (
+            CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
+            if self.config.learner.offload
+            else OffloadPolicy()
+        )
+        for module in [*layers, root]:
+            sharded: Any = fully_shard(
+                module, mesh=self.mesh, mp_policy=policy, offload_policy=offload
+            )
+            # the loss has global denominators
+            sharded.set_gradient_divide_factor(1.0)
+            sharded.set_force_sum_reduction_for_comms(True)
+            # of experts, for instance, that none of a rank's tokens chose
+            sharded.set_reduce_scatter_unused_params(True, recurse=False)
+            sharded.gathered_call = _call
+            register_fsdp_forward_method(sharded, "gathered_call")
+        self.roots.append(sharded)
+
+    def _divide(self) -> None:
+        """Free what the last forward pass without a backward pass left gathered."""
+        for root in self.roots:
+            root.reshard()
+
+    # ---- one optimizer step ----------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        with self.guard():
+            super().backward(loss, last=last)
+
+    def gradients(self, parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
+        return [part_of(p.grad) for p in parameters if p.grad is not None]
+
+    def clip(self, parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
+        given = self.gradients(parameters)
+        norm = self.sum_over_ranks(square_sum(given).cpu()).sqrt()
+        if limit := self.config.learner.clip_norm:
+            torch._foreach_mul_(given, float((limit / (norm + 1e-6)).clamp(max=1.0)))
+        return norm
+
+    def squared_gradient(self, value: torch.Tensor) -> torch.Tensor:
+        self.zero_grad()
+        self.backward(value / self.ranks, last=True)
+        square = square_sum(self.gradients(self.model.hf.parameters())).cpu()
+        self.zero_grad()
+        return self.sum_over_ranks(square)
+
+    # ---- weights and state -----------------------------------------------------------------------
+
+    def _gather(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return a whole parameter on rank 0, on the CPU; None on other ranks."""
+        assert isinstance(parameter, DTensor)
+        part = part_of(parameter).to(self.device, dtype)
+        if self.ranks == 1:
+            return part.cpu()
+        rows, size = -(-parameter.shape[0] // self.ranks), list(parameter.shape[1:])
+        padded = part.new_zeros(rows, *size)
+        padded[: len(part)] = part
+        every = [torch.empty_like(padded) for _ in range(self.ranks)] if self.rank == 0 else None
+        dist.gather(padded, every, dst=0)
+        return torch.cat(every)[: parameter.shape[0]].cpu() if every is not None else None
+
+    def _gathered_weights(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
+        """Yield name, part and, on rank 0, whole tensor of each weight, one at a time."""
+        self._divide()
+        dtypes = {name: getattr(torch, dtype) for name, dtype, *_ in self.layout}
+        for name, parameter in named_weights(self.model):
+            with self.guard():
+                whole = self._gather(parameter, dtypes[name])
+            yield name, parameter, whole
+
+    @contextmanager
+    def full_parameters(self) -> Iterator[None]:
+        # by the address of rank 0's part, which is never empty; tied modules share one
+        whole = {
+            part_of(parameter).data_ptr(): torch.nn.Parameter(tensor, requires_grad=False)
+            for _, parameter, tensor in self._gathered_weights()
+            if tensor is not None
+        }
+        places = [
+            (module, name, parameter)
+            for module in self.model.hf.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None and part_of(parameter).data_ptr() in whole
+        ]
+        try:
+            for module, name, parameter in places:
+                module._parameters[name] = whole[part_of(parameter).data_ptr()]
+            yield
+        finally:
+            for module, name, parameter in places:
+                module._parameters[name] = parameter
+
+    def write_flat(self, buffer: memoryview | None) -> None:
+        """Write one parameter at a time: only rank 0 ever holds a whole one."""
+        views = read_flat(buffer, self.layout) if buffer is not None else {}
+        for name, _, whole in self._gathered_weights():
+            if views and whole is not None:
+                views[name].copy_(whole)
+
+    def probe(self) -> bytes:
+        with self.guard():  # a forward pass of every rank
+            return super().probe()
+
+    def _tensors(self, stored: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return all trained parts by their names in a checkpoint.
+
+        stored: the names of a checkpoint that is to be read. The optimizers get the states that it
+        has.
+        """
+        self._divide()
+        tensors: dict[str, Any] = {}
+        for name, part in self.parts.items():
+            tensors |= part.tensors(name, stored)
+        if self.alignment is not None:
+            policy = list(self.parts["policy"].parameters.values())
+            if stored is not None:
+                known = any(name.startswith(PREVIOUS) for name in stored)
+                self.alignment.previous = [
+                    torch.zeros_like(part_of(p), dtype=torch.bfloat16) for p in policy if known
+                ]
+            tensors |= {
+                f"{PREVIOUS}.{name}": like_parameter(gradient, parameter)
+                for (name, parameter), gradient in zip(
+                    self.parts["policy"].parameters.items(), self.alignment.previous, strict=False
+                )
+            }
+        return tensors
+
+    def state(self, directory: Path) -> dict[str, Any]:
+        with self.guard():
+            save(self._tensors(), checkpoint_id=directory / FOLDER)
+            # every rank's part is on disk before rank 0 writes the manifest
+            dist.barrier()
+        return {FOLDER: self.ranks}
+
+    def load_state(self, state: dict[str, Any], directory: Path) -> None:
+        saved = directory / FOLDER
+        reader = FileSystemReader(saved)
+        stored = reader.read_metadata().state_dict_metadata
+        wanted = self._tensors(stored)
+        for name, tensor in wanted.items():
+            if name not in stored or list(getattr(stored[name], "size", [])) != list(tensor.shape):
+                raise DamagedDataError(
+                    f"checkpoint {directory} is of another model than model.path = "
+                    f"{self.config.model.path}, or of another value head ({name}): start a new "
+                    "run, or resume it with the settings it was made with"
+                )
+        with self.guard():
+            load(wanted, storage_reader=reader)
+
+
+class TrainedPart:
+    """Parameters and their optimizer, as one part of a checkpoint."""
+
+    def __init__(
+        self, parameters: dict[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
+    ) -> None:
+        self.parameters = parameters
+        self.optimizer = optimizer
+
+    def tensors(self, part: str, stored: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return parameters and states by name: PART.NAME and PART.NAME/STATE.
+
+        stored: names in a checkpoint, after whose states the optimizer's are made; None: as it is.
+        """
+        tensors: dict[str, Any] = {}
+        for name, parameter in self.parameters.items():
+            prefix = f"{part}.{name}"
+            tensors[prefix] = parameter
+            if stored is not None:
+                self.optimizer.state[parameter] = {
+                    key.removeprefix(f"{prefix}/"): torch.zeros_like(parameter)
+                    if len(stored[key].size)
+                    else torch.zeros((), dtype=torch.float32)
+                    for key in stored
+                    if key.startswith(f"{prefix}/")
+                }
+            state = self.optimizer.state.get(parameter, {})
+            tensors |= {f"{prefix}/{key}": value for key, value in state.items()}
+        return tensors
+
+
+def layers_of(model: PolicyModel) -> list[torch.nn.Module]:
+    """Return the layers of a model, each of which is gathered at a time."""
+    if model.fast is not None:
+        return list(model.hf.model.layers)
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [m for m in model.hf.modules() if isinstance(m, GradientCheckpointingLayer)]
+
+
+def part_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a divided tensor, sharing its memory."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def like_parameter(part: torch.Tensor, parameter: torch.Tensor) -> DTensor:
+    """Return the divided tensor of a rank's `part`, divided like `parameter`."""
+    assert isinstance(parameter, DTensor)
+    return DTensor.from_local(
+        part,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _call(function: Callable[..., Any], *args: Any, **more: Any) -> Any:
+    return function(*args, **more)

@@ -1,0 +1,304 @@
+"""Several learner processes as one learner: how they start, meet, talk and end.
+
+Every rank holds the whole batch and the same state. Forward and backward passes are assigned by
+length. The loss has global denominators, so the ranks' gradients add up to the whole. Ranks must
+make the same number of passes, so those with fewer micro-batches add empty ones.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from asyncrl.config.tree import Config
+from asyncrl.contract.errors import AsyncrlError, ConfigError
+from asyncrl.contract.messages import Batch
+from asyncrl.contract.parent import die_with_parent
+from asyncrl.models.policy import PolicyModel, manifest, resolve_device
+from learner.backend import TorchBackend
+
+# time to come together, imports included, in addition to learner.rank_timeout_s; time to end
+START_S = 60.0
+END_S = 20.0
+TRANSPORT = ("gloo", "nccl", "connection", "timed out", "timeout", "socket", "broken pipe")
+
+
+class RankLost(AsyncrlError):
+    """A rank has ended or does not respond."""
+
+    exit_code = 137  # like a kill: the supervisor restarts the learner from its checkpoint
+
+
+def reserved_port() -> socket.socket:
+    """Open a socket that holds a free port of this host until it is closed.
+
+    torch's store, which starts some imports later, may listen on the port meanwhile.
+    """
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    return holder
+
+
+def start_ranks(config: Config, meet: socket.socket) -> list[subprocess.Popen[bytes]]:
+    """Make this process rank 0 and start the other ranks as copies of it.
+
+    They meet at the port that `meet` holds. Nothing is started when a launcher (torchrun) has set
+    the ranks. Raises ConfigError when the launcher's number differs from learner.ranks.
+    """
+    if "WORLD_SIZE" in os.environ:
+        if int(os.environ["WORLD_SIZE"]) != config.learner.ranks:
+            raise ConfigError(
+                f"learner.ranks: {config.learner.ranks}, but the launcher started "
+                f"{os.environ['WORLD_SIZE']}"
+            )
+        return []
+    common = {
+        "WORLD_SIZE": str(config.learner.ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(meet.getsockname()[1]),
+    }
+    # other ranks choose their own GPU: asyncrl/models/devices.py
+    os.environ.update(common | {"RANK": "0", "LOCAL_RANK": "0"})
+    return [
+        subprocess.Popen(
+            [sys.executable, *sys.orig_argv[1:]],
+            env=os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdin=subprocess.DEVNULL,
+            preexec_fn=die_with_parent(),
+        )
+        for rank in range(1, config.learner.ranks)
+    ]
+
+
+class DistributedBackend(TorchBackend):
+    """The base of backends of several ranks; see `TorchBackend`.
+
+    A subclass prepares model and optimizer after this class has brought the ranks together.
+    """
+
+    # every rank takes part in each forward pass, and the parameters on a rank are parts
+    sharded = False
+
+    def __init__(self, config: Config, model: PolicyModel) -> None:
+        learner = config.learner
+        self.config = config
+        self.model = model
+        self.device = torch.device(resolve_device(config.model.device))
+        self.own = "WORLD_SIZE" not in os.environ
+        self.others = start_ranks(config, meet := reserved_port())
+        self.layout = manifest(model)
+        self.heard_at = time.monotonic()
+        self.inside = 0.0
+        self.closed = False
+        cuda = self.device.type == "cuda"
+        if cuda and learner.ranks > 1 and not learner.gpus:
+            raise ConfigError(
+                f"learner.gpus: {learner.ranks} ranks would share one GPU; give one number each"
+            )
+        limit = learner.rank_timeout_s + START_S
+        try:
+            self.connect(
+                "cpu:gloo,cuda:nccl" if cuda else "gloo", datetime.timedelta(seconds=limit)
+            )
+        except (RuntimeError, ValueError) as error:
+            raise RankLost(
+                f"the ranks of the learner did not come together within {limit:g} s: "
+                f"{_first_line(error)}"
+            ) from error
+        meet.close()
+        self.rank = dist.get_rank()
+        self.ranks = dist.get_world_size()
+        if self.ranks > 1:
+            threading.Thread(target=self._watch, name="rank-watch", daemon=True).start()
+
+    def connect(self, transport: str, timeout: datetime.timedelta) -> None:
+        """Join the process group of all ranks.
+
+        transport: torch's name of it, for instance "gloo".
+        """
+        dist.init_process_group(transport, timeout=timeout)
+
+    # ---- ranks -----------------------------------------------------------------------------------
+
+    def broadcast(self, command: str, payload: Any = None) -> None:
+        if self.ranks > 1 and self.rank == 0:
+            data = msgspec.msgpack.encode((command, msgspec.Raw(msgspec.msgpack.encode(payload))))
+            with self.guard():
+                dist.broadcast(torch.tensor([len(data)]), src=0)
+                dist.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8), src=0)
+            self.heard_at = time.monotonic()
+
+    def receive_broadcast(self) -> tuple[str, Any]:
+        """Receive the next command of rank 0, on another rank."""
+        size = torch.zeros(1, dtype=torch.int64)
+        with self.guard():
+            dist.broadcast(size, src=0)
+            data = torch.zeros(int(size), dtype=torch.uint8)
+            dist.broadcast(data, src=0)
+        command, payload = msgspec.msgpack.decode(
+            data.numpy().tobytes(), type=tuple[str, msgspec.Raw]
+        )
+        return command, msgspec.msgpack.decode(
+            payload, type=Batch if command == "train" else str | None
+        )
+
+    def keep_alive(self) -> None:
+        for rank, process in enumerate(self.others, 1):
+            if (code := process.poll()) is not None:
+                raise RankLost(
+                    f"rank {rank} of the learner has ended "
+                    f"({signal.Signals(-code).name if code < 0 else f'exit code {code}'})"
+                )
+        if time.monotonic() - self.heard_at > self.config.learner.rank_timeout_s / 4:
+            self.broadcast("wait")
+
+    def _watch(self) -> None:
+        """End this process and its ranks when a collective takes too long (a thread).
+
+        A backend's own process groups have no deadline.
+        """
+        while not self.closed:
+            limit = self.config.learner.rank_timeout_s
+            time.sleep(min(1.0, limit / 10))
+            since = self.inside
+            if since and time.monotonic() - since > limit:
+                ended = [
+                    r for r, process in enumerate(self.others, 1) if process.poll() is not None
+                ]
+                who = (
+                    f"rank {ended[0]} of the learner has ended"
+                    if ended
+                    else "a rank of the learner does not answer"
+                )
+                print(
+                    f"error: RankLost: {who}: rank {self.rank} has waited {limit:g} s for it "
+                    f"(learner.rank_timeout_s = {limit:g})",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                for process in self.others:
+                    process.kill()
+                os._exit(137)
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Set a deadline for rank 0, and raise RankLost instead of a transport error.
+
+        The other ranks have no deadline: they may wait as long as rank 0 waits for a batch, and end
+        with it. Guards nest.
+        """
+        outer = self.inside
+        self.inside = self.inside or (time.monotonic() if self.rank == 0 else 0.0)
+        try:
+            yield
+        except RuntimeError as error:
+            if not isinstance(error, dist.DistError) and not any(
+                word in str(error).lower() for word in TRANSPORT
+            ):
+                raise  # an error of this rank itself
+            time.sleep(0.2)  # a process's end becomes visible shortly after its connection's
+            ended = [r for r, p in enumerate(self.others, 1) if p.poll() is not None]
+            who = (
+                f"rank {ended[0]} of the learner has ended"
+                if ended
+                else "a rank of the learner has ended or did not answer"
+            )
+            raise RankLost(
+                f"{who} (learner.rank_timeout_s = {self.config.learner.rank_timeout_s:g}): "
+                f"{_first_line(error)}"
+            ) from error
+        finally:
+            self.inside = outer
+
+    def split_samples(self, samples: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
+        order = sorted(samples, key=lambda i: (lengths[i], i))
+        return (
+            [order[r :: self.ranks] for r in range(self.ranks)]
+            if self.ranks > 1
+            else [list(samples)]
+        )
+
+    def sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
+        if self.ranks > 1:
+            with self.guard():
+                dist.all_reduce(value)
+        return value
+
+    def max_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
+        if self.ranks > 1:
+            with self.guard():
+                dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return value
+
+    def gather(self, value: Any) -> list[Any]:
+        if self.ranks == 1:
+            return [value]
+        mine = msgspec.msgpack.encode(value)
+        size = int(self.max_over_ranks(torch.tensor([len(mine)])))
+        padded = torch.zeros(size, dtype=torch.uint8)
+        padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        every = [torch.zeros_like(padded) for _ in range(self.ranks)]
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.ranks)]
+        with self.guard():
+            dist.all_gather(sizes, torch.tensor([len(mine)]))
+            dist.all_gather(every, padded)
+        return [
+            msgspec.msgpack.decode(t.numpy()[: int(n)].tobytes())
+            for t, n in zip(every, sizes, strict=True)
+        ]
+
+    def close(self) -> None:
+        self.closed = True
+        if self.ranks > 1 and self.rank == 0:
+            # after a failure here the other ranks' state is unknown: they would not receive it
+            if sys.exc_info()[0] is not None:
+                for process in self.others:
+                    process.kill()
+            try:
+                if sys.exc_info()[0] is None and all(
+                    process.poll() is None for process in self.others
+                ):
+                    self.broadcast("end")
+            except AsyncrlError:
+                pass
+            deadline = time.monotonic() + END_S
+            for process in self.others:
+                try:
+                    process.wait(max(0.1, deadline - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        if self.own:
+            for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK"):
+                os.environ.pop(name, None)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
+
+
+def exit_rank() -> NoReturn:
+    """End a rank above 0 without the interpreter's own shutdown.
+
+    A gloo thread may still release tensors of the last broadcast, which would abort the process,
+    and torchrun would end rank 0 for it.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(0)

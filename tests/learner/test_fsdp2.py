@@ -1,0 +1,178 @@
+"""What only FSDP2 does over several ranks: methods that DeepSpeed refuses, models without a packed
+forward, parts of a predictable size; and the table of what each backend supports.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from process_kit import ROOT
+from ranks_kit import trained
+
+from asyncrl.config import load
+from asyncrl.config.engines import BACKEND_ABILITIES
+from asyncrl.contract.errors import ConfigError
+from asyncrl.models.policy import build_model, character_tokenizer
+
+pytestmark = pytest.mark.slow
+
+TWO = {"backend": "fsdp2", "ranks": 2}
+FULL_KL = {"coefficient": 0.1, "off_policy": "prefix_full"}
+METHODS: dict[str, dict[str, Any]] = {
+    "gae, a trunk of its own": {"advantage": {"name": "gae"}},
+    "gae, the policy's trunk": {"advantage": {"name": "gae"}, "value": {"trunk": "shared"}},
+    "prefix_full, its base as reference": {"kl": {"loss": FULL_KL}, "lora": {"rank": 4}},
+    "distillation": {"kl": {"preset": "distill"}},
+    "opob": {"advantage": {"name": "opob"}},
+    "otb": {"advantage": {"name": "otb"}},
+    "projected gradients": {"learner": {"gradient_cosine": "project", "cosine_max": 0.1}},
+}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("fsdp2") / "m"
+    build_model(path, "abcdefgh", hidden=32, layers=2)
+    return path
+
+
+def compare(model: Path, sections: dict[str, Any], **more: Any) -> tuple[Any, Any]:
+    """(what torch printed, what two ranks of FSDP2 printed) of the same batches."""
+    learner = sections.get("learner", {})
+    rest = {name: section for name, section in sections.items() if name != "learner"}
+    plain, two = (
+        trained(model, learner | backend, sections=rest, **more)[0]
+        for backend in ({"backend": "torch"}, TWO)
+    )
+    assert two["losses"] == pytest.approx(plain["losses"], abs=1e-5)
+    assert two["weights"] == pytest.approx(plain["weights"], abs=1e-5)
+    assert two["metrics"].keys() == plain["metrics"].keys()
+    assert two["metrics"] == pytest.approx(plain["metrics"], rel=1e-3, abs=1e-5, nan_ok=True)
+    return plain, two
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_methods_that_deepspeed_refuses_are_those_of_torch(
+    method: str, model_dir: Path, tmp_path: Path
+) -> None:
+    """Also resumed by one rank: a value head and the last gradient are in the checkpoint."""
+    sections = METHODS[method]
+    plain, _ = compare(model_dir, sections, batches=3)
+    if method.startswith("gae") or "learner" in sections:
+        learner = sections.get("learner", {}) | TWO
+        rest = {name: section for name, section in sections.items() if name != "learner"}
+        trained(model_dir, learner, batches=2, save=[2, str(tmp_path)], sections=rest)
+        one, _ = trained(
+            model_dir,
+            learner | {"ranks": 1},
+            batches=3,
+            restore=str(tmp_path / "number_2"),
+            sections=rest,
+        )
+        assert one["weights"] == pytest.approx(plain["weights"], abs=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [TWO, {"backend": "deepspeed", "ranks": 2, "zero_stage": 2}])
+def test_rank_0_measures_adapters_without_the_others(
+    ranks: dict[str, Any], model_dir: Path
+) -> None:
+    """The split by the weights of earlier versions, here those of the start, and the KL to the
+    base, on samples of rank 0.
+    """
+    plain, two = (
+        trained(model_dir, backend, batches=1, held=True, sections={"lora": {"rank": 4}})[0]
+        for backend in ({"backend": "torch"}, ranks)
+    )
+    measured = {name for name in plain["metrics"] if name.startswith(("split/", "kl/target_ref"))}
+    assert len(measured) > 6 and measured <= two["metrics"].keys()
+    for made in (plain, two):
+        assert made["metrics"]["split/coverage"] > 0.5
+        assert abs(made["metrics"]["split/staleness"]) < 1e-6 < abs(made["metrics"]["split/update"])
+
+
+def test_experts_that_no_token_of_a_rank_chose(tmp_path: Path) -> None:
+    """A mixture of experts, through transformers' modules; its checkpoint is a model directory."""
+    import torch
+    import transformers
+
+    tokenizer = character_tokenizer("abcdefgh")
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        moe_intermediate_size=16,
+        num_experts=8,
+        num_experts_per_tok=1,
+        max_position_embeddings=64,
+    )
+    torch.manual_seed(0)
+    model = tmp_path / "moe"
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    _, two = compare(model, {}, batches=3, save=[3, str(tmp_path / "saved")])
+    saved = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "saved" / "number_3" / "model"
+    )
+    assert type(saved).__name__ == "Qwen3MoeForCausalLM"
+    numbers = torch.cat([p.detach().flatten() for p in saved.parameters()])
+    assert numbers.abs().sum() > 0 and len(numbers) == pytest.approx(2 * two["parameters"], abs=64)
+
+
+def test_a_rank_holds_what_the_arithmetic_says(model_dir: Path) -> None:
+    """Of weights, gradient and moments; and, while a layer runs, that layer and the embeddings."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from lib import memory_arithmetic as sums
+
+    shape = sums.Shape(32, 2, 4, 4, 8, 64, 11, norms=True)
+    one, _ = trained(model_dir, TWO | {"ranks": 1}, batches=1)
+    assert one["parameters"] == shape.parameters
+    for ranks in (2, 4):
+        mine, others = trained(model_dir, TWO | {"ranks": ranks}, batches=1)
+        bytes_held = sums.learner(shape, "float32", stage="fsdp2", ranks=ranks)
+        padding = 4 * 32 * ranks
+        assert len(others) == ranks - 1
+        assert abs(4 * mine["parameters"] - bytes_held["weights"]) <= padding
+        assert abs(4 * mine["gradient"] - bytes_held["gradient"]) <= padding
+        assert abs(8 * mine["held"] - bytes_held["moments"]) <= 2 * padding
+        assert mine["gathered"] == shape.root + shape.layer < one["parameters"]
+        assert bytes_held["gathered"] >= 4 * mine["gathered"]
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+def test_the_table_of_backends_is_what_the_rules_refuse() -> None:
+    """Every row of docs/engines.md: "yes" is accepted, "no" is refused in one line that names what
+    is needed.
+    """
+    page = (ROOT / "docs" / "engines.md").read_text()
+    backends = ("torch", "deepspeed", "fsdp2")
+    for ability in BACKEND_ABILITIES:
+        (cells,) = re.findall(rf"^\| {re.escape(ability.title)} \|(.*)\|$", page, re.MULTILINE)
+        documented = dict(zip(backends, [cell.strip() for cell in cells.split("|")], strict=True))
+        for backend, cell in documented.items():
+            sets = [*ability.sets, f"learner.backend={backend}"]
+            if cell == "yes":
+                load.load(ROOT / "configs" / "demo.toml", sets)
+                continue
+            assert cell == "no"
+            with pytest.raises(ConfigError) as refused:
+                load.load(ROOT / "configs" / "demo.toml", sets)
+            assert f"learner.backend = {' or '.join(ability.backends)}, not {backend}" in str(
+                refused.value
+            )
+    assert page.count("| yes |") > len(BACKEND_ABILITIES)
+
+
+def test_the_shipped_config_is_two_ranks_of_fsdp2() -> None:
+    config = load.load(ROOT / "configs" / "fsdp2.toml")
+    assert (config.learner.backend, config.learner.ranks) == ("fsdp2", 2)
+    assert json.dumps(config.learner.gpus) == "[]"
