@@ -55,6 +55,7 @@ PROGRAMS = {
         "comparisons.py", ("comparisons", "comparisons_default", "comparisons_slow"), 20
     ),
     "simulate": Program("simulate.py", ("simulate",), 20),
+    "freshness": Program("freshness.py", ("freshness",), 3),
     "repeatable": Program("repeatable.py", ("repeatable",), 10),
     "kills": Program("kills.py", ("kills",), 10),
     "chaos": Program("chaos.py --faults 400", ("chaos",), 10),

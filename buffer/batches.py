@@ -197,6 +197,7 @@ def message(
     ] + sorted(store.skip)
     return Batch(
         limit=store.limit.now if store.settings.ess_floor else 0,
+        window=store.window.size if store.settings.wait else 0.0,
         epoch=epoch,
         number=number,
         samples=[s.trajectory for s in stored],

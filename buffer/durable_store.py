@@ -15,6 +15,7 @@ import msgspec
 
 from asyncrl.contract.admission import LimitEvidence
 from asyncrl.contract.errors import AsyncrlError, DamagedDataError
+from asyncrl.contract.freshness.window import BatchTiming
 from asyncrl.contract.messages import (
     Delivery,
     Disposition,
@@ -90,7 +91,9 @@ class CommitRecord(msgspec.Struct, tag="commit", array_like=True):
     label: Label
     digest: str
     unused: list[tuple[int, int]] = []
-    seen: LimitEvidence | None = None  # older journals lack it
+    seen: LimitEvidence | None = None  # older journals lack this and the next fields
+    timing: BatchTiming | None = None
+    now: float = 0.0
 
 
 class CheckpointRecord(msgspec.Struct, tag="checkpointed", array_like=True):
@@ -253,7 +256,15 @@ class RecordedStore(Store):
         elif isinstance(record, BatchRequestRecord):
             super().ask(record.epoch, record.number)
         elif isinstance(record, CommitRecord):
-            super().commit(record.number, record.label, record.digest, record.unused, record.seen)
+            super().commit(
+                record.number,
+                record.label,
+                record.digest,
+                record.unused,
+                seen=record.seen,
+                timing=record.timing,
+                now=record.now,
+            )
         elif isinstance(record, CheckpointRecord):
             super().checkpointed(record.oldest)
         elif isinstance(record, TokenReportRecord):
@@ -349,10 +360,15 @@ class RecordedStore(Store):
         digest: str,
         unused: Sequence[tuple[int, int]] = (),
         seen: LimitEvidence | None = None,
+        timing: BatchTiming | None = None,
+        now: float = 0.0,
     ) -> bool | None:
-        done = super().commit(number, label, digest, unused, seen)
+        done = super().commit(number, label, digest, unused, seen=seen, timing=timing, now=now)
         if done:
-            self._record(CommitRecord(number, label, digest, list(unused), seen))
+            record = CommitRecord(
+                number, label, digest, list(unused), seen=seen, timing=timing, now=now
+            )
+            self._record(record)
         return done
 
     def checkpointed(self, oldest: int) -> None:

@@ -35,6 +35,7 @@ class StoreSettings:
     byte_limit: int = 1 << 30
     context: int = 0  # most tokens of prompt and completion; 0: unknown
     ess_floor: float = 0.0  # of an adaptive limit; 0: the limit is constant
+    wait: float = 0.0  # the learner's share of waiting that the window aims at; 0: no window
     session_tokens: int = 0  # most sampled tokens of a session; 0: samples are single completions
 
     @property
@@ -69,6 +70,7 @@ def settings(config: Config) -> StoreSettings:
         inject=staleness.inject,
         half_life=staleness.half_life,
         ess_floor=staleness.ess_floor,
+        wait=staleness.wait_target,
         filter_no_spread=config.advantage.no_spread == "filter",
         lease_s=config.wires.lease_s,
         error_budget=config.reward.error_budget,

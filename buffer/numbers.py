@@ -60,6 +60,18 @@ def limit_metrics(store: Store, before: AdaptiveLimit) -> dict[str, float]:
     return {"limit/now": now.now} | (moved if now.now != before.now else {})
 
 
+def window_metrics(store: Store) -> dict[str, float]:
+    """Metrics of the admission window after a commit; {} if the limit is always filled."""
+    if not store.settings.wait:
+        return {}
+    window = store.window
+    return {
+        "window/now": store.current_window(),
+        "window/wait": window.wait,
+        "window/lower": max(0.0, window.lower - window.size),
+    }
+
+
 def sample_rows(batch: Batch, record: RecordConfig) -> Iterator[dict[str, Any]]:
     """Rows of samples.jsonl: some samples of every `samples_every`-th batch, evenly spaced."""
     if not record.samples_every or batch.number % record.samples_every:

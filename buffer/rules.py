@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
+from asyncrl.contract.freshness.window import admitted_batches
 from asyncrl.contract.messages import Disposition, LedgerLine, Trajectory
 from asyncrl.contract.versions import Label
 from buffer.groups import Group
@@ -37,9 +39,20 @@ class StoreRules(StoreState, ABC):
         """The staleness limit of a ticket granted now."""
         return self.limit.now if self.settings.ess_floor else self.max_lag
 
-    def admits_to(self) -> float:
-        """The limit that determines the room for groups: the announced one."""
-        return self.current_limit()
+    def admits_to(self, now: float) -> float:
+        """The batches ahead for which there is room: the window, at most the announced limit."""
+        if not self.settings.wait:
+            return self.current_limit()
+        return min(self.current_limit(), admitted_batches(self.window, now))
+
+    def current_window(self) -> float:
+        """The admission window in batches."""
+        limit = self.current_limit()
+        return min(limit, self.window.size) if self.settings.wait else limit
+
+    def opens_at(self, now: float) -> float:
+        """When a fractional window will admit its last batch; infinity: it has."""
+        return self.window.opens if self.settings.wait and self.window.opens > now else math.inf
 
     def groups_ahead(self) -> int:
         """Number of groups before a new one; groups of leased batches count until their commit."""

@@ -25,6 +25,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract import admission
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import AsyncrlError, BadMessage, BufferTakenOver, DamagedDataError
+from asyncrl.contract.freshness.meter import BatchMeter
 from asyncrl.contract.printable import LONGEST_LINE, escape_line
 from asyncrl.contract.routed_experts import RoutingShape
 from asyncrl.contract.versions import Label
@@ -183,6 +184,9 @@ class BufferService:
         self.clock = RunClock(run_dir)
         self.last_commit = self.last_metrics = 0.0
         self.trained = TrainingLog(run_dir / "trained.jsonl")
+        self.meter = BatchMeter()
+        agent = config.agent  # samples that a generator holds at most
+        self.slots = agent.sessions if agent.uses_sessions else config.generator.slots
         self.error = ""
         self.stop = self.taken_over = False
         # taken: samples counted as progress since the last commit
@@ -222,7 +226,9 @@ class BufferService:
         if len(self.outgoing) >= OUTGOING:
             time.sleep(SYNC_POLL_S)
             return
-        received = self.socket.recv(SYNC_POLL_S if self.outgoing else POLL_S)
+        now = time.monotonic()
+        idle_s = min(POLL_S, self.store.opens_at(now) - now)
+        received = self.socket.recv(SYNC_POLL_S if self.outgoing else idle_s)
         self.term.check()
         for _ in range(PASS):
             if received is None:
@@ -431,6 +437,10 @@ class BufferService:
         if entry is not None or self.sessions.is_over(message.producer, message.session):
             self.store.report_tokens(message.producer, message.session, message.drawn)
         dispositions = self.store.accept_samples(samples, b"" if refused else self.socket.payload)
+        self.meter.on_complete(
+            (ticket for ticket in {x.ticket for x in samples} if self.store.is_complete(ticket)),
+            time.monotonic(),
+        )
         acks = [
             (sample.ticket, sample.sample, sample.attempt, disposition)
             for sample, disposition in zip(samples, dispositions, strict=True)
@@ -502,12 +512,21 @@ class BufferService:
             self.free_unheld_leases(message)
             entry["stats"], entry["waiting"] = message.stats, message.waiting
             entry["sessions"] = message.sessions
+            self.measure_rewards(message, now)
             self.reported.add(message.producer)
             announcement = self.announcement()
             self.send(
                 peer,
                 m.HeartbeatReply(self.store.epoch, announcement, attempts=self.store.attempts),
             )
+
+    def measure_rewards(self, message: m.LeaseRenewal, now: float) -> None:
+        """Pass the load of a generator's reward processes to the meter of the window."""
+        stats = message.stats
+        names = ("reward/judged", "reward/waited_s", "reward/called_s")
+        judged, waited_s, called_s = (stats.get(name, 0.0) for name in names)
+        workers = stats.get("reward/workers", 0.0)
+        self.meter.on_rewards(message.producer, (judged, waited_s, called_s), workers, now)
 
     def free_unheld_leases(self, message: m.LeaseRenewal) -> None:
         """End the leases of tickets that were lost with a connection or an earlier buffer process.
@@ -681,11 +700,26 @@ class BufferService:
             self.leased[commit.number] = self.store.batch(groups, commit.epoch, commit.number)
         limit_before = self.store.limit
         seen = admission.limit_evidence(commit.metrics, self.store.settings.ess_floor)
-        done = self.store.commit(commit.number, commit.label, commit.digest, commit.unused, seen)
+        now = time.monotonic()
+        timing = None
+        if commit.number == self.store.committed:
+            tickets = self.store.comps[commit.number - self.store.base]
+            idle_share = commit.metrics.get("time/learner_idle_share", 0.0)
+            timing = self.meter.on_commit(tickets, idle_share, now)
+        done = self.store.commit(
+            commit.number,
+            commit.label,
+            commit.digest,
+            commit.unused,
+            seen=seen,
+            timing=timing,
+            now=now,
+        )
         if done is None:
             return
         if done:
-            self.record_commit(commit, numbers.limit_metrics(self.store, limit_before))
+            limits = numbers.limit_metrics(self.store, limit_before)
+            self.record_commit(commit, limits | numbers.window_metrics(self.store))
         self.send(peer, m.CommitReply(commit.epoch, commit.number, self.store.pinned_versions()))
 
     def on_CheckpointNotice(self, peer: bytes, message: m.CheckpointNotice) -> None:
@@ -753,7 +787,9 @@ class BufferService:
             tickets = self.store.grant(want.producer, want.session, want.samples, now)
             if not tickets and not over:
                 break
-            if any(t.kind == "train" for t in tickets):
+            training = [ticket.ticket for ticket in tickets if ticket.kind == "train"]
+            self.meter.on_grant(training, now)
+            if training:
                 self.clock.start(now)
             self.send_tickets(peer, want, tickets)
             del self.wants[name]
@@ -764,6 +800,8 @@ class BufferService:
                 self.send_tickets(peer, want, [])
                 self.generators.pop(name, None)
             self.followers.clear()
+        free = sum(want.samples for _, want in self.wants.values())
+        self.meter.on_free(free, self.slots * len(self.generators), now)
         self.announce_version()
 
     def send_tickets(self, peer: bytes, want: m.TicketRequest, tickets: list[m.Ticket]) -> None:
@@ -775,7 +813,8 @@ class BufferService:
         """Announce a new version to waiting generators, so that they load it while they wait.
 
         It goes to generators that have just asked, that are next in line, or that sample calls of
-        sessions.  The others receive it with the reply to their next renewal."""
+        sessions.  If the window keeps samples fresh, it also goes to those in the middle of their
+        samples. The others receive it with the reply to their next renewal."""
         policy = self.store.policy
         if self.announcement() is None:
             return
@@ -783,13 +822,21 @@ class BufferService:
             self.told = policy
             self.fresh |= dict.fromkeys(itertools.islice(self.wants, NEWS))
             self.fresh |= dict.fromkeys(self.followers)
+            if self.store.settings.wait:
+                busy = (name for name in self.generators if name not in self.wants)
+                self.fresh |= dict.fromkeys(itertools.islice(busy, NEWS))
         fresh, self.fresh = self.fresh, {}
         for name in fresh:
             request = self.wants.get(name) or self.followers.get(name)
-            if request is None:
+            entry = self.generators.get(name)
+            if request is None or entry is None:
+                if entry is not None and "greeted" in entry and entry.get("told") != policy:
+                    entry["told"] = policy
+                    self.send(
+                        entry["peer"], m.HeartbeatReply(self.store.epoch, self.announcement())
+                    )
                 continue
             peer, want = request
-            entry = self.generators[name]
             if want.holding != policy and entry.get("told") != policy:
                 entry["told"] = policy
                 self.send_tickets(peer, want, [])

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, get_type_hints
 import msgspec
 
 from asyncrl.contract.admission import AdaptiveLimit
+from asyncrl.contract.freshness.window import AdmissionWindow
 from asyncrl.contract.messages import Disposition, WeightsSource
 from asyncrl.contract.versions import Label, PolicyTree, PolicyTreeState
 from buffer.evaluation import Evaluations, EvaluationsState
@@ -24,7 +25,13 @@ FORMAT = 2
 REMEMBERED = 200_000  # final dispositions of removed groups, kept for late copies
 STRAYS = 20_000  # attempts of removed groups that may still report or deliver
 # values of fields that older snapshots lack
-ADDED_LATER = {"suspect": ([], 0.0), "patience": {}, "aside": 0, "limit": AdaptiveLimit()}
+ADDED_LATER = {
+    "suspect": ([], 0.0),
+    "patience": {},
+    "aside": 0,
+    "limit": AdaptiveLimit(),
+    "window": AdmissionWindow(),
+}
 
 
 class Packing(NamedTuple):
@@ -86,6 +93,9 @@ class StoreState:
     limit: AdaptiveLimit = field(
         default_factory=AdaptiveLimit
     )  # used only if `settings.ess_floor` is set
+    window: AdmissionWindow = field(
+        default_factory=AdmissionWindow
+    )  # used only if `settings.wait` is set
     cursor: int = 0  # the next new ticket
     attempts: int = 0  # granted so far
     committed: int = 0

@@ -21,6 +21,7 @@ import msgspec
 
 from asyncrl.contract import admission
 from asyncrl.contract.errors import AsyncrlError
+from asyncrl.contract.freshness.window import AdmissionWindow, BatchTiming, next_window
 from asyncrl.contract.messages import (
     EVAL_BASE,
     Batch,
@@ -93,6 +94,7 @@ class Store(StoreRules):
         for group in self.alive.values():
             if group.lease is not None:
                 group.lease.expires = now + self.settings.lease_s
+        self.window = msgspec.structs.replace(self.window, opens=now)
         self.evaluations.renew_all_leases(now + self.settings.lease_s)
 
     # ---- tickets ---------------------------------------------------------------------------------
@@ -149,7 +151,7 @@ class Store(StoreRules):
 
         It stops where lag injection needs a future version."""
         room = admission.group_limit(
-            self.admits_to(), self.settings.batch, self.stored_bytes, self.settings.byte_limit
+            self.admits_to(now), self.settings.batch, self.stored_bytes, self.settings.byte_limit
         )
         for place, group in self._positions() if self.lacking else ():
             if not self.has_room(place, room):
@@ -375,6 +377,11 @@ class Store(StoreRules):
             return self.gone.get(key) is not None
         return (sample, attempt) in group.finals
 
+    def is_complete(self, ticket: int) -> bool:
+        """Whether a group that is not trained yet has all its samples."""
+        group = self.alive.get(ticket)
+        return group is not None and group.complete
+
     def accept_samples(
         self, samples: Sequence[Trajectory], came: bytes | memoryview = b""
     ) -> list[Disposition]:
@@ -556,6 +563,8 @@ class Store(StoreRules):
             self.limit if self.epoch or not hello.limit else admission.AdaptiveLimit(hello.limit)
         )
         self.limit = admission.clamp_limit(known, int(min(hello.max_lag, 1 << 30)))
+        if not self.epoch and hello.window:
+            self.window = AdmissionWindow(min(hello.window, hello.max_lag))
         self.epoch = hello.epoch
         self.max_lag = hello.max_lag
         self.source = hello.source
@@ -691,6 +700,8 @@ class Store(StoreRules):
         digest: str,
         unused: Sequence[tuple[int, int]] = (),
         seen: admission.LimitEvidence | None = None,
+        timing: BatchTiming | None = None,
+        now: float = 0.0,
     ) -> bool | None:
         """Record that batch `number` is trained and `label` is the new policy.
 
@@ -698,6 +709,7 @@ class Store(StoreRules):
 
         unused: per sample of the batch, in its order: (skipped, rejected) tokens; empty: none.
         seen: evidence that moves an adaptive limit; None: none.
+        timing: the times of the batch, which move the window; None: unknown.
         Raises BadMessage for a batch that was never handed out.
         """
         checks.commit(self, number, label, unused)
@@ -732,6 +744,8 @@ class Store(StoreRules):
             self.limit = admission.next_limit(
                 self.limit, seen, self.settings.ess_floor, int(self.max_lag)
             )
+        if timing is not None and self.settings.wait:
+            self.window = next_window(self.window, timing, self.settings.wait, self.max_lag, now)
         self.evaluations.on_commit(label, self.settings.steps)
         if len(self.tree) > 2 * VERSIONS:
             self._prune()

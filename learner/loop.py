@@ -198,6 +198,7 @@ class Learner(BufferPeer):
             vocabulary=self.vocabulary,
             routing=self.routing,
             limit=self.cursor.limit,
+            window=self.cursor.window,
             before=process_log.previous_end(self.run_dir, "learner", os.getpid()),
         )
         self.waits_for("the buffer's welcome")
@@ -301,6 +302,7 @@ class Learner(BufferPeer):
             ledger=batch.ledger,
             trained_above=batch.trained_above,
             limit=batch.limit,
+            window=batch.window,
             parent=[self.epoch, self.number - 1],
         )
         commit = m.Commit(

@@ -31,7 +31,7 @@ class LearnerState:
 class BatchCursor(msgspec.Struct, frozen=True):
     """Position in the stream of batches, sent in a learner's hello and kept in checkpoints.
 
-    next_ticket, ledger, trained_above, limit: from the last batch.
+    next_ticket, ledger, trained_above, limit, window: from the last batch.
     parent: epoch and number of the weights that batch was trained on.
     """
 
@@ -40,6 +40,7 @@ class BatchCursor(msgspec.Struct, frozen=True):
     trained_above: list[int] = []
     parent: list[int] | None = None
     limit: int = 0
+    window: float = 0.0
 
     def as_checkpoint(self) -> dict[str, Any]:
         """Return the form that a checkpoint keeps and `read` reads."""

@@ -73,6 +73,11 @@ def _staleness(config: Config) -> Iterator[str]:
             "staleness.max_lag: an adaptive limit needs staleness.on_exceed = pace and no injected "
             "lag, because each ticket is granted under the limit of its time"
         )
+    if config.staleness.wait not in ("auto", 0) and not config.staleness.allows_window:
+        yield (
+            "staleness.wait: needs staleness.on_exceed = pace, no injected lag and a max_lag from "
+            "1 on that is not inf; set it to 0 or auto"
+        )
     if math.isnan(lag) or (not math.isinf(lag) and lag != int(lag)):
         yield f"staleness.max_lag: {lag:g} must be a whole number or inf"
     most = inject if isinstance(inject, int) else (len(inject) - 1 if inject else 0)

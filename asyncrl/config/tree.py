@@ -6,6 +6,7 @@ keys."""
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -516,6 +517,9 @@ class AutoLimitConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     most: Annotated[int, Meta(ge=1, description="Upper bound of the limit, in versions.")] = 16
 
 
+USUAL_WAIT = 0.02  # staleness.wait = auto
+
+
 class StalenessConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     max_lag: Annotated[
         Annotated[float, Meta(ge=0)] | AutoLimitConfig,
@@ -525,6 +529,15 @@ class StalenessConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             "Raise it when the learner or the generators are idle; lower it when is/ess is low."
         ),
     ] = 2.0
+    wait: Annotated[
+        Annotated[float, Meta(ge=0, lt=1)] | Literal["auto"],
+        Meta(
+            description="Share of waiting that the run accepts for fresher samples. Tickets are "
+            "granted only as far ahead as this needs, at most up to max_lag. 0: always up to "
+            "max_lag. auto: 0.02 with pace and without injected lag; 0 in comparisons and sweeps, "
+            "which need a known lag."
+        ),
+    ] = "auto"
     on_exceed: Annotated[
         Literal["pace", "drop", "mask", "downweight"],
         Meta(
@@ -577,6 +590,19 @@ class StalenessConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         """Largest allowed lag in versions; of an adaptive limit its upper bound."""
         limit = self.max_lag
         return float(limit.most) if isinstance(limit, AutoLimitConfig) else limit
+
+    @property
+    def wait_target(self) -> float:
+        """`wait` as a share; 0: the limit is always filled."""
+        if not self.allows_window:
+            return 0.0
+        return USUAL_WAIT if self.wait == "auto" else self.wait
+
+    @property
+    def allows_window(self) -> bool:
+        """Whether tickets may be granted less far ahead than the limit allows."""
+        bounded = 0 < self.limit < math.inf
+        return bounded and self.on_exceed == "pace" and self.inject is None
 
     @property
     def ess_floor(self) -> float:

@@ -9,6 +9,13 @@ carry (e, n) with n >= c: lag <= k within the epoch.  In later epochs the lag, a
 tree of versions, is judged again when the batch is leased; a sample that exceeds k there is an
 orphan and is generated again.
 
+**An admission window** (freshness/) may admit fewer batches ahead: at each grant the room is
+(w+1) * batch for a whole w, 1 <= w <= k, that follows from a fractional window and the time.  The
+proof concerns one grant, and uses only p < (w+1) * batch <= (k+1) * batch at its moment.  It
+therefore holds for any window up to k, however it moves, and gives lag <= w for the w of the grant.
+A window that narrows takes no ticket back.  The run cannot deadlock: w >= 1, so the oldest batch
+always has room.
+
 **An adaptive limit** (`next_limit`) moves between commits, within hard bounds.  The proof above
 concerns one grant and the k of that moment: an attempt granted under k_t at p < (k_t+1) * batch
 trains in batch c + k_t at the latest, whatever the limit is later, because its position does not

@@ -497,6 +497,7 @@ class LearnerHello(msgspec.Struct, frozen=True, tag="learner_hello"):
     limit: int = 0  # adaptive limit: its value at the checkpoint; 0: none
     # the routers whose recorded experts it replays; None: it replays none
     routing: RoutingShape | None = None
+    window: float = 0.0  # admission window at the checkpoint, in batches; 0: none
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
@@ -530,6 +531,7 @@ class Batch(msgspec.Struct, frozen=True, tag="batch"):
     ledger: dict[str, dict[str, float]]  # totals, for the checkpoint
     trained_above: list[int] = []
     limit: int = 0  # adaptive limit: its value for new tickets; 0: the limit is constant
+    window: float = 0.0  # admission window in batches; 0: the limit is always filled
 
 
 class Commit(msgspec.Struct, frozen=True, tag="commit"):

@@ -43,13 +43,14 @@ from actors.turn import GeneratorTurn, trajectory
 from asyncrl.config.tree import Config
 from asyncrl.contract import admission
 from asyncrl.contract.errors import AsyncrlError, ConfigError, NotFiniteError
+from asyncrl.contract.freshness.meter import BatchMeter
 from asyncrl.contract.messages import LearnerHello, WeightsSource
 from asyncrl.contract.versions import Label
 from asyncrl.experiments.one_process import needs_own_process
 from asyncrl.experiments.serial_record import RunRecord, SerialRecord
 from asyncrl.models.policy import named_weights, weights_digest
 from buffer.groups import settings
-from buffer.numbers import limit_metrics
+from buffer.numbers import limit_metrics, window_metrics
 from buffer.service import evaluations
 from buffer.store import Store
 from learner.step import LearnerCore
@@ -91,8 +92,12 @@ class SerialRun:
         self.core = LearnerCore(config, config.model.path)
         self.turn = GeneratorTurn(config, engine_of(config), lockstep=config.staleness.limit == 0)
         task = self.turn.task
+        store_settings = settings(config)
+        if config.staleness.wait == "auto":
+            store_settings.wait = 0.0  # a comparison needs a known lag
+        self.meter = BatchMeter()
         self.store = Store(
-            settings(config),
+            store_settings,
             lambda index: task.prompt("train", index, config.seed),
             evaluations(config, task),
         )
@@ -155,7 +160,11 @@ class SerialRun:
         samples = self.turn.samples_to_request()
         self.turn.schedule.announce(self.store.announcement())
         if samples > 0:
-            self.turn.accept_tickets(self.store.grant("one", 1, samples, 0.0))
+            tickets = self.store.grant("one", 1, samples, self.clock)
+            self.meter.on_grant((t.ticket for t in tickets if t.kind == "train"), self.clock)
+            self.turn.accept_tickets(tickets)
+        free = max(0, self.turn.samples_to_request())
+        self.meter.on_free(free, self.config.generator.slots, self.clock)
 
     def swap(self) -> None:
         """Load the version that the schedule asks for, between two decode steps."""
@@ -202,7 +211,9 @@ class SerialRun:
                     )
                 sample = trajectory(judged, result)
                 self.numbers.answer_delivered(sample)
-                self.store.deliver(sample, 0.0)
+                self.store.deliver(sample, self.clock)
+                if self.store.is_complete(sample.ticket):
+                    self.meter.on_complete([sample.ticket], self.clock)
         self.numbers.decode_s += time.monotonic() - began
 
     # ---- the learner's side: learner/loop.py -----------------------------------------------------
@@ -244,8 +255,19 @@ class SerialRun:
         self.update = None
         previous_limit = self.store.limit
         evidence = admission.limit_evidence(metrics, self.config.staleness.ess_floor)
-        self.store.commit(number, label, digest, self.core.unused, evidence)
-        self.numbers.curve[-1].update(limit_metrics(self.store, previous_limit), clock=self.ended)
+        tickets = self.store.comps[number - self.store.base]
+        timing = self.meter.on_commit(tickets, metrics["time/learner_idle_share"], self.ended)
+        self.store.commit(
+            number,
+            label,
+            digest,
+            self.core.unused,
+            seen=evidence,
+            timing=timing,
+            now=float(self.ended),
+        )
+        moves = limit_metrics(self.store, previous_limit) | window_metrics(self.store)
+        self.numbers.curve[-1].update(moves, clock=self.ended)
         self.store.checkpointed(number + 1)
         needed = {*self.store.pinned_versions(), label, self.loaded}
         self.ring = {name: weights for name, weights in self.ring.items() if name in needed}
@@ -254,11 +276,13 @@ class SerialRun:
     # ---- the clock and the end -------------------------------------------------------------------
 
     def idle_until(self) -> int:
-        """Return when the update ends or a delayed sample is due, the earlier of the two.
+        """Return when the update ends, a delayed sample is due or the window opens.
 
-        0 if there is neither.
+        It is the earliest of them; 0 if there is none.
         """
         due_times = [float(self.update.ends)] if self.update is not None else []
+        opens = self.store.opens_at(self.clock)
+        due_times += [opens] if opens < math.inf else []
         # `deliver` looks one slice ahead
         due_times += [self.turn.late.next_due - SLICE] if self.turn.late.next_due < math.inf else []
         return math.ceil(min(due_times, default=0))

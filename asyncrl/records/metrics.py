@@ -52,6 +52,15 @@ METRICS: dict[str, MetricInfo] = {
     "limit/idle": MetricInfo(
         "share", "mean idle share of the learner that changed the limit, at such a step"
     ),
+    "window/now": MetricInfo(
+        "batches", "how far ahead tickets are granted from this step on; at most the limit"
+    ),
+    "window/wait": MetricInfo(
+        "share", "of the learner's steps: waiting for samples, mean over the last batches"
+    ),
+    "window/lower": MetricInfo(
+        "batches", "by which the window would have to grow to halve the target of waiting"
+    ),
     "is/mean_weight": MetricInfo("-", "mean importance weight: an effective learning rate"),
     "is/ess": MetricInfo(
         "share",
@@ -276,7 +285,7 @@ def is_known_metric(name: str) -> bool:
 SECTIONS = {
     "Rewards and completions": "reward reward_part advantage answer judge",
     "Accuracy": "eval",
-    "Lag": "lag limit",
+    "Lag": "lag limit window",
     "Importance ratios": "is clip",
     "Distance between policies": "kl policy perplexity perplexity_by_answer",
     "Engine mismatch": "mismatch split",

@@ -166,6 +166,20 @@ def limit(metrics: Mapping[str, float]) -> str:
     return f"{now} ({describe_limit_change(metrics)})" if "limit/before" in metrics else now
 
 
+def describe_window(metrics: Mapping[str, float]) -> str:
+    """The admission window, its waiting, and its price in lag; "" if the limit is always filled.
+
+    >>> describe_window({"window/now": 1.375, "window/wait": 0.018, "window/lower": 0.25})
+    'window 1.4 batches (waiting 1.8%, to halve its target: 0.2 more)'
+    """
+    if "window/now" not in metrics:
+        return ""
+    return (
+        f"window {metrics['window/now']:.1f} batches (waiting {metrics['window/wait']:.1%}, to "
+        f"halve its target: {metrics['window/lower']:.1f} more)"
+    )
+
+
 def describe_limit_change(metrics: Mapping[str, float]) -> str:
     """The reason for a change of the limit, at a step that has `limit/before`."""
     return (
@@ -202,7 +216,7 @@ def status_line(status: RunStatus, left: float | None = None) -> str:
         f"generate {show('throughput/generator_tokens_per_s', ',.0f')} tok/s  learn "
         f"{show('throughput/learner_tokens_per_s', ',.0f')} tok/s  "
         f"lag {show('lag/mean', '.2f')} (max {show('lag/max', '.0f')})"
-        + (f"  {shown}" if (shown := limit(metrics)) else "")
+        + "".join(f"  {shown}" for shown in (limit(metrics), describe_window(metrics)) if shown)
         + (f"  {problems}" if problems else "")
     )
 
@@ -288,6 +302,8 @@ def table(status: RunStatus, left: float | None = None) -> Any:
     )
     if shown := limit(metrics):
         grid.add_row("limit", shown)
+    if shown := describe_window(metrics):
+        grid.add_row("window", shown)
     if shown := describe_unused_tokens(status.ledger):
         grid.add_row("not used", shown)
     if status.held_up is not None:

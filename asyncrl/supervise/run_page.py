@@ -14,7 +14,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.records import atomic_write, jsonl, metrics, page_kit, process_log, trace
 from asyncrl.records.metrics import BUCKETS
-from asyncrl.supervise.live import describe_limit_change
+from asyncrl.supervise.live import describe_limit_change, describe_window
 from asyncrl.supervise.summary import certainty, compose, spread
 
 TIMELINE_S = 3.0  # length of the timeline, which shows at least STEPS_SHOWN steps
@@ -64,6 +64,7 @@ LINES = (
             ("lag/in_flight", "in flight"),
             ("lag/in_queue", "in queue"),
             ("limit/now", "limit of new tickets"),
+            ("window/now", "window of new tickets"),
         ),
     ),
     MetricPlot(
@@ -383,7 +384,12 @@ def _cards(
         ),
         ("RL took", f"{summary['wall_s']:.0f} s", "wall", ""),
         ("steps", str(summary["steps"]), "steps", ""),
-        ("mean lag", f"{summary['lag']['mean']:.2f}", "lag-mean", ""),
+        (
+            "mean lag",
+            f"{summary['lag']['mean']:.2f}",
+            "lag-mean",
+            next(filter(None, map(describe_window, reversed(rows))), ""),
+        ),
         (
             "largest lag / limit",
             f"{summary['lag']['max']} / {summary['lag']['limit']}",

@@ -17,6 +17,7 @@ from schedules import PROMPTS, World
 from store_kit import hello, judged, sample
 
 from asyncrl.contract.errors import AsyncrlError, DamagedDataError
+from asyncrl.contract.freshness.window import AdmissionWindow, BatchTiming
 from asyncrl.contract.messages import (
     Delivery,
     LearnerHello,
@@ -320,6 +321,7 @@ def test_a_killed_buffer_folds_to_the_same_state_and_the_run_goes_on(
             on_exceed=on_exceed,
             order="freshest" if on_exceed != "pace" and seed % 2 else "auto",
             **({"limits": (1, 2, 3), "ess_floor": 0.5} if on_exceed == "pace" and seed % 2 else {}),
+            **({"wait": 0.1} if on_exceed == "pace" and seed % 3 == 0 else {}),
         )
 
         def kill(world: World = world, make: Any = make) -> bool:
@@ -430,6 +432,8 @@ def test_every_attribute_of_a_store_comes_back_from_a_snapshot() -> None:
     deadly.renew("g", 3, [], 0.0, gap=1e3)
     compare(deadly)
     assert deadly.aside == 1
+    deadly.window = AdmissionWindow(3.5, 7.0, (BatchTiming(1.0, 0.5, 2.0, 0.1, 0.4),), 0.5, 4.0)
+    compare(deadly)
     evaluated = Store(
         StoreSettings(1, 1, 9, SamplingSettings()), PROMPTS.__getitem__, evaluations()
     )

@@ -14,6 +14,7 @@ from typing import Any
 from weakened import weakened
 
 from asyncrl.contract.admission import LimitEvidence
+from asyncrl.contract.freshness.window import BatchTiming
 from asyncrl.contract.messages import (
     Batch,
     LearnerHello,
@@ -249,7 +250,10 @@ class World:
         # of no floor: a constant limit draws nothing, and keeps its schedules
         seen = self.seen() if self.settings.ess_floor else None
         need(
-            self.store.commit(*self.learner.commits.pop(0), seen=seen) is True,
+            self.store.commit(
+                *self.learner.commits.pop(0), seen=seen, timing=self.timing(), now=self.now
+            )
+            is True,
             "a commit in order was not taken",
         )
         self.moves += self.store.limit.now != before.now
@@ -261,6 +265,14 @@ class World:
         return LimitEvidence(
             r.choice((0.2, 0.9, 0.9)), r.choice((0, 1, math.inf)), r.choice((0.0, 0.3))
         )
+
+    def timing(self) -> BatchTiming | None:
+        """Times that move the window; without one nothing is drawn, and schedules stay."""
+        if not self.settings.wait:
+            return None
+        r = self.r
+        latency = r.choice((0.0, 0.5, 2.5, 9.0, math.nan))
+        return BatchTiming(1.0, r.choice((0.0, 0.6)), latency, math.nan, r.random())
 
     def checkpoint(self) -> bool:
         x = self.learner

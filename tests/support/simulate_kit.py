@@ -39,7 +39,14 @@ BARE = TimeModel(
 def config(*sets: str) -> Config:
     return load(
         ROOT / "configs" / "demo.toml",
-        ["generator.max_new_tokens=64", "generator.context=96", "learner.steps=20", *BATCH, *sets],
+        [
+            "generator.max_new_tokens=64",
+            "generator.context=96",
+            "learner.steps=20",
+            "staleness.wait=0",
+            *BATCH,
+            *sets,
+        ],
     )
 
 

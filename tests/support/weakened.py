@@ -27,7 +27,7 @@ class ReissuedUnpaced(Store):
 class RoomToTheBound(Store):
     """A ticket announces the limit of now, and goes out by the hard bound."""
 
-    def admits_to(self) -> float:
+    def admits_to(self, now: float) -> float:
         return self.max_lag
 
 

@@ -37,7 +37,7 @@ class SimulationOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     max_lag: float
-    limit_mean: float  # of new tickets, over the commits: lower if the limit is automatic
+    limit_mean: float  # admission window, over the commits: max_lag if it is always filled
     generators: int
     steps: int
     seconds: float  # first ticket to last commit
@@ -97,6 +97,7 @@ class Simulation:
             SimulatedGenerator(index, self.clock, self.buffer, config, self.draws)
             for index in range(config.generators)
         ]
+        self.buffer.capacity = sum(generator.most_open for generator in self.generators)
         self.alive: list[int] = []
         self.idle_shares: list[float] = []
         self.counted = [(0.0, 0.0)] * len(self.generators)

@@ -164,6 +164,7 @@ class SimulatedGenerator:
         self.reported = (0.0, 0.0)  # busy and idle seconds of the last Renew
         self.renewed = self.idle_since = 0.0
         self.sequence = self.called = 0
+        self.scored = (0.0, 0.0, 0.0)  # samples, seconds until the result, seconds of calls
         self.lost = False
         self.start()
         if self.times.lost_every:
@@ -182,7 +183,8 @@ class SimulatedGenerator:
         self.returned: deque[SimulatedSample] = deque()  # sessions that wait for a free slot
         self.marks: list[tuple[int, Label]] = []  # engine step of each load
         self.free = [self.clock.now] * self.workers  # when each reward process is idle
-        self.calls: list[tuple[float, int, Trajectory]] = []  # (end, number, sample) of rewards
+        # (end, number, sample, seconds until it began, seconds) of rewards
+        self.calls: list[tuple[float, int, Trajectory, float, float]] = []
         self.fresh: list[Trajectory] = []
         self.fresh_since = 0.0
         self.asked = 0
@@ -315,11 +317,16 @@ class SimulatedGenerator:
         for sample in done:
             self.on_call_end(sample)
         while self.calls and self.calls[0][0] <= now:
-            self.fresh.append(heapq.heappop(self.calls)[2])
+            _, _, scored, queued, seconds = heapq.heappop(self.calls)
+            self.fresh.append(scored)
+            judged, waited_s, called_s = self.scored
+            self.scored = judged + 1, waited_s + queued + seconds, called_s + seconds
         self.deliver()
         self.want()
         if now - self.renewed >= RENEW_S:
             self.renewed, self.reported = now, (self.busy, self.idle)
+            if self.workers:
+                self.buffer.meter.on_rewards(self.name, self.scored, self.workers, now)
         if self.live or self.schedule.next_version(self.loaded) is not None or self._can_start():
             self.begin()
             return
@@ -418,9 +425,11 @@ class SimulatedGenerator:
             seconds = deadline
             sample.failed = RewardFailure("data", "the reward hung")
         self.called += 1
-        done = max(self.clock.now, self.free[0]) + seconds
-        heapq.heapreplace(self.free, done)
-        heapq.heappush(self.calls, (done, self.called, sample))
+        begins = max(self.clock.now, self.free[0])
+        heapq.heapreplace(self.free, begins + seconds)
+        heapq.heappush(
+            self.calls, (begins + seconds, self.called, sample, begins - self.clock.now, seconds)
+        )
 
     def deliver(self) -> None:
         if not self.fresh:

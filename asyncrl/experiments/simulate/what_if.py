@@ -250,7 +250,8 @@ def compare_treatments(
     sessions = config.agent.uses_sessions
 
     def run(name: str, on_exceed: Literal["pace", "drop", "mask", "downweight"]) -> Outcome:
-        changed = replace(config, staleness=replace(config.staleness, on_exceed=on_exceed))
+        staleness = replace(config.staleness, on_exceed=on_exceed, wait=0.0)
+        changed = replace(config, staleness=staleness)
         outcome = average_outcomes(simulate_seeds(changed, times, seeds, evaluate=evaluate))
         deadline = config.agent.deadline_s if sessions else None
         return {"name": name, "deadline_s": deadline} | outcome

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from actors.schedule import TicketSchedule
 from asyncrl.contract.admission import LimitEvidence
+from asyncrl.contract.freshness.meter import BatchMeter
 from asyncrl.contract.messages import (
     LearnerHello,
     PolicyAnnouncement,
@@ -110,6 +111,8 @@ class SimulatedBuffer:
         self.goodbye = False
         self.announced_at = 0.0
         self.first_ticket: float | None = None
+        self.meter = BatchMeter()
+        self.capacity = 0  # samples that the generators hold at most
         self.tickets = self.most_tickets = 0  # in flight: groups that generators hold
         self.tickets_since = self.ticket_seconds = 0.0  # and their integral over time
         self.lags: dict[int, dict[int, int]] = {}  # batch -> trained tokens by lag
@@ -159,6 +162,7 @@ class SimulatedBuffer:
         leased = sum(group.lease is not None for group in groups)
         for sample in samples:
             self.store.deliver(sample, self.clock.now)
+        self.meter.on_complete(filter(self.store.is_complete, tickets), self.clock.now)
         self._count_tickets(sum(group.lease is not None for group in groups) - leased)
         self._announce(generator)
 
@@ -181,12 +185,23 @@ class SimulatedBuffer:
 
     def on_commit(self, number: int, idle: float) -> None:
         evidence = self._limit_evidence(number, idle) if self.store.settings.ess_floor else None
-        self.store.commit(number, Label(EPOCH, number + 1), str(number + 1), seen=evidence)
-        self.limits.append(self.store.current_limit())
-        self.announced_at = self.clock.now
+        now = self.clock.now
+        timing = self.meter.on_commit(self.store.comps[number - self.store.base], idle, now)
+        self.store.commit(
+            number,
+            Label(EPOCH, number + 1),
+            str(number + 1),
+            seen=evidence,
+            timing=timing,
+            now=now,
+        )
+        self.limits.append(self.store.current_window())
+        if (opens := self.store.opens_at(now)) < inf:
+            self.clock.schedule(opens, self._grant)
+        self.announced_at = now
         self.learner.at_commit()
         for generator in list(self.awake.values()):
-            if generator.name in self.wants:
+            if self.store.settings.wait or generator.name in self.wants:
                 self._announce(generator)
 
     def _limit_evidence(self, number: int, idle: float) -> LimitEvidence:
@@ -272,8 +287,9 @@ class SimulatedBuffer:
             name, (generator, samples, sequence) = next(iter(self.wants.items()))
             tickets = self.store.grant(name, generator.session, samples, self.clock.now)
             if not tickets:
-                return
+                break
             training = sum(ticket.kind == "train" for ticket in tickets)
+            self.meter.on_grant((t.ticket for t in tickets if t.kind == "train"), self.clock.now)
             if self.first_ticket is None and training:
                 self.first_ticket = self.clock.now
             self._count_tickets(training)
@@ -286,3 +302,5 @@ class SimulatedBuffer:
                 tickets,
                 self.store.announcement(),
             )
+        free = sum(samples for _, samples, _ in self.wants.values())
+        self.meter.on_free(free, self.capacity, self.clock.now)
