@@ -8,83 +8,106 @@ tests/project/test_docs.py draws them again and compares."""
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from lib import results_file
+from matplotlib import rc_context
+from matplotlib.figure import Figure
 
-from asyncrl.experiments.compare.sweep_page import PlotLine, svg
+from asyncrl.experiments.figure.figure_drawing import SETTINGS
 from asyncrl.records import metrics
 
 IMAGES = results_file.ROOT / "docs" / "img"
 GRID = "2026-11-21_3ff3b71_4core_lag_grid.json"
 GRID_TASK = "rle-5e-4"
+# of each arm: name, color, and where the name stands
 ARMS = {
-    "ppo": ("PPO on the behaviour policy", "#2563eb"),
-    "tis": ("truncated weights (tis)", "#d97706"),
-    "none": ("no correction", "#dc2626"),
+    "ppo": ("PPO on the behavior policy", "#2563eb", (8.5, 0.66)),
+    "tis": ("truncated weights (tis)", "#d97706", (4.6, 0.28)),
+    "none": ("no correction", "#dc2626", (9.0, 0.02)),
 }
 
 HIGH = "2026-11-23_fef789a_2core_high_lag_all_lags.json"
 HIGH_ARMS = {
-    "gmpo": ("GMPO", "#16a34a"),
-    "vespo": ("VESPO", "#9333ea"),
-    "seq_tis": ("whole answers' weights, cut", "#d97706"),
-    "ppo": ("PPO on mu", "#2563eb"),
+    "gmpo": ("GMPO", "#16a34a", (54.0, 0.281)),
+    "vespo": ("VESPO", "#9333ea", (45.0, 0.231)),
+    "seq_tis": ("whole answers' weights, cut", "#d97706", (14.0, 0.285)),
+    "ppo": ("PPO on mu", "#2563eb", (24.0, 0.313)),
 }
 
 HACK = "2026-11-21_fd72967_4core_kl_placement_rlehack_lag0.json"
 HACK_ARMS = {
-    "no KL": ("no KL", "#dc2626", "#fecaca"),
-    "k3 in reward, 0.1": ("k3 in the reward", "#d97706", "#fde68a"),
-    "k1 in reward, 0.1": ("k1 in the reward", "#2563eb", "#bfdbfe"),
+    "no KL": ("no KL", "#dc2626", "#fecaca", (40.0, 0.2)),
+    "k3 in reward, 0.1": ("k3 in the reward", "#d97706", "#fde68a", (15.5, 0.31)),
+    "k1 in reward, 0.1": ("k1 in the reward", "#2563eb", "#bfdbfe", (36.0, 0.66)),
 }
-HACK_AT = ((40.0, 0.2), (15.5, 0.31), (36.0, 0.66))
 
 
-def framed(plot: str, width: int, height: int) -> str:
-    """An SVG of its own: name space, font and a white ground, so that it reads on a dark page."""
-    head, rest = plot.split(">", 1)
-    head = head.replace("width='100%'", f"width='{width}' height='{height}'")
-    return (
-        f"{head} xmlns='http://www.w3.org/2000/svg' font-family='sans-serif' font-size='12'>"
-        f"<rect width='{width}' height='{height}' fill='white'/>{rest}\n"
-    )
+class NamedLine(NamedTuple):
+    """A line of a figure: (x, y) points in a color, with its name beside it.
+
+    named_at: where the name begins; None: without a name.
+    """
+
+    name: str
+    color: str
+    points: list[tuple[float, float]]
+    named_at: tuple[float, float] | None = None
+
+
+def draw(title: str, lines: Sequence[NamedLine], across: str, up: str) -> str:
+    """An SVG on a white ground, so that it reads on a dark page; y starts at 0."""
+    with rc_context({**SETTINGS, "font.size": 9}):
+        figure = Figure(figsize=(7.0, 3.25), layout="constrained")
+        axes = figure.add_subplot()
+        for line in lines:
+            axes.plot(*zip(*line.points, strict=True), color=line.color, lw=1.5)
+            if line.named_at is not None:
+                axes.annotate(line.name, line.named_at, color=line.color)
+        top = 1.12 * max(y for line in lines for _, y in line.points)
+        axes.set(xlabel=across, ylabel=up, ylim=(0, top), xmargin=0.02)
+        axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
+        axes.grid(axis="y", alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    return text.getvalue()
 
 
 def demo(result: dict[str, Any]) -> str:
     """A run of the demo: training reward of each batch, accuracy on held-out prompts."""
-    heldout = PlotLine("held-out accuracy", "#2563eb", [tuple(p) for p in result["heldout"]], True)
-    reward = PlotLine("training reward", "#9ca3af", [tuple(p) for p in result["reward"]], True)
     start, end = result["heldout"][0][1], result["heldout"][-1][1]
     title = (
         f"held-out accuracy {start:.2f} to {end:.2f} in {result['wall_s']:.0f} s of RL, "
         f"mean lag {result['mean_lag']:.2f} versions"
     )
-    steps = [x for x, _ in result["heldout"]]
-    middle = steps[len(steps) // 2]
-    labels = [
-        (middle, dict(heldout[2])[middle] - 0.12, "held-out accuracy"),
-        (middle, dict(heldout[2])[middle] + 0.14, "training reward"),
-    ]
-    return framed(svg(title, [reward, heldout], "batch", "share", labels=labels), 560, 260)
+    measured = dict(result["heldout"])
+    middle = [*measured][len(measured) // 2]
+    reward = NamedLine(
+        "training reward", "#6b7280", result["reward"], (middle, measured[middle] + 0.14)
+    )
+    heldout = NamedLine(
+        "held-out accuracy", "#2563eb", result["heldout"], (middle, measured[middle] - 0.12)
+    )
+    return draw(title, [reward, heldout], "batch", "share")
 
 
 def lag(result: dict[str, Any]) -> str:
     """Accuracy at the end against injected lag, a line a correction, mean of the seeds."""
     cells = result["tasks"][GRID_TASK]["cells"]
-    lines: list[PlotLine] = []
-    for arm, (name, colour) in ARMS.items():
+    lines = []
+    for arm, (name, color, named_at) in ARMS.items():
         points = sorted((float(c["limit"]), c["final"]) for c in cells if c["correction"] == arm)
-        lines.append(PlotLine(name, colour, points, True))
+        lines.append(NamedLine(name, color, points, named_at))
     title = "task rle, five seeds: what lag costs, by correction"
-    labels = [(x, y, ARMS[arm][0]) for arm, (x, y) in zip(ARMS, AT, strict=True)]
-    plot = svg(title, lines, "injected lag, versions", "held-out accuracy", labels=labels)
-    return framed(plot, 560, 260)
+    return draw(title, lines, "injected lag, versions", "held-out accuracy")
 
 
 def high(result: dict[str, Any]) -> str:
@@ -92,37 +115,27 @@ def high(result: dict[str, Any]) -> str:
     mean of the seeds.
     """
     by_lag = result["tasks"][GRID_TASK]["1"]["by_lag"]
-    lines: list[PlotLine] = []
-    for arm, (name, colour) in HIGH_ARMS.items():
+    lines = []
+    for arm, (name, color, named_at) in HIGH_ARMS.items():
         wrong = sorted((float(lag), 1 - row[arm]["area"]) for lag, row in by_lag.items())
-        lines.append(PlotLine(name, colour, wrong, True))
+        lines.append(NamedLine(name, color, wrong, named_at))
     title = "task rle, each method at its own rate"
-    labels = [(x, y, HIGH_ARMS[arm][0]) for arm, (x, y) in zip(HIGH_ARMS, HIGH_AT, strict=True)]
-    name = "held-out answers, wrong, mean of the run"
-    plot = svg(title, lines, "injected lag, versions", name, labels=labels)
-    return framed(plot, 560, 260)
+    return draw(title, lines, "injected lag, versions", "held-out answers, wrong, mean of the run")
 
 
 def hack(result: dict[str, Any]) -> str:
     """True accuracy on a task whose training checker is wrong, by KL term: the mean of the seeds,
     and each seed in a pale line.
     """
-    seeds: list[PlotLine] = []
-    means: list[PlotLine] = []
-    for arm, (name, colour, pale) in HACK_ARMS.items():
+    seeds, means = [], []
+    for arm, (name, color, pale, named_at) in HACK_ARMS.items():
         runs = result["arms"][arm]["each"]
         curves = [list(zip(run["steps"], run["accuracy"], strict=True)) for run in runs]
-        seeds += [PlotLine(f"{name}, one seed", pale, curve, True) for curve in curves]
+        seeds += [NamedLine("", pale, curve) for curve in curves]
         points = [(at[0][0], fmean(y for _, y in at)) for at in zip(*curves, strict=True)]
-        means.append(PlotLine(name, colour, points, True))
-    labels = [(x, y, HACK_ARMS[arm][0]) for arm, (x, y) in zip(HACK_ARMS, HACK_AT, strict=True)]
+        means.append(NamedLine(name, color, points, named_at))
     title = "task rlehack: the checker of the training reward is wrong"
-    plot = svg(title, [*seeds, *means], "batch", "true held-out accuracy", labels=labels)
-    return framed(plot, 560, 260)
-
-
-HIGH_AT = ((54.0, 0.281), (45.0, 0.231), (14.0, 0.285), (24.0, 0.313))
-AT = ((8.5, 0.66), (4.6, 0.28), (9.0, 0.02))  # where each line's name stands
+    return draw(title, [*seeds, *means], "batch", "true held-out accuracy")
 
 
 def keep(run_dir: Path) -> Path:

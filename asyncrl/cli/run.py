@@ -164,7 +164,7 @@ def outline(summary: dict[str, Any]) -> dict[str, Any]:
 @json_option
 def report(run_dir: Path, as_json: bool) -> None:
     """Write RUN_DIR/report.html from the files of the run."""
-    from asyncrl.supervise import run_page
+    from asyncrl.supervise.report import run_page
 
     emit({"report": str(run_page.write(run_dir))}, as_json)
 

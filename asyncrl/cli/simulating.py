@@ -167,10 +167,9 @@ def format_outcome(result: dict[str, Any]) -> str:
         *(answer["sentence"] for answer in result["answers"]),
     ]
     if "sweep" in result:
-        lines += page.text_table([page.HEAD, *map(page.outcome_row, result["sweep"])])
+        lines.append(page.outcome_table(result["sweep"]).as_text())
     if "treatments" in result:
-        rows = map(page.treatment_row, result["treatments"])
-        lines += page.text_table([page.TREATMENT_HEAD, *rows])
+        lines.append(page.treatment_table(result["treatments"]).as_text())
     lines.append(
         f"simulated with {result['seeds']} seed(s), {base['took_s']:.1f} s each"
         + (f"; page: {result['page']}" if "page" in result else "")

@@ -6,6 +6,7 @@ import math
 import re
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -450,7 +451,12 @@ OLD_NAMES = {"adv/mean": "advantage/mean", "adv/abs_max": "advantage/abs_max"}
 
 def read(run_dir: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl that count, in their order; torn lines are left out.  Metrics
-    that were renamed since have their new name.
+    that were renamed since have their new name."""
+    return rows_that_count(jsonl.read(run_dir / "metrics.jsonl"))
+
+
+def rows_that_count(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Leave out the rows that later ones replace.
 
     After a resume the later row of a step wins: a row of training at step s ends those of training
     from s on, and the evaluations of versions past s, which are of the branch before; an evaluation
@@ -458,7 +464,7 @@ def read(run_dir: Path) -> list[dict[str, Any]]:
     # (step, "" for training or the names of an evaluation)
     kept: dict[tuple[int, str], dict[str, Any]] = {}
     newest = -1  # step of training
-    for line in jsonl.read(run_dir / "metrics.jsonl"):
+    for line in lines:
         row = {OLD_NAMES.get(name, name): value for name, value in line.items()}
         step = row.get("step")
         names = sorted(n for n in row if n not in ("step", "t"))

@@ -1,51 +1,187 @@
-"""Shared parts of the HTML pages of runs, comparisons, sweeps, simulations and the lab.
+"""The blocks of every page: text, lists, tables, cards and plots.
 
-Each page is one file without external links: a template in asyncrl/records/templates filled by
-jinja2, with plotly's figures and its library embedded."""
+Runs, comparisons, sweeps, simulations, replays and the lab write one file without external links.
+`page/page.html` lays out its blocks, `page/page.css` styles them and `page/plot.js` draws the
+plots. `asyncrl watch` serves the same style sheet and script, so a plot looks the same everywhere.
+"""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
-COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed")
-# for pages with more lines
-MORE_COLOURS = (*COLOURS, "#0891b2", "#be185d", "#4d7c0f", "#78350f", "#475569")
+import msgspec
+
+FILES = Path(__file__).parent / "page"
+# an axis with names has its points at 0, 1, 2, ...
+Numbers = Sequence[float | None]
 
 
-def render(template: str, **values: Any) -> str:
-    """Fill `template`, and escape every value that is not Markup.
+class PlotLine(msgspec.Struct, omit_defaults=True, rename={"xs": "x", "ys": "y"}):
+    """A line of a plot, or its points, bars, area or spans.
 
-    `library` is plotly's script on pages with figures.  A lone surrogate, which JSON may hold and
-    UTF-8 cannot, is shown as its escape."""
+    xs, ys: float [n]; of spans: their beginnings and the numbers of their lanes.
+    low, high: float [n], a band around ys.
+    until: float [n], ends of spans.
+    color, dash: numbers of a color and a dash pattern; -1: by the line's place in the plot.
+    run, metric: where the values come from, on the pages of `asyncrl watch`.
+    """
+
+    label: str
+    xs: Numbers
+    ys: Numbers
+    low: Numbers = ()
+    high: Numbers = ()
+    until: Numbers = ()
+    color: int = -1
+    dash: int = -1
+    run: str = ""
+    metric: str = ""
+
+
+class PagePlot(msgspec.Struct, omit_defaults=True):
+    """A plot as `plot.js` draws it.
+
+    unit, across: names of the y axis and of the x axis.
+    log: the logarithmic axes: "", "x", "y" or "xy".
+    x_names, y_names: names in place of the numbers of an axis.
+    top: the upper end of the y axis; 0: as the values are.
+    notes: (x, y, text) beside a point.
+    metrics: name -> meaning of the metrics drawn.
+    """
+
+    title: str
+    unit: str
+    lines: list[PlotLine]
+    across: str = "step"
+    kind: Literal["lines", "points", "bars", "areas", "spans"] = "lines"
+    log: str = ""
+    x_names: Sequence[str] = ()
+    y_names: Sequence[str] = ()
+    top: float = 0.0
+    notes: Sequence[tuple[float, float, str]] = ()
+    metrics: Mapping[str, str] = {}
+
+
+@dataclass
+class Block:
+    """A part of a page.
+
+    id: of its element. style: a class of page.css. note: small text below it.
+    """
+
+    kind: ClassVar[str]
+    _: KW_ONLY
+    heading: str = ""
+    id: str = ""
+    style: str = ""
+    note: str = ""
+
+
+@dataclass
+class TextBlock(Block):
+    """A paragraph; with style `pre` as it is written."""
+
+    kind = "text"
+    text: str
+
+
+@dataclass
+class ListItem:
+    """An item of a list: a bold beginning, and text that follows. style: a class of page.css."""
+
+    text: str
+    bold: str = ""
+    style: str = ""
+
+
+@dataclass
+class ListBlock(Block):
+    """A list; without items nothing of it is shown."""
+
+    kind = "list"
+    items: Iterable[str | ListItem]
+
+    def __post_init__(self) -> None:
+        self.items = [ListItem(i) if isinstance(i, str) else i for i in self.items]
+
+
+@dataclass
+class TableCell:
+    """A cell with small text below its own and a CSS background."""
+
+    text: str
+    below: str = ""
+    background: str = ""
+
+
+@dataclass
+class TableBlock(Block):
+    """A table. words: how many columns from the left hold text, the others hold numbers."""
+
+    kind = "table"
+    head: Sequence[str]
+    rows: Sequence[Sequence[str | TableCell]]
+    words: int = 1
+
+    def as_text(self) -> str:
+        """Return the table for a terminal, with its heading, columns aligned."""
+        every = [[str(cell) for cell in row] for row in (self.head, *self.rows)]
+        widths = [max(map(len, column)) for column in zip(*every, strict=True)]
+        lines = [
+            "  ".join(
+                cell.ljust(width) if number < self.words else cell.rjust(width)
+                for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+            for row in every
+        ]
+        return "\n".join([self.heading, *lines] if self.heading else lines)
+
+
+@dataclass
+class CardBlock(Block):
+    """Cards, each (label, value, id of the value, note below it)."""
+
+    kind = "cards"
+    cards: Sequence[tuple[str, str, str, str]]
+
+
+@dataclass
+class PlotBlock(Block):
+    """Plots in a grid; style `wide`: one below the other."""
+
+    kind = "plots"
+    plots: Sequence[PagePlot]
+
+
+def render(title: str, subtitle: str, blocks: Sequence[Block], data: Mapping[str, Any]) -> str:
+    """Return a page. Every text is escaped.
+
+    data: id -> value of a script element with JSON. A lone surrogate, which JSON may hold and UTF-8
+    cannot, is shown as its escape.
+    """
     import jinja2
-
-    loader = jinja2.PackageLoader("asyncrl.records", "templates")
-    page = jinja2.Environment(autoescape=True, loader=loader).get_template(template)
-    return page.render(**values).encode("utf-8", "backslashreplace").decode()
-
-
-def plot(figure: Any) -> Any:
-    """Return a plotly figure as Markup; the page must contain `library()`."""
-    import plotly.io
     from markupsafe import Markup
 
-    return Markup(
-        plotly.io.to_html(
-            figure,
-            include_plotlyjs=False,
-            full_html=False,
-            config={"displaylogo": False, "displayModeBar": False},
+    files = {path.name: path.read_text(encoding="utf-8") for path in FILES.iterdir()}
+    plots = [plot for block in blocks if isinstance(block, PlotBlock) for plot in block.plots]
+    page = jinja2.Environment(autoescape=True).from_string(files["page.html"])
+    return (
+        page.render(
+            title=title,
+            subtitle=subtitle,
+            blocks=blocks,
+            plots=embedded(msgspec.json.encode(plots).decode()),
+            data={id_: embedded(value) for id_, value in data.items()},
+            css=Markup(files["page.css"]),
+            script=Markup(files["plot.js"]),
         )
+        .encode("utf-8", "backslashreplace")
+        .decode()
     )
-
-
-def library() -> Any:
-    """Return plotly's script as Markup."""
-    from markupsafe import Markup
-    from plotly.offline import get_plotlyjs
-
-    return Markup(f"<script>{get_plotlyjs()}</script>")
 
 
 def embedded(value: Any) -> Any:

@@ -18,11 +18,12 @@ from asyncrl.contract import importing
 from asyncrl.contract.errors import AsyncrlError, ConfigError, NothingToDo
 from asyncrl.contract.messages import RunStatus
 from asyncrl.records import atomic_write, health_checks, metrics, process_log, rundir, stream, trace
-from asyncrl.supervise import live, run_page
+from asyncrl.supervise import live
 from asyncrl.supervise.hosts import ProcessLauncher
 from asyncrl.supervise.hosts.local import LocalLauncher
 from asyncrl.supervise.launch import Supervisor
 from asyncrl.supervise.preflight import located, preflight, say
+from asyncrl.supervise.report import run_page
 from asyncrl.supervise.summary import run_facts, task_signs
 from asyncrl.supervise.summary import write as summarise
 
@@ -270,10 +271,7 @@ def conclude(
     (watcher or HealthWatcher(run_dir, say, run_facts(config))).report(
         [health_checks.HealthFinding(**s) for s in summary["signs"]]
     )
-    try:
-        page = f"report: {run_page.write(run_dir)}"
-    except ImportError as error:  # the run itself is complete
-        page = f"no report: {error}; install it, then: asyncrl report {run_dir}"
+    page = f"report: {run_page.write(run_dir)}"
     in_all = "" if began is None else f" ({time.monotonic() - began:.0f} s in all)"
     say(
         f"{run_dir}: held-out {_format_accuracy(summary['heldout_start'])} -> "

@@ -18,10 +18,12 @@ from starlette.responses import FileResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from asyncrl.contract.errors import AsyncrlError, ConfigError
-from asyncrl.viewer import findings, plots
+from asyncrl.records import page_kit
+from asyncrl.supervise.report import plots
+from asyncrl.supervise.report.series import AXES
+from asyncrl.viewer import findings
 from asyncrl.viewer.findings import WatchedRun
 from asyncrl.viewer.samples import SHADES, SampleFilter, parse_range
-from asyncrl.viewer.series import AXES
 
 STATIC = Path(__file__).parent / "static"
 COOKIE = "asyncrl_watch"
@@ -96,12 +98,13 @@ class WatchApp:
             )
         smooth = min(max(_number(query, "smooth", 0.0), 0.0), 0.99)
         chosen = {run.id: run.series for run in self.select_runs(query)}
-        return plots.figures(page, chosen, axis, smooth)
-
-    def lags(self, query: Query) -> Any:
-        return {
-            run.id: plots.lag_over_time(run.trained_batches()) for run in self.select_runs(query)
-        }
+        drawn = plots.figures(page, chosen, axis, smooth)
+        if page == "staleness":
+            for run in self.select_runs(query):
+                lags = plots.lag_over_time(run.trained_batches())
+                lags.title += f": {run.id}" if len(chosen) > 1 else ""
+                drawn += [lags] if lags.lines else []
+        return drawn
 
     def processes(self, query: Query) -> Any:
         return {run.id: run.processes() for run in self.select_runs(query)}
@@ -157,7 +160,6 @@ class WatchApp:
             "runs": self.list_runs,
             "overview": self.overview,
             "plots": self.draw,
-            "lags": self.lags,
             "processes": self.processes,
             "ledger": self.ledger,
             "samples": self.samples,
@@ -195,16 +197,12 @@ class WatchApp:
         return FileResponse(STATIC / "index.html")
 
     async def static(self, request: Request) -> Response:
-        """Files of the page; plotly's library comes from its own package."""
+        """Files of the page. Style sheet and plots are those of every page of asyncrl."""
         name = request.path_params["name"]
-        if name == "plotly.js":
-            import plotly
-
-            path = Path(plotly.__file__).parent / "package_data" / "plotly.min.js"
-            return FileResponse(path, headers={"Cache-Control": "max-age=86400"})
-        if name not in {p.name for p in STATIC.iterdir()}:
-            return Response("no such file", 404, media_type="text/plain")
-        return FileResponse(STATIC / name)
+        for folder in (STATIC, page_kit.FILES):
+            if name in {path.name for path in folder.iterdir()}:
+                return FileResponse(folder / name)
+        return Response("no such file", 404, media_type="text/plain")
 
     async def guard(
         self, request: Request, call: Callable[[Request], Awaitable[Response]]

@@ -17,9 +17,9 @@ from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.contract.printable import escape_line
 from asyncrl.records import jsonl, process_log, rundir
 from asyncrl.supervise import doctor, live, summary
-from asyncrl.viewer import advice
+from asyncrl.supervise.report import advice
+from asyncrl.supervise.report.series import Series
 from asyncrl.viewer.samples import FILE, SampleStore
-from asyncrl.viewer.series import Series
 
 LOG_BYTES = 64 * 1024
 DEPTH = 3  # levels below a directory in which runs are looked for

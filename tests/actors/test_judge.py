@@ -33,7 +33,8 @@ from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 from asyncrl.records.metrics import METRICS
-from asyncrl.supervise import run_page
+from asyncrl.supervise.report import plots
+from asyncrl.supervise.report.series import Series
 from asyncrl.supervise.summary import judge_totals as judged_of
 from asyncrl.tasks import get_task
 
@@ -215,11 +216,13 @@ def test_what_was_asked_is_among_a_generators_numbers(server: Server, tmp_path: 
     assert totals(tmp_path / "other", settings.reward.judge) == {}
 
 
-def test_the_report_has_a_plot_of_the_judge_where_there_is_one() -> None:
+def test_the_report_has_a_plot_of_the_judge_where_there_is_one(tmp_path: Path) -> None:
     rows = [{"step": n, "t": 1.0 * n, "judge/requests": 3.0 * n} for n in range(3)]
-    without = run_page._plots(rows, {"lag_histogram": {}})
-    (plot,) = run_page._plots(rows, {"lag_histogram": {}, "judge": judged_of(rows)})[len(without) :]
-    assert [(line.name, list(line.y)) for line in plot.data] == [("requests", [0.0, 3.0, 6.0])]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    series = Series(tmp_path / "metrics.jsonl")
+    series.refresh()
+    (plot,) = plots.figures("overview", {"": series})
+    assert [(line.label, line.ys) for line in plot.lines] == [("requests", [0.0, 3.0, 6.0])]
     assert judged_of(rows) == {"requests": 6.0} and judged_of([{"step": 1}]) == {}
 
 

@@ -14,7 +14,7 @@ from process_kit import Ended
 from store_kit import sample, stale
 
 from asyncrl.contract.versions import Label
-from asyncrl.supervise import run_page
+from asyncrl.supervise.report import run_page
 from buffer.ledger import Ledger, LedgerSums, binned
 
 pytestmark = pytest.mark.slow

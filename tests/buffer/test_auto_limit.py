@@ -41,7 +41,8 @@ from asyncrl.experiments import serial
 from asyncrl.experiments.simulate.times import change
 from asyncrl.models.policy import build_model
 from asyncrl.records import metrics
-from asyncrl.supervise import live, run_page
+from asyncrl.supervise import live
+from asyncrl.supervise.report import run_page
 from buffer.groups import StoreSettings
 from buffer.state import StoreSnapshot
 from buffer.store import Store

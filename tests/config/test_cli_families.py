@@ -11,7 +11,7 @@ from process_kit import ENV, ROOT
 
 from asyncrl.cli import FAMILIES, main
 
-HEAVY = {"torch", "transformers", "numpy", "scipy", "plotly", "rich", "zmq", "asyncrl.experiments"}
+HEAVY = {"torch", "transformers", "numpy", "scipy", "jinja2", "rich", "zmq", "asyncrl.experiments"}
 SHOW = (
     "import sys; from asyncrl.cli import main\n"
     "try: main(sys.argv[1:])\n"

@@ -158,7 +158,7 @@ def test_answers_have_treatments_too_but_no_deadline() -> None:
     rows = what_if.compare_treatments(config("staleness.max_lag=1"), late, 1, evaluate=False)
     assert [row["name"] for row in rows] == ["wait", "mask", "downweight", "drop"]
     assert all(row["deadline_s"] is None and row["cut"] == 0 for row in rows)
-    text = page.text_table([page.TREATMENT_HEAD, *map(page.treatment_row, rows)])
+    text = page.treatment_table(rows).as_text().splitlines()
     assert [line.split()[0] for line in text] == ["treatment", "wait", "mask", "downweight", "drop"]
     assert len({len(line) for line in text}) == 1 and text[1].split()[1] == (
         f"{rows[0]['tokens_per_s']:,.0f}"

@@ -192,8 +192,8 @@ def test_the_demo_s_figure_shows_its_run() -> None:
     result["heldout"][-1][1] = 0.123
     after = figures.demo(result)
     assert "to 0.88" in before and "to 0.12" in after
-    line = re.compile(r"stroke='#2563eb'.*?points='([^']+)'")
-    old, new = (line.search(x) for x in (before, after))
+    line = re.compile(r'<path d="([^"]+)"[^>]*stroke: #2563eb')
+    old, new = (line.search(drawn) for drawn in (before, after))
     assert old and new and old[1].split()[-1] != new[1].split()[-1]
     assert old[1].split()[:-1] == new[1].split()[:-1]
 

@@ -121,7 +121,6 @@ ELSEWHERE = {
     "asyncrl engines": "test_vllm.py::test_engines_command",
     "asyncrl model get smollm2 models/smollm2": "test_real_model.py::test_the_directory_is_whole",
     "python benchmarks/figures.py": "test_docs.py::test_every_figure_is_what_its_result_draws",
-    "python benchmarks/pages.py": "test_kept_pages.py::test_the_library_comes_by_a_command",
     "asyncrl lab bias": "test_lab.py::test_bias_as_json_and_a_page",
     "asyncrl lab corrections": "test_lab.py::test_corrections_as_json",
     "asyncrl lab reshape": (

@@ -70,7 +70,7 @@ def few_packages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         if not {re.sub(r"[-_.]+", "-", owner).lower() for owner in owners} & allowed
         and module not in ("asyncrl", "__editable___asyncrl_0_1_0_finder")
     ]
-    assert {"psutil", "plotly", "tomli_w", "tensorboardX", "scipy", "peft"} <= {*hidden}
+    assert {"psutil", "tomli_w", "tensorboardX", "scipy", "peft"} <= {*hidden}
     assert not {"torch", "jinja2", "tokenizers", "zmq"} & {*hidden}
     (folder / "sitecustomize.py").write_text(HIDE)
     # found before the installed one: an untested version is warned about and not refused

@@ -14,7 +14,7 @@ from rich.console import Console
 import asyncrl
 from asyncrl.cli import main
 from asyncrl.contract.messages import RunStatus, StatusRequest
-from asyncrl.supervise import live, run_page
+from asyncrl.supervise import live
 
 
 def status(committed: int, steps: int = 100) -> RunStatus:
@@ -177,11 +177,3 @@ def test_what_no_step_used_is_said_while_it_is_much() -> None:
     assert live.status_line(much).endswith(said) and said in out(much)
     for s in (little, status(30)):
         assert "skipped" not in live.status_line(s) and "not used" not in out(s)
-
-
-@pytest.mark.parametrize(("points", "mode"), [(1, "markers"), (2, "lines")])
-def test_a_curve_of_one_point_is_drawn(points: int, mode: str) -> None:
-    plot = run_page.MetricPlot("Reward", "", (("reward/mean", "train"),))
-    rows = [{"step": step, "reward/mean": 0.1 * step} for step in range(points)]
-    (curve,) = run_page._lines(rows, plot).data
-    assert curve.mode == mode and len(curve.x) == points

@@ -20,8 +20,9 @@ from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.records import process_log, rundir
-from asyncrl.supervise import doctor, run_page
+from asyncrl.supervise import doctor
 from asyncrl.supervise import run as runner
+from asyncrl.supervise.report import run_page
 
 SETS = ("learner.steps=4", "generators=2", "name='r'")
 HOLD = (

@@ -6,11 +6,15 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 from browser_kit import dom
 from process_kit import Ended
+
+from asyncrl.records.metrics import BUCKETS, METRICS
+from asyncrl.supervise.report import plots, run_page
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +31,7 @@ def test_the_browser_shows_the_run(gain: Ended, tmp_path: Path) -> None:
     assert text_of(html, "heldout-end") == f"{summary['heldout_end']:.3f}"
     assert text_of(html, "lag-mean") == f"{summary['lag']['mean']:.2f}"
     assert text_of(html, "steps") == "40"
-    assert html.count('class="main-svg"') >= 11, "every plot was drawn by the browser"
+    assert html.count('class="canvas"') >= 11, "every plot was drawn by the browser"
     for title in (
         "Accuracy",
         "Lag of trained tokens",
@@ -37,13 +41,32 @@ def test_the_browser_shows_the_run(gain: Ended, tmp_path: Path) -> None:
         "Throughput",
         "Idle share",
     ):
-        assert re.search(rf'class="gtitle"[^>]*>{title}<', html), title
+        assert f"<figcaption><b>{title}</b>" in html, title
     inside = re.search(r'id="summary">(.*?)</script>', html, re.S)
     assert inside and json.loads(inside.group(1))["ledger"] == summary["ledger"]
     for lane in ("learner", "generator-0"):
-        assert re.search(rf'class="ytick"[^>]*>\s*<text[^>]*>{lane}', html), (
-            f"no lane {lane} in the timeline"
-        )
+        assert re.search(rf'class="tick lane"[^>]*>{lane}<', html), f"no lane {lane}"
+
+
+def test_the_report_of_a_long_run_is_one_small_file(gain: Ended, tmp_path: Path) -> None:
+    run_dir = tmp_path / "long"
+    shutil.copytree(gain.json["run_dir"], run_dir)
+    whole = [*METRICS, *(f"by_lag/{kind}_{bucket}" for kind in ("ess", "k3") for bucket in BUCKETS)]
+    shifted = {
+        name: [(7919 * step + i) % 997 / 997 for step in range(1300)]
+        for i, name in enumerate(whole)
+    }
+    with (run_dir / "metrics.jsonl").open("w") as file:
+        for step in range(1300):
+            row = {name: values[step] for name, values in shifted.items()}
+            file.write(json.dumps({"step": step, "t": 0.3 * step, **row}) + "\n")
+    page = run_page.write(run_dir).read_text()
+    assert len(page.encode()) < 2 * 2**20, "goal: below 2 MB, however long the run"
+    links = set(re.findall(r"https?://[^\s\"']+", page)) - {"http://www.w3.org/2000/svg"}
+    assert links == set(), "nothing is fetched from elsewhere"
+    for plots_of in plots.PAGES.values():
+        for plot in plots_of:
+            assert json.dumps(plot.title) in page, plot.title
 
 
 def test_both_sides_were_busy_at_once(gain: Ended) -> None:

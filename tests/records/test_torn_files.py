@@ -20,7 +20,7 @@ from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.versions import Label
 from asyncrl.records import jsonl, metrics
 from asyncrl.records.trace import Tracer, merge
-from asyncrl.supervise import run_page
+from asyncrl.supervise.report import run_page
 from asyncrl.tasks import get_task
 from buffer import journal, training_log
 from buffer.service import open_store

@@ -16,10 +16,11 @@ from starlette.testclient import TestClient
 from asyncrl.cli import main
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
-from asyncrl.viewer import advice, findings, plots, server
+from asyncrl.supervise.report import advice, plots
+from asyncrl.supervise.report.series import Series, downsample, smoothed
+from asyncrl.viewer import findings, server
 from asyncrl.viewer.app import WatchApp
 from asyncrl.viewer.samples import SHADES, SampleFilter, SampleStore, parse_range, terminal_text
-from asyncrl.viewer.series import Series, downsample, smoothed
 
 MARKUP = "<script>window.ran = 1</script><img src=x onerror='window.ran = 1'>\x1b[2J"
 
@@ -125,6 +126,20 @@ def test_a_replaced_or_shortened_file_is_read_anew(tmp_path: Path) -> None:
     assert series.refresh() and steps(series) == [] and not series.refresh()
 
 
+def test_a_resumed_run_shows_the_later_row_of_a_step(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    series = Series(path)
+    write_lines(path, [metric_row(step) for step in range(5)])
+    series.refresh()
+    with path.open("a") as file:
+        for step in (3, 4, 5):
+            file.write(json.dumps(metric_row(step, **{"adv/mean": 9.0})) + "\n")
+    series.refresh()
+    assert steps(series) == [0, 1, 2, 3, 4, 5]
+    assert series.values("advantage/mean").tolist() == [9.0] * 3, "by its name now"
+    assert not series.refresh()
+
+
 def test_the_token_axis_adds_up_what_was_trained(tmp_path: Path) -> None:
     more = {"throughput/learner_tokens_per_s": 100.0, "time/step": 2.0}
     write_lines(tmp_path / "m", [metric_row(step, **more) for step in range(3)])
@@ -155,18 +170,19 @@ def test_evaluations_have_a_band_and_metrics_their_meaning(tmp_path: Path) -> No
     series = Series(path)
     series.refresh()
     accuracy = plots.figures("overview", {"a": series})[0]
-    (held,) = [line for line in accuracy["lines"] if line["metric"] == "eval/heldout"]
-    assert accuracy["title"] == "Accuracy" and 0.05 < held["band"][0] < 0.2
-    assert "held-out" in accuracy["metrics"]["eval/heldout"]
+    (held,) = [line for line in accuracy.lines if line.metric == "eval/heldout"]
+    assert accuracy.title == "Accuracy" and 0.05 < held.high[0] - held.ys[0] < 0.2
+    assert "held-out" in accuracy.metrics["eval/heldout"]
     assert plots.figures("learner", {"a": series}) == [], "no empty plots"
 
 
 def test_the_lag_histogram_over_time_is_of_shares() -> None:
     rows = [{"batch": n, "lags": {"0": 3, "2": 1}} for n in range(10)]
     seen = plots.lag_over_time([{"batch": -1}, *rows], buckets=5)
-    assert seen["x"] == [0, 2, 4, 6, 8] and seen["lags"] == [0, 2]
-    assert seen["share"] == [[0.75] * 5, [0.25] * 5]
-    assert plots.lag_over_time([])["x"] == []
+    assert [line.label for line in seen.lines] == ["lag 0", "lag 2"] and seen.kind == "areas"
+    assert [line.xs for line in seen.lines] == [[0, 2, 4, 6, 8]] * 2
+    assert [list(line.ys) for line in seen.lines] == [[0.75] * 5, [0.25] * 5]
+    assert plots.lag_over_time([]).lines == []
 
 
 # ---- samples -------------------------------------------------------------------------------------
@@ -273,7 +289,7 @@ def client(run_dir: Path) -> TestClient:
     return TestClient(WatchApp([run_dir.parent]).starlette())
 
 
-ANSWERS = ("overview", "plots?page=staleness", "lags", "processes", "ledger", "config", "logs")
+ANSWERS = ("overview", "plots?page=staleness", "processes", "ledger", "config", "logs")
 
 
 def test_every_answer_is_json(client: TestClient) -> None:
@@ -287,8 +303,8 @@ def test_every_answer_is_json(client: TestClient) -> None:
     assert (
         page.status_code == 200 and "script-src 'self'" in page.headers["content-security-policy"]
     )
-    assert client.get("/static/watch.js").status_code == 200
-    assert client.get("/static/plotly.js").status_code == 200
+    for name in ("watch.js", "plot.js", "page.css"):
+        assert client.get(f"/static/{name}").status_code == 200
     assert client.get("/static/..%2fapp.py").status_code == 404
 
 

@@ -93,7 +93,7 @@ def test_every_page_opens_without_an_error_and_runs_no_foreign_script(
             "samples": ".token",
             "config": "pre",
             "logs": "#log",
-        }.get(name, ".plot svg.main-svg")
+        }.get(name, ".plot svg.canvas")
         page.locator(ready).first.wait_for()
         assert page.locator("#error").is_hidden(), name
     page.get_by_role("button", name="samples", exact=True).click()
@@ -105,12 +105,38 @@ def test_every_page_opens_without_an_error_and_runs_no_foreign_script(
     assert errors == [] and hosts == {address.removeprefix("http://")}
 
 
+def test_a_plot_shows_values_zooms_and_hides_a_line(address: str, page: Page) -> None:
+    page.goto(f"{address}/?token=secret")
+    figure = page.locator("figure", has_text="Accuracy").first
+    canvas = figure.locator("svg.canvas")
+    canvas.wait_for()
+    page.keyboard.press("p")  # no update draws it again meanwhile
+    canvas.scroll_into_view_if_needed()
+    box = canvas.bounding_box()
+    assert box is not None
+    left, middle, right = (box["x"] + share * box["width"] for share in (0.4, 0.5, 0.7))
+    top = box["y"] + box["height"] / 2
+    page.mouse.move(middle, top)
+    assert "training batch" in figure.locator(".tip").inner_text()
+    marks = figure.locator(".tick").all_inner_texts()
+    page.mouse.move(left, top)
+    page.mouse.down()
+    page.mouse.move(right, top, steps=3)
+    page.mouse.up()
+    assert figure.locator(".tick").all_inner_texts() != marks, "zoomed"
+    page.mouse.dblclick(middle, top)
+    assert figure.locator(".tick").all_inner_texts() == marks, "back"
+    shown = figure.locator("path.line").count()
+    figure.get_by_role("button", name="training batch").click()
+    assert figure.locator("path.line").count() == shown - 1
+
+
 def test_a_phone_scrolls_in_one_direction_and_keys_change_page_and_theme(
     address: str, page: Page
 ) -> None:
     page.set_viewport_size({"width": 390, "height": 800})
     page.goto(f"{address}/?token=secret")
-    page.locator(".plot svg.main-svg").first.wait_for()
+    page.locator(".plot svg.canvas").first.wait_for()
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
     dark: Any = page.evaluate("document.documentElement.classList.contains('dark')")
     page.keyboard.press("d")

@@ -23,9 +23,7 @@ from run_kit import (
     wait_until,
 )
 
-from asyncrl.config import load
 from asyncrl.records import jsonl, metrics
-from asyncrl.supervise import run as runner
 
 pytestmark = pytest.mark.slow
 
@@ -55,22 +53,6 @@ def test_asynchronous_run_gains_accuracy_at_positive_lag(gain: Ended) -> None:
     import transformers
 
     transformers.AutoModelForCausalLM.from_pretrained(run_dir / "model")
-
-
-def test_a_run_without_plotly_ends_with_a_note_and_its_summary(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(run_dir: Path) -> Path:
-        raise ModuleNotFoundError("No module named 'plotly'")
-
-    made = {"signs": [], "heldout_start": None, "heldout_end": 0.5, "wall_s": 1.0}
-    made |= {"lag": {"mean": 0.0}}
-    monkeypatch.setattr(runner.run_page, "write", refuse)
-    monkeypatch.setattr(runner, "summarise", lambda config, run_dir: made)
-    assert runner.conclude(load.load("demo"), tmp_path, 0) == made
-    said = capsys.readouterr().err
-    note = f"no report: No module named 'plotly'; install it, then: asyncrl report {tmp_path}"
-    assert said.splitlines()[-1] == note
 
 
 def test_limit_zero_is_synchronous_training(asyncrl: Call) -> None:

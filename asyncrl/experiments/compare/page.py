@@ -17,7 +17,15 @@ from asyncrl.experiments.compare.comparison import CellResult
 from asyncrl.experiments.compare.comparison_analysis import KL_BATCHES, mean, signs_told
 from asyncrl.records import atomic_write, page_kit
 from asyncrl.records.health_checks import interval
-from asyncrl.records.page_kit import COLOURS
+from asyncrl.records.page_kit import (
+    Block,
+    ListBlock,
+    PagePlot,
+    PlotBlock,
+    PlotLine,
+    TableBlock,
+    TextBlock,
+)
 
 HEAD = (
     "arm",
@@ -75,11 +83,22 @@ class CurvePlot(NamedTuple):
     points: Points
 
 
-def _metric(name: str) -> Points:
+def metric_points(name: str) -> Points:
     """Select a metric's points from the rows that have it."""
     return lambda cell: [(float(row["step"]), float(row[name])) for row in cell.rows if name in row]
 
 
+# (metric, title, unit)
+METRIC_CURVES = (
+    ("reward/mean", "Reward of the training batch", "mean"),
+    ("lag/mean", "Lag of trained tokens", "versions, mean"),
+    ("is/target_ess", "Effective sample size of the raw ratios", "share"),
+    ("kl/behavior_target_k3", "KL from behavior to target", "nats a token (k3)"),
+    ("kl/target_ref_k3", "KL from target to reference", "nats a token (k3)"),
+    ("policy/entropy", "Entropy", "nats a token"),
+    ("optim/grad_norm", "Gradient norm", "before clipping"),
+    ("answer/length", "Completion length", "tokens"),
+)
 CURVES = (
     CurvePlot(
         "Accuracy on held-out prompts",
@@ -89,68 +108,29 @@ CURVES = (
     CurvePlot(
         "Accuracy on out-of-distribution prompts", "accuracy", lambda cell: sorted(cell.ood.items())
     ),
-    CurvePlot("KL from target to reference", "nats a token (k3)", _metric("kl/target_ref_k3")),
-    CurvePlot("Lag of trained tokens", "versions, mean", _metric("lag/mean")),
-    CurvePlot("Effective sample size of the raw ratios", "share", _metric("is/target_ess")),
-    CurvePlot("KL from behavior to target", "nats a token (k3)", _metric("kl/behavior_target_k3")),
-    CurvePlot("Entropy", "nats a token", _metric("policy/entropy")),
-    CurvePlot("Gradient norm", "before clipping", _metric("optim/grad_norm")),
-    CurvePlot("Answer length", "tokens", _metric("answer/length")),
-    CurvePlot("Reward of the training batch", "mean", _metric("reward/mean")),
+    *(CurvePlot(title, unit, metric_points(name)) for name, title, unit in METRIC_CURVES),
 )
 
 
 def curves(
-    title: str,
-    unit: str,
-    arms: Sequence[str],
-    cells: Sequence[CellResult],
-    points: Points,
-) -> Any:
+    title: str, unit: str, arms: Sequence[str], cells: Sequence[CellResult], points: Points
+) -> PagePlot:
     """Plot the mean over seeds of each arm, in a band from the lowest to the highest."""
-    import plotly.graph_objects as go
-
-    figure = go.Figure()
-    seeds = {cell.seed for cell in cells}
-    for number, name in enumerate(arms):
+    plot = PagePlot(title, unit, [], "version")
+    several = len({cell.seed for cell in cells}) > 1
+    for name in arms:
         by_step: dict[float, list[float]] = {}
         for cell in cells:
             if cell.arm == name:
                 for step, value in points(cell):
                     by_step.setdefault(step, []).append(value)
         steps = sorted(by_step)
-        color = COLOURS[number % len(COLOURS)]
-        if len(seeds) > 1 and steps:
-            figure.add_scatter(
-                x=[*steps, *steps[::-1]],
-                y=[
-                    *(max(by_step[step]) for step in steps),
-                    *(min(by_step[step]) for step in steps[::-1]),
-                ],
-                fill="toself",
-                fillcolor=color,
-                opacity=0.15,
-                line={"width": 0},
-                hoverinfo="skip",
-                showlegend=False,
-            )
-        figure.add_scatter(
-            x=steps,
-            y=[mean(by_step[step]) for step in steps],
-            name=name,
-            mode="lines",
-            line={"color": color},
-        )
-    figure.update_layout(
-        title={"text": title, "font": {"size": 14}, "y": 0.97},
-        height=330,
-        margin={"l": 55, "r": 15, "t": 62, "b": 40},
-        template="plotly_white",
-        legend={"orientation": "h", "y": 1.0, "x": 0, "xanchor": "left", "yanchor": "bottom"},
-    )
-    figure.update_xaxes(title="version")
-    figure.update_yaxes(title=unit, rangemode="tozero")
-    return figure
+        line = PlotLine(name, steps, [mean(by_step[step]) for step in steps])
+        if several:
+            line.low = [min(by_step[step]) for step in steps]
+            line.high = [max(by_step[step]) for step in steps]
+        plot.lines.append(line)
+    return plot
 
 
 def bands(result: dict[str, Any], config: Config) -> str:
@@ -235,6 +215,45 @@ def samples(result: dict[str, Any]) -> str:
     )
 
 
+def page_blocks(
+    cells: Sequence[CellResult],
+    result: dict[str, Any],
+    settings: Sequence[Setting],
+    config: Config,
+) -> list[Block]:
+    """Return the parts of the page, in their order."""
+    arms = list(result["arms"])
+    signs = [
+        line
+        for name, arm in result["arms"].items()
+        for line in signs_told(name, arm["signs"], len(arm["each"]))
+    ]
+    against = f"compared with {settings[0].arm}"
+    return [
+        TableBlock(
+            ("arm", "is", against), settings, heading="What differs", id="settings", words=3
+        ),
+        ListBlock([v["text"] for v in result["verdicts"]], heading="Verdict", id="verdicts"),
+        ListBlock(result["trade"]),
+        TableBlock(HEAD, arm_rows(result), heading="Arms, mean over seeds", id="arms"),
+        ListBlock(signs, heading="Signs", id="signs"),
+        ListBlock(list_problems(cells, result), heading="Unstable runs", style="bad"),
+        TextBlock(bands(result, config), heading="Curves", id="bands", style="soft"),
+        PlotBlock([curves(curve.title, curve.unit, arms, cells, curve.points) for curve in CURVES]),
+        TextBlock(
+            "Verdicts are paired by seed (t intervals, Holm's correction over the arms) and speak "
+            "of seeds nobody has run; the interval for other prompts alone is in the JSON. Warm "
+            "runs go by turns in one process: they train what a real run trains, in other seconds, "
+            "which stand in brackets. OOD: accuracy on out-of-distribution prompts. KL to ref: "
+            f"KL(target || reference), k3, nats a token, mean over the last {KL_BATCHES} batches. "
+            "The target is nine tenths of the first arm's accuracy at the end; its time is the "
+            "mean over the runs that reach it. A run counts as unstable by these rules: "
+            f"{verdict.StabilityBounds()}. Arms on the same data: {samples(result)}.",
+            heading="How to read this",
+        ),
+    ]
+
+
 # ---- files ---------------------------------------------------------------------------------------
 
 
@@ -247,36 +266,14 @@ def write(
     config: Config,
 ) -> Path:
     """Write DIR/report.html, comparison.json and the TensorBoard view of all arms."""
-    arms = list(result["arms"])
     blob = json.dumps(clean(result))
+    steps = f"{config.learner.steps} steps of {config.learner.groups} x {config.learner.group_size}"
     page = page_kit.render(
-        "compare.html",
-        name=name,
-        bands=bands(result, config),
-        seeds=len(result["seeds"]),
-        steps=config.learner.steps,
-        groups=config.learner.groups,
-        size=config.learner.group_size,
-        settings=settings,
-        data=samples(result),
-        verdicts=[judged["text"] for judged in result["verdicts"]],
-        trade=result["trade"],
-        head=HEAD,
-        table=arm_rows(result),
-        trouble=list_problems(cells, result),
-        signs=[
-            line
-            for name, arm in result["arms"].items()
-            for line in signs_told(name, arm["signs"], len(arm["each"]))
-        ],
-        plots=[
-            page_kit.plot(curves(curve.title, curve.unit, arms, cells, curve.points))
-            for curve in CURVES
-        ],
-        rules=verdict.StabilityBounds(),
-        kl_batches=KL_BATCHES,
-        library=page_kit.library(),
-        blob=page_kit.embedded(blob),
+        name,
+        f"{len(result['seeds'])} seed(s), {steps}; the first arm is what the others are compared "
+        "with",
+        page_blocks(cells, result, settings, config),
+        {"comparison": blob},
     )
     for path, text in ((directory / "report.html", page), (directory / "comparison.json", blob)):
         atomic_write.write(path, text)

@@ -1,4 +1,4 @@
-"""The page of a sweep: a small HTML file without scripts.
+"""The page of a sweep.
 
 It has heat maps, speed against accuracy, curves, and every cell.
 """
@@ -8,16 +8,24 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from asyncrl.experiments.compare import verdict
 from asyncrl.experiments.compare.comparison_analysis import KL_BATCHES, signs_told
 from asyncrl.experiments.compare.page import clean, format_number
-from asyncrl.experiments.compare.svg import PlotLine, svg
 from asyncrl.records import atomic_write, page_kit
-from asyncrl.supervise.run_page import ledger_by_length
+from asyncrl.records.page_kit import (
+    Block,
+    ListBlock,
+    PagePlot,
+    PlotBlock,
+    PlotLine,
+    TableBlock,
+    TableCell,
+    TextBlock,
+)
+from asyncrl.supervise.report.run_page import ledger_by_length
 
 HEAD = (
     "correction",
@@ -94,45 +102,61 @@ def heat(
     below: Callable[[Cell], str],
     low: float,
     high: float,
-) -> str:
+    *,
+    heading: str,
+    note: str = "",
+) -> TableBlock:
     """Build a table with colored cells: corrections down, limits across.
 
     below: returns the small text under the value.
     """
     cells = {(cell["correction"], cell["limit"]): cell for cell in result["cells"]}
-    axis = "injected lag" if result["injected"] else "limit"
-    heads = "".join(f"<th>{axis} {limit}</th>" for limit in result["limits"])
-    parts = [f"<table class='map'><tr><th></th>{heads}</tr>"]
-    for correction in result["corrections"]:
-        parts.append(f"<tr><th style='text-align:left'>{escape(correction)}</th>")
-        for limit in result["limits"]:
-            cell = cells.get((correction, limit))
-            if cell is None:
-                parts.append("<td></td>")
-                continue
-            color = shade_color(value(cell), low, high)
-            parts.append(
-                f"<td style='background:{color}'>{value(cell):.2f}<small>{below(cell)}</small></td>"
-            )
-        parts.append("</tr>")
-    return "".join(parts) + "</table>"
+
+    def map_cell(correction: str, limit: str) -> TableCell:
+        cell = cells.get((correction, limit))
+        if cell is None:
+            return TableCell("")
+        color = shade_color(value(cell), low, high)
+        return TableCell(f"{value(cell):.2f}", below(cell), color)
+
+    rows = [
+        [correction, *(map_cell(correction, limit) for limit in result["limits"])]
+        for correction in result["corrections"]
+    ]
+    head = ["", *(f"{axis_name(result)} {limit}" for limit in result["limits"])]
+    return TableBlock(head, rows, heading=heading, style="map", note=note)
 
 
-def accuracy_map(result: dict[str, Any]) -> str:
+def axis_name(result: dict[str, Any]) -> str:
+    return "injected lag" if result["injected"] else "limit"
+
+
+def accuracy_map(result: dict[str, Any]) -> TableBlock:
     """Build the map of final accuracy, difference from sync and unstable runs."""
 
     def cell_note(cell: Cell) -> str:
         against = cell["difference"]
         low, high = against["interval"]
-        bad = f" &#9888;{cell['unstable']}/{cell['seeds']}" if cell["unstable"] else ""
+        bad = f" \u26a0{cell['unstable']}/{cell['seeds']}" if cell["unstable"] else ""
         texts = [format_number(value, "+.2f") for value in (against["mean"], low, high)]
         return f"{texts[0]} [{texts[1]}, {texts[2]}]{bad}"
 
     best = max([cell["final"] for cell in result["cells"]] + [result["sync"]["final"]])
-    return heat(result, lambda cell: float(cell["final"]), cell_note, 0.0, best)
+    sync = f"{result['sync']['final']:.3f} over {result['sync']['seeds']} seed(s)"
+    return heat(
+        result,
+        lambda cell: float(cell["final"]),
+        cell_note,
+        0.0,
+        best,
+        heading="Accuracy at the end, mean over seeds",
+        note=f"Below it: difference from the synchronous run of the config as it is ({sync}), with "
+        "its 95 % interval over seeds, paired by seed. \u26a0 unstable runs of all; a run that was "
+        "given up keeps its last accuracy.",
+    )
 
 
-def ess_map(result: dict[str, Any]) -> str:
+def ess_map(result: dict[str, Any]) -> TableBlock:
     """Build the map of the lowest ESS and the largest KL from behavior to target."""
     return heat(
         result,
@@ -140,77 +164,63 @@ def ess_map(result: dict[str, Any]) -> str:
         lambda cell: f"KL up to {format_number(cell['kl'], '.2g')}",
         0.0,
         1.0,
+        heading="Effective sample size of the raw ratios target / behavior: lowest mean over 10 "
+        "steps, worst seed",
     )
 
 
 # ---- plots ---------------------------------------------------------------------------------------
 
 
-def assign_colors(result: dict[str, Any]) -> dict[str, str]:
-    """Assign each correction its color in every plot."""
-    return {
-        name: page_kit.MORE_COLOURS[number % len(page_kit.MORE_COLOURS)]
-        for number, name in enumerate(result["corrections"])
-    }
-
-
-def frontier(result: dict[str, Any]) -> str:
+def frontier(result: dict[str, Any]) -> PlotBlock:
     """Plot final accuracy against speed, with the best of each limit labeled.
 
-    Empty if no speed was measured.
+    Without plots if no speed was measured.
     """
-    color = assign_colors(result)
     timed = [cell for cell in result["cells"] if math.isfinite(cell["speed"])]
-    if not timed:
-        return ""
-    points = [
+    lines = [
         PlotLine(
-            cell_name(cell), color[cell["correction"]], [(cell["speed"], cell["final"])], False
+            correction,
+            [cell["speed"] for cell in timed if cell["correction"] == correction],
+            [cell["final"] for cell in timed if cell["correction"] == correction],
         )
-        for cell in timed
+        for correction in result["corrections"]
     ]
     top = {
         limit: max((cell["final"] for cell in timed if cell["limit"] == limit), default=None)
         for limit in result["limits"]
     }
-    labels = [
-        (result["speed"][limit], accuracy, f"limit {limit}")
+    notes = [
+        (result["speed"][limit], accuracy, f"{axis_name(result)} {limit}")
         for limit, accuracy in top.items()
         if accuracy is not None
     ]
-    return svg(
-        "",
-        points,
-        "speed against limit 0",
-        "accuracy at the end",
-        width=900,
-        height=320,
-        labels=labels,
+    plot = PagePlot(
+        "", "accuracy at the end", lines, "speed against limit 0", "points", notes=notes
+    )
+    return PlotBlock(
+        [plot] if timed else [],
+        heading="Frontier: speed against accuracy",
+        style="wide",
+        note="Speed of a limit against limit 0, in decode steps of a short run at natural lag, "
+        "with an update as long as the writing of one batch (learner and generators equally fast); "
+        "the correction's own cost is not in it.",
     )
 
 
-def curves(result: dict[str, Any]) -> list[str]:
+def curves(result: dict[str, Any]) -> list[PagePlot]:
     """Plot accuracy over training: one plot a limit, one line a correction."""
-    color = assign_colors(result)
-    axis = "injected lag" if result["injected"] else "limit"
-    return [
-        svg(
-            f"{axis} {limit}",
-            [
-                PlotLine(
-                    cell["correction"],
-                    color[cell["correction"]],
-                    mean_curve(cell["curves"]),
-                    True,
-                )
-                for cell in result["cells"]
-                if cell["limit"] == limit
-            ],
-            "version",
-            "accuracy",
-        )
-        for limit in result["limits"]
-    ]
+    plots = []
+    for limit in result["limits"]:
+        lines = []
+        for cell in result["cells"]:
+            if cell["limit"] == limit:
+                points = mean_curve(cell["curves"])
+                color = list(result["corrections"]).index(cell["correction"])
+                across, up = ([point[i] for point in points] for i in (0, 1))
+                lines.append(PlotLine(cell["correction"], across, up, color=color))
+        plots.append(PagePlot(f"{axis_name(result)} {limit}", "accuracy", lines, "version"))
+    return plots
 
 
 def mean_curve(curves: Sequence[tuple[list[float], list[float]]]) -> list[tuple[float, float]]:
@@ -225,14 +235,6 @@ def mean_curve(curves: Sequence[tuple[list[float], list[float]]]) -> list[tuple[
         return next((value for step, value in backwards if step <= wanted), values[0])
 
     return [(step, sum(value_at(*curve, step) for curve in curves) / len(curves)) for step in every]
-
-
-def color_legend(result: dict[str, Any]) -> str:
-    """Build the legend of the corrections' colors."""
-    return "".join(
-        f"<span><b style='color:{color}'>&#9632;</b> {escape(name)}</span>"
-        for name, color in assign_colors(result).items()
-    )
 
 
 # ---- sentences -----------------------------------------------------------------------------------
@@ -267,6 +269,61 @@ def loses_tokens(cell: Cell) -> bool:
 # ---- the page ------------------------------------------------------------------------------------
 
 
+def page_blocks(result: dict[str, Any], corrections: Sequence[tuple[str, str, str]]) -> list[Block]:
+    """Return the parts of the page, in their order."""
+    suggestion, sync = result["suggestion"], result["sync"]
+    suggested = [suggestion["reason"] + ".", suggestion.get("set"), f"rule: {suggestion['rule']}"]
+    missing = [
+        f"{result['missing']} runs of this grid are not made yet; empty cells are missing, not "
+        "zero."
+    ]
+    signs = [
+        line
+        for cell in result["cells"]
+        for line in signs_told(cell_name(cell), cell["signs"], cell["seeds"])
+    ]
+    losses = [
+        TableBlock(head, rows, heading=f"What the staleness rule took: {cell_name(cell)}")
+        for cell in result["cells"]
+        if loses_tokens(cell)
+        for head, *rows in [ledger_by_length(cell)]
+    ]
+    return [
+        TextBlock(
+            "\n".join(line for line in suggested if line),
+            heading=headline(suggestion),
+            id="suggestion",
+            style="box",
+        ),
+        ListBlock(missing if result["missing"] else [], style="bad"),
+        accuracy_map(result),
+        ess_map(result),
+        frontier(result),
+        PlotBlock(curves(result), heading="Accuracy over training, by limit"),
+        TableBlock(
+            ("", "is", "differs from the config by"),
+            corrections,
+            heading="Corrections",
+            id="corrections",
+            words=3,
+        ),
+        TableBlock(HEAD, cell_rows(result), heading="Cells", id="cells"),
+        *losses,
+        ListBlock(signs, heading="Signs", id="signs"),
+        ListBlock(list_problems(result), heading="Unstable", style="bad"),
+        TextBlock(
+            "OOD end: accuracy on out-of-distribution prompts after the last batch, over the runs "
+            f"that got there (the synchronous run: {format_number(sync['ood_end'], '.3f')}). KL to "
+            "ref: KL(target || reference), k3, nats a token, mean over a run's last "
+            f"{KL_BATCHES} batches (the synchronous run: {format_number(sync['kl_ref'], '.3g')}). "
+            "KL max: behavior to target. Unstable by these rules: "
+            f"{verdict.StabilityBounds()}. Collapsed runs are given up at that point. p: paired t "
+            "over seeds, Holm's correction over all cells.",
+            style="soft",
+        ),
+    ]
+
+
 def write(
     directory: Path,
     name: str,
@@ -275,43 +332,8 @@ def write(
     subtitle: str,
 ) -> Path:
     """Write DIR/report.html and DIR/result.json and return the page's path."""
-    from markupsafe import Markup
-
     blob = json.dumps(clean(result))
-    sync = result["sync"]
-    page = page_kit.render(
-        "sweep.html",
-        name=name,
-        subtitle=subtitle,
-        suggestion=result["suggestion"],
-        headline=headline(result["suggestion"]),
-        missing=result["missing"],
-        head=HEAD,
-        table=cell_rows(result),
-        trouble=list_problems(result),
-        signs=[
-            line
-            for cell in result["cells"]
-            for line in signs_told(cell_name(cell), cell["signs"], cell["seeds"])
-        ],
-        rules=verdict.StabilityBounds(),
-        kl_batches=KL_BATCHES,
-        far=format_number(sync["ood_end"], ".3f"),
-        kl=format_number(sync["kl_ref"], ".3g"),
-        losses=[
-            (cell_name(cell), ledger_by_length(cell))
-            for cell in result["cells"]
-            if loses_tokens(cell)
-        ],
-        sync=f"{sync['final']:.3f} over {sync['seeds']} seed(s)",
-        corrections=corrections,
-        curves=[Markup(plot) for plot in curves(result)],
-        accuracy=Markup(accuracy_map(result)),
-        ess=Markup(ess_map(result)),
-        frontier=Markup(frontier(result)),
-        key=Markup(color_legend(result)),
-        blob=page_kit.embedded(blob),
-    )
+    page = page_kit.render(name, subtitle, page_blocks(result, corrections), {"sweep": blob})
     for path, text in ((directory / "report.html", page), (directory / "result.json", blob)):
         atomic_write.write(path, text)
     return directory / "report.html"

@@ -10,11 +10,11 @@ from asyncrl.experiments.lab.page import (
     LabClaim,
     LabFindings,
     Lines,
-    ResultTable,
     curves,
     dots,
     format_number,
 )
+from asyncrl.records.page_kit import PagePlot, TableBlock
 
 ORDER = ("k1_in_reward", "k2_in_loss", "k3_in_loss", "k3_in_reward")
 UNBIASED = ("k1_in_reward_sequence", "k1_in_reward_per_decision", "prefix", "prefix_full")
@@ -205,11 +205,11 @@ BIAS = ("relative_bias", "relative_bias_max", "cosine", "relative_variance", "va
 PARTS = ("score", "path", "sum", "score_size", "path_size")
 
 
-def _tables(r: dict[str, Any]) -> list[ResultTable]:
+def _tables(r: dict[str, Any]) -> list[TableBlock]:
     return [*_estimators(r), _parts(r), _by_distance(r), _by_updates(r), *_by_cut(r)]
 
 
-def _estimators(r: dict[str, Any]) -> list[ResultTable]:
+def _estimators(r: dict[str, Any]) -> list[TableBlock]:
     head = (
         "estimator",
         "relative bias",
@@ -219,38 +219,39 @@ def _estimators(r: dict[str, Any]) -> list[ResultTable]:
         "variance",
     )
     return [
-        ResultTable(
-            where.replace("_", " ").capitalize(),
+        TableBlock(
             head,
             [[n, *(format_number(j[k]) for k in BIAS)] for n, j in r["estimators"][where].items()],
+            heading=where.replace("_", " ").capitalize(),
         )
         for where in ("on_policy", "off_policy")
     ]
 
 
-def _parts(r: dict[str, Any]) -> ResultTable:
-    return ResultTable(
-        "The gradient of E[k] taken apart, on policy (errors against the exact gradient; sizes "
-        "over its size)",
+def _parts(r: dict[str, Any]) -> TableBlock:
+    return TableBlock(
         ("k", "score (in reward)", "path (in loss)", "sum", "size of score", "size of path"),
         [[n, *(format_number(p[k]) for k in PARTS)] for n, p in r["parts"].items()],
+        heading=(
+            "The gradient of E[k] taken apart, on policy (errors against the exact gradient; sizes "
+            "over its size)"
+        ),
     )
 
 
-def _by_distance(r: dict[str, Any]) -> ResultTable:
-    return ResultTable(
-        "Relative bias by KL(mu || theta), nats a token",
+def _by_distance(r: dict[str, Any]) -> TableBlock:
+    return TableBlock(
         ("estimator", *(f"{d:g}" for d in DISTANCES)),
         [
             [n, *(format_number(r["distances"][f"{d:g}"][n]["relative_bias"]) for d in DISTANCES)]
             for n in SHOWN
         ],
+        heading="Relative bias by KL(mu || theta), nats a token",
     )
 
 
-def _by_updates(r: dict[str, Any]) -> ResultTable:
-    return ResultTable(
-        "Relative bias after minibatch updates on samples of mu",
+def _by_updates(r: dict[str, Any]) -> TableBlock:
+    return TableBlock(
         ("estimator", *(f"{m} (KL {x['kl']:.4f})" for m, x in r["updates"].items())),
         [
             [
@@ -262,14 +263,14 @@ def _by_updates(r: dict[str, Any]) -> ResultTable:
             ]
             for n in SHOWN
         ],
+        heading="Relative bias after minibatch updates on samples of mu",
     )
 
 
-def _by_cut(r: dict[str, Any]) -> list[ResultTable]:
+def _by_cut(r: dict[str, Any]) -> list[TableBlock]:
     form = "{relative_bias:.3f} / {relative_variance:.1f}"
     return [
-        ResultTable(
-            f"{which}: bias / variance by discount and truncation",
+        TableBlock(
             ("", *(f"<= {c:g}" for c in CUTS)),
             [
                 [
@@ -278,12 +279,13 @@ def _by_cut(r: dict[str, Any]) -> list[ResultTable]:
                 ]
                 for d in DISCOUNTS
             ],
+            heading=f"{which}: bias / variance by discount and truncation",
         )
         for which in r["curve"]
     ]
 
 
-def _figures(r: dict[str, Any]) -> list[Any]:
+def _figures(r: dict[str, Any]) -> list[PagePlot]:
     xs = [d for d in DISTANCES if d > 0]
     floor = 1e-3  # exact estimators are shown at the bottom of a logarithmic axis
 
@@ -295,8 +297,12 @@ def _figures(r: dict[str, Any]) -> list[Any]:
         off, key=lambda n: (max(floor, off[n]["relative_bias"]), off[n]["relative_variance"])
     )
     bars = {
-        "relative bias (0.001: exact)": [max(floor, off[n]["relative_bias"]) for n in order],
-        "variance over |exact|^2": [max(floor, off[n]["relative_variance"]) for n in order],
+        "relative bias off policy (0.001: exact)": [
+            max(floor, off[n]["relative_bias"]) for n in order
+        ],
+        "variance off policy over |exact|^2": [
+            max(floor, off[n]["relative_variance"]) for n in order
+        ],
     }
     cut: Lines = {
         f"{w}, discount {d}": (
@@ -317,32 +323,28 @@ def _figures(r: dict[str, Any]) -> list[Any]:
             by_distance("relative_bias"),
             "KL(mu || theta), nats a token",
             "relative bias",
-            log_x=True,
-            log_y=True,
+            log="xy",
         ),
         curves(
             "Variance against distance",
             by_distance("relative_variance"),
             "KL(mu || theta), nats a token",
             "over |exact|^2",
-            log_x=True,
-            log_y=True,
+            log="xy",
         ),
         curves(
             "Truncation along each line, 1 to inf",
             cut,
             "variance over |exact|^2",
             "relative bias (0.001: exact)",
-            log_x=True,
-            log_y=True,
+            log="xy",
         ),
         curves(
             "Squared error off policy",
             mse,
             "responses in the batch",
             "over |exact|^2",
-            log_x=True,
-            log_y=True,
+            log="xy",
         ),
-        dots("Bias and variance off policy, least biased first", order, bars),
+        *dots(order, bars),
     ]

@@ -10,10 +10,10 @@ from asyncrl.experiments.lab.page import (
     LabClaim,
     LabFindings,
     Lines,
-    ResultTable,
     curves,
     format_number,
 )
+from asyncrl.records.page_kit import PagePlot, TableBlock
 
 EXACT = 1e-9
 AWAY = [f"{d:g}" for d in DISTANCES if d > 0]
@@ -150,7 +150,7 @@ def _unclaimed_findings(e: dict[str, Any], longest: str, far: str) -> list[LabCl
     return findings
 
 
-def _tables(r: dict[str, Any]) -> list[ResultTable]:
+def _tables(r: dict[str, Any]) -> list[TableBlock]:
     e = r["estimators"]
     tables = []
     longest = list(e)[-1]
@@ -167,10 +167,10 @@ def _tables(r: dict[str, Any]) -> list[ResultTable]:
         for n in candidates()
     ]
     tables.append(
-        ResultTable(
-            f"{longest} tokens: relative bias / variance / share left, by distance",
+        TableBlock(
             ("correction", *e[longest]),
             rows,
+            heading=f"{longest} tokens: relative bias / variance / share left, by distance",
         )
     )
     rows = [
@@ -185,10 +185,10 @@ def _tables(r: dict[str, Any]) -> list[ResultTable]:
         for n in candidates()
     ]
     tables.append(
-        ResultTable(
-            "Distance 0.01: bias and variance by length",
+        TableBlock(
             ("correction", *(f"{k} {n}" for n in e for k in ("bias", "var"))),
             rows,
+            heading="Distance 0.01: bias and variance by length",
         )
     )
     rows = [
@@ -196,10 +196,10 @@ def _tables(r: dict[str, Any]) -> list[ResultTable]:
         for n in candidates()
     ]
     tables.append(
-        ResultTable(
-            f"{longest} tokens: mean weight / effective sample size of tokens, by distance",
+        TableBlock(
             ("correction", *e[longest]),
             rows,
+            heading=f"{longest} tokens: mean weight / effective sample size of tokens, by distance",
         )
     )
     for size in SIZES:
@@ -207,11 +207,13 @@ def _tables(r: dict[str, Any]) -> list[ResultTable]:
             [f"{length} tokens", *(best_correction(e[length][d], size) for d in AWAY)]
             for length in e
         ]
-        tables.append(ResultTable(f"Least squared error with {size} responses", ("", *AWAY), rows))
+        tables.append(
+            TableBlock(("", *AWAY), rows, heading=f"Least squared error with {size} responses")
+        )
     return tables
 
 
-def _figures(r: dict[str, Any]) -> list[Any]:
+def _figures(r: dict[str, Any]) -> list[PagePlot]:
     e = r["estimators"]
     longest = list(e)[-1]
     xs = [float(d) for d in AWAY]
@@ -234,39 +236,34 @@ def _figures(r: dict[str, Any]) -> list[Any]:
             by_distance("relative_bias"),
             "KL(mu || theta) a token",
             "relative bias",
-            log_x=True,
-            log_y=True,
+            log="xy",
         ),
         curves(
             f"Variance, {longest} tokens",
             by_distance("relative_variance"),
             "KL(mu || theta), nats a token",
             "over |exact|^2",
-            log_x=True,
-            log_y=True,
+            log="xy",
         ),
         curves(
             "Bias at distance 0.01",
             by_length("relative_bias"),
             "tokens in a response",
             "relative bias (0.001: exact)",
-            log_x=True,
-            log_y=True,
+            log="xy",
         ),
         curves(
             "Variance at distance 0.01",
             by_length("relative_variance"),
             "tokens in a response",
             "over |exact|^2",
-            log_x=True,
-            log_y=True,
+            log="xy",
         ),
         curves(
             f"Squared error at distance 0.03, {longest} tokens",
             errors,
             "responses in the batch",
             "over |exact|^2",
-            log_x=True,
-            log_y=True,
+            log="xy",
         ),
     ]

@@ -8,11 +8,11 @@ from asyncrl.experiments.lab.page import (
     LabClaim,
     LabFindings,
     Lines,
-    ResultTable,
     curves,
     format_number,
 )
 from asyncrl.experiments.lab.reshape import ARMS
+from asyncrl.records.page_kit import PagePlot, TableBlock
 
 MAIN = (
     "vanilla",
@@ -170,7 +170,7 @@ def _unclaimed_findings(r: dict[str, Any]) -> list[LabClaim]:
     return findings
 
 
-def _tables(r: dict[str, Any]) -> list[ResultTable]:
+def _tables(r: dict[str, Any]) -> list[TableBlock]:
     head = (
         "arm",
         "KL, first batch",
@@ -217,19 +217,19 @@ def _tables(r: dict[str, Any]) -> list[ResultTable]:
                     format_number(noise[-1]),
                 ]
             )
-        tables.append(ResultTable(f"{o}, learning rate {r['rates'][o]:g}", head, rows))
+        tables.append(TableBlock(head, rows, heading=f"{o}, learning rate {r['rates'][o]:g}"))
     return tables
 
 
-def _figures(r: dict[str, Any]) -> list[Any]:
+def _figures(r: dict[str, Any]) -> list[PagePlot]:
     figures = []
     for key, title, log in (
-        ("kl", "KL(mu || theta), exact, nats a token", True),
-        ("grad_norm", "Gradient norm", True),
-        ("cosine", "Cosine of successive gradients", False),
-        ("gamma", "gamma, mean", False),
-        ("reward", "Expected reward", False),
-        ("coefficient_var", "Variance of a token's coefficient", True),
+        ("kl", "KL(mu || theta), exact, nats a token", "y"),
+        ("grad_norm", "Gradient norm", "y"),
+        ("cosine", "Cosine of successive gradients", ""),
+        ("gamma", "gamma, mean", ""),
+        ("reward", "Expected reward", ""),
+        ("coefficient_var", "Variance of a token's coefficient", "y"),
     ):
         for o, arms in r["runs"].items():
             lines: Lines = {}
@@ -237,5 +237,5 @@ def _figures(r: dict[str, Any]) -> list[Any]:
                 points = [(n + 1, v) for n, v in enumerate(arms[a][key]) if v == v]
                 if points:
                     lines[a] = [float(n) for n, _ in points], [v for _, v in points]
-            figures.append(curves(f"{o}: {title}", lines, "optimizer step", title, log_y=log))
+            figures.append(curves(f"{o}: {title}", lines, "optimizer step", title, log=log))
     return figures

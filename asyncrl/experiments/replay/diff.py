@@ -6,7 +6,6 @@ the curves.
 
 from __future__ import annotations
 
-import json
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,9 @@ from typing import Any
 from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments.compare.arms import config_differences
 from asyncrl.experiments.compare.comparison import CellResult
-from asyncrl.records import atomic_write, metrics
+from asyncrl.experiments.compare.page import METRIC_CURVES, curves, metric_points
+from asyncrl.records import atomic_write, metrics, page_kit
+from asyncrl.records.page_kit import PlotBlock, TextBlock
 
 # metrics of speed and waiting, which do not depend on the computation
 MACHINE = (
@@ -34,17 +35,7 @@ MACHINE = (
     "reward/workers",
 )
 NAMES = ("name", "runs")  # settings that only locate a run
-CURVES = (
-    ("eval/heldout", "Accuracy on held-out prompts", "accuracy"),
-    ("reward/mean", "Reward of the training batch", "mean"),
-    ("lag/mean", "Lag of trained tokens", "versions, mean"),
-    ("is/ess", "Effective sample size", "share"),
-    ("is/target_ess", "Effective sample size of the samples under the trained policy", "share"),
-    ("kl/behavior_target_k3", "KL from behavior to target", "nats a token (k3)"),
-    ("policy/entropy", "Entropy", "nats a token"),
-    ("optim/grad_norm", "Gradient norm", "before clipping"),
-    ("answer/length", "Answer length", "tokens"),
-)
+CURVES = (("eval/heldout", "Accuracy on held-out prompts", "accuracy"), *METRIC_CURVES)
 
 
 def read(run_dir: Path) -> tuple[dict[str, Any], dict[int, dict[str, float]], str | None]:
@@ -189,41 +180,14 @@ def page(
     runs: name -> step -> metrics.
     result: the JSON, in the element with the id `blob`.
     """
-    import plotly.io as pio
-
-    from asyncrl.experiments.compare.page import curves
-
     cells: Sequence[CellResult] = [
         CellResult(n, 0, {}, rows=[{"step": s} | dict(v) for s, v in sorted(rows.items())])
         for n, rows in runs.items()
     ]
-    body = ""
-    for name, title, unit in CURVES:
-        if not any(name in r for c in cells for r in c.rows):
-            continue
-        figure = curves(
-            title,
-            unit,
-            tuple(runs),
-            cells,
-            lambda c, name=name: [  # type: ignore[misc]
-                (float(r["step"]), float(r[name])) for r in c.rows if name in r
-            ],
-        )
-        body += pio.to_html(
-            figure,
-            include_plotlyjs=not body,
-            full_html=False,
-            config={"displaylogo": False, "displayModeBar": False},
-        )
-    text = text.replace("&", "&amp;").replace("<", "&lt;")
-    html = (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>asyncrl: '
-        f"{heading}</title><style>body {{ font: 15px/1.5 system-ui, "
-        f"sans-serif; margin: 2rem auto; max-width: 900px }} pre {{ white-space: pre-wrap "
-        f"}}</style></head><body><h1>{heading}</h1><pre>{text}</pre>{body}"
-        '<script type="application/json" '
-        f'id="{blob}">{json.dumps(result).replace("</", "<" + chr(92) + "/")}'
-        "</script></body></html>"
-    )
-    atomic_write.write(path, html)
+    plots = [
+        curves(title, unit, tuple(runs), cells, metric_points(name))
+        for name, title, unit in CURVES
+        if any(name in row for cell in cells for row in cell.rows)
+    ]
+    blocks = [TextBlock(text, style="pre"), PlotBlock(plots)]
+    atomic_write.write(path, page_kit.render(heading, "", blocks, {blob: result}))

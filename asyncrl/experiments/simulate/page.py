@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from asyncrl.experiments.simulate.what_if import Outcome
 from asyncrl.records import atomic_write, page_kit
-from asyncrl.records.page_kit import COLOURS
+from asyncrl.records.page_kit import (
+    ListBlock,
+    PagePlot,
+    PlotBlock,
+    PlotLine,
+    TableBlock,
+    TextBlock,
+)
 
 HEAD: tuple[str, ...] = (
     "generators",
@@ -28,23 +34,23 @@ TREATMENT_HEAD: tuple[str, ...] = (
     "downweighted",
 )
 TREATMENT_HEAD += ("cut", "lag", "p95", "max")
-# of each plot: title, unit, and its lines as (key, label, dash)
+# of each plot: title, unit, and its lines as (key, label, number of its dash pattern)
 PLOTS = (
-    ("Throughput against limit", "trained tokens/s", (("tokens_per_s", "", "solid"),)),
+    ("Throughput against limit", "trained tokens/s", (("tokens_per_s", "", 0),)),
     (
         "Idle share against limit",
         "share",
-        (("idle_generator", "generators", "solid"), ("idle_learner", "learner", "dot")),
+        (("idle_generator", "generators", 0), ("idle_learner", "learner", 2)),
     ),
     (
         "Lag against limit",
         "versions",
-        (("lag_mean", "mean", "solid"), ("lag_max", "largest", "dot")),
+        (("lag_mean", "mean", 0), ("lag_max", "largest", 2)),
     ),
     (
         "Tickets in flight",
         "groups",
-        (("tickets_mean", "mean", "solid"), ("tickets_max", "most", "dot")),
+        (("tickets_mean", "mean", 0), ("tickets_max", "most", 2)),
     ),
 )
 
@@ -66,6 +72,14 @@ def outcome_row(outcome: Outcome) -> tuple[str, ...]:
     )
 
 
+def outcome_table(outcomes: Sequence[Outcome], heading: str = "") -> TableBlock:
+    return TableBlock(HEAD, [outcome_row(one) for one in outcomes], heading=heading, words=0)
+
+
+def treatment_table(outcomes: Sequence[Outcome]) -> TableBlock:
+    return TableBlock(TREATMENT_HEAD, [treatment_row(one) for one in outcomes], words=0)
+
+
 def treatment_row(row: Outcome) -> tuple[str, ...]:
     """Format a treatment in the columns of TREATMENT_HEAD."""
     deadline = f" {row['deadline_s']:.3g} s" if row["name"] == "deadline" else ""
@@ -80,42 +94,27 @@ def treatment_row(row: Outcome) -> tuple[str, ...]:
     )
 
 
-def text_table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align columns to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(x.rjust(w) for x, w in zip(row, widths, strict=True)) for row in rows]
-
-
-def _figure(
-    points: Sequence[Outcome], title: str, unit: str, lines: Sequence[tuple[str, str, str]]
-) -> Any:
+def _plot(
+    points: Sequence[Outcome], title: str, unit: str, lines: Sequence[tuple[str, str, int]]
+) -> PagePlot:
     """Plot one line for each key and number of generators."""
-    import plotly.graph_objects as go
-
     counts = sorted({point["generators"] for point in points})
-    figure = go.Figure()
-    for index, count in enumerate(counts):
+    limits = list(dict.fromkeys(f"{point['max_lag']}" for point in points))
+    plot = PagePlot(title, unit, [], "staleness.max_lag", x_names=limits)
+    for color, count in enumerate(counts):
         mine = [point for point in points if point["generators"] == count]
         several = f"{count:,} generator{'s' * (count > 1)}" if len(counts) > 1 else ""
         for key, label, dash in lines:
-            figure.add_scatter(
-                x=[f"{point['max_lag']}" for point in mine],
-                y=[point[key] for point in mine],
-                name=", ".join(filter(None, (label, several))) or unit,
-                mode="lines+markers",
-                line={"dash": dash, "color": COLOURS[index % len(COLOURS)]},
+            plot.lines.append(
+                PlotLine(
+                    ", ".join(filter(None, (label, several))) or unit,
+                    [limits.index(f"{point['max_lag']}") for point in mine],
+                    [point[key] for point in mine],
+                    color=color,
+                    dash=dash,
+                )
             )
-    figure.update_layout(
-        title={"text": title, "font": {"size": 14}, "y": 0.97},
-        height=380,
-        margin={"l": 60, "r": 9, "t": 95, "b": 40},
-        template="plotly_white",
-        legend={"orientation": "h", "y": 1.0, "yanchor": "bottom"},
-        showlegend=True,
-    )
-    figure.update_yaxes(title=unit, rangemode="tozero")
-    figure.update_xaxes(title="staleness.max_lag", type="category")
-    return figure
+    return plot
 
 
 def write(
@@ -127,16 +126,13 @@ def write(
     config: str,
 ) -> None:
     """Write the page, by rename. source: of the times; config: as TOML."""
+    blocks = [
+        ListBlock(sentences),
+        PlotBlock([_plot(points, *plot) for plot in PLOTS]),
+        outcome_table(points, "Numbers"),
+        TextBlock(config, heading="Configuration", style="pre"),
+    ]
     page = page_kit.render(
-        "simulate.html",
-        name=name,
-        source=source,
-        sentences=sentences,
-        plots=[page_kit.plot(_figure(points, *plot)) for plot in PLOTS],
-        head=HEAD,
-        rows=[outcome_row(point) for point in points],
-        config=config,
-        library=page_kit.library(),
-        data=page_kit.embedded(points),
+        name, f"simulated, no model; times: {source}", blocks, {"simulation": points}
     )
     atomic_write.write(path, page)

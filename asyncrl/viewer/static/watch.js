@@ -3,8 +3,6 @@
 // textContent, so that markup in it stays text.
 
 const PAGES = ["overview", "staleness", "learner", "processes", "ledger", "samples", "config", "logs"];
-const COLORS = ["#2563eb", "#d97706", "#059669", "#be185d", "#7c3aed", "#0891b2", "#4d7c0f", "#78350f"];
-const DASHES = ["solid", "dash", "dot", "dashdot", "longdash"];
 const REFRESH_MS = 2000;
 const state = {
   page: "overview", runs: [], hidden: new Set(), axis: "step", smooth: 0, paused: false, seen: "",
@@ -14,25 +12,12 @@ const state = {
 
 // ---- small helpers ------------------------------------------------------------------------------
 
-function element(tag, attributes = {}, ...children) {
-  const node = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name === "class") node.className = value;
-    else if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
-    else if (value !== false && value != null) node.setAttribute(name, value === true ? "" : value);
-  }
-  node.append(...children.filter((child) => child != null).map((child) =>
-    child instanceof Node ? child : document.createTextNode(String(child))));
-  return node;
-}
-
-const number = (x, digits = 3) => x == null ? "-" : Math.abs(x) >= 10000 || x === 0 ? Math.round(x).toLocaleString("en") :
-  Math.abs(x) < 0.001 ? x.toExponential(1) : String(Number(x.toPrecision(digits)));
 const percent = (x) => x == null ? "-" : `${(100 * x).toFixed(x < 0.1 ? 1 : 0)}%`;
 const duration = (s) => s < 90 ? `${s.toFixed(0)} s` : s < 5400 ? `${(s / 60).toFixed(0)} min` : `${(s / 3600).toFixed(1)} h`;
 const main = () => document.getElementById("main");
 const shown = () => state.runs.filter((run) => !state.hidden.has(run.id));
-const color = (id) => COLORS[Math.max(state.runs.findIndex((run) => run.id === id), 0) % COLORS.length];
+const rank = (id) => Math.max(state.runs.findIndex((run) => run.id === id), 0);
+const color = (id) => COLORS[rank(id) % COLORS.length];
 
 async function ask(name, query = {}) {
   const words = new URLSearchParams(Object.entries(query).filter(([, value]) => value !== "" && value != null));
@@ -57,62 +42,28 @@ function table(head, rows) {
 
 // ---- plots --------------------------------------------------------------------------------------
 
-function layout(title, unit, x) {
-  const style = getComputedStyle(document.documentElement);
-  const text = style.getPropertyValue("--text").trim(), edge = style.getPropertyValue("--edge").trim();
-  const axis = { gridcolor: edge, zerolinecolor: edge, linecolor: edge };
-  return {
-    title: { text: `<b>${title}</b>`, font: { size: 14 }, x: 0.02, xanchor: "left", y: 0.97, yanchor: "top" },
-    margin: { l: 60, r: 15, t: 80, b: 45 }, font: { color: text }, paper_bgcolor: "rgba(0,0,0,0)",
-    plot_bgcolor: "rgba(0,0,0,0)", xaxis: { ...axis, title: { text: x } }, yaxis: { ...axis, title: { text: unit }, rangemode: "tozero" },
-    legend: { orientation: "h", y: 1.01, yanchor: "bottom", x: 0, xanchor: "left", font: { size: 11 } }, hovermode: "x unified", showlegend: true,
-    uirevision: title + state.axis,
-  };
-}
-const OPTIONS = { displaylogo: false, responsive: true, displayModeBar: false };
-const escape = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
-
-function traces(figure) {
-  const several = new Set(figure.lines.map((line) => line.run)).size > 1;
-  const labels = [...new Set(figure.lines.map((line) => line.label))];
-  return figure.lines.flatMap((line) => {
-    const index = labels.indexOf(line.label);
-    const ink = several ? color(line.run) : COLORS[index % COLORS.length];
-    const name = escape(several ? `${line.run}: ${line.label}` : line.label);
-    const mark = line.x.length > 1 && !line.band ? "lines" : "lines+markers";
-    const drawn = [{ x: line.x, y: line.y, name, mode: mark, line: { color: ink, width: 1.6, dash: several ? DASHES[index % DASHES.length] : "solid" }, marker: { size: 5, color: ink } }];
-    if (line.band) {
-      const low = line.y.map((y, i) => y - line.band[i]), high = line.y.map((y, i) => y + line.band[i]);
-      drawn.push({ mode: "lines", x: [...line.x, ...line.x.slice().reverse()], y: [...high, ...low.reverse()], fill: "toself",
-        fillcolor: ink + "22", line: { width: 0 }, hoverinfo: "skip", showlegend: false });
-    }
-    return drawn;
-  });
+// Lines of several runs have the color of their run, and a dash pattern a metric.
+function overlaid(plot) {
+  if (new Set(plot.lines.map((line) => line.run)).size < 2) return plot;
+  const metrics = [...new Set(plot.lines.map((line) => line.metric))];
+  return { ...plot, lines: plot.lines.map((line) => ({ ...line, label: `${line.run}: ${line.label}`, color: rank(line.run), dash: metrics.indexOf(line.metric) })) };
 }
 
-function plotBox(parent, key, meanings = {}) {
-  let box = [...parent.children].find((child) => child.dataset.key === key);
-  if (!box) {
-    const details = element("details", {}, element("summary", {}, "what is drawn"),
-      ...Object.entries(meanings).map(([name, text]) => element("div", {}, element("code", {}, name), ` ${text}`)));
-    box = element("div", { class: "plot" }, element("div", { class: "draw" }), Object.keys(meanings).length ? details : null);
-    box.dataset.key = key;
-    parent.append(box);
-  }
-  return box.firstChild;
+// The figure of a name, made where there is none: zoom and hidden lines stay from one update to the next.
+function figure(parent, key) {
+  const found = [...parent.children].find((child) => child.dataset.key === key) ?? parent.appendChild(element("figure", { class: "plot" }));
+  found.dataset.key = key;
+  return found;
 }
-
-const X_NAME = { step: "step", time: "seconds", tokens: "trained tokens" };
 
 async function drawPlots(place) {
   const runs = shown().map((run) => run.id).join("|");
-  const figures = runs ? await ask("plots", { page: state.page, runs, axis: state.axis, smooth: state.smooth }) : [];
+  const plots = runs ? await ask("plots", { page: state.page, runs, axis: state.axis, smooth: state.smooth }) : [];
   const grid = place.querySelector(".grid") ?? place.appendChild(element("div", { class: "grid" }));
-  const titles = new Set(figures.map((figure) => figure.title));
-  for (const box of [...grid.children]) if (!box.dataset.extra && !titles.has(box.dataset.key)) box.remove();
-  for (const figure of figures)
-    await Plotly.react(plotBox(grid, figure.title, figure.metrics), traces(figure), layout(figure.title, figure.unit, X_NAME[state.axis]), OPTIONS);
-  if (!figures.length) place.querySelector(".empty") ?? place.append(element("p", { class: "empty soft" }, "nothing measured yet"));
+  const keys = plots.map((plot) => `${plot.title} ${plot.across}`);
+  for (const old of [...grid.children]) if (!keys.includes(old.dataset.key)) old.remove();
+  plots.forEach((plot, i) => drawPlot(figure(grid, keys[i]), overlaid(plot)));
+  if (!plots.length) place.querySelector(".empty") ?? place.append(element("p", { class: "empty soft" }, "nothing measured yet"));
   else place.querySelector(".empty")?.remove();
 }
 
@@ -121,7 +72,8 @@ async function drawPlots(place) {
 async function overview(place) {
   const runs = shown().map((run) => run.id).join("|");
   const seen = runs ? await ask("overview", { runs }) : {};
-  if (!state.runs.length) return place.replaceChildren(element("p", { class: "soft" }, "The run has not begun yet. This page shows it from then on."));
+  if (!state.runs.length) return place.replaceChildren(element("p", { class: "soft waiting" }, "The run has not begun yet. This page shows it from then on."));
+  place.querySelector(".waiting")?.remove();
   const top = place.querySelector(".top") ?? place.appendChild(element("div", { class: "top" }));
   top.replaceChildren(...Object.entries(seen).map(([id, run]) => {
     const s = run.state, speed = run.speed ?? {}, idle = speed.idle_share ?? {};
@@ -137,27 +89,11 @@ async function overview(place) {
       element("ul", { class: "advice" }, ...run.advice.map((line) =>
         element("li", {}, line.said, line.try_this ? element("span", { class: "soft" }, `. To try: ${line.try_this}`) : "")),
         ...run.waits.map((text) => element("li", {}, text))),
-      run.health.length ? element("ul", { class: "health" }, ...run.health.map((sign) =>
+      run.health.length ? element("ul", { class: "warn" }, ...run.health.map((sign) =>
         element("li", {}, element("b", {}, sign.said), `; ${sign.try_this}`))) : null);
   }));
   await drawPlots(place);
 }
-
-async function staleness(place) {
-  await drawPlots(place);
-  const runs = shown().map((run) => run.id).join("|");
-  const lags = runs ? await ask("lags", { runs }) : {};
-  const grid = place.querySelector(".grid");
-  for (const [id, seen] of Object.entries(lags)) {
-    if (!seen.x.length) continue;
-    const draw = plotBox(grid, `lags ${id}`);
-    draw.parentNode.dataset.extra = "1";
-    const data = seen.lags.map((lag, i) => ({ x: seen.x, y: seen.share[i], name: `lag ${lag}`, stackgroup: "lag", mode: "lines",
-      line: { width: 0.5, color: shadeColor(i / Math.max(seen.lags.length - 1, 1)) } }));
-    await Plotly.react(draw, data, layout(`Lag of trained tokens: ${escape(id)}`, "share of tokens", "batch"), OPTIONS);
-  }
-}
-const shadeColor = (share) => `hsl(${220 - 200 * share}, 75%, ${55 - 10 * share}%)`;
 
 async function processes(place) {
   const seen = await ask("processes", { runs: shown().map((run) => run.id).join("|") });
@@ -173,13 +109,9 @@ async function ledger(place) {
     const total = run.totals.generated || 1;
     const rows = Object.entries(run.lines).filter(([, line]) => line.tokens > 0);
     place.append(element("h2", {}, `${id}: ${number(run.totals.generated)} tokens generated`),
-      element("div", { class: "plot" }, element("div", { class: "draw", style: "height:160px" })),
       table(["where they ended", "tokens", "share", "samples", "mean length", "mean reward"], rows.map(([name, line]) => [
         name, number(line.tokens), percent(line.tokens / total), number(line.samples), number(line.mean_length), number(line.mean_reward)])),
       Object.keys(run.failures ?? {}).length ? table(["failure", "samples"], Object.entries(run.failures)) : "");
-    const bars = rows.map(([name, line], i) => ({ y: [""], x: [line.tokens / total], name, type: "bar", orientation: "h", marker: { color: COLORS[i % COLORS.length] } }));
-    await Plotly.react(place.querySelectorAll(".draw")[Object.keys(seen).indexOf(id)], bars,
-      { ...layout("Every generated token", "", "share"), barmode: "stack", margin: { l: 20, r: 15, t: 40, b: 30 } }, OPTIONS);
   }
 }
 
@@ -273,7 +205,7 @@ function painter(values) {
 
 // ---- frame --------------------------------------------------------------------------------------
 
-const DRAW = { overview, staleness, learner: drawPlots, processes, ledger, samples, config, logs };
+const DRAW = { overview, staleness: drawPlots, learner: drawPlots, processes, ledger, samples, config, logs };
 let drawing = Promise.resolve();
 
 function render(fresh = false) {
@@ -324,7 +256,6 @@ async function tick() {
 function theme(dark) {
   document.documentElement.classList.toggle("dark", dark);
   localStorage.setItem("asyncrl-dark", dark ? "1" : "0");
-  if (state.seen) render(true);
 }
 
 document.addEventListener("keydown", (event) => {

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
-    from asyncrl.viewer.series import Series
+    from asyncrl.supervise.report.series import Series
 
 WINDOW = 20  # newest values that a rule looks at
 LEAST = 8  # values that a rule needs

@@ -5,14 +5,18 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
+from asyncrl.records import jsonl, metrics
+
 Axis = Literal["step", "time", "tokens"]
 AXES: tuple[Axis, ...] = ("step", "time", "tokens")
+TRAINED = "reward/mean"  # in every row of a batch, in no row of an evaluation
 POINTS = 1200  # most points of a line that is sent to a page
 _decoder = msgspec.json.Decoder(dict[str, Any])
 
@@ -50,8 +54,8 @@ class Column:
 class Series:
     """metrics.jsonl of one run. `refresh` reads what was appended since the last call.
 
-    A file that was replaced or has shrunk (a resumed run drops the rows of batches that it trains
-    again) is read from its start.
+    A file that was replaced or has shrunk is read from its start. So is one whose steps go back: a
+    resumed run trains some batches anew, and the later row of a step counts.
     """
 
     path: Path
@@ -60,6 +64,7 @@ class Series:
     damaged: int = 0  # lines that were left out
     _offset: int = 0
     _inode: int = 0
+    _newest: int = -1  # step of training
 
     def refresh(self) -> bool:
         """Read new rows; return whether there were any. A missing file is an empty one."""
@@ -77,7 +82,15 @@ class Series:
             data = file.read(status.st_size - self._offset)
         end = data.rfind(b"\n") + 1  # a line that is still being written waits
         self._offset += end
-        self._add([row for line in data[:end].splitlines() if (row := self._decode(line))])
+        rows = [row for line in data[:end].splitlines() if (row := self._decode(line))]
+        trained = [self._newest, *(row["step"] for row in rows if TRAINED in row)]
+        if any(later <= step for step, later in pairwise(trained)):
+            offset, inode = self._offset, self._inode
+            self._forget()
+            self._offset, self._inode = offset, inode
+            rows = metrics.rows_that_count(jsonl.read(self.path))
+        self._newest = max(trained)
+        self._add(rows)
         return changed or end > 0
 
     @property
@@ -90,6 +103,7 @@ class Series:
         self.columns.clear()
         self.axes = {axis: Column() for axis in AXES}
         self._offset = self.damaged = self._inode = 0
+        self._newest = -1
         return had
 
     def _decode(self, line: bytes) -> dict[str, Any]:
@@ -118,10 +132,11 @@ class Series:
         tokens.extend(numbers, before + np.cumsum(rate * took))
         self.axes["time"].extend(numbers, _numbers(rows, "t"))
         self.axes["step"].extend(numbers, _numbers(rows, "step"))
-        for name in sorted(set().union(*rows)):
-            values = _numbers(rows, name)
+        for written in sorted(set().union(*rows) - {"step", "t"}):
+            values = _numbers(rows, written)
             known = np.isfinite(values)
-            if name not in ("step", "t") and known.any():
+            if known.any():
+                name = metrics.OLD_NAMES.get(written, written)
                 self.columns.setdefault(name, Column()).extend(numbers[known], values[known])
 
     @property

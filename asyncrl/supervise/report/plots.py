@@ -1,0 +1,311 @@
+"""Which metrics each page draws, and the plots of one or several runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from asyncrl.records.health_checks import interval
+from asyncrl.records.metrics import BUCKETS, METRICS
+from asyncrl.records.page_kit import PagePlot, PlotLine
+from asyncrl.supervise.report.series import POINTS, Axis, Series
+
+AXIS_NAMES = {"step": "step", "time": "seconds of RL", "tokens": "trained tokens"}
+
+
+class MetricPlot(NamedTuple):
+    """A plot of metrics over the run."""
+
+    title: str
+    unit: str
+    series: tuple[tuple[str, str], ...]  # (metric, label) of each line
+    moving: bool = False  # omit the plot when all values are equal: the feature is off
+
+
+ACCURACY = MetricPlot(
+    "Accuracy",
+    "mean reward",
+    (
+        ("eval/heldout", "held-out"),
+        ("reward/mean", "training batch"),
+        ("eval/ood", "out of distribution"),
+    ),
+)
+PAGES: dict[str, tuple[MetricPlot, ...]] = {
+    "overview": (
+        ACCURACY,
+        MetricPlot(
+            "Reward",
+            "",
+            (("reward/mean", "batch mean"), ("reward/std", "standard deviation")),
+        ),
+        MetricPlot(
+            "Completion length",
+            "tokens",
+            (
+                ("answer/length", "training"),
+                ("eval/heldout_length", "held-out"),
+            ),
+        ),
+        MetricPlot(
+            "Throughput",
+            "tokens a second",
+            (
+                ("throughput/generator_tokens_per_s", "generators"),
+                ("throughput/learner_tokens_per_s", "learner"),
+            ),
+        ),
+        MetricPlot(
+            "Idle share",
+            "of each side's time",
+            (
+                ("time/generator_idle_share", "generators"),
+                ("time/reward_wait_share", "generators, for rewards"),
+                ("time/learner_idle_share", "learner"),
+            ),
+        ),
+        MetricPlot(
+            "Seconds a batch",
+            "",
+            (
+                ("time/step", "whole step"),
+                ("time/train", "training"),
+                ("time/publish", "publication"),
+            ),
+        ),
+        MetricPlot(
+            "Samples without a learning signal",
+            "share",
+            (
+                ("reward/no_spread_share", "in zero-variance groups"),
+                ("answer/truncated_share", "truncated"),
+                ("answer/masked_share", "masked"),
+                ("is/rejected_share", "rejected"),
+                ("is/zero_share", "weight 0"),
+            ),
+        ),
+        MetricPlot(
+            "Rewards in progress",
+            "completions",
+            (("reward/queue", "waiting for a reward"),),
+        ),
+        MetricPlot(
+            "Judge, so far",
+            "count",
+            (
+                ("judge/requests", "requests"),
+                ("judge/replies", "replies"),
+                ("judge/retries", "sent again"),
+                ("judge/throttled", "throttled (429)"),
+                ("judge/cached", "from the cache"),
+            ),
+        ),
+    ),
+    "staleness": (
+        MetricPlot(
+            "Lag over time",
+            "versions",
+            (
+                ("lag/mean", "mean"),
+                ("lag/max", "max"),
+                ("lag/in_flight", "in flight"),
+                ("lag/in_queue", "in queue"),
+                ("limit/now", "limit of new tickets"),
+            ),
+        ),
+        MetricPlot(
+            "KL: behavior policy, learner's start, target policy",
+            "nats a token (k3)",
+            (
+                ("kl/behavior_start_k3", "behavior to start"),
+                ("kl/behavior_target_k3", "behavior to target"),
+                ("kl/moved", "update of one batch"),
+                ("mismatch/k3_one_version", "mismatch at equal weights"),
+                ("mismatch/k3_at_lag_0", "mismatch at lag 0"),
+                ("kl/target_ref_k3", "target to reference"),
+            ),
+        ),
+        MetricPlot(
+            "Log ratio to the behavior policy, in three parts",
+            "nats a token (k3)",
+            (
+                ("split/mismatch_k3", "engine mismatch"),
+                ("split/staleness_k3", "staleness"),
+                ("split/update_k3", "update"),
+            ),
+        ),
+        MetricPlot(
+            "Effective sample size",
+            "share",
+            (
+                ("is/ess", "at the learner's start"),
+                ("is/weight_ess", "of the loss's weights"),
+                ("is/target_ess", "under the target policy"),
+                ("is/mean_weight", "mean weight"),
+                ("clip/share", "clipped"),
+            ),
+        ),
+        MetricPlot(
+            "Effective sample size by lag",
+            "share, at the learner's start",
+            tuple((f"by_lag/ess_{bucket}", f"lag {bucket}") for bucket in BUCKETS),
+        ),
+        MetricPlot(
+            "KL of the behavior policy to the learner's start by lag",
+            "nats a token (k3)",
+            tuple((f"by_lag/k3_{bucket}", f"lag {bucket}") for bucket in BUCKETS),
+        ),
+    ),
+    "learner": (
+        MetricPlot(
+            "Loss parts",
+            "-",
+            (
+                ("loss/policy", "policy"),
+                ("loss/kl", "KL term, before its coefficient"),
+                ("loss/value", "value"),
+                ("loss/entropy", "entropy"),
+            ),
+        ),
+        MetricPlot(
+            "Gradient norm",
+            "before clipping",
+            (("optim/grad_norm", "gradient norm"),),
+        ),
+        MetricPlot(
+            "Entropy",
+            "nats a token",
+            (
+                ("policy/entropy", "target policy"),
+                ("policy/behavior_nll", "behavior policy's NLL of its samples"),
+            ),
+        ),
+        MetricPlot(
+            "Clipped tokens",
+            "share",
+            (("clip/low", "lower bound"), ("clip/high", "upper bound"), ("clip/dual", "dual clip")),
+        ),
+        MetricPlot(
+            "Learning-rate scale",
+            "share of learner.lr",
+            (("optim/lr_scale", "of the batch's last step"),),
+            moving=True,
+        ),
+        MetricPlot(
+            "Early stops",
+            "batches so far",
+            (("optim/early_stops", "stopped early"),),
+            moving=True,
+        ),
+        MetricPlot(
+            "Last KL that early stopping measured in a batch",
+            "nats a token",
+            (("optim/stop_kl", "KL"),),
+            moving=True,
+        ),
+        MetricPlot(
+            "Reshape",
+            "gamma; nats^2",
+            (
+                ("reshape/gamma", "mean gamma"),
+                ("reshape/gamma_base", "gamma_base"),
+                ("reshape/sigma2", "sigma2, variance of log w"),
+            ),
+        ),
+        MetricPlot("Memory of the learner", "MiB", (("memory/learner_mb", "resident"),)),
+    ),
+}
+
+
+def figures(
+    page: str,
+    runs: Mapping[str, Series],
+    axis: Axis = "step",
+    smooth: float = 0.0,
+    points: int = POINTS,
+) -> list[PagePlot]:
+    """Return the plots of a page, without empty ones. The band of an evaluation is its 95 %
+    interval over prompts."""
+    drawn = []
+    for plot in PAGES[page]:
+        lines = []
+        for run, series in runs.items():
+            every = [
+                _line(PlotLine(label, (), (), run=run, metric=name), series, axis, smooth, points)
+                for name, label in plot.series
+            ]
+            lines += _merge_equal(every)
+        if not lines or (plot.moving and all(len(set(line.ys)) < 2 for line in lines)):
+            continue
+        meanings = {name: METRICS[name].meaning for name, _ in plot.series if name in METRICS}
+        drawn.append(PagePlot(plot.title, plot.unit, lines, AXIS_NAMES[axis], metrics=meanings))
+        if plot is ACCURACY and all(_reward_range(series) == (0, 1) for series in runs.values()):
+            drawn[-1].top = 1.02
+    return drawn
+
+
+def _line(line: PlotLine, series: Series, axis: Axis, smooth: float, points: int) -> PlotLine:
+    """Fill in the values of a line; an evaluation is not smoothed, and has a band."""
+    evaluated = line.metric.startswith("eval/")
+    line.xs, line.ys = series.line(line.metric, axis, 0.0 if evaluated else smooth, points)
+    values, counts = series.values(line.metric), series.values(f"{line.metric}_n")
+    if evaluated and len(line.xs) == len(values) == len(counts):
+        low, high = _reward_range(series)
+        pairs = zip(values.tolist(), counts.tolist(), strict=True)
+        halves = np.array([interval(value, count, low, high) for value, count in pairs])
+        line.low, line.high = (values - halves).tolist(), (values + halves).tolist()
+    return line
+
+
+def _merge_equal(lines: Sequence[PlotLine]) -> list[PlotLine]:
+    """Leave out empty lines, and draw equal ones as one with both labels.
+
+    With one update a batch, start and target are equal up to rounding."""
+    kept: list[PlotLine] = []
+    for line in lines:
+        twin = next((other for other in kept if _are_equal(line, other)), None)
+        if twin is not None:
+            twin.label = f"{twin.label} = {line.label}"
+        elif line.xs:
+            kept.append(line)
+    return kept
+
+
+def _are_equal(one: PlotLine, other: PlotLine) -> bool:
+    return len(one.ys) == len(other.ys) > 0 and all(
+        math.isclose(a or 0.0, b or 0.0, rel_tol=1e-6, abs_tol=1e-12)
+        for a, b in zip((*one.xs, *one.ys), (*other.xs, *other.ys), strict=True)
+    )
+
+
+def _reward_range(series: Series) -> tuple[float, float]:
+    names = ("reward/min", "reward/max", "eval/heldout", "eval/ood")
+    seen = np.concatenate([[0.0, 1.0], *(series.values(name) for name in names)])
+    return float(seen.min()), float(seen.max())
+
+
+def lag_over_time(rows: Sequence[Mapping[str, Any]], buckets: int = 120) -> PagePlot:
+    """Return the lag histogram over time from trained.jsonl, as stacked shares of tokens.
+
+    Batches are averaged over at most `buckets` bins.
+    """
+    plot = PagePlot("Lag of trained tokens", "share of tokens", [], "batch", "areas")
+    usable = [row for row in rows if isinstance(row.get("lags"), dict)]
+    if not usable:
+        return plot
+    lags = sorted({int(lag) for row in usable for lag in row["lags"]})
+    size = -(-len(usable) // buckets)
+    batches, share = [], []
+    for first in range(0, len(usable), size):
+        part = usable[first : first + size]
+        total = sum(sum(row["lags"].values()) for row in part) or 1
+        batches.append(part[0]["batch"])
+        share.append([sum(row["lags"].get(str(lag), 0) for row in part) / total for lag in lags])
+    plot.lines = [
+        PlotLine(f"lag {lag}", batches, column)
+        for lag, column in zip(lags, zip(*share, strict=True), strict=True)
+    ]
+    return plot
