@@ -8,13 +8,14 @@
 # make docs   docs/ as a site, in build/docs; a link that leads nowhere is an error
 # make wheel  dist/asyncrl-*.whl, configs included: pip install it anywhere
 # make clients  every page of docs/clients that `make test` leaves out, each with its real package, in an environment built from nothing (3 GB)
+# make trackers  wandb, trackio and mlflow, each for real in its offline or local mode, in an environment beside the main one
 # make requirements  compile requirements/cpu.txt, gpu.txt, clients.txt and more-clients.txt anew
 VENV ?= .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: env demo test clients check shape mutants bench gpu-check docs browser requirements wheel
+.PHONY: env demo test clients trackers check shape mutants bench gpu-check docs browser requirements wheel
 
 $(VENV)/.demo: pyproject.toml
 	test -x $(PY) || python3 -m venv $(VENV)
@@ -59,6 +60,17 @@ $(MORE)/.env: requirements/more-clients.txt requirements/more-clients/package.js
 	cp requirements/more-clients/package.json requirements/more-clients/package-lock.json $(MORE)
 	cd $(MORE) && PATH=$$PWD/bin:$$PATH npm install --no-save --no-audit --no-fund --loglevel error
 	touch $@
+
+# The trackers of record.trackers that the environment lacks, and what they need beyond it; the rest comes from $(VENV).
+TRACKERS := $(VENV)/trackers
+$(TRACKERS)/.env: requirements/trackers.txt $(VENV)/.env
+	test -x $(TRACKERS)/bin/python || python3 -m venv $(TRACKERS)
+	$(TRACKERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r requirements/trackers.txt
+	$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $(TRACKERS)/lib/python3.*/site-packages)/environment.pth
+	touch $@
+
+trackers: $(TRACKERS)/.env
+	$(TRACKERS)/bin/python -m pytest tests/records/test_trackers.py
 
 env: $(VENV)/.env $(VENV)/clients/.env
 

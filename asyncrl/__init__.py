@@ -60,7 +60,8 @@ packages form layers, and each imports only from the layers below it:
 - `algorithms`: the mathematics, on torch alone.
 - `contract`: messages, versions, admission, errors.
 
-From Python, for example in a notebook: `asyncrl.run(config, sets)` and `asyncrl.load_run(path)`.
+From Python, for example in a notebook: `asyncrl.run(config, sets)`, `asyncrl.load_run(path)` and
+`asyncrl.watch(path)`.
 """
 
 import sys as _sys
@@ -86,12 +87,17 @@ if _by_name:
 
 if _TYPE_CHECKING:
     from asyncrl.supervise.notebook import LoadedRun, load_run, run
+    from asyncrl.viewer.server import watch
 
-__all__ = ["LoadedRun", "__version__", "load_run", "run"]
+__all__ = ["LoadedRun", "__version__", "load_run", "run", "watch"]
 
 
 def __getattr__(name: str) -> object:
     """Import the notebook API on first use: every process of a run imports this module."""
+    if name == "watch":
+        from asyncrl.viewer import server
+
+        return server.watch
     if name not in ("LoadedRun", "load_run", "run"):
         raise AttributeError(f"module 'asyncrl' has no attribute {name!r}")
     from asyncrl.supervise import notebook

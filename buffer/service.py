@@ -40,6 +40,7 @@ from asyncrl.models import memory
 from asyncrl.records import atomic_write, buffer_leadership, jsonl, metrics
 from asyncrl.records.metrics import MetricsWriter, RunClock
 from asyncrl.records.rundir import RunLock, buffer_address, clear_end, run_id
+from asyncrl.records.trackers import TrackerFeeds
 from asyncrl.tasks import Task, get_task
 from asyncrl.transport.sockets import BufferSocket
 from buffer import batches, checks, numbers
@@ -155,6 +156,7 @@ class BufferService:
         # replies that wait for the journal, each with the record that must be durable first
         self.outgoing: deque[tuple[int, bytes, m.FromBuffer]] = deque()
         self.metrics = MetricsWriter(run_dir)
+        self.trackers = TrackerFeeds(run_dir, config.record.trackers)
         self.samples = jsonl.JsonlAppender(run_dir / "samples.jsonl")
         self.wants: dict[str, tuple[bytes, m.TicketRequest]] = {}
         # requests for zero samples: these generators sample the calls of sessions, and need only
@@ -874,12 +876,14 @@ class BufferService:
                 "buffer/bytes": self.store.stored_bytes,
                 "buffer/leases": sum(g.lease is not None for g in self.store.alive.values()),
                 **({"buffer/set_aside": self.store.aside} if self.store.aside else {}),
+                **self.store.ledger_metrics(),
                 **{f"refused/{reason}": count for reason, count in self.refused.items()},
                 **limit,
             }
         )
         self.latest |= values
         self.metrics.write(commit.number, values, self.clock.seconds_at(now), histogram)
+        self.trackers.report_ended()
 
     def judge_numbers(self) -> dict[str, float]:
         """Numbers of the judge's requests so far; names outside the metrics table are dropped."""
@@ -1009,6 +1013,7 @@ class BufferService:
         for end in (
             *last,
             self.metrics.close,
+            self.trackers.close,
             self.samples.close,
             self.trained.close,
             *(journal.abandon if self.taken_over else journal.close for journal in kept),

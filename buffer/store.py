@@ -805,6 +805,11 @@ class Store(StoreRules):
         """Totals of all generated tokens known to the buffer; each token is in one line."""
         return self.current_ledger().totals()
 
+    def ledger_metrics(self) -> dict[str, float]:
+        """Tokens so far in each ledger line that has any, as metrics."""
+        lines = self.current_ledger().lines
+        return {f"ledger/{name}": line.tokens for name, line in lines.items() if line.tokens}
+
     def current_ledger(self) -> Ledger:
         """The ledger of final and current dispositions."""
         ledger = self.carried.copy()

@@ -761,6 +761,7 @@ class WatchdogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     ] = 3
 
 
+TrackerName = Literal["wandb", "trackio", "mlflow"]
 SampleRule = Literal["group", "best", "worst", "off_policy", "longest", "random"]
 
 
@@ -768,7 +769,11 @@ class RecordConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     samples_every: Annotated[
         Count, Meta(description="Batches between the samples written to samples.jsonl. 0: none.")
     ] = 10
-    samples: Annotated[Count, Meta(description="Samples of such a batch to write. 0: all.")] = 4
+    samples: Annotated[
+        Count,
+        Meta(description="Samples of such a batch to write. 0: all."),
+        read_with("samples_every"),
+    ] = 4
     token_samples: Annotated[
         list[SampleRule],
         Meta(
@@ -777,10 +782,20 @@ class RecordConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             "one furthest from its sampling policy, the longest, one at random. `asyncrl samples` "
             "and `asyncrl watch` show them. []: none."
         ),
+        read_with("samples_every"),
     ] = msgspec.field(default_factory=lambda: ["group", "best", "worst", "off_policy", "longest"])
     token_samples_mib: Annotated[
-        Positive, Meta(description="Largest size of token_samples.jsonl, in MiB.")
+        Positive,
+        Meta(description="Largest size of token_samples.jsonl, in MiB."),
+        read_with("samples_every"),
     ] = 64
+    trackers: Annotated[
+        list[TrackerName],
+        Meta(
+            description="Trackers that get every row of metrics.jsonl, beside TensorBoard, each "
+            "from a process of its own (docs/watch.md). []: none."
+        ),
+    ] = msgspec.field(default_factory=list)
     split_every: Annotated[
         Count,
         Meta(

@@ -24,6 +24,19 @@ def dumps(table: Mapping[str, Any]) -> str:
     return tomli_w.dumps(table)
 
 
+def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return {dotted key: value} of nested tables.
+
+    >>> flatten({"a": {"b": 1}, "c": [2]})
+    {'a.b': 1, 'c': [2]}
+    """
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        nested = isinstance(value, dict)
+        found |= flatten(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
+    return found
+
+
 def _write_lines(table: Mapping[str, Any], path: Sequence[str] = ()) -> list[str]:
     lines = [
         f"{_format_key(name)} = {_format_value(value)}"

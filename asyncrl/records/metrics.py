@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from asyncrl.algorithms.metric_names import BY_LAG, METRIC_NAMES
 from asyncrl.contract.errors import REFUSALS, AsyncrlError
+from asyncrl.contract.messages import DISPOSITIONS
 from asyncrl.records import health_checks, jsonl
 from asyncrl.records.event_file import EventFile
 
@@ -238,6 +239,10 @@ METRICS: dict[str, MetricInfo] = {
     ),
     "buffer/bytes": MetricInfo("bytes", "size of the stored trajectories"),
     **{
+        f"ledger/{line}": MetricInfo("tokens", f"tokens that have ended in the ledger line {line}")
+        for line in DISPOSITIONS
+    },
+    **{
         f"refused/{reason}": MetricInfo("count", f"refused so far: {what}")
         for reason, what in REFUSALS.items()
     },
@@ -292,7 +297,7 @@ SECTIONS = {
     "Engine mismatch": "mismatch split",
     "Optimization": "loss optim value reshape",
     "Speed and waiting": "time throughput link prefix",
-    "Buffer": "buffer refused",
+    "Buffer": "buffer ledger refused",
     "Memory": "memory weights",
     "By lag": "by_lag by_age",
 }

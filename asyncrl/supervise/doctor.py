@@ -15,6 +15,7 @@ from asyncrl.contract.printable import escape_line
 from asyncrl.contract.waits import ProgressWatchdog
 from asyncrl.records import health_checks, metrics, process_log, rundir
 from asyncrl.supervise import live
+from asyncrl.supervise.report.advice import first_lines
 
 SHOWN = ("reward/mean", "eval/heldout", "lag/mean", "optim/grad_norm")
 
@@ -103,6 +104,7 @@ def checkpoint(run_dir: Path) -> dict[str, Any] | None:
 def examine_run(config: Config, run_dir: Path, status: RunStatus | None) -> dict[str, Any]:
     """Collect the run's state, as `asyncrl doctor --json` prints it.
 
+    advice: what limited its speed, whether staleness hurt, which health checks fired.
     running: at least one of its processes runs.  ended: all its steps are done."""
     rows = [r for r in metrics.read(run_dir) if "reward/mean" in r]
     every = processes(config, run_dir)
@@ -112,9 +114,11 @@ def examine_run(config: Config, run_dir: Path, status: RunStatus | None) -> dict
         else max((int(r["step"]) for r in rows), default=-1) + 1
     )
     path = run_dir / "metrics.jsonl"
+    ended = status is None and rundir.is_finished(run_dir, config.learner.steps)
     return {
+        "advice": [line.as_line() for line in first_lines(config, run_dir, ended=ended)],
         "running": status is not None or any(p["alive"] for p in every),
-        "ended": status is None and rundir.is_finished(run_dir, config.learner.steps),
+        "ended": ended,
         "committed": committed,
         "steps": config.learner.steps,
         "deadline_s": deadline_s(config, run_dir),
@@ -203,11 +207,12 @@ def describe_refusals(seen: dict[str, Any]) -> list[str]:
 def lines(config: Config, run_dir: Path, seen: dict[str, Any]) -> list[str]:
     """Describe a run whose buffer does not answer, for a reader."""
     text = [
+        *seen["advice"],
         f"step {seen['committed']}/{seen['steps']}"
-        + "".join(f"  {n} {x:.3g}" for n, x in seen["last_metrics"].items())
+        + "".join(f"  {n} {x:.3g}" for n, x in seen["last_metrics"].items()),
     ]
     if seen["silent_s"] is not None and not seen["ended"]:
-        text[0] += f"  (the last one {seen['silent_s']:.0f} s ago)"
+        text[-1] += f"  (the last one {seen['silent_s']:.0f} s ago)"
     for process in seen["processes"]:
         text.append(process["said"])
         if process["last_line"] and not seen["ended"]:

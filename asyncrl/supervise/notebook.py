@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import html
 import json
+import re
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from queue import SimpleQueue
+from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -23,11 +26,17 @@ from asyncrl.config.tree import Config
 from asyncrl.contract import errors, importing, toml_writer
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.records import jsonl, metrics
+from asyncrl.records.trackers.feed import new_rows
+from asyncrl.supervise import doctor
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
 INTERRUPTED = 130
+LOOK_S = 0.2  # between two looks at what a run has written
+BEGUN = re.compile(r"run (.+): \d+ generator\(s\), ")  # `asyncrl run` names its directory so
+# gets a row of metrics, or a checkpoint
+Callback = Callable[[dict[str, Any]], Any]
 # exception class by the command's exit code
 KINDS: dict[int, type[AsyncrlError]] = {
     kind.exit_code: kind
@@ -164,11 +173,51 @@ def series(rows: Sequence[Mapping[str, Any]]) -> dict[str, MetricSeries]:
     return by_name
 
 
+class RunFollower:
+    """Read what a run has written since the last look, and call back.
+
+    stopped: a callback has asked for the end of the run; none is called from then on.
+    """
+
+    def __init__(
+        self,
+        on_step: Callback | None,
+        on_evaluation: Callback | None,
+        on_checkpoint: Callback | None,
+    ) -> None:
+        self.on_step, self.on_evaluation = on_step, on_evaluation
+        self.on_checkpoint = on_checkpoint
+        self.run_dir: Path | None = None
+        self.stopped = False
+        self._offset = 0
+        self._version = 0
+
+    def read_news(self) -> None:
+        """Call back for every new row of metrics.jsonl and for a new checkpoint."""
+        if self.run_dir is None or self.stopped:
+            return
+        for row, behind in new_rows(self.run_dir / "metrics.jsonl", self._offset):
+            self._offset = behind
+            evaluated = all(name in ("step", "t") or name.startswith("eval/") for name in row)
+            self._pass_on(self.on_evaluation if evaluated else self.on_step, row)
+        newest = doctor.checkpoint(self.run_dir)
+        if newest is not None and newest["version"] > self._version:
+            self._version = newest["version"]
+            self._pass_on(self.on_checkpoint, newest)
+
+    def _pass_on(self, callback: Callback | None, value: dict[str, Any]) -> None:
+        if callback is not None and not self.stopped:
+            self.stopped = callback(value) is True
+
+
 def run(
     config: str | Path | Mapping[str, Any] | Config,
     sets: Sequence[str] = (),
     *,
     show: bool = False,
+    on_step: Callback | None = None,
+    on_evaluation: Callback | None = None,
+    on_checkpoint: Callback | None = None,
 ) -> LoadedRun:
     """Run a config to its end in separate processes, as `asyncrl run` does, and load the result.
 
@@ -176,6 +225,13 @@ def run(
         config.  In a table `{here}` is the working directory.
     sets: `key.path=value`, as on the command line.
     show: print the command's messages on stderr.
+    on_step, on_evaluation: called with each row of metrics.jsonl as it is written: `step`, `t` and
+        metrics by name.  Rows of evaluations go to on_evaluation.
+    on_checkpoint: called with `version` and `path` of a new checkpoint.
+
+    A callback that returns True stops the run early with a checkpoint; the result is the stopped
+    run, which `asyncrl run --resume` continues.  An exception of a callback stops the run in the
+    same way and is raised.
 
     Raises the command's error with the same message: ConfigError, ProcessLost, PeerUnreachable,
     DamagedDataError or another AsyncrlError.  After an interrupt the run writes a checkpoint, then
@@ -188,10 +244,13 @@ def run(
             source.write_text(_toml(config), encoding="utf-8")
         words = [word for item in sets for word in ("--set", item)]
         argv = importing.command("asyncrl.cli", "run", str(source), "--json", *words)
+        follower = RunFollower(on_step, on_evaluation, on_checkpoint)
         with (Path(folder) / "answer").open("w+", encoding="utf-8") as answer:
-            code, message = _call(argv, answer.fileno(), show)
+            code, message = _call(argv, answer.fileno(), show, follower)
             answer.seek(0)
             result = _last_object(answer.read())
+    if code == INTERRUPTED and follower.stopped and "run_dir" in result:
+        return load_run(result["run_dir"])
     if code == INTERRUPTED:
         where = result.get("run_dir")
         raise KeyboardInterrupt(
@@ -223,12 +282,12 @@ def _last_object(text: str) -> dict[str, Any]:
         return {}
 
 
-def _call(argv: Sequence[str], answer: int, show: bool) -> tuple[int, str]:
+def _call(argv: Sequence[str], answer: int, show: bool, follower: RunFollower) -> tuple[int, str]:
     """Run a command; returns its exit code and the last line of its stderr.
 
     answer: file descriptor for its stdout.  The command has its own session, so that an interrupt
     of this process's group reaches it once.  If this process is killed, the command ends at its
-    next write to stderr, which has no reader."""
+    next write to stderr, which has no reader.  An error of a callback is raised after its end."""
     process = subprocess.Popen(
         argv,
         stdin=subprocess.DEVNULL,
@@ -238,13 +297,38 @@ def _call(argv: Sequence[str], answer: int, show: bool) -> tuple[int, str]:
         start_new_session=True,
     )
     assert process.stderr is not None
-    last = ""
+    lines: SimpleQueue[str] = SimpleQueue()
+    reader = threading.Thread(target=_read_lines, args=(process.stderr, lines), daemon=True)
+    reader.start()
+    last, failed, interrupted = "", None, False
     while True:
         try:
-            for line in process.stderr:
+            ended = not reader.is_alive()
+            while not lines.empty():
+                line = lines.get()
                 last = line.strip() or last
+                if begun := BEGUN.match(line):
+                    follower.run_dir = Path(begun[1])
                 if show:
                     print(line, end="", file=sys.stderr, flush=True)
-            return process.wait(), last
+            try:
+                follower.read_news()
+            except Exception as error:
+                failed, follower.stopped = error, True
+            if follower.stopped and not interrupted and not ended:
+                interrupted = True
+                process.send_signal(signal.SIGINT)
+            if ended:
+                code = process.wait()
+                break
+            reader.join(LOOK_S)
         except KeyboardInterrupt:
             process.send_signal(signal.SIGINT)
+    if failed is not None:
+        raise failed
+    return code, last
+
+
+def _read_lines(stream: IO[str], lines: SimpleQueue[str]) -> None:
+    for line in stream:
+        lines.put(line)

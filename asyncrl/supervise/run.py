@@ -24,6 +24,7 @@ from asyncrl.supervise.hosts.local import LocalLauncher
 from asyncrl.supervise.launch import Supervisor
 from asyncrl.supervise.preflight import located, preflight, say
 from asyncrl.supervise.report import run_page
+from asyncrl.supervise.report.advice import note_check
 from asyncrl.supervise.summary import run_facts, task_signs
 from asyncrl.supervise.summary import write as summarise
 
@@ -56,11 +57,12 @@ class HealthWatcher:
         # the values that were new at each check
         self.measured: list[Mapping[str, float]] = []
 
-    def report(self, findings: Sequence[health_checks.HealthFinding]) -> None:
+    def report(self, findings: Sequence[health_checks.HealthFinding], step: int) -> None:
         for sign in findings:
             if sign.name not in self.said:
                 self.said.add(sign.name)
                 self.say(f"note: {sign.as_line()}")
+                note_check(self.run_dir, sign, step)
 
     def check(self, committed: int, latest: Mapping[str, float] = {}) -> None:
         """Apply the rules after `committed` batches.
@@ -69,7 +71,7 @@ class HealthWatcher:
         and learner from the first batch on."""
         for rule in (health_checks.refused_messages, health_checks.batches_set_aside):
             if finding := rule([latest]):
-                self.report([finding])
+                self.report([finding], committed)
         now = {n: latest[n] for n in health_checks.MISMATCHES if n in latest}
         new = {n: x for n, x in now.items() if x != self.latest.get(n)}
         self.latest |= now
@@ -78,10 +80,10 @@ class HealthWatcher:
             self.measured = [*self.measured[-health_checks.WINDOW :], new | ratios]
             for check in (health_checks.engine_mismatch, health_checks.truncated_sampling):
                 if finding := check(self.measured, self.about):
-                    self.report([finding])
+                    self.report([finding], committed)
         if committed >= self.next:
             self.next = max(committed + 1, committed * 5 // 4)
-            self.report(health_checks.signs(metrics.read(self.run_dir), self.about))
+            self.report(health_checks.signs(metrics.read(self.run_dir), self.about), committed)
 
 
 def resolve_resume(run_dir: Path, sets: Sequence[str]) -> Config:
@@ -220,9 +222,9 @@ def run_with_launcher(
     config = located(config)
     preflight(config)
     watcher = HealthWatcher(run_dir, say, run_facts(config))
-    watcher.report(task_signs(config))
     if not resume:
         rundir.prepare(config, load.dump(config), run_dir)
+    watcher.report(task_signs(config), 0)
     say(
         f"run {run_dir}: {config.generators} generator(s), {config.learner.steps} steps of "
         f"{config.learner.groups} x {config.learner.group_size}"
@@ -269,7 +271,7 @@ def conclude(
     trace.merge(run_dir)
     summary = summarise(config, run_dir)
     (watcher or HealthWatcher(run_dir, say, run_facts(config))).report(
-        [health_checks.HealthFinding(**s) for s in summary["signs"]]
+        [health_checks.HealthFinding(**s) for s in summary["signs"]], summary["steps"]
     )
     page = f"report: {run_page.write(run_dir)}"
     in_all = "" if began is None else f" ({time.monotonic() - began:.0f} s in all)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import threading
@@ -15,6 +16,7 @@ from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.contract.printable import escape_line
+from asyncrl.contract.toml_writer import flatten
 from asyncrl.records import jsonl, process_log, rundir
 from asyncrl.supervise import doctor, live, summary
 from asyncrl.supervise.report import advice
@@ -124,8 +126,7 @@ class WatchedRun:
         waits = [text for text in (live.rewards(latest), live.describe_slow_link(latest)) if text]
         return {
             "state": self.state(),
-            "advice": [line._asdict() for line in advice.apply_rules(self.facts())],
-            "health": seen.get("signs", []),
+            "advice": [line._asdict() for line in self.advice(seen.get("signs", []))],
             "waits": waits,
             "speed": seen.get("speed", {}),
             "lag": seen.get("lag", {}),
@@ -133,16 +134,13 @@ class WatchedRun:
             "heldout": [seen.get("heldout_start"), seen.get("heldout_end")],
         }
 
-    def facts(self) -> advice.Facts:
-        """Return what the rules of `advice` look at."""
-        try:
+    def advice(self, signs: list[dict[str, Any]]) -> list[advice.Advice]:
+        """Return the first lines of the page."""
+        config, ended = None, False
+        with contextlib.suppress(AsyncrlError, OSError):
             config = self.config
-        except (AsyncrlError, OSError):
-            return advice.Facts(self.series, None, 1)
-        limit = config.staleness.limit
-        return advice.Facts(
-            self.series, int(limit) if limit != float("inf") else None, config.generators
-        )
+            ended = rundir.is_finished(self.path, config.learner.steps)
+        return advice.first_lines(config, self.path, ended=ended, series=self.series, signs=signs)
 
     def processes(self) -> list[dict[str, Any]]:
         """Return every process of the run: state, last end, restarts, last line of its log."""
@@ -207,22 +205,6 @@ def resident_mb(pid: int | None) -> float | None:
         return float(psutil.Process(pid).memory_info().rss / 2**20)
     except psutil.Error:
         return None
-
-
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return {dotted key: value} of nested tables.
-
-    >>> flatten({"a": {"b": 1}, "c": [2]})
-    {'a.b': 1, 'c': [2]}
-    """
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        found |= (
-            flatten(value, f"{prefix}{key}.")
-            if isinstance(value, dict)
-            else {f"{prefix}{key}": value}
-        )
-    return found
 
 
 def find_runs(places: list[Path]) -> list[WatchedRun]:

@@ -14,6 +14,8 @@ from pathlib import Path
 from asyncrl.contract import importing
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.parent import die_with_parent
+from asyncrl.supervise.notebook import LoadedRun
+from asyncrl.viewer import findings
 
 PORT = 7860
 PORTS = 20  # tried from the first one, where the port was not chosen
@@ -102,10 +104,29 @@ class PageProcess:
         assert self.process.stdout is not None
         self.url = self.process.stdout.readline().strip()
 
+    def __repr__(self) -> str:
+        return f"page at {self.url or 'no address: it could not start'}"
+
+    def _repr_html_(self) -> str:
+        """A link, for a notebook."""
+        return f'<a href="{self.url}" target="_blank">watch the run in a tab of its own</a>'
+
     def close(self) -> None:
         """End it."""
         self.process.kill()
         self.process.communicate()
+
+
+def watch(*runs: str | Path | LoadedRun) -> PageProcess:
+    """Serve the page of runs, as `asyncrl watch` does, until its `close` or this process's end.
+
+    runs: run directories, directories of runs, or loaded runs. A notebook shows the result as a
+    link.
+
+    Raises ConfigError for a place without a run."""
+    places = [run.path if isinstance(run, LoadedRun) else Path(run) for run in runs]
+    findings.find_runs(places)
+    return PageProcess(places)
 
 
 @contextmanager

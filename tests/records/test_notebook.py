@@ -8,9 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
+import httpx2
 import msgspec
 import numpy as np
 import pytest
@@ -260,3 +263,51 @@ def test_importing_asyncrl_stays_cheap() -> None:
         [sys.executable, "-c", code], cwd=ROOT, env=ENV, capture_output=True, text=True
     )
     assert done.stdout.strip() == "[False, False, False] False False", done.stderr
+
+
+# ---- callbacks and the page ----------------------------------------------------------------------
+
+
+def test_callbacks_see_the_run_and_one_stops_it(tmp_path: Path, small_model: Path) -> None:
+    steps: list[int] = []
+    evaluated: list[float] = []
+    saved: list[Path] = []
+    table = {"runs": str(tmp_path / "runs"), "name": "stopped", "task": {"name": "sort"}}
+
+    def on_checkpoint(checkpoint: dict[str, Any]) -> bool:
+        saved.append(Path(checkpoint["path"]))
+        return checkpoint["version"] >= 2
+
+    stopped = asyncrl.run(
+        table | {"model": {"path": str(small_model)}},
+        [*SMALL[:-1], *PATIENT, "learner.steps=1000", "learner.checkpoint_every=2"],
+        on_step=lambda row: steps.append(row["step"]),
+        on_evaluation=lambda row: evaluated.append(row["eval/heldout"]),
+        on_checkpoint=on_checkpoint,
+    )
+    assert steps[:2] == [0, 1] and len(evaluated) >= 1 and saved[-1].is_dir()
+    assert 2 <= stopped.summary["steps"] < 1000
+    with asyncrl_page(stopped) as url:
+        assert httpx2.get(url, follow_redirects=True, timeout=600).status_code == 200
+    with pytest.raises(httpx2.ConnectError):
+        httpx2.get(url)
+
+    def fail(row: dict[str, Any]) -> None:
+        raise RuntimeError("a callback of one's own")
+
+    with pytest.raises(RuntimeError, match="of one's own"):
+        asyncrl.run(stopped.config, ["learner.steps=1000", "name=failed"], on_step=fail)
+    assert not process_log.is_alive(tmp_path / "runs" / "failed", "supervisor")
+
+
+@contextmanager
+def asyncrl_page(run: asyncrl.LoadedRun) -> Iterator[str]:
+    page = asyncrl.watch(run)
+    assert page.url in page._repr_html_() and page.url in repr(page)
+    yield page.url
+    page.close()
+
+
+def test_a_page_of_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no run directory"):
+        asyncrl.watch(tmp_path)

@@ -40,8 +40,10 @@ def test_the_browser_shows_the_run(gain: Ended, tmp_path: Path) -> None:
         "Completion length",
         "Throughput",
         "Idle share",
+        "Where generated tokens ended, so far",
     ):
         assert f"<figcaption><b>{title}</b>" in html, title
+    assert html.index('id="advice"') < html.index('class="card"')
     inside = re.search(r'id="summary">(.*?)</script>', html, re.S)
     assert inside and json.loads(inside.group(1))["ledger"] == summary["ledger"]
     for lane in ("learner", "generator-0"):

@@ -15,6 +15,7 @@ from asyncrl.records import health_checks
 from asyncrl.records.health_checks import HealthFinding
 from asyncrl.supervise import doctor
 from asyncrl.supervise import run as runner
+from asyncrl.supervise.report import advice
 from asyncrl.tasks.file import FileTask
 
 
@@ -165,6 +166,12 @@ def test_signs_are_said_once_while_a_run_goes_on(tmp_path: Path) -> None:
         assert len(told) == (n >= 5)
     assert told[0].startswith("note: every completion of the last 5 batches has the reward 0")
     assert watcher.next == 41  # looked after 5 6 7 8 10 12 15 18 22 27 33
+    (line,) = advice.fired_checks(tmp_path, [])
+    assert line.said.startswith("health check constant_rewards fired at step 5: every completion")
+    later = {"name": "constant_rewards", "said": "now more", "try_this": "x"}
+    (line,) = advice.fired_checks(tmp_path, [later, later])
+    assert line.said == "health check constant_rewards fired at step 5: now more"
+    assert line.as_line().endswith("now more. To try: x")
 
 
 def test_refused_messages_are_said_at_once_and_stay_in_report_and_doctor(tmp_path: Path) -> None:
@@ -247,7 +254,7 @@ def test_a_run_with_nothing_to_learn_says_so_on_the_terminal_and_in_its_report(
     assert 'id="heldout-end-note">+-0.000 (n = 3)<' in html and done.json["certainty"][
         "heldout"
     ] == {"n": 3, "half": 0.0}
-    head = html.index('<ul id="signs">')
+    head = html.index('<ul id="signs" class="warn">')
     assert (
         html.index("</h1>") < head < html.index('class="card"')
         and html[head : html.index("</ul>", head)].count("<li>") == 3

@@ -117,7 +117,8 @@ def test_a_report_shows_half_a_character_as_its_escape(gain: Any, tmp_path: Path
     with (copied_run(gain, tmp_path) / "samples.jsonl").open("ab") as f:
         f.write(rb'{"prompt": "p", "text": "\ud83d", "batch": 1, "reward": 0.5, "lag": 0}' + b"\n")
     summary = tmp_path / "summary.json"
-    summary.write_text(json.dumps(json.loads(summary.read_text()) | {"signs": ["a \udc00 b"]}))
+    sign = {"name": "odd", "said": "a \udc00 b", "try_this": ""}
+    summary.write_text(json.dumps(json.loads(summary.read_text()) | {"signs": [sign]}))
     page = run_page.write(tmp_path).read_bytes().decode()
     assert r"p\ud83d</code>" in page and r"a \udc00 b" in page
 

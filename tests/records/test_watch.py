@@ -16,7 +16,9 @@ from starlette.testclient import TestClient
 from asyncrl.cli import main
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
-from asyncrl.supervise.report import advice, plots
+from asyncrl.records.health_checks import HealthFinding
+from asyncrl.supervise import doctor
+from asyncrl.supervise.report import advice, plots, run_page
 from asyncrl.supervise.report.series import Series, downsample, smoothed
 from asyncrl.viewer import findings, server
 from asyncrl.viewer.app import WatchApp
@@ -266,6 +268,7 @@ def test_the_command_prints_samples_or_json(run_dir: Path) -> None:
         (["--color", "red"], "choose one of version"),
         (["--step", "few"], "give a number or a range"),
         (["--text", "["], "no regular expression"),
+        (["--rule", "nosuch"], "--rule nosuch: choose one of group, best, worst"),
     ],
 )
 def test_wrong_options_are_one_clear_line(run_dir: Path, words: list[str], message: str) -> None:
@@ -424,6 +427,55 @@ def test_what_limits_the_speed(
     assert rule not in [line.rule for line in other]
     few = facts(tmp_path, dict(zip(WAITS, fires, strict=True)), rows=advice.LEAST - 1)
     assert advice.apply_rules(few) == []
+
+
+def test_the_last_batches_of_an_ended_run_do_not_count(tmp_path: Path) -> None:
+    """Its generators had no more tickets: they idle without a limit of the speed."""
+    early, late = ({WAITS[0]: 0.0, WAITS[1]: idle} for idle in (0.0, 1.0))
+    rows = [metric_row(step, **(early if step < 20 else late)) for step in range(25)]
+    write_lines(tmp_path / "m", rows)
+    series = Series(tmp_path / "m")
+    series.refresh()
+    for ended, rule in ((True, "balanced"), (False, "generators_wait")):
+        assert [one.rule for one in advice.apply_rules(advice.Facts(series, 4, 1, ended))] == [rule]
+
+
+def test_watch_report_and_doctor_begin_with_the_same_lines(
+    run_dir: Path, client: TestClient
+) -> None:
+    values = {"is/ess": 0.3, "lag/mean": 3.0, WAITS[0]: 0.4, WAITS[1]: 0.05}
+    write_lines(run_dir / "metrics.jsonl", [metric_row(step, **values) for step in range(20)])
+    advice.note_check(run_dir, HealthFinding("odd", "it was odd", "nothing"), 7)
+    expected = [
+        "generation limits the speed",
+        "staleness costs much",
+        "health check odd fired at step 7: it was odd",
+    ]
+    config = load.load(run_dir / "config.toml")
+    client.get("/api/runs")
+    shown = client.get("/api/overview").json()["first"]["advice"]
+    lines = doctor.lines(config, run_dir, doctor.examine_run(config, run_dir, None))
+    page = run_page.write(run_dir).read_text()
+    places = [page.index(text) for text in (*expected, 'class="card"')]
+    assert places == sorted(places)
+    for number, text in enumerate(expected):
+        assert shown[number]["said"].startswith(text) and lines[number].startswith(text)
+        assert "To try: " in lines[number]
+
+
+def test_ledger_lines_are_stacked_on_one_grid(tmp_path: Path) -> None:
+    rows = [metric_row(step, **{"ledger/trained": 10.0 * step}) for step in range(4)]
+    rows[3]["ledger/dropped_stale"] = 5.0
+    write_lines(tmp_path / "m", rows)
+    series = Series(tmp_path / "m")
+    series.refresh()
+    (plot,) = plots.figures("ledger", {"a": series})
+    assert plot.kind == "areas" and {line.label: line.ys for line in plot.lines} == {
+        "trained": [0.0, 10.0, 20.0, 30.0],
+        "dropped_stale": [0.0, 0.0, 0.0, 5.0],
+    }
+    titles = [plot.title for plot in plots.figures("ledger", {"a": series, "b": series})]
+    assert titles == [f"{plot.title}: {run}" for run in "ab"]
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,7 @@ def print_running(config: Any, run_dir: Path, status: Any, seen: dict[str, Any])
     from asyncrl.supervise import doctor as doctors
     from asyncrl.supervise import live
 
+    print("".join(line + "\n" for line in seen["advice"]), end="")
     print(live.status_line(status))
     for who, what, on, age in status.waits:
         print(escape_line(f"{who} waits {age:.1f} s for {what} (on {on})", LONGEST_LINE))

@@ -14,6 +14,7 @@ import msgspec
 
 from asyncrl.config import layers
 from asyncrl.config.tree import Config
+from asyncrl.contract.toml_writer import flatten
 from asyncrl.experiments.compare import verdict
 from asyncrl.experiments.compare.comparison import warm_cell
 from asyncrl.experiments.compare.comparison_analysis import (
@@ -401,21 +402,10 @@ def reason(name: str, best: dict[str, Any], chosen: LimitChoice, margin: float) 
 
 def set_arguments(plan: SweepPlan, correction: str, limit: float) -> str:
     """Return the differences from the original config as `--set` arguments."""
-    arm = flatten_config(layers.read_keys(plan.arms[plan.cell[correction, limit]]))
-    base = flatten_config(msgspec.to_builtins(plan.arms[SYNC]))
+    arm = flatten(layers.read_keys(plan.arms[plan.cell[correction, limit]]))
+    base = flatten(msgspec.to_builtins(plan.arms[SYNC]))
     words = [("staleness.max_lag", label(limit))]
     for key, value in arm.items():
         if value != base.get(key) and value is not None and key not in SWEPT_KEYS:
             words.append((key, str(value).lower() if isinstance(value, bool) else value))
     return " ".join(f"--set {key}={value}" for key, value in words)
-
-
-def flatten_config(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten a config of nested dicts to `a.b` -> value."""
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            leaves |= flatten_config(value, f"{prefix}{key}.")
-        else:
-            leaves[f"{prefix}{key}"] = value
-    return leaves

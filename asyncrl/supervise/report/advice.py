@@ -5,13 +5,19 @@ Each rule is a function of the run that returns a sentence or None. docs/watch.m
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from asyncrl.supervise.report.series import Series
+from asyncrl.config.tree import Config
+from asyncrl.records import jsonl
+from asyncrl.records.health_checks import HealthFinding
+from asyncrl.supervise.report.series import Series
+
+CHECKS = "health.jsonl"  # health checks with the step at which each fired first
 
 WINDOW = 20  # newest values that a rule looks at
 LEAST = 8  # values that a rule needs
@@ -25,7 +31,7 @@ class Advice(NamedTuple):
     """A sentence on a run.
 
     rule: its name in docs/watch.md.
-    about: speed, staleness or learning.
+    about: speed, staleness, learning, or health (a health check that fired).
     said: what was seen, with its numbers.
     try_this: what to do; "" where there is nothing to do.
     """
@@ -35,26 +41,35 @@ class Advice(NamedTuple):
     said: str
     try_this: str
 
+    def as_line(self) -> str:
+        return f"{self.said}. To try: {self.try_this}" if self.try_this else self.said
+
 
 class Facts(NamedTuple):
-    """Inputs of the rules: the run's metrics and two of its settings."""
+    """Inputs of the rules: the run's metrics and two of its settings.
+
+    ended: all steps are made. Its last batches do not count: generators had no more tickets.
+    """
 
     series: Series
     max_lag: int | None
     generators: int
+    ended: bool = False
 
 
-def recent(series: Series, name: str) -> float | None:
+def recent(facts: Facts, name: str) -> float | None:
     """Mean of the newest WINDOW values of a metric; None for fewer than LEAST."""
-    values = series.values(name)
+    values = facts.series.values(name)
+    if facts.ended:
+        values = values[: len(values) - 1 - (facts.max_lag or 0)]
     return float(values[-WINDOW:].mean()) if len(values) >= LEAST else None
 
 
 def learner_waits(facts: Facts) -> Advice | None:
     """The learner waits for samples while the generators are busy."""
-    learner = recent(facts.series, "time/learner_idle_share")
-    generator = recent(facts.series, "time/generator_idle_share")
-    rewards = recent(facts.series, "time/reward_wait_share") or 0.0
+    learner = recent(facts, "time/learner_idle_share")
+    generator = recent(facts, "time/generator_idle_share")
+    rewards = recent(facts, "time/reward_wait_share") or 0.0
     if learner is None or generator is None or learner < IDLE or rewards > IDLE:
         return None
     if generator > BUSY + IDLE:
@@ -65,15 +80,16 @@ def learner_waits(facts: Facts) -> Advice | None:
         f"generation limits the speed: the learner waits {learner:.0%} of its time, the "
         f"generators {generator:.0%}",
         f"add a generator (generators = {facts.generators + 1}), or shorten what is generated "
-        "(generator.max_new_tokens)",
+        "(generator.max_new_tokens); `asyncrl simulate CONFIG --from RUN --more 1` says what one "
+        "more would give",
     )
 
 
 def generators_wait(facts: Facts) -> Advice | None:
     """The generators wait for tickets while the learner is busy."""
-    learner = recent(facts.series, "time/learner_idle_share")
-    generator = recent(facts.series, "time/generator_idle_share")
-    rewards = recent(facts.series, "time/reward_wait_share") or 0.0
+    learner = recent(facts, "time/learner_idle_share")
+    generator = recent(facts, "time/generator_idle_share")
+    rewards = recent(facts, "time/reward_wait_share") or 0.0
     if learner is None or generator is None or generator < IDLE or learner > BUSY + IDLE:
         return None
     if rewards > generator / 2:
@@ -90,7 +106,7 @@ def generators_wait(facts: Facts) -> Advice | None:
 
 def rewards_wait(facts: Facts) -> Advice | None:
     """Generators wait for rewards."""
-    rewards = recent(facts.series, "time/reward_wait_share")
+    rewards = recent(facts, "time/reward_wait_share")
     if rewards is None or rewards < IDLE:
         return None
     return Advice(
@@ -104,15 +120,16 @@ def rewards_wait(facts: Facts) -> Advice | None:
 
 def both_wait(facts: Facts) -> Advice | None:
     """Both sides wait in turn, as in synchronous training."""
-    learner = recent(facts.series, "time/learner_idle_share")
-    generator = recent(facts.series, "time/generator_idle_share")
+    learner = recent(facts, "time/learner_idle_share")
+    generator = recent(facts, "time/generator_idle_share")
     if learner is None or generator is None or min(learner, generator) < IDLE:
         return None
-    if (recent(facts.series, "time/reward_wait_share") or 0.0) > IDLE:
+    if (recent(facts, "time/reward_wait_share") or 0.0) > IDLE:
         return None
     limit = facts.max_lag
     raise_it = (
-        f"raise staleness.max_lag (now {limit})"
+        f"raise staleness.max_lag (now {limit}); `asyncrl simulate CONFIG --from RUN --limit "
+        f"{limit + 1}` says what that would give"
         if limit is not None and limit < 2
         else "look for what delays both: swaps of weights (time/swap), publication (time/publish)"
     )
@@ -127,8 +144,8 @@ def both_wait(facts: Facts) -> Advice | None:
 
 def balanced(facts: Facts) -> Advice | None:
     """Neither side waits much."""
-    learner = recent(facts.series, "time/learner_idle_share")
-    generator = recent(facts.series, "time/generator_idle_share")
+    learner = recent(facts, "time/learner_idle_share")
+    generator = recent(facts, "time/generator_idle_share")
     if learner is None or generator is None or max(learner, generator) >= IDLE:
         return None
     return Advice(
@@ -141,7 +158,7 @@ def balanced(facts: Facts) -> Advice | None:
 
 def staleness_harmless(facts: Facts) -> Advice | None:
     """The effective sample size says that lag has cost little."""
-    ess, lag = recent(facts.series, "is/ess"), recent(facts.series, "lag/mean")
+    ess, lag = recent(facts, "is/ess"), recent(facts, "lag/mean")
     if ess is None or lag is None or ess < 0.9 or lag < 0.5:
         return None
     return Advice(
@@ -155,20 +172,25 @@ def staleness_harmless(facts: Facts) -> Advice | None:
 
 def staleness_hurts(facts: Facts) -> Advice | None:
     """The effective sample size has fallen, and staleness is the larger part of the ratio."""
-    ess, lag = recent(facts.series, "is/ess"), recent(facts.series, "lag/mean")
+    ess, lag = recent(facts, "is/ess"), recent(facts, "lag/mean")
     if ess is None or lag is None or ess > LOW_ESS or lag < 0.5:
         return None
-    stale = recent(facts.series, "split/staleness_k3")
-    engine = recent(facts.series, "split/mismatch_k3")
+    stale = recent(facts, "split/staleness_k3")
+    engine = recent(facts, "split/mismatch_k3")
     if stale is not None and engine is not None and stale < STALENESS_SHARE * engine:
         return None
+    parts = (
+        f"; staleness is {stale:.1e} nats a token of the log ratio, engine mismatch {engine:.1e}"
+        if stale is not None and engine is not None
+        else ""
+    )
     limit = facts.max_lag
     lower = f"lower staleness.max_lag (now {limit})" if limit else "lower the learning rate"
     return Advice(
         "staleness_hurts",
         "staleness",
         f"staleness costs much: at a mean lag of {lag:.2f} the effective sample size is {ess:.0%} "
-        "of the batch",
+        f"of the batch{parts}",
         f"{lower}, lower learner.lr, or compare with a method made for lag: "
         "`asyncrl compare CONFIG --arm gmpo --arm vespo`",
     )
@@ -176,8 +198,8 @@ def staleness_hurts(facts: Facts) -> Advice | None:
 
 def mismatch_dominates(facts: Facts) -> Advice | None:
     """Engine mismatch, not staleness, is the larger part of the log ratio."""
-    stale = recent(facts.series, "split/staleness_k3")
-    engine = recent(facts.series, "split/mismatch_k3")
+    stale = recent(facts, "split/staleness_k3")
+    engine = recent(facts, "split/mismatch_k3")
     if stale is None or engine is None or engine < 1e-4 or engine < stale:
         return None
     return Advice(
@@ -229,3 +251,66 @@ def apply_rules(facts: Facts) -> list[Advice]:
         if line is not None and not any(line.about == other.about == "speed" for other in found):
             found.append(line)
     return found
+
+
+def note_check(run_dir: Path, finding: HealthFinding, step: int) -> None:
+    """Keep when a health check fired, and ignore a directory that cannot be written."""
+    try:
+        with (run_dir / CHECKS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **finding._asdict()}) + "\n")
+    except OSError:
+        pass
+
+
+def fired_checks(run_dir: Path, signs: Sequence[Mapping[str, Any]]) -> list[Advice]:
+    """Return the health checks that fired, each once, with the step where that is known.
+
+    signs: those of the run's summary.
+    """
+    noted: dict[str, Mapping[str, Any]] = {}
+    for row in jsonl.read(run_dir / CHECKS):
+        noted.setdefault(str(row.get("name")), row)
+    every = {sign["name"]: sign for sign in signs}
+    return [
+        Advice(
+            f"check {name}",
+            "health",
+            f"health check {name} fired"
+            + (f" at step {noted[name]['step']}" if name in noted else "")
+            + f": {sign['said']}",
+            sign["try_this"],
+        )
+        for name, sign in (noted | every).items()
+    ]
+
+
+def first_lines(
+    config: Config | None,
+    run_dir: Path,
+    *,
+    ended: bool,
+    series: Series | None = None,
+    signs: Sequence[Mapping[str, Any]] | None = None,
+) -> list[Advice]:
+    """Return what is said first of a run: the rules, then the health checks that fired.
+
+    config: None where it cannot be read. series, signs: the run's metrics and the health checks of
+    its summary; None: they are read here.
+    """
+    if series is None:
+        series = Series(run_dir / "metrics.jsonl")
+        series.refresh()
+    if signs is None:
+        try:
+            text = (run_dir / "summary.json").read_text(encoding="utf-8")
+            signs = json.loads(text).get("signs", [])
+        except (OSError, ValueError):
+            signs = []
+    limit = config.staleness.limit if config else float("inf")
+    facts = Facts(
+        series,
+        int(limit) if limit != float("inf") else None,
+        config.generators if config else 1,
+        ended,
+    )
+    return [*apply_rules(facts), *fired_checks(run_dir, signs or [])]

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from asyncrl.contract.messages import DISPOSITIONS
 from asyncrl.records.health_checks import interval
 from asyncrl.records.metrics import BUCKETS, METRICS
 from asyncrl.records.page_kit import PagePlot, PlotLine
@@ -23,6 +24,7 @@ class MetricPlot(NamedTuple):
     unit: str
     series: tuple[tuple[str, str], ...]  # (metric, label) of each line
     moving: bool = False  # omit the plot when all values are equal: the feature is off
+    stacked: bool = False
 
 
 ACCURACY = MetricPlot(
@@ -217,6 +219,14 @@ PAGES: dict[str, tuple[MetricPlot, ...]] = {
         ),
         MetricPlot("Memory of the learner", "MiB", (("memory/learner_mb", "resident"),)),
     ),
+    "ledger": (
+        MetricPlot(
+            "Where generated tokens ended, so far",
+            "tokens",
+            tuple((f"ledger/{line}", line) for line in DISPOSITIONS),
+            stacked=True,
+        ),
+    ),
 }
 
 
@@ -237,14 +247,28 @@ def figures(
                 _line(PlotLine(label, (), (), run=run, metric=name), series, axis, smooth, points)
                 for name, label in plot.series
             ]
+            if plot.stacked and (shown := _on_one_grid([line for line in every if line.xs])):
+                title = f"{plot.title}: {run}" if len(runs) > 1 else plot.title
+                drawn.append(PagePlot(title, plot.unit, shown, AXIS_NAMES[axis], "areas"))
             lines += _merge_equal(every)
-        if not lines or (plot.moving and all(len(set(line.ys)) < 2 for line in lines)):
+        if not lines or plot.stacked:
+            continue
+        if plot.moving and all(len(set(line.ys)) < 2 for line in lines):
             continue
         meanings = {name: METRICS[name].meaning for name, _ in plot.series if name in METRICS}
         drawn.append(PagePlot(plot.title, plot.unit, lines, AXIS_NAMES[axis], metrics=meanings))
         if plot is ACCURACY and all(_reward_range(series) == (0, 1) for series in runs.values()):
             drawn[-1].top = 1.02
     return drawn
+
+
+def _on_one_grid(lines: Sequence[PlotLine]) -> list[PlotLine]:
+    """Give lines of counts the points of the longest one, so that they can be stacked."""
+    grid = np.array(max((line.xs for line in lines), key=len, default=()), dtype=np.float64)
+    for line in lines:
+        across, values = np.array([line.xs, line.ys], dtype=np.float64)
+        line.xs, line.ys = grid.tolist(), np.interp(grid, across, values, left=0.0).tolist()
+    return [*lines]
 
 
 def _line(line: PlotLine, series: Series, axis: Axis, smooth: float, points: int) -> PlotLine:

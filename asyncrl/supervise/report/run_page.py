@@ -11,7 +11,7 @@ from typing import Any
 from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
-from asyncrl.records import atomic_write, jsonl, metrics, page_kit, process_log, trace
+from asyncrl.records import atomic_write, jsonl, metrics, page_kit, process_log, rundir, trace
 from asyncrl.records.page_kit import (
     CardBlock,
     ListBlock,
@@ -24,6 +24,7 @@ from asyncrl.records.page_kit import (
 )
 from asyncrl.supervise.live import describe_limit_change
 from asyncrl.supervise.report import plots
+from asyncrl.supervise.report.advice import Advice, first_lines
 from asyncrl.supervise.report.series import Series
 from asyncrl.supervise.summary import certainty, compose
 
@@ -72,7 +73,8 @@ def _histogram(counts: dict[str, int]) -> PagePlot:
 def run_plots(series: Series, summary: dict[str, Any]) -> list[PagePlot]:
     """Return the plots of a report: those of `asyncrl watch`, and the histogram of lags."""
     overview, staleness, learner = (
-        plots.figures(page, {"": series}, points=POINTS) for page in plots.PAGES
+        plots.figures(page, {"": series}, points=POINTS)
+        for page in ("overview", "staleness", "learner")
     )
     return [*overview, _histogram(summary["lag_histogram"]), *staleness, *learner]
 
@@ -266,16 +268,31 @@ def write(run_dir: Path) -> Path:
     commit, command = (_text(run_dir / name) for name in ("commit", "command"))
     series = Series(run_dir / "metrics.jsonl")
     series.refresh()
+    said = first_lines(
+        config,
+        run_dir,
+        ended=rundir.is_finished(run_dir, config.learner.steps),
+        series=series,
+        signs=summary.get("signs", []),
+    )
     length_head, *by_length = ledger_by_length(summary)
     blocks = [
         ListBlock(unfinished_notes(config, run_dir, summary), id="unfinished", style="warn"),
-        ListBlock(map(_health_item, summary.get("signs", [])), id="signs", style="warn"),
+        ListBlock([_item(line) for line in said if line.about != "health"], id="advice"),
+        ListBlock(
+            [_item(line) for line in said if line.about == "health"], id="signs", style="warn"
+        ),
         CardBlock(_cards(summary, rows)),
         PlotBlock(run_plots(series, summary)),
         PlotBlock(
             [lanes], heading=f"Timeline: {seconds:.3g} s from the middle of the run", style="wide"
         ),
-        TableBlock(LEDGER, _ledger(summary), heading="Ledger: where every generated token ended"),
+        PlotBlock(
+            plots.figures("ledger", {"": series}, points=POINTS),
+            heading="Ledger: where every generated token ended",
+            style="wide",
+        ),
+        TableBlock(LEDGER, _ledger(summary)),
         TableBlock(
             length_head,
             by_length,
@@ -301,11 +318,8 @@ def write(run_dir: Path) -> Path:
     return run_dir / "report.html"
 
 
-def _health_item(sign: Any) -> ListItem:
-    """Return a health check of summary.json; an older one is a text."""
-    if isinstance(sign, str):
-        return ListItem(sign)
-    return ListItem(f"; {sign['try_this']}", bold=sign["said"])
+def _item(line: Advice) -> ListItem:
+    return ListItem(f". To try: {line.try_this}" if line.try_this else "", bold=line.said)
 
 
 def _sample_row(sample: Mapping[str, Any]) -> tuple[str, ...]:

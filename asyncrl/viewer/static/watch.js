@@ -63,11 +63,17 @@ async function drawPlots(place) {
   const keys = plots.map((plot) => `${plot.title} ${plot.across}`);
   for (const old of [...grid.children]) if (!keys.includes(old.dataset.key)) old.remove();
   plots.forEach((plot, i) => drawPlot(figure(grid, keys[i]), overlaid(plot)));
-  if (!plots.length) place.querySelector(".empty") ?? place.append(element("p", { class: "empty soft" }, "nothing measured yet"));
+  if (!plots.length && state.page !== "ledger") place.querySelector(".empty") ?? place.append(element("p", { class: "empty soft" }, "nothing measured yet"));
   else place.querySelector(".empty")?.remove();
 }
 
 // ---- pages --------------------------------------------------------------------------------------
+
+function advice(style, lines, more) {
+  if (!lines.length && !more.length) return null;
+  return element("ul", { class: style }, ...lines.map((line) =>
+    element("li", {}, line.said, line.try_this ? element("span", { class: "soft" }, `. To try: ${line.try_this}`) : "")), ...more.map((text) => element("li", {}, text)));
+}
 
 async function overview(place) {
   const runs = shown().map((run) => run.id).join("|");
@@ -85,12 +91,9 @@ async function overview(place) {
     return element("section", {},
       element("h2", {}, element("span", { class: "dot", style: `display:inline-block;background:${color(id)}` }), " ", id),
       s.problem ? element("p", { class: "bad" }, s.problem) : null,
-      element("div", { class: "cards" }, ...cards.map(([label, value]) => element("div", { class: "card" }, label, element("b", {}, value)))),
-      element("ul", { class: "advice" }, ...run.advice.map((line) =>
-        element("li", {}, line.said, line.try_this ? element("span", { class: "soft" }, `. To try: ${line.try_this}`) : "")),
-        ...run.waits.map((text) => element("li", {}, text))),
-      run.health.length ? element("ul", { class: "warn" }, ...run.health.map((sign) =>
-        element("li", {}, element("b", {}, sign.said), `; ${sign.try_this}`))) : null);
+      advice("advice", run.advice.filter((line) => line.about !== "health"), run.waits),
+      advice("warn", run.advice.filter((line) => line.about === "health"), []),
+      element("div", { class: "cards" }, ...cards.map(([label, value]) => element("div", { class: "card" }, label, element("b", {}, value)))));
   }));
   await drawPlots(place);
 }
@@ -104,7 +107,9 @@ async function processes(place) {
 
 async function ledger(place) {
   const seen = await ask("ledger", { runs: shown().map((run) => run.id).join("|") });
-  place.replaceChildren();
+  const plots = place.querySelector(".plots") ?? element("div", { class: "plots" });
+  place.replaceChildren(plots);
+  await drawPlots(plots);
   for (const [id, run] of Object.entries(seen)) {
     const total = run.totals.generated || 1;
     const rows = Object.entries(run.lines).filter(([, line]) => line.tokens > 0);

@@ -1,0 +1,57 @@
+"""Send a run's metrics to wandb, trackio or mlflow, each from a process of its own.
+
+A process reads metrics.jsonl as it grows, so a tracker that fails or hangs never slows or ends the
+run, and what it missed is still in the file. RUN/trackers/NAME.json has how far it came: a resumed
+run goes on from there.
+
+    feed       that process
+    adapters   what differs between the trackers
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from asyncrl.contract import importing
+
+
+class TrackerFeeds:
+    """The processes that feed a run's trackers."""
+
+    def __init__(self, run_dir: Path, names: Iterable[str]) -> None:
+        """Start one process a tracker; its output goes to RUN/logs/tracker_NAME.log."""
+        self.logs = {name: run_dir / "logs" / f"tracker_{name}.log" for name in names}
+        self.processes = {name: self._start(run_dir, name) for name in self.logs}
+
+    def _start(self, run_dir: Path, name: str) -> subprocess.Popen[bytes]:
+        self.logs[name].parent.mkdir(exist_ok=True)
+        with self.logs[name].open("ab") as output:
+            return subprocess.Popen(
+                importing.command("asyncrl.records.trackers.feed", str(run_dir.resolve()), name),
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    def report_ended(self) -> None:
+        """Print once which of them has ended before the run."""
+        for name, process in list(self.processes.items()):
+            if process.poll() is not None:
+                del self.processes[name]
+                print(
+                    f"note: the tracker {name} ended with exit code {process.returncode}, and the "
+                    f"run goes on without it: see {self.logs[name]}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+    def close(self) -> None:
+        """Tell them that the run has ended. They send the rest and end by themselves."""
+        self.report_ended()
+        for process in self.processes.values():
+            assert process.stdin is not None
+            process.stdin.close()

@@ -1,0 +1,161 @@
+"""`record.trackers`: the real packages in their offline or local mode.
+
+wandb is part of the development environment. `make trackers` runs this file with all three.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import struct
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from process_kit import ENV, ROOT, SMALL, Ended, demo_command
+
+from asyncrl.config import load
+from asyncrl.contract.errors import ConfigError
+from asyncrl.models import installed
+from asyncrl.records.trackers import TrackerFeeds
+
+pytestmark = pytest.mark.slow
+
+PATIENCE_S = 600
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run with one row, and trackers that keep their data on this machine."""
+    path = tmp_path / "runs" / "R"
+    path.mkdir(parents=True)
+    config = load.build({"model": {"path": "m"}, "task": {"name": "sort"}})
+    (path / "config.toml").write_text(load.dump(config))
+    add_rows(path, 0)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    return path
+
+
+def add_rows(run_dir: Path, *steps: int) -> None:
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        for step in steps:
+            row = {"step": step, "t": 0.5 * step, "reward/mean": 0.25 * step, "lag/samples": {}}
+            file.write(json.dumps(row) + "\n")
+
+
+def feed(run_dir: Path, name: str, *steps: int) -> None:
+    """Feed a tracker while rows are added, and wait until it has ended."""
+    feeds = TrackerFeeds(run_dir, [name])
+    add_rows(run_dir, *steps)
+    (process,) = feeds.processes.values()
+    feeds.close()
+    log = feeds.logs[name]
+    assert process.wait(timeout=PATIENCE_S) == 0, log.read_text()[-3000:]
+
+
+def leveldb_records(data: bytes) -> Iterator[bytes]:
+    """The records of a log in LevelDB's format, with wandb's head of 7 bytes."""
+    block, at, whole = 2**15, 7, b""
+    while at + 7 <= len(data):
+        if block - at % block < 7:
+            at += block - at % block
+            continue
+        _, size, kind = struct.unpack_from("<IHB", data, at)
+        whole += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # the whole of one, or its last part
+            yield whole
+            whole = b""
+
+
+def kept_by_wandb(run_dir: Path) -> dict[float, float]:
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    found: dict[float, float] = {}
+    for file in sorted(run_dir.glob("trackers/wandb/offline-run-*/run-*.wandb")):
+        for content in leveldb_records(file.read_bytes()):
+            record = Record.FromString(content)
+            items = {
+                item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                for item in record.history.item
+            }
+            if "reward/mean" in items:
+                found[items["step"]] = items["reward/mean"]
+    return found
+
+
+def kept_by_trackio(run_dir: Path) -> dict[float, float]:
+    from trackio.sqlite_storage import SQLiteStorage
+
+    rows: list[dict[str, Any]] = SQLiteStorage.get_logs("asyncrl", "R")
+    return {row["step"]: row["reward/mean"] for row in rows}
+
+
+def kept_by_mlflow(run_dir: Path) -> dict[float, float]:
+    from mlflow import MlflowClient
+
+    os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
+    client = MlflowClient((run_dir.parent / "mlruns").as_uri())
+    known = json.loads((run_dir / "trackers" / "mlflow.json").read_text())
+    assert client.get_run(known["id"]).data.params["task.name"] == "sort"
+    return {m.step: m.value for m in client.get_metric_history(known["id"], "reward/mean")}
+
+
+READERS = {"wandb": kept_by_wandb, "trackio": kept_by_trackio, "mlflow": kept_by_mlflow}
+INSTALLED = [name for name in READERS if importlib.util.find_spec(name) is not None]
+
+
+@pytest.mark.parametrize("name", INSTALLED)
+def test_a_tracker_gets_every_row_once_also_after_a_resume(name: str, run_dir: Path) -> None:
+    feed(run_dir, name, 1, 2)
+    feed(run_dir, name, 3)
+    assert READERS[name](run_dir) == {0: 0.0, 1: 0.25, 2: 0.5, 3: 0.75}
+    known = json.loads((run_dir / "trackers" / f"{name}.json").read_text())
+    assert known["offset"] == (run_dir / "metrics.jsonl").stat().st_size
+
+
+def test_a_tracker_that_hangs_holds_nobody_up(run_dir: Path) -> None:
+    feeds = TrackerFeeds(run_dir, ["wandb"])
+    (process,) = feeds.processes.values()
+    os.kill(process.pid, signal.SIGSTOP)
+    feeds.report_ended()
+    feeds.close()
+    assert process.poll() is None, "still stopped; nothing waited for it"
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def test_a_run_whose_tracker_fails_ends_as_without_it(tmp_path: Path, small_model: Path) -> None:
+    """wandb without a login and without a terminal to ask for one."""
+    login = {"WANDB_MODE": "online", "WANDB_API_KEY": "", "HOME": str(tmp_path)}
+    words = (*SMALL, "name=R", "record.trackers=['wandb']")
+    argv = demo_command("run", tmp_path, small_model, *words)
+    done = Ended(
+        subprocess.run(
+            argv, cwd=ROOT, env=ENV | login, capture_output=True, text=True, timeout=3600
+        )
+    )
+    assert done.code == 0 and done.json["steps"] == 6, done.err[-3000:]
+    log = tmp_path / "runs" / "R" / "logs" / "tracker_wandb.log"
+    assert (
+        f"the tracker wandb ended with exit code 1, and the run goes on without it: see {log}"
+        in (done.err)
+    )
+    assert "API key" in log.read_text()
+
+
+def test_a_missing_tracker_is_refused_with_its_install_command() -> None:
+    least = {"model": {"path": "m"}, "task": {"name": "sort"}}
+    config = load.build({**least, "record": {"trackers": ["mlflow"]}})
+    found = installed.missing_for(config)
+    if "mlflow" in INSTALLED:
+        assert found == ""
+    else:
+        assert found.startswith("record.trackers: mlflow: needs mlflow, which is not installed")
+    with pytest.raises(ConfigError, match=r"record\.trackers"):
+        load.build({**least, "record": {"trackers": ["neptune"]}})
