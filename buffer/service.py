@@ -883,7 +883,6 @@ class BufferService:
         )
         self.latest |= values
         self.metrics.write(commit.number, values, self.clock.seconds_at(now), histogram)
-        self.trackers.report_ended()
 
     def judge_numbers(self) -> dict[str, float]:
         """Numbers of the judge's requests so far; names outside the metrics table are dropped."""

@@ -1,8 +1,8 @@
 """Send a run's metrics to wandb, trackio or mlflow, each from a process of its own.
 
 A process reads metrics.jsonl as it grows, so a tracker that fails or hangs never slows or ends the
-run, and what it missed is still in the file. RUN/trackers/NAME.json has how far it came: a resumed
-run goes on from there.
+run, and what it missed is still in the file. RUN/trackers/NAME.json has how far it came, from where
+a resumed run goes on, and why it failed.
 
     feed       that process
     adapters   what differs between the trackers
@@ -10,8 +10,8 @@ run goes on from there.
 
 from __future__ import annotations
 
+import json
 import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -37,21 +37,21 @@ class TrackerFeeds:
                 start_new_session=True,
             )
 
-    def report_ended(self) -> None:
-        """Print once which of them has ended before the run."""
-        for name, process in list(self.processes.items()):
-            if process.poll() is not None:
-                del self.processes[name]
-                print(
-                    f"note: the tracker {name} ended with exit code {process.returncode}, and the "
-                    f"run goes on without it: see {self.logs[name]}",
-                    file=sys.stderr,
-                    flush=True,
-                )
-
     def close(self) -> None:
         """Tell them that the run has ended. They send the rest and end by themselves."""
-        self.report_ended()
         for process in self.processes.values():
             assert process.stdin is not None
             process.stdin.close()
+
+
+def failures(run_dir: Path) -> dict[str, str]:
+    """Return why each tracker that failed did."""
+    found = {}
+    for path in sorted((run_dir / "trackers").glob("*.json")):
+        try:
+            state = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if state.get("failed"):
+            found[path.stem] = str(state["failed"])
+    return found

@@ -14,7 +14,7 @@ import select
 import signal
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,32 +56,46 @@ def send(tracker: Tracker, path: Path, offset: int) -> int:
     return offset
 
 
-def end_at_once(*_: Any) -> None:
-    """End this process and those that the tracker started."""
-    print(f"the tracker did not end within {END_S} s", file=sys.stderr, flush=True)
-    os.killpg(0, signal.SIGKILL)
-
-
 def main(run_dir: Path, name: str) -> None:
     state = run_dir / "trackers" / f"{name}.json"
     state.parent.mkdir(exist_ok=True)
-    signal.signal(signal.SIGALRM, end_at_once)
     with (state.parent / f".{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # an earlier buffer's may still send its rest
         known = json.loads(state.read_text(encoding="utf-8")) if state.exists() else {}
-        with (run_dir / "config.toml").open("rb") as file:
-            settings = flatten(tomllib.load(file))
-        tracker = TRACKERS[name](run_dir, settings, known.get("id", ""))
-        offset, ended = known.get("offset", 0), False
-        while not ended:
-            ended = bool(select.select([sys.stdin], [], [], POLL_S)[0])
-            if ended:
-                signal.alarm(END_S)
-            behind = send(tracker, run_dir / "metrics.jsonl", offset)
-            if behind != offset:
-                offset = behind
-                atomic_write.write(state, json.dumps({"id": tracker.id, "offset": offset}))
-        tracker.finish()
+
+        def note(**more: Any) -> None:
+            known.update(more)
+            atomic_write.write(state, json.dumps(known))
+
+        def end_at_once(*_: Any) -> None:
+            """End this process and those that the tracker started."""
+            note(failed=f"it did not end within {END_S} s of the run")
+            os.killpg(0, signal.SIGKILL)
+
+        signal.signal(signal.SIGALRM, end_at_once)
+        try:
+            feed(run_dir, name, known, note)
+        except BaseException as error:
+            note(failed=f"{type(error).__name__}: {error}")
+            raise
+
+
+def feed(run_dir: Path, name: str, known: dict[str, Any], note: Callable[..., None]) -> None:
+    """Send rows until stdin closes, then the rest. known: what `note` kept of earlier ones."""
+    with (run_dir / "config.toml").open("rb") as file:
+        settings = flatten(tomllib.load(file))
+    tracker = TRACKERS[name](run_dir, settings, known.get("id", ""))
+    note(id=tracker.id, failed="")
+    ended = False
+    while not ended:
+        ended = bool(select.select([sys.stdin], [], [], POLL_S)[0])
+        if ended:
+            signal.alarm(END_S)
+        offset = known.get("offset", 0)
+        behind = send(tracker, run_dir / "metrics.jsonl", offset)
+        if behind != offset:
+            note(offset=behind)
+    tracker.finish()
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from asyncrl.config.tree import Config
-from asyncrl.records import jsonl
+from asyncrl.records import jsonl, trackers
 from asyncrl.records.health_checks import HealthFinding
 from asyncrl.supervise.report.series import Series
 
@@ -313,4 +313,13 @@ def first_lines(
         config.generators if config else 1,
         ended,
     )
-    return [*apply_rules(facts), *fired_checks(run_dir, signs or [])]
+    lost = [
+        Advice(
+            f"tracker {name}",
+            "health",
+            f"the tracker {name} failed, and the run goes on without it: {why}",
+            f"look into {run_dir / 'logs' / f'tracker_{name}.log'}",
+        )
+        for name, why in trackers.failures(run_dir).items()
+    ]
+    return [*apply_rules(facts), *fired_checks(run_dir, signs or []), *lost]

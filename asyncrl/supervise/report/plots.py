@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -299,10 +298,10 @@ def _merge_equal(lines: Sequence[PlotLine]) -> list[PlotLine]:
 
 
 def _are_equal(one: PlotLine, other: PlotLine) -> bool:
-    return len(one.ys) == len(other.ys) > 0 and all(
-        math.isclose(a or 0.0, b or 0.0, rel_tol=1e-6, abs_tol=1e-12)
-        for a, b in zip((*one.xs, *one.ys), (*other.xs, *other.ys), strict=True)
-    )
+    if not len(one.ys) == len(other.ys) > 0:
+        return False
+    mine, others = (np.array([line.xs, line.ys], dtype=np.float64) for line in (one, other))
+    return np.allclose(mine, others, rtol=1e-6, atol=1e-12)
 
 
 def _reward_range(series: Series) -> tuple[float, float]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -82,7 +84,7 @@ class Series:
             data = file.read(status.st_size - self._offset)
         end = data.rfind(b"\n") + 1  # a line that is still being written waits
         self._offset += end
-        rows = [row for line in data[:end].splitlines() if (row := self._decode(line))]
+        rows = self._decode_lines(data[:end])
         trained = [self._newest, *(row["step"] for row in rows if TRAINED in row)]
         if any(later <= step for step, later in pairwise(trained)):
             offset, inode = self._offset, self._inode
@@ -106,6 +108,16 @@ class Series:
         self._newest = -1
         return had
 
+    def _decode_lines(self, data: bytes) -> list[dict[str, Any]]:
+        """Return the rows of whole lines; damaged ones are left out and counted."""
+        try:
+            rows = _decoder.decode_lines(data)
+            if all(type(row["step"]) is int and type(row["t"]) in (int, float) for row in rows):
+                return rows
+        except (msgspec.DecodeError, KeyError):
+            pass
+        return [row for line in data.splitlines() if (row := self._decode(line))]
+
     def _decode(self, line: bytes) -> dict[str, Any]:
         """Return a row; {} for an empty line and for a damaged one, which is counted."""
         if not line.strip():
@@ -119,25 +131,25 @@ class Series:
         return row
 
     def _add(self, rows: list[dict[str, Any]]) -> None:
-        """Append rows column by column: a loop over their values takes several times as long."""
+        """Append rows column by column, those of the same names at once."""
         if not rows:
             return
-        numbers = np.arange(self.rows, self.rows + len(rows))
-        tokens = self.axes["tokens"]
-        before = float(tokens.values[-1]) if self.rows else 0.0
+        first = self.rows
+        found = _columns(rows)
         rate, took = (
-            np.nan_to_num(_numbers(rows, name), posinf=0.0, neginf=0.0)
+            _dense(found.get(name), len(rows))
             for name in ("throughput/learner_tokens_per_s", "time/step")
         )
+        numbers = np.arange(first, first + len(rows))
+        tokens = self.axes["tokens"]
+        before = float(tokens.values[-1]) if first else 0.0
         tokens.extend(numbers, before + np.cumsum(rate * took))
-        self.axes["time"].extend(numbers, _numbers(rows, "t"))
-        self.axes["step"].extend(numbers, _numbers(rows, "step"))
-        for written in sorted(set().union(*rows) - {"step", "t"}):
-            values = _numbers(rows, written)
-            known = np.isfinite(values)
-            if known.any():
-                name = metrics.OLD_NAMES.get(written, written)
-                self.columns.setdefault(name, Column()).extend(numbers[known], values[known])
+        self.axes["time"].extend(numbers, _dense(found.pop("t", None), len(rows)))
+        self.axes["step"].extend(numbers, _dense(found.pop("step", None), len(rows)))
+        for written in sorted(found):
+            places, values = found[written]
+            name = metrics.OLD_NAMES.get(written, written)
+            self.columns.setdefault(name, Column()).extend(first + places, values)
 
     @property
     def names(self) -> list[str]:
@@ -171,13 +183,50 @@ class Series:
         return kept_x.tolist(), kept_y.tolist()
 
 
-def _numbers(rows: list[dict[str, Any]], name: str) -> np.ndarray:
-    """Return a metric of every row, float64 [n]; nan where a row has no number of this name."""
-    values = [row.get(name, math.nan) for row in rows]
-    try:
-        return np.array(values, dtype=np.float64)
-    except (TypeError, ValueError):  # a text, a list, a null
-        return np.array([v if isinstance(v, int | float) else math.nan for v in values])
+def _columns(rows: list[dict[str, Any]]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return name -> (places of rows, finite values), both [n], of every number in the rows.
+
+    A loop over values takes several times as long: rows of the same names become one matrix.
+    """
+    kinds: dict[tuple[str, ...], list[int]] = {}
+    for place, row in enumerate(rows):
+        kinds.setdefault(tuple(row), []).append(place)
+    parts: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
+    for names, chosen in kinds.items():
+        places = np.array(chosen)
+        for name, values in zip(names, _matrix(names, [rows[i] for i in chosen]).T, strict=True):
+            known = np.isfinite(values)
+            if known.any():
+                parts.setdefault(name, []).append((places[known], values[known]))
+    found = {}
+    for name, pieces in parts.items():
+        places, values = (np.concatenate(column) for column in zip(*pieces, strict=True))
+        order = np.argsort(places, kind="stable") if len(pieces) > 1 else slice(None)
+        found[name] = places[order], values[order]
+    return found
+
+
+def _matrix(names: tuple[str, ...], rows: list[dict[str, Any]]) -> np.ndarray:
+    """Return the values of rows with the same names, float64 [rows, names]; nan for no number."""
+    numeric = [name for name in names if isinstance(rows[0][name], int | float)]
+    matrix = np.full((len(rows), len(names)), math.nan)
+    if len(numeric) > 1:
+        with contextlib.suppress(TypeError, ValueError):  # a later row has a text or a null
+            where = [names.index(name) for name in numeric]
+            matrix[:, where] = np.array(list(map(itemgetter(*numeric), rows)), dtype=np.float64)
+            return matrix
+    for column, name in enumerate(names):
+        values = (row[name] for row in rows)
+        matrix[:, column] = [v if isinstance(v, int | float) else math.nan for v in values]
+    return matrix
+
+
+def _dense(column: tuple[np.ndarray, np.ndarray] | None, length: int) -> np.ndarray:
+    """Return values at their places, float64 [length]; 0 elsewhere."""
+    dense = np.zeros(length)
+    if column is not None:
+        dense[column[0]] = column[1]
+    return dense
 
 
 def smoothed(values: np.ndarray, share: float) -> np.ndarray:

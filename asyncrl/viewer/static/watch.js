@@ -3,7 +3,8 @@
 // textContent, so that markup in it stays text.
 
 const PAGES = ["overview", "staleness", "learner", "processes", "ledger", "samples", "config", "logs"];
-const REFRESH_MS = 2000;
+// An update that takes long comes less often: it costs at most 1 / SPARE of a core.
+const REFRESH_MS = 2000, SPARE = 250, SLOWEST_MS = 15000;
 const state = {
   page: "overview", runs: [], hidden: new Set(), axis: "step", smooth: 0, paused: false, seen: "",
   filter: { sort: "batch", text: "", reward: "", lag: "", step: "", rule: "" }, shade: "lag",
@@ -239,6 +240,7 @@ function open(name) {
 }
 
 async function tick() {
+  const began = performance.now();
   const status = document.getElementById("status");
   try {
     state.runs = await ask("runs");
@@ -255,7 +257,8 @@ async function tick() {
     status.textContent = "no answer from asyncrl watch";
     report(new Error(`asyncrl watch does not answer (${error.message}). Start it again; this page goes on by itself.`));
   }
-  setTimeout(async function wait() { if (state.paused || document.hidden) setTimeout(wait, 500); else await tick(); }, REFRESH_MS);
+  setTimeout(async function wait() { if (state.paused || document.hidden) setTimeout(wait, 500); else await tick(); },
+    Math.min(Math.max(REFRESH_MS, SPARE * (performance.now() - began)), SLOWEST_MS));
 }
 
 function theme(dark) {
