@@ -99,11 +99,12 @@ def whole_texts(row: dict[str, Any]) -> list[str]:
 
 
 def token_kl(row: dict[str, Any]) -> float:
-    """Mean k3 between behavior policy and learner's start over the sample's tokens, nats."""
+    """Mean k3 between behavior policy and learner's start over the sampled tokens, nats."""
     terms = [
         k3(start - behavior)
         for s in row["sequences"]
-        for start, behavior in zip(s["start"], s["behavior"], strict=True)
+        for _, first, end in s["versions"]
+        for start, behavior in zip(s["start"][first:end], s["behavior"][first:end], strict=True)
         if start is not None and behavior is not None
     ]
     return sum(terms) / max(len(terms), 1)

@@ -151,7 +151,12 @@ class SampleLog:
                 | {name: _as_json(x[tokens]) for name, x in columns.items()}
             )
             offset += len(ids)
-        lags = [lag for sequence in sequences for lag in sequence["lag"]]
+        lags = [  # an environment's tokens have none
+            lag
+            for sequence in sequences
+            for lag, mask in zip(sequence["lag"], sequence["mask"], strict=True)
+            if mask
+        ]
         return {
             "batch": number,
             "ticket": sample.ticket,
@@ -167,7 +172,7 @@ class SampleLog:
             "segments": [list(segment) for segment in sample.segments],
             "lag_mean": round(sum(lags) / max(len(lags), 1), DECIMALS),
             "lag_max": max(lags, default=0),
-            "length": len(lags),
+            "length": sum(len(sequence["tokens"]) for sequence in sequences),
             **more,
             "sequences": sequences,
         }
@@ -185,7 +190,8 @@ def choose_samples(
     usable = [i for i, n in enumerate(seen.tolist()) if n == lengths[i] > 0]
     if not usable:
         return {}
-    moved = (prep.start - prep.batch.behavior).abs() * prep.valid
+    # an environment's tokens have no behavior policy
+    moved = (prep.start - prep.batch.behavior).abs() * prep.valid * prep.batch.mask
     far = ratios.seq_sum(moved.double(), packed.loss.seq, packed.count).cpu().numpy()
     rewards = packed.loss.rewards.tolist()
     groups = sorted({packed.groups[i] for i in usable})

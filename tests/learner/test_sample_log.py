@@ -79,6 +79,11 @@ def test_each_rule_chooses_its_sample(model_dir: Path) -> None:
     moved = (prep.start - packed.loss.behavior).abs()
     far = [float(moved[packed.token_positions([i])].mean()) for i in range(packed.count)]
     assert by_rule["off_policy"] == [far.index(max(far))]
+    prep.batch.mask[packed.token_positions([far.index(max(far))])] = 0
+    (again,) = [
+        i for i, why in choose_samples(packed, prep, made.config, 20).items() if "off_policy" in why
+    ]
+    assert again == far.index(sorted(far)[-2]), "tokens that nothing sampled have no part in it"
     prep.passed[packed.token_positions([by_rule["best"][0]])] = False
     left = choose_samples(packed, prep, made.config, 20)
     assert by_rule["best"][0] not in left, "no pass has seen it"

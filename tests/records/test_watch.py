@@ -230,6 +230,19 @@ def test_every_shade_of_a_token(run_dir: Path) -> None:
     assert shades["mismatch"] == [0.0, -0.25, None] and shades["staleness"] == [0.25, 0.25, None]
 
 
+def test_tokens_of_an_environment_have_no_part_in_the_kl(run_dir: Path) -> None:
+    """They have no behavior policy: its log-probability is written as 0."""
+    session = sample_row(9)
+    sequence = session["sequences"][0]
+    sequence["versions"] = [["1.0", 0, 1], ["1.1", 2, 3]]
+    sequence["start"][1:], sequence["behavior"][1:] = [-9.0, -0.5], [0.0, -0.5]
+    write_lines(run_dir / "token_samples.jsonl", [session])
+    store = SampleStore(run_dir / "token_samples.jsonl")
+    store.refresh()
+    assert store.heads[0]["kl"] == pytest.approx((np.exp(0.25) - 1.25) / 2)
+    assert store.row(0)["sequences"][0]["shades"]["version"] == ["1.0", None, "1.1"]
+
+
 def test_a_torn_sample_waits_and_a_damaged_one_is_counted(run_dir: Path) -> None:
     path = run_dir / "token_samples.jsonl"
     store = SampleStore(path)

@@ -38,7 +38,7 @@ function table(head, rows) {
   return element("div", { class: "wide" }, element("table", {},
     element("thead", {}, element("tr", {}, ...head.map((cell) => element("th", { scope: "col" }, cell)))),
     element("tbody", {}, ...rows.map((row) => element("tr", {}, ...row.map((cell) =>
-      element("td", { class: typeof cell === "string" ? "text" : "" }, cell)))))));
+      element("td", { class: typeof cell === "string" && !/^[-+\d.,e]+ ?(%|MiB)?$/.test(cell) ? "text" : "" }, cell)))))));
 }
 
 // ---- plots --------------------------------------------------------------------------------------
@@ -190,14 +190,14 @@ function conversation(sequence) {
   const turns = [element("div", { class: "turn" }, element("div", { class: "who" }, "prompt"), sequence.prompt)];
   let turn = null, kind = null;
   sequence.pieces.forEach((piece, i) => {
-    const now = sequence.mask[i] ? "model" : "environment";
+    const now = sequence.shades.version[i] == null ? "environment" : "model";
     if (now !== kind) {
-      turn = element("div", { class: `turn ${now}` }, element("div", { class: "who" }, now === "model" ? "response" : "not sampled by the model: excluded"));
+      turn = element("div", { class: `turn ${now}` }, element("div", { class: "who" }, now === "model" ? "response" : "from the environment, not sampled"));
       turns.push(turn);
       kind = now;
     }
     const facts = Object.entries(sequence.shades).map(([name, of]) => `${name} ${typeof of[i] === "number" ? number(of[i]) : of[i] ?? "not measured"}`);
-    turn.append(element("span", { class: `token ${sequence.used[i] || !sequence.mask[i] ? "" : "unused"}`, style: paint(values?.[i]), title: `${JSON.stringify(piece)}\n${facts.join("\n")}` }, piece));
+    turn.append(element("span", { class: `token ${sequence.used[i] || now === "environment" ? "" : "unused"}`, style: paint(values?.[i]), title: `${JSON.stringify(piece)}\n${facts.join("\n")}` }, piece));
   });
   return element("div", {}, ...turns, values ? null : element("p", { class: "soft" }, `${state.shade} was not measured for this batch (record.split_every)`));
 }
