@@ -109,5 +109,5 @@ def test_real_runs_keep_what_each_choice_promises(
             )
     rows = run_page.ledger_by_length(json.loads((Path(s["run_dir"]) / "summary.json").read_text()))
     assert len(rows) > 1 and all(
-        f"<td>{row[0]}</td>" in (Path(s["run_dir"]) / "report.html").read_text() for row in rows[1:]
+        f">{row[0]}</td>" in (Path(s["run_dir"]) / "report.html").read_text() for row in rows[1:]
     )

@@ -139,8 +139,8 @@ def test_a_comparison_from_start_to_verdict(sort_model: Path, tmp_path: Path) ->
     html = (out / "report.html").read_text()
     assert (
         ("late against sync" in html or "late is" in html)
-        and "<th>OOD end</th>" in html
-        and "<th>KL to ref</th>" in html
+        and ">OOD end</th>" in html
+        and ">KL to ref</th>" in html
     )
     assert (
         "Accuracy on out-of-distribution prompts" in html and "KL from target to reference" in html
