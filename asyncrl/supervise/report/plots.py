@@ -115,6 +115,7 @@ PAGES: dict[str, tuple[MetricPlot, ...]] = {
                 ("lag/in_flight", "in flight"),
                 ("lag/in_queue", "in queue"),
                 ("limit/now", "limit of new tickets"),
+                ("window/now", "window of new tickets"),
             ),
         ),
         MetricPlot(

@@ -22,7 +22,7 @@ from asyncrl.records.page_kit import (
     TableBlock,
     TextBlock,
 )
-from asyncrl.supervise.live import describe_limit_change
+from asyncrl.supervise.live import describe_limit_change, describe_window
 from asyncrl.supervise.report import plots
 from asyncrl.supervise.report.advice import Advice, first_lines
 from asyncrl.supervise.report.series import Series
@@ -142,7 +142,12 @@ def _cards(
         ),
         ("RL took", f"{summary['wall_s']:.0f} s", "wall", ""),
         ("steps", str(summary["steps"]), "steps", ""),
-        ("mean lag", f"{summary['lag']['mean']:.2f}", "lag-mean", ""),
+        (
+            "mean lag",
+            f"{summary['lag']['mean']:.2f}",
+            "lag-mean",
+            next(filter(None, map(describe_window, reversed(rows))), ""),
+        ),
         (
             "largest lag / limit",
             f"{summary['lag']['max']} / {summary['lag']['limit']}",
