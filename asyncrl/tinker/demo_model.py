@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from asyncrl.models.policy import build_model, export
+from asyncrl.models.tokenizer import transformers_tokenizer
 from asyncrl.records import atomic_write
 from asyncrl.tasks.warm_start import BATCH, fit_answers
 
@@ -32,6 +33,16 @@ def demonstrations(count: int, seed: int) -> list[tuple[str, str]]:
     return pairs
 
 
+def keep_blank_lines(path: Path) -> None:
+    """Let the tokenizer in `path` split consecutive newlines, which the format needs."""
+    import tokenizers
+
+    tokenizer = transformers_tokenizer(path)
+    every = tokenizers.Regex(r"[\s\S]")
+    tokenizer.backend_tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(every, "isolated")
+    tokenizer.save_pretrained(str(path))
+
+
 def build(path: Path, seed: int, steps: int = STEPS) -> None:
     """Write the model to the directory `path`, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -40,6 +51,7 @@ def build(path: Path, seed: int, steps: int = STEPS) -> None:
     try:
         with atomic_write.replacing(path, part=Path(f"{path}.part{os.getpid()}")) as part:
             model = build_model(part, SYMBOLS, seed=seed, max_positions=CONTEXT)
+            keep_blank_lines(part)
             loss = fit_answers(model, demonstrations(steps * BATCH, seed), steps)
             export(model, part)
             note = {"task": "additions of the cookbook", "seed": seed, "steps": steps, "loss": loss}

@@ -112,6 +112,7 @@ class SampleCall(msgspec.Struct, frozen=True, tag=True):
     stop: list[int]
     texts: list[str]
     prompt_logprobs: bool = False
+    prompt_topk: int = 0  # most likely tokens to score at each position of the prompt
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -154,10 +155,15 @@ class SequenceResult(msgspec.Struct, frozen=True):
 
 
 class SampleResult(msgspec.Struct, frozen=True, tag=True):
-    """Result of SampleCall; prompt_logprobs: float32 [P], NaN at the first token."""
+    """Result of SampleCall; prompt_logprobs: float32 [P], NaN at the first token.
+
+    topk_ids, topk_logprobs: int32 and float32 [P, prompt_topk].
+    """
 
     sequences: list[SequenceResult]
     prompt_logprobs: bytes = b""
+    topk_ids: bytes = b""
+    topk_logprobs: bytes = b""
 
 
 class CallDone(msgspec.Struct, frozen=True, tag=True):

@@ -22,6 +22,7 @@ TYPES: dict[int, Any] = {
     pb.DTYPE_INT64: np.dtype("<i8"),
     pb.DTYPE_INT32: np.dtype("<i4"),
 }
+MOST_LIKELY = 32  # largest topk_prompt_logprobs
 _Request = TypeVar("_Request", bound=pydantic.BaseModel)
 
 
@@ -151,7 +152,7 @@ def sample_request(
 
     ends: the model's own stop tokens.  limit: of prompt and sequence together.
     default: length of a sequence whose request names none.  Raises ConfigError."""
-    for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
+    for name in ("topk_sample_logprobs", "prompt_alt_tokens_k"):
         if getattr(request, name, 0):
             raise ConfigError(f"{name}: is not served")
     for name in ("target_prompt_logprobs", "prompt_logprobs_last_n", "record_stability_info"):
@@ -166,6 +167,8 @@ def sample_request(
     given = request.sampling_params
     if not ids:
         raise ConfigError("prompt: is empty")
+    if not 0 <= request.topk_prompt_logprobs <= MOST_LIKELY:
+        raise ConfigError(f"topk_prompt_logprobs: must be from 0 to {MOST_LIKELY}")
     if request.num_samples < 1:
         raise ConfigError(f"num_samples: {request.num_samples} must be at least 1")
     most = limit - len(ids)
@@ -196,6 +199,7 @@ def sample_request(
         stop=[] if given.stop is not None and not stop else [*dict.fromkeys([*ends, *tokens])],
         texts=[text for text in stop if isinstance(text, str) and text],
         prompt_logprobs=bool(request.prompt_logprobs),
+        prompt_topk=request.topk_prompt_logprobs,
     )
 
 
@@ -207,8 +211,17 @@ def sample_reply(result: SampleResult) -> bytes:
         row.stop_reason = pb.STOP_REASON_STOP if sequence.stop else pb.STOP_REASON_LENGTH
         row.tokens = sequence.tokens
         row.logprobs = sequence.logprobs
-    if result.prompt_logprobs:
-        message.prompt_logprobs = result.prompt_logprobs
+    message.prompt_logprobs = result.prompt_logprobs
+    if result.topk_ids:
+        positions = len(result.prompt_logprobs) // 4
+        message.topk_prompt_logprobs.CopyFrom(
+            pb.TopkLogprobs(
+                token_ids=result.topk_ids,
+                logprobs=result.topk_logprobs,
+                k=len(result.topk_ids) // (4 * positions),
+                length=positions,
+            )
+        )
     return _serialize(message)
 
 

@@ -75,6 +75,13 @@ def test_prompt_logprobs_equal_the_training_forward(trained: tinker.TrainingClie
     scored = sampler.compute_logprobs(prompt()).result()
     forward = trained.forward([tuned_datum(PROMPT)], "cross_entropy").result()
     assert scored[0] is None
+    most = types.SamplingParams(max_tokens=1)
+    likely = sampler.sample(prompt(), 1, most, topk_prompt_logprobs=25).result()
+    rows = likely.topk_prompt_logprobs
+    assert rows is not None and not rows[0]
+    for token, logprob, row in zip(PROMPT[1:], scored[1:], rows[1:], strict=True):
+        values = dict(row)
+        assert len(values) == 25 and values.get(token, logprob) == pytest.approx(logprob, abs=1e-5)
     assert np.allclose(scored[1:], output_logprobs(forward), atol=1e-5)
 
 

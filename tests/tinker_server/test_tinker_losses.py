@@ -15,6 +15,8 @@ from asyncrl.algorithms.batch import LossBatch
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
 from asyncrl.models.policy import build_model
+from asyncrl.models.tokenizer import load_tokenizer
+from asyncrl.tinker import demo_model, settings
 from asyncrl.tinker.messages import (
     CallFailure,
     Datum,
@@ -194,6 +196,18 @@ def test_masked_tokens_have_no_gradient(trainer: Trainer) -> None:
         assert isinstance(trainer.handle(ForwardBackward("m", data, "ppo", {})), ScoreResult)
         gradients.append(torch.cat([weight.grad.flatten() for weight in model.parameters]))
     assert torch.allclose(*gradients, rtol=1e-5, atol=1e-6)
+
+
+def test_the_demo_model_reads_the_recipes_prompts(tmp_path: Path) -> None:
+    config = settings.read(str(Path(__file__).parents[2] / "configs/examples/tinker_demo.toml"))
+    assert config.model.warm_start and config.staleness.max_lag == 2
+    path = tmp_path / "models" / "demo"
+    demo_model.build(path, seed=0, steps=1)
+    tokenizer = load_tokenizer(path)
+    asked, answered = demo_model.demonstrations(1, seed=0)[0]
+    assert asked.endswith("?\n\nAssistant:") and answered.endswith("\n\nUser:")
+    ids = tokenizer.encode(asked + answered, add_special_tokens=False)
+    assert tokenizer.decode(ids) == asked + answered
 
 
 # ---- sequences -----------------------------------------------------------------------------------

@@ -19,13 +19,14 @@ from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.versions import Label
 from asyncrl.models import adapter_files, memory
 from asyncrl.models.adapters import MergedWeights
-from asyncrl.models.policy import load_policy, load_weights, named_weights
+from asyncrl.models.policy import load_policy, named_weights
 from asyncrl.models.tokenizer import load_tokenizer
 from asyncrl.tinker.messages import CallFailure, SampleCall, SampleResult, SequenceResult
 from asyncrl.tinker.settings import TinkerConfig, run_config
 
 STEPS = 8  # decode steps between looks at new requests
 KEPT = 4  # versions whose weights stay in memory
+NO_LOGPROB = -99999.0  # the API's value for an empty cell
 Reply = Callable[[int, SampleResult | CallFailure], None]
 
 
@@ -37,6 +38,7 @@ class SampleJob:
     request: SampleCall
     sequences: dict[int, SequenceResult] = field(default_factory=dict)
     prompt_logprobs: bytes = b""
+    prompt_topk: tuple[bytes, bytes] = (b"", b"")
 
 
 class Sampler:
@@ -50,12 +52,11 @@ class Sampler:
         self.config = config
         self.reply = reply
         self.engine = engine_for(run_config(config, 0))
-        self.scorer = load_policy(config.model.path, config.model.dtype, config.model.device)
-        self.base = {name: weight.clone() for name, weight in named_weights(self.scorer)}
+        base = load_policy(config.model.path, config.model.dtype, config.model.device)
+        self.base = dict(named_weights(base))
         self.tokenizer = load_tokenizer(config.model.path)
         self.versions: dict[str, Mapping[str, torch.Tensor]] = {"": self.base}
         self.loaded: str | None = None  # weights in the engine
-        self.scoring = ""  # weights in the scorer
         self.waiting: deque[SampleJob] = deque()
         self.jobs: dict[int, SampleJob] = {}  # in the engine
 
@@ -82,7 +83,7 @@ class Sampler:
             if len(job.sequences) == job.request.count:
                 del self.jobs[job.number]
                 ordered = [job.sequences[sample] for sample in range(job.request.count)]
-                self.reply(job.number, SampleResult(ordered, job.prompt_logprobs))
+                self.reply(job.number, SampleResult(ordered, job.prompt_logprobs, *job.prompt_topk))
 
     def _admit(self) -> None:
         if self.waiting and not self.jobs:
@@ -128,8 +129,8 @@ class Sampler:
     def _start(self, job: SampleJob) -> None:
         request = job.request
         prompt = np.frombuffer(request.prompt, "<i4")
-        if request.prompt_logprobs:
-            job.prompt_logprobs = self._score(request.weights, prompt)
+        if request.prompt_logprobs or request.prompt_topk:
+            self._score(job, prompt)
         greedy = request.temperature == 0
         self.engine.add(
             CompletionRequest(
@@ -147,18 +148,15 @@ class Sampler:
             for sample in range(request.count)
         )
 
-    @torch.inference_mode()
-    def _score(self, weights: str, prompt: np.ndarray) -> bytes:
-        """Return the log-probabilities [P] of a prompt's tokens, NaN at the first."""
-        if self.scoring != weights:
-            load_weights(self.scorer, self._weights(weights))
-            self.scoring = weights
-        scored = np.full(len(prompt), np.nan, np.float32)
-        if len(prompt) > 1:
-            ones = torch.ones(1, device=self.scorer.device)
-            output = self.scorer.logprobs([prompt[:1]], [prompt[1:]], ones)
-            scored[1:] = output.logprobs.float().cpu().numpy()
-        return scored.tobytes()
+    def _score(self, job: SampleJob, prompt: np.ndarray) -> None:
+        """Add the log-probabilities of a prompt's tokens, and of the most likely ones."""
+        most_likely = max(1, job.request.prompt_topk)
+        scores = self.engine.score([prompt], most_likely)[0]
+        job.prompt_logprobs = np.append(np.float32(np.nan), scores.logprobs).astype("<f4").tobytes()
+        if job.request.prompt_topk:  # nothing comes before the first token
+            ids = np.concatenate([np.zeros((1, most_likely)), scores.top_ids])
+            values = np.concatenate([np.full((1, most_likely), NO_LOGPROB), scores.top_logprobs])
+            job.prompt_topk = (ids.astype("<i4").tobytes(), values.astype("<f4").tobytes())
 
     def _finish(self, request: SampleCall, completion: Completion) -> SequenceResult:
         """Cut a completion behind the token that completes one of the request's texts.
