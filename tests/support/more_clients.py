@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import pytest
 from clients_kit import MULTIPLY, Ended, Runner, python_of, tool_call, write_program
+from hubs_kit import Player
 
 OBJECT = '{"value": 51}'
 WRITE = "echo 51 > answer.txt"
@@ -126,3 +127,17 @@ def test_an_answer_of_another_form_costs_reward_and_fails_nothing(page: str, ben
     assert (ended.left.kind, ended.left.reward) == ("scored", 0.0), log
     assert ended.left.parts.get("parsed", 0.0) == 0.0
     assert ended.opened.session.calls == SCRIPTS[page].again, log
+
+
+def test_an_environment_of_gem_is_played_by_its_id() -> None:
+    """Sessions of a seed are alike, though they sample from the process's generator by turns."""
+    env = "gem:game:GuessTheNumber-v0-random"
+    player = Player(env=env, args={"max_turns": 3}, python=python_of("gem"))
+    try:
+        first, second = player.reset(1, seed=5), player.reset(2, seed=5)
+        assert first.obs == second.obs and "boxed" in str(first.obs)
+        for text in ("\\boxed{1}", "\\boxed{2}"):
+            one, two = player.step(1, text), player.step(2, text)
+            assert (one.obs, one.reward, one.ended) == (two.obs, two.reward, two.ended)
+    finally:
+        player.pool.close()

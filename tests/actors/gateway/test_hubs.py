@@ -6,15 +6,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from clients_kit import python_of
+from hubs_kit import PATIENCE_S, Player
 
-from actors.gateway.environment_pool import EnvironmentPool
 from actors.gateway.environment_worker import (
     EnvironmentEvent,
     EnvironmentHost,
@@ -23,39 +22,12 @@ from actors.gateway.environment_worker import (
 )
 from actors.gateway.hubs.stepped import text_field
 from asyncrl.config import load, rules
-from asyncrl.config.agents import AgentConfig
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parents[2] / "support"
-PATIENCE_S = 600.0
-
-
-class Player:
-    """Sessions in the processes of an environment."""
-
-    def __init__(self, **agent: Any) -> None:
-        given = {"python": python_of("clients"), "step_s": PATIENCE_S} | agent
-        self.pool = EnvironmentPool(AgentConfig(**given))
-
-    def event(self) -> EnvironmentEvent:
-        until = time.monotonic() + PATIENCE_S
-        while not (events := self.pool.poll()):
-            assert time.monotonic() < until
-            time.sleep(0.002)
-        (event,) = events
-        assert event.kind == "ok", event
-        return event
-
-    def reset(self, session: int, seed: int) -> EnvironmentEvent:
-        self.pool.reset(EnvironmentOperation(session, "reset", prompt=Prompt(0, "0"), seed=seed))
-        return self.event()
-
-    def step(self, session: int, text: str) -> EnvironmentEvent:
-        self.pool.step(EnvironmentOperation(session, "step", text))
-        return self.event()
 
 
 @pytest.fixture()

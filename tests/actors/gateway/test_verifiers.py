@@ -136,11 +136,11 @@ def test_the_environment_and_its_task_go_together(tmp_path: Path) -> None:
 
 
 class Bench:
-    """The endpoint, a process with the environment of all kinds, and its prompts."""
+    """The endpoint, a process with an environment, and its prompts."""
 
-    def __init__(self, path: Path, located: Config) -> None:
+    def __init__(self, path: Path, located: Config, context: int = 300) -> None:
         self.task = get_task(located.task)
-        self.served = Served(parser=hermes, limits=SessionLimits(max_calls=3, context=300))
+        self.served = Served(parser=hermes, limits=SessionLimits(max_calls=3, context=context))
         self.commands = Commands(path, located.agent)
         self.number = 0
 
@@ -168,6 +168,10 @@ class Bench:
         self.commands.worker.send(SessionOrders([seat]))
         return self.commands.left(self.number), opened
 
+    def close(self) -> None:
+        self.commands.worker.kill()
+        self.served.close()
+
     def texts(self, opened: OpenedSession) -> list[str]:
         """The prompts of a session's calls."""
         decode = opened.chat.decode_text
@@ -178,8 +182,7 @@ class Bench:
 def bench(located: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     made = Bench(tmp_path_factory.mktemp("agent"), located)
     yield made
-    made.commands.worker.kill()
-    made.served.close()
+    made.close()
 
 
 def test_its_rubric_is_the_reward_and_each_function_a_part(bench: Bench) -> None:
@@ -238,3 +241,17 @@ def test_rows_that_change_between_processes_fail_the_session(bench: Bench) -> No
     other = msgspec.structs.replace(prompt, messages=[{"role": "user", "content": "8+9="}])
     result, _ = bench.play(other)
     assert result.kind == "failed" and "give load_environment a fixed seed" in result.why
+
+
+def test_an_environment_of_the_package_index_is_played(tmp_path: Path) -> None:
+    """One that other people made: sophistry-bench-sprint, with eight functions in its rubric."""
+    env = "verifiers:sophistry-bench-sprint"
+    located = preflight.located(config(tmp_path / "runs", env=env, args={"n_items": 4}))
+    bench = Bench(tmp_path, located, context=0)
+    try:
+        result, opened = bench.play(bench.task.prompt("train", 0, 0), "The passage says so.")
+        assert result.kind == "scored" and opened.session.calls == 1, result
+        assert result.reward == result.parts["aggregate_reward"]
+        assert {"correctness_reward", "n_claims_metric", "num_turns"} <= result.parts.keys()
+    finally:
+        bench.close()
