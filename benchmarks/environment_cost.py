@@ -50,20 +50,21 @@ class Adapter:
         self.worker = _AgentProcess(agent, msgspec.msgpack.encode(setup))
         self.decode = msgspec.msgpack.Decoder(SessionResult).decode
         self.url = url
-        self.number = 0
+        self.number = self.received = 0
         self.receive(1)  # ready
 
     def receive(self, count: int) -> None:
         """Wait for so many results."""
-        while count:
+        while self.received < count:
             self.worker.flush()
             for result in self.worker.receive_messages(self.decode):
                 if result.kind not in ("ready", "scored"):
                     raise RuntimeError(result.why)
-                count -= 1
+                self.received += 1
             if self.worker.closed:
                 raise RuntimeError("the environment's process has ended")
             time.sleep(0.001)
+        self.received -= count
 
     def order(self) -> None:
         self.number += 1
