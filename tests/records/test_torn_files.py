@@ -120,7 +120,7 @@ def test_a_report_shows_half_a_character_as_its_escape(gain: Any, tmp_path: Path
     sign = {"name": "odd", "said": "a \udc00 b", "try_this": ""}
     summary.write_text(json.dumps(json.loads(summary.read_text()) | {"signs": [sign]}))
     page = run_page.write(tmp_path).read_bytes().decode()
-    assert r"p\ud83d</code>" in page and r"a \udc00 b" in page
+    assert r"p\ud83d</td>" in page and r"a \udc00 b" in page
 
 
 # ---- after a resume ------------------------------------------------------------------------------

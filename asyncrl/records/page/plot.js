@@ -64,6 +64,7 @@ function xScale(spec, lines, zoom, size) {
   const log = (spec.log ?? "").includes("x"), names = spec.x_names ?? [];
   let [low, high] = zoom ?? extent(lines.flatMap((line) => [...line.x, ...(line.until ?? [])]), log);
   if (!zoom && (spec.kind === "bars" || names.length)) [low, high] = [low - 0.6, high + 0.6];
+  if (!zoom && spec.kind === "points" && log) [low, high] = [low / 1.2, high * 1.2];
   if (!zoom && spec.kind === "points" && !log) { const edge = 0.06 * (high - low) || 0.5; [low, high] = [low - edge, high + 2 * edge]; }
   if (low === high) [low, high] = log ? [low / 2, high * 2] : [low - 0.5, high + 0.5];
   return makeScale(low, high, size.left, size.width - size.right, { log, names });
