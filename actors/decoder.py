@@ -16,7 +16,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from asyncrl.contract.routed_experts import RoutedExperts, RoutingShape
+from asyncrl.contract.messages import RoutingShape
+from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.models import exact_operators
 from asyncrl.models.moe import expert_layers
 from asyncrl.models.packed_attention import QueryBlock, cut_queries

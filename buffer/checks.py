@@ -19,13 +19,13 @@ from asyncrl.contract.messages import (
     EVAL_BASE,
     LearnerHello,
     LeaseRenewal,
+    RoutingShape,
     TicketRequest,
     TrainingSequence,
     Trajectory,
     VersionSpan,
 )
 from asyncrl.contract.outcomes import MOST_PARTS, MOST_ROWS, NAME_LENGTH, REASON_LENGTH
-from asyncrl.contract.routed_experts import RoutingShape
 from asyncrl.contract.versions import Label
 from asyncrl.contract.waits import BUFFER
 from asyncrl.transport import arrays

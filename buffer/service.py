@@ -27,7 +27,6 @@ from asyncrl.contract import messages as m
 from asyncrl.contract.errors import AsyncrlError, BadMessage, BufferTakenOver, DamagedDataError
 from asyncrl.contract.freshness.meter import BatchMeter
 from asyncrl.contract.printable import LONGEST_LINE, escape_line
-from asyncrl.contract.routed_experts import RoutingShape
 from asyncrl.contract.versions import Label
 from asyncrl.contract.waits import (
     KEPT,
@@ -174,7 +173,7 @@ class BufferService:
         self.toml = load.dump(config)  # for generators that join
         self.vocabulary = 0  # tokens of the model, from the learner's hello; 0: unknown
         # the routers whose experts the learner replays; None: none, or unknown
-        self.routing: RoutingShape | None = None
+        self.routing: m.RoutingShape | None = None
         self.refused = Counter[str]()  # refused messages by reason
         self.learner: dict[str, Any] = {}
         self.learner_waits: tuple[batches.BatchWait, float] | None = None  # (reason, since when)

@@ -44,7 +44,7 @@ from asyncrl.contract.errors import (
     ConfigError,
 )
 from asyncrl.contract.printable import escape_line
-from asyncrl.contract.routed_experts import RoutedExperts, RoutingShape
+from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.sampled_support import SampledSupport
 from asyncrl.contract.waits import OpenSession, ProcessWait
 from asyncrl.models.tokenizer import (
@@ -132,7 +132,9 @@ class Gateway(sockets.SessionPeer):
         self.limits = limits(config)
         self.tokenizer = load_tokenizer(config.model.path)
         self.vocabulary = vocabulary(config.model.path)
-        self.routing: RoutingShape | None = None  # of the model's routers, once a call had experts
+        self.routing: m.RoutingShape | None = (
+            None  # of the model's routers, once a call had experts
+        )
         self.stops = stop_tokens(self.tokenizer, config)
         self.chat = ChatFormat(
             self.tokenizer,

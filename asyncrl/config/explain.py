@@ -81,6 +81,7 @@ KEYS_BY_UNIT = {
     "copies": "weights.fan_out",
     "decode steps per token": "staleness.delay",
     "mantissa bits": "generator.mantissa_bits",
+    "experts": "model.warm_start_experts",
     "share": "staleness.wait reward.error_budget reward.machinery_budget stop.ess_min "
     "stop.ess_on_policy reshape.rho_min loss.cov_share loss.bapo_share advantage.ema_decay",
 }

@@ -8,11 +8,10 @@ until it is answered; requests are idempotent."""
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
-from asyncrl.contract.routed_experts import RoutingShape
 from asyncrl.contract.versions import Label
 from asyncrl.contract.waits import BlockingSession, OpenSession, ProcessWait
 
@@ -96,6 +95,17 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     start: int
     end: int
     kv: Label
+
+
+class RoutingShape(NamedTuple):
+    """The routers of a model: their number, the experts of each, and the experts of a token."""
+
+    layers: int
+    experts: int
+    chosen: int
+
+    def __str__(self) -> str:
+        return f"{self.layers} layers with {self.chosen} of {self.experts} experts"
 
 
 class RewardFailure(msgspec.Struct, frozen=True, array_like=True):

@@ -12,23 +12,13 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
+from asyncrl.contract.messages import RoutingShape
+
 HEAD = struct.Struct("<HHB")  # experts, layers, experts of a token
 NARROW = 256  # numbers that fit one byte
-
-
-class RoutingShape(NamedTuple):
-    """The routers of a model: their number, the experts of each, and the experts of a token."""
-
-    layers: int
-    experts: int
-    chosen: int
-
-    def __str__(self) -> str:
-        return f"{self.layers} layers with {self.chosen} of {self.experts} experts"
 
 
 @dataclass(frozen=True, eq=False)

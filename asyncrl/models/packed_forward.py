@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from asyncrl.contract.routed_experts import RoutedExperts, RoutingShape
+from asyncrl.contract.messages import RoutingShape
+from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.sampled_support import SampledSupport
 from asyncrl.models import exact_operators, packed_attention
 from asyncrl.models.moe import expert_layers

@@ -21,7 +21,8 @@ import xxhash
 from torch.utils.checkpoint import checkpoint
 
 from asyncrl.contract.errors import ConfigError
-from asyncrl.contract.routed_experts import RoutedExperts, RoutingShape
+from asyncrl.contract.messages import RoutingShape
+from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.sampled_support import SampledSupport
 from asyncrl.models import adapter_files, fetch, packed_forward, without_transformers
 from asyncrl.models.moe import router_hooks

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from asyncrl.contract.errors import BadMessage
-from asyncrl.contract.messages import TrainingSequence, Trajectory
-from asyncrl.contract.routed_experts import RoutedExperts, RoutingShape
+from asyncrl.contract.messages import RoutingShape, TrainingSequence, Trajectory
+from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.sampled_support import SampledSupport
 
 LOGPROB_ABOVE_0 = 1e-3  # rounding of a probability of 1

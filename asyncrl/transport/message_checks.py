@@ -15,7 +15,6 @@ from collections.abc import Sequence
 
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import BadMessage
-from asyncrl.contract.routed_experts import RoutingShape
 from asyncrl.contract.versions import Label
 from asyncrl.transport.ring import Rows
 
@@ -35,7 +34,7 @@ def require(ok: bool, reason: str) -> None:
         raise BadMessage(reason)
 
 
-def check(message: object, *, vocabulary: int = 0, routing: RoutingShape | None = None) -> None:
+def check(message: object, *, vocabulary: int = 0, routing: m.RoutingShape | None = None) -> None:
     """Check a message.
 
     vocabulary: tokens of the reader's model; 0: unknown.
@@ -148,7 +147,7 @@ def check_call_result(
     message: m.CallResult,
     call: m.GenerationCall,
     vocabulary: int = 0,
-    routing: RoutingShape | None = None,
+    routing: m.RoutingShape | None = None,
 ) -> None:
     """Check a generator's result against its call, in the gateway."""
     what = f"call {call.id}"
@@ -210,7 +209,7 @@ def serving(message: m.ServingReport) -> None:
     )
 
 
-def _batch(message: m.Batch, vocabulary: int, routing: RoutingShape | None) -> None:
+def _batch(message: m.Batch, vocabulary: int, routing: m.RoutingShape | None) -> None:
     from asyncrl.transport import arrays  # imports numpy, which a live view does not need
 
     what = f"batch {message.number}"

@@ -23,7 +23,7 @@ from asyncrl.config.tree import WiresConfig
 from asyncrl.contract import messages as m
 from asyncrl.contract import outcomes
 from asyncrl.contract.errors import BadMessage
-from asyncrl.contract.routed_experts import RoutedExperts, RoutingShape
+from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.versions import Label
 from buffer import service as module
 from buffer.ledger import total_tokens
@@ -125,7 +125,7 @@ def test_a_learner_that_replays_routing_needs_the_experts_of_every_token(
     """Those of the model's routers: a generator that sends others, or none, is broken."""
     at = bench("durability.mode='memory'")
     hello = honest_hello(at.service.run, vocabulary=50)
-    at.service.handle(b"l", msgspec.structs.replace(hello, routing=RoutingShape(1, 8, 2)))
+    at.service.handle(b"l", msgspec.structs.replace(hello, routing=m.RoutingShape(1, 8, 2)))
     first, second, third, *_ = at.tickets(30)
     good = RoutedExperts(np.array([[[3, 4]], [[8, 8]]], np.uint16), 8)
     assert isinstance(at.deliver(sample(first, 0, routed=good.encode())), m.DeliveryAcks)

@@ -13,8 +13,8 @@ from actors.engine import Completion
 from actors.engine_embedded import EmbeddedEngine
 from actors.engine_generic import GenericEngine
 from asyncrl.contract.errors import BadMessage, ConfigError
-from asyncrl.contract.messages import TrainingSequence
-from asyncrl.contract.routed_experts import HEAD, RoutedExperts, RoutingShape
+from asyncrl.contract.messages import RoutingShape, TrainingSequence
+from asyncrl.contract.routed_experts import HEAD, RoutedExperts
 from asyncrl.contract.versions import Label
 from asyncrl.models import fetch, policy
 from asyncrl.models.moe import router_hooks

@@ -22,7 +22,7 @@ from hostile_messages_kit import GOOD
 from actors.gateway.endpoint import server as http_server
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import BadMessage, PeerUnreachable
-from asyncrl.contract.routed_experts import RoutedExperts, RoutingShape
+from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.versions import Label
 from asyncrl.supervise import live
 from asyncrl.transport import chunks, message_checks, sockets
@@ -37,7 +37,7 @@ SAID = m.PolicyAnnouncement(AT, "d", m.WeightsSource(1, "here", "/nowhere", ""))
 SAMPLING = m.SamplingSettings(1.0, 1.0, 0, 4)
 TICKET = m.Ticket(3, 1, "train", m.Prompt(3, "p"), [0, 1], SAMPLING, AT, None, 0)
 CALL = m.GenerationCall(1, 7, 1, "train", b"\3\0\0\0\4\0\0\0", 4, SAMPLING, AT, None, 5)
-ROUTING = RoutingShape(1, 8, 2)
+ROUTING = m.RoutingShape(1, 8, 2)
 replace = msgspec.structs.replace
 
 

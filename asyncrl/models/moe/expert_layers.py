@@ -13,7 +13,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from asyncrl.contract.routed_experts import RoutedExperts, RoutingShape
+from asyncrl.contract.messages import RoutingShape
+from asyncrl.contract.routed_experts import RoutedExperts
 
 ALIGNED = 8  # a width of the experts is a multiple of it: torch's grouped product needs 16 bytes
 

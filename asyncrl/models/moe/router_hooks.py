@@ -17,7 +17,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from asyncrl.contract.errors import ConfigError
-from asyncrl.contract.routed_experts import RoutedExperts, RoutingShape
+from asyncrl.contract.messages import RoutingShape
+from asyncrl.contract.routed_experts import RoutedExperts
 
 
 class TopKChoice(TorchFunctionMode):
