@@ -28,6 +28,8 @@ PAGES = {
     "agent": "agents.md",
     "generator": "engines.md",
     "learner": "gpus.md",
+    "learner.replay_routing": "mixtures.md",
+    "model.warm_start_experts": "mixtures.md",
     "lora": "lora.md",
     "export": "lora.md",
     "staleness": "staleness.md",
