@@ -174,9 +174,9 @@ def test_attention_looks_at_the_columns_in_use_alone(
     looked: list[int] = []
     plain = decoder.decode
 
-    def spy(*args: Any) -> torch.Tensor:
+    def spy(*args: Any, **more: Any) -> torch.Tensor:
         looked.append(args[-1])
-        return plain(*args)
+        return plain(*args, **more)
 
     monkeypatch.setattr(decoder, "decode", spy)
     answers = []
@@ -216,9 +216,9 @@ def test_a_generator_that_never_runs_dry_pays_for_its_answers_not_for_their_limi
     looked: list[int] = []
     plain = decoder.decode
 
-    def spy(*args: Any) -> torch.Tensor:
+    def spy(*args: Any, **more: Any) -> torch.Tensor:
         looked.append(args[-1])
-        return plain(*args)
+        return plain(*args, **more)
 
     monkeypatch.setattr(decoder, "decode", spy)
     monkeypatch.setattr(decoder, "BLOCK", 16)
@@ -344,9 +344,12 @@ def test_prompts_are_encoded_together_up_to_a_number_of_tokens(
     monkeypatch.setattr(engine_embedded, "TOGETHER", 32)
     seen = []
     plain = decoder.encode
-    monkeypatch.setattr(
-        decoder, "encode", lambda w, ids, *a: seen.append(tuple(ids.shape)) or plain(w, ids, *a)
-    )
+
+    def spy(w: decoder.FusedWeights, ids: torch.Tensor, **more: Any) -> Any:
+        seen.append(tuple(ids.shape))
+        return plain(w, ids, **more)
+
+    monkeypatch.setattr(decoder, "encode", spy)
     apart = run(engine(model), requests)
     assert seen == [(3, 8), (1, 29)]
     for key, answer in together.items():

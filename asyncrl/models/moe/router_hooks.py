@@ -86,14 +86,18 @@ def routing(
     replayed: int64 [layers, n, k], see `TopKChoice`
     recorded: the ids used in each layer [n, k] are appended to it"""
     found = routers(hf) if replayed is not None or recorded is not None else []
+    before = [router.__dict__.get("forward") for router in found]
     for layer, router in enumerate(found):
         ids = None if replayed is None else replayed[layer]
         router.forward = partial(_forward, router.forward, ids, recorded)
     try:
         yield
     finally:
-        for router in found:
-            del router.forward  # the class's own again
+        for router, forward in zip(found, before, strict=True):
+            if forward is None:
+                del router.forward  # the class's own again
+            else:
+                router.forward = forward
 
 
 def _forward(
