@@ -15,7 +15,7 @@ from asyncrl.models.tokenizer import transformers_tokenizer
 from asyncrl.records import atomic_write
 from asyncrl.tasks.warm_start import BATCH, fit_answers
 
-STEPS = 250
+STEPS = 120
 MISTAKES = 0.5  # share of demonstrations with another sum
 SYMBOLS = string.ascii_letters + string.digits + string.punctuation + " \n"
 BEFORE = "User: What is 4 + 5?\n\nAssistant: 9\n\n"  # the recipe's own example
