@@ -95,6 +95,7 @@ class Buffer:
             f"durability.mode={mode!r}",
             f"learner.steps={steps}",
             f"staleness.max_lag={LAG}",
+            "staleness.wait=0",  # the limit is filled
             "evaluation.every=0",
             f"learner.groups={groups}",
             f"learner.group_size={SIZE}",

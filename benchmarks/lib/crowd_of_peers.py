@@ -44,6 +44,7 @@ def a_config(mode: str, lag: int) -> Config:
         f"durability.mode={mode!r}",
         f"learner.steps={STEPS}",
         f"staleness.max_lag={lag}",
+        "staleness.wait=0",  # the limit is filled
         f"learner.groups={GROUPS}",
         f"learner.group_size={SIZE}",
         "evaluation.every=0",
