@@ -441,6 +441,87 @@ def decode(
     return w.logits(x)
 
 
+def verify(
+    w: FusedWeights,
+    cache: ColumnCache,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    end: int,
+    routed: list[torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Run m tokens a row at once, with each row's keys at the column of its own position.
+
+    Args:
+        tokens: [n, m], a row's last token and its draft.
+        positions: [n, m], ascending by 1; only rows that are not live have columns that the cache
+            lacks.
+        end: no live row reads a column from here on.
+        routed: the experts of each sparse layer, int64 [n * m, k], are appended to it.
+
+    Returns logits fp32 [n * m, V].
+    """
+    n, m = tokens.shape
+    lay = w.lay
+    share = lay.heads // lay.kv_heads
+    positions, seen, bias = _causal_columns(cache, positions, end, 1)
+    rows = torch.arange(n, device=tokens.device)[:, None]
+    turns = w.rotations(positions.flatten().clamp(max=len(w.cos) - 1))
+    x = w.top["embed"].index_select(0, tokens.flatten())
+    for i in range(w.layers):
+        q, k, v = w.project(i, x, turns)
+        cache.k[i, rows, :, positions] = k.reshape(n, m, lay.kv_heads, lay.head_dim)
+        cache.v[i, rows, :, positions] = v.reshape(n, m, lay.kv_heads, lay.head_dim)
+        keys, values = (
+            t[i, :n, :, :seen].reshape(n * lay.kv_heads, seen, lay.head_dim)
+            for t in (cache.k, cache.v)
+        )
+        by_key = q.reshape(n, m, lay.kv_heads, share, lay.head_dim).transpose(1, 2)
+        scores = torch.bmm(
+            by_key.reshape(n * lay.kv_heads, m * share, lay.head_dim), keys.transpose(1, 2)
+        )
+        scores = scores.view(n, lay.kv_heads, m, share, seen).float().add_(bias[:, None, :, None])
+        p = torch.softmax(scores, -1).to(x.dtype)
+        out = torch.bmm(p.view(n * lay.kv_heads, m * share, seen), values)
+        out = out.view(n, lay.kv_heads, m, share * lay.head_dim).transpose(1, 2)
+        x = w.finish(i, x, out.reshape(n * m, lay.heads * lay.head_dim), routed)
+    return w.logits(x)
+
+
+def _causal_columns(
+    cache: ColumnCache, positions: torch.Tensor, end: int, multiple: int
+) -> tuple[torch.Tensor, int, torch.Tensor]:
+    """Return positions within the cache, the columns that are read, and their bias [n, m, seen].
+
+    multiple: the number of columns is rounded up to it.
+    """
+    columns = cache.bias.shape[2]
+    positions = positions.clamp(max=columns - 1)
+    seen = min(exact_operators.round_up(end, multiple), columns)
+    column = torch.arange(seen, device=positions.device)
+    bias = torch.where(column <= positions[..., None], 0.0, MASKED)
+    return positions, seen, bias
+
+
+def count_accepted(
+    sampled: torch.Tensor, drafts: torch.Tensor, stop: torch.Tensor, left: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return how many of its m sampled tokens each row takes [n], and whether it stops [n].
+
+    A row takes the tokens up to its first one that differs from the draft, that one included: the
+    later ones follow a token that was not sampled.
+
+    Args:
+        sampled: [n, m].
+        drafts: [n, m - 1]; -1: none.
+        stop: [n, S], stop tokens; -1: none.
+        left: [n], tokens that may still be sampled; 0: the row is not live.
+    """
+    taken = (sampled[:, :-1] == drafts).long().cumprod(1).sum(1) + 1
+    stops = (sampled[..., None] == stop[:, None]).any(2)
+    until = torch.where(stops.any(1), stops.long().argmax(1) + 1, sampled.shape[1] + 1)
+    return torch.minimum(torch.minimum(taken, until), left), until <= torch.minimum(taken, left)
+
+
 def query_blocks(lay: ModelLayout, b: int, n: int, past: int, device: str) -> list[QueryBlock]:
     """Split the queries of b rows of n tokens, behind `past` others, into blocks.
 
@@ -632,6 +713,41 @@ def decode_exact(
         attended = exact_operators.pad_rows(attended)
         x = exact_operators.finish(lay, layer, x, attended, recorded=routed)
     return w.logits_exact(x)[:n]
+
+
+def verify_exact(
+    w: FusedWeights,
+    cache: ColumnCache,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    end: int,
+    routed: list[torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Run `verify` with the operators of exact mode: the same bits as one token at a time.
+
+    Rows of `routed` behind the n * m are padding.
+    """
+    n, m = tokens.shape
+    lay = w.lay
+    positions, seen, bias = _causal_columns(cache, positions, end, exact_operators.KEYS)
+    columns = cache.bias.shape[2]
+    rows = torch.arange(n, device=tokens.device)[:, None]
+    places = exact_operators.pad_rows(positions.flatten().clamp(max=len(w.turned) - 1))
+    turns = w.turned.index_select(0, places)
+    x = w.top["embed"].index_select(0, exact_operators.pad_rows(tokens.flatten()))
+    space = exact_operators.one_query_space(lay, n * m, x)
+    groups, wide = space.shape[1], space.shape[3]
+    for i, layer in enumerate(w.per_layer):
+        q, k, v = exact_operators.project(lay, layer, x, turns)
+        cache.k[i, rows, :, positions] = k[: n * m].reshape(n, m, groups, wide)
+        cache.v[i, rows, :, positions] = v[: n * m].reshape(n, m, groups, wide)
+        keys, values = (
+            t[i, :n].view(n * groups, columns, wide)[:, :seen] for t in (cache.k, cache.v)
+        )
+        attended = exact_operators.attend_several(q[: n * m], keys, values, bias, space)
+        attended = exact_operators.pad_rows(attended)
+        x = exact_operators.finish(lay, layer, x, attended, recorded=routed)
+    return w.logits_exact(x)[: n * m]
 
 
 def encode_exact(

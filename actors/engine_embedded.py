@@ -11,6 +11,7 @@ sampled under these weights is encoded only behind them.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 
 from actors import decoder
+from actors.decoding.drafts import DraftBook, DraftPolicy
 from actors.engine import (
     Completion,
     CompletionRequest,
@@ -38,11 +40,13 @@ from asyncrl.contract.sampled_support import SampledSupport
 from asyncrl.contract.versions import Label
 from asyncrl.models import exact_operators, memory
 from asyncrl.models.adapters import AdapterBase
+from asyncrl.models.low_precision.weight_rounding import WeightRounder
 from asyncrl.models.policy import PolicyModel, load_policy
 from asyncrl.records import machine_memory
 
 CHUNK = 64  # rows refilled at a time: an admission costs about as much as a few decode steps
 TOGETHER = 1 << 15  # prompt tokens encoded in one batch
+BRIEF = 64  # columns of the cache in which the cost of drafts is measured
 SHRINK = 0.75  # compact when a smaller share of the rows in use is live
 
 
@@ -63,6 +67,7 @@ class EngineRow:
     kept: list[np.ndarray] = field(default_factory=list)
     # uint16 [P - 1, layers, k], the experts of the prompt without its last token; None: no record
     routed: np.ndarray | None = None
+    sampled: int = 0  # tokens so far, where rows advance by different numbers of them
 
 
 class EmbeddedEngine:
@@ -71,10 +76,12 @@ class EmbeddedEngine:
     in_flight: what `load` does to live rows; under `between_groups` none is live then. fixed: use
     the operators of exact mode (asyncrl/models/exact_operators.py), with every key at the column of
     its position. mantissa_bits: weights are rounded to so many bits when loaded; 0 means no
-    rounding. base: the adapter base to which `load` adds each version; None: versions are full
+    rounding. quantize: the format to which the linear layers' weights are rounded instead, or
+    "none". base: the adapter base to which `load` adds each version; None: versions are full
     weights. kept_tokens: the most tokens whose keys and values are kept for later prompts. 0 keeps
     none, and neither does exact mode, which encodes every prompt in full, as the learner does.
     record_routing: completions of a mixture of experts carry the experts of their tokens.
+    drafts: when to decode speculatively; None: never.
     """
 
     def __init__(
@@ -87,9 +94,11 @@ class EmbeddedEngine:
         max_new_tokens: int = 64,
         fixed: bool = False,
         mantissa_bits: int = 0,
+        quantize: str = "none",
         base: AdapterBase | None = None,
         kept_tokens: int = 0,
         record_routing: bool = False,
+        drafts: DraftPolicy | None = None,
     ) -> None:
         assert model.fast is not None
         self.routing = model.fast.routing if record_routing else None
@@ -97,13 +106,16 @@ class EmbeddedEngine:
         self.in_flight = in_flight
         self.lay = model.fast
         self.mantissa_bits = mantissa_bits
+        self.rounder = None if quantize == "none" else WeightRounder(model.hf, quantize)
         self.base = base
         self.context = context
-        self.weights = decoder.FusedWeights(
-            model.fast,
-            exact_operators.round_up(context + 1, exact_operators.KEYS),
-        )
+        positions = exact_operators.round_up(context + 1, exact_operators.KEYS)
+        self.weights = decoder.FusedWeights(model.fast, positions)
         self.fixed = fixed
+        self.drafts = drafts
+        self.book = DraftBook()  # what drafts are looked up in
+        self.proposed = self.accepted = 0  # draft tokens
+        self.by_position = fixed or drafts is not None  # the keys of position p are in column p
         self.dtype = next(model.hf.parameters()).dtype
         self.device = model.device
         if (needed := self._bytes(1, context, context)) > free_memory(self.device):
@@ -137,10 +149,8 @@ class EmbeddedEngine:
         self.left = torch.zeros(rows, dtype=torch.long, device=self.device)
         self.count = torch.zeros(rows, dtype=torch.long, device=self.device)  # tokens sampled
         self.scale = torch.ones(rows, device=self.device)
-        self.top_p, self.top_k = (
-            torch.ones(rows, device=self.device),
-            torch.zeros(rows, dtype=torch.long, device=self.device),
-        )
+        self.top_p = torch.ones(rows, device=self.device)
+        self.top_k = torch.zeros(rows, dtype=torch.long, device=self.device)
         self.cuts = False  # some live row has top-p or top-k
         self.vocabulary = 0  # tokens that a truncated row was sampled from
         self.plain = True  # every live row has temperature 1 and no cut
@@ -181,6 +191,8 @@ class EmbeddedEngine:
     ) -> None:
         if self.base is not None:
             weights = self.base.merge(weights, probe)
+        if self.rounder is not None:
+            weights = self.rounder(weights)
         self.weights.load(
             {name: round_mantissa(weight, self.mantissa_bits) for name, weight in weights.items()}
             if self.mantissa_bits
@@ -191,8 +203,12 @@ class EmbeddedEngine:
         self.loads += 1
         if self.kept is not None:
             self.kept.clear()
+        if self.drafts is not None:
+            self.drafts.begin_version()
+            if self.drafts.rows is None and not self.drafts.costs:
+                self.drafts.costs = self._measure_drafts(self.drafts.most)
         for row in filter(None, self.rows):
-            position = self.clock - row.born
+            position = self._length(row)
             if row.marks and row.marks[-1][0] == position:
                 row.marks.pop()
             row.marks.append((position, label, digest))
@@ -207,6 +223,8 @@ class EmbeddedEngine:
                     f"not fit generator.context = {self.context}"
                 )
             self.queue.append(request)
+            if self.drafts is not None:
+                self.book.open(request)
 
     @torch.inference_mode()
     def step(self, steps: int = 8) -> list[Completion]:
@@ -267,23 +285,50 @@ class EmbeddedEngine:
         for request in [request for request in self.queue if request.key in gone]:
             tokens[request.key] = 0
             self.queue.remove(request)
+            if self.drafts is not None:
+                self.book.close(request)
         for index, row in enumerate(self.rows):
             if row is not None and row.request.key in gone:
-                tokens[row.request.key] = self.clock - row.born
+                tokens[row.request.key] = self._length(row)
+                if self.drafts is not None:
+                    self.book.close(row.request)
                 self._release_row(index)
         return tokens
 
     def progress(self) -> dict[Key, int]:
-        return {row.request.key: self.clock - row.born for row in filter(None, self.rows)}
+        return {row.request.key: self._length(row) for row in filter(None, self.rows)}
 
     def numbers(self) -> dict[str, float]:
-        if self.kept is None:
-            return {}
-        return {
-            "prefix/hits": self.hits,
-            "prefix/reused_tokens": self.reused,
-            "prefix/encoded_tokens": self.encoded,
-        }
+        numbers: dict[str, float] = {}
+        if self.kept is not None:
+            numbers |= {
+                "prefix/hits": self.hits,
+                "prefix/reused_tokens": self.reused,
+                "prefix/encoded_tokens": self.encoded,
+            }
+        if self.drafts is not None:
+            numbers |= {"draft/proposed": self.proposed, "draft/accepted": self.accepted}
+        return numbers
+
+    # ---- where a row's tokens are ----------------------------------------------------------------
+
+    def _length(self, row: EngineRow) -> int:
+        """Count the tokens sampled so far."""
+        return self.clock - row.born if self.drafts is None else row.sampled
+
+    def _output_columns(self, row: EngineRow) -> np.ndarray:
+        """Return the columns of its tokens in `out_token` and `out_logprob`, int [length]."""
+        if self.drafts is not None:
+            return np.arange(row.sampled)
+        return self.columns.columns_of(row.born, self.clock)
+
+    def _key_columns(self, row: EngineRow, known: int) -> np.ndarray:
+        """Return the cache's columns of its first `known` tokens, the prompt's included."""
+        if self.by_position:
+            return np.arange(known)
+        prompt = len(row.request.prompt) - 1
+        steps = self.columns.columns_of(row.born, row.born + known - prompt)
+        return np.concatenate([np.arange(prompt), self.prompt_needed + steps])
 
     # ---- rows ------------------------------------------------------------------------------------
 
@@ -403,15 +448,7 @@ class EmbeddedEngine:
                 f"to {self._cache_columns()} tokens take {gb(needed)}, and {gb(free)} are free; "
                 f"lower generator.slots = {self.slots} or generator.context = {self.context}"
             )
-        like = torch.empty(0, dtype=self.dtype, device=self.device)
-        self.cache = decoder.ColumnCache(
-            self.lay,
-            self.weights.layers,
-            self.slots,
-            self._cache_columns(),
-            like,
-            together=exact_operators.heads_per_product(self.lay) if self.fixed else None,
-        )
+        self.cache = self._new_cache(self.slots, self._cache_columns())
         if response > self.columns.count:
             more = response - self.columns.count
             self.columns.grow(response)
@@ -425,9 +462,21 @@ class EmbeddedEngine:
         if old is not None:
             self._copy_cache(old, old_prompt)
 
+    def _new_cache(self, rows: int, columns: int) -> decoder.ColumnCache:
+        return decoder.ColumnCache(
+            self.lay,
+            self.weights.layers,
+            rows,
+            columns,
+            torch.empty(0, dtype=self.dtype, device=self.device),
+            together=exact_operators.heads_per_product(self.lay) if self.fixed else None,
+        )
+
     def _cache_columns(self) -> int:
         """Count the cache's columns: prompts plus steps; exact mode pads their sum."""
         columns = self.prompt_needed + self.answer_needed
+        if self.drafts is not None:  # drafts of a row may reach beyond its last token
+            columns += self.drafts.most
         return exact_operators.round_up(columns, exact_operators.KEYS) if self.fixed else columns
 
     def _encode(
@@ -469,7 +518,9 @@ class EmbeddedEngine:
         assert self.cache is not None
         count = old.bias.shape[2]
         parts = (
-            [(0, 0, count)] if self.fixed else [(0, 0, prompt), (self.prompt_needed, prompt, count)]
+            [(0, 0, count)]
+            if self.by_position
+            else [(0, 0, prompt), (self.prompt_needed, prompt, count)]
         )
         for to, first, end in parts:
             target = slice(to, to + end - first)
@@ -593,13 +644,12 @@ class EmbeddedEngine:
         if routed is not None and len(row.marks) > 1:
             return  # the keys were computed again, by other experts than those of the answer
         assert self.cache is not None
-        prompt = row.request.prompt
-        steps = self.prompt_needed + self.columns.columns_of(row.born, self.clock)
+        known = np.concatenate([row.request.prompt, tokens[:-1]])
         self.kept.store(
-            np.concatenate([prompt, tokens[:-1]]),
+            known,
             self.cache.k[:, slot],
             self.cache.v[:, slot],
-            np.concatenate([np.arange(len(prompt) - 1), steps]),
+            self._key_columns(row, len(known)),
             None if routed is None else routed.ids,
         )
 
@@ -636,14 +686,14 @@ class EmbeddedEngine:
         """Rebuild the keys and values of every live row with the weights now loaded."""
         assert self.cache is not None
         live = [(slot, request) for slot, request in enumerate(self.rows) if request is not None]
-        lengths = [len(request.request.prompt) + self.clock - request.born for _, request in live]
+        lengths = [len(row.request.prompt) + self._length(row) for _, row in live]
         for batch in batches(lengths):
             part = [live[live_index] for live_index in batch]
             sequences = [
                 np.concatenate(
                     [
                         request.request.prompt,
-                        self._sampled_tokens(slot, request)[0][: self.clock - request.born],
+                        self._sampled_tokens(slot, request)[0],
                     ]
                 )[:-1]
                 for slot, request in part
@@ -655,16 +705,7 @@ class EmbeddedEngine:
             for index, (slot, request) in enumerate(part):
                 request.loads = self.loads
                 known = len(sequences[index])
-                prompt = len(request.request.prompt) - 1
-                columns = np.concatenate(
-                    [
-                        np.arange(prompt),
-                        self.prompt_needed
-                        + self.columns.columns_of(request.born, request.born + known - prompt),
-                    ]
-                )
-                if self.fixed:
-                    columns = np.arange(known)
+                columns = self._key_columns(request, known)
                 target = torch.from_numpy(columns).to(self.device)
                 for layer, (keys, values) in enumerate(layers):
                     self.cache.k[layer, slot, :, target], self.cache.v[layer, slot, :, target] = (
@@ -676,21 +717,18 @@ class EmbeddedEngine:
 
     def _decode(self) -> list[Completion]:
         assert self.cache is not None
+        if self.drafts is not None:
+            return self._decode_drafts(self.drafts)
         count = len(self.rows)
         column = self.columns.allocate(self.clock, self._oldest_step)
         routed: list[torch.Tensor] | None = None if self.routing is None else []
         if self.fixed:
-            longest = max(
-                len(request.request.prompt) - 1 + self.clock - request.born
-                for request in self.rows
-                if request is not None
-            )
             logits = decoder.decode_exact(
                 self.weights,
                 self.cache,
                 self.token[:count],
                 self.position[:count],
-                longest,
+                self._longest(),
                 routed=routed,
             )
         else:
@@ -727,6 +765,130 @@ class EmbeddedEngine:
         self.position[:count].add_(1).clamp_(max=self.context)
         return self._answers(ended.nonzero()[:, 0])
 
+    def _decode_drafts(self, policy: DraftPolicy) -> list[Completion]:
+        """Make a step in which each row gets the tokens of its draft that it would have sampled.
+
+        They are those before the first difference, and the sampled token there.
+        """
+        assert self.cache is not None
+        count = len(self.rows)
+        drafts = self._propose(policy)
+        width = 1 + drafts.shape[1]
+        steps = torch.arange(width, device=self.device)
+        tokens = torch.cat([self.token[:count, None], drafts.clamp(min=0)], 1)
+        verify = decoder.verify_exact if self.fixed else decoder.verify
+        routed: list[torch.Tensor] | None = None if self.routing is None else []
+        logits = verify(
+            self.weights,
+            self.cache,
+            tokens,
+            self.position[:count, None] + steps,
+            self._longest() + width,
+            routed,
+        )
+        places = (self.count[:count, None] + steps).clamp(max=self.uniform.shape[1] - 1)
+
+        def by_token(of_row: torch.Tensor) -> torch.Tensor:
+            return of_row[:count].repeat_interleave(width)
+
+        token, logprob, kept = (
+            None if each is None else each.view(count, width, *each.shape[1:])
+            for each in decoder.sample(
+                logits,
+                self.uniform[:count].gather(1, places).flatten(),
+                None if self.plain else by_token(self.scale),
+                (by_token(self.top_p), by_token(self.top_k)) if self.cuts else None,
+            )
+        )
+        assert token is not None and logprob is not None
+        left = self.left[:count]
+        taken, stopped = decoder.count_accepted(token, drafts, self.stop[:count], left)
+        if kept is not None:
+            self._record_drafted(kept, taken)
+        row, step = (steps < taken[:, None]).nonzero(as_tuple=True)
+        column = self.count[row] + step
+        self.out_token[row, column], self.out_logprob[row, column] = (
+            token[row, step],
+            logprob[row, step],
+        )
+        if routed is not None and self.out_routed is not None:
+            experts = torch.stack(routed, 1)[row * width + step]
+            self.out_routed[row, column] = experts.to(self.out_routed.dtype)
+        live = left > 0
+        last = token.gather(1, (taken - 1).clamp(min=0)[:, None])[:, 0]
+        self.token[:count] = torch.where(live, last, self.token[:count])
+        left.sub_(taken)
+        self.count[:count].add_(taken).clamp_(max=self.uniform.shape[1] - 1)
+        self.position[:count].add_(taken)
+        self.clock += 1
+        self._count_drafts(policy, (drafts >= 0).sum(1).tolist(), taken.tolist())
+        return self._answers((live & (stopped | (left == 0))).nonzero()[:, 0])
+
+    def _propose(self, policy: DraftPolicy) -> torch.Tensor:
+        """Return the drafts of all rows, int64 [rows, D], padded with -1; D may be 0."""
+        found: list[list[int]] = [[] for _ in self.rows]
+        if policy.pays(self.live):
+            for slot, row in enumerate(self.rows):
+                if row is None or not (
+                    most := min(policy.most, row.request.max_new_tokens - row.sampled - 1)
+                ):
+                    continue
+                known = self.book.count_known(row.request)
+                new_tokens = self.out_token[slot, known : row.sampled].tolist()
+                found[slot] = self.book.propose(row.request, new_tokens, most)
+        width = max(map(len, found))
+        padded = [draft + [-1] * (width - len(draft)) for draft in found]
+        return torch.tensor(padded, dtype=torch.long, device=self.device).view(len(found), width)
+
+    def _count_drafts(self, policy: DraftPolicy, drafts: list[int], taken: list[int]) -> None:
+        """Advance the rows by the tokens they have taken, and count those of drafts."""
+        for row, draft, tokens in zip(self.rows, drafts, taken, strict=True):
+            if row is not None:
+                row.sampled += tokens
+                self.proposed += draft
+                self.accepted += tokens - 1
+        if any(drafts):
+            policy.count(self.live, sum(taken))
+
+    def _record_drafted(self, kept: torch.Tensor, taken: torch.Tensor) -> None:
+        """Append the kept tokens, bool [n, D, V], of the `taken` [n] tokens of each row."""
+        self.vocabulary = kept.shape[2]
+        for slot, row in enumerate(self.rows):
+            if row is not None and row.request.truncates:
+                row.kept += decoder.kept_ids(kept[slot, : int(taken[slot])])
+
+    def _measure_drafts(self, most: int) -> dict[int, float]:
+        """Measure how much longer a step takes that verifies drafts, by its number of rows."""
+        costs = {}
+        for rows in (1 << power for power in range(self.slots.bit_length())):
+            if self._bytes(rows, BRIEF, 0) > free_memory(self.device) / 4:
+                break
+            seconds = [self._time_verification(rows, width) for width in (1, 1 + most)]
+            costs[rows] = max(1.0, seconds[1] / seconds[0])
+            if costs[rows] > 1 + most:  # cannot pay, nor can it with more rows
+                break
+        return costs
+
+    def _time_verification(self, rows: int, width: int) -> float:
+        """Return the least seconds of three steps of `rows` rows in an empty cache."""
+        columns = exact_operators.round_up(min(self.context, BRIEF), exact_operators.KEYS)
+        cache = self._new_cache(rows, columns)
+        tokens = torch.zeros(rows, width, dtype=torch.long, device=self.device)
+        positions = torch.arange(width, device=self.device).expand(rows, width)
+        verify = decoder.verify_exact if self.fixed else decoder.verify
+        seconds = []
+        for _ in range(4):  # the first one warms up
+            began = time.perf_counter()
+            verify(self.weights, cache, tokens, positions, columns).sum().item()
+            seconds.append(time.perf_counter() - began)
+        return min(seconds[1:])
+
+    def _longest(self) -> int:
+        """Return the largest position of a live row."""
+        return max(
+            len(row.request.prompt) - 1 + self._length(row) for row in self.rows if row is not None
+        )
+
     def _record_kept(self, kept: torch.Tensor) -> None:
         """Append the kept tokens, bool [n, V], to the rows whose request truncates."""
         self.vocabulary = kept.shape[1]
@@ -754,7 +916,7 @@ class EmbeddedEngine:
 
     def _sampled_tokens(self, index: int, row: EngineRow) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens and logprobs sampled so far of row `index`."""
-        columns = torch.from_numpy(self.columns.columns_of(row.born, self.clock)).to(self.device)
+        columns = torch.from_numpy(self._output_columns(row)).to(self.device)
         return self.out_token[index, columns].cpu().numpy().astype(np.int32), self.out_logprob[
             index, columns
         ].cpu().numpy()
@@ -771,13 +933,15 @@ class EmbeddedEngine:
         for index, slot in enumerate(ended.tolist()):
             row = self.rows[slot]
             assert row is not None
-            columns = self.columns.columns_of(row.born, self.clock)
+            columns = self._output_columns(row)
             tokens = ended_tokens[index, columns]
             finish: Literal["stop", "length"] = (
                 "stop" if int(tokens[-1]) in row.request.stop else "length"
             )
             experts = None if routed is None else self._routed(row, routed[index, columns])
             self._keep_answer(slot, row, tokens, experts)
+            if self.drafts is not None:
+                self.book.close(row.request, tokens)
             self.rows[slot] = None
             completions.append(
                 Completion(
@@ -891,10 +1055,17 @@ def make_engine(config: Config) -> Engine:
     from actors.engine_generic import GenericEngine
 
     kind: Any = GenericEngine if model.fast is None else EmbeddedEngine
-    if settings.mantissa_bits and kind is GenericEngine:
+    if kind is GenericEngine:
+        for key, off in (("mantissa_bits", 0), ("quantize", "none"), ("speculate", 0)):
+            if getattr(settings, key) != off:
+                raise ConfigError(
+                    f"generator.{key}: needs a model of the packed forward (Llama, Qwen2, Qwen3, "
+                    f"Mistral, Qwen3-MoE, Mixtral); set it to {off}"
+                )
+    if settings.quantize != "none" and model.fast is not None and model.fast.experts is not None:
         raise ConfigError(
-            "generator.mantissa_bits: needs a model of the packed forward (Llama, Qwen2, Qwen3, "
-            "Mistral, Qwen3-MoE, Mixtral); set it to 0"
+            "generator.quantize: does not round the experts of a mixture, which are most of its "
+            "weights; set it to none"
         )
     made: Engine = kind(
         model,
@@ -908,6 +1079,8 @@ def make_engine(config: Config) -> Engine:
             {
                 "fixed": bool(config.exact),
                 "mantissa_bits": settings.mantissa_bits,
+                "quantize": settings.quantize,
+                "drafts": DraftPolicy.from_config(settings) if settings.speculate else None,
                 "kept_tokens": settings.prefix_cache_tokens if config.agent.uses_sessions else 0,
             }
             if kind is EmbeddedEngine

@@ -22,6 +22,8 @@ SUMS = (
     "prefix/hits",
     "prefix/reused_tokens",
     "prefix/encoded_tokens",
+    "draft/proposed",
+    "draft/accepted",
     "link/fetch_s",
     "link/fetched_mb",
     "link/acked",
@@ -167,16 +169,15 @@ def reward_metrics(
     return now | means | {"time/reward_wait_share": min(1.0, totals["reward_idle_s"] / spent)}
 
 
-def prefix_metrics(
+def engine_metrics(
     stats: Sequence[Mapping[str, float]], totals: Mapping[str, float]
 ) -> dict[str, float]:
-    """Metrics of the engines' prefix caches, {} if there are none.
+    """Metrics of the engines' prefix caches and drafts, {} if there are none.
 
     totals: growth of the sums since the last step."""
-    if not any("prefix/hits" in entry for entry in stats):
-        return {}
-    names = ("hits", "reused_tokens", "encoded_tokens")
-    return {f"prefix/{name}": totals[name] for name in names}
+    reported = {name for entry in stats for name in entry}
+    names = [name for name in SUMS if name in reported and name.startswith(("prefix/", "draft/"))]
+    return {name: totals[name.partition("/")[2]] for name in names}
 
 
 def judge_metrics(machines: Iterable[tuple[str, Mapping[str, float]]]) -> dict[str, float]:

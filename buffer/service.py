@@ -908,7 +908,7 @@ class BufferService:
                 "time/swap": totals["swap_s"],
             }
             | numbers.reward_metrics(stats, totals, spent)
-            | numbers.prefix_metrics(stats, totals)
+            | numbers.engine_metrics(stats, totals)
             | numbers.link_metrics(totals, spent)
         )
 

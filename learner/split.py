@@ -21,7 +21,8 @@ from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import Batch, Trajectory
 from asyncrl.contract.versions import Label
 from asyncrl.models import adapters
-from asyncrl.models.policy import Manifest, PolicyModel, load_policy, load_weights, read_flat
+from asyncrl.models.low_precision.weight_rounding import load_learner_policy
+from asyncrl.models.policy import Manifest, PolicyModel, load_weights, read_flat
 from learner.batch import PackedBatch
 
 Forward = Callable[[PolicyModel, PackedBatch, list[int]], torch.Tensor]  # [N], 0 elsewhere
@@ -171,9 +172,7 @@ class SplitMeter:
             with adapters.adapters_replaced(self.model, flat):
                 return self.forward(self.model, packed, answers)
         if self.shadow is None:
-            self.shadow = load_policy(
-                self.config.model.path, self.config.model.dtype, self.config.model.device
-            )
+            self.shadow = load_learner_policy(self.config.model.path, self.config)
             if self.model.adapter is not None:
                 adapters.attach(self.shadow, self.config.lora, self.config.seed)
             freeze(self.shadow)
@@ -197,7 +196,7 @@ class SplitMeter:
             if self.model.adapter is not None and of_base and not self.distributed:
                 self.reference = adapters.without_adapters(self.model)
             else:
-                self.reference = freeze(load_policy(path, settings.dtype, settings.device))
+                self.reference = freeze(load_learner_policy(path, self.config))
         part = packed.token_positions(answers)
         part = part[prep.valid[part]]
         moved = ratios.log_ratio(

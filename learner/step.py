@@ -22,7 +22,8 @@ from asyncrl.config.tree import Config
 from asyncrl.contract.errors import AsyncrlError, ConfigError, NotFiniteError
 from asyncrl.contract.messages import Batch
 from asyncrl.models import adapters, memory, packed_forward
-from asyncrl.models.policy import PolicyModel, load_policy, manifest
+from asyncrl.models.low_precision.weight_rounding import load_learner_policy
+from asyncrl.models.policy import PolicyModel, manifest
 from learner import gradients, schedule
 from learner.backend import TorchBackend
 from learner.batch import PackedBatch, micro_batches, pack
@@ -107,7 +108,7 @@ class LearnerCore:
         by_modules = backend == "deepspeed" and config.learner.zero_stage == 3
         # FSDP2 moves a rank's part to its device
         device = "cpu" if backend == "fsdp2" else config.model.device
-        self.model = load_policy(model_dir, config.model.dtype, device, whole=by_modules)
+        self.model = load_learner_policy(model_dir, config, device=device, whole=by_modules)
         self.model.exact = bool(config.exact)
         self.model.recompute = config.learner.gradient_checkpointing
         # the routers whose recorded experts are replayed; None: none are
@@ -167,9 +168,7 @@ class LearnerCore:
                 return None
             path = Path(term.reference or config.model.reference or config.model.path)
             if path.resolve() not in loaded:
-                model = loaded[path.resolve()] = load_policy(
-                    path, config.model.dtype, config.model.device
-                )
+                model = loaded[path.resolve()] = load_learner_policy(path, config)
                 model.hf.requires_grad_(False)
             return loaded[path.resolve()]
 

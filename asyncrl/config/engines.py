@@ -46,7 +46,7 @@ ENGINES: dict[str, EngineInfo] = {
         records_routing=True,
         exact=True,
         one_process=True,
-        settings=("mantissa_bits",),
+        settings=("mantissa_bits", "quantize", "speculate"),
     ),
     "vllm": EngineInfo(
         maker="actors.engine_vllm",

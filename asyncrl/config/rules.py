@@ -30,6 +30,7 @@ def check(config: Config) -> list[str]:
         _needless,
         _backend,
         _lora,
+        _low_precision,
         _limit,
         _correction,
         _surrogate,
@@ -211,6 +212,27 @@ def _lora(config: Config) -> list[str]:
     return [f"{why} (lora.rank = {lora.rank})" for wrong, why in refused if wrong]
 
 
+def _low_precision(config: Config) -> Iterator[str]:
+    """Refuse rounding that would act twice, and sharing it where it cannot be shared."""
+    if config.generator.quantize != "none" and config.generator.mantissa_bits:
+        yield (
+            f"generator.mantissa_bits: {config.generator.mantissa_bits} would round the weights "
+            f"that generator.quantize = {config.generator.quantize} rounds; set one of them"
+        )
+    if not config.learner.shared_rounding:
+        return
+    if config.learner.backend != "torch":
+        yield (
+            "learner.shared_rounding: needs learner.backend = torch, which has whole rows; "
+            f"{config.learner.backend} partitions them"
+        )
+    if config.lora.rank:
+        yield (
+            "learner.shared_rounding: the engine rounds the sum of base and adapter, which the "
+            f"learner never forms (lora.rank = {config.lora.rank}); set it to false"
+        )
+
+
 def _limit(config: Config) -> Iterator[str]:
     """Find a treatment of samples above the limit in a run without a limit."""
     if config.staleness.on_exceed in ("drop", "mask", "downweight") and math.isinf(
@@ -268,6 +290,11 @@ def _exact(config: Config) -> Iterator[str]:
         yield (
             "exact: generator.mantissa_bits rounds the generator's weights and not the learner's; "
             "set it to 0"
+        )
+    if generator.quantize != "none":
+        yield (
+            "exact: generator.quantize rounds weights, which exact mode does not cover; set it to "
+            "none"
         )
     if not ENGINES[config.generator.engine].exact:
         yield (
@@ -732,7 +759,8 @@ def _engine(config: Config) -> Iterator[str]:
             "generator.gpus); use auto"
         )
     for key in sorted({key for row in ENGINES.values() for key in row.settings}):
-        if getattr(config.generator, key) and key not in engine.settings:
+        is_on = getattr(config.generator, key) not in (0, "none")
+        if is_on and key not in engine.settings:
             owners = " or ".join(name for name, row in ENGINES.items() if key in row.settings)
             yield (
                 f"generator.{key}: belongs to generator.engine = {owners}, not to "

@@ -228,6 +228,31 @@ class GeneratorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             "(bfloat16: 7, fp8: 3) to study a mismatch with the learner. 0: off.",
         ),
     ] = 0
+    quantize: Annotated[
+        Literal["none", "int8", "fp8"],
+        Meta(
+            description="Embedded engine: cast the weights of the linear layers to this format "
+            "when they arrive, with one scale a row, and compute with the rounded numbers. fp8: "
+            "e4m3."
+        ),
+    ] = "none"
+    speculate: Annotated[
+        Count,
+        Meta(
+            description="Embedded engine: draft up to this many tokens of a completion from what "
+            "followed the same tokens before, in it or its group, and verify them in one step. "
+            "The samples stay the same. 0: off."
+        ),
+    ] = 0
+    draft_rows: Annotated[
+        Count | Literal["auto"],
+        Meta(
+            description="Draft while at most this many completions are being generated. auto: "
+            "while it pays, by the cost measured at the start and the tokens accepted since the "
+            "last weights."
+        ),
+        read_with("speculate"),
+    ] = "auto"
     slots: Annotated[
         Positive,
         Meta(
@@ -382,6 +407,15 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             description="Mixtures of experts: the generators record the experts of every token, "
             "and the learner uses the same ones instead of its routers' own choice."
         ),
+    ] = False
+    shared_rounding: Annotated[
+        bool,
+        Meta(
+            description="Multiply with the weights as generator.quantize rounds them, in every "
+            "forward pass of the learner. The weights keep their precision and get the gradient "
+            "at the rounded ones (straight-through)."
+        ),
+        read_with("generator.quantize"),
     ] = False
     lr: Annotated[
         NonNegative,

@@ -280,6 +280,35 @@ def attend_one(
     return _select_own_columns(attended, g, share).permute(0, 1, 4, 2, 3).reshape(n, heads * d)
 
 
+def attend_several(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, space: torch.Tensor
+) -> torch.Tensor:
+    """`attend_one` for the m queries of each of n rows, which share the row's keys.
+
+    q: [n * m, heads, d], scaled
+    k, v: [n * groups, W, g * d], with g heads side by side
+    bias: [n, m, W]
+    space: `one_query_space` of n * m; its entries for queries are overwritten
+    Returns [n * m, heads * d]."""
+    (n, m, columns), (count, heads, d) = bias.shape, q.shape
+    groups, padded, wide = space.shape[1:]
+    g = wide // d
+    share = heads // (groups * g)
+    _select_own_columns(space, g, share).copy_(
+        q.view(count, groups, g, share, d).permute(0, 1, 3, 4, 2)
+    )
+    queries = space.view(n, m, groups, padded, wide).transpose(1, 2)
+    attended = attend(
+        queries.reshape(n, groups, m * padded, wide),
+        k,
+        v,
+        bias[:, None, :, None].expand(n, 1, m, padded, columns).reshape(n, 1, -1, columns),
+    )
+    attended = attended.view(n, groups, m, padded, wide).transpose(1, 2)
+    own = _select_own_columns(attended.reshape(count, groups, padded, wide), g, share)
+    return own.permute(0, 1, 4, 2, 3).reshape(count, heads * d)
+
+
 def _select_own_columns(x: torch.Tensor, g: int, share: int) -> torch.Tensor:
     """View each head's rows of x [n, groups, rows, g * d] in its own columns.
 

@@ -439,10 +439,20 @@ def engine_mismatch(rows: Rows, about: RunFacts) -> HealthFinding | None:
         return HealthFinding(
             "engine_mismatch",
             said,
-            "check generator.dtype and weights.in_flight, or correct for it: `asyncrl run "
-            "--resume RUN --set correction.preset=mis`",
+            f"{_mismatch_cause(about)}, or correct for it: `asyncrl run --resume RUN --set "
+            "correction.preset=mis`",
         )
     return None
+
+
+def _mismatch_cause(about: RunFacts) -> str:
+    generator = about.config.generator
+    if generator.quantize != "none" and not about.config.learner.shared_rounding:
+        return (
+            f"generator.quantize = {generator.quantize} causes it: set learner.shared_rounding = "
+            "true"
+        )
+    return "check generator.dtype and weights.in_flight"
 
 
 def cut_off(rows: Rows) -> str:

@@ -218,6 +218,12 @@ METRICS: dict[str, MetricInfo] = {
         "tokens", "cached tokens of these prompts, not encoded again"
     ),
     "prefix/encoded_tokens": MetricInfo("tokens", "encoded tokens of all calls' prompts"),
+    "draft/proposed": MetricInfo(
+        "tokens", "draft tokens verified since the last step (generator.speculate)"
+    ),
+    "draft/accepted": MetricInfo(
+        "tokens", "of these, the tokens that were those sampled: each saved a decode step"
+    ),
     "link/fetch_share": MetricInfo(
         "share",
         "share of the generators' time in which they received weights over a socket; only "
@@ -296,7 +302,7 @@ SECTIONS = {
     "Distance between policies": "kl policy perplexity perplexity_by_answer",
     "Engine mismatch": "mismatch split",
     "Optimization": "loss optim value reshape",
-    "Speed and waiting": "time throughput link prefix",
+    "Speed and waiting": "time throughput link prefix draft",
     "Buffer": "buffer ledger refused",
     "Memory": "memory weights",
     "By lag": "by_lag by_age",

@@ -596,6 +596,35 @@ REFUSED = [
     ),
     ({"stop": {"ess_min": 0.5}}, "nothing to stop"),
     ({"generator": {"mantissa_bits": 3}, "exact": True}, "rounds the generator's weights"),
+    ({"generator": {"quantize": "fp8"}, "exact": True}, "exact: generator.quantize rounds weights"),
+    (
+        {"generator": {"quantize": "fp8", "mantissa_bits": 3}},
+        "generator.mantissa_bits: 3 would round the weights that generator.quantize = fp8 rounds",
+    ),
+    ({"learner": {"shared_rounding": True}}, "acts only where generator.quantize is set"),
+    (
+        {
+            "generator": {"quantize": "fp8"},
+            "learner": {"shared_rounding": True, "backend": "deepspeed"},
+        },
+        "learner.shared_rounding: needs learner.backend = torch",
+    ),
+    (
+        {
+            "generator": {"quantize": "fp8"},
+            "learner": {"shared_rounding": True},
+            "lora": {"rank": 2},
+        },
+        "rounds the sum of base and adapter, which the learner never forms",
+    ),
+    (
+        {"generator": {"quantize": "fp8", "engine": "vllm"}},
+        "generator.quantize: belongs to generator.engine = embedded",
+    ),
+    (
+        {"generator": {"speculate": 4, "engine": "vllm"}},
+        "generator.speculate: belongs to generator.engine = embedded",
+    ),
     (
         {"generator": {"mantissa_bits": 3, "engine": "vllm"}},
         "belongs to generator.engine = embedded",

@@ -25,6 +25,7 @@ from asyncrl.config.tree import LoraConfig
 from asyncrl.contract.errors import ConfigError, DamagedDataError
 from asyncrl.contract.versions import Label
 from asyncrl.models import adapter_files, adapters, model_check, policy
+from asyncrl.models.low_precision.weight_rounding import WeightRounder
 from asyncrl.models.policy import PolicyModel, build_model, load_policy, named_weights
 from learner import checkpoint
 from learner.batch import pack
@@ -156,6 +157,21 @@ def drawn(engine: Any) -> tuple[np.ndarray, np.ndarray]:
     while not answers:
         answers = engine.step(4)
     return answers[0].tokens, answers[0].logprobs
+
+
+def test_an_engine_rounds_the_sum_of_base_and_adapter(model_dir: Path) -> None:
+    model = adapted(model_dir)
+    assert model.adapter is not None
+    weights, probe = dict(named_weights(model)), model.adapter.base.encode()
+    hf = load_policy(model_dir, device="cpu")
+    base = adapters.AdapterBase(hf, LoraConfig(**LORA))
+    sizes = {"slots": 4, "context": 32, "max_new_tokens": 8}
+    rounding = EmbeddedEngine(hf, base=base, quantize="fp8", **sizes)
+    rounding.load(weights, Label(1, 0), "d", probe)
+    plain = EmbeddedEngine(hf, **sizes)
+    plain.load(WeightRounder(hf.hf, "fp8")(base.merge(weights, probe)), Label(1, 0), "d")
+    for found, wanted in zip(drawn(rounding), drawn(plain), strict=True):
+        np.testing.assert_array_equal(found, wanted)
 
 
 @pytest.mark.parametrize("kind", [EmbeddedEngine, GenericEngine])

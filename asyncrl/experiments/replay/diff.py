@@ -29,6 +29,7 @@ MACHINE = (
     "link/",
     "judge/seconds",
     "prefix/",
+    "draft/",
     "reward/queue",
     "reward/wait_s",
     "reward/call_s",

@@ -1,0 +1,156 @@
+"""Drafts for speculative decoding: continuations of n-grams, and when they pay.
+
+A draft is a guess of a completion's next tokens.  It changes the speed of the engine and never a
+sample, so nothing here needs to be right."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+
+import numpy as np
+
+from actors.engine import CompletionRequest, Key
+from asyncrl.config.tree import GeneratorConfig
+
+NGRAMS = (4, 3, 2)  # tokens that a continuation is looked up by, longest first
+PRIOR_STEPS = 64  # weight of the assumption with which each version starts, in drafted rows
+
+
+class GroupDrafts:
+    """The n-grams of one group's prompt and completions, with what followed them last.
+
+    >>> group = GroupDrafts()
+    >>> group.extend((0, 0, 1), [5, 6, 7, 8, 9])
+    >>> group.extend((0, 1, 1), [2, 6, 7])
+    >>> group.propose((0, 1, 1), 3)
+    [8, 9]
+    """
+
+    def __init__(self) -> None:
+        self.sequences: dict[Key, list[int]] = {}
+        # n-gram -> the sequence that continued it last, and the position of the continuation
+        self.continuations: dict[tuple[int, ...], tuple[list[int], int]] = {}
+
+    def extend(self, key: Key, tokens: Iterable[int]) -> None:
+        """Append tokens to the sequence of `key`."""
+        sequence = self.sequences.setdefault(key, [])
+        for token in tokens:
+            end = len(sequence)
+            for size in NGRAMS:
+                if size <= end:
+                    self.continuations[tuple(sequence[end - size :])] = sequence, end
+            sequence.append(token)
+
+    def propose(self, key: Key, most: int) -> list[int]:
+        """Return at most `most` tokens that may follow the sequence of `key`."""
+        own = self.sequences[key]
+        for size in NGRAMS:
+            if size <= len(own) and (found := self.continuations.get(tuple(own[-size:]))):
+                sequence, position = found
+                return sequence[position : position + most]
+        return []
+
+
+class DraftBook:
+    """The drafts of all groups that have requests in the engine.
+
+    Completions are indexed when a draft is first asked for, so that a full engine, which does not
+    draft, pays nothing for them."""
+
+    def __init__(self) -> None:
+        self.outstanding: Counter[Hashable] = Counter()
+        self.groups: dict[Hashable, GroupDrafts] = {}
+        # completions of a group that are not indexed yet
+        self.finished: dict[Hashable, list[tuple[Key, np.ndarray]]] = {}
+
+    def open(self, request: CompletionRequest) -> None:
+        """Count a request that enters the engine."""
+        self.outstanding[request.group] += 1
+
+    def close(self, request: CompletionRequest, tokens: np.ndarray | None = None) -> None:
+        """Count a request that leaves the engine; tokens: its completion, int32 [T]."""
+        group = request.group
+        self.outstanding[group] -= 1
+        if self.outstanding[group] <= 0:
+            for table in (self.outstanding, self.groups, self.finished):
+                table.pop(group, None)
+        elif tokens is not None:
+            whole = np.concatenate([request.prompt, tokens])
+            self.finished.setdefault(group, []).append((request.key, whole))
+
+    def count_known(self, request: CompletionRequest) -> int:
+        """Return how many tokens of the completion the book has."""
+        group = self.groups.get(request.group)
+        sequence = group.sequences.get(request.key) if group else None
+        return len(sequence) - len(request.prompt) if sequence else 0
+
+    def propose(
+        self, request: CompletionRequest, new_tokens: Sequence[int], most: int
+    ) -> list[int]:
+        """Return a draft of at most `most` tokens.
+
+        Args:
+            request: a request that is being decoded.
+            new_tokens: its tokens from `count_known` on.
+            most: at least 1.
+        """
+        group = self.groups.setdefault(request.group, GroupDrafts())
+        for key, whole in self.finished.pop(request.group, []):
+            known = len(group.sequences.get(key, ()))
+            group.extend(key, whole[known:].tolist())
+        if request.key not in group.sequences:
+            group.extend(request.key, request.prompt.tolist())
+        group.extend(request.key, new_tokens)
+        return group.propose(request.key, most)
+
+
+class DraftPolicy:
+    """Decides at which number of live rows drafts pay.
+
+    A step that verifies drafts takes `cost` times as long as one without, and yields `gain` tokens
+    a row.  It pays while gain > cost.
+
+    Args:
+        most: tokens of a draft.
+        rows: draft for up to so many live rows; None: measure the cost and the gain.
+
+    >>> policy = DraftPolicy(4, None)
+    >>> policy.costs = {1: 1.5, 4: 2.0, 8: 5.0}
+    >>> [policy.pays(rows) for rows in (1, 3, 8, 9)]
+    [True, True, False, False]
+    >>> policy.count(1000, 1100)  # 1000 rows yielded 1100 tokens
+    >>> policy.pays(1)
+    False
+    """
+
+    def __init__(self, most: int, rows: int | None) -> None:
+        self.most = most
+        self.rows = rows
+        self.costs: Mapping[int, float] = {}  # rows of a step -> its cost
+        self.begin_version()
+
+    @classmethod
+    def from_config(cls, settings: GeneratorConfig) -> DraftPolicy:
+        rows = settings.draft_rows
+        return cls(settings.speculate, None if rows == "auto" else rows)
+
+    def begin_version(self) -> None:
+        """Forget the gain: new weights may repeat themselves more, or less.
+
+        The first drafts assume that half of the tokens are accepted.
+        """
+        self.drafted = float(PRIOR_STEPS)
+        self.yielded = PRIOR_STEPS * (1 + self.most / 2)
+
+    def count(self, drafted: int, yielded: int) -> None:
+        """Count the rows of a step with drafts, and the tokens that it yielded."""
+        self.drafted += drafted
+        self.yielded += yielded
+
+    def pays(self, live: int) -> bool:
+        """Whether to draft at a step of `live` rows."""
+        if self.rows is not None:
+            return live <= self.rows
+        cost = next((cost for rows, cost in sorted(self.costs.items()) if rows >= live), None)
+        return cost is not None and cost < self.yielded / self.drafted

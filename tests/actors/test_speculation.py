@@ -1,0 +1,287 @@
+"""Speculative decoding: the samples are those of an engine without drafts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from any_model_kit import directory
+from bench_rivals_kit import program
+from engine_kit import CUTS, engine, request, run
+
+from actors.decoding.drafts import DraftBook, DraftPolicy
+from actors.engine import Completion, CompletionRequest
+from actors.engine_embedded import EmbeddedEngine, make_engine
+from asyncrl.config import load
+from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.versions import Label
+from asyncrl.experiments.serial import engine_of, run_serial
+from asyncrl.models import policy
+
+ROOT = Path(__file__).resolve().parents[2]
+Answers = dict[tuple[int, int, int], Completion]
+MOST = 4
+
+
+def repetitive(path: Path, family: str = "qwen3", kv_heads: int = 2, seed: int = 3) -> Any:
+    """A model whose completions repeat n-grams: the likeliest next token is the last one."""
+    model = policy.build_model(
+        path, "abcdefgh", family=family, kv_heads=kv_heads, seed=seed, max_positions=128
+    )
+    with torch.no_grad():
+        model.hf.get_input_embeddings().weight.mul_(3.0)  # tied to the head
+    return model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return repetitive(tmp_path_factory.mktemp("repeats"))
+
+
+def drafting(model: Any, rows: int = 64, **more: Any) -> EmbeddedEngine:
+    return engine(model, drafts=DraftPolicy(MOST, rows), **more)
+
+
+def requests(groups: int = 4, samples: int = 4, **how: Any) -> list[CompletionRequest]:
+    return [
+        request(t, s, [3 + t % 8, 4] * (1 + t), 6 + (5 * t + 7 * s) % 15, **(CUTS[s % 5] | how))
+        for t in range(groups)
+        for s in range(samples)
+    ]
+
+
+def assert_same(found: Answers, wanted: Answers, *, bitwise: bool) -> None:
+    assert found.keys() == wanted.keys() and found
+    for key, a in wanted.items():
+        np.testing.assert_array_equal(found[key].tokens, a.tokens)
+        assert found[key].finish == a.finish and found[key].spans == a.spans
+        if bitwise:
+            np.testing.assert_array_equal(found[key].logprobs, a.logprobs)
+            assert found[key].support_bytes == a.support_bytes
+            assert found[key].routed_bytes == a.routed_bytes
+        else:
+            np.testing.assert_allclose(found[key].logprobs, a.logprobs, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "kv_heads"), [("qwen3", 4), ("qwen3_moe", 2), ("llama", 1), ("qwen2", 2)]
+)
+def test_no_bit_changes_in_exact_mode(tmp_path: Path, family: str, kv_heads: int) -> None:
+    """With temperatures, top-p, top-k, stop tokens, a refill of rows and their compaction."""
+    made = repetitive(tmp_path, family, kv_heads)
+    how = {"fixed": True, "slots": 8, "record_routing": family == "qwen3_moe"}
+    plain = run(engine(made, **how), requests())
+    speculates = drafting(made, **how)
+    assert_same(run(speculates, requests()), plain, bitwise=True)
+    assert speculates.numbers()["draft/accepted"] > 5
+    assert {a.finish for a in plain.values()} == {"stop", "length"}
+    assert any(a.support is not None for a in plain.values())
+    assert all((a.routed is not None) == how["record_routing"] for a in plain.values())
+
+
+def test_tokens_are_the_same_without_exact_mode(model: Any) -> None:
+    plain = run(engine(model, slots=8), requests())
+    speculates = drafting(model, slots=8)
+    assert_same(run(speculates, requests()), plain, bitwise=False)
+    found = speculates.numbers()
+    assert 5 < found["draft/accepted"] < found["draft/proposed"]
+    assert not speculates.book.groups and not speculates.book.outstanding
+
+
+@pytest.mark.parametrize("guess", ["right", "wrong", "half"])
+def test_any_draft_leaves_the_bits_alone(
+    model: Any, guess: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = requests(2, 2)
+    plain = run(engine(model, fixed=True), wanted)
+
+    def propose(
+        book: DraftBook, asked: CompletionRequest, new_tokens: list[int], most: int
+    ) -> list[int]:
+        begun = speculates.progress()[asked.key]
+        right = plain[asked.key].tokens.tolist()[begun : begun + most]
+        assert most <= asked.max_new_tokens - begun - 1
+        wrong = {"right": len(right), "wrong": 0, "half": len(right) // 2}[guess]
+        return [token if at < wrong else (token + 1) % 8 for at, token in enumerate(right)]
+
+    monkeypatch.setattr(DraftBook, "propose", propose)
+    speculates = drafting(model, fixed=True)
+    assert_same(run(speculates, wanted), plain, bitwise=True)
+    longest = max(len(a.tokens) for a in plain.values())
+    if guess == "right":
+        assert speculates.steps_made <= -(-longest // (MOST + 1)) + 1
+    elif guess == "wrong":
+        assert speculates.steps_made == longest and speculates.accepted == 0
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_an_answer_across_a_swap_is_the_one_swapped_at_the_same_token(
+    model: Any, tmp_path: Path, exact: bool
+) -> None:
+    """Rows advance by different numbers of tokens, and each span says where its swap came."""
+    in_flight = "recompute_kv" if exact else "keep_kv"
+    other = dict(policy.named_weights(repetitive(tmp_path, seed=5)))
+    wanted = requests()
+    speculates = drafting(model, slots=16, fixed=exact, in_flight=in_flight)
+    speculates.add(wanted)
+    answers = speculates.step(3)
+    speculates.load(other, Label(1, 1), "d1")
+    while speculates.active:
+        answers += speculates.step(2)
+    crossed = [a for a in answers if len(a.spans) == 2]
+    assert len({a.spans[0].end for a in crossed}) > 1 and speculates.accepted > 3
+    for a in answers:
+        (asked,) = (r for r in wanted if r.key == a.key)
+        alone = engine(model, slots=1, fixed=exact, in_flight=in_flight)
+        alone.add([asked])
+        found = alone.step(a.spans[0].end)
+        alone.load(other, Label(1, 1), "d1")
+        while alone.active:
+            found += alone.step(5)
+        assert_same({a.key: a}, {a.key: found[0]}, bitwise=exact)
+
+
+def test_calls_of_a_session_read_the_keys_that_drafts_have_left(model: Any) -> None:
+    def turns(e: EmbeddedEngine) -> Answers:
+        first = run(e, [request(t, 0, [3, 4 + t] * 5, 20) for t in range(4)])
+        prompts = {k: [*a.prompt.tolist(), *a.tokens.tolist(), 5] for k, a in first.items()}
+        return run(e, [request(k[0], 1, prompt, 10) for k, prompt in prompts.items()])
+
+    plain, speculates = (make(model, kept_tokens=512, slots=4) for make in (engine, drafting))
+    assert_same(turns(speculates), turns(plain), bitwise=False)
+    assert speculates.accepted > 0
+    for name in ("prefix/hits", "prefix/reused_tokens", "prefix/encoded_tokens"):
+        assert speculates.numbers()[name] == plain.numbers()[name] > 0
+
+
+def test_longer_requests_grow_a_cache_that_holds_drafts(model: Any) -> None:
+    def grown(e: EmbeddedEngine) -> Answers:
+        e.add([request(0, s, [3, 4], 20) for s in range(2)])
+        answers = e.step(2)
+        e.add([request(1, s, [3, 4] * 9, 40) for s in range(2)])
+        while e.active:
+            answers += e.step(3)
+        return {a.key: a for a in answers}
+
+    assert_same(grown(drafting(model, fixed=True)), grown(engine(model, fixed=True)), bitwise=True)
+
+
+def test_aborted_requests_leave_the_book(model: Any) -> None:
+    e = drafting(model, slots=2)
+    e.add([request(t, s, [3, 4, 3, 4], 20) for t in range(2) for s in range(2)])
+    answers = e.step(2)
+    progress = e.progress()
+    assert progress and all(tokens >= 2 for tokens in progress.values())
+    keys = [(t, s, 1) for t in range(2) for s in range(2)]
+    tokens = e.abort(keys)
+    assert {k: tokens[k] for k in progress} == progress
+    assert len(tokens) + len(answers) == 4 and e.active == 0
+    assert not (e.book.outstanding or e.book.groups or e.book.finished)
+
+
+def test_drafts_come_from_the_groups_finished_answers() -> None:
+    book = DraftBook()
+    first, second = (request(0, s, [3, 4, 5], 20) for s in range(2))
+    for each in (first, second):
+        book.open(each)
+    assert book.propose(second, [], 4) == [] and book.count_known(second) == 0
+    book.close(first, np.array([6, 7, 8, 9, 9], np.int32))
+    assert book.propose(second, [], 4) == [6, 7, 8, 9], "after the prompt, as the other one went"
+    assert book.propose(second, [2, 7, 8], 4) == [9, 9] and book.count_known(second) == 3
+    book.close(second)
+    assert not (book.outstanding or book.groups or book.finished)
+
+
+# ---- when it drafts ------------------------------------------------------------------------------
+
+
+def test_no_drafts_above_the_given_number_of_rows(model: Any) -> None:
+    full = drafting(model, rows=3, slots=4)
+    full.add([request(t, 0, [3, 4] * 4, 20) for t in range(4)])
+    full.step(1)
+    assert len(full.progress()) == 4
+    full.step(3)
+    assert full.proposed == 0
+    full.abort(list(full.progress())[:1])
+    while full.active:
+        full.step(1)
+    assert full.proposed > 0
+
+
+def test_the_cost_is_measured_with_the_first_weights(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def seconds(e: EmbeddedEngine, rows: int, width: int) -> float:
+        return 1.0 if width == 1 else 0.9 + 0.5 * rows
+
+    monkeypatch.setattr(EmbeddedEngine, "_time_verification", seconds)
+    e = engine(model, slots=64, drafts=DraftPolicy(MOST, None))
+    assert e.drafts is not None
+    assert e.drafts.costs == pytest.approx({1: 1.4, 2: 1.9, 4: 2.9, 8: 4.9, 16: 8.9})
+    assert [e.drafts.pays(rows) for rows in (2, 4, 5, 64)] == [True, True, False, False]
+    e.drafts.count(64, 64)  # nothing was accepted: 2 tokens a row, with the assumed ones
+    assert [e.drafts.pays(rows) for rows in (2, 4)] == [True, False]
+    monkeypatch.setattr(EmbeddedEngine, "_time_verification", None)  # is not called again
+    e.load(dict(policy.named_weights(model)), Label(1, 1), "d1")
+    assert e.drafts.pays(4), "new weights may repeat themselves more"
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_the_measurement_leaves_nothing_behind(model: Any, exact: bool) -> None:
+    e = engine(model, slots=2, fixed=exact, drafts=DraftPolicy(MOST, None))
+    assert e.drafts is not None and 1 in e.drafts.costs and min(e.drafts.costs.values()) >= 1
+    plain = run(engine(model, slots=2, fixed=exact), requests(2, 2))
+    assert_same(run(e, requests(2, 2)), plain, bitwise=exact)
+
+
+def test_a_config_switches_it_on(sort_model: Path, tmp_path: Path) -> None:
+    raw: dict[str, Any] = {"task": {"name": "sort"}, "generator": {"speculate": 3, "slots": 2}}
+    model = {"path": str(sort_model), "device": "cpu"}
+    made = make_engine(load.convert({"model": model, **raw}, "c.toml"))
+    assert isinstance(made, EmbeddedEngine) and made.drafts is not None
+    assert made.drafts.most == 3 and made.drafts.rows is None
+    raw["generator"]["draft_rows"] = 2
+    made = make_engine(load.convert({"model": model, **raw}, "c.toml"))
+    assert isinstance(made, EmbeddedEngine) and made.drafts is not None and made.drafts.rows == 2
+    other = {"path": str(directory(tmp_path / "m", "gpt2", "abcdefgh"))}
+    with pytest.raises(ConfigError, match=r"generator\.speculate: needs a model of the packed"):
+        make_engine(load.convert({"model": other, **raw}, "c.toml"))
+
+
+def test_a_run_of_the_shipped_config_ends_with_the_same_weights(sort_model: Path) -> None:
+    small = [
+        "learner.steps=2",
+        "learner.groups=4",
+        "learner.group_size=4",
+        "evaluation.every=0",
+        "evaluation.final_prompts=1",
+        "evaluation.ood_prompts=0",
+        f"model.path='{sort_model}'",
+    ]
+    digests = set()
+    for sets in (["generator.draft_rows=16"], ["generator.speculate=0"]):
+        config = load.load(ROOT / "configs" / "speculate.toml", [*small, *sets])
+        made = engine_of(config)
+        digests.add(run_serial(config, 0)["weights_digest"])
+        if config.generator.speculate:
+            assert made.numbers()["draft/accepted"] > 5
+        else:
+            assert made.numbers() == {}
+    assert len(digests) == 1
+
+
+def test_the_benchmark_compares_speed_and_bits(
+    sort_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench = program("speculation", monkeypatch)
+    monkeypatch.setattr(sys, "argv", ["speculation.py", str(sort_model), "--quick", "--json"])
+    bench.main()
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["exact"] == {"compared": 40, "different": 0}
+    for row in result["rows"].values():
+        assert row["other_tokens"] == 0 and row["steps_saved"] > 0 and row["accepted"] > 0
