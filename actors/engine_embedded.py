@@ -205,8 +205,8 @@ class EmbeddedEngine:
             self.kept.clear()
         if self.drafts is not None:
             self.drafts.begin_version()
-            if self.drafts.rows is None and not self.drafts.costs:
-                self.drafts.costs = self._measure_drafts(self.drafts.most)
+            if self.drafts.rows is None and not self.drafts.seconds:
+                self.drafts.seconds = self._measure_drafts(self.drafts.most)
         for row in filter(None, self.rows):
             position = self._length(row)
             if row.marks and row.marks[-1][0] == position:
@@ -828,6 +828,7 @@ class EmbeddedEngine:
         """Return the drafts of all rows, int64 [rows, D], padded with -1; D may be 0."""
         found: list[list[int]] = [[] for _ in self.rows]
         if policy.pays(self.live):
+            began = time.perf_counter()
             for slot, row in enumerate(self.rows):
                 if row is None or not (
                     most := min(policy.most, row.request.max_new_tokens - row.sampled - 1)
@@ -836,6 +837,7 @@ class EmbeddedEngine:
                 known = self.book.count_known(row.request)
                 new_tokens = self.out_token[slot, known : row.sampled].tolist()
                 found[slot] = self.book.propose(row.request, new_tokens, most)
+            policy.count_lookup(self.live, time.perf_counter() - began)
         width = max(map(len, found))
         padded = [draft + [-1] * (width - len(draft)) for draft in found]
         return torch.tensor(padded, dtype=torch.long, device=self.device).view(len(found), width)
@@ -857,17 +859,17 @@ class EmbeddedEngine:
             if row is not None and row.request.truncates:
                 row.kept += decoder.kept_ids(kept[slot, : int(taken[slot])])
 
-    def _measure_drafts(self, most: int) -> dict[int, float]:
-        """Measure how much longer a step takes that verifies drafts, by its number of rows."""
-        costs = {}
+    def _measure_drafts(self, most: int) -> dict[int, tuple[float, float]]:
+        """Measure steps without and with drafts to verify, in seconds, by their number of rows."""
+        seconds = {}
         for rows in (1 << power for power in range(self.slots.bit_length())):
             if self._bytes(rows, BRIEF, 0) > free_memory(self.device) / 4:
                 break
-            seconds = [self._time_verification(rows, width) for width in (1, 1 + most)]
-            costs[rows] = max(1.0, seconds[1] / seconds[0])
-            if costs[rows] > 1 + most:  # cannot pay, nor can it with more rows
+            plain, verified = (self._time_verification(rows, width) for width in (1, 1 + most))
+            seconds[rows] = plain, verified
+            if verified > (1 + most) * plain:  # cannot pay, nor can it with more rows
                 break
-        return costs
+        return seconds
 
     def _time_verification(self, rows: int, width: int) -> float:
         """Return the least seconds of three steps of `rows` rows in an empty cache."""

@@ -97,7 +97,7 @@ def speed(model: policy.PolicyModel, slots: int, groups: int, rounds: int) -> di
         "ratio": {name: rates[name] / rates["plain"] for name in ("always", "auto")},
         "accepted": drafts.accepted / max(drafts.proposed, 1),
         "steps_saved": 1 - drafts.steps_made / ways["plain"].steps_made,
-        "costs": ways["auto"].drafts.costs if ways["auto"].drafts is not None else {},
+        "step_s": dict(ways["auto"].drafts.seconds) if ways["auto"].drafts is not None else {},
         "other_tokens": sum(a != b for a, b in zip(tokens["plain"], tokens["always"], strict=True)),
     }
 

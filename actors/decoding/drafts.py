@@ -108,15 +108,15 @@ class DraftBook:
 class DraftPolicy:
     """Decides at which number of live rows drafts pay.
 
-    A step that verifies drafts takes `cost` times as long as one without, and yields `gain` tokens
-    a row.  It pays while gain > cost.
+    A step with drafts takes the seconds of verifying them and of looking them up, and yields `gain`
+    tokens a row.  It pays while gain steps without drafts take longer.
 
     Args:
         most: tokens of a draft.
         rows: draft for up to so many live rows; None: measure the cost and the gain.
 
     >>> policy = DraftPolicy(4, None)
-    >>> policy.costs = {1: 1.5, 4: 2.0, 8: 5.0}
+    >>> policy.seconds = {1: (1.0, 1.5), 4: (1.0, 2.0), 8: (1.0, 5.0)}
     >>> [policy.pays(rows) for rows in (1, 3, 8, 9)]
     [True, True, False, False]
     >>> policy.count(1000, 1100)  # 1000 rows yielded 1100 tokens
@@ -127,7 +127,10 @@ class DraftPolicy:
     def __init__(self, most: int, rows: int | None) -> None:
         self.most = most
         self.rows = rows
-        self.costs: Mapping[int, float] = {}  # rows of a step -> its cost
+        # rows of a step -> seconds without and with drafts to verify
+        self.seconds: Mapping[int, tuple[float, float]] = {}
+        self.lookup_s = 0.0  # seconds of looking up all drafts so far
+        self.looked_up = 0  # rows
         self.begin_version()
 
     @classmethod
@@ -143,6 +146,11 @@ class DraftPolicy:
         self.drafted = float(PRIOR_STEPS)
         self.yielded = PRIOR_STEPS * (1 + self.most / 2)
 
+    def count_lookup(self, rows: int, seconds: float) -> None:
+        """Count the time that the drafts of a step's rows took."""
+        self.looked_up += rows
+        self.lookup_s += seconds
+
     def count(self, drafted: int, yielded: int) -> None:
         """Count the rows of a step with drafts, and the tokens that it yielded."""
         self.drafted += drafted
@@ -152,5 +160,9 @@ class DraftPolicy:
         """Whether to draft at a step of `live` rows."""
         if self.rows is not None:
             return live <= self.rows
-        cost = next((cost for rows, cost in sorted(self.costs.items()) if rows >= live), None)
-        return cost is not None and cost < self.yielded / self.drafted
+        known = [rows for rows in self.seconds if rows >= live]
+        if not known:
+            return False
+        plain, verified = self.seconds[min(known)]
+        lookup = live * self.lookup_s / max(self.looked_up, 1)
+        return verified + lookup < plain * self.yielded / self.drafted

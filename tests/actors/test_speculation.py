@@ -222,19 +222,22 @@ def test_the_cost_is_measured_with_the_first_weights(
     monkeypatch.setattr(EmbeddedEngine, "_time_verification", seconds)
     e = engine(model, slots=64, drafts=DraftPolicy(MOST, None))
     assert e.drafts is not None
-    assert e.drafts.costs == pytest.approx({1: 1.4, 2: 1.9, 4: 2.9, 8: 4.9, 16: 8.9})
+    assert e.drafts.seconds == {rows: (1.0, 0.9 + 0.5 * rows) for rows in (1, 2, 4, 8, 16)}
     assert [e.drafts.pays(rows) for rows in (2, 4, 5, 64)] == [True, True, False, False]
     e.drafts.count(64, 64)  # nothing was accepted: 2 tokens a row, with the assumed ones
     assert [e.drafts.pays(rows) for rows in (2, 4)] == [True, False]
     monkeypatch.setattr(EmbeddedEngine, "_time_verification", None)  # is not called again
     e.load(dict(policy.named_weights(model)), Label(1, 1), "d1")
     assert e.drafts.pays(4), "new weights may repeat themselves more"
+    e.drafts.count_lookup(10, 0.5)
+    assert e.drafts.pays(1) and not e.drafts.pays(4), "the look-up of a row takes 0.05 s"
 
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_the_measurement_leaves_nothing_behind(model: Any, exact: bool) -> None:
     e = engine(model, slots=2, fixed=exact, drafts=DraftPolicy(MOST, None))
-    assert e.drafts is not None and 1 in e.drafts.costs and min(e.drafts.costs.values()) >= 1
+    assert e.drafts is not None and 1 in e.drafts.seconds
+    assert all(plain > 0 < verified for plain, verified in e.drafts.seconds.values())
     plain = run(engine(model, slots=2, fixed=exact), requests(2, 2))
     assert_same(run(e, requests(2, 2)), plain, bitwise=exact)
 
