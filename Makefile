@@ -7,9 +7,9 @@
 # make gpu-check  on a machine with a CUDA GPU, at most 8 minutes: which parts work there, and how far they are from the CPU; installs nothing (`make gpu-check GPU_PYTHON=/opt/venv/bin/python`)
 # make docs   docs/ as a site, in build/docs; a link that leads nowhere is an error
 # make wheel  dist/asyncrl-*.whl, configs included: pip install it anywhere
-# make clients  every page of docs/clients, and gem's environments, that `make test` leaves out, each with its real package, in an environment built from nothing (3 GB)
+# make clients  every page of docs/clients, gem's environments and lm_eval, which `make test` leaves out, each with its real package, in environments built from nothing (4 GB)
 # make trackers  wandb, trackio and mlflow, each for real in its offline or local mode, in an environment beside the main one
-# make requirements  compile requirements/cpu.txt, gpu.txt, clients.txt, more-clients.txt and gem.txt anew
+# make requirements  compile requirements/cpu.txt, gpu.txt, clients.txt, more-clients.txt, gem.txt and lm-eval.txt anew
 VENV ?= .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
@@ -40,11 +40,13 @@ requirements:
 	$(COMPILE) requirements/clients.in > requirements/clients.txt.part
 	$(COMPILE) requirements/more-clients.in > requirements/more-clients.txt.part
 	$(COMPILE) requirements/gem.in > requirements/gem.txt.part
+	$(COMPILE) requirements/lm-eval.in > requirements/lm-eval.txt.part
 	mv requirements/cpu.txt.part requirements/cpu.txt
 	mv requirements/gpu.txt.part requirements/gpu.txt
 	mv requirements/clients.txt.part requirements/clients.txt
 	mv requirements/more-clients.txt.part requirements/more-clients.txt
 	mv requirements/gem.txt.part requirements/gem.txt
+	mv requirements/lm-eval.txt.part requirements/lm-eval.txt
 
 # The packages that people's agents use, for the pages of docs/clients: an environment of their own, without torch.
 # Nothing is compiled ahead: of most packages only a few modules are imported.
@@ -77,6 +79,10 @@ trackers: $(TRACKERS)/.env
 $(VENV)/gem/.env: requirements/gem.txt
 	test -x $(VENV)/gem/bin/python || python3 -m venv $(VENV)/gem
 	$(VENV)/gem/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r requirements/gem.txt
+# lm_eval, for docs/evaluation.md, apart from the frameworks: both pin much.
+$(VENV)/lm-eval/.env: requirements/lm-eval.txt
+	test -x $(VENV)/lm-eval/bin/python || python3 -m venv $(VENV)/lm-eval
+	$(VENV)/lm-eval/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r requirements/lm-eval.txt
 	touch $@
 
 env: $(VENV)/.env $(VENV)/clients/.env
@@ -100,6 +106,8 @@ test: env browser
 
 clients: $(VENV)/.env $(MORE)/.env $(VENV)/gem/.env
 	$(PY) -m pytest -s --durations=0 tests/support/more_clients.py
+clients: $(VENV)/.env $(MORE)/.env $(VENV)/lm-eval/.env
+	$(PY) -m pytest -s --durations=0 tests/support/more_clients.py tests/support/lm_eval_client.py
 
 check: env
 	$(VENV)/bin/ruff check .

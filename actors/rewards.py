@@ -52,6 +52,7 @@ from actors.scorers.user_function import LOG, format_text
 from asyncrl.config.tree import Config, RewardConfig
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import Prompt, RewardFailure
+from asyncrl.tasks.evaluation_sets import config_of_set, scored_by_itself
 from asyncrl.transport.worker_pool import Worker, WorkerPool
 
 Key = tuple[int, int, int]
@@ -579,6 +580,51 @@ class RewardRunner:
         if self.pool is not None:
             self.pool.end()
             self.pool = None
+
+
+class RewardRunnerOfSets(RewardRunner):
+    """The rewards of a run whose evaluation sets have rewards of their own.
+
+    A set's functions start with its first sample.
+    """
+
+    def __init__(self, config: Config, task: Any, run_dir: Path | None = None) -> None:
+        super().__init__(config, task, run_dir)
+        self.config = config
+        self.own = {one.name: one for one in config.evaluation.sets if scored_by_itself(one)}
+        self.runners: dict[str, RewardRunner] = {}
+
+    @property
+    def is_working(self) -> bool:
+        return super().is_working and all(one.is_working for one in self.runners.values())
+
+    def submit(self, key: Key, prompt: Prompt, text: str, tokens: Any) -> None:
+        if (one := self.own.get(prompt.split)) is None:
+            super().submit(key, prompt, text, tokens)
+            return
+        if one.name not in self.runners:
+            self.runners[one.name] = RewardRunner(config_of_set(self.config, one), self.task)
+        self.waiting += 1
+        self.runners[one.name].submit(key, prompt, text, tokens)
+
+    def poll(self) -> list[RewardResult]:
+        results = super().poll()
+        for runner in self.runners.values():
+            found = runner.poll()
+            self.waiting -= len(found)
+            results += found
+        return results
+
+    def close(self) -> None:
+        super().close()
+        for runner in self.runners.values():
+            runner.close()
+
+
+def runner_of(config: Config, task: Any, run_dir: Path | None = None) -> RewardRunner:
+    """Make the reward runner of a run."""
+    several = any(map(scored_by_itself, config.evaluation.sets))
+    return (RewardRunnerOfSets if several else RewardRunner)(config, task, run_dir)
 
 
 def judge_all(

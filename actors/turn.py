@@ -8,7 +8,7 @@ tickets --take--> schedule --requests--> engine --finished--> responses --submit
 
 The generator process (actors/generator.py) makes these steps between two reads of its socket, a run
 in one process (asyncrl/experiments/serial.py) between two updates, and an evaluation without a run
-(asyncrl/experiments/replay/offline_eval.py) until all samples are scored. A simulated generator
+(asyncrl/experiments/offline_eval.py) until all samples are scored. A simulated generator
 (asyncrl/experiments/simulate/simulated_processes.py) keeps the same schedule and requests tickets
 by the same rule; its engine is simulated.
 
@@ -27,14 +27,14 @@ import numpy as np
 
 from actors.delay import DelayQueue
 from actors.engine import Completion, CompletionRequest, Engine, Key
-from actors.rewards import RewardResult, RewardRunner
+from actors.rewards import RewardResult, runner_of
 from actors.schedule import TicketSchedule
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import NotFiniteLogprob
 from asyncrl.contract.messages import RewardFailure, Ticket, Trajectory, VersionSpan
 from asyncrl.contract.versions import Label
 from asyncrl.models.tokenizer import encode_prompt, load_tokenizer, stop_tokens
-from asyncrl.tasks import get_task
+from asyncrl.tasks.evaluation_sets import task_of
 
 DECODE_STEPS = 8  # between two reads of the socket
 IDLE_POLL_S = 0.02  # how long an idle generator waits at its socket
@@ -77,8 +77,8 @@ class GeneratorTurn:
         )
         self.tokenizer = load_tokenizer(config.model.path)
         self.stops = stop_tokens(self.tokenizer, config)
-        self.task = get_task(config.task)
-        self.rewards = RewardRunner(config, self.task, run_dir)
+        self.task = task_of(config)
+        self.rewards = runner_of(config, self.task, run_dir)
         self.judged: dict[Key, ScoredResponse] = {}  # waiting for their reward
         self.late: DelayQueue[Key] = DelayQueue()  # the delayed ones among them (staleness.delay)
 

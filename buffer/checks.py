@@ -213,7 +213,9 @@ def sample(store: StoreState, answer: Trajectory) -> None:
         )
     if answer.ticket >= EVAL_BASE:
         leased = store.evaluations.out.get(answer.attempt)
-        if answer.sample != 0 or (leased is not None and leased.job.ticket != answer.ticket):
+        known = range(store.evaluations.plan.most_samples)
+        granted = None if leased is None else (leased.job.ticket, leased.job.sample)
+        if answer.sample not in known or granted not in (None, (answer.ticket, answer.sample)):
             raise BadMessage(
                 f"attempt {answer.attempt} does not belong to evaluation ticket {answer.ticket}, "
                 f"sample {answer.sample}",

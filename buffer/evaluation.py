@@ -1,12 +1,12 @@
 """Evaluation: held-out prompts as separate tickets, all at one exact version.
 
-They are outside the staleness limit and the training ledger."""
+They are outside the staleness limit and the training ledger. The run's own sets are `heldout` and
+`ood`, with one sample a prompt. Further sets (`evaluation.sets`) have several, and a greedy one."""
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,30 +18,73 @@ from asyncrl.contract.messages import (
     Ticket,
     Trajectory,
 )
+from asyncrl.contract.pass_at_k import set_metrics
 from asyncrl.contract.versions import Label
 from buffer.groups import LeaseTable, StoreSettings
 
-OOD_BASE = EVAL_BASE + (1 << 32)
+SET_TICKETS = 1 << 32  # ticket numbers of each set
+OOD_BASE = EVAL_BASE + SET_TICKETS
 MAX_FAILURES = 3
+
+
+class EvaluationSet(NamedTuple):
+    """A named set of prompts. Made from `evaluation.sets`.
+
+    number: of its ticket numbers; 0 is heldout, 1 is ood. every: versions between two evaluations;
+    0: only the first and the last version. samples: of each prompt. greedy: one greedy completion a
+    prompt besides. passing: a sample passes from this reward on. counts: the k of pass@k.
+    """
+
+    name: str
+    number: int
+    prompts: int
+    every: int = 0
+    samples: int = 1
+    greedy: bool = False
+    temperature: float = 1.0
+    passing: float = 1.0
+    counts: tuple[int, ...] = ()
+
+    def sampling(self, sample: int, most_tokens: int) -> SamplingSettings:
+        """Return how sample number `sample` of a prompt is generated."""
+        if self.temperature == 0 or sample == self.samples:
+            return SamplingSettings(1.0, 1.0, 1, most_tokens)
+        return SamplingSettings(self.temperature, 1.0, 0, most_tokens)
+
+    @property
+    def numbers(self) -> range:
+        """The numbers of a prompt's samples; a greedy one is the last."""
+        return range(self.samples + self.greedy)
+
+    def ticket(self, index: int) -> int:
+        """The ticket number of a prompt."""
+        return EVAL_BASE + self.number * SET_TICKETS + index
 
 
 @dataclass
 class EvaluationJob:
-    """One prompt at one version."""
+    """One sample of a prompt at one version."""
 
     label: Label
     split: str
     index: int
     failures: int = 0
+    sample: int = 0
+    number: int = 0  # of the set; that of ood follows from its name
 
     @property
     def ticket(self) -> int:
-        return (OOD_BASE if self.split == "ood" else EVAL_BASE) + self.index
+        number = 1 if self.split == "ood" else self.number
+        return EVAL_BASE + number * SET_TICKETS + self.index
 
 
 @dataclass
 class EvaluationRound:
-    """One version's evaluation of one split."""
+    """One version's evaluation of one set.
+
+    places: the prompts of `rewards` and `lengths`, in the same order. greedy: rewards of the greedy
+    completions.
+    """
 
     label: Label
     split: str
@@ -49,19 +92,29 @@ class EvaluationRound:
     rewards: list[float] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     failed: int = 0
+    places: list[int] = field(default_factory=list)
+    greedy: list[float] = field(default_factory=list)
 
     @property
     def is_done(self) -> bool:
-        return len(self.rewards) + self.failed >= self.size
+        return len(self.rewards) + len(self.greedy) + self.failed >= self.size
 
-    def metrics(self) -> dict[str, float]:
-        count = max(len(self.rewards), 1)
-        mean = math.fsum(self.rewards) / count  # rounded once: rewards arrive in any order
-        return {
-            f"eval/{self.split}": mean,
-            f"eval/{self.split}_n": len(self.rewards),
-            f"eval/{self.split}_length": sum(self.lengths) / count,
-        }
+    def add(self, job: EvaluationJob, sample: Trajectory, plan: EvaluationSet) -> None:
+        """Add the reward of a job's sample."""
+        if job.sample == plan.samples:
+            self.greedy.append(sample.reward)
+            return
+        self.rewards.append(sample.reward)
+        self.lengths.append(sample.length)
+        self.places.append(job.index)
+
+    def metrics(self, plan: EvaluationSet) -> dict[str, float]:
+        by_prompt: dict[int, list[float]] = {}
+        for index, reward in zip(self.places, self.rewards, strict=True):
+            by_prompt.setdefault(index, []).append(reward)
+        return set_metrics(
+            self.split, by_prompt, self.greedy, self.lengths, plan.passing, plan.counts
+        )
 
 
 class EvaluationPlan(NamedTuple):
@@ -73,6 +126,33 @@ class EvaluationPlan(NamedTuple):
     ood_prompts: int = 0
     temperature: float = 1.0
     ood_every: int = 0
+    sets: tuple[EvaluationSet, ...] = ()
+
+    @property
+    def most_samples(self) -> int:
+        """The most samples of a prompt, in any set."""
+        return max([1, *(len(one.numbers) for one in self.sets)])
+
+    def plan_of(self, name: str) -> EvaluationSet:
+        """Return the plan of a set by its name; one sample a prompt for heldout and ood."""
+        known = next((one for one in self.sets if one.name == name), None)
+        number = int(name == "ood")
+        return known or EvaluationSet(name, number, self.prompts, temperature=self.temperature)
+
+    def due(self, number: int, steps: int) -> list[tuple[str, int]]:
+        """List the sets to evaluate at version `number`, each with its number of prompts."""
+        ends = number in (0, steps)
+
+        def is_due(every: int) -> bool:
+            return ends or (every > 0 and number % every == 0)
+
+        found = []
+        if is_due(self.every):
+            found.append(("heldout", self.final_prompts if ends else self.prompts))
+        if is_due(self.ood_every):
+            few = min(self.prompts, self.ood_prompts)
+            found.append(("ood", self.ood_prompts if ends else few))
+        return found + [(one.name, one.prompts) for one in self.sets if is_due(one.every)]
 
 
 class LeasedJob(NamedTuple):
@@ -109,6 +189,7 @@ class Evaluations:
         temperature: float = 1.0,
         prompt: Callable[[str, int], Prompt] | None = None,
         ood_every: int = 0,
+        sets: Sequence[EvaluationSet] = (),
     ) -> None:
         self.plan = EvaluationPlan(
             every=every,
@@ -117,6 +198,7 @@ class Evaluations:
             ood_prompts=ood_prompts,
             temperature=temperature,
             ood_every=ood_every,
+            sets=tuple(sets),
         )
         self.prompt = prompt
         self.queue: deque[EvaluationJob] = deque()
@@ -179,19 +261,17 @@ class Evaluations:
 
     def on_commit(self, label: Label, steps: int) -> None:
         """Start the rounds that are due at this version."""
-        ends = label.number in (0, steps)
-        plan = self.plan
-        if ends or (plan.every and label.number % plan.every == 0):
-            self._start(label, "heldout", plan.final_prompts if ends else plan.prompts)
-        if ends or (plan.ood_every and label.number % plan.ood_every == 0):
-            self._start(
-                label, "ood", plan.ood_prompts if ends else min(plan.prompts, plan.ood_prompts)
-            )
+        for name, prompts in self.plan.due(label.number, steps):
+            self._start(label, self.plan.plan_of(name), prompts)
 
-    def _start(self, label: Label, split: str, size: int) -> None:
-        if size and self.prompt is not None and (split, label.number) not in self.results:
-            self.rounds.append(EvaluationRound(label, split, size))
-            self.queue.extend(EvaluationJob(label, split, i) for i in range(size))
+    def _start(self, label: Label, plan: EvaluationSet, prompts: int) -> None:
+        if prompts and self.prompt is not None and (plan.name, label.number) not in self.results:
+            self.rounds.append(EvaluationRound(label, plan.name, prompts * len(plan.numbers)))
+            self.queue.extend(
+                EvaluationJob(label, plan.name, index, sample=sample, number=plan.number)
+                for index in range(prompts)
+                for sample in plan.numbers
+            )
 
     def labels(self) -> list[Label]:
         return [r.label for r in self.rounds]
@@ -217,8 +297,8 @@ class Evaluations:
             attempt=attempt,
             kind="eval",
             prompt=self.prompt(job.split, job.index),
-            samples=[0],
-            sampling=SamplingSettings(self.plan.temperature, 1.0, 0, limit),
+            samples=[job.sample],
+            sampling=self.plan.plan_of(job.split).sampling(job.sample, limit),
             min_version=Label(job.label.epoch, 0),
             exact_version=job.label,
             seed=settings.seed,
@@ -273,6 +353,7 @@ class Evaluations:
         job = entry.job
         if entry.lapsed:
             self.queue.remove(job)
+        plan = self.plan.plan_of(job.split)
         current = next(r for r in self.rounds if r.label == job.label and r.split == job.split)
         if sample.failed and job.failures + 1 < MAX_FAILURES:
             job.failures += 1
@@ -280,10 +361,9 @@ class Evaluations:
         elif sample.failed:
             current.failed += 1
         else:
-            current.rewards.append(sample.reward)
-            current.lengths.append(sample.length)
+            current.add(job, sample, plan)
         if current.is_done:
             self.rounds.remove(current)
-            self.results[current.split, job.label.number] = current.metrics()
-            self.fresh.append((job.label.number, current.metrics()))
+            self.results[current.split, job.label.number] = current.metrics(plan)
+            self.fresh.append((job.label.number, current.metrics(plan)))
         return "evaluated"

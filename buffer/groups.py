@@ -37,6 +37,7 @@ class StoreSettings:
     ess_floor: float = 0.0  # of an adaptive limit; 0: the limit is constant
     wait: float = 0.0  # the learner's share of waiting that the window aims at; 0: no window
     session_tokens: int = 0  # most sampled tokens of a session; 0: samples are single completions
+    evaluators: list[str] = field(default_factory=list)  # generators reserved for evaluations
 
     @property
     def most_tokens(self) -> int:
@@ -77,6 +78,10 @@ def settings(config: Config) -> StoreSettings:
         machinery_budget=config.reward.machinery_budget,
         context=generator.context,
         session_tokens=config.agent.max_tokens if config.agent.uses_sessions else 0,
+        evaluators=[
+            f"generator-{index}"
+            for index in range(config.generators - config.evaluation.generators, config.generators)
+        ],
     )
 
 

@@ -40,11 +40,12 @@ from asyncrl.records import atomic_write, buffer_leadership, jsonl, metrics
 from asyncrl.records.metrics import MetricsWriter, RunClock
 from asyncrl.records.rundir import RunLock, buffer_address, clear_end, run_id
 from asyncrl.records.trackers import TrackerFeeds
-from asyncrl.tasks import Task, get_task
+from asyncrl.tasks import Task
+from asyncrl.tasks.evaluation_sets import task_of
 from asyncrl.transport.sockets import BufferSocket
 from buffer import batches, checks, numbers
 from buffer.durable_store import RecordedStore
-from buffer.evaluation import Evaluations
+from buffer.evaluation import Evaluations, EvaluationSet
 from buffer.groups import settings
 from buffer.ledger import Key
 from buffer.sessions import PeerSessions
@@ -87,6 +88,20 @@ def evaluations(config: Config, task: Task) -> Evaluations:
         temperature=wanted.temperature,
         prompt=lambda split, index: task.prompt(split, index, config.seed),
         ood_every=wanted.ood_every,
+        sets=[
+            EvaluationSet(
+                name=one.name,
+                number=number,
+                prompts=most(one.prompts, one.name),
+                every=one.every,
+                samples=one.samples,
+                greedy=one.greedy,
+                temperature=one.temperature,
+                passing=one.passing,
+                counts=one.counts,
+            )
+            for number, one in enumerate(wanted.sets, 2)
+        ],
     )
 
 
@@ -132,7 +147,7 @@ class BufferService:
 
     def __init__(self, config: Config, run_dir: Path, *, moved: bool = False) -> None:
         self.config, self.run_dir, self.run = config, run_dir, run_id(run_dir)
-        task = get_task(config.task)
+        task = task_of(config)
         # before taking the term: a buffer that cannot bind its address must not end another one
         self.socket = BufferSocket(
             buffer_address(config, run_dir),
@@ -780,13 +795,15 @@ class BufferService:
     def grant(self) -> None:
         """Grant tickets to waiting generators in the order of their requests.
 
-        The first request without a ticket ends it: the store treats all generators alike."""
+        The first request without a ticket ends it, as the store treats all generators alike, unless
+        some are reserved for evaluations."""
         now = time.monotonic()
         over = self.store.finished
-        while self.wants:
-            name, (peer, want) = next(iter(self.wants.items()))
+        for name, (peer, want) in list(self.wants.items()):
             tickets = self.store.grant(want.producer, want.session, want.samples, now)
             if not tickets and not over:
+                if self.config.evaluation.generators:  # they are not alike
+                    continue
                 break
             training = [ticket.ticket for ticket in tickets if ticket.kind == "train"]
             self.meter.on_grant(training, now)

@@ -107,11 +107,15 @@ class Store(StoreRules):
     def grant(self, producer: str, session: int, samples: int, now: float) -> list[Ticket]:
         """Grant tickets for about `samples` free engine slots, evaluations first.
 
+        With reserved generators, those get evaluations alone, and the others none.
+
         The last ticket may have more samples than there are slots."""
         granted: list[Ticket] = []
         if self.policy is None or self.finished:
             return granted
-        while samples > 0 and self.evaluations.queue:
+        evaluators = self.settings.evaluators
+        evaluates = not evaluators or producer in evaluators
+        while evaluates and samples > 0 and self.evaluations.queue:
             self.attempts += 1
             ticket = self.evaluations.grant(
                 self.attempts,
@@ -122,6 +126,8 @@ class Store(StoreRules):
             )
             granted.append(ticket)
             samples -= 1
+        if producer in evaluators:
+            return granted
         tickets = self._grants(producer, session, now)
         while samples > 0 and (next_ticket := next(tickets, None)) is not None:
             granted.append(next_ticket)

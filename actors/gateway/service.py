@@ -33,7 +33,7 @@ from actors.gateway.call_router import CallRouter
 from actors.gateway.chat import ChatFormat, parser_for
 from actors.gateway.session_source import Episode, PlacedCall, SessionSource, WaitCause
 from actors.gateway.sessions import Session, SessionCall, SessionLimits, SessionOutcome
-from actors.rewards import RewardRunner
+from actors.rewards import runner_of
 from asyncrl.config.agents import AgentConfig
 from asyncrl.config.tree import Config
 from asyncrl.contract import messages as m
@@ -56,7 +56,7 @@ from asyncrl.models.tokenizer import (
     vocabulary,
 )
 from asyncrl.records.rundir import gateway_address
-from asyncrl.tasks import get_task
+from asyncrl.tasks.evaluation_sets import task_of
 from asyncrl.transport import message_checks, sockets
 
 MOST_AT_ONCE = 1000  # generator messages read in one turn, so that the other sockets get theirs
@@ -150,7 +150,7 @@ class Gateway(sockets.SessionPeer):
                 "model cannot be shown tools; add one there (chat_template.jinja) or use agent.env"
             )
         judges = bool(config.agent.tools) or config.agent.http
-        self.rewards = RewardRunner(config, get_task(config.task), run_dir) if judges else None
+        self.rewards = runner_of(config, task_of(config), run_dir) if judges else None
         self.judged: dict[tuple[int, int, int], Episode] = {}
         self.calls_socket = sockets.BufferSocket(
             gateway_address(config, run_dir, index),

@@ -27,6 +27,7 @@ FAMILIES = {
     "fleet.join": ("join",),
     "fleet.scale": ("scale",),
     "inspect.doctor": ("doctor", "engines"),
+    "inspect.evaluate": ("eval",),
     "inspect.serve": ("serve",),
     "inspect.watch": ("watch", "samples"),
     "compare": ("compare", "sweep", "figure"),

@@ -44,6 +44,7 @@ PAGES = {
     "weights": "machines.md",
     "wires": "machines.md",
     "placement": "ray.md",
+    "evaluation": "evaluation.md",
     "record": "metrics.md",
     "record.stream": "replay.md",
     "record.stream_mib": "replay.md",
@@ -63,7 +64,8 @@ KEYS_BY_UNIT = {
     "nats per completion": "kl.reward.target",
     "reward": "advantage.truncation_penalty value.clip advantage.shift reward.judge.low "
     "reward.judge.high",
-    "processes": "generators reward.workers learner.ranks agent.workers placement.generator.count",
+    "processes": "generators evaluation.generators reward.workers learner.ranks agent.workers "
+    "placement.generator.count",
     "OpenMP threads": "generator.threads learner.threads reward.model.threads",
     "completions": "generator.slots reward.batch advantage.k record.samples record.split_samples "
     "record.reference_samples",

@@ -11,7 +11,7 @@ import msgspec
 from asyncrl.algorithms import settings
 from asyncrl.config.agents import RANDOM, SELF, VERIFIERS
 from asyncrl.config.engines import BACKEND_ABILITIES, ENGINES, engines_with
-from asyncrl.config.tree import Config, LearnerConfig
+from asyncrl.config.tree import Config, EvaluationSetConfig, LearnerConfig
 
 DEFAULT_ZERO_STAGE = LearnerConfig().zero_stage
 
@@ -41,6 +41,7 @@ def check(config: Config) -> list[str]:
         _value,
         _engine,
         _reward,
+        _evaluation,
     )
     return [problem for rule in rules for problem in rule(config)]
 
@@ -693,6 +694,58 @@ def _opponents(config: Config) -> Iterator[str]:
             "agent.eval_opponent: against itself a policy wins half its games, however well it "
             "plays; set random or module:function"
         )
+
+
+def _evaluation(config: Config) -> Iterator[str]:
+    """Check the sets of prompts, and the generators reserved for them."""
+    reserved = config.evaluation.generators
+    if reserved and reserved >= config.generators:
+        yield (
+            f"evaluation.generators: {reserved} of generators = {config.generators} leave none for "
+            "training; raise generators or lower it"
+        )
+    if reserved and config.agent.uses_sessions:
+        yield (
+            "evaluation.generators: a gateway gives calls to any generator, and [agent] makes "
+            "samples sessions; set it to 0"
+        )
+    names: set[str] = set()
+    for one in config.evaluation.sets:
+        for problem in _evaluation_set(config, one):
+            yield f"evaluation.sets: {one.name}: {problem}"
+        if one.name in names:
+            yield f"evaluation.sets: two sets are called {one.name}; give each its own name"
+        names.add(one.name)
+
+
+def _evaluation_set(config: Config, one: EvaluationSetConfig) -> Iterator[str]:
+    if one.name in ("heldout", "ood"):
+        yield "that name belongs to the run's own prompts; choose another"
+    if one.file and one.task:
+        yield "has both file and task; prompts come from one of them: remove the other"
+    if one.file and one.split != "heldout":
+        yield f"split = {one.split} chooses prompts of a task, and file has no splits; remove it"
+    if one.task == "file":
+        yield "task = file names no prompts; give the file's path in file"
+    if one.options and not one.task.startswith("reasoning_gym:"):
+        yield "options are for task = reasoning_gym:GENERATOR; remove them"
+    if one.temperature == 0 and one.samples > 1:
+        yield (
+            f"temperature = 0 makes all {one.samples} samples of a prompt equal; set samples = 1, "
+            "or greedy = true beside a temperature above 0"
+        )
+    if one.temperature == 0 and one.greedy:
+        yield "temperature = 0 is greedy already; remove greedy"
+    if large := [count for count in one.pass_at if count > one.samples]:
+        yield f"pass_at = {large[0]} needs at least as many samples, not {one.samples}"
+    least = ENGINES[config.generator.engine].least_temperature
+    if 0 < one.temperature < least:
+        yield f"temperature = {one.temperature:g} is below what the engine samples at, {least:g}"
+    module, colon, name = one.reward.rpartition(":")
+    if one.reward and not (module and colon and name.isidentifier()):
+        yield f"reward = {one.reward}; write module:function or file.py:function"
+    if config.agent.env and (one.reward or one.task or one.file):
+        yield "prompts and rewards are the environment's (agent.env); remove file, task and reward"
 
 
 def _engine(config: Config) -> Iterator[str]:

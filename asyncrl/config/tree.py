@@ -690,6 +690,71 @@ class DurabilityConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     ] = "memory"
 
 
+class EvaluationSetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A held-out set of its own: one `[[evaluation.sets]]`."""
+
+    name: Annotated[
+        str,
+        Meta(
+            pattern="^[a-z][a-z0-9-]*$",
+            description="Name in the metrics, eval/NAME: small letters, digits and hyphens.",
+        ),
+    ]
+    file: Annotated[
+        str,
+        Meta(
+            description="Prompts of the set: JSONL or parquet in the format of task.prompts, with "
+            "the columns of task.columns."
+        ),
+    ] = ""
+    task: Annotated[
+        str,
+        Meta(
+            description="Built-in task, or reasoning_gym:GENERATOR, whose prompts the set takes, "
+            "with the reward of that task. Without `file` and `task` it takes prompts of the "
+            "run's task."
+        ),
+    ] = ""
+    options: Annotated[
+        dict[str, Any], Meta(description="Settings of a reasoning_gym:GENERATOR in `task`.")
+    ] = {}
+    split: Annotated[
+        Literal["heldout", "ood"], Meta(description="Prompts of a task that the set takes.")
+    ] = "heldout"
+    reward: Annotated[
+        str,
+        Meta(
+            description="Reward function of the set: module:function or file.py:function. Empty: "
+            "the run's reward, or with `task` that of the task."
+        ),
+    ] = ""
+    every: Annotated[
+        Count, Meta(description="Versions between evaluations. 0: only at the start and the end.")
+    ] = 0
+    prompts: Annotated[
+        Positive, Meta(description="Prompts of an evaluation, at most those that there are.")
+    ] = 256
+    samples: Annotated[Positive, Meta(description="Completions of each prompt.")] = 1
+    temperature: Annotated[
+        float, Meta(ge=0, description="Sampling temperature. 0: greedy, with one sample a prompt.")
+    ] = 1.0
+    greedy: Annotated[
+        bool, Meta(description="Also score one greedy completion of each prompt.")
+    ] = False
+    passing: Annotated[
+        float, Meta(description="Reward from which on a completion counts as passed, for pass@k.")
+    ] = 1.0
+    pass_at: Annotated[
+        list[Positive],
+        Meta(description="The k of pass@k, each at most `samples`. []: 1 and `samples`."),
+    ] = []
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The k of pass@k."""
+        return tuple(self.pass_at) or tuple(dict.fromkeys((1, self.samples)))
+
+
 class EvaluationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     every: Annotated[
         Count, Meta(description="Versions between evaluations. 0: only at the start and the end.")
@@ -717,6 +782,20 @@ class EvaluationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     temperature: Annotated[
         float, Meta(gt=0, description="Sampling temperature of evaluations.")
     ] = 1.0
+    generators: Annotated[
+        Count,
+        Meta(
+            description="Generators, of those in `generators`, that serve evaluations alone. The "
+            "others then never stop for one. 0: all serve both, evaluations first."
+        ),
+    ] = 0
+    sets: Annotated[
+        list[EvaluationSetConfig],
+        Meta(
+            description="Further held-out sets, each a table [[evaluation.sets]] with a name. See "
+            "docs/evaluation.md for its keys."
+        ),
+    ] = []
 
 
 class WiresConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

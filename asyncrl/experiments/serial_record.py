@@ -16,7 +16,7 @@ from asyncrl.config.tree import StalenessConfig
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import EVAL_BASE, Batch, Trajectory
 from buffer import training_log
-from buffer.evaluation import OOD_BASE
+from buffer.evaluation import SET_TICKETS
 from buffer.store import Store
 
 KEPT = (
@@ -99,10 +99,12 @@ class SerialRecord:
     def answer_delivered(self, answer: Trajectory) -> None:
         """Keep the reward of an evaluation's completion."""
         if answer.ticket >= EVAL_BASE:
-            ood = answer.ticket >= OOD_BASE
-            split, base = ("ood", OOD_BASE) if ood else ("heldout", EVAL_BASE)
+            number, index = divmod(answer.ticket - EVAL_BASE, SET_TICKETS)
+            if number > 1:  # of a further set: its metrics are kept
+                return
+            split = "ood" if number else "heldout"
             rewards = self.evals.setdefault((split, answer.spans[0].label.number), {})
-            rewards[answer.ticket - base] = answer.reward
+            rewards[index] = answer.reward
 
     def batch_leased(self, batch: Batch, staleness: StalenessConfig) -> None:
         """Record the samples and lags of a batch that goes to the learner.

@@ -285,7 +285,18 @@ for _b in BUCKETS:
         "tokens", f"trained tokens at lag {_b}, summed over optimizer steps"
     )
 PATTERNS = {
-    re.compile(r"reward_part/.+"): MetricInfo("reward", "mean of a named part of the reward")
+    re.compile(r"reward_part/.+"): MetricInfo("reward", "mean of a named part of the reward"),
+    **{
+        re.compile(rf"eval/[a-z][a-z0-9-]*{ending}"): MetricInfo(unit, meaning)
+        for ending, unit, meaning in (
+            ("", "reward", "mean reward of a set's samples"),
+            ("_n", "samples", "prompts of the set with a scored sample"),
+            ("_length", "tokens", "mean length of its samples"),
+            ("_greedy", "reward", "mean reward of its greedy completions"),
+            (r"_pass_at_\d+", "share", "pass@K: probability that one of K samples passes"),
+            (r"_pass_at_\d+_(low|high)", "share", "bounds of its 95 % interval over prompts"),
+        )
+    },
 }
 
 
@@ -382,6 +393,17 @@ def _families() -> dict[str, list[tuple[str, str, str]]]:
     rows = [(n, m.unit, m.meaning) for n, m in METRICS.items() if not n.startswith("by_")]
     rows += [(f"by_lag/{kind}_B", u, f"{what} at lag B, one of {lags}") for kind, u, what in by_lag]
     rows.append(("by_age/mismatch_k3_B", "nats/token", older + lags))
+    rows += [
+        (
+            pattern.pattern.replace("[a-z][a-z0-9-]*", "NAME")
+            .replace(r"\d+", "K")
+            .replace("(low|high)", "low, high"),
+            entry.unit,
+            f"`evaluation.sets`: {entry.meaning}",
+        )
+        for pattern, entry in PATTERNS.items()
+        if pattern.pattern.startswith("eval/")
+    ]
     rows.append(("reward_part/NAME", "reward", "mean of a named part of the reward"))
     found: dict[str, list[tuple[str, str, str]]] = {}
     for row in rows:

@@ -86,6 +86,36 @@ def duration(seconds: float) -> str:
     return f"{seconds / 86400:.1f} days"
 
 
+def sets(metrics: Mapping[str, float]) -> str:
+    """The newest results of the evaluation sets, without their bounds; "" without any.
+
+    >>> sets({"eval/hard": 0.25, "eval/hard_n": 4, "eval/hard_pass_at_8": 0.5, "eval/ood": 0.1})
+    'hard 0.250 pass@8 0.500'
+    """
+    parts: dict[str, list[str]] = {}
+    for metric, value in metrics.items():
+        name, label = set_label(metric)
+        if label:
+            parts.setdefault(name, []).append(f"{label.removeprefix(name).strip()} {value:.3f}")
+    return "  ".join(f"{name} {' '.join(each).strip()}" for name, each in parts.items())
+
+
+def set_label(metric: str) -> tuple[str, str]:
+    """Return the set of a metric and its label in a plot; no label for another metric.
+
+    >>> set_label("eval/hard"), set_label("eval/hard_pass_at_8"), set_label("eval/hard_greedy")
+    (('hard', 'hard'), ('hard', 'hard pass@8'), ('hard', 'hard greedy'))
+    >>> set_label("eval/hard_n"), set_label("eval/heldout"), set_label("eval/hard_pass_at_8_low")
+    (('hard', ''), ('heldout', ''), ('hard', ''))
+    """
+    name, _, rest = metric.removeprefix("eval/").partition("_")
+    if not metric.startswith("eval/") or name in ("heldout", "ood"):
+        return name, ""
+    if rest.startswith("pass_at_") and rest.count("_") == 2:
+        return name, f"{name} pass@{rest.rpartition('_')[2]}"
+    return name, f"{name} {rest}".strip() if rest in ("", "greedy") else ""
+
+
 def rewards(metrics: Mapping[str, float]) -> str:
     """Describe how rewards hold the run up, at its last step; "" while they do not.
 
@@ -216,7 +246,11 @@ def status_line(status: RunStatus, left: float | None = None) -> str:
         f"generate {show('throughput/generator_tokens_per_s', ',.0f')} tok/s  learn "
         f"{show('throughput/learner_tokens_per_s', ',.0f')} tok/s  "
         f"lag {show('lag/mean', '.2f')} (max {show('lag/max', '.0f')})"
-        + "".join(f"  {shown}" for shown in (limit(metrics), describe_window(metrics)) if shown)
+        + "".join(
+            f"  {shown}"
+            for shown in (sets(metrics), limit(metrics), describe_window(metrics))
+            if shown
+        )
         + (f"  {problems}" if problems else "")
     )
 
@@ -267,6 +301,8 @@ def table(status: RunStatus, left: float | None = None) -> Any:
         ("out of distribution", "eval/ood", ".3f"),
         ("reward", "reward/mean", ".3f"),
     )
+    if shown := sets(metrics):
+        grid.add_row("sets", Text(shown))
     row(
         "learner",
         ("tok/s", "throughput/learner_tokens_per_s", ",.0f"),

@@ -86,9 +86,9 @@ class Subject:
     @cached_property
     def task(self) -> Any:
         """The task of `task.name`.  Raises ConfigError."""
-        from asyncrl.tasks import get_task
+        from asyncrl.tasks.evaluation_sets import task_of
 
-        return get_task(self.config.task)
+        return task_of(self.config)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -198,15 +198,23 @@ def devices_present(subject: Subject) -> str:
 def task_reads(subject: Subject) -> str:
     """Check the task and the files that it reads."""
     task = subject.task
-    sizes = {split: _size(task, split) for split in ("train", "heldout", "ood")}
+    sizes = {split: _size(task, split) for split in _splits(subject)}
     counts = (f"{'endless' if n is None else n} {split}" for split, n in sizes.items() if n != 0)
     return f"{subject.config.task.name}: {', '.join(counts)} prompts"
 
 
+def _splits(subject: Subject) -> list[str]:
+    """The splits of the task, and its sets."""
+    return ["train", "heldout", "ood", *(one.name for one in subject.config.evaluation.sets)]
+
+
 def _size(task: Any, split: str) -> int | None:
     """The number of prompts of a split; None for an endless one."""
+    from asyncrl.tasks.evaluation_sets import TaskWithSets
     from asyncrl.tasks.file import FileTask
 
+    if isinstance(task, TaskWithSets) and split not in task.sets:
+        task = task.task
     size: int | None = len(task.sets[split]) if isinstance(task, FileTask) else task.size(split)
     return size
 
@@ -375,7 +383,7 @@ def prompts_fit(subject: Subject) -> str:
 
 def _first_prompts(subject: Subject) -> Iterator[Any]:
     """Yield the prompts of each split that a check reads."""
-    for split in ("train", "heldout", "ood"):
+    for split in _splits(subject):
         size = _size(subject.task, split)
         for number in range(FIRST_PROMPTS if size is None else min(size, MOST_PROMPTS)):
             yield subject.task.prompt(split, number, subject.config.seed)
@@ -480,12 +488,16 @@ def _gib(size: float) -> str:
 def reward_imports(subject: Subject) -> None:
     """Check the reward function, judge or reward model in a process of its own."""
     from actors.rewards import check
+    from asyncrl.tasks.evaluation_sets import config_of_set
 
     config = subject.config
     if config.reward.function and ":" not in config.reward.function:
         raise ConfigError(f"reward.function: {config.reward.function} is not module:function")
     if config.reward.uses_reward_processes:
         check(config)
+    for one in config.evaluation.sets:
+        if one.reward:
+            check(config_of_set(config, one))
 
 
 def exact_agrees(subject: Subject) -> None:

@@ -178,7 +178,8 @@ def read_prompts(path: str, split: str, columns: Mapping[str, str] = {}) -> list
     Raises ConfigError with file and line (parquet: row) for an unusable row."""
     file = Path(path)
     if not file.is_file():
-        raise ConfigError(f"task.{'prompts' if split == 'train' else split}: {path} is no file")
+        key = {"train": "task.prompts: ", "heldout": "task.heldout: ", "ood": "task.ood: "}
+        raise ConfigError(f"{key.get(split, '')}{path} is no file")
     out = [
         _prompt(where, row, number, split, columns)
         for number, (where, row) in enumerate(read_rows(file))

@@ -15,11 +15,13 @@ import pytest
 
 from asyncrl.cli import main
 from asyncrl.config import load
-from asyncrl.experiments.replay import offline_eval
+from asyncrl.experiments import offline_eval
 from asyncrl.experiments.replay import replay as replaying
 from asyncrl.models.policy import load_policy, weights_digest
 from asyncrl.records import metrics, stream
 from asyncrl.records.stream import RecordedStep, RecordingHeader, RecordingWriter
+from asyncrl.tasks.evaluation_sets import task_of
+from buffer.service import evaluations
 
 Run = Callable[..., dict[str, Any]]
 STREAM = ("record.stream=true", "record.weights_every=2", "staleness.max_lag=2", "generators=2")
@@ -99,9 +101,10 @@ def test_evaluations_are_those_of_a_run(small_model: Path) -> None:
         for k in ("every=2", "ood_every=3", "prompts=4", "final_prompts=9", "ood_prompts=6")
     ]
     e = object.__new__(offline_eval.OfflineEvaluator)
-    e.config = load.load("configs/demo.toml", sets)
+    config = load.load("configs/demo.toml", sets)
+    e.plan = evaluations(config, task_of(config)).plan
     e.engine = SimpleNamespace(load=lambda *_: None)  # type: ignore[assignment]
-    e.split = lambda split, n: {split: float(n)}  # type: ignore[method-assign]
+    e.measure = lambda plan, n: {plan.name: float(n)}  # type: ignore[method-assign]
     model = load_policy(small_model)
     assert [e.evaluate(model, n, last=n == 7) for n in range(8)] == [
         {"heldout": 9, "ood": 6},

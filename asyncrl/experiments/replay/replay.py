@@ -29,8 +29,8 @@ from asyncrl.contract.errors import ConfigError, DamagedDataError, NotFiniteErro
 from asyncrl.experiments.compare.arms import changes, config_differences
 from asyncrl.experiments.compare.page import clean
 from asyncrl.experiments.compare.verdict import stability
+from asyncrl.experiments.offline_eval import OfflineEvaluator
 from asyncrl.experiments.replay import diff
-from asyncrl.experiments.replay.offline_eval import OfflineEvaluator
 from asyncrl.models.policy import export, weights_digest
 from asyncrl.records import atomic_write, metrics, stream
 from learner import checkpoint

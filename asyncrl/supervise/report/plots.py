@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +11,7 @@ from asyncrl.contract.messages import DISPOSITIONS
 from asyncrl.records.health_checks import interval
 from asyncrl.records.metrics import BUCKETS, METRICS
 from asyncrl.records.page_kit import PagePlot, PlotLine
+from asyncrl.supervise.live import set_label
 from asyncrl.supervise.report.series import POINTS, Axis, Series
 
 AXIS_NAMES = {"step": "step", "time": "seconds of RL", "tokens": "trained tokens"}
@@ -230,6 +231,13 @@ PAGES: dict[str, tuple[MetricPlot, ...]] = {
 }
 
 
+def set_plot(names: Iterable[str]) -> MetricPlot:
+    """The plot of evaluation sets: mean reward, greedy reward and pass@k of each."""
+    labels = sorted((name, set_label(name)[1]) for name in set(names))
+    series = tuple((name, label) for name, label in labels if label)
+    return MetricPlot("Evaluation sets", "reward, share", series)
+
+
 def figures(
     page: str,
     runs: Mapping[str, Series],
@@ -240,7 +248,11 @@ def figures(
     """Return the plots of a page, without empty ones. The band of an evaluation is its 95 %
     interval over prompts."""
     drawn = []
-    for plot in PAGES[page]:
+    shown_plots = PAGES[page]
+    if page == "overview":
+        of_sets = set_plot(name for series in runs.values() for name in series.columns)
+        shown_plots = (*shown_plots[:1], of_sets, *shown_plots[1:])
+    for plot in shown_plots:
         lines = []
         for run, series in runs.items():
             every = [
@@ -281,6 +293,11 @@ def _line(line: PlotLine, series: Series, axis: Axis, smooth: float, points: int
         pairs = zip(values.tolist(), counts.tolist(), strict=True)
         halves = np.array([interval(value, count, low, high) for value, count in pairs])
         line.low, line.high = (values - halves).tolist(), (values + halves).tolist()
+    elif evaluated and f"{line.metric}_low" in series.columns:
+        bounds = (series.values(f"{line.metric}_{end}") for end in ("low", "high"))
+        low_bounds, high_bounds = (bound.tolist() for bound in bounds)
+        if len(low_bounds) == len(line.xs):
+            line.low, line.high = low_bounds, high_bounds
     return line
 
 

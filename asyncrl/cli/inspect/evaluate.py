@@ -1,0 +1,48 @@
+"""`asyncrl eval`: score a model directory on the held-out sets of a config, without a run."""
+
+from __future__ import annotations
+
+import click
+
+from asyncrl.cli import result
+from asyncrl.cli.base import command, config_argument, json_option, print_progress, set_option
+
+
+@command(
+    "asyncrl eval runs/R/model demo",
+    "asyncrl eval models/smollm2 config.toml --only heldout --prompts 200 --json",
+)
+@click.argument("model")
+@config_argument()
+@set_option("override a config key; repeatable")
+@click.option("--only", multiple=True, metavar="SET", help="evaluate this set; repeatable")
+@click.option(
+    "--prompts",
+    type=click.IntRange(1),
+    help="prompts of each set  [default: as many as a run's last evaluation]",
+)
+@json_option
+def eval(  # the name by which the command line finds it
+    model: str,
+    source: str,
+    sets: tuple[str, ...],
+    only: tuple[str, ...],
+    prompts: int | None,
+    as_json: bool,
+) -> None:
+    """Score the model directory MODEL on the held-out sets of CONFIG.
+
+    MODEL is an exported or a Hugging Face directory, or hf://ORG/NAME. Task, rewards, sampling and
+    engine are those of CONFIG; its own model is not read.
+    """
+    from asyncrl.experiments import model_evaluation
+    from asyncrl.models import fetch
+
+    path = str(fetch.from_hub(model)) if model.startswith(fetch.HUB) else model
+    config = model_evaluation.load_config(path, source, sets)
+    progress = model_evaluation.EvaluationProgress(print_progress)
+    found = model_evaluation.evaluate(config, only, prompts, progress)
+    if as_json:
+        result.print_result(found)
+    else:
+        print(model_evaluation.format_evaluation(found))

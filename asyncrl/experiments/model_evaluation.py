@@ -1,0 +1,130 @@
+"""`asyncrl eval`: score a model directory on the held-out sets of a config, without a run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from actors.engine import engine_for
+from asyncrl.config import load
+from asyncrl.config.tree import Config, LoraConfig
+from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.printable import escape_line
+from asyncrl.experiments.offline_eval import OfflineEvaluator
+from asyncrl.models import model_check
+from asyncrl.models.policy import load_policy
+from asyncrl.records.health_checks import interval
+from asyncrl.supervise.live import duration
+
+QUIET_S = 5.0  # without a terminal: seconds between two lines of progress
+
+
+class EvaluationProgress:
+    """Progress with the time left: one line that is redrawn, or a line every QUIET_S.
+
+    say: prints a line, for a stderr that is not a terminal.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.say = say
+        self.name = ""
+        self.began = self.told = time.monotonic()
+        self.redraws = sys.stderr.isatty()
+
+    def report(self, name: str, done: int, total: int) -> None:
+        """Show that `done` of `total` completions of a set are scored."""
+        now = time.monotonic()
+        if name != self.name:
+            self.name, self.began, self.told = name, now, now
+        left = (now - self.began) / max(done, 1) * (total - done)
+        line = f"{name}: {done} of {total} completions, {duration(left)} left"
+        if self.redraws:
+            sys.stderr.write(f"\r\x1b[K{line[: _columns()]}" + "\r\x1b[K" * (done == total))
+            sys.stderr.flush()
+        elif now - self.told >= QUIET_S:
+            self.told = now
+            self.say(line)
+
+
+def _columns() -> int:
+    return max(20, shutil.get_terminal_size().columns - 1)
+
+
+def load_config(model: str, source: str, sets: Sequence[str]) -> Config:
+    """Read a config for a model directory.  Raises ConfigError."""
+    replaced = [f"model.path={json.dumps(model)}", "model.warm_start=false"]
+    config = load.load(source, [*sets, *replaced])
+    if config.agent.uses_sessions:
+        raise ConfigError(
+            f"{source}: samples are sessions ([agent]), which need the gateway of a run; give a "
+            "config of single completions"
+        )
+    return msgspec.structs.replace(config, lora=LoraConfig())  # MODEL is merged already
+
+
+def evaluate(
+    config: Config,
+    names: Sequence[str],
+    prompts: int | None,
+    progress: EvaluationProgress,
+) -> dict[str, Any]:
+    """Evaluate the model of `config` and return {model, sets: {name: metrics}}.
+
+    names: the sets; empty means all. prompts: of each set; None means as many as at the end of a
+    run. Raises ConfigError for an unknown set, and where no completion of a set has a reward.
+    """
+    known = ["heldout", "ood", *(one.name for one in config.evaluation.sets)]
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"--only {unknown[0]}: choose of {', '.join(known)}")
+    model_check.check(config)
+    progress.say(f"loading {config.model.path}")
+    engine = engine_for(config)
+    evaluator = OfflineEvaluator(config, engine, progress.report)
+    try:
+        evaluator.load(load_policy(config.model.path, config.model.dtype, config.model.device), 0)
+        found: dict[str, Any] = {}
+        for name, most in evaluator.plan.due(0, 0):
+            count = most if prompts is None else min(most, prompts)
+            if (names and name not in names) or not count:
+                continue
+            began = time.monotonic()
+            values = evaluator.measure(evaluator.plan.plan_of(name), count)
+            if not values[f"eval/{name}_n"]:
+                raise ConfigError(f"{name}: no completion has a reward: {evaluator.failures[0]}")
+            found[name] = {
+                metric.removeprefix(f"eval/{name}").removeprefix("_") or "reward": value
+                for metric, value in values.items()
+            } | {"failed": len(evaluator.failures), "seconds": time.monotonic() - began}
+    finally:
+        evaluator.close()
+    if not found:
+        raise ConfigError(f"--only {', '.join(names)}: this set has no prompts")
+    return {"model": config.model.path, "sets": found}
+
+
+def format_evaluation(found: dict[str, Any]) -> str:
+    """Write the result as a line a set."""
+    width = max(map(len, found["sets"]))
+    lines = []
+    for name, values in found["sets"].items():
+        reward = values["reward"]
+        half = interval(reward, values["n"], min(0.0, reward), max(1.0, reward))
+        parts = [f"{reward:.3f} +-{half:.3f} (n = {values['n']:.0f})"]
+        if "greedy" in values:
+            parts.append(f"greedy {values['greedy']:.3f}")
+        for metric, value in values.items():
+            if metric.startswith("pass_at_") and metric[-1].isdigit():
+                low, high = values[f"{metric}_low"], values[f"{metric}_high"]
+                count = metric.rpartition("_")[2]
+                parts.append(f"pass@{count} {value:.3f} [{low:.3f}, {high:.3f}]")
+        parts.append(f"{values['length']:.1f} tokens")
+        if values["failed"]:
+            parts.append(f"{values['failed']} without a reward")
+        lines.append(f"{escape_line(name):{width}}  " + "  ".join(parts))
+    return "\n".join(lines)

@@ -1,0 +1,137 @@
+"""Evaluations outside a run.
+
+An engine in this process samples the completions that a run's evaluation would request.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from actors.engine import Engine
+from actors.engine_embedded import make_engine
+from actors.turn import EVERYTHING, GeneratorTurn, ScoredResponse
+from asyncrl.config.tree import Config
+from asyncrl.contract.messages import Ticket
+from asyncrl.contract.pass_at_k import set_metrics
+from asyncrl.contract.versions import Label
+from asyncrl.models.policy import PolicyModel, named_weights, weights_digest
+from buffer.evaluation import EvaluationSet
+from buffer.service import evaluations
+
+Report = Callable[[str, int, int], None]  # name of a set, scored completions, all completions
+
+
+class OfflineEvaluator:
+    """The evaluations of `config` outside a run.
+
+    Prompts, random streams and evaluated versions are those of a run.
+
+    engine: None: the embedded one. report: called while a set is evaluated.
+    failures: why completions of the last set have no reward.
+    """
+
+    def __init__(
+        self, config: Config, engine: Engine | None = None, report: Report | None = None
+    ) -> None:
+        self.config = config
+        self.engine = engine or make_engine(config)
+        self.report = report or (lambda name, done, total: None)
+        self.turn = GeneratorTurn(config, self.engine, lockstep=False)
+        self.plan = evaluations(config, self.turn.task).plan
+        self.loaded = Label(1, 0)
+        self.attempt = 0  # of all tickets of a set, so that none is accepted twice
+        self.failures: list[str] = []
+
+    def load(self, model: PolicyModel, number: int) -> None:
+        """Evaluate this model from now on, as version `number`."""
+        self.loaded = Label(1, number)
+        self.engine.load(dict(named_weights(model)), self.loaded, weights_digest(model))
+
+    def evaluate(self, model: PolicyModel, number: int, *, last: bool) -> dict[str, float]:
+        """Return the metrics of version `number`; empty if no evaluation is due.
+
+        last: the final evaluation, which has more prompts.
+        """
+        due = self.plan.due(number, number if last else -1)
+        if not due:
+            return {}
+        self.load(model, number)
+        values: dict[str, float] = {}
+        for name, prompts in due:
+            values |= self.measure(self.plan.plan_of(name), prompts)
+        return values
+
+    def tickets(self, plan: EvaluationSet, prompts: int) -> list[Ticket]:
+        """Return the tickets of a set, as a run's evaluation grants them.
+
+        The tickets require the loaded version. A greedy completion has a ticket of its own.
+        """
+        config = self.config
+        alike = [list(range(plan.samples)), *([[plan.samples]] if plan.greedy else [])]
+        tickets = []
+        for samples in alike:
+            self.attempt += 1
+            tickets += [
+                Ticket(
+                    ticket=plan.ticket(index),
+                    attempt=self.attempt,
+                    kind="eval",
+                    prompt=self.turn.task.prompt(plan.name, index, config.seed),
+                    samples=samples,
+                    sampling=plan.sampling(samples[0], config.generator.max_new_tokens),
+                    min_version=self.loaded,
+                    exact_version=self.loaded,
+                    seed=config.seed,
+                )
+                for index in range(prompts)
+            ]
+        return tickets
+
+    def measure(self, plan: EvaluationSet, prompts: int) -> dict[str, float]:
+        """Return the metrics over the first `prompts` prompts of a set; empty without prompts.
+
+        Completions are left out if their reward fails or their prompt leaves no room for one.
+        """
+        self.failures = []
+        if not prompts:
+            return {}
+        for ticket in self.tickets(plan, prompts):
+            self.turn.accept_tickets([ticket])
+        total = prompts * len(plan.numbers)
+        requests, refused = self.turn.requests(self.loaded, room=EVERYTHING)
+        for sample in refused:
+            self.turn.schedule.finish_sample(sample.key, 0)
+            self.failures.append(sample.why.why)
+        self.engine.add(requests)
+        rewards: dict[int, list[float]] = {}
+        greedy: list[float] = []
+        lengths: list[int] = []
+
+        def add(written: ScoredResponse, reward: float) -> None:
+            ticket, sample, _ = written.answer.key
+            if sample == plan.samples:
+                greedy.append(reward)
+                return
+            rewards.setdefault(ticket - plan.ticket(0), []).append(reward)
+            lengths.append(len(written.answer.tokens))
+
+        while self.engine.active or self.turn.judged:
+            for completion in self.engine.step() if self.engine.active else []:
+                if (finished := self.turn.finished(completion)) is not None:
+                    self.turn.submit(finished)
+            results = self.turn.results()
+            for written, result in results:
+                if result.failed:
+                    self.failures.append(result.failed.why)
+                else:
+                    add(written, result.reward)
+            if results:
+                scored = len(lengths) + len(greedy) + len(self.failures)
+                self.report(plan.name, scored, total)
+            elif not self.engine.active:
+                time.sleep(0.001)
+        return set_metrics(plan.name, rewards, greedy, lengths, plan.passing, plan.counts)
+
+    def close(self) -> None:
+        self.turn.rewards.close()

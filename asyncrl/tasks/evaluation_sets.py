@@ -1,0 +1,94 @@
+"""The task of a run with its own evaluation sets (`evaluation.sets`).
+
+The prompts of a set have its name as their split, by which their reward is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from asyncrl.config.scorers import JudgeConfig, RewardModelConfig
+from asyncrl.config.tree import Config, EvaluationSetConfig, TaskConfig
+from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.messages import Prompt
+from asyncrl.tasks import Task, get_task
+from asyncrl.tasks.file import read_prompts
+
+
+class TaskWithSets:
+    """A task whose splits are those of the run's task, and each set by its name.
+
+    Files are read when a prompt is asked for: a generator on another machine needs none. Raises
+    ConfigError for a set whose task does not exist; `size` and `prompt` raise it for a file."""
+
+    def __init__(self, config: Config) -> None:
+        self.task: Any = get_task(config.task)
+        self.name: str = self.task.name
+        self.columns: Mapping[Any, str] = config.task.columns
+        self.sets = {one.name: one for one in config.evaluation.sets}
+        self.files: dict[str, list[Prompt]] = {}
+        self.tasks: dict[str, Task] = {}
+        for name, one in self.sets.items():
+            if one.task:
+                try:
+                    self.tasks[name] = get_task(TaskConfig(name=one.task, options=one.options))
+                except ConfigError as error:
+                    raise ConfigError(f"evaluation.sets: {name}: {error}") from error
+
+    def prompt(self, split: str, index: int, seed: int) -> Prompt:
+        """Return a prompt of a split or a set."""
+        if split not in self.sets:
+            prompt: Prompt = self.task.prompt(split, index, seed)
+            return prompt
+        if self.sets[split].file:
+            return self._file(split)[index]
+        prompt = self._source(split).prompt(self.sets[split].split, index, seed)
+        return msgspec.structs.replace(prompt, split=split)
+
+    def size(self, split: str) -> int | None:
+        """Return the number of prompts; None for an endless split."""
+        if split not in self.sets:
+            size: int | None = self.task.size(split)
+            return size
+        if self.sets[split].file:
+            return len(self._file(split))
+        return self._source(split).size(self.sets[split].split)
+
+    def reward(self, prompt: Prompt, text: str) -> float | dict[str, float]:
+        """Return the reward of the prompt's own task."""
+        return self._source(prompt.split).reward(prompt, text)
+
+    def _file(self, name: str) -> list[Prompt]:
+        if name not in self.files:
+            try:
+                self.files[name] = read_prompts(self.sets[name].file, name, self.columns)
+            except ConfigError as error:
+                raise ConfigError(f"evaluation.sets: {name}: {error}") from error
+        return self.files[name]
+
+    def _source(self, split: str) -> Task:
+        source: Task = self.tasks.get(split, self.task)
+        return source
+
+
+def task_of(config: Config) -> Any:
+    """Return the task of a run, with its sets if it has any.  Raises ConfigError."""
+    return TaskWithSets(config) if config.evaluation.sets else get_task(config.task)
+
+
+def scored_by_itself(one: EvaluationSetConfig) -> bool:
+    """Whether a set has another reward than the run."""
+    return bool(one.task or one.reward)
+
+
+def config_of_set(config: Config, one: EvaluationSetConfig) -> Config:
+    """Return a config whose task and reward are those of a set that is scored by itself."""
+    replace = msgspec.structs.replace
+    reward = replace(
+        config.reward, function=one.reward, judge=JudgeConfig(), model=RewardModelConfig()
+    )
+    if one.task:
+        return replace(config, task=TaskConfig(name=one.task, options=one.options), reward=reward)
+    return replace(config, reward=reward)
