@@ -30,7 +30,7 @@ def eval(  # the name by which the command line finds it
     prompts: int | None,
     as_json: bool,
 ) -> None:
-    """Score the model directory MODEL on the held-out sets of CONFIG.
+    """Score a model directory on the held-out sets of CONFIG.
 
     MODEL is an exported or a Hugging Face directory, or hf://ORG/NAME. Task, rewards, sampling and
     engine are those of CONFIG; its own model is not read.

@@ -14,7 +14,13 @@ from asyncrl.contract.errors import ConfigError
 @command("asyncrl serve runs/R/model", "asyncrl serve models/smollm2 --port 8000 --context 2048")
 @click.argument("model")
 @click.option("--name", help="the model's name for clients  [default: MODEL]")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True)
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8000,
+    show_default=True,
+    help="port to listen on; 0: any free one",
+)
 @click.option("--host", default="127.0.0.1", show_default=True, help="address to listen on")
 @click.option("--certificate", default="", help="TLS certificate, for an address of a network")
 @click.option("--private-key", default="", help="its private key")
