@@ -18,8 +18,8 @@ from asyncrl.contract.messages import (
     Ticket,
     Trajectory,
 )
-from asyncrl.contract.pass_at_k import set_metrics
 from asyncrl.contract.versions import Label
+from asyncrl.records.pass_at_k import set_metrics
 from buffer.groups import LeaseTable, StoreSettings
 
 SET_TICKETS = 1 << 32  # ticket numbers of each set

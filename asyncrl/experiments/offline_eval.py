@@ -13,9 +13,9 @@ from actors.engine_embedded import make_engine
 from actors.turn import EVERYTHING, GeneratorTurn, ScoredResponse
 from asyncrl.config.tree import Config
 from asyncrl.contract.messages import Ticket
-from asyncrl.contract.pass_at_k import set_metrics
 from asyncrl.contract.versions import Label
 from asyncrl.models.policy import PolicyModel, named_weights, weights_digest
+from asyncrl.records.pass_at_k import set_metrics
 from buffer.evaluation import EvaluationSet
 from buffer.service import evaluations
 

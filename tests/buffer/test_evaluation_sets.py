@@ -13,7 +13,7 @@ from store_kit import make, sample, train, write
 
 from asyncrl.contract.errors import BadMessage
 from asyncrl.contract.messages import EVAL_BASE, Prompt, SamplingSettings, Ticket
-from asyncrl.contract.pass_at_k import pass_at_k, set_metrics, share_interval
+from asyncrl.records.pass_at_k import pass_at_k, set_metrics, share_interval
 from buffer import checks
 from buffer.evaluation import SET_TICKETS, Evaluations, EvaluationSet
 from buffer.store import Store
