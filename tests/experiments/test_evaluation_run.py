@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from asyncrl.cli import main
-from asyncrl.supervise import live, run_page
-from asyncrl.viewer import plots
-from asyncrl.viewer.series import Series
+from asyncrl.supervise import live
+from asyncrl.supervise.report import plots, run_page
+from asyncrl.supervise.report.series import Series
 
 PROMPTS = ["3:312", "4:9041", "2:51"]
 
@@ -77,15 +77,18 @@ def test_the_sets_are_shown(run: dict[str, Any]) -> None:
     assert f"hard {values['eval/hard']:.3f}" in shown and "again" in shown
     assert f"pass@2 {values['eval/hard_pass_at_2']:.3f}" in shown and "_low" not in shown
     assert live.sets({"eval/heldout": 0.5, "eval/ood": 0.2}) == ""
-    lines = run_page.set_plot(name for row in run["rows"] for name in row).series
+    lines = plots.set_plot(name for row in run["rows"] for name in row).series
     assert ("eval/hard", "hard") in lines and ("eval/hard_pass_at_2", "hard pass@2") in lines
     assert not any(name.startswith(("eval/heldout", "eval/ood")) for name, _ in lines)
     assert "Evaluation sets" in run_page.write(run["run_dir"]).read_text()
     series = Series(run["run_dir"] / "metrics.jsonl")
     assert series.refresh()
-    (figure,) = [f for f in plots.figures("overview", {"r": series}) if "sets" in f["title"]]
-    drawn = {line["metric"]: line for line in figure["lines"]}
-    assert len(drawn["eval/hard_pass_at_2"]["band"]) == len(drawn["eval/hard"]["band"]) == 3
+    (figure,) = [f for f in plots.figures("overview", {"r": series}) if "sets" in f.title]
+    drawn = {line.metric: line for line in figure.lines}
+    assert len(drawn["eval/hard"].ys) == 3
+    for line in drawn.values():
+        if "pass_at" in line.metric:
+            assert all(a <= b <= c for a, b, c in zip(line.low, line.ys, line.high, strict=True))
     assert "eval/hard_n" not in drawn
 
 
