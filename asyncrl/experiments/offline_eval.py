@@ -96,8 +96,7 @@ class OfflineEvaluator:
         self.failures = []
         if not prompts:
             return {}
-        for ticket in self.tickets(plan, prompts):
-            self.turn.accept_tickets([ticket])
+        self.turn.accept_tickets(self.tickets(plan, prompts))
         total = prompts * len(plan.numbers)
         requests, refused = self.turn.requests(self.loaded, room=EVERYTHING)
         for sample in refused:

@@ -54,7 +54,7 @@ def serve(
     device: str,
     threads: int | None,
 ) -> None:
-    """Serve the model directory MODEL to OpenAI's clients and to lm_eval.
+    """Serve a model directory by OpenAI's completions API.
 
     MODEL is an exported or a Hugging Face directory, or hf://ORG/NAME. The key is OPENAI_API_KEY,
     or a new one, which is printed.
