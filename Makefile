@@ -104,9 +104,7 @@ TESTS := $(PY) -m pytest -n $(WORKERS) --dist worksteal
 test: env browser
 	$(TESTS)
 
-clients: $(VENV)/.env $(MORE)/.env $(VENV)/gem/.env
-	$(PY) -m pytest -s --durations=0 tests/support/more_clients.py
-clients: $(VENV)/.env $(MORE)/.env $(VENV)/lm-eval/.env
+clients: $(VENV)/.env $(MORE)/.env $(VENV)/gem/.env $(VENV)/lm-eval/.env
 	$(PY) -m pytest -s --durations=0 tests/support/more_clients.py tests/support/lm_eval_client.py
 
 check: env
