@@ -58,6 +58,7 @@ PAGES = [
     "docs/memory.md",
     "docs/scaling.md",
     "docs/engines.md",
+    "docs/decoding.md",
     "docs/mixtures.md",
     "docs/algorithms.md",
     "docs/kl.md",
