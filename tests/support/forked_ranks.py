@@ -87,7 +87,8 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    for name in ("deepspeed", "ranks_program"):
+    modules = "deepspeed ranks_program torch._dynamo learner.distributed.fsdp_backend"
+    for name in modules.split():
         importlib.import_module(name)
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread does not survive a fork"
     for line in sys.stdin:
