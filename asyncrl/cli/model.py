@@ -87,10 +87,10 @@ def sft(source: str | None, sets: tuple[str, ...], as_json: bool, resume: Path |
 @config_argument()
 @set_option("override a config key; a TOML value, but text needs no quotes; repeatable")
 def tinker(source: str, sets: tuple[str, ...]) -> None:
-    """Serve the Tinker API for one base model, with the lag of every trained token known.
+    """Serve the Tinker API, with the lag of each token known.
 
-    It prints the URL and the key for the clients. A server that is started again continues where
-    an earlier one ended.
+    The server has one base model. It prints the URL and the key for the clients. A server that is
+    started again continues where an earlier one ended.
     """
     from asyncrl.tinker import server, settings
 

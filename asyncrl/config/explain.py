@@ -55,8 +55,8 @@ UNIT_ENDINGS = {"_s": "seconds", "_mib": "MiB", "_bytes": "bytes", "_tokens": "t
 KEYS_BY_UNIT = {
     "versions": "staleness.max_lag staleness.half_life staleness.inject evaluation.every "
     "evaluation.ood_every weights.slots",
-    "tokens": "generator.context reward.judge.max_tokens reward.model.context "
-    "advantage.truncation_ramp advantage.k_step loss.norm_length",
+    "tokens": "generator.context generator.speculate reward.judge.max_tokens "
+    "reward.model.context advantage.truncation_ramp advantage.k_step loss.norm_length",
     "batches": "learner.steps learner.warmup_steps learner.checkpoint_every learner.prefetch "
     "record.samples_every record.split_every record.reference_kl_every record.kl_moved "
     "record.weights_every",
@@ -67,8 +67,8 @@ KEYS_BY_UNIT = {
     "processes": "generators evaluation.generators reward.workers learner.ranks agent.workers "
     "placement.generator.count",
     "OpenMP threads": "generator.threads learner.threads reward.model.threads",
-    "completions": "generator.slots reward.batch advantage.k record.samples record.split_samples "
-    "record.reference_samples",
+    "completions": "generator.slots generator.draft_rows reward.batch advantage.k record.samples "
+    "record.split_samples record.reference_samples",
     "samples": "learner.group_size kl.reward.horizon",
     "groups": "learner.groups",
     "optimizer steps per pass": "learner.minibatches",
