@@ -62,7 +62,7 @@ def _(mo):
 @app.cell
 def _(PagePlot, PlotLine, TimeModel, load, show, what_if):
     limits = [0, 1, 2, 4]
-    config = load.load("demo", ["learner.steps=30", "evaluation.every=0"])
+    config = load.load("demo", ["learner.steps=30", "evaluation.every=0", "staleness.wait=0"])
     outcomes = what_if.sweep(config, TimeModel(), limits, [1], 1, {}, evaluate=False)
     speed = [outcome["tokens_per_s"] for outcome in outcomes]
     lag = [outcome["lag_mean"] for outcome in outcomes]

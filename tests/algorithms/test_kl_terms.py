@@ -254,10 +254,10 @@ def test_a_reference_is_in_memory_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[str] = []
-    real = learner_step.load_policy
+    real = learner_step.load_learner_policy
     monkeypatch.setattr(
         learner_step,
-        "load_policy",
+        "load_learner_policy",
         lambda path, *a, **k: (seen.append(Path(path).name), real(path, *a, **k))[1],
     )
     c = learner(models, reference=reference, kl=kl(models, reward, loss))

@@ -25,6 +25,7 @@ from asyncrl.contract import outcomes
 from asyncrl.contract.errors import BadMessage
 from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.versions import Label
+from asyncrl.tasks import get_task
 from buffer import service as module
 from buffer.ledger import total_tokens
 from buffer.service import open_store
@@ -68,7 +69,7 @@ def test_a_sample_that_cannot_be_fails_alone_and_its_sender_goes_on(
     assert failed == len(BAD)
     if mode == "process":  # what was taken is what the journal folds to
         service.store.flush_journal()  # type: ignore[attr-defined]
-        folded = open_store(at.config, at.dir, module.get_task(at.config.task))
+        folded = open_store(at.config, at.dir, get_task(at.config.task))
         try:
             assert folded.ledger() == service.store.ledger()
         finally:

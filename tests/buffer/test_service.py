@@ -233,7 +233,7 @@ def test_the_session_that_a_learner_waits_for_is_named(begin: Any) -> None:
     def told(t: m.Ticket, **stats: float) -> None:
         one = OpenSession(t.ticket, 1, "0.1.1", "prompt 5 'ab='", 6, "agent", "x", 21.0, 30.0)
         other = msgspec.structs.replace(one, ticket=t.ticket + 1, name="1.0.2")
-        named = {key.replace("_", "/", 1): value for key, value in stats.items()}
+        named = {key.replace("session_", "session/", 1): value for key, value in stats.items()}
         ask(
             gateway,
             m.LeaseRenewal("generator-0", 1, [], named, None, sessions=[other, one]),

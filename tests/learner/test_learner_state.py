@@ -14,7 +14,8 @@ import torch
 from learner_step_kit import GROUPS, SIZE, batch, core, model_dir, weights
 
 from asyncrl.contract.errors import AsyncrlError, ConfigError
-from asyncrl.models.policy import build_model, load_policy
+from asyncrl.models.low_precision.weight_rounding import load_learner_policy
+from asyncrl.models.policy import build_model
 from learner import step
 from learner.batch import pack
 
@@ -159,13 +160,13 @@ def test_the_exact_kl_of_each_step_needs_both_models_packed(
         def load(
             *args: object, without: int = without, loaded: list[object] = loaded, **more: object
         ) -> object:
-            model = load_policy(*args, **more)  # type: ignore[arg-type]
+            model = load_learner_policy(*args, **more)  # type: ignore[arg-type]
             if len(loaded) == without:
                 model.fast = None
             loaded.append(model)
             return model
 
-        monkeypatch.setattr(step, "load_policy", load)
+        monkeypatch.setattr(step, "load_learner_policy", load)
         with pytest.raises(ConfigError) as e:
             core(model_dir, kl=kl)
         assert str(e.value) == (

@@ -84,9 +84,11 @@ def test_what_is_no_module_is_in_the_wheel(installed: Path) -> None:
         names = set(z.namelist())
     wanted = {f"asyncrl/{p.relative_to(ROOT)}" for p in (ROOT / "configs").rglob("*.*")}
     wanted = {x for x in wanted if "__pycache__" not in x}
-    wanted |= {str(p.relative_to(ROOT)) for p in (ROOT / "asyncrl").rglob("templates/**/*.*")}
+    for folder in ("cli/templates", "records/page", "viewer/static"):
+        files = (ROOT / "asyncrl" / folder).rglob("*.*")
+        wanted |= {str(p.relative_to(ROOT)) for p in files}
     assert wanted | {"asyncrl/py.typed"} <= names
-    some = ("configs/schema.json", "records/templates/run.html", "cli/templates/new/reward.py")
+    some = ("configs/schema.json", "records/page/page.html", "cli/templates/new/reward.py")
     assert {f"asyncrl/{name}" for name in some} <= wanted
 
 

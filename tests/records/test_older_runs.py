@@ -51,7 +51,7 @@ def test_an_older_run_loads_in_python(older_run: Path) -> None:
 def test_an_older_recording_replays(older_run: Path) -> None:
     """To rounding: the last bits are those of the processor that recorded it."""
     replayed = call(older_run, "replay", str(older_run))
-    assert replayed.code == 0, replayed.err
+    assert replayed.code in (0, 1), replayed.err  # 1: not the same bits
     assert replayed.json["to"] == BATCHES and replayed.json["changed"] == []
     recorded, again = replayed.json["recorded"], replayed.json["replayed"]
     assert recorded["optim/grad_norm"] > 0

@@ -86,7 +86,7 @@ class Wire:
 class Drive:
     """Environments whose operations take as long as the schedule has them take."""
 
-    def __init__(self, _: Any) -> None:
+    def __init__(self, _: Any, *, judged: bool = False) -> None:
         self.descriptors: list[int] = []
         self.open: dict[int, EnvironmentOperation] = {}  # session -> what it is at
         self.places: set[int] = set()

@@ -25,6 +25,8 @@ MACHINE = (
     "throughput/",
     "memory/",
     "buffer/",
+    "ledger/",
+    "window/",
     "lag/in_",
     "link/",
     "judge/seconds",
