@@ -160,6 +160,7 @@ class Learner:
             batches={},
             commits={2: None},
             publisher=SimpleNamespace(keep=[]),
+            routing=None,
             vocabulary=VOCABULARY,
         )
         self.socket = PeerSocket(NOBODY)
@@ -324,6 +325,7 @@ class Calls:
             ever_served=False,
             vocabulary=VOCABULARY,
             calls_socket=SimpleNamespace(send=lambda peer, message: None),
+            routing=None,
             on_result=self._drawn,
         )
         hear: Any = Gateway.on_generator_message
