@@ -102,8 +102,9 @@ def main() -> None:
         for limit in CONSTANT
     ]
     for limit in LIMITS:
-        sets = (steps, *SLOW, f"staleness.max_lag={limit}")
-        rows.append(compared(f"slow rewards, limit {limit}", SLOW_TIMES, seeds, *sets))
+        name = f"slow rewards, limit {limit}"
+        slow = (steps, *SLOW, f"staleness.max_lag={limit}")
+        rows.append(compared(name, SLOW_TIMES, seeds, *slow))
         goals += slow_goals(rows[-1], constant)
     for count in CROWDS[:2] if args.quick else CROWDS:
         sets = (steps, f"generators={count}", "staleness.max_lag=8")

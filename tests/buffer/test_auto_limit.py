@@ -209,7 +209,7 @@ def test_an_adopted_sessions_tokens_keep_to_the_limit_of_the_grant_they_were_dra
 
 def test_a_commit_moves_it_and_the_metrics_say_why(tmp_path: Path) -> None:
     """The buffer's service: batches for which the learner has waited, then one far too stale."""
-    run = Run(tmp_path, AUTO, "learner.steps=9")
+    run = Run(tmp_path, AUTO, "staleness.wait=0", "learner.steps=9")
     try:
         learner, generator = run.peer(), run.peer()
         ask(learner, msgspec.structs.replace(run.hello(1), max_lag=4.0), m.Welcome)

@@ -20,7 +20,7 @@ from asyncrl.config.tree import TaskConfig
 from asyncrl.contract.versions import Label
 from asyncrl.experiments.replay.diff import MACHINE
 from asyncrl.tasks import get_task
-from buffer.evaluation import EvaluationRound
+from buffer.evaluation import EvaluationRound, EvaluationSet
 
 STEPS, GROUPS, SIZE, MOST, LR = 6, 4, 4, 12, 3e-3  # as conftest.SMALL has them
 SORT = get_task(TaskConfig(name="sort"))
@@ -141,8 +141,12 @@ def test_a_constant_lag_is_that_lag_and_other_training(
 
 def test_an_evaluation_does_not_hang_on_the_order_of_arrival() -> None:
     rewards = [0.1, 0.7, 0.3, 0.2, 1e16, -1e16]
-    means = {
-        EvaluationRound(Label(1, 0), "heldout", 6, list(r), [1] * 6).metrics()["eval/heldout"]
-        for r in itertools.permutations(rewards)
-    }
+    plan = EvaluationSet("heldout", 0, 6)
+    means = set()
+    for order in itertools.permutations(range(6)):
+        arrived = [rewards[place] for place in order]
+        evaluation = EvaluationRound(
+            Label(1, 0), "heldout", 6, arrived, [1] * 6, places=list(order)
+        )
+        means.add(evaluation.metrics(plan)["eval/heldout"])
     assert means == {1.3 / 6}

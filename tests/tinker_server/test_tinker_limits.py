@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import tinker
 from click.testing import CliRunner
+from run_kit import wait_until
 from tinker import types
 from tinker_kit import (
     ServerProcess,
@@ -192,8 +193,10 @@ def test_pace_holds_a_client_that_runs_ahead(
     # the training process stands still in a call of the model
     pid = worker(server, "training")
     os.kill(pid, signal.SIGSTOP)
+    known = len(list(server.folder.rglob("*.call")))
     try:
         step = client.forward_backward([policy_datum(ahead[0])], "ppo")
+        wait_until(lambda: len(list(server.folder.rglob("*.call"))) > known, server.process)
         held = sampler.sample(prompt(), 1, types.SamplingParams(max_tokens=2)).future()
         done = threading.Event()
         held.add_done_callback(lambda _: done.set())
