@@ -45,6 +45,7 @@ into weights. They never import each other; they share `asyncrl.contract.message
 packages form layers, and each imports only from the layers below it:
 
 - `cli`: one module per command.
+- `tinker`: the server of the Tinker API, with a model in processes of its own.
 - `viewer`: the page of runs in a browser, and samples in the terminal, from a run's files alone.
 - `experiments`: `serial` (the whole system in one process: read it first), `compare` (compare and
   sweep: many runs, and whether they differ significantly), `simulate` (a run in simulated time with

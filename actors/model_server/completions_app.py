@@ -85,7 +85,7 @@ class CompletionsApp:
         }
         if wanted := request.path_params.get("model"):
             if wanted != self.name:
-                raise CallRefused(404, "model_not_found", f"there is no model {wanted!r}", "model")
+                raise CallRefused(404, "model_not_found", f"unknown model {wanted!r}", "model")
             return JSONResponse(model)
         return JSONResponse({"object": "list", "data": [model]})
 

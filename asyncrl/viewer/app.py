@@ -48,7 +48,7 @@ class WatchApp:
 
         places: runs, or directories of runs; new runs in them appear while the page is open.
 
-        Raises ConfigError where there is no run yet, unless one is expected.
+        Raises ConfigError if the directory holds no run yet, unless one is expected.
         """
         self.places = places
         self.token = token

@@ -241,10 +241,10 @@ def page_blocks(
         TextBlock(bands(result, config), heading="Curves", id="bands", style="soft"),
         PlotBlock([curves(curve.title, curve.unit, arms, cells, curve.points) for curve in CURVES]),
         TextBlock(
-            "Verdicts are paired by seed (t intervals, Holm's correction over the arms) and speak "
-            "of seeds nobody has run; the interval for other prompts alone is in the JSON. Warm "
-            "runs go by turns in one process: they train what a real run trains, in other seconds, "
-            "which stand in brackets. OOD: accuracy on out-of-distribution prompts. KL to ref: "
+            "Verdicts are paired by seed (t intervals, Holm's correction over the arms) and hold "
+            "for other seeds; the JSON has the interval for other prompts alone. Warm runs take "
+            "turns in one process: they train what a real run trains, but their seconds differ and "
+            "stand in brackets. OOD: accuracy on out-of-distribution prompts. KL to ref: "
             f"KL(target || reference), k3, nats a token, mean over the last {KL_BATCHES} batches. "
             "The target is nine tenths of the first arm's accuracy at the end; its time is the "
             "mean over the runs that reach it. A run counts as unstable by these rules: "

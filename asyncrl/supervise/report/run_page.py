@@ -252,7 +252,7 @@ def unfinished_notes(config: Config, run_dir: Path, summary: dict[str, Any]) -> 
 def write(run_dir: Path) -> Path:
     """Write RUN/report.html by rename, also of a live or failed run, and return its path.
 
-    Raises ConfigError where there is no run, or it has trained no batch."""
+    Raises ConfigError if the directory holds no run, or the run has not trained a batch."""
 
     if not (run_dir / "config.toml").is_file():
         raise ConfigError(f"{run_dir}: no run directory (it has no config.toml)")
