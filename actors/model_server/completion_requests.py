@@ -97,7 +97,7 @@ def parse_order(
         raise CallRefused(
             404,
             "model_not_found",
-            f"unknown model {given.model!r}: this server has {name!r}",
+            f"no model {given.model!r}: this server has {name!r}",
             "model",
         )
     most_likely = _most_likely(given, chat=chat)
