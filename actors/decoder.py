@@ -105,10 +105,11 @@ class FusedWeights:
         x: torch.Tensor,
         attended: torch.Tensor,
         routed: list[torch.Tensor] | None,
+        replayed: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute the rest of layer i: output projection and MLP or experts.
 
-        The ids of the experts [n, k] are appended to `routed`.
+        The ids of the experts [n, k] are appended to `routed`. replayed: see `expert_layers.route`.
         """
         w = self.per_layer[i]
         x = torch.addmm(x, attended, w["o"])
@@ -116,7 +117,7 @@ class FusedWeights:
             assert self.lay.experts is not None
             weights = expert_layers.ExpertWeights(w["router"], w["up"], w["down"])
             h = _unit(x, self.eps)
-            return x + expert_layers.apply(h, weights, self.lay.experts, recorded=routed)
+            return x + expert_layers.apply(h, weights, self.lay.experts, replayed, routed)
         gate, up = (_unit(x, self.eps) @ w["up"]).chunk(2, -1)
         return torch.addmm(x, F.silu(gate).mul_(up), w["down"])
 
@@ -544,14 +545,16 @@ def encode(
     ids: torch.Tensor,
     begun: PrefilledPrefix | None = None,
     routed: list[torch.Tensor] | None = None,
+    replayed: torch.Tensor | None = None,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Compute keys and values [B, kv heads, L, d] of every layer for ids [B, L].
 
     Rows are padded at the right. They start at position 0 or, with `begun`, behind its known keys.
     The experts of each sparse layer but a last one, int64 [B * L, k], are appended to `routed`.
+    replayed: int64 [sparse layers, B * L, k], see `expert_layers.route`.
     """
     layers: list[tuple[torch.Tensor, torch.Tensor]] = []
-    _run_layers(w, ids, begun, layers, routed)
+    _run_layers(w, ids, begun, layers, routed, replayed)
     return layers
 
 
@@ -566,6 +569,7 @@ def _run_layers(
     begun: PrefilledPrefix | None,
     layers: list[tuple[torch.Tensor, torch.Tensor]] | None,
     routed: list[torch.Tensor] | None = None,
+    replayed: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run the layers over ids [B, L] and return the residuals [B * L, H].
 
@@ -585,6 +589,7 @@ def _run_layers(
     blocks = query_blocks(lay, b, n, past, ids.device.type)
     bias = causal_bias(blocks, ids.device)
     turns = w.rotations(positions)
+    replay = _replay_by_layer(w, replayed)
     x = w.top["embed"].index_select(0, ids.flatten())
     for i in range(w.layers):
         q, k, v = (t.view(b, n, -1, lay.head_dim).transpose(1, 2) for t in w.project(i, x, turns))
@@ -595,8 +600,16 @@ def _run_layers(
         if begun is not None:
             k, v = torch.cat([begun.k[i], k], 2), torch.cat([begun.v[i], v], 2)
         a = _attend_blocks(q, k, v, blocks, bias, known)
-        x = w.finish(i, x, a.transpose(1, 2).reshape(b * n, -1), routed)
+        x = w.finish(i, x, a.transpose(1, 2).reshape(b * n, -1), routed, replay[i])
     return x
+
+
+def _replay_by_layer(
+    w: FusedWeights, replayed: torch.Tensor | None
+) -> Sequence[torch.Tensor | None]:
+    """Return the experts to replay in each layer; None in dense layers, and without `replayed`."""
+    ids = iter(() if replayed is None else replayed)
+    return [next(ids, None) if "router" in layer else None for layer in w.per_layer]
 
 
 def _attend_blocks(
@@ -751,14 +764,17 @@ def verify_exact(
 
 
 def encode_exact(
-    w: FusedWeights, ids: torch.Tensor, routed: list[torch.Tensor] | None = None
+    w: FusedWeights,
+    ids: torch.Tensor,
+    routed: list[torch.Tensor] | None = None,
+    replayed: torch.Tensor | None = None,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Run `encode` on rows padded to a multiple of `exact_operators.KEYS`.
 
     Heads lie side by side, as in the cache.
     """
     layers: list[tuple[torch.Tensor, torch.Tensor]] = []
-    _run_layers_exact(w, ids, layers, routed)
+    _run_layers_exact(w, ids, layers, routed, replayed)
     return layers
 
 
@@ -772,6 +788,7 @@ def _run_layers_exact(
     ids: torch.Tensor,
     layers: list[tuple[torch.Tensor, torch.Tensor]] | None,
     routed: list[torch.Tensor] | None = None,
+    replayed: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run `_run_layers` with the operators of exact mode."""
     b, n = ids.shape
@@ -780,6 +797,7 @@ def _run_layers_exact(
     turns = w.turned[:n].repeat(b, 1)
     blocks = query_blocks(lay, b, n, 0, ids.device.type)
     bias = causal_bias(blocks, ids.device)
+    replay = _replay_by_layer(w, replayed)
     x = w.top["embed"].index_select(0, ids.flatten())
     for i, layer in enumerate(w.per_layer):
         q, k, v = (
@@ -807,7 +825,7 @@ def _run_layers_exact(
             )
             attended.append(of_block.view(b, lay.heads, queries, lay.head_dim))
         a = torch.cat(attended, 2).transpose(1, 2).reshape(b * n, -1)
-        x = exact_operators.finish(lay, layer, x, a, recorded=routed)
+        x = exact_operators.finish(lay, layer, x, a, replay[i], routed)
     return x
 
 

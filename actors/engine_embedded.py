@@ -41,6 +41,7 @@ from asyncrl.contract.versions import Label
 from asyncrl.models import exact_operators, memory
 from asyncrl.models.adapters import AdapterBase
 from asyncrl.models.low_precision.weight_rounding import WeightRounder
+from asyncrl.models.moe import router_hooks
 from asyncrl.models.policy import PolicyModel, load_policy
 from asyncrl.records import machine_memory
 
@@ -480,24 +481,27 @@ class EmbeddedEngine:
         return exact_operators.round_up(columns, exact_operators.KEYS) if self.fixed else columns
 
     def _encode(
-        self, ids: np.ndarray, routed: list[torch.Tensor] | None = None
+        self,
+        ids: np.ndarray,
+        routed: list[torch.Tensor] | None = None,
+        replayed: Sequence[RoutedExperts] | None = None,
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Compute keys and values for padded token rows ids [B, L], L columns wide.
 
         The experts are appended to `routed`, int64 [B * L, k], in exact mode with more columns.
+        replayed: of each row; the experts to use for its tokens.
         """
-        if not self.fixed:
-            tokens = torch.from_numpy(ids).to(self.device)
-            return decoder.encode(self.weights, tokens, routed=routed)
         width = ids.shape[1]
-        ids = np.pad(
-            ids, ((0, 0), (0, exact_operators.round_up(width, exact_operators.KEYS) - width))
-        )
+        if self.fixed:
+            padding = exact_operators.round_up(width, exact_operators.KEYS) - width
+            ids = np.pad(ids, ((0, 0), (0, padding)))
+        tokens = torch.from_numpy(ids).to(self.device)
+        replay = router_hooks.padded_table(replayed, self.routing, ids.shape[1], self.device)
+        if not self.fixed:
+            return decoder.encode(self.weights, tokens, routed=routed, replayed=replay)
         return [
             (keys[:, :, :width], values[:, :, :width])
-            for keys, values in decoder.encode_exact(
-                self.weights, torch.from_numpy(ids).to(self.device), routed
-            )
+            for keys, values in decoder.encode_exact(self.weights, tokens, routed, replay)
         ]
 
     def _prompt_routing(self, routed: list[torch.Tensor], rows: int, width: int) -> np.ndarray:
@@ -642,7 +646,7 @@ class EmbeddedEngine:
         if self.kept is None or row.loads != self.loads:
             return
         if routed is not None and len(row.marks) > 1:
-            return  # the keys were computed again, by other experts than those of the answer
+            return  # an earlier version chose experts of the keys
         assert self.cache is not None
         known = np.concatenate([row.request.prompt, tokens[:-1]])
         self.kept.store(
@@ -683,7 +687,10 @@ class EmbeddedEngine:
         self.cache.bias[row, 0, :width] = torch.where(seen, 0.0, decoder.MASKED)
 
     def _recompute(self) -> None:
-        """Rebuild the keys and values of every live row with the weights now loaded."""
+        """Rebuild the keys and values of every live row with the weights now loaded.
+
+        Tokens keep their recorded experts, with which a learner computes them, too.
+        """
         assert self.cache is not None
         live = [(slot, request) for slot, request in enumerate(self.rows) if request is not None]
         lengths = [len(row.request.prompt) + self._length(row) for _, row in live]
@@ -701,7 +708,7 @@ class EmbeddedEngine:
             ids = np.zeros((len(part), max(1, *map(len, sequences))), np.int64)
             for index, tokens in enumerate(sequences):
                 ids[index, : len(tokens)] = tokens
-            layers = self._encode(ids)
+            layers = self._encode(ids, replayed=self._routed_so_far(part))
             for index, (slot, request) in enumerate(part):
                 request.loads = self.loads
                 known = len(sequences[index])
@@ -712,6 +719,15 @@ class EmbeddedEngine:
                         keys[index, :, :known],
                         values[index, :, :known],
                     )
+
+    def _routed_so_far(self, rows: list[tuple[int, EngineRow]]) -> list[RoutedExperts] | None:
+        """Return the experts of the tokens that `rows` have read; None: not recorded."""
+        if self.out_routed is None:
+            return None
+        return [
+            self._routed(row, self.out_routed[slot, self._output_columns(row)].cpu().numpy())
+            for slot, row in rows
+        ]
 
     # ---- decoding --------------------------------------------------------------------------------
 

@@ -135,7 +135,7 @@ class GenericEngine:
         for index, tokens_so_far in enumerate(sequences):
             ids[index, : len(tokens_so_far)], mask[index, : len(tokens_so_far)] = tokens_so_far, 1
         routed: list[torch.Tensor] | None = None if self.routing is None else []
-        with router_hooks.routing(hf, recorded=routed):
+        with router_hooks.routing(hf, self._replayed(width), routed):
             out = hf(
                 input_ids=torch.from_numpy(ids).to(device),
                 attention_mask=torch.from_numpy(mask).to(device),
@@ -166,6 +166,16 @@ class GenericEngine:
                 if row.request.truncates:
                     row.kept.append(ids)
             self.vocabulary = kept.shape[1]
+
+    def _replayed(self, width: int) -> torch.Tensor | None:
+        """Return the experts of the tokens read before, which they keep."""
+        if self.routing is None:
+            return None
+        known = [
+            RoutedExperts(np.concatenate(row.routed), self.routing.experts) if row.routed else None
+            for row in self.rows
+        ]
+        return router_hooks.padded_table(known, self.routing, width, self.model.device)
 
     def _record_routing(self, routed: list[torch.Tensor], lengths: list[int]) -> None:
         """Keep the experts, [rows * columns, k] of each layer, of the tokens read first now."""
