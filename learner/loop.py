@@ -210,7 +210,7 @@ class Learner(BufferPeer):
         steps = self.config.learner.steps
         self.hello()
         if self.welcomed:
-            self.step_log = StepLog(self.run_dir, self.number)
+            self.step_log = StepLog(self.config, self.run_dir, self.number)
             if self.config.record.token_samples:
                 self.core.sample_log = SampleLog(self.config, self.run_dir, self.number)
         if self.config.record.stream and self.welcomed and not self.stopping:
@@ -278,7 +278,7 @@ class Learner(BufferPeer):
         with self.tracer.span("train", sum(s.length for s in batch.samples)):
             metrics = self.core.train(batch)
         if self.step_log is not None:
-            self.step_log.write(self.core.updates)
+            self.step_log.add(self.core.updates)
         trained = time.monotonic()
         with self.tracer.span("publish"):
             self.digest = self.publisher.publish(self.number)

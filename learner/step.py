@@ -43,10 +43,10 @@ OF_EACH_STEP = (
     "kl/behavior_target_k3",
     "kl/start_target_k3",
     "is/target_ratio",
+    "is/target_ratio_max",
     "is/target_ess",
     "clip/share",
     "policy/entropy",
-    "reshape/gamma",
 )
 
 
@@ -74,6 +74,7 @@ class Update(NamedTuple):
         """
         values = {"optim/grad_norm": self.norm, "optim/lr": self.lr, **self.before}
         values |= {name: computed[name] for name in OF_EACH_STEP if name in computed}
+        values |= {name: x for name, x in computed.items() if name.startswith("reshape/")}
         return {"step": number, "update": index} | {
             name: x for name, x in values.items() if math.isfinite(x)
         }
@@ -411,6 +412,8 @@ class LearnerCore:
                 if norm is not None:
                     step_loss.mark_step_made(prep)
                     self.made.update(samples)
+                    if self.backend.cosine is not None:
+                        step.metrics["optim/gradient_cosine"] = self.backend.cosine
                     updates.append(Update(norm, self._rate() * share, sums, step.metrics))
         return StepSums(total, updates, stop_kl)
 

@@ -122,7 +122,7 @@ def sums(v: DiagnosticTokens) -> dict[str, torch.Tensor]:
     samples: [SAMPLES].
     ratios: [bins].
     at_lag_0: [2], count and k3 of tokens that the start's own weights computed entirely.
-    max/ratio, max/at_lag_0: scalars.
+    max/ratio, max/target_ratio, max/at_lag_0: scalars.
     """
     a = log_ratio(v.start, v.behavior)
     b = log_ratio(v.target, v.start)
@@ -178,10 +178,9 @@ def sums(v: DiagnosticTokens) -> dict[str, torch.Tensor]:
     totals = {
         "tokens": table @ inside,
         "samples": _samples(v),
-        "max/ratio": torch.where(known, rho, 0.0).amax().double() if len(a) else a.sum().double(),
-        "max/at_lag_0": torch.where(same, a.abs(), 0.0).amax().double()
-        if len(a)
-        else a.sum().double(),
+        "max/ratio": _largest(rho, known),
+        "max/target_ratio": _largest(t.exp(), v.valid),
+        "max/at_lag_0": _largest(a.abs(), same),
         "at_lag_0": torch.stack(
             [same.double().sum(), torch.where(same, mismatch.double(), 0.0).sum()]
         ),
@@ -190,6 +189,11 @@ def sums(v: DiagnosticTokens) -> dict[str, torch.Tensor]:
         ),
     }
     return totals
+
+
+def _largest(x: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
+    """Return the largest of x [n] (at least 0) over the mask, 0 without tokens, float64."""
+    return torch.where(inside, x, 0.0).amax().double() if len(x) else x.sum().double()
 
 
 def _samples(v: DiagnosticTokens) -> torch.Tensor:
@@ -273,6 +277,7 @@ def _of_sums(host: dict[str, list[float]]) -> dict[str, float]:
     computed = _of_tokens({name: row[0] for name, row in table.items()}) | _of_samples(
         dict(zip(SAMPLES, host["samples"], strict=True))
     )
+    computed["is/target_ratio_max"] = host["max/target_ratio"][0]
     if table["known"][0] > 0:
         quantiles = {
             f"is/log_ratio_{name}": _quantile(host["ratios"], q)
@@ -408,10 +413,11 @@ def _of_reshape(s: list[float]) -> dict[str, float]:
     """Return IS-reshape's metrics from the sums of `surrogates`.
 
     They are n, gamma, w, w^gamma, w^gamma A and its square, then gamma and count of tokens that
-    push away, then of those that come back.
+    push away, then of those that come back, then C and, in mode v3.1, P_correct.
     """
     n = max(s[0], 1.0)
-    return {
+    gate = {"reshape/p_correct": s[11] / n} if len(s) > 11 else {}
+    return gate | {
         "reshape/gamma": s[1] / n,
         "reshape/ratio": s[2] / n,
         "reshape/used_ratio": s[3] / n,
@@ -419,6 +425,7 @@ def _of_reshape(s: list[float]) -> dict[str, float]:
         "reshape/objective_var": s[5] / n - (s[4] / n) ** 2,
         "reshape/gamma_away": s[6] / max(s[7], 1.0),
         "reshape/gamma_back": s[8] / max(s[9], 1.0),
+        "reshape/c": s[10] / n,
     }
 
 

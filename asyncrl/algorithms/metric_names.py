@@ -38,6 +38,7 @@ METRIC_NAMES: dict[str, tuple[str, str]] = {
         "-",
         "mean of the raw ratios target/behavior, whatever weights the loss uses",
     ),
+    "is/target_ratio_max": ("-", "largest raw ratio target/behavior of a token in the loss"),
     "is/ess_by_answer": ("share", "effective sample size of the completions' mean weights"),
     "is/log_ratio_p50": (
         "nats",
@@ -142,6 +143,11 @@ METRIC_NAMES: dict[str, tuple[str, str]] = {
     "reshape/share": ("share", "g of the KL budget before the last optimizer step"),
     "reshape/ratio": ("-", "mean w = pi_theta / mu"),
     "reshape/used_ratio": ("-", "mean w^gamma"),
+    "reshape/c": ("-", "mean C = A log w: above 0 where tokens move as their advantage says"),
+    "reshape/p_correct": (
+        "share",
+        "mean P_correct = sigmoid(C / tau), the gate from gamma_base to gamma_target (mode v3.1)",
+    ),
     "reshape/objective_mean": ("-", "mean of w^gamma A"),
     "reshape/objective_var": ("-", "variance of w^gamma A"),
     "optim/lr_scale": (

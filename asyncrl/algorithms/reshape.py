@@ -65,7 +65,12 @@ def gamma_v31(
     At w = 1 it is (gamma_base + 1/2) / 2, so 0.75 for gamma_base = 1.
     """
     target = torch.sigmoid(-temperature * log_w)
-    return base + (target - base) * torch.sigmoid(adv * log_w / tau)
+    return base + (target - base) * p_correct(log_w, adv, tau)
+
+
+def p_correct(log_w: torch.Tensor, adv: torch.Tensor, tau: float) -> torch.Tensor:
+    """Return P_correct = sigmoid(C / tau) [N], C = A log w."""
+    return torch.sigmoid(adv * log_w / tau)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from asyncrl.algorithms.ratios import (
     seq_mean,
     seq_sum,
 )
-from asyncrl.algorithms.reshape import gamma
+from asyncrl.algorithms.reshape import gamma, p_correct
 from asyncrl.algorithms.settings import Reshape, Settings
 from asyncrl.algorithms.trust import sequence_surrogates, token_surrogates
 from asyncrl.algorithms.trust.view import (
@@ -428,7 +428,10 @@ def _reshape(t: SurrogateTokens, c: settings.ReshapeLoss) -> SurrogateTerm:
         push > 0,
         g * (push < 0),
         push < 0,
+        push,
     ]
+    if t.reshape.mode == "v3.1":
+        rows.append(p_correct(log_w, t.adv, t.reshape.tau))
     t.sums["reshape"] = torch.stack([torch.where(t.mask, x.double(), 0.0).sum() for x in rows])
     return reshape(log_w, t.adv, g, t.reshape, t.stats.share)
 

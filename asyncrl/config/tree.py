@@ -902,6 +902,13 @@ class RecordConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         Meta(description="Largest size of token_samples.jsonl, in MiB."),
         read_with("samples_every"),
     ] = 64
+    optimizer_steps_mib: Annotated[
+        Positive,
+        Meta(
+            description="Largest size of optimizer_steps.jsonl, in MiB: about 1 KiB for each "
+            "optimizer step with loss.surrogate = reshape, half of that otherwise."
+        ),
+    ] = 64
     trackers: Annotated[
         list[TrackerName],
         Meta(

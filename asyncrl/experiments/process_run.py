@@ -13,7 +13,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract import importing
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.experiments.serial_record import KEPT, RunRecord
-from asyncrl.records import metrics, rundir
+from asyncrl.records import jsonl, metrics, rundir
 from buffer import training_log
 
 
@@ -82,6 +82,7 @@ def read_record(run_dir: Path, config: Config) -> RunRecord:
             | {name: row[name] for name in (*KEPT, "lag/mean", "answer/length") if name in row}
             for step, row in sorted(trained.items())
         ],
+        "optimizer_steps": jsonl.read(run_dir / metrics.OPTIMIZER_STEPS),
         "evals": {},
         "accuracy": evaluated("heldout"),
         "ood": evaluated("ood"),

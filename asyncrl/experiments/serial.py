@@ -231,7 +231,7 @@ class SerialRun:
         began = time.monotonic()
         metrics = self.core.train(batch)
         self.numbers.learn_s += time.monotonic() - began
-        self.numbers.batch_trained(batch, metrics)
+        self.numbers.batch_trained(batch, metrics, self.core.updates)
         # the learner's wait as a share of its step, both in decode steps
         idle = self.clock - self.ended
         length = update_steps(self.config)

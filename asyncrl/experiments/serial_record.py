@@ -72,6 +72,7 @@ class RunRecord(TypedDict):
     trained_ids: str
     lag_histogram: dict[str, int]  # lag -> trained tokens
     curve: list[dict[str, float]]  # one row a batch
+    optimizer_steps: list[dict[str, float]]  # as in a run's optimizer_steps.jsonl
     evals: dict[str, dict[str, list[float]]]  # split -> version -> reward of each prompt
     accuracy: list[list[float]]  # steps, accuracies on held-out prompts
     ood: list[list[float]]
@@ -90,6 +91,7 @@ class SerialRecord:
         self.learn_s = 0.0
         self.abandoned = ""
         self.curve: list[dict[str, float]] = []
+        self.optimizer_steps: list[dict[str, float]] = []
         self.batches: list[BatchRecord] = []
         self.lags: dict[int, int] = {}
         self.batch_lags: dict[int, int] = {}  # of the batch in training
@@ -124,8 +126,14 @@ class SerialRecord:
             self.lags[lag] = self.lags.get(lag, 0) + tokens
         self.batch_lags = counted
 
-    def batch_trained(self, batch: Batch, metrics: Mapping[str, float]) -> None:
-        """Add a row to the curve."""
+    def batch_trained(
+        self,
+        batch: Batch,
+        metrics: Mapping[str, float],
+        updates: Sequence[dict[str, float]],
+    ) -> None:
+        """Add a row to the curve, and those of the batch's optimizer steps (`updates`)."""
+        self.optimizer_steps += updates
         row = {
             "version": batch.number + 1,
             "t": time.monotonic() - self.began,
@@ -176,6 +184,7 @@ class SerialRecord:
             "trained_ids": xxhash.xxh3_64_hexdigest(ids.encode()),
             "lag_histogram": {str(lag): tokens for lag, tokens in sorted(self.lags.items())},
             "curve": self.curve,
+            "optimizer_steps": self.optimizer_steps,
             "evals": {split: self.rewards(split) for split in ("heldout", "ood")},
             "accuracy": list(self.accuracy("heldout")),
             "ood": list(self.accuracy("ood")),

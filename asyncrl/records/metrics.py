@@ -479,6 +479,7 @@ class MetricsWriter:
 
 
 # names of metrics in the runs of earlier versions -> their names now
+OPTIMIZER_STEPS = "optimizer_steps.jsonl"  # of a run: a row for each optimizer step
 OLD_NAMES = {"adv/mean": "advantage/mean", "adv/abs_max": "advantage/abs_max"}
 
 

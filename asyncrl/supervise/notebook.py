@@ -72,6 +72,8 @@ class LoadedRun(msgspec.Struct, frozen=True, eq=False):
     config: Config
     metrics: dict[str, MetricSeries]  # by name; scalars only, without histograms
     samples: list[dict[str, Any]]  # rows of samples.jsonl: a few samples with rewards
+    # rows of optimizer_steps.jsonl: `step` (the batch), `update` (number in it), metrics by name
+    optimizer_steps: list[dict[str, float]]
     ledger: dict[str, int]  # tokens: `generated`, and how many ended in each line
     summary: dict[str, Any]  # as `asyncrl run --json` prints it; may have `partial` before the end
 
@@ -143,12 +145,13 @@ def load_run(path: str | Path) -> LoadedRun:
 
         summary = compose(config, where)
     return LoadedRun(
-        where,
-        config,
-        series(metrics.read(where)),
-        jsonl.read(where / "samples.jsonl"),
-        summary["ledger"],
-        summary,
+        path=where,
+        config=config,
+        metrics=series(metrics.read(where)),
+        samples=jsonl.read(where / "samples.jsonl"),
+        optimizer_steps=jsonl.read(where / metrics.OPTIMIZER_STEPS),
+        ledger=summary["ledger"],
+        summary=summary,
     )
 
 

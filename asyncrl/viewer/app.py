@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.records import page_kit
-from asyncrl.supervise.report import plots
+from asyncrl.supervise.report import plots, step_plots
 from asyncrl.supervise.report.series import AXES
 from asyncrl.viewer import findings
 from asyncrl.viewer.findings import WatchedRun
@@ -104,6 +104,10 @@ class WatchApp:
                 lags = plots.lag_over_time(run.trained_batches())
                 lags.title += f": {run.id}" if len(chosen) > 1 else ""
                 drawn += [lags] if lags.lines else []
+        if page == "learner":
+            drawn += step_plots.figures(
+                {r.id: r.optimizer_steps() for r in self.select_runs(query)}
+            )
         return drawn
 
     def processes(self, query: Query) -> Any:

@@ -17,7 +17,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.contract.printable import escape_line
 from asyncrl.contract.toml_writer import flatten
-from asyncrl.records import jsonl, process_log, rundir
+from asyncrl.records import jsonl, metrics, process_log, rundir
 from asyncrl.supervise import doctor, live, summary
 from asyncrl.supervise.report import advice
 from asyncrl.supervise.report.series import Series
@@ -37,6 +37,7 @@ class WatchedRun:
     path: Path
     series: Series = field(init=False)
     samples: SampleStore = field(init=False)
+    steps: Series = field(init=False)  # of optimizer_steps.jsonl, read on demand
     _summary: dict[str, Any] = field(default_factory=dict)
     _next_summary: float = 0.0
     _config: tuple[tuple[int, int], Config] | None = None
@@ -44,6 +45,7 @@ class WatchedRun:
     def __post_init__(self) -> None:
         self.series = Series(self.path / "metrics.jsonl")
         self.samples = SampleStore(self.path / FILE)
+        self.steps = Series(self.path / metrics.OPTIMIZER_STEPS)
 
     def refresh(self) -> None:
         """Read what the run has written since the last call."""
@@ -163,6 +165,11 @@ class WatchedRun:
             "lines": seen.get("ledger_lines", {}),
             "failures": seen.get("failures", {}),
         }
+
+    def optimizer_steps(self) -> Series:
+        """Return optimizer_steps.jsonl as columns, up to its newest row."""
+        self.steps.refresh()
+        return self.steps
 
     def trained_batches(self) -> list[dict[str, Any]]:
         """Return the rows of trained.jsonl: one per batch, with its tokens by lag."""

@@ -6,56 +6,34 @@ A recording holds every batch as it was trained, and weights at chosen versions.
 
 from __future__ import annotations
 
-import json
-import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import Batch
 from asyncrl.models import policy
-from asyncrl.records import atomic_write, jsonl, stream
+from asyncrl.records import stream
+from asyncrl.records.metrics import OPTIMIZER_STEPS
 from asyncrl.records.stream import MIB, RecordedStep, RecordingHeader, RecordingWriter
 from learner import checkpoint
+from learner.records.batch_log import BatchLog
 from learner.step import LearnerCore
 
-STEP_LOG = "optimizer_steps.jsonl"
 
+class StepLog(BatchLog):
+    """RUN/optimizer_steps.jsonl: a row for each optimizer step, `Update.row`."""
 
-class StepLog:
-    """RUN/optimizer_steps.jsonl.
-
-    A batch's rows are written before its commit is sent, so that a committed batch has all of them.
-    Raises AsyncrlError when the file cannot be written.
-    """
-
-    def __init__(self, run_dir: Path, number: int) -> None:
-        """Keep the rows of batches below `number`, the next one; later batches train again.
-
-        The file is always a new one, because a replaced learner may still have the old one open.
-        """
-        path = run_dir / STEP_LOG
-        kept = [row for row in jsonl.read(path) if row.get("step", number) < number]
-        try:
-            atomic_write.write(path, "".join(json.dumps(row) + "\n" for row in kept), sync=True)
-        except OSError as error:
-            raise jsonl.disk_full_error(path, error) from error
-        self.file = jsonl.JsonlAppender(path)
-
-    def write(self, rows: Sequence[dict[str, Any]]) -> None:
-        for row in rows:
-            self.file.write(row)
-
-    def sync(self) -> None:
-        """Make the rows so far survive a power cut, which a later checkpoint relies on."""
-        os.fsync(self.file.fd)
-
-    def close(self) -> None:
-        self.file.close()
+    def __init__(self, config: Config, run_dir: Path, number: int) -> None:
+        """Keep the rows of batches below `number`: see `BatchLog`."""
+        super().__init__(
+            run_dir / OPTIMIZER_STEPS,
+            number,
+            batch_key="step",
+            limit_mib=config.record.optimizer_steps_mib,
+            limit_name="record.optimizer_steps_mib",
+        )
 
 
 class Recorder:

@@ -7,10 +7,7 @@ the update, its advantage, its importance weight and whether the trust region cl
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,63 +20,33 @@ from asyncrl.algorithms.loss import PreparedBatch
 from asyncrl.config.tree import Config
 from asyncrl.contract.messages import Batch, Trajectory
 from asyncrl.models.tokenizer import load_tokenizer
-from asyncrl.records import atomic_write, jsonl
 from learner.batch import PackedBatch
+from learner.records.batch_log import BatchLog
 
 FILE = "token_samples.jsonl"
-MIB = 2**20
 DECIMALS = 4
 
 
-class SampleLog:
+class SampleLog(BatchLog):
     """RUN/token_samples.jsonl, append-only and at most `record.token_samples_mib` large."""
 
     def __init__(self, config: Config, run_dir: Path, number: int) -> None:
-        """Keep the rows of batches below `number`, the next one; later batches train again.
-
-        Raises AsyncrlError when the file cannot be written.
-        """
+        """Keep the rows of batches below `number`: see `BatchLog`."""
         self.config = config
-        self.path = run_dir / FILE
         self.tokenizer: Any = None
-        self.full = False
-        kept = [row for row in jsonl.read(self.path) if row.get("batch", number) < number]
-        try:
-            lines = "".join(json.dumps(row) + "\n" for row in kept)
-            atomic_write.write(self.path, lines, sync=True)
-        except OSError as error:
-            raise jsonl.disk_full_error(self.path, error) from error
-        self.file = jsonl.JsonlAppender(self.path)
-        self.written = len(lines.encode())
+        super().__init__(
+            run_dir / FILE,
+            number,
+            batch_key="batch",
+            limit_mib=config.record.token_samples_mib,
+            limit_name="record.token_samples_mib",
+        )
 
     def due(self, number: int) -> bool:
         """Return whether samples of batch `number` are to be logged."""
         record = self.config.record
         every = record.samples_every
         return bool(every and record.token_samples and number % every == 0 and not self.full)
-
-    def add(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Append `rows` until the file has reached its bound, which is reported once."""
-        for row in rows:
-            size = len(json.dumps(row)) + 1
-            if self.written + size > self.config.record.token_samples_mib * MIB:
-                self.full = True
-                print(
-                    f"learner: {self.path} has reached record.token_samples_mib = "
-                    f"{self.config.record.token_samples_mib}: later samples are not logged",
-                    file=sys.stderr,
-                    flush=True,
-                )
-                return
-            self.file.write(row)
-            self.written += size
-
-    def sync(self) -> None:
-        """Make the rows so far survive a power cut, which a later checkpoint relies on."""
-        os.fsync(self.file.fd)
-
-    def close(self) -> None:
-        self.file.close()
 
     def rows(
         self,

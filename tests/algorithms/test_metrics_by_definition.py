@@ -115,6 +115,7 @@ def wanted(v: diagnostics.DiagnosticTokens) -> dict[str, float]:
         "is/weight_ess": ess([x["w"] for x in ts]),
         "is/target_ess": ess([math.exp(x["t"] - x["mu"]) for x in ts]),
         "is/target_ratio": fmean(math.exp(x["t"] - x["mu"]) for x in ts),
+        "is/target_ratio_max": max(math.exp(x["t"] - x["mu"]) for x in ts),
         "is/zero_share": share(rejected) + share(vetoed) + share(masked),
         "is/rejected_share": share(rejected),
         "is/vetoed_share": share(vetoed),
@@ -341,7 +342,7 @@ def test_terms_and_reshape_sums_become_metrics() -> None:
         "sq/kl": torch.tensor(9.0),
         "sq/policy": torch.tensor(4.0),
         "other": torch.tensor(1.0),
-        "reshape": torch.tensor([4.0, 2.0, 8.0, 6.0, 2.0, 5.0, 3.0, 2.0, 1.0, 4.0]),
+        "reshape": torch.tensor([4.0, 2.0, 8.0, 6.0, 2.0, 5.0, 3.0, 2.0, 1.0, 4.0, -1.0, 3.0]),
     }
     got = diagnostics.metrics(diagnostics.sums(v) | extra)
     assert (
@@ -361,11 +362,13 @@ def test_terms_and_reshape_sums_become_metrics() -> None:
             "objective_var": 5 / 4 - 0.25,
             "gamma_away": 1.5,
             "gamma_back": 0.25,
+            "c": -0.25,
+            "p_correct": 0.75,
         }
     )
-    none = diagnostics._of_reshape([0.0] * 10)
+    none = diagnostics._of_reshape([0.0] * 12)
     assert set(none.values()) == {0.0}
-    one = diagnostics._of_reshape([1.0, 0.5, 3.0, 2.0, 4.0, 20.0, 0.25, 1.0, 0.75, 1.0])
+    one = diagnostics._of_reshape([1.0, 0.5, 3.0, 2.0, 4.0, 20.0, 0.25, 1.0, 0.75, 1.0, 6.0])
     assert one == {
         "reshape/gamma": 0.5,
         "reshape/ratio": 3,
@@ -374,6 +377,7 @@ def test_terms_and_reshape_sums_become_metrics() -> None:
         "reshape/objective_var": 4,
         "reshape/gamma_away": 0.25,
         "reshape/gamma_back": 0.75,
+        "reshape/c": 6,
     }
     assert diagnostics._exp(60) == math.exp(50) and diagnostics._exp(1.0) == math.e
 

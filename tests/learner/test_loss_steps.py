@@ -283,8 +283,14 @@ def test_reshapes_own_sums_are_their_definitions() -> None:
         sum(away),
         sum(p for p, q in zip(g, back, strict=True) if q),
         sum(back),
+        sum(p * q for p, q in zip(x, a, strict=True)),
     ]
     assert sums["reshape"].tolist() == pytest.approx(want)
+    c = config(loss={"surrogate": "reshape"}, reshape={"tau": 0.5}, **BYPASS)
+    prep, step = begun(b, c, lp.detach())
+    _, sums = sl.micro_loss(prep, step, torch.arange(len(b.seq)), lp)
+    gate = [1 / (1 + math.exp(-p * q / 0.5)) for p, q in zip(x, a, strict=True)]
+    assert sums["reshape"].tolist()[10:] == pytest.approx([want[-1], sum(gate)])
 
 
 def test_reinforce_weighs_by_the_policy_as_it_is_now() -> None:

@@ -13,6 +13,8 @@ from learner_step_kit import GROUPS, SIZE, batch, core, model_dir  # noqa: F401
 
 from asyncrl.algorithms import loss as step_loss
 from asyncrl.models.tokenizer import load_tokenizer
+from asyncrl.records import jsonl
+from learner.records.recorder import StepLog
 from learner.records.sample_log import FILE, SampleLog, choose_samples, decode_pieces
 
 
@@ -116,6 +118,44 @@ def test_the_file_keeps_to_its_bound(
     assert not log.due(0) and (tmp_path / FILE).stat().st_size <= 2**20
     assert capsys.readouterr().err.count("record.token_samples_mib = 1") == 1
     log.close()
+
+
+def test_each_optimizer_step_has_its_row(model_dir: Path, tmp_path: Path) -> None:
+    """With IS-reshape's own numbers; a resumed learner drops the rows that it makes again."""
+    made = core(
+        model_dir,
+        learner={"epochs": 3, "minibatches": 2, "gradient_cosine": "log"},
+        loss={"surrogate": "reshape"},
+        correction={"proximal": "behavior"},
+    )
+    log = StepLog(made.config, tmp_path, 0)
+    for number in range(2):
+        metrics = made.train(batch(number, seed=number))
+        log.add(made.updates)
+    log.close()
+    rows = jsonl.read(tmp_path / "optimizer_steps.jsonl")
+    assert [(r["step"], r["update"]) for r in rows] == [(n, i) for n in range(2) for i in range(6)]
+    names = {"gamma", "gamma_base", "sigma2", "c", "p_correct", "share", "ratio"}
+    names = {f"reshape/{name}" for name in names} | {"is/target_ratio_max", "optim/grad_norm"}
+    assert all(names <= row.keys() for row in rows)
+    assert all(row["is/target_ratio_max"] >= row["is/target_ratio"] > 0 for row in rows)
+    assert ["optim/gradient_cosine" in row for row in rows] == [False] + [True] * 11
+    last = rows[6:]
+    assert max(row["is/target_ratio_max"] for row in last) == metrics["is/target_ratio_max"]
+    assert last[-1]["reshape/sigma2"] == metrics["reshape/sigma2"] != last[0]["reshape/sigma2"]
+    StepLog(made.config, tmp_path, 1).close()
+    assert jsonl.read(tmp_path / "optimizer_steps.jsonl") == rows[:6]
+
+
+def test_the_log_of_steps_keeps_to_its_bound(
+    model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = StepLog(core(model_dir, record={"optimizer_steps_mib": 1}).config, tmp_path, 0)
+    log.add([{"step": 0, "filler": "x" * 300_000}] * 5)
+    log.add([{"step": 1}])
+    log.close()
+    assert [row["step"] for row in jsonl.read(log.path)] == [0] * 3
+    assert capsys.readouterr().err.count("record.optimizer_steps_mib = 1: later rows") == 1
 
 
 def test_nothing_is_logged_without_rules(model_dir: Path, tmp_path: Path) -> None:

@@ -61,6 +61,9 @@ def test_what_a_run_left(first: asyncrl.LoadedRun) -> None:
     assert first.metrics["eval/heldout"].steps.tolist() == [0, 3, 6], "as measured, not by batch"
     assert "lag/samples" not in first.metrics and any("lag/samples" in r for r in rows)
     assert first.samples == jsonl.read(first.path / "samples.jsonl") and "text" in first.samples[0]
+    assert [row["step"] for row in first.optimizer_steps] == [r["step"] for r in trained]
+    norms = [row["optim/grad_norm"] for row in first.optimizer_steps]
+    assert norms == first.metrics["optim/grad_norm"].values.tolist()
     assert first.config == load.load(first.path / "config.toml")
     assert first.config.staleness.max_lag == 2 and first.path.is_absolute()
     assert first.summary == json.loads((first.path / "summary.json").read_text())

@@ -68,7 +68,10 @@ def plotted(rows: list[dict[str, Any]], path: Path) -> dict[str, PagePlot]:
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     series = Series(path / "metrics.jsonl")
     series.refresh()
-    return {plot.title: plot for plot in run_page.run_plots(series, {"lag_histogram": {"0": 1}})}
+    steps = Series(path / "optimizer_steps.jsonl")
+    steps.refresh()
+    drawn = run_page.run_plots(series, steps, {"lag_histogram": {"0": 1}})
+    return {plot.title: plot for plot in drawn}
 
 
 def labels(rows: list[dict[str, Any]], path: Path) -> dict[str, list[str]]:
@@ -240,3 +243,43 @@ def test_stops_reshape_rates_and_lags_are_shown_where_they_act(tmp_path: Path) -
     assert acting["Reshape"] == ["sigma2, variance of log w"]
     assert acting["Last KL that early stopping measured in a batch"] == ["KL"]
     assert run_page.early_stops(rows) == [0.04]
+
+
+def test_each_optimizer_step_is_drawn_where_batches_have_several(tmp_path: Path) -> None:
+    """At an even distance within the batch, of a batch that stopped early too."""
+
+    def drawn(*updates: int) -> dict[str, PagePlot]:
+        rows = [
+            {
+                "step": n,
+                "update": i,
+                "optim/grad_norm": 10.0 * n + i,
+                "is/target_ratio": 1.0,
+                "is/target_ratio_max": 2.0 + i,
+                "reshape/sigma2": 0.1,
+                "reshape/p_correct": 0.5,
+            }
+            for n, count in enumerate(updates)
+            for i in range(count)
+        ]
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / "optimizer_steps.jsonl").write_text(lines)
+        plots = plotted(ROWS, tmp_path)
+        lead = "Each optimizer step: "
+        return {t.removeprefix(lead): plot for t, plot in plots.items() if t.startswith(lead)}
+
+    assert drawn(1, 1, 1) == {}
+    shown = drawn(2, 4)
+    assert list(shown) == [
+        "ratio to the behavior policy",
+        "gradient norm",
+        "reshape",
+        "C = A log w and its gate",
+    ]
+    (norm,) = shown["gradient norm"].lines
+    assert norm.xs == [0, 0.5, 1, 1.25, 1.5, 1.75] and norm.ys == [0, 1, 10, 11, 12, 13]
+    assert [line.label for line in shown["ratio to the behavior policy"].lines] == [
+        "mean",
+        "largest",
+    ]
+    assert "variance of log w" in shown["reshape"].metrics["reshape/sigma2"]

@@ -324,6 +324,18 @@ def test_every_answer_is_json(client: TestClient) -> None:
     assert client.get("/static/..%2fapp.py").status_code == 404
 
 
+def test_the_learner_s_page_shows_each_optimizer_step(client: TestClient, run_dir: Path) -> None:
+    path = run_dir / "optimizer_steps.jsonl"
+    for batch in range(2):  # of a run in progress
+        rows = [{"step": batch, "update": i, "optim/grad_norm": 1.0} for i in range(2)]
+        with path.open("a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(row) + "\n" for row in rows))
+        drawn = client.get("/api/plots?page=learner").json()
+        (norm,) = [p for p in drawn if p["title"] == "Each optimizer step: gradient norm"]
+        assert norm["lines"][0]["x"] == [n / 2 for n in range(2 * batch + 2)]
+        assert norm["lines"][0]["run"] == "first"
+
+
 def test_a_run_that_begins_later_appears(client: TestClient, run_dir: Path) -> None:
     client.get("/api/runs")
     shutil.copytree(run_dir, run_dir.parent / "second")

@@ -92,7 +92,8 @@ def check_optimizer_steps(run_dir: Path) -> None:
     assert [(r["step"], r["update"]) for r in rows] == [
         (b["step"], i) for b in batches for i in range(int(b["optim/steps"]))
     ]
-    names = {"kl/behavior_target_k3", "is/target_ratio", "optim/grad_norm", "optim/lr"}
+    names = {"kl/behavior_target_k3", "is/target_ratio", "is/target_ratio_max"}
+    names |= {"optim/grad_norm", "optim/lr"}
     assert rows and all(names <= r.keys() for r in rows)
     for batch in batches:
         norms = [r["optim/grad_norm"] for r in rows if r["step"] == batch["step"]]

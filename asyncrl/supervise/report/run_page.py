@@ -23,7 +23,7 @@ from asyncrl.records.page_kit import (
     TextBlock,
 )
 from asyncrl.supervise.live import describe_limit_change, describe_window
-from asyncrl.supervise.report import plots
+from asyncrl.supervise.report import plots, step_plots
 from asyncrl.supervise.report.advice import Advice, first_lines
 from asyncrl.supervise.report.series import Series
 from asyncrl.supervise.summary import certainty, compose
@@ -70,13 +70,17 @@ def _histogram(counts: dict[str, int]) -> PagePlot:
     )
 
 
-def run_plots(series: Series, summary: dict[str, Any]) -> list[PagePlot]:
-    """Return the plots of a report: those of `asyncrl watch`, and the histogram of lags."""
+def run_plots(series: Series, steps: Series, summary: dict[str, Any]) -> list[PagePlot]:
+    """Return the plots of a report: those of `asyncrl watch`, and the histogram of lags.
+
+    steps: of optimizer_steps.jsonl.
+    """
     overview, staleness, learner = (
         plots.figures(page, {"": series}, points=POINTS)
         for page in ("overview", "staleness", "learner")
     )
-    return [*overview, _histogram(summary["lag_histogram"]), *staleness, *learner]
+    of_steps = step_plots.figures({"": steps}, points=POINTS)
+    return [*overview, _histogram(summary["lag_histogram"]), *staleness, *learner, *of_steps]
 
 
 def timeline(spans: dict[str, list[tuple[str, float, float]]]) -> tuple[PagePlot, float]:
@@ -272,7 +276,9 @@ def write(run_dir: Path) -> Path:
     samples = jsonl.read(run_dir / "samples.jsonl")
     commit, command = (_text(run_dir / name) for name in ("commit", "command"))
     series = Series(run_dir / "metrics.jsonl")
+    steps = Series(run_dir / metrics.OPTIMIZER_STEPS)
     series.refresh()
+    steps.refresh()
     said = first_lines(
         config,
         run_dir,
@@ -288,7 +294,7 @@ def write(run_dir: Path) -> Path:
             [_item(line) for line in said if line.about == "health"], id="signs", style="warn"
         ),
         CardBlock(_cards(summary, rows)),
-        PlotBlock(run_plots(series, summary)),
+        PlotBlock(run_plots(series, steps, summary)),
         PlotBlock(
             [lanes], heading=f"Timeline: {seconds:.3g} s from the middle of the run", style="wide"
         ),

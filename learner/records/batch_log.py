@@ -1,0 +1,69 @@
+"""A bounded log of the run directory whose rows belong to batches."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrl.records import atomic_write, jsonl
+
+MIB = 2**20
+
+
+class BatchLog:
+    """An append-only file of JSON lines, at most `limit_mib` large.
+
+    A batch's rows are written before its commit is sent, so that a committed batch has all of them.
+    """
+
+    def __init__(
+        self, path: Path, number: int, *, batch_key: str, limit_mib: int, limit_name: str
+    ) -> None:
+        """Keep the rows of batches below `number`, the next one; later batches train again.
+
+        The file is always a new one, because a replaced learner may still have the old one open.
+        Raises AsyncrlError when the file cannot be written.
+
+        Args:
+            batch_key: the key of a row that holds the number of its batch.
+            limit_name: config key of the limit, for the message when it is reached.
+        """
+        self.path = path
+        self.limit_mib, self.limit_name = limit_mib, limit_name
+        self.full = False
+        kept = [row for row in jsonl.read(path) if row.get(batch_key, number) < number]
+        lines = "".join(json.dumps(row) + "\n" for row in kept)
+        try:
+            atomic_write.write(path, lines, sync=True)
+        except OSError as error:
+            raise jsonl.disk_full_error(path, error) from error
+        self.file = jsonl.JsonlAppender(path)
+        self.written = len(lines.encode())
+
+    def add(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Append `rows` until the file has reached its bound, which is reported once."""
+        for row in rows:
+            size = len(json.dumps(row)) + 1
+            if not self.full and self.written + size > self.limit_mib * MIB:
+                self.full = True
+                print(
+                    f"learner: {self.path} has reached {self.limit_name} = {self.limit_mib}: later "
+                    "rows are not logged",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            if self.full:
+                return
+            self.file.write(row)
+            self.written += size
+
+    def sync(self) -> None:
+        """Make the rows so far survive a power cut, which a later checkpoint relies on."""
+        os.fsync(self.file.fd)
+
+    def close(self) -> None:
+        self.file.close()
