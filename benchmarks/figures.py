@@ -2,6 +2,8 @@
 
     python benchmarks/figures.py                 draw all figures
     python benchmarks/figures.py --run RUN_DIR   first store a finished run of the demo as a result
+    python benchmarks/figures.py --timeline RUN_DIR
+                        first store the timeline of a demo run with evaluation.every = 0
 
 tests/project/test_docs.py draws them again and compares."""
 
@@ -12,19 +14,24 @@ import io
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
-from lib import results_file
+from lib import results_file, timelines
 from matplotlib import rc_context
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from scipy import stats
 
+from asyncrl.config import load
 from asyncrl.experiments.figure.figure_drawing import SETTINGS
 from asyncrl.records import metrics
 
 IMAGES = results_file.ROOT / "docs" / "img"
+RESULTS = results_file.ROOT / "benchmarks" / "results"
+SPEED = "2026-11-24_43508fc_2core_loop_speed.json"
 GRID = "2026-11-21_3ff3b71_4core_lag_grid.json"
 GRID_TASK = "rle-5e-4"
 # of each arm: name, color, and where the name stands
@@ -36,10 +43,10 @@ ARMS = {
 
 HIGH = "2026-11-23_fef789a_2core_high_lag_all_lags.json"
 HIGH_ARMS = {
-    "gmpo": ("GMPO", "#16a34a", (54.0, 0.281)),
-    "vespo": ("VESPO", "#9333ea", (45.0, 0.231)),
-    "seq_tis": ("whole answers' weights, cut", "#d97706", (14.0, 0.285)),
-    "ppo": ("PPO on mu", "#2563eb", (24.0, 0.313)),
+    "gmpo": ("GMPO", "#16a34a", (48.0, 0.277)),
+    "vespo": ("VESPO", "#9333ea", (45.0, 0.225)),
+    "seq_tis": ("whole answers' weights, cut", "#d97706", (18.0, 0.205)),
+    "ppo": ("PPO on mu", "#2563eb", (45.0, 0.316)),
 }
 
 HACK = "2026-11-21_fd72967_4core_kl_placement_rlehack_lag0.json"
@@ -54,12 +61,14 @@ class NamedLine(NamedTuple):
     """A line of a figure: (x, y) points in a color, with its name beside it.
 
     named_at: where the name begins; None: without a name.
+    seeds: of each point, what each seed gave; drawn as the 95 % interval of their mean.
     """
 
     name: str
     color: str
     points: list[tuple[float, float]]
     named_at: tuple[float, float] | None = None
+    seeds: list[list[float]] | None = None
 
 
 def draw(title: str, lines: Sequence[NamedLine], across: str, up: str) -> str:
@@ -67,17 +76,66 @@ def draw(title: str, lines: Sequence[NamedLine], across: str, up: str) -> str:
     with rc_context({**SETTINGS, "font.size": 9}):
         figure = Figure(figsize=(7.0, 3.25), layout="constrained")
         axes = figure.add_subplot()
-        for line in lines:
+        ends = [0.0]
+        widest = max(x for line in lines for x, _ in line.points)
+        for number, line in enumerate(lines):
             axes.plot(*zip(*line.points, strict=True), color=line.color, lw=1.5)
+            if line.seeds is not None:
+                half = [half_interval(values) for values in line.seeds]
+                beside = 0.006 * widest * (number - (len(lines) - 1) / 2)
+                x, y = zip(*((x + beside, y) for x, y in line.points), strict=True)
+                axes.errorbar(x, y, half, fmt="none", color=line.color, capsize=2, lw=1)
+                ends += [high + low for high, low in zip(y, half, strict=True)]
             if line.named_at is not None:
                 axes.annotate(line.name, line.named_at, color=line.color)
         top = 1.12 * max(y for line in lines for _, y in line.points)
+        top = max(top, 1.02 * min(max(ends), 1.0))
         axes.set(xlabel=across, ylabel=up, ylim=(0, top), xmargin=0.02)
         axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
         axes.grid(axis="y", alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-        text = io.StringIO()
-        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+        return as_svg(figure)
+
+
+def half_interval(values: Sequence[float]) -> float:
+    """Half the 95 % interval of a mean, by Student's t."""
+    return float(stats.t.ppf(0.975, len(values) - 1)) * stdev(values) / len(values) ** 0.5
+
+
+def ratios(result: dict[str, Any]) -> str:
+    """The ratios of a result file: median as a dot, lowest and highest round as a line, goal."""
+    rows = [dict(row) for row in result["goals"] if row["figure"].startswith("step, ")]
+    over_ranks = [
+        each["async"]["step"] / each["two ranks"]["step"] for each in result["speed"]["rounds"]
+    ]
+    rows[0] |= {
+        "figure": "asynchronous / strong loop, two ranks",
+        "value": median(over_ranks),
+        "spread": [min(over_ranks), max(over_ranks)],
+    }
+    with rc_context({**SETTINGS, "font.size": 9}):
+        figure = Figure(figsize=(7.0, 0.45 * len(rows) + 0.9), layout="constrained")
+        axes = figure.add_subplot()
+        for at, row in enumerate(rows):
+            goal = float(row["goal"].removeprefix("<= "))
+            color = "#16a34a" if row["met"] else "#dc2626"
+            axes.plot(row["spread"], [at, at], color=color, lw=2)
+            axes.plot(row["value"], at, "o", color=color)
+            axes.plot(goal, at, marker="|", color="#6b7280", markersize=14)
+            text = f"{row['value']:.2f}, goal {goal:g}"
+            axes.annotate(text, (1.47, at), va="center", annotation_clip=False)
+        axes.axvline(1, color="#6b7280", linewidth=0.8, linestyle=":")
+        axes.set_yticks(range(len(rows)), [row["figure"].removeprefix("step, ") for row in rows])
+        axes.set(xlim=(0, 1.45), ylim=(len(rows) - 0.5, -0.5), xlabel="time of a step, ratio")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_title("Median of five rounds, lowest and highest, and the goal", loc="left")
+        return as_svg(figure)
+
+
+def as_svg(figure: Figure) -> str:
+    """The figure as text, without what differs from machine to machine."""
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     return text.getvalue()
 
 
@@ -104,22 +162,30 @@ def lag(result: dict[str, Any]) -> str:
     cells = result["tasks"][GRID_TASK]["cells"]
     lines = []
     for arm, (name, color, named_at) in ARMS.items():
-        points = sorted((float(c["limit"]), c["final"]) for c in cells if c["correction"] == arm)
-        lines.append(NamedLine(name, color, points, named_at))
-    title = "task rle, five seeds: what lag costs, by correction"
+        of_arm = sorted(
+            (c for c in cells if c["correction"] == arm), key=lambda c: float(c["limit"])
+        )
+        points = [(float(c["limit"]), c["final"]) for c in of_arm]
+        lines.append(NamedLine(name, color, points, named_at, [c["each"] for c in of_arm]))
+    title = "task rle, five seeds and their 95 % interval: what lag costs, by correction"
     return draw(title, lines, "injected lag, versions", "held-out accuracy")
 
 
 def high(result: dict[str, Any]) -> str:
     """Share of wrong answers, mean of the run, against injected lag, each method at its own rate,
-    mean of the seeds.
+    mean of the seeds and its interval.
     """
     by_lag = result["tasks"][GRID_TASK]["1"]["by_lag"]
     lines = []
     for arm, (name, color, named_at) in HIGH_ARMS.items():
-        wrong = sorted((float(lag), 1 - row[arm]["area"]) for lag, row in by_lag.items())
-        lines.append(NamedLine(name, color, wrong, named_at))
-    title = "task rle, each method at its own rate"
+        rows = sorted((float(lag), row[arm]) for lag, row in by_lag.items())
+        wrong = [(lag, 1 - row["area"]) for lag, row in rows]
+        lines.append(NamedLine(name, color, wrong, named_at, [row["heights"] for _, row in rows]))
+    counts = [len(seeds) for line in lines for seeds in line.seeds or []]
+    title = (
+        f"task rle, each method at its own rate, {min(counts)} to {max(counts)} seeds and their "
+        "95 % interval"
+    )
     return draw(title, lines, "injected lag, versions", "held-out answers, wrong, mean of the run")
 
 
@@ -142,13 +208,6 @@ def keep(run_dir: Path) -> Path:
     """The curve of a finished run as a result file, under the commit that made it."""
     rows = metrics.read(run_dir)
     summary = json.loads((run_dir / "summary.json").read_text())
-    made_by = subprocess.run(
-        ["git", "rev-parse", "--short", (run_dir / "commit").read_text().strip()],
-        cwd=results_file.ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
     result = {
         "what": "one run of configs/demo.toml",
         "wall_s": summary["wall_s"],
@@ -157,20 +216,74 @@ def keep(run_dir: Path) -> Path:
         "heldout": [[r["step"], r["eval/heldout"]] for r in rows if "eval/heldout" in r],
         "reward": [[r["step"], r["reward/mean"]] for r in rows if "reward/mean" in r],
     }
-    return results_file.write("demo_run", result, made_by)
+    return results_file.write("demo_run", result, commit_of(run_dir))
+
+
+def keep_timeline(run_dir: Path) -> Path:
+    """The spans around the middle of a run as a result file, under the commit that made it."""
+    config = load.load(str(run_dir / "config.toml"), [])
+    size = config.learner.groups * config.learner.group_size
+    evaluated = config.evaluation.final_prompts + config.evaluation.ood_prompts
+    result = {
+        "what": "the timeline of a run of configs/demo.toml with evaluation.every = 0",
+        "limit": int(config.staleness.limit),
+        **timelines.excerpt(run_dir, size, evaluated),
+    }
+    return results_file.write("demo_timeline", result, commit_of(run_dir))
+
+
+def commit_of(run_dir: Path) -> str:
+    """The short name of the commit that made a run."""
+    return subprocess.run(
+        ["git", "rev-parse", "--short", (run_dir / "commit").read_text().strip()],
+        cwd=results_file.ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+
+
+def newest(name: str) -> dict[str, Any]:
+    """The newest result of a name."""
+    files = sorted(RESULTS.glob(f"*_{name}.json"))
+    return json.loads(files[-1].read_text())
 
 
 def demo_result() -> dict[str, Any]:
-    newest = sorted((results_file.ROOT / "benchmarks" / "results").glob("*_demo_run.json"))[-1]
-    return json.loads(newest.read_text())
+    return newest("demo_run")
+
+
+def draw_run(
+    title: str, height: float, part: dict[str, Any], add: Callable[[Axes, dict[str, Any]], None]
+) -> str:
+    """An SVG of a run's timeline, `height` inches high."""
+    with rc_context({**SETTINGS, "font.size": 9}):
+        figure = Figure(figsize=(7.6, height), layout="constrained")
+        axes = figure.add_subplot()
+        add(axes, part)
+        axes.set_title(title, loc="left", fontsize=10, fontweight="bold", pad=20)
+        return as_svg(figure)
 
 
 def drawn() -> dict[str, str]:
     """Name of the image -> its SVG."""
-    results = results_file.ROOT / "benchmarks" / "results"
-    grid, many, wrong = (json.loads((results / file).read_text()) for file in (GRID, HIGH, HACK))
+    timeline = newest("demo_timeline")
+    grid, many, wrong = (json.loads((RESULTS / file).read_text()) for file in (GRID, HIGH, HACK))
     return {
         "demo.svg": demo(demo_result()),
+        "ratios.svg": ratios(json.loads((RESULTS / SPEED).read_text())),
+        "timeline.svg": draw_run(
+            "A run of the demo: each color is a version of the weights",
+            1.9,
+            timeline,
+            timelines.draw_timeline,
+        ),
+        "batches.svg": draw_run(
+            f"The life of seven batches at staleness.max_lag = {timeline['limit']}",
+            3.4,
+            timeline,
+            timelines.draw_batches,
+        ),
         "lag.svg": lag(grid),
         "high_lag.svg": high(many),
         "reward_hacking.svg": hack(wrong),
@@ -180,9 +293,12 @@ def drawn() -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", type=Path, help="a finished run of configs/demo.toml")
+    parser.add_argument("--timeline", type=Path, help="one evaluated at its start and end alone")
     args = parser.parse_args()
     if args.run:
         print(keep(args.run), file=sys.stderr)
+    if args.timeline:
+        print(keep_timeline(args.timeline), file=sys.stderr)
     IMAGES.mkdir(exist_ok=True)
     for name, text in drawn().items():
         (IMAGES / name).write_text(text)
