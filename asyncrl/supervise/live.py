@@ -200,13 +200,17 @@ def describe_window(metrics: Mapping[str, float]) -> str:
     """The admission window, its waiting, and its price in lag; "" if the limit is always filled.
 
     >>> describe_window({"window/now": 1.375, "window/wait": 0.018, "window/lower": 0.25})
-    'window 1.4 batches (waiting 1.8%, to halve its target: 0.2 more)'
+    'window 1.4 batches (learner waits 1.8%, half of that would cost 0.2 lag)'
+    >>> describe_window({"window/now": 2.0, "window/wait": 0.24, "window/lower": 0.0})
+    'window 2.0 batches (learner waits 24.0%)'
     """
     if "window/now" not in metrics:
         return ""
+    price = f"{metrics['window/lower']:.1f}"
+    half = f", half of that would cost {price} lag" if price != "0.0" else ""
     return (
-        f"window {metrics['window/now']:.1f} batches (waiting {metrics['window/wait']:.1%}, to "
-        f"halve its target: {metrics['window/lower']:.1f} more)"
+        f"window {metrics['window/now']:.1f} batches "
+        f"(learner waits {metrics['window/wait']:.1%}{half})"
     )
 
 
