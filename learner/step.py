@@ -368,9 +368,15 @@ class LearnerCore:
         updates: list[Update] = []
         stop_kl = 0.0
         self.made = set()
+        by_step = self.config.stop.kl_max > 0 and self.config.stop.every == "step"
         for epoch in range(self.config.learner.epochs):
+            if epoch and self.config.stop.every == "epoch":
+                stop_kl = self._kl_of_batch(prep, packed)
+                if stop_kl > self.config.stop.kl_max:
+                    self.state.early_stops += 1
+                    break
             for samples in self._minibatches(packed, epoch):
-                first = self.backend.stops_first and bool(self.config.stop.kl_max) and bool(updates)
+                first = self.backend.stops_first and by_step and bool(updates)
                 current = (
                     self._forward(self.model, packed, range(packed.count))
                     if first or step_loss.needs_current(prep)
@@ -393,13 +399,15 @@ class LearnerCore:
                     )
                 sums: dict[str, torch.Tensor] = {}
                 if not stopped:
-                    sums, stop_kl = self._gradient(prep, step, packed, samples)
+                    sums, step_kl = self._gradient(prep, step, packed, samples)
+                    if self.config.stop.every == "step":
+                        stop_kl = step_kl
                     over = (
-                        self.config.stop.kl_max
+                        by_step
                         and self.config.stop.action == "skip"
                         and stop_kl > self.config.stop.kl_max
                     )
-                    stopped = bool(over) and bool(updates)
+                    stopped = over and bool(updates)
                 if stopped:
                     if not total:
                         total = self._untrained(prep, step, packed, samples)
@@ -533,6 +541,12 @@ class LearnerCore:
     ) -> torch.Tensor:
         with self.backend.guard():
             return critic.values(packed, samples, hidden).to(self.where)
+
+    def _kl_of_batch(self, prep: step_loss.PreparedBatch, packed: PackedBatch) -> float:
+        """Return the KL for early stopping over the whole batch, from a forward pass."""
+        current = self._forward(self.model, packed, range(packed.count))
+        everything = torch.arange(len(current), device=self.where)
+        return self._stop_kl(*step_loss.stop_statistic(prep, everything, current))
 
     def _stop_kl(self, total: torch.Tensor, weight: torch.Tensor) -> float:
         """Return the KL for early stopping from the sums of `step_loss.stop_statistic`."""

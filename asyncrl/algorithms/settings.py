@@ -874,10 +874,18 @@ class Reshape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     clip: Annotated[
         NonNegative,
         Meta(
-            description="Repair B: no gradient where w has left 1 +- clip in the direction of "
-            "A. 0: off."
+            description="Repair B: no gradient where the ratio of clip_on has left 1 +- clip in "
+            "the direction of A. 0: off."
         ),
     ] = 0.0
+    clip_on: Annotated[
+        Literal["w", "w_gamma"],
+        Meta(
+            description="The ratio that `clip` bounds. w_gamma: w^gamma, as the report words it; "
+            "w itself may then leave the interval by 1 / gamma of it."
+        ),
+        read_with("clip"),
+    ] = "w"
     kl_penalty: Annotated[
         NonNegative, Meta(description="Repair C: coefficient of KL(theta, mu) in the loss. 0: off.")
     ] = 0.0
@@ -1038,6 +1046,16 @@ class Stop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         ),
         read_with("kl_max"),
     ] = "skip"
+    every: Annotated[
+        Literal["step", "epoch"],
+        Meta(
+            description="When kl_max is checked. step: before each optimizer step, on its own "
+            "samples; epoch: before each pass over the batch but the first, on the whole batch, "
+            "at one forward pass over it."
+        ),
+        read_with("kl_max"),
+        read_with("action", "skip"),
+    ] = "step"
     ess_min: Annotated[
         Share,
         Meta(

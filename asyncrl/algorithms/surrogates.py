@@ -288,8 +288,9 @@ def reshape(
 ) -> SurrogateTerm:
     """IS-reshape: w^gamma A (power) or A (w^gamma - 1) / gamma (Box-Cox).
 
-    `c.clip` e > 0 is repair B: no gradient where w has left [1-e, 1+e] in the direction of A. It
-    looks at w, not w^gamma, which overshoots. `c.weight_max` > 0 bounds w^gamma.
+    `c.clip` e > 0 is repair B: no gradient where w has left [1-e, 1+e] in the direction of A. With
+    `c.clip_on` = w_gamma it looks at w^gamma as the report does, so that w overshoots.
+    `c.weight_max` > 0 bounds w^gamma.
 
     Args:
         log_w: [N].
@@ -307,8 +308,8 @@ def reshape(
     coefficient, value = choose_function("reshape.form", FORMS, c.form)(
         log_w, adv, g, bounded, slow
     )
-    r = log_w.exp()
     if c.clip > 0:
+        r = w if c.clip_on == "w_gamma" else log_w.exp()
         cut = sides((adv < 0) & (r < 1 - c.clip), (adv > 0) & (r > 1 + c.clip))
     else:
         cut = torch.zeros_like(adv, dtype=torch.int8)

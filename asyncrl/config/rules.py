@@ -130,6 +130,11 @@ def _needless(config: Config) -> Iterator[str]:
             "stop.kl_max: with one optimizer step a batch there is nothing to stop; raise "
             "learner.epochs or learner.minibatches"
         )
+    elif config.stop.every == "epoch" and config.learner.epochs == 1:
+        yield (
+            "stop.every: epoch checks before the second pass over a batch, and learner.epochs is "
+            "1; raise it, or use every = step"
+        )
 
 
 def _backend(config: Config) -> Iterator[str]:

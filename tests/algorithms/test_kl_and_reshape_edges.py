@@ -275,6 +275,14 @@ def test_the_two_forms_and_repair_b_by_hand() -> None:
         cut.coefficient.tolist() == pytest.approx([0, -1.25, 0, 0.75, 1.2, -0.8])
         and cut.clipped.dtype == torch.int8
     )
+    # w^gamma = 1.1, 1.21: at gamma = 1/2 the bound 1.15 lets w go to 1.15^2
+    late = surrogates.reshape(
+        vec(1.21, 1.4641).log(),
+        vec(1, 1),
+        vec(0.5, 0.5),
+        repaired(clip=0.15, clip_on="w_gamma"),
+    )
+    assert late.clipped.tolist() == [0, surrogates.HIGH]
     wide = surrogates.reshape(vec(4).log(), vec(1), vec(1), repaired(clip=0.2, weight_max=3.0))
     assert wide.objective.tolist() == [3.0] and wide.coefficient.tolist() == [0.0]
 

@@ -38,6 +38,7 @@ ON: dict[str, Any] = {
     "stop.lr_by_ess": "sqrt",
     "reshape.kl_penalty": 0.1,
     "reshape.budget": "tokens",
+    "reshape.clip": 0.05,
 }
 _REJECTS = {
     "correction.reject": "ratio",
@@ -80,6 +81,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "loss.cispo_absolute": {"loss.eps_high": 1.0},
     "loss.dppo_divergence": {"loss.dppo_threshold": 1e-3},
     "loss.dual_clip": {"loss.dual_clip": 1.01},
+    "stop.every": {"learner.epochs": 2},
 }
 # what a method needs besides
 NEEDS: dict[str, dict[str, Any]] = {

@@ -131,6 +131,43 @@ def test_the_statistic_by_hand() -> None:
 
 
 @pytest.mark.parametrize("deepspeed_order", [False, True])
+def test_the_rule_of_epochs_ends_a_batch_between_its_passes(
+    model_dir: Path, deepspeed_order: bool
+) -> None:
+    """By the KL of the whole batch: the first pass is whole, as with one epoch, bitwise."""
+    layout: dict[str, Any] = {"optimizer": "adamw", "lr": 0.01, "minibatches": 3}
+    stop = {"kl_max": 1e-12, "every": "epoch"}
+    one = core(model_dir, learner=layout)
+    packed = pack(batch())
+    start = one._forward(one.model, packed, range(packed.count))
+    one.train(batch())
+    c = core(model_dir, learner={**layout, "epochs": 3}, stop=stop)
+    c.backend.stops_first = deepspeed_order
+    metrics = c.train(batch())
+    assert (metrics["optim/steps"], metrics["optim/early_stops"]) == (3, 1)
+    assert torch.equal(weights(one), weights(c))
+    now = one._forward(one.model, packed, range(packed.count))
+    weight, x = (start - packed.loss.behavior).exp().clamp(max=2.0), (now - start).double()
+    whole = float((weight * (x.exp() - 1 - x)).sum() / weight.sum())
+    assert metrics["optim/stop_kl"] == pytest.approx(whole, rel=1e-3)
+    by_step = core(model_dir, learner={**layout, "epochs": 3}, stop=stop | {"every": "step"})
+    assert by_step.train(batch())["optim/steps"] == 1
+    wide = core(model_dir, learner={**layout, "epochs": 3}, stop=stop | {"kl_max": 1e9})
+    assert wide.train(batch())["optim/steps"] == 9
+
+
+def test_with_one_step_a_pass_the_two_rules_are_one(model_dir: Path) -> None:
+    layout = {"optimizer": "adamw", "lr": 0.01, "epochs": 5}
+    kl = core(model_dir, learner=layout).train(batch())["kl/start_target_k3"]
+    made = []
+    for every in ("step", "epoch"):
+        c = core(model_dir, learner=layout, stop={"kl_max": kl, "every": every})
+        made.append((c.train(batch())["optim/steps"], weights(c)))
+    assert made[0][0] == made[1][0] and 1 < made[0][0] < 5
+    assert torch.equal(made[0][1], made[1][1])
+
+
+@pytest.mark.parametrize("deepspeed_order", [False, True])
 def test_a_batch_below_the_ess_floor_is_left_out_whole(
     model_dir: Path, deepspeed_order: bool
 ) -> None:

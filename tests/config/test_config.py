@@ -52,6 +52,10 @@ MISTAKES = [
     ("[learner]\ngroup_size = 1\n", "leaves rloo nothing to compare with"),
     ("[generator]\nmax_new_tokens = 64\ncontext = 64\n", "leave no room for a prompt"),
     ("[stop]\nkl_max = 0.1\n", "there is nothing to stop"),
+    (
+        "[stop]\nkl_max = 0.1\nevery = 'epoch'\n[learner]\nminibatches = 2\n",
+        "stop.every: epoch checks before the second pass over a batch, and learner.epochs is 1",
+    ),
     ("[[[", "not valid TOML"),
 ]
 
