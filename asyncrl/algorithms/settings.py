@@ -377,7 +377,7 @@ class Correction(
     """
 
     preset: Annotated[
-        Literal["", "none", "tis", "seq_tis", "icepop", "mis"],
+        Literal["", "none", "tis", "seq_tis", "icepop", "mis", "mis_normalized"],
         Meta(
             description="A published correction: it sets the keys of this section that you do "
             "not give."

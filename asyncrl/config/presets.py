@@ -20,6 +20,17 @@ PRESETS: dict[str, dict[str, Any]] = {
         "reject_over": "mean",
         "veto": "ratio",
     },
+    "mis_normalized": {
+        "proximal": "recompute",
+        "level": "token",
+        "bound": "truncate",
+        "hi": 2.0,
+        "self_normalize": True,
+        "reject": "ratio",
+        "reject_over": "mean",
+        "veto": "probability",
+        "veto_below": 1e-6,
+    },
 }
 KL_PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {"loss.coefficient": 0.04, "loss.estimator": "k3"},  # DeepSeekMath's beta

@@ -14,6 +14,7 @@ import torch
 from asyncrl.algorithms import advantages, batch, kl, reductions, reshape, surrogates
 from asyncrl.algorithms import correction as weights
 from asyncrl.algorithms import settings as cf
+from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
 
 D = torch.float64
@@ -183,6 +184,27 @@ def test_self_normalised_weights_of_what_is_kept_have_mean_one() -> None:
         weights.WeightStatistics(mean=torch.tensor(4.0, dtype=D)),
     )
     assert torch.allclose(again.weight, x[:2].exp() / 4)  # a part of a batch takes the batch's mean
+
+
+def test_the_normalized_mis_by_hand() -> None:
+    """Samples of ratios (2.5, 0.4), (1.2, 1.2), (1, 1) and (1, 1); the mean ratio rejects the
+    second, a token of probability 1e-7 the fourth; one token is cut at 2.
+    """
+    rho, seq = vec(2.5, 0.4, 1.2, 1.2, 1, 1, 1, 1), torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
+    proximal = vec(0.5, 0.5, 0.5, 0.5, 2e-6, 0.5, 1e-7, 0.5).log()
+    c = load.convert(
+        {
+            "model": {"path": "m"},
+            "task": {"name": "sort"},
+            "correction": {"preset": "mis_normalized"},
+        },
+        "c.toml",
+    ).correction
+    got = weights.correct(rho.log(), proximal, yes(*[1] * 8), seq, 4, c)
+    mean = (2 + 0.4 + 1 + 1) / 4
+    want = [2 / mean, 0.4 / mean, 0, 0, 1 / mean, 1 / mean, 0, 0]
+    assert got.weight.tolist() == pytest.approx(want)
+    assert got.vetoed.tolist() == [False] * 6 + [True] * 2
 
 
 def test_effective_sample_size_is_over_the_mask() -> None:

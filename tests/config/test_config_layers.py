@@ -114,7 +114,7 @@ def test_an_arm_drops_what_an_earlier_item_gave(tmp_path: Path) -> None:
     assert load.load(path, [*base, *arm]).loss == settings.VanillaLoss()
 
 
-@pytest.mark.parametrize("preset", ["tis", "mis", "none"])
+@pytest.mark.parametrize("preset", ["tis", "mis_normalized", "none"])
 def test_a_preset_may_be_set_on_every_shipped_config(preset: str) -> None:
     """As `asyncrl run --resume RUN --set correction.preset=mis` needs it."""
     for name in bundled_configs.names():
