@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_python
 import zmq
 from hypothesis import HealthCheck, settings
 from process_kit import ENV, ROOT, SMALL, Ended, demo_command, shared
+from warm_python import SERVERS
 
 SUPPORT = {path.stem for path in (ROOT / "tests" / "support").glob("*_kit.py")}
 pytest.register_assert_rewrite(*(SUPPORT - {"process_kit"}))
@@ -28,6 +30,9 @@ pytest.register_assert_rewrite(*(SUPPORT - {"process_kit"}))
 # a context that a failed test leaves with an open socket would wait for it, for ever, when it is
 # collected, and with it all tests after that
 zmq.Context.__del__ = lambda self: None  # type: ignore[method-assign]
+
+# commands of asyncrl begin with everything imported, but in tests that are marked `cold`
+warm_python.install()
 
 # no test hangs on speed
 settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -140,17 +145,23 @@ BEGAN = pytest.StashKey[float]()
 
 
 def _cpu_s() -> float:
-    """Of this worker and every child it has waited for, with theirs."""
-    mine, children = (
-        resource.getrusage(resource.RUSAGE_SELF),
-        resource.getrusage(resource.RUSAGE_CHILDREN),
-    )
-    return mine.ru_utime + mine.ru_stime + children.ru_utime + children.ru_stime
+    """Of this worker, every child it has waited for, with theirs, and the servers of its tests."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(u.ru_utime + u.ru_stime for u in used) + sum(map(_server_s, SERVERS))
+
+
+def _server_s(server: subprocess.Popen[str]) -> float:
+    """Of a process that nobody has waited for, and its children that ended."""
+    if server.returncode is not None:
+        return 0.0
+    words = Path(f"/proc/{server.pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return sum(map(int, words[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     item.stash[BEGAN] = _cpu_s()
+    warm_python.WarmPopen.cold = item.get_closest_marker("cold") is not None
     return (yield)
 
 
@@ -225,6 +236,7 @@ def forked(small_model: Path) -> Iterator[Callable[..., dict[str, Any]]]:
     forge = subprocess.Popen(
         argv, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
     )
+    SERVERS.append(forge)
     assert forge.stdin is not None and forge.stdout is not None
 
     def order(run_dir: Path, *sets: str, **more: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from process_kit import ENV, ROOT, SMALL, Ended
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.cold]
 
 PLAIN_ENV = {k: v for k, v in ENV.items() if k != "PYTHONPATH"}
 TAKEN = (

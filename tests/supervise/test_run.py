@@ -30,6 +30,7 @@ pytestmark = pytest.mark.slow
 Call = Callable[..., Ended]
 
 
+@pytest.mark.cold
 def test_asynchronous_run_gains_accuracy_at_positive_lag(gain: Ended) -> None:
     assert gain.code == 0, gain.err[-3000:]
     summary = gain.json
@@ -61,6 +62,7 @@ def test_limit_zero_is_synchronous_training(asyncrl: Call) -> None:
     assert summary["lag"]["max"] == 0 and summary["heldout_end"] > summary["heldout_start"] + 0.05
 
 
+@pytest.mark.cold  # another hash seed in each process
 def test_synchronous_runs_repeat_bitwise_also_after_stop_and_resume(
     asyncrl: Call, tmp_path: Path, sort_model: Path
 ) -> None:
@@ -124,6 +126,7 @@ def test_a_killed_process_costs_only_its_time(
     check_optimizer_steps(run_dir)
 
 
+@pytest.mark.cold
 def test_parts_start_in_any_order_from_their_own_terminals(
     tmp_path: Path, sort_model: Path
 ) -> None:

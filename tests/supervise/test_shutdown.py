@@ -52,7 +52,13 @@ def under_way(tmp_path: Path, model: Path, *words: str) -> tuple[subprocess.Pope
 
 
 @pytest.mark.parametrize(
-    ("how", "code"), [("SIGINT", 130), ("SIGTERM", 130), ("SIGINT twice", 130), ("SIGKILL", -9)]
+    ("how", "code"),
+    [
+        ("SIGINT", 130),
+        ("SIGTERM", 130),
+        ("SIGINT twice", 130),
+        pytest.param("SIGKILL", -9, marks=pytest.mark.cold),  # a child's tie to its parent
+    ],
 )
 def test_nothing_survives_the_end(how: str, code: int, tmp_path: Path, sort_model: Path) -> None:
     process, run_dir = under_way(tmp_path, sort_model)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from process_kit import ENV, ROOT
+from warm_python import SERVERS
 
 # no rank is taken for lost because others have the cores
 PATIENT_S = 1800.0
@@ -46,6 +47,7 @@ def forge() -> subprocess.Popen[str]:
     process = subprocess.Popen(
         argv, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
     )
+    SERVERS.append(process)
     atexit.register(process.stdin.close)  # type: ignore[union-attr]
     return process
 

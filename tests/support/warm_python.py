@@ -1,0 +1,315 @@
+"""`python -m asyncrl.cli ...` without its start-up, in tests of what a command does.
+
+    warm_python.install()       in conftest.py: subprocess.Popen is WarmPopen from here on
+
+Importing torch and what else a run needs takes each process two seconds of CPU. Here one process a
+worker has everything imported, and forks: a command becomes a process with its own id, session,
+files, environment, command line and parent, in which the module runs as `python -m` runs it. The
+processes that it starts come about the same way. What is passed over is the interpreter's start and
+the first import of each module, so tests of these carry the marker `cold`: they start Python.
+
+A command that Python would start differently is started by Python: another interpreter, other
+options, variables that are read while modules are imported, a `preexec_fn` of its own.
+
+Each process gets a seed, a child from before its first line, that forks the processes it starts: a
+fork of a process at work would inherit its threads' locks and its files. The kernel gives the fork
+to the process that asked, as the nearest subreaper."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import fcntl
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn
+
+ROOT = Path(__file__).resolve().parents[2]
+HOLD = ROOT / "tests" / "support" / "hold"
+MOST = 1 << 17  # bytes of an order
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+MODULES = ("asyncrl.cli", "asyncrl.supervise.start")
+# read while the interpreter starts or a library is loaded
+EARLY = (
+    *("PYTHON", "OMP_", "ATEN_", "ONEDNN_", "MKL_", "LC_", "LANG", "LD_", "CUDA_", "TORCH_"),
+    *("HF_", "TRANSFORMERS_"),
+)
+LATE = ("PYTHONPATH", "PYTHONUNBUFFERED")
+LOADED = (
+    "numpy zmq.asyncio msgspec torch transformers torch.utils.checkpoint asyncrl.supervise.run "
+    "asyncrl.supervise.doctor asyncrl.supervise.exact_check asyncrl.supervise.report.run_page "
+    "asyncrl.experiments.serial actors.generator buffer.service learner.loop "
+    "asyncrl.tasks.warm_start"
+)
+
+
+def startup_variables(env: dict[str, str]) -> dict[str, str]:
+    """The variables that a process must share with the one it is a fork of."""
+    values = {k: v for k, v in env.items() if k.startswith(EARLY) and k not in LATE}
+    return {"OMP_WAIT_POLICY": "PASSIVE"} | values  # the command's own, unless it is given
+
+
+# Processes that serve all tests of a worker: what they use counts while they live.
+SERVERS: list[subprocess.Popen[str]] = []
+
+
+class WarmPopen(subprocess.Popen):  # type: ignore[type-arg]
+    """Popen, for a command of asyncrl by a fork of the warm process."""
+
+    server: socket.socket | None = None  # where this process orders a fork
+    cold = True  # Python is started
+    startup_env: ClassVar[dict[str, str]] = {}
+    import_env: ClassVar[dict[str, str]] = {}  # variables that modules set while they are imported
+    lock = threading.Lock()
+
+    def _execute_child(self, args: Any, executable: Any, *rest: Any) -> None:
+        names = (
+            "preexec close_fds pass_fds cwd env startupinfo creationflags shell p2cread p2cwrite "
+            "c2pread c2pwrite errread errwrite restore_signals gid gids uid umask session group"
+        )
+        options = dict(zip(names.split(), rest, strict=True))
+        if not is_warm(args, executable, options):
+            super()._execute_child(args, executable, *rest)  # type: ignore[misc]
+            return
+        streams = [options["p2cread"], options["c2pwrite"], options["errwrite"]]
+        fds = [own if fd == -1 else fd for own, fd in enumerate(streams)]
+        mask = os.umask(0)
+        os.umask(mask)
+        order = {
+            "argv": [os.fspath(word) for word in args],
+            "env": dict(os.environ if options["env"] is None else options["env"]),
+            "cwd": os.path.abspath(options["cwd"] or os.getcwd()),
+            "numbers": [0, 1, 2, *options["pass_fds"]],
+            "session": options["session"],
+            "tied": options["preexec"] is not None,
+            "umask": mask,
+            "parent": os.getpid(),
+        }
+        with WarmPopen.lock:
+            self.pid = request_fork(order, [*fds, *options["pass_fds"]])
+        self._child_created = True
+        self._close_pipe_fds(*[options[name] for name in names.split()[8:14]])  # type: ignore[attr-defined]
+
+
+def is_warm(args: Any, executable: Any, options: dict[str, Any]) -> bool:
+    if WarmPopen.cold or isinstance(args, (str, bytes)) or executable is not None:
+        return False
+    words = [os.fspath(word) for word in args]
+    words = [word for place, word in enumerate(words) if (place, word) != (1, "-P")]
+    if words[0] != sys.executable or words[1:2] != ["-m"] or not {*words[2:3]} & {*MODULES}:
+        return False
+    env = dict(os.environ if options["env"] is None else options["env"])
+    preexec = getattr(options["preexec"], "__qualname__", "die_with_parent")
+    paths = env.get("PYTHONPATH", "").split(os.pathsep)
+    return (
+        startup_variables(env) == WarmPopen.startup_env
+        and str(ROOT) in paths
+        and not any((Path(p) / "sitecustomize.py").exists() for p in paths if p != str(HOLD))
+        and preexec.startswith("die_with_parent")
+        and (options["cwd"] is None or os.path.isdir(options["cwd"]))
+        and not options["shell"]
+    )
+
+
+def request_fork(order: dict[str, Any], fds: list[int]) -> int:
+    """The pid of the process that is made of an order, a child of this one."""
+    server, prctl = WarmPopen.server or start(), ctypes.CDLL(None).prctl
+    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        socket.send_fds(server, [json.dumps(order).encode()], fds)
+        answer = server.recv(32)
+    finally:
+        prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+    assert answer, "the warm process has ended"
+    return int(answer)
+
+
+# ---- the warm process ----------------------------------------------------------------------------
+
+
+def next_order(orders: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Fork a process for each order; returns in such a process, with its order and files."""
+    while True:
+        data, fds, _, _ = socket.recv_fds(orders, MOST, 64)
+        if not data:
+            os._exit(0)
+        answer, told = os.pipe()
+        if (child := os.fork()) == 0:
+            between = os.getpid()
+            if pid := os.fork():
+                os.write(told, str(pid).encode())
+                os._exit(0)  # the new process is the subreaper's now
+            while os.getppid() == between:
+                time.sleep(0.0002)
+            os.close(answer)
+            os.close(told)
+            return json.loads(data), fds
+        os.waitpid(child, 0)
+        orders.send(os.read(answer, 32))
+        for fd in (answer, told, *fds):
+            os.close(fd)
+
+
+def serve_forks(orders: socket.socket) -> NoReturn:
+    """Carry out orders, each in its process, and those that such a process gives in turn."""
+    while True:
+        order, fds = next_order(orders)
+        orders.close()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if os.fork():
+            theirs.close()
+            be_process(order, fds, ours)
+        ours.close()
+        for fd in fds:  # a seed holds no file of its process open
+            os.close(fd)
+        set_command_line(["warm seed"])
+        orders = theirs
+
+
+def be_process(order: dict[str, Any], fds: list[int], seed: socket.socket) -> NoReturn:
+    """Be the process of the order, from what exec would have left of it."""
+    argv, env = order["argv"], order["env"]
+    if order["tied"]:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != order["parent"]:
+            os._exit(1)
+    if order["session"]:
+        os.setsid()
+    WarmPopen.server, WarmPopen.cold = place_files(fds, order["numbers"], seed), False
+    subprocess.Popen = WarmPopen  # type: ignore[misc]
+    os.umask(order["umask"])
+    os.chdir(order["cwd"])
+    os.environ.clear()
+    os.environ.update(WarmPopen.import_env | env)
+    WarmPopen.startup_env = startup_variables(dict(os.environ))
+    set_command_line(argv)
+    at_once = "PYTHONUNBUFFERED" in env
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]
+    sys.stdout = sys.__stdout__ = open(1, "w", 1 if at_once else -1, closefd=False)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = open(  # type: ignore[misc]
+        2, "w", 1, errors="backslashreplace", closefd=False
+    )
+    safe, (_, module, *words) = argv[1] == "-P", [word for word in argv[1:] if word != "-P"]
+    sys.orig_argv, sys.argv = argv, ["-m", *words]
+    paths = [p for p in env.get("PYTHONPATH", "").split(os.pathsep) if p]
+    sys.path[:] = [*paths, *sys.path, *([] if safe else [order["cwd"]])]
+    apply_holds()
+    if not safe:
+        importlib.import_module("asyncrl.contract.importing").export_checkout_path()
+    sys.modules.pop(words[0] if safe and words else "", None)  # run, not imported
+    run_module(module)
+
+
+def run_module(module: str) -> NoReturn:
+    """Run the module as the interpreter does, and end as it does."""
+    code: Any = 0
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        code = end.code
+        if code is not None and not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit((code or 0) & 0xFF)
+
+
+def place_files(fds: list[int], numbers: list[int], seed: socket.socket) -> socket.socket:
+    """Give the files their numbers, and close all others but the seed's."""
+    above = max(256, *numbers) + 1
+    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD, above) for fd in fds]
+    kept = fcntl.fcntl(seed.fileno(), fcntl.F_DUPFD_CLOEXEC, above)
+    seed.detach()
+    os.closerange(3, above)
+    for fd, number in zip(moved, numbers, strict=True):
+        os.dup2(fd, number)
+        os.close(fd)
+    return socket.socket(fileno=kept)
+
+
+def set_command_line(argv: list[str]) -> None:
+    """What others read of it in /proc: the arguments' memory, kept large for this by `install`."""
+    stat = Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()
+    start, end = int(stat[45]), int(stat[46])
+    words = b"".join(os.fsencode(word) + b"\0" for word in argv)[: end - start]
+    with open("/proc/self/mem", "r+b", buffering=0) as memory:
+        memory.seek(start)
+        memory.write(words.ljust(end - start, b"\0"))
+
+
+def apply_holds() -> None:
+    """What hold/sitecustomize.py would do to modules at their import."""
+    if str(HOLD) not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+        return
+    holds = runpy.run_path(str(HOLD / "sitecustomize.py"))["HOLDS"]
+    for variable, (name, patch) in holds.items():
+        if variable in os.environ and name in sys.modules:
+            patch(sys.modules[name])
+
+
+def install() -> None:
+    """From now on this process starts commands of asyncrl by a warm process, unless it is cold."""
+    WarmPopen.startup_env = startup_variables(dict(os.environ))
+    subprocess.Popen = WarmPopen  # type: ignore[misc]
+
+
+def start() -> socket.socket:
+    """Start the warm process; returns where to order forks."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    room = " " * 8192  # for the longest command line
+    server = subprocess.Popen(
+        [sys.executable, __file__, str(theirs.fileno()), room],
+        cwd=ROOT,
+        env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        pass_fds=[theirs.fileno()],
+        start_new_session=True,
+    )
+    SERVERS.append(server)
+    theirs.close()
+    WarmPopen.server = ours
+    return ours
+
+
+def main() -> None:
+    orders = socket.socket(fileno=int(sys.argv[1]))
+    sys.path.remove(str(Path(__file__).parent))
+    before = dict(os.environ)
+    event_file = importlib.import_module("asyncrl.records.event_file")
+    event_file.protocol()  # without torch, as in a buffer
+    from asyncrl.cli import FAMILIES
+
+    for name in (*LOADED.split(), *(f"asyncrl.cli.{family}" for family in FAMILIES)):
+        importlib.import_module(name)
+    sys.path.remove(str(ROOT))
+    WarmPopen.import_env = dict(os.environ.items() - before.items())
+    assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread does not survive a fork"
+    gc.collect()
+    gc.freeze()
+    serve_forks(orders)
+
+
+if __name__ == "__main__":
+    sys.modules["warm_python"] = sys.modules["__main__"]
+    main()
