@@ -5,12 +5,12 @@
 
 There is a target for each socket: the buffer's service, the learner's chunk server and its
 replies at a generator, the buffer's messages at learner and generator, the gateway's socket of
-calls and its endpoint.  One in five mutants is a real message of a run changed in its bytes:
-bits, bytes and whole numbers of msgpack replaced, pieces cut, doubled and exchanged.  The others
-are changed in their values, and most still decode: one to three numbers, texts, arrays or lists
-are replaced, nine in ten by a value of the same type; a request's body goes to another route now
-and then.  In this process, without the sockets: they bound a message's size
-(asyncrl/transport/sockets.py), which tests/ show.
+calls, its endpoint, and the routes of `asyncrl serve` and `asyncrl tinker`.  One in five mutants is
+a real message of a run changed in its bytes: bits, bytes and whole numbers of msgpack replaced,
+pieces cut, doubled and exchanged.  The others are changed in their values, and most still decode:
+one to three numbers, texts, arrays or lists are replaced, nine in ten by a value of the same type;
+a request's body goes to another route now and then.  In this process, without the sockets: they
+bound a message's size (asyncrl/transport/sockets.py), which tests/ show.
 
 A mutant in EVERY is traced, and one that reaches lines of ours that none reached before becomes
 material for further ones.  --corpus writes the smallest mutants by which all those lines are
@@ -39,7 +39,9 @@ from typing import Any
 
 import msgspec
 import psutil
+from google.protobuf.message import DecodeError
 from lib import rounds
+from lib.fuzz_http import PROTOBUF
 from lib.fuzz_targets import TARGETS, Target
 from lib.results_file import ROOT
 
@@ -67,6 +69,7 @@ FRESH = 20_000  # mutants after which a target begins anew
 EVERY = 20  # of so many mutants one is traced
 LARGEST = 1 << 16  # bytes of a mutant that becomes material
 BYTES = 0.2  # share of the mutants that are changed in their bytes; the rest in their values
+HTTP = ("web", "completions", "tinker")
 GROWTH_MIB = 64.0  # that a reader's mutants may leave behind, material and findings included
 OURS = tuple(f"{ROOT}/{part}/" for part in ("asyncrl", "actors", "buffer", "learner"))
 
@@ -179,17 +182,36 @@ def of_values(r: random.Random, value: Any) -> Any:
     return value
 
 
+def of_protobuf(r: random.Random, body: bytes) -> bytes:
+    """One to three values of a forward_backward call changed."""
+    from google.protobuf import json_format
+    from tinker.proto import tinker_public_pb2 as pb
+
+    message = pb.ForwardBackwardRequest()
+    try:
+        message.ParseFromString(body)
+        values = of_values(r, json_format.MessageToDict(message))
+        changed = json_format.ParseDict(values, pb.ForwardBackwardRequest())
+    # what ParseDict raises for values that fit no field
+    except (DecodeError, json_format.Error, AttributeError, SystemError) as error:
+        raise ValueError("no message of this kind") from error
+    return bytes(changed.SerializeToString())
+
+
 def typed(r: random.Random, name: str, frame: bytes, other: bytes) -> bytes:
     """A mutant that still is msgpack, or HTTP with JSON, if the frame was.  other: a request whose
     body goes to this one's route now and then.
     """
     try:
-        if name != "web":
+        if name not in HTTP:
             return msgspec.msgpack.encode(of_values(r, msgspec.msgpack.decode(frame)))
         head, _, body = frame.partition(b"\r\n\r\n")
         if r.random() < 0.2:
             body = other.partition(b"\r\n\r\n")[2]
-        changed = json.dumps(of_values(r, json.loads(body)), default=repr).encode()
+        if PROTOBUF in head:
+            changed = of_protobuf(r, body)
+        else:
+            changed = json.dumps(of_values(r, json.loads(body)), default=repr).encode()
         size = f"content-length: {len(changed)}".encode()
         return re.sub(rb"content-length: \d+", size, head) + b"\r\n\r\n" + changed
     except (msgspec.MsgspecError, ValueError, TypeError, RecursionError, OverflowError):
@@ -233,7 +255,7 @@ class Found:
 def fuzz(name: str, wanted: int, seed: int) -> Found:
     r = random.Random(f"{name} {seed}")
     found = Found(name)
-    edges = TEXT_EDGES if name == "web" else EDGES
+    edges = TEXT_EDGES if name in HTTP else EDGES
     began = time.process_time()
     made = 0
     fresh: list[bytes] = []

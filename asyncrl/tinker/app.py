@@ -20,6 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.printable import LONGEST_LINE, escape_line
 from asyncrl.models.tokenizer import load_tokenizer, model_stops
 from asyncrl.records import atomic_write, jsonl
 from asyncrl.tinker import wire
@@ -308,13 +309,12 @@ class TinkerServer:
 
     async def training_call(self, request: Request, body: bytes) -> Response:
         route = request.url.path.rpartition("/")[2]
-        try:
-            raw = json.loads(body)
-            id, number = raw["model_id"], raw["seq_id"]
-        except (ValueError, TypeError, KeyError) as error:
-            raise ConfigError("the body must be JSON with model_id and seq_id") from error
-        if not isinstance(number, int):
-            raise ConfigError(f"seq_id = {number!r}: must be a whole number")
+        raw = wire.parse_object(body)
+        id, number = raw.get("model_id"), raw.get("seq_id")
+        if not isinstance(id, str) or not isinstance(number, int):
+            raise ConfigError(
+                "the body must be JSON with model_id, a text, and seq_id, a whole number"
+            )
         return self._submit(id, number, route, body)
 
     async def forward_backward(self, request: Request, body: bytes) -> Response:
@@ -384,7 +384,7 @@ class TinkerServer:
         return JSONResponse({"request_id": name, "sample_sequence_ids": promise.sequences})
 
     async def cancel_future(self, request: Request, body: bytes) -> Response:
-        self.samplers.cancel(str(json.loads(body or b"{}").get("request_id")))
+        self.samplers.cancel(str(wire.parse_object(body).get("request_id")))
         return Response(status_code=204)
 
     # ---- results ---------------------------------------------------------------------------------
@@ -392,7 +392,7 @@ class TinkerServer:
     async def retrieve_future(self, request: Request, body: bytes) -> Response:
         given = wire.parse_json(sdk.FutureRetrieveRequest, body)
         name, _, number = given.request_id.rpartition(":call:")
-        if name:
+        if name and number.isdecimal() and len(number) < 19:
             return await self._training_result(self._model(name), int(number))
         promise = self.samplers.promises.get(given.request_id)
         if promise is None:  # lost with an earlier server: the client samples again
@@ -432,7 +432,7 @@ class TinkerServer:
     # ---- the REST client -------------------------------------------------------------------------
 
     async def weights_info(self, request: Request, body: bytes) -> Response:
-        path = str(json.loads(body or b"{}").get("tinker_path"))
+        path = str(wire.parse_object(body).get("tinker_path"))
         _, saved = find_saved(self.folder, path)
         return JSONResponse(
             {
@@ -532,4 +532,4 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _config_error(request: Request, error: Exception) -> Response:
-    return JSONResponse({"error": str(error)}, 400)
+    return JSONResponse({"error": escape_line(str(error), LONGEST_LINE)}, 400)

@@ -12,6 +12,7 @@ import msgspec
 import tinker.types as sdk
 
 from asyncrl.contract.errors import ConfigError
+from asyncrl.models.tokenizer import vocabulary
 from asyncrl.records import jsonl
 from asyncrl.tinker import wire
 from asyncrl.tinker.links import WorkerExited, WorkerLink
@@ -74,6 +75,7 @@ class SamplerService:
         self.link = link
         self.ledger = ledger
         self.ends = ends
+        self.vocabulary = vocabulary(config.model.path) or 1 << 31
         path = folder / "samplers.jsonl"
         rows = [msgspec.convert(row, SamplerRecord) for row in jsonl.read(path)]
         self.samplers = {row.id: row for row in rows}
@@ -119,6 +121,7 @@ class SamplerService:
             ends=self.ends,
             limit=self.config.sampling.context,
             default=self.config.sampling.max_new_tokens,
+            vocabulary=self.vocabulary,
         )
         self.ticket += 1
         seed = request.sampling_params.seed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,6 +24,7 @@ TYPES: dict[int, Any] = {
     pb.DTYPE_INT32: np.dtype("<i4"),
 }
 MOST_LIKELY = 32  # largest topk_prompt_logprobs
+MOST_SEQUENCES = 1024  # largest num_samples
 _Request = TypeVar("_Request", bound=pydantic.BaseModel)
 
 
@@ -36,17 +38,45 @@ class LossCall(NamedTuple):
     forward_only: bool
 
 
+def parse_object(body: bytes) -> dict[str, Any]:
+    """Decode a JSON object.  Raises ConfigError.
+
+    Numbers that are not finite or beyond 64 bits, and text that is not Unicode, are refused here:
+    the result goes to files and to other processes."""
+    try:
+        raw = json.loads(
+            body.decode() or "{}",
+            parse_int=_whole_number,
+            parse_float=_finite_number,
+            parse_constant=_finite_number,
+        )
+        if b"\\u" in body:
+            json.dumps(raw, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"the body is not JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError("the body must be a JSON object")
+    return raw
+
+
+def _whole_number(text: str) -> int:
+    if len(text) > 20 or not -(2**63) <= (number := int(text)) < 2**63:
+        raise ValueError(f"{text[:20]} has more than 64 bits")
+    return number
+
+
+def _finite_number(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text[:20]} is not finite")
+    return number
+
+
 def parse_json(kind: type[_Request], body: bytes) -> _Request:
     """Decode a JSON request.  Raises ConfigError.
 
     Fields that this version of the package does not know are dropped where they are empty: a newer
     client sends them with their defaults."""
-    try:
-        raw = json.loads(body or b"{}")
-    except ValueError as error:
-        raise ConfigError(f"the body is not JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise ConfigError("the body must be a JSON object")
+    raw = parse_object(body)
     known = set(kind.model_fields) | {"adam_params", "optimizer_params"}
     for name in [name for name in raw if name not in known]:
         if raw[name]:
@@ -146,7 +176,12 @@ def _spans(row: pb.Datum) -> list[ProvenanceSpan] | None:
 
 
 def sample_request(
-    request: sdk.SampleRequest, *, ends: Sequence[int], limit: int, default: int
+    request: sdk.SampleRequest,
+    *,
+    ends: Sequence[int],
+    limit: int,
+    default: int,
+    vocabulary: int,
 ) -> SampleCall:
     """Convert an asample call; the caller fills in weights, version, seed and ticket.
 
@@ -169,8 +204,12 @@ def sample_request(
         raise ConfigError("prompt: is empty")
     if not 0 <= request.topk_prompt_logprobs <= MOST_LIKELY:
         raise ConfigError(f"topk_prompt_logprobs: must be from 0 to {MOST_LIKELY}")
-    if request.num_samples < 1:
-        raise ConfigError(f"num_samples: {request.num_samples} must be at least 1")
+    if min(ids) < 0 or max(ids) >= vocabulary:
+        raise ConfigError(f"prompt: has a token outside the vocabulary of {vocabulary}")
+    if not 1 <= request.num_samples <= MOST_SEQUENCES:
+        raise ConfigError(
+            f"num_samples: {request.num_samples} must be from 1 to {MOST_SEQUENCES} in one request"
+        )
     most = limit - len(ids)
     wanted = default if given.max_tokens is None else given.max_tokens
     if most < 1 or wanted < 1 or (given.max_tokens is not None and wanted > most):

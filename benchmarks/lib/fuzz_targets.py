@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import logging
 import sys
 import tempfile
 from collections import Counter
@@ -32,6 +31,7 @@ from asyncrl.transport.ring import WeightRing
 from asyncrl.transport.sockets import UNDECODABLE, PeerSocket
 from buffer import service as buffer_service
 from lib import crowd_of_peers as peers
+from lib.fuzz_http import Completions, HttpConnections, Tinker, verdict
 from lib.results_file import ROOT
 
 TESTS = str(ROOT / "tests" / "support")
@@ -379,33 +379,6 @@ def from_tests() -> Any:
     return gateway_kit
 
 
-class Wire:
-    """A connection that keeps what is written to it."""
-
-    def __init__(self) -> None:
-        self.out = bytearray()
-        self.closing = False
-
-    def write(self, data: bytes) -> None:
-        self.out += data
-
-    def close(self) -> None:
-        self.closing = True
-
-    abort = close
-
-    def is_closing(self) -> bool:
-        return self.closing
-
-    def pause_reading(self) -> None:
-        """Everything has come at once."""
-
-    resume_reading = pause_reading
-
-    def get_extra_info(self, name: str) -> Any:
-        return ("127.0.0.1", 80) if name == "sockname" else None
-
-
 BODIES: tuple[tuple[str, str], ...] = (
     ("/v1/chat/completions", '{"messages":[{"role":"user","content":"go"}],"logprobs":true}'),
     (
@@ -425,7 +398,6 @@ BODIES: tuple[tuple[str, str], ...] = (
     ("/end", '{"score":true}'),
     ("/beat", "{}"),
 )
-NOT_HTTP = (b"invalid_json", b"Invalid HTTP request")  # in the answer to what is not even JSON
 FRESH_HTTP = 50  # requests of a session's life
 
 
@@ -434,10 +406,9 @@ class Web:
 
     def __init__(self) -> None:
         kit = from_tests()
-        from actors.gateway.endpoint import server, web
+        from actors.gateway.endpoint import web
 
-        self.kit, self.web, self.server = kit, web, server
-        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # a line for each bad request
+        self.kit, self.web = kit, web
         self.loop = asyncio.new_event_loop()
         asyncio.set_event_loop(self.loop)
         self.frames = [self._request(path, body) for path, body in BODIES]
@@ -451,23 +422,11 @@ class Web:
         return f"{head}content-length: {len(body)}\r\n\r\n{body}".encode()
 
     def _anew(self) -> None:
-        import uvicorn
-        from uvicorn.server import ServerState
-
         self.service = self.kit.Scripted(limits=self.kit.SessionLimits(max_calls=0, rows=0))
         self.name = self.service.open().session.name.encode()
         self.service.free = 10
         self.app = self.web.WebApp(self.service)
-        self.config = uvicorn.Config(
-            self.server.CoalescedResponses(self.app.app),
-            http=self.server.BoundedConnection,
-            interface="asgi3",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-        )
-        self.config.load()
-        self.state = ServerState()
+        self.connections = HttpConnections(self.app.app)
 
     def feed(self, data: bytes) -> str:
         return self.loop.run_until_complete(self._serve(data))
@@ -476,25 +435,12 @@ class Web:
         if self.requests % FRESH_HTTP == 0:
             self._anew()
         self.requests += 1
-        wire: Any = Wire()
-        protocol = self.server.BoundedConnection(self.config, self.state, {}, self.loop)
-        protocol.connection_made(wire)
-        protocol.data_received(data.replace(b"{session}", self.name, 1))
-        for _ in range(20):
-            if not self.state.tasks:
-                break
-            await asyncio.sleep(0)
-        protocol.connection_lost(None)
-        tasks = [*self.state.tasks, *self.app.drawing.values()]
+        answer = await self.connections.serve(data.replace(b"{session}", self.name, 1))
+        tasks = [*self.app.drawing.values()]
         if tasks and (await asyncio.wait(tasks, timeout=30))[1]:
             raise AssertionError("a request that never ends")
-        status = bytes(wire.out[9:12]).decode()
         self._check_samples()
-        if status.startswith("5"):
-            raise AssertionError(f"answered with {bytes(wire.out[:600])!r}")
-        if not status or (status == "400" and any(x in wire.out for x in NOT_HTTP)):
-            return "undecodable"
-        return f"refused: {status}" if status > "299" else "taken"
+        return verdict(answer)
 
     def _check_samples(self) -> None:
         """Raise for an ended session whose sample cannot be sent or would be refused."""
@@ -518,4 +464,6 @@ TARGETS: dict[str, Callable[[], Target]] = {
     "generator": Generator,
     "calls": Calls,
     "web": Web,
+    "completions": Completions,
+    "tinker": Tinker,
 }

@@ -225,8 +225,8 @@ def test_bad_requests_get_clear_errors(
     assert code == 413 and "server.body_mib = 1" in text
     code, text = post("/forward_backward", content=b"\xff\xff\xff", headers=protobuf)
     assert code == 400 and "no ForwardBackwardRequest" in text
-    code, text = post("/optim_step", content=b"{")
-    assert code == 400 and "model_id and seq_id" in text
+    code, text = post("/optim_step", content=b"{}")
+    assert code == 400 and "model_id, a text, and seq_id" in text
     code, text = post("/optim_step", json=step | {"seq_id": 0})
     assert code == 400 and "numbered from 1" in text
     code, text = post("/optim_step", json=step | {"seq_id": 10**6})
@@ -237,6 +237,14 @@ def test_bad_requests_get_clear_errors(
         "/asample", json={"prompt": {"chunks": []}, "sampling_params": {}, "seq_id": 0}
     )
     assert code == 400 and "no such sampler" in text
+    for path in ("weights_info", "cancel_future", "optim_step"):  # read without the client's types
+        for content in (b"[1]", b"[" * 100_000, b'{"seq_id": 1e999}', b'{"model_id": "\\ud800"}'):
+            code, text = post(f"/{path}", content=content)
+            assert code == 400 and "JSON" in text, (path, content[:20], text)
+    code, text = post("/optim_step", json=step | {"model_id": ["s-0"]})
+    assert code == 400 and "model_id, a text" in text
+    code, text = post("/retrieve_future", json={"request_id": f"{client.model_id}:call:first"})
+    assert code == 410 and "call:first is not known" in text
     code, text = post("/retrieve_future", json={"request_id": "lost:sample:1"})
     assert code == 410 and "not known here any more" in text
     assert post("/optim_step", json=step)[0] == 200
@@ -244,6 +252,10 @@ def test_bad_requests_get_clear_errors(
     code, text = post("/optim_step", json=step | {"adam_params": {"learning_rate": 1.0}})
     assert code == 400 and "seq_id 1" in text and "was another call" in text
     sampler = service.create_sampling_client(base_model="tiny").result()
+    with pytest.raises(tinker.BadRequestError, match="outside the vocabulary of"):
+        sampler.sample(types.ModelInput.from_ints([5, 60]), 1, types.SamplingParams()).result()
+    with pytest.raises(tinker.BadRequestError, match="from 1 to 1024"):
+        sampler.sample(prompt(), 10**9, types.SamplingParams()).result()
     long = types.ModelInput.from_ints([5] * 200)
     with pytest.raises(tinker.BadRequestError, match=r"sampling\.context = 128"):
         sampler.sample(long, 1, types.SamplingParams(max_tokens=4)).result()
