@@ -12,13 +12,16 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from signs_kl_kit import split_share
 
 from asyncrl.algorithms import split
 from asyncrl.config import load
+from asyncrl.config.tree import StalenessConfig
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import Batch, Trajectory, VersionSpan
 from asyncrl.contract.versions import Label
 from asyncrl.models.policy import (
+    PolicyModel,
     build_model,
     flat_bytes,
     load_policy,
@@ -444,3 +447,27 @@ def test_the_reference_is_measured_on_answers_of_its_own(model_dir: Path) -> Non
     )
     assert "kl/target_ref_k3" in c.train(batch(ring))
     assert len(seen) == 5 and len({i // SIZE for i in seen}) > 3
+
+
+def test_a_split_costs_the_forward_passes_that_it_is_reckoned_with(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`split_share` counts the samples of a split under each earlier version that may have sampled
+    them and under the updated policy; a step is three forward passes of each of its samples.
+    """
+    passes: list[float] = []
+    plain = PolicyModel.logprobs
+
+    def counted(self: PolicyModel, prompts: Any, responses: Any, *args: Any, **how: Any) -> Any:
+        passes.append(len(responses) * (3.0 if torch.is_grad_enabled() else 1.0))
+        return plain(self, prompts, responses, *args, **how)
+
+    ring = Ring(model_dir)
+    c = core(model_dir, ring, record={"split_samples": 4, "split_every": 1})
+    made = batch(ring)
+    monkeypatch.setattr(PolicyModel, "logprobs", counted)
+    c.train(made)
+    own = GROUPS * SIZE * 3.0
+    assert sum(passes) > own
+    config = msgspec.structs.replace(c.config, staleness=StalenessConfig(max_lag=2))
+    assert (sum(passes) - own) / own <= split_share(config) == 1 / 3

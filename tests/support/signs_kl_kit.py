@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from asyncrl.config import load
+from asyncrl.config.tree import Config
 from asyncrl.records import health_checks
 
 Row = dict[str, Any]
@@ -40,3 +41,14 @@ def evals(split: str, n: int, *points: tuple[int, float]) -> list[Row]:
 
 def names(found: list[health_checks.HealthFinding]) -> list[str]:
     return [s.name for s in found]
+
+
+def split_share(settings: Config) -> float:
+    """Most that the split of the log ratio adds to a step, in tokens of forward passes.
+
+    A backward pass counts as two.  The samples of a split are computed once under the updated
+    policy, and once under each earlier version that may have sampled tokens of them.
+    """
+    record, learner = settings.record, settings.learner
+    passes = record.split_samples * (1 + settings.staleness.max_lag)
+    return passes / (3 * learner.groups * learner.group_size * record.split_every)
