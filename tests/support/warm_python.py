@@ -45,7 +45,7 @@ EARLY = (
     *("PYTHON", "OMP_", "ATEN_", "ONEDNN_", "MKL_", "LC_", "LANG", "LD_", "CUDA_", "TORCH_"),
     *("HF_", "TRANSFORMERS_"),
 )
-LATE = ("PYTHONPATH", "PYTHONUNBUFFERED")
+LATE = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE")
 LOADED = (
     "numpy zmq.asyncio msgspec torch transformers torch.utils.checkpoint asyncrl.supervise.run "
     "asyncrl.supervise.doctor asyncrl.supervise.exact_check asyncrl.supervise.report.run_page "
@@ -69,6 +69,7 @@ class WarmPopen(subprocess.Popen):  # type: ignore[type-arg]
 
     server: socket.socket | None = None  # where this process orders a fork
     cold = True  # Python is started
+    owner = 0  # a fork that the process made by itself, as of a mutant, starts Python
     startup_env: ClassVar[dict[str, str]] = {}
     import_env: ClassVar[dict[str, str]] = {}  # variables that modules set while they are imported
     lock = threading.Lock()
@@ -103,7 +104,8 @@ class WarmPopen(subprocess.Popen):  # type: ignore[type-arg]
 
 
 def is_warm(args: Any, executable: Any, options: dict[str, Any]) -> bool:
-    if WarmPopen.cold or isinstance(args, (str, bytes)) or executable is not None:
+    mine = os.getpid() == WarmPopen.owner and not WarmPopen.cold
+    if not mine or isinstance(args, (str, bytes)) or executable is not None:
         return False
     words = [os.fspath(word) for word in args]
     words = [word for place, word in enumerate(words) if (place, word) != (1, "-P")]
@@ -193,6 +195,7 @@ def be_process(order: dict[str, Any], fds: list[int], seed: socket.socket) -> No
     os.environ.clear()
     os.environ.update(WarmPopen.import_env | env)
     WarmPopen.startup_env = startup_variables(dict(os.environ))
+    WarmPopen.owner = os.getpid()
     set_command_line(argv)
     at_once = "PYTHONUNBUFFERED" in env
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]
@@ -271,6 +274,7 @@ def apply_holds() -> None:
 def install() -> None:
     """From now on this process starts commands of asyncrl by a warm process, unless it is cold."""
     WarmPopen.startup_env = startup_variables(dict(os.environ))
+    WarmPopen.owner = os.getpid()
     subprocess.Popen = WarmPopen  # type: ignore[misc]
 
 
