@@ -52,7 +52,7 @@ from actors.scorers.user_function import LOG, format_text
 from asyncrl.config.tree import Config, RewardConfig
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import Prompt, RewardFailure
-from asyncrl.tasks.evaluation_sets import config_of_set, scored_by_itself
+from asyncrl.tasks.evaluation_sets import configs_of_rewards
 from asyncrl.transport.worker_pool import Worker, WorkerPool
 
 Key = tuple[int, int, int]
@@ -582,16 +582,15 @@ class RewardRunner:
             self.pool = None
 
 
-class RewardRunnerOfSets(RewardRunner):
-    """The rewards of a run whose evaluation sets have rewards of their own.
+class RewardRunnerOfParts(RewardRunner):
+    """The rewards of a run whose evaluation sets or tasks have rewards of their own.
 
-    A set's functions start with its first sample.
+    Their functions start with their first sample.
     """
 
     def __init__(self, config: Config, task: Any, run_dir: Path | None = None) -> None:
         super().__init__(config, task, run_dir)
-        self.config = config
-        self.own = {one.name: one for one in config.evaluation.sets if scored_by_itself(one)}
+        self.own = configs_of_rewards(config)
         self.runners: dict[str, RewardRunner] = {}
 
     @property
@@ -599,13 +598,14 @@ class RewardRunnerOfSets(RewardRunner):
         return super().is_working and all(one.is_working for one in self.runners.values())
 
     def submit(self, key: Key, prompt: Prompt, text: str, tokens: Any) -> None:
-        if (one := self.own.get(prompt.split)) is None:
+        name = prompt.split if prompt.split in self.own else prompt.task
+        if name not in self.own:
             super().submit(key, prompt, text, tokens)
             return
-        if one.name not in self.runners:
-            self.runners[one.name] = RewardRunner(config_of_set(self.config, one), self.task)
+        if name not in self.runners:
+            self.runners[name] = RewardRunner(self.own[name], self.task)
         self.waiting += 1
-        self.runners[one.name].submit(key, prompt, text, tokens)
+        self.runners[name].submit(key, prompt, text, tokens)
 
     def poll(self) -> list[RewardResult]:
         results = super().poll()
@@ -623,15 +623,15 @@ class RewardRunnerOfSets(RewardRunner):
 
 def runner_of(config: Config, task: Any, run_dir: Path | None = None) -> RewardRunner:
     """Make the reward runner of a run."""
-    several = any(map(scored_by_itself, config.evaluation.sets))
-    return (RewardRunnerOfSets if several else RewardRunner)(config, task, run_dir)
+    several = bool(configs_of_rewards(config))
+    return (RewardRunnerOfParts if several else RewardRunner)(config, task, run_dir)
 
 
 def judge_all(
     config: Config, task: Any, responses: Sequence[tuple[Prompt, str, list[int]]]
 ) -> list[RewardResult]:
     """Judge (prompt, text, token ids) triples as a run would; return results in order."""
-    runner = RewardRunner(config, task)
+    runner = runner_of(config, task)
     try:
         for index, (prompt, text, tokens) in enumerate(responses):
             runner.submit((index, 0, 0), prompt, text, tokens)

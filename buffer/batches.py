@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from asyncrl.contract import admission
 from asyncrl.contract.errors import ProtocolError
-from asyncrl.contract.messages import Batch
+from asyncrl.contract.messages import Batch, MixturePosition
 from asyncrl.contract.waits import BUFFER
 from buffer import checks
 from buffer.groups import MAX_DROPS, Group, StoredSample
@@ -184,8 +184,11 @@ def message(
     epoch: int,
     number: int,
     ledger: dict[str, dict[str, float]],
+    position: MixturePosition | None = None,
 ) -> Batch:
-    """Make the message for composed, complete groups; ledger: the totals for a checkpoint."""
+    """Make the message for composed, complete groups.
+
+    ledger, position: the totals and the position in a mixture, for a checkpoint."""
     stored = [s for group in groups for s in group.stored_samples()]
     runs = [lag_runs(store, s, number) if s.runs is None else s.runs for s in stored]
     lags = [admission.sample_lag(r) for r in runs]
@@ -195,6 +198,7 @@ def message(
     above = [
         t for t in range(first, store.cursor) if t not in store.alive or t in trained
     ] + sorted(store.skip)
+    mixing = bool(store.mixer)
     return Batch(
         limit=store.limit.now if store.settings.ess_floor else 0,
         window=store.window.size if store.settings.wait else 0.0,
@@ -208,4 +212,6 @@ def message(
         next_ticket=first,
         ledger=ledger,
         trained_above=above,
+        tasks=[group.task for group in groups for _ in group.stored_samples()] if mixing else [],
+        mixture=position,
     )

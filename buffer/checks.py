@@ -609,12 +609,22 @@ def hello(message: LearnerHello) -> None:
         f"{learner} at version {message.label} has weights in its ring that are not earlier "
         f"versions of its epoch: {', '.join(str(x) for x, _ in message.ring[:8])}",
     )
-    try:
+    mixture = message.mixture
+    if mixture is not None:
         require(
-            set(message.ledger) <= set(DISPOSITIONS),
-            f"{learner} has a ledger with other lines than {', '.join(DISPOSITIONS)}",
+            all(map(math.isfinite, mixture.credit.values()))
+            and all(index >= 0 for index in mixture.indices.values())
+            and all(index >= -1 for _, index in mixture.due)
+            and all(count >= 0 for count in mixture.removed.values()),
+            f"{learner} has an invalid position in its mixture of tasks",
         )
-        Ledger.restore(message.ledger)
+    try:
+        for ledger in (message.ledger, *(mixture.ledgers.values() if mixture else ())):
+            require(
+                set(ledger) <= set(DISPOSITIONS),
+                f"{learner} has a ledger with other lines than {', '.join(DISPOSITIONS)}",
+            )
+            Ledger.restore(ledger)
     except (KeyError, ValueError, OverflowError) as error:
         raise BadMessage(
             f"{learner} has an invalid ledger: {type(error).__name__} {error}"

@@ -31,6 +31,7 @@ from buffer.batches import BatchWait
 from buffer.evaluation import Evaluations
 from buffer.groups import Group, StoreSettings
 from buffer.journal import Journal, read, segments
+from buffer.mixing.mixer import TaskMixer
 from buffer.state import FORMAT, SnapshotHead, StoreSnapshot
 from buffer.store import Store
 
@@ -160,6 +161,7 @@ class RecordedStore(Store):
         settings: StoreSettings,
         prompt: Callable[[int], Prompt],
         evaluations: Evaluations,
+        mixer: TaskMixer | None = None,
         now: float,
         segment_bytes: int = 0,
         term: BufferTerm | None = None,
@@ -168,7 +170,7 @@ class RecordedStore(Store):
 
         Raises DamagedDataError if the journal does not replay, BufferTakenOver if there is a later
         term."""
-        store = cls(settings, prompt, evaluations)
+        store = cls(settings, prompt, evaluations, mixer)
         plan = evaluations.plan
         try:
             store._fold_newest(directory, term.number if term else 0)
@@ -180,6 +182,7 @@ class RecordedStore(Store):
         store.settings = settings
         store.finished = store.finished and store.committed >= settings.steps
         evaluations.fresh = []
+        store.mixer.events = []
         store.renew_all_leases(now)
         store.journal = Journal(
             directory,

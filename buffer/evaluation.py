@@ -291,12 +291,13 @@ class Evaluations:
             self._take_back_job(lapsed_attempt)
         self.out[attempt] = LeasedJob(job, producer, session, expires)
         self.leases.add(producer, session, attempt, job.ticket)
-        limit = settings.sampling.max_new_tokens
+        prompt = self.prompt(job.split, job.index)
+        limit = settings.sampling_of(prompt.task).max_new_tokens
         return Ticket(
             ticket=job.ticket,
             attempt=attempt,
             kind="eval",
-            prompt=self.prompt(job.split, job.index),
+            prompt=prompt,
             samples=[job.sample],
             sampling=self.plan.plan_of(job.split).sampling(job.sample, limit),
             min_version=Label(job.label.epoch, 0),
@@ -364,6 +365,24 @@ class Evaluations:
             current.add(job, sample, plan)
         if current.is_done:
             self.rounds.remove(current)
-            self.results[current.split, job.label.number] = current.metrics(plan)
-            self.fresh.append((job.label.number, current.metrics(plan)))
+            values = current.metrics(plan) | self._by_task(current)
+            self.results[current.split, job.label.number] = values
+            self.fresh.append((job.label.number, values))
         return "evaluated"
+
+    def _by_task(self, done: EvaluationRound) -> dict[str, float]:
+        """Metrics of each task of a mixture in the run's own sets: eval/TASK and eval/TASK-ood."""
+        assert self.prompt is not None
+        tasks: dict[str, EvaluationRound] = {}
+        own = done.split in ("heldout", "ood")
+        for index, reward, length in zip(
+            done.places if own else (), done.rewards, done.lengths, strict=own
+        ):
+            if task := self.prompt(done.split, index).task:
+                name = f"{task}-ood" if done.split == "ood" else task
+                part = tasks.setdefault(name, EvaluationRound(done.label, name, 0))
+                part.rewards.append(reward)
+                part.lengths.append(length)
+                part.places.append(index)
+        plan = self.plan.plan_of(done.split)
+        return {key: x for part in tasks.values() for key, x in part.metrics(plan).items()}

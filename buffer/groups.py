@@ -7,6 +7,8 @@ from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from asyncrl.config.tree import Config
 from asyncrl.contract.messages import Disposition, LedgerLine, SamplingSettings, Trajectory
 from asyncrl.contract.versions import Label
@@ -38,6 +40,12 @@ class StoreSettings:
     wait: float = 0.0  # the learner's share of waiting that the window aims at; 0: no window
     session_tokens: int = 0  # most sampled tokens of a session; 0: samples are single completions
     evaluators: list[str] = field(default_factory=list)  # generators reserved for evaluations
+    token_limits: dict[str, int] = field(default_factory=dict)  # of the tasks of a mixture
+
+    def sampling_of(self, task: str) -> SamplingSettings:
+        """The sampling of a task's training prompts: a part of a mixture may have its own limit."""
+        limit = self.token_limits.get(task)
+        return self.sampling if limit is None else replace(self.sampling, max_new_tokens=limit)
 
     @property
     def most_tokens(self) -> int:
@@ -78,6 +86,9 @@ def settings(config: Config) -> StoreSettings:
         machinery_budget=config.reward.machinery_budget,
         context=generator.context,
         session_tokens=config.agent.max_tokens if config.agent.uses_sessions else 0,
+        token_limits={
+            part.title: part.max_new_tokens for part in config.task.mixture if part.max_new_tokens
+        },
         evaluators=[
             f"generator-{index}"
             for index in range(config.generators - config.evaluation.generators, config.generators)
@@ -177,6 +188,8 @@ class Group:
     # (sample, attempt) -> disposition
     finals: dict[tuple[int, int], Disposition] = field(default_factory=dict)
     stands: int = -1  # the ticket whose position it has (lag injection), -1: its own
+    task: str = ""  # of a mixture
+    index: int = -1  # of its prompt in the task
 
     def __post_init__(self) -> None:
         # the sums of a complete group's samples with all their tokens, cached because every batch

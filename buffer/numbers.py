@@ -40,14 +40,38 @@ def batch_metrics(batch: Batch, counts: dict[int, int]) -> dict[str, float]:
     for sample in batch.samples:
         for name, value in sample.reward_parts.items():
             parts.setdefault(f"reward_part/{name}", []).append(value)
-    return {
-        "lag/mean": mean(counts),
-        "lag/max": max(counts, default=0),
-        "lag/p95": quantile(counts, 0.95),
-        "lag/in_flight": sum(batch.in_flight) / sample_count,
-        "lag/in_queue": (sum(batch.lags) - sum(batch.in_flight)) / sample_count,
-        "answer/length": sum(sample.length for sample in batch.samples) / sample_count,
-    } | {name: sum(values) / len(values) for name, values in parts.items()}
+    return (
+        {
+            "lag/mean": mean(counts),
+            "lag/max": max(counts, default=0),
+            "lag/p95": quantile(counts, 0.95),
+            "lag/in_flight": sum(batch.in_flight) / sample_count,
+            "lag/in_queue": (sum(batch.lags) - sum(batch.in_flight)) / sample_count,
+            "answer/length": sum(sample.length for sample in batch.samples) / sample_count,
+        }
+        | {name: sum(values) / len(values) for name, values in parts.items()}
+        | task_metrics(batch)
+    )
+
+
+def task_metrics(batch: Batch) -> dict[str, float]:
+    """Metrics of each task of a mixture in a trained batch; {} without one."""
+    positions: dict[str, list[int]] = {}
+    for position, title in enumerate(batch.tasks):
+        positions.setdefault(title, []).append(position)
+    metrics: dict[str, float] = {}
+    for title, mine in positions.items():
+        samples = [batch.samples[position] for position in mine]
+        runs = [run for position in mine for run in batch.token_lags[position]]
+        tokens = sum(end - start for start, end, _ in runs)
+        metrics |= {
+            f"task/{title}_share": len(mine) / len(batch.tasks),
+            f"task/{title}_reward": sum(sample.reward for sample in samples) / len(mine),
+            f"task/{title}_length": sum(sample.length for sample in samples) / len(mine),
+            f"task/{title}_lag": sum((end - start) * lag for start, end, lag in runs)
+            / max(tokens, 1),
+        }
+    return metrics
 
 
 def limit_metrics(store: Store, before: AdaptiveLimit) -> dict[str, float]:
@@ -94,6 +118,7 @@ def batch_rows(batch: Batch, positions: Iterable[int] | None = None) -> list[dic
             "ticket": sample.ticket,
             "sample": sample.sample,
             "attempt": sample.attempt,
+            **({"task": batch.tasks[position]} if batch.tasks else {}),
             "prompt": sample.prompt_text,
             "text": sample.text,
             "reward": sample.reward,
@@ -107,7 +132,7 @@ def batch_rows(batch: Batch, positions: Iterable[int] | None = None) -> list[dic
             "logprobs": memoryview(sample.behavior_logprobs).cast("f").tolist(),
         }
         | (_session_fields(sample) if sample.calls else {})
-        for sample, lag in ((batch.samples[i], batch.lags[i]) for i in positions)
+        for position, sample, lag in ((i, batch.samples[i], batch.lags[i]) for i in positions)
     ]
 
 
@@ -240,6 +265,7 @@ def summary(store: Store, trained: TrainingLog, wall_s: float) -> dict[str, Any]
         "ledger": {"generated": store.generated_tokens()}
         | {name: int(line["tokens"]) for name, line in ledger.items()},
         "ledger_lines": ledger,
+        "ledger_by_task": {title: part.totals() for title, part in store.ledgers_by_task().items()},
         "trained_ids": trained.ids(),
         "failures": store.failures,
         "lag_histogram": {str(lag): tokens for lag, tokens in sorted(lags.items())},

@@ -48,6 +48,7 @@ from buffer.durable_store import RecordedStore
 from buffer.evaluation import Evaluations, EvaluationSet
 from buffer.groups import settings
 from buffer.ledger import Key
+from buffer.mixing.mixer import mixer_of
 from buffer.sessions import PeerSessions
 from buffer.store import ENOUGH, Store
 from buffer.training_log import TrainingLog
@@ -114,13 +115,14 @@ def open_store(
         return task.prompt("train", index, config.seed)
 
     if config.durability.mode == "memory":
-        return Store(settings(config), prompt, evaluations(config, task))
+        return Store(settings(config), prompt, evaluations(config, task), mixer_of(config, task))
     return RecordedStore.open(
         run_dir / "journal",
         sync=config.durability.mode == "disk",
         settings=settings(config),
         prompt=prompt,
         evaluations=evaluations(config, task),
+        mixer=mixer_of(config, task),
         now=time.monotonic(),
         term=term,
     )
@@ -735,7 +737,11 @@ class BufferService:
             return
         if done:
             limits = numbers.limit_metrics(self.store, limit_before)
-            self.record_commit(commit, limits | numbers.window_metrics(self.store))
+            mixture = self.store.mixer.metrics(self.store.committed)
+            self.record_commit(commit, limits | numbers.window_metrics(self.store) | mixture)
+            for line in self.store.mixer.events:
+                log(line)
+            self.store.mixer.events = []
         self.send(peer, m.CommitReply(commit.epoch, commit.number, self.store.pinned_versions()))
 
     def on_CheckpointNotice(self, peer: bytes, message: m.CheckpointNotice) -> None:

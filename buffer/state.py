@@ -20,6 +20,7 @@ from asyncrl.contract.versions import Label, PolicyTree, PolicyTreeState
 from buffer.evaluation import Evaluations, EvaluationsState
 from buffer.groups import Group, StoreSettings
 from buffer.ledger import Ledger, SampleFates, StrayAttempts
+from buffer.mixing.mixer import MixtureState, TaskMixer
 
 FORMAT = 2
 REMEMBERED = 200_000  # final dispositions of removed groups, kept for late copies
@@ -31,6 +32,7 @@ ADDED_LATER = {
     "aside": 0,
     "limit": AdaptiveLimit(),
     "window": AdmissionWindow(),
+    "mixer": msgspec.field(default_factory=MixtureState),
 }
 
 
@@ -77,6 +79,7 @@ ATTEMPTS = _packing(
     lambda _, saved: StrayAttempts(STRAYS, saved),
 )
 TREE = _packing(PolicyTreeState, PolicyTree.snapshot, _restore)
+MIXER = _packing(MixtureState, TaskMixer.snapshot, _restore)
 EVALUATIONS = _packing(EvaluationsState, Evaluations.snapshot, _restore)
 
 
@@ -130,6 +133,7 @@ class StoreState:
     suspect: tuple[list[int], float] = ([], 0.0)
     aside: int = 0  # excluded batches
     finished: bool = False
+    mixer: TaskMixer = field(default_factory=TaskMixer, metadata=MIXER)
 
     def tickets_up_to(self, number: int) -> set[int]:
         """Tickets of the composed batches up to batch `number`."""

@@ -40,6 +40,7 @@ from buffer import batches, checks
 from buffer.evaluation import Evaluations
 from buffer.groups import MAX_DROPS, Grant, Group, Lease, LeaseTable, StoredSample, StoreSettings
 from buffer.ledger import Key, Ledger, StrayAttempt, total_tokens
+from buffer.mixing.mixer import TaskMixer
 from buffer.rules import StoreRules
 
 # Rewards that differ by at most this share of the larger one are equal, as in
@@ -66,8 +67,10 @@ class Store(StoreRules):
         settings: StoreSettings,
         prompt: Callable[[int], Prompt],
         evaluations: Evaluations | None = None,
+        mixer: TaskMixer | None = None,
     ) -> None:
         super().__init__(settings, evaluations or Evaluations())
+        self.mixer = mixer or self.mixer
         self.prompt = prompt
         self.leases = LeaseTable()  # of `alive`
         self.composed = set()
@@ -81,6 +84,7 @@ class Store(StoreRules):
     def restore(self, snapshot: msgspec.Struct) -> None:
         """Take over the state of a `StoreSnapshot`; the prompts stay those of this store."""
         super().restore(snapshot)
+        self.mixer.require_known(group.task for group in self.alive.values())
         self.leases = LeaseTable()
         for group in self.alive.values():
             if (lease := group.lease) is not None:
@@ -178,13 +182,42 @@ class Store(StoreRules):
             if self.groups_ahead() >= room or enough:
                 return
             self._skip_trained()
-            new = Group(self.cursor, [None] * self.settings.group)
+            new = self._new_group()
+            if new is None:
+                return
             ticket = self._lease(new, len(self.alive), producer, session, now)
             if ticket is None:
+                if new.task:
+                    self.mixer.give_back(new.task, new.index)
                 return
             self.alive[self.cursor] = new
             self.cursor += 1
             yield ticket
+
+    def _new_group(self) -> Group | None:
+        """Make the next group; None: all tasks of a mixture have run out of prompts.
+
+        Raises AsyncrlError if what is left does not fill a batch."""
+        new = Group(self.cursor, [None] * self.settings.group)
+        if not self.mixer:
+            return new
+        batch = admission.planned_batch(self.committed, len(self.alive), self.settings.batch)
+        draw = self.mixer.draw(batch)
+        if draw is not None:
+            new.task, new.index = draw
+            return new
+        if self.groups_to_train() < self.settings.batch:
+            raise AsyncrlError(
+                f"task.mixture: every task has run out of prompts (passes) before batch {batch}: "
+                "raise passes, or set learner.steps to that"
+            )
+        return None
+
+    def prompt_of(self, group: Group) -> Prompt:
+        """The prompt of a group."""
+        if group.task:
+            return self.mixer.prompt(group.task, group.index)
+        return self.prompt(group.ticket)
 
     def _lease(
         self, group: Group, place: int, producer: str, session: int, now: float
@@ -222,9 +255,9 @@ class Store(StoreRules):
             ticket=group.ticket,
             attempt=self.attempts,
             kind="train",
-            prompt=self.prompt(group.ticket),
+            prompt=self.prompt_of(group),
             samples=todo,
-            sampling=self.settings.sampling,
+            sampling=self.settings.sampling_of(group.task),
             min_version=least,
             exact_version=exact,
             seed=self.settings.seed,
@@ -480,7 +513,8 @@ class Store(StoreRules):
             raise AsyncrlError(
                 f"{failed} samples failed since the last batch, more than {key} allows "
                 f"({budget:g} of {self.settings.batch * self.settings.group}); the last one: "
-                f"ticket {group.ticket}, {escape_line(str(failure))}"
+                f"ticket {group.ticket}{f' of task {group.task}' if group.task else ''}, "
+                f"{escape_line(str(failure))}"
             )
 
     def _on_complete(self, group: Group) -> None:
@@ -489,6 +523,8 @@ class Store(StoreRules):
         group.completed = self.completions
         rewards = [stored.trajectory.reward for stored in group.stored_samples()]
         equal = math.isclose(min(rewards), max(rewards), rel_tol=EQUAL)
+        if group.task:
+            self.mixer.on_complete(group.task, group.index, rewards)
         if (
             self.settings.filter_no_spread
             and equal
@@ -497,11 +533,15 @@ class Store(StoreRules):
             and group.ticket in self.alive
         ):
             self.on_zero_variance(group)
+        elif group.task:
+            self.mixer.on_kept(group.task)
 
     def remove_group(self, group: Group, line: LedgerLine) -> None:
         """Remove a group from the stream and count its samples under a ledger line."""
         if self.settings.inject is not None and line in ("abandoned", "fatal"):
             self._succeed(group)
+        elif group.task:
+            self.mixer.on_removed(group.task, line)
         self.alive.pop(group.ticket, None)
         self._end_lease(group)
         for stored in group.stored_samples():
@@ -517,7 +557,13 @@ class Store(StoreRules):
         Under lag injection the position decides the lag: the later groups must keep their
         batches."""
         self._skip_trained()
-        new = Group(self.cursor, [None] * self.settings.group, stands=group.position)
+        new = Group(
+            self.cursor,
+            [None] * self.settings.group,
+            stands=group.position,
+            task=group.task,
+            index=group.index,
+        )
         self.alive = {
             x.ticket: x for y in self.alive.values() for x in ((y, new) if y is group else (y,))
         }
@@ -532,6 +578,8 @@ class Store(StoreRules):
     def _retire(self, group: Group, *, trained: bool) -> None:
         """Add a group's final lines to `past`; keep its samples' dispositions for late copies."""
         group.fold(self.past, trained=trained)
+        if group.task:
+            group.fold(self.mixer.state.past.setdefault(group.task, Ledger()), trained=trained)
         self.gone.add_all(group.ticket, group.finals)
         for attempt, (reported, delivered, _) in group.attempts.items():
             self.strays.add(StrayAttempt(group.ticket, attempt, reported, delivered))
@@ -655,6 +703,8 @@ class Store(StoreRules):
         self.skip = {ticket for ticket in above if ticket >= self.cursor}
         if hello.ledger:
             self.carried = Ledger.restore(hello.ledger)
+        if self.mixer and hello.mixture is not None:
+            self.mixer.restore_position(hello.mixture)
 
     def ask(self, epoch: int, number: int) -> tuple[list[Group], batches.BatchWait | None]:
         """Return the groups of batch `number`, or ([], the reason for waiting).
@@ -696,8 +746,13 @@ class Store(StoreRules):
 
     def batch(self, groups: list[Group], epoch: int, number: int) -> Batch:
         """Make the message for composed, complete groups."""
-        ledger = self.checkpoint_ledger(self.tickets_up_to(number))
-        return batches.message(self, groups, epoch, number, ledger)
+        trained = self.tickets_up_to(number)
+        ledger = self.checkpoint_ledger(trained)
+        position = self.mixer.position(
+            ((x.task, x.index) for x in self.alive.values() if x.ticket not in trained),
+            self.ledgers_by_task(trained, "lost_with_process"),
+        )
+        return batches.message(self, groups, epoch, number, ledger, position)
 
     def commit(
         self,
@@ -838,6 +893,22 @@ class Store(StoreRules):
         for group in self.alive.values():
             group.fold(ledger, trained=group.ticket in trained, rest="lost_with_process")
         return ledger.totals()
+
+    def ledgers_by_task(
+        self, trained: Set[int] = frozenset(), rest: LedgerLine = "left_over"
+    ) -> dict[str, Ledger]:
+        """The ledger of each task of a mixture; {} without one.
+
+        Late copies of samples of removed groups are in the run's ledger alone.
+
+        trained, rest: as in `checkpoint_ledger`."""
+        past = self.mixer.state.past
+        ledgers = {title: past.get(title, Ledger()).copy() for title in self.mixer.parts}
+        for group in self.retained.values() if ledgers else ():
+            group.fold(ledgers[group.task], trained=True)
+        for group in self.alive.values() if ledgers else ():
+            group.fold(ledgers[group.task], trained=group.ticket in trained, rest=rest)
+        return ledgers
 
     def _lines_kept(self) -> Ledger:
         """The lines of `retained`, cached: they cover thousands of samples, are needed for every

@@ -199,6 +199,7 @@ class Learner(BufferPeer):
             routing=self.routing,
             limit=self.cursor.limit,
             window=self.cursor.window,
+            mixture=self.cursor.mixture,
             before=process_log.previous_end(self.run_dir, "learner", os.getpid()),
         )
         self.waits_for("the buffer's welcome")
@@ -303,6 +304,7 @@ class Learner(BufferPeer):
             trained_above=batch.trained_above,
             limit=batch.limit,
             window=batch.window,
+            mixture=batch.mixture,
             parent=[self.epoch, self.number - 1],
         )
         commit = m.Commit(

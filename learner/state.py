@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.contract.messages import MixturePosition
+
 
 @dataclass
 class LearnerState:
@@ -31,7 +33,7 @@ class LearnerState:
 class BatchCursor(msgspec.Struct, frozen=True):
     """Position in the stream of batches, sent in a learner's hello and kept in checkpoints.
 
-    next_ticket, ledger, trained_above, limit, window: from the last batch.
+    next_ticket, ledger, trained_above, limit, window, mixture: from the last batch.
     parent: epoch and number of the weights that batch was trained on.
     """
 
@@ -41,10 +43,12 @@ class BatchCursor(msgspec.Struct, frozen=True):
     parent: list[int] | None = None
     limit: int = 0
     window: float = 0.0
+    mixture: MixturePosition | None = None
 
     def as_checkpoint(self) -> dict[str, Any]:
         """Return the form that a checkpoint keeps and `read` reads."""
-        return msgspec.structs.asdict(self)
+        kept: dict[str, Any] = msgspec.to_builtins(self)
+        return kept
 
     @staticmethod
     def read(kept: dict[str, Any]) -> BatchCursor:

@@ -15,7 +15,7 @@ import msgspec
 import torch
 import xxhash
 
-from asyncrl.algorithms import advantages, kl, ratios, settings
+from asyncrl.algorithms import advantages, diagnostics, kl, ratios, settings
 from asyncrl.algorithms import loss as step_loss
 from asyncrl.algorithms.settings import KLLoss, KLReward
 from asyncrl.config.tree import Config
@@ -214,6 +214,8 @@ class LearnerCore:
         if len(steps.updates) < 2 or not again:
             # every pass over known samples is the start itself: always 0
             metrics = {k: x for k, x in metrics.items() if not k.startswith(OF_LATER_PASSES)}
+        if batch.tasks:
+            metrics |= self._ess_by_task(batch, packed, prep)
         self.measure.version = None
         metrics |= self._measures(batch, packed, prep)
         if self.sample_log is not None and self.sample_log.due(batch.number):
@@ -249,6 +251,24 @@ class LearnerCore:
             "optim/stop_kl": steps.stop_kl,
             "kl/beta": used_beta,
             "kl/loss_beta": config.kl.loss.coefficient,
+        }
+
+    def _ess_by_task(
+        self, batch: Batch, packed: PackedBatch, prep: step_loss.PreparedBatch
+    ) -> dict[str, float]:
+        """Return is/ess of each task's tokens, in a mixture of tasks."""
+        titles = list(dict.fromkeys(batch.tasks))
+        number = torch.tensor([titles.index(batch.tasks[place]) for place in packed.places])
+        of_token = number.to(prep.start.device)[prep.batch.seq]
+        seen = prep.valid & prep.known & prep.batch.mask
+        ratio = torch.where(seen, ratios.log_ratio(prep.start, prep.batch.behavior).exp(), 0.0)
+        rows = torch.stack([seen.double(), ratio.double(), ratio.double().square()])
+        sums = rows.new_zeros(3, len(titles)).index_add_(1, of_token, rows)
+        count, first, second = self.backend.sum_over_ranks(sums).tolist()
+        return {
+            f"task/{title}_ess": diagnostics.ess(first[i], second[i], count[i])
+            for i, title in enumerate(titles)
+            if count[i]
         }
 
     def _measures(

@@ -313,7 +313,8 @@ def explained_variance(
     return 1 - (r - v).var() / r.var().clamp(min=1e-12)
 
 
-def _ess(w: float, w2: float, n: float) -> float:
+def ess(w: float, w2: float, n: float) -> float:
+    """Return the effective sample size as a share, from n weights' sum and sum of squares."""
     return w * w / max(n * w2, 1e-30)
 
 
@@ -322,8 +323,8 @@ def _of_tokens(s: dict[str, float]) -> dict[str, float]:
     m = {name: x / n for name, x in s.items()}
     computed = {
         "is/mean_weight": m["w"],
-        "is/weight_ess": _ess(s["w"], s["w2"], n),
-        "is/target_ess": _ess(s["t"], s["t2"], n),
+        "is/weight_ess": ess(s["w"], s["w2"], n),
+        "is/target_ess": ess(s["t"], s["t2"], n),
         "is/target_ratio": m["t"],
         "is/zero_share": m["masked"] + m["rejected"] + m["vetoed"],
         "is/rejected_share": m["rejected"],
@@ -341,7 +342,7 @@ def _of_tokens(s: dict[str, float]) -> dict[str, float]:
     }
     if s["known"]:
         computed |= _of_start({name: s[name] / s["known"] for name in OF_START}) | {
-            "is/ess": _ess(s["rho"], s["rho2"], s["known"])
+            "is/ess": ess(s["rho"], s["rho2"], s["known"])
         }
     if s["entropy"]:
         computed["policy/entropy"] = m["entropy"]
@@ -376,7 +377,7 @@ def _of_samples(s: dict[str, float]) -> dict[str, float]:
     if s["known"]:
         computed["perplexity_by_answer/start"] = _exp(s["nll_start"] / s["known"])
     computed |= {
-        "is/ess_by_answer": _ess(s["w"], s["w2"], n),
+        "is/ess_by_answer": ess(s["w"], s["w2"], n),
         "is/rejected_answers": s["rejected"] / n,
     }
     computed["is/vetoed_answers"] = s["vetoed"] / n
@@ -404,7 +405,7 @@ def _of_bucket(s: dict[str, float], bucket: str) -> dict[str, float]:
             "k1": s["bs_k1"] / known,
             "k3": s["bs_k3"] / known,
             "update": s["st_k1"] / known,
-            "ess": _ess(s["rho"], s["rho2"], known),
+            "ess": ess(s["rho"], s["rho2"], known),
         }
     return {f"by_lag/{name}_{bucket}": x for name, x in of_bucket.items()}
 

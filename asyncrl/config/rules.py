@@ -11,7 +11,13 @@ import msgspec
 from asyncrl.algorithms import settings
 from asyncrl.config.agents import RANDOM, SELF, VERIFIERS
 from asyncrl.config.engines import BACKEND_ABILITIES, ENGINES, engines_with
-from asyncrl.config.tree import Config, EvaluationSetConfig, LearnerConfig
+from asyncrl.config.tree import (
+    Config,
+    EvaluationSetConfig,
+    LearnerConfig,
+    MixedTaskConfig,
+    weight_at,
+)
 
 DEFAULT_ZERO_STAGE = LearnerConfig().zero_stage
 
@@ -41,6 +47,7 @@ def check(config: Config) -> list[str]:
         _value,
         _engine,
         _reward,
+        _mixture,
         _evaluation,
     )
     return [problem for rule in rules for problem in rule(config)]
@@ -699,6 +706,82 @@ def _opponents(config: Config) -> Iterator[str]:
             "agent.eval_opponent: against itself a policy wins half its games, however well it "
             "plays; set random or module:function"
         )
+
+
+# their prompts or rewards come from an environment, of which a run has one
+UNMIXED = ("mixture", "env", "seeds", "guess", "nim")
+
+
+def _mixture(config: Config) -> Iterator[str]:
+    """Check the parts of a mixture of tasks."""
+    task = config.task
+    if bool(task.mixture) != (task.name == "mixture"):
+        yield (
+            f"task.name: {task.name} with {len(task.mixture)} parts in task.mixture; a mixture "
+            "needs both task.name = mixture and tables [[task.mixture]]"
+        )
+    if task.mixture and (task.prompts or task.heldout or task.ood):
+        yield "task.prompts: a mixture reads no files itself; give them to its parts"
+    known = {"heldout", "ood", *(one.name for one in config.evaluation.sets)}
+    for part in task.mixture:
+        for problem in _part(config, part):
+            yield f"task.mixture: {part.title or part.name}: {problem}"
+        if {part.title, f"{part.title}-ood"} & known:
+            yield (
+                f"task.mixture: {part.title}: another part or evaluation set has that name in "
+                "eval/NAME; give the part a label of its own"
+            )
+        known |= {part.title, f"{part.title}-ood"}
+    points = {0, *(x[0] for p in task.mixture if isinstance(p.weight, list) for x in p.weight)}
+    for batch in sorted(points) if task.mixture else ():
+        if not any(weight_at(part.weight, batch) > 0 for part in task.mixture):
+            yield f"task.mixture: all weights are 0 at batch {batch}; one must be above 0"
+    for one in config.evaluation.sets if task.mixture else ():
+        if one.file and not one.reward:
+            yield (
+                f"evaluation.sets: {one.name}: its file belongs to no task of the mixture; set "
+                "reward to what judges it"
+            )
+
+
+def _part(config: Config, part: MixedTaskConfig) -> Iterator[str]:
+    """Check one part of a mixture; the problems are without its name."""
+    if part.name in UNMIXED:
+        yield (
+            f"name = {part.name} cannot be a part: its prompts come from an environment, or it is "
+            "a mixture itself; train it in a run of its own"
+        )
+    if not part.title:
+        yield "needs a label, as its name has no letters or digits for one"
+    if part.prompts and part.name != "file":
+        yield f"prompts: {part.name} reads no file; set name = file"
+    if part.columns and part.name != "file":
+        yield f"columns: {part.name} reads no file; only name = file does"
+    if part.options and not part.name.startswith("reasoning_gym:"):
+        yield f"options: {part.name} has no options; only reasoning_gym:GENERATOR has"
+    if part.passes and part.name != "file":
+        yield f"passes: {part.name} generates prompts without end; only name = file has passes"
+    if isinstance(part.weight, list):
+        batches = [batch for batch, _ in part.weight]
+        if batches != sorted(set(batches)):
+            yield "weight: a schedule is a list of [batch, weight], each at a later batch"
+    if part.max_new_tokens > config.generator.max_new_tokens:
+        yield (
+            f"max_new_tokens = {part.max_new_tokens} is above generator.max_new_tokens = "
+            f"{config.generator.max_new_tokens}; raise that one"
+        )
+    if part.curriculum.hard_to >= part.curriculum.easy_from:
+        yield (
+            f"curriculum: hard_to = {part.curriculum.hard_to:g} is not below easy_from = "
+            f"{part.curriculum.easy_from:g}"
+        )
+    module, colon, name = part.reward.rpartition(":")
+    if part.reward and not (module and colon and name.isidentifier()):
+        yield f"reward = {part.reward}; write module:function or file.py:function"
+    if part.reward and config.agent.env:
+        yield "rewards are the environment's (agent.env); remove reward"
+    if config.model.warm_start and part.name.startswith("reasoning_gym:"):
+        yield "model.warm_start: it has no answers to learn from; set model.path to your own model"
 
 
 def _evaluation(config: Config) -> Iterator[str]:

@@ -7,6 +7,7 @@ keys."""
 from __future__ import annotations
 
 import math
+import re
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -85,12 +86,15 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     ] = 0
 
 
-class TaskConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class TaskSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The keys of a task that a run and a part of a mixture share."""
+
     name: Annotated[
         str,
         Meta(
             description="A built-in task, `file` for your own prompts, `env` for those of "
-            "agent.env = verifiers:NAME, or reasoning_gym:GENERATOR."
+            "agent.env = verifiers:NAME, reasoning_gym:GENERATOR, or `mixture` for several "
+            "([[task.mixture]])."
         ),
     ]
     prompts: Annotated[
@@ -125,6 +129,111 @@ class TaskConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         dict[str, Any],
         Meta(description="Settings of a reasoning_gym:GENERATOR, for example max_terms = 3."),
     ] = {}
+
+
+class CurriculumConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Pools of prompts by their success rate, and how often the prompts of each pool come."""
+
+    easy: Annotated[
+        float,
+        Meta(gt=0, le=1, description="Share of the passes in which an easy prompt comes."),
+    ] = 1.0
+    hard: Annotated[
+        float,
+        Meta(gt=0, le=1, description="Share of the passes in which a hard prompt comes."),
+    ] = 1.0
+    easy_from: Annotated[
+        Share,
+        Meta(description="A prompt is easy if this share of its last group passed, or more."),
+    ] = 1.0
+    hard_to: Annotated[
+        Share,
+        Meta(description="A prompt is hard if this share of its last group passed, or less."),
+    ] = 0.0
+    passing: Annotated[
+        float, Meta(description="Reward from which on a completion counts as passed.")
+    ] = 1.0
+
+
+def weight_at(weight: float | list[tuple[int, float]], batch: float) -> float:
+    """Return a part's weight at a batch: constant, or linear between the points of a schedule.
+
+    >>> falling = [(10, 1.0), (20, 0.0)]
+    >>> weight_at(2.0, 7), weight_at(falling, 0), weight_at(falling, 15)
+    (2.0, 1.0, 0.5)
+    """
+    if not isinstance(weight, list):
+        return float(weight)
+    before = weight[0]
+    for point in weight:
+        if point[0] > batch:
+            share = max(batch - before[0], 0.0) / max(point[0] - before[0], 1)
+            return before[1] + share * (point[1] - before[1])
+        before = point
+    return before[1]
+
+
+class MixedTaskConfig(TaskSource, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A part of a mixture: one `[[task.mixture]]`."""
+
+    label: Annotated[
+        str,
+        Meta(
+            pattern="^([a-z][a-z0-9-]*)?$",
+            description="Name in the metrics, task/LABEL: small letters, digits and hyphens. "
+            "Empty: the task's name.",
+        ),
+    ] = ""
+    weight: Annotated[
+        NonNegative | Annotated[list[tuple[Count, NonNegative]], Meta(min_length=1)],
+        Meta(
+            description="Share of the groups, relative to the other parts. A list [[batch, "
+            "weight], ...] is a schedule: linear between its points, constant before and after."
+        ),
+    ] = 1.0
+    reward: Annotated[
+        str,
+        Meta(
+            description="Reward function of the part: module:function or file.py:function. Empty: "
+            "the run's reward, or else that of the task."
+        ),
+    ] = ""
+    max_new_tokens: Annotated[
+        Count,
+        Meta(
+            description="Maximum length of a completion of the part, at most "
+            "generator.max_new_tokens. 0: that."
+        ),
+    ] = 0
+    passes: Annotated[
+        Count,
+        Meta(
+            description="Passes through the training prompts of task `file`, after which its share "
+            "goes to the other parts. 0: no limit."
+        ),
+    ] = 0
+    curriculum: Annotated[
+        CurriculumConfig,
+        Meta(
+            description="How often easy and hard prompts come, by the success rate of their last "
+            "group. A generated task is in one pool as a whole."
+        ),
+    ] = CurriculumConfig()
+
+    @property
+    def title(self) -> str:
+        """The label, or the task's name in the letters of a label."""
+        return self.label or re.sub("[^a-z0-9]+", "-", self.name.lower()).strip("-")
+
+
+class TaskConfig(TaskSource, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    mixture: Annotated[
+        list[MixedTaskConfig],
+        Meta(
+            description="The parts of task `mixture`, each a table [[task.mixture]] with the keys "
+            "of [task] and some more. See docs/mixing.md."
+        ),
+    ] = []
 
 
 class RewardConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

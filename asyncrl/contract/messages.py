@@ -64,6 +64,7 @@ class Prompt(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     messages: list[dict[str, str]] = []
     meta: dict[str, str] = {}
     split: str = "train"
+    task: str = ""  # of a mixture: the title of its part, which gives the reward
 
 
 class SamplingSettings(msgspec.Struct, frozen=True, array_like=True):
@@ -485,6 +486,18 @@ class CallResult(msgspec.Struct, frozen=True, tag="called"):
 # ---- learner and buffer --------------------------------------------------------------------------
 
 
+class MixturePosition(msgspec.Struct, frozen=True):
+    """The position in a mixture of tasks at a checkpoint, by task (buffer/mixing/mixer.py).
+
+    due: (task, index) of prompts to draw first; index -1: a new one."""
+
+    credit: dict[str, float]
+    indices: dict[str, int]
+    due: list[tuple[str, int]]
+    removed: dict[str, int]
+    ledgers: dict[str, dict[str, dict[str, float]]]
+
+
 class LearnerHello(msgspec.Struct, frozen=True, tag="learner_hello"):
     protocol: int
     run: str
@@ -508,6 +521,7 @@ class LearnerHello(msgspec.Struct, frozen=True, tag="learner_hello"):
     # the routers whose recorded experts it replays; None: it replays none
     routing: RoutingShape | None = None
     window: float = 0.0  # admission window at the checkpoint, in batches; 0: none
+    mixture: MixturePosition | None = None  # position in a mixture at the checkpoint
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
@@ -542,6 +556,8 @@ class Batch(msgspec.Struct, frozen=True, tag="batch"):
     trained_above: list[int] = []
     limit: int = 0  # adaptive limit: its value for new tickets; 0: the limit is constant
     window: float = 0.0  # admission window in batches; 0: the limit is always filled
+    tasks: list[str] = []  # of a mixture: the task of each sample
+    mixture: MixturePosition | None = None  # for the checkpoint
 
 
 class Commit(msgspec.Struct, frozen=True, tag="commit"):

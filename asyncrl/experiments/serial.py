@@ -50,6 +50,7 @@ from asyncrl.experiments.one_process import needs_own_process
 from asyncrl.experiments.serial_record import RunRecord, SerialRecord
 from asyncrl.models.policy import named_weights, weights_digest
 from buffer.groups import settings
+from buffer.mixing.mixer import mixer_of
 from buffer.numbers import limit_metrics, window_metrics
 from buffer.service import evaluations
 from buffer.store import Store
@@ -100,6 +101,7 @@ class SerialRun:
             store_settings,
             lambda index: task.prompt("train", index, config.seed),
             evaluations(config, task),
+            mixer_of(config, task),
         )
         self.ring: dict[Label, PublishedWeights] = {}
         self.loaded: Label | None = None  # the version in the engine
@@ -267,6 +269,7 @@ class SerialRun:
             now=float(self.ended),
         )
         moves = limit_metrics(self.store, previous_limit) | window_metrics(self.store)
+        moves |= self.store.mixer.metrics(number + 1)
         self.numbers.curve[-1].update(moves, clock=self.ended)
         self.store.checkpointed(number + 1)
         needed = {*self.store.pinned_versions(), label, self.loaded}

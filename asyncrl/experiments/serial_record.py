@@ -17,6 +17,7 @@ from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import EVAL_BASE, Batch, Trajectory
 from buffer import training_log
 from buffer.evaluation import SET_TICKETS
+from buffer.numbers import task_metrics
 from buffer.store import Store
 
 KEPT = (
@@ -140,7 +141,8 @@ class SerialRecord:
             "lag/mean": training_log.mean(self.batch_lags),
             "answer/length": sum(s.length for s in batch.samples) / len(batch.samples),
         }
-        self.curve.append(row | {name: metrics[name] for name in KEPT if name in metrics})
+        kept = {name: x for name, x in metrics.items() if name in KEPT or name.startswith("task/")}
+        self.curve.append(row | kept | task_metrics(batch))
 
     def take_evaluations(self, store: Store) -> bool:
         """Take over the evaluations that finished since the last call.

@@ -405,6 +405,26 @@ def batches_set_aside(rows: Rows) -> HealthFinding | None:
     )
 
 
+def dry_tasks(rows: Rows) -> HealthFinding | None:
+    """Tasks of a mixture have no prompts left, or give no group that can be trained."""
+    last = next(iter(recent_rows(rows, least=1, window=1)), {})
+    dry = [k.removeprefix("task/").removesuffix("_dry") for k, x in last.items() if _is_dry(k, x)]
+    if not dry:
+        return None
+    removed = ", ".join(f"{name} {last.get(f'task/{name}_removed', 0):.0f}" for name in dry)
+    return HealthFinding(
+        "dry_tasks",
+        f"the mixture gets no more groups to train from {', '.join(dry)} (removed so far: "
+        f"{removed}); the other tasks have its share",
+        "if its groups have equal rewards, it is too easy or too hard: change its prompts, weight "
+        "or curriculum; if its prompts ran out, raise passes",
+    )
+
+
+def _is_dry(name: str, value: Any) -> bool:
+    return name.startswith("task/") and name.endswith("_dry") and value == 1
+
+
 def engine_mismatch(rows: Rows, about: RunFacts) -> HealthFinding | None:
     """Engine and learner differ at equal weights by more than rounding, in half of the last values.
 
@@ -742,6 +762,7 @@ RULES: tuple[Callable[[Rows], HealthFinding | None], ...] = (
     oscillating_accuracy,
     refused_messages,
     batches_set_aside,
+    dry_tasks,
 )
 END_RULES: tuple[Callable[[Rows], HealthFinding | None], ...] = (accuracy_unchanged,)
 

@@ -287,6 +287,19 @@ for _b in BUCKETS:
 PATTERNS = {
     re.compile(r"reward_part/.+"): MetricInfo("reward", "mean of a named part of the reward"),
     **{
+        re.compile(rf"task/[a-z][a-z0-9-]*_{ending}"): MetricInfo(unit, meaning)
+        for ending, unit, meaning in (
+            ("share", "share", "the batch's samples that are of the task"),
+            ("weight", "share", "its planned share of the groups granted from this step on"),
+            ("reward", "reward", "mean reward of its samples"),
+            ("length", "tokens", "mean length of its completions"),
+            ("lag", "versions", "mean lag over its tokens"),
+            ("ess", "share", "is/ess of its tokens"),
+            ("removed", "groups", "its groups so far that were removed before training"),
+            ("dry", "-", "1: it has no prompts left, or gives no group that can be trained"),
+        )
+    },
+    **{
         re.compile(rf"eval/[a-z][a-z0-9-]*{ending}"): MetricInfo(unit, meaning)
         for ending, unit, meaning in (
             ("", "reward", "mean reward of a set's samples"),
@@ -308,6 +321,7 @@ def is_known_metric(name: str) -> bool:
 SECTIONS = {
     "Rewards and completions": "reward reward_part advantage answer judge",
     "Accuracy": "eval",
+    "Tasks of a mixture": "task",
     "Lag": "lag limit window",
     "Importance ratios": "is clip",
     "Distance between policies": "kl policy perplexity perplexity_by_answer",
@@ -403,6 +417,11 @@ def _families() -> dict[str, list[tuple[str, str, str]]]:
         )
         for pattern, entry in PATTERNS.items()
         if pattern.pattern.startswith("eval/")
+    ]
+    rows += [
+        (pattern.pattern.replace("[a-z][a-z0-9-]*", "TASK"), entry.unit, entry.meaning)
+        for pattern, entry in PATTERNS.items()
+        if pattern.pattern.startswith("task/")
     ]
     rows.append(("reward_part/NAME", "reward", "mean of a named part of the reward"))
     found: dict[str, list[tuple[str, str, str]]] = {}

@@ -149,6 +149,11 @@ def localize_config(
 
     Raises ConfigError for an environment variable that `trust` does not allow."""
     raw: dict[str, Any] = tomllib.loads(reply.config)
+    if any(part.get("prompts") for part in raw["task"].get("mixture", ())):
+        raise ConfigError(
+            f"the run at {address} has a mixture with prompts from files (task.mixture), which a "
+            "machine that joins does not get; start its generators with the run"
+        )
     raw["model"]["path"] = str(folders["model"])
     if "reward_model" in folders:
         raw["reward"]["model"]["path"] = str(folders["reward_model"])

@@ -100,6 +100,63 @@ def sets(metrics: Mapping[str, float]) -> str:
     return "  ".join(f"{name} {' '.join(each).strip()}" for name, each in parts.items())
 
 
+TASK_COLUMNS = (
+    ("share", ".0%"),
+    ("reward", ".3f"),
+    ("lag", ".2f"),
+    ("ess", ".3f"),
+    ("removed", ".0f"),
+)
+
+
+def task_rows(metrics: Mapping[str, float]) -> list[tuple[str, ...]]:
+    """One row for each task of a mixture, from the last step with its samples; [] without one.
+
+    The columns are title, share of the batch, reward, lag, ESS, removed groups, held-out reward.
+
+    >>> task_rows({"task/a_share": 0.5, "task/a_removed": 3, "eval/a": 0.25})
+    [('a', '50%', '-', '-', '-', '3', '0.250')]
+    """
+    titles = dict.fromkeys(
+        name.removeprefix("task/").rpartition("_")[0]
+        for name in metrics
+        if name.startswith("task/")
+    )
+
+    def describe(name: str, form: str) -> str:
+        return format(metrics[name], form) if name in metrics else "-"
+
+    return [
+        (
+            title,
+            *(describe(f"task/{title}_{column}", form) for column, form in TASK_COLUMNS),
+            describe(f"eval/{title}", ".3f"),
+        )
+        for title in titles
+    ]
+
+
+def part_lines(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+    """(name, numbers) of the evaluation sets and of each task of a mixture, for the live table."""
+    of_sets = [("sets", shown)] if (shown := sets(metrics)) else []
+    return of_sets + [
+        (
+            f"task {title}",
+            f"share {share}   reward {reward}   lag {lag}   ESS {ess}   removed {removed}",
+        )
+        for title, share, reward, lag, ess, removed, _ in task_rows(metrics)
+    ]
+
+
+def tasks(metrics: Mapping[str, float]) -> str:
+    """The shares and rewards of the tasks of a mixture; "" without one.
+
+    >>> tasks({"task/a_share": 0.5, "task/a_reward": 0.25})
+    'a 50% 0.250'
+    """
+    return "  ".join(f"{title} {share} {reward}" for title, share, reward, *_ in task_rows(metrics))
+
+
 def set_label(metric: str) -> tuple[str, str]:
     """Return the set of a metric and its label in a plot; no label for another metric.
 
@@ -252,7 +309,12 @@ def status_line(status: RunStatus, left: float | None = None) -> str:
         f"lag {show('lag/mean', '.2f')} (max {show('lag/max', '.0f')})"
         + "".join(
             f"  {shown}"
-            for shown in (sets(metrics), limit(metrics), describe_window(metrics))
+            for shown in (
+                tasks(metrics),
+                sets(metrics),
+                limit(metrics),
+                describe_window(metrics),
+            )
             if shown
         )
         + (f"  {problems}" if problems else "")
@@ -305,8 +367,8 @@ def table(status: RunStatus, left: float | None = None) -> Any:
         ("out of distribution", "eval/ood", ".3f"),
         ("reward", "reward/mean", ".3f"),
     )
-    if shown := sets(metrics):
-        grid.add_row("sets", Text(shown))
+    for label, shown in part_lines(metrics):
+        grid.add_row(label, Text(shown))
     row(
         "learner",
         ("tok/s", "throughput/learner_tokens_per_s", ",.0f"),

@@ -167,6 +167,7 @@ def compose(config: Config, run_dir: Path) -> dict[str, Any]:
         "mismatch_k3_max": totals["mismatch_k3_max"],
         "ledger": totals["ledger"],
         "ledger_lines": totals["ledger_lines"],
+        "ledger_by_task": totals.get("ledger_by_task", {}),
         "lag_histogram": totals["lag_histogram"],
         "trained_ids": totals["trained_ids"],
         "failures": totals["failures"],

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 from asyncrl.tasks import arena, calc, file, guess_task, names, nim, reasoning, synthetic
+from asyncrl.tasks.mixing.mixture import MixtureTask
 
 
 class Task(Protocol):
@@ -37,13 +38,21 @@ OTHERS: dict[str, type[Task]] = {
 FILE_TASKS: dict[str, type[file.FileTask]] = {
     kind.name: kind for kind in (file.FileTask, file.EnvironmentPrompts)
 }
-NAMES = (*synthetic.TASKS, *OTHERS, *FILE_TASKS, f"{reasoning.PREFIX}GENERATOR")
+NAMES = (
+    *synthetic.TASKS,
+    *OTHERS,
+    *FILE_TASKS,
+    f"{reasoning.PREFIX}GENERATOR",
+    MixtureTask.name,
+)
 
 
 def get_task(config: Any) -> Task:
     """Return the task that `config`, the section `task`, names.
 
     Raises ConfigError for an unknown name, with the valid ones."""
+    if config.name == MixtureTask.name:
+        return MixtureTask(config, get_task)
     if config.name in FILE_TASKS:
         kind = FILE_TASKS[config.name]
         return kind(config.prompts, config.heldout, config.ood, config.columns)

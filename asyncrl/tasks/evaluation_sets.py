@@ -10,11 +10,12 @@ from typing import Any
 import msgspec
 
 from asyncrl.config.scorers import JudgeConfig, RewardModelConfig
-from asyncrl.config.tree import Config, EvaluationSetConfig, TaskConfig
+from asyncrl.config.tree import Config, EvaluationSetConfig, RewardConfig, TaskConfig
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 from asyncrl.tasks import Task, get_task
 from asyncrl.tasks.file import read_prompts
+from asyncrl.tasks.mixing.mixture import config_of_part
 
 
 class TaskWithSets:
@@ -78,6 +79,27 @@ def task_of(config: Config) -> Any:
     return TaskWithSets(config) if config.evaluation.sets else get_task(config.task)
 
 
+def configs_of_rewards(config: Config) -> dict[str, Config]:
+    """Return the configs of what has a reward of its own, by the split or the task of its prompts.
+
+    These are evaluation sets and parts of a mixture, whose names differ."""
+    parts = {
+        part.title: msgspec.structs.replace(
+            config, task=config_of_part(part), reward=_of_function(config, part.reward)
+        )
+        for part in config.task.mixture
+        if part.reward
+    }
+    own = (one for one in config.evaluation.sets if scored_by_itself(one))
+    return parts | {one.name: config_of_set(config, one) for one in own}
+
+
+def _of_function(config: Config, function: str) -> RewardConfig:
+    return msgspec.structs.replace(
+        config.reward, function=function, judge=JudgeConfig(), model=RewardModelConfig()
+    )
+
+
 def scored_by_itself(one: EvaluationSetConfig) -> bool:
     """Whether a set has another reward than the run."""
     return bool(one.task or one.reward)
@@ -86,9 +108,7 @@ def scored_by_itself(one: EvaluationSetConfig) -> bool:
 def config_of_set(config: Config, one: EvaluationSetConfig) -> Config:
     """Return a config whose task and reward are those of a set that is scored by itself."""
     replace = msgspec.structs.replace
-    reward = replace(
-        config.reward, function=one.reward, judge=JudgeConfig(), model=RewardModelConfig()
-    )
+    reward = _of_function(config, one.reward)
     if one.task:
         return replace(config, task=TaskConfig(name=one.task, options=one.options), reward=reward)
     return replace(config, reward=reward)

@@ -16,6 +16,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract.messages import Prompt
 from asyncrl.records import atomic_write
 from asyncrl.tasks import Task, calc, file, fit, get_task, guess_task, nim, synthetic
+from asyncrl.tasks.mixing.mixture import MixtureTask
 
 BATCH = 64
 LR = 3e-3
@@ -37,7 +38,8 @@ def warm_start(
     from asyncrl.models import policy as models
 
     task = get_task(config.task)
-    assert isinstance(task, synthetic.SyntheticTask | file.FileTask)  # each that there is
+    # each that there is
+    assert isinstance(task, synthetic.SyntheticTask | file.FileTask | MixtureTask)
     count = task.steps if steps is None else steps
     demonstrations = task.demonstrations(count * BATCH, config.seed)
     own_part = Path(f"{path}.part{os.getpid()}")

@@ -87,7 +87,8 @@ class SampleLog(BatchLog):
                 batch.samples[packed.places[position]],
                 batch.number,
                 rules,
-                {"group_rewards": rewards[packed.groups[position]]},
+                {"group_rewards": rewards[packed.groups[position]]}
+                | ({"task": batch.tasks[packed.places[position]]} if batch.tasks else {}),
                 int(packed.offsets[position]),
                 rounded | whole,
             )

@@ -31,6 +31,8 @@ from buffer import journal as j
 from buffer.durable_store import RecordedStore
 from buffer.evaluation import Evaluations
 from buffer.groups import StoreSettings
+from buffer.ledger import Ledger
+from buffer.mixing.mixer import TaskMixer
 from buffer.state import StoreSnapshot
 from buffer.store import SESSIONS, Store
 
@@ -349,6 +351,7 @@ OF_THE_PROCESS: dict[type, set[str]] = {
     Store: {"prompt", "_kept", "changes", "lacking"},
     Evaluations: {"prompt", "fresh"},
     PolicyTree: {"_known", "_known_for"},
+    TaskMixer: {"parts", "prompt", "lengths", "events"},
 }
 
 
@@ -429,6 +432,8 @@ def test_every_attribute_of_a_store_comes_back_from_a_snapshot() -> None:
             deadly.deliver(sample(ticket), 0.0)
         deadly.ask(epoch, 0)
         compare(deadly)
+    deadly.mixer.state.credit["a"] = 0.5
+    deadly.mixer.state.past["a"] = Ledger()
     deadly.renew("g", 3, [], 0.0, gap=1e3)
     compare(deadly)
     assert deadly.aside == 1

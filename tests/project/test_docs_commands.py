@@ -35,6 +35,7 @@ PAGES = [
     "docs/rewards.md",
     "docs/judges.md",
     "docs/reasoning-gym.md",
+    "docs/mixing.md",
     "docs/sft.md",
     "docs/tinker.md",
     "docs/lora.md",

@@ -238,6 +238,30 @@ def set_plot(names: Iterable[str]) -> MetricPlot:
     return MetricPlot("Evaluation sets", "reward, share", series)
 
 
+def task_plots(names: Iterable[str]) -> tuple[MetricPlot, ...]:
+    """The plots of the tasks of a mixture, one line a task; () without one."""
+    found = [name for name in dict.fromkeys(names) if name.startswith("task/")]
+    shown = (
+        ("Tasks: share of the batch", "samples", "_share"),
+        ("Tasks: reward", "mean reward", "_reward"),
+        ("Tasks: lag", "versions", "_lag"),
+        ("Tasks: effective sample size", "share", "_ess"),
+    )
+    plots = (
+        MetricPlot(
+            title,
+            unit,
+            tuple(
+                (name, name.removeprefix("task/").removesuffix(ending))
+                for name in found
+                if name.endswith(ending)
+            ),
+        )
+        for title, unit, ending in shown
+    )
+    return tuple(plot for plot in plots if plot.series)
+
+
 def figures(
     page: str,
     runs: Mapping[str, Series],
@@ -251,7 +275,8 @@ def figures(
     shown_plots = PAGES[page]
     if page == "overview":
         of_sets = set_plot(name for series in runs.values() for name in series.columns)
-        shown_plots = (*shown_plots[:1], of_sets, *shown_plots[1:])
+        of_tasks = task_plots(name for series in runs.values() for name in series.columns)
+        shown_plots = (*shown_plots[:1], of_sets, *of_tasks, *shown_plots[1:])
     for plot in shown_plots:
         lines = []
         for run, series in runs.items():

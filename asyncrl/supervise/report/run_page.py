@@ -22,7 +22,7 @@ from asyncrl.records.page_kit import (
     TableBlock,
     TextBlock,
 )
-from asyncrl.supervise.live import describe_limit_change, describe_window
+from asyncrl.supervise.live import describe_limit_change, describe_window, task_rows
 from asyncrl.supervise.report import plots, step_plots
 from asyncrl.supervise.report.advice import Advice, first_lines
 from asyncrl.supervise.report.series import Series
@@ -206,6 +206,36 @@ def _ledger(summary: dict[str, Any]) -> list[tuple[str, ...]]:
     return rows
 
 
+TASKS = ("task", "share", "reward", "lag", "ESS", "removed groups", "held-out")
+
+
+def ledger_by_task(summary: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Return a header, then a row per task of a mixture: its tokens and where they ended."""
+    tables: dict[str, dict[str, Any]] = summary.get("ledger_by_task", {})
+    used = [
+        line
+        for line in next(iter(tables.values()), {})
+        if any(table[line]["tokens"] for table in tables.values())
+    ]
+    rows: list[tuple[str, ...]] = [("task", "tokens", *used)]
+    for title, table in tables.items():
+        total = sum(line["tokens"] for line in table.values())
+        shares = (f"{table[line]['tokens'] / max(total, 1):.2%}" for line in used)
+        rows.append((title, f"{total:,.0f}", *shares))
+    return rows
+
+
+def _task_blocks(summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[TableBlock]:
+    head, *by_task = ledger_by_task(summary)
+    if not by_task:
+        return []
+    latest = {name: value for row in rows for name, value in row.items()}
+    return [
+        TableBlock(TASKS, task_rows(latest), heading="Tasks, at the last step", id="tasks"),
+        TableBlock(head, by_task, heading="Ledger by task", id="ledger-by-task"),
+    ]
+
+
 def ledger_by_length(summary: dict[str, Any]) -> list[tuple[str, ...]]:
     """Return a header, then a row per range of completion lengths.
 
@@ -304,6 +334,7 @@ def write(run_dir: Path) -> Path:
             style="wide",
         ),
         TableBlock(LEDGER, _ledger(summary)),
+        *_task_blocks(summary, rows),
         TableBlock(
             length_head,
             by_length,

@@ -1,0 +1,1 @@
+"""The state of a mixture of tasks: what was drawn, removed and trained of each."""

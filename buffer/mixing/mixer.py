@@ -1,0 +1,256 @@
+"""Draw the task and the prompt of each new group of a mixture (`task.mixture`).
+
+The shares hold for what is trained: a group that is removed is replaced by one of its task, as long
+as the task gives groups that can be trained. Without randomness, the draws of a journal replay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl.config.tree import Config, MixedTaskConfig
+from asyncrl.contract.errors import AsyncrlError
+from asyncrl.contract.messages import LedgerLine, MixturePosition, Prompt
+from asyncrl.tasks.mixing.mixture import mixture_of
+from asyncrl.tasks.mixing.shares import next_task, weights_at
+from buffer.ledger import Ledger
+
+# so many groups of a task that were removed one after another: it is dry, and until it gives a
+# group that can be trained, removed groups are not replaced by more of it
+DRY = 32
+AVERAGED = 16  # groups in the running success rate of a generated task
+NEW = -1  # index of a draw: the next prompt of its task
+GOLDEN = 0.618033988749895  # spreads the passes in which the prompts of a pool come
+
+
+@dataclass
+class MixtureState:
+    """The state of a mixture in a snapshot, by task.
+
+    credit: owed groups. indices: of the next prompt. due: (task, index) to draw first. removed:
+    groups so far. in_a_row: removed since the last group that can be trained. passed: share of the
+    last group that passed, by prompt; of a generated task its running mean, under 0. past: ledgers
+    of the groups that are no longer in the store."""
+
+    credit: dict[str, float] = field(default_factory=dict)
+    indices: dict[str, int] = field(default_factory=dict)
+    due: list[tuple[str, int]] = field(default_factory=list)
+    removed: dict[str, int] = field(default_factory=dict)
+    in_a_row: dict[str, int] = field(default_factory=dict)
+    passed: dict[str, dict[int, float]] = field(default_factory=dict)
+    past: dict[str, Ledger] = field(default_factory=dict)
+
+
+class TaskMixer:
+    """The draws of a mixture. Without parts it is false, and the run has one task.
+
+    prompt: the prompt of (task, index). lengths: training prompts of a task, None for a generated
+    one.
+
+    >>> parts = {"a": MixedTaskConfig(name="sort", weight=3), "b": MixedTaskConfig(name="rle")}
+    >>> mixer = TaskMixer(parts)
+    >>> [mixer.draw(0) for _ in range(4)]
+    [('a', 0), ('a', 1), ('b', 0), ('a', 2)]
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[str, MixedTaskConfig] = {},
+        prompt: Callable[[str, int], Prompt] = lambda title, index: Prompt(index, ""),
+        lengths: Mapping[str, int | None] = {},
+    ) -> None:
+        self.parts = parts
+        self.prompt = prompt
+        self.lengths = lengths
+        self.state = MixtureState()
+        self.events: list[str] = []  # lines for the log, not written yet
+
+    def __bool__(self) -> bool:
+        return bool(self.parts)
+
+    @property
+    def token_limits(self) -> dict[str, int]:
+        """The tasks' own limits of a completion."""
+        return {
+            title: part.max_new_tokens for title, part in self.parts.items() if part.max_new_tokens
+        }
+
+    # ---- draws -----------------------------------------------------------------------------------
+
+    def draw(self, batch: float) -> tuple[str, int] | None:
+        """Return (task, index) of a new group for batch number `batch`; None: all have run out."""
+        while self.state.due:
+            title, index = self.state.due.pop(0)
+            if index != NEW:
+                return title, index
+            if not self._is_out(title):
+                return title, self._next_index(title)
+        weights = self.weights(batch)
+        if not weights:
+            return None
+        title = next_task(self.state.credit, weights)
+        return title, self._next_index(title)
+
+    def give_back(self, title: str, index: int) -> None:
+        """Draw this prompt first: no group was made of it."""
+        self.state.due.insert(0, (title, index))
+
+    def weights(self, batch: float) -> dict[str, float]:
+        """Return the weights at a batch, of the tasks that have prompts left."""
+        weights = weights_at(self.parts, batch)
+        return {
+            title: weight * (self._pool_share(title, 0) if self._is_generated(title) else 1.0)
+            for title, weight in weights.items()
+            if not self._is_out(title)
+        }
+
+    def _is_generated(self, title: str) -> bool:
+        return self.lengths.get(title) is None
+
+    def _end(self, title: str) -> float:
+        """The index at which a task has run out of prompts."""
+        passes = self.parts[title].passes
+        return passes * (self.lengths.get(title) or 0) if passes else math.inf
+
+    def _is_out(self, title: str) -> bool:
+        return self.state.indices.get(title, 0) >= self._end(title)
+
+    def _next_index(self, title: str) -> int:
+        index = self.state.indices.get(title, 0)
+        while index + 1 < self._end(title) and not self._comes(title, index):
+            index += 1
+        self.state.indices[title] = index + 1
+        if self._is_out(title):
+            passes = self.parts[title].passes
+            self.events.append(
+                f"task {title} has run out of prompts after {passes} passes (task.mixture.passes): "
+                "its share goes to the other tasks"
+            )
+        return index
+
+    def _comes(self, title: str, index: int) -> bool:
+        """Whether the prompt at `index` comes in this pass, by its pool."""
+        length = self.lengths.get(title)
+        if not length or title not in self.state.passed:
+            return True
+        key = self.prompt(title, index).id
+        share = self._pool_share(title, key)
+        phase = key * GOLDEN % 1.0
+        turn = index // length
+        return math.floor((turn + 1) * share + phase) > math.floor(turn * share + phase)
+
+    def _pool_share(self, title: str, key: int) -> float:
+        """Share of the passes in which the prompts of a prompt's pool come."""
+        passed = self.state.passed.get(title, {}).get(key)
+        curriculum = self.parts[title].curriculum
+        if passed is None:
+            return 1.0
+        if passed >= curriculum.easy_from:
+            return curriculum.easy
+        return curriculum.hard if passed <= curriculum.hard_to else 1.0
+
+    # ---- what became of the groups ---------------------------------------------------------------
+
+    def on_complete(self, title: str, index: int, rewards: Sequence[float]) -> None:
+        """Note a complete group that can be trained, or will be removed for its equal rewards."""
+        curriculum = self.parts[title].curriculum
+        if curriculum.easy == curriculum.hard == 1.0:
+            return
+        passed = self.state.passed.setdefault(title, {})
+        share = sum(reward >= curriculum.passing for reward in rewards) / len(rewards)
+        if self._is_generated(title):
+            before = passed.get(0, 0.5)
+            passed[0] = before + (share - before) / AVERAGED
+        else:
+            passed[self.prompt(title, index).id] = share
+
+    def on_kept(self, title: str) -> None:
+        """Note a complete group that can be trained."""
+        self.state.in_a_row.pop(title, None)
+
+    def on_removed(self, title: str, line: LedgerLine) -> None:
+        """Replace a removed group by one of its task, unless the task is dry."""
+        removed = self.state.in_a_row[title] = self.state.in_a_row.get(title, 0) + 1
+        self.state.removed[title] = self.state.removed.get(title, 0) + 1
+        if removed == DRY:
+            self.events.append(
+                f"task {title} runs dry: its last {DRY} groups were all removed (the last one: "
+                f"{line}); removed groups are now replaced by those of the other tasks"
+            )
+        if removed < DRY:
+            self.state.due.append((title, NEW))
+
+    def is_dry(self, title: str) -> bool:
+        """Whether a task has no prompts left, or only gives groups that cannot be trained."""
+        return self._is_out(title) or self.state.in_a_row.get(title, 0) >= DRY
+
+    # ---- restarts --------------------------------------------------------------------------------
+
+    def snapshot(self) -> MixtureState:
+        return self.state
+
+    def restore(self, state: MixtureState) -> None:
+        """Take over the state of a snapshot."""
+        self.state = state
+
+    def position(
+        self, untrained: Iterable[tuple[str, int]], ledgers: Mapping[str, Ledger]
+    ) -> MixturePosition | None:
+        """Return what a new buffer needs to continue after a checkpoint; None without a mixture.
+
+        untrained: (task, index) of groups that end with this process, in their order."""
+        if not self:
+            return None
+        return MixturePosition(
+            credit=dict(self.state.credit),
+            indices=dict(self.state.indices),
+            due=[*untrained, *self.state.due],
+            removed=dict(self.state.removed),
+            ledgers={title: ledger.totals() for title, ledger in ledgers.items()},
+        )
+
+    def restore_position(self, position: MixturePosition) -> None:
+        """Continue after a checkpoint. Success rates start anew."""
+        self.state = MixtureState(
+            credit=dict(position.credit),
+            indices=dict(position.indices),
+            due=[(title, index) for title, index in position.due if title in self.parts],
+            removed=dict(position.removed),
+            past={title: Ledger.restore(totals) for title, totals in position.ledgers.items()},
+        )
+
+    def require_known(self, titles: Iterable[str]) -> None:
+        """Raise AsyncrlError if groups in the store are of a task that the config lacks."""
+        missing = sorted({title for title in titles if title and title not in self.parts})
+        if missing:
+            raise AsyncrlError(
+                f"task.mixture: the run has groups of {', '.join(missing)}, which the config "
+                "lacks; keep the part, and set its weight to 0 to stop it"
+            )
+
+    # ---- numbers ---------------------------------------------------------------------------------
+
+    def metrics(self, batch: float) -> dict[str, float]:
+        """Return the metrics of the draws for batch number `batch`."""
+        weights = self.weights(batch)
+        total = sum(weights.values()) or 1.0
+        metrics: dict[str, float] = {}
+        for title in self.parts:
+            metrics[f"task/{title}_weight"] = weights.get(title, 0.0) / total
+            metrics[f"task/{title}_removed"] = self.state.removed.get(title, 0)
+            metrics[f"task/{title}_dry"] = float(self.is_dry(title))
+        return metrics
+
+
+def mixer_of(config: Config, task: Any) -> TaskMixer:
+    """Make the mixer of a run's task. It has no parts if the run has one task."""
+    mixture = mixture_of(task)
+    if mixture is None:
+        return TaskMixer()
+    return TaskMixer(
+        mixture.parts,
+        lambda title, index: mixture.draw(title, index, config.seed),
+        {title: mixture.length(title) for title in mixture.parts},
+    )
