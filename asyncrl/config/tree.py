@@ -100,8 +100,9 @@ class TaskSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     prompts: Annotated[
         str,
         Meta(
-            description="Training prompts of task `file`: JSONL or parquet with the columns "
-            "prompt or messages, and answer."
+            description="Training prompts of task `file`, with the columns prompt or messages, "
+            "and answer: JSONL, CSV or parquet, a directory of a data set, or "
+            "hf://datasets/ORG/NAME[@REVISION][/PATH], each with #SPLIT if it has several."
         ),
     ] = ""
     heldout: Annotated[
@@ -812,7 +813,7 @@ class EvaluationSetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     file: Annotated[
         str,
         Meta(
-            description="Prompts of the set: JSONL or parquet in the format of task.prompts, with "
+            description="Prompts of the set, from a source as task.prompts, with "
             "the columns of task.columns."
         ),
     ] = ""

@@ -39,7 +39,7 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _write_lines(table: Mapping[str, Any], path: Sequence[str] = ()) -> list[str]:
     lines = [
-        f"{_format_key(name)} = {_format_value(value)}"
+        f"{_format_key(name)} = {format_value(value)}"
         for name, value in table.items()
         if not isinstance(value, Mapping)
     ]
@@ -52,16 +52,16 @@ def _write_lines(table: Mapping[str, Any], path: Sequence[str] = ()) -> list[str
 
 
 def _format_key(name: str) -> str:
-    return name if BARE_KEY.fullmatch(name) else _format_value(name)
+    return name if BARE_KEY.fullmatch(name) else format_value(name)
 
 
-def _format_value(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Format a value on one line; a table in a list as an inline table."""
     if isinstance(value, Mapping):
-        pairs = (f"{_format_key(name)} = {_format_value(item)}" for name, item in value.items())
+        pairs = (f"{_format_key(name)} = {format_value(item)}" for name, item in value.items())
         return "{" + ", ".join(pairs) + "}"
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_format_value(item) for item in value) + "]"
+        return "[" + ", ".join(format_value(item) for item in value) + "]"
     if isinstance(value, str):
         # a JSON string is a TOML string, but TOML also escapes DEL
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

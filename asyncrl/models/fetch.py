@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from asyncrl.contract import importing
 from asyncrl.contract.errors import ConfigError
 
 HUB = "hf://"
+DATA_SETS = "hf://datasets/"
 # the value that `stay_offline` gives HF_HUB_OFFLINE: true for the hub's client, and different from
 # what users write
 OURS = "YES"
@@ -30,12 +31,16 @@ MAGIC = b"GGUF"  # the first four bytes of a GGUF file
 LAST_LINES = 1  # lines of a program's error output that are shown
 # weights, configs and tokenizers; no weights in another format, no code
 HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+DATA_FILES = ("*.parquet", "*.jsonl", "*.csv", "*.arrow", "*dataset_dict.json", "*state.json")
 READERS = ("gguf==0.19.0", "accelerate==1.15.0")
 PROGRAM = """
 import json, sys
 from huggingface_hub import snapshot_download
 name, _, revision = sys.argv[1].partition("@")
-print(snapshot_download(name, revision=revision or None, allow_patterns=json.loads(sys.argv[2])))
+patterns = json.loads(sys.argv[2])
+print(snapshot_download(
+    name, revision=revision or None, allow_patterns=patterns, repo_type=sys.argv[3]
+))
 """
 
 
@@ -214,11 +219,32 @@ def from_hub(name: str) -> Path:
     plain = name.removeprefix(HUB)
     if plain.partition("@")[0].count("/") != 1:
         raise ConfigError(f"{name}: write a model of the hub as {HUB}ORG/NAME")
+    return _snapshot(name, plain, HUB_FILES, "model")
+
+
+def data_set_from_hub(name: str) -> str:
+    """Return the local source of `hf://datasets/ORG/NAME[@REVISION][/PATH][#SPLIT]`.
+
+    Without PATH it is the directory of all its data files. As `from_hub`.  Raises ConfigError."""
+    plain, hash_, split = name.removeprefix(DATA_SETS).partition("#")
+    owner, _, rest = plain.partition("/")
+    repository, _, inside = rest.partition("/")
+    if not owner or not repository:
+        raise ConfigError(f"{name}: write a data set of the hub as {DATA_SETS}ORG/NAME")
+    patterns = (inside, f"{inside}/*") if inside else DATA_FILES
+    directory = _snapshot(name, f"{owner}/{repository}", patterns, "dataset")
+    if not (directory / inside).exists():
+        raise ConfigError(f"{name}: the data set has no {inside}")
+    return f"{directory / inside}{hash_}{split}"
+
+
+def _snapshot(name: str, repository: str, patterns: Sequence[str], kind: str) -> Path:
+    """Download the files of a repository that match the patterns, in a process of its own."""
     env = os.environ | {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     if env.get("HF_HUB_OFFLINE") == OURS:
         del env["HF_HUB_OFFLINE"]
     done = subprocess.run(
-        [sys.executable, "-P", "-c", PROGRAM, plain, json.dumps(HUB_FILES)],
+        [sys.executable, "-P", "-c", PROGRAM, repository, json.dumps(patterns), kind],
         capture_output=True,
         text=True,
         env=env,

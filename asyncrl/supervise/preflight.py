@@ -8,7 +8,6 @@ finding each.  The checks of disk and memory are estimates and never stop a run.
 from __future__ import annotations
 
 import ast
-import json
 import math
 import re
 import shutil
@@ -23,10 +22,11 @@ import msgspec
 from actors.gateway.hubs import prompt_files
 from asyncrl.config.agents import AgentConfig
 from asyncrl.config.tree import Config
-from asyncrl.contract import importing
+from asyncrl.contract import importing, toml_writer
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.printable import escape_line
 from asyncrl.models import devices, fetch
+from asyncrl.tasks.data.hub import with_data_sets
 
 FIRST_PROMPTS = 64  # checked prompts of an endless split
 MOST_PROMPTS = 2000  # checked prompts of a fixed split
@@ -143,11 +143,11 @@ class Subject:
 
 
 def located(config: Config, report: Callable[[str], None] = say) -> Config:
-    """Replace a hub name in `model.path` by the model's directory, and write the environment's
-    own prompts to files.
+    """Replace the hub's names of the model and of data sets by their directories, and write the
+    environment's own prompts to files.
 
-    The model is downloaded unless the hub's cache has it.  Raises ConfigError."""
-    config = prompt_files.with_prompt_files(config)
+    They are downloaded unless the hub's cache has them.  Raises ConfigError."""
+    config = with_data_sets(prompt_files.with_prompt_files(config), report)
     if not config.model.path.startswith(fetch.HUB):
         return config
     report(f"fetching {config.model.path}")
@@ -162,8 +162,15 @@ def located_sets(config: Config, sets: Sequence[str]) -> Sequence[str]:
         "model.path": (config.model.path, local.model.path),
         "task.prompts": (config.task.prompts, local.task.prompts),
         "task.heldout": (config.task.heldout, local.task.heldout),
+        "task.ood": (config.task.ood, local.task.ood),
+        "task.mixture": (config.task.mixture, local.task.mixture),
+        "evaluation.sets": (config.evaluation.sets, local.evaluation.sets),
     }
-    new = [f"{key}={json.dumps(now)}" for key, (before, now) in paths.items() if now != before]
+    new = [
+        f"{key}={toml_writer.format_value(msgspec.to_builtins(now))}"
+        for key, (before, now) in paths.items()
+        if now != before
+    ]
     return [*sets, *new] if new else sets
 
 

@@ -1,103 +1,25 @@
-"""Prompts from files: JSONL or parquet with `prompt` or `messages` (chat turns), and `answer`.
+"""Prompts from files and data sets with `prompt` or `messages` (chat turns), and `answer`.
 
 The reward function gets other columns in `prompt.meta`, as text or JSON.
 """
 
 from __future__ import annotations
 
-import codecs
 import json
 import random
-import re
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
+from asyncrl.tasks.data.rows import files_of, read_rows
 
 # common names of a prompt in data sets
 PROMPT_COLUMNS = ("question", "problem", "query", "instruction", "input", "text", "prompts")
 RIGHT = 0.75  # share of correct demonstrations in a warm start
-# JSON's way to write a lone surrogate: text in UTF-8 cannot hold one otherwise
-SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 MOST_SYMBOLS = 256  # of a model whose tokens are characters
-
-
-def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
-    for number, line in enumerate(path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
-        if line.strip():
-            where = f"{path}:{number}"
-            try:
-                row = json.loads(line.decode())
-            except json.JSONDecodeError as error:
-                raise ConfigError(
-                    f"{path}:{number}: not JSON: {error.msg} at column {error.colno}; one object a "
-                    "line"
-                ) from error
-            except UnicodeDecodeError as error:
-                raise ConfigError(
-                    f"{path}:{number}: not UTF-8 at byte {error.start + 1}; save the file as UTF-8"
-                ) from error
-            if SURROGATE_ESCAPE.search(line):
-                require_encodable(where, row)
-            yield where, row
-
-
-def require_encodable(where: str, row: Any) -> None:
-    r"""Raise ConfigError, beginning with `where`, for a row that UTF-8 cannot encode.
-
-    JSON allows \ud83d without its second half; a message with such a text cannot be sent."""
-    for key, value in row.items() if isinstance(row, dict) else ():
-        try:
-            json.dumps([key, value], ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            half = ascii(error.object[error.start])[1:-1]
-            raise ConfigError(
-                f"{where}: `{ascii(key)[1:-1]}` has {half}, half of a character, which UTF-8 "
-                "cannot encode; write the whole character, or leave it out"
-            ) from error
-
-
-def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        import pyarrow.parquet as pq
-    except ImportError as error:
-        raise ConfigError(
-            f"{path}: parquet needs pyarrow: pip install 'asyncrl[parquet]'"
-        ) from error
-    try:
-        table = pq.read_table(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: not a parquet file: {str(error).splitlines()[0]}") from error
-    try:
-        rows = table.to_pylist()
-    except UnicodeDecodeError:
-        rows = _decoded_rows(path, table)
-    for number, row in enumerate(rows, 1):
-        yield f"{path}: row {number}", row
-
-
-def _decoded_rows(path: Path, table: Any) -> list[Any]:
-    """Read the rows of a table one by one.
-
-    Raises ConfigError for the first one whose text is not UTF-8."""
-    found = []
-    for number in range(table.num_rows):
-        try:
-            found += table.slice(number, 1).to_pylist()
-        except UnicodeDecodeError as error:
-            raise ConfigError(
-                f"{path}: row {number + 1}: not UTF-8 ({error.reason}); write its text as UTF-8"
-            ) from error
-    return found
-
-
-def read_rows(file: Path) -> Iterator[tuple[str, Any]]:
-    """Yield (location, row) for each row of a JSONL or parquet file.  Raises ConfigError."""
-    return _parquet(file) if file.suffix == ".parquet" else _jsonl(file)
 
 
 def turns_of(where: str, found: Any) -> list[dict[str, str]]:
@@ -176,14 +98,12 @@ def read_prompts(path: str, split: str, columns: Mapping[str, str] = {}) -> list
     """Read all prompts of a file.
 
     Raises ConfigError with file and line (parquet: row) for an unusable row."""
-    file = Path(path)
-    if not file.is_file():
+    files = files_of(path)
+    if files is None:
         key = {"train": "task.prompts: ", "heldout": "task.heldout: ", "ood": "task.ood: "}
         raise ConfigError(f"{key.get(split, '')}{path} is no file")
-    out = [
-        _prompt(where, row, number, split, columns)
-        for number, (where, row) in enumerate(read_rows(file))
-    ]
+    rows = (row for file in files for row in read_rows(file))
+    out = [_prompt(where, row, number, split, columns) for number, (where, row) in enumerate(rows)]
     if not out:
         raise ConfigError(f"{path}: no prompts in it")
     return out

@@ -17,6 +17,7 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 from asyncrl.models.tokenizer import encode_chat_response, encode_prompt, model_stops
 from asyncrl.tasks import file
+from asyncrl.tasks.data import rows as data_rows
 from asyncrl.tasks.fit import FitExample
 
 
@@ -87,7 +88,7 @@ def read(path: str, tokenizer: Any, data: SftData, limit: int, model: str | Path
     most = min(data.context, limit)
     rows: list[FitExample] = []
     skipped = 0
-    for where, sample in file.read_rows(source):
+    for where, sample in data_rows.read_rows(source):
         for pair in pairs_of(where, sample):
             row = FitExample(_prompt(tokenizer, pair), _answer(tokenizer, pair, stops))
             if not len(row.prompt):

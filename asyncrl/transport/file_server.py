@@ -89,6 +89,11 @@ def files_to_serve(config: Config) -> list[tuple[Part, Path, bool]]:
         ("ood", task.ood),
         ("template", config.reward.judge.template),
     )
+    for part, name in prompts:
+        if name and not Path(name).is_file():
+            raise ValueError(
+                f"task.{part} = {name} is no single file, and a machine that joins gets only files"
+            )
     files += [(part, Path(name), True) for part, name in prompts if name]
     code = code_file(config.reward.function) if config.reward.function else None
     if code is not None:

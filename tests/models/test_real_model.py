@@ -5,13 +5,10 @@ transformers, the packed forward and the engine.  And what `asyncrl model get` r
 
 from __future__ import annotations
 
-import hashlib
-import http.server
 import json
 import shutil
 import subprocess
 import sys
-import threading
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hub_kit import COMMIT, serving
 from process_kit import ENV, ROOT, SMALL
 
 from actors.engine import CompletionRequest
@@ -200,52 +198,12 @@ def test_a_run_names_the_command_that_makes_a_directory(tmp_path: Path) -> None:
     assert f"`asyncrl model get {file} DIR` makes a directory of it" in done.stderr
 
 
-class Hub(http.server.BaseHTTPRequestHandler):
-    """As much of the hub as its client asks for: a model's list of files, and the files."""
-
-    files: Path
-    commit = "0123456789abcdef0123456789abcdef01234567"
-
-    def do_GET(self) -> None:
-        kind, _, name = self.path.removeprefix("/org/name/").partition("/")
-        if "/api/models/org/name/tree" in self.path:
-            files = sorted(self.files.iterdir())
-            sizes = [(p.name, p.stat().st_size) for p in files]
-            rows = [{"type": "file", "path": n, "size": size, "oid": n} for n, size in sizes]
-            body = json.dumps(rows).encode()
-        elif "/api/models/org/name" in self.path:
-            names = [{"rfilename": p.name} for p in sorted(self.files.iterdir())]
-            body = json.dumps({"id": "org/name", "sha": self.commit, "siblings": names}).encode()
-        elif kind == "resolve" and (self.files / Path(name).name).is_file():
-            body = (self.files / Path(name).name).read_bytes()
-        else:
-            self.send_error(404)
-            return
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("ETag", f'"{hashlib.sha256(body).hexdigest()}"')
-        self.send_header("X-Repo-Commit", self.commit)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    do_HEAD = do_GET
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
 @pytest.fixture
 def hub(small_model: Path, tmp_path: Path) -> Iterator[str]:
-    Hub.files = shutil.copytree(small_model, tmp_path / "repository")
-    (Hub.files / "modeling_own.py").write_text("raise SystemExit('code of strangers')")
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    files = shutil.copytree(small_model, tmp_path / "repository")
+    (files / "modeling_own.py").write_text("raise SystemExit('code of strangers')")
+    with serving(files) as address:
+        yield address
 
 
 def test_a_name_of_the_hub(hub: str, small_model: Path, tmp_path: Path) -> None:
@@ -275,7 +233,7 @@ def test_a_run_fetches_a_name_of_the_hub_once(
     done = asyncrl("run", "configs/demo.toml", *words, **home, **waits, HF_ENDPOINT=hub)
     assert done.returncode == 0, done.stderr[-3000:]
     resolved = load.load(tmp_path / "runs" / "r" / "config.toml")
-    assert Path(resolved.model.path).name == Hub.commit, "a resumed run has the same revision"
+    assert Path(resolved.model.path).name == COMMIT, "a resumed run has the same revision"
     for name, value in (*home.items(), ("HF_ENDPOINT", "http://127.0.0.1:9")):
         monkeypatch.setenv(name, value)
     config = load.load(ROOT / "configs" / "demo.toml", ["model.path='hf://org/name'"])

@@ -1,0 +1,1 @@
+"""Rows of prompts from files and data sets."""

@@ -1,0 +1,192 @@
+"""Rows of JSONL, CSV, parquet and Arrow files, and of directories of data sets.
+
+A source is PATH or PATH#SPLIT. A directory is what `datasets` saves (`save_to_disk`), or holds
+files whose names or folders name their split, as in a repository of the hub."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import io
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from asyncrl.contract.errors import ConfigError
+
+# JSON's way to write a lone surrogate: text in UTF-8 cannot hold one otherwise
+SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
+SUFFIXES = (".parquet", ".jsonl", ".csv", ".arrow")
+# words in a path that name its split -> the split
+SPLITS = {"train": "train", "test": "test", "validation": "validation"} | {
+    "valid": "validation",
+    "dev": "validation",
+    "val": "validation",
+    "eval": "validation",
+}
+
+
+def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
+        if line.strip():
+            where = f"{path}:{number}"
+            try:
+                row = json.loads(line.decode())
+            except json.JSONDecodeError as error:
+                raise ConfigError(
+                    f"{path}:{number}: not JSON: {error.msg} at column {error.colno}; one object a "
+                    "line"
+                ) from error
+            except UnicodeDecodeError as error:
+                raise ConfigError(
+                    f"{path}:{number}: not UTF-8 at byte {error.start + 1}; save the file as UTF-8"
+                ) from error
+            if SURROGATE_ESCAPE.search(line):
+                require_encodable(where, row)
+            yield where, row
+
+
+def require_encodable(where: str, row: Any) -> None:
+    r"""Raise ConfigError, beginning with `where`, for a row that UTF-8 cannot encode.
+
+    JSON allows \ud83d without its second half; a message with such a text cannot be sent."""
+    for key, value in row.items() if isinstance(row, dict) else ():
+        try:
+            json.dumps([key, value], ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = ascii(error.object[error.start])[1:-1]
+            raise ConfigError(
+                f"{where}: `{ascii(key)[1:-1]}` has {half}, half of a character, which UTF-8 "
+                "cannot encode; write the whole character, or leave it out"
+            ) from error
+
+
+def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise ConfigError(
+            f"{path}: parquet needs pyarrow: pip install 'asyncrl[parquet]'"
+        ) from error
+    try:
+        table = pq.read_table(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: not a parquet file: {str(error).splitlines()[0]}") from error
+    try:
+        rows = table.to_pylist()
+    except UnicodeDecodeError:
+        rows = _decoded_rows(path, table)
+    for number, row in enumerate(rows, 1):
+        yield f"{path}: row {number}", row
+
+
+def _decoded_rows(path: Path, table: Any) -> list[Any]:
+    """Read the rows of a table one by one.
+
+    Raises ConfigError for the first one whose text is not UTF-8."""
+    found = []
+    for number in range(table.num_rows):
+        try:
+            found += table.slice(number, 1).to_pylist()
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"{path}: row {number + 1}: not UTF-8 ({error.reason}); write its text as UTF-8"
+            ) from error
+    return found
+
+
+def _csv(path: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        text = path.read_bytes().removeprefix(codecs.BOM_UTF8).decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path}: not UTF-8 at byte {error.start + 1}; save the file as UTF-8"
+        ) from error
+    rows = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+    try:
+        for row in rows:
+            where = f"{path}:{rows.line_num}"
+            if None in row or None in row.values():
+                raise ConfigError(
+                    f"{where}: has another number of fields than the header "
+                    f"({len(rows.fieldnames or ())}); quote a field that contains a comma"
+                )
+            yield where, row
+    except csv.Error as error:
+        raise ConfigError(f"{path}:{rows.reader.line_num}: not CSV: {error}") from error
+
+
+def _arrow(path: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        import pyarrow as pa
+    except ImportError as error:
+        raise ConfigError(f"{path}: Arrow needs pyarrow: pip install 'asyncrl[parquet]'") from error
+    try:
+        with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as reader:
+            rows = reader.read_all().to_pylist()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: not an Arrow file: {str(error).splitlines()[0]}") from error
+    for number, row in enumerate(rows, 1):
+        yield f"{path}: row {number}", row
+
+
+READERS = {".parquet": _parquet, ".csv": _csv, ".arrow": _arrow}
+
+
+def read_rows(file: Path) -> Iterator[tuple[str, Any]]:
+    """Yield (location, row) for each row of a file.  Raises ConfigError."""
+    return READERS.get(file.suffix, _jsonl)(file)
+
+
+def splits_of(directory: Path) -> dict[str, list[Path]]:
+    """Return the files of each split of a directory, {} if it holds none.
+
+    Files whose path names no split are those of `train`."""
+    saved = directory / "dataset_dict.json"
+    if saved.is_file():
+        names = json.loads(saved.read_text(encoding="utf-8"))["splits"]
+        return {name: _saved_files(directory / name) for name in names}
+    if (directory / "state.json").is_file():
+        return {"train": _saved_files(directory)}
+    found: dict[str, list[Path]] = {}
+    for path in sorted(directory.rglob("*")):
+        if path.suffix in SUFFIXES and path.is_file():
+            words = re.split("[^a-z]+", str(path.relative_to(directory)).lower())
+            split = next((SPLITS[word] for word in words if word in SPLITS), "train")
+            found.setdefault(split, []).append(path)
+    return found
+
+
+def _saved_files(directory: Path) -> list[Path]:
+    """The files of a data set that `save_to_disk` wrote, in their order."""
+    state = json.loads((directory / "state.json").read_text(encoding="utf-8"))
+    return [directory / each["filename"] for each in state["_data_files"]]
+
+
+def files_of(source: str) -> list[Path] | None:
+    """Return the files of PATH or PATH#SPLIT; None: nothing is there.
+
+    A directory with several splits gives `train`, unless a split is named. Raises ConfigError."""
+    path, split = Path(source), ""
+    if not path.exists() and "#" in source:
+        name, _, split = source.rpartition("#")
+        path = Path(name)
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        return None
+    try:
+        splits = splits_of(path)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: not a saved data set: {error}") from error
+    if not splits:
+        raise ConfigError(f"{path}: has no files of data ({', '.join(SUFFIXES)})")
+    if not split:
+        split = "train" if "train" in splits or len(splits) > 1 else next(iter(splits))
+    if split not in splits:
+        raise ConfigError(
+            f"{path}: has no split {split}; write {path}#SPLIT with one of {', '.join(splits)}"
+        )
+    return splits[split]
