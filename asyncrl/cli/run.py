@@ -169,18 +169,23 @@ def report(run_dir: Path, as_json: bool) -> None:
     emit({"report": str(run_page.write(run_dir))}, as_json)
 
 
-@command("asyncrl export runs/R my-model")
+@command("asyncrl export runs/R my-model", "asyncrl export runs/R my-model --push-to-hub ORG/NAME")
 @click.argument("run_dir", type=PATH)
 @click.argument("path", type=PATH)
+@click.option("--push-to-hub", metavar="NAME", default="", help="upload PATH to this repository")
+@click.option("--private", is_flag=True, help="make a new repository of --push-to-hub private")
 @json_option
-def export(run_dir: Path, path: Path, as_json: bool) -> None:
+def export(run_dir: Path, path: Path, push_to_hub: str, private: bool, as_json: bool) -> None:
     """Copy the newest trained model of RUN_DIR to PATH.
 
-    PATH becomes a Hugging Face directory.
+    PATH becomes a Hugging Face directory. Its README.md is a model card: base model, data,
+    settings, results, lag and ledger.
     """
     import shutil
 
     from asyncrl.config import load
+    from asyncrl.models import fetch
+    from asyncrl.supervise.report import model_card
     from learner import checkpoint
 
     if path.exists():
@@ -208,7 +213,11 @@ def export(run_dir: Path, path: Path, as_json: bool) -> None:
         policy.export(adapters.merged_directory(base, source), path)
     else:
         shutil.copytree(source, path)
-    emit({"model": str(path), "from": str(source)}, as_json)
+    model_card.write(run_dir, path)
+    pushed = (
+        {"pushed": fetch.push_to_hub(path, push_to_hub, private=private)} if push_to_hub else {}
+    )
+    emit({"model": str(path), "from": str(source), **pushed}, as_json)
 
 
 @command("asyncrl ls", "asyncrl ls other-runs")

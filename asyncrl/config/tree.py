@@ -102,7 +102,7 @@ class TaskSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         Meta(
             description="Training prompts of task `file`, with the columns prompt or messages, "
             "and answer: JSONL, CSV or parquet, a directory of a data set, or "
-            "hf://datasets/ORG/NAME[@REVISION][/PATH], each with #SPLIT if it has several."
+            "hf://datasets/ORG/NAME, each with #SPLIT if it has several."
         ),
     ] = ""
     heldout: Annotated[

@@ -44,6 +44,16 @@ print(snapshot_download(
 """
 
 
+PUSH = """
+import sys
+from huggingface_hub import HfApi
+api = HfApi()
+name = api.create_repo(sys.argv[1], private=sys.argv[3] == "private" or None, exist_ok=True).repo_id
+message = "Upload a model trained with asyncrl"
+print(api.upload_folder(repo_id=name, folder_path=sys.argv[2], commit_message=message).commit_url)
+"""
+
+
 class WheelModel(NamedTuple):
     """A model inside a wheel on the package index."""
 
@@ -240,16 +250,7 @@ def data_set_from_hub(name: str) -> str:
 
 def _snapshot(name: str, repository: str, patterns: Sequence[str], kind: str) -> Path:
     """Download the files of a repository that match the patterns, in a process of its own."""
-    env = os.environ | {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    if env.get("HF_HUB_OFFLINE") == OURS:
-        del env["HF_HUB_OFFLINE"]
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", PROGRAM, repository, json.dumps(patterns), kind],
-        capture_output=True,
-        text=True,
-        env=env,
-        check=False,
-    )
+    done = _run_client(PROGRAM, repository, json.dumps(patterns), kind)
     if done.returncode:
         raise ConfigError(
             f"{name}: the hub does not provide it, and its cache does not have it: "
@@ -257,6 +258,33 @@ def _snapshot(name: str, repository: str, patterns: Sequence[str], kind: str) ->
             "its directory"
         )
     return Path(done.stdout.splitlines()[-1])
+
+
+def push_to_hub(directory: Path, name: str, *, private: bool) -> str:
+    """Upload a model directory to a repository, made if it does not exist; return its commit.
+
+    HF_TOKEN and `hf auth login` have their usual effect.  Raises ConfigError."""
+    done = _run_client(PUSH, name, str(directory), "private" if private else "")
+    if done.returncode:
+        raise ConfigError(
+            f"--push-to-hub {name}: the hub refuses it: {last_line(done.stderr).rstrip('.')}; "
+            f"{directory} is complete: `hf upload` uploads it, too"
+        )
+    return done.stdout.splitlines()[-1]
+
+
+def _run_client(program: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a program with the hub's client in a process that may contact the hub."""
+    env = os.environ | {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    if env.get("HF_HUB_OFFLINE") == OURS:
+        del env["HF_HUB_OFFLINE"]
+    return subprocess.run(
+        [sys.executable, "-P", "-c", program, *words],
+        capture_output=True,
+        text=True,
+        env=env,
+        check=False,
+    )
 
 
 def missing_model_hint(path: str) -> str:

@@ -22,6 +22,7 @@ from process_kit import ENV, ROOT, Ended, demo_command
 from run_kit import finish, start, steps_done, wait_until
 
 from asyncrl.cli import main
+from asyncrl.config import load
 from asyncrl.supervise.run import steps_made
 from learner import checkpoint
 
@@ -317,8 +318,11 @@ def test_an_export_of_an_untrained_model_is_noted(
     (path / "model").mkdir(parents=True)
     (path / "model" / "config.json").write_text("{}")
     checkpoint.seal(path)
+    config = load.load("configs/demo.toml")
+    (tmp_path / "run" / "config.toml").write_text(load.dump(config))
     main(["export", str(tmp_path / "run"), str(tmp_path / "out")], standalone_mode=False)
     assert (tmp_path / "out" / "config.json").exists()
+    assert (tmp_path / "out" / "README.md").exists()
     assert ("has made no step" in capsys.readouterr().err) == (number == 0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import http.server
@@ -20,6 +21,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
     files: Path
     kind = "models"
     commit = COMMIT
+    taken: dict[str, Any]
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0].removeprefix(f"/{self.kind}")
@@ -54,14 +56,42 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
+    def do_POST(self) -> None:
+        """Make a repository and take a commit; `taken` keeps what came."""
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        address = f"http://{self.headers['Host']}"
+        answer: dict[str, Any] = {}
+        if self.path == "/api/repos/create":
+            self.taken["repository"] = json.loads(body)
+            answer = {"url": f"{address}/org/name"}
+        elif self.path.startswith("/api/models/org/name/preupload/"):
+            paths = [file["path"] for file in json.loads(body)["files"]]
+            kept = {"uploadMode": "regular", "shouldIgnore": False}
+            answer = {"files": [{"path": path, **kept} for path in paths]}
+        elif self.path.startswith("/api/models/org/name/commit/"):
+            for line in body.splitlines():
+                part = json.loads(line)
+                if part["key"] == "file":
+                    content = base64.b64decode(part["value"]["content"])
+                    self.taken[part["value"]["path"]] = content
+            answer = {"commitUrl": f"{address}/org/name/commit/{COMMIT}", "commitOid": COMMIT}
+        elif self.path != "/api/validate-yaml":
+            self.send_error(403, "only org/name")
+            return
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
     def log_message(self, *_: Any) -> None:
         pass
 
 
 @contextlib.contextmanager
-def serving(files: Path, kind: str = "models") -> Iterator[str]:
+def serving(
+    files: Path, kind: str = "models", taken: dict[str, Any] | None = None
+) -> Iterator[str]:
     """The address of a hub that serves the repository until the block ends."""
-    handler = type("OneHub", (Hub,), {"files": files, "kind": kind})
+    handler = type("OneHub", (Hub,), {"files": files, "kind": kind, "taken": taken})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()

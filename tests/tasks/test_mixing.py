@@ -18,7 +18,7 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments.serial import run_serial
 from asyncrl.records import health_checks, metrics
 from asyncrl.supervise import live
-from asyncrl.supervise.report import run_page
+from asyncrl.supervise.report import model_card, run_page
 from asyncrl.tasks import get_task
 
 
@@ -145,6 +145,9 @@ def test_a_run_in_processes(
     for shown in ("Ledger by task", "Tasks, at the last step", "Tasks: effective sample size"):
         assert shown in page
     assert "mine 25% " in live.tasks(rows[-1])
+    card = model_card.render(load.load(run["run_dir"] / "config.toml"), run["run_dir"])
+    assert f"| mine | - | {last['eval/mine']:.3f} | 2 |" in card or "| mine | 0" in card
+    assert "| mine | `mine.jsonl` | a part of them | `mixture_reward:reward` |" in card
     assert any(label == "task mine" for label, _ in live.part_lines(rows[-1]))
 
 

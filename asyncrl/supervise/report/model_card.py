@@ -1,0 +1,186 @@
+"""The model card of an exported model: README.md with data, settings, results, lag and ledger."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import asyncrl
+from asyncrl.config import load
+from asyncrl.config.tree import Config, TaskSource
+from asyncrl.records import metrics
+from asyncrl.supervise.summary import compose
+
+# a path in the cache of the hub's client
+SNAPSHOT = re.compile(r"(?:models|datasets)--([^/]+)--([^/]+)/snapshots/([0-9a-f]+)/?(.*)")
+
+
+def write(run_dir: Path, model: Path) -> None:
+    """Write `model`/README.md, the model card of a run's exported model."""
+    config = load.load(run_dir / "config.toml")
+    (model / "README.md").write_text(render(config, run_dir), encoding="utf-8")
+
+
+def render(config: Config, run_dir: Path) -> str:
+    """Return the text of the card: metadata for the hub, then Markdown."""
+    from huggingface_hub import ModelCardData
+
+    try:
+        summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        summary = compose(config, run_dir)
+    base, data = hub_name(config.model.path), list(dict.fromkeys(data_sets(config)))
+    card = ModelCardData(
+        base_model=base.partition("@")[0] if "/" in base else None,
+        datasets=[name.partition("@")[0] for name in data] or None,
+        library_name="peft" if _is_adapter(config) else "transformers",
+        pipeline_tag="text-generation",
+        tags=["asyncrl", "reinforcement-learning", config.loss.surrogate],
+    )
+    lag = summary["lag"]
+    blocks = [
+        f"---\n{card.to_yaml()}\n---",
+        f"# {run_dir.name}",
+        f"`{base}` after {summary['steps']:,} steps of reinforcement learning, with asyncrl "
+        f"{asyncrl.__version__}.",
+        "## Results",
+        _table(("held-out set", "before", "after", "n"), results(config, run_dir, summary)),
+        "Mean reward with the half of a 95 % interval over prompts. Before and after are the first "
+        "and the last evaluation of the run.",
+        "## Data",
+        _table(("task", "prompts", "held out", "reward"), tasks(config)),
+        "## Settings",
+        _table(("key", "value"), settings(config)),
+        "## Staleness",
+        f"A token was trained at most {lag['max']} versions after the policy that sampled it "
+        f"(limit {lag['limit']}), {lag['mean']:.2f} in the mean, {lag['p95']:g} at the 95th "
+        "percentile.",
+        "## Ledger",
+        "Where every generated token ended:",
+        _table(("line", "tokens", "share"), ledger(summary)),
+        "## Config",
+        f"```toml\n{(run_dir / 'config.toml').read_text(encoding='utf-8').strip()}\n```",
+    ]
+    return "\n\n".join(blocks) + "\n"
+
+
+def hub_name(path: str) -> str:
+    """Return ORG/NAME@REVISION of a path in the hub's cache, and any other path's last part.
+
+    >>> hub_name("/home/x/hub/models--org--name/snapshots/0123abcd"), hub_name("models/sort")
+    ('org/name@0123abcd', 'sort')
+    """
+    found = SNAPSHOT.search(path)
+    if found is None:
+        return Path(path).name
+    owner, name, revision, inside = found.groups()
+    return f"{owner}/{name}@{revision[:12]}" + (f"/{inside}" if inside else "")
+
+
+def _sources(config: Config) -> Iterator[tuple[str, TaskSource, str]]:
+    """(title, task, reward) of the task, or of each part of a mixture."""
+    reward = config.reward
+    judge = reward.function or reward.judge.model or reward.model.path or config.agent.env
+    if not config.task.mixture:
+        yield config.task.name, config.task, judge
+    for part in config.task.mixture:
+        yield part.title, part, part.reward or judge
+
+
+def data_sets(config: Config) -> Iterator[str]:
+    """Names of the hub's data sets that a run trained on."""
+    for _, task, _ in _sources(config):
+        if SNAPSHOT.search(task.prompts):
+            yield hub_name(task.prompts)
+
+
+def tasks(config: Config) -> list[tuple[str, ...]]:
+    """One row for each task: title, prompts, held-out prompts, reward."""
+    return [
+        (
+            title,
+            f"`{hub_name(task.prompts)}`" if task.prompts else f"generated (`{task.name}`)",
+            f"`{hub_name(task.heldout)}`" if task.heldout else "a part of them",
+            f"`{reward}`" if reward else "the task's own",
+        )
+        for title, task, reward in _sources(config)
+    ]
+
+
+def results(config: Config, run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, ...]]:
+    """One row for each held-out set: name, first and last reward, number of prompts."""
+    rows = metrics.read(run_dir)
+    names = dict.fromkeys(
+        name.removeprefix("eval/").removesuffix("_n")
+        for row in rows
+        for name in row
+        if name.startswith("eval/") and name.endswith("_n")
+    )
+    found: list[tuple[str, ...]] = []
+    for name in names:
+        evaluated = [row for row in rows if f"eval/{name}" in row]
+        first, last = evaluated[0], evaluated[-1]
+        half = summary["certainty"].get(name, {}).get("half")
+        found.append(
+            (
+                name,
+                f"{first[f'eval/{name}']:.3f}" if not first["step"] else "-",
+                f"{last[f'eval/{name}']:.3f}" + ("" if half is None else f" +-{half:.3f}"),
+                f"{last[f'eval/{name}_n']:,.0f}",
+            )
+        )
+    return found
+
+
+def settings(config: Config) -> list[tuple[str, str]]:
+    """The settings that make the method, by their keys."""
+    learner = config.learner
+    sections = ("advantage", "correction", "loss")
+    chosen = {
+        "learner": f"{learner.steps} steps of {learner.groups} x {learner.group_size}, "
+        f"{learner.epochs} x {learner.minibatches} updates a batch",
+        "learner.lr": f"{learner.lr:g} ({learner.schedule})",
+        "lora.rank": str(config.lora.rank) if config.lora.rank else "",
+        "staleness.max_lag": f"{config.staleness.limit:g} ({config.staleness.on_exceed})",
+        **{
+            section: ", ".join(
+                f"{key} = {value}"
+                for key, value in msgspec.to_builtins(getattr(config, section)).items()
+                if value not in (None, "", {}, [], False)
+            )
+            for section in sections
+        },
+        "kl": ", ".join(
+            f"{name} {term.coefficient:g}"
+            for name, term in (("reward", config.kl.reward), ("loss", config.kl.loss))
+            if term.coefficient
+        ),
+        "generator": f"{config.generator.engine}, temperature {config.generator.temperature:g}, "
+        f"at most {config.generator.max_new_tokens} tokens",
+        "seed": str(config.seed),
+    }
+    return [(f"`{key}`", value) for key, value in chosen.items() if value]
+
+
+def ledger(summary: dict[str, Any]) -> list[tuple[str, ...]]:
+    """One row for each line of the ledger that has tokens."""
+    total = max(summary["ledger"]["generated"], 1)
+    return [
+        (name, f"{tokens:,.0f}", f"{tokens / total:.2%}")
+        for name, tokens in summary["ledger"].items()
+        if tokens
+    ]
+
+
+def _is_adapter(config: Config) -> bool:
+    return bool(config.lora.rank) and config.export.lora == "adapter"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in lines)
