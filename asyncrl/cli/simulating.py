@@ -92,7 +92,7 @@ def simulate(
     result: dict[str, Any] = {
         "tokens_per_s": shown["tokens_per_s"],
         "idle_share": {"generator": shown["idle_generator"], "learner": shown["idle_learner"]},
-        "lag": {key: shown[f"lag_{key}"] for key in ("mean", "p95", "max")},
+        "lag": {key: shown[f"lag_{key}"] for key in ("mean", "p95", "max", "closed_form")},
         "base": shown,
         "seeds": seeds,
         "times": source,
@@ -159,7 +159,8 @@ def format_outcome(result: dict[str, Any]) -> str:
         f"idle: generators {base['idle_generator']:.1%}, learner {base['idle_learner']:.1%}; "
         f"{result['limited_by']}",
         f"lag: mean {base['lag_mean']:.2f} ({base['lag_in_flight']:.2f} in flight, "
-        f"{base['lag_in_queue']:.2f} in queue), p95 {base['lag_p95']:g}, max {base['lag_max']}: "
+        f"{base['lag_in_queue']:.2f} in queue; closed form, samples in flight / batch: "
+        f"{base['lag_closed_form']:.2f}), p95 {base['lag_p95']:g}, max {base['lag_max']}: "
         + ", ".join(f"{lag}: {share:.1%}" for lag, share in base["lag_histogram"].items()),
         f"tickets in flight: mean {base['tickets_mean']:.1f}, most {base['tickets_max']}; groups "
         f"alive at a commit: {base['alive_mean']:.1f}",

@@ -20,6 +20,7 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments.simulate import fit, simulated_processes, times, what_if
 from asyncrl.experiments.simulate.outcome import Simulation, simulate
 from asyncrl.experiments.simulate.times import TimeModel, change
+from asyncrl.records.trace import TraceSpan
 
 GENERATE = 0.64  # seconds of a batch, when all its answers are written at once
 
@@ -45,6 +46,7 @@ def test_where_the_learner_limits_the_lag_is_the_limit(limit: int) -> None:
     """
     o = run(change(BARE, step=1e-4, train=1.0), f"staleness.max_lag={limit}", "generator.slots=256")
     assert o.step_s == pytest.approx(1.0, rel=0.01) and o.idle_learner < 0.01
+    assert o.lag_closed_form == pytest.approx(o.lag_mean, rel=0.02)
     first = dict.fromkeys(range(limit), 1 / 20)  # batches 0..k start with version 0
     assert o.lag_histogram == pytest.approx(first | {limit: 1 - limit / 20})
 
@@ -57,6 +59,7 @@ def test_where_the_generators_limit_they_never_wait() -> None:
     assert o.idle_generator < 0.02 and o.idle_learner == pytest.approx(1 - 0.1 / GENERATE, abs=0.02)
     assert o.step_s == pytest.approx(GENERATE, rel=0.02)
     assert o.lag_histogram == pytest.approx({0: 1 / 20, 1: 19 / 20})
+    assert o.lag_closed_form == pytest.approx(1, abs=0.05), "a batch in the engine, none in a queue"
 
 
 def test_weights_swapped_in_mid_answer_split_its_lag() -> None:
@@ -100,6 +103,17 @@ def test_what_a_synchronous_step_is_made_of() -> None:
     assert run(change(BARE, row=0.001), "staleness.max_lag=0").step_s == pytest.approx(
         plain + 64 * 16 * 0.001, rel=0.02
     )
+
+
+def test_the_learner_idles_between_two_updates_whose_batches_are_there() -> None:
+    """5 ms of 105, and none where it waits for a batch."""
+    known = change(BARE, step=1e-4, train=0.1, ready=0.005)
+    plain = run(change(known, ready=0.0), "staleness.max_lag=2", "generator.slots=256")
+    o = run(known, "staleness.max_lag=2", "generator.slots=256")
+    assert o.step_s - plain.step_s == pytest.approx(0.005 * 19 / 20)
+    assert o.idle_learner - plain.idle_learner == pytest.approx(5 / 105, abs=0.003)
+    waiting = [run(change(known, ready=x), "staleness.max_lag=0") for x in (0.0, 0.005)]
+    assert waiting[0].step_s == waiting[1].step_s
 
 
 def test_reward_processes_are_fed_whatever_the_engine_does() -> None:
@@ -414,6 +428,48 @@ def test_a_fit_finds_the_times_that_made_the_trace(tmp_path: Path) -> None:
     assert seen.staleness.max_lag == 2
 
 
+def test_pauses_that_no_column_explains_are_spread_over_all() -> None:
+    pauses = [
+        (i % 7, i % 5, 0.002 + 1e-4 * (i % 7) + (0.06 if i % 20 == 0 else 0.0)) for i in range(200)
+    ]
+    look, finish, new = fit._fit_pauses(pauses)
+    fitted = sum(look + finish * finished + new * admitted for finished, admitted, _ in pauses)
+    assert fitted == pytest.approx(sum(seconds for *_, seconds in pauses)) and look > 0.002
+    assert fit._fit_pauses([(1, 1, 0.0)] * 20) == (0.0, 0.0, 0.0)
+
+
+def test_the_gap_between_two_updates_is_fitted_where_the_learner_did_not_wait() -> None:
+    spans, at = [], 0.0
+    for gap in (0.004, 0.2, 0.005, 0.006, 0.3):
+        spans += [TraceSpan("train", at, at + 1), TraceSpan("publish", at + 1, at + 1.1)]
+        at += 1.1 + gap
+    spans.append(TraceSpan("train", at, at + 1))
+    assert fit._fit_ready(TimeModel(), spans) == pytest.approx([0.004, 0.005, 0.006])
+    assert fit._fit_ready(TimeModel(), spans[:4]) == TimeModel().ready, "too few of them"
+
+
+def test_a_few_samples_take_the_mean_length_of_all(tmp_path: Path) -> None:
+    """Metrics have the mean of every batch, 24 here; the samples shown are shorter."""
+    write_run(tmp_path, TimeModel())
+    shown = [{"ticket": t, "tokens": [1] * (10 + t % 3)} for t in range(60)]
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(s) + "\n" for s in shown))
+    lengths = fit.fit(tmp_path)[0].lengths
+    assert isinstance(lengths, list) and sorted({round(x / 24 * 11) for x in lengths}) == [
+        10,
+        11,
+        12,
+    ]
+    assert sum(lengths) / len(lengths) == pytest.approx(24, abs=0.01)
+
+
+def test_training_beside_a_pause_of_the_generator_is_beside_it() -> None:
+    """Half of each update lies in a decode call, half in its pause: 0.13 s are 0.1 by itself."""
+    spans = [TraceSpan("train", 0.3 * i, 0.3 * i + 0.13, 100) for i in range(9)]
+    calls = [fit.EngineCall(t.start - 0.1, t.start + 0.065, 8, 0, 8, 0, 0.1) for t in spans]
+    fitted = fit._fit_learner(change(TimeModel(), beside=1.3), spans, spans, calls)
+    assert fitted["train"]["sequence"] == pytest.approx([0.1] * 9, abs=1e-4)
+
+
 def write_short_answers(path: Path, known: TimeModel, *, with_steps: bool) -> None:
     """The same run, but all answers of a call end in it, after 1 to 6 of its steps."""
     write_run(path, known)
@@ -575,6 +631,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
         "mean": base["lag_mean"],
         "p95": base["lag_p95"],
         "max": base["lag_max"],
+        "closed_form": base["lag_closed_form"],
     }
     table = {(o["generators"], o["max_lag"]): o for o in found["sweep"]}
     assert (

@@ -27,6 +27,7 @@ BARE = TimeModel(
     train=0.4,
     train_tokens=None,
     batch=0,
+    ready=0,
     commit=0,
     publish=0,
     swap=0,

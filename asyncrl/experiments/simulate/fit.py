@@ -72,7 +72,7 @@ def fit(run_dir: Path) -> tuple[TimeModel, Config]:
     times = change(times, **_fit_learner(times, trains, learner, calls))
     times = change(times, **_fit_lengths(run_dir, config))
     batch, commit = _fit_batch(times, learner, calls), _fit_commit(times, learner, generators)
-    times = change(times, batch=batch, commit=commit)
+    times = change(times, batch=batch, commit=commit, ready=_fit_ready(times, learner))
     # each sample of a list gets its share
     shares = [
         (span.end - span.start) / (span.size or 1)
@@ -181,10 +181,23 @@ def _fit_decode(calls: Sequence[EngineCall], trains: Sequence[TraceSpan]) -> dic
     paused = [(call, call.pause) for call in calls if call.pause is not None]
     if len(paused) < FEWEST:  # the engine runs empty after nearly every call
         return fitted
-    columns_paused = [[1, call.finished, call.admitted] for call, _ in paused]
-    pauses = [max(0.0, pause) for _, pause in paused]
-    look, finish, new = map(float, solve(columns_paused, pauses)[0])
+    look, finish, new = _fit_pauses([(call.finished, call.admitted, x) for call, x in paused])
     return fitted | {"admit": admit + new, "look": look, "finish": finish}
+
+
+def _fit_pauses(pauses: Sequence[tuple[int, int, float]]) -> tuple[float, float, float]:
+    """Fit look, finish and what an admitted row adds, to (finished, admitted, seconds) of pauses.
+
+    A few pauses are many times as long as the others, where the process waits for a core. No column
+    explains them, and the weights of `solve` leave them out, although the generator is busy in
+    them. The solution is therefore scaled to the sum of all pauses.
+    """
+    columns = np.array([[1, finished, admitted] for finished, admitted, _ in pauses], float)
+    seconds = [max(0.0, pause) for *_, pause in pauses]
+    solution = solve(columns, seconds)[0]
+    explained = float((columns @ solution).sum())
+    look, finish, new = solution * (sum(seconds) / explained if explained > 0 else 1.0)
+    return float(look), float(finish), float(new)
 
 
 def _fit_learner(
@@ -199,7 +212,8 @@ def _fit_learner(
     the run's order.
     """
     tokens = statistics.mean(train.size or 0 for train in trains)
-    busy = unite((call.start, call.end) for call in calls)
+    # a pause between two calls is work as well, as in the simulation
+    busy = unite((call.start, call.end + max(0.0, call.pause or 0.0)) for call in calls)
     seconds = [
         (train.end - train.start)
         * tokens
@@ -233,6 +247,16 @@ def _fit_batch(times: TimeModel, learner: Sequence[TraceSpan], calls: Sequence[E
     finished = statistics.mean(call.finished for call in calls)
     known = times.look + finished * (times.finish + times.buffer) + 2 * times.wire
     return _typical(waits, known, times.batch)
+
+
+def _fit_ready(times: TimeModel, learner: Sequence[TraceSpan]) -> Spec:
+    """Fit `ready` where the learner did not wait: its messages between two updates."""
+    gaps = [
+        after.start - before.end
+        for before, after in itertools.pairwise(learner)
+        if after.name == "train" and after.start - before.end <= WAIT_S
+    ]
+    return _typical(gaps, 0.0, times.ready)
 
 
 def _fit_commit(
@@ -273,9 +297,10 @@ def _fit_lengths(run_dir: Path, config: Config) -> dict[str, Any]:
     if len(whole) >= 2 * FEWEST:
         return fitted | {"group_lengths": whole}
     lengths = [float(length) for group in groups.values() for length in group]
-    if len(lengths) >= 2 * FEWEST:
-        return fitted | {"lengths": lengths}
     means = [row["answer/length"] for row in rows if "answer/length" in row]
+    if len(lengths) >= 2 * FEWEST:  # a few of some batches: the metrics know the mean of all
+        scale = statistics.mean(means) / statistics.mean(lengths) if means else 1.0
+        return fitted | {"lengths": [round(scale * length, 2) for length in lengths]}
     if not means:
         raise ConfigError(
             f"{run_dir}: neither samples nor metrics have the length of its completions"

@@ -52,6 +52,8 @@ class SimulationOutcome(msgspec.Struct, frozen=True, kw_only=True):
     lag_mean: float
     lag_p95: int
     lag_max: int
+    # closed form of the mean lag: samples that wait for their training, over those of a batch
+    lag_closed_form: float
     lag_in_flight: float  # mean over samples: until delivery
     lag_in_queue: float  # and from there to training
     lag_histogram: dict[int, float]  # lag -> share of the trained tokens
@@ -178,6 +180,7 @@ class Simulation:
             lag_mean=mean(counts),
             lag_p95=quantile(counts, 0.95),
             lag_max=max(counts, default=0),
+            lag_closed_form=self.groups_waiting(seconds) / self.config.learner.groups,
             lag_in_flight=average([flight for flight, _ in buffer.splits.values()]),
             lag_in_queue=average([queue for _, queue in buffer.splits.values()]),
             lag_histogram={lag: count / max(tokens, 1) for lag, count in sorted(counts.items())},
@@ -192,6 +195,12 @@ class Simulation:
             left_over=int(ledger["left_over"]["tokens"]),
             took_s=took,
         )
+
+    def groups_waiting(self, seconds: float) -> float:
+        """Return the mean over time of the groups that were granted and are not in training."""
+        outstanding = self.buffer.alive_seconds
+        training = self.config.learner.groups * self.learner.busy
+        return max(0.0, outstanding - training) / max(seconds, 1e-9)
 
 
 def downweighted_tokens(counts: Mapping[int, int], config: Config) -> float:

@@ -514,12 +514,18 @@ class SimulatedLearner:
         self.batches[number] = tokens
         self.train()
 
-    def train(self) -> None:
-        """Train the next batch if it is here."""
+    def train(self, delay: float = 0.0) -> None:
+        """Train the next batch if it is here, after `delay` seconds."""
         if self.training or self.number not in self.batches:
             return
-        tokens = self.batches.pop(self.number)
         self.training = True
+        if delay > 0:
+            self.clock.schedule(self.clock.now + delay, self.begin_update)
+        else:
+            self.begin_update()
+
+    def begin_update(self) -> None:
+        tokens = self.batches.pop(self.number)
         if self.settings.prefetch and self.number + 1 < self.settings.steps:
             self.ask(self.number + 1)
         scale = tokens / self.times.train_tokens if self.times.train_tokens else 1.0
@@ -554,4 +560,4 @@ class SimulatedLearner:
             return
         if not self.settings.prefetch:
             self.ask(self.number)
-        self.train()
+        self.train(self.draws.seconds("ready") if self.number in self.batches else 0.0)

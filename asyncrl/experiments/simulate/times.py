@@ -128,6 +128,7 @@ class TimeModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     train: Spec = 0.25  # a batch of train_tokens
     train_tokens: Annotated[float, Meta(gt=0)] | None = 10_752.0  # None: `train` is for any batch
     batch: Spec = 0.02  # from a batch's last sample at the buffer to the learner
+    ready: Spec = 0.005  # from a publication to the next update, whose batch is there already
     commit: Spec = 0.02  # the buffer's work on a commit, before it grants new tickets
     publish: Spec = 0.001  # weights into the ring
     swap: Spec = 0.0015  # weights into an engine

@@ -115,6 +115,7 @@ class SimulatedBuffer:
         self.capacity = 0  # samples that the generators hold at most
         self.tickets = self.most_tickets = 0  # in flight: groups that generators hold
         self.tickets_since = self.ticket_seconds = 0.0  # and their integral over time
+        self.alive_since = self.alive_seconds = 0.0  # the same of groups outstanding or stored
         self.lags: dict[int, dict[int, int]] = {}  # batch -> trained tokens by lag
         self.limits: list[float] = []  # of new tickets, after each commit
         # batch -> mean lag of its samples in flight, in queue
@@ -127,6 +128,8 @@ class SimulatedBuffer:
         self.clock.schedule(self.free, self._handle, handler, args)
 
     def _handle(self, handler: Callable[..., None], args: tuple[Any, ...]) -> None:
+        self.alive_seconds += len(self.store.alive) * (self.clock.now - self.alive_since)
+        self.alive_since = self.clock.now
         handler(*args)
         while self.asks and self._lease(self.asks[0]):
             self.asks.popleft()
