@@ -654,22 +654,27 @@ def sample(
     u: torch.Tensor,
     scale: torch.Tensor | None,
     cut: tuple[torch.Tensor, torch.Tensor] | None,
+    allowed: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Sample one token a row by inverse CDF.
 
-    Returns tokens [n], their log-probabilities [n] under what was sampled from, and with `cut` the
-    tokens that were kept, bool [n, V].
+    Returns tokens [n], their log-probabilities [n] under what was sampled from, and with `cut` or
+    `allowed` the tokens that were kept, bool [n, V].
 
     Args:
         logits: fp32 [n, V].
         u: [n], uniform in (0, 1].
         scale: [n], 1 / temperature; None: 1.
         cut: (top_p [n], top_k [n]); None: nothing is truncated.
+        allowed: bool [n, V], the tokens of which top-p and top-k keep some; None: all.
     """
     logs = torch.log_softmax(logits if scale is None else logits * scale[:, None], -1)
-    kept = None
+    kept = allowed
     if cut is not None:
-        kept = kept_tokens(logs, *cut)
+        among = logs if allowed is None else logs.masked_fill(~allowed, -torch.inf)
+        kept = kept_tokens(among, *cut)
+        kept = kept if allowed is None else kept & allowed
+    if kept is not None:
         logs = renormalize(logs, kept)
     c = logs.exp().cumsum(-1)
     # below the sum, whatever u rounds to: the first position above it has a probability

@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from actors.decoding.constraints import TokenConstraint
 from asyncrl.config.engines import ENGINES
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
@@ -41,11 +42,18 @@ class CompletionRequest:
     seed: int  # of the run, see `uniforms`
     beside: int = 0  # selects another stream for a further call of the same sample
     drawn_for: tuple[int, int] | None = None  # (ticket, sample) of the stream, if not the key's
+    # the grammar that it is decoded under, which the engine advances; None: any tokens
+    constraint: TokenConstraint | None = None
 
     @property
     def truncates(self) -> bool:
         """Whether top-p or top-k may exclude tokens."""
         return self.top_p < 1 or self.top_k > 0
+
+    @property
+    def has_support(self) -> bool:
+        """Whether its completion records the tokens that it was sampled from."""
+        return self.truncates or self.constraint is not None
 
     @property
     def stream(self) -> tuple[int, int, int]:
@@ -60,8 +68,8 @@ class Completion:
 
     tokens: int32 [T], the stop token included.
     logprobs: float32 [T], under the sampling distribution (after temperature, top-p and top-k).
-    support: the tokens that top-p and top-k kept at each of the T positions; None: nothing was
-        truncated, or the engine does not record it.
+    support: the tokens that top-p, top-k and a grammar left at each of the T positions; None: all
+        were left, or the engine does not record it.
     routed: the experts of the P + T - 1 tokens that the model read; None: not recorded.
     """
 

@@ -22,6 +22,8 @@ import numpy as np
 import torch
 
 from actors import decoder
+from actors.decoding import constraints
+from actors.decoding.constraints import TokenConstraint
 from actors.decoding.drafts import DraftBook, DraftPolicy
 from actors.engine import (
     Completion,
@@ -63,8 +65,7 @@ class EngineRow:
     loads: int
     # (first token, label, digest) of each span
     marks: list[tuple[int, Label, str]] = field(default_factory=list)
-    # int32, the tokens that top-p and top-k kept at each position, where the request truncates;
-    # empty: all
+    # int32, the tokens that were kept at each position, where the request has a support; empty: all
     kept: list[np.ndarray] = field(default_factory=list)
     # uint16 [P - 1, layers, k], the experts of the prompt without its last token; None: no record
     routed: np.ndarray | None = None
@@ -760,14 +761,18 @@ class EmbeddedEngine:
         # the row's own token count selects its uniform, so that a sample does not depend on the
         # rows beside it
         draws = self.uniform[:count].gather(1, self.count[:count, None])[:, 0]
+        allowed = self._allowed()
         token, logprob, kept = decoder.sample(
             logits,
             draws,
             None if self.plain else self.scale[:count],
             (self.top_p[:count], self.top_k[:count]) if self.cuts else None,
+            allowed,
         )
         if kept is not None:
             self._record_kept(kept)
+        if allowed is not None:
+            constraints.advance(self._constraints(), token)
         self.out_token[:count, column], self.out_logprob[:count, column] = token, logprob
         if routed is not None and self.out_routed is not None:
             self.out_routed[:count, column] = torch.stack(routed, 1)[:count].to(
@@ -804,8 +809,10 @@ class EmbeddedEngine:
         )
         places = (self.count[:count, None] + steps).clamp(max=self.uniform.shape[1] - 1)
 
+        allowed = self._allowed()
+
         def by_token(of_row: torch.Tensor) -> torch.Tensor:
-            return of_row[:count].repeat_interleave(width)
+            return of_row[:count].repeat_interleave(width, 0)
 
         token, logprob, kept = (
             None if each is None else each.view(count, width, *each.shape[1:])
@@ -814,6 +821,7 @@ class EmbeddedEngine:
                 self.uniform[:count].gather(1, places).flatten(),
                 None if self.plain else by_token(self.scale),
                 (by_token(self.top_p), by_token(self.top_k)) if self.cuts else None,
+                None if allowed is None else by_token(allowed),
             )
         )
         assert token is not None and logprob is not None
@@ -830,6 +838,8 @@ class EmbeddedEngine:
         if routed is not None and self.out_routed is not None:
             experts = torch.stack(routed, 1)[row * width + step]
             self.out_routed[row, column] = experts.to(self.out_routed.dtype)
+        if allowed is not None:  # constrained rows draft nothing
+            constraints.advance(self._constraints(), token[:, 0])
         live = left > 0
         last = token.gather(1, (taken - 1).clamp(min=0)[:, None])[:, 0]
         self.token[:count] = torch.where(live, last, self.token[:count])
@@ -846,9 +856,10 @@ class EmbeddedEngine:
         if policy.pays(self.live):
             began = time.perf_counter()
             for slot, row in enumerate(self.rows):
-                if row is None or not (
-                    most := min(policy.most, row.request.max_new_tokens - row.sampled - 1)
-                ):
+                if row is None or row.request.constraint is not None:
+                    continue
+                most = min(policy.most, row.request.max_new_tokens - row.sampled - 1)
+                if not most:
                     continue
                 known = self.book.count_known(row.request)
                 new_tokens = self.out_token[slot, known : row.sampled].tolist()
@@ -872,7 +883,7 @@ class EmbeddedEngine:
         """Append the kept tokens, bool [n, D, V], of the `taken` [n] tokens of each row."""
         self.vocabulary = kept.shape[2]
         for slot, row in enumerate(self.rows):
-            if row is not None and row.request.truncates:
+            if row is not None and row.request.has_support:
                 row.kept += decoder.kept_ids(kept[slot, : int(taken[slot])])
 
     def _measure_drafts(self, most: int) -> dict[int, tuple[float, float]]:
@@ -908,17 +919,26 @@ class EmbeddedEngine:
         )
 
     def _record_kept(self, kept: torch.Tensor) -> None:
-        """Append the kept tokens, bool [n, V], to the rows whose request truncates."""
+        """Append the kept tokens, bool [n, V], to the rows that have a support."""
         self.vocabulary = kept.shape[1]
-        truncated = [
-            slot for slot, row in enumerate(self.rows) if row is not None and row.request.truncates
+        recorded = [
+            slot
+            for slot, row in enumerate(self.rows)
+            if row is not None and row.request.has_support
         ]
-        if not truncated:
+        if not recorded:
             return
-        for slot, ids in zip(truncated, decoder.kept_ids(kept[truncated]), strict=True):
+        for slot, ids in zip(recorded, decoder.kept_ids(kept[recorded]), strict=True):
             row = self.rows[slot]
             assert row is not None
             row.kept.append(ids)
+
+    def _constraints(self) -> list[TokenConstraint | None]:
+        return [None if row is None else row.request.constraint for row in self.rows]
+
+    def _allowed(self) -> torch.Tensor | None:
+        """Return bool [n, V]: the tokens that grammars leave to each row; None: all."""
+        return constraints.allowed_tokens(self._constraints(), self.weights.vocabulary, self.device)
 
     def _oldest_step(self) -> int:
         return min(row.born for row in self.rows if row is not None)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from actors.decoder import kept_ids, sample, score_states
+from actors.decoding import constraints
 from actors.engine import (
     Completion,
     CompletionRequest,
@@ -40,7 +41,7 @@ class GenericRow:
     logprobs: list[float]
     marks: list[tuple[int, Label, str]]
     stream: np.ndarray
-    # int32, the tokens that top-p and top-k kept at each position; empty: all
+    # int32, the tokens that were kept at each position, where the request has a support; empty: all
     kept: list[np.ndarray] = field(default_factory=list)
     # uint16 [tokens, layers, k], the experts of the tokens read so far, in parts
     routed: list[np.ndarray] = field(default_factory=list)
@@ -152,18 +153,21 @@ class GenericEngine:
             torch.tensor([r.top_p for r in requests], device=device),
             torch.tensor([r.top_k for r in requests], device=device),
         )
+        constrained = [request.constraint for request in requests]
         tokens, logprobs, kept = sample(
             logits,
             uniform,
             scale,
             cut if any(request.truncates for request in requests) else None,
+            constraints.allowed_tokens(constrained, logits.shape[1], device),
         )
+        constraints.advance(constrained, tokens)
         for row, token, logprob in zip(self.rows, tokens.tolist(), logprobs.tolist(), strict=True):
             row.tokens.append(token)
             row.logprobs.append(logprob)
         if kept is not None:
             for row, ids in zip(self.rows, kept_ids(kept), strict=True):
-                if row.request.truncates:
+                if row.request.has_support:
                     row.kept.append(ids)
             self.vocabulary = kept.shape[1]
 

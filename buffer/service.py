@@ -130,7 +130,7 @@ def open_store(
 
 def max_message_bytes(config: Config) -> int:
     """Bytes of the largest valid message: frames of completions of full context, with texts."""
-    token = ANSWER_BYTES + config.generator.support_bytes
+    token = ANSWER_BYTES + config.support_bytes
     frame = 2 * config.wires.frame_bytes + token * config.generator.context
     return min(m.MAX_FRAME_BYTES, MORE_BYTES + frame)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from actors.decoding.constraints import GrammarCompiler, TokenConstraint
 from actors.engine import Completion, CompletionRequest, Engine, Key
 from actors.turn import GeneratorTurn, PromptTooLong, ScoredResponse
 from asyncrl.config.tree import Config, RewardConfig
@@ -33,6 +34,8 @@ class CallTurn(GeneratorTurn):
         without_rewards = msgspec.structs.replace(config, reward=RewardConfig(workers=0))
         super().__init__(without_rewards, engine, lockstep=False)
         self.vocabulary = vocabulary(config.model.path)
+        self.grammars = GrammarCompiler(self.tokenizer, config.model.path, self.stops)
+        self.constraints: dict[int, TokenConstraint] = {}  # call id -> of its grammar
         self.calls: dict[int, m.GenerationCall] = {}
         self.keys: dict[int, Key] = {}  # call id -> its key in the schedule
         self.served = 0  # calls accepted, which numbers them
@@ -48,7 +51,9 @@ class CallTurn(GeneratorTurn):
                 continue
             try:
                 message_checks.call(call, self.vocabulary, self.context)
-            except BadMessage as error:
+                if call.grammar:
+                    self.constraints[call.id] = self.grammars.begin(call.grammar)
+            except (BadMessage, ValueError) as error:
                 self.answered.append(
                     m.CallResult(call.id, b"", b"", [], "length", failed=str(error))
                 )
@@ -95,6 +100,7 @@ class CallTurn(GeneratorTurn):
                     seed=call.seed,
                     beside=call.stream,
                     drawn_for=(call.ticket, call.sample),
+                    constraint=self.constraints.pop(call.id, None),
                 )
             )
         return requests, []
@@ -123,6 +129,7 @@ class CallTurn(GeneratorTurn):
             if self.calls.pop(call, None) is None:
                 continue
             key = self.keys.pop(call)
+            self.constraints.pop(call, None)
             tokens = self.engine.abort([key]).get(key, 0)
             if (held := self.schedule.held.get((key[0], key[2]))) is not None:
                 self.schedule.drop(held)
@@ -132,6 +139,7 @@ class CallTurn(GeneratorTurn):
         """Forget a call of an epoch that is over."""
         self.calls.pop(call, None)
         self.keys.pop(call, None)
+        self.constraints.pop(call, None)
 
     def progress(self) -> list[tuple[int, int, int]]:
         """Nothing, as the gateway reports the progress of its tickets."""

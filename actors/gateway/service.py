@@ -156,8 +156,7 @@ class Gateway(sockets.SessionPeer):
             gateway_address(config, run_dir, index),
             config.wires.curve_dir,
             run=self.run,
-            most=(CALLED_BYTES + config.generator.support_bytes) * config.generator.context
-            + MORE_BYTES,
+            most=(CALLED_BYTES + config.support_bytes) * config.generator.context + MORE_BYTES,
             reads=m.FromGenerator,
             key="wires.gateway_address",
         )
@@ -435,6 +434,7 @@ class Gateway(sockets.SessionPeer):
             exact_version=ticket.exact_version,
             seed=ticket.seed,
             stream=call.stream_key,
+            grammar=call.grammar,
         )
         if self.is_expired(ticket):
             self.put_off[asked.id] = asked

@@ -55,6 +55,7 @@ class SessionApi(SessionSource):
             agent.sampling,
             vocabulary=gateway.vocabulary,
             forced=agent.forced,
+            parser=agent.parser,
             stops=frozenset(gateway.stops),
         )
         self.run_key = read_endpoint_file(gateway.run_dir, "agent.key") or secrets.token_urlsafe(32)

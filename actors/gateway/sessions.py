@@ -129,6 +129,7 @@ class SessionCall:
     run_bound: bool  # max_new_tokens comes from the run or the session, not from the client
     aside: bool = False  # excluded from training
     stop: tuple[str, ...] = ()
+    grammar: str = ""  # that its answer is decoded under; "": none
     alone_since: float = NEVER  # when the last connection that waited for its answer closed
     cut: bool = False  # is being cancelled
 

@@ -138,10 +138,11 @@ class AgentConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         ),
     ] = "ignore"
     forced: Annotated[
-        Literal["ignore", "refuse"],
+        Literal["ignore", "refuse", "constrain"],
         Meta(
             description="A client's demand for a format or a tool (response_format, "
-            "tool_choice). ignore: ignore it and name it in a header; refuse: answer 400."
+            "tool_choice). ignore: ignore it and name it in a header; refuse: answer 400; "
+            "constrain: decode the answer under it, and train over the tokens that it allows."
         ),
     ] = "ignore"
     parser: Annotated[

@@ -635,10 +635,15 @@ def _agent(config: Config) -> Iterator[str]:
         if getattr(agent, key) and others:
             keys = " and ".join(f"agent.{name}" for name in others)
             yield f"agent.{key}: it is the agent itself; remove {keys}"
-    if agent.forced == "refuse" and not agent.http:
+    if agent.forced != "ignore" and not agent.http:
         yield (
             "agent.forced: only an agent that calls over HTTP can force an answer; set "
             "agent.serve, command or function"
+        )
+    if agent.forced == "constrain" and not ENGINES[config.generator.engine].records_support:
+        yield (
+            "agent.forced: constrain needs an engine that records the tokens that each answer was "
+            f"sampled from; set generator.engine = {engines_with('records_support')}"
         )
     if agent.command and not all(agent.command):
         yield ('agent.command: a word is empty; write a list like ["python", "agent.py"]')

@@ -434,13 +434,6 @@ class GeneratorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         Meta(description="GPU numbers, assigned to the generators in turn. Empty: model.device."),
     ] = []
 
-    @property
-    def support_bytes(self) -> int:
-        """Most bytes a token of the tokens that top-p and top-k keep, as they are sent."""
-        if self.top_k > 0:
-            return 4 * (self.top_k + 1)
-        return LARGEST_BITMAP if self.top_p < 1 else 0
-
 
 class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     backend: Annotated[
@@ -1127,3 +1120,11 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     watchdog: WatchdogConfig = WatchdogConfig()
     placement: Placement = Placement()
     record: RecordConfig = RecordConfig()
+
+    @property
+    def support_bytes(self) -> int:
+        """Most bytes a token of the tokens that it was sampled from, as they are sent."""
+        if self.generator.top_k > 0:
+            return 4 * (self.generator.top_k + 1)
+        restricted = self.generator.top_p < 1 or self.agent.forced == "constrain"
+        return LARGEST_BITMAP if restricted else 0

@@ -19,6 +19,7 @@ PROTOCOL = 3
 # Ticket numbers from here on belong to evaluations. They depend on the prompt alone, so that a
 # prompt has the same random stream at every version.
 EVAL_BASE = 1 << 40
+MOST_GRAMMAR = 1 << 16  # characters
 MAX_FRAME_BYTES = 256 * 1024 * 1024  # a larger frame is refused: no message needs it
 
 # the lines of the ledger: the possible fates of a generated token
@@ -148,7 +149,8 @@ class TrainingSequence(msgspec.Struct, frozen=True, array_like=True, gc=False):
     segments: list[tuple[str, int, int]] = []  # ("model" or "context", start, end) of [0, T)
     # float32 [T] when calls have their own rewards, NaN where there is none; else empty
     token_rewards: bytes = b""
-    # the tokens that top-p and top-k kept at each of the T positions (`SampledSupport.encode`);
+    # the tokens that top-p, top-k and a grammar left at each of the T positions
+    # (`SampledSupport.encode`);
     # empty where nothing was truncated, or the engine does not record it
     support: bytes = b""
     # the experts of the P + T - 1 tokens that the model read (`RoutedExperts.encode`); empty: a
@@ -438,6 +440,7 @@ class GenerationCall(msgspec.Struct, frozen=True, array_like=True):
     seed: int
     # 0: the random stream of a plain completion of the ticket, (seed, ticket, sample); else another
     stream: int = 0
+    grammar: str = ""  # that it is decoded under, in llguidance's form of Lark; "": any tokens
 
 
 class CallAssignments(msgspec.Struct, frozen=True, tag="calls"):

@@ -57,6 +57,7 @@ def missing_for(config: Config) -> str:
         (config.learner.backend == "deepspeed", "learner.backend", "deepspeed", "deepspeed"),
         (config.lora.rank > 0, "lora.rank", "peft", "lora"),
         (over_http, "agent: sessions over HTTP", "httptools", "agents"),
+        (config.agent.forced == "constrain", "agent.forced: constrain", "llguidance", "agents"),
         *((True, f"record.trackers: {name}", name, name) for name in config.record.trackers),
     ]
     return next(

@@ -136,6 +136,10 @@ def call(call: m.GenerationCall, vocabulary: int, context: int) -> None:
         0 <= call.sample < COUNT and 0 <= call.stream < 1 << 64,
         f"{what}: sample {call.sample}, stream {call.stream}",
     )
+    require(
+        len(call.grammar) <= m.MOST_GRAMMAR,
+        f"{what}: a grammar of {len(call.grammar)} characters",
+    )
     ids = memoryview(call.prompt).cast("i")
     require(
         min(ids) >= 0 and (not vocabulary or max(ids) < vocabulary),

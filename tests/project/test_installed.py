@@ -175,7 +175,7 @@ def test_a_config_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             load.load(name)
         said = str(error.value)
         assert said.startswith(
-            f"{name}: no such config file; bundled configs, by name: calc, calc_http,"
+            f"{name}: no such config file; bundled configs, by name: calc, calc_form,"
         )
     assert "demo" in bundled_configs.names()
 

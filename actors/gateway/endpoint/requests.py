@@ -3,7 +3,8 @@
 The run determines the distribution of an answer:
 
 - options that only end an answer earlier are followed
-- a client's sampling options and a forced format or tool are ignored and named, or refused
+- a client's sampling options are ignored and named, or refused
+- a forced format or tool is ignored and named, refused, or becomes the answer's grammar
 - options under which the policy cannot be trained are refused"""
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 
 from actors.gateway.call_tree import Message
 from actors.gateway.chat import normalised
-from actors.gateway.endpoint import anthropic, responses
+from actors.gateway.endpoint import anthropic, forms, responses
 from actors.gateway.sessions import CallRefused
 from asyncrl.contract.messages import SamplingSettings
 
@@ -42,7 +43,9 @@ class RequestPolicy:
     other_models: Literal["aside", "train", "refuse"] = "aside"
     sampling: Literal["ignore", "refuse"] = "ignore"  # a client's temperature, top_p, top_k, seed
     vocabulary: int = 0  # upper bound of token ids; 0: not known
-    forced: Literal["ignore", "refuse"] = "ignore"  # a format or tool that the answer must have
+    # a format or tool that the answer must have
+    forced: Literal["ignore", "refuse", "constrain"] = "ignore"
+    parser: str = "hermes"  # that reads tool calls from an answer
     stops: frozenset[int] = frozenset()  # token ids that end an answer in this run
 
 
@@ -63,6 +66,7 @@ class ParsedRequest:
     usage: bool = False  # token counts at the end of the stream
     logprobs: bool = False
     token_ids: bool = False
+    grammar: str = ""  # that the answer is decoded under; "": none
     ignored: tuple[str, ...] = ()
 
 
@@ -184,10 +188,17 @@ def parse_request(
             f"there is no model {model!r}: use {policy.model!r} (agent.other_models = refuse)",
             "model",
         )
+    prompt = _prompt(kind, options, policy)
+    grammar = ""
+    if policy.forced == "constrain":
+        grammar = forms.grammar_of(options, prompt.get("tools", ()), policy.parser)
+        if grammar:
+            ignored = tuple(name for name in ignored if name != forms.PARALLEL)
     return ParsedRequest(
         kind=kind,
         model=model,
-        **_prompt(kind, options, policy),
+        **prompt,
+        grammar=grammar,
         max_new_tokens=_max_tokens(options),
         stop=parse_stops(options.get("stop")),
         aside=(model != policy.model and policy.other_models == "aside") or _aside(options),
@@ -235,7 +246,7 @@ def _check_stop_ids(given: Any, policy: RequestPolicy) -> None:
 
 
 def _forces(name: str, value: Any, policy: RequestPolicy) -> bool:
-    """Whether a value forces the form of the answer.  Raises CallRefused."""
+    """Whether a value forces the form of the answer, in vain.  Raises CallRefused."""
     if FORCED.get(name, _empty)(value):
         return False
     if (
@@ -244,6 +255,10 @@ def _forces(name: str, value: Any, policy: RequestPolicy) -> bool:
         and not (name == "tool_choice" and isinstance(value, str))
     ):
         raise bad(name, f"{value!r:.80}: give an object")
+    if policy.forced == "constrain":
+        if name.startswith(GUIDED):
+            raise bad(name, "is not served: give structured_outputs", "unsupported_parameter")
+        return False
     if policy.forced == "refuse":
         raise bad(
             name,

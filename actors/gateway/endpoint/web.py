@@ -380,6 +380,7 @@ class WebApp:
             self._running()
             session.may_call(self.service.current_time())
             made.call = await self._compose(opened, parsed, size)
+            made.call.grammar = parsed.grammar
         except BaseException:
             session.forget(made)
             self.service.on_change(session)

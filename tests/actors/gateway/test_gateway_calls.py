@@ -12,6 +12,7 @@ from gateway_calls_kit import AT, call
 from actors.engine import CompletionRequest, uniforms
 from actors.gateway.call_router import REMEMBERED, CallRouter
 from asyncrl.contract import messages as m
+from asyncrl.contract.sampled_support import SampledSupport
 from asyncrl.contract.versions import Label
 
 
@@ -242,12 +243,37 @@ def test_a_call_that_cannot_be_drawn_is_answered_by_a_failure_and_the_others_are
         msgspec.structs.replace(call(11), prompt=foreign),
         msgspec.structs.replace(call(12), max_new_tokens=turn.context),
         msgspec.structs.replace(call(13), prompt=b""),
+        msgspec.structs.replace(call(15), grammar='start: %json {"not": {}}'),
+        msgspec.structs.replace(call(16), grammar="a" * (m.MOST_GRAMMAR + 1)),
     ]
     answers = {each.id: each for each in drawn(turn, [bad[0], call(14), *bad[1:]], AT)}
-    assert answers.keys() == {11, 12, 13, 14} and answers[14].tokens and not answers[14].failed
+    assert (
+        answers.keys() == {11, 12, 13, 14, 15, 16} and answers[14].tokens and not answers[14].failed
+    )
     assert "of a model with" in answers[11].failed and "in a context of" in answers[12].failed
+    assert "Unimplemented keys" in answers[15].failed and "65537 char" in answers[16].failed
     assert all(answers[x.id].failed and not answers[x.id].tokens for x in bad)
-    assert not turn.calls
+    assert not turn.calls and not turn.constraints
+    turn.grammars.stops = []
+    (answer,) = drawn(turn, [msgspec.structs.replace(call(17), grammar="start: /a/")], AT)
+    assert "no token that ends" in answer.failed
+
+
+def test_a_call_is_sampled_under_its_grammar(turn) -> None:  # type: ignore[no-untyped-def]
+    """Sampled again, its answer and its support are the same; a cut one is forgotten."""
+    a, b = (turn.tokenizer.encode(text)[0] for text in "ab")
+    calls = [msgspec.structs.replace(call(n), grammar="start: /[ab]{3}/") for n in (1, 2)]
+    first, again = drawn(turn, calls, AT)
+    tokens = np.frombuffer(first.tokens, "<i4")
+    assert set(tokens[:3].tolist()) <= {a, b} and tokens[3:].tolist() == [turn.stops[0]]
+    support = SampledSupport.decode(first.support, 4)
+    assert support.sizes.tolist() == [2, 2, 2, 1] and support.ids[:2].tolist() == [a, b]
+    assert (again.tokens, again.support) == (first.tokens, first.support)
+    turn.take_calls([calls[0]])
+    turn.cancel_calls([1])
+    turn.take_calls([calls[0]])
+    turn.drop_call(1)
+    assert not turn.constraints
 
 
 def test_the_same_call_drawn_again_is_the_same(turn) -> None:  # type: ignore[no-untyped-def]

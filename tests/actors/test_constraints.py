@@ -1,0 +1,197 @@
+"""Completions that are decoded under a grammar: every answer has the form, and the learner's
+log-probabilities over the recorded tokens are those that it was sampled with.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+from engine_kit import engine, request, run
+from gateway_kit import CHATML, SPECIAL
+from gateway_kit import tokenizer as chat_tokenizer
+
+from actors.decoding.constraints import GrammarCompiler
+from actors.decoding.drafts import DraftPolicy
+from actors.engine import CompletionRequest
+from actors.engine_generic import GenericEngine
+from actors.gateway.endpoint import forms
+from asyncrl.contract.versions import Label
+from asyncrl.models import policy
+from asyncrl.models.tokenizer import load_tokenizer
+
+SYMBOLS = '{}[]":,<>/_abcdefgilmnrstuvyz0123456789'  # no white space: an answer has an end
+ANSWER = {
+    "type": "object",
+    "properties": {"sure": {"type": "boolean"}, "size": {"enum": ["small", "large"]}},
+    "required": ["sure", "size"],
+    "additionalProperties": False,
+}
+
+
+def form(**options: Any) -> str:
+    return forms.grammar_of(options, options.get("tools", ()), "hermes")
+
+
+JSON = form(response_format={"type": "json_schema", "json_schema": {"schema": ANSWER}})
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> policy.PolicyModel:
+    path = tmp_path_factory.mktemp("model")
+    return policy.build_model(path, SYMBOLS, family="qwen3", kv_heads=2, seed=3)
+
+
+@pytest.fixture(scope="module")
+def compiler(model: policy.PolicyModel) -> GrammarCompiler:
+    return GrammarCompiler(load_tokenizer(model.tokenizer_dir), model.tokenizer_dir, (1,))
+
+
+def requests(compiler: GrammarCompiler, grammar: str = JSON, **how: Any) -> list[CompletionRequest]:
+    """Constrained ones, beside one that is not."""
+    asked = [request(t, s, [3 + t, 4], 60, **how) for t in range(3) for s in range(2)]
+    constrained = [type(r)(**{**vars(r), "constraint": compiler.begin(grammar)}) for r in asked]
+    return [*constrained, request(9, 0, [5, 6], 12)]
+
+
+def text(compiler: GrammarCompiler, tokens: np.ndarray) -> str:
+    return str(compiler.tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
+
+
+def engines(model: policy.PolicyModel, kind: str) -> Any:
+    if kind == "generic":
+        other = GenericEngine(model, slots=5, context=64)
+        other.load(dict(policy.named_weights(model)), Label(1, 0), "d")
+        return other
+    drafts = DraftPolicy(4, 64) if kind == "drafts" else None
+    return engine(model, slots=5, fixed=kind == "exact", drafts=drafts)
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("embedded", {}),
+        ("embedded", {"top_k": 2}),
+        ("exact", {"top_p": 0.8, "temperature": 0.7}),
+        ("drafts", {"top_p": 0.8, "temperature": 0.7}),
+        ("generic", {"top_p": 0.8, "temperature": 0.7}),
+    ],
+)
+def test_every_answer_has_the_form_and_the_learner_its_probabilities(
+    model: policy.PolicyModel,
+    compiler: GrammarCompiler,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    how: dict[str, float],
+) -> None:
+    asked = requests(compiler, **how)
+    found = run(engines(model, kind), asked)
+    answers = [found[r.key] for r in asked]
+    for answer in answers[:-1]:
+        written = json.loads(text(compiler, answer.tokens))
+        assert set(written) == {"sure", "size"} and written["size"] in ("small", "large")
+        assert answer.finish == "stop" and answer.support is not None
+        assert answer.support.contains(answer.tokens).all()
+        assert 1 == answer.support.sizes.min() < answer.support.sizes.max()
+        assert answer.support.sizes.max() <= how.get("top_k", 20)
+    assert answers[-1].support is None
+    recorded = torch.from_numpy(np.concatenate([a.logprobs for a in answers]))
+    monkeypatch.setattr(model, "exact", kind == "exact")
+    with torch.no_grad():
+        out = model.logprobs(
+            [a.prompt for a in answers],
+            [a.tokens for a in answers],
+            torch.tensor([r.temperature for r in asked]),
+            supports=[a.support for a in answers],
+        )
+    if kind == "exact":
+        assert torch.equal(out.logprobs, recorded)
+    torch.testing.assert_close(out.logprobs, recorded, atol=1e-5, rtol=0)
+
+
+def test_drafts_change_no_constrained_answer(
+    model: policy.PolicyModel, compiler: GrammarCompiler
+) -> None:
+    plain, drafted = (
+        run(engines(model, kind), requests(compiler, top_p=0.9)) for kind in ("embedded", "drafts")
+    )
+    for key, answer in plain.items():
+        assert np.array_equal(answer.tokens, drafted[key].tokens)
+        assert answer.support_bytes == drafted[key].support_bytes
+
+
+def test_a_completion_ends_where_the_vocabulary_cannot_go_on(
+    model: policy.PolicyModel, compiler: GrammarCompiler
+) -> None:
+    """The vocabulary has no X: the end token is all that is left."""
+    some = requests(compiler, form(structured_outputs={"choice": ["abX", "aeX"]}))
+    for answer in list(run(engines(model, "embedded"), some).values())[:-1]:
+        if answer.support is not None:
+            assert text(compiler, answer.tokens) in ("ab", "ae") and answer.finish == "stop"
+            assert answer.support.sizes.tolist() == [1, 2, 1] and answer.logprobs[2] == 0
+
+
+def test_a_stop_text_ends_an_answer_only_where_it_is_complete(model: policy.PolicyModel) -> None:
+    """generator.stop may be a token that occurs within the form."""
+    tokenizer = load_tokenizer(model.tokenizer_dir)
+    comma, digit = (tokenizer.encode(x)[0] for x in ",1")
+    begun = GrammarCompiler(tokenizer, model.tokenizer_dir, (1, comma)).begin(
+        form(structured_outputs={"regex": "1,?1"})
+    )
+    size = model.hf.config.vocab_size
+    begun.advance(digit)
+    assert np.flatnonzero(begun.allowed(size)).tolist() == [digit]
+    begun.advance(digit)
+    assert np.flatnonzero(begun.allowed(size)).tolist() == [1, comma]
+
+
+def byte_level() -> Any:
+    """A tokenizer as published models have one."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["</s>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )
+    made.train_from_iterator(['{"sure": true, "size": "größer"}'] * 9, trainer)
+    return made
+
+
+def test_tokens_of_several_characters_or_of_parts_of_one_are_constrained(
+    model: policy.PolicyModel,
+) -> None:
+    """A text of the form is allowed token by token, however it is split, and another is not."""
+    import transformers
+
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=byte_level(), eos_token="</s>")
+    schema = {"enum": ["größer", "kleiner"]}
+    grammar = form(response_format={"type": "json_schema", "json_schema": {"schema": schema}})
+    for tokenizer, good in ((made, '"größer"'), (chat_tokenizer(CHATML), '"kleiner"')):
+        end = tokenizer.eos_token_id
+        size = len(tokenizer)
+        compiler = GrammarCompiler(tokenizer, model.tokenizer_dir, (end,))
+        begun = compiler.begin(grammar)
+        ids = tokenizer.encode(good, add_special_tokens=False)
+        for token in ids:
+            allowed = begun.allowed(size)
+            assert allowed[token] and not allowed[end]
+            assert not allowed[tokenizer.encode("z", add_special_tokens=False)[0]]
+            begun.advance(token)
+        assert np.flatnonzero(begun.allowed(size)).tolist() == [end]
+    special = chat_tokenizer(CHATML).convert_tokens_to_ids(SPECIAL)
+    begun = GrammarCompiler(chat_tokenizer(CHATML), model.tokenizer_dir, special[:1]).begin(
+        form(structured_outputs={"regex": ".*"})
+    )
+    allowed = begun.allowed(size)
+    assert allowed[special[0]] and not allowed[special[1:]].any() and allowed.sum() > 90
+
+
+def test_a_grammar_that_does_not_compile_is_refused(compiler: GrammarCompiler) -> None:
+    with pytest.raises(ValueError, match="Unimplemented keys"):
+        compiler.begin('%llguidance {}\nstart: %json {"not": {}}')
