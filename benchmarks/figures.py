@@ -56,6 +56,16 @@ HACK_ARMS = {
     "k1 in reward, 0.1": ("k1 in the reward", "#2563eb", "#bfdbfe", (36.0, 0.66)),
 }
 
+COLLAPSE = "2026-11-25_5a468ff_2core_reshape_collapse.json"
+# of each arm of the right panel: color, and where the name stands
+COLLAPSE_ARMS = {
+    "no clip": ("#dc2626", (8.6, 0.62)),
+    "v3.1": ("#9333ea", (11.4, 0.28)),
+    "B": ("#d97706", (14.6, 0.18)),
+    "clip": ("#2563eb", (12.0, 0.085)),
+    "C": ("#16a34a", (13.0, 0.0085)),
+}
+
 
 class NamedLine(NamedTuple):
     """A line of a figure: (x, y) points in a color, with its name beside it.
@@ -204,6 +214,54 @@ def hack(result: dict[str, Any]) -> str:
     return draw(title, [*seeds, *means], "batch", "true held-out accuracy")
 
 
+def collapse(result: dict[str, Any]) -> str:
+    """IS-reshape and its repairs at 16 epochs: accuracy less that of clip, and KL by step."""
+    arms = [arm for arm in result["arms"] if arm != "clip"]
+    with rc_context({**SETTINGS, "font.size": 9}):
+        figure = Figure(figsize=(7.0, 3.25), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        for shift, measure, color, name in (
+            (0.15, "end", "#2563eb", "after the last batch"),
+            (-0.15, "area", "#d97706", "mean of the run"),
+        ):
+            found = [result["arms"][arm]["against_base"][measure] for arm in arms]
+            means = [x["difference"] for x in found]
+            reach = [
+                [mean - x["interval"][0] for mean, x in zip(means, found, strict=True)],
+                [x["interval"][1] - mean for mean, x in zip(means, found, strict=True)],
+            ]
+            rows = [shift - row for row in range(len(arms))]
+            left.errorbar(means, rows, xerr=reach, fmt="o", ms=4, color=color, label=name)
+        left.axvline(0, color="#6b7280", lw=1)
+        left.set_yticks([-row for row in range(len(arms))], arms)
+        left.set(xlabel="held-out accuracy less that of clip")
+        left.legend(frameon=False, loc="upper left", fontsize=8)
+        left.set_ylim(0.5 - len(arms), 1.8)
+        for arm, (color, named_at) in COLLAPSE_ARMS.items():
+            runs = [run["by_update"]["kl"][1:] for run in result["steps_log"][arm].values()]
+            seeds = len(runs)
+            means = [fmean(at) for at in zip(*runs, strict=True)]
+            half = [
+                float(stats.t.ppf(0.975, seeds - 1) * stats.sem(at))
+                for at in zip(*runs, strict=True)
+            ]
+            steps = range(2, 2 + len(means))
+            low = [max(y - h, 1e-4) for y, h in zip(means, half, strict=True)]
+            high = [y + h for y, h in zip(means, half, strict=True)]
+            right.plot(steps, means, color=color, lw=1.5)
+            right.fill_between(steps, low, high, color=color, alpha=0.15, lw=0)
+            right.annotate(arm, named_at, color=color)
+        right.set(yscale="log", ylim=(2e-3, 2), xlabel="optimizer step in its batch")
+        right.set_xticks(range(2, 17, 2))
+        right.set_title("KL(mu || theta), nats a token", loc="left", fontsize=9)
+        for axes in (left, right):
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.grid(alpha=0.3)
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    return text.getvalue()
+
+
 def keep(run_dir: Path) -> Path:
     """The curve of a finished run as a result file, under the commit that made it."""
     rows = metrics.read(run_dir)
@@ -287,6 +345,7 @@ def drawn() -> dict[str, str]:
         "lag.svg": lag(grid),
         "high_lag.svg": high(many),
         "reward_hacking.svg": hack(wrong),
+        "reshape_collapse.svg": collapse(json.loads((RESULTS / COLLAPSE).read_text())),
     }
 
 
