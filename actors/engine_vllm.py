@@ -28,6 +28,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from actors.decoding.vllm_support import SupportRecorder
 from actors.engine import Completion, CompletionRequest, Key, PromptScores, uniform_rows
 from actors.vllm_swap import DirectWriter, UnsupportedModel, pack
 from asyncrl.config.tree import Config, LoraConfig
@@ -83,15 +84,20 @@ class SwapExtension:
         direct.load(weights)
         return ""
 
-    def asyncrl_sampler(self) -> None:
-        """On a CPU: replace vLLM's sampling by `SeededSampler` and use its rewind."""
+    def asyncrl_sampler(self, recorder: SupportRecorder) -> None:
+        """Put `recorder` in front of vLLM's sampling.
+
+        On a CPU: replace that by `SeededSampler` and use its rewind.
+        """
         worker: Any = self
         runner = worker.model_runner
         inner = runner.sampler.topk_topp_sampler
         if getattr(inner.forward, "__name__", "") == "forward_cpu":
-            inner.forward = SeededSampler(inner.forward, 1024 + 4 * runner.max_num_reqs)
+            seeded = SeededSampler(inner.forward, 1024 + 4 * runner.max_num_reqs)
+            inner.forward = worker.asyncrl_seeded = seeded
             plain = runner._bookkeeping_sync
             runner._bookkeeping_sync = lambda *args, **more: self._take_back(plain, *args, **more)
+        recorder.install(runner)
 
     def _take_back(self, plain: Callable[..., Any], *args: Any, **more: Any) -> Any:
         """Run vLLM's bookkeeping of a step, rewinding generators of discarded tokens.
@@ -105,7 +111,7 @@ class SwapExtension:
         discarded = np.flatnonzero(runner.discard_request_mask.np[: batch.num_reqs]).tolist()
         removed = {row: batch.generators.pop(row) for row in discarded if row in batch.generators}
         for generator in removed.values():
-            runner.sampler.topk_topp_sampler.forward.rewind(generator)
+            worker.asyncrl_seeded.rewind(generator)
         try:
             return plain(*args, **more)
         finally:
@@ -284,7 +290,8 @@ class VllmEngine:
             kept_tokens=kept_tokens or 0,
             seed=seed,
         )
-        self.llm.collective_rpc("asyncrl_sampler")
+        self.recorder = SupportRecorder()
+        self.llm.collective_rpc("asyncrl_sampler", args=(self.recorder,))
         # id -> (request, label when it was added)
         self.requests: dict[str, tuple[CompletionRequest, Label]] = {}
         self.expected: np.ndarray | None = None  # logprobs of the running probe
@@ -355,6 +362,8 @@ class VllmEngine:
                 seed=seed,
             )
             self.requests[name] = (request, self.label)
+            if request.has_support:
+                self.recorder.begin(name, request.constraint)
             prompt = self._prompt(request.prompt.tolist(), request.group)
             self.llm.add_request(name, prompt, settings)
 
@@ -393,6 +402,7 @@ class VllmEngine:
         for name in names:
             key = self.requests.pop(name)[0].key
             tokens[key] = live.get(key, 0)
+            self.recorder.end(name)
         self._drop(names)
         return tokens
 
@@ -483,6 +493,7 @@ class VllmEngine:
             np.array(output.logprobs.logprobs, np.float32),
             spans,
             finish,
+            support=self.recorder.end(done.request_id, len(output.token_ids)),
         )
 
     def _span(self, version: str, start: int, end: int, born: Label) -> VersionSpan:

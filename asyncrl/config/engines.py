@@ -56,6 +56,7 @@ ENGINES: dict[str, EngineInfo] = {
         pinned="0.32.0",
         trial="import transformers; transformers.Qwen3ForCausalLM; "
         "from vllm.v1.engine import llm_engine",
+        records_support=True,
         probed=True,
         numbered_gpu=False,
         least_temperature=0.01,

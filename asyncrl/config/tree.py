@@ -394,16 +394,14 @@ class GeneratorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             gt=0,
             le=1,
             description="Sample from the smallest set of tokens whose probability adds up to "
-            "this. 1: all tokens. The learner normalizes over the same tokens, except with vllm, "
-            "whose importance ratios are biased below 1.",
+            "this. 1: all tokens. The learner normalizes over the same tokens.",
         ),
     ] = 1.0
     top_k: Annotated[
         Count,
         Meta(
             description="Sample from this many most probable tokens. 0: all tokens. The learner "
-            "normalizes over the same tokens, except with vllm, whose importance ratios are biased "
-            "above 0."
+            "normalizes over the same tokens."
         ),
     ] = 0
     stop: Annotated[

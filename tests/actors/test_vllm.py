@@ -5,6 +5,7 @@ probe, a whole run.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -25,6 +26,7 @@ from vllm_kit import flat
 from wrong_model_kit import chat_model, check_ends
 from wrong_model_kit import config as chat_config
 
+from actors.decoding.constraints import GrammarCompiler
 from actors.engine import Completion, CompletionRequest
 from actors.engine_vllm import ReferenceWeights, SeededSampler, VllmEngine, make_engine
 from actors.vllm_swap import PLAIN, DirectWriter, UnsupportedModel, fused_view
@@ -129,6 +131,7 @@ class Case:
             device="cpu",
         )
         self.at = 0
+        self.path = path / "old"
         self.load(self.old)
 
     def load(self, model: policy.PolicyModel) -> Label:
@@ -255,30 +258,76 @@ def test_prompts_that_are_encoded_in_parts_draw_as_whole_ones_do(
     """
     case.load(case.old)
     requests = [request(t, 0, [3 + (t + n) % 8 for n in range(24 + t)]) for t in range(8)]
-    case.engine.add(requests)
+    case.engine.add(in_form(case, requests))
     whole = case.finish()
     case.load(case.old)  # forgets what it has encoded
     scheduler = case.engine.llm.engine_core.engine_core.scheduler
     monkeypatch.setattr(scheduler, "max_num_scheduled_tokens", 11)
     drawn: list[int] = []
-    runner = case.worker.model_runner
-    sampler = runner.sampler.topk_topp_sampler.forward
+    sampler = case.worker.asyncrl_seeded
     take_back = sampler.rewind
     monkeypatch.setattr(sampler, "rewind", lambda g: drawn.append(id(g)) or take_back(g))
-    case.engine.add(requests)
+    case.engine.add(in_form(case, requests))
     parts = case.finish()
     assert len(set(drawn)) == 8 and parts.keys() == whole.keys()
     if case.bound < 1e-3:
         for key, answer in whole.items():
             assert parts[key].tokens.tolist() == answer.tokens.tolist(), key
+            assert parts[key].support_bytes == answer.support_bytes
+    assert not case.engine.recorder.requests
+
+
+def in_form(case: Case, requests: list[CompletionRequest]) -> list[CompletionRequest]:
+    """Every second one is decoded under a pattern, three quarters of them with top-p."""
+    compiler = GrammarCompiler(load_tokenizer(case.path), str(case.path), (1,))
+    begun = [compiler.begin("start: /[abc]{3,9}/") if n % 2 else None for n in range(len(requests))]
+    return [
+        replace(r, constraint=one, top_p=0.9 if n % 4 else 1.0)
+        for n, (r, one) in enumerate(zip(requests, begun, strict=True))
+    ]
+
+
+def test_the_tokens_that_were_left_are_recorded(case: Case) -> None:
+    """By top-p, top-k and patterns, across a swap in mid-answer: over them the learner has the
+    recorded log-probabilities, and over the whole vocabulary it has not.
+    """
+    case.load(case.old)
+    requests = in_form(case, [request(t, s, [3 + t, 4]) for t in range(6) for s in range(2)])
+    requests = [replace(r, top_k=4 if r.key[0] % 3 == 2 else 0) for r in requests]
+    case.engine.add(requests)
+    answers = {a.key: a for a in case.engine.step(3)}
+    case.load(case.old)
+    answers |= case.finish()
+    every = [answers[r.key] for r in requests]
+    names = load_tokenizer(case.path).get_vocab()
+    for r, a in zip(requests, every, strict=True):
+        assert (a.support is None) == (not r.has_support)
+        if a.support is not None:
+            assert len(a.support.sizes) == len(a.tokens) and a.support.contains(a.tokens).all()
+            assert a.support.vocabulary == len(names) and a.support.sizes.max() <= (r.top_k or 11)
+        if r.constraint is not None:
+            text = load_tokenizer(case.path).decode(a.tokens.tolist(), skip_special_tokens=True)
+            assert re.fullmatch("[abc]{3,9}", text) and a.finish == "stop"
+    recorded = torch.from_numpy(np.concatenate([a.logprobs for a in every]))
+    apart = []
+    for supports in ([a.support for a in every], None):
+        with torch.no_grad():
+            out = case.old.logprobs(
+                [a.prompt for a in every],
+                [a.tokens for a in every],
+                torch.tensor([r.temperature for r in requests]),
+                supports=supports,
+            )
+        apart.append(out.logprobs - recorded)
+    k3 = [float((torch.expm1(x) - x).mean()) for x in apart]
+    assert k3[0] < (1e-10 if case.bound < 1e-3 else 1e-3) and k3[1] > 1e-2, k3
 
 
 def test_numbers_drawn_ahead_are_each_generators_own(case: Case) -> None:
     """Whatever the order in which rows draw, and for how long; a bounded number of generators is
     remembered.
     """
-    inner = case.engine.llm.collective_rpc("asyncrl_sampler") and case.worker.model_runner.sampler
-    assert isinstance(inner.topk_topp_sampler.forward, SeededSampler)
+    assert isinstance(case.worker.asyncrl_seeded, SeededSampler)
     plain = lambda *_: None  # noqa: E731
     alone = [
         [s.draw(g) for _ in range(100)]
@@ -522,6 +571,7 @@ def test_the_learner_agrees_and_swaps_come_in_mid_answer(tmp_path: Path) -> None
         "loss.surrogate='decoupled_ppo'",
         "record.samples_every=1",
         "record.samples=0",
+        "generator.top_p=0.9",
         "evaluation.final_prompts=16",
         "evaluation.prompts=16",
         "evaluation.ood_prompts=0",

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -18,6 +19,8 @@ from learner_step_kit import GROUPS, batch, core, model_dir
 
 from asyncrl.cli import main
 from asyncrl.config import load, rules
+from asyncrl.config.engines import ENGINES
+from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Batch, Trajectory
 from asyncrl.contract.sampled_support import SampledSupport
 from asyncrl.records import stream
@@ -108,7 +111,13 @@ def test_the_rows_of_a_batch_carry_their_supports(model_dir: Path) -> None:
     assert pack(batch()).support_table([0, 1], torch.device("cpu")) is None
 
 
-def test_only_an_engine_that_records_no_support_is_warned_about() -> None:
+def test_only_an_engine_that_records_no_support_is_warned_about(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    silent = msgspec.structs.replace(ENGINES["vllm"], records_support=False)
+    monkeypatch.setitem(ENGINES, "vllm", silent)
+    with pytest.raises(ConfigError, match=r"agent\.forced: constrain needs an engine that"):
+        load.load("calc_form", ["generator.engine='vllm'"])
     for engine_name, warned in (("embedded", 0), ("vllm", 1)):
         sets = [*TRUNCATED, f"generator.engine={engine_name}"]
         said = [

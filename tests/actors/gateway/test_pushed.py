@@ -495,10 +495,6 @@ def test_an_agent_that_is_not_there_is_named(
             "agent.function='';agent.env='m:C';agent.forced='refuse'",
             "agent.forced: only an agent that",
         ),
-        (
-            "agent.forced='constrain';generator.engine='vllm'",
-            "agent.forced: constrain needs an engine that .* generator.engine = embedded",
-        ),
         ("agent.at_once=0", "agent.at_once"),
         ("agent.env_pass=['A']", "agent.env_pass: is only for agent.command"),
         (
