@@ -1,5 +1,5 @@
 # make demo   from nothing: environment, then a real asynchronous run, then its report
-# make test   from nothing: environment, then every test (22 minutes on two quiet cores after the installation, which takes 2 to 5)
+# make test   from nothing: environment, then every test, after an installation of 2 to 5 minutes (docs/log/tests.md: what they cost)
 # make check  lint, types, import rules, fast tests (files of at most 10 CPU seconds)
 # make mutants  do the fast tests notice a changed line: 600 mutants by a seed; a changed file in 5 minutes: `make mutants MUTANTS="--module weights --minutes 5"`
 # make shape  what a reader meets: columns, tokens a line, lengths, names, import circles; each with its limit

@@ -27,7 +27,7 @@ from asyncrl.models.policy import build_model
 
 pytestmark = pytest.mark.slow
 
-STEPS = 20
+STEPS = 8
 
 
 def zero(stage: int, **learner: Any) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(model_dir: Path) -> dict[str, Any]:
-    return trained(model_dir, {"backend": "torch"}, sessions=["whole"] * 3)[0]
+    return trained(model_dir, {"backend": "torch"}, STEPS, sessions=["whole"] * 3)[0]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_every_backend_is_the_torch_learner(
     forked.
     """
     mine, others = trained(
-        model_dir, learner, launcher=launcher, sessions=["split", "shared", "split"]
+        model_dir, learner, STEPS, launcher=launcher, sessions=["split", "shared", "split"]
     )
     ranks, stage = learner["ranks"], learner.get("zero_stage", 3)
     assert len(mine["losses"]) == STEPS + 3

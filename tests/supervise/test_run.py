@@ -29,6 +29,9 @@ pytestmark = pytest.mark.slow
 
 Call = Callable[..., Ended]
 
+# batches of 32 samples, where nothing hangs on what they teach
+FEW = ("learner.groups=8", "learner.group_size=4")
+
 
 @pytest.mark.cold
 def test_asynchronous_run_gains_accuracy_at_positive_lag(gain: Ended) -> None:
@@ -66,7 +69,7 @@ def test_limit_zero_is_synchronous_training(asyncrl: Call) -> None:
 def test_synchronous_runs_repeat_bitwise_also_after_stop_and_resume(
     asyncrl: Call, tmp_path: Path, sort_model: Path
 ) -> None:
-    words = ("learner.steps=12", "staleness.max_lag=0", "learner.checkpoint_every=3")
+    words = ("learner.steps=12", "staleness.max_lag=0", "learner.checkpoint_every=3", *FEW)
     words += ("wires.lease_s=600",)  # a generator that stands still draws nothing a second time
     first = asyncrl("run", *words, "name='one'").json
     again = asyncrl("run", *words, "name='two'").json
@@ -109,6 +112,7 @@ def test_a_killed_process_costs_only_its_time(
     process = start(
         tmp_path,
         sort_model,
+        *FEW,
         "learner.steps=30",
         "staleness.max_lag=2",
         "learner.checkpoint_every=5",
@@ -131,7 +135,7 @@ def test_parts_start_in_any_order_from_their_own_terminals(
     tmp_path: Path, sort_model: Path
 ) -> None:
     run_dir = tmp_path / "runs" / "parts"
-    words = ("learner.steps=6", "name='parts'", "--run-dir", str(run_dir))
+    words = (*FEW, "learner.steps=6", "name='parts'", "--run-dir", str(run_dir))
     parts = []
     for part in ("learner", "generator", "buffer"):
         argv = [w for w in demo_command(part, tmp_path, sort_model, *words) if w != "--json"]
@@ -148,6 +152,7 @@ def test_parts_start_in_any_order_from_their_own_terminals(
 def test_weights_over_tcp(asyncrl: Call) -> None:
     done = asyncrl(
         "run",
+        *FEW,
         "learner.steps=5",
         "weights.transport='tcp'",
         "wires.weights_address='tcp://127.0.0.1:0'",

@@ -20,6 +20,8 @@ from shutdown_kit import left
 
 pytestmark = pytest.mark.slow
 
+FEW = ("learner.groups=8", "learner.group_size=4")  # nothing hangs on what batches teach
+
 
 def of_run(run_dir: Path) -> dict[int, str]:
     """pid -> command of every process whose command line names the run directory."""
@@ -44,7 +46,7 @@ def gone(run_dir: Path, seconds: float = 600) -> None:
 
 
 def under_way(tmp_path: Path, model: Path, *words: str) -> tuple[subprocess.Popen[str], Path]:
-    process = start(tmp_path, model, "learner.steps=400", "name='end'", *words)
+    process = start(tmp_path, model, *FEW, "learner.steps=4000", "name='end'", *words)
     run_dir = tmp_path / "runs" / "end"
     wait_until(lambda: steps_done(run_dir) >= 4, process)
     assert len(of_run(run_dir)) >= 3 and left(run_dir), "the test looks at the wrong places"
@@ -122,6 +124,7 @@ def test_a_process_that_stands_still_is_ended_and_started_again(
 ) -> None:
     """SIGSTOP, as a hanging device or file system looks from outside."""
     words = (
+        *FEW,
         "learner.steps=24",
         "learner.checkpoint_every=5",
         "watchdog.floor_s=4.0",
@@ -155,7 +158,8 @@ def test_a_run_that_cannot_go_on_ends_and_says_who_was_waited_for(
     process = start(
         tmp_path,
         sort_model,
-        "learner.steps=400",
+        *FEW,
+        "learner.steps=4000",
         "watchdog.floor_s=60.0",  # with no restart a busy machine must not pass it by itself
         "watchdog.startup_s=3600.0",
         "watchdog.multiple=5.0",

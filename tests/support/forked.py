@@ -154,7 +154,7 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
                 late and time.monotonic() - late > DEADLINE_S
             ):
                 raise RuntimeError(f"{sorted(live.values())} did not end")
-            time.sleep(0.005)
+            time.sleep(0.1 if stop else 0.005)  # a recording is read from its beginning
     finally:
         for pid in live:
             os.kill(pid, signal.SIGKILL)

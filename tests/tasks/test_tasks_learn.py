@@ -1,4 +1,5 @@
-"""Each built-in task learns, by its own config with fewer steps: warm start, then RL.
+"""Tasks learn, one of each kind of reward, from a warm start by their configs with fewer steps;
+the other built-in tasks take their first steps.
 
 In one process, by turns, through the store, engine, schedule and learner of a run; `sort` is the
 demo's task, and `gain` in test_run.py asserts its gain in a run of three processes."""
@@ -6,35 +7,28 @@ demo's task, and `gain` in test_run.py asserts its gain in a run of three proces
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from process_kit import ENV, ROOT, RUN_SEED
+from process_kit import ENV, ROOT, RUN_SEED, shared
 
 from asyncrl.config import load
 from asyncrl.experiments import serial
+from asyncrl.tasks.synthetic import TASKS
 from asyncrl.tasks.warm_start import warm_start
 
 pytestmark = pytest.mark.slow
 
 PROMPTS = 512
-# other configs of the task: from the same warm start
-SAME_START = {"rle": [("decoupled", 25, 0.15)]}
-# tasks that a config of model and task alone learns too: steps, and the least gain.  Ten other
-# seeds gained 0.21 and more in 20 steps on each
-BARE = {"dedup": (20, 0.1), "grid": (20, 0.1), "rle": (20, 0.1)}
-# Config, RL steps, least gain in held-out accuracy.  One answer a prompt: the standard error of a
-# difference is at most 0.031.
-CASES = [
-    ("cancel", 70, 0.08),
-    ("dedup", 50, 0.10),
-    ("grid", 50, 0.10),
-    ("rle", 60, 0.08),
-    ("rlehack", 80, 0.06),
-    ("rlenarrow", 40, 0.10),
-]
+# Config, RL steps, least gain in held-out accuracy, all from the warm start of `rle`: a reward for
+# the exact text, and a checker of parts beside a KL penalty.  One answer a prompt: the standard
+# error of a difference is at most 0.031.
+CASES = [("decoupled", 25, 0.15), ("rlehack", 80, 0.06)]
+# tasks whose rewards and processes are those of another one: what is right is test_tasks.py's
+OTHERS = ["cancel", "dedup", "grid", "rle", "rlenarrow"]
 
 
 def short(directory: Path, steps: int) -> list[str]:
@@ -49,34 +43,56 @@ def short(directory: Path, steps: int) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(("name", "steps", "least"), CASES)
-def test_task_learns(name: str, steps: int, least: float, tmp_path: Path) -> None:
-    config = load.load(ROOT / "configs" / f"{name}.toml", short(tmp_path, steps))
-    warm_start(config, tmp_path / "model", threads=1)
-    for which, n, gain in [(name, steps, least), *SAME_START.get(name, [])]:
-        config = load.load(ROOT / "configs" / f"{which}.toml", short(tmp_path, n))
-        found = serial.run_serial(config, RUN_SEED)
-        assert found["steps"] == n
-        accuracies = found["accuracy"][1]
-        assert accuracies[-1] - accuracies[0] >= gain, (
-            f"{which}: held-out {accuracies[0]:.3f} -> {accuracies[-1]:.3f}"
+@pytest.fixture(scope="module")
+def rle_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    def make(path: Path) -> None:
+        warm_start(
+            load.load(ROOT / "configs" / "rle.toml", short(path, 1)), path / "model", threads=1
         )
-        assert max(int(lag) for lag in found["lag_histogram"]) <= config.staleness.max_lag
-        if which == "decoupled":
-            as_meant(found["curve"])
-    if name in BARE:
-        bare_defaults_learn(name, *BARE[name], tmp_path)
+
+    return shared(tmp_path_factory, "rle", make)
 
 
-def bare_defaults_learn(task: str, steps: int, gain: float, directory: Path) -> None:
-    """Model and task alone, from the same warm start; all else is the defaults' choice."""
-    path = directory / "bare.toml"
-    path.write_text(f'model.path = "{directory / "model"}"\ntask.name = "{task}"\n')
-    config = load.load(path, short(directory, steps))
+@pytest.mark.parametrize(("name", "steps", "least"), CASES)
+def test_task_learns(name: str, steps: int, least: float, rle_model: Path) -> None:
+    config = load.load(ROOT / "configs" / f"{name}.toml", short(rle_model, steps))
+    found = serial.run_serial(config, RUN_SEED)
+    assert found["steps"] == steps
+    accuracies = found["accuracy"][1]
+    assert accuracies[-1] - accuracies[0] >= least, (
+        f"{name}: held-out {accuracies[0]:.3f} -> {accuracies[-1]:.3f}"
+    )
+    assert max(int(lag) for lag in found["lag_histogram"]) <= config.staleness.max_lag
+    if name == "decoupled":
+        as_meant(found["curve"])
+
+
+def test_bare_defaults_learn(rle_model: Path, tmp_path: Path) -> None:
+    """Model and task alone; all else is the defaults' choice.  Ten other seeds gained 0.21 and more
+    in 20 steps.
+    """
+    path = tmp_path / "bare.toml"
+    path.write_text(f'model.path = "{rle_model / "model"}"\ntask.name = "rle"\n')
+    config = load.load(path, short(rle_model, 20))
     found = serial.run_serial(config, config.seed)
     start, *_, end = found["accuracy"][1]
-    assert end - start >= gain, f"bare {task}: held-out {start:.3f} -> {end:.3f}"
+    assert end - start >= 0.1, f"held-out {start:.3f} -> {end:.3f}"
     assert max(int(lag) for lag in found["lag_histogram"]) == 2
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_task_begins(name: str, tmp_path: Path) -> None:
+    """The start of its warm start learns the form of its answers; its config trains on them."""
+    few = [f"evaluation.{key}=16" for key in ("final_prompts", "prompts", "ood_prompts")]
+    sets = [*short(tmp_path, 3), *few, "learner.groups=8"]
+    config = load.load(ROOT / "configs" / f"{name}.toml", sets)
+    began = warm_start(config, tmp_path / "model", steps=40, threads=1)
+    random_letters = math.log(len(TASKS[name].symbols))
+    assert began["task"] == name and began["loss"] < random_letters
+    found = serial.run_serial(config, RUN_SEED)
+    assert found["steps"] == 3 and len(found["accuracy"][1]) >= 2
+    assert all(0 < r["answer/length"] <= 40 for r in found["curve"])
+    assert max(int(lag) for lag in found["lag_histogram"]) <= config.staleness.max_lag
 
 
 def test_sessions_learn(tmp_path: Path) -> None:
