@@ -1,8 +1,9 @@
 """The blocks of every page: text, lists, tables, cards and plots.
 
 Runs, comparisons, sweeps, simulations, replays and the lab write one file without external links.
-`page/page.html` lays out its blocks, `page/page.css` styles them and `page/plot.js` draws the
-plots. `asyncrl watch` serves the same style sheet and script, so a plot looks the same everywhere.
+`page/page.html` lays out its blocks, `page/page.css` styles them, `page/plot.js` draws the plots
+and `page/samples.js` colors the tokens of samples. `asyncrl watch` serves the same style sheet and
+scripts, so a plot looks the same everywhere.
 """
 
 from __future__ import annotations
@@ -157,6 +158,19 @@ class PlotBlock(Block):
     plots: Sequence[PagePlot]
 
 
+@dataclass
+class SamplesBlock(Block):
+    """Samples whose tokens are colored, as `samples.js` shows them; without rows nothing is shown.
+
+    rows: of token_samples.jsonl, each training sequence with prompt, pieces and shades (name ->
+    value of each token). shades: name -> meaning of what a token's color can show.
+    """
+
+    kind = "samples"
+    rows: Sequence[Mapping[str, Any]]
+    shades: Mapping[str, str]
+
+
 def render(title: str, subtitle: str, blocks: Sequence[Block], data: Mapping[str, Any]) -> str:
     """Return a page. Every text is escaped.
 
@@ -168,6 +182,9 @@ def render(title: str, subtitle: str, blocks: Sequence[Block], data: Mapping[str
 
     files = {path.name: path.read_text(encoding="utf-8") for path in FILES.iterdir()}
     plots = [plot for block in blocks if isinstance(block, PlotBlock) for plot in block.plots]
+    samples = [block for block in blocks if isinstance(block, SamplesBlock) and block.rows]
+    carried = {block.id: {"rows": block.rows, "shades": block.shades} for block in samples}
+    script = files["plot.js"] + (files["samples.js"] if samples else "")
     page = jinja2.Environment(autoescape=True).from_string(files["page.html"])
     return (
         page.render(
@@ -175,9 +192,12 @@ def render(title: str, subtitle: str, blocks: Sequence[Block], data: Mapping[str
             subtitle=subtitle,
             blocks=blocks,
             plots=embedded(msgspec.json.encode(plots).decode()),
-            data={id_: embedded(value) for id_, value in data.items()},
+            data={
+                id_: embedded(value)
+                for id_, value in {**data, **{f"{k}-rows": v for k, v in carried.items()}}.items()
+            },
             css=Markup(files["page.css"]),
-            script=Markup(files["plot.js"]),
+            script=Markup(script),
         )
         .encode("utf-8", "backslashreplace")
         .decode()

@@ -3,10 +3,9 @@
 Everything here reads the files of run directories and nothing else, so it also works on a finished
 run, on a copied directory and on the runs of a comparison in progress. It never writes into them.
 
-    series     metrics.jsonl, read as it grows; downsampling, smoothing, the x axis
-    samples    token_samples.jsonl: filters, order, and colored text for the terminal
     findings   one run as the pages show it: state, processes, ledger, health checks, config, logs
-    advice     what limited speed, whether staleness hurt, what to try next
     app        the HTTP routes (starlette); static/ holds the page
     server     address, token and uvicorn
+
+Metrics, samples and advice are read by asyncrl.supervise.report.
 """

@@ -21,9 +21,9 @@ from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.records import page_kit
 from asyncrl.supervise.report import plots, step_plots
 from asyncrl.supervise.report.series import AXES
+from asyncrl.supervise.report.token_samples import SHADES, SampleFilter, parse_range
 from asyncrl.viewer import findings
 from asyncrl.viewer.findings import WatchedRun
-from asyncrl.viewer.samples import SHADES, SampleFilter, parse_range
 
 STATIC = Path(__file__).parent / "static"
 COOKIE = "asyncrl_watch"

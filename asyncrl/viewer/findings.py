@@ -21,7 +21,7 @@ from asyncrl.records import jsonl, metrics, process_log, rundir
 from asyncrl.supervise import doctor, live, summary
 from asyncrl.supervise.report import advice
 from asyncrl.supervise.report.series import Series
-from asyncrl.viewer.samples import FILE, SampleStore
+from asyncrl.supervise.report.token_samples import FILE, SampleStore
 
 LOG_BYTES = 64 * 1024
 DEPTH = 3  # levels below a directory in which runs are looked for

@@ -20,9 +20,15 @@ from asyncrl.records.health_checks import HealthFinding
 from asyncrl.supervise import doctor
 from asyncrl.supervise.report import advice, plots, run_page
 from asyncrl.supervise.report.series import Series, downsample, smoothed
+from asyncrl.supervise.report.token_samples import (
+    SHADES,
+    SampleFilter,
+    SampleStore,
+    parse_range,
+    terminal_text,
+)
 from asyncrl.viewer import findings, server
 from asyncrl.viewer.app import WatchApp
-from asyncrl.viewer.samples import SHADES, SampleFilter, SampleStore, parse_range, terminal_text
 
 MARKUP = "<script>window.ran = 1</script><img src=x onerror='window.ran = 1'>\x1b[2J"
 
@@ -91,6 +97,40 @@ def run_dir(tmp_path: Path) -> Path:
     write_lines(path / "token_samples.jsonl", [sample_row(n, n, float(n % 2)) for n in range(4)])
     write_lines(path / "trained.jsonl", [{"batch": n, "lags": {"0": 1, "2": 3}} for n in range(4)])
     return path
+
+
+def carried(page: str, id: str) -> Any:
+    """The JSON of a script element of a page."""
+    begin = page.index(f'id="{id}">') + len(f'id="{id}">')
+    return json.loads(page[begin : page.index("</script>", begin)])
+
+
+def test_a_report_carries_samples_whose_tokens_are_colored(run_dir: Path) -> None:
+    page = run_page.write(run_dir).read_text()
+    assert 'data-samples="token-samples-rows"' in page and MARKUP not in page
+    found = carried(page, "token-samples-rows")
+    assert set(found["shades"]) >= {"version", "lag", "log_ratio", "weight"}
+    assert [row["batch"] for row in found["rows"]] == [0, 1, 2, 3]
+    (sequence,) = found["rows"][3]["sequences"]
+    assert sequence["pieces"] == ["1", MARKUP, "<eos>"]
+    assert sequence["shades"]["version"] == ["1.0", "1.1", "1.1"]
+    assert sequence["shades"]["log_ratio"] == [0.25, 0.0, None]
+    assert sequence["shades"]["weight"] == [1.0, 0.0, 1.5]
+
+
+def test_a_report_with_many_long_samples_stays_small(run_dir: Path) -> None:
+    long = sample_row(0)["sequences"][0]
+    for key in set(long) - {"prompt", "versions"}:
+        long[key] = long[key] * 500
+    rows = [sample_row(n, sequences=[long | {"versions": [["1.0", 0, 1500]]}]) for n in range(40)]
+    write_lines(run_dir / "token_samples.jsonl", rows)
+    page = run_page.write(run_dir).read_text()
+    shown = [row["batch"] for row in carried(page, "token-samples-rows")["rows"]]
+    assert {0, 39} < set(shown) and shown == sorted(shown) and len(shown) < 16
+    assert len(page) < 1_000_000
+    (run_dir / "token_samples.jsonl").unlink()
+    page = run_page.write(run_dir).read_text()
+    assert "data-samples" not in page and "Tokens of some samples" not in page
 
 
 # ---- metrics -------------------------------------------------------------------------------------

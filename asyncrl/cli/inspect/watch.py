@@ -72,7 +72,7 @@ def samples(
 
     The learner logs some samples of every record.samples_every-th batch with all their tokens.
     """
-    from asyncrl.viewer.samples import (
+    from asyncrl.supervise.report.token_samples import (
         FILE,
         SHADES,
         SampleFilter,

@@ -19,11 +19,12 @@ from asyncrl.records.page_kit import (
     PagePlot,
     PlotBlock,
     PlotLine,
+    SamplesBlock,
     TableBlock,
     TextBlock,
 )
 from asyncrl.supervise.live import describe_limit_change, describe_window, task_rows
-from asyncrl.supervise.report import plots, step_plots
+from asyncrl.supervise.report import plots, step_plots, token_samples
 from asyncrl.supervise.report.advice import Advice, first_lines
 from asyncrl.supervise.report.series import Series
 from asyncrl.supervise.summary import certainty, compose
@@ -43,6 +44,8 @@ KINDS = {
 }
 OTHER_KIND = 3
 LEDGER = ("line", "tokens", "share", "samples", "mean length", "mean reward")
+SAMPLES_SHOWN = 16  # the first and the newest samples whose tokens a report colors
+SAMPLE_BYTES = 500_000  # most that they take of a report
 MOVES = 8  # newest changes of the limit that are described; the plot has all of them
 
 
@@ -347,6 +350,12 @@ def write(run_dir: Path) -> Path:
             heading="Some samples",
             style="code",
         ),
+        SamplesBlock(
+            colored_samples(run_dir),
+            token_samples.SHADES,
+            heading="Tokens of some samples",
+            id="token-samples",
+        ),
         TextBlock(
             (run_dir / "config.toml").read_text(encoding="utf-8"),
             heading="Configuration",
@@ -358,6 +367,27 @@ def write(run_dir: Path) -> Path:
     )
     atomic_write.write(run_dir / "report.html", page)
     return run_dir / "report.html"
+
+
+def colored_samples(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the first and the newest rows of token_samples.jsonl with what their colors show.
+
+    Together they take at most SAMPLE_BYTES: of long ones there are fewer."""
+    store = token_samples.SampleStore(run_dir / token_samples.FILE)
+    store.refresh()
+    count = len(store.heads)
+    # from both ends inwards
+    wanted = sorted(range(count), key=lambda number: min(number, count - 1 - number))
+    found, size = [], 0
+    for number in wanted[:SAMPLES_SHOWN]:
+        row = store.row(number)
+        parts = ("prompt", "pieces", "shades")
+        row["sequences"] = [{part: one[part] for part in parts} for one in row["sequences"]]
+        size += len(json.dumps(row))
+        if size > SAMPLE_BYTES:
+            break
+        found.append(row)
+    return sorted(found, key=lambda row: int(row["number"]))
 
 
 def _item(line: Advice) -> ListItem:

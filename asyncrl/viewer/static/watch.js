@@ -171,42 +171,11 @@ async function samples(place) {
     element("p", { class: "soft" }, seen.all ? `${seen.rows.length} of ${seen.all} logged samples. Color: ${seen.shades[state.shade] ?? ""}` : "This run has logged no samples yet: it logs some of every record.samples_every-th batch (record.token_samples)."),
     ...[...groups.values()].map((rows) => element("section", {},
       rows.length > 1 ? element("h3", {}, `batch ${rows[0].batch}, ticket ${rows[0].ticket}: rewards of the group ${rows[0].group_rewards.map((r) => number(r)).join(", ")}`) : null,
-      element("div", { class: "pair" }, ...rows.map((row) => sampleBox(row))))));
+      element("div", { class: "pair" }, ...rows.map((row) => sampleBox(row, state.shade, otherSteps(row)))))));
 }
 
-function sampleBox(row) {
-  const facts = [["batch", row.batch], ["ticket", row.ticket], ["sample", row.sample], ["reward", number(row.reward)], ...Object.entries(row.parts).map(([k, v]) => [k, number(v)]),
-    ["lag", `${number(row.lag_mean)} (max ${row.lag_max})`], ["tokens", row.length], ["end", row.finish], ["kl", number(row.kl)], ["chosen by", row.rules.join(", ")]];
-  if (row.calls) facts.push(["calls", row.calls], ["excluded tokens", row.excluded]);
-  return element("article", { class: "sample" },
-    element("div", { class: "head" }, ...facts.map(([name, value]) => element("span", {}, `${name} `, element("b", {}, value)))),
-    ...row.sequences.map((sequence) => conversation(sequence)),
-    row.group_key ? element("button", { type: "button", onclick: () => { state.filter = { sort: "batch", text: "", reward: "", lag: "", step: "", rule: "", group_key: row.group_key }; render(true); } }, "this prompt at other steps") : null);
-}
-
-function conversation(sequence) {
-  const values = sequence.shades[state.shade];
-  const paint = painter(values ?? []);
-  const turns = [element("div", { class: "turn" }, element("div", { class: "who" }, "prompt"), sequence.prompt)];
-  let turn = null, kind = null;
-  sequence.pieces.forEach((piece, i) => {
-    const now = sequence.shades.version[i] == null ? "environment" : "model";
-    if (now !== kind) {
-      turn = element("div", { class: `turn ${now}` }, element("div", { class: "who" }, now === "model" ? "response" : "from the environment, not sampled"));
-      turns.push(turn);
-      kind = now;
-    }
-    const facts = Object.entries(sequence.shades).map(([name, of]) => `${name} ${typeof of[i] === "number" ? number(of[i]) : of[i] ?? "not measured"}`);
-    turn.append(element("span", { class: `token ${sequence.used[i] || now === "environment" ? "" : "unused"}`, style: paint(values?.[i]), title: `${JSON.stringify(piece)}\n${facts.join("\n")}` }, piece));
-  });
-  return element("div", {}, ...turns, values ? null : element("p", { class: "soft" }, `${state.shade} was not measured for this batch (record.split_every)`));
-}
-
-function painter(values) {
-  const numbers = values.filter((x) => typeof x === "number"), names = [...new Set(values.filter((x) => typeof x === "string"))];
-  const largest = Math.max(...numbers.map(Math.abs), 0) || 1;
-  return (value) => value == null ? "" : typeof value === "string" ? `background:${COLORS[names.indexOf(value) % COLORS.length]}44` :
-    `background:rgba(${value > 0 ? "239,68,68" : "59,130,246"},${(0.75 * Math.min(Math.abs(value) / largest, 1)).toFixed(3)})`;
+function otherSteps(row) {
+  return row.group_key ? element("button", { type: "button", onclick: () => { state.filter = { sort: "batch", text: "", reward: "", lag: "", step: "", rule: "", group_key: row.group_key }; render(true); } }, "this prompt at other steps") : null;
 }
 
 // ---- frame --------------------------------------------------------------------------------------

@@ -1,0 +1,50 @@
+"use strict";
+// Shows samples with every token colored by one of its values (TokenSamples in page_kit.py), after
+// plot.js. Foreign text is only ever set as text.
+
+function painter(values) {
+  const numbers = values.filter((x) => typeof x === "number"), names = [...new Set(values.filter((x) => typeof x === "string"))];
+  const largest = Math.max(...numbers.map(Math.abs), 0) || 1;
+  return (value) => value == null ? "" : typeof value === "string" ? `background:${COLORS[names.indexOf(value) % COLORS.length]}44` :
+    `background:rgba(${value > 0 ? "239,68,68" : "59,130,246"},${(0.75 * Math.min(Math.abs(value) / largest, 1)).toFixed(3)})`;
+}
+
+function conversation(sequence, shade) {
+  const values = sequence.shades[shade];
+  const paint = painter(values ?? []);
+  const turns = [element("div", { class: "turn" }, element("div", { class: "who" }, "prompt"), sequence.prompt)];
+  let turn = null, kind = null;
+  sequence.pieces.forEach((piece, i) => {
+    const now = sequence.shades.version[i] == null ? "environment" : "model";
+    if (now !== kind) {
+      turn = element("div", { class: `turn ${now}` }, element("div", { class: "who" }, now === "model" ? "response" : "from the environment, not sampled"));
+      turns.push(turn);
+      kind = now;
+    }
+    const facts = Object.entries(sequence.shades).map(([name, of]) => `${name} ${typeof of[i] === "number" ? number(of[i]) : of[i] ?? "not measured"}`);
+    turn.append(element("span", { class: `token ${sequence.shades.used[i] || now === "environment" ? "" : "unused"}`, style: paint(values?.[i]), title: `${JSON.stringify(piece)}\n${facts.join("\n")}` }, piece));
+  });
+  return element("div", {}, ...turns, values ? null : element("p", { class: "soft" }, `${shade} was not measured for this batch (record.split_every)`));
+}
+
+function sampleBox(row, shade, more = null) {
+  const facts = [["batch", row.batch], ["ticket", row.ticket], ["sample", row.sample], ["reward", number(row.reward)], ...Object.entries(row.parts).map(([k, v]) => [k, number(v)]),
+    ["lag", `${number(row.lag_mean)} (max ${row.lag_max})`], ["tokens", row.length], ["end", row.finish], ["kl", number(row.kl)], ["chosen by", row.rules.join(", ")]];
+  if (row.calls) facts.push(["calls", row.calls], ["excluded tokens", row.excluded]);
+  return element("article", { class: "sample" },
+    element("div", { class: "head" }, ...facts.map(([name, value]) => element("span", {}, `${name} `, element("b", {}, value)))),
+    ...row.sequences.map((sequence) => conversation(sequence, shade)), more);
+}
+
+// A page that is one file carries its samples.
+for (const place of document.querySelectorAll("div[data-samples]")) {
+  const { rows, shades } = JSON.parse(document.getElementById(place.dataset.samples).textContent);
+  const meaning = element("span", { class: "soft" }), boxes = element("div", { class: "pair" });
+  const choice = element("select", { onchange: () => paintAll() }, ...Object.keys(shades).map((name) => element("option", { value: name, selected: name === "lag" }, name)));
+  const paintAll = () => {
+    meaning.textContent = shades[choice.value];
+    boxes.replaceChildren(...rows.map((row) => sampleBox(row, choice.value)));
+  };
+  place.append(element("div", { class: "filters" }, element("label", {}, "color ", choice), meaning), boxes);
+  paintAll();
+}
