@@ -8,15 +8,17 @@ transport runs against the tests that reach it.
 Proves: at least 90 % of a seeded sample are killed, and at least 75 % of each file.  mutmut's
 operators make the mutants of the files that `[tool.mutmut]` in pyproject.toml names.
 mutants_tests.json maps source files to the fast test files that run them; `--table` measures it
-again.  This process imports torch and the other packages once, but nothing of the project.  Every
-mutant is a fork that imports the project with one file changed in memory and runs, with pytest,
-the tests that reach the changed statement, until one fails.  Only measurements are written to
-disk; they are valid in .pytest_cache/mutants until their files change.
+again.  A first process imports the project and collects the tests once.  Every mutant is a fork of
+it that changes one function in memory and runs the tests that reach the changed statement, until
+one fails.  Mutants that this does not kill, and those outside a function, are tried once more in a
+process that imports the changed file anew.  Only measurements are written to disk; they are valid
+in .pytest_cache/mutants until their files change.
 
-A mutant is killed when a test fails, the import fails, or the tests take ten times the processor
-time they take without it.  Survivors listed in mutants_equivalent.toml, with the reason why no
-test can notice them, are not counted.  Some of the sample also run unchanged: a failure then is
-not caused by a mutant, and the program ends.  --module PART: only mutants of the files whose path
+A mutant is killed when a test fails, the import fails, the tests take ten times the processor time
+they take without it, or they stand still.  Time in which a busy machine lets a fork wait for a
+processor does not count.  Survivors listed in mutants_equivalent.toml, with the reason why no test
+can notice them, are not counted.  Some of the sample also run unchanged: a failure then is not
+caused by a mutant, and the program ends.  --module PART: only mutants of the files whose path
 contains PART, for --minutes at most; no result is written.  --planted: the mutants of
 mutants_planted.py, each against the one test that must notice it."""
 
@@ -48,11 +50,12 @@ import time
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from lib import results_file
+from lib.mutant_session import CollectedSession, change_function
 
 ROOT = results_file.ROOT
 # first: benchmarks/learner.py and buffer.py must not hide the packages of their names
@@ -75,6 +78,7 @@ KILLED = "killed"
 TIMEOUT = "timeout"
 UNTESTED = "untested"
 UNCHANGED = "(unchanged)"
+NOT_HERE = "outside a function"  # the collected session cannot change it
 # mutmut leaves functions with a decorator alone; these may be comments while it looks
 DECORATORS = re.compile(r"^( *)@(?=(?:torch\.no_grad\(\)|contextmanager)$)", re.MULTILINE)
 HIDDEN = "# hidden @"
@@ -311,8 +315,19 @@ class Child:
 
     pid: int
     answer: Path
-    until: float
+    idle_s: float  # how long it may stand still
     what: Any
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether it has slept for too long: time spent waiting for a processor is not sleep."""
+        try:
+            ran, waited, _ = Path(f"/proc/{self.pid}/schedstat").read_text().split()
+        except OSError:
+            return False
+        slept = time.monotonic() - self.began - (int(ran) + int(waited)) / 1e9
+        return slept > self.idle_s
 
 
 def fork(what: Any, work: Path, cpu_s: float, act: Callable[[Path], dict[str, Any]]) -> Child:
@@ -323,7 +338,7 @@ def fork(what: Any, work: Path, cpu_s: float, act: Callable[[Path], dict[str, An
     answer = directory / "answer.json"
     pid = os.fork()
     if pid:
-        return Child(pid, answer, time.monotonic() + 60 + 8 * cpu_s, what)
+        return Child(pid, answer, 60 + 8 * cpu_s, what)
     code = 1
     try:
         os.setsid()
@@ -343,7 +358,7 @@ def reap(children: list[Child]) -> tuple[Child, dict[str, Any] | None]:
     while True:
         for child in children:
             pid, _ = os.waitpid(child.pid, os.WNOHANG)
-            if not pid and time.monotonic() > child.until:
+            if not pid and child.stands_still:
                 os.killpg(child.pid, signal.SIGKILL)
                 os.waitpid(child.pid, 0)
                 pid = child.pid
@@ -353,6 +368,26 @@ def reap(children: list[Child]) -> tuple[Child, dict[str, Any] | None]:
                 shutil.rmtree(child.answer.parent, ignore_errors=True)
                 return child, found
         time.sleep(0.02)
+
+
+def try_in_session(
+    session: CollectedSession, m: Mutant, tests: Sequence[str], directory: Path
+) -> dict[str, Any]:
+    """In a fork of the session: change the function, and run the tests until one fails."""
+    if m.path.removesuffix(".py").replace("/", ".") not in sys.modules:
+        sys.meta_path.insert(0, Changed(m.path, m.code))
+    elif m.plus != UNCHANGED:
+        old = (ROOT / m.path).read_text()
+        if not change_function(m.path, old, m.code, m.first, m.last):
+            return {"status": NOT_HERE, "by": ""}
+    chosen = Chosen(None)
+    try:
+        session.run(tests, directory / "t", [chosen], lambda: bool(chosen.failed))
+    except BaseException as error:  # the end of a pytest session, a test's SystemExit
+        return {"status": KILLED, "by": chosen.failed or repr(error)}
+    if not chosen.seen and not chosen.failed:
+        return {"status": UNTESTED, "by": ""}
+    return {"status": KILLED if chosen.failed else SURVIVED, "by": chosen.failed}
 
 
 def try_mutant(m: Mutant, tests: Sequence[str], directory: Path) -> dict[str, Any]:
@@ -474,7 +509,7 @@ def cpu_seconds() -> float:
     return time.process_time() + children.ru_utime + children.ru_stime
 
 
-def measure(test_file: str, directory: Path) -> dict[str, Any]:
+def measure(session: CollectedSession, test_file: str, directory: Path) -> dict[str, Any]:
     """In a fork: the fast tests of a file once, under coverage of all source files."""
     import coverage
 
@@ -483,7 +518,7 @@ def measure(test_file: str, directory: Path) -> dict[str, Any]:
     )
     watch = Watch(cover)
     cover.start()
-    pytest_main([test_file], directory / "t", [Chosen(None), watch])
+    session.run(session.of_file(test_file), directory / "t", [watch])
     cover.stop()
     fast = {t: s for t, s in watch.seconds.items() if s < SLOW_S}
     lines: dict[str, dict[int, list[str]]] = {}
@@ -514,7 +549,13 @@ def kept(test_file: str, paths: Collection[str]) -> dict[str, Any] | None:
     return found if all(digest(p) == d for p, d in counted.items()) else None
 
 
-def baseline(tests: Sequence[str], paths: Collection[str], work: Path, workers: int) -> Baseline:
+def baseline(
+    session: CollectedSession,
+    tests: Sequence[str],
+    paths: Collection[str],
+    work: Path,
+    workers: int,
+) -> Baseline:
     """Measured, or as it was kept.  A file with a test that fails without a mutant is left out, and
     named.
     """
@@ -537,8 +578,11 @@ def baseline(tests: Sequence[str], paths: Collection[str], work: Path, workers: 
         print(f"measured {len(found)} of {len(tests)} test files", file=sys.stderr, flush=True)
 
     for t in tests:
-        if t not in found:
-            running.append(fork(t, work, 300, lambda d, t=t: measure(t, d)))
+        if t in session.failed:
+            base.left_out.append(t)
+            print(f"left out: {t}: cannot be collected", file=sys.stderr, flush=True)
+        elif t not in found:
+            running.append(fork(t, work, 300, lambda d, t=t: measure(session, t, d)))
             if len(running) >= workers:
                 collect()
     while running:
@@ -554,7 +598,12 @@ def baseline(tests: Sequence[str], paths: Collection[str], work: Path, workers: 
 def write_table(paths: Sequence[str], work: Path, workers: int) -> None:
     """Measure every fast test file, and note which source files it runs."""
     files = fast_files()
-    baseline(files, paths, work, workers)
+
+    def act(session: CollectedSession) -> dict[str, Any]:
+        baseline(session, files, paths, work, workers)
+        return {}
+
+    collected(files, work, act)
     table = {
         t: reached
         for t in files
@@ -567,8 +616,40 @@ def write_table(paths: Sequence[str], work: Path, workers: int) -> None:
 # ---- the whole -----------------------------------------------------------------------------------
 
 
+def collected(
+    tests: Sequence[str], work: Path, act: Callable[[CollectedSession], dict[str, Any]]
+) -> dict[str, Any]:
+    """Return what `act` returns in a process that has collected these test files."""
+    answer = work / "session.json"
+    answer.unlink(missing_ok=True)
+    pid = os.fork()
+    if pid:
+        os.waitpid(pid, 0)
+        if not answer.exists():
+            sys.exit("mutants: the process that collects the tests has ended")
+        found: dict[str, Any] = json.loads(answer.read_text())
+        return found
+
+    def inside(session: CollectedSession) -> None:
+        gc.freeze()
+        answer.write_text(json.dumps(act(session)))
+
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        plugins = [Chosen(None), CollectedSession(inside)]
+        pytest_main(tests, work / "collected", plugins, "--continue-on-collection-errors")
+    finally:
+        os._exit(0)
+
+
+Trial = Callable[[Mutant, Sequence[str], Path], dict[str, Any]]
+
+
 def all_of(
-    jobs: Iterator[tuple[Mutant, list[str], float]], work: Path, workers: int
+    jobs: Iterator[tuple[Mutant, list[str], float]],
+    work: Path,
+    workers: int,
+    trial: Trial = try_mutant,
 ) -> Iterator[tuple[Mutant, dict[str, Any]]]:
     """(mutant, what became of it), as they end."""
     running: list[Child] = []
@@ -576,7 +657,7 @@ def all_of(
         if not tests:
             yield m, {"status": UNTESTED, "by": ""}
             continue
-        running.append(fork(m, work, cpu_s, lambda d, m=m, tests=tests: try_mutant(m, tests, d)))
+        running.append(fork(m, work, cpu_s, lambda d, m=m, tests=tests: trial(m, tests, d)))
         if len(running) >= workers:
             child, answer = reap(running)
             yield child.what, answer or {"status": TIMEOUT, "by": ""}
@@ -704,6 +785,75 @@ def main() -> None:
         shutil.rmtree(work, ignore_errors=True)
 
 
+def tried(
+    args: argparse.Namespace,
+    wanted: Sequence[tuple[str, Callable[[], Mutant]]],
+    tests: Sequence[str],
+    paths: Sequence[str],
+    known: Equivalents,
+    work: Path,
+) -> dict[str, Any]:
+    """Try the drawn mutants: answers (of each mutant what became of it), seconds, base.
+
+    Ends the program when a test fails that is run without a mutant."""
+    texts = {path: (ROOT / path).read_text() for path in paths}
+    controls = set(
+        random.Random(args.seed).sample(range(len(wanted)), min(args.controls, len(wanted)))
+    )
+
+    def first(session: CollectedSession) -> dict[str, Any]:
+        base = baseline(session, tests, paths, work, args.workers)
+        begin = time.monotonic()
+
+        def jobs() -> Iterator[tuple[Mutant, list[str], float]]:
+            for place, (_, make) in enumerate(wanted):
+                if args.minutes and time.monotonic() - begin > 60 * args.minutes:
+                    return
+                m = make()
+                reaching = base.reaching(m, texts[m.path])
+                yield m, reaching, base.cpu_s(reaching)
+                if place in controls:
+                    unchanged = replace(m, code=texts[m.path], plus=UNCHANGED)
+                    yield unchanged, reaching, base.cpu_s(reaching)
+
+        def trial(m: Mutant, reaching: Sequence[str], directory: Path) -> dict[str, Any]:
+            return try_in_session(session, m, reaching, directory)
+
+        answers = []
+        for m, answer in all_of(jobs(), work, args.workers, trial):
+            if m.plus == UNCHANGED and answer["status"] not in (SURVIVED, UNTESTED):
+                return {"failed": f"{answer['by'] or 'a time limit'} fails without a mutant: {m}"}
+            if m.plus != UNCHANGED:
+                answers.append((asdict(m), answer))
+                if answer["status"] == SURVIVED and not known.reason(m):
+                    print(f"lives so far: {m}", file=sys.stderr, flush=True)
+                if len(answers) % 50 == 0:
+                    passed = f"{len(answers)} of {len(wanted)}, {time.monotonic() - begin:.0f} s"
+                    print(passed, file=sys.stderr, flush=True)
+        return {"answers": answers, "base": asdict(base), "seconds": time.monotonic() - begin}
+
+    found = collected(tests, work, first)
+    if "failed" in found:
+        sys.exit(f"mutants: {found['failed']}")
+    base = Baseline(**found["base"])
+    base.lines = {
+        path: {int(n): names for n, names in lines.items()} for path, lines in base.lines.items()
+    }
+    begin = time.monotonic()
+    answers = []
+    again = []
+    for m, answer in ((Mutant(**m), answer) for m, answer in found["answers"]):
+        is_done = answer["status"] in (KILLED, UNTESTED) or known.reason(m)
+        (answers if is_done else again).append((m, answer))
+    jobs = ((m, t := base.reaching(m, texts[m.path]), base.cpu_s(t)) for m, _ in again)
+    answers += all_of(jobs, work, args.workers)
+    for m, answer in answers:
+        if answer["status"] in (SURVIVED, UNTESTED) and not known.reason(m):
+            print(f"{answer['status']}: {m}", file=sys.stderr, flush=True)
+    seconds = found["seconds"] + time.monotonic() - begin
+    return {"answers": answers, "base": found["base"], "seconds": seconds}
+
+
 def _main(args: argparse.Namespace, work: Path) -> None:
     warm(work)
     if args.planted:
@@ -733,53 +883,22 @@ def _main(args: argparse.Namespace, work: Path) -> None:
     wanted = drawn(every, many, args.seed, 0 if chosen or args.quick else LEAST)
     known = Equivalents(ROOT / "benchmarks" / "mutants_equivalent.toml")
     tests = args.tests.split(",") if args.tests else chosen.get("tests") or reaching_files(paths)
-    base = baseline(tests, paths, work, args.workers)
-    texts = {path: (ROOT / path).read_text() for path in paths}
-    start = time.monotonic()
-
-    controls = set(
-        random.Random(args.seed).sample(range(len(wanted)), min(args.controls, len(wanted)))
-    )
-
-    def jobs() -> Iterator[tuple[Mutant, list[str], float]]:
-        for i, (_, make) in enumerate(wanted):
-            if args.minutes and time.monotonic() - start > 60 * args.minutes:
-                return
-            m = make()
-            reaching = base.reaching(m, texts[m.path])
-            yield m, reaching, base.cpu_s(reaching)
-            if i in controls:
-                yield replace(m, code=texts[m.path], plus=UNCHANGED), reaching, base.cpu_s(reaching)
-
+    found = tried(args, wanted, tests, paths, known, work)
+    base = Baseline(**found["base"])
     by_path: dict[str, Counter[str]] = {}
     survivors = []
     equivalents = []
     killers = Counter[str]()
-    for m, answer in all_of(jobs(), work, args.workers):
+    for m, answer in found["answers"]:
         status = answer["status"]
-        reason = known.reason(m)
-        if m.plus == UNCHANGED:
-            if status not in (SURVIVED, UNTESTED):
-                sys.exit(
-                    f"mutants: {answer['by'] or 'a time limit'} fails in a fork without a mutant: "
-                    f"{m}"
-                )
-            continue
         if status in (SURVIVED, UNTESTED):
-            if reason is not None:
+            if (reason := known.reason(m)) is not None:
                 status = "equivalent"
                 equivalents.append({"mutant": str(m), "reason": reason})
             else:
                 survivors.append({"mutant": str(m), "untested": status == UNTESTED})
-                print(f"{status}: {m}", file=sys.stderr, flush=True)
         killers[answer["by"].split("[")[0]] += status == KILLED
         by_path.setdefault(m.path, Counter())[status] += 1
-        if (ended := sum(sum(x.values()) for x in by_path.values())) % 50 == 0:
-            print(
-                f"{ended} of {len(wanted)}, {round(time.monotonic() - start)} s",
-                file=sys.stderr,
-                flush=True,
-            )
     total = sum(by_path.values(), Counter())
     killed = total[KILLED] + total[TIMEOUT]
     counted = sum(total.values()) - total["equivalent"]
@@ -806,13 +925,13 @@ def _main(args: argparse.Namespace, work: Path) -> None:
         "seed": args.seed,
         "mutants": sum(total.values()),
         "of": len(every),
-        "controls": len(controls),
+        "controls": min(args.controls, len(wanted)),
         "killed": killed,
         "by_time_limit": total[TIMEOUT],
         "survived": len(survivors),
         "equivalent": total["equivalent"],
         "score": score,
-        "seconds": round(time.monotonic() - start),
+        "seconds": round(found["seconds"]),
         "tests": len(base.seconds),
         "tests_left_out": base.left_out,
         "tests_seconds": round(sum(base.seconds.values()), 1),
@@ -826,7 +945,7 @@ def _main(args: argparse.Namespace, work: Path) -> None:
             print(f"{share(counts):4.0%} {path} {dict(counts)}", file=sys.stderr)
     print(
         f"{killed} of {counted} killed ({score:.1%}), {total['equivalent']} equivalent, "
-        f"{round(time.monotonic() - start)} s",
+        f"{round(found['seconds'])} s",
         file=sys.stderr,
     )
     if not (args.quick or args.module or args.minutes):
