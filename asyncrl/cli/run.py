@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -163,9 +164,17 @@ def outline(summary: dict[str, Any]) -> dict[str, Any]:
 @click.argument("run_dir", type=PATH)
 @json_option
 def report(run_dir: Path, as_json: bool) -> None:
-    """Write RUN_DIR/report.html from the files of the run."""
-    from asyncrl.supervise.report import run_page
+    """Write RUN_DIR/report.html from the files of the run.
 
+    Where one side waits for the other, the first lines say what `asyncrl simulate` predicts for a
+    higher limit or one more generator.
+    """
+    from asyncrl.experiments.simulate import what_if
+    from asyncrl.records import atomic_write
+    from asyncrl.supervise.report import advice, run_page
+
+    if (run_dir / "config.toml").is_file():
+        atomic_write.write(run_dir / advice.PREDICTION, json.dumps(what_if.predict(run_dir)))
     emit({"report": str(run_page.write(run_dir))}, as_json)
 
 

@@ -619,3 +619,30 @@ LARGE = [
 def test_anything_else_is_refused(value: Any) -> None:
     with pytest.raises(ValueError):
         check_value(value, 3)
+
+
+def test_idle_cores_are_those_of_this_process_since_the_last_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import psutil
+
+    class Core(tuple[float, ...]):
+        """user, seven others, guest: the idle time is the fourth."""
+
+        @property
+        def idle(self) -> float:
+            return self[3]
+
+    def core(user: float, idle: float) -> Core:
+        return Core((user, 0.0, 0.0, idle, 0.0, 0.0, 0.0, 0.0, user))
+
+    readings = [
+        [core(0.0, 0.0), core(0.0, 0.0), core(0.0, 0.0)],
+        [core(8.0, 0.0), core(6.0, 2.0), core(0.0, 8.0)],
+        [core(8.0, 4.0), core(6.0, 2.0), core(0.0, 9.0)],
+    ]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(psutil, "cpu_times", lambda percpu: readings.pop(0))
+    idle = rewards.idle_cores()
+    assert idle() == pytest.approx(0.25), "none of core 0, a quarter of core 1; core 2 is another's"
+    assert idle() == pytest.approx(1.0), "all of core 0 since then; core 1 has no new reading"

@@ -26,6 +26,7 @@ from asyncrl.contract.errors import BadMessage
 from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.versions import Label
 from asyncrl.tasks import get_task
+from buffer import checks
 from buffer import service as module
 from buffer.ledger import total_tokens
 from buffer.service import open_store
@@ -219,3 +220,11 @@ def test_bounds_of_outcomes_are_what_the_buffer_takes() -> None:
     outcomes.check_parts({"x" * outcomes.NAME_LENGTH: 0.0})
     outcomes.check_reason("x" * outcomes.REASON_LENGTH)
     assert BadMessage("x").reason == "message"
+
+
+def test_a_generator_may_ask_for_as_many_samples_as_are_possible() -> None:
+    for samples in (0, checks.WANTED):
+        checks.want(m.TicketRequest("generator-0", 1, 1, samples, None))
+    for samples in (-1, checks.WANTED + 1):
+        with pytest.raises(BadMessage, match="are possible"):
+            checks.want(m.TicketRequest("generator-0", 1, 1, samples, None))

@@ -13,9 +13,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from click.testing import CliRunner
 from simulate_kit import BARE, ROOT, config, run
 
 from asyncrl import cli
+from asyncrl.cli import main
 from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments.simulate import fit, simulated_processes, times, what_if
 from asyncrl.experiments.simulate.outcome import Simulation, simulate
@@ -403,6 +405,32 @@ def write_run(path: Path, known: TimeModel, *, rewards: int = 0) -> None:
     )
     samples = [{"ticket": t, "tokens": [1] * (20 + t % 3)} for t in range(60) for _ in range(8)]
     (path / "samples.jsonl").write_text("".join(json.dumps(s) + "\n" for s in samples))
+
+
+def test_a_report_says_what_a_simulation_predicts_where_one_side_waits(tmp_path: Path) -> None:
+    write_run(tmp_path / "r", change(TimeModel(), step=0.002, row=5e-5, admit=3e-4))
+    config = (tmp_path / "r" / "config.toml").read_text()
+    (tmp_path / "r" / "config.toml").write_text(config.replace("steps = 120", "steps = 30"))
+    samples = [{"ticket": t, "tokens": [1] * 20, "prompt": "2+2", "text": "4"} for t in range(40)]
+    (tmp_path / "r" / "samples.jsonl").write_text("".join(json.dumps(s) + "\n" for s in samples))
+    name = "time/{}_idle_share"
+    for learner, generator, predicted in (
+        (0.4, 0.05, "2 generators instead of 1"),
+        (0.05, 0.05, ""),
+    ):
+        idle = {name.format("learner"): learner, name.format("generator"): generator}
+        row = {"reward/mean": 0.5, "reward/no_spread_share": 0.25, "answer/length": 24.0} | idle
+        (tmp_path / "r" / "metrics.jsonl").write_text(
+            "".join(json.dumps({"step": step, "t": step * 1.0} | row) + "\n" for step in range(20))
+        )
+        done = CliRunner().invoke(main, ["report", str(tmp_path / "r")])
+        assert done.exit_code == 0, done.output
+        page = (tmp_path / "r" / "report.html").read_text()
+        told = "Simulated with the times of this run: " + predicted
+        assert (told in page) == bool(predicted), "the rule fires, or it does not"
+        assert json.loads((tmp_path / "r" / "what_if.json").read_text()).keys() == (
+            {"learner_waits"} if predicted else set()
+        )
 
 
 def test_a_fit_finds_the_times_that_made_the_trace(tmp_path: Path) -> None:

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
+from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
+from asyncrl.experiments.simulate import fit
 from asyncrl.experiments.simulate.outcome import SimulationOutcome, simulate
 from asyncrl.experiments.simulate.times import TimeModel
+from asyncrl.records import rundir
+from asyncrl.supervise.report import advice
 
 replace = msgspec.structs.replace
 NOTHING = 0.02  # a smaller change of throughput is reported as none
@@ -191,6 +196,32 @@ def answers(
         question = f"a weight sync {factor:g} times as fast"
         results.append(answer(question, "this one", base, other))
     return results
+
+
+def predict(run_dir: Path) -> dict[str, str]:
+    """Return, by rule of advice, what its proposal would give a run: one more of its limit, or one
+    more generator.
+
+    {} for a run that has no such advice, or no trace to fit times to.
+    """
+    config = load.load(run_dir / "config.toml")
+    ended = rundir.is_finished(run_dir, config.learner.steps)
+    fired = {line.rule for line in advice.first_lines(config, run_dir, ended=ended)}
+    limit = config.staleness.limit
+    questions: dict[str, tuple[list[float], list[int]]] = {
+        "learner_waits": ([], [1]),
+        "both_wait": ([limit + 1], []),
+    }
+    found = {}
+    for rule in fired & set(questions):
+        try:
+            times, config = fit.fit(run_dir)
+            base = simulate_seeds(config, times, 1, evaluate=False)
+            (said,) = answers(config, times, base, *questions[rule], [], evaluate=False)
+        except ConfigError:
+            continue
+        found[rule] = said.sentence.rstrip(".")
+    return found
 
 
 def sweep(

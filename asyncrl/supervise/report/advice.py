@@ -17,6 +17,7 @@ from asyncrl.records import jsonl, trackers
 from asyncrl.records.health_checks import HealthFinding
 from asyncrl.supervise.report.series import Series
 
+PREDICTION = "what_if.json"  # what `asyncrl simulate` says of this run, by `asyncrl report`
 CHECKS = "health.jsonl"  # health checks with the step at which each fired first
 
 WINDOW = 20  # newest values that a rule looks at
@@ -49,12 +50,14 @@ class Facts(NamedTuple):
     """Inputs of the rules: the run's metrics and two of its settings.
 
     ended: all steps are made. Its last batches do not count: generators had no more tickets.
+    predicted: rule -> what a simulation with the run's own times says of its proposal.
     """
 
     series: Series
     max_lag: int | None
     generators: int
     ended: bool = False
+    predicted: Mapping[str, str] = {}
 
 
 def recent(facts: Facts, name: str) -> float | None:
@@ -63,6 +66,13 @@ def recent(facts: Facts, name: str) -> float | None:
     if facts.ended:
         values = values[: len(values) - 1 - (facts.max_lag or 0)]
     return float(values[-WINDOW:].mean()) if len(values) >= LEAST else None
+
+
+def _prediction(facts: Facts, rule: str, option: str, answer: str) -> str:
+    """Return what a simulation says of a rule's proposal, or how to ask one."""
+    if said := facts.predicted.get(rule):
+        return f". Simulated with the times of this run: {said}"
+    return f"; `asyncrl simulate CONFIG --from RUN {option}` says {answer}"
 
 
 def learner_waits(facts: Facts) -> Advice | None:
@@ -80,8 +90,8 @@ def learner_waits(facts: Facts) -> Advice | None:
         f"generation limits the speed: the learner waits {learner:.0%} of its time, the "
         f"generators {generator:.0%}",
         f"add a generator (generators = {facts.generators + 1}), or shorten what is generated "
-        "(generator.max_new_tokens); `asyncrl simulate CONFIG --from RUN --more 1` says what one "
-        "more would give",
+        "(generator.max_new_tokens)"
+        + _prediction(facts, "learner_waits", "--more 1", "what one more would give"),
     )
 
 
@@ -128,8 +138,8 @@ def both_wait(facts: Facts) -> Advice | None:
         return None
     limit = facts.max_lag
     raise_it = (
-        f"raise staleness.max_lag (now {limit}); `asyncrl simulate CONFIG --from RUN --limit "
-        f"{limit + 1}` says what that would give"
+        f"raise staleness.max_lag (now {limit})"
+        + _prediction(facts, "both_wait", f"--limit {limit + 1}", "what that would give")
         if limit is not None and limit < 2
         else "look for what delays both: swaps of weights (time/swap), publication (time/publish)"
     )
@@ -284,6 +294,15 @@ def fired_checks(run_dir: Path, signs: Sequence[Mapping[str, Any]]) -> list[Advi
     ]
 
 
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return a JSON object; {} where there is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def first_lines(
     config: Config | None,
     run_dir: Path,
@@ -301,17 +320,14 @@ def first_lines(
         series = Series(run_dir / "metrics.jsonl")
         series.refresh()
     if signs is None:
-        try:
-            text = (run_dir / "summary.json").read_text(encoding="utf-8")
-            signs = json.loads(text).get("signs", [])
-        except (OSError, ValueError):
-            signs = []
+        signs = _read_json(run_dir / "summary.json").get("signs", [])
     limit = config.staleness.limit if config else float("inf")
     facts = Facts(
         series,
         int(limit) if limit != float("inf") else None,
         config.generators if config else 1,
         ended,
+        _read_json(run_dir / PREDICTION),
     )
     lost = [
         Advice(
