@@ -14,7 +14,7 @@ one fails.  Mutants that this does not kill, and those outside a function, are t
 process that imports the changed file anew.  Only measurements are written to disk; they are valid
 in .pytest_cache/mutants until their files change.
 
-A mutant is killed when a test fails, the import fails, the tests take ten times the processor time
+A mutant is killed when a test fails, the import fails, the tests take five times the processor
 they take without it, or they stand still.  Time in which a busy machine lets a fork wait for a
 processor does not count.  Survivors listed in mutants_equivalent.toml, with the reason why no test
 can notice them, are not counted.  Some of the sample also run unchanged: a failure then is not
@@ -338,7 +338,7 @@ def fork(what: Any, work: Path, cpu_s: float, act: Callable[[Path], dict[str, An
     answer = directory / "answer.json"
     pid = os.fork()
     if pid:
-        return Child(pid, answer, 60 + 8 * cpu_s, what)
+        return Child(pid, answer, 60 + cpu_s, what)
     code = 1
     try:
         os.setsid()
@@ -438,7 +438,7 @@ class Baseline:
 
     def cpu_s(self, tests: Sequence[str]) -> float:
         """Return the CPU seconds that a mutant may use."""
-        return 20 + 10 * sum(self.seconds[t] for t in tests)
+        return 20 + 5 * sum(self.seconds[t] for t in tests)
 
 
 def statement(text: str, first: int, last: int) -> tuple[int, int]:

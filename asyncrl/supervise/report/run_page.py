@@ -350,12 +350,7 @@ def write(run_dir: Path) -> Path:
             heading="Some samples",
             style="code",
         ),
-        SamplesBlock(
-            colored_samples(run_dir),
-            token_samples.SHADES,
-            heading="Tokens of some samples",
-            id="token-samples",
-        ),
+        colored_samples(run_dir),
         TextBlock(
             (run_dir / "config.toml").read_text(encoding="utf-8"),
             heading="Configuration",
@@ -369,8 +364,8 @@ def write(run_dir: Path) -> Path:
     return run_dir / "report.html"
 
 
-def colored_samples(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the first and the newest rows of token_samples.jsonl with what their colors show.
+def colored_samples(run_dir: Path) -> SamplesBlock:
+    """Show the first and the newest rows of token_samples.jsonl with what their colors show.
 
     Together they take at most SAMPLE_BYTES: of long ones there are fewer."""
     store = token_samples.SampleStore(run_dir / token_samples.FILE)
@@ -387,7 +382,12 @@ def colored_samples(run_dir: Path) -> list[dict[str, Any]]:
         if size > SAMPLE_BYTES:
             break
         found.append(row)
-    return sorted(found, key=lambda row: int(row["number"]))
+    return SamplesBlock(
+        sorted(found, key=lambda row: int(row["number"])),
+        token_samples.SHADES,
+        heading="Tokens of some samples",
+        id="token-samples",
+    )
 
 
 def _item(line: Advice) -> ListItem:
