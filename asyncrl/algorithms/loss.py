@@ -167,6 +167,7 @@ def prepare(
     baseline: float = 0.0,
     beta: float | None = None,
     number: int = 0,
+    advantages: torch.Tensor | None = None,
 ) -> PreparedBatch:
     """Run the pre-pass over the whole batch.
 
@@ -174,12 +175,14 @@ def prepare(
         baseline: the running baseline of advantage.name = reinforce.
         beta: the current coefficient of KL in the reward; None: the configured one.
         number: the number of the batch, which seeds random choices.
+        advantages: [N], instead of those that the config computes.
     """
     beta = config.kl.reward.coefficient if beta is None else beta
     if batch.start is None and config.correction.proximal == "recompute":
         batch.start = batch.anchor
     valid = batch.mask & loss_mask(batch, config)
     adv, returns, numbers = advantage(batch, valid, config, baseline, beta)
+    adv = adv if advantages is None else advantages
     corrected = None
     if batch.anchor is not None and config.loss.surrogate != "reinforce":
         everything = torch.arange(len(batch.seq), device=batch.seq.device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -388,7 +389,7 @@ def copy_tokenizer(source: str | Path, target: Path) -> None:
 
 def build_model(
     path: str | Path,
-    symbols: str,
+    symbols: Sequence[str],
     *,
     hidden: int = 64,
     layers: int = 2,
@@ -403,8 +404,8 @@ def build_model(
 ) -> PolicyModel:
     """Build a tiny causal LM with a character tokenizer in the Hugging Face directory `path`.
 
-    symbols: the characters; pad, end-of-text and unknown tokens are added.  family: llama, qwen2,
-    qwen3, mistral, or with experts of which a token uses CHOSEN, qwen3_moe or mixtral."""
+    symbols: characters and words; pad, end-of-text and unknown tokens are added.  family: llama,
+    qwen2, qwen3, mistral, or with experts of which a token uses CHOSEN, qwen3_moe or mixtral."""
     import transformers
 
     tokenizer = character_tokenizer(symbols)
@@ -447,8 +448,10 @@ def build_model(
     return PolicyModel(hf.eval(), str(path))
 
 
-def character_tokenizer(symbols: str) -> Any:
-    """Build a fast tokenizer with one token per character, `<pad>` = 0 and `<eos>` = 1."""
+def character_tokenizer(symbols: Sequence[str]) -> Any:
+    """Build a fast tokenizer with one token per character, `<pad>` = 0 and `<eos>` = 1.
+
+    Symbols of several characters are words, of which the longest match is taken."""
     import tokenizers
     import transformers
 
@@ -456,7 +459,9 @@ def character_tokenizer(symbols: str) -> Any:
         c: i + 3 for i, c in enumerate(dict.fromkeys(symbols))
     }
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<unk>"))
-    inner.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
+    words = sorted((word for word in symbols if len(word) > 1), key=len, reverse=True)
+    pattern = "|".join([*map(re.escape, words), r"[\s\S]"]) if words else "."
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
     inner.decoder = tokenizers.decoders.Fuse()
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"

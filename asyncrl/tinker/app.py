@@ -46,7 +46,7 @@ class TinkerServer:
         self.config = config
         self.folder = folder
         self.key = key
-        self.name = Path(config.model.path).resolve().name
+        self.path = Path(config.model.path).resolve()
         self.ledger = SequenceLedger(folder / "sequences.jsonl")
         logs = folder / "logs"
         logs.mkdir(exist_ok=True)
@@ -226,7 +226,7 @@ class TinkerServer:
 
     def _base_model(self, name: str | None) -> None:
         path = self.config.model.path
-        known = {path, str(Path(path).resolve()), self.name}
+        known = {path, str(self.path), "/".join(self.path.parts[-2:]), self.path.name}
         if name is not None and name not in known:
             raise ConfigError(f"base_model = {name}: this server has {path} alone")
 
@@ -327,14 +327,13 @@ class TinkerServer:
     async def get_info(self, request: Request, body: bytes) -> Response:
         given = wire.parse_json(sdk.GetInfoRequest, body)
         record = self._model(given.model_id).record
-        path = str(Path(self.config.model.path).resolve())
         return JSONResponse(
             {
                 "type": "get_info",
                 "model_data": {
                     "arch": "causal_lm",
                     "model_name": self.config.model.path,
-                    "tokenizer_id": path,
+                    "tokenizer_id": str(self.path),
                 },
                 "model_id": record.model,
                 "is_lora": record.rank > 0,

@@ -83,7 +83,7 @@ class SamplerService:
         self.promises: OrderedDict[str, SamplePromise] = OrderedDict()
         self.clones: dict[str, int] = {}
         # a restarted server draws other random numbers for other requests
-        self.ticket = sum(1 for _ in self.ledger.sequences)
+        self.ticket = self.ledger.sampled_total
         # called with a sampler and the number of sequences before they are sampled; returns why
         # the request must wait, or ""
         self.pace: Callable[[SamplerRecord, int], str] = lambda sampler, count: ""

@@ -4,10 +4,14 @@ A sequence gets its id before it is sampled. A datum names the sequences it cont
 spans. Without spans, a run of sampled tokens is found by its fingerprint: the tokens and the bits
 of their log-probabilities. The ledger closes: every sampled sequence of a model was trained 0, 1 or
 more times.
+
+The ledger remembers the newest sequences only. Those that it forgot stay in its totals, and their
+tokens are of unknown lag.
 """
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -19,8 +23,10 @@ import numpy as np
 import xxhash
 
 from asyncrl.contract.errors import ConfigError
-from asyncrl.records import jsonl
+from asyncrl.records import atomic_write, jsonl
 from asyncrl.tinker.messages import NOT_SAMPLED, UNKNOWN, Datum
+
+REMEMBERED = 200_000  # newest sequences of a server, about 100 MB
 
 
 @dataclass(slots=True)
@@ -29,6 +35,8 @@ class SampledSequence:
 
     model: whose weights sampled it; "": the base model.
     version: optimizer steps of that model behind these weights.
+    uncertain: fingerprint and offset of its first run of log-probabilities that are not 0, where it
+        has some that are: a datum without advantages does not show the others.
     trained: optimizer steps whose gradient contained tokens of it.
     """
 
@@ -37,7 +45,13 @@ class SampledSequence:
     version: int
     length: int
     fingerprint: str
+    uncertain: tuple[str, int] | None = None
     trained: int = 0
+
+    @property
+    def fingerprints(self) -> set[str]:
+        """The keys by which a datum's runs are looked up."""
+        return {self.fingerprint} | ({self.uncertain[0]} if self.uncertain else set())
 
 
 class ProvenanceSpan(NamedTuple):
@@ -64,6 +78,15 @@ def fingerprint(tokens: bytes, logprobs: bytes) -> str:
     return digest.hexdigest()
 
 
+def uncertain_run(tokens: bytes, logprobs: bytes) -> tuple[str, int] | None:
+    """Return `SampledSequence.uncertain`."""
+    runs = runs_of(np.frombuffer(logprobs, "<f4") != 0)
+    if not runs or 4 * (runs[0][1] - runs[0][0]) == len(tokens):
+        return None
+    piece = slice(4 * runs[0][0], 4 * runs[0][1])
+    return fingerprint(tokens[piece], logprobs[piece]), runs[0][0]
+
+
 @dataclass
 class ModelAncestry:
     """A model and the models whose states it was loaded from, with their versions then."""
@@ -83,21 +106,37 @@ class ModelAncestry:
 
 
 class SequenceLedger:
-    """All sequences of a server, in `sequences.jsonl`."""
+    """The newest sequences of a server, and the totals of all.
 
-    def __init__(self, path: Path) -> None:
-        self.sequences: dict[str, SampledSequence] = {}
+    `sequences.jsonl` begins with the totals of the sequences that its other rows lack.
+
+    remembered: how many sequences datums can be matched to."""
+
+    def __init__(self, path: Path, remembered: int = REMEMBERED) -> None:
+        self.path = path
+        self.remembered = remembered
+        self.sequences: dict[str, SampledSequence] = {}  # in the order of sampling
         self.by_fingerprint: dict[str, list[SampledSequence]] = {}
         self.models: dict[str, ModelLedger] = {}
+        self.rows = 0  # in the file
         for row in jsonl.read(path):
+            if (forgotten := row.get("forgotten")) is not None:
+                self.models = {model: ModelLedger(**totals) for model, totals in forgotten.items()}
+                continue
             self._add(
                 SampledSequence(
-                    row["id"], row["model"], row["version"], row["length"], row["fingerprint"]
+                    *(row["id"], row["model"], row["version"], row["length"], row["fingerprint"]),
+                    tuple(row["uncertain"]) if row.get("uncertain") else None,
                 )
             )
         self.file = jsonl.JsonlAppender(path)
         self.prefix = secrets.token_hex(4)  # ids of lost sequences are never minted again
         self.minted = 0
+
+    @property
+    def sampled_total(self) -> int:
+        """Sequences that this server has sampled since it was created."""
+        return sum(ledger.sampled for ledger in self.models.values())
 
     def mint(self, count: int) -> list[str]:
         """Return ids for sequences that are going to be sampled."""
@@ -108,20 +147,51 @@ class SequenceLedger:
     def record(self, id: str, model: str, version: int, tokens: bytes, logprobs: bytes) -> None:
         """Record a sampled sequence before its client receives it."""
         sequence = SampledSequence(
-            id, model, version, len(tokens) // 4, fingerprint(tokens, logprobs)
+            *(id, model, version, len(tokens) // 4, fingerprint(tokens, logprobs)),
+            uncertain_run(tokens, logprobs),
         )
         self._add(sequence)
-        row = asdict(sequence)
-        del row["trained"]  # trained.jsonl of each model has it
-        self.file.write(row)
+        self.file.write(_sequence_row(sequence))
+        while len(self.sequences) > self.remembered:
+            self._forget(next(iter(self.sequences.values())))
+        if self.rows > 2 * self.remembered:
+            self._rewrite()
+
+    def _forget(self, sequence: SampledSequence) -> None:
+        """Keep a sequence in the totals alone."""
+        del self.sequences[sequence.id]
+        for key in sequence.fingerprints:
+            self.by_fingerprint[key].remove(sequence)
+            if not self.by_fingerprint[key]:
+                del self.by_fingerprint[key]
+        if not sequence.trained:
+            ledger = self.of_model(sequence.model)
+            ledger.untrained[sequence.version] -= 1
+            ledger.drop_empty()
+            ledger.forgotten_untrained += 1
+
+    def _rewrite(self) -> None:
+        """Replace the rows of forgotten sequences by their totals."""
+        kept: dict[str, ModelLedger] = {}
+        for sequence in self.sequences.values():
+            kept.setdefault(sequence.model, ModelLedger()).add(sequence)
+        forgotten = {
+            model: ledger.without(kept.get(model, ModelLedger()))
+            for model, ledger in self.models.items()
+        }
+        rows: list[dict[str, Any]] = [{"forgotten": forgotten}]
+        rows += [_sequence_row(sequence) for sequence in self.sequences.values()]
+        self.file.close()
+        atomic_write.write(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+        self.file = jsonl.JsonlAppender(self.path)
+        self.rows = len(self.sequences)
 
     def _add(self, sequence: SampledSequence) -> None:
+        self.rows += 1
         self.sequences[sequence.id] = sequence
-        self.by_fingerprint.setdefault(sequence.fingerprint, []).append(sequence)
-        ledger = self.of_model(sequence.model)
-        ledger.sampled += 1
-        ledger.sampled_tokens += sequence.length
-        ledger.untrained[sequence.version] += 1
+        for key in sequence.fingerprints:
+            self.by_fingerprint.setdefault(key, []).append(sequence)
+        self.of_model(sequence.model).add(sequence)
 
     def of_model(self, model: str) -> ModelLedger:
         return self.models.setdefault(model, ModelLedger())
@@ -181,14 +251,30 @@ class SequenceLedger:
         logprobs = datum.fields.get("logprobs")
         if logprobs is None:
             return []
-        runs = []
+        runs: list[SampledRun] = []
+        done = 0  # positions that are part of a run
         for start, stop in sampled_runs(datum):
+            if start < done:
+                continue
             piece = slice(4 * start, 4 * stop)
-            equal = self.by_fingerprint.get(fingerprint(datum.targets[piece], logprobs[piece]), [])
-            chosen = min(equal, key=lambda s: (taken[s.id], s.trained, s.version), default=None)
-            if chosen is not None:
-                taken[chosen.id] += 1
-            runs.append(SampledRun(start, stop, chosen))
+            key = fingerprint(datum.targets[piece], logprobs[piece])
+            fits = {
+                sequence.id: (begin, sequence)
+                for sequence in self.by_fingerprint.get(key, [])
+                if (begin := _begin_in(datum, logprobs, start, key, sequence)) is not None
+            }
+            first = min(
+                fits.values(),
+                key=lambda fit: (taken[fit[1].id], fit[1].trained, fit[1].version),
+                default=None,
+            )
+            if first is None:
+                runs.append(SampledRun(start, stop, None))
+                continue
+            begin, chosen = first
+            taken[chosen.id] += 1
+            done = begin + chosen.length
+            runs.append(SampledRun(begin, done, chosen))
         return runs
 
     def mark_trained(self, ids: Iterable[str]) -> None:
@@ -198,6 +284,7 @@ class SequenceLedger:
             ledger = self.of_model(sequence.model)
             if sequence.trained == 1:
                 ledger.untrained[sequence.version] -= 1
+                ledger.drop_empty()
                 ledger.trained_once += 1
             elif sequence.trained == 2:
                 ledger.trained_once -= 1
@@ -205,6 +292,26 @@ class SequenceLedger:
 
     def close(self) -> None:
         self.file.close()
+
+
+def _begin_in(
+    datum: Datum, logprobs: bytes, start: int, key: str, sequence: SampledSequence
+) -> int | None:
+    """Return where a datum has a sequence whose run `key` begins at `start`; None: nowhere."""
+    if key == sequence.fingerprint:
+        return start
+    assert sequence.uncertain is not None
+    begin = start - sequence.uncertain[1]
+    piece = slice(4 * begin, 4 * (begin + sequence.length))
+    whole = begin >= 0 and fingerprint(datum.targets[piece], logprobs[piece])
+    return begin if whole == sequence.fingerprint else None
+
+
+def _sequence_row(sequence: SampledSequence) -> dict[str, Any]:
+    """Return the row of a sequence in the file."""
+    row = asdict(sequence)
+    del row["trained"]  # trained.jsonl of each model has it
+    return row
 
 
 def sampled_runs(datum: Datum) -> list[tuple[int, int]]:
@@ -220,6 +327,15 @@ def sampled_runs(datum: Datum) -> list[tuple[int, int]]:
                 inside |= row != 0
     else:
         inside = mask != 0
+    return runs_of(inside)
+
+
+def runs_of(inside: np.ndarray) -> list[tuple[int, int]]:
+    """Return the runs [start, stop) of bool [n].
+
+    >>> runs_of(np.array([False, True, True, False, True]))
+    [(1, 3), (4, 5)]
+    """
     edges = np.flatnonzero(np.diff(np.concatenate([[False], inside, [False]]).astype(np.int8)))
     return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
 
@@ -228,21 +344,42 @@ def sampled_runs(datum: Datum) -> list[tuple[int, int]]:
 class ModelLedger:
     """The sequences that a model's weights sampled.
 
-    untrained: version -> sequences that no optimizer step has used yet.
+    untrained: version -> remembered sequences that no optimizer step has used yet.
     """
 
     sampled: int = 0
     sampled_tokens: int = 0
     trained_once: int = 0
     trained_again: int = 0
+    forgotten_untrained: int = 0
     untrained: Counter[int] = field(default_factory=Counter)
+
+    def add(self, sequence: SampledSequence) -> None:
+        self.sampled += 1
+        self.sampled_tokens += sequence.length
+        if not sequence.trained:
+            self.untrained[sequence.version] += 1
+        elif sequence.trained == 1:
+            self.trained_once += 1
+        else:
+            self.trained_again += 1
+
+    def drop_empty(self) -> None:
+        """Forget versions without untrained sequences."""
+        self.untrained = +self.untrained
+
+    def without(self, part: ModelLedger) -> dict[str, int]:
+        """Return the totals less those of remembered sequences."""
+        names = ("sampled", "sampled_tokens", "trained_once", "trained_again")
+        less = {name: getattr(self, name) - getattr(part, name) for name in names}
+        return less | {"forgotten_untrained": self.forgotten_untrained}
 
     def as_dict(self) -> dict[str, int]:
         """Return the lines of the ledger; the last three add up to `sampled`."""
         return {
             "sampled": self.sampled,
             "sampled_tokens": self.sampled_tokens,
-            "never_trained": sum(self.untrained.values()),
+            "never_trained": sum(self.untrained.values()) + self.forgotten_untrained,
             "trained_once": self.trained_once,
             "trained_again": self.trained_again,
         }
@@ -295,8 +432,9 @@ def describe_unknown(run: SampledRun, model: str) -> str:
     """Say why a run's age is unknown."""
     if run.sequence is None:
         return (
-            f"tokens {run.start} to {run.stop} of a datum are no sequence of this server, so their "
-            "lag is unknown, and staleness.unknown = refuse"
+            f"tokens {run.start} to {run.stop} of a datum are no sequence of this server, or not "
+            f"among its newest {REMEMBERED}, so their lag is unknown, and staleness.unknown = "
+            "refuse"
         )
     return (
         f"sequence {run.sequence.id} was sampled by {run.sequence.model or 'the base model'}, no "

@@ -17,7 +17,7 @@ class TinkerModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         str,
         Meta(
             description="Hugging Face directory of the base model and its tokenizer. Clients name "
-            "it by this path or by its last part."
+            "it by this path, or by its last one or two parts."
         ),
     ]
     dtype: Annotated[
@@ -31,7 +31,7 @@ class TinkerModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         bool,
         Meta(
             description="If `path` does not exist, build a tiny model there and train it on "
-            "additions with mistakes, in the cookbook's format role_colon."
+            "additions, in the cookbook's format role_colon."
         ),
     ] = False
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -12,10 +14,12 @@ from tinker_kit import SYMBOLS
 
 from asyncrl.algorithms import loss as step_loss
 from asyncrl.algorithms.batch import LossBatch
-from asyncrl.config import load
+from asyncrl.config import load, methods
+from asyncrl.config.sft import SftTraining
 from asyncrl.contract.errors import ConfigError
-from asyncrl.models.policy import build_model
+from asyncrl.models.policy import build_model, load_policy
 from asyncrl.models.tokenizer import load_tokenizer
+from asyncrl.tasks import fit
 from asyncrl.tinker import demo_model, settings
 from asyncrl.tinker.messages import (
     CallFailure,
@@ -33,11 +37,14 @@ from asyncrl.tinker.sequences import (
 )
 from asyncrl.tinker.settings import TinkerConfig, TinkerModel
 from asyncrl.tinker.workers import losses
-from asyncrl.tinker.workers.trainer import Trainer
+from asyncrl.tinker.workers.trainer import PackedDatums, Trainer
 
+CPU = torch.device("cpu")
+TOKEN_MEAN = {"loss": {"reduction": "token-mean"}}
 PROMPT = np.array([5, 13, 5, 16], np.int32)
 TOKENS = [[7, 9, 8, 1], [9, 9], [4, 12, 20, 21, 6, 1]]
-ADVANTAGES = [1.0, -0.5, 0.25]
+REWARDS = [1.0, 0.0, 0.25]
+ADVANTAGES = [0.875, -0.625, -0.25]  # of the method rloo
 
 
 @pytest.fixture(scope="module")
@@ -82,11 +89,27 @@ def datums(trainer: Trainer) -> list[Datum]:
     return rows
 
 
-def gradient(trainer: Trainer, loss: str, config: dict[str, float | str]) -> torch.Tensor:
+def mask_of(datum: Datum) -> np.ndarray:
+    """1 at the tokens of a response."""
+    return (np.frombuffer(datum.lags, "<i4") >= 0).astype("<f4")
+
+
+def replace_fields(datum: Datum, **fields: np.ndarray) -> Datum:
+    """A datum with these fields alone."""
+    encoded = {name: row.astype("<f4").tobytes() for name, row in fields.items()}
+    return msgspec.structs.replace(datum, fields=encoded)
+
+
+def gradient(
+    trainer: Trainer,
+    loss: str,
+    config: dict[str, float | str],
+    data: list[Datum] | None = None,
+) -> torch.Tensor:
     """The gradient of all weights that a call collects."""
     model = trainer.models["m"]
     model.drop_gradient()
-    result = trainer.handle(ForwardBackward("m", datums(trainer), loss, config))
+    result = trainer.handle(ForwardBackward("m", data or datums(trainer), loss, config))
     assert isinstance(result, ScoreResult), result
     return torch.cat([weight.grad.flatten() for weight in model.parameters])
 
@@ -94,7 +117,7 @@ def gradient(trainer: Trainer, loss: str, config: dict[str, float | str]) -> tor
 def learner_gradient(trainer: Trainer, **keys: object) -> torch.Tensor:
     """The gradient of the learner's loss of the same sequences, times their tokens."""
     raw = {"model": {"path": "x"}, "task": {"name": "client"}, "advantage": {"name": "rloo"}}
-    config = load.build({**raw, "loss": {"reduction": "token-mean"}} | keys)
+    config = load.build({**raw, **({} if "method" in keys else TOKEN_MEAN)} | keys)
     lengths = torch.tensor([len(t) for t in TOKENS])
     seq = torch.repeat_interleave(torch.arange(3), lengths)
     policy = trainer.models["m"].policy
@@ -102,25 +125,32 @@ def learner_gradient(trainer: Trainer, **keys: object) -> torch.Tensor:
     lp = policy.logprobs(
         [PROMPT] * 3, [np.array(t, np.int32) for t in TOKENS], torch.ones(3)
     ).logprobs
+    now = lp.detach().clone()
     mu = torch.from_numpy(np.concatenate(behavior(trainer)))
+    proximal = {"behavior": mu, "recompute": now, "interpolate": (mu + now) / 2}
     batch = LossBatch(
         seq=seq,
         behavior=mu,
         mask=torch.ones_like(seq, dtype=torch.bool),
         token_lag=torch.ones_like(seq),
-        rewards=torch.zeros(3),
+        rewards=torch.tensor(REWARDS),
         groups=torch.zeros(3, dtype=torch.int64),
         truncated=torch.zeros(3, dtype=torch.bool),
-        start=lp.detach().clone(),
-        anchor=mu,
+        start=now,
+        anchor=proximal[config.correction.proximal],
     )
     prep = step_loss.prepare(batch, config)
-    prep.advantage = torch.tensor(ADVANTAGES)[seq]
-    step = step_loss.begin_step(prep, torch.arange(3), lp.detach())
+    step = step_loss.begin_step(prep, torch.arange(3), now)
     loss, _ = step_loss.micro_loss(prep, step, torch.arange(len(seq)), lp)
     (loss * len(seq)).backward()
     weights = trainer.models["m"].parameters
     return torch.cat([weight.grad.flatten() for weight in weights])
+
+
+def assert_equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """To one part in a million.  Returns whether there is a gradient."""
+    assert torch.allclose(ours, theirs, rtol=1e-6, atol=1e-6 * float(theirs.abs().max()))
+    return float(theirs.abs().max()) > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -147,19 +177,87 @@ def test_gradients_equal_the_learners(
 ) -> None:
     ours = gradient(trainer, loss, config)
     theirs = learner_gradient(trainer, loss={"reduction": "token-mean", **surrogate})
-    assert theirs.abs().max() > 1e-2
-    assert torch.allclose(ours, theirs, rtol=1e-6, atol=1e-6 * float(theirs.abs().max()))
+    assert assert_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("method", ["vespo", "gmpo", "icepop", "ppo"])
-def test_a_method_by_name_is_the_learners(trainer: Trainer, method: str) -> None:
-    ours = gradient(trainer, "importance_sampling", {"method": method})
-    config = losses.method_settings({"method": method})
-    if config.correction.proximal != "behavior" or config.loss.reduction != "token-mean":
-        assert float(ours.abs().max()) > 0
-        return
-    theirs = learner_gradient(trainer, method=method)
-    assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6 * float(theirs.abs().max()))
+def losses_of_one_call() -> list[str]:
+    """The methods that `loss_fn_config` may name."""
+    served = []
+    for name in methods.METHODS:
+        try:
+            losses.method_settings({"method": name})
+        except ConfigError:
+            continue
+        served.append(name)
+    return served
+
+
+def test_every_method_by_name_is_the_learners(trainer: Trainer) -> None:
+    served = losses_of_one_call()
+    assert {"vespo", "gmpo", "icepop", "m2po-published", "ppo"} <= {*served} and len(served) > 20
+    clipped = set()  # all sequences: the policies are far apart
+    for method in served:
+        ours = gradient(trainer, "importance_sampling", {"method": method})
+        if not assert_equal(ours, learner_gradient(trainer, method=method)):
+            clipped.add(method)
+    assert len(clipped) < len(served) / 4, clipped
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"method": "tis", "correction.hi": 1.1}
+        | {"correction.reject": "k3", "correction.reject_hi": 0.02}
+        | {"correction.reject_when": "negative"},
+        {"method": "ppo", "correction.proximal": "interpolate"},
+        {"method": "ppo", "loss.reduction": "seq-mean-token-mean"},
+    ],
+    ids=["rejection", "interpolate", "reduction"],
+)
+def test_keys_of_a_method_are_the_learners(trainer: Trainer, keys: dict[str, float | str]) -> None:
+    tables: dict[str, Any] = {"method": keys["method"]}
+    for key, value in keys.items():
+        section, _, name = key.partition(".")
+        if name:
+            tables.setdefault(section, {})[name] = value
+    assert assert_equal(gradient(trainer, "ppo", keys), learner_gradient(trainer, **tables))
+
+
+def test_cross_entropy_is_supervised_training(trainer: Trainer) -> None:
+    """Its gradient is that of `asyncrl sft`, times the tokens; weights scale those of a token."""
+    rows = [replace_fields(datum, weights=mask_of(datum)) for datum in datums(trainer)]
+    model = trainer.models["m"]
+    ours = gradient(trainer, "cross_entropy", {}, rows)
+    model.drop_gradient()
+    examples = [fit.FitExample(PROMPT, np.array(tokens, np.int32)) for tokens in TOKENS]
+    fit.ModelFitter(model.policy, SftTraining())._loss(examples).backward()
+    assert assert_equal(ours, torch.cat([weight.grad.flatten() for weight in model.parameters]))
+
+
+def test_a_custom_loss_is_linear_in_the_clients_weights(trainer: Trainer) -> None:
+    """forward_backward_custom: forward, then cross_entropy with minus the loss's derivative."""
+    options = {"clip_low_threshold": 0.7, "clip_high_threshold": 1.1}
+    rows = datums(trainer)
+    scored = trainer.handle(
+        ForwardBackward(
+            "m",
+            [replace_fields(row, weights=mask_of(row)) for row in rows],
+            "cross_entropy",
+            {},
+            forward_only=True,
+        )
+    )
+    assert isinstance(scored, ScoreResult)
+    weighted = []
+    for row, data in zip(rows, scored.logprobs, strict=True):
+        lp = torch.from_numpy(np.frombuffer(data, "<f4").copy()).requires_grad_()
+        mu, adv = (torch.from_numpy(row.field(n).copy()) for n in ("logprobs", "advantages"))
+        ratio = (lp - mu).exp()
+        loss = -torch.minimum(ratio * adv, ratio.clamp(0.7, 1.1) * adv).sum()
+        loss.backward()
+        weighted.append(replace_fields(row, weights=-lp.grad.numpy()))
+    ours = gradient(trainer, "cross_entropy", {}, weighted)
+    assert assert_equal(ours, gradient(trainer, "ppo", options))
 
 
 @pytest.mark.parametrize(
@@ -204,10 +302,26 @@ def test_the_demo_model_reads_the_recipes_prompts(tmp_path: Path) -> None:
     path = tmp_path / "models" / "demo"
     demo_model.build(path, seed=0, steps=1)
     tokenizer = load_tokenizer(path)
-    asked, answered = demo_model.demonstrations(1, seed=0)[0]
-    assert asked.endswith("?\n\nAssistant:") and answered.endswith("\n\nUser:")
-    ids = tokenizer.encode(asked + answered, add_special_tokens=False)
-    assert tokenizer.decode(ids) == asked + answered
+    asked, answer = ["User:", " What is 37 + 58?\n\n", "Assistant:"], " 95\n\nUser:"
+    pieces = [tokenizer.encode(text) for text in (*asked, answer)]  # as the cookbook encodes them
+    whole = tokenizer.encode("".join(asked) + answer)
+    assert whole == [token for piece in pieces for token in piece]
+    assert tokenizer.decode(whole) == "".join(asked) + answer
+    assert len(pieces[-1]) == demo_model.LEARNED < 5  # the recipe's own max_tokens
+    assert tokenizer.decode(tokenizer.encode("User 2010, 100%\n\n\n")) == "User 2010, 100%\n\n\n"
+    numbers = [tokenizer.encode(word) for word in ("37", "7", "30", "0")]
+    assert [len(ids) for ids in numbers] == [1] * 4
+    rows = load_policy(path, "float32", "cpu").hf.get_input_embeddings().weight.detach()
+    first, second, third, fourth = (rows[ids[0]] for ids in numbers)
+    assert torch.allclose(first - second, third - fourth, atol=1e-2)  # thirty
+    model = load_policy(path, "float32", "cpu")
+    prefix = np.array(tokenizer.encode(demo_model.PREFIX), np.int32)
+    texts = demo_model.demonstrations(demo_model.BATCH, seed=0)
+    answers = [np.array(tokenizer.encode(text), np.int32) for text in texts]
+    scored = model.logprobs([prefix] * len(texts), answers, torch.ones(len(texts))).logprobs
+    learned = scored.detach().view(len(texts), -1)[:, -demo_model.LEARNED :]
+    assert demo_model.fit_additions(model, 0, 1) == pytest.approx(-float(learned.mean()), rel=1e-4)
+    assert not torch.equal(model.hf.get_input_embeddings().weight, rows)
 
 
 # ---- sequences -----------------------------------------------------------------------------------
@@ -248,6 +362,28 @@ def test_a_sequence_is_found_by_the_bits_of_its_logprobs(
     ledger.close()
     again = SequenceLedger(tmp_path / "sequences.jsonl")  # as after a restart
     assert lags_of(again, first)[0][3] == 1
+
+
+def test_tokens_without_doubt_are_found_without_an_advantage(
+    ledger: SequenceLedger, trainer: Trainer, tmp_path: Path
+) -> None:
+    """A token of probability 1 has log-probability 0, as prompts have in a datum."""
+    whole = datums(trainer)[2]
+    logprobs = whole.field("logprobs").copy()
+    logprobs[[3, 6, 8]] = 0.0  # the first, one inside and the last
+    sure = replace_fields(whole, logprobs=logprobs, advantages=0 * logprobs)
+    id = record(ledger, sure, 3)
+    expected = [-2, -2, -2] + [1] * 6
+    assert lags_of(ledger, sure) == (expected, "")
+    other = replace_fields(sure, logprobs=logprobs * 2, advantages=0 * logprobs)
+    assert lags_of(ledger, other)[0] == [-2] * 4 + [-1, -1, -2, -1, -2]
+    ledger.close()
+    again = SequenceLedger(tmp_path / "sequences.jsonl", remembered=1)
+    assert lags_of(again, sure) == (expected, "")
+    assert record(again, other, 3) != id and len(again.by_fingerprint) == 2
+    unknown = msgspec.structs.replace(sure, lags=np.full(9, -2, "<i4").tobytes())
+    inside = PackedDatums([unknown, with_lags(sure, np.array(expected, "<i4"), 9.0)[0]], CPU).inside
+    assert inside.view(2, -1).sum(1).tolist() == [3, 6]
 
 
 def test_spans_name_sequences_and_are_checked(ledger: SequenceLedger, trainer: Trainer) -> None:
@@ -299,3 +435,29 @@ def test_the_ledger_closes_and_equal_sequences_are_trained_once_each(
         "trained_once": 1,
         "trained_again": 1,
     }
+
+
+def test_the_ledger_remembers_the_newest_sequences_and_the_totals_of_all(
+    trainer: Trainer, tmp_path: Path
+) -> None:
+    path = tmp_path / "sequences.jsonl"
+    ledger = SequenceLedger(path, remembered=2)
+    first, second, third = datums(trainer)
+    ids = [record(ledger, first, 0), record(ledger, first, 0), record(ledger, second, 1)]
+    assert lags_of(ledger, first)[0][3] == 4  # the equal one that is left
+    ledger.mark_trained(ids)
+    ids += [record(ledger, second, 1), record(ledger, third, 3)]  # the file is rewritten
+    ledger.mark_trained(ids[3:4])
+    totals = {"sampled": 5, "sampled_tokens": 18, "trained_once": 3, "trained_again": 0}
+    assert ledger.of_model("m").as_dict() == totals | {"never_trained": 2}
+    assert lags_of(ledger, first)[0][3] == -1
+    assert "or not among its newest" in lags_of(ledger, first, unknown="refuse")[1]
+    assert lags_of(ledger, third)[0][3] == 1
+    assert list(ledger.sequences) == ids[3:]
+    assert ledger.of_model("m").untrained == {3: 1}
+    ledger.close()
+    assert path.read_bytes().count(b"\n") == 3
+    again = SequenceLedger(path, remembered=2)
+    again.mark_trained([ids[1], ids[2], ids[3]])  # as trained.jsonl has them
+    assert again.of_model("m").as_dict() == totals | {"never_trained": 2}
+    assert (again.sampled_total, list(again.sequences)) == (5, ids[3:])

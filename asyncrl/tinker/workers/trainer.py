@@ -22,6 +22,7 @@ from asyncrl.models import adapters, memory
 from asyncrl.models.policy import PolicyModel, export, load_policy, load_weights, named_weights
 from asyncrl.records import atomic_write
 from asyncrl.tinker.messages import (
+    NOT_SAMPLED,
     CallDone,
     CallFailure,
     Datum,
@@ -279,9 +280,9 @@ class PackedDatums:
         given = torch.tensor(["mask" in datum.fields for datum in data], device=device)
         # without a mask, a prompt's tokens have neither an advantage nor a log-probability
         sampled = given[self.seq] | (self.adv != 0) | (self.behavior != 0)
-        self.inside = (self.mask != 0) & sampled
         lags = np.concatenate([np.frombuffer(datum.lags, "<i4") for datum in data])
         self.lag = torch.from_numpy(lags).to(device, torch.int64)
+        self.inside = (self.mask != 0) & (sampled | (self.lag != NOT_SAMPLED))
 
     def field(self, name: str, default: float) -> torch.Tensor:
         """Return a field [N]."""
@@ -315,8 +316,7 @@ def method_step(
         config.correction.proximal, 1.0 / (batch.token_lag.float() + 1.0)
     )
     batch.anchor = share * packed.behavior + (1 - share) * current
-    prep = step_loss.prepare(batch, config)
-    prep.advantage = packed.adv
+    prep = step_loss.prepare(batch, config, advantages=packed.adv)
     everything = torch.arange(len(data), device=current.device)
     step = step_loss.begin_step(prep, everything, current)
     step.factor = step.factor * prep.valid.sum()
