@@ -7,7 +7,7 @@
 # make gpu-check  on a machine with a CUDA GPU, at most 8 minutes: which parts work there, and how far they are from the CPU; installs nothing (`make gpu-check GPU_PYTHON=/opt/venv/bin/python`)
 # make docs   docs/ as a site, in build/docs; a link that leads nowhere is an error
 # make wheel  dist/asyncrl-*.whl, configs included: pip install it anywhere
-# make clients  every page of docs/clients, gem's environments and lm_eval, which `make test` leaves out, each with its real package, in environments built from nothing (4 GB)
+# make clients  every page of docs/clients, gem's environments, lm_eval and recipes of tinker-cookbook, which `make test` leaves out, each with its real package, in environments built from nothing (4 GB)
 # make trackers  wandb, trackio and mlflow, each for real in its offline or local mode, in an environment beside the main one
 # make requirements  compile requirements/cpu.txt, gpu.txt, clients.txt, more-clients.txt, gem.txt and lm-eval.txt anew
 VENV ?= .venv
@@ -85,6 +85,14 @@ $(VENV)/lm-eval/.env: requirements/lm-eval.txt
 	$(VENV)/lm-eval/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r requirements/lm-eval.txt
 	touch $@
 
+# tinker-cookbook, and what it needs beyond $(VENV), as the trackers have it.
+COOKBOOK := $(VENV)/cookbook
+$(COOKBOOK)/.env: requirements/cookbook.txt $(VENV)/.env
+	test -x $(COOKBOOK)/bin/python || python3 -m venv $(COOKBOOK)
+	$(COOKBOOK)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r requirements/cookbook.txt
+	$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $(COOKBOOK)/lib/python3.*/site-packages)/environment.pth
+	touch $@
+
 env: $(VENV)/.env $(VENV)/clients/.env
 
 # The report's test opens it in a headless browser.
@@ -104,8 +112,8 @@ TESTS := $(PY) -m pytest -n $(WORKERS) --dist worksteal
 test: env browser
 	$(TESTS)
 
-clients: $(VENV)/.env $(MORE)/.env $(VENV)/gem/.env $(VENV)/lm-eval/.env
-	$(PY) -m pytest -s --durations=0 tests/support/more_clients.py tests/support/lm_eval_client.py
+clients: $(VENV)/.env $(MORE)/.env $(VENV)/gem/.env $(VENV)/lm-eval/.env $(COOKBOOK)/.env
+	$(PY) -m pytest -s --durations=0 tests/support/more_clients.py tests/support/lm_eval_client.py tests/support/cookbook_client.py
 
 check: env
 	$(VENV)/bin/ruff check .

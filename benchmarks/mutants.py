@@ -857,12 +857,12 @@ def tried(
 def _main(args: argparse.Namespace, work: Path) -> None:
     warm(work)
     if args.planted:
-        found = planted(work, args.workers)
-        alive = [x for x in found if x["status"] not in (KILLED, TIMEOUT)]
+        every_planted = planted(work, args.workers)
+        alive = [x for x in every_planted if x["status"] not in (KILLED, TIMEOUT)]
         print(
-            json.dumps(found)
+            json.dumps(every_planted)
             if args.json
-            else "\n".join(f"{x['status']:9} {x['name']}: {x['mutant']}" for x in found)
+            else "\n".join(f"{x['status']:9} {x['name']}: {x['mutant']}" for x in every_planted)
         )
         sys.exit(1 if alive else 0)
     paths = sources()

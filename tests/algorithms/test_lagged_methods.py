@@ -277,11 +277,12 @@ def test_a_method_is_an_arm_by_its_name(name: str) -> None:
 
 
 def test_every_shipped_config_takes_the_default_arms() -> None:
-    """Sessions have no injected lag: `asyncrl compare calc` leaves that arm out."""
+    """Sessions and filtered groups have no injected lag: `compare` leaves that arm out."""
     for name in bundled_configs.names():
         source = load.load(name)
         found = comparison.resolve(name, [], comparison.default_arms(source))
-        injected = [] if source.agent.uses_sessions else ["injected"]
+        refused = source.agent.uses_sessions or source.advantage.no_spread == "filter"
+        injected = [] if refused else ["injected"]
         assert list(found) == ["sync", "async", "async-uncorrected", *injected]
 
 

@@ -87,7 +87,8 @@ class CellResult:
 def default_arms(config: Config) -> list[Arm]:
     """Return the arms used if none are given.
 
-    They are synchronous, as configured, uncorrected and, except with sessions, at an injected lag.
+    They are synchronous, as configured, uncorrected and at an injected lag. The last is left out
+    where it is refused: with sessions, and where groups are filtered.
     """
     limit = config.staleness.limit
     lag = int(limit) if 0 < limit < math.inf else INJECTED
@@ -98,7 +99,7 @@ def default_arms(config: Config) -> list[Arm]:
         Arm("async", on),
         Arm("async-uncorrected", [*on, *bare]),
     ]
-    if not config.agent.uses_sessions:
+    if not config.agent.uses_sessions and config.advantage.no_spread != "filter":
         arms.append(Arm("injected", [f"staleness.max_lag={lag}", f"staleness.inject={lag}"]))
     return arms
 
