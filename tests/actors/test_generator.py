@@ -28,6 +28,7 @@ from actors.turn import PromptTooLong, failed_trajectory
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import NothingToDo, PeerUnreachable
 from asyncrl.contract.versions import Label
+from asyncrl.records import trace
 
 
 def test_an_outdated_attempt_takes_nothing_from_the_next_one(
@@ -212,6 +213,9 @@ def test_a_slow_engine_makes_fewer_steps_in_a_call(
             g.decode()
         monkeypatch.undo()
         assert made == expected
+        g.tracer.close()
+        calls = trace.read_sized_spans(g.run_dir)[g.producer][-len(made) :]
+        assert {(call.name, call.size) for call in calls} == {("decode", 2)}
 
 
 def test_told_to_end_it_says_what_it_drew_and_that_its_leases_are_free(

@@ -50,6 +50,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.asked: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
+        self.types: list[str | None] = []
         self.trouble: list[str] = []
         self.lock = threading.Lock()
         self.running_jobs = self.peak = 0
@@ -77,6 +78,7 @@ class Handler(BaseHTTPRequestHandler):
         with server.lock:
             server.asked.append(said)
             server.keys.append(self.headers["authorization"])
+            server.types.append(self.headers["content-type"])
             server.running_jobs += 1
             server.peak = max(server.peak, server.running_jobs)
             trouble = server.trouble.pop(0) if server.trouble else ""
@@ -224,6 +226,20 @@ def test_the_report_has_a_plot_of_the_judge_where_there_is_one(tmp_path: Path) -
     (plot,) = plots.figures("overview", {"": series})
     assert [(line.label, line.ys) for line in plot.lines] == [("requests", [0.0, 3.0, 6.0])]
     assert judged_of(rows) == {"requests": 6.0} and judged_of([{"step": 1}]) == {}
+
+
+def test_a_request_is_json_and_all_processes_of_a_run_share_its_reply(
+    server: Server, tmp_path: Path
+) -> None:
+    asked = [{"role": "user", "content": "1+1=2"}]
+
+    async def ask(client: judges.JudgeClient) -> str:
+        async with client.client:
+            return await client.ask(asked)
+
+    settings = config(server).reward.judge
+    said = {asyncio.run(ask(judges.client(settings, str(tmp_path)))) for _ in range(2)}
+    assert said == {"It is right.\nSCORE: 7.5"} and server.types == ["application/json"]
 
 
 def test_the_budget_ends_the_run(

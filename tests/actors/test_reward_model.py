@@ -17,6 +17,8 @@ from transformers import (
     BertForMaskedLM,
     BertForSequenceClassification,
     BertTokenizer,
+    BloomConfig,
+    BloomForSequenceClassification,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForSequenceClassification,
@@ -148,6 +150,17 @@ def test_a_config_that_says_no_padding_takes_the_tokenizers(tmp_path: Path) -> N
     assert both[0] == pytest.approx(scorer([prompt], ["2"])[0], abs=1e-6)
     with pytest.raises(ValueError, match="have 21 tokens, the reward model reads 20"):
         scorer([prompt], ["0" * 15])
+
+
+def test_a_model_without_a_limit_of_positions_reads_long_texts(tmp_path: Path) -> None:
+    words = len(SPECIAL) + len(SYMBOLS)
+    config = BloomConfig(
+        vocab_size=words, hidden_size=8, n_layer=1, n_head=2, num_labels=1, pad_token_id=0
+    )
+    BloomForSequenceClassification(config).save_pretrained(tmp_path)
+    tokenizer(chat_template=TEMPLATE).save_pretrained(tmp_path)
+    scorer = RewardModelScorer(Settings(path=str(tmp_path)))
+    assert len(scorer([Prompt(1, "1+1=", "2")], ["0" * 300])) == 1
 
 
 def test_groups_hold_what_fits_with_their_padding() -> None:

@@ -105,6 +105,7 @@ def test_it_keeps_busy_generators_busy_and_no_more() -> None:
     for _ in range(2 * KEPT):
         window = next_window(window, BatchTiming(4.0, 3.0, 5.0, 0.0, 1.0), SHARE, MOST, now=0.0)
     assert window.size < 1.6, "a larger one would only make samples older"
+    assert window.wait == pytest.approx(3.0 / 4.0), "the learner's share of waiting"
 
 
 def test_the_part_of_a_batch_opens_between_two_commits() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import socket
@@ -90,6 +91,9 @@ def test_a_run_from_hello_to_its_end(begin: Any) -> None:
     assert t.kind == "eval" and t.exact_version == (1, 2)
     ask(generator, answers(t), m.DeliveryAcks)
     assert wait(learner, m.RunFinished) == m.RunFinished(1)
+    for _ in range(2):  # and is given once
+        came, status = until_status(learner)
+        assert not came and status.finished
     generator.send(want(9))
     while not wait(generator, m.TicketGrant).finished:
         pass
@@ -106,6 +110,8 @@ def test_a_run_from_hello_to_its_end(begin: Any) -> None:
         and summary["heldout_end"] == 0.0
         and evaluated == 1
     )
+    rows = map(json.loads, (run.dir / "metrics.jsonl").read_text().splitlines())
+    assert [row["step"] for row in rows if "eval/heldout" in row] == [0, 2]
 
 
 def until_status(peer: PeerSocket) -> tuple[list[Any], m.RunStatus]:
@@ -664,6 +670,7 @@ def test_a_frame_that_does_not_decode_costs_its_sender(begin: Any) -> None:
         stranger.socket.send_multipart(frames)
         assert wait(stranger, m.Refusal).exit_code == 4
     assert run.service.refused == {"frame": len(BAD_FRAMES) + 3}
+    assert run.service.summary()["refused"] == {"frame": len(BAD_FRAMES) + 3}
     assert ask(learner, run.hello(1), m.Welcome) == m.Welcome(1, 0)
 
 

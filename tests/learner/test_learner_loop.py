@@ -151,6 +151,7 @@ def test_a_life_from_hello_to_goodbye(life: Made) -> None:
     assert [c.oldest for c in buffer.of(m.CheckpointNotice)] == [0, 0, 3]
     (goodbye,) = buffer.of(m.LearnerGoodbye)
     assert (goodbye.epoch, goodbye.number) == (1, STEPS) and one.finished
+    assert stream.size(one.run_dir) == 0, "a recording needs record.stream"
     assert (one.run_dir / "weights_digest").read_text() == commits[-1].digest
     left = policy.load_policy(one.run_dir / "model", device="cpu")
     assert policy.weights_digest(left) == commits[-1].digest

@@ -182,6 +182,11 @@ BAD = [
         "a token reward is not finite",
         "number",
     ),
+    (
+        {"token_rewards": np.float32(np.inf).tobytes() + F4["up"]},
+        "a token reward is not finite",
+        "number",
+    ),
     ({"reward": NAN}, "its reward is nan", "number"),
     ({"reward": INF}, "its reward is inf", "number"),
     ({"reward": -1e300}, "its reward is -1e[+]300", "number"),

@@ -231,6 +231,7 @@ def test_a_stream_of_responses_adds_up(served: Served) -> None:
     assert whole.output_text == "so"
     text = [event.delta for event in events if event.type == "response.output_text.delta"]
     assert "".join(text) == "so"
+    assert [x.text for x in events if x.type == "response.output_text.done"] == ["so"]
     assert [event.sequence_number for event in events] == list(range(len(events)))
 
 

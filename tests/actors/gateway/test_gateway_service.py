@@ -545,6 +545,7 @@ def test_a_restarted_buffer_is_greeted_at_once(world: Callable[..., World]) -> N
 
 def test_it_tells_what_the_oldest_sessions_wait_for(world: Callable[..., World]) -> None:
     """One of each ticket: that which has waited longest for anything but the engine."""
+    began = time.monotonic()
     w = world(sessions=3, deadline_s=3000.0)
     gateway = w.gateway
     w.take(w.ticket(2, kind="hangs"), w.ticket(2))
@@ -556,6 +557,8 @@ def test_it_tells_what_the_oldest_sessions_wait_for(world: Callable[..., World])
     assert [(x.name, x.kind, x.what) for x in told() if x.kind == "place"] == [
         ("", "place", "a place: agent.sessions = 3")
     ]
+    (place,) = (x for x in told(7.0) if x.kind == "place")
+    assert 7 <= place.seconds == place.open_s <= 7 + time.monotonic() - began
     calls = w.calls(3)
     (first, _) = told(7.0)
     assert (first.kind, first.what) == ("engine", "an answer of the engine")

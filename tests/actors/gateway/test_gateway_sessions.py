@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from actors.gateway.call_tree import CallNode, canonical, chained, plain_text
+from actors.gateway.call_tree import CallNode, canonical, chained, plain_text, text_digest
 from actors.gateway.sessions import CallRefused, Session, SessionCall, SessionLimits, SessionOutcome
 from asyncrl.contract.errors import ProtocolError
 from asyncrl.contract.messages import (
@@ -478,7 +478,7 @@ def test_judged_by_the_run_or_failed() -> None:
     for speak in (lost.judge, lambda now: lost.reward(1.0, now=now)):
         with pytest.raises(CallRefused) as caught:
             speak(now=0.0)
-        assert caught.value.status == 410
+        assert (caught.value.status, caught.value.code) == (410, "session_ended")
 
 
 def test_an_adopted_session_goes_on_under_the_new_attempt() -> None:
@@ -538,6 +538,7 @@ def test_messages_are_the_same_in_any_spelling() -> None:
     assert canonical(call("{}")) != canonical(call("{"))
     halves = [{"role": "user", "content": half} for half in ("\ud83d", "\ud83e", "?")]
     assert len({canonical(each) for each in halves}) == 3  # JSON may hold them, UTF-8 may not
+    assert len({text_digest(half["content"]) for half in halves}) == 3
     assert plain_text(None) == ""
     with pytest.raises(ValueError, match="image_url"):
         plain_text([{"type": "image_url", "image_url": {"url": ""}}])

@@ -803,6 +803,7 @@ def test_a_harness_leases_runs_and_scores(served: Served) -> None:
 @pytest.mark.parametrize("body", [{}, {"lease": ""}, {"lease": 3}, {"lease": "x" * 257}])
 def test_a_lease_has_a_name(body: Any, served: Served) -> None:
     assert lease(served, body).status_code == 400
+    assert lease(served, {"lease": "x" * 256}).status_code == 204
     assert lease(served, {"lease": "x", "wait_s": "long"}).status_code == 422
     assert lease(served, {"lease": "x"}, key="other").status_code == 401
     served.service.is_over = True

@@ -219,42 +219,51 @@ def test_a_failed_sessions_tokens_are_counted_and_its_rows_checked() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "said", "reason"),
     [
         (
             {"mask": b"\1\0"},
             "training sequence 1: its spans do not cover its 1 tokens of mask 1 in order",
+            "shape",
         ),
         (
             {"spans": [VersionSpan(AT, "", 0, 1, AT)]},
             "training sequence 1: its spans do not cover its 2 tokens of mask 1 in order",
+            "shape",
         ),
         (
             {"spans": [VersionSpan(AT, "", 0, 3, AT)]},
             "training sequence 1: its spans do not cover its 2 tokens of mask 1 in order",
+            "shape",
         ),
         (
             {"tokens": ids([5])},
             "training sequence 1: 4 bytes of tokens and 8 of behavior_logprobs for 2 mask bytes",
+            "shape",
         ),
-        ({"tokens": ids([5, 9])}, "tokens from 5 to 9, of a model with 9 tokens"),
+        ({"tokens": ids([5, 9])}, "tokens from 5 to 9, of a model with 9 tokens", "token"),
         (
             {"behavior_logprobs": b""},
             "training sequence 1: 8 bytes of tokens and 0 of behavior_logprobs",
+            "shape",
         ),
-        ({"token_rewards": b"1234"}, "training sequence 1: 8 bytes of tokens"),
+        ({"token_rewards": b"1234"}, "training sequence 1: 8 bytes of tokens", "shape"),
         (
             {"prompt_tokens": ids(range(63))},
             "training sequence 1: 65 tokens; generator.context is 64",
+            "length",
         ),
     ],
 )
-def test_a_row_that_would_end_the_learner_is_refused(change: dict[str, Any], said: str) -> None:
+def test_a_row_that_would_end_the_learner_is_refused(
+    change: dict[str, Any], said: str, reason: str
+) -> None:
     good = delivered()
     checks.answers([good], 9, SETTINGS)
     good.rows[0] = msgspec.structs.replace(good.rows[0], **change)
-    with pytest.raises(BadMessage, match=said):
+    with pytest.raises(BadMessage, match=said) as error:
         checks.answers([good], 9, SETTINGS)
+    assert error.value.reason == reason
 
 
 def test_a_session_of_which_nothing_is_to_be_trained_is_refused() -> None:

@@ -137,6 +137,16 @@ def test_a_restored_session_is_the_one_that_was_kept(tmp_path: Path) -> None:
     assert after.request(b"b").answer == b"bytes of b"
 
 
+def test_a_call_that_was_open_does_not_count_in_a_restored_session(tmp_path: Path) -> None:
+    """The agent repeats it, which agent.max_calls must permit."""
+    recorded = Recorded(tmp_path)
+    recorded.session.place_messages(messages=[USER], now=5.0)
+    recorded.answer(b"a", [{**USER, "content": "else"}], "one")
+    after = recorded.new_session()
+    restore(after, read_records(recorded.file.path), 8.0)
+    assert (recorded.session.calls, after.calls) == (2, 1)
+
+
 def test_a_torn_tail_costs_the_record_it_is_of(tmp_path: Path) -> None:
     recorded = Recorded(tmp_path)
     sizes = [recorded.file.path.stat().st_size]
@@ -277,6 +287,29 @@ def test_a_new_process_delivers_each_sample_once(config: Config, tmp_path: Path)
         third.door.after_turn()
         assert not list(files.iterdir())
         third.kill()
+
+    asyncio.run(play())
+
+
+def test_a_session_that_is_being_judged_is_judged_by_a_new_process(
+    config: Config, tmp_path: Path
+) -> None:
+    async def play() -> None:
+        first = Process(config, tmp_path)
+        first.gateway.accept_tickets([ticket(1)])
+        going = await first.door.lease("a", 0.0)
+        assert going is not None
+        await first.ask(going, b"x", 2)
+        assert going.session.judge(first.door.current_time())
+        first.door.record_progress(going.session)
+        first.kill()
+        second = Process(config, tmp_path)
+        opened, rewards = second.door.find(going.session.name), second.gateway.rewards
+        assert opened is not None and rewards is not None
+        assert opened.session.state == "judging" and [x.key for x in rewards.collect()] == [
+            (1, going.session.sample, 1)
+        ]
+        second.kill()
 
     asyncio.run(play())
 
