@@ -1,7 +1,7 @@
 """Test the fast tests with mutants: do they notice a changed line?
 
-Each mutant of the mathematics, the learner, the buffer, the actors, the messages and the
-transport runs against the tests that reach it.
+Each mutant of the mathematics, the learner, the buffer, the actors, the messages, the transport,
+the Tinker server's training and the viewer runs against the tests that reach it.
 
     make mutants MUTANTS="[--sample 600] [--seed 0] [--module PART] [--quick] [--json]"
 
@@ -66,8 +66,8 @@ LEAST = 4  # mutants drawn of each file, so that its share says something
 TABLE = ROOT / "benchmarks" / "mutants_tests.json"
 KEPT = ROOT / ".pytest_cache" / "mutants"
 WHAT = (
-    "mutants of the algorithms, the learner, the buffer, the actors, the messages and the "
-    "transport, against the fast tests that reach them"
+    "mutants of the algorithms, the learner, the buffer, the actors, the messages, the transport, "
+    "the Tinker server's training and the viewer, against the fast tests that reach them"
 )
 SLOW_S = 3.0  # a test that takes longer has no place in a fork per mutant
 # fixtures that start processes: a mutant in memory does not reach them
