@@ -62,7 +62,7 @@ def run_recipe(
     """Run the recipe, and return its curves."""
     log = folder / name
     began = time.monotonic()
-    subprocess.run(
+    ended = subprocess.run(
         [
             *(python, *RECIPE, f"model_name={folder}/models/tinker_demo"),
             *(f"base_url={variables['TINKER_BASE_URL']}", f"log_path={log}"),
@@ -72,10 +72,11 @@ def run_recipe(
         env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         | variables
         | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        check=True,
+        capture_output=True,
+        text=True,
     )
+    if ended.returncode:
+        sys.exit(f"the recipe failed:\n{ended.stderr[-4000:]}")
     rows = [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
     lags = [row[key] for row in rows for key in row if key.endswith("lag_max")]
     return {
