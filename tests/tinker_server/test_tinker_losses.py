@@ -265,6 +265,12 @@ def test_a_custom_loss_is_linear_in_the_clients_weights(trainer: Trainer) -> Non
     [
         ("stable_reinforce", {}, "not published"),
         ("ppo", {"beta": 1.0}, "loss_fn_config.beta: ppo has no such option"),
+        (
+            "ppo",
+            {"clip_low_threshold": 1e300},
+            "clip_low_threshold: 1e+300 is not a number of float32",
+        ),
+        ("dro", {"beta": float("nan")}, "loss_fn_config.beta: nan is not a number of float32"),
         ("ppo", {"method": "vcpo"}, "it sets stop.lr_by_ess"),
         ("ppo", {"method": "vespo", "beta": 1.0}, "keys of"),
         ("ppo", {"method": "nonsense"}, "nonsense"),

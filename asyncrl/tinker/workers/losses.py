@@ -94,6 +94,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "gspo": PolicyLoss(_gspo, CLIPS),
 }
 CROSS_ENTROPY = "cross_entropy"
+LARGEST = float(torch.finfo(torch.float32).max)  # of the numbers in loss_fn_config
 METHOD = "method"  # in loss_fn_config: one of `asyncrl methods`
 NAMES = (CROSS_ENTROPY, *POLICY_LOSSES)
 # a method that sets one of these cannot be a loss of one call
@@ -117,6 +118,9 @@ def check(loss: str, options: Options) -> None:
         )
     if loss not in NAMES:
         raise ConfigError(f"loss_fn = {loss}: choose one of {', '.join(NAMES)}")
+    for name, value in options.items():
+        if not isinstance(value, str) and not abs(value) <= LARGEST:
+            raise ConfigError(f"loss_fn_config.{name}: {value:g} is not a number of float32")
     if METHOD in options and loss in POLICY_LOSSES:
         method_settings(options)
         return
