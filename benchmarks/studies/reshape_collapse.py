@@ -10,7 +10,7 @@ arm, 8 batches of 16 groups of 8, 16 passes over each batch with one optimizer s
 steps.  Each seed has its own warm start, prompts and sampling; the arms of a seed share them.  The
 arms are those of `asyncrl lab reshape` (asyncrl/experiments/lab/reshape.py: PPO's clip 0.2; A, B
 and C with a budget of 0.05, a clip of 0.2 and a coefficient of 1) and repair B in the report's own
-wording, a clip of w^gamma.  `stop.every = "epoch"` is no arm of its own: with one step a pass it is
+wording, a clip of w^gamma.  `stop.every = "epoch"` has no arm: with one step a pass it is
 repair A.
 
 Outcomes: held-out accuracy after the last batch (512 prompts) and its mean over the run (128
