@@ -89,7 +89,7 @@ def compare(
     from asyncrl.experiments.compare.progress import CompareProgress
     from asyncrl.supervise.preflight import located_sets, preflight
 
-    base = load.load(source, sets)
+    base = load.load_to_train(source, sets)
     sets = tuple(sets if dry_run else located_sets(base, sets))
     chosen = [arming.parse_arm(words) for words in arms] or comparing.default_arms(base)
     if dry_run:
@@ -227,7 +227,7 @@ def sweep(
     if dry_run:
         print_cells(plan, told, seeds)
         return
-    base = load.load(source, sets)
+    base = load.load_to_train(source, sets)
     where = out or Path(base.runs) / f"sweep-{base.name or Path(source).stem}"
     made = sweeping.Sweep(where, plan, seeds, print_progress)
     longest = [plan.cell[arm.name, plan.limits[-1]] for arm in corrections]

@@ -96,7 +96,7 @@ def simulate(
 
     known, where = simulating.times_for(from_run, file, words)
     out = simulating.simulate(
-        load.load(source, sets),
+        load.load_to_train(source, sets),
         known,
         where,
         name=f"simulate {source}",

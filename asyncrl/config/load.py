@@ -99,6 +99,14 @@ def load(
     return load_as(RUN, path, sets, note, origins)
 
 
+def load_to_train(source: str, sets: typing.Sequence[str]) -> Config:
+    """Load a config for a command whose runs must train.  Raises ConfigError, as `load` does."""
+    config = load(source, sets)
+    if not config.learner.steps:
+        raise ConfigError(f"{source}: learner.steps = 0 only evaluates: this command needs steps")
+    return config
+
+
 def load_as(
     tree: ConfigSchema[Struct],
     path: str | Path,

@@ -470,7 +470,11 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         ),
     ] = 120.0
     steps: Annotated[
-        Positive, Meta(description="Batches to train on. The run ends after them.")
+        int,
+        Meta(
+            ge=0,
+            description="Batches to train on. The run ends after them. 0: only evaluate the model.",
+        ),
     ] = 100
     groups: Annotated[Positive, Meta(description="Groups (prompts) in a batch.")] = 32
     group_size: Annotated[

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,9 +18,11 @@ from asyncrl.config import load
 from asyncrl.config.tree import Config, LoraConfig
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.printable import escape_line
+from asyncrl.experiments import process_run
 from asyncrl.experiments.offline_eval import OfflineEvaluator
 from asyncrl.models import model_check
 from asyncrl.models.policy import load_policy
+from asyncrl.records import metrics
 from asyncrl.records.health_checks import interval
 from asyncrl.supervise.live import duration
 
@@ -60,11 +64,6 @@ def load_config(model: str, source: str, sets: Sequence[str]) -> Config:
     """Read a config for a model directory.  Raises ConfigError."""
     replaced = [f"model.path={json.dumps(model)}", "model.warm_start=false"]
     config = load.load(source, [*sets, *replaced])
-    if config.agent.uses_sessions:
-        raise ConfigError(
-            f"{source}: samples are sessions ([agent]), which need the gateway of a run; give a "
-            "config of single completions"
-        )
     return msgspec.structs.replace(config, lora=LoraConfig())  # MODEL is merged already
 
 
@@ -77,12 +76,15 @@ def evaluate(
     """Evaluate the model of `config` and return {model, sets: {name: metrics}}.
 
     names: the sets; empty means all. prompts: of each set; None means as many as at the end of a
-    run. Raises ConfigError for an unknown set, and where no completion of a set has a reward.
+    run. Samples that are sessions need a gateway, so that a run of no steps evaluates them. Raises
+    ConfigError for an unknown set, and where no completion of a set has a reward.
     """
     known = ["heldout", "ood", *(one.name for one in config.evaluation.sets)]
     if unknown := [name for name in names if name not in known]:
         raise ConfigError(f"--only {unknown[0]}: choose of {', '.join(known)}")
     model_check.check(config)
+    if config.agent.uses_sessions:
+        return _evaluate_sessions(config, names, prompts, progress.say)
     progress.say(f"loading {config.model.path}")
     engine = engine_for(config)
     evaluator = OfflineEvaluator(config, engine, progress.report)
@@ -97,14 +99,67 @@ def evaluate(
             values = evaluator.measure(evaluator.plan.plan_of(name), count)
             if not values[f"eval/{name}_n"]:
                 raise ConfigError(f"{name}: no completion has a reward: {evaluator.failures[0]}")
-            found[name] = {
-                metric.removeprefix(f"eval/{name}").removeprefix("_") or "reward": value
-                for metric, value in values.items()
-            } | {"failed": len(evaluator.failures), "seconds": time.monotonic() - began}
+            found[name] = _strip_set(name, values) | {
+                "failed": len(evaluator.failures),
+                "seconds": time.monotonic() - began,
+            }
     finally:
         evaluator.close()
     if not found:
         raise ConfigError(f"--only {', '.join(names)}: this set has no prompts")
+    return {"model": config.model.path, "sets": found}
+
+
+def _strip_set(name: str, values: dict[str, float]) -> dict[str, float]:
+    return {
+        metric.removeprefix(f"eval/{name}").removeprefix("_") or "reward": value
+        for metric, value in values.items()
+    }
+
+
+def _evaluate_sessions(
+    config: Config, names: Sequence[str], prompts: int | None, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Evaluate by a run of no steps in a directory of its own, which stays if the run fails."""
+    replace = msgspec.structs.replace
+    ends = config.evaluation
+
+    def count(name: str, most: int) -> int:
+        return 0 if names and name not in names else most if prompts is None else min(most, prompts)
+
+    wanted = [one for one in ends.sets if count(one.name, one.prompts)]
+    evaluation = replace(
+        ends,
+        final_prompts=count("heldout", ends.final_prompts),
+        ood_prompts=count("ood", ends.ood_prompts),
+        sets=[replace(one, prompts=count(one.name, one.prompts)) for one in wanted],
+    )
+    directory = Path(tempfile.mkdtemp(prefix="asyncrl-eval-"))
+    learner = replace(config.learner, steps=0)
+    record = replace(config.record, trackers=[])
+    evaluated = replace(config, learner=learner, record=record, evaluation=evaluation)
+    source = directory / "config.toml"
+    source.write_text(load.dump(evaluated), encoding="utf-8")
+    log = directory / "logs" / "run.log"
+    say(f"evaluating sessions by a run of no steps; its output is in {log}")
+    process_run.complete(
+        directory / "run", str(source), [], 0, log, f"asyncrl doctor {directory / 'run'} says more"
+    )
+    rows = metrics.read(directory / "run")
+    found: dict[str, Any] = {}
+    for name in ("heldout", "ood", *(one.name for one in wanted)):
+        of_set = [
+            (metric, value)
+            for row in rows
+            if f"eval/{name}" in row
+            for metric, value in row.items()
+            if metric == f"eval/{name}" or metric.startswith(f"eval/{name}_")
+        ]
+        if of_set:
+            found[name] = _strip_set(name, dict(of_set))
+    if not found:
+        raise ConfigError(f"no session of {', '.join(names) or 'the sets'} has a reward: see {log}")
+    shutil.rmtree(directory)
     return {"model": config.model.path, "sets": found}
 
 
@@ -124,7 +179,7 @@ def format_evaluation(found: dict[str, Any]) -> str:
                 count = metric.rpartition("_")[2]
                 parts.append(f"pass@{count} {value:.3f} [{low:.3f}, {high:.3f}]")
         parts.append(f"{values['length']:.1f} tokens")
-        if values["failed"]:
+        if values.get("failed"):
             parts.append(f"{values['failed']} without a reward")
         lines.append(f"{escape_line(name):{width}}  " + "  ".join(parts))
     return "\n".join(lines)

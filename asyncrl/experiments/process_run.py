@@ -17,10 +17,18 @@ from asyncrl.records import jsonl, metrics, rundir
 from buffer import training_log
 
 
-def complete(run_dir: Path, source: str, sets: Sequence[str], steps: int, log: Path) -> None:
+def complete(
+    run_dir: Path,
+    source: str,
+    sets: Sequence[str],
+    steps: int,
+    log: Path,
+    advice: str = "the same command continues from here",
+) -> None:
     """Make the run of a config in `run_dir`, or continue it from its last checkpoint.
 
-    log: the file for its output.  Raises AsyncrlError if it does not finish its steps."""
+    log: the file for its output.  Raises AsyncrlError, with `advice`, if it does not finish its
+    steps."""
     if rundir.is_finished(run_dir, steps) and (run_dir / "summary.json").exists():
         return
     base = importing.command("asyncrl.cli", "run")
@@ -44,8 +52,8 @@ def complete(run_dir: Path, source: str, sets: Sequence[str], steps: int, log: P
         return
     lines = [line for line in log.read_text(encoding="utf-8").splitlines() if line.strip()]
     raise AsyncrlError(
-        f"run {run_dir.name} ended with exit code {code}: {' '.join(lines[-1:])} (log: {log}); the "
-        "same command continues from here"
+        f"run {run_dir.name} ended with exit code {code}: {' '.join(lines[-1:])} (log: {log}); "
+        f"{advice}"
     )
 
 

@@ -75,7 +75,7 @@ def test_mistakes_in_a_file(more: str, said: str, tmp_path: Path) -> None:
             "--set learner.lrr=1: learner.lrr: unknown key; did you mean learner.lr?",
         ),
         ("learner.lr", "write key.path=value"),
-        ("learner.steps=0", "--set learner.steps=0: learner.steps"),
+        ("learner.steps=-1", "--set learner.steps=-1: learner.steps"),
         ("seed.x=1", "seed: Expected `int`"),
         (f"seed={2**63}", "seed: Expected `int` <= 9223372036854775807"),
         (

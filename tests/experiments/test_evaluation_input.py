@@ -72,7 +72,6 @@ def test_a_missing_file_or_task_of_a_set_is_named(tmp_path: Path) -> None:
     ("words", "message"),
     [
         (["nowhere", "demo"], "model.path: nowhere is not a model directory"),
-        (["MODEL", "calc"], "samples are sessions ([agent]), which need the gateway of a run"),
         (["MODEL", "demo", "--only", "x"], "--only x: choose of heldout, ood"),
         (
             ["MODEL", "demo", "--only", "ood", "--set", "evaluation.ood_prompts=0"],
@@ -87,6 +86,16 @@ def test_a_bad_eval_command_gets_one_clear_line(
         main(["eval", *(word.replace("MODEL", str(small_model)) for word in words)])
     last = capsys.readouterr().err.strip().split("\n")[-1]
     assert ended.value.code == 2 and last.startswith("error: ") and message in last, last
+
+
+@pytest.mark.parametrize("command", ["compare", "sweep", "simulate"])
+def test_a_command_that_compares_runs_refuses_runs_of_no_steps(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "demo", "--set", "learner.steps=0"])
+    last = capsys.readouterr().err.strip().split("\n")[-1]
+    assert ended.value.code == 2 and "learner.steps = 0 only evaluates" in last, last
 
 
 def test_progress_says_how_long_it_takes(capsys: pytest.CaptureFixture[str]) -> None:

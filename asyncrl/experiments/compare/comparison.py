@@ -114,7 +114,7 @@ def resolve(source: str, sets: Sequence[str], arms: Sequence[Arm]) -> dict[str, 
         raise ConfigError(f"--arm: the name {duplicate} is given twice{hint}")
     if len(arms) < 2:
         raise ConfigError("--arm: one arm has nothing to be compared with; give two or more")
-    load.load(source, sets)  # reports a mistake in CONFIG or --set as such, not as the first arm's
+    load.load_to_train(source, sets)  # names a mistake in CONFIG or --set, not in the first arm
     configs: dict[str, Config] = {}
     for arm in arms:
         if arm.same_as:
@@ -132,7 +132,7 @@ def resolve(source: str, sets: Sequence[str], arms: Sequence[Arm]) -> dict[str, 
                     f"--arm {arm.name}: {key} must be the same in all arms; give it by --set"
                 )
         try:
-            resolved = load.load(source, [*sets, *arm.sets])
+            resolved = load.load_to_train(source, [*sets, *arm.sets])
         except ConfigError as error:
             raise ConfigError(f"--arm {arm.name}: {error}") from error
         if twin := next((name for name, config in configs.items() if config == resolved), None):

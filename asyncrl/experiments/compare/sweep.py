@@ -118,7 +118,7 @@ def plan(
     injected: bool,
 ) -> SweepPlan:
     """Resolve every config of the sweep before anything starts. Raises ConfigError."""
-    base = load.load(source, sets)
+    base = load.load_to_train(source, sets)
     if base.staleness.inject is not None:
         raise ConfigError(
             "staleness.inject: the sweep sets it; leave it out of the config and give --inject"
