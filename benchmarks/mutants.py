@@ -197,11 +197,12 @@ def fast_files() -> list[str]:
 
 
 def reaching_files(paths: Sequence[str]) -> list[str]:
-    """The test files that run any of these, by the table; of one that it does not have yet, those
-    that speak of its module.
+    """The test files that run any of these, by the table, and those newer than it; of a source file
+    that it does not have yet, those that speak of its module.
     """
     table: dict[str, list[str]] = json.loads(TABLE.read_text())
     found = {test for test, reached in table.items() if set(reached) & set(paths)}
+    found |= set(fast_files()) - set(table)
     known = {path for reached in table.values() for path in reached}
     for path in set(paths) - known:
         module = re.compile(rf"\b{Path(path).stem}\b")
@@ -604,10 +605,11 @@ def write_table(paths: Sequence[str], work: Path, workers: int) -> None:
         return {}
 
     collected(files, work, act)
+    old: dict[str, list[str]] = json.loads(TABLE.read_text())
     table = {
-        t: reached
+        # of a file with a failing test nothing was measured
+        t: sorted(set(found["lines"]) & set(paths)) if (found := kept(t, paths)) else old.get(t, [])
         for t in files
-        if (found := kept(t, paths)) and (reached := sorted(set(found["lines"]) & set(paths)))
     }
     TABLE.write_text(json.dumps(table, indent=1) + "\n")
     print(f"{TABLE}: {len(table)} test files")

@@ -67,7 +67,8 @@ class WatchApp:
         known = {run.path for run in self.runs.values()}
         for path, run in seen.items():
             if path not in known:
-                self.runs[run.id if run.id not in self.runs else str(path)] = run
+                run.id = run.id if run.id not in self.runs else str(path)
+                self.runs[run.id] = run
         for run in self.runs.values():
             run.refresh()
 

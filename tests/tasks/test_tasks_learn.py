@@ -74,7 +74,7 @@ def test_bare_defaults_learn(rle_model: Path, tmp_path: Path) -> None:
     path = tmp_path / "bare.toml"
     path.write_text(f'model.path = "{rle_model / "model"}"\ntask.name = "rle"\n')
     config = load.load(path, short(rle_model, 20))
-    found = serial.run_serial(config, config.seed)
+    found = serial.run_serial(config, RUN_SEED)
     start, *_, end = found["accuracy"][1]
     assert end - start >= 0.1, f"held-out {start:.3f} -> {end:.3f}"
     assert max(int(lag) for lag in found["lag_histogram"]) == 2

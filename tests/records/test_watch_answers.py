@@ -1,0 +1,461 @@
+"""What the page of `asyncrl watch` is told of runs: state, processes, samples, settings, logs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+from watch_kit import (
+    client,  # noqa: F401
+    metric_row,
+    run_dir,  # noqa: F401
+    sample_row,
+    write_lines,
+)
+
+from asyncrl.config import load
+from asyncrl.contract.errors import ConfigError
+from asyncrl.records import process_log, rundir
+from asyncrl.records.process_log import ProcessIncarnation
+from asyncrl.supervise.report import plots
+from asyncrl.viewer import findings
+from asyncrl.viewer.app import POLICY, WatchApp
+from asyncrl.viewer.findings import WatchedRun
+
+FINISHED = {"finished": True, "steps": 10**6}
+
+
+def answer(client: TestClient, question: str) -> Any:
+    reply = client.get(f"/api/{question}")
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["content-type"] == "application/json"
+    return reply.json()
+
+
+def copy_run(run_dir: Path, to: Path) -> Path:
+    shutil.copytree(run_dir, to)
+    return to
+
+
+def append(path: Path, *rows: dict[str, Any]) -> None:
+    with path.open("a") as file:
+        file.write("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def wait_for_summary(run: WatchedRun) -> dict[str, Any]:
+    """A summary of a run in progress is composed beside the answers."""
+    until = time.monotonic() + 300
+    while not run.summary():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    return run.summary()
+
+
+# ---- state ---------------------------------------------------------------------------------------
+
+
+def test_the_row_of_a_run_has_its_newest_numbers(client: TestClient, run_dir: Path) -> None:
+    evals = {"eval/heldout": 0.75, "lag/mean": 1.5}
+    append(run_dir / "metrics.jsonl", metric_row(30, **evals))
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write("no json\n")
+    append(run_dir / "token_samples.jsonl", {"batch": 5})
+    (row,) = answer(client, "runs")
+    assert row == {
+        "id": "first",
+        "path": str(run_dir),
+        "state": "stopped",
+        "problem": "",
+        "step": 30,
+        "steps": load.load(run_dir / "config.toml").learner.steps,
+        "seconds": 15.0,
+        "accuracy": 0.75,
+        "reward": 0.53,
+        "lag": 1.5,
+        "rows": 31,
+        "samples": 4,
+        "summed_up": False,
+        "damaged": 2,
+    }
+
+
+def test_a_run_without_a_step_has_none(client: TestClient, run_dir: Path) -> None:
+    (run_dir / "metrics.jsonl").unlink()
+    (row,) = answer(client, "runs")
+    assert (row["step"], row["seconds"], row["rows"]) == (0, 0.0, 0)
+    assert row["accuracy"] is None and row["reward"] is None and row["lag"] is None
+
+
+@pytest.mark.parametrize("name", ["supervisor", "buffer"])
+def test_a_run_runs_while_its_supervisor_or_its_buffer_does(
+    client: TestClient, run_dir: Path, name: str
+) -> None:
+    states = lambda: [row["state"] for row in answer(client, "runs")]  # noqa: E731
+    held = (
+        rundir.RunLock(run_dir)
+        if name == "supervisor"
+        else ProcessIncarnation(run_dir, name, alone=True)
+    )
+    assert states() == ["running"]
+    held.close() if isinstance(held, rundir.RunLock) else held.end(0)
+    assert states() == ["stopped"]
+    (run_dir / "buffer_summary.json").write_text(json.dumps(FINISHED))
+    assert states() == ["stopped"], "it has not written its model"
+    (run_dir / "weights_digest").write_text("abc")
+    assert states() == ["finished"]
+
+
+def test_an_unreadable_run_says_why_and_has_no_steps(client: TestClient, run_dir: Path) -> None:
+    (run_dir / "config.toml").write_text("[learner]\nsteps = 'many'\n")
+    (row,) = answer(client, "runs")
+    assert (row["state"], row["steps"]) == ("unreadable", 0) and "learner.steps" in row["problem"]
+
+
+def test_settings_are_read_again_when_their_file_changes(run_dir: Path) -> None:
+    run = WatchedRun("first", run_dir)
+    first = run.config
+    assert run.config is first, "and not before"
+    path = run_dir / "config.toml"
+    path.write_text(path.read_text() + "\n")
+    assert run.config is not first and run.config == first
+    text, status = path.read_text(), path.stat()
+    path.write_text(text.replace("seed = 0", "seed = 1"))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    assert run.config.seed == 1
+    path.unlink()
+    with pytest.raises(ConfigError, match="the run directory is gone"):
+        run.config  # noqa: B018
+
+
+# ---- summary -------------------------------------------------------------------------------------
+
+
+def test_a_run_in_progress_is_summed_up_beside_the_answers(run_dir: Path) -> None:
+    run = WatchedRun("first", run_dir)
+    assert run.summary() == {} and not run.state()["summed_up"]
+    found = wait_for_summary(run)
+    assert found["wall_s"] == 14.5 and run.state()["summed_up"]
+    append(run_dir / "metrics.jsonl", metric_row(30))
+    assert run.summary() is found, "seconds later at the earliest: it costs"
+    assert run._next_summary > time.monotonic() + findings.COMPOSE_S / 2
+    run._next_summary = 0.0
+    until = time.monotonic() + 300
+    while run.summary()["wall_s"] < 15:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_what_a_run_wrote_at_its_end_is_its_summary(run_dir: Path) -> None:
+    (run_dir / "summary.json").write_text('{"heldout_end": 0.5}')
+    assert WatchedRun("first", run_dir).summary() == {"heldout_end": 0.5}
+
+
+def test_a_run_that_cannot_be_summed_up_has_no_summary(run_dir: Path) -> None:
+    run = WatchedRun("first", run_dir)
+    wait_for_summary(run)
+    (run_dir / "config.toml").unlink()
+    run._compose()
+    assert run.summary() == {} and run._next_summary > time.monotonic()
+
+
+def test_the_overview_has_the_figures_of_the_summary(client: TestClient, run_dir: Path) -> None:
+    slow = {"time/reward_wait_share": 0.5, "reward/queue": 9.0, "reward/call_s": 2.0}
+    slow |= {"reward/workers": 1.0, "link/ack_s": 3.0}
+    append(run_dir / "metrics.jsonl", metric_row(30, **slow))
+    sign = {"name": "odd", "said": "it was odd", "try_this": "nothing"}
+    figures = {"speed": {"a": 1}, "lag": {"max": 2}, "certainty": {"b": 2}}
+    more = {"heldout_start": 0.25, "heldout_end": 0.5, "signs": [sign]}
+    (run_dir / "summary.json").write_text(json.dumps(figures | more))
+    answer(client, "runs")
+    seen = answer(client, "overview")["first"]
+    assert {key: seen[key] for key in figures} == figures and seen["heldout"] == [0.25, 0.5]
+    assert [text.split(":")[0] for text in seen["waits"]] == [
+        "rewards hold the generators up",
+        "the link holds deliveries up",
+    ]
+    assert seen["state"]["id"] == "first"
+    assert "health check odd fired: it was odd" in [line["said"] for line in seen["advice"]]
+    (run_dir / "summary.json").write_text("{}")
+    (run_dir / "metrics.jsonl").unlink()
+    answer(client, "runs")
+    seen = answer(client, "overview")["first"]
+    assert [seen[key] for key in (*figures, "waits")] == [{}, {}, {}, []]
+    assert seen["heldout"] == [None, None]
+
+
+def test_the_ledger_is_that_of_the_summary(client: TestClient, run_dir: Path) -> None:
+    assert answer(client, "ledger") == {"first": {"totals": {}, "lines": {}, "failures": {}}}
+    lines = {"ledger": {"trained": 9}, "ledger_lines": {"trained": {"tokens": 9}}}
+    (run_dir / "summary.json").write_text(json.dumps(lines | {"failures": {"reward": 2}}))
+    assert answer(client, "ledger")["first"] == {
+        "totals": {"trained": 9},
+        "lines": {"trained": {"tokens": 9}},
+        "failures": {"reward": 2},
+    }
+
+
+# ---- processes -----------------------------------------------------------------------------------
+
+
+def test_processes_with_restarts_host_and_memory(client: TestClient, run_dir: Path) -> None:
+    for pid in (11, 12):
+        process_log.append_event(run_dir, "generator-0", pid, "began", host="one")
+        process_log.append_event(run_dir, "generator-0", pid, "ended", code=1, why="lost")
+    process_log.append_event(run_dir, "generator-0", 13, "began", host="two")
+    process_log.append_event(run_dir, "generator-0", 13, "ended", code=0)
+    learner = ProcessIncarnation(run_dir, "learner", alone=False)
+    rows = {row["name"]: row for row in answer(client, "processes")["first"]}
+    generator = rows["generator-0"]
+    assert (generator["restarts"], generator["host"], generator["pid"]) == (2, "two", 13)
+    assert generator["memory_mb"] is None and "exit code 0" in generator["said"]
+    assert (rows["learner"]["restarts"], rows["learner"]["pid"]) == (0, os.getpid())
+    assert rows["learner"]["alive"] and 10 < rows["learner"]["memory_mb"] < 10**5
+    never = rows["buffer"]
+    assert (never["restarts"], never["host"], never["pid"]) == (0, "", None)
+    learner.end(0)
+    rows = {row["name"]: row for row in answer(client, "processes")["first"]}
+    assert rows["learner"]["memory_mb"] is None and rows["learner"]["pid"] == os.getpid()
+
+
+def test_the_memory_of_a_process_that_is_not_here_is_unknown() -> None:
+    own = findings.resident_mb(os.getpid())
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    assert own == pytest.approx(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, rel=0.2)
+    assert findings.resident_mb(None) is None and findings.resident_mb(2**30) is None
+
+
+# ---- plots ---------------------------------------------------------------------------------------
+
+
+def test_plots_by_page_axis_and_smoothing(client: TestClient, run_dir: Path) -> None:
+    rows = [metric_row(step) | {"reward/mean": float(step % 2)} for step in range(30)]
+    write_lines(run_dir / "metrics.jsonl", rows)
+    answer(client, "runs")
+
+    def reward(query: str) -> dict[str, list[float]]:
+        drawn = answer(client, f"plots{query}")
+        return dict(next(x for p in drawn for x in p["lines"] if x["metric"] == "reward/mean"))
+
+    assert reward("") == reward("?page=overview&axis=step&smooth=0")
+    assert reward("")["x"] == list(range(30)) and reward("")["y"][:3] == [0, 1, 0]
+    assert reward("?axis=time")["x"] == [step / 2 for step in range(30)]
+    wave = lambda line: max(line["y"][20:]) - min(line["y"][20:])  # noqa: E731
+    smoothed = [wave(reward(f"?smooth={share}")) for share in (0, 0.5, 0.9, 0.99)]
+    assert smoothed == sorted(smoothed, reverse=True) and len(set(smoothed)) == 4
+    assert reward("?smooth=7") == reward("?smooth=0.99"), "at most"
+    assert reward("?smooth=-1") == reward("?smooth=0"), "at least"
+
+
+def test_the_lags_of_each_run_have_a_plot_of_their_own(client: TestClient, run_dir: Path) -> None:
+    titles = lambda query: [p["title"] for p in answer(client, f"plots?{query}")]  # noqa: E731
+    title = plots.lag_over_time([]).title
+    assert title in titles("page=staleness") and title not in titles("page=overview")
+    second = copy_run(run_dir, run_dir.parent / "second")
+    third = copy_run(run_dir, run_dir.parent / "third")
+    (third / "trained.jsonl").unlink()
+    answer(client, "runs")
+    of_lags = [t for t in titles("page=staleness") if t.startswith(title)]
+    assert of_lags == [f"{title}: first", f"{title}: second"], "the third has trained nothing"
+    assert titles("page=staleness&runs=second").count(title) == 1
+    updates = [{"step": 0, "update": n, "optim/grad_norm": 1.0} for n in range(2)]
+    append(second / "optimizer_steps.jsonl", *updates)
+    norms = [t for t in titles("page=learner") if t.startswith("Each optimizer step")]
+    assert norms and norms == [t for t in titles("page=learner&run=second") if t in norms]
+    assert not [t for t in titles("page=learner&run=first") if t in norms]
+
+
+# ---- samples -------------------------------------------------------------------------------------
+
+
+def test_samples_are_chosen_by_each_key_of_the_question(client: TestClient, run_dir: Path) -> None:
+    rows = [
+        sample_row(n, n, n / 4, lag_mean=float(n), group_key=f"g{n}", rules=["random"])
+        for n in range(70)
+    ]
+    rows[9]["rules"] = ["longest"]
+    rows[3]["sequences"][0]["pieces"] = ["1", "needle", "<eos>"]
+    (run_dir / "token_samples.jsonl").unlink()
+    answer(client, "runs")
+    write_lines(run_dir / "token_samples.jsonl", rows)
+    answer(client, "runs")
+
+    def batches(query: str) -> list[int]:
+        found = answer(client, f"samples?{query}")
+        assert found["all"] == 70 and "weight" in found["shades"]
+        return [row["batch"] for row in found["rows"]]
+
+    assert batches("") == list(range(69, 9, -1)), "the newest 60"
+    assert batches("limit=2") == [69, 68] and batches("sort=reward&limit=1") == [69]
+    assert batches("step=..1") == [1, 0] and batches("step=5") == [5]
+    assert batches("reward=0.5..0.75") == [3, 2] and batches("lag=..1") == [1, 0]
+    assert batches("ticket=8") == [2] and batches("group_key=g7") == [7]
+    assert batches("rule=longest") == [9] and batches("text=needle") == [3]
+    assert batches("ticket=x&limit=1") == [69] and batches("rule=&limit=1") == [69]
+    second = copy_run(run_dir, run_dir.parent / "second")
+    write_lines(second / "token_samples.jsonl", [sample_row(99)])
+    answer(client, "runs")
+    (row,) = answer(client, "samples?run=second")["rows"]
+    assert row["batch"] == 99
+
+
+def test_one_sample_with_its_tokens(client: TestClient) -> None:
+    assert answer(client, "sample?number=0")["batch"] == 0
+    assert answer(client, "sample?number=3")["sequences"][0]["tokens"] == [3, 4, 1]
+    for question, number in (("sample", -1), ("sample?number=-1", -1), ("sample?number=4", 4)):
+        reply = client.get(f"/api/{question}")
+        assert reply.status_code == 400
+        assert reply.json() == {"error": f"sample {number}: the run has 4 samples"}
+
+
+# ---- settings and logs ---------------------------------------------------------------------------
+
+
+def test_settings_of_runs_and_in_what_they_differ(client: TestClient, run_dir: Path) -> None:
+    seen = answer(client, "config")
+    assert seen["runs"]["first"]["task.name"] == "sort" and seen["differences"] == []
+    second = copy_run(run_dir, run_dir.parent / "second")
+    path = second / "config.toml"
+    text = path.read_text().replace("name = 'sort'", "name = 'rle'")
+    path.write_text(text.replace('name = "sort"', 'name = "rle"') + "\n[added]\nkey = 1\n")
+    answer(client, "runs")
+    assert answer(client, "config")["differences"] == [
+        {"key": "added.key", "values": {"first": None, "second": 1}},
+        {"key": "task.name", "values": {"first": "sort", "second": "rle"}},
+    ]
+    chosen = answer(client, "config?run=second")
+    assert list(chosen["runs"]) == ["second"] and chosen["differences"] == []
+    path.write_text("model = [")
+    reply = client.get("/api/config?run=second")
+    assert reply.status_code == 400 and reply.json()["error"].startswith(f"{path}: ")
+
+
+def test_logs_the_newest_attempt_first_and_their_end_alone(
+    client: TestClient, run_dir: Path
+) -> None:
+    (run_dir / "logs" / "attempt_2").mkdir()
+    long = run_dir / "logs" / "attempt_2" / "learner.log"
+    long.write_bytes(b"begin\n" + b"x" * 3000 + b"\n" + b"\xff" * 70_000 + b"\nend")
+    (run_dir / "supervisor.log").write_text("")
+    (run_dir / "notes.txt").write_text("no log")
+    seen = answer(client, "logs")
+    assert seen["files"] == [
+        "supervisor.log",
+        "logs/attempt_2/learner.log",
+        "logs/attempt_1/learner.log",
+    ]
+    assert (seen["file"], seen["text"]) == ("supervisor.log", "")
+    text = answer(client, "logs?file=logs/attempt_2/learner.log")["text"]
+    assert text.endswith("\nend") and "begin" not in text and len(text) < 2100
+    assert WatchedRun("", run_dir).log_tail("logs/attempt_1/learner.log").startswith("starting\n")
+    long.write_bytes(b"a" * (findings.LOG_BYTES - 5) + b"\nlast")
+    assert WatchedRun("", run_dir).log_tail("logs/attempt_2/learner.log").startswith("aaa")
+    shutil.rmtree(run_dir / "logs")
+    (run_dir / "supervisor.log").unlink()
+    assert answer(client, "logs") == {"files": [], "file": "", "text": ""}
+
+
+# ---- which runs ----------------------------------------------------------------------------------
+
+
+def test_questions_name_runs_in_their_order(client: TestClient, run_dir: Path) -> None:
+    copy_run(run_dir, run_dir.parent / "second")
+    copy_run(run_dir, run_dir.parent / "third")
+    answer(client, "runs")
+    for query, ids in (
+        ("", ["first", "second", "third"]),
+        ("?runs=third|first", ["third", "first"]),
+        ("?run=second", ["second"]),
+        ("?run=second&runs=third", ["third"]),
+    ):
+        assert list(answer(client, f"ledger{query}")) == ids
+    reply = client.get("/api/ledger?runs=first|none")
+    assert reply.json() == {"error": "no run of this page is named none"}
+
+
+def test_a_new_run_of_a_known_name_goes_by_its_path(client: TestClient, run_dir: Path) -> None:
+    moved = run_dir.parent / "moved" / "first"
+    copy_run(run_dir, moved)
+    shutil.rmtree(run_dir)
+    rows = answer(client, "runs")
+    assert [row["id"] for row in rows] == ["first", str(moved)]
+    assert [row["state"] for row in rows] == ["unreadable", "stopped"]
+    assert list(answer(client, f"config?run={moved}")["runs"]) == [str(moved)]
+
+
+def test_runs_are_found_up_to_three_levels_below_and_by_age(run_dir: Path) -> None:
+    top = run_dir.parent
+    places = ("old", "a/b/deep", "a/b/c/too_deep", "no_run", "no_settings", "first/checkpoints/run")
+    old, deep, too_deep, no_run, no_settings, inside = (
+        copy_run(run_dir, top.parent / "made" / place) for place in places
+    )
+    top = top.parent / "made"
+    first = copy_run(run_dir, top / "second")
+    (old / "run_id").unlink()
+    (no_run / "run_id").unlink()
+    (no_run / "metrics.jsonl").unlink()
+    (no_settings / "config.toml").unlink()
+    for seconds, path in enumerate((old, deep, first)):
+        os.utime(path / "config.toml", (seconds, seconds))
+    found = findings.find_runs([top])
+    assert [run.path for run in found][:3] == [old, deep, first] and found[3:][0].path == inside
+    assert [run.id for run in found] == ["old", "deep", "second", "run"]
+    shutil.copy(first / "config.toml", inside.parents[1])
+    shutil.copy(first / "run_id", inside.parents[1])
+    assert inside not in [run.path for run in findings.find_runs([top])], "it belongs to its run"
+    again = findings.find_runs([first, top, too_deep])
+    assert len({run.path for run in again}) == len(again) == 5 and again[0].path == first
+    for place, message in ((top / "absent", "no such directory"), (no_run, "no run directory")):
+        with pytest.raises(ConfigError, match=message):
+            findings.find_runs([top, place])
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folders(run_dir: Path) -> None:
+    top = run_dir.parent
+    for folder in ("x/seed", "y/seed"):
+        copy_run(run_dir, top / folder)
+    names = [run.id for run in findings.find_runs([top])]
+    assert sorted(names) == ["runs/first", "x/seed", "y/seed"]
+
+
+# ---- HTTP ----------------------------------------------------------------------------------------
+
+
+def test_every_reply_carries_the_policy_that_runs_no_foreign_script(client: TestClient) -> None:
+    for place in ("/", "/api/runs", "/static/watch.js", "/static/none", "/api/plots?page=x"):
+        headers = client.get(place).headers
+        assert headers["content-security-policy"] == POLICY
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["referrer-policy"] == "no-referrer"
+    rules = {rule.split()[0]: rule.split()[1:] for rule in POLICY.split("; ")}
+    assert rules["default-src"] == rules["base-uri"] == rules["form-action"] == ["'none'"]
+    assert rules["frame-ancestors"] == ["'none'"] and rules["script-src"] == ["'self'"]
+    assert rules["connect-src"] == rules["font-src"] == ["'self'"]
+    assert rules["style-src"] == ["'self'", "'unsafe-inline'"]
+    assert rules["img-src"] == ["'self'", "data:", "blob:"]
+
+
+def test_a_file_that_is_not_the_page_s_is_not_there(client: TestClient) -> None:
+    reply = client.get("/static/none")
+    assert (reply.status_code, reply.text) == (404, "no such file")
+    assert reply.headers["content-type"].startswith("text/plain")
+    assert client.get("/").headers["content-type"].startswith("text/html")
+
+
+def test_the_token_is_asked_for_and_kept_by_the_browser_alone(run_dir: Path) -> None:
+    guarded = TestClient(WatchApp([run_dir], token="sécret").starlette(), follow_redirects=False)
+    refused = guarded.get("/")
+    assert refused.status_code == 403 and refused.headers["content-type"].startswith("text/plain")
+    assert refused.text == "asyncrl watch: open the address that it printed, with its token\n"
+    cookie = guarded.get("/?token=s%C3%A9cret").headers["set-cookie"]
+    assert "httponly" in cookie.lower() and "samesite=strict" in cookie.lower()
+    wrong = TestClient(WatchApp([run_dir], token="secret").starlette())
+    wrong.cookies.set("asyncrl_watch", "other")
+    assert wrong.get("/api/runs").status_code == 403
+    wrong.cookies.set("asyncrl_watch", "secret")
+    assert wrong.get("/api/runs").status_code == 200

@@ -1,0 +1,167 @@
+"""The server of `asyncrl watch`: its address, its token, and the process that serves a page."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx2
+import pytest
+import uvicorn
+from watch_kit import run_dir  # noqa: F401
+
+from asyncrl.contract import importing
+from asyncrl.contract.errors import ConfigError
+from asyncrl.viewer import server
+
+
+@contextmanager
+def serving(
+    monkeypatch: pytest.MonkeyPatch, places: list[Path], host: str = "127.0.0.1", **more: bool
+) -> Iterator[tuple[str, int]]:
+    """`server.serve` in a thread: the address and the number of runs that it announces."""
+    started: list[uvicorn.Server] = []
+    announced: list[tuple[str, int]] = []
+    ready = threading.Event()
+
+    class Stoppable(uvicorn.Server):
+        def __init__(self, config: uvicorn.Config) -> None:
+            super().__init__(config)
+            started.append(self)
+            ready.set()
+
+    monkeypatch.setattr(uvicorn, "Server", Stoppable)
+    announce = lambda url, runs: announced.append((url, runs))  # noqa: E731
+    thread = threading.Thread(
+        target=server.serve, args=(places, host, 0, announce), kwargs={"token": True} | more
+    )
+    thread.start()
+    assert ready.wait(300)
+    yield announced[0]
+    started[0].should_exit = True
+    thread.join(300)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("host", "is_local"),
+    [
+        ("localhost", True),
+        ("127.0.0.1", True),
+        ("127.3.2.1", True),
+        ("::1", True),
+        ("0.0.0.0", False),
+        ("10.0.0.1", False),
+        ("::", False),
+        ("a.name", False),
+    ],
+)
+def test_which_addresses_are_this_machine_s_alone(host: str, is_local: bool) -> None:
+    assert server.is_loopback(host) is is_local
+
+
+def test_the_first_free_port_is_taken_where_none_was_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken = server.listen("127.0.0.1", 0)
+    port = taken.getsockname()[1]
+    assert taken.getsockname()[0] == "127.0.0.1"
+    assert taken.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR) == 1, "after a restart"
+    monkeypatch.setattr(server, "PORT", port)
+    monkeypatch.setattr(server, "PORTS", 1)
+    with server.listen("127.0.0.1", None) as other:
+        assert other.getsockname()[1] not in (0, port)
+    with pytest.raises(ConfigError) as error:
+        server.listen("127.0.0.1", port)
+    assert str(error.value) == (
+        f"--host 127.0.0.1 --port {port}: Address already in use; choose another port, or leave it "
+        "out"
+    )
+    taken.close()
+    with server.listen("127.0.0.1", port) as again:
+        assert again.getsockname()[1] == port
+        with socket.create_connection(("127.0.0.1", port), 60):
+            assert again.accept()
+
+
+def test_the_page_is_served_at_the_announced_address(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(monkeypatch, [run_dir]) as (url, runs):
+        address, token = url.split("/?token=")
+        assert runs == 1 and len(token) == 24 and address.startswith("http://127.0.0.1:")
+        assert httpx2.get(f"{address}/api/runs").status_code == 403
+        with httpx2.Client() as browser:
+            page = browser.get(url, follow_redirects=True)
+            assert page.status_code == 200 and "<html" in page.text
+            assert "server" not in page.headers
+            assert browser.get(f"{address}/api/runs").json()[0]["id"] == "first"
+    with serving(monkeypatch, [run_dir]) as (other, _):
+        assert other.split("=")[1] != token, "a token of its own"
+
+
+def test_a_page_without_a_token_is_open_to_this_machine(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(monkeypatch, [run_dir], token=False) as (url, _):
+        assert "token" not in url and httpx2.get(f"{url}api/runs").status_code == 200
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this machine has no IPv6")
+def test_an_address_of_six_is_written_in_brackets(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(monkeypatch, [run_dir], host="::1", token=False) as (url, _):
+        assert url.startswith("http://[::1]:")
+        assert httpx2.get(f"{url}api/runs").status_code == 200
+
+
+def test_a_run_that_is_expected_may_begin_later(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = tmp_path / "late"
+    with pytest.raises(ConfigError, match="no such directory"):
+        server.serve([late], "127.0.0.1", 0, lambda *_: None, token=True)
+    with serving(monkeypatch, [late], token=False, expected=True) as (url, runs):
+        assert runs == 0 and httpx2.get(f"{url}api/runs").json() == []
+        run_dir.rename(late)
+        assert [row["id"] for row in httpx2.get(f"{url}api/runs").json()] == ["late"]
+
+
+def test_a_page_has_a_process_of_its_own_until_it_is_closed(run_dir: Path) -> None:
+    page = server.watch(str(run_dir))
+    address, _ = page.url.split("/?token=")
+    assert httpx2.get(f"{address}/api/runs").status_code == 403
+    assert repr(page) == f"page at {page.url}" and f'href="{page.url}"' in page._repr_html_()
+    assert os.getsid(page.process.pid) == page.process.pid, "Ctrl-C here does not reach it"
+    page.close()
+    assert page.process.poll() is not None
+    with pytest.raises(httpx2.ConnectError):
+        httpx2.get(f"{address}/api/runs")
+
+
+def test_a_run_s_page_is_announced_and_ends_with_the_run(run_dir: Path) -> None:
+    said: list[str] = []
+    with server.page_beside(run_dir, said.append):
+        (line,) = said
+        begin, url = line.split("watch it at ")
+        assert begin == "" and httpx2.get(url, follow_redirects=True).status_code in (200, 403)
+    with pytest.raises(httpx2.ConnectError):
+        httpx2.get(url)
+    assert said[1:] == [f"its page has ended too; open it again with: asyncrl watch {run_dir}"]
+
+
+def test_a_run_goes_on_where_its_page_cannot_start(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importing, "command", lambda *_: ["false"])
+    said: list[str] = []
+    with server.page_beside(run_dir, said.append):
+        assert said == ["note: the page of this run could not start"]
+    page = server.PageProcess([run_dir])
+    assert repr(page) == "page at no address: it could not start"
+    page.close()
