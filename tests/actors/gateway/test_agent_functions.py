@@ -1,0 +1,340 @@
+"""agent.function and environments that play themselves, with the loop of their process run here."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import socket
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import pytest
+
+from actors.gateway.agents import functions
+from actors.gateway.agents.session_messages import (
+    AgentSetup,
+    SessionAccess,
+    SessionOrders,
+    SessionResult,
+    parse_outcome,
+)
+from actors.gateway.hubs import SPLITS, examine, self_playing
+from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.messages import Prompt
+from asyncrl.transport.worker_pool import frame, read_frame
+
+PATIENCE_S = 300.0
+AGENT = """
+import asyncio, sys, threading
+
+asked = []
+waiting = threading.Event()
+
+def numbers(prompt, session):
+    asked.append((prompt.text, session.name, session.base_url))
+    print("seen", prompt.text)
+    return float(prompt.text)
+
+def parts(prompt, session):
+    return {"reward": 0.5, "form": 1.0}
+
+def nothing(prompt, session):
+    return None
+
+def text(prompt, session):
+    return "good"
+
+def raises(prompt, session):
+    raise KeyError(prompt.text)
+
+def leaves(prompt, session):
+    sys.exit(3)
+
+async def waits(prompt, session):
+    if prompt.text == "for ever":
+        waiting.set()
+        await asyncio.Event().wait()
+    await asyncio.sleep(0)
+    return float(threading.current_thread().name == "agents")
+
+async def thread(prompt, session):
+    return await asyncio.to_thread(lambda: float(threading.current_thread().name[:5] == "agent"))
+
+async def leaves_in_a_task(prompt, session):
+    async def leave():
+        raise SystemExit(4)
+    await asyncio.create_task(leave())
+
+CONSTANT = 3
+"""
+
+
+class Served:
+    """The loop of an agent's process in a thread, and our end of its socket."""
+
+    def __init__(self, setup: AgentSetup) -> None:
+        self.wire, theirs = socket.socketpair()
+        self.wire.settimeout(PATIENCE_S)
+        self.stream = self.wire.makefile("rb")
+        self.thread = threading.Thread(target=functions.serve, args=(theirs,))
+        self.thread.start()
+        self.send(setup)
+
+    def send(self, message: Any) -> None:
+        self.wire.sendall(frame(msgspec.msgpack.encode(message)))
+
+    def result(self) -> SessionResult:
+        payload = read_frame(self.stream)
+        assert payload is not None
+        return msgspec.msgpack.decode(payload, type=SessionResult)
+
+    def play(self, *seats: SessionAccess) -> list[SessionResult]:
+        """The results in the order of the sessions' numbers."""
+        self.send(SessionOrders(seats=list(seats)))
+        return sorted((self.result() for _ in seats), key=lambda result: result.number)
+
+    def close(self) -> None:
+        self.stream.close()
+        self.wire.close()
+        self.thread.join(PATIENCE_S)
+        assert not self.thread.is_alive(), "it ends with its gateway"
+
+
+def seat(number: int, text: str = "1") -> SessionAccess:
+    url = f"http://127.0.0.1/s/{number}"
+    prompt = Prompt(number, text)
+    return SessionAccess(number, f"s{number}", url, "key", "m", prompt, 0, 1, True, 60.0)
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[Any]:
+    """agent("name"): the loop of agent.function = FILE:name, ready."""
+    file = tmp_path / f"own_agent_{tmp_path.name}.py"
+    file.write_text(AGENT)
+    served: list[Served] = []
+
+    def begin(name: str) -> Served:
+        setup = AgentSetup([], f"{file}:{name}", str(tmp_path / "agent.log"))
+        served.append(Served(setup))
+        assert served[-1].result() == SessionResult(-1, "ready")
+        return served[-1]
+
+    yield begin
+    for one in served:
+        one.close()
+    sys.modules.pop(file.stem, None)
+
+
+def own_module() -> ModuleType:
+    return next(m for name, m in sys.modules.items() if name.startswith("own_agent_"))
+
+
+def test_a_function_gets_prompt_and_session_and_its_number_is_the_reward(agent: Any) -> None:
+    served = agent("numbers")
+    assert served.play(seat(1, "0.5"), seat(2, "-2")) == [
+        SessionResult(1, "scored", 0.5),
+        SessionResult(2, "scored", -2.0),
+    ]
+    assert ("0.5", "s1", "http://127.0.0.1/s/1/v1") in own_module().asked
+    (later,) = served.play(seat(3, "7"))
+    assert later.reward == 7.0
+
+
+def test_what_a_function_may_return(agent: Any) -> None:
+    (found,) = agent("parts").play(seat(1))
+    assert found == SessionResult(1, "scored", 0.5, {"reward": 0.5, "form": 1.0})
+    (found,) = agent("nothing").play(seat(2))
+    assert found == SessionResult(2, "judge"), "the config's reward scores it"
+    (found,) = agent("text").play(seat(3))
+    assert found.kind == "failed" and found.number == 3
+    assert found.why == "gave an invalid reward: reward is a str, not a number"
+    assert parse_outcome(4, {"form": 1.0}).why == (
+        "gave an invalid reward: a dict without `reward`: ['form']"
+    )
+    assert parse_outcome(5, float("nan")).kind == "failed"
+    assert "raised" in parse_outcome(6, {"reward": _Odd()}).why
+
+
+class _Odd:
+    def __float__(self) -> float:
+        raise ZeroDivisionError("odd")
+
+
+def test_an_exception_fails_its_session_alone_and_is_logged(agent: Any, tmp_path: Path) -> None:
+    served = agent("raises")
+    first, second = served.play(seat(1, "a"), seat(2, "b"))
+    assert (first.kind, first.why) == ("failed", "raised KeyError: 'a'")
+    assert (second.number, second.why) == (2, "raised KeyError: 'b'")
+    log = (tmp_path / "agent.log").read_text()
+    assert re.search(r"^--- session s1 raised KeyError: 'a' after \d+\.\d s$", log, re.M)
+    assert "Traceback" in log and "raise KeyError(prompt.text)" in log
+    (left,) = agent("leaves").play(seat(3))
+    assert (left.kind, left.why) == ("failed", "called sys.exit(3)")
+
+
+def test_coroutines_share_one_loop_and_a_stop_cancels_one(agent: Any) -> None:
+    served = agent("waits")
+    (found,) = served.play(seat(1))
+    assert found == SessionResult(1, "scored", 1.0)
+    served.send(SessionOrders(seats=[seat(2, "for ever"), seat(3)]))
+    assert served.result().number == 3 and own_module().waiting.wait(PATIENCE_S)
+    served.send(SessionOrders(stop=[99, 2]))
+    stopped = served.result()
+    assert (stopped.number, stopped.kind) == (2, "failed") and "CancelledError" in stopped.why
+    served.send(SessionOrders(stop=[2]))
+    assert served.play(seat(4))[0].reward == 1.0, "the loop goes on"
+    (found,) = agent("thread").play(seat(5))
+    assert found.reward == 1.0
+
+
+def test_an_exit_in_a_task_ends_its_session_and_not_the_loop(agent: Any) -> None:
+    served = agent("leaves_in_a_task")
+    for number in (1, 2):
+        (found,) = served.play(seat(number))
+        assert (found.kind, found.why) == ("failed", "called sys.exit(4)")
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("absent", "raised AttributeError: "),
+        ("CONSTANT", "raised TypeError: CONSTANT is not a function; write module:function"),
+    ],
+)
+def test_a_function_that_is_none_is_refused_in_one_line(
+    name: str, why: str, tmp_path: Path
+) -> None:
+    file = tmp_path / f"refused_{tmp_path.name}.py"
+    file.write_text(AGENT)
+    served = Served(AgentSetup([], f"{file}:{name}", str(tmp_path / "agent.log")))
+    found = served.result()
+    assert (found.number, found.kind) == (-1, "broken")
+    assert found.why.startswith(f"agent.function = {file}:{name}: importing it {why}")
+    assert found.why.endswith("write module:function or file.py:function")
+    served.close()
+
+
+# ---- environments that play themselves -----------------------------------------------------------
+
+
+def test_without_the_hub_s_package_the_error_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "verifiers", None)  # as where it is not installed
+    with pytest.raises(ConfigError) as error:
+        self_playing.load("verifiers:words", {})
+    assert re.fullmatch(
+        r"agent\.env = verifiers:words: [^;]*verifiers[^;]*; .*; install verifiers and the "
+        r"environment into a Python, and name it by agent\.python",
+        str(error.value),
+    )
+    setup = AgentSetup([], "", str(tmp_path / "log"), env="verifiers:words", args={"seed": 1})
+    served = Served(setup)
+    assert served.result().why == str(error.value)
+    served.close()
+    assert examine.examine("verifiers:words", {}, tmp_path) == {"error": str(error.value)}
+
+
+def test_a_package_of_that_name_that_is_another_one_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    other = ModuleType("verifiers")
+    other.__version__ = "9"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "verifiers", other)
+    with pytest.raises(ConfigError) as error:
+        self_playing.load("verifiers:words", {})
+    assert str(error.value) == (
+        "agent.env = verifiers:words: verifiers 9 has no load_environment(NAME); install verifiers "
+        "0.1"
+    )
+
+
+def test_the_first_cause_of_a_failed_load_is_told_with_what_to_do() -> None:
+    def wrapped(cause: BaseException) -> BaseException:
+        outer, middle = RuntimeError("outer"), ValueError("middle")
+        outer.__cause__, middle.__cause__ = middle, cause
+        return outer
+
+    missing = wrapped(ModuleNotFoundError("No module named 'words'"))
+    assert self_playing.describe_cause(missing) == (
+        "loading it raised ModuleNotFoundError: No module named 'words'"
+    )
+    assert self_playing.hint(missing) == (
+        "; install its package into agent.python, or run where its module lies"
+    )
+    wrong = wrapped(TypeError("f() got an unexpected keyword argument 'x'"))
+    assert self_playing.hint(wrong) == "; see [agent.args]"
+    assert self_playing.hint(wrapped(TypeError("other"))) == ""
+    assert self_playing.hint(wrapped(KeyError("argument"))) == ""
+    assert self_playing.describe_cause(KeyError("x")) == "loading it raised KeyError: 'x'"
+
+
+class Words:
+    """An environment with two data sets, of which one may fail."""
+
+    def __init__(self, args: dict[str, Any]) -> None:
+        self.args = args
+
+    def rows(self, split: str) -> Iterator[dict[str, Any]]:
+        for number in range(2 if split == "train" else 1):
+            yield {"messages": [], "answer": f"é{number}", "dataset": split}
+        if split == self.args.get("bad"):
+            raise self.args["error"]
+
+    async def play(self, prompt: Prompt, session: SessionAccess) -> SessionResult:
+        return SessionResult(session.number, "scored", float(len(prompt.text)), truncated=True)
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> Sequence[tuple[str, dict[str, Any]]]:
+    """Environments are `Words`; what they were loaded with."""
+    asked: list[tuple[str, dict[str, Any]]] = []
+
+    def load(env: str, args: dict[str, Any]) -> Words:
+        asked.append((env, args))
+        return Words(args)
+
+    monkeypatch.setattr(self_playing, "load", load)
+    return asked
+
+
+def test_the_prompts_of_an_environment_become_files(
+    loaded: Sequence[tuple[str, dict[str, Any]]], tmp_path: Path
+) -> None:
+    assert SPLITS == ("train", "eval")
+    counts = examine.examine("verifiers:words", {"seed": 3}, tmp_path)
+    assert counts == {"train": 2, "eval": 1} and loaded == [("verifiers:words", {"seed": 3})]
+    lines = (tmp_path / "train.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["answer"] for line in lines] == ["é0", "é1"]
+    assert len((tmp_path / "eval.jsonl").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (ConfigError("row 3 is no text"), "row 3 is no text"),
+        (KeyError("x"), "raised KeyError: 'x'"),
+    ],
+)
+def test_a_data_set_that_cannot_be_built_is_one_line(error: Exception, why: str) -> None:
+    rows = Words({"bad": "train", "error": error}).rows("train")
+    with pytest.raises(ConfigError) as raised:
+        examine.write_rows("verifiers:words", rows, io.StringIO())
+    assert str(raised.value) == f"agent.env = verifiers:words: its data set: {why}"
+
+
+def test_an_environment_plays_its_sessions(
+    loaded: Sequence[tuple[str, dict[str, Any]]], tmp_path: Path
+) -> None:
+    setup = AgentSetup([], "", str(tmp_path / "log"), env="verifiers:words", args={"seed": 4})
+    served = Served(setup)
+    assert served.result().kind == "ready" and loaded == [("verifiers:words", {"seed": 4})]
+    (found,) = served.play(seat(1, "four"))
+    assert found == SessionResult(1, "scored", 4.0, truncated=True)
+    served.close()
