@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import threading
@@ -35,14 +36,20 @@ PATIENCE_MS = 120_000
 
 @pytest.fixture
 def run_dir(gain: Ended, tmp_path: Path) -> Path:
-    """A copy of a real run in which a sample, a log and the run's name hold markup."""
+    """A copy of a real run in which a sample, a log and the run's name hold markup.
+
+    The sample is a session of two training sequences; the second begins with an environment's token.
+    """
     path = tmp_path / "<b>gain"
     shutil.copytree(gain.json["run_dir"], path)
     samples = path / "token_samples.jsonl"
     row = json.loads(samples.read_text().splitlines()[-1])
     row["sequences"][0]["pieces"][0] = row["sequences"][0]["prompt"] = MARKUP
+    later = copy.deepcopy(row["sequences"][0])
+    later["versions"] = [[later["versions"][0][0], 1, len(later["tokens"])]]
+    row["sequences"].append(later)
     row["parts"] = {MARKUP: 1.0}
-    row["reward"] = 1e6
+    row["reward"], row["calls"] = 1e6, 2
     with samples.open("a") as file:
         file.write(json.dumps(row) + "\n")
     with next(path.rglob("learner.log")).open("a") as file:
@@ -102,6 +109,10 @@ def test_every_page_opens_without_an_error_and_runs_no_foreign_script(
     assert page.evaluate("window.ran") is None
     title = page.locator(".token").first.get_attribute("title") or ""
     assert "version" in title and "advantage" in title and "log_ratio" in title
+    session = page.locator("article.sample").filter(has_text=MARKUP).first
+    turns = session.locator(".turn .who").all_inner_texts()
+    environment = "from the environment, not sampled"
+    assert turns == ["prompt", "response", "prompt", environment, "response"]
     assert errors == [] and hosts == {address.removeprefix("http://")}
 
 
