@@ -99,9 +99,10 @@ class Study:
         )
         self.arms: dict[str, dict[int, str]] = {}  # arm -> seed -> cell
 
-    def block(self, arms: Arms, seeds: int | None = None) -> None:
-        """Add arms; seed by seed, so that every arm of a seed comes before the next seed."""
-        for seed in range(1 if self.args.quick else seeds or self.args.seeds):
+    def block(self, arms: Arms, seeds: int | None = None, first: int = 0) -> None:
+        """Add arms, with seeds from `first` on; every arm of a seed comes before the next seed."""
+        count = 1 if self.args.quick else seeds or self.args.seeds
+        for seed in range(first, first + count):
             for arm, sets in arms.items():
                 items = [
                     *self.common,
