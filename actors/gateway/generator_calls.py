@@ -15,12 +15,13 @@ import numpy as np
 from actors.decoding.constraints import GrammarCompiler, TokenConstraint
 from actors.engine import Completion, CompletionRequest, Engine, Key
 from actors.turn import GeneratorTurn, PromptTooLong, ScoredResponse
-from asyncrl.config.tree import Config, RewardConfig
+from asyncrl.config.tree import Config, EvaluationConfig, RewardConfig, TaskConfig
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import AsyncrlError, BadMessage
 from asyncrl.contract.versions import Label
 from asyncrl.models.tokenizer import vocabulary
 from asyncrl.records.rundir import gateway_address, run_id
+from asyncrl.tasks.arena import SeedPrompts
 from asyncrl.transport import message_checks
 from asyncrl.transport.sockets import PeerSocket
 
@@ -31,8 +32,14 @@ class CallTurn(GeneratorTurn):
     """A generator's turn that samples calls, without rewards and tickets."""
 
     def __init__(self, config: Config, engine: Engine) -> None:
-        without_rewards = msgspec.structs.replace(config, reward=RewardConfig(workers=0))
-        super().__init__(without_rewards, engine, lockstep=False)
+        # its files may be on another machine: prompts and rewards are the gateway's
+        without_task = msgspec.structs.replace(
+            config,
+            reward=RewardConfig(workers=0),
+            task=TaskConfig(name=SeedPrompts.name),
+            evaluation=EvaluationConfig(),
+        )
+        super().__init__(without_task, engine, lockstep=False)
         self.vocabulary = vocabulary(config.model.path)
         self.grammars = GrammarCompiler(self.tokenizer, config.model.path, self.stops)
         self.constraints: dict[int, TokenConstraint] = {}  # call id -> of its grammar

@@ -133,8 +133,12 @@ def find_own_key(curve_dir: str, index: int | None) -> str:
 
 def trusting(config: Config) -> list[str]:
     """The options of `asyncrl join` that this run needs, for the user's own machines."""
-    key = config.reward.judge.key_env if config.reward.judge.url else ""
-    return [*(["--trust-code"] if config.reward.share else []), *(["--env", key] if key else [])]
+    if config.uses_sessions:  # the gateway judges
+        return []
+    judges = file_server.judges(config).values()
+    keys_env = dict.fromkeys(judge.key_env for judge in judges if judge.key_env)
+    named = [word for key in keys_env for word in ("--env", key)]
+    return [*(["--trust-code"] if config.reward.share else []), *named]
 
 
 def localize_config(
@@ -149,39 +153,40 @@ def localize_config(
 
     Raises ConfigError for an environment variable that `trust` does not allow."""
     raw: dict[str, Any] = tomllib.loads(reply.config)
-    if any(part.get("prompts") for part in raw["task"].get("mixture", ())):
-        raise ConfigError(
-            f"the run at {address} has a mixture with prompts from files (task.mixture), which a "
-            "machine that joins does not get; start its generators with the run"
-        )
+    parts = load.convert(raw, f"the config of the run at {address}").task.mixture
+    sections = {f"mixture.{part.title}.": raw["task"]["mixture"][i] for i, part in enumerate(parts)}
     raw["model"]["path"] = str(folders["model"])
     if "reward_model" in folders:
         raw["reward"]["model"]["path"] = str(folders["reward_model"])
-    for part, section in (
-        ("prompts", raw["task"]),
-        ("heldout", raw["task"]),
-        ("ood", raw["task"]),
-        ("template", raw["reward"].get("judge")),
-    ):
+
+    def place(part: str, section: dict[str, Any], key: str) -> None:
+        """Point a key to the fetched file of a part."""
         if part in folders:
-            name = next(entry.name for entry in files if entry.part == part)
-            section[part] = str(folders[part] / name)
-    if "reward" in folders:
-        name = next(entry.name for entry in files if entry.part == "reward")
-        attribute = raw["reward"]["function"].rpartition(":")[2]
-        raw["reward"]["function"] = f"{folders['reward'] / name}:{attribute}"
+            fetched = folders[part] / next(entry.name for entry in files if entry.part == part)
+            attribute = section[key].rpartition(":")[2] if part.endswith("reward") else ""
+            section[key] = f"{fetched}:{attribute}" if attribute else str(fetched)
+
+    for prefix, task in {"": raw["task"], **sections}.items():
+        for key in file_server.PROMPTS:
+            place(f"{prefix}{key}", task, key)
+    for prefix, part in sections.items():
+        place(f"{prefix}reward", part, "reward")
+        place(f"{prefix}template", part.get("judge"), "template")
+    place("template", raw["reward"].get("judge"), "template")
+    place("reward", raw["reward"], "function")
     raw["wires"]["address"] = address
     raw["wires"]["curve_dir"] = curve_dir
     # at least two: a generator that is alone takes all tickets
     raw["generators"] = max(2, raw.get("generators", 1))
     config = load.convert(raw, f"the config of the run at {address}")
-    judge = config.reward.judge
-    if judge.key_env and judge.key_env not in trust.env:
-        raise ConfigError(
-            f"the run at {address} asks for the variable {judge.key_env!a} of this machine's "
-            f"environment (reward.judge.key_env), to send it to {judge.url!a}: allow that with "
-            f"--env {judge.key_env!a}"
-        )
+    for prefix, judge in {} if config.uses_sessions else file_server.judges(config).items():
+        if judge.key_env and judge.key_env not in trust.env:
+            key = f"task.{prefix}judge" if prefix else "reward.judge"
+            raise ConfigError(
+                f"the run at {address} asks for the variable {judge.key_env!a} of this machine's "
+                f"environment ({key}.key_env), to send it to {judge.url!a}: allow that with "
+                f"--env {judge.key_env!a}"
+            )
     return config
 
 
@@ -196,30 +201,42 @@ def gather(
     folders = {}
     for part in dict.fromkeys(entry.part for entry in files):
         entries = [entry for entry in files if entry.part == part]
-        if all(entry.given for entry in entries) and (part != "reward" or trust.code):
+        if all(entry.given for entry in entries) and (not part.endswith("reward") or trust.code):
             folders[str(part)] = file_server.fetch_files(client, entries, cache, say)
     if "model" not in folders:
         raise PeerUnreachable(f"the learner at {client.address} offers no model")
-    if function := tomllib.loads(config).get("reward", {}).get("function", ""):
-        code = next((entry for entry in files if entry.part == "reward"), None)
-        if "reward" in folders and code is not None:
-            say(
-                f"reward.function = {function}: running the run's code ({code.name}, SHA-256 "
-                f"{code.digest[:16]}) here, as reward.share = true and --trust-code allow"
-            )
-        else:
-            try:
-                file_server.local_code(function, code)
-            except ConfigError as error:
-                if code is None or not code.given:
-                    raise
-                raise ConfigError(
-                    f"reward.function = {function!a}: the run offers its code ({code.name!a}, "
-                    f"SHA-256 {code.digest[:16]}), which would run here with your rights: allow "
-                    "that with --trust-code, or copy the file here"
-                ) from error
-            say(f"reward.function = {function}: using the copy on this machine")
+    theirs = load.convert(tomllib.loads(config), f"the config of the run at {client.address}")
+    functions = {} if theirs.uses_sessions else file_server.reward_functions(theirs)
+    for part, function in functions.items():
+        code = next((entry for entry in files if entry.part == part), None)
+        admit_code(part, function, code, fetched=part in folders, say=say)
     return folders, files
+
+
+def admit_code(
+    part: str, function: str, code: FileEntry | None, *, fetched: bool, say: Say
+) -> None:
+    """Report which code of a reward runs here.
+
+    Raises ConfigError for code that is neither trusted nor on this machine."""
+    key = "reward.function" if part == "reward" else f"task.{part}"
+    if fetched and code is not None:
+        say(
+            f"{key} = {function}: running the run's code ({code.name}, SHA-256 "
+            f"{code.digest[:16]}) here, as reward.share = true and --trust-code allow"
+        )
+        return
+    try:
+        file_server.local_code(function, code, key)
+    except ConfigError as error:
+        if code is None or not code.given:
+            raise
+        raise ConfigError(
+            f"{key} = {function!a}: the run offers its code ({code.name!a}, SHA-256 "
+            f"{code.digest[:16]}), which would run here with your rights: allow that with "
+            "--trust-code, or copy the file here"
+        ) from error
+    say(f"{key} = {function}: using the copy on this machine")
 
 
 def prepare(
@@ -241,8 +258,8 @@ def prepare(
     finally:
         client.close()
     config = localize_config(reply, address, curve_dir, folders, files, trust)
-    if url := config.reward.judge.url:
-        say(f"reward.judge.url = {url!a}: this machine sends prompts and answers there")
+    for judge in [] if config.uses_sessions else file_server.judges(config).values():
+        say(f"judge.url = {judge.url!a}: this machine sends prompts and answers there")
     runs = private.directory(private.directory(cache) / "runs")
     run_dir = Path(tempfile.mkdtemp(prefix=f"{reply.run}-{reply.producer}-", dir=runs))
     rundir.ensure(config, load.dump(config), run_dir, reply.run)

@@ -13,18 +13,28 @@ import importlib.util
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Annotated, Protocol
 
 import msgspec
+from msgspec import Meta
 
-from asyncrl.config.tree import Config
+from asyncrl.config.scorers import JudgeConfig
+from asyncrl.config.tree import Config, TaskSource
 from asyncrl.contract import importing
 from asyncrl.contract.errors import ConfigError, DamagedDataError, PeerUnreachable
 from asyncrl.records import private
 
-Part = Literal["model", "reward_model", "prompts", "heldout", "ood", "template", "reward"]
+# what a file is for; of a part of a mixture: mixture.LABEL.prompts
+Part = Annotated[
+    str,
+    Meta(
+        pattern=r"^(model|reward_model"
+        r"|(mixture\.[a-z0-9-]+\.)?(prompts|heldout|ood|template|reward))\Z"
+    ),
+]
 # files of a model directory, without code and weights in other formats
 MODEL_FILES = (".json", ".safetensors", ".model", ".txt", ".jinja")
+PROMPTS = ("prompts", "heldout", "ood")  # keys of a task that name files
 TRIES = 5  # connections per file
 READ_BYTES = 1 << 20
 
@@ -71,34 +81,59 @@ def code_file(function: str) -> Path | None:
 
 def files_to_serve(config: Config) -> list[tuple[Part, Path, bool]]:
     """List what a generator of this run reads: (part, file, may be fetched)."""
-    directories: tuple[tuple[Part, str], ...] = (
-        ("model", config.model.path),
-        ("reward_model", config.reward.model.path),
-    )
-    files: list[tuple[Part, Path, bool]] = [
+    directories = [("model", config.model.path)]
+    if config.uses_sessions:  # whose prompts and rewards are the gateway's
+        return _model_files(directories)
+    directories.append(("reward_model", config.reward.model.path))
+    files = _model_files(directories)
+    prompts = [
+        (f"{prefix}{key}", getattr(task, key))
+        for prefix, task in mixed_tasks(config)
+        for key in PROMPTS
+    ]
+    templates = {f"{prefix}template": judge.template for prefix, judge in judges(config).items()}
+    for part, name in (*prompts, *templates.items()):
+        if name and not Path(name).is_file():
+            raise ValueError(
+                f"task.{part} = {name} is no single file, and a machine that joins gets only files"
+            )
+        if name:
+            files.append((part, Path(name), True))
+    for part, function in reward_functions(config).items():
+        code = code_file(function)
+        if code is not None:
+            files.append((part, code, config.reward.share))
+    return files
+
+
+def _model_files(directories: list[tuple[str, str]]) -> list[tuple[Part, Path, bool]]:
+    return [
         (part, path, True)
         for part, name in directories
         if name
         for path in sorted(Path(name).iterdir())
         if path.suffix in MODEL_FILES and path.is_file()
     ]
-    task = config.task
-    prompts: tuple[tuple[Part, str], ...] = (
-        ("prompts", task.prompts),
-        ("heldout", task.heldout),
-        ("ood", task.ood),
-        ("template", config.reward.judge.template),
-    )
-    for part, name in prompts:
-        if name and not Path(name).is_file():
-            raise ValueError(
-                f"task.{part} = {name} is no single file, and a machine that joins gets only files"
-            )
-    files += [(part, Path(name), True) for part, name in prompts if name]
-    code = code_file(config.reward.function) if config.reward.function else None
-    if code is not None:
-        files.append(("reward", code, config.reward.share))
-    return files
+
+
+def mixed_tasks(config: Config) -> list[tuple[str, TaskSource]]:
+    """List the run's task and the parts of its mixture, each with the beginning of its names."""
+    parts = [(f"mixture.{part.title}.", part) for part in config.task.mixture]
+    return [("", config.task), *parts]
+
+
+def judges(config: Config) -> dict[str, JudgeConfig]:
+    """Return the judges of the run and of its mixture's parts."""
+    parts = {f"mixture.{part.title}.": part.judge for part in config.task.mixture}
+    judges = {"": config.reward.judge} | parts
+    return {prefix: judge for prefix, judge in judges.items() if judge.url}
+
+
+def reward_functions(config: Config) -> dict[Part, str]:
+    """Return the reward functions of the run and of its mixture's parts."""
+    functions = {"reward": config.reward.function}
+    functions |= {f"mixture.{part.title}.reward": part.reward for part in config.task.mixture}
+    return {part: function for part, function in functions.items() if function}
 
 
 class FileServer:
@@ -213,7 +248,7 @@ def fetch(source: FileSource, entry: FileEntry, path: Path) -> None:
     part.replace(path)
 
 
-def local_code(function: str, entry: FileEntry | None) -> None:
+def local_code(function: str, entry: FileEntry | None, key: str = "reward.function") -> None:
     """Check that the local copy of an unshared reward function is the run's.
 
     Raises ConfigError.
@@ -231,6 +266,6 @@ def local_code(function: str, entry: FileEntry | None) -> None:
             else f"differs from {local_file}"
         )
         raise ConfigError(
-            f"reward.function = {function}: the run's {entry.name} {difference}; copy it here, or "
+            f"{key} = {function}: the run's {entry.name} {difference}; copy it here, or "
             "let the run share it: reward.share = true"
         )

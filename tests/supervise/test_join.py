@@ -190,6 +190,68 @@ def test_the_config_of_a_joined_generator(place: Path, tmp_path: Path) -> None:
     assert found.reward.model.path == str(tmp_path / "j")
 
 
+def test_a_mixture_brings_the_files_of_its_parts(
+    served: Callable[..., ChunkClient], place: Path, tmp_path: Path
+) -> None:
+    (place / "more.jsonl").write_text("{}\n")
+    (place / "own.py").write_text("def reward(prompt, text): return 0.0\n")
+    (place / "grade.txt").write_text("{answer}")
+    judge = "{url='http://10.0.0.9/v1', model='x', key_env='KEY', template='grade.txt'}"
+    sets = [
+        "model.path='model'",
+        "task.name='mixture'",
+        "task.mixture=[{name='file', label='a', prompts='prompts.jsonl', reward='own.py:reward'}, "
+        "{name='file', label='b', prompts='prompts.jsonl', heldout='more.jsonl', "
+        f"judge={judge}}}]",
+        "reward.share=true",
+        "task.prompts=''",
+        "reward.function=''",
+    ]
+    client = served(*sets)
+    assert [(e.part, e.name) for e in client.listing()[2:]] == [
+        ("mixture.a.prompts", "prompts.jsonl"),
+        ("mixture.b.prompts", "prompts.jsonl"),
+        ("mixture.b.heldout", "more.jsonl"),
+        ("mixture.b.template", "grade.txt"),
+        ("mixture.a.reward", "own.py"),
+    ]
+    config = load.load(ROOT / "configs" / "demo.toml", sets)
+    assert join.trusting(config) == ["--trust-code", "--env", "KEY"]
+    told = JoinReply("r", "generator-3", load.dump(config), "tcp://127.0.0.1:2")
+    cache, lines = tmp_path / "cache", list[str]()
+    trust = join.Trust(("KEY",), code=True)
+    folders, files = join.gather(client, told.config, cache, lines.append, trust)
+    found = join.localize_config(told, "tcp://127.0.0.1:1", "", folders, files, trust)
+    first, second = found.task.mixture
+    assert Path(first.prompts).read_text() == "{}\n" and Path(first.prompts).is_relative_to(cache)
+    assert first.reward == f"{folders['mixture.a.reward'] / 'own.py'}:reward"
+    assert Path(second.heldout).is_relative_to(cache) and second.reward == ""
+    assert Path(second.judge.template).read_text() == "{answer}"
+    assert "task.mixture.a.reward = own.py:reward: running the run's code" in lines[-1]
+    with pytest.raises(ConfigError, match=r"'KEY' .*\(task\.mixture\.b\.judge\.key_env\)"):
+        join.localize_config(told, "tcp://127.0.0.1:1", "", folders, files)
+    (place / "own.py").unlink()
+    with pytest.raises(ConfigError, match=r"task\.mixture\.a\.reward = 'own.py:reward': the run o"):
+        join.gather(client, told.config, cache, lines.append)
+
+
+def test_of_sessions_a_generator_needs_the_model_alone(
+    served: Callable[..., ChunkClient], place: Path, tmp_path: Path
+) -> None:
+    sets = ["task.name='calc'", "agent.env='a.py:B'", "task.prompts=''", "reward.function=''"]
+    judge = ["reward.judge.url='http://10.0.0.9/v1'", "reward.judge.model='x'"]
+    client = served(*sets)
+    assert {entry.part for entry in client.listing()} == {"model"}
+    config = load.load(
+        ROOT / "configs" / "demo.toml",
+        [*SETS, *judge, "reward.function=''", "reward.judge.key_env='KEY'", "agent.tools=['a:b']"],
+    )
+    told = JoinReply("r", "generator-3", load.dump(config), "tcp://127.0.0.1:2")
+    folders, files = join.gather(client, told.config, tmp_path / "cache", print)
+    found = join.localize_config(told, "tcp://127.0.0.1:1", "", folders, files)
+    assert found.agent.tools == ["a:b"] and join.trusting(config) == []
+
+
 def test_a_variable_of_the_joiner_goes_where_the_run_says_only_by_its_word(tmp_path: Path) -> None:
     judge = ["reward.judge.url='http://10.0.0.9/v1'", "reward.judge.model='x'"]
     asks = load.load(ROOT / "configs" / "demo.toml", [*judge, "reward.judge.key_env='AWS_KEY'"])
