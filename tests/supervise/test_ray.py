@@ -8,6 +8,7 @@ import functools
 import importlib.util
 import json
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from process_kit import ENV, ROOT
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import RunStatus
+from asyncrl.models.policy import build_model
 from asyncrl.records import process_log
 from asyncrl.supervise import live
 from asyncrl.supervise.hosts import ProcessSpec, on_ray
@@ -35,6 +37,7 @@ from asyncrl.supervise.hosts.on_ray import (
     RayLauncher,
     RayProcess,
 )
+from asyncrl.tasks.calc import CalcTask
 
 pytestmark = pytest.mark.slow
 
@@ -174,6 +177,41 @@ def test_a_run_on_three_hosts_outlives_one_of_them(
         if row["name"] in ("buffer", "learner")
     ]
     assert pids and not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_sessions_are_sampled_on_other_hosts(cluster: Any, tmp_path: Path) -> None:
+    """A gateway beside buffer and learner; the calls go to generators that joined over the net."""
+    model, run_dir, log = tmp_path / "m", tmp_path / "runs" / "r", tmp_path / "log"
+    build_model(model, CalcTask.symbols, hidden=32, layers=1)
+    sets = [*SETS, f"model.path={str(model)!r}", f"runs={str(tmp_path / 'runs')!r}"]
+    words = [word for each in (*sets, "agent.step_s=3600.0") for word in ("--set", each)]
+    run = start(cluster, log, "-m", "asyncrl.cli", "run", "calc", "--on", "ray", *words)
+    logs = run_dir / "logs" / "attempt_1"
+    try:
+        wait_for(lambda: (run_dir / "hosts.json").exists(), run, log)
+        address, _, gateway = json.loads((run_dir / "hosts.json").read_text())["wires"]
+        assert gateway.startswith("tcp://") and gateway != address
+
+        def status() -> RunStatus | None:
+            return live.ask(address, str(run_dir / "keys"), 5.0)
+
+        both = {"generator-0", "generator-1"}
+        wait_for(lambda: (s := status()) is not None and both <= s.peers.keys(), run, log)
+        known = status()
+        assert known is not None
+        enough = known.committed + 4
+        wait_for(lambda: (s := status()) is not None and s.committed >= enough, run, log)
+        run.send_signal(signal.SIGINT)
+        assert run.wait(WAIT_S) == 130, log.read_text()[-3000:]
+    finally:
+        run.kill()
+        run.wait()
+    assert (logs / "gateway-0.log").exists()
+    for name in both:
+        written = re.search(r"ended after (\d+) tokens", (logs / f"{name}.log").read_text())
+        assert written and int(written[1]) > 0, name
+    ledger = json.loads((run_dir / "summary.json").read_text())["ledger"]
+    assert ledger["generated"] == sum(ledger.values()) - ledger["generated"] > 0
 
 
 DRIVER = """

@@ -92,9 +92,10 @@ def test_the_script_starts_a_run_and_who_joins_it_and_ends_in_time(tmp_path: Pat
     assert lines[0] == f"asyncrl keys {keys} --generators 3" and lines[-1] == "told to end"
     run = next(line for line in lines if line.startswith("asyncrl run"))
     address = run.partition("wires.address=")[2].split()[0]
-    assert address.startswith("tcp://") and address.endswith(":21006")
+    assert address.startswith("tcp://") and address.endswith(":22012")
     assert f"asyncrl run {DEMO} --set {sets[0]}" in run and "--set name='r'" in run
     assert f"wires.curve_dir={keys}" in run and run.endswith("--set generators=1")
+    assert "gateway" not in run
     assert "srun --het-group=1 --kill-on-bad-exit=0" in lines
     for n in (1, 2):
         joined = f"asyncrl join {address} --keys {keys}/generator-{n} --index {n} --wait 600"
@@ -107,6 +108,27 @@ def test_the_script_starts_a_run_and_who_joins_it_and_ends_in_time(tmp_path: Pat
     assert [
         line for line in again if f"asyncrl run --resume {tmp_path / 'runs' / 'r'} --set" in line
     ]
+
+
+def test_sessions_have_an_address_for_their_gateway(tmp_path: Path) -> None:
+    """The generators of the other hosts take its calls there."""
+    config = load.load(ROOT / "configs" / "calc.toml", ["placement.generator.count=2"])
+    body = slurm.script(config, "calc", [], tmp_path / "runs" / "r")
+    lines = body[body.index("ip=$(") : body.index("[ -e ")]
+    shown = subprocess.run(
+        ["bash", "-uc", f'{lines}printf "%s\\n" "${{wires[@]}}"'],
+        env=os.environ | {"SLURM_JOB_ID": "11008"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    named = [word.partition("=")[::2] for word in shown if word.startswith("wires.")]
+    ports = {name: value.rpartition(":")[2] for name, value in named if "address" in name}
+    assert ports == {
+        "wires.address": "22016",
+        "wires.weights_address": "22017",
+        "wires.gateway_address": "22018",
+    }
 
 
 def test_what_no_script_can_be_made_of_is_said(tmp_path: Path) -> None:

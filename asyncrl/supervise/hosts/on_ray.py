@@ -33,7 +33,7 @@ import msgspec
 
 import asyncrl
 from asyncrl.config import load
-from asyncrl.config.tree import Config
+from asyncrl.config.tree import Config, WiresConfig
 from asyncrl.contract import importing
 from asyncrl.contract.errors import AsyncrlError, ConfigError, PeerUnreachable
 from asyncrl.records import atomic_write, private, rundir
@@ -300,7 +300,8 @@ class RayLauncher:
         import ray
 
         where = Path(self.config.wires.curve_dir)
-        names = [f"generator-{number}" for number in range(self.config.generators)]
+        names = ["gateway-0"] if self.config.uses_sessions else []
+        names += [f"generator-{number}" for number in range(self.config.generators)]
         if not all((where / name).is_dir() for name in names):
             keys.make_keys(where, self.config.generators)
         path = self.run_dir / "run_id"
@@ -309,9 +310,8 @@ class RayLauncher:
                 f"runs: the learner's host cannot read {self.run_dir}: put the run on a path that "
                 "it shares with this machine, with --set runs=DIR"
             )
-        wires = self.config.wires
         nodes = ray.util.placement_group_table(self.group)["bundles_to_node_id"]
-        hosts = {"wires": [wires.address, wires.weights_address], "nodes": nodes}
+        hosts = {"wires": addresses(self.config.wires), "nodes": nodes}
         atomic_write.write(self.run_dir / "hosts.json", json.dumps(hosts))
         # the config of a resumed run still has the addresses of its last start
         atomic_write.write(self.run_dir / "config.toml", load.dump(self.config), sync=True)
@@ -372,14 +372,18 @@ class RayLauncher:
 
 def cluster_config(config: Config) -> Config:
     """Adapt the config to a cluster.  Raises ConfigError for settings that need one machine."""
-    if config.agent.uses_sessions:
-        raise ConfigError("--on ray: sessions of agents ([agent]) run on one machine")
     if (how := config.weights.transport) not in ("auto", "tcp"):
         raise ConfigError(
             f"--on ray: weights.transport = {how} only works on one machine; use auto"
         )
     count = config.placement.generator.count or config.generators
     return msgspec.structs.replace(config, generators=count)
+
+
+def addresses(wires: WiresConfig) -> list[str]:
+    """Return the addresses of the buffer, the weights and, with sessions, the gateway."""
+    gateway = [wires.gateway_address] if wires.gateway_address else []
+    return [wires.address, wires.weights_address, *gateway]
 
 
 def previous_addresses(run_dir: Path) -> list[str]:
@@ -465,7 +469,7 @@ def place_bundles(
         )
     maker = RayLauncher(config, run_dir, group)
     first = maker.host(0)
-    about = ray.get(first.actor.describe_host.remote(2), timeout=config.placement.deadline_s)
+    about = ray.get(first.actor.describe_host.remote(3), timeout=config.placement.deadline_s)
     first.up = True
     if about["version"] != asyncrl.__version__:
         raise ConfigError(
@@ -474,9 +478,9 @@ def place_bundles(
         )
     wires = config.wires
     # replace addresses of an earlier start, but keep those that the user set
-    if previous_addresses(run_dir) == [wires.address, wires.weights_address]:
-        wires = msgspec.structs.replace(wires, address="", weights_address="")
-    buffer, weights = (f"tcp://{about['ip']}:{port}" for port in about["ports"])
+    if previous_addresses(run_dir) == addresses(wires):
+        wires = msgspec.structs.replace(wires, address="", weights_address="", gateway_address="")
+    buffer, weights, gateway = (f"tcp://{about['ip']}:{port}" for port in about["ports"])
     curve_dir = wires.curve_dir or str((run_dir / "keys").resolve())
     config = msgspec.structs.replace(
         config,
@@ -484,9 +488,11 @@ def place_bundles(
             wires,
             address=wires.address or buffer,
             weights_address=wires.weights_address or weights,
+            gateway_address=wires.gateway_address or (gateway if config.uses_sessions else ""),
             curve_dir=curve_dir,
         ),
     )
     maker.config = config
-    say(f"ray: buffer and learner on {about['ip']}")
+    processes = "buffer, learner and gateway" if config.uses_sessions else "buffer and learner"
+    say(f"ray: {processes} on {about['ip']}")
     return config, maker

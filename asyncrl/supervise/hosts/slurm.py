@@ -1,7 +1,7 @@
 """`asyncrl run --on slurm`: write a batch script for Slurm, to review and submit with sbatch.
 
-The job has two components.  The first runs the batch script, buffer, learner and one generator; the
-second has a task for each further generator, which joins."""
+The job has two components.  The first runs the batch script, buffer, learner, a gateway of sessions
+and one generator; the second has a task for each further generator, which joins."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ cd {cwd}
 run_dir={run_dir}
 keys=$run_dir.keys
 ip=$(getent ahostsv4 "$(hostname)" | awk 'NR == 1 {{ print $1 }}')
-port=$((20000 + SLURM_JOB_ID % 20000 / 2 * 2))
+port=$((20000 + SLURM_JOB_ID % 10000 / 2 * 4))
 wires=(--set "wires.address=tcp://$ip:$port" --set "wires.weights_address=tcp://$ip:$((port + 1))"
-  --set "wires.curve_dir=$keys" --set generators=1)
+  --set "wires.curve_dir=$keys" --set generators=1){gateway}
 [ -e "$keys/server.key" ] || asyncrl keys "$keys" --generators {keys} || exit
 if [ -e "$run_dir/config.toml" ]; then
   asyncrl run --resume "$run_dir" "${{wires[@]}}" &
@@ -60,6 +60,10 @@ exit $code
 """
 
 
+# sessions: the generators take calls from the gateway, which runs beside buffer and learner
+GATEWAY = 'wires+=(--set "wires.gateway_address=tcp://$ip:$((port + 2))")'
+
+
 def resources(host: HostPlacement) -> str:
     """Format the resource options of a task; Slurm only has whole CPUs and GPUs.
 
@@ -79,8 +83,6 @@ def script(config: Config, source: str, sets: Sequence[str], run_dir: Path) -> s
     """Write the batch script for `asyncrl run SOURCE --set ...`.
 
     Raises ConfigError for a config that cannot run on several hosts, or needs only one."""
-    if config.agent.uses_sessions:
-        raise ConfigError("--on slurm: sessions of agents ([agent]) run on one machine")
     if (how := config.weights.transport) not in ("auto", "tcp"):
         raise ConfigError(
             f"--on slurm: weights.transport = {how} only works on one machine; use auto"
@@ -106,5 +108,6 @@ def script(config: Config, source: str, sets: Sequence[str], run_dir: Path) -> s
         cwd=shlex.quote(os.getcwd()),
         run_dir=shlex.quote(str(where)),
         command=shlex.join(words),
+        gateway=f"\n{GATEWAY}" if config.uses_sessions else "",
         trust="".join(f" {word}" for word in join.trusting(config)),
     )
