@@ -28,6 +28,7 @@ from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.records import jsonl, metrics
 from asyncrl.records.trackers.feed import new_rows
 from asyncrl.supervise import doctor
+from asyncrl.tasks.data import row_objects
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -225,7 +226,8 @@ def run(
     """Run a config to its end in separate processes, as `asyncrl run` does, and load the result.
 
     config: a file, the name of a bundled config (`demo`), a table of the same keys, or a loaded
-        config.  In a table `{here}` is the working directory.
+        config.  In a table `{here}` is the working directory, and prompts may be objects: a
+        `datasets.Dataset`, or a list of dicts.  Their rows are kept in a file below `runs`.
     sets: `key.path=value`, as on the command line.
     show: print the command's messages on stderr.
     on_step, on_evaluation: called with each row of metrics.jsonl as it is written: `step`, `t` and
@@ -270,7 +272,9 @@ def _toml(config: Mapping[str, Any] | Config) -> str:
     """Write a config or a table as TOML that does not depend on the working directory."""
     if isinstance(config, Config):
         return load.dump(config)
-    return toml_writer.dumps(bundled_configs.substitute_here(dict(config), Path.cwd()))
+    table = bundled_configs.substitute_here(dict(config), Path.cwd())
+    row_objects.keep_objects(table, Path(table.get("runs", "runs")).resolve() / row_objects.FOLDER)
+    return toml_writer.dumps(table)
 
 
 def _last_object(text: str) -> dict[str, Any]:

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
-from asyncrl.config.tree import Config
+from asyncrl.config.agents import AgentConfig
+from asyncrl.config.tree import Config, TaskSource
 from asyncrl.contract import importing
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.printable import escape_line
-from asyncrl.records import atomic_write
+from asyncrl.tasks.data.row_objects import FOLDER, keep_text
 
-FOLDER = ".prompts"  # in the folder of all runs
 ROWS = "env"  # task.name
+
+Task = TypeVar("Task", bound=TaskSource)
 
 
 def with_prompt_files(config: Config) -> Config:
@@ -28,28 +28,42 @@ def with_prompt_files(config: Config) -> Config:
     The files are named by their content, so that a resumed run has the rows with which it began.
     A config whose task has files already, or has no rows of an environment, is returned as it is.
     Raises ConfigError."""
-    if config.task.name != ROWS or config.task.prompts:
+    folder = Path(config.runs) / FOLDER
+    if config.task.name == ROWS and not config.task.prompts:
+        task = with_rows(config.task, config.agent, folder)
+        return msgspec.structs.replace(config, task=task)
+    agents = config.agents
+    parts = [
+        with_rows(part, agents.get(part.title, config.agent), folder)
+        if part.name == ROWS and not part.prompts
+        else part
+        for part in config.task.mixture
+    ]
+    if parts == config.task.mixture:
         return config
-    with tempfile.TemporaryDirectory() as temporary:
-        counts = examine(config, Path(temporary))
-        if not counts.get("train"):
-            raise ConfigError(f"agent.env = {config.agent.env}: it has no training data set")
-        kept = {
-            split: keep(Path(temporary) / f"{split}.jsonl", Path(config.runs) / FOLDER)
-            for split, count in counts.items()
-            if count
-        }
-    task = msgspec.structs.replace(
-        config.task, prompts=kept["train"], heldout=config.task.heldout or kept.get("eval", "")
-    )
+    task = msgspec.structs.replace(config.task, mixture=parts)
     return msgspec.structs.replace(config, task=task)
 
 
-def examine(config: Config, folder: Path) -> dict[str, Any]:
+def with_rows(task: Task, agent: AgentConfig, folder: Path) -> Task:
+    """Set the files of a task, or a part of a mixture, to the rows of its agent's environment."""
+    with tempfile.TemporaryDirectory() as temporary:
+        counts = examine(agent, Path(temporary))
+        if not counts.get("train"):
+            raise ConfigError(f"agent.env = {agent.env}: it has no training data set")
+        kept = {
+            split: keep_text((Path(temporary) / f"{split}.jsonl").read_text("utf-8"), folder)
+            for split, count in counts.items()
+            if count
+        }
+    heldout = task.heldout or kept.get("eval", "")
+    return msgspec.structs.replace(task, prompts=kept["train"], heldout=heldout)
+
+
+def examine(agent: AgentConfig, folder: Path) -> dict[str, Any]:
     """Run the program `examine` in agent.python; return the rows of each split.
 
     Raises ConfigError with the environment's own error."""
-    agent = config.agent
     words = (agent.env, json.dumps(agent.args), str(folder))
     argv = importing.command("actors.gateway.hubs.examine", *words, python=agent.python)
     try:
@@ -70,14 +84,3 @@ def examine(config: Config, folder: Path) -> dict[str, Any]:
     if why := found.pop("error", ""):
         raise ConfigError(why)
     return found
-
-
-def keep(file: Path, folder: Path) -> str:
-    """Copy a file into `folder` under the name of its content; return the new path."""
-    content = file.read_text(encoding="utf-8")
-    kept = folder / f"{hashlib.sha256(content.encode()).hexdigest()[:16]}.jsonl"
-    if not kept.exists():
-        atomic_write.directory(folder, 0o700)
-        with atomic_write.replacing(kept, part=kept.with_suffix(f".{os.getpid()}")) as part:
-            part.write_text(content, encoding="utf-8")
-    return str(kept)
