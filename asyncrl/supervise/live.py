@@ -89,13 +89,15 @@ def duration(seconds: float) -> str:
 def sets(metrics: Mapping[str, float]) -> str:
     """The newest results of the evaluation sets, without their bounds; "" without any.
 
+    Those of a mixture's tasks are shown with the task.
+
     >>> sets({"eval/hard": 0.25, "eval/hard_n": 4, "eval/hard_pass_at_8": 0.5, "eval/ood": 0.1})
     'hard 0.250 pass@8 0.500'
     """
     parts: dict[str, list[str]] = {}
     for metric, value in metrics.items():
         name, label = set_label(metric)
-        if label:
+        if label and f"task/{name}_weight" not in metrics:
             parts.setdefault(name, []).append(f"{label.removeprefix(name).strip()} {value:.3f}")
     return "  ".join(f"{name} {' '.join(each).strip()}" for name, each in parts.items())
 
@@ -136,25 +138,59 @@ def task_rows(metrics: Mapping[str, float]) -> list[tuple[str, ...]]:
     ]
 
 
-def part_lines(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    """(name, numbers) of the evaluation sets and of each task of a mixture, for the live table."""
-    of_sets = [("sets", shown)] if (shown := sets(metrics)) else []
-    return of_sets + [
-        (
-            f"task {title}",
-            f"share {share}   reward {reward}   lag {lag}   ESS {ess}   removed {removed}",
-        )
-        for title, share, reward, lag, ess, removed, _ in task_rows(metrics)
-    ]
+class TaskTable:
+    """The tasks of a mixture in columns, or one below the other where the terminal is narrow."""
+
+    def __init__(self, metrics: Mapping[str, float]) -> None:
+        self.rows = [
+            (title, share, reward, heldout, lag, ess, removed)
+            for title, share, reward, lag, ess, removed, heldout in task_rows(metrics)
+        ]
+
+    def __rich_console__(self, console: Any, options: Any) -> Any:
+        from rich.table import Table
+        from rich.text import Text
+
+        columns = ("task", "share", "reward", "held-out", "lag", "ESS", "removed")
+        grid = Table.grid(padding=(0, 2))
+        for column in columns:
+            grid.add_column(no_wrap=True, justify="left" if column == "task" else "right")
+        for row in (columns, *self.rows):
+            grid.add_row(*(Text(cell) for cell in row))
+        if console.measure(grid, options=options.update(width=500)).maximum <= options.max_width:
+            yield grid
+            return
+        for title, *cells in self.rows:
+            lines = [title]
+            for column, cell in zip(columns[1:], cells, strict=True):
+                longer = f"{lines[-1]}  {column} {cell}"
+                if len(longer) <= options.max_width:
+                    lines[-1] = longer
+                else:
+                    lines.append(f"  {column} {cell}")
+            yield Text("\n".join(lines))
+
+
+def part_rows(metrics: Mapping[str, float]) -> list[tuple[str, Any]]:
+    """The rows of the evaluation sets and the tasks of a mixture, for the live table."""
+    from rich.text import Text
+
+    of_sets = [("sets", Text(shown))] if (shown := sets(metrics)) else []
+    return of_sets + ([("tasks", TaskTable(metrics))] if task_rows(metrics) else [])
 
 
 def tasks(metrics: Mapping[str, float]) -> str:
-    """The shares and rewards of the tasks of a mixture; "" without one.
+    """The tasks of a mixture with share, reward and held-out reward; "" without one.
 
-    >>> tasks({"task/a_share": 0.5, "task/a_reward": 0.25})
-    'a 50% 0.250'
+    >>> tasks({"task/a_share": 0.5, "task/a_reward": 0.25, "task/b_share": 0.5, "eval/b": 1.0})
+    'a: share 50%, reward 0.250; b: share 50%, held-out 1.000'
     """
-    return "  ".join(f"{title} {share} {reward}" for title, share, reward, *_ in task_rows(metrics))
+    shown = []
+    for title, share, reward, *_, heldout in task_rows(metrics):
+        named = (("share", share), ("reward", reward), ("held-out", heldout))
+        values = ", ".join(f"{label} {value}" for label, value in named if value != "-")
+        shown.append(f"{title}: {values}")
+    return "; ".join(shown)
 
 
 def set_label(metric: str) -> tuple[str, str]:
@@ -367,8 +403,8 @@ def table(status: RunStatus, left: float | None = None) -> Any:
         ("out of distribution", "eval/ood", ".3f"),
         ("reward", "reward/mean", ".3f"),
     )
-    for label, shown in part_lines(metrics):
-        grid.add_row(label, Text(shown))
+    for title, part in part_rows(metrics):
+        grid.add_row(title, part)
     row(
         "learner",
         ("tok/s", "throughput/learner_tokens_per_s", ",.0f"),

@@ -76,6 +76,51 @@ def test_who_waits_for_what_is_whole_on_a_narrow_terminal(width: int) -> None:
     assert "30/100" in text and "12 min left" in text and "…" not in text
 
 
+MIXED = {
+    "eval/heldout": 0.5,
+    "eval/math": 0.3125,
+    "eval/essays-long": 0.75,
+    "eval/hard": 0.125,
+} | {
+    f"task/{title}_{name}": value
+    for title, share in (("math", 0.75), ("essays-long", 0.25))
+    for name, value in (
+        ("share", share),
+        ("weight", share),
+        ("reward", 0.5),
+        ("lag", 1.25),
+        ("ess", 0.875),
+        ("removed", 12.0),
+    )
+}
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_the_tasks_of_a_mixture_have_their_labels_at_every_width(width: int) -> None:
+    shown = status(30)
+    shown.metrics.update(MIXED)
+    out = io.StringIO()
+    Console(file=out, width=width).print(live.table(shown, 700.0))
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    assert max(map(len, lines)) <= width and "…" not in out.getvalue()
+    text = " ".join(out.getvalue().split())
+    if width == 40:
+        for title, share, heldout in (("math", 75, "0.312"), ("essays-long", 25, "0.750")):
+            numbers = f"share {share}% reward 0.500 held-out {heldout} lag 1.25 ESS 0.875 removed"
+            assert f"{title} {numbers} 12" in text
+        assert any("held-out 0.750" in line for line in lines)  # no label without its number
+    else:
+        header = next(line for line in lines if "held-out" in line and "task" in line)
+        row = next(line for line in lines if line.lstrip().startswith("essays-long"))
+        columns = "tasks task share reward held-out lag ESS removed"
+        assert " ".join(header.split()) == columns
+        assert row.split() == ["essays-long", "25%", "0.500", "0.750", "1.25", "0.875", "12"]
+        assert header.index("held-out") + len("held-out") == row.index("0.750") + len("0.750")
+    assert "sets hard 0.125" in text
+    line = live.status_line(shown)
+    assert "math: share 75%, reward 0.500, held-out 0.312; essays-long: share 25%" in line
+
+
 def test_rewards_are_named_when_they_hold_the_run_up() -> None:
     now = {
         "reward/queue": 120.0,
