@@ -1119,7 +1119,7 @@ def make_engine(config: Config) -> Engine:
                 "mantissa_bits": settings.mantissa_bits,
                 "quantize": settings.quantize,
                 "drafts": DraftPolicy.from_config(settings) if settings.speculate else None,
-                "kept_tokens": settings.prefix_cache_tokens if config.agent.uses_sessions else 0,
+                "kept_tokens": settings.prefix_cache_tokens if config.uses_sessions else 0,
             }
             if kind is EmbeddedEngine
             else {}

@@ -622,5 +622,5 @@ def make_engine(config: Config) -> VllmEngine:
         kv_bytes=settings.kv_cache_mib << 20,
         seed=config.seed,
         lora=config.lora if config.lora.rank else None,
-        kept_tokens=settings.prefix_cache_tokens if config.agent.uses_sessions else None,
+        kept_tokens=settings.prefix_cache_tokens if config.uses_sessions else None,
     )

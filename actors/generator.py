@@ -87,7 +87,7 @@ class Generator(SessionPeer):
         self.lockstep = config.staleness.limit == 0 and config.generators == 1
         self.calls: CallPeer | None = None  # the gateway's calls, when samples are sessions
         self.turn: GeneratorTurn
-        if config.agent.uses_sessions:
+        if config.uses_sessions:
             self.lockstep = False
             self.turn = turn = CallTurn(config, engine)
             self.calls = CallPeer(config, turn, run_dir, self.producer, self.session)

@@ -31,7 +31,7 @@ import select
 import socket
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -585,12 +585,14 @@ class RewardRunner:
 class RewardRunnerOfParts(RewardRunner):
     """The rewards of a run whose evaluation sets or tasks have rewards of their own.
 
-    Their functions start with their first sample.
+    Their functions start with their first sample. A judge has its own RUN/judges/NAME, with its
+    replies and spending.
     """
 
     def __init__(self, config: Config, task: Any, run_dir: Path | None = None) -> None:
         super().__init__(config, task, run_dir)
         self.own = configs_of_rewards(config)
+        self.run_dir = run_dir
         self.runners: dict[str, RewardRunner] = {}
 
     @property
@@ -603,9 +605,24 @@ class RewardRunnerOfParts(RewardRunner):
             super().submit(key, prompt, text, tokens)
             return
         if name not in self.runners:
-            self.runners[name] = RewardRunner(self.own[name], self.task)
+            self.runners[name] = RewardRunner(self.own[name], self.task, self._folder(name))
         self.waiting += 1
         self.runners[name].submit(key, prompt, text, tokens)
+
+    def _folder(self, name: str) -> Path | None:
+        """Make the folder of a judge; None for a function, or without a run directory."""
+        if self.run_dir is None or not self.own[name].reward.judge.url:
+            return None
+        folder = self.run_dir / "judges" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def numbers(self) -> dict[str, float]:
+        """Return the sums over all runners."""
+        sums = Counter[str](super().numbers())
+        for runner in self.runners.values():
+            sums.update(runner.numbers())
+        return dict(sums)
 
     def poll(self) -> list[RewardResult]:
         results = super().poll()

@@ -62,6 +62,7 @@ def settings(config: Config) -> StoreSettings:
     """Make the store's settings from the config."""
     generator = config.generator
     staleness = config.staleness
+    longest = max(agent.max_tokens for agent in config.agents.values())
     return StoreSettings(
         batch=config.learner.groups,
         group=config.learner.group_size,
@@ -85,7 +86,7 @@ def settings(config: Config) -> StoreSettings:
         error_budget=config.reward.error_budget,
         machinery_budget=config.reward.machinery_budget,
         context=generator.context,
-        session_tokens=config.agent.max_tokens if config.agent.uses_sessions else 0,
+        session_tokens=longest if config.uses_sessions else 0,
         token_limits={
             part.title: part.max_new_tokens for part in config.task.mixture if part.max_new_tokens
         },

@@ -203,8 +203,8 @@ class BufferService:
         self.last_commit = self.last_metrics = 0.0
         self.trained = TrainingLog(run_dir / "trained.jsonl")
         self.meter = BatchMeter()
-        agent = config.agent  # samples that a generator holds at most
-        self.slots = agent.sessions if agent.uses_sessions else config.generator.slots
+        # samples that a generator holds at most
+        self.slots = config.agent.sessions if config.uses_sessions else config.generator.slots
         self.error = ""
         self.stop = self.taken_over = False
         # taken: samples counted as progress since the last commit
@@ -404,7 +404,7 @@ class BufferService:
 
         The state does not change: it becomes a generator of the run with its hello."""
         wires = self.config.wires
-        if self.config.agent.uses_sessions and not wires.gateway_address:
+        if self.config.uses_sessions and not wires.gateway_address:
             reason = "agent: its gateway serves only its own machine"
             remedy = "start the run with wires.gateway_address = tcp://HOST:PORT"
             self.send(peer, m.Refusal(f"{reason}, so that none can join: {remedy}", 2))

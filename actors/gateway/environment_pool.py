@@ -6,6 +6,7 @@ begin again."""
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections import Counter, deque
 from typing import NamedTuple
@@ -58,6 +59,7 @@ class EnvironmentPool(WorkerPool[_EnvironmentProcess, EnvironmentEvent]):
     """The worker processes with the environments of a gateway.
 
     judged: the config names a reward of its own
+    name: of the environments, in messages
     """
 
     hang_text = "it took more than {limit_s:g} s (agent.step_s)"
@@ -66,13 +68,13 @@ class EnvironmentPool(WorkerPool[_EnvironmentProcess, EnvironmentEvent]):
         "is slow, raise agent.step_s"
     )
 
-    def __init__(self, agent: AgentConfig, *, judged: bool = False) -> None:
+    def __init__(self, agent: AgentConfig, *, judged: bool = False, name: str = "") -> None:
         opponents = sorted({agent.opponent_for("train"), agent.opponent_for("eval")} - {""})
         setup = msgspec.msgpack.encode(
             EnvironmentSetup(agent.env, agent.tools, opponents, agent.args, judged)
         )
         super().__init__(
-            agent.source_name,
+            name or agent.source_name,
             lambda _: _EnvironmentProcess(setup, agent.python),
             agent.workers,
             EnvironmentEvent,
@@ -85,8 +87,8 @@ class EnvironmentPool(WorkerPool[_EnvironmentProcess, EnvironmentEvent]):
         self.replaced = ""  # the newest replacement in words, "" without one
 
     @property
-    def descriptors(self) -> list[int]:
-        return [worker.wire.fileno() for worker in self.workers]
+    def wires(self) -> list[socket.socket]:
+        return [worker.wire for worker in self.workers]
 
     def reset(self, op: EnvironmentOperation) -> None:
         """Begin a session in the process with the fewest."""

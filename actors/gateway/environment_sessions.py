@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +15,7 @@ from actors.gateway.environment_worker import EnvironmentEvent, EnvironmentOpera
 from actors.gateway.service import Gateway, GatewayTicket
 from actors.gateway.session_source import Episode, SessionSource, WaitCause
 from actors.gateway.sessions import TOO_LONG, CallRefused, SessionCall, SessionPlayers
+from asyncrl.tasks.evaluation_sets import configs_of_rewards
 
 SHOWN = 40  # characters shown of tool names
 
@@ -31,24 +34,26 @@ class EnvironmentState:
 
 
 class EnvironmentSource(SessionSource):
-    """Plays each session in an environment, one side or both."""
+    """Plays each session of a part in an environment, one side or both."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, part: str = "") -> None:
         self.gateway = gateway
-        self.agent = gateway.config.agent
-        judged = gateway.config.reward.uses_reward_processes
-        self.pool = EnvironmentPool(self.agent, judged=judged)
+        self.part = part
+        self.agent = gateway.agents[part]
+        reward = configs_of_rewards(gateway.config).get(part, gateway.config).reward
+        name = gateway.source_name(part)
+        self.pool = EnvironmentPool(self.agent, judged=reward.uses_reward_processes, name=name)
         self.states: dict[int, EnvironmentState] = {}  # number of the episode -> state
 
     @property
-    def descriptors(self) -> list[int]:
-        return self.pool.descriptors
+    def wires(self) -> Sequence[socket.socket]:
+        return self.pool.wires
 
     def count_wanted(self) -> int:
         return self.gateway.free_sessions
 
     def open_sessions(self) -> None:
-        for grant in self.gateway.waiting_tickets():
+        for grant in self.gateway.waiting_tickets({self.part}):
             while grant.waiting and self.gateway.free_sessions > 0:
                 self.open(grant, grant.waiting.pop(0), first=True)
 
@@ -154,7 +159,7 @@ class EnvironmentSource(SessionSource):
         elif self.states[episode.number].pays:
             self.states[episode.number].doing = "its get_reward"
             self.pool.step(EnvironmentOperation(episode.number, "score"))
-        elif self.gateway.rewards is not None:
+        elif self.agent.tools:
             self.judge(episode)
         else:
             self.score(episode)
@@ -190,7 +195,7 @@ class EnvironmentSource(SessionSource):
         if place.left_s <= left_s or place.front is None:
             limit, left_s = place.limit, place.left_s
         if place.front is None:
-            what = f"a process to import {self.agent.source_name}"
+            what = f"a process to import {self.pool.named}"
         if self.pool.replaced:
             what += f" ({self.pool.replaced})"
         if place.front is not None and place.front != episode.number:
@@ -199,7 +204,7 @@ class EnvironmentSource(SessionSource):
             what += f", behind that of session {name} in the same process"
         return WaitCause("environment", what, limit, left_s)
 
-    def explain_queue(self) -> WaitCause:
+    def explain_queue(self, part: str) -> WaitCause:
         return WaitCause("place", f"a place: agent.sessions = {self.agent.sessions}")
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from actors.gateway.agents.agent_pool import AgentPool
 from actors.gateway.endpoint.server import ListenAddress
 from actors.gateway.endpoint.web import Endpoint
+from actors.gateway.mixing.mixed_sources import MixedSource
 from actors.gateway.service import Gateway
 from actors.gateway.session_api import SessionApi, kept_port, write_endpoint_files
 from asyncrl.contract.errors import ConfigError
@@ -23,7 +24,7 @@ OVER_S = 1.0  # how long the endpoint still answers, with 410, after the run's e
 class SocketWatcher:
     """Wakes a gateway when one of its sockets is readable, and every POLL_S."""
 
-    def __init__(self, gateway: Gateway, sessions: SessionApi, agents: AgentPool | None) -> None:
+    def __init__(self, gateway: Gateway, sessions: SessionApi, agents: list[AgentPool]) -> None:
         self.gateway = gateway
         self.sessions = sessions
         self.agents = agents
@@ -40,7 +41,7 @@ class SocketWatcher:
 
         Sockets and processes are replaced at times, by others that may get the same descriptor.
         """
-        wires = self.agents.wires if self.agents is not None else []
+        wires = [*self.gateway.source.wires, *(wire for pool in self.agents for wire in pool.wires)]
         current: dict[int, Any] = {wire.fileno(): wire for wire in wires}
         callbacks = dict.fromkeys(current, self.sessions.wake)
         for peer in (self.gateway.socket, self.gateway.calls_socket):
@@ -78,7 +79,8 @@ class SocketWatcher:
 
 async def serve(gateway: Gateway) -> None:
     """Run a gateway's turns and its endpoint until the run or the process ends."""
-    agent, sessions = gateway.config.agent, gateway.source
+    agent, source = gateway.config.agent, gateway.source
+    sessions = source.http if isinstance(source, MixedSource) else source
     assert isinstance(sessions, SessionApi)
     bind = ListenAddress(
         agent.host,
@@ -92,15 +94,18 @@ async def serve(gateway: Gateway) -> None:
     await endpoint.start()
     write_endpoint_files(gateway.run_dir, endpoint.url, sessions.run_key)
     gateway.greet()
-    agents = AgentPool(sessions, endpoint.url) if agent.starts_agents else None
+    agents: list[AgentPool] = []
     watcher = SocketWatcher(gateway, sessions, agents)
     try:
+        for part, own in gateway.agents.items():
+            if own.starts_agents:
+                agents.append(AgentPool(sessions, endpoint.url, part))
         while True:
             await watcher.notify()
             if gateway.step():
                 break
-            if agents is not None:
-                agents.step()
+            for pool in agents:
+                pool.step()
             sessions.after_turn()
         gateway.finish()
         sessions.news.set()
@@ -109,8 +114,8 @@ async def serve(gateway: Gateway) -> None:
                 sessions.journal.clear()
             await asyncio.sleep(OVER_S)
     finally:
-        if agents is not None:
-            agents.close()
+        for pool in agents:
+            pool.close()
         await endpoint.stop()
         watcher.close()
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
 from actors.gateway.environment_sessions import EnvironmentSource
+from actors.gateway.mixing.mixed_sources import MixedSource
 from actors.gateway.service import Gateway
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
@@ -31,8 +33,11 @@ def import_http() -> ModuleType:
 
 def main(config: Config, run_dir: Path, index: int) -> bool:
     """Run gateway `index`; True at the run's end, False when SIGTERM ended the process."""
-    http = import_http() if config.agent.http else None
-    source = EnvironmentSource if http is None else http.SessionApi
+    agents = config.agents
+    http = import_http() if any(agent.http for agent in agents.values()) else None
+    make_http = http.SessionApi if http is not None else None
+    mixed = partial(MixedSource, make_http=make_http)
+    source = mixed if len(agents) > 1 else make_http or EnvironmentSource
     gateway = Gateway(config, run_dir, index, source=source)
 
     def stop(_number: int, _frame: object) -> None:

@@ -18,7 +18,7 @@ import math
 import sys
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -85,12 +85,45 @@ class GatewayTicket:
     taken: float = field(default_factory=lambda: time.monotonic())
 
 
-def limits(config: Config) -> SessionLimits:
-    """Build the limits of a session from a config."""
-    agent = config.agent
+@dataclass
+class SessionTally:
+    """The sessions of one agent: how many began, and how the last ones ended.
+
+    recent: whether each of the last sessions failed
+    took: seconds, of successful sessions
+    """
+
+    recent: deque[bool] = field(default_factory=lambda: deque(maxlen=RECENT))
+    took: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_SESSIONS))
+    began: int = 0
+    failed: int = 0
+
+    @classmethod
+    def for_agent(cls, agent: AgentConfig) -> SessionTally:
+        """Start a tally that holds twice as many sessions as may end at the same time."""
+        at_once = agent.at_once if agent.starts_agents else agent.sessions
+        return cls(deque(maxlen=max(RECENT, 2 * at_once)))
+
+    def failure(self) -> str:
+        """Describe failures of a source that hardly ever works; "" for few of them.
+
+        At least half of all that began have to fail, since a session that fails ends sooner than a
+        good one.
+        """
+        if not self.took:
+            hopeless = self.failed >= max(HOPELESS, self.began / 2)
+            return f"{self.failed} sessions failed, and none has ended well" if hopeless else ""
+        hopeless = sum(self.recent) > (1 - RARE) * len(self.recent)
+        if len(self.recent) < (self.recent.maxlen or 0) or not hopeless:
+            return ""
+        return f"{sum(self.recent)} of the last {len(self.recent)} sessions failed"
+
+
+def limits(config: Config, agent: AgentConfig) -> SessionLimits:
+    """Build the limits of an agent's session, or of a single completion without an agent."""
     return SessionLimits(
         context=config.generator.context,
-        max_calls=agent.max_calls,
+        max_calls=agent.max_calls if agent.uses_sessions else 1,
         max_tokens=agent.max_tokens,
         rows=agent.rows or outcomes.MOST_ROWS,  # the buffer takes no session with more
         parallel=agent.parallel,
@@ -99,6 +132,11 @@ def limits(config: Config) -> SessionLimits:
         grace_s=2 * agent.step_s,
         fork=agent.fork,
     )
+
+
+def agent_log(part: str, index: int) -> str:
+    """Name the log of agents that process `index` of a part starts."""
+    return f"agent-{part}-{index}.log" if part else f"agent-{index}.log"
 
 
 def env_seed(config: Config, ticket: m.Ticket) -> int:
@@ -129,7 +167,8 @@ class Gateway(sockets.SessionPeer):
         super().__init__(config, run_dir, f"gateway-{index}", time.time_ns(), slots)
         self.outbox = Outbox(config.wires, self.producer, self.session)
         self.index = index
-        self.limits = limits(config)
+        self.agents = config.agents
+        self.limits = {part: limits(config, agent) for part, agent in self.agents.items()}
         self.tokenizer = load_tokenizer(config.model.path)
         self.vocabulary = vocabulary(config.model.path)
         self.routing: m.RoutingShape | None = (
@@ -144,12 +183,12 @@ class Gateway(sockets.SessionPeer):
             context=config.generator.context,
         )
         self.templated = has_template(config.model.path)
-        if config.agent.tools and not self.templated:
+        if any(agent.tools for agent in self.agents.values()) and not self.templated:
             raise AsyncrlError(
                 f"agent.tools: the tokenizer in {config.model.path} has no chat template, so the "
                 "model cannot be shown tools; add one there (chat_template.jinja) or use agent.env"
             )
-        judges = bool(config.agent.tools) or config.agent.http
+        judges = any(one.tools or one.http or not one.uses_sessions for one in self.agents.values())
         self.rewards = runner_of(config, task_of(config), run_dir) if judges else None
         self.judged: dict[tuple[int, int, int], Episode] = {}
         self.calls_socket = sockets.BufferSocket(
@@ -179,12 +218,7 @@ class Gateway(sockets.SessionPeer):
         self.newest_attempt = 0
         self.ticked = self.epoch_since = 0.0
         self.ever_served = False
-        self.numbered = self.failed = 0  # sessions that began; that failed
-        agent = config.agent
-        at_once = agent.at_once if agent.starts_agents else agent.sessions
-        # whether each of the last sessions failed: twice as many as may end at the same time
-        self.recent: deque[bool] = deque(maxlen=max(RECENT, 2 * at_once))
-        self.took: deque[float] = deque(maxlen=KEPT_SESSIONS)  # seconds, of successful sessions
+        self.tallies = {part: SessionTally.for_agent(one) for part, one in self.agents.items()}
         self.source = source(self)
 
     def warm_up(self) -> None:
@@ -210,7 +244,8 @@ class Gateway(sockets.SessionPeer):
 
     def wait(self) -> None:
         """Wait until a socket or the source has something to read, at most POLL_S."""
-        sockets.wait([self.socket, self.calls_socket], self.source.descriptors, POLL_S)
+        descriptors = [wire.fileno() for wire in self.source.wires]
+        sockets.wait([self.socket, self.calls_socket], descriptors, POLL_S)
 
     def step(self) -> bool:
         """Run one turn: read all messages and act on them; True for the last turn."""
@@ -357,10 +392,27 @@ class Gateway(sockets.SessionPeer):
         """
         return self.config.agent.sessions - len(self.episodes) + len(self.parked_episodes())
 
-    def waiting_tickets(self) -> list[GatewayTicket]:
-        """Tickets with waiting samples, evaluations first."""
+    def part_of(self, ticket: m.Ticket) -> str:
+        """The part of the mixture whose agent plays a ticket; "" is the run's own agent."""
+        return ticket.prompt.task if ticket.prompt.task in self.agents else ""
+
+    def source_name(self, part: str) -> str:
+        """Key and value of the source of a part's sessions."""
+        name = self.agents[part].source_name
+        return f"task.mixture: {part}: {name}" if part else name
+
+    def agent_of(self, session: Session) -> AgentConfig:
+        """The agent that plays a session."""
+        return self.agents[self.part_of(session.ticket)]
+
+    def waiting_tickets(self, parts: Collection[str]) -> list[GatewayTicket]:
+        """Tickets of some parts with waiting samples, evaluations first."""
         return sorted(
-            (grant for grant in self.held.values() if grant.waiting),
+            (
+                grant
+                for grant in self.held.values()
+                if grant.waiting and self.part_of(grant.ticket) in parts
+            ),
             key=lambda grant: (grant.ticket.kind == "train", grant.ticket.ticket),
         )
 
@@ -371,12 +423,13 @@ class Gateway(sockets.SessionPeer):
         """Begin a session of a ticket's sample."""
         ticket = grant.ticket
         self.numbers += 1
-        self.numbered += 1
+        part = self.part_of(ticket)
+        self.tallies[part].began += 1
         own = encode_prompt(self.tokenizer, ticket.prompt)
         now = time.monotonic()
         chat = self.chat.with_date(datetime.now())
         session = Session(
-            ticket, sample, ticket.attempt, self.limits, chat, own_prompt=own, opened=now
+            ticket, sample, ticket.attempt, self.limits[part], chat, own_prompt=own, opened=now
         )
         episode = self.episodes[self.numbers] = Episode(self.numbers, session, first)
         grant.open.add(self.numbers)
@@ -389,7 +442,7 @@ class Gateway(sockets.SessionPeer):
         next grant of its sample.  Tokens that were reported already are not reported again.
         """
         self.numbers += 1
-        self.numbered += 1
+        self.tallies[self.part_of(session.ticket)].began += 1
         episode = Episode(self.numbers, session, first, last)
         self.episodes[episode.number] = episode
         name = (session.ticket.ticket, session.attempt)
@@ -447,7 +500,9 @@ class Gateway(sockets.SessionPeer):
         session = episode.session
         assert self.rewards is not None
         if episode.last is None:
-            session.on_judged(SessionOutcome(0.0, {}, why_untrained(session, self.config.agent)))
+            session.on_judged(
+                SessionOutcome(0.0, {}, why_untrained(session, self.agent_of(session)))
+            )
             return
         ids = episode.last.node.ids
         assert ids is not None
@@ -555,8 +610,8 @@ class Gateway(sockets.SessionPeer):
         was dropped.
         """
         session = episode.session
-        deadline = max(session.opened + self.limits.deadline_s, self.epoch_since)
-        if now > deadline + self.limits.grace_s:
+        deadline = max(session.opened + session.limits.deadline_s, self.epoch_since)
+        if now > deadline + session.limits.grace_s:
             grant = self.held[session.ticket.ticket, session.attempt]
             self.drop(episode)
             if not grant.open:
@@ -576,7 +631,7 @@ class Gateway(sockets.SessionPeer):
 
     def deliver(self, episode: Episode) -> None:
         session = episode.session
-        delivered = trajectory(session, self.tokenizer, self.config.agent)
+        delivered = trajectory(session, self.tokenizer, self.agent_of(session))
         self.count(session, delivered.failed)
         self.source.on_deliver(session)
         self.outbox.add(delivered)
@@ -589,32 +644,29 @@ class Gateway(sockets.SessionPeer):
     def count(self, session: Session, failed: m.RewardFailure | str) -> None:
         """Count a session that ended.
 
-        Raises ConfigError when none has ended well so far, or hardly any of the last ones: the
-        buffer would grant their samples again without end, evaluations above all, which have no
-        budget of failures.  Sessions of an external harness (agent.serve) are only counted.
+        Raises ConfigError when none of its agent's sessions has ended well so far, or hardly any of
+        the last ones: the buffer would grant their samples again without end, evaluations above
+        all, which have no budget of failures.  Sessions of an external harness (agent.serve) and
+        single completions are only counted.
         """
-        agent = self.config.agent
-        self.recent.append(bool(failed))
+        part = self.part_of(session.ticket)
+        agent, tally = self.agents[part], self.tallies[part]
+        tally.recent.append(bool(failed))
         if not failed:
-            self.took.append(time.monotonic() - session.opened)
+            tally.took.append(time.monotonic() - session.opened)
             return
-        self.failed += 1
-        if self.failed <= REFUSALS_SAID:
-            reason = escape_line(str(failed))
-            print(f"{self.producer}: session {session.name}: {reason}", file=sys.stderr, flush=True)
-        counts = f"{self.failed} sessions failed, and none has ended well"
-        # at least half of all that began, since a session that fails ends sooner than a good one
-        hopeless = not self.took and self.failed >= max(HOPELESS, self.numbered / 2)
-        if self.took and len(self.recent) == self.recent.maxlen:
-            counts = f"{sum(self.recent)} of the last {len(self.recent)} sessions failed"
-            hopeless = sum(self.recent) > (1 - RARE) * len(self.recent)
-        if agent.serve or not hopeless:
+        tally.failed += 1
+        reason = escape_line(str(failed))
+        task = f" of task {part}" if part else ""
+        if tally.failed <= REFUSALS_SAID:
+            line = f"{self.producer}: session {session.name}{task}: {reason}"
+            print(line, file=sys.stderr, flush=True)
+        if agent.serve or not agent.uses_sessions or not (counts := tally.failure()):
             return
         hint = "if it cannot use the model's answer, let it give a reward, such as 0"
         if agent.starts_agents:
-            hint = f"its output is in {self.run_dir / 'agent-0.log'}"
-        reason = escape_line(str(failed))
-        raise ConfigError(f"{agent.source_name}: {counts}; the last one: {reason}; {hint}")
+            hint = f"its output is in {self.run_dir / agent_log(part, 0)}"
+        raise ConfigError(f"{self.source_name(part)}: {counts}; the last one: {reason}; {hint}")
 
     def close_ticket(self, name: tuple[int, int]) -> None:
         """Forget a ticket without waiting samples and open sessions.
@@ -649,7 +701,8 @@ class Gateway(sockets.SessionPeer):
         The count is capped at what the ticket's samples may have: sessions that begin anew often
         can exceed it.
         """
-        most = self.config.learner.group_size * self.config.agent.max_tokens
+        longest = max(agent.max_tokens for agent in self.agents.values())
+        most = self.config.learner.group_size * longest
         open_now = {
             name: grant.tokens
             + sum(self.episodes[x].session.current_attempt_tokens for x in grant.open)
@@ -679,8 +732,7 @@ class Gateway(sockets.SessionPeer):
     def stats(self) -> dict[str, float]:
         """Collect the metrics that this process reports."""
         metrics = self.rewards.numbers() if self.rewards is not None else {}
-        if self.took:
-            ordered = sorted(self.took)
+        if ordered := sorted(took for tally in self.tallies.values() for took in tally.took):
             metrics[m.SESSION_P95] = ordered[int(0.95 * (len(ordered) - 1))]
         return metrics
 
@@ -703,7 +755,7 @@ class Gateway(sockets.SessionPeer):
 
     def waiting_sample(self, grant: GatewayTicket, now: float) -> OpenSession:
         """Describe the wait of a sample that no session has begun."""
-        ticket, cause = grant.ticket, self.source.explain_queue()
+        ticket, cause = grant.ticket, self.source.explain_queue(self.part_of(grant.ticket))
         waited = now - grant.taken
         sample = grant.waiting[0]
         return OpenSession(

@@ -10,6 +10,7 @@ import os
 import secrets
 import time
 from collections import OrderedDict
+from collections.abc import Collection
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -44,11 +45,16 @@ AGENTS = {
 
 
 class SessionApi(SessionSource):
-    """Sessions over HTTP: a `web.SessionService` in the thread of the gateway's turns."""
+    """Sessions over HTTP: a `web.SessionService` in the thread of the gateway's turns.
 
-    def __init__(self, gateway: Gateway) -> None:
-        agent = self.agent = gateway.config.agent
+    parts: the parts of a mixture whose sessions these are
+    """
+
+    def __init__(self, gateway: Gateway, parts: Collection[str] = ("",)) -> None:
+        agent = gateway.config.agent
         self.gateway = gateway
+        # parts whose sessions a harness leases; agents that the gateway starts play the others
+        self.leased_parts = {part for part in parts if gateway.agents[part].serve}
         self.request_policy = RequestPolicy(
             agent.model,
             agent.other_models,
@@ -61,7 +67,7 @@ class SessionApi(SessionSource):
         self.run_key = read_endpoint_file(gateway.run_dir, "agent.key") or secrets.token_urlsafe(32)
         # None for sessions that end with this process: a program or function plays them
         self.journal: SessionJournal | None = None
-        if agent.serve:
+        if self.leased_parts:
             self.journal = SessionJournal(gateway.run_dir / f"sessions-{gateway.index}")
         # (ticket, sample, attempt) -> an ended session whose file is kept until it is acknowledged
         self.unacked: dict[tuple[int, int, int], OpenedSession] = {}
@@ -97,7 +103,9 @@ class SessionApi(SessionSource):
         self.wake()
         try:
             while True:
-                opened = self.leases.get(lease) or self.lease_session(lease)
+                opened = self.leases.get(lease)
+                if opened is None:
+                    opened = self.lease_session(lease, self.leased_parts)
                 seconds_left = until - self.current_time()
                 if opened is not None or seconds_left <= 0 or self.is_over or self.is_ending:
                     return opened
@@ -109,10 +117,10 @@ class SessionApi(SessionSource):
         finally:
             self.asks -= 1
 
-    def lease_session(self, lease: str) -> OpenedSession | None:
-        """Begin a session of the next waiting sample; None when there is none or no room."""
+    def lease_session(self, lease: str, parts: Collection[str]) -> OpenedSession | None:
+        """Begin a session of the parts' next waiting sample; None for no sample or no room."""
         gateway = self.gateway
-        grant = next((grant for grant in gateway.waiting_tickets() if grant.waiting), None)
+        grant = next(iter(gateway.waiting_tickets(parts)), None)
         if grant is None or gateway.free_sessions < 1:
             return None
         name = (grant.ticket.ticket, grant.waiting[0], grant.ticket.exact_version)
@@ -138,7 +146,8 @@ class SessionApi(SessionSource):
         An evaluation's session does not: a restarted gateway evaluates another version.
         """
         session = opened.session
-        if self.journal is None or session.ticket.kind != "train":
+        is_leased = self.gateway.agent_of(session).serve
+        if self.journal is None or not is_leased or session.ticket.kind != "train":
             return
         opening = SessionOpening(
             name=session.name,
@@ -177,7 +186,7 @@ class SessionApi(SessionSource):
                 ticket,
                 opening.sample,
                 ticket.attempt,
-                gateway.limits,
+                gateway.limits[gateway.part_of(ticket)],
                 chat,
                 own_prompt=encode_prompt(gateway.tokenizer, ticket.prompt),
                 opened=min(opening.opened, now),  # the clock begins anew when the machine restarts
@@ -278,13 +287,15 @@ class SessionApi(SessionSource):
         self.record_progress(session)
 
     def explain_wait(self, episode: Episode, limit: str, left_s: float, now: float) -> WaitCause:
-        what = AGENTS[next(key for key in AGENTS if getattr(self.agent, key))]
+        agent = self.gateway.agent_of(episode.session)
+        what = AGENTS[next(key for key in AGENTS if getattr(agent, key))]
         return WaitCause("agent", what, limit, left_s)
 
-    def explain_queue(self) -> WaitCause:
-        if self.agent.serve:
+    def explain_queue(self, part: str) -> WaitCause:
+        agent = self.gateway.agents[part]
+        if agent.serve:
             return WaitCause("agent", "a harness to lease it (RUN/agent.url, RUN/agent.key)")
-        return WaitCause("place", f"a place: agent.at_once = {self.agent.at_once}")
+        return WaitCause("place", f"a place: agent.at_once = {agent.at_once}")
 
     def record_progress(self, session: Session) -> None:
         """Write the session's state into its file, if it has one."""

@@ -6,6 +6,7 @@ places their calls and uses the answers.
 
 from __future__ import annotations
 
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -75,14 +76,14 @@ class SessionSource(ABC):
         """
 
     @abstractmethod
-    def explain_queue(self) -> WaitCause:
-        """Describe what a sample waits for that no session has begun."""
+    def explain_queue(self, part: str) -> WaitCause:
+        """Describe what a sample of a part waits for that no session has begun."""
 
     # ---- by default nothing is to be done --------------------------------------------------------
 
     @property
-    def descriptors(self) -> Sequence[int]:
-        """File descriptors whose news `poll` reads."""
+    def wires(self) -> Sequence[socket.socket]:
+        """Sockets whose news `poll` reads."""
         return ()
 
     def open_sessions(self) -> None:

@@ -218,7 +218,10 @@ def task() -> None:
     help="prompts to show, or sessions to play with --model",
 )
 @click.option("--model", default="", metavar="DIR", help="play sessions with this model")
-def try_task(source: str, sets: tuple[str, ...], as_json: bool, count: int, model: str) -> None:
+@click.option("--part", default="", metavar="LABEL", help="of a mixture, only this part")
+def try_task(
+    source: str, sets: tuple[str, ...], as_json: bool, count: int, model: str, part: str
+) -> None:
     """Show prompts of the task and their rewards.
 
     The rewards are those of the right answer and of an empty one.  With [agent], play a session,
@@ -229,8 +232,11 @@ def try_task(source: str, sets: tuple[str, ...], as_json: bool, count: int, mode
     from asyncrl.config import load
     from asyncrl.config.agents import VERIFIERS
     from asyncrl.tasks import get_task
+    from asyncrl.tasks.evaluation_sets import config_of_part_alone
 
     loaded = load.load(source, sets)
+    if part or len(loaded.agents) > 1:
+        loaded = config_of_part_alone(loaded, part)
     if loaded.agent.hub == VERIFIERS:
         _show_prompts(loaded, count)
         return

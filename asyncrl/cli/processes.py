@@ -123,7 +123,7 @@ def run_process(name: str, config: Any, where: Path, index: int, *, moved: bool 
             from learner.loop import main as start_learner
         return start_learner(config, where)
     if name == "gateway":
-        if not config.agent.uses_sessions:
+        if not config.uses_sessions:
             raise ConfigError(
                 "agent: the config has no sessions to serve; set agent.env, agent.tools, "
                 "agent.serve, agent.command or agent.function"

@@ -21,7 +21,9 @@ OPENENV = "openenv"
 HUBS = (VERIFIERS, GEM, GYMNASIUM, OPENENV)
 
 
-class AgentConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class AgentSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where sessions come from, and their limits: what each part of a mixture may have."""
+
     env: Annotated[
         str,
         Meta(
@@ -101,6 +103,66 @@ class AgentConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             "time in the gateway."
         ),
     ] = 16
+    workers: Annotated[
+        Positive, Meta(description="Processes that run environments, `command` or `function`.")
+    ] = 1
+    step_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="Seconds that one reset or step of an environment may take. Its import "
+            "may take at least 60 seconds.",
+        ),
+    ] = 10.0
+    max_calls: Annotated[Count, Meta(description="Calls of a session. 0: no limit.")] = 32
+    max_tokens: Annotated[Positive, Meta(description="Tokens that a session may sample.")] = 4096
+    rows: Annotated[
+        int, Meta(ge=0, le=MOST_ROWS, description="Training sequences of a session. 0: 4096.")
+    ] = 16
+    deadline_s: Annotated[float, Meta(gt=0, description="Seconds that a session may take.")] = 600.0
+    at_limit: Annotated[
+        Literal["keep", "fail"],
+        Meta(
+            description="A session that reached a limit. keep: it gets its reward so far, as a "
+            "truncated completion (advantage.truncated); fail: it failed and is generated again."
+        ),
+    ] = "keep"
+
+    def opponent_for(self, kind: str) -> str:
+        """Return the opponent in a ticket of this kind; empty: there is none."""
+        return (self.eval_opponent if kind == "eval" else "") or self.opponent
+
+    @property
+    def uses_sessions(self) -> bool:
+        """True if samples are sessions."""
+        return bool(self.env or self.tools or self.http)
+
+    @property
+    def source_name(self) -> str:
+        """Key and value of the source of sessions."""
+        for key in ("env", "tools", "command", "function"):
+            if value := getattr(self, key):
+                return f"agent.{key} = {value}"
+        return "agent.serve"
+
+    @property
+    def hub(self) -> str:
+        """The hub in `env` = HUB:NAME, one of HUBS; "" for a module or a file."""
+        hub = self.env.partition(":")[0]
+        return hub if hub in HUBS else ""
+
+    @property
+    def starts_agents(self) -> bool:
+        """True if the gateway starts the agents that call over HTTP."""
+        return bool(self.command or self.function or self.hub == VERIFIERS)
+
+    @property
+    def http(self) -> bool:
+        """True if agents call over HTTP."""
+        return self.serve or self.starts_agents
+
+
+class AgentConfig(AgentSource, frozen=True, forbid_unknown_fields=True, kw_only=True):
     host: Annotated[
         str,
         Meta(
@@ -173,23 +235,6 @@ class AgentConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     sessions: Annotated[
         Positive, Meta(description="Sessions open at the same time in the gateway.")
     ] = 256
-    workers: Annotated[
-        Positive, Meta(description="Processes that run environments, `command` or `function`.")
-    ] = 1
-    step_s: Annotated[
-        float,
-        Meta(
-            gt=0,
-            description="Seconds that one reset or step of an environment may take. Its import "
-            "may take at least 60 seconds.",
-        ),
-    ] = 10.0
-    max_calls: Annotated[Count, Meta(description="Calls of a session. 0: no limit.")] = 32
-    max_tokens: Annotated[Positive, Meta(description="Tokens that a session may sample.")] = 4096
-    rows: Annotated[
-        int, Meta(ge=0, le=MOST_ROWS, description="Training sequences of a session. 0: 4096.")
-    ] = 16
-    deadline_s: Annotated[float, Meta(gt=0, description="Seconds that a session may take.")] = 600.0
     fork: Annotated[
         Literal["row", "end"],
         Meta(
@@ -198,43 +243,8 @@ class AgentConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             "tokens require."
         ),
     ] = "row"
-    at_limit: Annotated[
-        Literal["keep", "fail"],
-        Meta(
-            description="A session that reached a limit. keep: it gets its reward so far, as a "
-            "truncated completion (advantage.truncated); fail: it failed and is generated again."
-        ),
-    ] = "keep"
 
-    def opponent_for(self, kind: str) -> str:
-        """Return the opponent in a ticket of this kind; empty: there is none."""
-        return (self.eval_opponent if kind == "eval" else "") or self.opponent
-
-    @property
-    def uses_sessions(self) -> bool:
-        """True if samples are sessions."""
-        return bool(self.env or self.tools or self.http)
-
-    @property
-    def source_name(self) -> str:
-        """Key and value of the source of sessions."""
-        for key in ("env", "tools", "command", "function"):
-            if value := getattr(self, key):
-                return f"agent.{key} = {value}"
-        return "agent.serve"
-
-    @property
-    def hub(self) -> str:
-        """The hub in `env` = HUB:NAME, one of HUBS; "" for a module or a file."""
-        hub = self.env.partition(":")[0]
-        return hub if hub in HUBS else ""
-
-    @property
-    def starts_agents(self) -> bool:
-        """True if the gateway starts the agents that call over HTTP."""
-        return bool(self.command or self.function or self.hub == VERIFIERS)
-
-    @property
-    def http(self) -> bool:
-        """True if agents call over HTTP."""
-        return self.serve or self.starts_agents
+    def with_source(self, source: AgentSource) -> AgentConfig:
+        """Return these settings of the gateway with the source and limits of another agent."""
+        own = {name: getattr(source, name) for name in AgentSource.__struct_fields__}
+        return msgspec.structs.replace(self, **own)

@@ -9,13 +9,15 @@ from collections.abc import Iterator
 import msgspec
 
 from asyncrl.algorithms import settings
-from asyncrl.config.agents import RANDOM, SELF, VERIFIERS
+from asyncrl.config.agents import RANDOM, SELF, VERIFIERS, AgentConfig, AgentSource
 from asyncrl.config.engines import BACKEND_ABILITIES, ENGINES, engines_with
+from asyncrl.config.scorers import JudgeConfig
 from asyncrl.config.tree import (
     Config,
     EvaluationSetConfig,
     LearnerConfig,
     MixedTaskConfig,
+    TaskSource,
     weight_at,
 )
 
@@ -27,7 +29,7 @@ def check(config: Config) -> list[str]:
 
     Each problem begins with its key and shows its numbers."""
     rules = (
-        *((_agent,) if config.agent.uses_sessions else ()),
+        *((_sessions,) if config.uses_sessions else ()),
         *((_exact,) if config.exact else ()),
         _name,
         _device,
@@ -581,33 +583,15 @@ def _value(config: Config) -> Iterator[str]:
 def _reward(config: Config) -> Iterator[str]:
     """Check the source of prompts and of rewards."""
     reward = config.reward
-    judge = reward.judge
-    if reward.model.path and (reward.function or judge.url):
+    if reward.model.path and (reward.function or reward.judge.url):
         yield (
             "reward.model.path: the model is the only scorer; remove reward.function and "
             "reward.judge"
         )
-    if bool(judge.url) != bool(judge.model):
-        yield "reward.judge: needs both url and model, the model's name on the server"
-    if judge.url and not judge.url.startswith(("http://", "https://")):
-        yield f"reward.judge.url: {judge.url} must begin with http:// or https://"
-    if config.task.name in ("seeds", "guess", "nim") and not config.agent.env:
-        yield (
-            f"task.name: {config.task.name} needs an environment that gives prompts and rewards: "
-            "set agent.env"
-        )
-    if (config.task.name == "env") != (config.agent.hub == VERIFIERS):
-        yield (
-            f"task.name: {config.task.name} with agent.env = {config.agent.env or '(none)'}; "
-            "verifiers:NAME brings its own prompts and rewards, and only it does: set both "
-            "task.name = env and agent.env = verifiers:NAME"
-        )
-    if config.agent.hub not in ("", VERIFIERS) and config.task.name != "seeds":
-        yield (
-            f"task.name: {config.agent.env} gives its own prompts, and {config.task.name} would "
-            "only number them; use seeds"
-        )
-    if config.model.warm_start and config.task.name.startswith(("env", "seeds", "reasoning_gym:")):
+    yield from (f"reward.{problem}" for problem in _judge(reward.judge))
+    if not config.task.mixture:
+        yield from (f"task.{problem}" for problem in _prompts(config.task, config.agent))
+    if config.model.warm_start and config.task.name.startswith(WITHOUT_ANSWERS):
         yield (
             f"model.warm_start: {config.task.name} has no answers to learn from; set model.path to "
             "your own model"
@@ -616,26 +600,55 @@ def _reward(config: Config) -> Iterator[str]:
         yield f"task.options: {config.task.name} has no options; only reasoning_gym:GENERATOR has"
     if config.task.columns and config.task.name != "file":
         yield f"task.columns: {config.task.name} reads no file; only task.name = file does"
+
+
+def _judge(judge: JudgeConfig) -> Iterator[str]:
+    if bool(judge.url) != bool(judge.model):
+        yield "judge: needs both url and model, the model's name on the server"
+    if judge.url and not judge.url.startswith(("http://", "https://")):
+        yield f"judge.url: {judge.url} must begin with http:// or https://"
     if judge.low >= judge.high:
-        yield f"reward.judge.low: {judge.low:g} is not below high = {judge.high:g}"
+        yield f"judge.low: {judge.low:g} is not below high = {judge.high:g}"
+
+
+WITHOUT_ANSWERS = ("env", "seeds", "reasoning_gym:")  # beginnings of task.name
+
+
+def _prompts(task: TaskSource, agent: AgentSource) -> Iterator[str]:
+    """Check that a task and an environment give prompts and rewards together."""
+    if task.name in ("seeds", "guess", "nim") and not agent.env:
+        yield (
+            f"name: {task.name} needs an environment that gives prompts and rewards: set agent.env"
+        )
+    if (task.name == "env") != (agent.hub == VERIFIERS):
+        yield (
+            f"name: {task.name} with agent.env = {agent.env or '(none)'}; verifiers:NAME brings "
+            "its own prompts and rewards, and only it does: set both task.name = env and "
+            "agent.env = verifiers:NAME"
+        )
+    if agent.hub not in ("", VERIFIERS) and task.name != "seeds":
+        yield (
+            f"name: {agent.env} gives its own prompts, and {task.name} would only number them; "
+            "use seeds"
+        )
 
 
 DOORS = ("env", "tools", "serve", "command", "function")
 
 
-def _agent(config: Config) -> Iterator[str]:
+def _sessions(config: Config) -> Iterator[str]:
     """Refuse settings that sessions do not support, or were never tested with."""
+    for part, agent in config.agents.items():
+        named = f"task.mixture: {part}: " if part else ""
+        for problem in (*_source(agent), *_opponents(agent)):
+            yield named + problem
+        if agent.max_tokens < config.generator.max_new_tokens:
+            yield (
+                f"{named}agent.max_tokens: {agent.max_tokens} are fewer than one call may sample "
+                f"(generator.max_new_tokens = {config.generator.max_new_tokens})"
+            )
     agent = config.agent
-    if agent.env and agent.tools:
-        yield "agent.env: an environment has its own tools; remove agent.tools"
-    if agent.serve and (agent.env or agent.tools):
-        yield "agent.serve: the harness has its own environment; remove env and tools"
-    for key in ("command", "function"):
-        others = [name for name in DOORS if name != key and getattr(agent, name)]
-        if getattr(agent, key) and others:
-            keys = " and ".join(f"agent.{name}" for name in others)
-            yield f"agent.{key}: it is the agent itself; remove {keys}"
-    if agent.forced != "ignore" and not agent.http:
+    if agent.forced != "ignore" and not any(one.http for one in config.agents.values()):
         yield (
             "agent.forced: only an agent that calls over HTTP can force an answer; set "
             "agent.serve, command or function"
@@ -645,6 +658,35 @@ def _agent(config: Config) -> Iterator[str]:
             "agent.forced: constrain needs an engine that records the tokens that each answer was "
             f"sampled from; set generator.engine = {engines_with('records_support')}"
         )
+    refused = (
+        (config.staleness.inject is not None, "staleness.inject: supports single completions only"),
+        (config.staleness.delay > 0, "staleness.delay: supports single completions only"),
+        (config.advantage.name == "remax", "advantage.name: remax has no greedy session"),
+        (
+            config.advantage.truncated == "soft",
+            "advantage.truncated: soft needs the length limit of a single completion",
+        ),
+    )
+    yield from [f"{why}, and [agent] makes samples sessions" for wrong, why in refused if wrong]
+    if agent.fork == "row":
+        yield from [
+            f"{setting}: needs the order of a session's tokens, which several training sequences "
+            'do not have: set agent.fork = "end"'
+            for setting in settings.ordered(config)
+        ]
+
+
+def _source(agent: AgentConfig) -> Iterator[str]:
+    """Check the source of an agent's sessions."""
+    if agent.env and agent.tools:
+        yield "agent.env: an environment has its own tools; remove agent.tools"
+    if agent.serve and (agent.env or agent.tools):
+        yield "agent.serve: the harness has its own environment; remove env and tools"
+    for key in ("command", "function"):
+        others = [name for name in DOORS if name != key and getattr(agent, name)]
+        if getattr(agent, key) and others:
+            keys = " and ".join(f"agent.{name}" for name in others)
+            yield f"agent.{key}: it is the agent itself; remove {keys}"
     if agent.command and not all(agent.command):
         yield ('agent.command: a word is empty; write a list like ["python", "agent.py"]')
     if agent.env_pass and not agent.command:
@@ -667,33 +709,10 @@ def _agent(config: Config) -> Iterator[str]:
     module, colon, name = agent.function.rpartition(":")
     if agent.function and not (module and colon and name.isidentifier()):
         yield f"agent.function: {agent.function}; write module:function or file.py:function"
-    yield from _opponents(config)
-    refused = (
-        (config.staleness.inject is not None, "staleness.inject: supports single completions only"),
-        (config.staleness.delay > 0, "staleness.delay: supports single completions only"),
-        (config.advantage.name == "remax", "advantage.name: remax has no greedy session"),
-        (
-            config.advantage.truncated == "soft",
-            "advantage.truncated: soft needs the length limit of a single completion",
-        ),
-    )
-    yield from [f"{why}, and [agent] makes samples sessions" for wrong, why in refused if wrong]
-    if agent.fork == "row":
-        yield from [
-            f"{setting}: needs the order of a session's tokens, which several training sequences "
-            'do not have: set agent.fork = "end"'
-            for setting in settings.ordered(config)
-        ]
-    if agent.max_tokens < config.generator.max_new_tokens:
-        yield (
-            f"agent.max_tokens: {agent.max_tokens} are fewer than one call may sample "
-            f"(generator.max_new_tokens = {config.generator.max_new_tokens})"
-        )
 
 
-def _opponents(config: Config) -> Iterator[str]:
+def _opponents(agent: AgentConfig) -> Iterator[str]:
     """Check the opponents of a two-player game."""
-    agent = config.agent
     for key in ("opponent", "eval_opponent"):
         value = getattr(agent, key)
         module, colon, name = value.rpartition(":")
@@ -711,10 +730,6 @@ def _opponents(config: Config) -> Iterator[str]:
             "agent.eval_opponent: against itself a policy wins half its games, however well it "
             "plays; set random or module:function"
         )
-
-
-# their prompts or rewards come from an environment, of which a run has one
-UNMIXED = ("mixture", "env", "seeds", "guess", "nim")
 
 
 def _mixture(config: Config) -> Iterator[str]:
@@ -751,14 +766,15 @@ def _mixture(config: Config) -> Iterator[str]:
 
 def _part(config: Config, part: MixedTaskConfig) -> Iterator[str]:
     """Check one part of a mixture; the problems are without its name."""
-    if part.name in UNMIXED:
-        yield (
-            f"name = {part.name} cannot be a part: its prompts come from an environment, or it is "
-            "a mixture itself; train it in a run of its own"
-        )
+    if part.name == "mixture":
+        yield "name = mixture cannot be a part; list its parts here"
+    agent = part.agent if part.agent.uses_sessions else config.agent
+    yield from _prompts(part, agent)
+    if part.agent != AgentSource() and not part.agent.uses_sessions:
+        yield "agent: has no source; set env, tools, command, function or serve"
     if not part.title:
         yield "needs a label, as its name has no letters or digits for one"
-    if part.prompts and part.name != "file":
+    if part.prompts and part.name not in ("file", "env"):
         yield f"prompts: {part.name} reads no file; set name = file"
     if part.columns and part.name != "file":
         yield f"columns: {part.name} reads no file; only name = file does"
@@ -783,9 +799,10 @@ def _part(config: Config, part: MixedTaskConfig) -> Iterator[str]:
     module, colon, name = part.reward.rpartition(":")
     if part.reward and not (module and colon and name.isidentifier()):
         yield f"reward = {part.reward}; write module:function or file.py:function"
-    if part.reward and config.agent.env:
-        yield "rewards are the environment's (agent.env); remove reward"
-    if config.model.warm_start and part.name.startswith("reasoning_gym:"):
+    if (part.reward or part.judge.url) and agent.env:
+        yield "rewards are the environment's (agent.env); remove reward and judge"
+    yield from _judge(part.judge)
+    if config.model.warm_start and part.name.startswith(WITHOUT_ANSWERS):
         yield "model.warm_start: it has no answers to learn from; set model.path to your own model"
 
 
@@ -797,7 +814,7 @@ def _evaluation(config: Config) -> Iterator[str]:
             f"evaluation.generators: {reserved} of generators = {config.generators} leave none for "
             "training; raise generators or lower it"
         )
-    if reserved and config.agent.uses_sessions:
+    if reserved and config.uses_sessions:
         yield (
             "evaluation.generators: a gateway gives calls to any generator, and [agent] makes "
             "samples sessions; set it to 0"

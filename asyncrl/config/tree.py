@@ -31,7 +31,7 @@ from asyncrl.algorithms.settings import (
     Value,
     read_with,
 )
-from asyncrl.config.agents import AgentConfig
+from asyncrl.config.agents import AgentConfig, AgentSource
 from asyncrl.config.engines import EngineName
 from asyncrl.config.placement import Placement
 from asyncrl.config.scorers import JudgeConfig, RewardModelConfig
@@ -220,6 +220,21 @@ class MixedTaskConfig(TaskSource, frozen=True, forbid_unknown_fields=True, kw_on
             "group. A generated task is in one pool as a whole."
         ),
     ] = CurriculumConfig()
+    judge: Annotated[
+        JudgeConfig,
+        Meta(
+            description="Judge of the part, a table [task.mixture.judge] with the keys of "
+            "[reward.judge]."
+        ),
+    ] = JudgeConfig()
+    agent: Annotated[
+        AgentSource,
+        Meta(
+            description="Environment, tools or agent of the part, a table [task.mixture.agent] "
+            "with the keys of [agent]. Without one, the part has the run's agent, or single "
+            "completions."
+        ),
+    ] = AgentSource()
 
     @property
     def title(self) -> str:
@@ -1122,6 +1137,19 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     watchdog: WatchdogConfig = WatchdogConfig()
     placement: Placement = Placement()
     record: RecordConfig = RecordConfig()
+
+    @property
+    def agents(self) -> dict[str, AgentConfig]:
+        """The agents of the parts of a mixture that have their own, and of all others, "".
+
+        An agent without a source stands for single completions."""
+        own = (part for part in self.task.mixture if part.agent.uses_sessions)
+        return {"": self.agent} | {part.title: self.agent.with_source(part.agent) for part in own}
+
+    @property
+    def uses_sessions(self) -> bool:
+        """True if samples are sessions, all of them or those of some parts of a mixture."""
+        return any(agent.uses_sessions for agent in self.agents.values())
 
     @property
     def support_bytes(self) -> int:

@@ -83,7 +83,7 @@ def evaluate(
     if unknown := [name for name in names if name not in known]:
         raise ConfigError(f"--only {unknown[0]}: choose of {', '.join(known)}")
     model_check.check(config)
-    if config.agent.uses_sessions:
+    if config.uses_sessions:
         return _evaluate_sessions(config, names, prompts, progress.say)
     progress.say(f"loading {config.model.path}")
     engine = engine_for(config)

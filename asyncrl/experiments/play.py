@@ -123,7 +123,7 @@ class ModelPlayer:
         chat = self.chat.with_date(datetime.now())
         opened = time.monotonic()
         self.session = Session(
-            ticket, 0, 1, limits(config), chat, own_prompt=own_prompt, opened=opened
+            ticket, 0, 1, limits(config, config.agent), chat, own_prompt=own_prompt, opened=opened
         )
         self.sides = SessionPlayers(self.templated)
         self.call: SessionCall | None = None

@@ -327,7 +327,7 @@ def engine_of(config: Config) -> Engine:
         config.weights.in_flight,
         config.exact,
         config.lora,
-        config.agent.uses_sessions,
+        config.uses_sessions,
     )
     key = repr((config.model, config.generator, *other_settings))  # what `make_engine` reads
     if key not in _engines:

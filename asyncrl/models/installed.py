@@ -52,7 +52,7 @@ def missing_for(config: Config) -> str:
     engine = config.generator.engine
     if why := missing(engine):
         return f"generator.engine = {engine}: {why}"
-    over_http = config.agent.uses_sessions and config.agent.http
+    over_http = any(agent.http for agent in config.agents.values())
     needs = [
         (config.learner.backend == "deepspeed", "learner.backend", "deepspeed", "deepspeed"),
         (config.lora.rank > 0, "lora.rank", "peft", "lora"),

@@ -54,7 +54,7 @@ def processes(config: Config, run_dir: Path) -> list[dict[str, Any]]:
         key=lambda p: int(p.name.removeprefix("attempt_") or 0),
     )
     names = ["buffer", "learner", *(f"generator-{i}" for i in range(config.generators))]
-    names += ["gateway-0"] if config.agent.uses_sessions else []
+    names += ["gateway-0"] if config.uses_sessions else []
     names += sorted(
         {*newest, *(["supervisor"] if process_log.is_alive(run_dir, "supervisor") else [])}
         - {*names}

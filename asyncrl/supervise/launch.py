@@ -93,7 +93,7 @@ class Supervisor:
             SupervisedProcess("learner", self.argv("learner"), config.learner.threads, True),
         ]
         self.children += [self.generator(number) for number in range(config.generators)]
-        if config.agent.uses_sessions:
+        if config.uses_sessions:
             self.children.append(SupervisedProcess("gateway-0", self.argv("gateway", 0), 1, True))
         for child in self.children:
             self.spawn(child)

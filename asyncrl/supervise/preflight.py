@@ -345,22 +345,23 @@ def template_there(subject: Subject) -> str:
     from asyncrl.models.tokenizer import has_template
 
     subject.tokenizer  # noqa: B018
-    agent = subject.config.agent
     if has_template(subject.path):
         return "the tokenizer has a chat template"
-    if agent.tools:
-        raise ConfigError(f"agent.tools: the tokenizer in {subject.path} has no chat template")
-    if where := chat_call(agent):
-        raise ConfigError(
-            f"{agent.source_name}: {where} makes a chat call, and the tokenizer in {subject.path} "
-            "has no chat template: put a chat_template.jinja there, choose a model that has one, "
-            "or request text completions (client.completions.create)"
-        )
-    if agent.http:
-        raise Doubt(
-            f"the tokenizer in {subject.path} has no chat template: {agent.source_name} can only "
-            "request text completions; put a chat_template.jinja there for chat calls"
-        )
+    for agent in subject.config.agents.values():
+        if agent.tools:
+            raise ConfigError(f"agent.tools: the tokenizer in {subject.path} has no chat template")
+        if where := chat_call(agent):
+            raise ConfigError(
+                f"{agent.source_name}: {where} makes a chat call, and the tokenizer in "
+                f"{subject.path} has no chat template: put a chat_template.jinja there, choose a "
+                "model that has one, or request text completions (client.completions.create)"
+            )
+    for agent in subject.config.agents.values():
+        if agent.http:
+            raise Doubt(
+                f"the tokenizer in {subject.path} has no chat template: {agent.source_name} can "
+                "only request text completions; put a chat_template.jinja there for chat calls"
+            )
     return "no chat template, and text prompts need none"
 
 
@@ -433,6 +434,9 @@ def reward_called(subject: Subject) -> str:
     reward_imports(subject)
     if config.agent.uses_sessions:
         return f"{config.agent.source_name} gives the reward"
+    if config.uses_sessions:
+        agents = {part: one.source_name for part, one in config.agents.items() if part}
+        return ", ".join(f"{part}: {name}" for part, name in agents.items()) + " give the reward"
     if config.reward.judge.url:
         return f"{judge_name(config.reward)}: not called, as a request may cost money"
     prompt = subject.task.prompt("train", 0, config.seed)
@@ -495,16 +499,16 @@ def _gib(size: float) -> str:
 def reward_imports(subject: Subject) -> None:
     """Check the reward function, judge or reward model in a process of its own."""
     from actors.rewards import check
-    from asyncrl.tasks.evaluation_sets import config_of_set
+    from asyncrl.tasks.evaluation_sets import configs_of_rewards
 
     config = subject.config
     if config.reward.function and ":" not in config.reward.function:
         raise ConfigError(f"reward.function: {config.reward.function} is not module:function")
     if config.reward.uses_reward_processes:
         check(config)
-    for one in config.evaluation.sets:
-        if one.reward:
-            check(config_of_set(config, one))
+    for own in configs_of_rewards(config).values():
+        if own.reward.uses_reward_processes:
+            check(own)
 
 
 def exact_agrees(subject: Subject) -> None:

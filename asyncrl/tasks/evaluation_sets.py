@@ -85,18 +85,35 @@ def configs_of_rewards(config: Config) -> dict[str, Config]:
     These are evaluation sets and parts of a mixture, whose names differ."""
     parts = {
         part.title: msgspec.structs.replace(
-            config, task=config_of_part(part), reward=_of_function(config, part.reward)
+            config, task=config_of_part(part), reward=_of_function(config, part.reward, part.judge)
         )
         for part in config.task.mixture
-        if part.reward
+        if part.reward or part.judge.url
     }
     own = (one for one in config.evaluation.sets if scored_by_itself(one))
     return parts | {one.name: config_of_set(config, one) for one in own}
 
 
-def _of_function(config: Config, function: str) -> RewardConfig:
+def config_of_part_alone(config: Config, title: str) -> Config:
+    """Return the config of a run with one part of a mixture.
+
+    Raises ConfigError for a part that the mixture lacks."""
+    parts = {part.title: part for part in config.task.mixture}
+    if title not in parts:
+        labels = ", ".join(parts) or "none: the config has no mixture"
+        raise ConfigError(f"--part {title or 'LABEL'}: name a part of the mixture: {labels}")
+    part = parts[title]
     return msgspec.structs.replace(
-        config.reward, function=function, judge=JudgeConfig(), model=RewardModelConfig()
+        config,
+        task=config_of_part(part),
+        agent=config.agents.get(title, config.agent),
+        reward=configs_of_rewards(config).get(title, config).reward,
+    )
+
+
+def _of_function(config: Config, function: str, judge: JudgeConfig = JudgeConfig()) -> RewardConfig:
+    return msgspec.structs.replace(
+        config.reward, function=function, judge=judge, model=RewardModelConfig()
     )
 
 

@@ -107,11 +107,22 @@ def accuracy(model: Any, task: Task, seed: int, count: int = 512) -> float:
     prompts = [task.prompt("heldout", i, seed) for i in range(count)]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        if isinstance(task, Played):
-            return _played(model, task, prompts)
-        texts = _sample_continuations(model, [p.text for p in prompts], MOST)
+        if not isinstance(task, MixtureTask):
+            return mean_reward(model, task, prompts)
+        parts = {title: [p for p in prompts if p.task == title] for title in task.tasks}
+        means = (mean_reward(model, task.tasks[x], own) * len(own) for x, own in parts.items())
+        return sum(means) / count
+
+
+def mean_reward(model: Any, task: Task, prompts: list[Prompt]) -> float:
+    """Return the mean reward of one completion or session for each prompt."""
+    if not prompts:
+        return 0.0
+    if isinstance(task, Played):
+        return _played(model, task, prompts)
+    texts = _sample_continuations(model, [p.text for p in prompts], MOST)
     judged = [task.reward(p, t) for p, t in zip(prompts, texts, strict=True)]
-    return sum(j["reward"] if isinstance(j, dict) else j for j in judged) / count
+    return sum(j["reward"] if isinstance(j, dict) else j for j in judged) / len(prompts)
 
 
 def _played(model: Any, task: Played, prompts: list[Prompt]) -> float:

@@ -19,7 +19,7 @@ import pytest
 
 from actors import reward_worker, rewards
 from actors.reward_worker import RewardCall, RewardUnit, judge_later
-from actors.rewards import RewardRunner
+from actors.rewards import RewardRunner, runner_of
 from actors.scorers import deadline_pause
 from actors.scorers import judge as judges
 from actors.scorers.deadline_pause import JudgeBudgetSpent, waiting
@@ -198,6 +198,33 @@ def test_a_judge_that_has_to_be_asked_again(
     assert "2 requests, the last: TimeoutError" in silent[1]
     hung_s = totals(tmp_path / "judge.sqlite", settings)["judge/seconds"] - before_s
     assert hung_s > 0.39, "each for its time"
+
+
+def test_a_part_of_a_mixture_has_its_own_judge(server: Server, tmp_path: Path) -> None:
+    """The other part keeps its own reward; what was asked is kept beside that of other judges."""
+    url = f"http://127.0.0.1:{server.server_port}/v1"
+    graded = {"name": "sort", "label": "essay", "judge": {"url": url, "model": "grader"}}
+    raw = {
+        "model": {"path": "m"},
+        "task": {"name": "mixture", "mixture": [graded, {"name": "dedup"}]},
+        "reward": {"deadline_s": 3600.0},
+    }
+    settings = load.build(raw)
+    runner = runner_of(settings, get_task(settings.task), tmp_path)
+    try:
+        for index, title in enumerate(("essay", "dedup", "essay")):
+            runner.submit((index, 0, 0), Prompt(7, "aab=", "ab", task=title), "ab", [1])
+        found = {one.key[0]: one for one in runner.collect()}
+        numbers = runner.numbers()
+    finally:
+        runner.close()
+    assert [found[x].reward for x in range(3)] == [7.5, 1.0, 7.5]
+    assert not any(one.failed for one in found.values())
+    assert 1 <= len(server.asked) <= 2 and numbers["judge/replies"] == len(server.asked)
+    assert (tmp_path / "judges" / "essay" / "judge.sqlite").exists()
+    nameless = {"name": "mixture", "mixture": [graded | {"judge": {"url": url}}]}
+    half = load.build(raw | {"task": nameless})
+    assert "task.mixture: essay: judge: needs both url and model" in "\n".join(check(half))
 
 
 def test_what_was_asked_is_among_a_generators_numbers(server: Server, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -95,20 +94,21 @@ def test_a_reason_from_an_agent_is_one_line_of_the_log(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     gateway: Any = SimpleNamespace(
-        config=SimpleNamespace(agent=AgentConfig(serve=True)),
-        failed=0,
-        recent=deque(maxlen=64),
+        agents={"": AgentConfig(serve=True)},
+        tallies={"": service.SessionTally()},
+        part_of=lambda ticket: "",
+        source_name=lambda part: gateway.agents[part].source_name,
         producer="gateway-0",
-        took=[1.0],
+        run_dir=Path("r"),
     )
-    session: Any = SimpleNamespace(name="1.0.1")
+    session: Any = SimpleNamespace(name="1.0.1", ticket=None)
     service.Gateway.count(gateway, session, m.RewardFailure("data", EVIL))
     shown = capsys.readouterr().err
     assert shown.startswith("gateway-0: session 1.0.1: data: no") and shown.count("\n") == 1
     assert harmless(shown)
     # and one that ends the run
-    gateway.config.agent = AgentConfig(function="a:b")
-    gateway.failed, gateway.took, gateway.numbered, gateway.run_dir = 99, [], 99, Path("r")
+    gateway.agents[""] = AgentConfig(function="a:b")
+    gateway.tallies[""].failed = gateway.tallies[""].began = 99
     with pytest.raises(ConfigError) as caught:
         service.Gateway.count(gateway, session, m.RewardFailure("data", EVIL))
     assert str(caught.value).isprintable()

@@ -86,8 +86,8 @@ class Wire:
 class Drive:
     """Environments whose operations take as long as the schedule has them take."""
 
-    def __init__(self, _: Any, *, judged: bool = False) -> None:
-        self.descriptors: list[int] = []
+    def __init__(self, _: Any, *, judged: bool = False, name: str = "") -> None:
+        self.wires: list[Any] = []
         self.open: dict[int, EnvironmentOperation] = {}  # session -> what it is at
         self.places: set[int] = set()
         self.apply: list[EnvironmentEvent] = []

@@ -74,7 +74,7 @@ REFUSED = {
     f"task.mixture=[{SORT}, {SORT}]": "task.mixture: sort: another part or evaluation set",
     "evaluation.sets=[{name='rle', task='rle'}]": "task.mixture: rle: another part or evaluation",
     "evaluation.sets=[{name='x', file='x.jsonl'}]": "evaluation.sets: x: its file belongs to no",
-    "task.mixture=[{name='nim'}]": "nim cannot be a part",
+    "task.mixture=[{name='nim'}]": "nim: name: nim needs an environment",
     "task.mixture=[{name='mixture'}]": "mixture cannot be a part",
     "task.mixture=[{name='sort', weight=0}]": "all weights are 0 at batch 0",
     "task.mixture=[{name='sort', weight=[[0, 1], [5, 0]]}]": "all weights are 0 at batch 5",
@@ -144,11 +144,10 @@ def test_a_run_in_processes(
     page = run_page.write(run["run_dir"]).read_text()
     for shown in ("Ledger by task", "Tasks, at the last step", "Tasks: effective sample size"):
         assert shown in page
-    assert "mine 25% " in live.tasks(rows[-1])
+    assert "mine: share 25%, reward 0." in live.tasks(rows[-1])
     card = model_card.render(load.load(run["run_dir"] / "config.toml"), run["run_dir"])
     assert f"| mine | - | {last['eval/mine']:.3f} | 2 |" in card or "| mine | 0" in card
     assert "| mine | `mine.jsonl` | a part of them | `mixture_reward:reward` |" in card
-    assert any(label == "task mine" for label, _ in live.part_lines(rows[-1]))
 
 
 def known(name: str) -> bool:

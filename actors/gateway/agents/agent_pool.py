@@ -22,6 +22,7 @@ from actors.gateway.agents.session_messages import (
     SessionResult,
 )
 from actors.gateway.endpoint.web import OpenedSession
+from actors.gateway.service import agent_log
 from actors.gateway.session_api import SessionApi
 from actors.gateway.sessions import CallRefused
 from asyncrl.config.agents import AgentConfig
@@ -55,7 +56,7 @@ class _AgentProcess(Worker):
 
 
 class AgentPool(WorkerPool[_AgentProcess, SessionResult]):
-    """All agents of a gateway.
+    """All agents of a gateway, or of one part of a mixture.
 
     sessions: begins and ends them
     url: of the endpoint
@@ -66,8 +67,9 @@ class AgentPool(WorkerPool[_AgentProcess, SessionResult]):
     hang_text = "importing it takes more than {limit_s:g} s (agent.step_s)"
     start_text = "processes in a row were lost before they were ready, the last one as {reason}"
 
-    def __init__(self, sessions: SessionApi, url: str) -> None:
-        agent = self.agent = sessions.gateway.config.agent
+    def __init__(self, sessions: SessionApi, url: str, part: str = "") -> None:
+        self.part = part
+        agent = self.agent = sessions.gateway.agents[part]
         if agent.command and shutil.which(agent.command[0]) is None:
             raise ConfigError(
                 f"agent.command: there is no program {agent.command[0]!r}: give its path, or have "
@@ -87,14 +89,15 @@ class AgentPool(WorkerPool[_AgentProcess, SessionResult]):
         run_dir = sessions.gateway.run_dir
 
         def make(index: int) -> _AgentProcess:
-            log = str(run_dir / f"agent-{index}.log")
+            log = str(run_dir / agent_log(part, index))
             setup = AgentSetup(
                 agent.command, agent.function, log, agent.env_pass, agent.env, agent.args
             )
             return _AgentProcess(agent, msgspec.msgpack.encode(setup))
 
         count = min(agent.workers, agent.at_once)
-        super().__init__(agent.source_name, make, count, SessionResult, agent.step_s)
+        name = sessions.gateway.source_name(part)
+        super().__init__(name, make, count, SessionResult, agent.step_s)
         # a process with programs ends them first; an environment tears down what it holds
         self.exit_s = 0.0 if agent.function else STOP_S
         self.numbers = 0  # sessions begun, which numbers them
@@ -172,7 +175,10 @@ class AgentPool(WorkerPool[_AgentProcess, SessionResult]):
             sum(self.each - len(worker.playing) for worker in ready),
             self.agent.at_once - sum(len(worker.playing) for worker in self.workers),
         )
-        while free and (opened := self.sessions.lease_session(f"played here {self.numbers + 1}")):
+        while free:
+            lease = f"played here {self.part} {self.numbers + 1}"
+            if (opened := self.sessions.lease_session(lease, {self.part})) is None:
+                break
             worker = min(ready, key=lambda worker: len(worker.playing))
             free -= 1
             self.numbers += 1

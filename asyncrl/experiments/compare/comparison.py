@@ -99,7 +99,7 @@ def default_arms(config: Config) -> list[Arm]:
         Arm("async", on),
         Arm("async-uncorrected", [*on, *bare]),
     ]
-    if not config.agent.uses_sessions and config.advantage.no_spread != "filter":
+    if not config.uses_sessions and config.advantage.no_spread != "filter":
         arms.append(Arm("injected", [f"staleness.max_lag={lag}", f"staleness.inject={lag}"]))
     return arms
 

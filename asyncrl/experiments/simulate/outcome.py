@@ -230,4 +230,9 @@ def simulate(
             "--time failed=...: with reward.on_error = stop the first failed reward ends the run; "
             "set it to drop"
         )
+    if len(config.agents) > 1:
+        raise ConfigError(
+            "task.mixture: parts with agents of their own are not simulated; simulate each part "
+            "with its [agent] alone"
+        )
     return Simulation(config, times, seed, evaluate=evaluate, scale=scale).run()

@@ -86,10 +86,12 @@ def _sources(config: Config) -> Iterator[tuple[str, TaskSource, str]]:
     """(title, task, reward) of the task, or of each part of a mixture."""
     reward = config.reward
     judge = reward.function or reward.judge.model or reward.model.path or config.agent.env
+    agents = config.agents
     if not config.task.mixture:
         yield config.task.name, config.task, judge
     for part in config.task.mixture:
-        yield part.title, part, part.reward or judge
+        env = agents[part.title].env if part.title in agents else ""
+        yield part.title, part, part.reward or env or judge
 
 
 def data_sets(config: Config) -> Iterator[str]:

@@ -25,6 +25,7 @@ from asyncrl.models.policy import build_model
 
 # a process of environments may stand still, while others have the cores
 PATIENT = {"step_s": 3600.0, "deadline_s": 7200.0}
+TICKET = m.Ticket(1, 1, "train", m.Prompt(0, "a="), [0], m.SamplingSettings(), Label(1, 3), None, 3)
 
 
 @pytest.fixture(scope="module")
@@ -451,7 +452,7 @@ def test_what_nothing_adopts_is_given_up_and_told_of(world: Callable[..., World]
     gateway.tick(now)
     assert len(gateway.episodes) == 2
     gateway.ticked = 0.0
-    gateway.tick(now + 1000.0 + gateway.limits.grace_s + 1.0)
+    gateway.tick(now + 1000.0 + gateway.limits[""].grace_s + 1.0)
     assert not gateway.episodes and not gateway.held and not gateway.calls
     assert not gateway.outbox.fresh and gateway.progress() == [(11, 1, 3)]
 
@@ -604,37 +605,38 @@ def test_sessions_of_which_none_ends_well_end_the_run(
     assert "session 11.0.1: data: the environment raised" in capfd.readouterr().err
 
     gateway = world().gateway
-    session: Any = SimpleNamespace(name="1.1.1", opened=0.0)
-    gateway.numbered = 18
+    session: Any = SimpleNamespace(name="1.1.1", opened=0.0, ticket=TICKET)
+    gateway.tallies[""].began = 18
     for _ in range(8):
         gateway.count(session, "why")
     with pytest.raises(ConfigError, match=r"agent\.env = agent_envs:Talks: 9 sessions failed"):
         gateway.count(session, "why")
     gateway.count(session, "")
     gateway.count(session, "why")
-    assert gateway.failed == 10
+    assert gateway.tallies[""].failed == 10
 
 
 def test_sessions_of_which_hardly_any_ends_well_end_the_run(world: Callable[..., World]) -> None:
     """Of the last 64, or twice those at once: more than nine tenths failed."""
     w = world(env="agent_envs:Talks", sessions=40)
-    session: Any = SimpleNamespace(name="1.1.1", opened=0.0)
+    session: Any = SimpleNamespace(name="1.1.1", opened=0.0, ticket=TICKET)
     for ended in range(200):  # one in ten ends well: that is enough
         w.gateway.count(session, "why" if ended % 10 else "")
     said = r"Talks: 73 of the last 80 sessions failed; the last one: KeyError: 'gone'; if it"
     with pytest.raises(ConfigError, match=said):
         w.gateway.count(session, "KeyError: 'gone'")
-    assert world(function="a:b", env="", at_once=16).gateway.recent.maxlen == 64
+    assert world(function="a:b", env="", at_once=16).gateway.tallies[""].recent.maxlen == 64
 
 
 def test_a_harness_that_fails_is_waited_for(world: Callable[..., World]) -> None:
     w = world()
     agent = w.gateway.config.agent
     serving = msgspec.structs.replace(agent, env="", serve=True)
-    w.gateway.config = msgspec.structs.replace(w.gateway.config, agent=serving)
+    w.gateway.agents[""] = serving
     for _ in range(20):
-        w.gateway.count(SimpleNamespace(name="1.1.1", opened=0.0), "why")  # type: ignore[arg-type]
-    assert w.gateway.failed == 20
+        session: Any = SimpleNamespace(name="1.1.1", opened=0.0, ticket=TICKET)
+        w.gateway.count(session, "why")
+    assert w.gateway.tallies[""].failed == 20
 
 
 def test_what_an_answer_asks_of_its_environment() -> None:
@@ -649,7 +651,7 @@ def test_its_numbers_are_its_rewards_and_how_long_sessions_take(
 ) -> None:
     gateway = world().gateway
     assert gateway.stats() == {}
-    gateway.took.extend(float(n) for n in range(101))
+    gateway.tallies[""].took.extend(float(n) for n in range(101))
     assert gateway.stats() == {"session/p95_s": 95.0}
     rewards: Any = SimpleNamespace(numbers=lambda: {"judge/requests": 3.0}, close=lambda: None)
     gateway.rewards = rewards

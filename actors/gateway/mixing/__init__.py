@@ -1,0 +1,1 @@
+"""Sessions of a mixture's parts, each with its own source."""

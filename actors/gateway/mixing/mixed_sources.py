@@ -1,0 +1,106 @@
+"""The sources of a mixture's sessions: one for each part with its own agent."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+from collections.abc import Callable, Collection, Sequence
+
+from actors.gateway.call_tree import CallNode
+from actors.gateway.environment_sessions import EnvironmentSource
+from actors.gateway.mixing.single_completions import SingleCompletions
+from actors.gateway.service import Gateway
+from actors.gateway.session_source import Episode, SessionSource, WaitCause
+from actors.gateway.sessions import Session, SessionCall
+
+
+class MixedSource(SessionSource):
+    """Passes each session to the source of its part.
+
+    make_http: makes the source of all parts whose agents call over HTTP, which share an endpoint;
+        None without such parts
+    """
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        make_http: Callable[[Gateway, Collection[str]], SessionSource] | None,
+    ) -> None:
+        self.gateway = gateway
+        over_http = [part for part, agent in gateway.agents.items() if agent.http]
+        self.http = make_http(gateway, over_http) if make_http is not None else None
+        self.local: dict[str, SessionSource] = {}
+        for part, agent in gateway.agents.items():
+            if part not in over_http:
+                kind = EnvironmentSource if agent.uses_sessions else SingleCompletions
+                self.local[part] = kind(gateway, part)
+
+    @property
+    def sources(self) -> list[SessionSource]:
+        """Every source once."""
+        return [*self.local.values(), *([self.http] if self.http is not None else [])]
+
+    def source_of(self, session: Session) -> SessionSource:
+        """The source of a session's part."""
+        return self.of_part(self.gateway.part_of(session.ticket))
+
+    def of_part(self, part: str) -> SessionSource:
+        """The source of a part."""
+        source = self.local.get(part, self.http)
+        assert source is not None
+        return source
+
+    def count_wanted(self) -> int:
+        """Count the samples that the sources have room for, and those that wait for a source.
+
+        A part whose agents have no room does not keep the others from new samples."""
+        waiting = {True: 0, False: 0}  # for the sources here, and for agents over HTTP
+        for grant in self.gateway.held.values():
+            is_local = self.gateway.part_of(grant.ticket) in self.local
+            waiting[is_local] += len(grant.waiting)
+        wanted = sum(waiting.values())
+        if self.local:
+            wanted += max(0, self.gateway.free_sessions - waiting[True])
+        if self.http is not None:
+            wanted += max(0, self.http.count_wanted() - waiting[False])
+        return wanted
+
+    @property
+    def wires(self) -> Sequence[socket.socket]:
+        return list(itertools.chain.from_iterable(source.wires for source in self.sources))
+
+    def on_answer(
+        self, episode: Episode, call: SessionCall, node: CallNode | None, failed: str
+    ) -> None:
+        self.source_of(episode.session).on_answer(episode, call, node, failed)
+
+    def on_drop(self, episode: Episode) -> None:
+        self.source_of(episode.session).on_drop(episode)
+
+    def explain_wait(self, episode: Episode, limit: str, left_s: float, now: float) -> WaitCause:
+        return self.source_of(episode.session).explain_wait(episode, limit, left_s, now)
+
+    def explain_queue(self, part: str) -> WaitCause:
+        return self.of_part(part).explain_queue(part)
+
+    def open_sessions(self) -> None:
+        for source in self.sources:
+            source.open_sessions()
+
+    def poll(self) -> None:
+        for source in self.sources:
+            source.poll()
+
+    def on_resume(self, session: Session) -> None:
+        self.source_of(session).on_resume(session)
+
+    def on_deliver(self, session: Session) -> None:
+        self.source_of(session).on_deliver(session)
+
+    def on_report(self) -> None:
+        for source in self.sources:
+            source.on_report()
+
+    def close(self) -> None:
+        for source in self.sources:
+            source.close()
