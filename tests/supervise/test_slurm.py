@@ -117,7 +117,7 @@ def test_sessions_have_an_address_for_their_gateway(tmp_path: Path) -> None:
     lines = body[body.index("ip=$(") : body.index("[ -e ")]
     shown = subprocess.run(
         ["bash", "-uc", f'{lines}printf "%s\\n" "${{wires[@]}}"'],
-        env=os.environ | {"SLURM_JOB_ID": "11008"},
+        env=os.environ | {"SLURM_JOB_ID": "11008", "keys": "K"},
         capture_output=True,
         text=True,
         check=True,
