@@ -11,8 +11,9 @@ mutants_tests.json maps source files to the fast test files that run them; `--ta
 again.  A first process imports the project and collects the tests once.  Every mutant is a fork of
 it that changes one function in memory and runs the tests that reach the changed statement, until
 one fails.  Mutants that this does not kill, and those outside a function, are tried once more in a
-process that imports the changed file anew.  Only measurements are written to disk; they are valid
-in .pytest_cache/mutants until their files change.
+process that imports the changed file anew.  Only measurements are written to disk, to
+.pytest_cache/mutants: they are made again when the test file changes.  After a change of the source
+file they count by function, so that its mutants need not wait for them.
 
 A mutant is killed when a test fails, the import fails, the tests take five times the processor
 they take without it, or they stand still.  Time in which a busy machine lets a fork wait for a
@@ -55,6 +56,7 @@ from pathlib import Path
 from typing import Any
 
 from lib import results_file
+from lib.mutant_lines import functions_of, lines_by_function
 from lib.mutant_session import CollectedSession, change_function
 
 ROOT = results_file.ROOT
@@ -538,16 +540,24 @@ def digest(path: str) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.exists() else ""
 
 
-def kept(test_file: str, paths: Collection[str]) -> dict[str, Any] | None:
-    """Return the stored measurement of a test file, None if it is outdated.
+def kept(test_file: str, paths: Collection[str], *, exact: bool = False) -> dict[str, Any] | None:
+    """Return the stored measurement of a test file, None if there is none or the file has changed.
 
-    It is valid while neither the file nor those of `paths` that it runs have changed."""
+    For a source file that has changed since it is by function.  exact: none of `paths` that it
+    runs may have changed."""
     file = KEPT / f"{Path(test_file).stem}.json"
     if not file.exists():
         return None
     found: dict[str, Any] = json.loads(file.read_text())
-    counted = {p: d for p, d in found["digests"].items() if p in paths or p.startswith("tests/")}
-    return found if all(digest(p) == d for p, d in counted.items()) else None
+    changed = [path for path, old in found["digests"].items() if digest(path) != old]
+    if any(path.startswith("tests/") or (exact and path in paths) for path in changed):
+        return None
+    for path in changed:
+        lines = found["lines"].pop(path)
+        if (ROOT / path).exists():
+            functions = functions_of((ROOT / path).read_text())
+            found["lines"][path] = lines_by_function(lines, found["functions"][path], functions)
+    return found
 
 
 def baseline(
@@ -556,13 +566,15 @@ def baseline(
     paths: Collection[str],
     work: Path,
     workers: int,
+    *,
+    exact: bool = False,
 ) -> Baseline:
     """Measured, or as it was kept.  A file with a test that fails without a mutant is left out, and
     named.
     """
     KEPT.mkdir(parents=True, exist_ok=True)
     base = Baseline()
-    found = {t: f for t in tests if (f := kept(t, paths)) is not None}
+    found = {t: f for t in tests if (f := kept(t, paths, exact=exact)) is not None}
     running: list[Child] = []
 
     def collect() -> None:
@@ -574,6 +586,7 @@ def baseline(
             return
         of = [child.what, "tests/conftest.py", *answer["lines"]]
         answer["digests"] = {p: digest(p) for p in of}
+        answer["functions"] = {p: functions_of((ROOT / p).read_text()) for p in answer["lines"]}
         (KEPT / f"{Path(child.what).stem}.json").write_text(json.dumps(answer))
         found[child.what] = answer
         print(f"measured {len(found)} of {len(tests)} test files", file=sys.stderr, flush=True)
@@ -601,14 +614,16 @@ def write_table(paths: Sequence[str], work: Path, workers: int) -> None:
     files = fast_files()
 
     def act(session: CollectedSession) -> dict[str, Any]:
-        baseline(session, files, paths, work, workers)
+        baseline(session, files, paths, work, workers, exact=True)
         return {}
 
     collected(files, work, act)
     old: dict[str, list[str]] = json.loads(TABLE.read_text())
     table = {
         # of a file with a failing test nothing was measured
-        t: sorted(set(found["lines"]) & set(paths)) if (found := kept(t, paths)) else old.get(t, [])
+        t: sorted(set(found["lines"]) & set(paths))
+        if (found := kept(t, paths, exact=True))
+        else old.get(t, [])
         for t in files
     }
     TABLE.write_text(json.dumps(table, indent=1) + "\n")
