@@ -899,6 +899,7 @@ def _main(args: argparse.Namespace, work: Path) -> None:
     many = 20 if args.quick else args.sample or len(every)
     wanted = drawn(every, many, args.seed, 0 if chosen or args.quick else LEAST)
     known = Equivalents(ROOT / "benchmarks" / "mutants_equivalent.toml")
+    paths = list(dict.fromkeys(path for path, _ in wanted))
     tests = args.tests.split(",") if args.tests else chosen.get("tests") or reaching_files(paths)
     found = tried(args, wanted, tests, paths, known, work)
     base = Baseline(**found["base"])
