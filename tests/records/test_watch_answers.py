@@ -271,6 +271,13 @@ def test_the_lags_of_each_run_have_a_plot_of_their_own(client: TestClient, run_d
     norms = [t for t in titles("page=learner") if t.startswith("Each optimizer step")]
     assert norms and norms == [t for t in titles("page=learner&run=second") if t in norms]
     assert not [t for t in titles("page=learner&run=first") if t in norms]
+    for run in ("first", "second"):
+        append(
+            run_dir.parent / run / "metrics.jsonl",
+            *(metric_row(s, **{"optim/grad_norm": s}) for s in (30, 31)),
+        )
+    answer(client, "runs")
+    assert set(norms) < set(titles("page=learner")), "below those of the batches"
 
 
 # ---- samples -------------------------------------------------------------------------------------

@@ -86,6 +86,8 @@ def test_the_first_free_port_is_taken_where_none_was_chosen(
         assert again.getsockname()[1] == port
         with socket.create_connection(("127.0.0.1", port), 60):
             assert again.accept()
+    with server.listen("127.0.0.1", None) as first:
+        assert first.getsockname()[1] == port
 
 
 def test_the_page_is_served_at_the_announced_address(
