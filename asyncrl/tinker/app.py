@@ -26,7 +26,13 @@ from asyncrl.records import atomic_write, jsonl
 from asyncrl.tinker import wire
 from asyncrl.tinker.call_log import TrainingCall, TrainingOutcome
 from asyncrl.tinker.links import WorkerLink
-from asyncrl.tinker.model_records import ModelRecord, find_saved, folder_name
+from asyncrl.tinker.model_records import (
+    ModelRecord,
+    branch_name,
+    find_saved,
+    folder_name,
+    model_of,
+)
 from asyncrl.tinker.models import ServedModel
 from asyncrl.tinker.samplers import SampleOutcome, SamplerRecord, SamplerService
 from asyncrl.tinker.sequences import SequenceLedger
@@ -95,8 +101,10 @@ class TinkerServer:
         max_lag + 1 optimizer steps train. A request waits only while calls of the model are being
         carried out, so that a client that waits for it is never stuck."""
         limit = self.config.staleness.max_lag
-        model = self.models.get(sampler.model)
+        model = self.models.get(model_of(sampler.model))
         if self.config.staleness.on_exceed != "pace" or model is None or model.is_idle:
+            return ""
+        if sampler.model != model.ancestry.model:
             return ""
         untrained = self.ledger.of_model(sampler.model).untrained
         ahead = sum(n for version, n in untrained.items() if version >= model.version - limit)
@@ -423,8 +431,8 @@ class TinkerServer:
         values = json.loads(outcome.reply)
         id = values.get("sampling_session_id")
         if id is not None:
-            weights = model.folder / "versions" / str(outcome.version)
-            name = model.record.model
+            weights = model.version_path(outcome.branch, outcome.version)
+            name = branch_name(model.record.model, outcome.branch)
             session = model.record.session
             self.samplers.open(SamplerRecord(id, session, name, outcome.version, str(weights)))
 

@@ -33,16 +33,21 @@ class TrainingOutcome(msgspec.Struct, frozen=True):
     """The result of a call, and what it did to the model's bookkeeping.
 
     version: of the model, after the call.
+    branch, parents: of the model, after the call (`ModelAncestry`).
     lags: lag -> tokens in the gradient.  sequences: ids of the sequences behind them.
+    token_lags: int32, of all positions of the call's datums; a repeated call uses the same.
     """
 
     reply: bytes = b""
     protobuf: bool = False
     version: int = 0
+    branch: int = 0
+    parents: dict[str, int] = {}
     error: str = ""
     category: ErrorCategory = "user"
     lags: dict[int, int] = {}
     sequences: list[str] = []
+    token_lags: bytes = b""
 
 
 class CallLog:

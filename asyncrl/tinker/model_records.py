@@ -14,7 +14,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 class SavedWeights(msgspec.Struct):
-    """NAME.json beside weights that a client saved."""
+    """NAME.json beside weights that a client saved; model: the branch that has them."""
 
     model: str
     rank: int
@@ -48,6 +48,24 @@ def folder_name(model: str) -> str:
     's-1f-train-0'
     """
     return model.replace(":", "-")
+
+
+def branch_name(model: str, branch: int) -> str:
+    """Return the name of the weights' history that begins with load_weights call `branch`.
+
+    >>> branch_name("s-1f:train:0", 0), branch_name("s-1f:train:0", 7)
+    ('s-1f:train:0', 's-1f:train:0@7')
+    """
+    return f"{model}@{branch}" if branch else model
+
+
+def model_of(branch: str) -> str:
+    """Return the model of a branch.
+
+    >>> model_of("s-1f:train:0@7")
+    's-1f:train:0'
+    """
+    return branch.partition("@")[0]
 
 
 def find_saved(root: Path, path: str, kind: str = "") -> tuple[Path, SavedWeights]:

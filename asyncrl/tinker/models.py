@@ -8,7 +8,7 @@ MODEL/ledger.json      sequences of the model by how often they were trained
 MODEL/model.json       what the model was created from
 MODEL/calls, checkpoints  see call_log.py
 MODEL/weights/NAME, MODEL/sampler_weights/NAME   saved by the client, with NAME.json
-MODEL/versions/V       weights of version V for samplers without a name
+MODEL/versions/B-V     weights of version V of branch B for samplers without a name
 ```
 """
 
@@ -47,7 +47,13 @@ from asyncrl.tinker.messages import (
     ScoreResult,
     StepResult,
 )
-from asyncrl.tinker.model_records import NAME, ModelRecord, SavedWeights, find_saved
+from asyncrl.tinker.model_records import (
+    NAME,
+    ModelRecord,
+    SavedWeights,
+    branch_name,
+    find_saved,
+)
 from asyncrl.tinker.sequences import (
     ModelAncestry,
     SequenceLedger,
@@ -85,6 +91,7 @@ class ServedModel:
         self.ledger = ledger
         self.source = saved
         self.log = CallLog(folder)
+        self.branch = 0  # the load_weights call that its weights descend from
         self.ancestry = ModelAncestry(record.model, dict(record.parents))
         self.version = record.version
         self.next = 0  # the number of the call that is carried out next
@@ -105,11 +112,15 @@ class ServedModel:
         if not path.exists():
             text = load.dump(run_config(self.config, self.record.rank))
             atomic_write.write(path, text)
-        rows = jsonl.read(self.folder / "trained.jsonl")
-        self.recorded = max((int(row["batch"]) for row in rows), default=-1)
+        self.trained_path = self.folder / "trained.jsonl"
+        rows = jsonl.read(self.trained_path)
+        self.recorded = max((int(row.get("call", 0)) for row in rows), default=0)
+        self.listed = sum(len(row["sequences"]) for row in rows)  # ids in trained.jsonl
+        counted = self.ledger.counted.get(self.record.model, -1)
         for row in rows:
-            self.ledger.mark_trained(row["sequences"])
-        self.trained_file = jsonl.JsonlAppender(self.folder / "trained.jsonl")
+            if (number := int(row.get("call", 0))) > counted:
+                self.ledger.mark_trained(row["sequences"], self.record.model, number)
+        self.trained_file = jsonl.JsonlAppender(self.trained_path)
         self.metrics = metrics.MetricsWriter(self.folder)
         self.began = time.monotonic() - max(
             (float(row.get("t", 0.0)) for row in metrics.read(self.folder)), default=0.0
@@ -123,11 +134,16 @@ class ServedModel:
             assert outcome is not None
             self.next = number + 1
             self.version = outcome.version
+            self._set_branch(outcome.branch, outcome.parents or self.record.parents)
             if call is not None:
                 self._account(call.route, outcome)
         for number in self.log.numbers("call"):
             if number >= self.next:
                 self._promise(number)
+
+    def _set_branch(self, branch: int, parents: dict[str, int]) -> None:
+        self.branch = branch
+        self.ancestry = ModelAncestry(branch_name(self.record.model, branch), dict(parents))
 
     def _begin_step(self) -> None:
         """Forget what was collected for the last optimizer step."""
@@ -141,9 +157,12 @@ class ServedModel:
         if route == "forward_backward":
             self.lags.update(outcome.lags)
             self.sequences += outcome.sequences
+            self.taken.update(outcome.sequences)
             self.refused = self.refused or outcome.error
         elif route == "optim_step":
             self.batch = len(set(self.sequences)) or self.batch
+            self._begin_step()
+        elif route == "load_weights" and not outcome.error:
             self._begin_step()
 
     # ---- calls -----------------------------------------------------------------------------------
@@ -214,6 +233,9 @@ class ServedModel:
         except Exception as error:  # a client waits for it, and later calls must go on
             traceback.print_exc()
             outcome = TrainingOutcome(error=repr(error), category="server", version=self.version)
+        outcome = msgspec.structs.replace(
+            outcome, branch=self.branch, parents=self.ancestry.parents
+        )
         self.log.write_outcome(number, outcome)
         self._account(call.route, outcome)
         self.next = number + 1
@@ -221,7 +243,10 @@ class ServedModel:
         self.promises[number].set_result(outcome)
         for old in [n for n, x in self.promises.items() if n < number - 256 and x.done()]:
             del self.promises[old]  # found on disk again
-        if call.route == "optim_step" and not outcome.error:
+        every = self.config.training.checkpoint_every
+        stepped = call.route == "optim_step" and self.version % every == 0
+        # the state that was loaded may be replaced or deleted by its client
+        if not outcome.error and (stepped or call.route == "load_weights"):
             await self._checkpoint(number)
 
     async def _perform(self, call: TrainingCall) -> TrainingOutcome:
@@ -295,9 +320,7 @@ class ServedModel:
             elif not outcome.error and call.route == "load_weights":
                 await self._repeat(self._load_request(call)[0])
             elif not outcome.error:
-                request, _ = self._loss_request(call, replay=True)
-                if not request.forward_only:
-                    await self._repeat(request)
+                await self._repeat(self._repeated_loss(call, outcome))
 
     async def _repeat(self, request: Request) -> None:
         result = await self.trainer.call(request)
@@ -305,8 +328,6 @@ class ServedModel:
             raise WorkerExited(f"{self.record.model} cannot be restored: {result.error}")
 
     async def _checkpoint(self, number: int) -> None:
-        if self.version % self.config.training.checkpoint_every:
-            return
         path = self.log.checkpoint_path(number, self.version)
         try:
             await self._ask(SaveWeights(self.record.model, str(path), state=True))
@@ -317,9 +338,7 @@ class ServedModel:
 
     # ---- forward_backward ------------------------------------------------------------------------
 
-    def _loss_request(
-        self, call: TrainingCall, *, replay: bool = False
-    ) -> tuple[ForwardBackward, TrainingOutcome]:
+    def _loss_request(self, call: TrainingCall) -> tuple[ForwardBackward, TrainingOutcome]:
         """Decode a loss and measure the lag of its tokens.
 
         The outcome has the lags and sequences of the gradient.  Raises RequestRefused for tokens
@@ -328,7 +347,8 @@ class ServedModel:
         staleness = self.config.staleness
         lags: Counter[int] = Counter()
         sequences: list[str] = []
-        data = []
+        data: list[Datum] = []
+        token_lags: list[bytes] = []
         taken = Counter(self.taken)
         for place, (datum, spans) in enumerate(zip(decoded.data, decoded.spans, strict=True)):
             runs = self.ledger.resolve(datum, spans, taken)
@@ -342,25 +362,33 @@ class ServedModel:
             )
             masks = staleness.on_exceed == "mask"
             only_limit = masks and measured.lags.max(initial=-1) > staleness.max_lag
-            checked = not (replay or decoded.forward_only)
-            if measured.refused and checked and not only_limit:
+            if measured.refused and not (decoded.forward_only or only_limit):
                 raise RequestRefused(f"datum {place}: {measured.refused}")
+            token_lags.append(measured.lags.astype("<i4").tobytes())
             datum, kept = with_lags(datum, measured.lags, staleness.max_lag)
             data.append(datum)
             lags.update(kept[kept != NOT_SAMPLED].tolist())
             sequences += measured.sequences
-        if not decoded.forward_only and not replay:
-            self.taken = taken
         request = ForwardBackward(
             self.record.model, data, decoded.loss, decoded.config, decoded.forward_only
         )
-        counted = {} if decoded.forward_only else dict(lags)
-        return request, TrainingOutcome(
-            lags=counted,
-            sequences=[] if decoded.forward_only else sequences,
-            version=self.version,
-            protobuf=True,
-        )
+        outcome = TrainingOutcome(version=self.version, protobuf=True)
+        if not decoded.forward_only:
+            outcome = msgspec.structs.replace(
+                outcome, lags=dict(lags), sequences=sequences, token_lags=b"".join(token_lags)
+            )
+        return request, outcome
+
+    def _repeated_loss(self, call: TrainingCall, outcome: TrainingOutcome) -> ForwardBackward:
+        """Decode a loss that was computed before, with the lags that it had then."""
+        decoded = wire.loss_call(wire.parse_loss_request(call.body))
+        lags = np.frombuffer(outcome.token_lags, "<i4")
+        ends = np.cumsum([datum.length for datum in decoded.data])[:-1]
+        data = [
+            with_lags(datum, part, self.config.staleness.max_lag)[0]
+            for datum, part in zip(decoded.data, np.split(lags, ends), strict=True)
+        ]
+        return ForwardBackward(self.record.model, data, decoded.loss, decoded.config)
 
     async def _forward_backward(self, call: TrainingCall) -> TrainingOutcome:
         request, outcome = self._loss_request(call)
@@ -395,17 +423,33 @@ class ServedModel:
         result = await self._ask(request)
         assert isinstance(result, StepResult)
         measured = result.metrics | lag_metrics(self.lags)
-        if self.version > self.recorded:  # otherwise recorded before the server was killed
-            self.trained_file.write(trained_row(self.version, self.lags, self.sequences))
-            self.ledger.mark_trained(set(self.sequences))
-            totals = self.ledger.of_model(self.record.model).as_dict()
-            atomic_write.write(self.folder / "ledger.json", json.dumps(totals, indent=1))
+        if call.number > self.recorded:  # otherwise recorded before the server was killed
+            row = trained_row(self.version, self.lags, self.sequences, call.number)
+            self.trained_file.write(row)
+            self.ledger.mark_trained(row["sequences"], self.record.model, call.number)
+            self.recorded = call.number
+            self.listed += len(row["sequences"])
+            if self.listed > 2 * self.ledger.remembered:
+                self._drop_listed()
+            self._write_ledger()
             self.metrics.write(self.version, measured, time.monotonic() - self.began)
-            self.recorded = self.version
         self.version += 1
         names = ("optim/grad_norm", "optim/lr", "lag/mean", "lag/max", "lag/unknown_share")
         shown = {name.replace("/", "_"): measured[name] for name in names if name in measured}
         return self._reply({"type": "optim_step", "metrics": shown})
+
+    def _write_ledger(self) -> None:
+        totals = self.ledger.totals(self.record.model)
+        atomic_write.write(self.folder / "ledger.json", json.dumps(totals, indent=1))
+
+    def _drop_listed(self) -> None:
+        """Leave the ids of sequences out of trained.jsonl, once the ledger's file counts them."""
+        self.ledger.rewrite()
+        rows = [row | {"sequences": []} for row in jsonl.read(self.trained_path)]
+        self.trained_file.close()
+        atomic_write.write(self.trained_path, "".join(json.dumps(row) + "\n" for row in rows))
+        self.trained_file = jsonl.JsonlAppender(self.trained_path)
+        self.listed = 0
 
     # ---- weights ---------------------------------------------------------------------------------
 
@@ -419,9 +463,9 @@ class ServedModel:
 
     def _write_saved(self, path: Path) -> None:
         note = SavedWeights(
-            self.record.model, self.record.rank, self.version, self.ancestry.parents, time.time()
+            self.ancestry.model, self.record.rank, self.version, self.ancestry.parents, time.time()
         )
-        atomic_write.write(path.with_name(f"{path.name}.json"), msgspec.json.encode(note))
+        atomic_write.write(_note_path(path), msgspec.json.encode(note))
 
     async def _save(self, call: TrainingCall) -> TrainingOutcome:
         request = wire.parse_json(sdk.SaveWeightsRequest, call.body)
@@ -440,24 +484,28 @@ class ServedModel:
             raise ConfigError(f"kind = {request.kind}: only snapshots are served")
         values: dict[str, Any] = {"type": "save_weights_for_sampler", "path": None}
         if request.path is None:
-            path = self.folder / "versions" / str(self.version)
+            path = self.version_path(self.branch, self.version)
             values |= {"sampling_session_id": f"{self.record.model}:v{self.version}:{call.number}"}
         else:
             path = self.weights_path("sampler_weights", request.path)
             values["path"] = f"tinker://{self.record.model}/sampler_weights/{request.path}"
-        if request.path is not None or not path.exists():
+        if request.path is not None or not _note_path(path).exists():
             await self._ask(SaveWeights(self.record.model, str(path)))
             self._write_saved(path)
         self._prune_versions()
         return self._reply(values)
 
+    def version_path(self, branch: int, version: int) -> Path:
+        """Return the directory of the weights of samplers without a name."""
+        return self.folder / "versions" / f"{branch}-{version}"
+
     def _prune_versions(self) -> None:
-        folder = self.folder / "versions"
-        if not folder.exists():
-            return
-        found = sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
-        for version in found[: -self.config.weights.slots]:
-            shutil.rmtree(folder / str(version), ignore_errors=True)
+        notes = (self.folder / "versions").glob("*-*.json")
+        found = sorted(tuple(map(int, note.stem.split("-"))) for note in notes)
+        for branch, version in found[: -self.config.weights.slots]:
+            path = self.version_path(branch, version)
+            shutil.rmtree(path, ignore_errors=True)
+            _note_path(path).unlink(missing_ok=True)
 
     def _load_request(self, call: TrainingCall) -> tuple[LoadModel, SavedWeights | None]:
         """Return the request of a load_weights call, and what the weights are; None: the source."""
@@ -487,14 +535,18 @@ class ServedModel:
         else:
             await self._ask(request)
             self.version = saved.version
-            if saved.model != self.record.model:
-                self.ancestry.parents |= {saved.model: saved.version, **saved.parents}
+            self._set_branch(call.number, {saved.model: saved.version, **saved.parents})
         path = json.loads(call.body)["path"]
         return self._reply({"type": "load_weights", "path": path, "model_id": self.record.model})
 
     def close(self) -> None:
+        self._write_ledger()
         self.trained_file.close()
         self.metrics.close()
+
+
+def _note_path(weights: Path) -> Path:
+    return weights.with_name(f"{weights.name}.json")
 
 
 def with_lags(datum: Datum, lags: np.ndarray, limit: float) -> tuple[Datum, np.ndarray]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ import tinker.types as sdk
 
 from asyncrl.contract.errors import ConfigError
 from asyncrl.models.tokenizer import vocabulary
-from asyncrl.records import jsonl
+from asyncrl.records import atomic_write, jsonl
 from asyncrl.tinker import wire
 from asyncrl.tinker.links import WorkerExited, WorkerLink
 from asyncrl.tinker.messages import CallFailure, ErrorCategory, SampleCall, SampleResult
@@ -21,12 +22,13 @@ from asyncrl.tinker.sequences import SequenceLedger
 from asyncrl.tinker.settings import TinkerConfig
 
 KEPT = 4096  # finished requests whose results a client can ask for again
+REMEMBERED = 10_000  # samplers
 
 
 class SamplerRecord(msgspec.Struct, frozen=True):
     """A sampler; a row of samplers.jsonl.
 
-    model: whose weights it has; "": the base model.  weights: their directory; "": the base.
+    model: branch whose weights it has; "": the base model.  weights: their directory; "": the base.
     path: the tinker path that it was made from, or "".
     """
 
@@ -49,9 +51,10 @@ class SampleOutcome(msgspec.Struct, frozen=True):
 class SamplePromise:
     """A request to sample, with the ids of its sequences."""
 
-    def __init__(self, body: bytes, sequences: list[str], number: int) -> None:
+    def __init__(self, body: bytes, sequences: list[str], model: str, number: int) -> None:
         self.body = body
         self.sequences = sequences
+        self.model = model  # branch that samples them
         self.number = number  # of its call to the sampling process
         self.is_started = False  # the sampling process has it
         self.paced = ""  # why it waits
@@ -60,7 +63,9 @@ class SamplePromise:
 
 
 class SamplerService:
-    """All samplers and their requests."""
+    """The samplers of a server, and their requests.
+
+    remembered: how many samplers stay usable; up to twice as many are kept."""
 
     def __init__(
         self,
@@ -69,6 +74,7 @@ class SamplerService:
         link: WorkerLink,
         ledger: SequenceLedger,
         ends: Sequence[int],
+        remembered: int = REMEMBERED,
     ) -> None:
         """ends: the model's own stop tokens."""
         self.config = config
@@ -76,10 +82,11 @@ class SamplerService:
         self.ledger = ledger
         self.ends = ends
         self.vocabulary = vocabulary(config.model.path) or 1 << 31
-        path = folder / "samplers.jsonl"
-        rows = [msgspec.convert(row, SamplerRecord) for row in jsonl.read(path)]
-        self.samplers = {row.id: row for row in rows}
-        self.file = jsonl.JsonlAppender(path)
+        self.remembered = remembered
+        self.path = folder / "samplers.jsonl"
+        rows = [msgspec.convert(row, SamplerRecord) for row in jsonl.read(self.path)]
+        self.samplers = {row.id: row for row in rows}  # the one used last comes last
+        self.file = jsonl.JsonlAppender(self.path)
         self.promises: OrderedDict[str, SamplePromise] = OrderedDict()
         self.clones: dict[str, int] = {}
         # a restarted server draws other random numbers for other requests
@@ -94,12 +101,28 @@ class SamplerService:
         if record.id not in self.samplers:
             self.samplers[record.id] = record
             self.file.write(msgspec.to_builtins(record))
+            if len(self.samplers) > 2 * self.remembered:
+                self._forget_samplers()
         return self.samplers[record.id]
+
+    def _forget_samplers(self) -> None:
+        """Drop samplers whose weights were deleted, then those that were used longest ago."""
+        usable = [x for x in self.samplers.values() if not x.weights or Path(x.weights).exists()]
+        self.samplers = {record.id: record for record in usable[-self.remembered :]}
+        self.clones = {id: n for id, n in self.clones.items() if id in self.samplers}
+        lines = [json.dumps(msgspec.to_builtins(row)) + "\n" for row in self.samplers.values()]
+        self.file.close()
+        atomic_write.write(self.path, "".join(lines))
+        self.file = jsonl.JsonlAppender(self.path)
 
     def find(self, id: str | None) -> SamplerRecord:
         """Return a sampler.  Raises ConfigError."""
         if id is None or id not in self.samplers:
-            raise ConfigError(f"sampling_session_id = {id}: this server has no such sampler")
+            raise ConfigError(
+                f"sampling_session_id = {id}: this server has no such sampler, or not among the "
+                f"{self.remembered} that were used last; take a new sampling client"
+            )
+        self.samplers[id] = self.samplers.pop(id)
         return self.samplers[id]
 
     def submit(self, request: sdk.SampleRequest, body: bytes) -> tuple[str, SamplePromise]:
@@ -132,7 +155,9 @@ class SamplerService:
             seed=self.config.seed if seed is None else seed,
             ticket=self.ticket if seed is None else 0,
         )
-        promise = SamplePromise(body, self.ledger.mint(job.count), self.link.next_number())
+        promise = SamplePromise(
+            body, self.ledger.mint(job.count), sampler.model, self.link.next_number()
+        )
         self.promises[name] = promise
         promise.task = asyncio.create_task(self._sample(sampler, job, promise))
         self._forget_old()
@@ -202,10 +227,8 @@ class SamplerService:
         """Return the sequences of a model that are being sampled."""
         return sum(
             len(promise.sequences)
-            for name, promise in self.promises.items()
-            if not promise.future.done()
-            and promise.is_started
-            and self.samplers[name.rpartition(":sample:")[0]].model == model
+            for promise in self.promises.values()
+            if not promise.future.done() and promise.is_started and promise.model == model
         )
 
     def close(self) -> None:

@@ -25,6 +25,7 @@ import xxhash
 from asyncrl.contract.errors import ConfigError
 from asyncrl.records import atomic_write, jsonl
 from asyncrl.tinker.messages import NOT_SAMPLED, UNKNOWN, Datum
+from asyncrl.tinker.model_records import model_of
 
 REMEMBERED = 200_000  # newest sequences of a server, about 100 MB
 
@@ -89,7 +90,10 @@ def uncertain_run(tokens: bytes, logprobs: bytes) -> tuple[str, int] | None:
 
 @dataclass
 class ModelAncestry:
-    """A model and the models whose states it was loaded from, with their versions then."""
+    """A branch of a model, and those whose states it descends from, with their versions then.
+
+    load_weights begins a new branch of a model: later versions of the weights that it replaced are
+    no earlier versions of the new ones."""
 
     model: str
     parents: dict[str, int] = field(default_factory=dict)
@@ -108,7 +112,9 @@ class ModelAncestry:
 class SequenceLedger:
     """The newest sequences of a server, and the totals of all.
 
-    `sequences.jsonl` begins with the totals of the sequences that its other rows lack.
+    `sequences.jsonl` begins with the totals of the sequences that its other rows lack. Once it is
+    rewritten, its rows say how often each sequence was trained, up to the call of each model in
+    `counted`; later calls are in trained.jsonl of the model.
 
     remembered: how many sequences datums can be matched to."""
 
@@ -119,14 +125,17 @@ class SequenceLedger:
         self.by_fingerprint: dict[str, list[SampledSequence]] = {}
         self.models: dict[str, ModelLedger] = {}
         self.rows = 0  # in the file
+        self.counted: dict[str, int] = {}  # model -> the last call whose step was counted
         for row in jsonl.read(path):
             if (forgotten := row.get("forgotten")) is not None:
                 self.models = {model: ModelLedger(**totals) for model, totals in forgotten.items()}
+                self.counted = row.get("counted", {})
                 continue
             self._add(
                 SampledSequence(
                     *(row["id"], row["model"], row["version"], row["length"], row["fingerprint"]),
                     tuple(row["uncertain"]) if row.get("uncertain") else None,
+                    row.get("trained", 0),
                 )
             )
         self.file = jsonl.JsonlAppender(path)
@@ -155,7 +164,7 @@ class SequenceLedger:
         while len(self.sequences) > self.remembered:
             self._forget(next(iter(self.sequences.values())))
         if self.rows > 2 * self.remembered:
-            self._rewrite()
+            self.rewrite()
 
     def _forget(self, sequence: SampledSequence) -> None:
         """Keep a sequence in the totals alone."""
@@ -170,8 +179,8 @@ class SequenceLedger:
             ledger.drop_empty()
             ledger.forgotten_untrained += 1
 
-    def _rewrite(self) -> None:
-        """Replace the rows of forgotten sequences by their totals."""
+    def rewrite(self) -> None:
+        """Replace the rows of forgotten sequences by their totals, and note what was trained."""
         kept: dict[str, ModelLedger] = {}
         for sequence in self.sequences.values():
             kept.setdefault(sequence.model, ModelLedger()).add(sequence)
@@ -179,7 +188,7 @@ class SequenceLedger:
             model: ledger.without(kept.get(model, ModelLedger()))
             for model, ledger in self.models.items()
         }
-        rows: list[dict[str, Any]] = [{"forgotten": forgotten}]
+        rows: list[dict[str, Any]] = [{"forgotten": forgotten, "counted": self.counted}]
         rows += [_sequence_row(sequence) for sequence in self.sequences.values()]
         self.file.close()
         atomic_write.write(self.path, "".join(json.dumps(row) + "\n" for row in rows))
@@ -277,8 +286,15 @@ class SequenceLedger:
             runs.append(SampledRun(begin, done, chosen))
         return runs
 
-    def mark_trained(self, ids: Iterable[str]) -> None:
-        """Count an optimizer step on these sequences."""
+    def totals(self, model: str) -> dict[str, int]:
+        """Return the ledger of a model with all its branches."""
+        own = [ledger for branch, ledger in self.models.items() if model_of(branch) == model]
+        rows = [ledger.as_dict() for ledger in own or [ModelLedger()]]
+        return {name: sum(row[name] for row in rows) for name in rows[0]}
+
+    def mark_trained(self, ids: Iterable[str], model: str, call: int) -> None:
+        """Count the optimizer step of a model's call on these sequences."""
+        self.counted[model] = call
         for sequence in filter(None, map(self.sequences.get, ids)):
             sequence.trained += 1
             ledger = self.of_model(sequence.model)
@@ -310,7 +326,8 @@ def _begin_in(
 def _sequence_row(sequence: SampledSequence) -> dict[str, Any]:
     """Return the row of a sequence in the file."""
     row = asdict(sequence)
-    del row["trained"]  # trained.jsonl of each model has it
+    if not sequence.trained:
+        del row["trained"]
     return row
 
 
@@ -460,10 +477,13 @@ def lag_metrics(lags: Counter[int]) -> dict[str, float]:
     return metrics
 
 
-def trained_row(version: int, lags: Counter[int], sequences: Sequence[str]) -> dict[str, Any]:
+def trained_row(
+    version: int, lags: Counter[int], sequences: Sequence[str], call: int
+) -> dict[str, Any]:
     """Return the row of an optimizer step in `trained.jsonl`; `buffer.training_log` reads it."""
     return {
         "batch": version,
+        "call": call,
         "samples": len(set(sequences)),
         "ids": xxhash.xxh3_64_hexdigest(";".join(sequences).encode()),
         "lags": {str(lag): tokens for lag, tokens in sorted(lags.items()) if lag >= 0},

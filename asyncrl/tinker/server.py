@@ -8,8 +8,9 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
@@ -17,6 +18,11 @@ from asyncrl.records import atomic_write, private
 from asyncrl.records.rundir import RunLock
 from asyncrl.tinker.settings import TinkerConfig
 from asyncrl.viewer.server import listen
+
+if TYPE_CHECKING:
+    import uvicorn
+
+    from asyncrl.tinker.app import TinkerServer
 
 CONFIG = "tinker.toml"
 KEY = "api_key"
@@ -58,7 +64,7 @@ def api_key(folder: Path) -> str:
 def serve(config: TinkerConfig, source: str) -> None:
     """Serve until interrupted.  Raises ConfigError."""
     try:
-        import uvicorn
+        import uvicorn  # noqa: F401
 
         from asyncrl.tinker.app import TinkerServer
     except ModuleNotFoundError as error:
@@ -85,30 +91,40 @@ def serve(config: TinkerConfig, source: str) -> None:
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     atomic_write.write(folder / "url", url + "\n")
 
+    def announce() -> None:
+        print(f"serving {config.model.path} from {folder}", file=sys.stderr)
+        print(f"export TINKER_BASE_URL={url} TINKER_API_KEY={key}", flush=True)
+
     async def run() -> None:
-        server = TinkerServer(config, folder, key)
-
-        @contextlib.asynccontextmanager
-        async def lifespan(app: object) -> AsyncIterator[None]:
-            await server.start()
-            print(f"serving {config.model.path} from {folder}", file=sys.stderr)
-            print(f"export TINKER_BASE_URL={url} TINKER_API_KEY={key}", flush=True)
-            yield
-            await server.stop()
-
-        app = server.starlette()
-        app.router.lifespan_context = lifespan
-        settings = uvicorn.Config(
-            app,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=1,
-        )
-        await uvicorn.Server(settings).serve(sockets=[listener])
+        await web_server(TinkerServer(config, folder, key), announce).serve(sockets=[listener])
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         asyncio.run(run())
     finally:
         lock.close()
+
+
+def web_server(server: TinkerServer, announce: Callable[[], None]) -> uvicorn.Server:
+    """Return the web server of `server`, which starts and stops it.
+
+    announce: called when the server has started."""
+    import uvicorn
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: object) -> AsyncIterator[None]:
+        await server.start()
+        announce()
+        yield
+        await server.stop()
+
+    app = server.starlette()
+    app.router.lifespan_context = lifespan
+    settings = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=1,
+    )
+    return uvicorn.Server(settings)

@@ -166,13 +166,16 @@ def run_config(config: TinkerConfig, rank: int) -> Config:
 
     rank: of the model's adapter; 0: all weights."""
     lora = {"alpha": config.lora.alpha, "target_modules": config.lora.target_modules}
+    room = config.sampling.context - 1  # a run needs it for a prompt
+    generator = msgspec.to_builtins(config.sampling)
+    generator["max_new_tokens"] = min(config.sampling.max_new_tokens, room)
     return load.build(
         {
             "seed": config.seed,
             "model": {"path": config.model.path, "dtype": config.model.dtype}
             | {"device": config.model.device},
             "task": {"name": "client"},
-            "generator": msgspec.to_builtins(config.sampling),
+            "generator": generator,
             "learner": msgspec.to_builtins(config.training),
             "lora": {"rank": rank} | (lora if rank else {}),
             "staleness": {

@@ -11,10 +11,17 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
-from asyncrl.records import jsonl
+from asyncrl.records import health_checks, jsonl, metrics
 from asyncrl.tinker.model_records import ModelRecord
 
+RULES = (
+    health_checks.growing_mismatch,
+    health_checks.engine_mismatch,
+    health_checks.truncated_sampling,
+)
+ADVICE = "sample for training at temperature 1, with top_p = 1 and without top_k"
 CONFIG = "tinker.toml"
 MODEL = "model.json"
 
@@ -56,13 +63,24 @@ def _model(folder: Path) -> dict[str, Any]:
     total = sum(lags.values())
     return {
         "model": record.model,
-        "version": max((row["batch"] + 1 for row in rows), default=record.version),
+        "version": rows[-1]["batch"] + 1 if rows else record.version,
         "lag_mean": sum(lag * tokens for lag, tokens in lags.items()) / max(total, 1),
         "lag_max": max(lags, default=0),
         "trained_tokens": total + unknown,
         "unknown_tokens": unknown,
         "ledger": json.loads(ledger.read_text(encoding="utf-8")) if ledger.exists() else {},
+        "findings": _findings(folder),
     }
+
+
+def _findings(folder: Path) -> list[str]:
+    """Return what the health checks find in a model's metrics.
+
+    Only those that compare sampler and training apply: rewards are the client's."""
+    rows = metrics.read(folder)
+    about = health_checks.RunFacts(load.load(folder / "config.toml"))
+    found = [rule(rows, about) for rule in RULES]
+    return [f"{finding.said}; {ADVICE}" for finding in found if finding is not None]
 
 
 def lines(seen: dict[str, Any]) -> list[str]:
@@ -79,4 +97,5 @@ def lines(seen: dict[str, Any]) -> list[str]:
                 "  sequences: {sampled} sampled = {never_trained} never trained + {trained_once} "
                 "once + {trained_again} more often".format(**model["ledger"])
             )
+        text += [f"  health check: {finding}" for finding in model["findings"]]
     return text

@@ -14,9 +14,12 @@ import torch
 from tinker import types
 
 from asyncrl.models.policy import build_model
+from asyncrl.tinker.model_records import find_saved
 
 SYMBOLS = "0123456789+-*=? abcdefghijklmnopqrstuvwxyz:\n"
 PROMPT = [5, 13, 5, 16]
+# tests of another client than the server's run by another interpreter (test_tinker_cookbook.py)
+PYTHON = os.environ.get("TINKER_SERVER_PYTHON", sys.executable)
 
 
 def write_config(folder: Path, **keys: object) -> Path:
@@ -38,7 +41,7 @@ class ServerProcess:
     def __init__(self, config: Path, *sets: str) -> None:
         options = [word for item in sets for word in ("--set", item)]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "asyncrl.cli", "tinker", str(config), *options],
+            [PYTHON, "-m", "asyncrl.cli", "tinker", str(config), *options],
             stdout=subprocess.PIPE,
             text=True,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -53,6 +56,10 @@ class ServerProcess:
 
     def client(self) -> tinker.ServiceClient:
         return tinker.ServiceClient(base_url=self.url, api_key=self.key)
+
+    def saved(self, path: str) -> Path:
+        """The directory of a tinker path."""
+        return find_saved(self.folder, path)[0]
 
     def kill(self) -> None:
         self.process.kill()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import tinker
+import torch
 from tinker import types
 from tinker_kit import (
     PROMPT,
@@ -18,6 +19,12 @@ from tinker_kit import (
     tuned_datum,
     write_config,
 )
+from tinker_reference_kit import learners_gradient
+
+from asyncrl.config.tree import LoraConfig
+from asyncrl.models.policy import load_policy
+from asyncrl.tinker.messages import LoadModel
+from asyncrl.tinker.workers.trainer import TrainedModel
 
 pytestmark = pytest.mark.slow
 
@@ -56,6 +63,51 @@ def test_losses_train_and_the_lag_is_known(trained: tinker.TrainingClient) -> No
         assert metrics is not None
         assert (metrics["lag_mean"], metrics["lag_unknown_share"]) == (lag, 0.0)
         assert metrics["optim_grad_norm"] > 0 or loss == "gspo"  # every sequence may be clipped
+
+
+def test_a_custom_loss_has_the_learners_gradient(
+    server: ServerProcess, trained: tinker.TrainingClient
+) -> None:
+    """Adam's first moment is the gradient where beta1 is 0; the state of a model has it."""
+    sequences = draw(trained.save_weights_and_get_sampling_client().result(), 3)
+    advantages = [1.0, -0.5, 2.0]
+    data = [
+        policy_datum(sequence, advantage, spans=True)
+        for sequence, advantage in zip(sequences, advantages, strict=True)
+    ]
+    trained.forward_backward(data, "importance_sampling")
+    trained.optim_step(types.AdamParams(learning_rate=3e-2)).result()
+    before = trained.save_state("before").result().path
+
+    def clipped(
+        data: list[types.Datum], logprobs: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        total = torch.zeros(())
+        for datum, lp in zip(data, logprobs, strict=True):
+            behavior, adv = (
+                torch.tensor(datum.loss_fn_inputs[name].data) for name in ("logprobs", "advantages")
+            )
+            ratio = torch.where(adv != 0, lp - behavior, 0.0).exp()
+            total = total - torch.minimum(ratio * adv, ratio.clamp(0.7, 1.1) * adv).sum()
+        return total, {"custom_loss": float(total.detach())}
+
+    scored = trained.forward_backward_custom(data, clipped)
+    stepped = trained.optim_step(types.AdamParams(learning_rate=0.0, beta1=0.0))
+    assert scored.result().metrics["custom_loss"] != 0
+    assert stepped.result().metrics["lag_max"] == 1  # the spans come with the client's weights
+    after = trained.save_state("after").result().path
+    saved = {path: server.saved(path) for path in (before, after)}
+    moments = torch.load(saved[after] / "state.pt", weights_only=True)["optimizer"]["state"]
+    ours = torch.cat([moments[place]["exp_avg"].flatten() for place in sorted(moments)])
+    base = load_policy(server.folder.parent / "tiny", "float32", "cpu")
+    lora = LoraConfig(rank=4, alpha=32.0)
+    model = TrainedModel(base, LoadModel("m", rank=4, seed=0, path=str(saved[before])), lora)
+    rows = [(list(sequence.tokens), list(sequence.logprobs)) for sequence in sequences]
+    theirs = learners_gradient(
+        model, PROMPT, rows, advantages, surrogate="ppo", eps_low=0.3, eps_high=0.1
+    )
+    assert float(theirs.abs().max()) > 1e-3
+    assert torch.allclose(ours, theirs, rtol=1e-6, atol=1e-6 * float(theirs.abs().max()))
 
 
 def test_supervised_training_lowers_the_loss(trained: tinker.TrainingClient) -> None:

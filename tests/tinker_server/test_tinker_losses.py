@@ -432,8 +432,8 @@ def test_the_ledger_closes_and_equal_sequences_are_trained_once_each(
     taken: Counter[str] = Counter()
     found = [ledger.resolve(first, None, taken)[0].sequence for _ in range(2)]
     assert {sequence.id for sequence in found if sequence} == set(ids[:2])
-    ledger.mark_trained(ids[:2])
-    ledger.mark_trained(ids[:1])
+    ledger.mark_trained(ids[:2], "m", 2)
+    ledger.mark_trained(ids[:1], "m", 4)
     assert ledger.of_model("m").as_dict() == {
         "sampled": 3,
         "sampled_tokens": 10,
@@ -451,9 +451,9 @@ def test_the_ledger_remembers_the_newest_sequences_and_the_totals_of_all(
     first, second, third = datums(trainer)
     ids = [record(ledger, first, 0), record(ledger, first, 0), record(ledger, second, 1)]
     assert lags_of(ledger, first)[0][3] == 4  # the equal one that is left
-    ledger.mark_trained(ids)
+    ledger.mark_trained(ids, "m", 2)
     ids += [record(ledger, second, 1), record(ledger, third, 3)]  # the file is rewritten
-    ledger.mark_trained(ids[3:4])
+    ledger.mark_trained(ids[3:4], "m", 4)
     totals = {"sampled": 5, "sampled_tokens": 18, "trained_once": 3, "trained_again": 0}
     assert ledger.of_model("m").as_dict() == totals | {"never_trained": 2}
     assert lags_of(ledger, first)[0][3] == -1
@@ -464,6 +464,7 @@ def test_the_ledger_remembers_the_newest_sequences_and_the_totals_of_all(
     ledger.close()
     assert path.read_bytes().count(b"\n") == 3
     again = SequenceLedger(path, remembered=2)
-    again.mark_trained([ids[1], ids[2], ids[3]])  # as trained.jsonl has them
+    assert again.counted == {"m": 2}  # of trained.jsonl, later calls are still to be counted
+    again.mark_trained(ids[3:4], "m", 4)
     assert again.of_model("m").as_dict() == totals | {"never_trained": 2}
     assert (again.sampled_total, list(again.sequences)) == (5, ids[3:])

@@ -1,0 +1,104 @@
+"""A server of the Tinker API in this process: its routes on a socket, and both workers' own code
+behind them, without processes to start."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import tinker
+from tinker_kit import write_config
+
+from asyncrl.tinker import settings
+from asyncrl.tinker.app import TinkerServer
+from asyncrl.tinker.links import Result, WorkerExited
+from asyncrl.tinker.messages import Request, WorkerCall
+from asyncrl.tinker.server import directory, web_server
+from asyncrl.tinker.workers.sampler import Sampler
+from asyncrl.tinker.workers.trainer import Trainer
+from asyncrl.tinker.workers.worker import LENGTH_BYTES, frame
+
+KEY = "tml-local"
+
+
+class DirectLink:
+    """A link to a worker's code in this process.
+
+    exits: before which of the next calls the worker is killed, by their count."""
+
+    def __init__(self, act: Callable[[int, Request], Result], kill: Callable[[], None]) -> None:
+        self.act = act
+        self.kill = kill
+        self.exits: set[int] = set()
+        self.generation = 1
+        self.number = 0
+        self.decoder = msgspec.msgpack.Decoder(WorkerCall)
+
+    async def start(self) -> None:
+        """It runs."""
+
+    close = start
+
+    def next_number(self) -> int:
+        self.number += 1
+        return self.number
+
+    async def call(self, request: Request, number: int | None = None) -> Result:
+        number = self.next_number() if number is None else number
+        self.exits = {left - 1 for left in self.exits if left > 0}
+        if 0 in self.exits:
+            self.kill()
+            self.generation += 1
+            raise WorkerExited("the process ended")
+        return self.act(
+            number, self.decoder.decode(frame(WorkerCall(number, request))[LENGTH_BYTES:]).request
+        )
+
+    def cancel(self, number: int) -> None:
+        """Every call ends before another request is read."""
+
+
+class LocalServer:
+    """`asyncrl tinker`; a second one of the same folder is one that was started again."""
+
+    def __init__(self, folder: Path, *sets: str, remembered: int = 0) -> None:
+        self.config = settings.read(str(write_config(folder)), sets)
+        self.folder = directory(self.config, "server")
+        self.trainer = Trainer(self.config)
+        self.results: dict[int, Any] = {}
+        self.sampler = Sampler(self.config, self.results.__setitem__)
+        self.server = TinkerServer(self.config, self.folder, KEY)
+        self.training = DirectLink(lambda _, asked: self.trainer.handle(asked), self._kill)
+        self.server.trainer = self.training  # type: ignore[assignment]
+        link = DirectLink(self._sample, lambda: None)
+        self.server.samplers.link = self.server.sampling = link  # type: ignore[assignment]
+        if remembered:
+            self.server.ledger.remembered = self.server.samplers.remembered = remembered
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        started = threading.Event()
+        self.web = web_server(self.server, started.set)
+        self.thread = threading.Thread(target=self.web.run, kwargs={"sockets": [listener]})
+        self.thread.start()
+        assert started.wait(60)
+
+    def _kill(self) -> None:
+        self.trainer.models.clear()
+
+    def _sample(self, number: int, asked: Any) -> Result:
+        self.sampler.add(number, asked)
+        while number not in self.results:
+            self.sampler.work()
+        result: Result = self.results.pop(number)
+        return result
+
+    def client(self) -> tinker.ServiceClient:
+        return tinker.ServiceClient(base_url=self.url, api_key=KEY)
+
+    def stop(self) -> None:
+        self.web.should_exit = True
+        self.thread.join(60)

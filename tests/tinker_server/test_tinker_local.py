@@ -1,0 +1,284 @@
+"""Models, ledger and samplers of `asyncrl tinker` over time, with the unmodified client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import tinker
+from tinker import types
+from tinker_kit import draw, output_logprobs, policy_datum, prompt, tuned_datum
+from tinker_local_kit import KEY, LocalServer
+
+from asyncrl.records import jsonl
+from asyncrl.tinker import app, status
+
+ADAM = types.AdamParams(learning_rate=1e-2)
+TUNED = [tuned_datum([5, 6, 7, 8, 1]), tuned_datum([9, 10, 1])]
+Start = Callable[..., LocalServer]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start servers of one folder; the one before is stopped."""
+    started: list[LocalServer] = []
+
+    def begin(*sets: str, remembered: int = 0) -> LocalServer:
+        if started:
+            started[-1].stop()
+        started.append(LocalServer(tmp_path, *sets, remembered=remembered))
+        return started[-1]
+
+    yield begin
+    started[-1].stop()
+
+
+def step(client: tinker.TrainingClient, data: list[types.Datum], loss: Any = "ppo") -> Any:
+    """Train on data; return the metrics of the step."""
+    client.forward_backward(data, loss)
+    return client.optim_step(ADAM).result().metrics
+
+
+def sampler_of(client: tinker.TrainingClient) -> tinker.SamplingClient:
+    return client.save_weights_and_get_sampling_client().result()
+
+
+def scored(client: tinker.TrainingClient) -> np.ndarray:
+    return output_logprobs(client.forward(TUNED, "cross_entropy").result())
+
+
+def ledger_of(server: LocalServer) -> dict[str, int]:
+    """What doctor says of the only model; the ledger must close."""
+    [model] = status.examine(server.folder)["models"]
+    ledger: dict[str, int] = model["ledger"]
+    parts = ("never_trained", "trained_once", "trained_again")
+    assert ledger["sampled"] == sum(ledger[part] for part in parts)
+    return {part: ledger[part] for part in parts}
+
+
+def test_bounded_records_close_the_ledger_after_a_restart(start: Start) -> None:
+    """Of all sequences the totals are known, of the newest ones which were trained how often."""
+    server = start(remembered=4)
+    with server.client() as service:
+        client = service.create_lora_training_client("tiny", rank=2, seed=1).result()
+        first = draw(sampler_of(client), 4)
+        for _ in range(5):  # trained again and again: ids beyond the bound, no new sequence
+            step(client, [policy_datum(sequence) for sequence in first[:2]])
+        for _ in range(3):
+            later = draw(sampler_of(client), 3)
+            step(client, [policy_datum(sequence) for sequence in later[:2]])
+        expected = {"never_trained": 5, "trained_once": 6, "trained_again": 2}
+        assert ledger_of(server) == expected
+        last = policy_datum(later[2])
+    [folder] = (path.parent for path in server.folder.glob("*/model.json"))
+    rows = jsonl.read(folder / "trained.jsonl")
+    assert [row["batch"] for row in rows] == [*range(8)]
+    assert sum(len(row["sequences"]) for row in rows) <= 8
+    assert len(jsonl.read(server.folder / "sequences.jsonl")) <= 1 + 8
+    for _ in range(2):  # the second time from a file of the first
+        server = start(remembered=4)
+    with server.client() as service:
+        state = service.create_lora_training_client("tiny", rank=2, seed=1).result()
+        assert state.model_id != client.model_id
+        service_again = server.server.models[client.model_id]
+        assert server.server.ledger.totals(client.model_id) | {"sampled_tokens": 0} == {
+            "sampled": 13,
+            "sampled_tokens": 0,
+            **expected,
+        }
+        assert service_again.version == 8
+        assert step(state, [last])["lag_unknown_share"] == 1.0  # another model's sequence
+    totals = server.server.ledger.totals(client.model_id)
+    assert (totals["never_trained"], totals["trained_once"]) == (4, 7)
+
+
+def test_a_state_loaded_into_its_model_begins_a_branch(start: Start) -> None:
+    server = start()
+    with server.client() as service:
+        client = service.create_lora_training_client("tiny", rank=4, seed=1).result()
+        begin = client.save_state("begin").result().path
+        before = scored(client)
+        early = draw(sampler_of(client), 1)[0]
+        step(client, TUNED, "cross_entropy")
+        late_sampler = sampler_of(client)
+        late = draw(late_sampler, 1)[0]
+        client.load_state(begin).result()
+        assert np.array_equal(scored(client), before)
+        step(client, [policy_datum(early)], "importance_sampling")
+        fresh = sampler_of(client)  # version 1 again, of other weights
+        again = draw(fresh, 1)[0]
+        data = [policy_datum(sequence) for sequence in (early, late, again)]
+        lengths = [len(sequence.tokens) for sequence in (early, late, again)]
+        metrics = step(client, data, "importance_sampling")
+        assert metrics["lag_max"] == 1.0
+        assert metrics["lag_unknown_share"] == pytest.approx(lengths[1] / sum(lengths))
+        own = fresh.compute_logprobs(prompt()).result()[1:]
+        assert own != late_sampler.compute_logprobs(prompt()).result()[1:]
+        assert ledger_of(server) == {"never_trained": 0, "trained_once": 2, "trained_again": 1}
+        after = scored(client)
+    server = start()  # the loaded state may be gone: the branch has its own checkpoint
+    model = server.server.models[client.model_id]
+    assert (model.version, model.branch > 0) == (2, True)
+    assert model.ancestry.parents == {client.model_id: 0}
+    with server.client() as service:
+        loaded = service.create_lora_training_client("tiny", rank=4, seed=1).result()
+        assert not np.array_equal(scored(loaded), after)
+
+
+def test_a_killed_training_process_masks_the_same_tokens(start: Start) -> None:
+    """The lag of a repeated call is that of its own time."""
+    server = start("staleness.max_lag=1", "staleness.on_exceed=mask")
+    results = []
+    with server.client() as service:
+        for killed in (False, True):
+            client = service.create_lora_training_client("tiny", rank=4, seed=1).result()
+            params = types.SamplingParams(max_tokens=5, seed=7)
+            drawn = sampler_of(client).sample(prompt(), 4, params).result().sequences
+            data = [policy_datum(sequence) for sequence in drawn]
+            step(client, data[:2], "importance_sampling")
+            step(client, data[2:], "importance_sampling")  # lag 1, and 2 after the next step
+            client.forward_backward(TUNED, "cross_entropy").result()
+            if killed:
+                server.training.exits = {1}
+            client.optim_step(ADAM).result()
+            assert step(client, data, "importance_sampling").get("lag_max") is None
+            results.append(scored(client))
+    assert np.array_equal(*results)
+
+
+def test_samplers_are_forgotten_when_nobody_uses_them(start: Start) -> None:
+    server = start("weights.slots=2", remembered=3)
+    with server.client() as service:
+        client = service.create_lora_training_client("tiny", rank=2).result()
+        base = service.create_sampling_client(base_model="tiny").result()
+        draw(base, 1)
+        opened = []
+        for _ in range(5):
+            opened.append(sampler_of(client))
+            step(client, TUNED, "cross_entropy")
+        draw(base, 1)
+        with pytest.raises(tinker.BadRequestError, match=r"keeps weights\.slots = 2 versions"):
+            draw(opened[0], 1)
+        opened.append(sampler_of(client))
+        for sampler in (base, opened[-1]):
+            assert draw(sampler, 1)
+        with pytest.raises(tinker.BadRequestError, match="not among the 3 that were used last"):
+            draw(opened[0], 1)
+        [folder] = (path.parent for path in server.folder.glob("*/model.json"))
+        assert len([*(folder / "versions").iterdir()]) == 4  # two versions and their notes
+    rows = [json.loads(x) for x in (server.folder / "samplers.jsonl").read_text().splitlines()]
+    assert len(rows) == 3 and "" in {row["model"] for row in rows}
+    assert len(start(remembered=3).server.samplers.samplers) == 3
+
+
+def test_doctor_finds_samples_of_another_distribution(start: Start) -> None:
+    """Log-probabilities at temperature 0.5 are not those that training computes."""
+    server = start()
+    with server.client() as service:
+        for temperature, expected in ((1.0, 0), (0.5, 1)):
+            client = service.create_lora_training_client("tiny", rank=2, seed=1).result()
+            params = types.SamplingParams(max_tokens=5, temperature=temperature, seed=1)
+            for _ in range(2):
+                result = sampler_of(client).sample(prompt(), 4, params).result()
+                step(client, [policy_datum(sequence) for sequence in result.sequences])
+            folder = server.folder / client.model_id.replace(":", "-")
+            seen = status.examine(folder)
+            assert len(seen["models"][0]["findings"]) == expected
+    [line] = [line for line in status.lines(seen) if "health check" in line]
+    assert "engine and learner differ at equal weights" in line and "temperature 1" in line
+
+
+def test_all_weights_train_and_samplers_follow_them(start: Start) -> None:
+    server = start("lora.rank=0", "seed=3")
+    with server.client() as service:
+        client = service.create_lora_training_client("tiny", rank=4).result()
+        base = service.create_sampling_client(base_model="tiny").result()
+        text = types.ModelInput.from_ints([5, 6, 7, 8, 1])
+        [folder] = (path.parent for path in server.folder.glob("*/model.json"))
+        for number in range(2):
+            sampler = sampler_of(client)
+            own = sampler.compute_logprobs(text).result()[1:]
+            assert np.allclose(own, scored(client), atol=1e-5)
+            untouched = base.compute_logprobs(text).result()[1:]
+            assert np.allclose(own, untouched, atol=1e-5) == (number == 0)
+            step(client, TUNED, "cross_entropy")
+        path = client.save_weights_for_sampler("kept").result().path
+        named = service.create_sampling_client(model_path=path).result()
+        assert np.allclose(named.compute_logprobs(text).result()[1:], scored(client), atol=1e-5)
+        assert (folder / "sampler_weights" / "kept" / "model.safetensors").exists()
+        weights = server.trainer.models[client.model_id].parameters
+        assert sum(weight.numel() for weight in weights) == sum(
+            weight.numel() for weight in server.trainer.base.hf.parameters()
+        )
+
+
+def test_a_method_by_its_name(start: Start) -> None:
+    """The keys of loss_fn_config arrive as the client sends them."""
+    server = start()
+    results = []
+    with server.client() as service:
+        for config in ({"method": "ppo", "loss.eps_high": 0.01}, {"method": "ppo"}, None):
+            client = service.create_lora_training_client("tiny", rank=2, seed=1).result()
+            params = types.SamplingParams(max_tokens=5, seed=7)
+            drawn = sampler_of(client).sample(prompt(), 2, params).result().sequences
+            data = [policy_datum(sequence) for sequence in drawn]
+            for _ in range(2):  # the ratios of the second step are clipped
+                client.forward_backward(data, "ppo", config)
+                client.optim_step(ADAM).result()
+            results.append(scored(client))
+        with pytest.raises(tinker.RequestFailedError, match="choose one of"):
+            client.forward_backward(data, "ppo", {"method": "nonsense"}).result()
+    assert not np.allclose(results[0], results[1])
+
+
+def test_calls_wait_for_earlier_ones_and_count_once(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "POLL_S", 0.05)
+    server = start()
+    with server.client() as service:
+        client = service.create_lora_training_client("tiny", rank=2).result()
+    http = httpx.Client(base_url=f"{server.url}/api/v1", headers={"X-API-Key": KEY})
+
+    def step_call(number: int) -> dict[str, Any]:
+        body = {"model_id": client.model_id, "seq_id": number}
+        return http.post("/optim_step", json=body | {"adam_params": {"learning_rate": 0.0}}).json()
+
+    def result(promise: dict[str, Any]) -> httpx.Response:
+        return http.post("/retrieve_future", json={"request_id": promise["request_id"]})
+
+    early = step_call(2)
+    waiting = result(early)
+    assert waiting.status_code == 408
+    assert waiting.json() == {
+        "type": "try_again",
+        "queue_state": "paused_capacity",
+        "queue_state_reason": f"waits for seq_id 1 of {client.model_id}",
+    }
+    step_call(1)
+    while result(early).status_code == 408:  # each waits a moment for it
+        continue
+    assert step_call(2) == early and result(early).json()["type"] == "optim_step"
+    assert server.server.models[client.model_id].version == 2
+
+
+def test_a_killed_process_is_given_the_model_anew(start: Start) -> None:
+    """Between a gradient and its step, and while a step is made: as without it."""
+    server = start("training.checkpoint_every=2", "restarts=1")
+    results = []
+    with server.client() as service:
+        for exits in (set(), {4}, {7}):
+            client = service.create_lora_training_client("tiny", rank=2, seed=1).result()
+            server.training.exits = set(exits)
+            norms = [step(client, TUNED, "cross_entropy")["optim_grad_norm"] for _ in range(4)]
+            results.append((norms, scored(client).tolist()))
+        assert server.training.generation == 3
+        assert results[0] == results[1] == results[2]
+        server.training.exits = {1, 2, 3, 4}  # more than it may be started again
+        with pytest.raises(tinker.RequestFailedError, match="the process ended"):
+            client.optim_step(ADAM).result(timeout=20)

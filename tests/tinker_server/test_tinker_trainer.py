@@ -1,0 +1,287 @@
+"""Steps, states, forward passes and checks of the training process of `asyncrl tinker`."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tinker_kit import SYMBOLS
+
+from asyncrl.models.policy import build_model
+from asyncrl.tinker.messages import (
+    CallDone,
+    CallFailure,
+    Datum,
+    DropGradient,
+    ForwardBackward,
+    LoadModel,
+    OptimizerStep,
+    SampleCall,
+    SaveWeights,
+    ScoreResult,
+    StepResult,
+)
+from asyncrl.tinker.settings import TinkerConfig, TinkerModel, TinkerSampling, TinkerTraining
+from asyncrl.tinker.workers import trainer as module
+from asyncrl.tinker.workers.trainer import Trainer
+
+TEXTS = [[5, 6, 7, 8, 1], [9, 10, 1], [4, 4, 12, 20, 21, 6, 1], [3, 2]]
+PLAIN = OptimizerStep("m", 1e-2, 0.9, 0.95, 1e-8, 0.0, 0.0)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> TinkerConfig:
+    path = tmp_path_factory.mktemp("tinker") / "tiny"
+    build_model(path, SYMBOLS, hidden=32, layers=1, heads=2, max_positions=64)
+    return TinkerConfig(
+        model=TinkerModel(path=str(path)),
+        sampling=TinkerSampling(context=16),
+        training=TinkerTraining(micro_batch_tokens=12),
+    )
+
+
+@pytest.fixture
+def trainer(config: TinkerConfig) -> Trainer:
+    made = Trainer(config)
+    made.handle(LoadModel("m", rank=0, seed=0))
+    return made
+
+
+def datum(text: list[int], **fields: list[float]) -> Datum:
+    """A datum of a text; fields: by default weights of 1."""
+    count = len(text) - 1
+    named = {name: np.array(row, "<f4") for name, row in fields.items()}
+    rows = named or {"weights": np.ones(count, "<f4")}
+    lags = np.where(rows["advantages"] != 0, 1, -2) if "advantages" in rows else [-2] * count
+    return Datum(
+        np.array(text[:-1], "<i4").tobytes(),
+        np.array(text[1:], "<i4").tobytes(),
+        {name: row.tobytes() for name, row in rows.items()},
+        np.array(lags, "<i4").tobytes(),
+    )
+
+
+DATA = [datum(text) for text in TEXTS]
+
+
+def train(trainer: Trainer, data: list[Datum], loss: str = "cross_entropy", **more: Any) -> Any:
+    return trainer.handle(ForwardBackward("m", data, loss, {}, **more))
+
+
+def gradient(trainer: Trainer) -> torch.Tensor:
+    return torch.cat([weight.grad.flatten() for weight in trainer.models["m"].parameters])
+
+
+def weights(trainer: Trainer) -> torch.Tensor:
+    return torch.cat([x.detach().flatten() for x in trainer.models["m"].parameters])
+
+
+def test_steps_are_those_of_adamw(trainer: Trainer) -> None:
+    steps = [
+        PLAIN,
+        OptimizerStep("m", 3e-3, 0.5, 0.7, 1e-3, 0.25, 0.0),
+        OptimizerStep("m", 1e-2, 0.8, 0.9, 1e-6, 0.0, 0.125),
+    ]
+    theirs = [x.detach().clone().requires_grad_() for x in trainer.models["m"].parameters]
+    optimizer = torch.optim.AdamW(theirs, fused=True)
+    for step in steps:
+        train(trainer, DATA)
+        norm = float(gradient(trainer).norm())
+        for mine, weight in zip(theirs, trainer.models["m"].parameters, strict=True):
+            mine.grad = weight.grad.clone()
+        if step.clip_norm:
+            assert norm > 2 * step.clip_norm
+            torch.nn.utils.clip_grad_norm_(theirs, step.clip_norm)
+        group = {"lr": step.learning_rate, "betas": (step.beta1, step.beta2), "eps": step.eps}
+        optimizer.param_groups[0].update(group, weight_decay=step.weight_decay)
+        optimizer.step()
+        result = trainer.handle(step)
+        assert isinstance(result, StepResult)
+        assert result.metrics["optim/grad_norm"] == pytest.approx(norm, rel=1e-5)
+        assert result.metrics["optim/lr"] == step.learning_rate
+        assert torch.equal(weights(trainer), torch.cat([x.detach().flatten() for x in theirs]))
+        assert all(weight.grad is None for weight in trainer.models["m"].parameters)
+
+
+def test_calls_add_up_and_a_dropped_gradient_is_gone(trainer: Trainer) -> None:
+    scored = train(trainer, DATA)
+    whole = gradient(trainer)
+    trainer.handle(DropGradient("m"))
+    losses = []
+    for part in (DATA[:1], DATA[1:]):
+        one = train(trainer, part)
+        losses.append(one.loss)
+    assert torch.allclose(gradient(trainer), whole, rtol=1e-5, atol=1e-6)
+    assert sum(losses) == pytest.approx(scored.loss, rel=1e-6)
+    sums = -sum(float(np.frombuffer(row, "<f4").sum()) for row in scored.logprobs)
+    assert scored.loss == pytest.approx(sums, rel=1e-6)
+    metrics = trainer.handle(PLAIN).metrics
+    assert metrics["loss/policy"] == pytest.approx(scored.loss, rel=1e-6)
+    assert set(metrics) == {"loss/policy", "optim/grad_norm", "optim/lr"}
+    again = train(trainer, DATA, forward_only=True)
+    assert all(weight.grad is None for weight in trainer.models["m"].parameters)
+    assert "loss/policy" not in trainer.handle(PLAIN).metrics
+    assert again.loss < scored.loss
+
+
+def test_rows_come_back_in_the_clients_order(trainer: Trainer, monkeypatch: Any) -> None:
+    calls: list[list[int]] = []
+    score = Trainer.score
+
+    def counted(policy: Any, data: Any) -> torch.Tensor:
+        calls.append([one.length for one in data])
+        return score(policy, data)
+
+    monkeypatch.setattr(Trainer, "score", staticmethod(counted))
+    together = train(trainer, DATA, forward_only=True)
+    # sorted by length; at most 12 tokens, padded, in a forward pass
+    assert calls == [[1, 2, 4], [6]]
+    for one, row in zip(DATA, together.logprobs, strict=True):
+        alone = np.frombuffer(train(trainer, [one], forward_only=True).logprobs[0], "<f4")
+        assert np.allclose(np.frombuffer(row, "<f4"), alone, atol=1e-6)
+        assert len(row) == 4 * one.length
+    many = [DATA[1]] * 7
+    calls.clear()
+    monkeypatch.setattr(module, "ROWS", 3)
+    train(trainer, many, forward_only=True)
+    assert [len(part) for part in calls] == [3, 3, 1]
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(trainer: Trainer) -> None:
+    before = weights(trainer)
+    train(trainer, [datum(TEXTS[0], weights=[3e38] * 4)])
+    failed = trainer.handle(PLAIN)
+    assert isinstance(failed, CallFailure) and "not finite" in failed.error
+    assert failed.category == "user"
+    assert torch.equal(weights(trainer), before)
+    train(trainer, DATA)
+    assert isinstance(trainer.handle(PLAIN), StepResult)
+    assert not torch.equal(weights(trainer), before)
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_state_continues(trainer: Trainer, tmp_path: Path, rank: int) -> None:
+    trainer.handle(LoadModel("m", rank=rank, seed=2))
+    train(trainer, DATA)
+    trainer.handle(PLAIN)
+    saved = trainer.handle(SaveWeights("m", str(tmp_path / "state"), state=True))
+    assert isinstance(saved, CallDone)
+    assert saved.bytes == sum(
+        file.stat().st_size for file in (tmp_path / "state").rglob("*") if file.is_file()
+    )
+    trainer.handle(SaveWeights("m", str(tmp_path / "sampler")))
+    assert not (tmp_path / "sampler" / "state.pt").exists()
+    at = weights(trainer)
+    train(trainer, DATA)
+    trainer.handle(PLAIN)
+    expected = weights(trainer)
+    for optimizer in (True, False):
+        request = LoadModel("m", rank, 0, str(tmp_path / "state"), optimizer=optimizer)
+        assert isinstance(trainer.handle(request), CallDone)
+        assert torch.equal(weights(trainer), at)
+        train(trainer, DATA)
+        trainer.handle(PLAIN)
+        assert torch.equal(weights(trainer), expected) == optimizer
+    missing = trainer.handle(LoadModel("m", rank, 0, str(tmp_path / "none")))
+    assert isinstance(missing, CallFailure) and str(tmp_path / "none") in missing.error
+
+
+def test_adapters_share_the_base(trainer: Trainer) -> None:
+    base = trainer.base.hf.state_dict()
+    before = {name: row.clone() for name, row in base.items()}
+    trainer.handle(LoadModel("m", rank=4, seed=1))
+    first = weights(trainer)
+    trainer.handle(LoadModel("m", rank=4, seed=1))
+    assert torch.equal(weights(trainer), first)
+    trainer.handle(LoadModel("m", rank=4, seed=2))
+    assert not torch.equal(weights(trainer), first)
+    train(trainer, DATA)
+    trainer.handle(PLAIN)
+    assert all(torch.equal(before[name], row) for name, row in base.items())
+    assert isinstance(
+        trainer.handle(SampleCall("", 0, b"", 1, 1, 1.0, 1.0, 0, 0, 0, [], [])), CallFailure
+    )
+
+
+BEHAVIOR = [0.0, -1.0, -2.0, -0.5]
+SIGNS = [0.0, 1.0, -1.0, 2.0]
+
+
+def test_masks_and_weights_scale_tokens(trainer: Trainer) -> None:
+    """Of the loss -sum of mask * weight * advantage * ratio."""
+    mask, factors = [0.0, 1.0, 0.5, 1.0], [1.0, 2.0, 1.0, 0.0]
+    given = datum(TEXTS[0], logprobs=BEHAVIOR, advantages=SIGNS, mask=mask, weights=factors)
+    result = train(trainer, [given], "importance_sampling")
+    lp = torch.from_numpy(np.frombuffer(result.logprobs[0], "<f4").copy())
+    terms = (lp - torch.tensor(BEHAVIOR)).exp() * torch.tensor(SIGNS)
+    scale = torch.tensor(mask) * torch.tensor(factors)
+    assert result.loss == pytest.approx(-float((terms * scale).sum()), rel=1e-5)
+    ours = gradient(trainer)
+    metrics = trainer.models["m"].sums
+    assert metrics["loss/policy"] == pytest.approx(result.loss)
+    trainer.handle(DropGradient("m"))
+    train(trainer, [datum(TEXTS[0], weights=(terms * scale).tolist())])
+    assert torch.allclose(ours, gradient(trainer), rtol=1e-5, atol=1e-6)
+
+
+def test_the_step_reports_what_its_tokens_measure(trainer: Trainer) -> None:
+    given = datum(TEXTS[0], logprobs=BEHAVIOR, advantages=SIGNS)
+    result = train(trainer, [given], "ppo")
+    lp = np.frombuffer(result.logprobs[0], "<f4")[1:]
+    raw = lp.astype(float) - np.array(BEHAVIOR[1:])
+    metrics = trainer.handle(PLAIN).metrics
+    assert metrics["kl/behavior_target_k1"] == pytest.approx(-raw.mean(), rel=1e-4)
+    clipped = [
+        (r > math.log(1.2)) if sign > 0 else (r < math.log(0.8))
+        for r, sign in zip(raw, SIGNS[1:], strict=True)
+    ]
+    assert metrics["clip/share"] == pytest.approx(np.mean(clipped))
+    assert not [name for name in metrics if name.startswith(("kl/start_target", "by_lag/update"))]
+
+
+@pytest.mark.parametrize(
+    ("loss", "fields", "message"),
+    [
+        ("ppo", {"advantages": SIGNS}, "datum 0: ppo needs loss_fn_inputs.logprobs"),
+        ("ppo", {"logprobs": BEHAVIOR}, "datum 0: ppo needs loss_fn_inputs.advantages"),
+        ("cross_entropy", {"logprobs": BEHAVIOR}, "cross_entropy needs loss_fn_inputs.weights"),
+        (
+            "cross_entropy",
+            {"weights": SIGNS, "advantages": SIGNS},
+            "cross_entropy has no loss_fn_inputs.advantages; it reads target_tokens, mask, weights",
+        ),
+        (
+            "ppo",
+            {"logprobs": BEHAVIOR, "advantages": SIGNS, "values": SIGNS},
+            "ppo has no loss_fn_inputs.values; it reads target_tokens, advantages, logprobs, mask",
+        ),
+    ],
+)
+def test_fields_are_checked(
+    trainer: Trainer, loss: str, fields: dict[str, list[float]], message: str
+) -> None:
+    failed = train(trainer, [datum(TEXTS[0], **fields)], loss)
+    assert isinstance(failed, CallFailure) and message in failed.error
+    assert failed.category == "user"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ([5] * 18, "datum 1: 17 tokens exceed sampling.context = 16"),
+        ([5, 47, 5], "datum 1: model_input has a token outside the vocabulary of 47"),
+        ([5, -1, 5], "datum 1: model_input has a token outside"),
+        ([5, 5, 47], "datum 1: target_tokens has a token outside"),
+    ],
+)
+def test_tokens_are_checked(trainer: Trainer, text: list[int], message: str) -> None:
+    assert trainer.vocabulary == 47
+    failed = train(trainer, [DATA[0], datum(text)])
+    assert isinstance(failed, CallFailure) and message in failed.error
+    assert all(weight.grad is None for weight in trainer.models["m"].parameters)
+    edge = [5, 46, 0] if len(text) == 3 else [5] * 17
+    assert isinstance(train(trainer, [datum(edge)]), ScoreResult)
