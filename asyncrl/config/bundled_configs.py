@@ -21,12 +21,14 @@ def names() -> list[str]:
 def find(path: str | Path) -> Path:
     """Return `path` if it is a file, otherwise the bundled config that it names.
 
-    A name is `demo`, `demo.toml` or `configs/demo.toml`.  Any other `path` is returned as is."""
+    A name is `demo`, `demo.toml` or `configs/demo.toml`.  A config in `examples/` is found as
+    `tinker_demo` or `configs/examples/tinker_demo.toml`.  Any other `path` is returned as is."""
     given = Path(path)
-    if not given.is_file() and given.parent in (Path(), Path("configs")):
-        shipped = FOLDER / f"{given.name.removesuffix('.toml')}.toml"
-        if shipped.is_file():
-            return shipped
+    if not given.is_file() and given.parent in (Path(), Path("configs"), Path("configs/examples")):
+        for folder in (FOLDER, FOLDER / "examples"):
+            shipped = folder / f"{given.name.removesuffix('.toml')}.toml"
+            if shipped.is_file():
+                return shipped
     return given
 
 

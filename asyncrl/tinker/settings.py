@@ -114,6 +114,24 @@ class TinkerWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     ] = 8
 
 
+class TinkerLora(LoraConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """As of a run, with other defaults."""
+
+    rank: Annotated[
+        Count,
+        Meta(
+            description="Largest rank that a client may ask for. 0: every training client trains a "
+            "full copy of the weights."
+        ),
+    ] = 32
+    alpha: Annotated[
+        float,
+        Meta(
+            gt=0, description="Scale of the adapters: their product is multiplied by alpha / rank."
+        ),
+    ] = 32.0
+
+
 class TinkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The whole tree.  `model.path` has no default."""
 
@@ -127,7 +145,7 @@ class TinkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     server: ServerAddress = ServerAddress()
     sampling: TinkerSampling = TinkerSampling()
     training: TinkerTraining = TinkerTraining()
-    lora: LoraConfig = LoraConfig(rank=32, alpha=32.0)
+    lora: TinkerLora = TinkerLora()
     staleness: TinkerStaleness = TinkerStaleness()
     weights: TinkerWeights = TinkerWeights()
     restarts: Annotated[

@@ -20,6 +20,7 @@ from asyncrl.config import bundled_configs, load
 from asyncrl.contract import importing
 from asyncrl.contract.errors import ConfigError
 from asyncrl.tasks.warm_start import warm_start
+from asyncrl.tinker import settings
 
 pytestmark = pytest.mark.slow
 
@@ -166,6 +167,14 @@ def test_names_of_shipped_configs(
         (tmp_path / mine).write_text('model.path = "mine"\ntask.name = "rle"\n')
     own = name != "demo"
     assert (load.load(name).model.path == "mine") == own, "a file of one's own comes first"
+
+
+@pytest.mark.parametrize("name", ["tinker_demo", "configs/examples/tinker_demo.toml"])
+def test_a_shipped_server_is_found_by_its_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert settings.read(name).model.path == "models/tinker_demo"
 
 
 def test_a_config_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

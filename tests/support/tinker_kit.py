@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tinker
@@ -68,6 +69,11 @@ class ServerProcess:
     def stop(self) -> None:
         self.process.send_signal(signal.SIGINT)
         self.process.wait(60)
+
+
+def created(client: Any) -> Any:
+    """Wait for a client, of which newer packages give a future."""
+    return client.result() if hasattr(client, "result") else client
 
 
 def prompt() -> types.ModelInput:

@@ -12,6 +12,7 @@ from tinker import types
 from tinker_kit import (
     PROMPT,
     ServerProcess,
+    created,
     draw,
     output_logprobs,
     policy_datum,
@@ -44,11 +45,11 @@ def service(server: ServerProcess) -> Iterator[tinker.ServiceClient]:
 
 @pytest.fixture
 def trained(service: tinker.ServiceClient) -> tinker.TrainingClient:
-    return service.create_lora_training_client("tiny", rank=4).result()
+    return created(service.create_lora_training_client("tiny", rank=4))
 
 
 def test_losses_train_and_the_lag_is_known(trained: tinker.TrainingClient) -> None:
-    sampler = trained.save_weights_and_get_sampling_client().result()
+    sampler = created(trained.save_weights_and_get_sampling_client())
     sequences = draw(sampler)
     assert len({sequence.sequence_id for sequence in sequences}) == 2
     losses = ("importance_sampling", "ppo", "cispo", "dro", "gspo")
@@ -69,7 +70,7 @@ def test_a_custom_loss_has_the_learners_gradient(
     server: ServerProcess, trained: tinker.TrainingClient
 ) -> None:
     """Adam's first moment is the gradient where beta1 is 0; the state of a model has it."""
-    sequences = draw(trained.save_weights_and_get_sampling_client().result(), 3)
+    sequences = draw(created(trained.save_weights_and_get_sampling_client()), 3)
     advantages = [1.0, -0.5, 2.0]
     data = [
         policy_datum(sequence, advantage, spans=True)
@@ -123,7 +124,7 @@ def test_supervised_training_lowers_the_loss(trained: tinker.TrainingClient) -> 
 
 
 def test_prompt_logprobs_equal_the_training_forward(trained: tinker.TrainingClient) -> None:
-    sampler = trained.save_weights_and_get_sampling_client().result()
+    sampler = created(trained.save_weights_and_get_sampling_client())
     scored = sampler.compute_logprobs(prompt()).result()
     forward = trained.forward([tuned_datum(PROMPT)], "cross_entropy").result()
     assert scored[0] is None
@@ -138,7 +139,7 @@ def test_prompt_logprobs_equal_the_training_forward(trained: tinker.TrainingClie
 
 
 def test_sampling_follows_its_parameters(service: tinker.ServiceClient) -> None:
-    sampler = service.create_sampling_client(base_model="tiny").result()
+    sampler = created(service.create_sampling_client(base_model="tiny"))
     greedy = types.SamplingParams(max_tokens=6, temperature=0.0)
     seeded = types.SamplingParams(max_tokens=6, seed=3)
     for params in (greedy, seeded):
@@ -158,20 +159,20 @@ def test_a_saved_state_continues_in_a_new_model(
     trained.forward_backward(data, "cross_entropy")
     trained.optim_step(types.AdamParams(learning_rate=1e-2))
     path = trained.save_state("half").result().path
-    later = service.create_training_client_from_state_with_optimizer(path).result()
+    later = created(service.create_training_client_from_state_with_optimizer(path))
     results = []
     for client in (trained, later):
         client.forward_backward(data, "cross_entropy")
         client.optim_step(types.AdamParams(learning_rate=1e-2))
         results.append(output_logprobs(client.forward(data, "cross_entropy").result()))
     assert np.array_equal(*results)
-    rest = tinker.RestClient(base_url=server.url, api_key=server.key)
+    rest = service.create_rest_client()
     listed = rest.list_checkpoints(trained.model_id).result()
     assert [checkpoint.tinker_path for checkpoint in listed.checkpoints] == [path]
 
 
 def test_models_of_several_clients_do_not_touch_each_other(service: tinker.ServiceClient) -> None:
-    clients = [service.create_lora_training_client("tiny", rank=rank).result() for rank in (2, 8)]
+    clients = [created(service.create_lora_training_client("tiny", rank=rank)) for rank in (2, 8)]
     data = [tuned_datum([5, 6, 7, 8, 1])]
     before = output_logprobs(clients[1].forward(data, "cross_entropy").result())
     clients[0].forward_backward(data, "cross_entropy")
