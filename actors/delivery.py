@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from asyncrl.config.tree import WiresConfig
@@ -12,6 +12,7 @@ from asyncrl.contract.messages import EVAL_BASE, Delivery, DeliveryAcks, Traject
 
 Key = tuple[int, int, int]  # (ticket, sample, attempt)
 LINGER_S = 0.02  # how long a small frame waits for further samples
+NO_IMAGES: Mapping[str, bytes] = {}
 REMEMBERED = 20_000  # attempts whose counts may still grow
 
 
@@ -25,6 +26,7 @@ def size(sample: Trajectory) -> int:
         + len(sample.token_rewards)
         + len(sample.support)
         + len(sample.routed)
+        + 40 * len(sample.images)
         + sum(
             160
             + len(sequence.prompt_tokens)
@@ -32,6 +34,7 @@ def size(sample: Trajectory) -> int:
             + len(sequence.token_rewards)
             + len(sequence.support)
             + len(sequence.routed)
+            + 40 * len(sequence.images)
             for sequence in sample.rows
         )
     )
@@ -108,6 +111,7 @@ class Outbox:
         self.fresh: list[Trajectory] = []
         self.fresh_since = 0.0
         self.sent: dict[Key, UnackedSample] = {}
+        self.images: dict[Key, Mapping[str, bytes]] = {}  # of unacknowledged samples
         self.unacked_bytes = 0
         self.acked: dict[str, int] = {}  # disposition -> samples
         self.waited_s = 0.0  # from first send to acknowledgement, summed over samples
@@ -132,8 +136,10 @@ class Outbox:
         fresh = {(sample.ticket, sample.sample, sample.attempt) for sample in self.fresh}
         return fresh | self.sent.keys()
 
-    def add(self, sample: Trajectory) -> None:
+    def add(self, sample: Trajectory, images: Mapping[str, bytes] = NO_IMAGES) -> None:
         """Queue a sample; queue one that cannot be encoded as failed.
+
+        images: digest -> blob, of those that the buffer may not have.
 
         Otherwise the frame that holds it could not be encoded, or would be refused with all its
         samples.
@@ -142,6 +148,8 @@ class Outbox:
             outcomes.check_sample(sample)
         except ValueError as error:
             sample = outcomes.failed_sample(sample, "data", f"it cannot be delivered: {error}")
+        if own := {name: images[name] for name in sample.all_images if name in images}:
+            self.images[sample.ticket, sample.sample, sample.attempt] = own
         self.fresh.append(sample)
 
     def numbers(self) -> dict[str, float]:
@@ -162,7 +170,8 @@ class Outbox:
         self.credit = reply.credit
         for ticket, sample, attempt, disposition in reply.acks:
             if (entry := self.sent.pop((ticket, sample, attempt), None)) is not None:
-                self.unacked_bytes -= size(entry.sample)
+                self.unacked_bytes -= self._size(entry.sample)
+                self.images.pop((ticket, sample, attempt), None)
                 busy_s = max(0.0, unread[1] - max(unread[0], entry.first))
                 self.waited_s += now - entry.first - busy_s
                 self.acked[disposition] = self.acked.get(disposition, 0) + 1
@@ -175,11 +184,11 @@ class Outbox:
         due = (
             flush
             or now - self.fresh_since > LINGER_S
-            or sum(map(size, self.fresh)) >= self.frame_bytes
+            or sum(map(self._size, self.fresh)) >= self.frame_bytes
         )
         if self.fresh and due and not self.is_full:
             for sample in self.fresh:
-                self.unacked_bytes += size(sample)
+                self.unacked_bytes += self._size(sample)
             late = late + self.fresh
             self.fresh = []
             self.fresh_since = 0.0
@@ -188,7 +197,7 @@ class Outbox:
     def _make_frames(self, samples: list[Trajectory], now: float) -> Iterator[Delivery]:
         frame: list[Trajectory] = []
         for sample in samples:
-            if frame and sum(map(size, frame)) + size(sample) > self.frame_bytes:
+            if frame and sum(map(self._size, frame)) + self._size(sample) > self.frame_bytes:
                 yield self._frame(frame, now)
                 frame = []
             frame.append(sample)
@@ -204,4 +213,20 @@ class Outbox:
                 for attempt, tokens in sample.tokens_by_attempt:
                     self.drawn.on_delivery(sample.ticket, attempt, tokens)
             self.sent[key] = UnackedSample(sample, now if earlier is None else earlier.first, now)
-        return Delivery(self.producer, self.session, self.sequence, samples, self.drawn.total)
+        images = [
+            self.images.get((sample.ticket, sample.sample, sample.attempt), NO_IMAGES)
+            for sample in samples
+        ]
+        return Delivery(
+            self.producer,
+            self.session,
+            self.sequence,
+            samples,
+            self.drawn.total,
+            {name: blob for of_sample in images for name, blob in of_sample.items()},
+        )
+
+    def _size(self, sample: Trajectory) -> int:
+        """Estimate the bytes of a sample with its images."""
+        images = self.images.get((sample.ticket, sample.sample, sample.attempt), NO_IMAGES)
+        return size(sample) + sum(map(len, images.values()))

@@ -44,6 +44,7 @@ class CompletionRequest:
     drawn_for: tuple[int, int] | None = None  # (ticket, sample) of the stream, if not the key's
     # the grammar that it is decoded under, which the engine advances; None: any tokens
     constraint: TokenConstraint | None = None
+    images: tuple[bytes, ...] = ()  # the blobs of the prompt's image tokens, in their order
 
     @property
     def truncates(self) -> bool:

@@ -1122,7 +1122,7 @@ def make_engine(config: Config) -> Engine:
                 "kept_tokens": settings.prefix_cache_tokens if config.uses_sessions else 0,
             }
             if kind is EmbeddedEngine
-            else {}
+            else {"fixed": bool(config.exact)}
         ),
     )
     return made

@@ -25,6 +25,8 @@ from actors.engine import (
     require_context,
     uniforms,
 )
+from asyncrl.contract.blobs import images
+from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import VersionSpan
 from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.sampled_support import SampledSupport
@@ -45,13 +47,15 @@ class GenericRow:
     kept: list[np.ndarray] = field(default_factory=list)
     # uint16 [tokens, layers, k], the experts of the tokens read so far, in parts
     routed: list[np.ndarray] = field(default_factory=list)
+    images: list[str] = field(default_factory=list)  # the digests of the request's images
 
 
 class GenericEngine:
     """See `actors.engine.Engine`.
 
     record_routing: completions of a mixture of experts carry the experts of their tokens, each as
-    it was when the token was first read.
+    it was when the token was first read. fixed: the log-probabilities are bitwise those of the
+    learner's plain path. Each row is then computed by itself, padded to the context.
     """
 
     def __init__(
@@ -64,8 +68,11 @@ class GenericEngine:
         max_new_tokens: int = 64,
         base: AdapterBase | None = None,
         record_routing: bool = False,
+        fixed: bool = False,
     ) -> None:
         self.base = base
+        self.fixed = fixed
+        self.features: dict[str, torch.Tensor] = {}  # digest -> features under the loaded weights
         self.routing = model.routing if record_routing else None
         self.model = model
         self.slots = slots
@@ -87,6 +94,7 @@ class GenericEngine:
         if self.base is not None:
             weights = self.base.merge(weights, probe)
         load_weights(self.model, weights)
+        self.features = {}
         self.label = label
         self.digest = digest
         for row in self.rows:
@@ -110,6 +118,7 @@ class GenericEngine:
                         [],
                         [(0, self.label, self.digest)],
                         uniforms(*request.stream, request.max_new_tokens),
+                        images=[images.digest(blob) for blob in request.images],
                     )
                 )
             if not self.rows:
@@ -127,25 +136,15 @@ class GenericEngine:
         return completions
 
     def _decode(self) -> None:
-        hf = self.model.hf
         device = self.model.device
-        sequences = [[*r.request.prompt.tolist(), *r.tokens] for r in self.rows]
-        width = max(map(len, sequences))
-        ids = np.zeros((len(sequences), width), np.int64)
-        mask = np.zeros((len(sequences), width), np.int64)
-        for index, tokens_so_far in enumerate(sequences):
-            ids[index, : len(tokens_so_far)], mask[index, : len(tokens_so_far)] = tokens_so_far, 1
-        routed: list[torch.Tensor] | None = None if self.routing is None else []
-        with router_hooks.routing(hf, self._replayed(width), routed):
-            out = hf(
-                input_ids=torch.from_numpy(ids).to(device),
-                attention_mask=torch.from_numpy(mask).to(device),
-                use_cache=False,
-            )
-        if routed is not None:
-            self._record_routing(routed, [len(tokens) for tokens in sequences])
-        last = torch.tensor([len(tokens_so_far) - 1 for tokens_so_far in sequences], device=device)
-        logits = out.logits[torch.arange(len(sequences), device=device), last].float()
+        self._encode_images()
+        if self.fixed:
+            logits = torch.cat([self._last_logits([row], self.context) for row in self.rows])
+        else:
+            longest = max(len(row.request.prompt) + len(row.tokens) for row in self.rows)
+            logits = self._last_logits(self.rows, longest)
+        if self.model.vision is not None:
+            logits = self.model.vision.without_image_token(logits)
         requests = [r.request for r in self.rows]
         uniform = torch.tensor([float(r.stream[len(r.tokens)]) for r in self.rows], device=device)
         scale = torch.tensor([1.0 / r.temperature for r in requests], device=device)
@@ -170,6 +169,46 @@ class GenericEngine:
                 if row.request.has_support:
                     row.kept.append(ids)
             self.vocabulary = kept.shape[1]
+
+    def _encode_images(self) -> None:
+        """Encode the images of the live rows that the loaded weights have not encoded yet."""
+        if self.model.vision is None:
+            return
+        blobs = {
+            name: blob
+            for row in self.rows
+            for name, blob in zip(row.images, row.request.images, strict=True)
+        }
+        known = {name: self.features[name] for name in blobs if name in self.features}
+        new = {name: blob for name, blob in blobs.items() if name not in known}
+        self.features = known | self.model.vision.features(new, single=self.fixed)
+
+    def _last_logits(self, rows: Sequence[GenericRow], width: int) -> torch.Tensor:
+        """Encode rows padded to `width`; return the logits of their next tokens, fp32 [n, V]."""
+        hf = self.model.hf
+        device = self.model.device
+        sequences = [[*r.request.prompt.tolist(), *r.tokens] for r in rows]
+        ids = np.zeros((len(sequences), width), np.int64)
+        mask = np.zeros((len(sequences), width), np.int64)
+        for index, tokens_so_far in enumerate(sequences):
+            ids[index, : len(tokens_so_far)], mask[index, : len(tokens_so_far)] = tokens_so_far, 1
+        routed: list[torch.Tensor] | None = None if self.routing is None else []
+        images: dict[str, Any] = {}
+        if self.model.vision is not None:
+            names = [name for row in rows for name in row.images]
+            images = self.model.vision.inputs(names, self.features)
+        with router_hooks.routing(hf, self._replayed(width), routed):
+            out = hf(
+                input_ids=torch.from_numpy(ids).to(device),
+                attention_mask=torch.from_numpy(mask).to(device),
+                use_cache=False,
+                **images,
+            )
+        if routed is not None:
+            self._record_routing(routed, [len(tokens) for tokens in sequences])
+        last = torch.tensor([len(tokens_so_far) - 1 for tokens_so_far in sequences], device=device)
+        logits: torch.Tensor = out.logits[torch.arange(len(sequences), device=device), last].float()
+        return logits
 
     def _replayed(self, width: int) -> torch.Tensor | None:
         """Return the experts of the tokens read before, which they keep."""
@@ -216,6 +255,9 @@ class GenericEngine:
         require_context(prompts, self.context)
         scores = []
         for prompt in prompts:
+            vision = self.model.vision
+            if vision is not None and vision.shape.token in prompt:
+                raise ConfigError("a prompt with an image cannot be scored; send text")
             ids = torch.from_numpy(prompt.astype(np.int64)).to(self.model.device)
             logits = self.model.hf(input_ids=ids[None], use_cache=False).logits[0, :-1]
             picked, likely, likely_logprobs = score_states(

@@ -30,6 +30,7 @@ from actors.engine import Completion, CompletionRequest, Engine, Key
 from actors.rewards import RewardResult, runner_of
 from actors.schedule import TicketSchedule
 from asyncrl.config.tree import Config
+from asyncrl.contract.blobs.images import digest
 from asyncrl.contract.errors import NotFiniteLogprob
 from asyncrl.contract.messages import RewardFailure, Ticket, Trajectory, VersionSpan
 from asyncrl.contract.versions import Label
@@ -128,6 +129,7 @@ class GeneratorTurn:
                     top_k=sampling.top_k_of(sample),
                     stop=self.stops,
                     seed=ticket.seed,
+                    images=tuple(ticket.prompt.images),
                 )
             )
         return requests, refused
@@ -225,6 +227,7 @@ def trajectory(written: ScoredResponse, result: RewardResult) -> Trajectory:
         failed=result.failed,
         support=completion.support_bytes,
         routed=completion.routed_bytes,
+        images=[digest(blob) for blob in ticket.prompt.images],
     )
 
 

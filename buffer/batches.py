@@ -214,4 +214,10 @@ def message(
         trained_above=above,
         tasks=[group.task for group in groups for _ in group.stored_samples()] if mixing else [],
         mixture=position,
+        images={
+            name: group.images[name]
+            for group in groups
+            for sample in group.stored_samples()
+            for name in sample.trajectory.all_images
+        },
     )

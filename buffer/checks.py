@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from asyncrl.contract import outcomes
+from asyncrl.contract.blobs.images import MOST_IMAGES, ImageShape, check_blobs
 from asyncrl.contract.errors import BadMessage
 from asyncrl.contract.messages import (
     DISPOSITIONS,
@@ -39,6 +40,7 @@ TEXT_MORE = 1 << 16  # characters on top, for the template around a prompt
 NAMES = MOST_PARTS  # limit of the parts of a reward and the numbers of a generator
 ROWS = 1 << 16  # longest list in one message
 TICKET_END = 1 << 48
+NO_BLOBS: Mapping[str, bytes] = {}
 WANTED = 1 << 30  # samples: a generator in lockstep asks for as many as there are
 
 
@@ -60,6 +62,8 @@ def check_delivery(
     samples: Sequence[Trajectory],
     vocabulary: int,
     routing: RoutingShape | None = None,
+    images: ImageShape | None = None,
+    blobs: Mapping[str, bytes] = NO_BLOBS,
 ) -> tuple[Sequence[Trajectory], dict[Key, BadMessage]]:
     """Check the samples of a delivery; return the samples to take and the errors of refused ones.
 
@@ -69,9 +73,12 @@ def check_delivery(
     before anything is changed.
 
     vocabulary: tokens of the model; 0 before the first learner's hello.
-    routing: the routers whose experts each sample must carry; None: none must."""
+    routing: the routers whose experts each sample must carry; None: none must.
+    images: how the model reads images; None: it reads only text.
+    blobs: the images of the delivery, digest -> blob."""
+    check_images(blobs)
     try:
-        _delivered(store, samples, vocabulary, routing)
+        _delivered(store, samples, vocabulary, routing, images, blobs)
     except BadMessage:
         pass
     else:
@@ -79,10 +86,10 @@ def check_delivery(
     checked, refused = [], {}
     for answer in samples:
         try:
-            _delivered(store, [answer], vocabulary, routing)
+            _delivered(store, [answer], vocabulary, routing, images, blobs)
         except BadMessage as error:
             answer = outcomes.failed_sample(answer, "data", str(error))
-            _delivered(store, [answer], vocabulary, routing)
+            _delivered(store, [answer], vocabulary, routing, images, blobs)
             answer = outcomes.failed_sample(answer, "refused", str(error))
             refused[answer.ticket, answer.sample, answer.attempt] = error
         checked.append(answer)
@@ -94,18 +101,52 @@ def _delivered(
     samples: Sequence[Trajectory],
     vocabulary: int,
     routing: RoutingShape | None,
+    images: ImageShape | None,
+    blobs: Mapping[str, bytes],
 ) -> None:
-    """Apply `sample`, `versions` and `answers` to all samples.
+    """Apply `sample`, `versions`, `images_known` and `answers` to all samples.
 
     `are_plain_samples` checks the same in one fast pass and accepts nearly all deliveries. If it
     does not, the complete functions check every sample and report what is wrong."""
+    images_known(store, samples, blobs)
     if are_plain_samples(store, samples):
-        arrays.numbers(samples, vocabulary, routing)
+        arrays.numbers(samples, vocabulary, routing, images)
         return
     for answer in samples:
         sample(store, answer)
         versions(store, answer)
-    answers(samples, vocabulary, store.settings, routing)
+    answers(samples, vocabulary, store.settings, routing, images)
+
+
+def check_images(blobs: Mapping[str, bytes]) -> None:
+    """Check the images of a delivery: their digests, and that they can be decoded."""
+    if not blobs:
+        return
+    require(len(blobs) <= MOST_IMAGES * NAMES, f"{len(blobs)} images in one message")
+    from asyncrl.models.vision import pictures  # imports numpy
+
+    try:
+        check_blobs(blobs)
+        for blob in blobs.values():
+            pictures.decode_pixels(blob)
+    except ValueError as error:
+        raise BadMessage(str(error), "image") from error
+
+
+def images_known(
+    store: StoreState, samples: Sequence[Trajectory], blobs: Mapping[str, bytes]
+) -> None:
+    """Check that the images of training samples are in the delivery or in the group."""
+    for answer in samples:
+        if answer.failed or answer.ticket >= EVAL_BASE or not answer.all_images:
+            continue
+        group = store.alive.get(answer.ticket) or store.retained.get(answer.ticket)
+        if group is not None and (lost := answer.all_images - blobs.keys() - group.images.keys()):
+            raise BadMessage(
+                f"{arrays.name(answer)}: its image {min(lost)[:40]} is neither in the delivery nor "
+                "in its prompt",
+                "image",
+            )
 
 
 def are_plain_samples(store: StoreState, samples: Sequence[Trajectory]) -> bool:
@@ -325,10 +366,11 @@ def answers(
     vocabulary: int,
     settings: StoreSettings,
     routing: RoutingShape | None = None,
+    images: ImageShape | None = None,
 ) -> None:
     """Check samples by themselves: lengths of arrays, finite numbers, token ids, config limits.
 
-    vocabulary, routing: see `check_delivery`."""
+    vocabulary, routing, images: see `check_delivery`."""
     for answer in samples:
         if settings.session_tokens:
             _session(answer, settings)
@@ -338,7 +380,7 @@ def answers(
             _spans(answer)
         arrays.scalars(answer)
         _texts(answer, settings)
-    arrays.numbers(samples, vocabulary, routing)
+    arrays.numbers(samples, vocabulary, routing, images)
 
 
 def _single(answer: Trajectory) -> None:
@@ -594,6 +636,12 @@ def hello(message: LearnerHello) -> None:
         require(
             layers > 0 and 0 < chosen <= experts < 1 << 16,
             f"{learner} cannot have a model of {message.routing}",
+        )
+    if message.images is not None:
+        token, length = message.images
+        require(
+            0 <= token < (message.vocabulary or 1 << 31) and 0 < length < ROWS,
+            f"{learner} cannot have a model that reads an image as {message.images}",
         )
     require(
         0 <= message.next_ticket < TICKET_END

@@ -7,13 +7,14 @@ which its records were written."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from asyncrl.contract.admission import LimitEvidence
+from asyncrl.contract.blobs.images import by_digest
 from asyncrl.contract.errors import AsyncrlError, DamagedDataError
 from asyncrl.contract.freshness.window import BatchTiming
 from asyncrl.contract.messages import (
@@ -33,7 +34,7 @@ from buffer.groups import Group, StoreSettings
 from buffer.journal import Journal, read, segments
 from buffer.mixing.mixer import TaskMixer
 from buffer.state import FORMAT, SnapshotHead, StoreSnapshot
-from buffer.store import Store
+from buffer.store import NO_IMAGES, Store
 
 
 class GrantRecord(msgspec.Struct, tag="grant", array_like=True):
@@ -42,6 +43,8 @@ class GrantRecord(msgspec.Struct, tag="grant", array_like=True):
     samples: int
     now: float
     attempts: int  # the counter afterwards, which detects a replay that differs
+    # the images of prompts, by digest; a replay does not depend on the task for them
+    images: dict[int, dict[str, bytes]] = {}  # ticket -> images
 
 
 class RenewalRecord(msgspec.Struct, tag="renew", array_like=True):
@@ -64,12 +67,14 @@ class SessionsEndRecord(msgspec.Struct, tag="end", array_like=True):
 
 class SampleRecord(msgspec.Struct, tag="deliver", array_like=True):
     trajectory: Trajectory
+    images: dict[str, bytes] = {}  # older journals lack it
 
 
 class FrameRecord(msgspec.Struct, tag="frame", array_like=True):
     """Several samples; one record costs a third of the separate records."""
 
     trajectories: list[Trajectory]
+    images: dict[str, bytes] = {}  # older journals lack it
 
 
 class DeliveryRecord(msgspec.Struct, tag="came", array_like=True):
@@ -142,6 +147,10 @@ def _samples(record: SampleRecord | FrameRecord | DeliveryRecord) -> list[Trajec
     if isinstance(record, SampleRecord):
         return [record.trajectory]
     return record.message.samples if isinstance(record, DeliveryRecord) else record.trajectories
+
+
+def _images(record: SampleRecord | FrameRecord | DeliveryRecord) -> dict[str, bytes]:
+    return record.message.images if isinstance(record, DeliveryRecord) else record.images
 
 
 class RecordedStore(Store):
@@ -227,18 +236,20 @@ class RecordedStore(Store):
     def _apply(self, record: Record) -> None:
         """Replay one record with the methods of `Store`, which do not record."""
         if isinstance(record, GrantRecord):
-            super().grant(record.producer, record.session, record.samples, record.now)
+            tickets = super().grant(record.producer, record.session, record.samples, record.now)
             if self.attempts != record.attempts:
                 raise DamagedDataError(
                     f"the journal cannot be replayed: a grant now gives attempt {self.attempts}, "
                     f"but the record has {record.attempts}: restore the task and the code that "
                     "wrote it, or start a new run"
                 )
+            for ticket in tickets:
+                self._restore_images(ticket, record.images.get(ticket.ticket, {}))
         elif isinstance(record, SampleRecord | FrameRecord | DeliveryRecord):
             try:
                 for sample in _samples(record):
                     checks.sample(self, sample)
-                    super().accept_sample(sample)
+                    super().accept_sample(sample, _images(record))
             except AsyncrlError as error:
                 raise DamagedDataError(f"the journal cannot be replayed: {error}") from error
         elif isinstance(record, RenewalRecord):
@@ -277,6 +288,15 @@ class RecordedStore(Store):
         else:
             self.finished = True
 
+    def _restore_images(self, ticket: Ticket, images: dict[str, bytes]) -> None:
+        """Give a group the images of its prompt as they were, whatever the task has now."""
+        group = self.alive.get(ticket.ticket)
+        if group is None:
+            return
+        for name in by_digest(ticket.prompt.images).keys() - images.keys():
+            self.stored_bytes -= len(group.images.pop(name, b""))
+        self.stored_bytes += group.add_images(images)
+
     def _record(self, record: Any) -> None:
         self.journal.append(_encode(record))
 
@@ -291,7 +311,13 @@ class RecordedStore(Store):
     def grant(self, producer: str, session: int, samples: int, now: float) -> list[Ticket]:
         tickets = super().grant(producer, session, samples, now)
         if tickets:
-            self._record(GrantRecord(producer, session, samples, now, self.attempts))
+            images = {
+                ticket.ticket: by_digest(ticket.prompt.images)
+                for ticket in tickets
+                if ticket.prompt.images and ticket.kind == "train"
+            }
+            record = GrantRecord(producer, session, samples, now, self.attempts, images)
+            self._record(record)
         return tickets
 
     def renew(
@@ -328,18 +354,24 @@ class RecordedStore(Store):
         self._record(FreedLeasesRecord(list(attempts)))
 
     def accept_samples(
-        self, samples: Sequence[Trajectory], came: bytes | memoryview = b""
+        self,
+        samples: Sequence[Trajectory],
+        came: bytes | memoryview = b"",
+        images: Mapping[str, bytes] = NO_IMAGES,
     ) -> list[Disposition]:
-        dispositions = [super(RecordedStore, self).accept_sample(sample) for sample in samples]
+        accept = super().accept_sample
+        dispositions = [accept(sample, images) for sample in samples]
         if came:
             self.journal.append(_CAME, came)
         else:
-            self._record(FrameRecord(list(samples)))
+            self._record(FrameRecord(list(samples), dict(images)))
         return dispositions
 
-    def accept_sample(self, sample: Trajectory) -> Disposition:
-        disposition = super().accept_sample(sample)
-        self._record(SampleRecord(sample))
+    def accept_sample(
+        self, sample: Trajectory, images: Mapping[str, bytes] = NO_IMAGES
+    ) -> Disposition:
+        disposition = super().accept_sample(sample, images)
+        self._record(SampleRecord(sample, dict(images)))
         return disposition
 
     def hello(self, hello: LearnerHello) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -191,6 +191,7 @@ class Group:
     stands: int = -1  # the ticket whose position it has (lag injection), -1: its own
     task: str = ""  # of a mixture
     index: int = -1  # of its prompt in the task
+    images: dict[str, bytes] = field(default_factory=dict)  # digest -> blob, of all its samples
 
     def __post_init__(self) -> None:
         # the sums of a complete group's samples with all their tokens, cached because every batch
@@ -271,9 +272,19 @@ class Group:
         if stored.masked:
             into.add("masked_stale", stored.masked, 1, length, reward)
 
+    def add_images(self, blobs: Mapping[str, bytes]) -> int:
+        """Keep the images that it does not have yet; return their bytes."""
+        new = {name: blob for name, blob in blobs.items() if name not in self.images}
+        self.images |= new
+        return sum(map(len, new.values()))
+
     def release_samples(self) -> int:
         """Bytes of its stored samples."""
         return sum(stored.size for stored in self.stored_samples())
+
+    def stored_bytes(self) -> int:
+        """Bytes of its stored samples and its images."""
+        return self.release_samples() + sum(map(len, self.images.values()))
 
 
 def size(sample: Trajectory) -> int:

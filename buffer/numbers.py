@@ -131,6 +131,7 @@ def batch_rows(batch: Batch, positions: Iterable[int] | None = None) -> list[dic
             "tokens": memoryview(sample.tokens).cast("i").tolist(),
             "logprobs": memoryview(sample.behavior_logprobs).cast("f").tolist(),
         }
+        | ({"images": sample.images} if sample.images else {})
         | (_session_fields(sample) if sample.calls else {})
         for position, sample, lag in ((i, batch.samples[i], batch.lags[i]) for i in positions)
     ]

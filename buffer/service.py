@@ -24,6 +24,7 @@ from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract import admission
 from asyncrl.contract import messages as m
+from asyncrl.contract.blobs.images import ImageShape
 from asyncrl.contract.errors import AsyncrlError, BadMessage, BufferTakenOver, DamagedDataError
 from asyncrl.contract.freshness.meter import BatchMeter
 from asyncrl.contract.printable import LONGEST_LINE, escape_line
@@ -191,6 +192,7 @@ class BufferService:
         self.vocabulary = 0  # tokens of the model, from the learner's hello; 0: unknown
         # the routers whose experts the learner replays; None: none, or unknown
         self.routing: m.RoutingShape | None = None
+        self.images: ImageShape | None = None  # how the model reads images; None: unknown, or text
         self.refused = Counter[str]()  # refused messages by reason
         self.learner: dict[str, Any] = {}
         self.learner_waits: tuple[batches.BatchWait, float] | None = None  # (reason, since when)
@@ -447,14 +449,21 @@ class BufferService:
         """Take finished samples, also from a session that has lost its name."""
         checks.check_token_count(message.drawn)
         samples, refused = checks.check_delivery(
-            self.store, message.samples, self.vocabulary, self.routing
+            self.store,
+            message.samples,
+            self.vocabulary,
+            self.routing,
+            self.images,
+            message.images,
         )
         entry = self.generator_state(message.producer, peer, message.session)
         if refused or (entry is not None and entry.get("refused")):
             self.count_refused(message.producer, samples, refused, entry)
         if entry is not None or self.sessions.is_over(message.producer, message.session):
             self.store.report_tokens(message.producer, message.session, message.drawn)
-        dispositions = self.store.accept_samples(samples, b"" if refused else self.socket.payload)
+        dispositions = self.store.accept_samples(
+            samples, b"" if refused else self.socket.payload, message.images
+        )
         self.meter.on_complete(
             (ticket for ticket in {x.ticket for x in samples} if self.store.is_complete(ticket)),
             time.monotonic(),
@@ -594,6 +603,7 @@ class BufferService:
             self.ended_at, self.told_before = 0.0, False
         self.vocabulary = hello.vocabulary
         self.routing = hello.routing
+        self.images = hello.images
         if self.store.aside > excluded:
             log(exclusion)
             self.latest["buffer/set_aside"] = float(self.store.aside)

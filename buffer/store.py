@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 
 import msgspec
 
 from asyncrl.contract import admission
+from asyncrl.contract.blobs.images import by_digest
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.freshness.window import AdmissionWindow, BatchTiming, next_window
 from asyncrl.contract.messages import (
@@ -46,6 +47,7 @@ from buffer.rules import StoreRules
 # Rewards that differ by at most this share of the larger one are equal, as in
 # asyncrl/algorithms/advantages.py (which needs torch).
 EQUAL = 1e-6
+NO_IMAGES: Mapping[str, bytes] = {}
 SESSIONS = 8192  # generator sessions whose counts may still grow: more than can hold a name
 LEASE_GAPS = 3.0  # a lease lasts this many times the longest recent gap between two renewals ...
 MOST_LEASES = 10.0  # ... but at most this many times `lease_s`
@@ -247,6 +249,8 @@ class Store(StoreRules):
         )
         self.leases.add(producer, session, self.attempts, group.ticket)
         group.attempts[self.attempts] = [0, 0, 0]
+        prompt = self.prompt_of(group)
+        self.stored_bytes += group.add_images(by_digest(prompt.images))
         limit = self.current_limit()
         group.grants[self.attempts] = Grant(
             exact or least, exact is not None, limit if self.settings.ess_floor else math.inf
@@ -255,7 +259,7 @@ class Store(StoreRules):
             ticket=group.ticket,
             attempt=self.attempts,
             kind="train",
-            prompt=self.prompt_of(group),
+            prompt=prompt,
             samples=todo,
             sampling=self.settings.sampling_of(group.task),
             min_version=least,
@@ -422,15 +426,23 @@ class Store(StoreRules):
         return group is not None and group.complete
 
     def accept_samples(
-        self, samples: Sequence[Trajectory], came: bytes | memoryview = b""
+        self,
+        samples: Sequence[Trajectory],
+        came: bytes | memoryview = b"",
+        images: Mapping[str, bytes] = NO_IMAGES,
     ) -> list[Disposition]:
         """Take a frame's samples in their order; return their dispositions.
 
-        came: the encoded `Delivery` with these samples, for a store that keeps a journal."""
-        return [self.accept_sample(sample) for sample in samples]
+        came: the encoded `Delivery` with these samples, for a store that keeps a journal.
+        images: the frame's images, digest -> blob."""
+        return [self.accept_sample(sample, images) for sample in samples]
 
-    def accept_sample(self, sample: Trajectory) -> Disposition:
-        """Take a sample that has passed `checks.sample`; return its disposition."""
+    def accept_sample(
+        self, sample: Trajectory, images: Mapping[str, bytes] = NO_IMAGES
+    ) -> Disposition:
+        """Take a sample that has passed `checks.sample`; return its disposition.
+
+        images: see `accept_samples`."""
         if sample.ticket >= EVAL_BASE:
             return self.evaluations.deliver(sample)
         key = sample.ticket, sample.sample, sample.attempt
@@ -440,7 +452,11 @@ class Store(StoreRules):
             return "trained" if became == "accepted" else became
         if (known := self.disposition(group, sample)) is not None:
             return known
-        return self._accept(group, sample)
+        disposition = self._accept(group, sample)
+        if images and disposition == "accepted" and group.ticket in self.alive:
+            own = {name: images[name] for name in sample.all_images if name in images}
+            self.stored_bytes += group.add_images(own)
+        return disposition
 
     def _late(self, key: Key, sample: Trajectory) -> Disposition:
         """Count a sample of a removed group whose disposition is unknown or forgotten."""
@@ -547,8 +563,9 @@ class Store(StoreRules):
         for stored in group.stored_samples():
             group.other.append((line, stored.length, stored.trajectory.reward))
             group.finals[stored.trajectory.sample, stored.trajectory.attempt] = line
-        self.stored_bytes -= group.release_samples()
+        self.stored_bytes -= group.stored_bytes()
         group.empty()
+        group.images = {}
         self._retire(group, trained=False)
 
     def _succeed(self, group: Group) -> None:
@@ -687,7 +704,7 @@ class Store(StoreRules):
         Groups of those batches that are still alive here are not trained again."""
         for group in self.retained.values():
             self._retire(group, trained=True)
-            self.stored_bytes -= group.release_samples()
+            self.stored_bytes -= group.stored_bytes()
         above = set(hello.trained_above)
         for group in [
             group
@@ -835,7 +852,7 @@ class Store(StoreRules):
                 self.composed.discard(ticket)
                 if (group := self.retained.pop(ticket, None)) is not None:
                     self._retire(group, trained=True)
-                    self.stored_bytes -= group.release_samples()
+                    self.stored_bytes -= group.stored_bytes()
             self.base = self.base + 1
             self._kept = None
         if self.base != before:

@@ -43,6 +43,7 @@ class PackedBatch:
     supports: list[SampledSupport | None]
     routed: list[RoutedExperts | None]  # of each row; None: not recorded
     places: list[int]  # index of each sample in the batch's samples
+    images: list[list[bytes]]  # of each row: the blobs of its image tokens
 
     @property
     def count(self) -> int:
@@ -84,6 +85,10 @@ class PackedBatch:
     def row_routed(self, samples: Sequence[int]) -> list[RoutedExperts | None]:
         """Return the recorded experts of the rows of `samples`."""
         return [self.routed[row] for row in self.rows_of(samples)]
+
+    def row_images(self, samples: Sequence[int]) -> list[list[bytes]]:
+        """Return the images of the rows of `samples`."""
+        return [self.images[row] for row in self.rows_of(samples)]
 
     def support_table(self, samples: Sequence[int], device: torch.device) -> SupportTable | None:
         """Return the supports of the tokens of `samples` on `device`; None: nothing truncated."""
@@ -180,6 +185,7 @@ def pack(batch: Batch, *, greedy: bool = False) -> PackedBatch:
         ],
         routed=routed,
         places=places,
+        images=[[batch.images[name] for name in row.images] for row in every],
     )
 
 

@@ -66,6 +66,8 @@ class Learner(BufferPeer):
         self.silent_since = self.waiting_since
         self.vocabulary = int(self.core.model.hf.config.get_text_config().vocab_size)
         self.routing = self.core.routing
+        vision = self.core.model.vision
+        self.images = None if vision is None else vision.shape
         self.socket.check = self.check
         self.tracer = Tracer(run_dir, "learner")
         self.welcomed = self.finished = self.stopping = False
@@ -138,7 +140,9 @@ class Learner(BufferPeer):
 
     def check(self, reply: m.FromBuffer) -> None:
         """Raise BadMessage for replies that would end this learner or lose its checkpoints."""
-        message_checks.check(reply, vocabulary=self.vocabulary, routing=self.routing)
+        message_checks.check(
+            reply, vocabulary=self.vocabulary, routing=self.routing, images=self.images
+        )
         if isinstance(reply, m.Welcome) and reply.epoch == self.epoch:
             message_checks.require(
                 reply.checkpointed <= self.number,
@@ -197,6 +201,7 @@ class Learner(BufferPeer):
             pid=os.getpid(),
             vocabulary=self.vocabulary,
             routing=self.routing,
+            images=self.images,
             limit=self.cursor.limit,
             window=self.cursor.window,
             mixture=self.cursor.mixture,

@@ -111,6 +111,7 @@ class LearnerCore:
         device = "cpu" if backend == "fsdp2" else config.model.device
         self.model = load_learner_policy(model_dir, config, device=device, whole=by_modules)
         self.model.exact = bool(config.exact)
+        self.model.exact_length = config.generator.context
         self.model.recompute = config.learner.gradient_checkpointing
         # the routers whose recorded experts are replayed; None: none are
         self.routing = self.model.replayable_routing() if config.learner.replay_routing else None
@@ -352,7 +353,8 @@ class LearnerCore:
     def _known_prompts(self, batch: Batch, packed: PackedBatch) -> list[str]:
         """Return each sample's key in `LearnerState.prompts`; set the baselines of the loss."""
         digests = [
-            xxhash.xxh3_64_hexdigest(batch.samples[place].prompt_tokens) for place in packed.places
+            xxhash.xxh3_64_hexdigest(sample.prompt_tokens + "".join(sample.images).encode("ascii"))
+            for sample in (batch.samples[place] for place in packed.places)
         ]
         means = [self.state.prompts.get(digest, math.nan) for digest in digests]
         packed.loss.baselines = torch.tensor(means).to(packed.loss.rewards)
@@ -590,7 +592,7 @@ class LearnerCore:
             packed,
             samples,
             self.config.learner.micro_batch_tokens,
-            by_group=model.fast is not None,
+            by_group=model.fast is not None or model.vision is not None,
         )
 
     def _sum_over_ranks(self, sums: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -678,6 +680,7 @@ class LearnerCore:
                 want_hidden=hidden,
                 supports=packed.row_supports(samples),
                 routed=packed.row_routed(samples) if own else None,
+                images=packed.row_images(samples),
             )
 
     def _step_kl(

@@ -10,7 +10,7 @@ with the same random stream.  If the silent one answers after all, the first ans
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from asyncrl.contract import messages as m
@@ -149,9 +149,13 @@ class CallRouter:
         )
 
     def frames(
-        self, announcement: m.PolicyAnnouncement | None
+        self,
+        announcement: m.PolicyAnnouncement | None,
+        images_of: Callable[[m.GenerationCall], Mapping[str, bytes]] = lambda _: {},
     ) -> Sequence[tuple[bytes, m.CallAssignments]]:
-        """Build the messages to send now: (address, new and cancelled calls, announcement)."""
+        """Build the messages to send now: (address, new and cancelled calls, announcement).
+
+        images_of: the images of a call, digest -> blob."""
         while self.queue:
             generator = self._choose_generator(self.open.get(self.queue[0]))
             if generator is None or generator.free_slots <= 0:
@@ -168,7 +172,12 @@ class CallRouter:
             generator.sequence += 1
             generator.announced = label
             message = m.CallAssignments(
-                generator.session, generator.sequence, generator.fresh, generator.cut, announcement
+                generator.session,
+                generator.sequence,
+                generator.fresh,
+                generator.cut,
+                announcement,
+                {name: blob for call in generator.fresh for name, blob in images_of(call).items()},
             )
             generator.fresh, generator.cut = [], []
             messages.append((generator.peer, message))

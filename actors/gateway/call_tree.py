@@ -62,6 +62,7 @@ class CallNode:
     # the text of its prompt: characters, digest
     text_length: int = 0
     text_digest: bytes = b""
+    images: list[str] = field(default_factory=list)  # the digests of its tail's images
     answer: Message | None = None  # the parsed answer, as the template takes it
     written: tuple[int, bytes, str] | None = None  # chat.py: length, digest and closing of the turn
 
@@ -79,6 +80,15 @@ class CallNode:
         """The prompt and the sampled ids, int32 [P + T]."""
         assert self.ids is not None
         return np.concatenate([self.prompt(), self.ids])
+
+    def all_images(self) -> list[str]:
+        """The digests of the images of the whole prompt."""
+        parts = [self.images]
+        node = self.parent
+        while node is not None:
+            parts.append(node.images)
+            node = node.parent
+        return [name for part in parts[::-1] for name in part]
 
     @property
     def own_reads(self) -> int:
@@ -370,4 +380,5 @@ def _make_row(
         token_rewards=rewards.astype("<f4").tobytes() if shares else b"",
         support=SampledSupport.join(supports).encode(),
         routed=b"" if routed is None else routed.encode(),
+        images=own[-1].all_images(),
     )

@@ -25,10 +25,15 @@ import numpy as np
 import xxhash
 
 from actors.gateway.call_tree import CallNode, Message, plain_text, text_digest
+from actors.gateway.image_marks import digests_in, with_markers, with_marks
 from actors.gateway.sessions import CallRefused, too_long
 from asyncrl.contract import outcomes
+from asyncrl.contract.blobs.images import ImageShape
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.importing import module
+from asyncrl.models.tokenizer import takes_parts
+from asyncrl.models.vision import image_tokens
+from asyncrl.models.vision.image_tokens import image_parts
 
 # characters encoded at once, for each token of generator.context: a longer text is too long if its
 # beginning is
@@ -62,6 +67,7 @@ class ChatFormat:
         self.context = context
         self.ends = {int(token): self.decode_text([int(token)]) for token in stop}
         self.when = when
+        self.image_shape: ImageShape | None = getattr(tokenizer, "image_shape", None)
 
     def with_date(self, when: datetime) -> ChatFormat:
         """Copy the format for a session that began at `when`."""
@@ -85,6 +91,8 @@ class ChatFormat:
             outcomes.check_text(text, "the prompt")
         except ValueError as error:
             raise CallRefused(400, "invalid_text", str(error), "messages") from error
+        if self.image_shape is not None:
+            text = with_markers(text)
         at_once = AT_ONCE * self.context
         while self.context and len(text) > at_once:
             count = len(self.tokenizer.encode(text[:at_once], add_special_tokens=False))
@@ -92,7 +100,27 @@ class ChatFormat:
                 raise too_long(f"the prompt has over {count - CUT_TOKENS}", self.context)
             at_once *= 2
         ids = self.tokenizer.encode(text, add_special_tokens=False)
+        if self.image_shape is not None:
+            return image_tokens.expand(ids, self.image_shape)
         return np.asarray(ids, dtype=np.int32)
+
+    def images_of(self, text: str, tail: np.ndarray) -> list[str]:
+        """See `sessions.Composer.images_of`."""
+        if self.image_shape is None:
+            return []
+        digests = digests_in(text)
+        own = image_tokens.count(tail, self.image_shape) // self.image_shape.length
+        return digests[len(digests) - own :]
+
+    def require_text(self, ids: np.ndarray) -> None:
+        """See `sessions.Composer.require_text`."""
+        if self.image_shape is not None and image_tokens.count(ids, self.image_shape):
+            raise CallRefused(
+                400,
+                "invalid_image",
+                "the token ids hold image tokens: send the image as a data: URL in the content of "
+                "a message",
+            )
 
     def follow(
         self, node: CallNode, messages: Sequence[Message], answer_at: int, text: str
@@ -115,6 +143,26 @@ class ChatFormat:
         return self._continued(node, text[node.text_length + len(sampled) :])
 
     def _write(self, messages: Sequence[Message], tools: Sequence[Any], *, answering: bool) -> str:
+        """Render messages; where the template takes parts, images get their marks afterwards."""
+        if self.image_shape is None or not takes_parts(self.tokenizer):
+            return self._render(messages, tools, answering=answering)
+        turns = []
+        digests: list[str] = []
+        for message in messages:
+            content = plain_text(message.get("content"))
+            digests += digests_in(content)
+            turns.append({**message, "content": image_parts(with_markers(content))})
+        text = with_marks(self._render(turns, tools, answering=answering), digests)
+        if text is None:
+            raise CallRefused(
+                400,
+                "chat_template",
+                f"the model's chat template does not write the {len(digests)} images of these "
+                "messages",
+            )
+        return text
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[Any], *, answering: bool) -> str:
         date = {} if self.when is None else {"strftime_now": self.when.strftime}
         try:
             text = self.tokenizer.apply_chat_template(

@@ -6,7 +6,7 @@ loaded while one of its calls is open."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -25,6 +25,7 @@ from asyncrl.tasks.arena import SeedPrompts
 from asyncrl.transport import message_checks
 from asyncrl.transport.sockets import PeerSocket
 
+NO_IMAGES: Mapping[str, bytes] = {}
 SAY_S = 0.5  # between two reports
 
 
@@ -43,6 +44,7 @@ class CallTurn(GeneratorTurn):
         self.vocabulary = vocabulary(config.model.path)
         self.grammars = GrammarCompiler(self.tokenizer, config.model.path, self.stops)
         self.constraints: dict[int, TokenConstraint] = {}  # call id -> of its grammar
+        self.images: dict[int, tuple[bytes, ...]] = {}  # call id -> of its image tokens
         self.calls: dict[int, m.GenerationCall] = {}
         self.keys: dict[int, Key] = {}  # call id -> its key in the schedule
         self.served = 0  # calls accepted, which numbers them
@@ -51,13 +53,18 @@ class CallTurn(GeneratorTurn):
     def samples_to_request(self, *, unsent: bool = False) -> int:
         return 0
 
-    def take_calls(self, calls: Iterable[m.GenerationCall]) -> None:
-        """Accept the new calls; an invalid one gets a failure as its result at once."""
+    def take_calls(
+        self, calls: Iterable[m.GenerationCall], images: Mapping[str, bytes] = NO_IMAGES
+    ) -> None:
+        """Accept the new calls; an invalid one gets a failure as its result at once.
+
+        images: digest -> blob, of all calls."""
         for call in calls:
             if call.id in self.calls:
                 continue
             try:
                 message_checks.call(call, self.vocabulary, self.context)
+                message_checks.call_images(call, images, self.tokenizer.image_shape)
                 if call.grammar:
                     self.constraints[call.id] = self.grammars.begin(call.grammar)
             except (BadMessage, ValueError) as error:
@@ -78,6 +85,7 @@ class CallTurn(GeneratorTurn):
                 seed=call.seed,
             )
             self.calls[call.id] = call
+            self.images[call.id] = tuple(images[name] for name in call.images)
             self.keys[call.id] = (call.id, call.sample, self.served)
             self.schedule.add_tickets([ticket])
             self.schedule.held[call.id, self.served].prompt = np.frombuffer(call.prompt, "<i4")
@@ -108,6 +116,7 @@ class CallTurn(GeneratorTurn):
                     beside=call.stream,
                     drawn_for=(call.ticket, call.sample),
                     constraint=self.constraints.pop(call.id, None),
+                    images=self.images.pop(call.id, ()),
                 )
             )
         return requests, []
@@ -137,6 +146,7 @@ class CallTurn(GeneratorTurn):
                 continue
             key = self.keys.pop(call)
             self.constraints.pop(call, None)
+            self.images.pop(call, None)
             tokens = self.engine.abort([key]).get(key, 0)
             if (held := self.schedule.held.get((key[0], key[2]))) is not None:
                 self.schedule.drop(held)
@@ -147,6 +157,7 @@ class CallTurn(GeneratorTurn):
         self.calls.pop(call, None)
         self.keys.pop(call, None)
         self.constraints.pop(call, None)
+        self.images.pop(call, None)
 
     def progress(self) -> list[tuple[int, int, int]]:
         """Nothing, as the gateway reports the progress of its tickets."""
@@ -184,7 +195,7 @@ class CallPeer:
             if message.session == self.session:
                 self.heard = max(self.heard, message.sequence)
                 self.turn.schedule.announce(message.announcement)
-                self.turn.take_calls(message.calls)
+                self.turn.take_calls(message.calls, message.images)
                 self.turn.cancel_calls(message.cut)
 
     def send_report(self, now: float, slots: int) -> None:

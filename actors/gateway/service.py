@@ -38,6 +38,7 @@ from asyncrl.config.agents import AgentConfig
 from asyncrl.config.tree import Config
 from asyncrl.contract import messages as m
 from asyncrl.contract import outcomes
+from asyncrl.contract.blobs.images import by_digest
 from asyncrl.contract.errors import (
     AsyncrlError,
     BadMessage,
@@ -488,6 +489,7 @@ class Gateway(sockets.SessionPeer):
             seed=ticket.seed,
             stream=call.stream_key,
             grammar=call.grammar,
+            images=call.node.all_images(),
         )
         if self.is_expired(ticket):
             self.put_off[asked.id] = asked
@@ -536,7 +538,9 @@ class Gateway(sockets.SessionPeer):
                 self.calls_socket.send(peer, refused)
             return
         if (call := self.router.open.get(message.id)) is not None:
-            message_checks.check_call_result(message, call, self.vocabulary, self.routing)
+            message_checks.check_call_result(
+                message, call, self.vocabulary, self.routing, self.chat.image_shape
+            )
         if self.router.on_result(message) is not None:
             self.on_result(message)
 
@@ -634,7 +638,8 @@ class Gateway(sockets.SessionPeer):
         delivered = trajectory(session, self.tokenizer, self.agent_of(session))
         self.count(session, delivered.failed)
         self.source.on_deliver(session)
-        self.outbox.add(delivered)
+        prompt = by_digest(session.ticket.prompt.images)  # which the buffer has
+        self.outbox.add(delivered, {k: x for k, x in session.images.items() if k not in prompt})
         self.drop(episode)
         name = (session.ticket.ticket, session.attempt)
         grant = self.held[name]
@@ -681,8 +686,13 @@ class Gateway(sockets.SessionPeer):
             self.last_words.popitem(last=False)
 
     def send_calls(self) -> None:
-        for peer, message in self.router.frames(self.announced):
+        for peer, message in self.router.frames(self.announced, self.images_of):
             self.calls_socket.send(peer, message)
+
+    def images_of(self, call: m.GenerationCall) -> dict[str, bytes]:
+        """The images of a call, digest -> blob."""
+        known = self.calls[call.id].episode.session.images if call.images else {}
+        return {name: known[name] for name in call.images}
 
     # ---- the buffer ------------------------------------------------------------------------------
 
@@ -871,4 +881,5 @@ def trajectory(session: Session, tokenizer: Any, agent: AgentConfig) -> m.Trajec
         adopted=session.adopted,
         support=first.support,
         routed=first.routed,
+        images=first.images,
     )

@@ -63,6 +63,7 @@ class SessionApi(SessionSource):
             forced=agent.forced,
             parser=agent.parser,
             stops=frozenset(gateway.stops),
+            images=gateway.chat.image_shape is not None,
         )
         self.run_key = read_endpoint_file(gateway.run_dir, "agent.key") or secrets.token_urlsafe(32)
         # None for sessions that end with this process: a program or function plays them
@@ -338,6 +339,7 @@ def describe_task(ticket: m.Ticket) -> dict[str, Any]:
         "messages": prompt.messages,
         "meta": prompt.meta,
         "split": prompt.split,
+        "images": prompt.image_urls,
     }
 
 

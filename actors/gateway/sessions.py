@@ -26,6 +26,7 @@ from msgspec import structs
 
 from actors.gateway.call_tree import CallNode, CallTree, Message, MessageMatch, rows_of, text_digest
 from asyncrl.contract import outcomes
+from asyncrl.contract.blobs.images import MOST_IMAGES
 from asyncrl.contract.errors import AsyncrlError, ProtocolError
 from asyncrl.contract.messages import Ticket, TrainingSequence, VersionSpan
 from asyncrl.contract.printable import escape_line
@@ -33,6 +34,7 @@ from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.sampled_support import SampledSupport
 
 NEVER = math.inf
+MOST_SESSION_BYTES = 16 << 20  # of the images of a session
 TOO_LONG = "context_length_exceeded"  # the error code of a prompt longer than the context
 Finish = Literal["stop", "length"]
 
@@ -109,6 +111,12 @@ class Composer(Protocol):
 
     def find_stop(self, ids: np.ndarray, stop: Sequence[str]) -> int | None:
         """Count the leading ids that complete the first stop string; None if there is none."""
+
+    def images_of(self, text: str, tail: np.ndarray) -> list[str]:
+        """Return the digests of the images of `tail`, the end of the prompt `text`."""
+
+    def require_text(self, ids: np.ndarray) -> None:
+        """Raise CallRefused for ids with image tokens."""
 
 
 @dataclass(eq=False)
@@ -214,6 +222,7 @@ class Session:
     def __post_init__(self) -> None:
         self.name = f"{self.ticket.ticket}.{self.sample}.{self.attempt}"
         self.tree = CallTree()
+        self.images: dict[str, bytes] = {}  # digest -> blob, of its calls
         self.open_calls: dict[int, SessionCall] = {}
         self.requests: list[HarnessRequest] = []
         self.cuts: list[SessionCall] = []  # to be cancelled in the engine, by the gateway
@@ -313,10 +322,12 @@ class Session:
         max_new_tokens: int = 0,
         stop: Sequence[str] = (),
         aside: bool = False,
+        images: Mapping[str, bytes] = MappingProxyType({}),
     ) -> SessionCall:
         """Add the call whose prompt was composed.
 
-        Raises CallRefused, also when the session has ended since the call was drafted.
+        images: digest -> blob of the request's images.  Raises CallRefused, also when the session
+        has ended since the call was drafted.
         """
         self.may_call(now)
         tail = np.ascontiguousarray(composed.tail, np.int32)
@@ -326,8 +337,31 @@ class Session:
             node.chain, node.ours = found.chains[-1], dict(composed.ours)
             node.tools = composed.tools
         node.text_length, node.text_digest = len(composed.text), text_digest(composed.text)
+        assert self.composer is not None
+        node.images = self.composer.images_of(composed.text, tail)
+        new = self._new_images(node, images)
         call = self._limit_call(node, max_new_tokens, stop, now)
+        self.images |= new
         return self._add_call(call, found, composed.why, now)
+
+    def _new_images(self, node: CallNode, images: Mapping[str, bytes]) -> dict[str, bytes]:
+        """Return the images of a call that the session does not have yet.  Raises CallRefused."""
+        new = {name: images[name] for name in node.images if name in images}
+        if lost := set(node.images) - new.keys() - self.images.keys():
+            raise CallRefused(
+                400, "invalid_image", f"a text names the unknown image {min(lost)}", "messages"
+            )
+        size = sum(map(len, (self.images | new).values()))
+        if len(node.all_images()) > MOST_IMAGES or size > MOST_SESSION_BYTES:
+            raise CallRefused(
+                400,
+                "too_many_images",
+                f"session {self.name} would have {len(node.all_images())} images in a prompt and "
+                f"{size} bytes of images; at most {MOST_IMAGES} and {MOST_SESSION_BYTES} are "
+                "served",
+                "messages",
+            )
+        return new
 
     def place_ids(
         self,
@@ -346,6 +380,8 @@ class Session:
         ids = np.ascontiguousarray(ids, np.int32)
         parent = self.tree.find_ids(ids, aside)
         tail = ids if parent is None else ids[len(parent.token_ids()) :]
+        if self.composer is not None:
+            self.composer.require_text(tail)
         node = CallNode(self.tree.placed, parent, tail, aside)
         call = self._limit_call(node, max_new_tokens, stop, now)
         return self._add_call(call, None, "ids" if parent is None else "branch", now)

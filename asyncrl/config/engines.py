@@ -176,3 +176,55 @@ BACKEND_ABILITIES = (
         "exact: gradients of several ranks add up in another order, so it needs",
     ),
 )
+
+
+# ---- models that read images ---------------------------------------------------------------------
+
+
+class ImageRefusal(NamedTuple):
+    """A setting that a model which reads images does not support."""
+
+    sets: tuple[str, ...]  # settings that ask for it
+    asked: Callable[[Any], bool]  # whether a config asks for it
+    problem: str
+
+
+IMAGE_REFUSALS = (
+    ImageRefusal(
+        ("generator.engine=vllm",),
+        lambda config: config.generator.engine != "embedded",
+        "generator.engine: a model that reads images needs embedded; asyncrl gives vLLM no images",
+    ),
+    ImageRefusal(
+        ("learner.backend=fsdp2",),
+        lambda config: config.learner.backend != "torch",
+        "learner.backend: a model that reads images needs torch",
+    ),
+    ImageRefusal(
+        ("lora.rank=4",),
+        lambda config: config.lora.rank > 0,
+        "lora.rank: a model that reads images trains all its weights; set it to 0",
+    ),
+    ImageRefusal(
+        ("advantage.name=gae",),
+        lambda config: config.advantage.name == "gae",
+        "advantage.name: the value head of gae reads only text; use another for a model that reads "
+        "images",
+    ),
+    ImageRefusal(
+        ("learner.gradient_checkpointing=true",),
+        lambda config: config.learner.gradient_checkpointing,
+        "learner.gradient_checkpointing: a model that reads images is recomputed by groups of rows "
+        "anyway; set it to false",
+    ),
+    ImageRefusal(
+        ("exact=true", "weights.in_flight=recompute_kv", "learner.threads=2"),
+        lambda config: config.exact and config.learner.threads != config.generator.threads,
+        "exact: a model that reads images needs learner.threads = generator.threads",
+    ),
+)
+
+
+def image_refusal(config: Any) -> str:
+    """Return why a model that reads images does not support a config; "": it does."""
+    return next((row.problem for row in IMAGE_REFUSALS if row.asked(config)), "")

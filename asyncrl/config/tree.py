@@ -120,10 +120,11 @@ class TaskSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         ),
     ] = ""
     columns: Annotated[
-        dict[Literal["prompt", "messages", "answer"], str],
+        dict[Literal["prompt", "messages", "answer", "image", "images"], str],
         Meta(
             description="Names of the columns in the files of task `file`, for example { "
-            'prompt = "question", answer = "solution" }. Empty: prompt, messages and answer.'
+            'prompt = "question", answer = "solution" }. Empty: prompt, messages, answer, image '
+            "and images."
         ),
     ] = {}
     options: Annotated[

@@ -88,6 +88,7 @@ REFUSALS = {
     "number": "samples with an impossible reward, part, log-probability or temperature",
     "token": "samples with tokens that the model does not have",
     "text": "messages with texts or lists that are too long",
+    "image": "samples whose images are missing, damaged, or not as many as their tokens say",
 }
 
 

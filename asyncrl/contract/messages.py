@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
+from asyncrl.contract.blobs.images import ImageShape, to_data_url
 from asyncrl.contract.versions import Label
 from asyncrl.contract.waits import BlockingSession, OpenSession, ProcessWait
 
@@ -66,6 +67,14 @@ class Prompt(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     meta: dict[str, str] = {}
     split: str = "train"
     task: str = ""  # of a mixture: the title of its part, which gives the reward
+    images: list[
+        bytes
+    ] = []  # blobs (asyncrl/contract/blobs/images.py), in the order of their markers
+
+    @property
+    def image_urls(self) -> list[str]:
+        """The images as data: URLs, as OpenAI's API takes them."""
+        return [to_data_url(blob) for blob in self.images]
 
 
 class SamplingSettings(msgspec.Struct, frozen=True, array_like=True):
@@ -156,6 +165,9 @@ class TrainingSequence(msgspec.Struct, frozen=True, array_like=True, gc=False):
     # the experts of the P + T - 1 tokens that the model read (`RoutedExperts.encode`); empty: a
     # dense model, or the engine does not record them
     routed: bytes = b""
+    # the digests of its images, in the order of their tokens; the message that holds the sequence
+    # holds the blobs, or the buffer has them from its own prompt
+    images: list[str] = []
 
 
 class Trajectory(msgspec.Struct, array_like=True, gc=False):
@@ -193,6 +205,7 @@ class Trajectory(msgspec.Struct, array_like=True, gc=False):
     adopted: list[tuple[int, int]] = []
     support: bytes = b""  # as in `TrainingSequence`
     routed: bytes = b""  # as in `TrainingSequence`
+    images: list[str] = []  # as in `TrainingSequence`
 
     @property
     def tokens_by_attempt(self) -> list[tuple[int, int]]:
@@ -201,6 +214,11 @@ class Trajectory(msgspec.Struct, array_like=True, gc=False):
             return [(self.attempt, self.length + self.aside)]
         earlier = sum(tokens for _, tokens in self.adopted)
         return [(self.attempt, self.length + self.aside - earlier), *self.adopted]
+
+    @property
+    def all_images(self) -> set[str]:
+        """The digests of the images of all sequences."""
+        return set(self.images).union(*(row.images for row in self.rows))
 
     @property
     def length(self) -> int:
@@ -226,6 +244,7 @@ class Trajectory(msgspec.Struct, array_like=True, gc=False):
             token_rewards=self.token_rewards,
             support=self.support,
             routed=self.routed,
+            images=self.images,
         )
         return [first, *self.rows]
 
@@ -284,6 +303,8 @@ class Delivery(msgspec.Struct, frozen=True, tag="deliver"):
     sequence: int
     samples: list[Trajectory]
     drawn: int = 0  # as in `LeaseRenewal`, these samples included
+    # digest -> blob of images that sessions received; those of tickets' prompts are not sent back
+    images: dict[str, bytes] = {}
 
 
 # the wait of a generator that has nothing else to do
@@ -441,6 +462,7 @@ class GenerationCall(msgspec.Struct, frozen=True, array_like=True):
     # 0: the random stream of a plain completion of the ticket, (seed, ticket, sample); else another
     stream: int = 0
     grammar: str = ""  # that it is decoded under, in llguidance's form of Lark; "": any tokens
+    images: list[str] = []  # digests, in the order of the image tokens
 
 
 class CallAssignments(msgspec.Struct, frozen=True, tag="calls"):
@@ -451,6 +473,7 @@ class CallAssignments(msgspec.Struct, frozen=True, tag="calls"):
     calls: list[GenerationCall]
     cut: list[int]
     announcement: PolicyAnnouncement | None
+    images: dict[str, bytes] = {}  # digest -> blob, each image of the calls once
 
 
 class ServingReport(msgspec.Struct, frozen=True, tag="serving"):
@@ -525,6 +548,7 @@ class LearnerHello(msgspec.Struct, frozen=True, tag="learner_hello"):
     routing: RoutingShape | None = None
     window: float = 0.0  # admission window at the checkpoint, in batches; 0: none
     mixture: MixturePosition | None = None  # position in a mixture at the checkpoint
+    images: ImageShape | None = None  # how the model reads images; None: it reads only text
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
@@ -561,6 +585,7 @@ class Batch(msgspec.Struct, frozen=True, tag="batch"):
     window: float = 0.0  # admission window in batches; 0: the limit is always filled
     tasks: list[str] = []  # of a mixture: the task of each sample
     mixture: MixturePosition | None = None  # for the checkpoint
+    images: dict[str, bytes] = {}  # digest -> blob, each image of the samples once
 
 
 class Commit(msgspec.Struct, frozen=True, tag="commit"):

@@ -93,5 +93,8 @@ def failed_sample(sample: Trajectory, kind: Literal["data", "refused"], why: str
         prompt_text="",
         segments=[],
         token_rewards=b"",
-        rows=[structs.replace(row, segments=[], token_rewards=b"") for row in sample.rows],
+        images=[],
+        rows=[
+            structs.replace(row, segments=[], token_rewards=b"", images=[]) for row in sample.rows
+        ],
     )

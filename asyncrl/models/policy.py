@@ -21,6 +21,7 @@ import torch
 import xxhash
 from torch.utils.checkpoint import checkpoint
 
+from asyncrl.contract.blobs import images as image_blobs
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import RoutingShape
 from asyncrl.contract.routed_experts import RoutedExperts
@@ -29,6 +30,8 @@ from asyncrl.models import adapter_files, fetch, packed_forward, without_transfo
 from asyncrl.models.moe import router_hooks
 from asyncrl.models.packed_forward import ForwardOutput, SupportTable
 from asyncrl.models.tokenizer import missing_weights_message
+from asyncrl.models.vision.image_encoder import ImageEncoder, processor_files
+from asyncrl.models.vision.image_tokens import read_shape
 from asyncrl.records import atomic_write
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -38,10 +41,13 @@ PROBE_TOKENS = 8
 # relative noise between rows that only differ in a later token: experts see other batches
 NOISE = 1e-5
 NOISE_BF16 = 2e-2
+PLAIN_ROWS = 8  # of a forward pass on the plain path
+PLAIN_TOKENS = 1024  # the same for a model that reads images, where its rows are short
 CHOSEN = 2  # experts of a token in a tiny mixture of experts
 ALIGN = 64  # bytes; every tensor of the flat layout starts at a multiple of it
 Manifest = list[tuple[str, str, list[int], int, int]]  # name, dtype, shape, offset, bytes
 Arrays = Sequence[np.ndarray]
+RowImages = Sequence[Sequence[bytes]]  # the blobs of each row, in the order of its image tokens
 
 
 @dataclass
@@ -54,11 +60,14 @@ class PolicyModel:
     one_pass: bool = False
     recompute: bool = False  # recompute each layer in the backward pass
     exact: bool = False  # use the operators of exact mode (asyncrl/models/exact_operators.py)
+    # exact mode of the plain path: every row is computed by itself, padded to this length
+    exact_length: int = 0
     # with low-rank adapters: only these are published, loaded and stored as its weights
     adapter: adapter_files.AdapterInfo | None = None
 
     def __post_init__(self) -> None:
         self.fast = packed_forward.ModelLayout.from_model(self.hf)
+        self.vision = ImageEncoder.from_model(self.hf, self.tokenizer_dir)  # None: it reads text
 
     @property
     def device(self) -> torch.device:
@@ -99,6 +108,7 @@ class PolicyModel:
         supports: Sequence[SampledSupport | None] | None = None,
         targets: torch.Tensor | None = None,
         routed: Sequence[RoutedExperts | None] | None = None,
+        images: RowImages | None = None,
     ) -> ForwardOutput:
         """Log-probabilities of response tokens under this model, differentiable.
 
@@ -110,6 +120,7 @@ class PolicyModel:
             log-probabilities are then normalized; the entropy is that over the whole vocabulary
         targets: int64 [N], the tokens to score at the responses' positions instead of them
         routed: of B samples, the experts to use for each token but the last; None: the model's own
+        images: of B samples, the blobs of their image tokens; None: they have none
         Returns tensors packed in sample order, N = sum of response lengths: logprobs [N] fp32,
         entropy [N] in nats or None, hidden [N, H] (the state that predicts each token) or None."""
         if self.fast is not None:
@@ -127,20 +138,7 @@ class PolicyModel:
                 targets=targets,
                 routed=routed,
             )
-        if self.one_pass:
-            return ForwardOutput(
-                *_plain_rows(
-                    self.hf,
-                    prompts,
-                    responses,
-                    temperature,
-                    want_entropy,
-                    want_hidden,
-                    supports=supports,
-                    targets=targets,
-                    routed=routed,
-                )
-            )
+        alone = bool(self.exact and self.exact_length)
         return plain_logprobs(
             self.hf,
             prompts,
@@ -148,10 +146,25 @@ class PolicyModel:
             temperature,
             want_entropy,
             want_hidden,
+            rows=1 if alone else self._rows_at_once(prompts, responses),
+            recompute=not self.one_pass,
             supports=supports,
             targets=targets,
             routed=routed,
+            images=images,
+            vision=self.vision,
+            width=self.exact_length if alone else 0,
         )
+
+    def _rows_at_once(self, prompts: Arrays, responses: Arrays) -> int:
+        """Return the rows of a forward pass on the plain path."""
+        if self.one_pass:
+            return len(prompts)
+        if self.vision is None:
+            return PLAIN_ROWS
+        # rows of one group share their images
+        longest = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
+        return max(PLAIN_ROWS, PLAIN_TOKENS // longest)
 
 
 def recompute_modules(hf: Any) -> None:
@@ -176,14 +189,18 @@ def plain_logprobs(
     temperature: torch.Tensor,
     want_entropy: bool,
     want_hidden: bool,
-    rows: int = 8,
+    rows: int = PLAIN_ROWS,
+    recompute: bool = True,
     supports: Sequence[SampledSupport | None] | None = None,
     targets: torch.Tensor | None = None,
     routed: Sequence[RoutedExperts | None] | None = None,
+    images: RowImages | None = None,
+    vision: ImageEncoder | None = None,
+    width: int = 0,
 ) -> ForwardOutput:
     """`PolicyModel.logprobs` through plain transformers, `rows` samples at a time.
 
-    Each chunk is recomputed in the backward pass."""
+    recompute: each chunk is recomputed in the backward pass.  width: see `_plain_rows`."""
     parts = []
     for first in range(0, len(prompts), rows):
         piece = slice(first, first + rows)
@@ -195,9 +212,14 @@ def plain_logprobs(
             supports=None if supports is None else supports[piece],
             targets=None if targets is None else targets[start:stop],
             routed=None if routed is None else routed[piece],
+            images=None if images is None else images[piece],
+            vision=vision,
+            width=width,
         )
         parts.append(
-            checkpoint(run, *args, use_reentrant=False) if torch.is_grad_enabled() else run(*args)
+            checkpoint(run, *args, use_reentrant=False)
+            if recompute and torch.is_grad_enabled()
+            else run(*args)
         )
     lp, ent, hid = zip(*parts, strict=True)
     return ForwardOutput(
@@ -217,25 +239,34 @@ def _plain_rows(
     supports: Sequence[SampledSupport | None] | None = None,
     targets: torch.Tensor | None = None,
     routed: Sequence[RoutedExperts | None] | None = None,
+    images: RowImages | None = None,
+    vision: ImageEncoder | None = None,
+    width: int = 0,
 ) -> tuple[Any, ...]:
+    """Compute a chunk of `plain_logprobs` in one forward pass.
+
+    width: the length that rows are padded to; 0: that of the longest."""
     device = next(hf.parameters()).device
     sequences = [
         np.concatenate([prompt, response])
         for prompt, response in zip(prompts, responses, strict=True)
     ]
-    width = max(map(len, sequences))
+    exact = bool(width)
+    width = width or max(map(len, sequences))
     ids = np.zeros((len(sequences), width), np.int64)
     mask = np.zeros((len(sequences), width), np.int64)
     for row, tokens in enumerate(sequences):
         ids[row, : len(tokens)], mask[row, : len(tokens)] = tokens, 1
     shape = router_hooks.routing_of(hf) if routed is not None else None
     replayed = router_hooks.padded_table(routed, shape, width, device)
+    pictures = {} if vision is None else _encoded(vision, images or (), single=exact)
     with router_hooks.routing(hf, replayed):
         output = hf(
             input_ids=torch.from_numpy(ids).to(device),
             attention_mask=torch.from_numpy(mask).to(device),
             use_cache=False,
             output_hidden_states=want_hidden,
+            **pictures,
         )
     if targets is None:
         targets = torch.from_numpy(np.concatenate(responses).astype(np.int64))
@@ -245,9 +276,11 @@ def _plain_rows(
     hid = []
     for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         states = slice(len(prompt) - 1, len(prompt) + len(response) - 1)  # that predict a token
-        logs = torch.log_softmax(
-            output.logits[row, states].float() / temperature[row].to(device), -1
-        )
+        logits = output.logits[row, states].float()
+        if vision is not None:
+            logits = vision.without_image_token(logits)
+        # times the inverse, as the engine does
+        logs = torch.log_softmax(logits * (1.0 / temperature[row].float()).to(device), -1)
         own = None if supports is None else supports[row : row + 1]
         support = SupportTable.build(own, [len(response)], device)
         picked = logs if support is None else support.renormalize(logs, 0)
@@ -261,6 +294,13 @@ def _plain_rows(
         torch.cat(ent) if want_entropy else None,
         torch.cat(hid) if want_hidden else None,
     )
+
+
+def _encoded(vision: ImageEncoder, images: RowImages, *, single: bool) -> dict[str, Any]:
+    """Return the arguments of a forward pass for the images of its rows."""
+    names = [image_blobs.digest(blob) for of_row in images for blob in of_row]
+    blobs = dict(zip(names, (blob for of_row in images for blob in of_row), strict=True))
+    return vision.inputs(names, vision.features(blobs, single=single))
 
 
 # ---- directories ---------------------------------------------------------------------------------
@@ -280,8 +320,13 @@ def load_policy(
     if hf is None:
         import transformers
 
+        maker = (
+            transformers.AutoModelForCausalLM
+            if read_shape(path) is None
+            else transformers.AutoModelForImageTextToText
+        )
         try:
-            hf, info = transformers.AutoModelForCausalLM.from_pretrained(
+            hf, info = maker.from_pretrained(
                 str(path),
                 dtype=getattr(torch, dtype),
                 attn_implementation="sdpa",
@@ -374,7 +419,9 @@ def export(model: PolicyModel, path: str | Path, ends: Sequence[int] = ()) -> No
 
 
 def copy_tokenizer(source: str | Path, target: Path) -> None:
-    """Copy the tokenizer's files."""
+    """Copy the tokenizer's files, and those of an image processor."""
+    for file in processor_files(source):
+        shutil.copy(file, target / file.name)
     for pattern in (
         "tokenizer*",
         "special_tokens*",

@@ -17,9 +17,12 @@ from typing import Any
 import numpy as np
 
 from asyncrl.config.tree import Config
+from asyncrl.contract.blobs.images import MARKER, ImageShape
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 from asyncrl.models import fetch
+from asyncrl.models.vision import image_tokens
+from asyncrl.models.vision.image_tokens import image_parts, read_shape
 
 fetch.stay_offline()
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -166,7 +169,15 @@ def transformers_tokenizer(path: str | Path) -> Any:
 
 
 def load_tokenizer(path: str | Path) -> Any:
-    """Load the tokenizer in a model directory.  Raises ConfigError when there is none."""
+    """Load the tokenizer in a model directory.  Raises ConfigError when there is none.
+
+    Its `image_shape` says how the model reads images; None: it reads only text."""
+    tokenizer = _load_text_tokenizer(path)
+    tokenizer.image_shape = read_shape(path)
+    return tokenizer
+
+
+def _load_text_tokenizer(path: str | Path) -> Any:
     if not any((Path(path) / name).is_file() for name in KNOWN_FILES):
         raise ConfigError(
             f"model.path: {path} has no tokenizer (none of {', '.join(KNOWN_FILES)}); save the "
@@ -233,19 +244,41 @@ def has_character(tokenizer: Any, character: str) -> bool:
 def encode_prompt(tokenizer: Any, prompt: Prompt) -> np.ndarray:
     """Encode a prompt into token ids, int32 [P]; chat turns use the chat template.
 
-    Raises ConfigError where there is no template, or where it fails."""
+    An image is as many tokens as the model reads it in.  Raises ConfigError where there is no
+    template, or where it fails, and for images that the model cannot read."""
+    shape: ImageShape | None = getattr(tokenizer, "image_shape", None)
+    where = directory_of(tokenizer)
+    which = f"task: {prompt.split} prompt {prompt.id}"
+    try:
+        image_tokens.require_images(shape, len(prompt.images), where)
+    except ConfigError as error:
+        raise ConfigError(f"{which} {error}") from error
     if prompt.messages:
         ids = encode_chat_prompt(tokenizer, prompt)
     else:
-        ids = tokenizer.encode(prompt.text, add_special_tokens=False)
-    return np.asarray(ids, dtype=np.int32)
+        before = "" if MARKER in prompt.text else MARKER * len(prompt.images)
+        ids = tokenizer.encode(before + prompt.text, add_special_tokens=False)
+    if shape is None:
+        return np.asarray(ids, dtype=np.int32)
+    markers = image_tokens.count(ids, shape)
+    if markers != len(prompt.images):
+        raise ConfigError(
+            f"{which} has {len(prompt.images)} images and {markers} image tokens under the "
+            f"tokenizer in {where}: write {MARKER} once for each image, or nowhere"
+        )
+    return image_tokens.expand(ids, shape)
+
+
+def directory_of(tokenizer: Any) -> str:
+    """Return the directory that a tokenizer was loaded from."""
+    return str(getattr(tokenizer, "path", None) or getattr(tokenizer, "name_or_path", ""))
 
 
 def encode_chat_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
     """Encode the chat turns of a prompt, up to the beginning of the completion.
 
     Raises ConfigError like `encode_prompt`."""
-    where = getattr(tokenizer, "path", None) or getattr(tokenizer, "name_or_path", "")
+    where = directory_of(tokenizer)
     full = tokenizer.full_tokenizer if isinstance(tokenizer, PlainTokenizer) else tokenizer
     if not full.chat_template:
         raise ConfigError(
@@ -253,10 +286,15 @@ def encode_chat_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
             "has no chat template: put one there (chat_template.jinja), or give the text as "
             "`prompt`"
         )
+    turns: list[Any] = list(prompt.messages)
+    if getattr(tokenizer, "image_shape", None) is not None:
+        turns = image_tokens.turns_with_images(turns, len(prompt.images))
+        if takes_parts(tokenizer):
+            turns = [{**turn, "content": image_parts(turn["content"])} for turn in turns]
     try:
         return list(
             full.apply_chat_template(
-                prompt.messages, add_generation_prompt=True, tokenize=True, return_dict=False
+                turns, add_generation_prompt=True, tokenize=True, return_dict=False
             )
         )
     except Exception as error:  # a template is a program and may raise anything
@@ -264,6 +302,24 @@ def encode_chat_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
             f"task: {prompt.split} prompt {prompt.id}: the chat template in {where} fails on its "
             f"`messages`: {type(error).__name__}: {' '.join(str(error).split())}"
         ) from error
+
+
+def takes_parts(tokenizer: Any) -> bool:
+    """Whether the chat template of a model that reads images takes content in parts.
+
+    Such a template writes nothing for content that is text."""
+    known: bool | None = getattr(tokenizer, "parts_taken", None)
+    if known is None:
+        content = [{"type": "text", "text": "MMM"}]
+        try:
+            text = tokenizer.apply_chat_template(
+                [{"role": "user", "content": content}], tokenize=False
+            )
+            known = "MMM" in text and "type" not in text
+        except Exception:  # a template is a program and may raise anything
+            known = False
+        tokenizer.parts_taken = known
+    return known
 
 
 def encode_chat_response(

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from asyncrl.config.tree import Config
+from asyncrl.contract.blobs.images import encode_png
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.versions import Label
 from asyncrl.models import exact_operators, policy
@@ -59,29 +60,27 @@ def check_generation(
 ) -> ExactCheckRow:
     """Compare the embedded engine's logprobs with packed forwards of `micro` samples.
 
-    Completions enter and leave the engine's batch at different steps.  threads: of the engine and
-    of the learner.  Raises ConfigError for a model without a fast path."""
-    from actors.engine import CompletionRequest
+    For a model with images, compare the general engine with the plain path.  Completions enter and
+    leave the engine's batch at different steps.  threads: of the engine and of the learner.  Raises
+    ConfigError for a model that exact mode does not cover."""
+    from actors.engine import CompletionRequest, Engine
     from actors.engine_embedded import EmbeddedEngine
+    from actors.engine_generic import GenericEngine
 
-    if model.fast is None:
-        raise ConfigError(
-            f"exact: models of type {model.hf.config.model_type} only run through transformers, "
-            "which exact mode does not cover; set exact = false"
-        )
+    _require_covered(model)
     previous_threads = torch.get_num_threads()
-    previous_exact = model.exact
+    previous_exact = model.exact, model.exact_length
     try:
         torch.set_num_threads(threads[0])
-        engine = EmbeddedEngine(
+        kind: Any = GenericEngine if model.fast is None else EmbeddedEngine
+        engine: Engine = kind(
             model, slots=slots, context=context, max_new_tokens=longest, fixed=True
         )
         engine.load(dict(policy.named_weights(model)), Label(1, 0), "check")
         random = np.random.default_rng(seed)
-        vocab = model.hf.config.vocab_size
         prompts = [
-            random.integers(0, vocab, n).astype(np.int32)
-            for n in random.integers(1, context - longest, 10)
+            _prompt(model, random, int(n), number)
+            for number, n in enumerate(random.integers(1, context - longest, 10))
         ]
         requests = [
             CompletionRequest(
@@ -94,8 +93,9 @@ def check_generation(
                 top_k=(0, 0, 20, 5)[s],
                 stop=(1,),
                 seed=seed,
+                images=images,
             )
-            for t, p in enumerate(prompts)
+            for t, (p, images) in enumerate(prompts)
             for s in range(4)
         ]
         completions = []
@@ -105,7 +105,7 @@ def check_generation(
         while engine.active:
             completions += engine.step(3)
         torch.set_num_threads(threads[1])
-        model.exact = True
+        model.exact, model.exact_length = True, context
         temperature = {q.key: q.temperature for q in requests}
         pairs = []
         for first in range(0, len(completions), micro):
@@ -119,6 +119,7 @@ def check_generation(
                     groups=[a.key[0] for a in part],
                     want_entropy=first % 2 == 0,
                     supports=[a.support for a in part],
+                    images=[prompts[a.key[0]][1] for a in part],
                 )
             pairs.append(
                 (torch.from_numpy(np.concatenate([a.logprobs for a in part])), recomputed.logprobs)
@@ -126,7 +127,34 @@ def check_generation(
         return _compare("engine = learner", pairs)
     finally:
         torch.set_num_threads(previous_threads)
-        model.exact = previous_exact
+        model.exact, model.exact_length = previous_exact
+
+
+def _require_covered(model: PolicyModel) -> None:
+    """Raise ConfigError for a model that exact mode does not cover."""
+    if model.fast is None and model.vision is None:
+        raise ConfigError(
+            f"exact: models of type {model.hf.config.model_type} only run through transformers, "
+            "which exact mode does not cover; set exact = false"
+        )
+
+
+def _prompt(
+    model: PolicyModel, random: np.random.Generator, length: int, number: int
+) -> tuple[np.ndarray, tuple[bytes, ...]]:
+    """Return a prompt of random tokens, int32 [P], and its images.
+
+    Where a model reads images, every second prompt that has room begins with one."""
+    vocab = model.hf.config.get_text_config().vocab_size
+    ids = random.integers(0, vocab, length).astype(np.int32)
+    if model.vision is None:
+        return ids, ()
+    token, size = model.vision.shape
+    ids[ids == token] = (token + 1) % vocab
+    if number % 2 or length < size:
+        return ids, ()
+    ids[:size] = token
+    return ids, (encode_png(8, 8, random.bytes(3 * 8 * 8)),)
 
 
 Operator = tuple[str, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
@@ -139,14 +167,13 @@ def operators(
 ) -> list[ExactCheckRow]:
     """Compare each operator on 16 rows alone and among 32 to 1024 rows.
 
-    Attention is compared between decoding and a full forward, over up to `context` keys.  Raises
-    ConfigError for a model without a fast path."""
+    Attention is compared between decoding and a full forward, over up to `context` keys.  A model
+    without a packed forward has no such operators.  Raises ConfigError for a model that exact mode
+    does not cover."""
+    _require_covered(model)
     lay = model.fast
     if lay is None:
-        raise ConfigError(
-            f"exact: models of type {model.hf.config.model_type} only run through transformers, "
-            "which exact mode does not cover; set exact = false"
-        )
+        return []
     weights = {n: p.detach().float().cpu() for n, p in model.hf.named_parameters()}
     fused = {k: v.contiguous() for k, v in exact_operators.fuse_layer(lay, 0, weights).items()}
     head = exact_operators.fuse_top(weights, "lm_head.weight" not in weights)["head"].contiguous()
@@ -254,7 +281,8 @@ def _attention(
 def check(config: Config) -> list[ExactCheckRow]:
     """Run the self-test with a config's model, lengths and threads.
 
-    Raises ConfigError on a device other than the CPU, or for a model without a fast path."""
+    Raises ConfigError on a device other than the CPU, or for a model that exact mode does not
+    cover."""
     model = policy.load_policy(Path(config.model.path), config.model.dtype, config.model.device)
     generator = config.generator
     threads = (config.generator.threads, config.learner.threads)

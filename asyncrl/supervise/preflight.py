@@ -21,6 +21,7 @@ import msgspec
 
 from actors.gateway.hubs import prompt_files
 from asyncrl.config.agents import AgentConfig
+from asyncrl.config.engines import image_refusal
 from asyncrl.config.tree import Config
 from asyncrl.contract import importing, toml_writer
 from asyncrl.contract.errors import ConfigError
@@ -365,6 +366,25 @@ def template_there(subject: Subject) -> str:
     return "no chat template, and text prompts need none"
 
 
+def images_read(subject: Subject) -> str:
+    """Check the settings of a model that reads images, and that sessions pass images on."""
+    config = subject.config
+    shape = subject.tokenizer.image_shape
+    if shape is None:
+        return "the model reads text"
+    if problem := image_refusal(config):
+        raise ConfigError(problem)
+    for agent in config.agents.values() if config.uses_sessions else ():
+        if not agent.http:
+            kind = agent.source_name if agent.uses_sessions else "task.mixture"
+            raise ConfigError(
+                f"{kind}: environments, the run's tools and single completions beside sessions "
+                "pass no images on; a model that reads images needs agent.serve, agent.command or "
+                "agent.function"
+            )
+    return f"the model reads an image as {shape}"
+
+
 def prompts_fit(subject: Subject) -> str:
     """Check that no prompt is empty or too long for the context."""
     from asyncrl.models.tokenizer import encode_prompt
@@ -538,6 +558,7 @@ def preflight(config: Config) -> None:
     devices_present(subject)
     task_reads(subject)
     model_built(subject)
+    images_read(subject)
     for check in (versions_tested, template_there, prompts_fit, characters_known):
         try:
             check(subject)
@@ -554,6 +575,7 @@ CHECKS: dict[str, Callable[[Subject], str]] = {
     "model": model_there,
     "tokenizer": tokenizer_ends,
     "template": template_there,
+    "images": images_read,
     "prompts": prompts_fit,
     "characters": characters_known,
     "reward": reward_called,
@@ -562,7 +584,7 @@ CHECKS: dict[str, Callable[[Subject], str]] = {
     "versions": versions_tested,
 }
 # check -> the checks that must pass first
-NEEDS = dict.fromkeys(("tokenizer", "template", "disk", "memory"), ("model",)) | {
+NEEDS = dict.fromkeys(("tokenizer", "template", "images", "disk", "memory"), ("model",)) | {
     "prompts": ("model", "task"),
     "characters": ("model", "task"),
     "reward": ("task",),

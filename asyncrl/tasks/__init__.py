@@ -12,6 +12,7 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 from asyncrl.tasks import arena, calc, file, guess_task, names, nim, reasoning, synthetic
 from asyncrl.tasks.mixing.mixture import MixtureTask
+from asyncrl.tasks.pictures import count
 
 
 class Task(Protocol):
@@ -31,7 +32,13 @@ class Task(Protocol):
 OTHERS: dict[str, type[Task]] = {
     **{
         kind.name: kind
-        for kind in (calc.CalcTask, guess_task.GuessTask, arena.SeedPrompts, nim.NimTask)
+        for kind in (
+            calc.CalcTask,
+            count.CountTask,
+            guess_task.GuessTask,
+            arena.SeedPrompts,
+            nim.NimTask,
+        )
     },
     **names.TASKS,
 }

@@ -1,6 +1,7 @@
 """Prompts from files and data sets with `prompt` or `messages` (chat turns), and `answer`.
 
-The reward function gets other columns in `prompt.meta`, as text or JSON.
+A column `image` or `images` holds a prompt's images. The reward function gets other columns in
+`prompt.meta`, as text or JSON.
 """
 
 from __future__ import annotations
@@ -8,12 +9,15 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from asyncrl.contract.blobs.images import digest
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
+from asyncrl.tasks.data.image_columns import IMAGE_COLUMNS, holds_images, read_images
 from asyncrl.tasks.data.rows import files_of, read_rows
 
 # common names of a prompt in data sets
@@ -61,9 +65,16 @@ def _renamed(where: str, row: dict[str, Any], columns: Mapping[str, str]) -> dic
 
 
 def _prompt(
-    where: str, row: Any, number: int, split: str, columns: Mapping[str, str] = {}
+    where: str,
+    row: Any,
+    number: int,
+    split: str,
+    columns: Mapping[str, str] = {},
+    folder: Path = Path(),
 ) -> Prompt:
-    """Convert one row to a Prompt.  Raises ConfigError that begins with `where`."""
+    """Convert one row to a Prompt.  Raises ConfigError that begins with `where`.
+
+    folder: of the file, which its paths of images are relative to."""
     if isinstance(row, dict):
         row = _renamed(where, dict(row), columns)
     if not isinstance(row, dict) or not (isinstance(row.get("prompt"), str) or row.get("messages")):
@@ -83,7 +94,12 @@ def _prompt(
     text = row.get("prompt") or (turns[-1]["content"] if turns else "")
     if not text:
         raise ConfigError(f"{where}: the prompt is empty")
-    meta = {str(k): _text(v) for k, v in row.items() if k not in ("prompt", "messages", "answer")}
+    columns_of_images = [name for name in IMAGE_COLUMNS if holds_images(row.get(name))]
+    images = [
+        blob for name in columns_of_images for blob in read_images(where, name, row[name], folder)
+    ]
+    own = ("prompt", "messages", "answer", *columns_of_images)
+    meta = {str(k): _text(v) for k, v in row.items() if k not in own}
     return Prompt(
         number,
         text,
@@ -91,6 +107,7 @@ def _prompt(
         turns,
         meta,
         split,
+        images=images,
     )
 
 
@@ -102,20 +119,26 @@ def read_prompts(path: str, split: str, columns: Mapping[str, str] = {}) -> list
     if files is None:
         key = {"train": "task.prompts: ", "heldout": "task.heldout: ", "ood": "task.ood: "}
         raise ConfigError(f"{key.get(split, '')}{path} is no file")
-    rows = (row for file in files for row in read_rows(file))
-    out = [_prompt(where, row, number, split, columns) for number, (where, row) in enumerate(rows)]
+    rows = ((file.parent, *row) for file in files for row in read_rows(file))
+    out = [
+        _prompt(where, row, number, split, columns, folder)
+        for number, (folder, where, row) in enumerate(rows)
+    ]
     if not out:
         raise ConfigError(f"{path}: no prompts in it")
     return out
 
 
 def canonical(prompt: Prompt) -> str:
-    """Return the text that identifies a problem: the model's input without surrounding space."""
-    return (
+    """Return the text that identifies a problem: the model's input without surrounding space.
+
+    Images are part of it by their digests."""
+    text = (
         json.dumps([[m["role"], m["content"].strip()] for m in prompt.messages])
         if prompt.messages
         else prompt.text.strip()
     )
+    return "\0".join([text, *map(digest, prompt.images)])
 
 
 class FileTask:
@@ -196,7 +219,9 @@ class FileTask:
 
         Raises ConfigError for chats, for prompts without an answer, and for too many characters."""
         rows = self.sets["train"]
-        if any(file.messages for rows in self.sets.values() for file in rows):
+        if any(file.images for rows in self.sets.values() for file in rows):
+            why = "prompts have images, which a model built for text does not read"
+        elif any(file.messages for rows in self.sets.values() for file in rows):
             why = "prompts are chats (`messages`), which it has no template for"
         elif self.unanswered:
             why = f"{self.unanswered} of {len(rows)} training prompts have no answer to learn from"

@@ -22,10 +22,12 @@ class FitExample(NamedTuple):
     """One example of supervised training.
 
     prompt: int32 [P], only read.
-    answer: int32 [T], learned, with its end token."""
+    answer: int32 [T], learned, with its end token.
+    images: the blobs of the prompt's image tokens."""
 
     prompt: np.ndarray
     answer: np.ndarray
+    images: Sequence[bytes] = ()
 
     @property
     def size(self) -> int:
@@ -129,6 +131,9 @@ class ModelFitter:
     def _loss(self, rows: Sequence[FitExample]) -> torch.Tensor:
         """Return minus the sum of the answers' log-probabilities."""
         out = self.model.logprobs(
-            [row.prompt for row in rows], [row.answer for row in rows], torch.ones(len(rows))
+            [row.prompt for row in rows],
+            [row.answer for row in rows],
+            torch.ones(len(rows)),
+            images=[row.images for row in rows],
         )
         return -out.logprobs.sum()

@@ -18,6 +18,7 @@ from asyncrl.contract.messages import Prompt
 from asyncrl.models.tokenizer import encode_chat_response, encode_prompt, model_stops
 from asyncrl.tasks import file
 from asyncrl.tasks.data import rows as data_rows
+from asyncrl.tasks.data.image_columns import IMAGE_COLUMNS, holds_images
 from asyncrl.tasks.fit import FitExample
 
 
@@ -44,6 +45,8 @@ def pairs_of(where: str, sample: Any) -> Iterator[PromptResponse]:
     """Yield the answers of one sample.  Raises ConfigError that begins with `where`."""
     if not isinstance(sample, dict):
         raise ConfigError(f"{where}: needs an object with `prompt` and `answer`, or `messages`")
+    if any(holds_images(sample.get(name)) for name in IMAGE_COLUMNS):
+        raise ConfigError(f"{where}: has an image; supervised training reads only text")
     text, given, answer = (sample.get(key) for key in ("prompt", "messages", "answer"))
     if (text is None) == (given is None):
         raise ConfigError(f"{where}: needs either `prompt` with `answer`, or `messages`")

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import ClassVar
 
 import xxhash
@@ -14,6 +13,7 @@ import xxhash
 from asyncrl.contract.messages import Prompt
 
 FIXED = 2048  # problems in a held-out or out-of-distribution set
+_FIXED: dict[tuple[str, str], list[str]] = {}  # (task, split) -> its problems
 
 
 def _split_of(canonical: str) -> str:
@@ -40,6 +40,14 @@ class SyntheticTask:
     def spoil(self, problem: str, answer: str, rng: random.Random) -> str:
         raise AssertionError  # pragma: no cover
 
+    def text(self, problem: str) -> str:
+        """Return the text of a problem's prompt."""
+        return problem + "="
+
+    def images(self, problem: str) -> list[bytes]:
+        """Return the blobs of a problem's images."""
+        return []
+
     def canonical(self, problem: str) -> str:
         """Problems with the same canonical form are the same problem."""
         return problem
@@ -57,42 +65,56 @@ class SyntheticTask:
                 random.Random(xxhash.xxh3_64_intdigest(f"{self.name}:{seed}:{index}".encode())),
             )
         else:
-            fixed = _fixed(self.name, split)
+            fixed = self.fixed_problems(split)
             index %= len(fixed)
             problem = fixed[index]
-        return Prompt(index, problem + "=", self.solve(problem), split=split)
+        return Prompt(
+            index,
+            self.text(problem),
+            self.solve(problem),
+            split=split,
+            images=self.images(problem),
+        )
+
+    def fixed_problems(self, split: str) -> list[str]:
+        """Return the problems of a fixed split, each once."""
+        if (self.name, split) in _FIXED:
+            return _FIXED[self.name, split]
+        found = dict[str, str]()
+        tries = 0
+        rng = random.Random(f"{self.name}:{split}")
+        while len(found) < FIXED and tries < 40 * FIXED:
+            problem = self._problem(split, rng)
+            found.setdefault(self.canonical(problem), problem)
+            tries += 1
+        return _FIXED.setdefault((self.name, split), list(found.values()))
 
     def size(self, split: str) -> int | None:
-        return None if split == "train" else len(_fixed(self.name, split))
+        return None if split == "train" else len(self.fixed_problems(split))
 
     def reward(self, prompt: Prompt, text: str) -> float | dict[str, float]:
         return float(text == prompt.answer)
 
     def demonstrations(self, number: int, seed: int) -> list[tuple[str, str]]:
         """Return `number` pairs (prompt, answer) for the warm start, with mistakes on purpose."""
+        return [(self.text(x), answer) for x, answer in self._demonstrated(number, seed)]
+
+    def demonstration_images(self, number: int, seed: int) -> list[list[bytes]]:
+        """Return the images of each of the `demonstrations`."""
+        return [self.images(problem) for problem, _ in self._demonstrated(number, seed)]
+
+    def _demonstrated(self, number: int, seed: int) -> list[tuple[str, str]]:
+        """Return `number` pairs (problem, answer)."""
         rng = random.Random(f"{self.name}:demo:{seed}")
         out = []
         for _ in range(number):
             problem = self._problem("train", rng) if self.warm_split == "train" else self._warm(rng)
-            out.append((problem + "=", self.spoil(problem, self.solve(problem), rng)))
+            out.append((problem, self.spoil(problem, self.solve(problem), rng)))
         return out
 
     def _warm(self, rng: random.Random) -> str:
         """Sample a problem for a warm start beyond the training distribution."""
         return self._problem("train", rng)
-
-
-@cache
-def _fixed(name: str, split: str) -> list[str]:
-    made = TASKS[name]()
-    found = dict[str, str]()
-    tries = 0
-    rng = random.Random(f"{made.name}:{split}")
-    while len(found) < FIXED and tries < 40 * FIXED:
-        problem = made._problem(split, rng)
-        found.setdefault(made.canonical(problem), problem)
-        tries += 1
-    return list(found.values())
 
 
 def _truncate_answer(answer: str, rng: random.Random) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ import numpy as np
 from asyncrl.config.engines import ENGINES
 from asyncrl.config.sft import SftTraining
 from asyncrl.config.tree import Config
+from asyncrl.contract.blobs.images import MARKER, digest
 from asyncrl.contract.messages import Prompt
+from asyncrl.models.vision import image_tokens
 from asyncrl.records import atomic_write
 from asyncrl.tasks import Task, calc, file, fit, get_task, guess_task, nim, synthetic
 from asyncrl.tasks.mixing.mixture import MixtureTask
+from asyncrl.tasks.pictures.count import CELL, SIDE, CountTask
 
 BATCH = 64
 LR = 3e-3
@@ -42,6 +46,11 @@ def warm_start(
     assert isinstance(task, synthetic.SyntheticTask | file.FileTask | MixtureTask)
     count = task.steps if steps is None else steps
     demonstrations = task.demonstrations(count * BATCH, config.seed)
+    images = (
+        task.demonstration_images(count * BATCH, config.seed)
+        if isinstance(task, CountTask)
+        else None
+    )
     own_part = Path(f"{path}.part{os.getpid()}")
     own_part.parent.mkdir(parents=True, exist_ok=True)
     before = torch.get_num_threads()
@@ -49,16 +58,8 @@ def warm_start(
     torch.set_num_threads(threads)
     try:
         with atomic_write.replacing(Path(path), part=own_part) as part:
-            model = models.build_model(
-                part,
-                task.symbols,
-                seed=config.seed,
-                heads=ENGINES[config.generator.engine].warm_start_heads,
-                max_positions=max(256, config.generator.context),
-                family="qwen3_moe" if config.model.warm_start_experts else "qwen3",
-                experts=config.model.warm_start_experts,
-            )
-            loss = fit_answers(model, demonstrations, count)
+            model = _random_model(config, task, part)
+            loss = fit_answers(model, demonstrations, count, images)
             models.export(model, part)
             what = {
                 "task": task.name,
@@ -74,10 +75,37 @@ def warm_start(
     return what
 
 
-def fit_answers(model: Any, pairs: list[tuple[str, str]], steps: int) -> float:
+def _random_model(config: Config, task: Any, path: Path) -> Any:
+    """Build the tiny model of a task, with random weights."""
+    from asyncrl.models import policy as models
+    from asyncrl.models.vision import tiny_llava
+
+    positions = max(256, config.generator.context)
+    if isinstance(task, CountTask):
+        return tiny_llava.build_llava(
+            path, task.symbols, side=SIDE, patch=CELL, max_positions=positions, seed=config.seed
+        )
+    return models.build_model(
+        path,
+        task.symbols,
+        seed=config.seed,
+        heads=ENGINES[config.generator.engine].warm_start_heads,
+        max_positions=positions,
+        family="qwen3_moe" if config.model.warm_start_experts else "qwen3",
+        experts=config.model.warm_start_experts,
+    )
+
+
+def fit_answers(
+    model: Any,
+    pairs: list[tuple[str, str]],
+    steps: int,
+    images: list[list[bytes]] | None = None,
+) -> float:
     """Train on the answers, each once and in order, and return the last loss.
 
-    The learning rate decays linearly after a short warm-up."""
+    images: the blobs of each pair; None: there are none. The learning rate decays linearly after a
+    short warm-up."""
     from asyncrl.models.tokenizer import transformers_tokenizer
 
     tokenizer = transformers_tokenizer(model.tokenizer_dir)
@@ -85,15 +113,19 @@ def fit_answers(model: Any, pairs: list[tuple[str, str]], steps: int) -> float:
         tokenizer(list(side), add_special_tokens=False)["input_ids"]
         for side in zip(*pairs, strict=True)
     ]
+    if images is not None:
+        coded[0] = [image_tokens.expand(ids, model.vision.shape) for ids in coded[0]]
     rows = [
-        fit.FitExample(np.array(p, np.int32), np.array([*a, tokenizer.eos_token_id], np.int32))
-        for p, a in zip(*coded, strict=True)
+        fit.FitExample(np.array(p, np.int32), np.array([*a, tokenizer.eos_token_id], np.int32), i)
+        for p, a, i in zip(*coded, images or [[]] * len(pairs), strict=True)
     ]
     training = SftTraining(steps=steps, batch=BATCH, lr=LR, micro_batch_tokens=ONE_PASS)
     fitter = fit.ModelFitter(model, training)
+    model.one_pass = True  # the models are small
     value = 0.0
     for step in range(steps):
         value = fitter.step(rows[step * BATCH : (step + 1) * BATCH])
+    model.one_pass = False
     model.hf.eval()
     return value
 
@@ -120,7 +152,9 @@ def mean_reward(model: Any, task: Task, prompts: list[Prompt]) -> float:
         return 0.0
     if isinstance(task, Played):
         return _played(model, task, prompts)
-    texts = _sample_continuations(model, [p.text for p in prompts], MOST)
+    texts = _sample_continuations(
+        model, [p.text for p in prompts], MOST, [blob for p in prompts for blob in p.images]
+    )
     judged = [task.reward(p, t) for p, t in zip(prompts, texts, strict=True)]
     return sum(j["reward"] if isinstance(j, dict) else j for j in judged) / len(prompts)
 
@@ -147,16 +181,29 @@ def _played(model: Any, task: Played, prompts: list[Prompt]) -> float:
     return total / len(prompts)
 
 
-def _sample_continuations(model: Any, before: list[str], most: int) -> list[str]:
-    """Sample a continuation of each text, up to `most` tokens."""
+def _sample_continuations(
+    model: Any, before: list[str], most: int, images: Sequence[bytes] = ()
+) -> list[str]:
+    """Sample a continuation of each text, up to `most` tokens.
+
+    images: one of each text, or none at all."""
+    import torch
+
     from asyncrl.models.tokenizer import transformers_tokenizer
 
     tokenizer = transformers_tokenizer(model.tokenizer_dir)
     tokenizer.padding_side = "left"
+    seen: dict[str, Any] = {}
+    if images:
+        length = model.vision.shape.length
+        before = [text.replace(MARKER, MARKER * length) for text in before]
+        pixels = [model.vision.pixel_values(digest(blob), blob) for blob in images]
+        seen = {"pixel_values": torch.stack(pixels).to(model.device)}
     coded = tokenizer(before, add_special_tokens=False, padding=True, return_tensors="pt")
     out = model.hf.generate(
         input_ids=coded["input_ids"].to(model.device),
         attention_mask=coded["attention_mask"].to(model.device),
+        **seen,
         do_sample=True,
         temperature=1.0,
         top_k=0,

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from asyncrl.contract.blobs.images import ImageShape, is_digest
 from asyncrl.contract.errors import BadMessage
 from asyncrl.contract.messages import RoutingShape, TrainingSequence, Trajectory
 from asyncrl.contract.routed_experts import RoutedExperts
@@ -68,11 +69,15 @@ def check_row(row: Trajectory | TrainingSequence, which: str) -> None:
 
 
 def numbers(
-    samples: Sequence[Trajectory], vocabulary: int, routing: RoutingShape | None = None
+    samples: Sequence[Trajectory],
+    vocabulary: int,
+    routing: RoutingShape | None = None,
+    images: ImageShape | None = None,
 ) -> None:
     """Check the numbers in all arrays of these samples, whose lengths agree.
 
     routing: the routers whose experts every sample must carry; None: none must.
+    images: how the model reads images; None: it reads only text.
 
     They are checked together: for a short sample, most of the time would be the start of numpy's
     loops.
@@ -87,18 +92,47 @@ def numbers(
                 check_support(row, name(answer), vocabulary)
             if row.routed or (routing is not None and row.tokens):
                 check_routed(row, name(answer), routing)
+            if (images is not None or (row.images and vocabulary)) and not answer.failed:
+                check_image_tokens(row, name(answer), images)
 
 
 def numbers_of(
-    row: TrainingSequence, which: str, vocabulary: int, routing: RoutingShape | None = None
+    row: TrainingSequence,
+    which: str,
+    vocabulary: int,
+    routing: RoutingShape | None = None,
+    images: ImageShape | None = None,
 ) -> None:
-    """Check the numbers of one sequence; routing: see `numbers`."""
+    """Check the numbers of one sequence; routing, images: see `numbers`."""
     if not _sound([row], vocabulary):
         _which_array(row, which, vocabulary)
     if row.support:
         check_support(row, which, vocabulary)
     if row.routed or routing is not None:
         check_routed(row, which, routing)
+    if images is not None or row.images:
+        check_image_tokens(row, which, images)
+
+
+def check_image_tokens(
+    row: Trajectory | TrainingSequence, which: str, images: ImageShape | None
+) -> None:
+    """Check that a sequence has the tokens of its images, and that none was sampled."""
+    if images is None:
+        raise BadMessage(f"{which}: it has {len(row.images)} images, of a model of text", "image")
+    token, length = images
+    ids = np.frombuffer(row.tokens, "<i4")
+    count = int((ids == token).sum() + (np.frombuffer(row.prompt_tokens, "<i4") == token).sum())
+    if count != length * len(row.images):
+        raise BadMessage(
+            f"{which}: it has {count} image tokens and {len(row.images)} images, each of {length} "
+            "tokens",
+            "image",
+        )
+    if ((ids == token) & (np.frombuffer(row.mask, np.uint8) > 0)).any():
+        raise BadMessage(f"{which}: an image token was sampled", "image")
+    if not all(map(is_digest, row.images)):
+        raise BadMessage(f"{which}: a digest of an image has another form", "image")
 
 
 def check_routed(

@@ -11,9 +11,10 @@ this epoch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from asyncrl.contract import messages as m
+from asyncrl.contract.blobs.images import MOST_IMAGES, ImageShape, by_digest, check_blobs
 from asyncrl.contract.errors import BadMessage
 from asyncrl.contract.versions import Label
 from asyncrl.transport.ring import Rows
@@ -34,16 +35,23 @@ def require(ok: bool, reason: str) -> None:
         raise BadMessage(reason)
 
 
-def check(message: object, *, vocabulary: int = 0, routing: m.RoutingShape | None = None) -> None:
+def check(
+    message: object,
+    *,
+    vocabulary: int = 0,
+    routing: m.RoutingShape | None = None,
+    images: ImageShape | None = None,
+) -> None:
     """Check a message.
 
     vocabulary: tokens of the reader's model; 0: unknown.
     routing: the routers whose experts samples must carry; None: none must.
+    images: how the reader's model reads images; None: it reads only text.
 
     Raises BadMessage.
     """
     if isinstance(message, m.Batch):
-        _batch(message, vocabulary, routing)
+        _batch(message, vocabulary, routing, images)
     elif isinstance(message, m.TicketGrant):
         _tickets(message)
         _announcement(message.announcement)
@@ -54,6 +62,7 @@ def check(message: object, *, vocabulary: int = 0, routing: m.RoutingShape | Non
         _announcement(message.announcement)
     elif isinstance(message, m.CallAssignments):  # each of its calls: `call`
         require(len(message.calls) <= LIST, f"{len(message.calls)} calls")
+        _images(message.images, "calls")
         _announcement(message.announcement)
     elif isinstance(message, m.Welcome):
         require(
@@ -110,6 +119,10 @@ def _tickets(message: m.TicketGrant) -> None:
             f"{what}: samples {ticket.samples[:8]}",
         )
         _sampling(ticket.sampling, what)
+        require(
+            len(ticket.prompt.images) <= MOST_IMAGES, f"{what}: {len(ticket.prompt.images)} images"
+        )
+        _images(by_digest(ticket.prompt.images), what)
         exact = ticket.exact_version
         _labels([ticket.min_version, *([] if exact is None else [exact])], f"{what}: versions")
         require(
@@ -147,11 +160,28 @@ def call(call: m.GenerationCall, vocabulary: int, context: int) -> None:
     )
 
 
+def call_images(
+    call: m.GenerationCall, blobs: Mapping[str, bytes], images: ImageShape | None
+) -> None:
+    """Check that a call has the images of its image tokens, in the generator.
+
+    blobs: digest -> blob, of all calls of the message.  images: how the model reads images."""
+    ids = memoryview(call.prompt).cast("i").tolist()
+    tokens = 0 if images is None else ids.count(images.token)
+    length = 0 if images is None else images.length
+    require(
+        tokens == length * len(call.images) and (images is not None or not call.images),
+        f"call {call.id}: {tokens} image tokens for {len(call.images)} images",
+    )
+    require(blobs.keys() >= set(call.images), f"call {call.id}: an image is not in the message")
+
+
 def check_call_result(
     message: m.CallResult,
     call: m.GenerationCall,
     vocabulary: int = 0,
     routing: m.RoutingShape | None = None,
+    images: ImageShape | None = None,
 ) -> None:
     """Check a generator's result against its call, in the gateway."""
     what = f"call {call.id}"
@@ -196,8 +226,9 @@ def check_call_result(
             message.spans,
             support=message.support,
             routed=message.routed,
+            images=call.images,
         )
-        arrays.numbers_of(sequence, what, vocabulary, routing)
+        arrays.numbers_of(sequence, what, vocabulary, routing, images)
 
 
 def serving(message: m.ServingReport) -> None:
@@ -213,7 +244,12 @@ def serving(message: m.ServingReport) -> None:
     )
 
 
-def _batch(message: m.Batch, vocabulary: int, routing: m.RoutingShape | None) -> None:
+def _batch(
+    message: m.Batch,
+    vocabulary: int,
+    routing: m.RoutingShape | None,
+    images: ImageShape | None,
+) -> None:
     from asyncrl.transport import arrays  # imports numpy, which a live view does not need
 
     what = f"batch {message.number}"
@@ -245,12 +281,23 @@ def _batch(message: m.Batch, vocabulary: int, routing: m.RoutingShape | None) ->
                 f"{which}: lag {run_lag} from {start} to {end}, "
                 f"of {token_count} tokens with lag {lag}",
             )
-    arrays.numbers(message.samples, vocabulary, routing)
+    arrays.numbers(message.samples, vocabulary, routing, images)
+    _images(message.images, what)
+    lost = set[str]().union(*(x.all_images for x in message.samples)) - message.images.keys()
+    require(not lost, f"{what}: {len(lost)} images of its samples are not in it")
     require(
         set(message.ledger) <= set(m.DISPOSITIONS)
         and all(math.isfinite(x) for line in message.ledger.values() for x in line.values()),
         f"{what}: its ledger has unknown lines or infinite counts",
     )
+
+
+def _images(blobs: Mapping[str, bytes], what: str) -> None:
+    """Check images by their digests."""
+    try:
+        check_blobs(blobs)
+    except ValueError as error:
+        raise BadMessage(f"{what}: {error}", "image") from error
 
 
 def _status(message: m.RunStatus) -> None:

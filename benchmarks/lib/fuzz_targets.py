@@ -161,6 +161,7 @@ class Learner:
             commits={2: None},
             publisher=SimpleNamespace(keep=[]),
             routing=None,
+            images=None,
             vocabulary=VOCABULARY,
         )
         self.socket = PeerSocket(NOBODY)
@@ -332,6 +333,7 @@ class Calls:
             vocabulary=VOCABULARY,
             calls_socket=SimpleNamespace(send=lambda peer, message: None),
             routing=None,
+            chat=SimpleNamespace(image_shape=None),
             on_result=self._drawn,
         )
         hear: Any = Gateway.on_generator_message

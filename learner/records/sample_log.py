@@ -8,7 +8,7 @@ the update, its advantage, its importance weight and whether the trust region cl
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,10 @@ import torch
 from asyncrl.algorithms import ratios
 from asyncrl.algorithms.loss import PreparedBatch
 from asyncrl.config.tree import Config
+from asyncrl.contract.blobs.images import size_of
 from asyncrl.contract.messages import Batch, Trajectory
 from asyncrl.models.tokenizer import load_tokenizer
+from asyncrl.models.vision import image_tokens, pictures
 from learner.batch import PackedBatch
 from learner.records.batch_log import BatchLog
 
@@ -91,6 +93,7 @@ class SampleLog(BatchLog):
                 | ({"task": batch.tasks[packed.places[position]]} if batch.tasks else {}),
                 int(packed.offsets[position]),
                 rounded | whole,
+                images=batch.images,
             )
             for position, rules in sorted(chosen.items())
         ]
@@ -103,20 +106,25 @@ class SampleLog(BatchLog):
         more: dict[str, Any],
         offset: int,
         columns: dict[str, np.ndarray],
+        *,
+        images: Mapping[str, bytes],
     ) -> dict[str, Any]:
         sequences = []
         for sequence in sample.all_rows():
             ids = np.frombuffer(sequence.tokens, "<i4").tolist()
             tokens = slice(offset, offset + len(ids))
-            prompt = np.frombuffer(sequence.prompt_tokens, "<i4").tolist()
+            prompt = np.frombuffer(sequence.prompt_tokens, "<i4")
+            if self.tokenizer.image_shape is not None:
+                prompt = image_tokens.contract(prompt, self.tokenizer.image_shape)
             sequences.append(
                 {
-                    "prompt": self.tokenizer.decode(prompt),
+                    "prompt": self.tokenizer.decode(prompt.tolist()),
                     "pieces": decode_pieces(self.tokenizer, ids),
                     "tokens": ids,
                     "versions": [[str(s.label), s.start, s.end] for s in sequence.spans],
                 }
                 | {name: _as_json(x[tokens]) for name, x in columns.items()}
+                | ({"images": _describe_images(sequence.images, images)} if sequence.images else {})
             )
             offset += len(ids)
         lags = [  # an environment's tokens have none
@@ -200,6 +208,18 @@ def decode_pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
         start, done = end - 1, end
         text = tokenizer.decode(ids[start:end])
     return pieces
+
+
+def _describe_images(names: Sequence[str], blobs: Mapping[str, bytes]) -> list[dict[str, Any]]:
+    """Return digest, size and thumbnail of a sequence's images."""
+    return [
+        {
+            "digest": name,
+            "size": list(size_of(blobs[name])),
+            "thumbnail": pictures.thumbnail_url(blobs[name]),
+        }
+        for name in names
+    ]
 
 
 def _round(column: torch.Tensor) -> np.ndarray:

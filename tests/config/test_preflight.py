@@ -88,7 +88,7 @@ def found(config: Config) -> dict[str, tuple[str, str]]:
 def test_a_config_is_checked_without_building_anything(project: Path) -> None:
     checks = found(load.load(project / "config.toml"))
     assert list(checks) == list(preflight.CHECKS)
-    later = ("model", "tokenizer", "template", "prompts", "characters", "disk", "memory")
+    later = ("model", "tokenizer", "template", "images", "prompts", "characters", "disk", "memory")
     assert [name for name, (state, _) in checks.items() if state == "later"] == list(later)
     assert checks["task"] == ("ok", "file: 800 train, 160 heldout prompts")
     state, said = checks["reward"]

@@ -62,6 +62,7 @@ PAGES = [
     "docs/constrained.md",
     "docs/decoding.md",
     "docs/mixtures.md",
+    "docs/images.md",
     "docs/algorithms.md",
     "docs/reshape.md",
     "docs/kl.md",

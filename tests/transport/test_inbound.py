@@ -316,7 +316,7 @@ def test_who_says_nothing_else_is_given_up_by_its_peers_and_not_by_who_only_look
 
 
 def test_a_learner_takes_no_word_by_which_it_would_lose_its_checkpoints() -> None:
-    learner: Any = SimpleNamespace(vocabulary=5, routing=None, epoch=2, number=7)
+    learner: Any = SimpleNamespace(vocabulary=5, routing=None, images=None, epoch=2, number=7)
     Learner.check(learner, m.Welcome(2, 7))
     Learner.check(learner, m.Welcome(1, 8))  # another's, not acted on
     with pytest.raises(BadMessage, match="kept from 8, and this one is 7"):

@@ -75,6 +75,7 @@ def sample_as_json(seat: SessionAccess) -> dict[str, Any]:
         "messages": prompt.messages,
         "meta": prompt.meta,
         "split": prompt.split,
+        "images": prompt.image_urls,
         "session": seat.name,
         "seed": seat.seed,
         "attempt": seat.attempt,

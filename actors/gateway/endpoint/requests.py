@@ -18,7 +18,7 @@ import numpy as np
 
 from actors.gateway.call_tree import Message
 from actors.gateway.chat import normalised
-from actors.gateway.endpoint import anthropic, forms, responses
+from actors.gateway.endpoint import anthropic, forms, image_parts, responses
 from actors.gateway.sessions import CallRefused
 from asyncrl.contract.messages import SamplingSettings
 
@@ -47,6 +47,7 @@ class RequestPolicy:
     forced: Literal["ignore", "refuse", "constrain"] = "ignore"
     parser: str = "hermes"  # that reads tool calls from an answer
     stops: frozenset[int] = frozenset()  # token ids that end an answer in this run
+    images: bool = False  # whether the model reads images
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ class ParsedRequest:
     token_ids: bool = False
     grammar: str = ""  # that the answer is decoded under; "": none
     ignored: tuple[str, ...] = ()
+    # digest -> blob, of the marks in messages
+    images: Mapping[str, bytes] = field(default_factory=dict)
 
 
 def _empty(value: Any) -> bool:
@@ -164,6 +167,9 @@ def parse_request(
     kind: Kind, body: Mapping[str, Any], policy: RequestPolicy, run: SamplingSettings
 ) -> ParsedRequest:
     """Parse a body of an API.  Raises CallRefused."""
+    images: dict[str, bytes] = {}
+    if policy.images:
+        body, images = image_parts.take_images(body)
     options = {**body}
     if kind == "messages":
         options = anthropic.to_chat(body)
@@ -207,6 +213,7 @@ def parse_request(
         logprobs=_logprobs(kind, options),
         token_ids=_flag(options, "return_token_ids"),
         ignored=ignored,
+        images=images,
     )
 
 

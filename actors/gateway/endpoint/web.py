@@ -416,7 +416,9 @@ class WebApp:
         finally:
             session.composing -= 1
         # no await since the lock's release: the next call is drafted after this one is accepted
-        return session.accept(composed, now=self.service.current_time(), **common)
+        return session.accept(
+            composed, now=self.service.current_time(), images=parsed.images, **common
+        )
 
     async def _draw(
         self, opened: OpenedSession, made: HarnessRequest, parsed: ParsedRequest

@@ -103,6 +103,7 @@ class CallRecord(msgspec.Struct, frozen=True, array_like=True):
     answer: bytes
     support: bytes = b""  # as in `CallResult`
     routed: bytes = b""  # of `CallNode.own_reads`
+    images: list[str] = []  # the digests of its tail's images
 
 
 class SessionRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -110,6 +111,7 @@ class SessionRecord(msgspec.Struct, frozen=True, array_like=True):
 
     ticket: if it has changed
     sent: number of a call whose answer was sent
+    images: digest -> blob of a call's images that no earlier record holds
     """
 
     progress: SessionProgress | None = None
@@ -117,6 +119,7 @@ class SessionRecord(msgspec.Struct, frozen=True, array_like=True):
     ticket: Ticket | None = None
     call: CallRecord | None = None
     sent: int | None = None
+    images: dict[str, bytes] = {}
 
 
 class SessionFile:
@@ -129,6 +132,7 @@ class SessionFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.is_kept = True
+        self.images: set[str] = set()  # that this process has written
 
     def append(self, record: SessionRecord) -> None:
         """Write one frame, which outlives a kill of this process from then on."""
@@ -172,8 +176,11 @@ class SessionFile:
             answer=request.answer,
             support=b"" if node.support is None else node.support.encode(),
             routed=b"" if node.routed is None else node.routed.encode(),
+            images=node.images,
         )
-        self.append(SessionRecord(progress_of(session), call=call))
+        new = {name: session.images[name] for name in node.images if name not in self.images}
+        self.images.update(new)
+        self.append(SessionRecord(progress_of(session), call=call, images=new))
 
     def append_sent(self, request: HarnessRequest) -> None:
         """Record that an answer was sent, so that the same request again is a new one."""
@@ -244,6 +251,7 @@ def restore(session: Session, records: list[SessionRecord], now: float) -> Sessi
     requests: dict[int, HarnessRequest] = {}
     last = None
     for record in records:
+        session.images |= record.images
         if record.call is not None:
             request = _restore_call(session, record.call, nodes)
             requests[record.call.number] = request
@@ -288,6 +296,7 @@ def _restore_call(session: Session, kept: CallRecord, nodes: dict[int, CallNode]
         tools=kept.tools,
         text_length=kept.text_length,
         text_digest=kept.text_digest,
+        images=list(kept.images),
     )
     if kept.routed:
         node.routed = RoutedExperts.decode(kept.routed, node.own_reads)

@@ -9,10 +9,16 @@ function painter(values) {
     `background:rgba(${value > 0 ? "239,68,68" : "59,130,246"},${(0.75 * Math.min(Math.abs(value) / largest, 1)).toFixed(3)})`;
 }
 
+function picture(image) {
+  const size = `${image.size[0]} x ${image.size[1]} pixels`;
+  const shown = image.thumbnail.startsWith("data:image/png;base64,") ? image.thumbnail : "";
+  return element("img", { class: "picture", src: shown, alt: size, title: `${size}, ${image.digest}` });
+}
+
 function conversation(sequence, shade) {
   const values = sequence.shades[shade];
   const paint = painter(values ?? []);
-  const turns = [element("div", { class: "turn" }, element("div", { class: "who" }, "prompt"), sequence.prompt)];
+  const turns = [element("div", { class: "turn" }, element("div", { class: "who" }, "prompt"), sequence.prompt, ...(sequence.images ?? []).map(picture))];
   let turn = null, kind = null;
   sequence.pieces.forEach((piece, i) => {
     const now = sequence.shades.version[i] == null ? "environment" : "model";

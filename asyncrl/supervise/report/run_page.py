@@ -376,8 +376,10 @@ def colored_samples(run_dir: Path) -> SamplesBlock:
     found, size = [], 0
     for number in wanted[:SAMPLES_SHOWN]:
         row = store.row(number)
-        parts = ("prompt", "pieces", "shades")
-        row["sequences"] = [{part: one[part] for part in parts} for one in row["sequences"]]
+        parts = ("prompt", "images", "pieces", "shades")
+        row["sequences"] = [
+            {part: one[part] for part in parts if part in one} for one in row["sequences"]
+        ]
         size += len(json.dumps(row))
         if size > SAMPLE_BYTES:
             break

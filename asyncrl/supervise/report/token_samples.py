@@ -267,9 +267,18 @@ def terminal_text(row: dict[str, Any], shade: str, color: bool) -> str:
     lines = [escape_line(title, 400)]
     for sequence in row["sequences"]:
         lines.append("  prompt    " + escape_line(sequence["prompt"], 2000))
+        lines += [
+            "  image     " + escape_line(describe_image(x), 200) for x in sequence.get("images", ())
+        ]
         values = sequence["shades"].get(shade) or sequence["shades"]["lag"]
         lines.append("  response  " + _colored(sequence["pieces"], values, color))
     return "\n".join(lines)
+
+
+def describe_image(image: dict[str, Any]) -> str:
+    """Return the size and the digest of an image."""
+    width, height = image["size"]
+    return f"{width} x {height} pixels, {image['digest']}"
 
 
 def _colored(pieces: Sequence[str], values: Sequence[Any], color: bool) -> str:

@@ -13,6 +13,7 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 from asyncrl.tasks.file import FileTask
 from asyncrl.tasks.mixing.shares import next_task, weights_at
+from asyncrl.tasks.pictures.count import CountTask
 
 
 def config_of_part(part: MixedTaskConfig) -> TaskConfig:
@@ -96,7 +97,15 @@ class MixtureTask:
         return "".join(sorted(set().union(*(task.symbols for task in self.tasks.values()))))
 
     def demonstrations(self, number: int, seed: int) -> list[tuple[str, str]]:
-        """Return `number` pairs (prompt, answer), of each task in turn."""
+        """Return `number` pairs (prompt, answer), of each task in turn.
+
+        Raises ConfigError for a task with images."""
+        seeing = [name for name, task in self.tasks.items() if isinstance(task, CountTask)]
+        if seeing:
+            raise ConfigError(
+                f"model.warm_start: cannot build a tiny model for a mixture with the images of "
+                f"{seeing[0]}; point model.path at a LLaVA of your own"
+            )
         each = -(-number // len(self.tasks))
         of_tasks = [task.demonstrations(each, seed) for task in self.tasks.values()]
         return [pair for turn in zip(*of_tasks, strict=True) for pair in turn][:number]

@@ -275,7 +275,8 @@ def test_a_session_of_which_nothing_is_to_be_trained_is_refused() -> None:
 def test_a_session_without_a_limit_of_rows_has_no_more_than_the_buffer_takes() -> None:
     agent: dict[str, Any] = {"env": "a:B", "rows": 0}
     raw: dict[str, Any] = {"model": {"path": "m"}, "task": {"name": "calc"}, "agent": agent}
-    most = limits(load.build(raw)).rows
+    config = load.build(raw)
+    most = limits(config, config.agent).rows
     small = row([1], [2], [-1.0], [1])
     settings = replace(SETTINGS, session_tokens=2 * most)
     checks.answers([sample(0, 0, [small] * most)], 9, settings)
@@ -304,11 +305,12 @@ def test_rows_survive_the_wire_and_older_records_have_none() -> None:
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(whole), type=Trajectory)
     assert again == whole and again.all_rows() == whole.all_rows()
     fields = [field.name for field in msgspec.structs.fields(Trajectory)]
-    assert fields[-6:] == ["rows", "aside", "calls", "adopted", "support", "routed"]
-    older = msgspec.msgpack.decode(msgspec.msgpack.encode(whole))[:-6]
+    added = ["rows", "aside", "calls", "adopted", "support", "routed", "images"]
+    assert fields[-7:] == added
+    older = msgspec.msgpack.decode(msgspec.msgpack.encode(whole))[:-7]
     read = msgspec.msgpack.decode(msgspec.msgpack.encode(older), type=Trajectory)
     assert (read.rows, read.aside, read.calls, read.adopted) == ([], 0, 0, [])
-    assert (read.support, read.routed) == (b"", b"")
+    assert (read.support, read.routed, read.images) == (b"", b"", [])
 
 
 def test_the_limit_of_a_report_is_a_sessions() -> None:

@@ -1,0 +1,1 @@
+"""Large immutable parts of messages, named by their digests."""

@@ -1,0 +1,98 @@
+"""Images of prompts: blobs, named by their digests.
+
+A blob is a PNG of 8-bit RGB pixels. A PNG is lossless, so that every process that decodes a blob
+sees the same pixels; an image in another format is converted once, where it enters the run. A
+message carries each blob once, and samples name it by its digest.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import struct
+import zlib
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+MARKER = "<image>"  # the position of an image in the text of a prompt
+MOST_BYTES = 8 << 20  # of a blob
+MOST_SIDE = 4096  # pixels
+MOST_IMAGES = 64  # of a prompt or a session
+DATA_URL = "data:image/"  # the beginning of a data: URL of an image
+DIGEST_BYTES = 16
+SIGNATURE = b"\x89PNG\r\n\x1a\n"
+HEADER = struct.Struct(">I4sIIBBBBB")  # IHDR up to the checksum
+RGB = (8, 2, 0, 0, 0)  # depth, color type, compression, filter, interlace
+
+
+class ImageShape(NamedTuple):
+    """How a model reads an image: as `length` tokens with the id `token`."""
+
+    token: int
+    length: int
+
+    def __str__(self) -> str:
+        return f"{self.length} tokens of id {self.token}"
+
+
+def digest(blob: bytes) -> str:
+    """Return the BLAKE2b digest of a blob, 32 hex digits."""
+    return hashlib.blake2b(blob, digest_size=DIGEST_BYTES).hexdigest()
+
+
+def is_digest(name: str) -> bool:
+    """Whether `name` has the form of a digest."""
+    return len(name) == 2 * DIGEST_BYTES and not set(name) - set("0123456789abcdef")
+
+
+def size_of(blob: bytes) -> tuple[int, int]:
+    """Return (width, height) of a blob in pixels.
+
+    Raises ValueError for anything but a PNG of 8-bit RGB pixels within the limits."""
+    if len(blob) > MOST_BYTES:
+        raise ValueError(f"an image of {len(blob)} bytes; at most {MOST_BYTES} are allowed")
+    if blob[:8] != SIGNATURE or len(blob) < 8 + HEADER.size:
+        raise ValueError("an image that is not a PNG")
+    length, kind, width, height, *pixel_format = HEADER.unpack_from(blob, 8)
+    if (length, kind) != (13, b"IHDR") or tuple(pixel_format) != RGB:
+        raise ValueError("an image that is not a PNG of 8-bit RGB pixels")
+    if not (0 < width <= MOST_SIDE and 0 < height <= MOST_SIDE):
+        raise ValueError(f"an image of {width} x {height} pixels; a side has 1 to {MOST_SIDE}")
+    return width, height
+
+
+def check_blobs(blobs: Mapping[str, bytes]) -> None:
+    """Raise ValueError unless each blob is an image under its digest."""
+    for name, blob in blobs.items():
+        size_of(blob)
+        if digest(blob) != name:
+            raise ValueError(f"an image under the digest {name[:32]!r} that has another one")
+
+
+def by_digest(blobs: Iterable[bytes]) -> dict[str, bytes]:
+    """Return digest -> blob."""
+    return {digest(blob): blob for blob in blobs}
+
+
+def to_data_url(blob: bytes) -> str:
+    """Return a blob as a data: URL."""
+    return f"{DATA_URL}png;base64,{base64.b64encode(blob).decode('ascii')}"
+
+
+def encode_png(width: int, height: int, pixels: bytes) -> bytes:
+    """Return the blob of `pixels`, RGB bytes in rows from the top.
+
+    >>> size_of(encode_png(2, 1, bytes(6)))
+    (2, 1)
+    """
+    row = 3 * width
+    raw = b"".join(b"\0" + pixels[at : at + row] for at in range(0, row * height, row))
+    chunks = (
+        (b"IHDR", struct.pack(">IIBBBBB", width, height, *RGB)),
+        (b"IDAT", zlib.compress(raw, 9)),
+        (b"IEND", b""),
+    )
+    return SIGNATURE + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in chunks
+    )

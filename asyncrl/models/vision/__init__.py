@@ -1,0 +1,1 @@
+"""Models that read images: their image tokens, pixels, and the features of their vision tower."""

@@ -1,0 +1,112 @@
+"""The vision side of a LLaVA: blobs to pixel tensors, and to the features of its vision tower."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from asyncrl.contract.blobs.images import ImageShape
+from asyncrl.contract.errors import ConfigError
+from asyncrl.models.vision import pictures
+from asyncrl.models.vision.image_tokens import FAMILY, read_shape
+
+KEPT_IMAGES = 512  # whose pixel tensors are kept
+NEVER_SAMPLED = -1e30  # the logit of the image token
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+
+
+class ImageEncoder:
+    """Image processor and vision tower of the LLaVA `hf`, whose directory is `path`.
+
+    Each distinct image is encoded once for all the rows of a forward pass.
+    """
+
+    def __init__(self, hf: Any, path: str, shape: ImageShape) -> None:
+        self.hf = hf
+        self.path = path
+        self.shape = shape
+        self.pixels: OrderedDict[str, torch.Tensor] = OrderedDict()
+
+    @classmethod
+    def from_model(cls, hf: Any, path: str) -> ImageEncoder | None:
+        """Return the encoder of a model; None: it reads only text."""
+        if hf.config.model_type != FAMILY:
+            return None
+        shape = read_shape(path)
+        if shape is None:  # built in memory: there is no directory yet
+            shape = ImageShape(hf.config.image_token_id, hf.config.image_seq_length)
+        return cls(hf, path, shape)
+
+    @cached_property
+    def processor(self) -> Any:
+        """The image processor. Raises ConfigError where the directory has none."""
+        import transformers
+
+        try:
+            return transformers.AutoImageProcessor.from_pretrained(self.path, backend="pil")
+        except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+            raise ConfigError(
+                f"model.path: the image processor in {self.path} cannot be loaded "
+                f"({' or '.join(PROCESSOR_FILES)}): {str(error).splitlines()[0]}"
+            ) from error
+
+    def pixel_values(self, name: str, blob: bytes) -> torch.Tensor:
+        """Return the pixels of the image with digest `name` as the model reads them, [3, H, W]."""
+        if name not in self.pixels:
+            made = self.processor(pictures.as_pil(blob), return_tensors="pt")
+            self.pixels[name] = made["pixel_values"][0]
+            if len(self.pixels) > KEPT_IMAGES:
+                self.pixels.popitem(last=False)
+        self.pixels.move_to_end(name)
+        return self.pixels[name]
+
+    def features(self, blobs: Mapping[str, bytes], *, single: bool) -> dict[str, torch.Tensor]:
+        """Return digest -> features [length, hidden] of images, differentiable.
+
+        single: encode each by itself, so that its features do not depend on the others.
+        Raises ConfigError where the vision tower gives another number of features."""
+        if not blobs:
+            return {}
+        pixels = [self.pixel_values(name, blob) for name, blob in blobs.items()]
+        groups = [[one] for one in pixels] if single else [pixels]
+        encoded = [one for group in groups for one in self._encode(group)]
+        for one in encoded:
+            if len(one) != self.shape.length:
+                raise ConfigError(
+                    f"model.path: the vision tower in {self.path} makes {len(one)} features of an "
+                    f"image, and image_seq_length in its config.json is {self.shape.length}"
+                )
+        return dict(zip(blobs, encoded, strict=True))
+
+    def _encode(self, pixels: list[torch.Tensor]) -> Iterable[torch.Tensor]:
+        stacked = torch.stack(pixels).to(self.hf.device, self.hf.dtype)
+        encoded: Iterable[torch.Tensor] = self.hf.get_image_features(
+            pixel_values=stacked, return_dict=True
+        ).pooler_output
+        return encoded
+
+    @staticmethod
+    def inputs(names: Iterable[str], features: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Return the arguments of a forward pass whose image tokens are `names`, in row order."""
+        found = [features[name] for name in names]
+        return (
+            {"mm_encoder_outputs": {"image": SimpleNamespace(pooler_output=found)}} if found else {}
+        )
+
+    def without_image_token(self, logits: torch.Tensor) -> torch.Tensor:
+        """Exclude the image token from sampling: only a prompt may hold one.
+
+        logits: fp32 [..., V]."""
+        token = torch.tensor([self.shape.token], device=logits.device)
+        return logits.index_fill(-1, token, NEVER_SAMPLED)
+
+
+def processor_files(path: str | Path) -> list[Path]:
+    """Return the files of a directory that describe its image processor."""
+    return [file for name in PROCESSOR_FILES if (file := Path(path) / name).is_file()]

@@ -1,0 +1,1 @@
+"""Tasks whose prompts have pictures."""

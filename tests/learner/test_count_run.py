@@ -1,0 +1,165 @@
+"""Runs that train from images: the shipped config, exact mode, kills, the journal and a replay."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from process_kit import ROOT
+from vision_kit import llava, picture, seeing_model  # noqa: F401
+
+from actors.engine_embedded import make_engine
+from asyncrl.cli import main
+from asyncrl.config import load
+from asyncrl.config.engines import IMAGE_REFUSALS
+from asyncrl.contract.blobs import images
+from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.messages import Batch
+from asyncrl.experiments import serial
+from asyncrl.models.policy import PolicyModel
+from asyncrl.models.tokenizer import load_tokenizer
+from asyncrl.records import stream
+from asyncrl.supervise import preflight
+from asyncrl.supervise.report import run_page, token_samples
+from learner.batch import pack
+from learner.records.sample_log import SampleLog
+from learner.step import LearnerCore
+
+SHORT = (
+    "learner.steps=2",
+    "learner.groups=2",
+    "learner.group_size=2",
+    "evaluation.every=0",
+    "evaluation.prompts=4",
+    "evaluation.final_prompts=4",
+    "evaluation.ood_prompts=2",
+)
+
+
+def shipped(path: Path, *sets: str) -> Any:
+    return load.load(ROOT / "configs" / "count.toml", [f"model.path={str(path)!r}", *SHORT, *sets])
+
+
+def subject_of(path: Path, *sets: str) -> preflight.Subject:
+    """The subject of the checks, with a model that was checked before."""
+    subject = preflight.Subject(shipped(path, *sets))
+    subject.__dict__["tokenizer"] = load_tokenizer(path)
+    return subject
+
+
+def test_the_shipped_config_trains_on_its_pictures(
+    llava: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In exact mode the learner refuses a batch whose log-probabilities differ by one bit. The
+    learner and the reference policy see the pictures, each once a batch, and samples are logged
+    with a thumbnail.
+    """
+    batches: list[Batch] = []
+    seen: list[tuple[int, int]] = []
+    train, logprobs = LearnerCore.train, PolicyModel.logprobs
+
+    def trained(self: LearnerCore, batch: Batch, *args: Any, **more: Any) -> Any:
+        batches.append(batch)
+        self.sample_log = SampleLog(self.config, tmp_path, batch.number)
+        return train(self, batch, *args, **more)
+
+    def computed(self: PolicyModel, prompts: Any, *args: Any, **more: Any) -> Any:
+        seen.append((len(prompts), sum(map(len, more["images"]))))
+        return logprobs(self, prompts, *args, **more)
+
+    monkeypatch.setattr(LearnerCore, "train", trained)
+    monkeypatch.setattr(PolicyModel, "logprobs", computed)
+    sets = ("exact=true", "weights.in_flight='recompute_kv'", "kl.loss.coefficient=0.1")
+    found = serial.run_serial(shipped(llava, *sets, "record.samples_every=1"), 0)
+    assert len(batches) == 2
+    assert all(rows == pictures for rows, pictures in seen)
+    assert all(
+        x["mismatch/max_at_lag_0"] == 0 for x in found["curve"] if "mismatch/max_at_lag_0" in x
+    )
+    assert [len(x) for x in found["evals"]["heldout"].values()] == [4, 4]
+    for batch in batches:
+        assert len(batch.images) == 2 and len(batch.samples) == 4  # one of each group
+        for sample, blobs in zip(batch.samples, pack(batch).images, strict=True):
+            assert [images.digest(blob) for blob in blobs] == sample.images
+    store = token_samples.SampleStore(tmp_path / token_samples.FILE)
+    assert store.refresh()
+    (shown,) = store.row(0)["sequences"][0]["images"]
+    assert shown["size"] == [18, 18] and shown["thumbnail"].startswith("data:image/png;base64,")
+    prompt = store.row(0)["sequences"][0]["prompt"]
+    assert prompt.startswith("<image>") and prompt.count("<image>") == 1
+    text = token_samples.terminal_text(store.row(0), "lag", False)
+    assert f"  image     18 x 18 pixels, {shown['digest']}" in text
+    page = json.dumps(run_page.colored_samples(tmp_path).rows)
+    assert shown["thumbnail"] in page
+
+
+def test_a_baseline_by_prompt_tells_pictures_apart(llava: Path) -> None:
+    """All prompts that ask for one color have the same tokens."""
+    sets = ("advantage.name='reinforce'", "advantage.baseline='prompt'", "learner.steps=1")
+    run = serial.SerialRun(shipped(llava, *sets, "learner.groups=8"))
+    run.run()
+    assert len(run.core.state.prompts) == 8
+
+
+@pytest.mark.parametrize("row", IMAGE_REFUSALS, ids=[row.sets[0] for row in IMAGE_REFUSALS])
+def test_what_images_do_not_support_is_refused_in_one_line(llava: Path, row: Any) -> None:
+    more = ("model.dtype='bfloat16'",) if "deepspeed" in row.sets[0] else ()
+    words = [
+        f"{k}={v!r}" if not v[0].isdigit() and v not in ("true",) else f"{k}={v}"
+        for k, _, v in (x.partition("=") for x in row.sets)
+    ]
+    with pytest.raises(ConfigError, match=r"^" + row.problem[:40]) as refused:
+        preflight.images_read(subject_of(llava, *words, *more))
+    assert "\n" not in str(refused.value)
+
+
+def test_environments_and_the_engines_options_are_refused(llava: Path) -> None:
+    subject = subject_of(llava, "agent.env='os:path'")
+    with pytest.raises(
+        ConfigError, match=r"agent\.env = os:path: environments, the run's tools and"
+    ):
+        preflight.images_read(subject)
+    assert preflight.images_read(subject_of(llava)).startswith(
+        "the model reads an image as 9 tokens"
+    )
+    for key, value in (("quantize", "'int8'"), ("speculate", "4")):
+        with pytest.raises(ConfigError, match=rf"generator.{key}: needs a model of the packed"):
+            make_engine(shipped(llava, f"generator.{key}={value}"))
+    with pytest.raises(ConfigError, match=r"replay_routing: .* is a dense llava"):
+        make_engine(shipped(llava, "learner.replay_routing=true"))
+    with pytest.raises(ConfigError, match="otb needs a model of the packed forward"):
+        LearnerCore(shipped(llava, "advantage.name='otb'"), llava)
+
+
+@pytest.mark.slow
+def test_kills_journal_and_replay_keep_the_images(
+    forked: Callable[..., dict[str, Any]], llava: Path, tmp_path: Path
+) -> None:
+    """Every process is killed once, and the buffer twice; no sample is lost or counted twice."""
+    sets = (
+        *(f"model.path={str(llava)!r}", "task.name='count'", "generators=2"),
+        *("durability.mode='disk'", "record.stream=true", "record.split_every=1"),
+        *("exact=true", "weights.in_flight='recompute_kv'", "generator.max_new_tokens=4"),
+        "generator.context=16",
+    )
+    forked(tmp_path / "run", *sets, stop=2)  # all processes are killed
+    die = {"learner": 2, "generator-0": 2, "generator-1": 2, "buffer": 2}
+    done = forked(tmp_path / "run", *sets, die=die)
+    assert "learner" in done["deaths"] and "buffer" in done["deaths"]
+    split = [row for row in done["rows"] if "split/mismatch" in row]
+    assert split and all(row["mismatch/max_one_version"] == 0 for row in split)
+    recording = stream.read(tmp_path / "run")
+    batches = [recording.step(n).batch for n in range(recording.end)]
+    trained = [(s.ticket, s.sample) for batch in batches for s in batch.samples]
+    assert trained and len(trained) == len(set(trained))
+    for batch in batches:
+        images.check_blobs(batch.images)
+        assert set(batch.images) == {name for s in batch.samples for name in s.images}
+        assert len(batch.images) == len({s.ticket for s in batch.samples})
+    replayed = CliRunner().invoke(main, ["replay", str(tmp_path / "run"), "--json"])
+    assert replayed.exit_code == 0, replayed.output
+    assert '"equal": true' in replayed.output or '"equal":true' in replayed.output

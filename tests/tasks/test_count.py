@@ -1,0 +1,176 @@
+"""The task with pictures, its warm start, and images in files of prompts."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from process_kit import ROOT
+from vision_kit import picture
+
+from asyncrl.config import load
+from asyncrl.contract.blobs import images
+from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.messages import Prompt
+from asyncrl.models.policy import load_policy
+from asyncrl.models.vision import pictures
+from asyncrl.tasks import get_task
+from asyncrl.tasks.file import FileTask, canonical, read_prompts
+from asyncrl.tasks.mixing.mixture import MixtureTask
+from asyncrl.tasks.pairs import pairs_of
+from asyncrl.tasks.pictures import count
+from asyncrl.tasks.warm_start import warm_start
+
+
+def shapes(blob: bytes, color: str) -> int:
+    """Cells of a picture with this color, counted from the pixels."""
+    pixels = pictures.decode_pixels(blob).reshape(
+        count.CELLS, count.CELL, count.CELLS, count.CELL, 3
+    )
+    return int((pixels == count.COLORS[color]).all(-1).any((1, 3)).sum())
+
+
+def test_a_picture_has_as_many_shapes_as_the_answer_says() -> None:
+    task = count.CountTask()
+    seen = set()
+    for split in ("train", "heldout", "ood"):
+        for index in range(60):
+            prompt = task.prompt(split, index, 0)
+            (blob,) = prompt.images
+            color = prompt.text.removeprefix("<image>")[0]
+            assert prompt.text == f"<image>{color}=" and images.size_of(blob) == (18, 18)
+            assert str(shapes(blob, color)) == prompt.answer
+            others = sum(shapes(blob, each) for each in count.COLORS if each != color)
+            assert (others >= 4) == (split == "ood")
+            assert task.reward(prompt, prompt.answer) == 1.0 != task.reward(prompt, "0")
+            seen.add(images.digest(blob))
+    assert len(seen) == 180
+    disc, square = (pictures.decode_pixels(count.picture(x + "." * 8)) for x in "rR")
+    assert (disc != 128).any(-1).sum() == 12 < (square != 128).any(-1).sum() == 16
+
+
+def test_demonstrations_have_the_pictures_of_their_questions() -> None:
+    task = count.CountTask()
+    pairs, shown = task.demonstrations(400, 0), task.demonstration_images(400, 0)
+    right = [
+        str(shapes(blob, text.removeprefix("<image>")[0])) == answer
+        for (text, answer), (blob,) in zip(pairs, shown, strict=True)
+    ]
+    assert 0.4 < np.mean(right) < 0.6
+
+
+def test_a_warm_start_builds_a_llava(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sampled = []
+
+    def sample(model: Any, texts: list[str], most: int, blobs: list[bytes]) -> list[str]:
+        sampled.append((texts[0], blobs[0]))
+        return real(model, texts[:4], 2, blobs[:4]) * (len(texts) // 4)
+
+    from asyncrl.tasks import warm_start as module
+
+    real = module._sample_continuations
+    monkeypatch.setattr(module, "_sample_continuations", sample)
+    config = load.load(ROOT / "configs" / "count.toml", [f"model.path={str(tmp_path / 'm')!r}"])
+    what = warm_start(config, tmp_path / "m", steps=2, threads=1)
+    assert what["steps"] == 2 and np.isfinite(what["loss"])
+    prompt = count.CountTask().prompt("heldout", 0, 0)
+    assert sampled == [(prompt.text, prompt.images[0])]
+    model = load_policy(tmp_path / "m", "float32", "cpu")
+    assert model.vision is not None and model.vision.shape.length == 9
+
+
+def test_a_mixture_with_pictures_needs_a_model_of_its_own() -> None:
+    sections = {
+        "model": {"path": "m"},
+        "task": {"name": "mixture", "mixture": [{"name": "count"}, {"name": "sort"}]},
+    }
+    task = get_task(load.build(sections).task)
+    assert isinstance(task, MixtureTask)
+    assert {len(task.prompt("heldout", n, 0).images) for n in range(2)} == {0, 1}
+    with pytest.raises(
+        ConfigError, match="cannot build a tiny model for a mixture with the images of count"
+    ):
+        task.demonstrations(4, 0)
+
+
+# ---- files of prompts ----------------------------------------------------------------------------
+
+
+def write(path: Path, *rows: dict[str, Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_prompts_of_a_file_have_the_images_of_their_columns(tmp_path: Path) -> None:
+    (tmp_path / "pictures").mkdir()
+    blobs = [picture(n) for n in range(3)]
+    for n, blob in enumerate(blobs):
+        (tmp_path / "pictures" / f"{n}.PNG").write_bytes(blob)
+    url = f"data:image/png;base64,{base64.b64encode(blobs[2]).decode()}"
+    path = write(
+        tmp_path / "p.jsonl",
+        {"prompt": "a", "answer": "1", "image": "pictures/0.PNG", "level": "3"},
+        {"prompt": "a", "images": ["pictures/1.PNG", url]},
+        {"prompt": "a", "image": "debian:12"},
+        {"messages": [{"role": "user", "content": "b"}], "image": str(tmp_path / "pictures/2.PNG")},
+    )
+    first, second, third, fourth = read_prompts(path, "train")
+    assert first.images == blobs[:1] and first.meta == {"level": "3"}
+    assert second.images == blobs[1:] and fourth.images == blobs[2:]
+    assert third.images == [] and third.meta == {"image": "debian:12"}
+    (renamed,) = read_prompts(
+        write(tmp_path / "r.jsonl", {"prompt": "a", "photo": "pictures/0.PNG"}),
+        "train",
+        {"image": "photo"},
+    )
+    assert renamed.images == blobs[:1]
+    assert len({canonical(prompt) for prompt in (first, second, third)}) == 3
+    task = FileTask(path)  # the same question about other pictures is another problem
+    assert sum(len(rows) for rows in task.sets.values()) == 4
+    with pytest.raises(ConfigError, match="prompts have images"):
+        task.demonstrations(4, 0)
+
+
+def test_images_of_a_data_set_are_read_from_its_bytes(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    blob = picture(0)
+    rows = [{"prompt": "a", "answer": "1", "image": {"bytes": blob, "path": "0.png"}}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "p.parquet")
+    (prompt,) = read_prompts(str(tmp_path / "p.parquet"), "train")
+    assert prompt.images == [blob] and prompt.meta == {}
+
+
+@pytest.mark.parametrize(
+    ("image", "said"),
+    [
+        ("none.png", r"p.jsonl:1: `image` is not an image: .*none.png: No such file"),
+        ("p.jsonl.png", r"p.jsonl:1: `image` is not an image: it is neither a PNG nor a JPEG"),
+        ("data:image/png;base64,AAAA", r"neither a PNG nor a JPEG; give the path"),
+        ({"bytes": None, "path": None}, r"it has neither bytes nor a path"),
+    ],
+)
+def test_a_row_whose_image_cannot_be_read_is_named(tmp_path: Path, image: Any, said: str) -> None:
+    (tmp_path / "p.jsonl.png").write_bytes(b"no image")
+    with pytest.raises(ConfigError, match=said):
+        read_prompts(write(tmp_path / "p.jsonl", {"prompt": "a", "image": image}), "train")
+
+
+def test_supervised_training_refuses_images() -> None:
+    row = {"prompt": "a", "answer": "1", "image": "a.png"}
+    with pytest.raises(ConfigError, match="p:1: has an image; supervised training reads only text"):
+        list(pairs_of("p:1", row))
+
+
+def test_older_prompts_have_no_images() -> None:
+    older = msgspec.msgpack.encode([3, "a=", "b", [], {}, "train", ""])
+    assert msgspec.msgpack.decode(older, type=Prompt).images == []
+    prompt = Prompt(0, "a", images=[picture(0)])
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(prompt), type=Prompt) == prompt
+    assert prompt.image_urls == [images.to_data_url(picture(0))]
