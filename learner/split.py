@@ -177,6 +177,7 @@ class SplitMeter:
                 adapters.attach(self.shadow, self.config.lora, self.config.seed)
             freeze(self.shadow)
             self.shadow.exact = self.model.exact
+            self.shadow.exact_length = self.model.exact_length
         load_weights(self.shadow, read_flat(memoryview(bytearray(data)), self.layout))
         return self.forward(self.shadow, packed, answers)
 

@@ -7,11 +7,11 @@ learner and generators for each run it is told of.
     "stop": 3}
 
 The parts run their own `main` in processes of their own, talk over their own sockets and shared
-memory, and die by SIGKILL: `die` names the engine step (generator) or batch (learner) at which a
-process kills itself, in the middle of its work; the next life is started at once, as the supervisor
-does.  `slow`: seconds that every engine step takes longer.  `stop`: kill everything, for good, once
-that many batches are in the recording; the learner begins no more than two beyond them.  A run
-directory that is there already is gone on with."""
+memory, and die by SIGKILL: `die` names the engine step (generator), batch (learner) or delivery
+(buffer) at which a process kills itself, in the middle of its work; the next life is started at
+once, as the supervisor does.  `slow`: seconds that every engine step takes longer.  `stop`: kill
+everything, for good, once that many batches are in the recording; the learner begins no more than
+two beyond them.  A run directory that is there already is gone on with."""
 
 from __future__ import annotations
 
@@ -39,9 +39,11 @@ def part(name: str, run_dir: Path, die: int, slow: float, stop: int) -> None:
 
     config = config_load.load(run_dir / "config.toml")
     if name == "buffer":
-        from buffer.service import main as buffer
+        from buffer import service
 
-        return buffer(config, run_dir)
+        take = dying(service.BufferService.on_Delivery, die, 0.0)
+        service.BufferService.on_Delivery = take  # type: ignore[method-assign]
+        return service.main(config, run_dir)
     if name == "learner":
         from learner import loop, step
 
@@ -51,8 +53,10 @@ def part(name: str, run_dir: Path, die: int, slow: float, stop: int) -> None:
         return loop.main(config, run_dir)
     from actors import generator
     from actors.engine_embedded import EmbeddedEngine
+    from actors.engine_generic import GenericEngine
 
-    EmbeddedEngine.step = dying(EmbeddedEngine.step, die, slow)  # type: ignore[method-assign]
+    for engine in (EmbeddedEngine, GenericEngine):
+        engine.step = dying(engine.step, die, slow)  # type: ignore[method-assign]
     # one that started when the others had made all steps is no loss, as its supervisor has it
     with contextlib.suppress(NothingToDo):
         generator.main(config, run_dir, int(name.removeprefix("generator-")))
