@@ -54,15 +54,7 @@ def sort_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return shared(tmp_path_factory, "model", _warm) / "sort"
 
 
-@pytest.fixture(scope="session")
-def sort_vllm_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with heads of a size that vLLM has CPU kernels for."""
-    return (
-        shared(tmp_path_factory, "vllm_model", lambda path: _warm(path, "configs/vllm.toml"))
-        / "sort"
-    )
-
-
+DEMO = "configs/demo.toml"
 WARMED_BY = (
     "asyncrl/tasks/*.py",
     "asyncrl/models/policy.py",
@@ -72,11 +64,11 @@ WARMED_BY = (
 )
 
 
-def _warm(directory: Path, config: str = "configs/demo.toml") -> None:
+def _warm(directory: Path) -> None:
     """A warm start costs a minute or two: one made by the same code is kept in .pytest_cache, which
     no fresh clone has.
     """
-    made_by = [ROOT / config, *sorted(p for pattern in WARMED_BY for p in ROOT.glob(pattern))]
+    made_by = [ROOT / DEMO, *sorted(p for pattern in WARMED_BY for p in ROOT.glob(pattern))]
     kept = (
         ROOT
         / ".pytest_cache"
@@ -85,19 +77,19 @@ def _warm(directory: Path, config: str = "configs/demo.toml") -> None:
     )
     if not kept.exists():
         part = kept.with_suffix(f".part{os.getpid()}")
-        _warm_start(part, config)
+        _warm_start(part)
         part.rename(kept)
     shutil.copytree(kept, directory, dirs_exist_ok=True)
 
 
-def _warm_start(directory: Path, config: str) -> None:
+def _warm_start(directory: Path) -> None:
     code = (
         "import sys; from asyncrl.config.load import load; from asyncrl.tasks.warm_start import "
         "warm_start;"
         "c = load(sys.argv[2], ['model.path=' + repr(sys.argv[1])]); warm_start(c, sys.argv[1], "
         "threads=1)"
     )
-    argv = [sys.executable, "-c", code, str(directory / "sort"), config]
+    argv = [sys.executable, "-c", code, str(directory / "sort"), DEMO]
     done = subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=7200)
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -120,15 +112,17 @@ def gain(tmp_path_factory: pytest.TempPathFactory, sort_model: Path) -> Ended:
 @pytest.fixture
 def asyncrl(tmp_path: Path, sort_model: Path) -> Callable[..., Ended]:
     """`asyncrl("run", "a=1", ...)`: a command on configs/demo.toml with small settings; words with
-    `=` become --set.
+    `=` become --set.  Variables beside ENV's are keyword arguments.
     """
 
-    def call(command: str, *words: str, timeout: float = 3600.0, config: str = "demo") -> Ended:
+    def call(
+        command: str, *words: str, timeout: float = 3600.0, config: str = "demo", **env: str
+    ) -> Ended:
         return Ended(
             subprocess.run(
                 demo_command(command, tmp_path, sort_model, *words, config=config),
                 cwd=ROOT,
-                env=ENV,
+                env=ENV | env,
                 capture_output=True,
                 text=True,
                 timeout=timeout,

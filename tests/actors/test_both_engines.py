@@ -15,7 +15,9 @@ import transformers
 from holding import held
 from process_kit import ROOT, RUN_SEED
 
+from asyncrl.config import load
 from asyncrl.models.policy import character_tokenizer
+from asyncrl.tasks.warm_start import warm_start
 
 pytestmark = pytest.mark.slow
 
@@ -38,8 +40,8 @@ SHORT = (
 )
 REWARD = '''
 def reward(prompt, text):
-    """The share of a's among the answer's letters."""
-    return text.count("a") / max(1, len(text))
+    """The share of one letter in the answer."""
+    return text.count("{letter}") / max(1, len(text))
 '''
 
 
@@ -74,15 +76,40 @@ def swaps_in_mid_answer(rows: list[dict[str, Any]]) -> set[str]:
     return {label for r in rows for label, *_ in r["versions"][1:]}
 
 
-def test_the_main_job_in_short(tmp_path: Path, sort_vllm_model: Path) -> None:
-    steps = 14
-    summary, rows = both(tmp_path, sort_vllm_model, f"learner.steps={steps}")
+def task_of_shares(path: Path, first: str, other: str, symbols: str) -> tuple[str, ...]:
+    """Settings of a task that ten batches teach: write the first letter of `symbols`."""
+    letter = symbols[0]
+    (path / "share_of_a_letter.py").write_text(REWARD.format(letter=letter))
+    for name, begins in (("p", first), ("h", other)):
+        rows = [{"prompt": a + b} for a in begins for b in symbols]
+        (path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return (
+        "task.name='file'",
+        f"task.prompts={str(path / 'p.jsonl')!r}",
+        f"task.heldout={str(path / 'h.jsonl')!r}",
+        "reward.function='share_of_a_letter:reward'",
+        "learner.groups=16",
+        "learner.group_size=4",
+        "learner.lr=4e-3",
+        "generator.slots=32",
+    )
+
+
+def test_the_main_job_in_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shipped config but for task and sizes: its loss, its ways, the model that it builds."""
+    model, steps = tmp_path / "m", 10
+    monkeypatch.setattr("asyncrl.tasks.warm_start.accuracy", lambda *_: 0.0)
+    config = load.load(ROOT / "configs" / "vllm_deepspeed.toml", [f"model.path={str(model)!r}"])
+    warm_start(config, model, steps=1, threads=1)
+    task = task_of_shares(tmp_path, "12345", "67890", "1234567890")
+    summary, rows = both(tmp_path, model, f"learner.steps={steps}", *task)
     assert (
         summary["steps"] == steps
         and summary["lag"]["max"] <= 2
-        and len(rows) == 256 * steps == summary["trajectories"]
+        and len(rows) == 64 * steps == summary["trajectories"]
     )
     assert summary["ledger"]["generated"] == summary["ledger"]["trained"]
+    assert summary["mismatch_k3_max"] < 1e-8
     assert len(swaps_in_mid_answer(rows)) >= steps // 2
     assert summary["heldout_end"] > summary["heldout_start"] + 0.08
     transformers.AutoModelForCausalLM.from_pretrained(Path(summary["run_dir"]) / "model")
@@ -109,29 +136,19 @@ def test_a_gemma_through_both(tmp_path: Path) -> None:
     transformers.set_seed(0)
     transformers.GemmaForCausalLM(config).save_pretrained(tmp_path / "m")
     tokenizer.save_pretrained(tmp_path / "m")
-    (tmp_path / "share_of_a.py").write_text(REWARD)
-    for name, first in (("p", "abcd"), ("h", "efgh")):
-        (tmp_path / f"{name}.jsonl").write_text(
-            "".join(json.dumps({"prompt": a + b}) + "\n" for a in first for b in "abcdefgh")
-        )
     summary, rows = both(
         tmp_path,
         tmp_path / "m",
         "model.warm_start=false",
-        "task.name='file'",
-        f"task.prompts={str(tmp_path / 'p.jsonl')!r}",
-        f"task.heldout={str(tmp_path / 'h.jsonl')!r}",
-        "reward.function='share_of_a:reward'",
+        *task_of_shares(tmp_path, "abcd", "efgh", "abcdefgh"),
         "learner.steps=10",
-        "learner.groups=16",
-        "learner.group_size=4",
-        "learner.lr=4e-3",
-        "generator.slots=32",
+        "generator.top_p=0.9",
         "correction.proximal='recompute'",
         "loss.surrogate='decoupled_ppo'",
         "weights.in_flight='recompute_kv'",
     )
-    # vLLM's logprobs of the learner's version are the learner's, after swaps too
+    # vLLM's logprobs of the learner's version, over the tokens that top-p leaves, are the
+    # learner's, after swaps too
     assert summary["steps"] == 10 and summary["mismatch_k3_max"] < 1e-8
     assert len(swaps_in_mid_answer(rows)) >= 5
     assert summary["heldout_end"] > summary["heldout_start"] + 0.08

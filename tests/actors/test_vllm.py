@@ -19,9 +19,8 @@ import numpy as np
 import pytest
 import torch
 from engine_kit import CUTS, expected, request
-from holding import held
 from packaging.requirements import Requirement
-from process_kit import ENV, PATIENT, ROOT
+from process_kit import ENV, ROOT
 from vllm_kit import flat
 from wrong_model_kit import chat_model, check_ends
 from wrong_model_kit import config as chat_config
@@ -35,7 +34,6 @@ from asyncrl.contract.errors import ConfigError, ProtocolError
 from asyncrl.contract.versions import Label
 from asyncrl.models import adapter_files, adapters, installed, policy
 from asyncrl.models.tokenizer import load_tokenizer, stop_tokens
-from asyncrl.tasks.synthetic import TASKS
 
 pytestmark = pytest.mark.slow
 
@@ -549,53 +547,6 @@ def test_a_head_that_vllm_has_no_kernel_for(tmp_path: Path) -> None:
         config_load.load("configs/vllm.toml", ["generator.temperature=0.001"])
     with pytest.raises(ConfigError, match=r"exact: needs generator\.engine = embedded"):
         config_load.load("configs/vllm.toml", ["exact=true"])
-
-
-def test_the_learner_agrees_and_swaps_come_in_mid_answer(tmp_path: Path) -> None:
-    """A random model, whose answers are long: some span versions, and the learner finds vLLM's
-    logprobs on tokens of its own version.  The generator stands still in mid-answer until the next
-    version is there (tests/hold), whatever the speed of the machine.
-    """
-    policy.build_model(tmp_path / "m", TASKS["sort"].symbols, seed=0, **SHAPE)
-    sets = [
-        f"model.path={str(tmp_path / 'm')!r}",
-        "model.warm_start=false",
-        f"runs={str(tmp_path / 'runs')!r}",
-        "name='v'",
-        *PATIENT,
-        "wires.lease_s=3600.0",  # it stands for as long as a step takes
-        "learner.steps=6",
-        "learner.groups=8",
-        "learner.group_size=4",
-        "correction.proximal='recompute'",
-        "loss.surrogate='decoupled_ppo'",
-        "record.samples_every=1",
-        "record.samples=0",
-        "generator.top_p=0.9",
-        "evaluation.final_prompts=16",
-        "evaluation.prompts=16",
-        "evaluation.ood_prompts=0",
-        "evaluation.every=0",
-    ]
-    argv = [
-        sys.executable,
-        "-m",
-        "asyncrl.cli",
-        "run",
-        "configs/vllm.toml",
-        "--json",
-        *[x for s in sets for x in ("--set", s)],
-    ]
-    done = subprocess.run(
-        argv, cwd=ROOT, env=held(answers=True), capture_output=True, text=True, timeout=3600
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    summary = json.loads(done.stdout.strip().splitlines()[-1])
-    assert summary["steps"] == 6 and summary["mismatch_k3_max"] < 1e-8
-    rows = [
-        json.loads(x) for x in (Path(summary["run_dir"]) / "samples.jsonl").read_text().splitlines()
-    ]
-    assert max(len(r["versions"]) for r in rows) > 1
 
 
 def test_the_requirement_files_hold_what_the_project_asks_for() -> None:

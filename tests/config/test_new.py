@@ -14,6 +14,7 @@ from statistics import mean
 
 import pytest
 from process_kit import ENV, ROOT, RUN_SEED, Ended
+from warm_python import FORKED
 
 from actors.rewards import check
 from asyncrl.cli import new
@@ -223,8 +224,9 @@ def test_every_command_of_the_pages_runs(tmp_path: Path) -> None:
             warm_start(config, config.model.path, steps=2, threads=1)
     (python,) = re.findall(r"(?ms)^```python\n(import asyncrl\n.*?)^```", page)
     short = "', '".join(SHORT.split())
+    code = python.replace('"learner.steps=40"', f"'{short}', 'name=own'")
     done = subprocess.run(
-        [sys.executable, "-c", python.replace('"learner.steps=40"', f"'{short}', 'name=own'")],
+        [sys.executable, "-c", FORKED + code],
         cwd=tmp_path,
         env=ENV,
         capture_output=True,

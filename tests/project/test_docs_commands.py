@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import warm_python
 from process_kit import ENV, ROOT
 
 pytestmark = pytest.mark.slow
@@ -223,9 +224,11 @@ def run(command: str, where: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_every_command_runs(place: Path) -> None:
+def test_every_command_runs(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outputs: dict[str, str] = {}
     ran = ""
+    monkeypatch.setattr(warm_python, "PROGRAMS", [*warm_python.PROGRAMS, place])
+    monkeypatch.setattr(warm_python, "MODULES", (*warm_python.MODULES, "pytest"))
     for block in ALL:
         where = f"{block.page}:{block.line}"
         if block.mark == "output":

@@ -14,6 +14,7 @@ from process_kit import ENV, ROOT
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.cold  # mutants are forks of a process that has imported nothing of asyncrl
 def test_every_planted_mutant_is_noticed_by_its_test() -> None:
     done = subprocess.run(
         [sys.executable, "benchmarks/mutants.py", "--planted", "--json"],

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import pytest
 from process_kit import ENV, ROOT, SMALL
+from warm_python import FORKED
 
 import asyncrl
 from asyncrl.cli import main
@@ -210,12 +211,12 @@ def test_how_a_command_may_end(
     assert getattr(error.value, "exit_code", code) == code
 
 
-def going(folder: Path, model: Path) -> tuple[subprocess.Popen[str], Path]:
+def going(folder: Path, model: Path, begin: str = "") -> tuple[subprocess.Popen[str], Path]:
     """A program that called asyncrl.run, once its run trains; and the run's directory."""
     sets = [f"model.path={str(model)!r}", *SMALL[:-1], *PATIENT, "learner.steps=100000"]
     sets += ["name='long'"]
     # A program in the background of a shell is born deaf to interrupts; one in a notebook is not.
-    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code = f"{begin}import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
     code += f"import asyncrl; asyncrl.run('demo', {sets!r}, show=True)"
     process = subprocess.Popen(
         [sys.executable, "-c", code], cwd=folder, env=ENV, stderr=subprocess.PIPE, text=True
@@ -231,7 +232,7 @@ def going(folder: Path, model: Path) -> tuple[subprocess.Popen[str], Path]:
 def test_an_interrupt_writes_a_checkpoint_and_is_passed_on(
     tmp_path: Path, small_model: Path
 ) -> None:
-    process, run_dir = going(tmp_path, small_model)
+    process, run_dir = going(tmp_path, small_model, FORKED)
     process.send_signal(signal.SIGINT)
     err = process.communicate(timeout=1800)[1]
     assert (

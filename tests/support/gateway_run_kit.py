@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from process_kit import RUN_SEED
+from warm_python import FORKED
 
 # The run, with as much patience as a busy machine may need with a harness that ends.
 PATIENT = (
-    "import sys; from asyncrl.supervise import launch; launch.LATE_S = launch.END_S = 600.0; "
-    "from asyncrl.cli import main; main(sys.argv[1:])"
+    f"{FORKED}import sys; from asyncrl.supervise import launch; "
+    "launch.LATE_S = launch.END_S = 600.0; from asyncrl.cli import main; main(sys.argv[1:])"
 )
 
 

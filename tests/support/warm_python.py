@@ -1,4 +1,5 @@
-"""`python -m asyncrl.cli ...` without its start-up, in tests of what a command does.
+"""`python -m asyncrl.cli ...`, programs of `benchmarks/` and `tests/support/`, and code that begins
+with FORKED (`python -c`), without their start-up, in tests of what they do.
 
     warm_python.install()       in conftest.py: subprocess.Popen is WarmPopen from here on
 
@@ -32,6 +33,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
@@ -40,6 +42,8 @@ HOLD = ROOT / "tests" / "support" / "hold"
 MOST = 1 << 17  # bytes of an order
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 MODULES = ("asyncrl.cli", "asyncrl.supervise.start")
+PROGRAMS = [ROOT / "benchmarks", ROOT / "tests" / "support"]  # folders; a test may add its own
+FORKED = "# forked\n"
 # read while the interpreter starts or a library is loaded
 EARLY = (
     *("PYTHON", "OMP_", "ATEN_", "ONEDNN_", "MKL_", "LC_", "LANG", "LD_", "CUDA_", "TORCH_"),
@@ -109,7 +113,11 @@ def is_warm(args: Any, executable: Any, options: dict[str, Any]) -> bool:
         return False
     words = [os.fspath(word) for word in args]
     words = [word for place, word in enumerate(words) if (place, word) != (1, "-P")]
-    if words[0] != sys.executable or words[1:2] != ["-m"] or not {*words[2:3]} & {*MODULES}:
+    if words[0] != sys.executable or not (
+        (words[1:2] == ["-m"] and {*words[2:3]} & {*MODULES})
+        or (words[1:2] == ["-c"] and words[2].startswith(FORKED))
+        or is_program(Path(options["cwd"] or os.getcwd(), *words[1:2]))
+    ):
         return False
     env = dict(os.environ if options["env"] is None else options["env"])
     preexec = getattr(options["preexec"], "__qualname__", "die_with_parent")
@@ -122,6 +130,10 @@ def is_warm(args: Any, executable: Any, options: dict[str, Any]) -> bool:
         and (options["cwd"] is None or os.path.isdir(options["cwd"]))
         and not options["shell"]
     )
+
+
+def is_program(path: Path) -> bool:
+    return path.suffix == ".py" and path.parent in PROGRAMS and path != Path(__file__)
 
 
 def request_fork(order: dict[str, Any], fds: list[int]) -> int:
@@ -203,22 +215,36 @@ def be_process(order: dict[str, Any], fds: list[int], seed: socket.socket) -> No
     sys.stderr = sys.__stderr__ = open(  # type: ignore[misc]
         2, "w", 1, errors="backslashreplace", closefd=False
     )
-    safe, (_, module, *words) = argv[1] == "-P", [word for word in argv[1:] if word != "-P"]
-    sys.orig_argv, sys.argv = argv, ["-m", *words]
+    safe, words = argv[1] == "-P", argv[1 + (argv[1] == "-P") :]
     paths = [p for p in env.get("PYTHONPATH", "").split(os.pathsep) if p]
-    sys.path[:] = [*paths, *sys.path, *([] if safe else [order["cwd"]])]
+    sys.orig_argv = argv
+    if words[0] == "-m":
+        sys.argv = ["-m", *words[2:]]
+        sys.path[:] = [*paths, *sys.path, *([] if safe else [order["cwd"]])]
+    elif words[0] == "-c":
+        sys.argv = ["-c", *words[2:]]
+        sys.path[:] = ["", *paths, *sys.path]
+    else:
+        sys.argv = words
+        sys.path[:] = [str(Path(words[0]).resolve().parent), *paths, *sys.path]
     apply_holds()
     if not safe:
         importlib.import_module("asyncrl.contract.importing").export_checkout_path()
-    sys.modules.pop(words[0] if safe and words else "", None)  # run, not imported
-    run_module(module)
+    sys.modules.pop(words[2] if safe and words[2:] else "", None)  # run, not imported
+    run_main(words)
 
 
-def run_module(module: str) -> NoReturn:
-    """Run the module as the interpreter does, and end as it does."""
+def run_main(words: list[str]) -> NoReturn:
+    """Run a module, code or a program as the interpreter does, and end as it does."""
     code: Any = 0
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        if words[0] == "-m":
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        elif words[0] == "-c":
+            sys.modules["__main__"] = main_module = types.ModuleType("__main__")
+            exec(compile(words[1], "<string>", "exec"), vars(main_module))
+        else:
+            runpy.run_path(words[0], run_name="__main__")
     except SystemExit as end:
         code = end.code
         if code is not None and not isinstance(code, int):
