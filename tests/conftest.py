@@ -20,7 +20,7 @@ import pytest
 import warm_python
 import zmq
 from hypothesis import HealthCheck, settings
-from process_kit import ENV, ROOT, SMALL, Ended, demo_command, shared
+from process_kit import ENV, JUDGED, ROOT, SMALL, Ended, demo_command, shared
 from warm_python import SERVERS
 
 SUPPORT = {path.stem for path in (ROOT / "tests" / "support").glob("*_kit.py")}
@@ -99,9 +99,8 @@ def gain(tmp_path_factory: pytest.TempPathFactory, sort_model: Path) -> Ended:
     """An asynchronous run of 40 steps, made once a test session."""
 
     def make(path: Path) -> None:
-        argv = demo_command(
-            "run", path, sort_model, "learner.steps=40", "staleness.max_lag=4", "name='gain'"
-        )
+        words = ("learner.steps=40", "staleness.max_lag=4", "name='gain'", *JUDGED)
+        argv = demo_command("run", path, sort_model, *words)
         done = subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=7200)
         (path / "ended.json").write_text(json.dumps([done.returncode, done.stdout, done.stderr]))
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from process_kit import ENV, ROOT, Ended, demo_command
+from process_kit import ENV, JUDGED, ROOT, Ended, demo_command
 from run_kit import (
     check_summary,
     children,
@@ -60,7 +60,8 @@ def test_asynchronous_run_gains_accuracy_at_positive_lag(gain: Ended) -> None:
 
 
 def test_limit_zero_is_synchronous_training(asyncrl: Call) -> None:
-    summary = asyncrl("run", "learner.steps=30", "staleness.max_lag=0", "name='sync'").json
+    words = ("learner.steps=30", "staleness.max_lag=0", "name='sync'", *JUDGED)
+    summary = asyncrl("run", *words).json
     check_summary(summary, 0)
     assert summary["lag"]["max"] == 0 and summary["heldout_end"] > summary["heldout_start"] + 0.05
 
