@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from process_kit import ENV, ROOT, Ended
 from ranks_kit import FORKED, LEARNER, PATHS, PATIENT_S, TORCHRUN, forked, start, trained
-from run_kit import check_summary, children, finish, steps_done, wait_until
+from run_kit import check_summary, children, finish, let_go, steps_done, wait_until
 from run_kit import start as start_run
 
 from asyncrl.config import load
@@ -28,6 +28,7 @@ from asyncrl.models.policy import build_model
 pytestmark = pytest.mark.slow
 
 STEPS = 8
+FEW = ("learner.groups=8", "learner.group_size=4")  # of runs in which nothing is learned
 
 
 def zero(stage: int, **learner: Any) -> dict[str, Any]:
@@ -351,6 +352,7 @@ def test_a_whole_run_on_two_ranks_stops_resumes_and_exports(
 ) -> None:
     words = (
         *sets,
+        *FEW,
         "learner.checkpoint_every=3",
         f"learner.rank_timeout_s={PATIENT_S}",
         "name='two'",
@@ -372,6 +374,7 @@ def test_a_killed_rank_costs_the_run_only_its_time(
     backend: str, tmp_path: Path, sort_model: Path
 ) -> None:
     words = (
+        *FEW,
         f"learner.backend='{backend}'",
         "learner.ranks=2",
         "learner.checkpoint_every=3",
@@ -379,10 +382,11 @@ def test_a_killed_rank_costs_the_run_only_its_time(
         "learner.steps=10",
         "name='rank'",
     )
-    process = start_run(tmp_path, sort_model, *words)
+    process = start_run(tmp_path, sort_model, *words, hold=8)
     wait_until(lambda: steps_done(tmp_path / "runs" / "rank") >= 4, process)
     (other,) = ranks_of(children(process.pid)["learner"], b"asyncrl.cli")
     os.kill(other, signal.SIGKILL)
+    let_go(tmp_path)
     summary = finish(process, tmp_path)
     check_summary(summary, summary["lag"]["limit"])
     assert (

@@ -19,6 +19,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from warm_python import LOADED
+
 
 def rank(number: int, order: dict[str, Any], port: int, out: int, err: int) -> int:
     pid = os.fork()
@@ -87,8 +89,7 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    modules = "deepspeed ranks_program torch._dynamo learner.distributed.fsdp_backend"
-    for name in modules.split():
+    for name in ("ranks_program", *LOADED.split()):
         importlib.import_module(name)
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread does not survive a fork"
     for line in sys.stdin:

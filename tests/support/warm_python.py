@@ -54,7 +54,9 @@ LOADED = (
     "numpy zmq.asyncio msgspec torch transformers torch.utils.checkpoint asyncrl.supervise.run "
     "asyncrl.supervise.doctor asyncrl.supervise.exact_check asyncrl.supervise.report.run_page "
     "asyncrl.experiments.serial actors.generator buffer.service learner.loop "
-    "asyncrl.tasks.warm_start"
+    "asyncrl.tasks.warm_start learner.distributed.fsdp_backend deepspeed "
+    # by which DeepSpeed imports torch's compiler in every rank
+    "deepspeed.runtime.zero.muon.muon_optimizer"
 )
 
 
@@ -251,6 +253,8 @@ def run_main(words: list[str]) -> NoReturn:
             print(code, file=sys.stderr)
             code = 1
     except KeyboardInterrupt:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.stderr.flush()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     except BaseException:
