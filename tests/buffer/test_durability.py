@@ -22,6 +22,7 @@ def test_a_killed_buffer_costs_only_its_time(mode: str, tmp_path: Path, sort_mod
     words = (
         "learner.steps=24",
         "learner.groups=8",
+        "learner.group_size=4",
         "learner.checkpoint_every=5",
         f"durability.mode='{mode}'",
         "name='kill'",
@@ -41,14 +42,15 @@ def test_a_killed_buffer_costs_only_its_time(mode: str, tmp_path: Path, sort_mod
     # the learner lived: nothing is written anew for it
     assert summary["steps"] == 24 and summary["ledger"]["orphaned"] == 0
     rows = [json.loads(line) for line in (run_dir / "trained.jsonl").read_text().splitlines()]
-    assert {r["batch"] for r in rows} == set(range(24)) and summary["trajectories"] == 24 * 64
+    assert {r["batch"] for r in rows} == set(range(24)) and summary["trajectories"] == 24 * 32
     assert (tmp_path / "stderr").read_text().count("SIGKILL") == 2
 
 
 def test_a_killed_memory_buffer_ends_the_run_and_a_resume_goes_on(
     tmp_path: Path, sort_model: Path
 ) -> None:
-    words = ("learner.steps=20", "learner.groups=8", "learner.checkpoint_every=2", "name='kill'")
+    words = ("learner.steps=20", "learner.checkpoint_every=2", "name='kill'")
+    words += ("learner.groups=8", "learner.group_size=4")
     process = start(tmp_path, sort_model, *words, hold=15)
     run_dir = tmp_path / "runs" / "kill"
     wait_until(lambda: steps_done(run_dir) >= 6, process)
@@ -58,7 +60,7 @@ def test_a_killed_memory_buffer_ends_the_run_and_a_resume_goes_on(
     process = start(tmp_path, sort_model, "--resume", str(run_dir))
     summary = finish(process, tmp_path)
     # each batch counts once, over both lives
-    assert summary["steps"] == 20 and summary["trajectories"] == 20 * 64
+    assert summary["steps"] == 20 and summary["trajectories"] == 20 * 32
     assert summary["ledger"]["trained"] >= summary["tokens"] > 0
     # the clock of the second life goes on where the first one's stood
     times = [r["t"] for r in metrics.read(run_dir) if "reward/mean" in r]

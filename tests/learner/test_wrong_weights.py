@@ -68,7 +68,7 @@ def test_weights_that_are_not_the_learners_are_refused_with_both_names(
     monkeypatch.setitem(ENV, "REWARD_GATE", str(tmp_path / "gate"))
     words = (
         *held_reward.SETS,
-        "learner.steps=60",
+        "learner.steps=20",
         "learner.groups=4",
         "learner.group_size=4",
         "evaluation.every=0",
@@ -79,14 +79,14 @@ def test_weights_that_are_not_the_learners_are_refused_with_both_names(
     process = start(tmp_path, sort_model, *words)
     run_dir = tmp_path / "runs" / "w"
     wait_until(lambda: steps_done(run_dir) >= 4, process)
-    reason = plant(run_dir, label)  # the run is not over: it waits, at step 30 at the latest
+    reason = plant(run_dir, label)  # the run is not over: it waits, at step 10 at the latest
     (tmp_path / "gate").touch()
     summary = finish(process, tmp_path)
     # one stranger's frame costs the run nothing
-    assert summary["steps"] == 60 and summary["trajectories"] == 60 * 16
+    assert summary["steps"] == 20 and summary["trajectories"] == 20 * 16
     assert str(label) in reason and WRONG in reason
     rows = [json.loads(x) for x in (run_dir / "samples.jsonl").read_text().splitlines()]
-    assert len(rows) == 60 * 16 and WRONG not in {d for r in rows for d in r["digests"]}
+    assert len(rows) == 20 * 16 and WRONG not in {d for r in rows for d in r["digests"]}
     if label.number == 1:
         digests = {
             d

@@ -12,7 +12,7 @@ import shared_reward
 
 from asyncrl.contract.messages import Prompt
 
-FIRST = 120  # of the training prompts: from this one on it waits
+FIRST = 40  # of the training prompts: from this one on it waits
 # of a run: what waits here is neither overdue nor lost
 SETS = (
     "reward.function='held_reward:reward'",
