@@ -39,13 +39,25 @@ settings.register_profile("any speed", deadline=None, suppress_health_check=[Hea
 settings.load_profile("any speed")
 
 
-# Single tests here take up to two minutes: they begin first, so that no worker ends long after the
-# others.
-LONG = ("test_tasks_learn", "test_docs_commands", "test_backends", "test_compare", "test_new")
+# The most expensive files, which begin first, so that no worker ends long after the others.  Each
+# worker gets the next one of them, and so many other tests that all have as many.
+LONG = (
+    *("test_tasks_learn", "test_backends", "test_vllm", "test_run", "test_both_engines"),
+    *("test_real_model", "test_new", "test_vllm_calls", "test_docs_commands", "test_compare"),
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.stem not in LONG)
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    others = [item for item in items if item.path.stem not in LONG]
+    share, ordered = len(items) // workers, []
+    for worker in range(workers):
+        names = LONG[worker::workers]
+        begin = [item for name in names for item in items if item.path.stem == name]
+        count = max(0, share - len(begin)) if worker < workers - 1 else len(others)
+        ordered += begin + others[:count]
+        others = others[count:]
+    items[:] = ordered
 
 
 @pytest.fixture(scope="session")
