@@ -123,6 +123,7 @@ def test_every_part_works_on_a_cpu_with_few_packages(few_packages: dict[str, str
     assert found["versions"]["torch"] == metadata.version("torch")
 
 
+@pytest.mark.cold  # parts in processes of their own, as a user starts them
 def test_lora_trains_where_peft_is_installed(tmp_path: Path) -> None:
     command = [sys.executable, "benchmarks/gpu_check.py", "--quick", "--json", "--only", "LoRA"]
     command += ["--patience", "40"]
