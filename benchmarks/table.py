@@ -86,6 +86,7 @@ PROGRAMS = {
     "mutants": Program("mutants.py", ("mutants",), 20),
     "watch": Program("watch.py", ("watch",), 3),
     "environment_cost": Program("environment_cost.py", ("environment_cost",), 3),
+    "tinker_cost": Program("tinker_cost.py", ("tinker_cost",), 5),
     "mixing_cost": Program("mixing_cost.py", ("mixing_cost",), 3),
 }
 # Results before this day are against weaker rivals, and do not count any more.

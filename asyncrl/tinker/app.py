@@ -122,6 +122,9 @@ class TinkerServer:
     def starlette(self) -> Starlette:
         """Return the ASGI application."""
         post: dict[str, Handler] = {
+            # looked up in this order: first what a client calls for every sequence
+            "retrieve_future": self.retrieve_future,
+            "asample": self.sample,
             "client/config": self.client_config,
             "client/dynamic_config": self.empty,
             "telemetry": self.telemetry,
@@ -138,9 +141,7 @@ class TinkerServer:
             "save_weights_for_sampler": self.training_call,
             "create_sampling_session": self.create_sampling_session,
             "join_sampling_session": self.join_sampling_session,
-            "asample": self.sample,
             "cancel_future": self.cancel_future,
-            "retrieve_future": self.retrieve_future,
             "weights_info": self.weights_info,
         }
         get: dict[str, Handler] = {

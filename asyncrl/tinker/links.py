@@ -12,7 +12,7 @@ import msgspec
 
 from asyncrl.contract import importing
 from asyncrl.contract.parent import die_with_parent
-from asyncrl.contract.printable import describe_exit
+from asyncrl.contract.printable import LONGEST_LINE, describe_exit, escape_line
 from asyncrl.tinker.messages import (
     CallDone,
     CallFailure,
@@ -27,6 +27,11 @@ from asyncrl.tinker.messages import (
 from asyncrl.tinker.workers.worker import LENGTH_BYTES, frame
 
 Result = ScoreResult | StepResult | SampleResult | CallDone | CallFailure
+
+
+def log(text: str) -> None:
+    """Print a line for the server's operator."""
+    print(escape_line(text, LONGEST_LINE), file=sys.stderr, flush=True)
 
 
 class WorkerExited(Exception):
@@ -116,11 +121,7 @@ class WorkerLink:
         self._writer = None
         code = self.process.wait()
         if not self.closed:
-            print(
-                f"the {self.role} process ended ({describe_exit(code)}); see {self.log}",
-                file=sys.stderr,
-                flush=True,
-            )
+            log(f"the {self.role} process ended ({describe_exit(code)}); see {self.log}")
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_exception(WorkerExited(f"the {self.role} process ended"))

@@ -33,7 +33,7 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.records import atomic_write, jsonl, metrics
 from asyncrl.tinker import wire
 from asyncrl.tinker.call_log import CallLog, TrainingCall, TrainingOutcome
-from asyncrl.tinker.links import Result, WorkerExited, WorkerLink
+from asyncrl.tinker.links import Result, WorkerExited, WorkerLink, log
 from asyncrl.tinker.messages import (
     NOT_SAMPLED,
     CallFailure,
@@ -228,6 +228,7 @@ class ServedModel:
             outcome = await self._perform(call)
         except (RequestRefused, ConfigError) as error:
             outcome = TrainingOutcome(error=str(error), version=self.version)
+            log(f"{self.record.model}, call {number}, {call.route}: {error}")
         except WorkerExited as error:
             outcome = TrainingOutcome(error=str(error), category="server", version=self.version)
         except Exception as error:  # a client waits for it, and later calls must go on
@@ -332,7 +333,7 @@ class ServedModel:
         try:
             await self._ask(SaveWeights(self.record.model, str(path), state=True))
         except (WorkerExited, RequestRefused) as error:
-            print(f"{self.record.model}: no checkpoint: {error}", flush=True)
+            log(f"{self.record.model}: no checkpoint: {error}")
             return
         self.log.prune()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.models.tokenizer import vocabulary
 from asyncrl.records import atomic_write, jsonl
 from asyncrl.tinker import wire
-from asyncrl.tinker.links import WorkerExited, WorkerLink
+from asyncrl.tinker.links import WorkerExited, WorkerLink, log
 from asyncrl.tinker.messages import CallFailure, ErrorCategory, SampleCall, SampleResult
 from asyncrl.tinker.sequences import SequenceLedger
 from asyncrl.tinker.settings import TinkerConfig
@@ -95,6 +94,7 @@ class SamplerService:
         # the request must wait, or ""
         self.pace: Callable[[SamplerRecord, int], str] = lambda sampler, count: ""
         self.released = asyncio.Event()
+        self.held: set[str] = set()  # models whose requests have waited for training
 
     def open(self, record: SamplerRecord) -> SamplerRecord:
         """Make a sampler, or return the one that exists under this id."""
@@ -176,6 +176,9 @@ class SamplerService:
         try:
             while reason := self.pace(sampler, job.count):
                 promise.paced = reason
+                if sampler.model not in self.held:
+                    self.held.add(sampler.model)
+                    log(f"requests to sample wait: {reason}; later waits are not printed")
                 self.released.clear()
                 await self.released.wait()
             promise.paced = ""
@@ -184,7 +187,7 @@ class SamplerService:
         except asyncio.CancelledError:
             outcome = SampleOutcome(error="the request was canceled")
         except Exception as error:  # a client waits for it
-            print(f"{sampler.id}: {error!r}", file=sys.stderr, flush=True)
+            log(f"{sampler.id}: {error!r}")
             outcome = SampleOutcome(error=repr(error), category="server")
         if not promise.future.done():
             promise.future.set_result(outcome)

@@ -15,7 +15,7 @@ import json
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -325,10 +325,16 @@ def _begin_in(
 
 def _sequence_row(sequence: SampledSequence) -> dict[str, Any]:
     """Return the row of a sequence in the file."""
-    row = asdict(sequence)
-    if not sequence.trained:
-        del row["trained"]
-    return row
+    trained = {"trained": sequence.trained} if sequence.trained else {}
+    return {
+        "id": sequence.id,
+        "model": sequence.model,
+        "version": sequence.version,
+        "length": sequence.length,
+        "fingerprint": sequence.fingerprint,
+        "uncertain": sequence.uncertain,
+        **trained,
+    }
 
 
 def sampled_runs(datum: Datum) -> list[tuple[int, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import os
 import secrets
 import signal
@@ -72,6 +73,11 @@ def serve(config: TinkerConfig, source: str) -> None:
             f"asyncrl tinker needs {error.name}, which is not installed: pip install "
             "'asyncrl[tinker]'"
         ) from error
+    if config.lora.rank and importlib.util.find_spec("peft") is None:
+        raise ConfigError(
+            f"lora.rank = {config.lora.rank}: needs peft: pip install 'asyncrl[tinker]'; with "
+            "lora.rank = 0 all weights are trained"
+        )
     path = Path(config.model.path)
     if config.model.warm_start and not path.exists():
         from asyncrl.tinker import demo_model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,11 +13,13 @@ import numpy as np
 import pytest
 import tinker
 from tinker import types
-from tinker_kit import draw, output_logprobs, policy_datum, prompt, tuned_datum
+from tinker_kit import draw, output_logprobs, policy_datum, prompt, tuned_datum, write_config
 from tinker_local_kit import KEY, LocalServer
 
+from asyncrl.contract.errors import ConfigError
 from asyncrl.records import jsonl
-from asyncrl.tinker import app, status
+from asyncrl.tinker import app, settings, status
+from asyncrl.tinker import server as tinker_server
 
 ADAM = types.AdamParams(learning_rate=1e-2)
 TUNED = [tuned_datum([5, 6, 7, 8, 1]), tuned_datum([9, 10, 1])]
@@ -282,3 +285,12 @@ def test_a_killed_process_is_given_the_model_anew(start: Start) -> None:
         server.training.exits = {1, 2, 3, 4}  # more than it may be started again
         with pytest.raises(tinker.RequestFailedError, match="the process ended"):
             client.optim_step(ADAM).result(timeout=20)
+
+
+def test_a_server_of_adapters_needs_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the model is built and before a client waits for an adapter."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    config = settings.read(str(write_config(tmp_path)))
+    with pytest.raises(ConfigError, match=r"lora\.rank = 8: needs peft: pip install 'asyncrl\[tin"):
+        tinker_server.serve(config, "server")
+    assert not (tmp_path / "server").exists()

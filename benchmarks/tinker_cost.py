@@ -1,0 +1,294 @@
+"""Measure what the Tinker API costs beside the same engine and learner without it.
+
+    make env; OMP_NUM_THREADS=1 python benchmarks/tinker_cost.py [--quick] [--json]
+
+Both make synchronous steps of the recipe of docs/tinker.md on the demo's model, with the weights in
+a file for the sampler, as the server has them: publish the adapter, sample 16 prompts 8 times, one
+request a sequence as the cookbook asks, compute the loss, make the optimizer step.  Direct: the
+classes of the training and the sampling process, called in this process.  Server: `asyncrl tinker`
+and the unmodified client, with HTTP, its messages, the calls on disk, the ledger and the lags.  By
+turns, wall seconds.  --quick: one round of few steps on an untrained model, goals not judged."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+import psutil
+from lib import rounds
+from lib.results_file import ROOT
+
+from asyncrl.models.tokenizer import load_tokenizer, model_stops
+from asyncrl.tinker import demo_model, settings
+from asyncrl.tinker.messages import (
+    CallFailure,
+    Datum,
+    ForwardBackward,
+    LoadModel,
+    OptimizerStep,
+    SampleCall,
+    SampleResult,
+    SaveWeights,
+)
+
+CONFIG = ROOT / "configs" / "examples" / "tinker_demo.toml"
+GROUPS, SIZE = 16, 8  # of the recipe in docs/tinker.md
+MOST_TOKENS, STOP = 5, "\n\nUser:"  # the recipe's own
+RANK, RATE = 32, 3e-4
+MOST = 1.15  # of the direct step's seconds
+PARTS = ("publish", "sample", "train")
+
+
+class SampledAnswer(NamedTuple):
+    """int32 tokens and float32 log-probabilities."""
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+
+
+def prompts(tokenizer: Any, number: int) -> list[list[int]]:
+    """The prompts of a step."""
+    random = np.random.default_rng(number)
+    pairs = random.integers(0, demo_model.LARGEST + 1, (GROUPS, 2)).tolist()
+    return [tokenizer.encode(f"{demo_model.PREFIX}{a} + {b}?\n\nAssistant:") for a, b in pairs]
+
+
+def advantage(place: int) -> float:
+    return 1.0 if place % 2 else -1.0
+
+
+class DirectSteps:
+    """The classes of both processes in this process."""
+
+    def __init__(self, config: settings.TinkerConfig, folder: Path) -> None:
+        from asyncrl.tinker.workers.sampler import Sampler
+        from asyncrl.tinker.workers.trainer import Trainer
+
+        self.folder = folder
+        self.results: dict[int, SampleResult | CallFailure] = {}
+        self.sampler = Sampler(config, self.results.__setitem__)
+        self.trainer = Trainer(config)
+        self.ends = [*model_stops(load_tokenizer(config.model.path), config.model.path)]
+        self.handle(LoadModel("m", RANK, 0))
+        self.version = 0
+
+    def handle(self, request: Any) -> Any:
+        result = self.trainer.handle(request)
+        if isinstance(result, CallFailure):
+            raise RuntimeError(result.error)
+        return result
+
+    def cpu(self) -> dict[str, float]:
+        """CPU seconds of each process so far."""
+        return {"direct": time.process_time()}
+
+    def publish(self) -> None:
+        self.version += 1
+        shutil.rmtree(self.folder / str(self.version - 8), ignore_errors=True)
+        self.handle(SaveWeights("m", str(self.folder / str(self.version))))
+
+    def sample(self, asked: Sequence[list[int]]) -> list[SampledAnswer]:
+        for number, prompt in enumerate(asked):
+            call = SampleCall(
+                weights=str(self.folder / str(self.version)),
+                version=self.version,
+                prompt=np.array(prompt, "<i4").tobytes(),
+                count=1,
+                max_tokens=MOST_TOKENS,
+                temperature=1.0,
+                top_p=1.0,
+                top_k=-1,
+                seed=self.version,
+                ticket=number,
+                stop=self.ends,
+                texts=[STOP],
+            )
+            self.sampler.add(number, call)
+        while self.sampler.is_busy:
+            self.sampler.work()
+        answers = []
+        for number in range(len(asked)):
+            result = self.results.pop(number)
+            assert isinstance(result, SampleResult)
+            [sequence] = result.sequences
+            tokens = np.frombuffer(sequence.tokens, "<i4")
+            answers.append(SampledAnswer(tokens, np.frombuffer(sequence.logprobs, "<f4")))
+        return answers
+
+    def train(self, asked: Sequence[list[int]], answers: Sequence[SampledAnswer]) -> None:
+        data = []
+        for place, (prompt, answer) in enumerate(zip(asked, answers, strict=True)):
+            before = np.zeros(len(prompt) - 1)
+            signed = np.full(len(answer.tokens), advantage(place))
+            fields = {
+                "logprobs": np.concatenate([before, answer.logprobs]),
+                "advantages": np.concatenate([before, signed]),
+            }
+            data.append(
+                Datum(
+                    np.array([*prompt, *answer.tokens[:-1]], "<i4").tobytes(),
+                    np.concatenate([before, answer.tokens]).astype("<i4").tobytes(),
+                    {name: row.astype("<f4").tobytes() for name, row in fields.items()},
+                    np.concatenate([before - 2, 0 * answer.tokens]).astype("<i4").tobytes(),
+                )
+            )
+        self.handle(ForwardBackward("m", data, "importance_sampling", {}))
+        self.handle(OptimizerStep("m", RATE, 0.9, 0.95, 1e-8, 0.0, 0.0))
+
+
+class ServerSteps:
+    """`asyncrl tinker` and the unmodified client."""
+
+    def __init__(self, folder: Path) -> None:
+        import tinker
+
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "asyncrl.cli", "tinker", str(CONFIG)),
+                *("--set", "server.port=0", "--set", f"model.path='{folder}/models/tinker_demo'"),
+            ],
+            cwd=folder,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        words = self.process.stdout.readline().split()[1:]
+        if not words:
+            sys.exit("the server did not start")
+        values = dict(word.split("=", 1) for word in words)
+        self.types = tinker.types
+        service = tinker.ServiceClient(
+            base_url=values["TINKER_BASE_URL"], api_key=values["TINKER_API_KEY"]
+        )
+        self.client = service.create_lora_training_client("tinker_demo", rank=RANK).result()
+
+    def cpu(self) -> dict[str, float]:
+        """CPU seconds of each process so far."""
+        workers = {
+            word: child.pid
+            for child in psutil.Process(self.process.pid).children()
+            for word in ("training", "sampling")
+            if word in child.cmdline()
+        }
+        pids = {"server": self.process.pid} | workers
+        assert len(pids) == 3
+        return {"client": time.process_time()} | {
+            name: rounds.cpu_of(pid) for name, pid in pids.items()
+        }
+
+    def publish(self) -> None:
+        self.sampler = self.client.save_weights_and_get_sampling_client().result()
+
+    def sample(self, asked: Sequence[list[int]]) -> list[SampledAnswer]:
+        params = self.types.SamplingParams(max_tokens=MOST_TOKENS, stop=[STOP])
+        futures = [
+            self.sampler.sample(self.types.ModelInput.from_ints(prompt), 1, params)
+            for prompt in asked
+        ]
+        answers = [future.result().sequences[0] for future in futures]
+        return [SampledAnswer(np.array(x.tokens), np.array(x.logprobs)) for x in answers]
+
+    def train(self, asked: Sequence[list[int]], answers: Sequence[SampledAnswer]) -> None:
+        data = []
+        for place, (prompt, answer) in enumerate(zip(asked, answers, strict=True)):
+            before = np.zeros(len(prompt) - 1)
+            fields = {
+                "target_tokens": np.concatenate([before, answer.tokens]).astype(np.int64),
+                "logprobs": np.concatenate([before, answer.logprobs]).astype(np.float32),
+                "advantages": np.concatenate(
+                    [before, np.full(len(answer.tokens), advantage(place))]
+                ).astype(np.float32),
+            }
+            data.append(
+                self.types.Datum(
+                    model_input=self.types.ModelInput.from_ints([*prompt, *answer.tokens[:-1]]),
+                    loss_fn_inputs={
+                        name: self.types.TensorData.from_numpy(row) for name, row in fields.items()
+                    },
+                )
+            )
+        scored = self.client.forward_backward(data, "importance_sampling")
+        stepped = self.client.optim_step(self.types.AdamParams(learning_rate=RATE))
+        scored.result()
+        metrics = stepped.result().metrics
+        assert metrics is not None and metrics["lag_max"] == metrics["lag_unknown_share"] == 0
+
+    def close(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+        self.process.wait(60)
+
+
+def timed_steps(steps: DirectSteps | ServerSteps, tokenizer: Any, count: int) -> dict[str, float]:
+    """Make steps; return the seconds of one, in all and by its parts, and the processes' CPU
+    seconds."""
+    seconds = dict.fromkeys(PARTS, 0.0)
+    before = steps.cpu()
+
+    def timed(part: str, work: Callable[[], Any]) -> Any:
+        began = time.perf_counter()
+        result = work()
+        seconds[part] += (time.perf_counter() - began) / count
+        return result
+
+    for number in range(count):
+        asked = [prompt for prompt in prompts(tokenizer, number) for _ in range(SIZE)]
+        timed("publish", steps.publish)
+        answers = timed("sample", lambda asked=asked: steps.sample(asked))
+        timed("train", lambda asked=asked, answers=answers: steps.train(asked, answers))
+    cpu = {f"cpu_{name}": (x - before[name]) / count for name, x in steps.cpu().items()}
+    return seconds | {"step": sum(seconds.values())} | cpu
+
+
+def main() -> None:
+    args = rounds.parser(__doc__).parse_args()
+    count = 2 if args.quick else 4
+    with tempfile.TemporaryDirectory() as directory:
+        folder = Path(directory)
+        model = folder / "models" / "tinker_demo"
+        if args.quick:
+            demo_model.build(model, seed=0, steps=1)
+        elif (ROOT / "models" / "tinker_demo").exists():
+            shutil.copytree(ROOT / "models" / "tinker_demo", model)
+        else:
+            demo_model.build(model, seed=0)
+        config = settings.read(str(CONFIG), (f"model.path='{model}'",))
+        tokenizer = load_tokenizer(model)
+        alternatives: dict[str, DirectSteps | ServerSteps] = {
+            "direct": DirectSteps(config, folder / "direct"),
+            "server": (server := ServerSteps(folder)),
+        }
+        try:
+            for steps in alternatives.values():
+                timed_steps(steps, tokenizer, 2)
+
+            def one_round(number: int) -> dict[str, dict[str, float]]:
+                order = list(alternatives)[:: 1 if number % 2 else -1]
+                return {name: timed_steps(alternatives[name], tokenizer, count) for name in order}
+
+            rows = rounds.quiet(1 if args.quick else 5, one_round)
+        finally:
+            server.close()
+    ratios = [row["server"]["step"] / row["direct"]["step"] for row in rows]
+    seconds = {
+        name: {part: round(median(row[name][part] for row in rows), 4) for part in rows[0][name]}
+        for name in alternatives
+    }
+    print(seconds, file=sys.stderr)
+    what = "a step through the Tinker API, as a multiple of the same step without it"
+    goals = [rounds.figure(what, ratios, MOST, at_least=False)]
+    rounds.report("tinker_cost", goals, {"seconds": seconds, "rows": rows, "steps": count}, args)
+
+
+if __name__ == "__main__":
+    main()
