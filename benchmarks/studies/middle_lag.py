@@ -1,13 +1,13 @@
-"""Which method learns best at lags 8 and 12, each at a learning rate of its own?
+"""Which method learns best at lag 8, each at a learning rate of its own?  And at other lags?
 
     # six methods, resumed run by run when it is started again
-    nice -n 19 python benchmarks/studies/middle_lag.py --out runs/middle
+    nice -n 19 python benchmarks/studies/middle_lag.py --out runs/middle [--lags 8 12]
     # only write the result of the finished runs
     python benchmarks/studies/middle_lag.py --out runs/middle --table
 
 Protocol, fixed before the runs.  Task `rle`, 120 batches of 16 groups of 8, one update a batch,
 rloo where the method has no advantage of its own, AdamW.  Every batch is injected with samples of
-the version exactly 8, or 12, before it (the first batches with less).  Each seed has its own warm
+the version exactly 8 before it, or another of --lags (the first batches with less).  Each seed has its own warm
 start, prompts and sampling; the arms of a seed share them.  Methods by their names in `asyncrl
 methods`: no correction (`none`), PPO on the behavior policy (`ppo`), that with 0.1 of k3 towards
 the initial model in the loss (`k3`), GMPO, VESPO and decoupled PPO with truncated weights of whole
@@ -21,11 +21,12 @@ prompts after every tenth batch), both as differences from `ppo` at the same lag
 with a t interval of 95 % over seeds and Holm's correction over all methods and lags of one outcome.
 Beside them runs that are unstable by the rule of `asyncrl compare`.  A method is recommended at a
 lag if its interval of the mean accuracy lies above 0; otherwise PPO is.  Synchronous PPO at the
-rate of lag 8 runs beside them, to show what the lag costs."""
+rate of the first lag runs beside them, to show what the lag costs."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -38,7 +39,6 @@ sys.path.insert(0, str(results_file.ROOT))
 
 from asyncrl.experiments.compare import sweep, verdict
 
-LAGS = (8, 12)
 BASE = "ppo"
 METHODS = ("none", BASE, "k3", "gmpo", "vespo", "seq_tis")
 RATE = 5e-4
@@ -74,12 +74,12 @@ def choose(means: dict[float, float]) -> float:
     return max(means, key=lambda factor: (means[factor], -factor))
 
 
-def differences(study: studies.Study) -> dict[str, dict[str, Any]]:
+def differences(study: studies.Study, lags: Sequence[int]) -> dict[str, dict[str, Any]]:
     """measure -> arm -> difference from PPO at its lag, Holm over all arms of the measure."""
     found: dict[str, dict[str, Any]] = {}
     for what in MEASURES:
         every: dict[str, verdict.PairedDifference] = {}
-        for lag in LAGS:
+        for lag in lags:
             arms = {f"lag{lag} {m}": study.found(f"lag{lag} {m}") for m in METHODS}
             every |= studies.compare(arms, f"lag{lag} {BASE}", what)
         verdict.holm(every)
@@ -89,6 +89,7 @@ def differences(study: studies.Study) -> dict[str, dict[str, Any]]:
 
 def main() -> None:
     p = studies.parser(__doc__, "runs/middle_lag", seeds=6, steps=120, groups=16)
+    p.add_argument("--lags", type=int, nargs="+", default=[8])
     args = p.parse_args()
     if args.quick:
         args.steps = 2
@@ -98,7 +99,7 @@ def main() -> None:
         "evaluation.ood_prompts=0",
     ]
     study = studies.Study(args, "rle", "middle", common)
-    pairs = [(lag, method) for lag in LAGS for method in METHODS]
+    pairs = [(lag, method) for lag in args.lags for method in METHODS]
     tuning = {
         f"lag{lag} {method} x{factor:g}": arm(lag, method, factor)
         for lag, method in pairs
@@ -114,7 +115,7 @@ def main() -> None:
         for lag, method in pairs
         if f"lag{lag} {method}" in chosen
     }
-    synchronous = f"lag{LAGS[0]} {BASE}"
+    synchronous = f"lag{args.lags[0]} {BASE}"
     if synchronous in chosen:
         arms[f"lag0 {BASE}"] = arm(0, BASE, chosen[synchronous])
     study.block(arms, first=TUNING_SEEDS)
@@ -124,7 +125,13 @@ def main() -> None:
     found = {name: facts for name, facts in found.items() if name in arms}
     setting = {"task": "rle", "rate": RATE, "tuning_seeds": TUNING_SEEDS, "chosen": chosen}
     studies.finish(
-        study, "middle_lag", found, setting, COLUMNS, rates=rates, against_ppo=differences(study)
+        study,
+        "middle_lag",
+        found,
+        setting,
+        COLUMNS,
+        rates=rates,
+        against_ppo=differences(study, args.lags),
     )
 
 
