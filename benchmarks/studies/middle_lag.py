@@ -7,11 +7,11 @@
 
 Protocol, fixed before the runs.  Task `rle`, 120 batches of 16 groups of 8, one update a batch,
 rloo where the method has no advantage of its own, AdamW.  Every batch is injected with samples of
-the version exactly 8 before it, or another of --lags (the first batches with less).  Each seed has its own warm
-start, prompts and sampling; the arms of a seed share them.  Methods by their names in `asyncrl
-methods`: no correction (`none`), PPO on the behavior policy (`ppo`), that with 0.1 of k3 towards
-the initial model in the loss (`k3`), GMPO, VESPO and decoupled PPO with truncated weights of whole
-sequences (`seq_tis`).
+the version exactly 8 before it, or another of --lags (the first batches with less).  Each seed has
+its own warm start, prompts and sampling; the arms of a seed share them.  Methods by their names in
+`asyncrl methods`: no correction (`none`), PPO on the behavior policy (`ppo`), that with 0.1 of k3
+towards the initial model in the loss (`k3`), GMPO, VESPO and decoupled PPO with truncated weights
+of whole sequences (`seq_tis`).
 
 Rates.  For each lag and method the factor of 5e-4 with the highest mean accuracy over two tuning
 seeds, of 2, 1, 1/2, 1/4 and 1/8, and for `none` also 1/16.  The comparison has other seeds.
