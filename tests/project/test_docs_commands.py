@@ -30,6 +30,7 @@ PAGES = [
     "docs/getting-started.md",
     "docs/running.md",
     "docs/watch.md",
+    "docs/pages.md",
     "docs/evaluation.md",
     "docs/failures.md",
     "docs/own-project.md",
