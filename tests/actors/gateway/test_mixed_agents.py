@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,11 +18,13 @@ from typing import Any
 
 import pytest
 from agent_run_kit import rows
+from click.testing import CliRunner, Result
 from process_kit import ENV, PATIENT, ROOT, RUN_SEED
 
 from actors.gateway.mixing.mixed_sources import MixedSource
 from actors.gateway.service import HOPELESS, Gateway
 from actors.gateway.session_api import SessionApi
+from asyncrl.cli import main
 from asyncrl.config import load
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import ConfigError
@@ -82,6 +85,28 @@ def test_each_part_has_its_own_agent_or_that_of_the_run() -> None:
     assert "sessions need a gateway" in needs_own_process(config)
     shared = load.load("configs/demo.toml", (*SETS, f"agent.env='{PLAY}'"))
     assert shared.agents[""].env == PLAY
+
+
+def test_the_mixture_of_the_page_loads_and_each_part_is_tried_alone(
+    model: Path, tmp_path: Path
+) -> None:
+    page = (ROOT / "docs" / "mixing.md").read_text().partition("## Environments and agents")[2]
+    (block,) = re.findall(r"(?ms)^```toml\n(.*?)^```", page.partition("\n## ")[0])
+    file = tmp_path / "mixed.toml"
+    file.write_text(f"model.path = {str(model)!r}\n{block}")
+    assert list(load.load(file).agents) == ["", "calculator", "guessing"]
+
+    def tried(*words: str) -> Result:
+        return CliRunner().invoke(main, ["task", "try", str(file), *words], input="#1\n")
+
+    shown = tried("--part", "calculator", "--json")
+    turns = [json.loads(line) for line in shown.stdout.splitlines()]
+    assert (turns[0]["kind"], turns[-1]["kind"]) == ("asked", "ended"), shown.output
+    (row,) = [json.loads(line) for line in tried("--part", "sort", "-n", "1").stdout.splitlines()]
+    assert (row["reward_of_answer"], row["reward_of_nothing"]) == (1.0, 0.0)
+    refused = tried()
+    assert refused.exit_code == 2
+    assert "--part LABEL: name a part of the mixture: calculator, guessing, sort" in refused.output
 
 
 # ---- the gateway ---------------------------------------------------------------------------------
