@@ -42,7 +42,7 @@ def main() -> None:
         sets = (
             f"model.path='{path}'",
             "model.warm_start=false",
-            f"learner.steps={2 if args.quick else 20}",
+            f"learner.steps={2 if args.quick else 8}",
             "evaluation.every=0",
             "evaluation.final_prompts=8",
             "evaluation.ood_prompts=0",
