@@ -42,7 +42,7 @@ def main() -> None:
         sets = (
             f"model.path='{path}'",
             "model.warm_start=false",
-            f"learner.steps={2 if args.quick else 8}",
+            f"learner.steps={2 if args.quick else 10}",
             "evaluation.every=0",
             "evaluation.final_prompts=8",
             "evaluation.ood_prompts=0",
@@ -55,7 +55,7 @@ def main() -> None:
             cost = {id(config): seconds_per_token(config, number) for config in order}
             return cost[id(mixed)] / cost[id(alone)]
 
-        ratios = rounds.quiet(1 if args.quick else 5, one_round)
+        ratios = rounds.quiet(1 if args.quick else 11, one_round)
     what = "a mixture of a task with itself, as a multiple of the task alone"
     goals = [rounds.figure(what, ratios, MOST, at_least=False)]
     rounds.report("mixing_cost", goals, {"what": "CPU seconds a token, whole runs"}, args)
