@@ -77,6 +77,7 @@ class SessionApi(SessionSource):
         self.episodes: dict[str, Episode] = {}
         self.answers: dict[SessionCall, asyncio.Future[CallNode | None]] = {}  # of open calls
         self.asks = 0  # leases that wait for a sample
+        self.starting: set[str] = set()  # parts none of whose agents' processes is ready
         # (ticket, sample, an evaluation's version) that a session has begun
         self.begun: set[tuple[int, int, Label | None]] = set()
         self.news = asyncio.Event()  # set after each turn
@@ -296,6 +297,9 @@ class SessionApi(SessionSource):
         agent = self.gateway.agents[part]
         if agent.serve:
             return WaitCause("agent", "a harness to lease it (RUN/agent.url, RUN/agent.key)")
+        if part in self.starting:
+            name = self.gateway.source_name(part)
+            return WaitCause("place", f"a process that imports {name} to be ready")
         return WaitCause("place", f"a place: agent.at_once = {agent.at_once}")
 
     def record_progress(self, session: Session) -> None:

@@ -171,6 +171,10 @@ class AgentPool(WorkerPool[_AgentProcess, SessionResult]):
     def _start_sessions(self) -> None:
         """Begin sessions in the processes with the fewest, and ask for as many as have room."""
         ready = [worker for worker in self.workers if worker.ready]
+        if ready:
+            self.sessions.starting.discard(self.part)
+        else:
+            self.sessions.starting.add(self.part)
         free = min(
             sum(self.each - len(worker.playing) for worker in ready),
             self.agent.at_once - sum(len(worker.playing) for worker in self.workers),

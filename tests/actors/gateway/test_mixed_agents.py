@@ -150,6 +150,9 @@ def test_each_source_begins_the_sessions_of_its_part(gateway: Any) -> None:
     ]
     assert call.call.stream_key == 0  # that of a run without sessions
     assert "agent.at_once = 4" in gateway.source.explain_queue("ask").what
+    gateway.source.http.starting.add("ask")
+    starting = "a process that imports task.mixture: ask: agent.function = mixed_agent:ask to be"
+    assert gateway.source.explain_queue("ask").what.startswith(starting)
     waits = {one.task.split("'")[0]: one for one in gateway.oldest_sessions(time.monotonic())}
     assert waits
 
