@@ -2,14 +2,14 @@
 
     tickets --take--> waiting --admit--> rows in the engine --done--> (delivery)
 
+1. A ticket is taken once. Its samples start only with weights of its epoch, at or above its
    `min_version`.
+2. A ticket with an exact version (evaluation, lag injection) starts, runs and ends with exactly
    these weights: no swap happens while such a row is live.
+3. Weights of a newer epoch abort every unfinished sample of an older one.
+4. Attempts are taken in order: a missing attempt older than a taken one is refused later.
+5. In lockstep, no training sample starts while an evaluation ticket is held. Which samples share
    the engine's batch, and with it the last bit of every logprob, then depends on the tickets alone.
-1. A ticket is taken once. Its samples start only with weights of its epoch, at or above 2. A ticket
-with an exact version (evaluation, lag injection) starts, runs and ends with exactly 3. Weights of a
-newer epoch abort every unfinished sample of an older one. 4. Attempts are taken in order: a missing
-attempt older than a taken one is refused later. 5. In lockstep, no training sample starts while an
-evaluation ticket is held. Which samples share
 """
 
 from __future__ import annotations

@@ -12,7 +12,9 @@ from engine_kit import engine, request, run
 
 from actors import decoder
 from actors.engine import PromptScores
+from actors.engine_embedded import EmbeddedEngine, make_engine
 from actors.engine_generic import GenericEngine
+from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.versions import Label
 from asyncrl.models import policy
@@ -70,6 +72,21 @@ def test_a_model_without_packed_forward_is_scored(tmp_path: Path) -> None:
     model = policy.load_policy(path, "float32", "cpu")
     scored.load(dict(policy.named_weights(model)), Label(1, 0), "d")
     check(model, scored.score(arrays(PROMPTS), 3), 3)
+
+
+def test_the_engine_of_a_config_is_that_of_its_model(tmp_path: Path) -> None:
+    path = directory(tmp_path, "gpt2", "abcdefgh")
+    keys = {"slots": 3, "context": 48, "max_new_tokens": 7}
+    raw = {"model": {"path": str(path)}, "task": {"name": "sort"}, "generator": keys}
+    made = make_engine(load.build(raw))
+    assert type(made) is GenericEngine and made.slots == 3
+    raw["model"] = {"path": str(tmp_path / "tokenizer")}
+    packed = make_engine(load.build(raw))
+    assert type(packed) is EmbeddedEngine and packed.slots == 3
+    for key, value in (("mantissa_bits", 7), ("quantize", "int8"), ("speculate", 2)):
+        raw |= {"model": {"path": str(path)}, "generator": keys | {key: value}}
+        with pytest.raises(ConfigError, match=rf"generator\.{key}: needs a model of the packed"):
+            make_engine(load.build(raw))
 
 
 def test_scores_of_sampled_tokens_are_their_logprobs_and_the_learners(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from asyncrl.contract.waits import (
     OpenSession,
     ProcessWait,
     SessionWait,
+    blocking_process,
     find_blocking_session,
 )
 from asyncrl.supervise import launch, live
@@ -156,3 +157,12 @@ def test_the_watchdog_leaves_a_session_to_its_own_deadline(
     assert ("the learner is held up by session" in "".join(said)) == killed
     # the time until its deadline does not count later either
     assert supervisor.watchdog.overdue(now + 1) == ""
+
+
+def test_silence_counts_once_it_is_longer_than_the_patience() -> None:
+    heard = {"learner": 5.0, "generator-0": 0.1}
+    for silent, of_buffer, blocking in ((5.0, 5.0, "learner"), (5.0, 5.5, "buffer")):
+        assert blocking_process(["learner"], [], heard, of_buffer, silent) == blocking
+    waits = [ProcessWait("learner", "batch 3", "buffer", 9.0)]
+    assert blocking_process(list(heard), waits, heard, 5.0, 5.0) == "generator-0"
+    assert blocking_process(list(heard), waits, heard | {"learner": 5.5}, 5.0, 5.0) == "learner"

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from process_kit import ENV, ROOT
 
+from asyncrl.algorithms import settings
 from asyncrl.config import explain, layers, load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
@@ -113,6 +114,36 @@ def test_resolved_config_repeats_itself(path: Path, tmp_path: Path) -> None:
     again = tmp_path / "resolved.toml"
     again.write_text(load.dump(config))
     assert load.load(again) == config
+
+
+ORDERED = [  # settings that need a sample's tokens in order, and how they are told
+    ({"advantage": {"name": "gae"}}, ["advantage.name = gae"]),
+    (
+        {"advantage": {"name": "reinforce_pp", "gamma": 0.5}},
+        ["advantage.gamma = 0.5"],
+    ),
+    (
+        {"advantage": {"name": "reinforce_pp"}, "kl": {"reward": {"coefficient": 0.25}}},
+        ["kl.reward.coefficient = 0.25 with reinforce_pp"],
+    ),
+    ({"advantage": {"name": "otb"}}, ["advantage.name = otb"]),
+    ({"loss": {"surrogate": "minpro"}}, ["loss.surrogate = minpro"]),
+    (
+        {"kl": {"loss": {"coefficient": 0.25, "off_policy": "prefix"}}},
+        ["kl.loss.off_policy = prefix"],
+    ),
+    ({"advantage": {"name": "reinforce_pp"}}, []),
+    ({"kl": {"reward": {"coefficient": 0.25}}}, []),
+    ({"kl": {"loss": {"coefficient": 0.25, "off_policy": "ratio"}}}, []),
+]
+
+
+@pytest.mark.parametrize(("more", "keys"), ORDERED)
+def test_sessions_that_fork_have_no_order_for_some_methods(
+    more: dict[str, dict[str, object]], keys: list[str]
+) -> None:
+    raw = {"model": {"path": "m"}, "task": {"name": "sort"}, **more}
+    assert settings.ordered(load.build(raw)) == keys
 
 
 def test_every_key_says_what_it_means() -> None:

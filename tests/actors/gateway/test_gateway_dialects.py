@@ -15,6 +15,7 @@ from gateway_web_kit import client, post
 from actors.gateway.call_tree import chained
 from actors.gateway.chat import hermes
 from actors.gateway.endpoint import responses
+from actors.gateway.endpoint.anthropic import events
 from actors.gateway.endpoint.web import OpenedSession
 from actors.gateway.sessions import CallRefused
 
@@ -48,6 +49,7 @@ def claude(served: Served) -> tuple[anthropic.Anthropic, OpenedSession]:
     return anthropic.Anthropic(base_url=base, api_key=opened.key), opened
 
 
+CHAT_TOOL = {"type": "function", "function": {"name": "add"}}
 TOOL = {"name": "add", "description": "adds", "input_schema": {"type": "object"}}
 ASK: dict[str, Any] = {
     "model": "policy",
@@ -88,6 +90,42 @@ def test_a_stream_of_messages_adds_up(served: Served) -> None:
     # type: ignore[union-attr]
     assert whole.content[0].thinking == "hm" and whole.content[2].input == {"a": 1, "b": 2}
     assert whole.stop_reason == "tool_use" and whole.usage.output_tokens == len(BOTH) + 1
+
+
+def test_a_streamed_chat_keeps_thinking_and_calls_apart(served: Served) -> None:
+    talk, _ = client(served)
+    asked: Any = {"messages": [{"role": "user", "content": "go"}], "tools": [CHAT_TOOL]}
+    chunks = list(talk.chat.completions.create(model="policy", stream=True, **asked))
+    first, whole, last = (chunk.choices[0] for chunk in chunks)
+    assert (first.delta.role, first.delta.content) == ("assistant", "")
+    delta = whole.delta.model_dump()
+    assert (delta["reasoning_content"], delta["content"]) == ("hm", "so")
+    (call,) = delta["tool_calls"]
+    assert (call["index"], call["function"]["name"]) == (0, "add")
+    assert [choice.finish_reason for choice in (first, whole, last)] == [None, None, "tool_calls"]
+    served.service.say = lambda call: "plain"
+    chunks = list(talk.chat.completions.create(model="policy", stream=True, **asked))
+    plain = chunks[1].choices[0].delta.model_dump()
+    assert plain["content"] == "plain" and "reasoning_content" not in plain
+
+
+def test_the_events_of_a_stream_have_anthropics_names() -> None:
+    usage = {"input_tokens": 3, "output_tokens": 5}
+    blocks = [{"type": "text", "text": "so"}, {"type": "tool_use", "id": "c", "input": {"a": 1}}]
+    body = {"id": "m", "type": "message", "content": blocks, "usage": usage}
+    ended = {"stop_reason": "tool_use", "stop_sequence": None}
+    start, *middle, delta, stop = events(body | ended)
+    first = {"content": [], "stop_reason": None, "usage": usage | {"output_tokens": 0}}
+    assert start == {"type": "message_start", "message": body | ended | first}
+    assert [(event["type"], event["index"]) for event in middle] == [
+        (f"content_block_{part}", n) for n in (0, 1) for part in ("start", "delta", "stop")
+    ]
+    assert middle[0]["content_block"] == {"type": "text", "text": ""}
+    assert middle[1]["delta"] == {"type": "text_delta", "text": "so"}
+    assert middle[3]["content_block"] == {"type": "tool_use", "id": "c", "input": {}}
+    assert middle[4]["delta"] == {"type": "input_json_delta", "partial_json": '{"a": 1}'}
+    assert delta == {"type": "message_delta", "delta": ended, "usage": usage}
+    assert stop == {"type": "message_stop"}
 
 
 def test_how_messages_end(served: Served) -> None:
