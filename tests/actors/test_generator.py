@@ -169,6 +169,19 @@ def test_what_was_granted_and_has_not_come_is_forgone_and_said_to_be(
     assert told().taken == 6
 
 
+def test_the_timeline_has_loads_and_prefills(make: Callable[..., Generator]) -> None:
+    g = make()
+    given = tickets(g, announcement(1), ticket(0, 1, epoch=1, samples=2))
+    g.socket.inbox.append(given)  # type: ignore[attr-defined]
+    one_pass(g)
+    g.tracer.close()
+    spans = trace.read_sized_spans(g.run_dir)["generator-0"]
+    assert [(x.name, x.size) for x in spans if x.name in ("weights", "prefill")] == [
+        ("weights", None),
+        ("prefill", 2),
+    ]
+
+
 def test_one_that_draws_calls_forgoes_none_and_says_nothing_of_tickets(
     make: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +33,7 @@ from asyncrl.contract.errors import (
 )
 from asyncrl.contract.versions import Label, PolicyTree
 from asyncrl.models import policy
-from asyncrl.records import rundir, stream
+from asyncrl.records import rundir, stream, trace
 from asyncrl.transport import sockets
 from asyncrl.transport.ring import RingReader
 from learner import checkpoint, loop, publisher
@@ -122,6 +123,17 @@ def flat(one: Learner) -> bytes:
     data = bytearray(one.publisher.ring.size)
     one.core.backend.write_flat(memoryview(data))
     return bytes(data)
+
+
+def test_the_timeline_has_every_step_checkpoint_and_publication(life: Made) -> None:
+    one, _ = life()
+    one.loop()
+    one.tracer.close()
+    spans = trace.read_sized_spans(one.run_dir)["learner"]
+    names = Counter(span.name for span in spans)
+    assert names == {"train": STEPS, "publish": STEPS, "checkpoint": 3}
+    tokens = [sum(sample.length for sample in made(1, n).samples) for n in range(STEPS)]
+    assert [span.size for span in spans if span.name == "train"] == tokens
 
 
 def test_a_life_from_hello_to_goodbye(life: Made) -> None:

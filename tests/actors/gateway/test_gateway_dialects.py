@@ -15,7 +15,7 @@ from gateway_web_kit import client, post
 from actors.gateway.call_tree import chained
 from actors.gateway.chat import hermes
 from actors.gateway.endpoint import responses
-from actors.gateway.endpoint.anthropic import events
+from actors.gateway.endpoint.anthropic import events, to_chat
 from actors.gateway.endpoint.web import OpenedSession
 from actors.gateway.sessions import CallRefused
 
@@ -126,6 +126,25 @@ def test_the_events_of_a_stream_have_anthropics_names() -> None:
     assert middle[4]["delta"] == {"type": "input_json_delta", "partial_json": '{"a": 1}'}
     assert delta == {"type": "message_delta", "delta": ended, "usage": usage}
     assert stop == {"type": "message_stop"}
+
+
+def test_tools_of_messages_become_functions() -> None:
+    schema = {"type": "object"}
+    given = [
+        {"name": "add", "description": "adds", "input_schema": schema},
+        {"name": "bare", "type": "custom"},
+        {"name": "web_search", "type": "web_search_1"},
+    ]
+    chat = to_chat(
+        {"max_tokens": 3, "messages": [{"role": "user", "content": "a"}], "tools": given}
+    )
+    functions = [tool["function"] for tool in chat["tools"]]
+    assert functions == [
+        {"name": "add", "description": "adds", "parameters": schema},
+        {"name": "bare", "parameters": {}},
+    ]
+    assert {tool["type"] for tool in chat["tools"]} == {"function"}
+    assert chat["tools.web_search_1"] is True, "named, as it is ignored"
 
 
 def test_how_messages_end(served: Served) -> None:
