@@ -53,6 +53,9 @@ def text(prompt, session):
 def raises(prompt, session):
     raise KeyError(prompt.text)
 
+def half_a_character(prompt, session):
+    raise ValueError("\\udcff")
+
 def leaves(prompt, session):
     sys.exit(3)
 
@@ -174,6 +177,8 @@ def test_an_exception_fails_its_session_alone_and_is_logged(agent: Any, tmp_path
     log = (tmp_path / "agent.log").read_text()
     assert re.search(r"^--- session s1 raised KeyError: 'a' after \d+\.\d s$", log, re.M)
     assert "Traceback" in log and "raise KeyError(prompt.text)" in log
+    (odd,) = agent("half_a_character").play(seat(4))
+    assert odd.kind == "failed" and "raised ValueError" in odd.why
     (left,) = agent("leaves").play(seat(3))
     assert (left.kind, left.why) == ("failed", "called sys.exit(3)")
 

@@ -15,7 +15,7 @@ from gateway_web_kit import client, post
 from actors.gateway.call_tree import chained
 from actors.gateway.chat import hermes
 from actors.gateway.endpoint import responses
-from actors.gateway.endpoint.anthropic import events, to_chat
+from actors.gateway.endpoint.anthropic import answer, events, to_chat
 from actors.gateway.endpoint.web import OpenedSession
 from actors.gateway.sessions import CallRefused
 
@@ -126,6 +126,84 @@ def test_the_events_of_a_stream_have_anthropics_names() -> None:
     assert middle[4]["delta"] == {"type": "input_json_delta", "partial_json": '{"a": 1}'}
     assert delta == {"type": "message_delta", "delta": ended, "usage": usage}
     assert stop == {"type": "message_stop"}
+
+
+def test_a_conversation_of_messages_becomes_a_chat() -> None:
+    use = {"type": "tool_use", "id": "c1", "name": "add", "input": {"a": 1}}
+    thought = {"type": "thinking", "thinking": "hm"}
+    result = {
+        "type": "tool_result",
+        "tool_use_id": "c1",
+        "content": [{"type": "text", "text": "3"}],
+    }
+    given = [
+        {"role": "system", "content": "be"},
+        {"role": "user", "content": [{"type": "text", "text": "g"}, {"type": "text", "text": "o"}]},
+        {"role": "assistant", "content": [thought, {"type": "text", "text": "so"}, use]},
+        {"role": "user", "content": [result, {"type": "text", "text": "and?"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "done"}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c2"}]},
+    ]
+    chat = to_chat(
+        {
+            "system": "first",
+            "messages": given,
+            "max_tokens": 9,
+            "stop_sequences": ["x"],
+            "metadata": {"user_id": "u", "asyncrl": {"k": 1}},
+            "thinking": {"type": "disabled"},
+            "tool_choice": {"type": "auto"},
+            "output_config": {"effort": "low"},
+            "temperature": 0.5,
+        }
+    )
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    assert chat["messages"] == [
+        {"role": "system", "content": "first"},
+        {"role": "system", "content": "be"},
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": "so", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "3"},
+        {"role": "user", "content": "and?"},
+        {"role": "assistant", "content": "done"},
+        {"role": "tool", "tool_call_id": "c2", "content": ""},
+    ]
+    expected = {"max_tokens": 9, "stop": ["x"], "metadata": {"asyncrl": {"k": 1}}}
+    expected |= {"tool_choice": "auto", "output_config.effort": "low", "temperature": 0.5}
+    assert {key: chat[key] for key in expected} == expected and chat["tools"] == []
+    assert "thinking" not in chat and "output_config" not in chat
+    asked = {"messages": given[:2], "thinking": {"type": "enabled"}, "tool_choice": {"type": "any"}}
+    chat = to_chat(asked)
+    assert chat["thinking"] == {"type": "enabled"} and chat["tool_choice"] == {"type": "any"}
+
+
+def test_an_answer_is_a_message_of_blocks() -> None:
+    function = {"name": "add", "arguments": '{"a": 1}'}
+    said = {"content": "", "reasoning_content": "hm"}
+    said |= {"tool_calls": [{"id": "c1", "function": function}]}
+    usage = {"prompt_tokens": 3, "completion_tokens": 5}
+    head = {"id": "m1", "model": "policy"}
+    assert answer(said, "tool_calls", usage, head, "") == {
+        "id": "m1",
+        "type": "message",
+        "role": "assistant",
+        "model": "policy",
+        "content": [
+            {"type": "thinking", "thinking": "hm", "signature": ""},
+            {"type": "tool_use", "id": "c1", "name": "add", "input": {"a": 1}},
+        ],
+        "stop_reason": "tool_use",
+        "stop_sequence": None,
+        "usage": {"input_tokens": 3, "output_tokens": 5},
+    }
+    for finish, stop, reason in (
+        ("length", "", "max_tokens"),
+        ("stop", "", "end_turn"),
+        ("stop", "x", "stop_sequence"),
+    ):
+        found = answer({"content": None}, finish, usage, head, stop)
+        assert (found["stop_reason"], found["stop_sequence"]) == (reason, stop or None)
+        assert found["content"] == [{"type": "text", "text": ""}]
 
 
 def test_tools_of_messages_become_functions() -> None:

@@ -15,6 +15,8 @@ from gateway_door_kit import config  # noqa: F401
 
 import asyncrl
 from actors.gateway import process, service
+from actors.gateway.environment_sessions import EnvironmentSource
+from actors.gateway.session_api import SessionApi
 from asyncrl.config.agents import AgentConfig
 from asyncrl.config.tree import Config
 from asyncrl.contract import foreign_start
@@ -46,12 +48,14 @@ class Gateway(service.Gateway):
     turns = 0
     closed = False
     warm = False
+    by: type | None = None  # what makes its sessions
 
     def warm_up(self) -> None:
         type(self).warm = True  # the real one freezes the heap of this process
 
     def step(self) -> bool:
         type(self).turns += 1
+        type(self).by = type(self.source)
         if self.turns == 3 and self.number:
             os.kill(os.getpid(), self.number)
         elif self.turns == 3:
@@ -78,6 +82,7 @@ def test_a_signal_ends_the_process_after_its_turn(
     monkeypatch.delenv("ASYNCRL_SUPERVISED", raising=False)
     assert process.main(either, tmp_path, 2) is False
     assert kind.closed and kind.warm and kind.turns == 3
+    assert kind.by is (SessionApi if either.agent.http else EnvironmentSource)
     assert signal.getsignal(signal.SIGINT) is signal.getsignal(signal.SIGTERM)
 
 
