@@ -52,7 +52,7 @@ def answer(wanted: ParsedRequest, node: CallNode, name: str, text: Text, when: i
         return _encode(_tokens(wanted, node, name))
     if wanted.kind in ("messages", "responses"):
         return _translated(wanted, node, name, when, text)
-    body = _chat(wanted, node, name, text) if wanted.kind == "chat" else _text(wanted, node, text)
+    body = _chat(wanted, node, text) if wanted.kind == "chat" else _text(wanted, node, text)
     head = _head(wanted, name, when, chunk=wanted.stream)
     usage = _usage(node)
     if not wanted.stream:
@@ -77,7 +77,7 @@ def answer(wanted: ParsedRequest, node: CallNode, name: str, text: Text, when: i
 
 def _translated(wanted: ParsedRequest, node: CallNode, name: str, when: int, text: Text) -> bytes:
     """Do the same for /v1/messages and /v1/responses."""
-    choice = _chat(wanted, node, name, text)
+    choice = _chat(wanted, node, text)
     completion = (choice["message"], choice["finish_reason"], _usage(node))
     head = {
         "id": name,
@@ -146,7 +146,7 @@ def _arguments(call: Message) -> str:
     return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
 
 
-def _chat(wanted: ParsedRequest, node: CallNode, name: str, text: Text) -> dict[str, Any]:
+def _chat(wanted: ParsedRequest, node: CallNode, text: Text) -> dict[str, Any]:
     assert node.answer is not None and node.ids is not None and node.logprobs is not None
     message = message_for_client(node.answer)
     finish: str = node.finish
