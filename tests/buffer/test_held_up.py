@@ -14,10 +14,12 @@ from rich.console import Console
 from asyncrl.config import load
 from asyncrl.contract.messages import RunStatus
 from asyncrl.contract.waits import (
+    LONGEST_LINE,
     BlockingSession,
     OpenSession,
     ProcessWait,
     SessionWait,
+    WaitLog,
     blocking_process,
     find_blocking_session,
 )
@@ -166,3 +168,9 @@ def test_silence_counts_once_it_is_longer_than_the_patience() -> None:
     waits = [ProcessWait("learner", "batch 3", "buffer", 9.0)]
     assert blocking_process(list(heard), waits, heard, 5.0, 5.0) == "generator-0"
     assert blocking_process(list(heard), waits, heard | {"learner": 5.5}, 5.0, 5.0) == "learner"
+
+
+def test_a_wait_is_told_in_a_line_of_bounded_length() -> None:
+    (line,) = WaitLog().lines([ProcessWait("learner", "x" * 10_000 + "\n", "buffer", 11.0)])
+    assert line.startswith("learner has waited for buffer for 11 s: xxx")
+    assert len(line) == LONGEST_LINE + len("...") and "\n" not in line

@@ -93,13 +93,16 @@ def test_a_token_outside_its_support_is_refused() -> None:
     check(tokens, vocabulary=0)
     outside = tokens.copy()
     outside[2] = next(x for x in range(40) if x not in support.ids[2:])
-    with pytest.raises(BadMessage, match="it: the token at position 2 is not among those that"):
+    with pytest.raises(BadMessage, match="it: the token at position 2 is not among") as refused:
         check(outside)
+    assert refused.value.reason == "token"
     check(outside, b"\1\1\0")  # not sampled here
-    with pytest.raises(BadMessage, match="is of 40 tokens, of a model with 39"):
+    with pytest.raises(BadMessage, match="is of 40 tokens, of a model with 39") as refused:
         check(tokens, vocabulary=39)
-    with pytest.raises(BadMessage, match="the support of its sampling: "):
+    assert refused.value.reason == "token"
+    with pytest.raises(BadMessage, match="the support of its sampling: ") as refused:
         check(tokens[:2], b"\1\1")
+    assert refused.value.reason == "shape"
 
 
 # ---- the ratio -----------------------------------------------------------------------------------
