@@ -16,6 +16,7 @@ from actors.gateway.call_tree import chained
 from actors.gateway.chat import hermes
 from actors.gateway.endpoint import responses
 from actors.gateway.endpoint.anthropic import answer, events, to_chat
+from actors.gateway.endpoint.requests import parse_ids
 from actors.gateway.endpoint.web import OpenedSession
 from actors.gateway.sessions import CallRefused
 
@@ -419,3 +420,111 @@ def test_an_answers_items_are_one_message_and_thinking_is_none_of_it() -> None:
     assert chained(b"", made[0]) == chained(b"", ours)
     with pytest.raises(CallRefused):
         responses.to_chat({"input": ["x"]})
+
+
+def test_an_answer_is_a_response_of_items() -> None:
+    function = {"name": "add", "arguments": '{"a": 1}'}
+    said = {"content": "so", "reasoning_content": "hm"}
+    said |= {"tool_calls": [{"id": "c1", "function": function}]}
+    usage = {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
+    head = {"id": "resp_7", "model": "policy", "created": 9}
+    body = responses.answer(said, "stop", usage, head)
+    thought, text, call = body.pop("output")
+    assert thought == {
+        "id": "rs_7",
+        "type": "reasoning",
+        "summary": [],
+        "content": [{"type": "reasoning_text", "text": "hm"}],
+    }
+    part = {"type": "output_text", "text": "so", "annotations": [], "logprobs": []}
+    assert text == {
+        "id": "msg_7",
+        "type": "message",
+        "role": "assistant",
+        "status": "completed",
+        "content": [part],
+    }
+    assert call == {
+        "id": "fc_7_0",
+        "type": "function_call",
+        "status": "completed",
+        "call_id": "c1",
+        "name": "add",
+        "arguments": '{"a": 1}',
+    }
+    assert body == {
+        "id": "resp_7",
+        "object": "response",
+        "created_at": 9,
+        "status": "completed",
+        "incomplete_details": None,
+        "error": None,
+        "model": "policy",
+        "instructions": None,
+        "metadata": {},
+        "parallel_tool_calls": True,
+        "temperature": None,
+        "top_p": None,
+        "tool_choice": "auto",
+        "tools": [],
+        "usage": {
+            "input_tokens": 3,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": 5,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": 8,
+        },
+    }
+    cut = responses.answer({"content": None}, "length", usage, head)
+    assert (cut["status"], cut["incomplete_details"]) == (
+        "incomplete",
+        {"reason": "max_output_tokens"},
+    )
+    assert cut["output"][0]["content"][0]["text"] == ""
+    kinds = [event["type"] for event in responses.events(body | {"output": [thought, call]})]
+    assert kinds == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.reasoning_text.delta",
+        "response.reasoning_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.output_item.added",
+        "response.function_call_arguments.delta",
+        "response.function_call_arguments.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    cut_events = responses.events(cut)
+    assert [event["sequence_number"] for event in cut_events] == list(range(len(cut_events)))
+    first, *_, added, last_part, done, last = cut_events
+    assert first["response"]["status"] == "in_progress" and first["response"]["output"] == []
+    assert first["response"]["usage"] is None and last == {
+        "type": "response.incomplete",
+        "response": cut,
+        "sequence_number": len(cut_events) - 1,
+    }
+    assert done["item"] == cut["output"][0] and last_part["part"]["type"] == "output_text"
+    assert added["logprobs"] == [] and added["item_id"] == "msg_7" and added["content_index"] == 0
+
+
+@pytest.mark.parametrize(
+    ("param", "given", "why"),
+    [
+        ("prompt", [], "prompt: give text or a list of token ids"),
+        ("prompt", None, "prompt: give text or a list of token ids"),
+        ("token_ids", "text", "token_ids: give a list of token ids"),
+        ("token_ids", [], "token_ids: give a list of token ids"),
+        ("token_ids", [1, 9], "token_ids: give token ids in [0, 9)"),
+        ("token_ids", [-1], "token_ids: give token ids in [0, 9)"),
+        ("token_ids", [True], "token_ids: give token ids in [0, 9)"),
+    ],
+)
+def test_token_ids_that_are_none_are_refused(param: str, given: Any, why: str) -> None:
+    with pytest.raises(CallRefused) as refused:
+        parse_ids(param, given, 9)
+    assert str(refused.value) == why and refused.value.param == param
+    assert parse_ids(param, [0, 8], 9).tolist() == [0, 8]
+    assert parse_ids(param, [(1 << 31) - 1], 0).dtype == "int32"
