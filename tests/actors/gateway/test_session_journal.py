@@ -142,6 +142,15 @@ def test_a_restored_session_is_the_one_that_was_kept(tmp_path: Path) -> None:
     assert after.request(b"b").answer == b"bytes of b"
 
 
+def test_the_end_of_a_run_removes_what_was_kept_of_its_sessions(tmp_path: Path) -> None:
+    recorded = Recorded(tmp_path)
+    recorded.play()
+    journal = SessionJournal(tmp_path / "sessions")
+    assert len(list(journal.read())) == 1
+    journal.clear()
+    assert list(journal.read()) == [] and list(tmp_path.rglob("1.0.1*")) == []
+
+
 def test_a_call_that_was_open_does_not_count_in_a_restored_session(tmp_path: Path) -> None:
     """The agent repeats it, which agent.max_calls must permit."""
     recorded = Recorded(tmp_path)
