@@ -16,6 +16,7 @@ from asyncrl.algorithms import correction, kl, ratios, reshape, surrogates
 from asyncrl.algorithms import loss as sl
 from asyncrl.algorithms.batch import LossBatch
 from asyncrl.algorithms.settings import Reshape
+from asyncrl.algorithms.trust import sequence_surrogates, token_surrogates
 
 INF = math.inf
 
@@ -281,3 +282,33 @@ def test_clip_cov_draws_anew_for_every_seed_batch_and_step() -> None:
     assert first == drawn(0, 0, 1) and any(first) and not all(first)
     others = [drawn(0, 0, 2), drawn(0, 1, 1), drawn(1, 0, 1), drawn(0, 1, 2), drawn(1, 1, 1)]
     assert all(other != first for other in others) and len({tuple(x) for x in others}) == 5
+
+
+def test_a_token_at_its_bound_or_without_an_advantage_is_not_cut() -> None:
+    """Clip shares count the tokens whose gradient a bound has stopped, and no others."""
+    far = torch.tensor([-3.0, 3.0])
+    none, one = torch.zeros(2), torch.ones(1)
+    every, first = torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.long)
+    lo, hi = torch.tensor(0.5), torch.tensor(2.0)
+    for term in (
+        surrogates.ppo(far, none, dual=3.0),
+        surrogates.dppo(far, none, torch.full((2,), 0.5), threshold=0.01),
+        surrogates.dppo(far, none, torch.full((2,), 0.5), threshold=0.01, divergence="kl"),
+        sequence_surrogates.gmpo(far, none, every, first, 1),
+        token_surrogates.bapo(far, none, lo, hi),
+    ):
+        assert term.clipped.tolist() == [0, 0]
+    for ratio, adv in ((0.5, -one), (2.0, one)):
+        log_r = torch.log(torch.tensor([ratio], dtype=torch.float64))
+        assert log_r.exp().item() == ratio
+        assert surrogates.ppo(log_r, adv, low=0.5, high=1.0).clipped.item() == 0
+        assert token_surrogates.bapo(log_r, adv, lo, hi).clipped.item() == 0
+        cut = sequence_surrogates.gmpo(
+            log_r, adv, every[:1], first[:1], 1, low=-min(float(log_r), 0.0), high=float(log_r)
+        )
+        assert cut.clipped.item() == 0
+    beyond = torch.log(torch.tensor([0.4, 2.5]))
+    adv = torch.tensor([-1.0, 1.0])
+    assert surrogates.ppo(beyond, adv, low=0.5, high=1.0).clipped.tolist() == [1, 2]
+    assert token_surrogates.bapo(beyond, adv, lo, hi).clipped.tolist() == [1, 2]
+    assert token_surrogates.bapo(beyond, -adv, lo, hi).clipped.tolist() == [0, 0]
