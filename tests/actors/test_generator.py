@@ -174,6 +174,9 @@ def test_the_timeline_has_loads_and_prefills(make: Callable[..., Generator]) -> 
     given = tickets(g, announcement(1), ticket(0, 1, epoch=1, samples=2))
     g.socket.inbox.append(given)  # type: ignore[attr-defined]
     one_pass(g)
+    asked = [x for x in g.socket.said if isinstance(x, m.TicketRequest)]  # type: ignore[attr-defined]
+    assert asked[-1].holding == Label(1, 0), "the live view shows the weights of each generator"
+    assert (asked[-1].producer, asked[-1].session) == (g.producer, g.session)
     g.tracer.close()
     spans = trace.read_sized_spans(g.run_dir)["generator-0"]
     assert [(x.name, x.size) for x in spans if x.name in ("weights", "prefill")] == [
