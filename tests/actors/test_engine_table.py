@@ -109,8 +109,9 @@ def test_untested_versions_are_warned_about_and_not_refused(
         preflight.versions_tested(subject)
     for check in ("packages_installed", "devices_present", "task_reads", "model_built"):
         monkeypatch.setattr(preflight, check, lambda subject: "")
-    for check in ("template_there", "prompts_fit", "characters_known", "reward_imports"):
+    for check in ("template_there", "images_read", "prompts_fit", "characters_known"):
         monkeypatch.setattr(preflight, check, lambda subject: "")
+    monkeypatch.setattr(preflight, "reward_imports", lambda subject: "")
     preflight.preflight(subject.config)
     assert f"warning: untested versions: {other}; the run starts" in capsys.readouterr().err
     monkeypatch.setattr(installed, "check_installed", list)

@@ -144,7 +144,8 @@ def test_kills_journal_and_replay_keep_the_images(
         *(f"model.path={str(llava)!r}", "task.name='count'", "generators=2"),
         *("durability.mode='disk'", "record.stream=true", "record.split_every=1"),
         *("exact=true", "weights.in_flight='recompute_kv'", "generator.max_new_tokens=4"),
-        "generator.context=16",
+        *("generator.context=16", "learner.steps=6", "learner.groups=4", "learner.group_size=2"),
+        *("evaluation.every=0", "evaluation.final_prompts=4", "evaluation.ood_prompts=0"),
     )
     forked(tmp_path / "run", *sets, stop=2)  # all processes are killed
     die = {"learner": 2, "generator-0": 2, "generator-1": 2, "buffer": 2}
