@@ -231,9 +231,11 @@ class Generator:
                 vocabulary=VOCABULARY,
                 context=CONTEXT,
                 constraints={},
+                images={},
+                tokenizer=SimpleNamespace(image_shape=None),
                 grammars=SimpleNamespace(begin=_no_grammar),
             )
-            self.take_calls(turn, message.calls)
+            self.take_calls(turn, message.calls, message.images)
             if turn.answered:
                 raise BadMessage(turn.answered[0].failed)
         loaded = schedule.next_version(None)
