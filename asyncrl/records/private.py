@@ -70,7 +70,7 @@ def open_private(path: Path, flags: int) -> int:
     if stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() and found.st_nlink == 1:
         return descriptor
     os.close(descriptor)
-    raise ConfigError(f"{path} is no plain file of this user alone: remove it")
+    raise ConfigError(f"{path} is not a plain file of this user alone: remove it")
 
 
 def require_private(path: Path) -> Path:

@@ -118,7 +118,7 @@ def read_prompts(path: str, split: str, columns: Mapping[str, str] = {}) -> list
     files = files_of(path)
     if files is None:
         key = {"train": "task.prompts: ", "heldout": "task.heldout: ", "ood": "task.ood: "}
-        raise ConfigError(f"{key.get(split, '')}{path} is no file")
+        raise ConfigError(f"{key.get(split, '')}{path} is not a file")
     rows = ((file.parent, *row) for file in files for row in read_rows(file))
     out = [
         _prompt(where, row, number, split, columns, folder)

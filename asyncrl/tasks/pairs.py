@@ -83,7 +83,7 @@ def read(path: str, tokenizer: Any, data: SftData, limit: int, model: str | Path
     file and line for a row that cannot be learned."""
     source = Path(path)
     if not source.is_file():
-        raise ConfigError(f"data: {path} is no file")
+        raise ConfigError(f"data: {path} is not a file")
     if tokenizer.eos_token_id is None:
         raise ConfigError("model.path: its tokenizer has no end token, which answers end with")
     stops = model_stops(tokenizer, model)

@@ -72,7 +72,7 @@ def find_saved(root: Path, path: str, kind: str = "") -> tuple[Path, SavedWeight
     """Return the directory of a tinker path, and what was saved there.  Raises ConfigError."""
     match = re.fullmatch(r"tinker://([A-Za-z0-9:_-]+)/(weights|sampler_weights)/([^/]+)", path)
     if match is None or not NAME.fullmatch(match[3]):
-        raise ConfigError(f"{path} is no path of saved weights: tinker://MODEL/weights/NAME")
+        raise ConfigError(f"{path} is not a path of saved weights: tinker://MODEL/weights/NAME")
     if kind and match[2] != kind:
         raise ConfigError(f"{path} has no optimizer: training goes on from tinker://MODEL/{kind}/")
     found = root / folder_name(match[1]) / match[2] / match[3]

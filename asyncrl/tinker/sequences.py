@@ -455,8 +455,8 @@ def describe_unknown(run: SampledRun, model: str) -> str:
     """Say why a run's age is unknown."""
     if run.sequence is None:
         return (
-            f"tokens {run.start} to {run.stop} of a datum are no sequence of this server, or not "
-            f"among its newest {REMEMBERED}, so their lag is unknown, and staleness.unknown = "
+            f"tokens {run.start} to {run.stop} of a datum are not a sequence of this server, or "
+            f"not among its newest {REMEMBERED}, so their lag is unknown, and staleness.unknown = "
             "refuse"
         )
     return (

@@ -86,7 +86,7 @@ def serve(config: TinkerConfig, source: str) -> None:
         demo_model.build(path, config.seed)
     if not (path / "config.json").is_file():
         raise ConfigError(
-            f"model.path: {path} is no model directory (it has no config.json); `asyncrl model "
+            f"model.path: {path} is not a model directory (it has no config.json); `asyncrl model "
             "get` fetches one, model.warm_start = true builds a tiny one"
         )
     folder = directory(config, source)

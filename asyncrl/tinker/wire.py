@@ -151,7 +151,7 @@ def _datum(place: int, row: pb.Datum) -> Datum:
 
 def _array(data: bytes, dtype: Any, where: str) -> np.ndarray:
     if len(data) % np.dtype(dtype).itemsize:
-        raise ConfigError(f"{where}: {len(data)} bytes are no whole number of values")
+        raise ConfigError(f"{where}: {len(data)} bytes are not a whole number of values")
     return np.frombuffer(data, dtype)
 
 

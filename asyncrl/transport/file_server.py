@@ -95,7 +95,7 @@ def files_to_serve(config: Config) -> list[tuple[Part, Path, bool]]:
     for part, name in (*prompts, *templates.items()):
         if name and not Path(name).is_file():
             raise ValueError(
-                f"task.{part} = {name} is no single file, and a machine that joins gets only files"
+                f"task.{part} = {name} is not a single file; a machine that joins gets files"
             )
         if name:
             files.append((part, Path(name), True))

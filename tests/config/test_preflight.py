@@ -196,7 +196,7 @@ def test_characters_that_the_vocabulary_lacks_are_named(
 
 WRONG: list[tuple[str, str, str]] = [
     ("generator.context=5", "prompts", "context 5 less max_new_tokens 4 leaves 1"),
-    ("task.prompts='gone.jsonl'", "task", "gone.jsonl is no file"),
+    ("task.prompts='gone.jsonl'", "task", "gone.jsonl is not a file"),
     ("reward.function='gone:reward'", "reward", "importing it raised ModuleNotFoundError"),
     ("reward.function='json:dumps'", "reward", "takes"),
     ("model.path='org/name'", "model", "asyncrl model get hf://org/name"),

@@ -61,7 +61,7 @@ def test_a_config_with_sets_is_written_and_read_again(tmp_path: Path) -> None:
 def test_a_missing_file_or_task_of_a_set_is_named(tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     path.write_text(BASE + "[[evaluation.sets]]\nname = 'a'\nfile = 'nowhere.jsonl'\n")
-    with pytest.raises(ConfigError, match=r"evaluation.sets: a: nowhere.jsonl is no file"):
+    with pytest.raises(ConfigError, match=r"evaluation.sets: a: nowhere.jsonl is not a file"):
         TaskWithSets(load.load(path)).size("a")
     path.write_text(BASE + "[[evaluation.sets]]\nname = 'a'\ntask = 'sorts'\n")
     with pytest.raises(ConfigError, match=r"evaluation.sets: a: task.name = sorts: choose one of"):

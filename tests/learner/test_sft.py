@@ -254,7 +254,7 @@ def test_too_long_rows_are_left_out_where_that_is_asked_for(tmp_path: Path, mode
         pairs.read(str(path), tokenizer, SftData(train=str(path)), 21, model)
     with pytest.raises(ConfigError, match="nothing to learn from"):
         pairs.read(str(path), tokenizer, data, 2, model)
-    with pytest.raises(ConfigError, match=r"none.jsonl is no file"):
+    with pytest.raises(ConfigError, match=r"none.jsonl is not a file"):
         pairs.read(str(tmp_path / "none.jsonl"), tokenizer, data, 21, model)
 
 

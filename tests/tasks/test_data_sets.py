@@ -79,7 +79,7 @@ def test_what_is_no_data_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "empty" / "state.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"empty: not a saved data set: '_data_files'"):
         files_of(str(tmp_path / "empty"))
-    with pytest.raises(ConfigError, match=r"task.prompts: none#train is no file"):
+    with pytest.raises(ConfigError, match=r"task.prompts: none#train is not a file"):
         read_prompts("none#train", "train")
 
 
@@ -124,5 +124,5 @@ def test_the_hubs_client_fetches_it_once(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_machine_that_joins_gets_files_alone(tmp_path: Path) -> None:
     sets = ["task.name='file'", f"task.prompts='{SAVED}'", f"model.path='{tmp_path}'"]
-    with pytest.raises(ValueError, match=r"task.prompts = .* is no single file"):
+    with pytest.raises(ValueError, match=r"task.prompts = .* is not a single file"):
         files_to_serve(load.load("configs/demo.toml", sets))

@@ -62,7 +62,7 @@ def test_a_tiny_model_sees_the_demonstrations_of_all() -> None:
 
 
 def test_a_part_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"task.mixture: mine: task.prompts: \S+ is no file"):
+    with pytest.raises(ConfigError, match=r"task.mixture: mine: task.prompts: \S+ is not a file"):
         mixture({"name": "sort"}, {"name": "file", "label": "mine", "prompts": str(tmp_path / "x")})
 
 

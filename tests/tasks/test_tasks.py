@@ -213,7 +213,7 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     one = write(tmp_path / "one.jsonl", {"prompt": "a"}, {"prompt": " a "})
     for prompts, heldout, said in [
         ("", "", "task.prompts"),
-        ("absent.jsonl", "", "absent.jsonl is no file"),
+        ("absent.jsonl", "", "absent.jsonl is not a file"),
         (str(tmp_path / "latin.jsonl"), "", "jsonl:1: not UTF-8"),
         (write(tmp_path / "empty.jsonl"), "", "no prompts"),
         (one, "", "give task.heldout"),

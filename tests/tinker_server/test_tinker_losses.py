@@ -364,7 +364,7 @@ def test_a_sequence_is_found_by_the_bits_of_its_logprobs(
     lags, refused = lags_of(ledger, second)
     assert lags == [-2, -2, -2, 3, 3]
     assert "a lag of 3, and staleness.max_lag = 2" in refused and "seq-" in refused
-    assert "no sequence of this server" in lags_of(ledger, third, unknown="refuse")[1]
+    assert "not a sequence of this server" in lags_of(ledger, third, unknown="refuse")[1]
     ledger.close()
     again = SequenceLedger(tmp_path / "sequences.jsonl")  # as after a restart
     assert lags_of(again, first)[0][3] == 1

@@ -74,7 +74,7 @@ def parse_arm(text: str, option: str = "--arm") -> Arm:
         if known:
             raise ConfigError(
                 f"{option} {text}: {name} is a method; give an arm that repeats another a "
-                "name that is no method"
+                "name that is not a method"
             )
         return Arm(name, [], items[0].removeprefix("same-as="))
     return _with_method(name, items, f"{option} {text}")

@@ -91,7 +91,7 @@ def _claims(r: dict[str, Any]) -> list[LabClaim]:
                     small < 0.01 and kl["gamma 0.001"] > 0.5 * kl["vanilla"],
                 ),
                 LabClaim(
-                    f"adam: D on the coefficient is no bound: {kl['D coefficient']:.3f}",
+                    f"adam: D on the coefficient is not a bound: {kl['D coefficient']:.3f}",
                     kl["D coefficient"] > budget,
                 ),
             ]

@@ -68,8 +68,8 @@ def draw(spec: Spec, rng: random.Random, name: str = "time", stage: Draw = lambd
     match = re.fullmatch(r"\s*(\w+)\s*\(([^()]*)\)\s*", spec)
     if not match or match[1] not in SHAPES:
         raise ConfigError(
-            f"{name} = {spec!r} is no distribution: write seconds, or {', '.join(SHAPES)} with its "
-            "numbers, as in exponential(0.2)"
+            f"{name} = {spec!r} is not a distribution: write seconds, or {', '.join(SHAPES)} with "
+            "its numbers, as in exponential(0.2)"
         )
     count, sample = SHAPES[match[1]]
     try:

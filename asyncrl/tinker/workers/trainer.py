@@ -119,7 +119,7 @@ class Trainer:
                     model = self.models[request.model]
                     return CallDone(model.save(Path(request.path), state=request.state))
                 case _:
-                    return CallFailure(f"{type(request).__name__} is no call of training", "server")
+                    return CallFailure(f"{type(request).__name__} is not a training call", "server")
         except AsyncrlError as error:
             return CallFailure(str(error), "user" if isinstance(error, ConfigError) else "server")
         return CallDone()

@@ -77,7 +77,7 @@ def sample(config: settings.TinkerConfig, channel: CallChannel) -> None:
                 case Cancel():
                     sampler.cancel(call.request.number)
                 case _:
-                    wrong = CallFailure(f"{type(call.request).__name__} is no call of sampling")
+                    wrong = CallFailure(f"{type(call.request).__name__} is not a sampling call")
                     channel.reply(WorkerReply(call.number, wrong))
         sampler.work()
 
