@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,9 @@ import pytest
 import torch
 from model_server_kit import KEY, ModelServer, served
 
+from actors.model_server.model_server import MOST_CONTEXT, config_of
 from asyncrl.cli import main
+from asyncrl.contract.errors import ConfigError
 from asyncrl.models import policy
 from asyncrl.models.tokenizer import load_tokenizer
 
@@ -49,6 +52,26 @@ def logprobs_of(directory: Path, ids: list[int]) -> torch.Tensor:
     model = policy.load_policy(directory, "float32", "cpu")
     with torch.no_grad():
         return torch.log_softmax(model.hf(input_ids=torch.tensor([ids])).logits[0, :-1], -1)
+
+
+def test_the_context_is_that_of_the_model_and_bounded_without_an_option(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"slots": 3, "dtype": "float32", "device": "cpu"}
+    for positions, asked, context in (
+        (64, 0, 64),
+        (64, 32, 32),
+        (MOST_CONTEXT + 1, 0, MOST_CONTEXT),
+        (MOST_CONTEXT + 1, MOST_CONTEXT + 1, MOST_CONTEXT + 1),
+    ):
+        path = tmp_path / f"{positions}"
+        if not path.exists():
+            policy.build_model(path, SYMBOLS, hidden=16, layers=1, max_positions=positions)
+        made = config_of(str(path), context=asked, threads=0, **keys)
+        assert (made.generator.context, made.generator.slots) == (context, 3)
+        assert made.generator.threads == len(os.sched_getaffinity(0))
+        assert (made.model.dtype, made.model.device) == ("float32", "cpu")
+    assert config_of(str(path), context=8, threads=2, **keys).generator.threads == 2
+    with pytest.raises(ConfigError, match="has 4097 positions"):
+        config_of(str(path), context=MOST_CONTEXT + 2, threads=1, **keys)
 
 
 def test_a_prompt_is_scored_with_its_most_likely_tokens(

@@ -1,0 +1,67 @@
+"""actors/turn.py: the records of a completion with its reward, and of a refused prompt."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from generator_kit import ticket
+
+from actors.engine import Completion
+from actors.rewards import RewardResult
+from actors.turn import PromptTooLong, ScoredResponse, failed_trajectory, trajectory
+from asyncrl.contract.errors import AsyncrlError
+from asyncrl.contract.messages import RewardFailure, SamplingSettings, VersionSpan
+from asyncrl.contract.versions import Label
+
+AT = Label(1, 2)
+SPANS = [VersionSpan(AT, "d", 0, 3, AT)]
+
+
+def written(logprobs: list[float], **more: Any) -> ScoredResponse:
+    prompt, tokens = np.array([5, 6]), np.array([7, 8, 1])  # int64, as an engine may give them
+    made = Completion((4, 1, 9), prompt, tokens, np.array(logprobs), SPANS, "length", **more)
+    sampling = SamplingSettings(max_new_tokens=12, temperature=0.5)
+    return ScoredResponse(msgspec.structs.replace(ticket(4, 9, 1), sampling=sampling), made, "31")
+
+
+def test_a_trajectory_has_the_tokens_as_sampled_and_the_reward_as_judged() -> None:
+    result = RewardResult((4, 1, 9), 1, {"form": 0.5}, [0.25, float("nan"), 1.0], "")
+    began = time.monotonic()
+    made = trajectory(written([-0.5, -0.25, 0.0]), result)
+    assert (made.ticket, made.sample, made.attempt) == (4, 1, 9)
+    assert np.frombuffer(made.prompt_tokens, "<i4").tolist() == [5, 6]
+    assert np.frombuffer(made.tokens, "<i4").tolist() == [7, 8, 1]
+    assert np.frombuffer(made.behavior_logprobs, "<f4").tolist() == [-0.5, -0.25, 0.0]
+    assert made.mask == b"\1\1\1" and made.segments == [("model", 0, 3)] and made.spans == SPANS
+    assert type(made.reward) is float and made.reward == 1.0
+    assert made.reward_parts == {"form": 0.5} and made.failed == ""
+    rewards = np.frombuffer(made.token_rewards, "<f4").tolist()
+    assert rewards[0] == 0.25 and np.isnan(rewards[1]) and rewards[2] == 1.0
+    assert (made.finish, made.temperature, made.text) == ("length", 0.5, "31")
+    assert made.prompt_text == "31=" and made.images == []
+    assert made.support == made.routed == b""
+    assert began <= made.generated_at <= time.monotonic()
+    failure = RewardFailure("data", "no")
+    made = trajectory(written([0.0, 0.0, 0.0]), RewardResult((4, 1, 9), 0, {}, None, failure))
+    assert made.failed == failure and made.token_rewards == b""
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
+def test_a_logprob_that_is_not_finite_names_ticket_sample_and_weights(bad: float) -> None:
+    result = RewardResult((4, 1, 9), 0, {}, None, "")
+    with pytest.raises(AsyncrlError, match=r"not finite for ticket 4, sample 1, with weights 1\.2"):
+        trajectory(written([-0.5, bad, 0.0]), result)
+
+
+def test_a_prompt_that_is_too_long_becomes_a_failed_sample_without_tokens() -> None:
+    refused = PromptTooLong(ticket(4, 9, 1), (4, 1, 9), RewardFailure("data", "too long"))
+    made = failed_trajectory(refused, AT, "d")
+    assert (made.ticket, made.sample, made.attempt) == (4, 1, 9)
+    assert made.tokens == made.prompt_tokens == made.behavior_logprobs == made.mask == b""
+    assert made.spans == [VersionSpan(AT, "d", 0, 0, AT)]
+    assert (made.reward, made.reward_parts) == (0.0, {})
+    assert made.failed == RewardFailure("data", "too long")
