@@ -24,7 +24,7 @@ from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract import admission
 from asyncrl.contract import messages as m
-from asyncrl.contract.blobs.images import ImageShape
+from asyncrl.contract.blobs.images import MOST_SESSION_BYTES, ImageShape
 from asyncrl.contract.errors import AsyncrlError, BadMessage, BufferTakenOver, DamagedDataError
 from asyncrl.contract.freshness.meter import BatchMeter
 from asyncrl.contract.printable import LONGEST_LINE, escape_line
@@ -130,9 +130,13 @@ def open_store(
 
 
 def max_message_bytes(config: Config) -> int:
-    """Bytes of the largest valid message: frames of completions of full context, with texts."""
+    """Bytes of the largest valid message: frames of completions of full context, with texts.
+
+    Agents that call over HTTP may send images, which come with their session."""
     token = ANSWER_BYTES + config.support_bytes
     frame = 2 * config.wires.frame_bytes + token * config.generator.context
+    if any(agent.http for agent in config.agents.values()):
+        frame += MOST_SESSION_BYTES
     return min(m.MAX_FRAME_BYTES, MORE_BYTES + frame)
 
 

@@ -26,7 +26,7 @@ from msgspec import structs
 
 from actors.gateway.call_tree import CallNode, CallTree, Message, MessageMatch, rows_of, text_digest
 from asyncrl.contract import outcomes
-from asyncrl.contract.blobs.images import MOST_IMAGES
+from asyncrl.contract.blobs.images import MOST_IMAGES, MOST_SESSION_BYTES
 from asyncrl.contract.errors import AsyncrlError, ProtocolError
 from asyncrl.contract.messages import Ticket, TrainingSequence, VersionSpan
 from asyncrl.contract.printable import escape_line
@@ -34,7 +34,6 @@ from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.sampled_support import SampledSupport
 
 NEVER = math.inf
-MOST_SESSION_BYTES = 16 << 20  # of the images of a session
 TOO_LONG = "context_length_exceeded"  # the error code of a prompt longer than the context
 Finish = Literal["stop", "length"]
 

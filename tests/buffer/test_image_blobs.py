@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hostile_messages_kit import honest_hello
 from journal_kit import state
+from process_kit import ROOT
 from refused_samples_kit import (
     Bench,
     bench,  # noqa: F401
@@ -21,6 +22,7 @@ from store_kit import hello, make, sample
 from vision_kit import picture
 
 from actors.delivery import Outbox
+from asyncrl.config import load
 from asyncrl.config.tree import WiresConfig
 from asyncrl.contract import messages as m
 from asyncrl.contract.blobs import images
@@ -32,6 +34,7 @@ from buffer.durable_store import RecordedStore
 from buffer.evaluation import Evaluations
 from buffer.groups import StoreSettings
 from buffer.journal import segments
+from buffer.service import max_message_bytes
 from buffer.store import Store
 
 SHAPE = images.ImageShape(40, 2)
@@ -97,6 +100,13 @@ def test_images_of_sessions_come_with_the_delivery_and_are_kept_once() -> None:
     assert store.stored_bytes == before + samples + len(BLOBS[2])
     found, _ = store.ask(1, 0)
     assert set(store.batch(found, 1, 0).images) == {NAMES[0], NAMES[2]}
+
+
+def test_the_buffer_takes_the_largest_session() -> None:
+    config = load.load(ROOT / "configs" / "calc_http.toml")
+    most = max_message_bytes(config)
+    assert most > images.MOST_SESSION_BYTES + config.wires.frame_bytes
+    assert max_message_bytes(load.load(ROOT / "configs" / "demo.toml")) < most
 
 
 def test_an_outbox_sends_each_image_once_a_frame_until_it_is_acknowledged() -> None:

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from actors.gateway.image_marks import mark_of
-from actors.gateway.sessions import MOST_SESSION_BYTES, CallRefused
-from asyncrl.contract.blobs.images import MOST_IMAGES, digest
+from actors.gateway.sessions import CallRefused
+from asyncrl.contract.blobs.images import MOST_IMAGES, MOST_SESSION_BYTES, digest
 from asyncrl.models.vision import pictures
 
 LISTS = ("messages", "input")  # keys of a body whose items have content

@@ -17,6 +17,7 @@ from typing import NamedTuple
 MARKER = "<image>"  # the position of an image in the text of a prompt
 MOST_BYTES = 8 << 20  # of a blob
 MOST_SIDE = 4096  # pixels
+MOST_SESSION_BYTES = 16 << 20  # of the images of a session
 MOST_IMAGES = 64  # of a prompt or a session
 DATA_URL = "data:image/"  # the beginning of a data: URL of an image
 DIGEST_BYTES = 16

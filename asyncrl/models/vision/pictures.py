@@ -36,7 +36,9 @@ def blob_of(data: bytes) -> bytes:
             if _is_blob(data):
                 return data
             turned = ImageOps.exif_transpose(opened)
-            blob = images.encode_png(turned.width, turned.height, turned.convert("RGB").tobytes())
+            file = io.BytesIO()
+            turned.convert("RGB").save(file, "PNG")
+            blob = file.getvalue()
     except UnidentifiedImageError as error:
         raise ValueError("it is neither a PNG nor a JPEG") from error
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:

@@ -29,7 +29,7 @@ from actors.gateway.recovery.session_journal import (
     read_records,
     restore,
 )
-from actors.gateway.sessions import MOST_SESSION_BYTES, CallRefused, Session, SessionLimits
+from actors.gateway.sessions import CallRefused, Session, SessionLimits
 from asyncrl.cli import main
 from asyncrl.contract import messages as m
 from asyncrl.contract.blobs import images
@@ -194,7 +194,7 @@ def test_token_ids_hold_no_images_of_their_own(served: Served) -> None:
 def test_a_session_has_a_bound_of_images() -> None:
     chat = ChatFormat(seeing(CHATML), [0])
     session = Session(ticket(1), 0, 1, SessionLimits(max_calls=0, rows=0), chat)
-    blobs = {name: bytes(MOST_SESSION_BYTES // 2 + 1) for name in NAMES[:2]}
+    blobs = {name: bytes(images.MOST_SESSION_BYTES // 2 + 1) for name in NAMES[:2]}
     text = "".join(f"\ue002{name}\ue003" for name in NAMES[:2])
     with pytest.raises(CallRefused, match="at most 64 and 16777216 are served"):
         session.accept(session.draft_text(text)(), now=0.0, images=blobs)
