@@ -24,8 +24,8 @@ from actors.gateway.endpoint.web import OpenedSession
 from actors.gateway.hubs.prompt_files import FOLDER, with_prompt_files
 from actors.gateway.sessions import SessionCall, SessionLimits
 from asyncrl.config import rules
-from asyncrl.config.agents import AgentConfig
-from asyncrl.config.tree import Config, ModelConfig, TaskConfig
+from asyncrl.config.agents import AgentConfig, AgentSource
+from asyncrl.config.tree import Config, MixedTaskConfig, ModelConfig, TaskConfig
 from asyncrl.contract import importing
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
@@ -79,6 +79,23 @@ def test_the_prompts_are_the_rows_of_its_data_sets(located: Config, tmp_path: Pa
     assert sets == ["seed=1"]
     with pytest.raises(ValueError, match="the environment pays"):
         task.reward(held, "7")
+
+
+def test_a_part_of_a_mixture_has_the_rows_of_its_own_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(KINDS)
+    own = AgentSource(env=KIND, python=python_of("clients"))
+    parts = [MixedTaskConfig(name="sort"), MixedTaskConfig(name="env", label="kinds", agent=own)]
+    mixed = TaskConfig(name="mixture", mixture=parts)
+    given = msgspec.structs.replace(config(tmp_path), task=mixed, agent=AgentConfig())
+    found = preflight.located(given)
+    task = get_task(found.task)
+    assert found.task.mixture[0] == parts[0]
+    assert {task.draw("kinds", at, 0).task for at in range(5)} == {"kinds"}
+    assert {task.draw("kinds", at, 0).id for at in range(5)} == {0, 1, 2, 3, 4}
+    assert Path(found.task.mixture[1].prompts).parent == tmp_path / FOLDER
+    assert with_prompt_files(found) is found
 
 
 REFUSED = [
