@@ -93,7 +93,7 @@ $(COOKBOOK)/.env: requirements/cookbook.txt $(VENV)/.env
 	$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $(COOKBOOK)/lib/python3.*/site-packages)/environment.pth
 	touch $@
 
-env: $(VENV)/.env $(VENV)/clients/.env
+env: $(VENV)/.env $(VENV)/clients/.env $(COOKBOOK)/.env
 
 # The report's test opens it in a headless browser.
 browser:

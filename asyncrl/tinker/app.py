@@ -15,7 +15,7 @@ import msgspec
 import tinker.types as sdk
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
@@ -162,7 +162,11 @@ class TinkerServer:
         ]
         return Starlette(
             routes=routes,
-            exception_handlers={HTTPException: _http_error, ConfigError: _config_error},
+            exception_handlers={
+                HTTPException: _http_error,
+                ConfigError: _config_error,
+                ClientDisconnect: _disconnected,
+            },
         )
 
     def _guarded(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
@@ -537,6 +541,11 @@ def _time(seconds: float) -> str:
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     return JSONResponse({"error": error.detail}, error.status_code)
+
+
+async def _disconnected(request: Request, error: Exception) -> Response:
+    """End quietly: a client that ends closes its connections amid requests."""
+    return Response(status_code=499)
 
 
 async def _config_error(request: Request, error: Exception) -> Response:

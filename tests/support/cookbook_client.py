@@ -7,45 +7,27 @@ Recipes that name a data set of the hub find a directory of that name in the dir
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
-from clients_kit import python_of
+from tinker_cookbook_kit import MODEL, Recipe, start_server
 from tinker_kit import ServerProcess
 
-from asyncrl.cli import main
 from asyncrl.config.sft import SftTraining
 from asyncrl.models.policy import export, load_policy
 from asyncrl.models.tokenizer import load_tokenizer
 from asyncrl.tasks.fit import FitExample, ModelFitter
 from asyncrl.tinker import demo_model
 
-MODEL = "Qwen/Qwen3-8B-Base"  # a name that the cookbook knows, whose renderer is role_colon
 SUFFIX = " Provide a numerical answer without units, written inside \\boxed{}."
 SPELLED = (
     "Let's spell the word out and number all the letters: 1) s 2) t 3) r 4) a 5) w 6) b 7) e 8) r "
     "9) r 10) y. We have r's at positions 3, 8, and 9. \\boxed{3}"
 )
 ASKED = "What is 1 + 2?"
-CONFIG = """\
-name = "server"
-runs = "{folder}"
-[model]
-path = "{folder}/Qwen/Qwen3-8B-Base"
-[server]
-port = 0
-[sampling]
-context = 1024
-[staleness]
-max_lag = 2
-unknown = "refuse"
-"""
 
 
 def build_guesser(path: Path) -> None:
@@ -90,50 +72,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("cookbook")
     build_guesser(folder / MODEL)
     write_data(folder)
-    config = folder / "server.toml"
-    config.write_text(CONFIG.format(folder=folder))
-    process = ServerProcess(config)
+    process = start_server(folder)
     yield process
     process.stop()
-
-
-class Recipe:
-    """A recipe, and what the server knows of the model that it trained."""
-
-    def __init__(self, server: ServerProcess) -> None:
-        self.server = server
-        self.folder = server.folder.parent
-        self.known = self._models()
-
-    def _models(self) -> set[Path]:
-        return {note.parent for note in self.server.folder.glob("*/model.json")}
-
-    def run(self, name: str, *options: str) -> list[dict[str, Any]]:
-        """Run a recipe in the server's parent directory, and return its metrics."""
-        log = self.folder / f"{name}{len(self.known)}"
-        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-        done = subprocess.run(
-            [
-                *(python_of("cookbook"), "-m", f"tinker_cookbook.recipes.{name}"),
-                *(f"model_name={MODEL}", f"base_url={self.server.url}", f"log_path={log}"),
-                *options,
-            ],
-            cwd=self.folder,
-            env=environment
-            | {"TINKER_API_KEY": self.server.key, "HF_HUB_OFFLINE": "1"}
-            | {"HF_HOME": str(self.folder / "hf"), "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-        return [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
-
-    def new_models(self) -> list[dict[str, Any]]:
-        """What `asyncrl doctor --json` says about the models that are new."""
-        new = sorted(self._models() - self.known)
-        asked = [["doctor", str(folder), "--json"] for folder in new]
-        return [json.loads(CliRunner().invoke(main, words).output)["models"][0] for words in asked]
 
 
 @pytest.fixture
@@ -155,18 +96,7 @@ def recipe(server: ServerProcess) -> Recipe:
     ids=["synchronous", "off_policy", "streamed"],
 )
 def test_math_rl(recipe: Recipe, options: list[str], most: int) -> None:
-    batch = ["groups_per_batch=4", "group_size=4", "max_tokens=6", "learning_rate=1e-4"]
-    rows = recipe.run(
-        *("math_rl.train", "env=arithmetic", "eval_every=0", "save_every=0", "max_steps=3"),
-        *(*batch, *options),
-    )
-    assert len(rows) == 3
-    [model] = recipe.new_models()
-    assert (model["version"], model["unknown_tokens"]) == (3, 0)
-    assert model["lag_max"] <= most
-    counted = model["ledger"]
-    assert counted["trained_once"] >= 3 * 16
-    assert counted["sampled"] == counted["never_trained"] + counted["trained_once"]
+    recipe.run_additions(most, *options)
 
 
 def test_rl_loop(recipe: Recipe) -> None:

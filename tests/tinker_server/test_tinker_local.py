@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 from collections.abc import Callable, Iterator
@@ -294,3 +295,22 @@ def test_a_server_of_adapters_needs_peft(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(ConfigError, match=r"lora\.rank = 8: needs peft: pip install 'asyncrl\[tin"):
         tinker_server.serve(config, "server")
     assert not (tmp_path / "server").exists()
+
+
+def test_a_client_that_ends_amid_a_request_is_no_error(start: Start) -> None:
+    """A recipe that fails closes its connections: the server's output stays readable."""
+    server = start()
+    scope = {
+        **{"type": "http", "method": "POST", "path": "/api/v1/asample", "raw_path": b""},
+        **{"query_string": b"", "headers": [(b"x-api-key", KEY.encode())]},
+    }
+    answers: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        answers.append(message)
+
+    asyncio.run(server.server.starlette()(scope, receive, send))
+    assert answers[0]["status"] == 499
