@@ -352,7 +352,7 @@ class ServedModel:
         token_lags: list[bytes] = []
         taken = Counter(self.taken)
         for place, (datum, spans) in enumerate(zip(decoded.data, decoded.spans, strict=True)):
-            runs = self.ledger.resolve(datum, spans, taken)
+            runs = self.ledger.resolve(datum, spans, taken, self.ancestry)
             measured = measure_lags(
                 datum,
                 runs,

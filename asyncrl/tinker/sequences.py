@@ -208,17 +208,23 @@ class SequenceLedger:
     # ---- datums ----------------------------------------------------------------------------------
 
     def resolve(
-        self, datum: Datum, spans: Sequence[ProvenanceSpan] | None, taken: Counter[str]
+        self,
+        datum: Datum,
+        spans: Sequence[ProvenanceSpan] | None,
+        taken: Counter[str],
+        ancestry: ModelAncestry,
     ) -> list[SampledRun]:
         """Return the sampled runs of a datum.
 
         taken: sequences that earlier datums of the same optimizer step were matched to; of several
         equal sequences, each is matched once before any is matched again.
+        ancestry: of the model that trains the datum. Models of one server sample equal sequences
+        while their adapters are new; its own are matched before those of others.
 
         Raises ConfigError for spans that do not fit."""
         if spans is not None:
             return self._by_spans(datum, spans)
-        return self._by_fingerprints(datum, taken)
+        return self._by_fingerprints(datum, taken, ancestry)
 
     def _by_spans(self, datum: Datum, spans: Sequence[ProvenanceSpan]) -> list[SampledRun]:
         runs = []
@@ -256,7 +262,9 @@ class SequenceLedger:
                 "or log-probabilities there"
             )
 
-    def _by_fingerprints(self, datum: Datum, taken: Counter[str]) -> list[SampledRun]:
+    def _by_fingerprints(
+        self, datum: Datum, taken: Counter[str], ancestry: ModelAncestry
+    ) -> list[SampledRun]:
         logprobs = datum.fields.get("logprobs")
         if logprobs is None:
             return []
@@ -274,7 +282,13 @@ class SequenceLedger:
             }
             first = min(
                 fits.values(),
-                key=lambda fit: (taken[fit[1].id], fit[1].trained, fit[1].version),
+                key=lambda fit: (
+                    ancestry.version_of(fit[1]) is None,
+                    fit[1].model != ancestry.model,
+                    taken[fit[1].id],
+                    fit[1].trained,
+                    fit[1].version,
+                ),
                 default=None,
             )
             if first is None:

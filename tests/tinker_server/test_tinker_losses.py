@@ -338,6 +338,9 @@ def ledger(tmp_path: Path) -> SequenceLedger:
     return SequenceLedger(tmp_path / "sequences.jsonl")
 
 
+OWN = ModelAncestry("m", {"parent": 1})
+
+
 def record(ledger: SequenceLedger, datum: Datum, version: int, model: str = "m") -> str:
     [id] = ledger.mint(1)
     start = 4 * (len(PROMPT) - 1)
@@ -347,9 +350,9 @@ def record(ledger: SequenceLedger, datum: Datum, version: int, model: str = "m")
 
 def lags_of(ledger: SequenceLedger, datum: Datum, **keys: object) -> tuple[list[int], str]:
     spans = keys.pop("spans", None)
-    runs = ledger.resolve(datum, spans, Counter())  # type: ignore[arg-type]
+    runs = ledger.resolve(datum, spans, Counter(), OWN)  # type: ignore[arg-type]
     options = {"limit": 2.0, "unknown": "train"} | keys
-    checked = measure_lags(datum, runs, ModelAncestry("m", {"parent": 1}), 4, **options)  # type: ignore[arg-type]
+    checked = measure_lags(datum, runs, OWN, 4, **options)  # type: ignore[arg-type]
     return checked.lags.tolist(), checked.refused
 
 
@@ -401,14 +404,14 @@ def test_spans_name_sequences_and_are_checked(ledger: SequenceLedger, trainer: T
     assert lags_of(ledger, second, spans=short)[0] == [-2, -2, -2, 0, 0]  # the first two tokens
     beyond = [ProvenanceSpan(id, 0, 3, False), ProvenanceSpan(id, 3, 2, True)]
     with pytest.raises(ConfigError, match="names tokens 3 to 5 of sequence"):
-        ledger.resolve(second, beyond, Counter())
+        ledger.resolve(second, beyond, Counter(), OWN)
     with pytest.raises(ConfigError, match="spans cover 2 positions of a datum of 7"):
-        ledger.resolve(first, spans[:0] + [ProvenanceSpan(id, 0, 2, True)], Counter())
+        ledger.resolve(first, spans[:0] + [ProvenanceSpan(id, 0, 2, True)], Counter(), OWN)
     other = record(ledger, first, 4)
     ledger.sequences[other].fingerprint = "0"
     wrong = [ProvenanceSpan(other, 0, 3, False), ProvenanceSpan(other, 0, 4, True)]
     with pytest.raises(ConfigError, match="has other tokens or log-probabilities"):
-        ledger.resolve(first, wrong, Counter())
+        ledger.resolve(first, wrong, Counter(), OWN)
 
 
 def test_versions_of_other_models_count_only_before_the_fork(
@@ -424,13 +427,31 @@ def test_versions_of_other_models_count_only_before_the_fork(
     assert "no earlier version of m" in lags_of(ledger, second, unknown="refuse")[1]
 
 
+def test_equal_sequences_of_other_models_are_not_taken_for_ones_own(
+    ledger: SequenceLedger, trainer: Trainer
+) -> None:
+    """New adapters sample what the base model does, so models of one server sample the same."""
+    first, second, _ = datums(trainer)
+    foreign = [record(ledger, first, 0, "other"), record(ledger, first, 0, "")]
+    own = record(ledger, first, 3)
+    foreign.append(record(ledger, first, 0, "other"))
+    taken = Counter([own, own])
+    [run] = ledger.resolve(first, None, taken, OWN)
+    assert run.sequence is not None and run.sequence.id == own
+    assert lags_of(ledger, first)[0][3] == 1
+    record(ledger, second, 2, "other")
+    inherited = record(ledger, second, 1, "parent")
+    [run] = ledger.resolve(second, None, Counter([inherited]), OWN)
+    assert run.sequence is not None and run.sequence.id == inherited
+
+
 def test_the_ledger_closes_and_equal_sequences_are_trained_once_each(
     ledger: SequenceLedger, trainer: Trainer
 ) -> None:
     first, second, _ = datums(trainer)
     ids = [record(ledger, first, 0), record(ledger, first, 0), record(ledger, second, 0)]
     taken: Counter[str] = Counter()
-    found = [ledger.resolve(first, None, taken)[0].sequence for _ in range(2)]
+    found = [ledger.resolve(first, None, taken, OWN)[0].sequence for _ in range(2)]
     assert {sequence.id for sequence in found if sequence} == set(ids[:2])
     ledger.mark_trained(ids[:2], "m", 2)
     ledger.mark_trained(ids[:1], "m", 4)
