@@ -33,6 +33,7 @@ from asyncrl.tinker.sequences import (
     ModelAncestry,
     ProvenanceSpan,
     SequenceLedger,
+    lag_metrics,
     measure_lags,
 )
 from asyncrl.tinker.settings import TinkerConfig, TinkerModel
@@ -165,6 +166,7 @@ def assert_equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
         ),
         ("cispo", {}, {"surrogate": "cispo", "eps_low": 0.2, "eps_high": 0.2}),
         ("dro", {"beta": 0.3}, {"surrogate": "dro", "dro_beta": 0.3}),
+        ("dro", {}, {"surrogate": "dro", "dro_beta": 0.05}),
         (
             "gspo",
             {"clip_low_threshold": 0.5, "clip_high_threshold": 1.5},
@@ -462,6 +464,31 @@ def test_the_ledger_closes_and_equal_sequences_are_trained_once_each(
         "trained_once": 1,
         "trained_again": 1,
     }
+
+
+def test_totals_of_a_model_without_remembered_sequences_stay(
+    trainer: Trainer, tmp_path: Path
+) -> None:
+    ledger = SequenceLedger(tmp_path / "sequences.jsonl", remembered=1)
+    first, second, third = datums(trainer)
+    record(ledger, first, 0, "other")
+    record(ledger, second, 0)
+    record(ledger, third, 0)  # the file is rewritten
+    assert len((tmp_path / "sequences.jsonl").read_text().splitlines()) == 2
+    ledger.close()
+    again = SequenceLedger(tmp_path / "sequences.jsonl", remembered=1)
+    assert [again.totals(model)["sampled"] for model in ("other", "m")] == [1, 2]
+    assert again.totals("other")["never_trained"] == 1
+
+
+def test_metrics_of_lags() -> None:
+    assert lag_metrics(Counter({0: 3, 2: 1, -1: 4})) == {
+        **{"lag/unknown_share": 0.5, "lag/mean": 0.5, "lag/max": 2.0, "lag/p95": 2.0}
+    }
+    assert lag_metrics(Counter({1: 99, 5: 1})) == {
+        **{"lag/unknown_share": 0.0, "lag/mean": 1.04, "lag/max": 5.0, "lag/p95": 1.0}
+    }
+    assert lag_metrics(Counter()) == {}
 
 
 def test_the_ledger_remembers_the_newest_sequences_and_the_totals_of_all(

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -226,6 +227,8 @@ def test_masks_and_weights_scale_tokens(trainer: Trainer) -> None:
     trainer.handle(DropGradient("m"))
     train(trainer, [datum(TEXTS[0], weights=(terms * scale).tolist())])
     assert torch.allclose(ours, gradient(trainer), rtol=1e-5, atol=1e-6)
+    supervised = train(trainer, [datum(TEXTS[0], weights=factors, mask=mask)])
+    assert supervised.loss == pytest.approx(-float((lp * scale).sum()), rel=1e-5)
 
 
 def test_the_step_reports_what_its_tokens_measure(trainer: Trainer) -> None:
@@ -241,6 +244,12 @@ def test_the_step_reports_what_its_tokens_measure(trainer: Trainer) -> None:
     ]
     assert metrics["clip/share"] == pytest.approx(np.mean(clipped))
     assert not [name for name in metrics if name.startswith(("kl/start_target", "by_lag/update"))]
+    lags = np.array([-2, 0, -1, 0], "<i4")  # tokens of unknown lag are left out
+    train(trainer, [msgspec.structs.replace(given, lags=lags.tobytes())], "ppo", forward_only=False)
+    now = train(trainer, [given], "ppo", forward_only=True)
+    raw = np.frombuffer(now.logprobs[0], "<f4")[1:].astype(float) - np.array(BEHAVIOR[1:])
+    known = trainer.handle(PLAIN).metrics["kl/behavior_target_k1"]
+    assert known == pytest.approx(-(raw[0] + raw[2]) / 2, rel=1e-4)
 
 
 @pytest.mark.parametrize(
