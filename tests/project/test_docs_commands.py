@@ -40,6 +40,7 @@ PAGES = [
     "docs/mixing.md",
     "docs/sft.md",
     "docs/tinker.md",
+    "docs/tinker-lag.md",
     "docs/lora.md",
     "docs/agents.md",
     "docs/environments.md",
