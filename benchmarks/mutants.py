@@ -544,16 +544,17 @@ def digest(path: str) -> str:
 def kept(test_file: str, paths: Collection[str], *, exact: bool = False) -> dict[str, Any] | None:
     """Return the stored measurement of a test file, None if there is none or the file has changed.
 
-    For a source file that has changed since it is by function.  exact: none of `paths` that it
-    runs may have changed."""
+    For a source file that has changed since it is by function.  exact: neither tests/conftest.py
+    nor any of `paths` that it runs may have changed."""
     file = KEPT / f"{Path(test_file).stem}.json"
     if not file.exists():
         return None
     found: dict[str, Any] = json.loads(file.read_text())
     changed = [path for path, old in found["digests"].items() if digest(path) != old]
-    if any(path.startswith("tests/") or (exact and path in paths) for path in changed):
+    shared = {"tests/conftest.py", *paths} if exact else set()
+    if {test_file, *shared} & set(changed):
         return None
-    for path in changed:
+    for path in set(changed) & set(found["lines"]):
         lines = found["lines"].pop(path)
         if (ROOT / path).exists():
             functions = functions_of((ROOT / path).read_text())
