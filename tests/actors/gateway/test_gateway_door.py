@@ -164,13 +164,14 @@ class Heard:
 def test_a_turn_is_due_when_something_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_gateway, "POLL_S", 3600.0)
     one, two = Heard(), Heard()
-    gateway: Any = SimpleNamespace(socket=one, calls_socket=two)
+    source = SimpleNamespace(wires=[])
+    gateway: Any = SimpleNamespace(socket=one, calls_socket=two, source=source)
 
     async def play() -> None:
         due = asyncio.Event()
         wires: list[socket.socket] = []
         door: Any = SimpleNamespace(due=due, wake=due.set)
-        agents: Any = SimpleNamespace(wires=wires)
+        agents: Any = [SimpleNamespace(wires=wires)]
         ears = http_gateway.SocketWatcher(gateway, door, agents)
 
         async def told_by(send: Any, what: socket.socket) -> None:
@@ -193,9 +194,13 @@ def test_a_turn_is_due_when_something_has_come(monkeypatch: pytest.MonkeyPatch) 
         wire, other = socket.socketpair()
         wires.append(wire)  # of a process that was started
         await told_by(lambda: other.send(b"x"), wire)
+        environment, far = socket.socketpair()
+        source.wires.append(environment)  # of the source's own processes
+        await told_by(lambda: far.send(b"x"), environment)
+        source.wires.clear()
         wires.clear()
-        wire.close()
-        other.close()
+        for end in (wire, other, environment, far):
+            end.close()
         two.taken = True  # zmq has it already, and its descriptor says nothing more
         await asyncio.wait_for(ears.notify(), 600)
         two.taken = False
