@@ -19,7 +19,7 @@ from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.experiments.serial import run_serial
 from asyncrl.models.policy import build_model
-from asyncrl.tasks import get_task
+from asyncrl.tasks.synthetic import SortTask
 
 ALONE = ("task.name='sort'",)
 HALVES = "{name='sort', label='first'}, {name='sort', label='second'}"
@@ -38,7 +38,7 @@ def main() -> None:
     args = rounds.parser(__doc__).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model"
-        build_model(path, get_task(load.load("demo", ALONE).task).symbols)
+        build_model(path, SortTask.symbols)
         sets = (
             f"model.path='{path}'",
             "model.warm_start=false",
