@@ -117,7 +117,7 @@ def test_the_ring_follows_no_link(name: str, how: str, tmp_path: Path) -> None:
         (ring / name).symlink_to(victim)
     else:
         os.link(victim, ring / name)
-    with pytest.raises(ConfigError, match=rf"{name} is (a link|no plain file)"):
+    with pytest.raises(ConfigError, match=rf"{name} is (a link|not a plain file)"):
         if name == "slot_0":
             WeightRing(ring, 16, 2, ROWS, 1)  # type: ignore[arg-type]
         else:
