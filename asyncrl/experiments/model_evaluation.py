@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,16 +17,17 @@ import msgspec
 from actors.engine import engine_for
 from asyncrl.config import load
 from asyncrl.config.tree import Config, LoraConfig
-from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.contract.printable import escape_line
 from asyncrl.experiments import process_run
 from asyncrl.experiments.offline_eval import OfflineEvaluator
 from asyncrl.models import model_check
 from asyncrl.models.policy import load_policy
-from asyncrl.records import metrics
+from asyncrl.records import metrics, rundir
 from asyncrl.records.health_checks import interval
-from asyncrl.supervise.live import duration
+from asyncrl.supervise import live
 
+ASK_S = 1.0  # between two questions to the buffer of an evaluation in sessions
 QUIET_S = 5.0  # without a terminal: seconds between two lines of progress
 
 
@@ -47,7 +49,7 @@ class EvaluationProgress:
         if name != self.name:
             self.name, self.began, self.told = name, now, now
         left = (now - self.began) / max(done, 1) * (total - done)
-        line = f"{name}: {done} of {total} completions, {duration(left)} left"
+        line = f"{name}: {done} of {total} completions, {live.duration(left)} left"
         if self.redraws:
             sys.stderr.write(f"\r\x1b[K{line[: _columns()]}" + "\r\x1b[K" * (done == total))
             sys.stderr.flush()
@@ -84,7 +86,7 @@ def evaluate(
         raise ConfigError(f"--only {unknown[0]}: choose of {', '.join(known)}")
     model_check.check(config)
     if config.uses_sessions:
-        return _evaluate_sessions(config, names, prompts, progress.say)
+        return _evaluate_sessions(config, names, prompts, progress)
     progress.say(f"loading {config.model.path}")
     engine = engine_for(config)
     evaluator = OfflineEvaluator(config, engine, progress.report)
@@ -117,8 +119,26 @@ def _strip_set(name: str, values: dict[str, float]) -> dict[str, float]:
     }
 
 
+def follow_sessions(
+    config: Config,
+    run_dir: Path,
+    total: int,
+    progress: EvaluationProgress,
+    ended: threading.Event,
+) -> None:
+    """Report how many of `total` sessions the buffer of a run has evaluated, until `ended`."""
+    while not ended.wait(ASK_S):
+        try:
+            address = rundir.current_buffer_address(config, run_dir)
+            status = live.ask(address, config.wires.curve_dir, ASK_S)
+        except (AsyncrlError, OSError):
+            continue  # the run has not begun, or is ending
+        if status is not None and not status.committed:
+            progress.report("sessions", min(status.progress, total), total)
+
+
 def _evaluate_sessions(
-    config: Config, names: Sequence[str], prompts: int | None, say: Callable[[str], None]
+    config: Config, names: Sequence[str], prompts: int | None, progress: EvaluationProgress
 ) -> dict[str, Any]:
     """Evaluate by a run of no steps in a directory of its own, which stays if the run fails."""
     replace = msgspec.structs.replace
@@ -141,11 +161,21 @@ def _evaluate_sessions(
     source = directory / "config.toml"
     source.write_text(load.dump(evaluated), encoding="utf-8")
     log = directory / "logs" / "run.log"
-    say(f"evaluating sessions by a run of no steps; its output is in {log}")
-    process_run.complete(
-        directory / "run", str(source), [], 0, log, f"asyncrl doctor {directory / 'run'} says more"
+    progress.say(f"evaluating sessions by a run of no steps; its output is in {log}")
+    run_dir, ended = directory / "run", threading.Event()
+    total = evaluation.final_prompts + evaluation.ood_prompts
+    total += sum(one.prompts * (one.samples + one.greedy) for one in evaluation.sets)
+    follower = threading.Thread(
+        target=follow_sessions, args=(evaluated, run_dir, total, progress, ended), daemon=True
     )
-    rows = metrics.read(directory / "run")
+    follower.start()
+    try:
+        advice = f"asyncrl doctor {run_dir} says more"
+        process_run.complete(run_dir, str(source), [], 0, log, advice)
+    finally:
+        ended.set()
+        follower.join()
+    rows = metrics.read(run_dir)
     found: dict[str, Any] = {}
     for name in ("heldout", "ood", *(one.name for one in wanted)):
         of_set = [

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -110,3 +113,30 @@ def test_progress_says_how_long_it_takes(capsys: pytest.CaptureFixture[str]) -> 
     progress.redraws = True
     progress.report("hard", 4, 4)
     assert "hard: 4 of 4" in capsys.readouterr().err and len(lines) == 1
+
+
+def test_sessions_are_followed_by_the_buffer_s_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text(BASE)
+    lines: list[str] = []
+    progress = model_evaluation.EvaluationProgress(lines.append)
+    ended = threading.Event()
+    done = iter([None, 3, OSError("no socket yet"), 9])
+
+    def ask(address: str, curve_dir: str, timeout: float) -> Any:
+        found = next(done)
+        if found == 9:
+            ended.set()
+        if isinstance(found, OSError):
+            raise found
+        return None if found is None else SimpleNamespace(committed=0, progress=found)
+
+    monkeypatch.setattr(model_evaluation.rundir, "current_buffer_address", lambda *_: "ipc://x")
+    monkeypatch.setattr(model_evaluation.live, "ask", ask)
+    monkeypatch.setattr(model_evaluation, "ASK_S", 0.001)
+    monkeypatch.setattr(model_evaluation, "QUIET_S", 0.0)
+    model_evaluation.follow_sessions(load.load(path), tmp_path, 8, progress, ended)
+    counts = [line.split(" completions")[0] for line in lines]
+    assert counts[-1] == "sessions: 8 of 8" and set(counts) <= {"sessions: 3 of 8", counts[-1]}
