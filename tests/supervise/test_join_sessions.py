@@ -103,7 +103,8 @@ def test_a_generator_of_another_machine_serves_sessions(tmp_path: Path) -> None:
     words = ("join", address, "--keys", "copied", "--wait", f"{WAIT_S}", *cache)
     joined = start("join", there, *words)
     try:
-        wait_for(lambda: joined.poll() is None and "generator-2" in status().peers)
+        both = {"generator-0", "generator-2"}
+        wait_for(lambda: joined.poll() is None and both <= status().peers.keys())
         rows = process_log.read_events(here / "runs" / "r")
         alone = next(row["pid"] for row in rows if row["name"] == "generator-0")
         os.kill(alone, signal.SIGSTOP)
