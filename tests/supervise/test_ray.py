@@ -84,8 +84,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     monkeypatch.setattr(Cluster, "_wait_for_node", waited)
     small = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 80 << 20}
     made = Cluster(initialize_head=True, head_node_args=small)
-    for _ in range(2):
-        made.add_node(num_cpus=1, object_store_memory=80 << 20)
+    complete(made)
     yield made
     made.shutdown()
     monkeypatch.undo()
@@ -97,6 +96,12 @@ def wait_for(what: Callable[[], bool], run: subprocess.Popen[str], log: Path) ->
     while not what():
         assert time.monotonic() < until and run.poll() is None, log.read_text()[-3000:]
         time.sleep(0.05)
+
+
+def complete(cluster: Any) -> None:
+    """Add nodes until there are three: a test may have removed one."""
+    while len(cluster.list_all_nodes()) < 3:
+        cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
 
 
 def start(cluster: Any, log: Path, *argv: str) -> subprocess.Popen[str]:
@@ -181,6 +186,7 @@ def test_a_run_on_three_hosts_outlives_one_of_them(
 
 def test_sessions_are_sampled_on_other_hosts(cluster: Any, tmp_path: Path) -> None:
     """A gateway beside buffer and learner; the calls go to generators that joined over the net."""
+    complete(cluster)
     model, run_dir, log = tmp_path / "m", tmp_path / "runs" / "r", tmp_path / "log"
     build_model(model, CalcTask.symbols, hidden=32, layers=1)
     sets = [*SETS, f"model.path={str(model)!r}", f"runs={str(tmp_path / 'runs')!r}"]

@@ -109,7 +109,7 @@ def recorded(hook: Hook, role: str) -> None:
 
     kept = Notes(hook.notes / f"{role}.{os.getpid()}.jsonl")
 
-    def made(box: Any, sample: Any) -> None:
+    def made(box: Any, sample: Any, *_: Any) -> None:
         kept.add({"made": [sample.ticket, sample.sample, sample.attempt, sample.length]})
         hook.worked(role)
 
