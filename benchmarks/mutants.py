@@ -873,37 +873,15 @@ def tried(
     return {"answers": answers, "base": found["base"], "seconds": seconds}
 
 
-def _main(args: argparse.Namespace, work: Path) -> None:
-    warm(work)
-    if args.planted:
-        every_planted = planted(work, args.workers)
-        alive = [x for x in every_planted if x["status"] not in (KILLED, TIMEOUT)]
-        print(
-            json.dumps(every_planted)
-            if args.json
-            else "\n".join(f"{x['status']:9} {x['name']}: {x['mutant']}" for x in every_planted)
-        )
-        sys.exit(1 if alive else 0)
-    paths = sources()
-    if args.table:
-        write_table(paths, work, args.workers)
-        return
-    chosen = listed(args.set) if args.set else {}
-    if chosen:
-        paths = list(chosen["files"])
+def summarize(
+    found: dict[str, Any],
+    known: Equivalents,
+    args: argparse.Namespace,
+    chosen: dict[str, Any],
+    wanted: int,
+) -> dict[str, Any]:
+    """Return the result of the tried mutants, of which `wanted` were drawn."""
     goal = chosen.get("goal", GOAL)
-    paths = [p for p in paths if args.module in p]
-    every = catalogue(paths, chosen.get("files"))
-    if args.list:
-        counts = Counter(path for path, _ in every)
-        print("\n".join(f"{n:6} {path}" for path, n in counts.items()), f"{len(every):6}", sep="\n")
-        return
-    many = 20 if args.quick else args.sample or len(every)
-    wanted = drawn(every, many, args.seed, 0 if chosen or args.quick else LEAST)
-    known = Equivalents(ROOT / "benchmarks" / "mutants_equivalent.toml")
-    paths = list(dict.fromkeys(path for path, _ in wanted))
-    tests = args.tests.split(",") if args.tests else chosen.get("tests") or reaching_files(paths)
-    found = tried(args, wanted, tests, paths, known, work)
     base = Baseline(**found["base"])
     by_path: dict[str, Counter[str]] = {}
     survivors = []
@@ -925,9 +903,9 @@ def _main(args: argparse.Namespace, work: Path) -> None:
     score = killed / max(counted, 1)
     weakest = min(map(share, by_path.values()), default=1.0)
     tried_of = str(sum(total.values()))
-    if sum(total.values()) < len(wanted):
-        tried_of = f"the first {tried_of} of {len(wanted)}"
-    result = {
+    if sum(total.values()) < wanted:
+        tried_of = f"the first {tried_of} of {wanted}"
+    return {
         "goals": [
             {
                 "figure": f"mutants killed by the fast tests, {tried_of} drawn by seed {args.seed}",
@@ -946,8 +924,7 @@ def _main(args: argparse.Namespace, work: Path) -> None:
         "what": chosen.get("what", WHAT),
         "seed": args.seed,
         "mutants": sum(total.values()),
-        "of": len(every),
-        "controls": min(args.controls, len(wanted)),
+        "controls": min(args.controls, wanted),
         "killed": killed,
         "by_time_limit": total[TIMEOUT],
         "survived": len(survivors),
@@ -962,12 +939,46 @@ def _main(args: argparse.Namespace, work: Path) -> None:
         "equivalents": equivalents,
         "killers": dict(killers.most_common(40)),
     }
+
+
+def _main(args: argparse.Namespace, work: Path) -> None:
+    warm(work)
+    if args.planted:
+        every_planted = planted(work, args.workers)
+        alive = [x for x in every_planted if x["status"] not in (KILLED, TIMEOUT)]
+        print(
+            json.dumps(every_planted)
+            if args.json
+            else "\n".join(f"{x['status']:9} {x['name']}: {x['mutant']}" for x in every_planted)
+        )
+        sys.exit(1 if alive else 0)
+    paths = sources()
+    if args.table:
+        write_table(paths, work, args.workers)
+        return
+    chosen = listed(args.set) if args.set else {}
+    if chosen:
+        paths = list(chosen["files"])
+    paths = [p for p in paths if args.module in p]
+    every = catalogue(paths, chosen.get("files"))
+    if args.list:
+        counts = Counter(path for path, _ in every)
+        print("\n".join(f"{n:6} {path}" for path, n in counts.items()), f"{len(every):6}", sep="\n")
+        return
+    many = 20 if args.quick else args.sample or len(every)
+    wanted = drawn(every, many, args.seed, 0 if chosen or args.quick else LEAST)
+    known = Equivalents(ROOT / "benchmarks" / "mutants_equivalent.toml")
+    paths = list(dict.fromkeys(path for path, _ in wanted))
+    tests = args.tests.split(",") if args.tests else chosen.get("tests") or reaching_files(paths)
+    found = tried(args, wanted, tests, paths, known, work)
+    result = summarize(found, known, args, chosen, len(wanted)) | {"of": len(every)}
+    by_path = result["by_file"]
     for path, counts in sorted(by_path.items(), key=lambda x: share(x[1])):
         if share(counts) < GOAL_BY_FILE:
             print(f"{share(counts):4.0%} {path} {dict(counts)}", file=sys.stderr)
     print(
-        f"{killed} of {counted} killed ({score:.1%}), {total['equivalent']} equivalent, "
-        f"{round(found['seconds'])} s",
+        f"{result['killed']} of {result['mutants'] - result['equivalent']} killed "
+        f"({result['score']:.1%}), {result['equivalent']} equivalent, {result['seconds']} s",
         file=sys.stderr,
     )
     if not (args.quick or args.module):
