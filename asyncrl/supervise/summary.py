@@ -156,7 +156,9 @@ def compose(config: Config, run_dir: Path) -> dict[str, Any]:
         | {"limit": _limit(limit)}
         | ({"limit_now": _limit(now)} if now != limit else {}),
         "speed": {
-            "generator_tokens_per_s": _mean(rows, "throughput/generator_tokens_per_s"),
+            # a run that ends before a generator's first report has no rate in its rows
+            "generator_tokens_per_s": _mean(rows, "throughput/generator_tokens_per_s")
+            or totals["ledger"]["generated"] / max(totals["wall_s"], 1e-9),
             "learner_tokens_per_s": _mean(rows, "throughput/learner_tokens_per_s"),
             "idle_share": {
                 "generator": _mean(rows, "time/generator_idle_share"),

@@ -284,7 +284,13 @@ def test_callbacks_see_the_run_and_one_stops_it(tmp_path: Path, small_model: Pat
 
     stopped = asyncrl.run(
         table | {"model": {"path": str(small_model)}},
-        [*SMALL[:-1], *PATIENT, "learner.steps=1000", "learner.checkpoint_every=2"],
+        [
+            *SMALL[:-1],
+            *PATIENT,
+            "learner.steps=1000",
+            "learner.checkpoint_every=2",
+            "learner.keep_checkpoints=1000",
+        ],
         on_step=lambda row: steps.append(row["step"]),
         on_evaluation=lambda row: evaluated.append(row.get("eval/heldout", 0.0)),
         on_checkpoint=on_checkpoint,

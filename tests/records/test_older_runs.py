@@ -6,6 +6,7 @@ holds a journal, a recording, checkpoints, metrics and the resolved config."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tarfile
@@ -15,6 +16,8 @@ import pytest
 from process_kit import ENV, ROOT, Ended
 
 import asyncrl
+from asyncrl.config import load
+from asyncrl.supervise import summary
 
 pytestmark = pytest.mark.slow
 
@@ -46,6 +49,23 @@ def test_an_older_run_loads_in_python(older_run: Path) -> None:
     assert (
         sum(n for line, n in run.ledger.items() if line != "generated") == (run.ledger["generated"])
     )
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["ended", "buffer killed"])
+def test_a_run_too_short_for_a_report_has_the_rate_of_its_whole_time(
+    older_run: Path, killed: bool
+) -> None:
+    """Generators report at intervals; a run may end before the first report."""
+    name = "throughput/generator_tokens_per_s"
+    path = older_run / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    cut = [json.dumps({k: v for k, v in row.items() if k != name}) for row in rows]
+    path.write_text("".join(line + "\n" for line in cut), encoding="utf-8")
+    if killed:
+        (older_run / "buffer_summary.json").unlink()
+    made = summary.compose(load.load(older_run / "config.toml"), older_run)
+    rate = made["speed"]["generator_tokens_per_s"]
+    assert rate == pytest.approx(made["ledger"]["generated"] / made["wall_s"]) and rate > 0
 
 
 def test_an_older_recording_replays(older_run: Path) -> None:
