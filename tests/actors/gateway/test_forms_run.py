@@ -5,8 +5,11 @@ learner has the bits of the engine.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
+import signal
 import string
 import subprocess
 import sys
@@ -17,13 +20,16 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from clients_kit import python_of
-from process_kit import ENV, ROOT, RUN_SEED
+from holding import allow, held
+from process_kit import ENV, PATIENT, ROOT, RUN_SEED
+from run_kit import steps_done, wait_until
 
 from asyncrl.cli import main
 from asyncrl.contract.sampled_support import SampledSupport
 from asyncrl.models.policy import build_model
 from asyncrl.models.tokenizer import load_tokenizer
 from asyncrl.records import stream
+from asyncrl.tasks.calc import CalcTask
 
 pytestmark = pytest.mark.slow
 
@@ -65,13 +71,21 @@ def run(where: Path, symbols: str, *sets: str) -> list[Any]:
     assert largest == [0.0, 0.0]
     ledger = summary["ledger"]
     assert ledger["trained"] == ledger["generated"] and not ledger["failed"]
+    samples = trained(folder)
+    assert len(samples) == 8
+    return samples
+
+
+def trained(folder: Path) -> list[Any]:
+    """The samples of a run's recording; each has the allowed tokens of every sampled one."""
     recording = stream.read(folder)
     samples = [s for n in range(recording.end) for s in recording.step(n).batch.samples]
-    assert len(samples) == 8
     for sample in samples:
         support = SampledSupport.decode(sample.support, len(sample.mask))
         sampled = np.frombuffer(sample.mask, np.uint8) > 0
         assert (support.sizes[sampled] > 0).all() and not support.sizes[~sampled].any()
+        tokens = np.frombuffer(sample.tokens, "<i4")
+        assert support.contains(tokens)[sampled].all()
     return samples
 
 
@@ -103,3 +117,73 @@ def test_parsed_objects_and_required_tools_are_trained_token_for_token(tmp_path:
     assert len({sample.reward for sample in samples}) > 2
     replayed = CliRunner().invoke(main, ["replay", str(tmp_path / "runs" / "form"), "--json"])
     assert replayed.exit_code == 0 and '"equal": true' in replayed.output, replayed.output
+
+
+def test_kills_journal_and_replay_keep_the_allowed_tokens(tmp_path: Path) -> None:
+    """Generator, learner and gateway are killed, then the whole run, which resumes.  In exact mode
+    the learner refuses a batch whose log-probabilities differ by one bit.
+    """
+    build_model(tmp_path / "m", CalcTask.symbols, hidden=32, layers=1)
+    run_dir, allowed, log = tmp_path / "runs" / "form", tmp_path / "allowed", tmp_path / "said"
+    sets = [
+        *SETS,
+        *PATIENT,
+        "name=form",
+        "generators=2",
+        "staleness.max_lag=2",
+        "learner.steps=6",
+        "learner.checkpoint_every=1",
+        "durability.mode=disk",
+        "record.split_every=1",
+        "weights.in_flight=recompute_kv",
+    ]
+    words = [word for each in sets for word in ("--set", each)]
+    argv = [sys.executable, "-m", "asyncrl.cli", "run"]
+    allow(allowed, 2)
+    with log.open("w") as said:
+        first = subprocess.Popen(
+            [*argv, str(ROOT / "configs" / "calc_form.toml"), *words],
+            cwd=tmp_path,
+            env=held(batches=allowed),
+            stderr=said,
+            text=True,
+        )
+        try:
+            wait_until(lambda: steps_done(run_dir) == 2, first)
+            for batches, names in ((3, ("learner", "generator-0")), (4, ("gateway-0",))):
+                kill(run_dir, *names)
+                for name in names:
+                    wait_until(lambda died=f"{name} died: SIGKILL": died in log.read_text(), first)
+                allow(allowed, batches)
+                wait_until(lambda done=batches: steps_done(run_dir) == done, first)
+            first.kill()
+            for name in ("learner", "generator-0", "generator-1", "gateway-0", "buffer"):
+                with contextlib.suppress(ProcessLookupError):  # they end by themselves, too
+                    kill(run_dir, name)
+            first.wait()
+        finally:
+            first.kill()
+    done = subprocess.run(
+        [*argv, "--resume", str(run_dir), "--json"],
+        cwd=tmp_path,
+        env=ENV,
+        capture_output=True,
+        text=True,
+        timeout=1800,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    summary = json.loads(done.stdout.strip().splitlines()[-1])
+    ledger, samples = summary["ledger"], trained(run_dir)
+    assert summary["steps"] == 6 and summary["lag"]["max"] <= 2 and len(samples) == 24
+    assert ledger["generated"] == sum(v for k, v in ledger.items() if k != "generated")
+    assert ledger["trained"] == sum(sum(s.mask) for s in samples)
+    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    largest = [row["mismatch/max_one_version"] for row in metrics if "split/mismatch" in row]
+    assert largest and not any(largest)
+    replayed = CliRunner().invoke(main, ["replay", str(run_dir), "--json"])
+    assert replayed.exit_code == 0 and '"equal": true' in replayed.output, replayed.output
+
+
+def kill(run_dir: Path, *names: str) -> None:
+    for name in names:
+        os.kill(int((run_dir / f".{name}.alive").read_text()), signal.SIGKILL)
