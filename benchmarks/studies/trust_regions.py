@@ -5,7 +5,8 @@
     # only write the result of the finished runs
     python benchmarks/studies/trust_regions.py --out runs/trust --table
 
-The arms are PPO, DPPO, M2PO, CISPO, GSPO and IS-reshape with repair D.  At equal learning rates a
+The arms are PPO, DPPO, CISPO, GSPO, decoupled PPO (anchored at the start of the batch, and between
+that and the behavior policy) and IS-reshape with repair D.  At equal learning rates a
 tighter trust region moves less, and looks safer for that reason alone.  So each arm first gets
 the rate at which the mean of `kl/moved` (KL(policy before || after a batch), nats a token) over
 short synchronous runs equals PPO's at --lr (or --target), by secant steps on the logarithms.
@@ -39,6 +40,12 @@ PPO = "ppo"
 # published (3e-4) it suits thousands
 GSPO_EPS = 0.06
 _ANCHORED = sweep.CORRECTIONS[PPO][1]  # pi_prox := mu
+_DECOUPLED = (
+    "correction.level=token",
+    "correction.bound=truncate",
+    "correction.hi=2.0",
+    "loss.surrogate=decoupled_ppo",
+)
 ARMS: dict[str, tuple[str, list[str]]] = {
     PPO: ("clip 0.2 of pi / mu", _ANCHORED),
     "dppo": (
@@ -58,6 +65,14 @@ ARMS: dict[str, tuple[str, list[str]]] = {
             f"loss.eps_high={GSPO_EPS}",
             "loss.reduction=seq-mean-token-mean",
         ],
+    ),
+    "decoupled": (
+        "clip 0.2 of pi / start, truncated weights start / mu of tokens",
+        ["correction.proximal=recompute", *_DECOUPLED],
+    ),
+    "interpolate": (
+        "the same anchored at mu^a start^(1 - a), a = 1 / (lag + 1), in place of start",
+        ["correction.proximal=interpolate", *_DECOUPLED],
     ),
     "reshape-D": (
         "IS-reshape v3.1; the rate of each step is scaled by what fits into 0.05 nats a token from "
