@@ -68,9 +68,14 @@ def read_record(run_dir: Path, config: Config) -> RunRecord:
     batches = training_log.read(run_dir / "trained.jsonl")
 
     def evaluated(split: str) -> list[list[float]]:
-        values = {row["step"]: row[f"eval/{split}"] for row in rows if f"eval/{split}" in row}
-        return [[float(step) for step in sorted(values)], [values[step] for step in sorted(values)]]
+        values = found.get(f"eval/{split}", {})
+        return [[float(step) for step in values], list(values.values())]
 
+    found: dict[str, dict[str, float]] = {}  # eval/... -> version -> value
+    for row in sorted(rows, key=lambda row: int(row["step"])):
+        for name in row:
+            if name.startswith("eval/"):
+                found.setdefault(name, {})[str(row["step"])] = row[name]
     return {
         "seed": config.seed,
         "steps": summary["steps"],
@@ -92,6 +97,7 @@ def read_record(run_dir: Path, config: Config) -> RunRecord:
         ],
         "optimizer_steps": jsonl.read(run_dir / metrics.OPTIMIZER_STEPS),
         "evals": {},
+        "evaluation_metrics": found,
         "accuracy": evaluated("heldout"),
         "ood": evaluated("ood"),
         "abandoned": "",

@@ -75,6 +75,7 @@ class RunRecord(TypedDict):
     curve: list[dict[str, float]]  # one row a batch
     optimizer_steps: list[dict[str, float]]  # as in a run's optimizer_steps.jsonl
     evals: dict[str, dict[str, list[float]]]  # split -> version -> reward of each prompt
+    evaluation_metrics: dict[str, dict[str, float]]  # eval/... -> version -> value
     accuracy: list[list[float]]  # steps, accuracies on held-out prompts
     ood: list[list[float]]
     abandoned: str  # why `watch` stopped the run; "" if it did not
@@ -188,6 +189,10 @@ class SerialRecord:
             "curve": self.curve,
             "optimizer_steps": self.optimizer_steps,
             "evals": {split: self.rewards(split) for split in ("heldout", "ood")},
+            "evaluation_metrics": {
+                name: {str(number): x for number, x in sorted(by_version.items())}
+                for name, by_version in sorted(self.finished.items())
+            },
             "accuracy": list(self.accuracy("heldout")),
             "ood": list(self.accuracy("ood")),
             "abandoned": self.abandoned,

@@ -56,6 +56,8 @@ def test_a_cell_with_sessions_is_a_run_of_processes(
     record = store.read(cell)
     assert (record["seed"], record["steps"], record["abandoned"]) == (RUN_SEED, STEPS, "")
     assert record["accuracy"][0] == record["ood"][0] == [0.0, float(STEPS)]
+    heldout = record["evaluation_metrics"]["eval/heldout"]
+    assert heldout == dict(zip(("0", str(STEPS)), record["accuracy"][1], strict=True))
     assert [row["version"] for row in record["curve"]] == [1, 2]
     assert all("reward/mean" in row and "is/ess" in row for row in record["curve"])
     assert set(record["lag_histogram"]) == {"0"} and len(record["batches"]) == STEPS

@@ -45,6 +45,11 @@ def test_arms_see_the_same_data_at_their_own_lag_and_repeat_bitwise(model: Path)
     again = run("staleness.max_lag=2")
     assert again["weights_digest"] == natural["weights_digest"] != sync["weights_digest"]
     assert again["evals"] == natural["evals"]
+    last = str(natural["steps"])
+    rewards = natural["evals"]["heldout"][last]  # type: ignore[index]
+    metrics = natural["evaluation_metrics"]["eval/heldout"]  # type: ignore[index]
+    assert set(metrics) == set(natural["evals"]["heldout"])  # type: ignore[index]
+    assert metrics[last] == pytest.approx(sum(rewards) / len(rewards))
 
 
 def test_what_each_rule_at_the_limit_takes_by_answer_length(sort_model: Path) -> None:
