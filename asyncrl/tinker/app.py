@@ -34,10 +34,12 @@ from asyncrl.tinker.model_records import (
     model_of,
 )
 from asyncrl.tinker.models import ServedModel
+from asyncrl.tinker.sample_log import TrainedSampleLog
 from asyncrl.tinker.samplers import SampleOutcome, SamplerRecord, SamplerService
 from asyncrl.tinker.sequences import SequenceLedger
 from asyncrl.tinker.settings import TinkerConfig
 
+LEDGER_S = 2.0  # between looks at the ledgers
 POLL_S = 20.0  # longest wait of a client for a result in one request
 _Outcome = TypeVar("_Outcome")
 Handler = Callable[[Request, bytes], Awaitable[Response]]
@@ -59,7 +61,8 @@ class TinkerServer:
         settings = folder / "tinker.toml"
         self.trainer = WorkerLink("training", settings, logs / "training.log")
         self.sampling = WorkerLink("sampling", settings, logs / "sampling.log")
-        ends = model_stops(load_tokenizer(config.model.path), config.model.path)
+        self.tokenizer = load_tokenizer(config.model.path)
+        ends = model_stops(self.tokenizer, config.model.path)
         self.samplers = SamplerService(config, folder, self.sampling, self.ledger, ends)
         self.samplers.pace = self.pace
         self.session_rows = jsonl.JsonlAppender(folder / "sessions.jsonl")
@@ -74,6 +77,14 @@ class TinkerServer:
             self._serve(record)
         await self.trainer.start()
         await self.sampling.start()
+        self.tasks.append(asyncio.create_task(self._write_ledgers(), name="ledgers"))
+
+    async def _write_ledgers(self) -> None:
+        """Keep the ledger files current while clients only sample."""
+        while True:
+            await asyncio.sleep(LEDGER_S)
+            for model in self.models.values():
+                model.write_ledger()
 
     async def stop(self) -> None:
         for task in self.tasks:
@@ -88,7 +99,8 @@ class TinkerServer:
     def _serve(self, record: ModelRecord) -> ServedModel:
         folder = self.folder / folder_name(record.model)
         source = find_saved(self.folder, record.source)[0] if record.source else Path()
-        model = ServedModel(record, folder, self.config, self.trainer, self.ledger, source)
+        samples = TrainedSampleLog(folder, self.tokenizer)
+        model = ServedModel(record, folder, self.config, self.trainer, self.ledger, samples, source)
         self.models[record.model] = model
         model.on_change = self.samplers.released.set
         self.tasks.append(asyncio.create_task(model.run(), name=record.model))

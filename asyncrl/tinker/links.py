@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -13,6 +13,7 @@ import msgspec
 from asyncrl.contract import importing
 from asyncrl.contract.parent import die_with_parent
 from asyncrl.contract.printable import LONGEST_LINE, describe_exit, escape_line
+from asyncrl.records import process_log
 from asyncrl.tinker.messages import (
     CallDone,
     CallFailure,
@@ -30,8 +31,13 @@ Result = ScoreResult | StepResult | SampleResult | CallDone | CallFailure
 
 
 def log(text: str) -> None:
-    """Print a line for the server's operator."""
-    print(escape_line(text, LONGEST_LINE), file=sys.stderr, flush=True)
+    """Tell the server's operator a line: on stderr and in logs/server.log (`server.open_log`)."""
+    logging.getLogger("asyncrl.tinker").warning("%s", escape_line(text, LONGEST_LINE))
+
+
+def log_exception(text: str) -> None:
+    """Tell the operator the traceback of the exception that is being handled."""
+    logging.getLogger("asyncrl.tinker").exception("%s", escape_line(text, LONGEST_LINE))
 
 
 class WorkerExited(Exception):
@@ -75,7 +81,16 @@ class WorkerLink:
                 )
             reader, self._writer = await asyncio.open_connection(sock=ours)
             self.generation += 1
+            self._note("began")
             self._reader = asyncio.create_task(self._read(reader))
+
+    def _note(self, event: str, **more: object) -> None:
+        """Add a row to the log of processes, which `asyncrl doctor` and `watch` read."""
+        assert self.process is not None
+        folder = self.config_path.parent
+        process_log.append_event(
+            folder, self.role, self.process.pid, event, supervised=True, **more
+        )
 
     async def call(self, request: Request, number: int | None = None) -> Result:
         """Send a call and return its result.
@@ -120,6 +135,7 @@ class WorkerLink:
         self._writer.close()
         self._writer = None
         code = self.process.wait()
+        self._note("ended", code=process_log.INTERRUPTED if self.closed else code)
         if not self.closed:
             log(f"the {self.role} process ended ({describe_exit(code)}); see {self.log}")
         for waiting in self._waiting.values():

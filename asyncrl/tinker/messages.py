@@ -90,7 +90,7 @@ class SaveWeights(msgspec.Struct, frozen=True, tag=True):
 
 
 class SampleCall(msgspec.Struct, frozen=True, tag=True):
-    """SampleCall sequences after one prompt.
+    """Sample sequences after one prompt.
 
     weights: directory of the sampler's weights; "": the base model.
     version: the number of optimizer steps behind these weights.

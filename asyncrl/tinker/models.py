@@ -4,6 +4,7 @@
 MODEL/config.toml      a run's config, so that `asyncrl watch` and `asyncrl report` show the model
 MODEL/metrics.jsonl    a row for each optimizer step
 MODEL/trained.jsonl    the sequences and lags of each optimizer step
+MODEL/token_samples.jsonl  some trained datums with every token
 MODEL/ledger.json      sequences of the model by how often they were trained
 MODEL/model.json       what the model was created from
 MODEL/calls, checkpoints  see call_log.py
@@ -18,11 +19,10 @@ import asyncio
 import json
 import shutil
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -33,7 +33,7 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.records import atomic_write, jsonl, metrics
 from asyncrl.tinker import wire
 from asyncrl.tinker.call_log import CallLog, TrainingCall, TrainingOutcome
-from asyncrl.tinker.links import Result, WorkerExited, WorkerLink, log
+from asyncrl.tinker.links import Result, WorkerExited, WorkerLink, log, log_exception
 from asyncrl.tinker.messages import (
     NOT_SAMPLED,
     CallFailure,
@@ -54,8 +54,10 @@ from asyncrl.tinker.model_records import (
     branch_name,
     find_saved,
 )
+from asyncrl.tinker.sample_log import TrainedSampleLog
 from asyncrl.tinker.sequences import (
     ModelAncestry,
+    SampledRun,
     SequenceLedger,
     lag_metrics,
     measure_lags,
@@ -71,6 +73,16 @@ class RequestRefused(Exception):
     """A call that cannot be carried out; the text is for the client."""
 
 
+class ResolvedLoss(NamedTuple):
+    """A forward_backward call.
+
+    outcome: with the lags and sequences of its gradient.  runs: the sampled ones of each datum."""
+
+    request: ForwardBackward
+    outcome: TrainingOutcome
+    runs: list[list[SampledRun]]
+
+
 class ServedModel:
     """A model, from its creation on; a restarted server continues it."""
 
@@ -81,6 +93,7 @@ class ServedModel:
         config: TinkerConfig,
         trainer: WorkerLink,
         ledger: SequenceLedger,
+        samples: TrainedSampleLog,
         saved: Path,
     ) -> None:
         """Open the model's folder.  saved: directory of `record.source`."""
@@ -89,6 +102,7 @@ class ServedModel:
         self.config = config
         self.trainer = trainer
         self.ledger = ledger
+        self.samples = samples
         self.source = saved
         self.log = CallLog(folder)
         self.branch = 0  # the load_weights call that its weights descend from
@@ -103,6 +117,8 @@ class ServedModel:
         self.on_change: Callable[[], None] = lambda: None  # called after each call
         self.last_request = record.time
         self.batch = 0  # sequences in the last optimizer step
+        self.stepped: float | None = None  # when this server made the last optimizer step
+        self.written_totals: dict[str, int] = {}  # in ledger.json
         self._begin_step()
         self._open_records()
         self._read_outcomes()
@@ -151,6 +167,7 @@ class ServedModel:
         self.sequences: list[str] = []
         self.taken: Counter[str] = Counter()
         self.refused = ""  # why a call of this step failed
+        self.samples.drop()
 
     def _account(self, route: str, outcome: TrainingOutcome) -> None:
         """Follow an outcome in the bookkeeping of the current optimizer step."""
@@ -232,7 +249,7 @@ class ServedModel:
         except WorkerExited as error:
             outcome = TrainingOutcome(error=str(error), category="server", version=self.version)
         except Exception as error:  # a client waits for it, and later calls must go on
-            traceback.print_exc()
+            log_exception(f"{self.record.model}, call {number}, {call.route}")
             outcome = TrainingOutcome(error=repr(error), category="server", version=self.version)
         outcome = msgspec.structs.replace(
             outcome, branch=self.branch, parents=self.ancestry.parents
@@ -339,10 +356,10 @@ class ServedModel:
 
     # ---- forward_backward ------------------------------------------------------------------------
 
-    def _loss_request(self, call: TrainingCall) -> tuple[ForwardBackward, TrainingOutcome]:
+    def _loss_request(self, call: TrainingCall) -> ResolvedLoss:
         """Decode a loss and measure the lag of its tokens.
 
-        The outcome has the lags and sequences of the gradient.  Raises RequestRefused for tokens
+        Its outcome has the lags and sequences of the gradient.  Raises RequestRefused for tokens
         above the limit, ConfigError for what is not served."""
         decoded = wire.loss_call(wire.parse_loss_request(call.body))
         staleness = self.config.staleness
@@ -350,6 +367,7 @@ class ServedModel:
         sequences: list[str] = []
         data: list[Datum] = []
         token_lags: list[bytes] = []
+        sampled: list[list[SampledRun]] = []
         taken = Counter(self.taken)
         for place, (datum, spans) in enumerate(zip(decoded.data, decoded.spans, strict=True)):
             runs = self.ledger.resolve(datum, spans, taken, self.ancestry)
@@ -365,6 +383,7 @@ class ServedModel:
             only_limit = masks and measured.lags.max(initial=-1) > staleness.max_lag
             if measured.refused and not (decoded.forward_only or only_limit):
                 raise RequestRefused(f"datum {place}: {measured.refused}")
+            sampled.append(runs)
             token_lags.append(measured.lags.astype("<i4").tobytes())
             datum, kept = with_lags(datum, measured.lags, staleness.max_lag)
             data.append(datum)
@@ -378,7 +397,7 @@ class ServedModel:
             outcome = msgspec.structs.replace(
                 outcome, lags=dict(lags), sequences=sequences, token_lags=b"".join(token_lags)
             )
-        return request, outcome
+        return ResolvedLoss(request, outcome, sampled)
 
     def _repeated_loss(self, call: TrainingCall, outcome: TrainingOutcome) -> ForwardBackward:
         """Decode a loss that was computed before, with the lags that it had then."""
@@ -392,10 +411,12 @@ class ServedModel:
         return ForwardBackward(self.record.model, data, decoded.loss, decoded.config)
 
     async def _forward_backward(self, call: TrainingCall) -> TrainingOutcome:
-        request, outcome = self._loss_request(call)
-        result = await self._ask(request)
+        loss = self._loss_request(call)
+        result = await self._ask(loss.request)
         assert isinstance(result, ScoreResult)
-        return msgspec.structs.replace(outcome, reply=wire.loss_reply(result))
+        if not loss.request.forward_only and self.samples.is_due(self.version):
+            self.samples.collect(loss.request.data, loss.runs, result.logprobs)
+        return msgspec.structs.replace(loss.outcome, reply=wire.loss_reply(result))
 
     # ---- optim_step ------------------------------------------------------------------------------
 
@@ -423,7 +444,7 @@ class ServedModel:
             )
         result = await self._ask(request)
         assert isinstance(result, StepResult)
-        measured = result.metrics | lag_metrics(self.lags)
+        measured = result.metrics | lag_metrics(self.lags) | self._step_size()
         if call.number > self.recorded:  # otherwise recorded before the server was killed
             row = trained_row(self.version, self.lags, self.sequences, call.number)
             self.trained_file.write(row)
@@ -432,16 +453,33 @@ class ServedModel:
             self.listed += len(row["sequences"])
             if self.listed > 2 * self.ledger.remembered:
                 self._drop_listed()
-            self._write_ledger()
+            self.write_ledger()
+            self.samples.write(self.version)
             self.metrics.write(self.version, measured, time.monotonic() - self.began)
         self.version += 1
         names = ("optim/grad_norm", "optim/lr", "lag/mean", "lag/max", "lag/unknown_share")
         shown = {name.replace("/", "_"): measured[name] for name in names if name in measured}
         return self._reply({"type": "optim_step", "metrics": shown})
 
-    def _write_ledger(self) -> None:
+    def _step_size(self) -> dict[str, float]:
+        """Return the mean length of the step's sequences, and the time since the last step."""
+        known = [self.ledger.sequences.get(id) for id in set(self.sequences)]
+        lengths = [sequence.length for sequence in known if sequence is not None]
+        now, before = time.monotonic(), self.stepped
+        self.stepped = now
+        size = {"answer/length": sum(lengths) / len(lengths)} if lengths else {}
+        if before is not None and now > before:
+            tokens = sum(n for lag, n in self.lags.items() if lag != NOT_SAMPLED)
+            rate = {"throughput/learner_tokens_per_s": tokens / (now - before)}
+            size |= {"time/step": now - before} | rate
+        return size
+
+    def write_ledger(self) -> None:
+        """Write ledger.json, unless it would be the same."""
         totals = self.ledger.totals(self.record.model)
-        atomic_write.write(self.folder / "ledger.json", json.dumps(totals, indent=1))
+        if totals != self.written_totals:
+            atomic_write.write(self.folder / "ledger.json", json.dumps(totals, indent=1))
+            self.written_totals = totals
 
     def _drop_listed(self) -> None:
         """Leave the ids of sequences out of trained.jsonl, once the ledger's file counts them."""
@@ -541,8 +579,9 @@ class ServedModel:
         return self._reply({"type": "load_weights", "path": path, "model_id": self.record.model})
 
     def close(self) -> None:
-        self._write_ledger()
+        self.write_ledger()
         self.trained_file.close()
+        self.samples.close()
         self.metrics.close()
 
 

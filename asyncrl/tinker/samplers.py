@@ -195,7 +195,7 @@ class SamplerService:
     async def _ask(
         self, sampler: SamplerRecord, job: SampleCall, promise: SamplePromise
     ) -> SampleOutcome:
-        """SampleCall; a process that exits is started again, and samples the same."""
+        """Sample; a process that exits is started again, and samples the same."""
         for _ in range(self.config.restarts + 1):
             try:
                 result = await self.link.call(job, promise.number)

@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import logging
 import os
 import secrets
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
 from asyncrl.records import atomic_write, private
-from asyncrl.records.rundir import RunLock
+from asyncrl.records.process_log import INTERRUPTED, ProcessIncarnation
 from asyncrl.tinker.settings import TinkerConfig
 from asyncrl.viewer.server import listen
 
@@ -67,7 +68,7 @@ def serve(config: TinkerConfig, source: str) -> None:
     try:
         import uvicorn  # noqa: F401
 
-        from asyncrl.tinker.app import TinkerServer
+        import asyncrl.tinker.app  # noqa: F401
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"asyncrl tinker needs {error.name}, which is not installed: pip install "
@@ -90,7 +91,46 @@ def serve(config: TinkerConfig, source: str) -> None:
             "get` fetches one, model.warm_start = true builds a tiny one"
         )
     folder = directory(config, source)
-    lock = RunLock(folder, "tinker")
+    with recorded_process(folder):
+        open_log(folder)
+        listen_and_serve(config, folder)
+
+
+@contextlib.contextmanager
+def recorded_process(folder: Path) -> Iterator[None]:
+    """Record the begin and the end of this process.
+
+    Raises ConfigError while another server has the directory."""
+    process = ProcessIncarnation(folder, "server", alone=True)
+    try:
+        yield
+    except KeyboardInterrupt:
+        process.end(INTERRUPTED)
+        raise
+    except BaseException as error:
+        process.end(1, str(error))
+        raise
+    else:
+        process.end(0)
+    finally:
+        process.release()
+
+
+def open_log(folder: Path) -> None:
+    """Write what the server tells its operator to stderr and to logs/server.log."""
+    (folder / "logs").mkdir(exist_ok=True)
+    file = logging.FileHandler(folder / "logs" / "server.log", encoding="utf-8")
+    file.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+    logger = logging.getLogger("asyncrl.tinker")
+    logger.propagate = False
+    for handler in (logging.StreamHandler(sys.stderr), file):
+        logger.addHandler(handler)
+
+
+def listen_and_serve(config: TinkerConfig, folder: Path) -> None:
+    """Serve from a directory that this process has for itself."""
+    from asyncrl.tinker.app import TinkerServer
+
     key = api_key(folder)
     listener = listen(config.server.host, config.server.port)
     host, port = listener.getsockname()[:2]
@@ -105,10 +145,7 @@ def serve(config: TinkerConfig, source: str) -> None:
         await web_server(TinkerServer(config, folder, key), announce).serve(sockets=[listener])
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        asyncio.run(run())
-    finally:
-        lock.close()
+    asyncio.run(run())
 
 
 def web_server(server: TinkerServer, announce: Callable[[], None]) -> uvicorn.Server:

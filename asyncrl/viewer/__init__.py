@@ -3,9 +3,11 @@
 Everything here reads the files of run directories and nothing else, so it also works on a finished
 run, on a copied directory and on the runs of a comparison in progress. It never writes into them.
 
-    findings   one run as the pages show it: state, processes, ledger, health checks, config, logs
-    app        the HTTP routes (starlette); static/ holds the page
-    server     address, token and uvicorn
+    findings       one run as the pages show it: state, processes, ledger, checks, config, logs
+    tinker_models  the same for a model of a Tinker server
+    run_search     which directories are runs
+    app            the HTTP routes (starlette); static/ holds the page
+    server         address, token and uvicorn
 
 Metrics, samples and advice are read by asyncrl.supervise.report.
 """

@@ -22,7 +22,7 @@ from asyncrl.records import page_kit
 from asyncrl.supervise.report import plots, step_plots
 from asyncrl.supervise.report.series import AXES
 from asyncrl.supervise.report.token_samples import SHADES, SampleFilter, parse_range
-from asyncrl.viewer import findings
+from asyncrl.viewer import findings, run_search
 from asyncrl.viewer.findings import WatchedRun
 
 STATIC = Path(__file__).parent / "static"
@@ -55,13 +55,13 @@ class WatchApp:
         self.lock = threading.Lock()
         self.runs: dict[str, WatchedRun] = {}
         if not expected:
-            findings.find_runs(places)
+            run_search.find_runs(places)
         self.refresh()
 
     def refresh(self) -> None:
         """Read what the runs have written, and find new ones."""
         try:
-            seen = {run.path: run for run in findings.find_runs(self.places)}
+            seen = {run.path: run for run in run_search.find_runs(self.places)}
         except ConfigError:  # not begun yet, or gone: the page says so for each run that it had
             seen = {}
         known = {run.path for run in self.runs.values()}
@@ -112,7 +112,9 @@ class WatchApp:
         return drawn
 
     def processes(self, query: Query) -> Any:
-        return {run.id: run.processes() for run in self.select_runs(query)}
+        # the models of a Tinker server have the same processes
+        runs = {run.process_group: run for run in self.select_runs(query)}
+        return {name: run.processes() for name, run in runs.items()}
 
     def ledger(self, query: Query) -> Any:
         return {run.id: run.ledger() for run in self.select_runs(query)}
@@ -135,6 +137,7 @@ class WatchApp:
             "rows": [run.samples.head(number) for number in run.samples.find(wanted)],
             "all": len(run.samples.heads),
             "shades": SHADES,
+            "none": run.no_samples,
         }
 
     def sample(self, query: Query) -> Any:

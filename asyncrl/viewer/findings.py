@@ -10,7 +10,7 @@ import time
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from asyncrl.config import load
 from asyncrl.config.tree import Config
@@ -24,7 +24,6 @@ from asyncrl.supervise.report.series import Series
 from asyncrl.supervise.report.token_samples import FILE, SampleStore
 
 LOG_BYTES = 64 * 1024
-DEPTH = 3  # levels below a directory in which runs are looked for
 COMPOSE_S = 5.0  # a summary of a run in progress is composed at most this often
 COMPOSE_SHARE = 0.005  # and costs at most this share of a core
 
@@ -32,6 +31,11 @@ COMPOSE_SHARE = 0.005  # and costs at most this share of a core
 @dataclass
 class WatchedRun:
     """A run directory and what was read of it so far."""
+
+    no_samples: ClassVar[str] = (
+        "This run has logged no samples yet: it logs some of every record.samples_every-th batch "
+        "(record.token_samples)."
+    )
 
     id: str
     path: Path
@@ -144,18 +148,14 @@ class WatchedRun:
             ended = rundir.is_finished(self.path, config.learner.steps)
         return advice.first_lines(config, self.path, ended=ended, series=self.series, signs=signs)
 
+    @property
+    def process_group(self) -> str:
+        """The name under which its processes are shown."""
+        return self.id
+
     def processes(self) -> list[dict[str, Any]]:
         """Return every process of the run: state, last end, restarts, last line of its log."""
-        rows = doctor.processes(self.config, self.path)
-        events = process_log.read_events(self.path)
-        for row in rows:
-            mine = [e for e in events if e.get("name") == row["name"]]
-            starts = [e for e in mine if e.get("event") == "began"]
-            row["restarts"] = max(len(starts) - 1, 0)
-            row["host"] = starts[-1].get("host", "") if starts else ""
-            row["pid"] = starts[-1].get("pid") if starts else None
-            row["memory_mb"] = resident_mb(row["pid"]) if row["alive"] else None
-        return rows
+        return with_starts(doctor.processes(self.config, self.path), self.path)
 
     def ledger(self) -> dict[str, Any]:
         """Return the ledger: tokens by where they ended, with samples and mean reward."""
@@ -177,29 +177,59 @@ class WatchedRun:
 
     def settings(self) -> dict[str, Any]:
         """Return the run's settings as {dotted key: value}."""
-        try:
-            with (self.path / "config.toml").open("rb") as file:
-                return flatten(tomllib.load(file))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{self.path / 'config.toml'}: {error}") from None
+        return read_settings(self.path / "config.toml")
 
     def logs(self) -> list[str]:
         """Return the names of the log files, the newest attempt first."""
-        files = [*(self.path / "logs").rglob("*.log"), *self.path.glob("*.log")]
-        return sorted((str(p.relative_to(self.path)) for p in files), reverse=True)
+        return log_names(self.path)
 
     def log_tail(self, name: str) -> str:
         """Return the end of a log file, escaped line by line.
 
         Raises ConfigError for a file that is not one of `logs`.
         """
-        if name not in self.logs():
-            raise ConfigError(f"{name}: no log file of {self.path}")
-        path = self.path / name
+        return log_tail(self.path, name)
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Return the settings in a file as {dotted key: value}.  Raises ConfigError."""
+    try:
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - LOG_BYTES))
-            text = file.read().decode("utf-8", "replace")
-        return "\n".join(escape_line(line, 2000) for line in text.splitlines())
+            return flatten(tomllib.load(file))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def log_names(folder: Path) -> list[str]:
+    """Return the names of the log files of a directory, the newest attempt first."""
+    files = [*(folder / "logs").rglob("*.log"), *folder.glob("*.log")]
+    return sorted((str(p.relative_to(folder)) for p in files), reverse=True)
+
+
+def log_tail(folder: Path, name: str) -> str:
+    """Return the end of a log file, escaped line by line.
+
+    Raises ConfigError for a file that is not one of `log_names`.
+    """
+    if name not in log_names(folder):
+        raise ConfigError(f"{name}: no log file of {folder}")
+    path = folder / name
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - LOG_BYTES))
+        text = file.read().decode("utf-8", "replace")
+    return "\n".join(escape_line(line, 2000) for line in text.splitlines())
+
+
+def with_starts(rows: list[dict[str, Any]], run_dir: Path) -> list[dict[str, Any]]:
+    """Add host, process id, memory and restarts to descriptions of processes."""
+    events = process_log.read_events(run_dir)
+    for row in rows:
+        starts = [e for e in events if (e.get("name"), e.get("event")) == (row["name"], "began")]
+        row["restarts"] = max(len(starts) - 1, 0)
+        row["host"] = starts[-1].get("host", "") if starts else ""
+        row["pid"] = starts[-1].get("pid") if starts else None
+        row["memory_mb"] = resident_mb(row["pid"]) if row["alive"] else None
+    return rows
 
 
 def resident_mb(pid: int | None) -> float | None:
@@ -212,53 +242,6 @@ def resident_mb(pid: int | None) -> float | None:
         return float(psutil.Process(pid).memory_info().rss / 2**20)
     except psutil.Error:
         return None
-
-
-def find_runs(places: list[Path]) -> list[WatchedRun]:
-    """Return the runs at or below `places`: runs, or directories of runs, comparisons, sweeps.
-
-    Raises ConfigError for a place without any.
-    """
-    found: dict[Path, None] = {}
-    for place in places:
-        if not place.is_dir():
-            raise ConfigError(f"{place}: no such directory")
-        here = [place] if _is_run(place) else _runs_below(place)
-        if not here:
-            raise ConfigError(
-                f"{place}: no run directory (with config.toml and run_id) is there or up to "
-                f"{DEPTH} levels below it"
-            )
-        found |= dict.fromkeys(path.resolve() for path in here)
-    paths = list(found)
-    return [WatchedRun(name, path) for name, path in zip(_names(paths), paths, strict=True)]
-
-
-def _is_run(path: Path) -> bool:
-    return (path / "config.toml").is_file() and (
-        (path / "run_id").is_file() or (path / "metrics.jsonl").is_file()
-    )
-
-
-def _runs_below(place: Path) -> list[Path]:
-    found: list[Path] = []
-    level = [place]
-    for _ in range(DEPTH):
-        level = [
-            sub for path in level for sub in sorted(path.iterdir()) if sub.is_dir() and sub != path
-        ]
-        found += [path for path in level if _is_run(path)]
-        level = [path for path in level if not _is_run(path)]
-    return sorted(found, key=lambda path: (path / "config.toml").stat().st_mtime)
-
-
-def _names(paths: list[Path]) -> list[str]:
-    """Return the shortest names that tell the paths apart."""
-    for parts in range(1, 6):
-        names = ["/".join(path.parts[-parts:]) for path in paths]
-        if len(set(names)) == len(names):
-            return names
-    return [str(path) for path in paths]
 
 
 def differences(runs: list[WatchedRun]) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from asyncrl.contract import importing
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.parent import die_with_parent
 from asyncrl.supervise.notebook import LoadedRun
-from asyncrl.viewer import findings
+from asyncrl.viewer import run_search
 
 PORT = 7860
 PORTS = 20  # tried from the first one, where the port was not chosen
@@ -125,7 +125,7 @@ def watch(*runs: str | Path | LoadedRun) -> PageProcess:
 
     Raises ConfigError for a place without a run."""
     places = [run.path if isinstance(run, LoadedRun) else Path(run) for run in runs]
-    findings.find_runs(places)
+    run_search.find_runs(places)
     return PageProcess(places)
 
 

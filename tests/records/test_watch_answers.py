@@ -24,7 +24,7 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.records import process_log, rundir
 from asyncrl.records.process_log import ProcessIncarnation
 from asyncrl.supervise.report import plots
-from asyncrl.viewer import findings
+from asyncrl.viewer import findings, run_search
 from asyncrl.viewer.app import POLICY, WatchApp
 from asyncrl.viewer.findings import WatchedRun
 
@@ -412,24 +412,24 @@ def test_runs_are_found_up_to_three_levels_below_and_by_age(run_dir: Path) -> No
     (no_settings / "config.toml").unlink()
     for seconds, path in enumerate((old, deep, first)):
         os.utime(path / "config.toml", (seconds, seconds))
-    found = findings.find_runs([top])
+    found = run_search.find_runs([top])
     assert [run.path for run in found][:3] == [old, deep, first] and found[3:][0].path == inside
     assert [run.id for run in found] == ["old", "deep", "second", "run"]
     shutil.copy(first / "config.toml", inside.parents[1])
     shutil.copy(first / "run_id", inside.parents[1])
-    assert inside not in [run.path for run in findings.find_runs([top])], "it belongs to its run"
-    again = findings.find_runs([first, top, too_deep])
+    assert inside not in [run.path for run in run_search.find_runs([top])], "it belongs to its run"
+    again = run_search.find_runs([first, top, too_deep])
     assert len({run.path for run in again}) == len(again) == 5 and again[0].path == first
     for place, message in ((top / "absent", "no such directory"), (no_run, "no run directory")):
         with pytest.raises(ConfigError, match=message):
-            findings.find_runs([top, place])
+            run_search.find_runs([top, place])
 
 
 def test_runs_of_one_name_are_told_apart_by_their_folders(run_dir: Path) -> None:
     top = run_dir.parent
     for folder in ("x/seed", "y/seed"):
         copy_run(run_dir, top / folder)
-    names = [run.id for run in findings.find_runs([top])]
+    names = [run.id for run in run_search.find_runs([top])]
     assert sorted(names) == ["runs/first", "x/seed", "y/seed"]
 
 

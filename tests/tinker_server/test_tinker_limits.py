@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,39 @@ def test_a_killed_sampling_process_samples_the_same(
     os.kill(worker(server, "sampling"), signal.SIGKILL)
     again = sampler.sample(prompt(), 2, seeded).result().sequences
     assert [list(x.tokens) for x in first] == [list(x.tokens) for x in again]
+
+
+def test_a_sampling_process_killed_amid_requests_answers_each_once(
+    server: ServerProcess, service: tinker.ServiceClient
+) -> None:
+    """One request is being sampled, the other is not yet read when the process is killed."""
+    client = new_model(service)
+    sampler = client.save_weights_and_get_sampling_client().result()
+    pid = worker(server, "sampling")
+    before = cpu_ticks(pid)
+    long = sampler.sample(prompt(), 128, types.SamplingParams(max_tokens=120)).future()
+    wait_until(lambda: cpu_ticks(pid) > before + 5, server.process)
+    os.kill(pid, signal.SIGSTOP)
+    short = sampler.sample(prompt(), 2, types.SamplingParams(max_tokens=4)).future()
+    os.kill(pid, signal.SIGKILL)
+    sampled = [*long.result(60).sequences, *short.result(60).sequences]
+    assert worker(server, "sampling") != pid
+    assert all(len(x.tokens) == len(x.logprobs) > 0 for x in sampled)
+    ids = [sequence.sequence_id for sequence in sampled]
+    assert len(set(ids)) == len(ids) == 130
+    rows = [json.loads(x) for x in (server.folder / "sequences.jsonl").read_text().splitlines()]
+    mine = Counter(row["id"] for row in rows if row["model"] == client.model_id)
+    assert mine == dict.fromkeys(ids, 1)
+    client.forward_backward([policy_datum(sequence, spans=True) for sequence in sampled], "ppo")
+    assert client.optim_step(ADAM).result().metrics["lag_unknown_share"] == 0
+    ledger = doctor(server, client)["ledger"]
+    assert (ledger["sampled"], ledger["trained_once"], ledger["never_trained"]) == (130, 130, 0)
+
+
+def cpu_ticks(pid: int) -> int:
+    """The processor time of a process, in ticks of the clock."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
 
 
 def worker(server: ServerProcess, role: str) -> int:

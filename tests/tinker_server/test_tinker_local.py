@@ -19,7 +19,8 @@ from tinker_local_kit import KEY, LocalServer
 
 from asyncrl.contract.errors import ConfigError
 from asyncrl.records import jsonl
-from asyncrl.tinker import app, settings, status
+from asyncrl.supervise import tinker_status as status
+from asyncrl.tinker import app, settings
 from asyncrl.tinker import server as tinker_server
 
 ADAM = types.AdamParams(learning_rate=1e-2)

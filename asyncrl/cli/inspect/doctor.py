@@ -35,14 +35,13 @@ def doctor(run_dir: Path | None, exact: bool, as_json: bool) -> None:
     from asyncrl.config import load
     from asyncrl.records import rundir
     from asyncrl.supervise import doctor as doctors
-    from asyncrl.supervise import live
-    from asyncrl.tinker import status as tinker_status
+    from asyncrl.supervise import live, tinker_status
 
     if exact:
         return exact_mode(run_dir, as_json)
     if run_dir is None:
         raise ConfigError("give a RUN_DIR (or --exact for the self-test of exact mode)")
-    if tinker_status.is_tinker_directory(run_dir):
+    if tinker_status.is_server(run_dir) or tinker_status.is_model(run_dir):
         state = tinker_status.examine(run_dir)
         print(json.dumps(state) if as_json else "\n".join(tinker_status.lines(state)))
         return

@@ -72,6 +72,7 @@ def samples(
 
     The learner logs some samples of every record.samples_every-th batch with all their tokens.
     """
+    from asyncrl.supervise import tinker_status
     from asyncrl.supervise.report.token_samples import (
         FILE,
         SHADES,
@@ -81,6 +82,8 @@ def samples(
         terminal_text,
     )
 
+    if tinker_status.is_server(run_dir):
+        raise ConfigError(f"{run_dir}: has several models; name the directory of one of them in it")
     if not (run_dir / "config.toml").exists():
         raise ConfigError(f"{run_dir}: no run directory (it has no config.toml)")
     if shade not in SHADES:

@@ -30,12 +30,15 @@ function conversation(sequence, shade) {
     const facts = Object.entries(sequence.shades).map(([name, of]) => `${name} ${typeof of[i] === "number" ? number(of[i]) : of[i] ?? "not measured"}`);
     turn.append(element("span", { class: `token ${sequence.shades.used[i] || now === "environment" ? "" : "unused"}`, style: paint(values?.[i]), title: `${JSON.stringify(piece)}\n${facts.join("\n")}` }, piece));
   });
-  return element("div", {}, ...turns, values ? null : element("p", { class: "soft" }, `${shade} was not measured for this batch (record.split_every)`));
+  return element("div", {}, ...turns, values ? null : element("p", { class: "soft" }, `${shade} was not measured for this batch${sequence.shades.clip ? " (record.split_every)" : ""}`));
 }
 
 function sampleBox(row, shade, more = null) {
-  const facts = [["batch", row.batch], ["ticket", row.ticket], ["sample", row.sample], ["reward", number(row.reward)], ...Object.entries(row.parts).map(([k, v]) => [k, number(v)]),
-    ["lag", `${number(row.lag_mean)} (max ${row.lag_max})`], ["tokens", row.length], ["end", row.finish], ["kl", number(row.kl)], ["chosen by", row.rules.join(", ")]];
+  // a Tinker server knows neither rewards nor why a sequence ended
+  const origin = row.sequence_ids ? [["datum", row.ticket], ["sequence", row.sequence_ids.join(", ") || "unknown"]] :
+    [["ticket", row.ticket], ["sample", row.sample], ["reward", number(row.reward)], ...Object.entries(row.parts).map(([k, v]) => [k, number(v)])];
+  const facts = [["batch", row.batch], ...origin, ["lag", `${number(row.lag_mean)} (max ${row.lag_max})`], ["tokens", row.length],
+    ...(row.finish ? [["end", row.finish]] : []), ["kl", number(row.kl)], ["chosen by", row.rules.join(", ")]];
   if (row.calls) facts.push(["calls", row.calls], ["excluded tokens", row.excluded]);
   return element("article", { class: "sample" },
     element("div", { class: "head" }, ...facts.map(([name, value]) => element("span", {}, `${name} `, element("b", {}, value)))),

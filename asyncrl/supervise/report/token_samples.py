@@ -1,6 +1,7 @@
 """Samples of token_samples.jsonl: read, filter, order, and write as colored text.
 
-`learner/records/sample_log.py` writes the file.
+`learner/records/sample_log.py` writes the file, and `asyncrl/tinker/sample_log.py` that of a model
+of a Tinker server: without rewards, weights and clips.
 """
 
 from __future__ import annotations
@@ -88,8 +89,10 @@ def parse_range(words: str, key: str) -> tuple[float | None, float | None]:
     return (low, high) if dots else (low, low)
 
 
-def _inside(value: float, bounds: tuple[float | None, float | None]) -> bool:
+def _inside(value: float | None, bounds: tuple[float | None, float | None]) -> bool:
     low, high = bounds
+    if value is None:  # a reward that only a Tinker client knows
+        return low is None and high is None
     return (low is None or value >= low) and (high is None or value <= high)
 
 
@@ -158,7 +161,7 @@ class SampleStore:
             row = _decoder.decode(line)
             head = {k: v for k, v in row.items() if k != "sequences"}
             head["kl"] = token_kl(row)
-            weights = [w for s in row["sequences"] for w in s["weight"] if w is not None]
+            weights = [w for s in row["sequences"] for w in s.get("weight", ()) if w is not None]
             head["weight"] = max(weights, default=0.0)
             head["text"] = "\x00".join(whole_texts(row))
             _ = head["batch"], head["reward"], head["lag_mean"], head["rules"]
@@ -185,7 +188,7 @@ class SampleStore:
         ]
         keys = {
             "batch": lambda i: self.heads[i]["batch"],
-            "reward": lambda i: self.heads[i]["reward"],
+            "reward": lambda i: self.heads[i]["reward"] or 0.0,
             "lag": lambda i: self.heads[i]["lag_mean"],
             "length": lambda i: self.heads[i]["length"],
             "kl": lambda i: self.heads[i]["kl"],
@@ -236,10 +239,10 @@ def shades(sequence: dict[str, Any]) -> dict[str, list[Any]]:
         "log_ratio": _minus(sequence["start"], sequence["behavior"]),
         "mismatch": _minus(sequence.get("sampler"), sequence["behavior"]),
         "staleness": _minus(sequence["start"], sequence.get("sampler")),
-        "update": _minus(sequence["target"], sequence["start"]),
-        "weight": sequence["weight"],
+        "update": _minus(sequence.get("target"), sequence["start"]),
+        "weight": sequence.get("weight"),
         "advantage": sequence["advantage"],
-        "clip": sequence["clip"],
+        "clip": sequence.get("clip"),
         "used": sequence["used"],
         "logprob": sequence["behavior"],
     }
@@ -258,11 +261,16 @@ def terminal_text(row: dict[str, Any], shade: str, color: bool) -> str:
     Foreign text cannot move the cursor or forge lines: control characters become escapes.
     """
     parts = "".join(f"  {k} {v:.3g}" for k, v in row["parts"].items())
+    names = row.get("sequence_ids")  # of a Tinker server, which knows no reward
+    origin = (
+        f"datum {row['ticket']}  {' '.join(names)}"
+        if names is not None
+        else f"ticket {row['ticket']}  sample {row['sample']}  reward {row['reward']:.3g}{parts}"
+    )
+    finish = f"  {row['finish']}" if row["finish"] else ""
     title = (
-        f"batch {row['batch']}  ticket {row['ticket']}  sample {row['sample']}  "
-        f"reward {row['reward']:.3g}{parts}  lag {row['lag_mean']:.2f} (max {row['lag_max']})  "
-        f"{row['length']} tokens  {row['finish']}  kl {row['kl']:.2e}  "
-        f"[{', '.join(row['rules'])}]"
+        f"batch {row['batch']}  {origin}  lag {row['lag_mean']:.2f} (max {row['lag_max']})  "
+        f"{row['length']} tokens{finish}  kl {row['kl']:.2e}  [{', '.join(row['rules'])}]"
     )
     lines = [escape_line(title, 400)]
     for sequence in row["sequences"]:

@@ -42,6 +42,13 @@ from learner.backend import PlainAdamW
 
 ROWS = 96  # most datums in one forward pass
 STATE = "state.pt"
+# metrics, by their beginnings, that are the same in every step: of several passes over a batch,
+# and of the importance weights and masks of a correction, which only a method has
+CONSTANT = ("kl/start_target", "by_lag/update")
+UNWEIGHTED = (
+    *("is/mean_weight", "is/weight_ess", "is/ess_by_answer"),
+    *("is/zero_share", "is/rejected", "is/vetoed", "is/masked_share"),
+)
 MODEL = "model"
 
 
@@ -60,6 +67,7 @@ class TrainedModel:
         self.parameters = [weight for weight in hf.parameters() if weight.requires_grad]
         self.optimizer = PlainAdamW(self.parameters, lr=0.0, fused=True)
         self.sums: dict[str, torch.Tensor] = {}
+        self.is_weighted = False  # a loss of the current step has importance weights of its own
         if request.path:
             self.load(Path(request.path), request.optimizer)
 
@@ -90,6 +98,7 @@ class TrainedModel:
     def drop_gradient(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         self.sums = {}
+        self.is_weighted = False
 
 
 class Trainer:
@@ -172,6 +181,7 @@ class Trainer:
             )
             loss.backward()  # type: ignore[no-untyped-call]
             diagnostics.add(model.sums, sums)
+            model.is_weighted = True
             total += float(loss.detach())
             begin += count
         scored = [row for part, lp in zip(parts, rows, strict=True) for row in split_rows(part, lp)]
@@ -248,10 +258,10 @@ class Trainer:
         metrics = diagnostics.metrics(model.sums)
         if "tokens" not in model.sums:
             metrics = {name: float(x) for name, x in model.sums.items()}
+        constant = CONSTANT + (() if model.is_weighted else UNWEIGHTED)
         model.drop_gradient()
-        later = ("kl/start_target", "by_lag/update")  # a call makes one pass: always 0
         return StepResult(
-            {name: x for name, x in metrics.items() if not name.startswith(later)}
+            {name: x for name, x in metrics.items() if not name.startswith(constant)}
             | {"optim/grad_norm": norm, "optim/lr": request.learning_rate}
         )
 

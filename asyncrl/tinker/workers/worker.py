@@ -65,7 +65,7 @@ def train(config: settings.TinkerConfig, channel: CallChannel) -> None:
 
 
 def sample(config: settings.TinkerConfig, channel: CallChannel) -> None:
-    """SampleCall for all calls at once."""
+    """Sample for all calls at once."""
     with collection_paused():
         from asyncrl.tinker.workers.sampler import Sampler
     sampler = Sampler(config, lambda number, result: channel.reply(WorkerReply(number, result)))

@@ -6,7 +6,7 @@ const PAGES = ["overview", "staleness", "learner", "processes", "ledger", "sampl
 // An update that takes long comes less often: it costs at most 1 / SPARE of a core.
 const REFRESH_MS = 2000, SPARE = 250, SLOWEST_MS = 15000;
 const state = {
-  page: "overview", runs: [], hidden: new Set(), axis: "step", smooth: 0, paused: false, seen: "",
+  page: "overview", runs: [], hidden: new Set(), axis: "step", smooth: 0, paused: false, seen: null,
   filter: { sort: "batch", text: "", reward: "", lag: "", step: "", rule: "" }, shade: "lag",
   run: "", file: "",
 };
@@ -34,11 +34,12 @@ function report(error) {
   place.textContent = error ? error.message : "";
 }
 
+const isText = (cell) => typeof cell === "string" && !/^[-+\d.,e]+ ?(%|MiB)?$/.test(cell);
+
 function table(head, rows) {
   return element("div", { class: "wide" }, element("table", {},
-    element("thead", {}, element("tr", {}, ...head.map((cell) => element("th", { scope: "col" }, cell)))),
-    element("tbody", {}, ...rows.map((row) => element("tr", {}, ...row.map((cell) =>
-      element("td", { class: typeof cell === "string" && !/^[-+\d.,e]+ ?(%|MiB)?$/.test(cell) ? "text" : "" }, cell)))))));
+    element("thead", {}, element("tr", {}, ...head.map((cell, i) => element("th", { scope: "col", class: rows.some((row) => isText(row[i])) ? "text" : "" }, cell)))),
+    element("tbody", {}, ...rows.map((row) => element("tr", {}, ...row.map((cell) => element("td", { class: isText(cell) ? "text" : "" }, cell)))))));
 }
 
 // ---- plots --------------------------------------------------------------------------------------
@@ -79,14 +80,14 @@ function advice(style, lines, more) {
 async function overview(place) {
   const runs = shown().map((run) => run.id).join("|");
   const seen = runs ? await ask("overview", { runs }) : {};
-  if (!state.runs.length) return place.replaceChildren(element("p", { class: "soft waiting" }, "The run has not begun yet. This page shows it from then on."));
+  if (!state.runs.length) return place.replaceChildren(element("p", { class: "soft waiting" }, "Nothing has begun here yet. This page shows a run, or a model of a Tinker server, from then on."));
   place.querySelector(".waiting")?.remove();
   const top = place.querySelector(".top") ?? place.appendChild(element("div", { class: "top" }));
   top.replaceChildren(...Object.entries(seen).map(([id, run]) => {
     const s = run.state, speed = run.speed ?? {}, idle = speed.idle_share ?? {};
-    const cards = [
+    const cards = run.cards?.map(([label, value]) => [label, typeof value === "string" ? value : number(value)]) ?? [
       ["step", `${s.step} / ${s.steps}`], ["state", s.state], ["held-out accuracy", number(s.accuracy)], ["batch reward", number(s.reward)],
-      ["mean lag", number(s.lag)], ["lag limit", number(run.lag.limit)], ["idle: generators / learner", `${percent(idle.generator)} / ${percent(idle.learner)}`],
+      ["mean lag", number(s.lag)], ["lag limit", number(run.lag?.limit)], ["idle: generators / learner", `${percent(idle.generator)} / ${percent(idle.learner)}`],
       ["generated", `${number(speed.generator_tokens_per_s)} tok/s`], ["time", duration(s.seconds)],
     ];
     return element("section", {},
@@ -112,6 +113,11 @@ async function ledger(place) {
   place.replaceChildren(plots);
   await drawPlots(plots);
   for (const [id, run] of Object.entries(seen)) {
+    if (run.tables) {
+      place.append(element("h2", {}, id), ...run.tables.flatMap(({ title, head, rows }) => [element("h3", {}, title),
+        rows.length ? table(head, rows.map(([name, count, share]) => [name, number(count), percent(share)])) : ""]));
+      continue;
+    }
     const total = run.totals.generated || 1;
     const rows = Object.entries(run.lines).filter(([, line]) => line.tokens > 0);
     place.append(element("h2", {}, `${id}: ${number(run.totals.generated)} tokens generated`),
@@ -168,7 +174,7 @@ async function samples(place) {
   for (const row of full) groups.set(`${row.batch}/${row.ticket}`, [...(groups.get(`${row.batch}/${row.ticket}`) ?? []), row]);
   place.replaceChildren(
     element("div", { class: "filters" }, picker, field("step", "10.."), field("reward", "0..0.5"), field("lag", "3.."), field("text", "regular expression"), choice("rule", RULES), choice("sort", ORDERS), shade),
-    element("p", { class: "soft" }, seen.all ? `${seen.rows.length} of ${seen.all} logged samples. Color: ${seen.shades[state.shade] ?? ""}` : "This run has logged no samples yet: it logs some of every record.samples_every-th batch (record.token_samples)."),
+    element("p", { class: "soft" }, seen.all ? `${seen.rows.length} of ${seen.all} logged samples. Color: ${seen.shades[state.shade] ?? ""}` : seen.none),
     ...[...groups.values()].map((rows) => element("section", {},
       rows.length > 1 ? element("h3", {}, `batch ${rows[0].batch}, ticket ${rows[0].ticket}: rewards of the group ${rows[0].group_rewards.map((r) => number(r)).join(", ")}`) : null,
       element("div", { class: "pair" }, ...rows.map((row) => sampleBox(row, state.shade, otherSteps(row)))))));
@@ -196,7 +202,7 @@ function frame() {
   document.getElementById("pages").replaceChildren(...PAGES.map((name) => element("button", { type: "button", "aria-current": name === state.page ? "page" : false, onclick: () => open(name) }, name)));
   document.getElementById("runs").replaceChildren(...state.runs.map((run) => element("button", { type: "button", "aria-pressed": String(!state.hidden.has(run.id)), title: run.path,
     onclick: () => { state.hidden.has(run.id) ? state.hidden.delete(run.id) : state.hidden.add(run.id); frame(); render(true); } },
-    element("span", { class: "dot", style: `background:${state.hidden.has(run.id) ? "transparent" : color(run.id)};border:1px solid ${color(run.id)}` }), run.id, element("span", { class: "soft" }, `${run.step}/${run.steps} ${run.state}`))));
+    element("span", { class: "dot", style: `background:${state.hidden.has(run.id) ? "transparent" : color(run.id)};border:1px solid ${color(run.id)}` }), run.id, element("span", { class: "soft" }, `${run.steps ? `${run.step}/${run.steps}` : `version ${run.step}`} ${run.state}`))));
   document.getElementById("controls").hidden = !["overview", "staleness", "learner"].includes(state.page);
 }
 
@@ -219,7 +225,7 @@ async function tick() {
     const live = ["processes", "logs", "ledger"].includes(state.page) && state.runs.some((run) => run.state === "running");
     if (news) frame();
     status.textContent = state.paused ? "paused" : state.runs.some((run) => run.state === "running") ? "live" : "not running";
-    const reading = state.page === "samples" && state.seen !== "";  // a reader's place is kept
+    const reading = state.page === "samples" && Boolean(state.seen);  // a reader's place is kept
     if (news && !reading || live) await render();
     state.seen = now;
   } catch (error) {

@@ -1,0 +1,151 @@
+"""A model of a Tinker server as the pages of `asyncrl watch` show it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any, ClassVar
+
+from asyncrl.contract.errors import AsyncrlError
+from asyncrl.supervise import tinker_status
+from asyncrl.supervise.report.advice import Advice
+from asyncrl.viewer import findings
+from asyncrl.viewer.findings import WatchedRun
+
+
+class WatchedTinkerModel(WatchedRun):
+    """The directory of a model, below that of its server.
+
+    Processes, settings and logs are the server's. The server knows neither rewards nor the number
+    of steps that the client will make."""
+
+    no_samples: ClassVar[str] = (
+        "No samples yet: the server logs some of every tenth optimizer step on sampled tokens."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._found: tuple[int, list[Advice]] = (-1, [])  # rows of metrics.jsonl, health checks
+
+    @property
+    def server(self) -> Path:
+        """The server's directory."""
+        return self.path.parent
+
+    def summary(self) -> dict[str, Any]:
+        return {}
+
+    def state(self) -> dict[str, Any]:
+        """Return the model's row of the list; its step is the version."""
+        running, version, problem = False, 0, ""
+        try:
+            version = tinker_status.model_record(self.path).get("version", 0)
+            running = tinker_status.is_running(self.server)
+        except (AsyncrlError, OSError) as error:
+            problem = str(error)
+        rows = self.series.rows
+        return {
+            "id": self.id,
+            "path": str(self.path),
+            "state": "unreadable" if problem else "running" if running else "stopped",
+            "problem": problem,
+            "step": int(self.series.axes["step"].values[-1]) + 1 if rows else version,
+            "steps": 0,
+            "seconds": float(self.series.axes["time"].values[-1]) if rows else 0.0,
+            "accuracy": None,
+            "reward": None,
+            "lag": self.series.latest("lag/mean"),
+            "rows": rows,
+            "samples": len(self.samples.heads),
+            "summed_up": False,
+            "damaged": self.series.damaged + self.samples.damaged,
+        }
+
+    def overview(self) -> dict[str, Any]:
+        """Return state, health checks, and the figures that a reader looks at first."""
+        state = self.state()
+        ledger = tinker_status.read_ledger(self.path)
+        limit = findings.read_settings(self.server / tinker_status.CONFIG)["staleness.max_lag"]
+        largest = self.series.values("lag/max")
+        cards = [
+            ["version", state["step"]],
+            ["server", state["state"]],
+            ["sequences sampled", ledger.get("sampled")],
+            ["never trained", ledger.get("never_trained")],
+            ["mean lag of the newest step", state["lag"]],
+            ["largest lag", float(largest.max()) if len(largest) else None],
+            ["lag limit", f"{limit:g}"],
+            ["of unknown lag, share of the newest step", self.series.latest("lag/unknown_share")],
+        ]
+        ended = [row["said"] for row in tinker_status.processes(self.server) if not row["alive"]]
+        return {
+            "state": state,
+            "advice": [line._asdict() for line in self.advice([])],
+            "waits": ended if state["state"] == "running" else [],
+            "cards": cards,
+        }
+
+    def advice(self, signs: list[dict[str, Any]]) -> list[Advice]:
+        """Return what the health checks find; computed once for the same metrics."""
+        rows = self.series.rows
+        if self._found[0] != rows:
+            found = tinker_status.findings(self.path)
+            lines = [Advice(x.name, "health", x.said, tinker_status.ADVICE) for x in found]
+            self._found = rows, lines
+        return self._found[1]
+
+    @property
+    def process_group(self) -> str:
+        """The server's directory, as all its models have the same processes."""
+        return str(self.server)
+
+    def processes(self) -> list[dict[str, Any]]:
+        return findings.with_starts(tinker_status.processes(self.server), self.server)
+
+    def ledger(self) -> dict[str, Any]:
+        """Return two tables: sequences by how often they were trained, trained tokens by lag."""
+        counts = tinker_status.read_ledger(self.path)
+        totals = tinker_status.lag_totals(self.path)
+        sampled, trained = counts.get("sampled", 0), totals.known + totals.unknown
+        sequences = [
+            [shown, counts.get(key, 0), counts.get(key, 0) / max(sampled, 1)]
+            for shown, key in (
+                ("never trained", "never_trained"),
+                ("trained once", "trained_once"),
+                ("trained more often", "trained_again"),
+            )
+        ]
+        lags = [[f"lag {lag}", n, n / trained] for lag, n in sorted(totals.lags.items())]
+        lags += (
+            [["unknown lag", totals.unknown, totals.unknown / trained]] if totals.unknown else []
+        )
+        tokens = counts.get("sampled_tokens", 0)
+        return {
+            "tables": [
+                {
+                    "title": f"{sampled:,} sequences sampled, with {tokens:,} tokens",
+                    "head": ["what became of them", "sequences", "share"],
+                    "rows": sequences,
+                },
+                {
+                    "title": f"{trained:,} tokens trained",
+                    "head": ["how old they were", "tokens", "share"],
+                    "rows": lags,
+                },
+            ]
+        }
+
+    def settings(self) -> dict[str, Any]:
+        """Return the server's settings, and what the model was created from."""
+        record = tinker_status.model_record(self.path)
+        record["time"] = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record["time"]))
+        shown = {f"this model.{key}": value for key, value in record.items()}
+        return shown | findings.read_settings(self.server / tinker_status.CONFIG)
+
+    def logs(self) -> list[str]:
+        """Return the names of the server's logs, its own first."""
+        names = findings.log_names(self.server)
+        return sorted(names, key=lambda name: not name.endswith("server.log"))
+
+    def log_tail(self, name: str) -> str:
+        return findings.log_tail(self.server, name)

@@ -1,0 +1,192 @@
+"""`asyncrl watch`, `doctor` and `samples` on the directory of a Tinker server."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tinker
+from click.testing import CliRunner
+from starlette.testclient import TestClient
+from tinker import types
+from tinker_kit import draw, policy_datum, tuned_datum
+from tinker_local_kit import LocalServer
+
+from asyncrl.cli import main
+from asyncrl.records import process_log
+from asyncrl.records.process_log import INTERRUPTED, ProcessIncarnation
+from asyncrl.supervise import tinker_status
+from asyncrl.supervise.report.plots import PAGES
+from asyncrl.tinker import app, sample_log
+from asyncrl.tinker.server import recorded_process
+from asyncrl.viewer.app import WatchApp
+
+ADAM = types.AdamParams(learning_rate=1e-2)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[LocalServer]:
+    local = LocalServer(tmp_path, "staleness.max_lag=2")
+    (local.folder / "logs" / "server.log").write_text("started\na lag of 3 was refused\n")
+    yield local
+    local.stop()
+
+
+def ask(client: TestClient, name: str, **query: Any) -> Any:
+    reply = client.get(f"/api/{name}", params=query)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def step(client: tinker.TrainingClient, data: list[types.Datum], loss: Any = "ppo") -> Any:
+    client.forward_backward(data, loss)
+    return client.optim_step(ADAM).result().metrics
+
+
+def sampled(client: tinker.TrainingClient, count: int) -> list[types.SampledSequence]:
+    return draw(client.save_weights_and_get_sampling_client().result(), count)
+
+
+def test_the_pages_of_a_served_model(server: LocalServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample_log, "EVERY", 2)
+    watch = TestClient(WatchApp([server.folder]).starlette())
+    assert ask(watch, "runs") == [], "no client has come yet"
+    with recorded_process(server.folder), server.client() as service:
+        process_log.append_event(server.folder, "training", os.getpid(), "began")
+        process_log.append_event(server.folder, "sampling", 1, "began")
+        process_log.append_event(server.folder, "sampling", 1, "ended", code=-9)
+        client = service.create_lora_training_client("tiny", rank=2, seed=1).result()
+        first = sampled(client, 4)
+        step(client, [policy_datum(sequence) for sequence in first[:2]])
+        step(client, [policy_datum(first[2]), *map(policy_datum, sampled(client, 1))])
+        step(client, [policy_datum(sequence, spans=True) for sequence in sampled(client, 2)])
+        tuned = service.create_lora_training_client("tiny", rank=4).result()
+        step(tuned, [tuned_datum([5, 6, 7, 1])], "cross_entropy")
+
+        states = {state["id"]: state for state in ask(watch, "runs")}
+        name, other = sorted(states, key=lambda id: states[id]["step"], reverse=True)
+        assert [(states[x]["state"], states[x]["step"]) for x in (name, other)] == [
+            ("running", 3),
+            ("running", 1),
+        ]
+        seen = ask(watch, "overview", run=name)[name]
+        cards = dict(seen["cards"])
+        assert (cards["version"], cards["lag limit"], cards["largest lag"]) == (3, "2", 1)
+        assert (cards["sequences sampled"], cards["never trained"]) == (7, 1)
+        assert seen["waits"] and seen["waits"][0].startswith("sampling (process 1) ended with SIGK")
+        titles = {
+            page: {plot["title"] for plot in ask(watch, "plots", page=page, run=name)}
+            for page in PAGES
+        }
+        assert {"Completion length", "Seconds a batch", "Throughput"} == titles["overview"]
+        assert {"Lag over time", "Lag of trained tokens"} <= titles["staleness"]
+        assert {"Loss parts", "Gradient norm"} <= titles["learner"]
+        [processes] = ask(watch, "processes").values()  # once for both models
+        assert [(row["name"], row["alive"]) for row in processes] == [
+            *(("server", True), ("training", True), ("sampling", False)),
+        ]
+        assert processes[0]["memory_mb"] > 1 and "refused" in processes[0]["last_line"]
+        counted, lags = ask(watch, "ledger", run=name)[name]["tables"]
+        assert [row[:2] for row in counted["rows"]] == [
+            *(["never trained", 1], ["trained once", 6], ["trained more often", 0]),
+        ]
+        assert counted["rows"][1][2] == pytest.approx(6 / 7)
+        tokens = [len(sequence.tokens) for sequence in first]
+        assert lags["rows"][1][:2] == ["lag 1", tokens[2]]
+        assert sum(share for _, _, share in lags["rows"]) == pytest.approx(1)
+        assert ask(watch, "ledger", run=other)[other]["tables"][1]["rows"] == []
+        rows = ask(watch, "samples", run=name)["rows"]
+        assert {row["batch"] for row in rows} == {0, 2}
+        row = ask(watch, "sample", run=name, number=rows[-1]["number"])
+        [one] = [x for x in first if x.sequence_id in row["sequence_ids"]]
+        [sequence] = row["sequences"]
+        assert (sequence["prompt"], sequence["tokens"]) == ("2+2=", list(one.tokens))
+        assert sequence["behavior"] == pytest.approx(list(one.logprobs), abs=1e-4)
+        assert sequence["shades"]["log_ratio"] == pytest.approx([0.0] * len(one.tokens), abs=1e-3)
+        assert set(sequence["versions"][0][:1] + sequence["used"]) == {"0", 1}
+        none = ask(watch, "samples", run=other)
+        assert none["rows"] == [] and "tenth optimizer step" in none["none"]
+        settings = ask(watch, "config", run=name)["runs"][name]
+        assert settings["staleness.max_lag"] == 2 and settings["this model.rank"] == 2
+        logs = ask(watch, "logs", run=name)
+        assert logs["file"] == "logs/server.log" and "a lag of 3" in logs["text"]
+    assert {state["state"] for state in ask(watch, "runs")} == {"stopped"}
+    assert ask(watch, "overview", run=name)[name]["waits"] == []
+    folder = server.folder / name
+    shown = CliRunner().invoke(main, ["samples", str(folder), "--step", "0"]).output
+    assert "batch 0  datum" in shown and "  prompt    2+2=" in shown
+    refused = CliRunner().invoke(main, ["samples", str(server.folder)])
+    assert refused.exit_code == 2 and "has several models" in refused.output
+
+
+def test_an_interrupted_step_and_a_full_file_log_nothing(
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sample_log, "EVERY", 1)
+    with server.client() as service:
+        client = service.create_lora_training_client("tiny", rank=2).result()
+        [path] = server.folder.glob("*/token_samples.jsonl")
+        begin = client.save_state("begin").result().path
+        early = sampled(client, 2)
+        client.forward_backward([policy_datum(early[0])], "ppo").result()
+        client.load_state(begin).result()  # the gradient is gone
+        step(client, [policy_datum(early[1])])
+        [row] = map(json.loads, path.read_text().splitlines())
+        assert row["sequence_ids"] == [early[1].sequence_id]
+        assert row["rules"] == ["off_policy", "longest", "random"]
+        monkeypatch.setattr(sample_log, "LIMIT_BYTES", path.stat().st_size)
+        step(client, [policy_datum(early[0])])
+    assert len(path.read_text().splitlines()) == 1
+
+
+def test_the_ledger_is_current_while_a_client_only_samples(
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "LEDGER_S", 0.01)
+    with server.client() as service:
+        client = service.create_lora_training_client("tiny", rank=2).result()
+        sampled(client, 3)
+        while not (seen := tinker_status.examine(server.folder)["models"][0]["ledger"]):
+            time.sleep(0.01)
+        assert (seen["sampled"], seen["never_trained"]) == (3, 3)
+
+
+def test_doctor_names_the_processes_and_how_they_ended(tmp_path: Path) -> None:
+    (tmp_path / "tinker.toml").write_text("")
+    (tmp_path / "url").write_text("http://127.0.0.1:8931\n")
+
+    def lines() -> list[str]:
+        result = CliRunner().invoke(main, ["doctor", str(tmp_path)])
+        assert result.exit_code == 0
+        return result.output.splitlines()
+
+    assert lines() == [
+        "the server is not running",
+        *(f"  {name} has not been started" for name in ("server", "training", "sampling")),
+        "no model yet: a training client creates one",
+    ]
+    process = ProcessIncarnation(tmp_path, "server", alone=True)
+    process_log.append_event(tmp_path, "training", 17, "began")
+    shown = lines()
+    assert shown[0] == "the server is running at http://127.0.0.1:8931"
+    assert shown[1:3] == [
+        f"  server is running (process {os.getpid()})",
+        "  training is running (process 17)",
+    ]
+    process.end(INTERRUPTED)
+    process.release()
+    shown = lines()
+    assert shown[0] == "the server is not running"
+    assert f"server (process {os.getpid()}) was told to end" in shown[1]
+    assert "training (process 17) was killed without a word" in shown[2]  # with the server
+    with pytest.raises(ZeroDivisionError), recorded_process(tmp_path):
+        1 / 0  # noqa: B018
+    assert "ended with exit code 1: division by zero" in lines()[1]
+    with pytest.raises(KeyboardInterrupt), recorded_process(tmp_path):
+        raise KeyboardInterrupt
+    assert "was told to end" in lines()[1]
