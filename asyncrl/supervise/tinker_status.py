@@ -48,12 +48,12 @@ class LagTotals(NamedTuple):
     steps: int
 
     @property
-    def known(self) -> int:
+    def known_tokens(self) -> int:
         return sum(self.lags.values())
 
     @property
     def mean(self) -> float:
-        return sum(lag * tokens for lag, tokens in self.lags.items()) / max(self.known, 1)
+        return sum(lag * tokens for lag, tokens in self.lags.items()) / max(self.known_tokens, 1)
 
 
 def lag_totals(model: Path) -> LagTotals:
@@ -137,7 +137,7 @@ def _model(folder: Path) -> dict[str, Any]:
         "version": totals.steps or record.get("version", 0),
         "lag_mean": totals.mean,
         "lag_max": max(totals.lags, default=0),
-        "trained_tokens": totals.known + totals.unknown,
+        "trained_tokens": totals.known_tokens + totals.unknown,
         "unknown_tokens": totals.unknown,
         "ledger": read_ledger(folder),
         "findings": [f"{finding.said}; {ADVICE}" for finding in findings(folder)],

@@ -100,7 +100,9 @@ class TinkerServer:
         folder = self.folder / folder_name(record.model)
         source = find_saved(self.folder, record.source)[0] if record.source else Path()
         samples = TrainedSampleLog(folder, self.tokenizer)
-        model = ServedModel(record, folder, self.config, self.trainer, self.ledger, samples, source)
+        model = ServedModel(
+            record, folder, self.config, self.trainer, self.ledger, samples=samples, saved=source
+        )
         self.models[record.model] = model
         model.on_change = self.samplers.released.set
         self.tasks.append(asyncio.create_task(model.run(), name=record.model))

@@ -93,6 +93,7 @@ class ServedModel:
         config: TinkerConfig,
         trainer: WorkerLink,
         ledger: SequenceLedger,
+        *,
         samples: TrainedSampleLog,
         saved: Path,
     ) -> None:

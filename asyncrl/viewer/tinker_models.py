@@ -106,7 +106,7 @@ class WatchedTinkerModel(WatchedRun):
         """Return two tables: sequences by how often they were trained, trained tokens by lag."""
         counts = tinker_status.read_ledger(self.path)
         totals = tinker_status.lag_totals(self.path)
-        sampled, trained = counts.get("sampled", 0), totals.known + totals.unknown
+        sampled, trained = counts.get("sampled", 0), totals.known_tokens + totals.unknown
         sequences = [
             [shown, counts.get(key, 0), counts.get(key, 0) / max(sampled, 1)]
             for shown, key in (

@@ -35,7 +35,7 @@ from asyncrl.supervise.report.token_samples import (
     parse_range,
     terminal_text,
 )
-from asyncrl.viewer import findings, server
+from asyncrl.viewer import run_search, server
 from asyncrl.viewer.app import WatchApp
 
 
@@ -379,7 +379,7 @@ def test_logs_are_escaped(client: TestClient) -> None:
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     for place in (tmp_path, tmp_path / "absent"):
         with pytest.raises(ConfigError, match=str(place)):
-            findings.find_runs([place])
+            run_search.find_runs([place])
 
 
 def test_only_this_machine_without_a_token(run_dir: Path) -> None:

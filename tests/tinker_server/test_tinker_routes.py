@@ -1,0 +1,231 @@
+"""Routes of the Tinker API on a server in this process, by plain HTTP and by the client."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+import tinker
+from tinker import types
+from tinker_kit import draw, prompt, tuned_datum
+from tinker_local_kit import KEY, LocalServer
+
+from asyncrl.tinker import app
+
+ADAM = types.AdamParams(learning_rate=1e-2)
+TUNED = [tuned_datum([5, 6, 7, 8, 1])]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
+    local = LocalServer(tmp_path_factory.mktemp("tinker"), "server.body_mib=1", "restarts=1")
+    yield local
+    local.stop()
+
+
+@pytest.fixture(scope="module")
+def service(server: LocalServer) -> Iterator[tinker.ServiceClient]:
+    with server.client() as client:
+        yield client
+
+
+@pytest.fixture
+def http(server: LocalServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=f"{server.url}/api/v1", headers={"X-API-Key": KEY}) as client:
+        yield client
+
+
+def error(reply: httpx.Response, code: int) -> str:
+    assert reply.status_code == code, reply.text
+    return str(reply.json()["error"])
+
+
+def step_call(http: httpx.Client, model: str, number: int) -> dict[str, Any]:
+    body = {"model_id": model, "seq_id": number, "adam_params": {"learning_rate": 0.0}}
+    reply: dict[str, Any] = http.post("/optim_step", json=body).json()
+    return reply
+
+
+def test_a_result_is_waited_for_in_one_request(
+    http: httpx.Client, service: tinker.ServiceClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request for a result is answered when the result is there, not before."""
+    client = service.create_lora_training_client("tiny", rank=2).result()
+    early = step_call(http, client.model_id, 2)
+    waiting = threading.Event()
+    wait = app._wait
+
+    def noted(future: asyncio.Future[Any]) -> Any:
+        waiting.set()
+        return wait(future)
+
+    monkeypatch.setattr(app, "_wait", noted)
+    with ThreadPoolExecutor(1) as pool:
+        asked = {"request_id": early["request_id"]}
+        result = pool.submit(http.post, "/retrieve_future", json=asked, timeout=60)
+        assert waiting.wait(60) and not result.done()
+        step_call(http, client.model_id, 1)
+        reply = result.result(60)
+    assert (reply.status_code, reply.json()["type"]) == (200, "optim_step")
+
+
+def test_every_route_wants_the_key(server: LocalServer, http: httpx.Client) -> None:
+    for given in (None, "", "tml-other", KEY + "x", "\xfc"):
+        headers = {} if given is None else {"X-API-Key": given.encode("latin-1")}
+        for method, path in (
+            *(("POST", "asample"), ("POST", "forward_backward"), ("POST", "create_session")),
+            *(("GET", "healthz"), ("GET", "training_runs"), ("POST", "client/config")),
+            ("DELETE", "training_runs/m/checkpoints/weights/x"),
+        ):
+            reply = httpx.request(method, f"{server.url}/api/v1/{path}", headers=headers)
+            assert "TINKER_API_KEY" in error(reply, 401)
+    assert http.get("/healthz").json() == {"status": "ok"}
+
+
+def test_bodies_are_checked(http: httpx.Client) -> None:
+    plain = {"content-type": "application/json"}
+    protobuf = {"content-type": "application/x-protobuf"}
+    reply = http.post("/asample", content=b"", headers={"content-encoding": "zstd"})
+    assert "Content-Encoding: zstd is not served" in error(reply, 415)
+    reply = http.post("/forward_backward", content=b"{}", headers=plain)
+    assert "update the client" in error(reply, 415)
+    full = b"{" + b" " * (2**20 - 2) + b"}"
+    assert http.post("/telemetry", content=full).status_code == 200
+    assert "server.body_mib = 1" in error(http.post("/telemetry", content=full + b" "), 413)
+    for content in (b"\xff\xff\xff", b"\x0a\x05ab", b"\x00"):
+        reply = http.post("/forward_backward", content=content, headers=protobuf)
+        assert "no ForwardBackwardRequest" in error(reply, 400)
+    reply = http.post("/forward", content=b"", headers=protobuf)
+    assert "no such model" in error(reply, 400)
+    assert http.post("/nowhere", content=b"").status_code == 404
+    assert http.get("/asample").status_code == 405
+
+
+def test_what_clients_read_of_server_models_and_samplers(
+    server: LocalServer, http: httpx.Client, service: tinker.ServiceClient
+) -> None:
+    [shown] = http.get("/get_server_capabilities").json()["supported_models"]
+    assert shown["model_name"] == server.config.model.path
+    assert (shown["max_context_length"], shown["trainable"], shown["sampleable"]) == (
+        128,
+        True,
+        True,
+    )
+    client = service.create_lora_training_client("tiny", rank=3, user_metadata={"a": "b"}).result()
+    info = client.get_info()
+    assert (info.model_id, info.is_lora, info.lora_rank) == (client.model_id, True, 3)
+    assert info.model_data.tokenizer_id == str(server.server.path)
+    sampler = client.save_weights_for_sampler("kept").result().path
+    state = client.save_state("state").result().path
+    rest = service.create_rest_client()
+    run = rest.get_training_run(client.model_id).result()
+    assert (run.base_model, run.lora_rank, run.user_metadata) == (
+        *(server.config.model.path, 3, {"a": "b"}),
+    )
+    assert run.last_checkpoint is not None and run.last_checkpoint.tinker_path == state
+    assert run.last_sampler_checkpoint is not None
+    assert run.last_sampler_checkpoint.tinker_path == sampler
+    assert (run.last_checkpoint.size_bytes or 0) > (run.last_sampler_checkpoint.size_bytes or 0) > 0
+    assert client.model_id in [
+        run.training_run_id for run in rest.list_training_runs().result().training_runs
+    ]
+    assert rest.get_weights_info_by_tinker_path(state).result().lora_rank == 3
+    for path in (f"training_runs/{client.model_id}x", "samplers/none"):
+        assert "this server has no" in error(http.get(f"/{path}"), 404)
+    named = service.create_sampling_client(model_path=sampler).result()
+    known = http.get(f"/samplers/{named._sampling_session_id}").json()
+    assert (known["base_model"], known["model_path"]) == (server.config.model.path, sampler)
+    joined = [
+        http.post("/join_sampling_session", json={"sampling_session_id": known["sampler_id"]})
+        for _ in range(2)
+    ]
+    assert [reply.json()["client_counter"] for reply in joined] == [1, 2]
+    rest.delete_checkpoint(client.model_id, "weights/state").result()
+    listed = rest.list_checkpoints(client.model_id).result().checkpoints
+    assert [checkpoint.tinker_path for checkpoint in listed] == [sampler]
+    assert not server.server.models[client.model_id].weights_path("weights", "state").exists()
+    with pytest.raises(tinker.BadRequestError, match="state"):
+        service.create_training_client_from_state(state).result()
+
+
+def test_models_that_cannot_be_created(http: httpx.Client) -> None:
+    new = {"tags": [], "user_metadata": {}, "sdk_version": "0"}
+    session = http.post("/create_session", json=new).json()["session_id"]
+    good = {"session_id": session, "model_seq_id": 0, "base_model": "tiny"}
+    full = {"train_mlp": True, "train_attn": True, "train_unembed": True}
+    for more, message in (
+        ({"session_id": "s-0"}, "session_id = s-0: this server has no such session"),
+        ({"base_model": "small"}, "base_model = small: this server has"),
+        ({"lora_config": {"rank": 9} | full}, r"rank = 9: the server's largest is lora.rank = 8"),
+        ({"lora_config": {"rank": 0} | full}, "rank = 0"),
+        ({"lora_config": {"rank": 4} | full | {"train_mlp": False}}, "train_mlp and train_attn"),
+        ({"lora_config": {"rank": 4} | full | {"train_attn": False}}, "train_mlp and train_attn"),
+        ({"optimizer_config": {"type": "muon"}}, "optimizer_config"),
+        ({"surprise": 1}, "surprise: CreateModelRequest has no such field here"),
+        ({"model_seq_id": "x"}, "CreateModelRequest: model_seq_id: "),
+    ):
+        assert message in error(http.post("/create_model", json=good | more), 400)
+    promise = http.post("/create_model", json=good | {"surprise": None, "tags": []}).json()
+    assert promise["model_id"] == f"{session}:train:0"
+
+
+def test_weights_are_saved_under_a_good_name_once(
+    http: httpx.Client, service: tinker.ServiceClient
+) -> None:
+    client = service.create_lora_training_client("tiny", rank=2).result()
+    client.save_state("a").result()
+    with pytest.raises(tinker.RequestFailedError, match="weights a exist already"):
+        client.save_state("a").result()
+    for name in ("../up", ".hidden", "a/b", "x" * 129):
+        with pytest.raises(tinker.RequestFailedError, match="must be a name of letters"):
+            client.save_weights_for_sampler(name).result()
+    client.save_weights_for_sampler("x" * 128).result()
+    other = service.create_lora_training_client("tiny", rank=4).result()
+    with pytest.raises(tinker.RequestFailedError, match="has rank 2, the model has 4"):
+        other.load_state(f"tinker://{client.model_id}/weights/a").result()
+
+
+def test_a_request_to_sample_that_waits_is_canceled(
+    server: LocalServer, service: tinker.ServiceClient, http: httpx.Client
+) -> None:
+    samplers = server.server.samplers
+    sampler = service.create_sampling_client(base_model="tiny").result()
+    pace = samplers.pace
+    samplers.pace = lambda record, count: "held by the test"
+    try:
+        promised = sampler.sample(prompt(), 1, types.SamplingParams(max_tokens=2)).future()
+        name = f"{sampler._sampling_session_id}:sample:0"
+        while not (name in samplers.promises and samplers.promises[name].paced):
+            assert not promised.done()
+        assert samplers.in_flight("") == 0, "it has not begun"
+        assert http.post("/cancel_future", json={"request_id": name}).status_code == 204
+        with pytest.raises(tinker.RequestFailedError, match="the request was canceled"):
+            promised.result(60)
+    finally:
+        samplers.pace = pace
+    assert http.post("/cancel_future", json={"request_id": "none"}).status_code == 204
+    assert draw(sampler, 1)
+
+
+def test_a_sampling_process_that_exits_samples_the_same(
+    server: LocalServer, service: tinker.ServiceClient
+) -> None:
+    link = server.server.samplers.link
+    sampler = service.create_sampling_client(base_model="tiny").result()
+    seeded = types.SamplingParams(max_tokens=6, seed=3)
+    first = sampler.sample(prompt(), 2, seeded).result().sequences
+    known = server.server.ledger.sampled_total
+    link.exits = {1}  # type: ignore[attr-defined]
+    again = sampler.sample(prompt(), 2, seeded).result().sequences
+    assert [list(x.tokens) for x in first] == [list(x.tokens) for x in again]
+    assert server.server.ledger.sampled_total == known + 2
+    link.exits = {1, 2}  # type: ignore[attr-defined]
+    with pytest.raises(tinker.RequestFailedError, match="the process ended") as failed:
+        sampler.sample(prompt(), 2, seeded).result()
+    assert failed.value.category == types.RequestErrorCategory.Server
+    assert server.server.ledger.sampled_total == known + 2
