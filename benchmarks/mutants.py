@@ -10,19 +10,22 @@ operators make the mutants of the files that `[tool.mutmut]` in pyproject.toml n
 mutants_tests.json maps source files to the fast test files that run them; `--table` measures it
 again.  A first process imports the project and collects the tests once.  Every mutant is a fork of
 it that changes one function in memory and runs the tests that reach the changed statement, until
-one fails.  Mutants that this does not kill, and those outside a function, are tried once more in a
-process that imports the changed file anew.  Only measurements are written to disk, to
-.pytest_cache/mutants: they are made again when the test file changes.  After a change of the source
-file they count by function, so that its mutants need not wait for them.
+one fails: first those that have killed other mutants of the function, then those of the files that
+speak of the module.  Mutants that this does not kill, and those outside a function, are tried once
+more in a process that imports the changed file anew.  What tests take and reach, and what they have
+killed, is kept in .pytest_cache/mutants: it is measured again when the test file changes.  After a
+change of the source file it counts by function, so that its mutants need not wait.
 
-A mutant is killed when a test fails, the import fails, the tests take five times the processor
-they take without it, or they stand still.  Time in which a busy machine lets a fork wait for a
-processor does not count.  Survivors listed in mutants_equivalent.toml, with the reason why no test
-can notice them, are not counted.  Some of the sample also run unchanged: a failure then is not
-caused by a mutant, and the program ends.  --module PART: only mutants of the files whose path
-contains PART; no result is written.  --minutes: end after so many, the drawn being in a random
-order.  --planted: the mutants of
-mutants_planted.py, each against the one test that must notice it."""
+A mutant is killed when a test fails, the import fails, or a test hangs: it takes more than four
+times the processor time that it takes without the mutant, or sleeps for longer than that, with a
+few seconds to spare.  Time in which a busy machine lets a fork wait for a processor does not count.
+Survivors listed in mutants_equivalent.toml, with the reason why no test can notice them, are not
+counted.  Some of the sample also run unchanged: a failure then is not caused by a mutant, and the
+program ends.  --module PART: only mutants of the files whose path contains PART; no result is
+written.  --minutes: end after so many, everything counted, the drawn being in a random order.
+Measuring the tests takes half of it at most, the rest of them waiting for the next run, and each
+mutant meets its likeliest tests of 20 seconds alone.  --planted: the mutants of mutants_planted.py,
+each against the one test that must notice it."""
 
 from __future__ import annotations
 
@@ -33,49 +36,49 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
 
 import argparse
-import ast
 import difflib
 import gc
-import hashlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import itertools
 import json
+import math
 import random
 import re
-import resource
 import shutil
-import signal
 import sys
 import tempfile
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lib import results_file
-from lib.mutant_lines import functions_of, lines_by_function
+from lib.mutant_forks import Child, NormalCost, TimeLimits, fork, reap
 from lib.mutant_session import CollectedSession, change_function
+from lib.mutant_tests import PROJECT, Baseline, baseline, kept
 
 ROOT = results_file.ROOT
 # first: benchmarks/learner.py and buffer.py must not hide the packages of their names
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 GOAL = 0.9
 GOAL_BY_FILE = 0.75
-LEAST = 4  # mutants drawn of each file, so that its share says something
+MEASURING = 0.5  # of --minutes, the most that measuring the tests may take
+LIKELIEST_S = 20.0  # with --minutes: of the tests of a mutant, the likeliest, in CPU seconds
+BEGAN = time.monotonic()
+LEAST = 4  # mutants drawn of each file
+ENOUGH = 8  # mutants of a file, so that its share says something
 TABLE = ROOT / "benchmarks" / "mutants_tests.json"
-KEPT = ROOT / ".pytest_cache" / "mutants"
 WHAT = (
     "mutants of the algorithms, the learner, the buffer, the actors, the messages, the transport, "
     "the Tinker server's training and the viewer, against the fast tests that reach them"
 )
-SLOW_S = 3.0  # a test that takes longer has no place in a fork per mutant
 # fixtures that start processes: a mutant in memory does not reach them
 REAL_RUNS = {"asyncrl", "sort_model", "sort_vllm_model", "gain", "forked"}
-PROJECT = ("asyncrl", "actors", "buffer", "learner")
 SURVIVED = "survived"
 KILLED = "killed"
 TIMEOUT = "timeout"
@@ -264,6 +267,11 @@ class _Loader(importlib.machinery.SourceFileLoader):
         return compile(self.text, self.path, "exec", dont_inherit=True)
 
 
+def is_slow(item: Any) -> bool:
+    """Return whether a test is marked slow by itself, not with its whole file."""
+    return any(mark.name == "slow" for mark in item.own_markers)
+
+
 class Chosen:
     """A pytest plugin: only these tests, in this order; the first that fails."""
 
@@ -275,7 +283,7 @@ class Chosen:
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         self.collected = True
-        items[:] = [i for i in items if not REAL_RUNS & set(i.fixturenames)]
+        items[:] = [i for i in items if not REAL_RUNS & set(i.fixturenames) and not is_slow(i)]
         if self.place is not None:
             items[:] = sorted(
                 (i for i in items if i.nodeid in self.place), key=lambda i: self.place[i.nodeid]
@@ -313,71 +321,36 @@ def pytest_main(files: Sequence[str], work: Path, plugins: list[Any], *more: str
     return int(pytest.main([*files, *common, *more], plugins=plugins))
 
 
-@dataclass
-class Child:
-    """A fork at work.  Its answer is a file: a mutant may end the process at any place."""
+@dataclass(frozen=True)
+class Trial:
+    """A mutant and the tests for it, in their order, with what each takes without it."""
 
-    pid: int
-    answer: Path
-    idle_s: float  # how long it may stand still
-    what: Any
-    began: float = field(default_factory=time.monotonic)
+    mutant: Mutant
+    tests: list[str]
+    costs: Mapping[str, NormalCost]
 
     @property
-    def stands_still(self) -> bool:
-        """Whether it has slept for too long: time spent waiting for a processor is not sleep."""
-        try:
-            ran, waited, _ = Path(f"/proc/{self.pid}/schedstat").read_text().split()
-        except OSError:
-            return False
-        slept = time.monotonic() - self.began - (int(ran) + int(waited)) / 1e9
-        return slept > self.idle_s
+    def cpu_s(self) -> float:
+        """The processor time that all of it may take."""
+        return 20 + 5 * sum(cost.cpu_s for cost in self.costs.values())
 
 
-def fork(what: Any, work: Path, cpu_s: float, act: Callable[[Path], dict[str, Any]]) -> Child:
-    """Run `act(directory)` in a fork with a processor limit; what it returns is written down for
-    `reap`.
-    """
-    directory = Path(tempfile.mkdtemp(dir=work))
-    answer = directory / "answer.json"
-    pid = os.fork()
-    if pid:
-        return Child(pid, answer, 60 + cpu_s, what)
-    code = 1
-    try:
-        os.setsid()
-        resource.setrlimit(resource.RLIMIT_CPU, (int(cpu_s) + 1, int(cpu_s) + 5))
-        resource.setrlimit(resource.RLIMIT_AS, (64 << 30, 64 << 30))
-        out = os.open(directory / "out", os.O_WRONLY | os.O_CREAT)
-        os.dup2(out, 1)
-        os.dup2(out, 2)
-        answer.write_text(json.dumps(act(directory)))
-        code = 0
-    finally:
-        os._exit(code)
+def trial_of(base: Baseline, m: Mutant, text: str, most_s: float = 0.0) -> Trial:
+    """Return the trial of a mutant of a file's text.
+
+    most_s: the likeliest tests alone, as many as take so long; 0: all."""
+    tests = base.reaching(m.path, text, m.first, m.last)
+    if most_s:
+        sums = itertools.accumulate(base.seconds[t] for t in tests)
+        tests = [
+            t for t, total in zip(tests, sums, strict=True) if total <= most_s or t is tests[0]
+        ]
+    return Trial(m, tests, base.costs(tests))
 
 
-def reap(children: list[Child]) -> tuple[Child, dict[str, Any] | None]:
-    """Wait for one to end: (child, its answer); None: it ended or was ended without one."""
-    while True:
-        for child in children:
-            pid, _ = os.waitpid(child.pid, os.WNOHANG)
-            if not pid and child.stands_still:
-                os.killpg(child.pid, signal.SIGKILL)
-                os.waitpid(child.pid, 0)
-                pid = child.pid
-            if pid:
-                children.remove(child)
-                found = json.loads(child.answer.read_text()) if child.answer.exists() else None
-                shutil.rmtree(child.answer.parent, ignore_errors=True)
-                return child, found
-        time.sleep(0.02)
-
-
-def try_in_session(
-    session: CollectedSession, m: Mutant, tests: Sequence[str], directory: Path
-) -> dict[str, Any]:
+def try_in_session(session: CollectedSession, trial: Trial, directory: Path) -> dict[str, Any]:
     """In a fork of the session: change the function, and run the tests until one fails."""
+    m = trial.mutant
     if m.path.removesuffix(".py").replace("/", ".") not in sys.modules:
         sys.meta_path.insert(0, Changed(m.path, m.code))
     elif m.plus != UNCHANGED:
@@ -385,8 +358,9 @@ def try_in_session(
         if not change_function(m.path, old, m.code, m.first, m.last):
             return {"status": NOT_HERE, "by": ""}
     chosen = Chosen(None)
+    plugins = [chosen, TimeLimits(directory / "running", trial.costs)]
     try:
-        session.run(tests, directory / "t", [chosen], lambda: bool(chosen.failed))
+        session.run(trial.tests, directory / "t", plugins, lambda: bool(chosen.failed))
     except BaseException as error:  # the end of a pytest session, a test's SystemExit
         return {"status": KILLED, "by": chosen.failed or repr(error)}
     if not chosen.seen and not chosen.failed:
@@ -394,221 +368,16 @@ def try_in_session(
     return {"status": KILLED if chosen.failed else SURVIVED, "by": chosen.failed}
 
 
-def try_mutant(m: Mutant, tests: Sequence[str], directory: Path) -> dict[str, Any]:
+def try_anew(trial: Trial, directory: Path) -> dict[str, Any]:
     """In a fork: import the project with the mutant in it, run the tests until one fails."""
-    sys.meta_path.insert(0, Changed(m.path, m.code))
-    chosen = Chosen(tests)
-    files = list(dict.fromkeys(t.split("::")[0] for t in tests))
-    code = pytest_main(files, directory / "t", [chosen], "-x")
+    sys.meta_path.insert(0, Changed(trial.mutant.path, trial.mutant.code))
+    chosen = Chosen(trial.tests)
+    files = list(dict.fromkeys(t.split("::")[0] for t in trial.tests))
+    plugins = [chosen, TimeLimits(directory / "running", trial.costs)]
+    code = pytest_main(files, directory / "t", plugins, "-x")
     if chosen.collected and not chosen.seen and not chosen.failed:
         return {"status": UNTESTED, "by": "", "code": code}
     return {"status": KILLED if code else SURVIVED, "by": chosen.failed, "code": code}
-
-
-# ---- which tests reach which line ----------------------------------------------------------------
-
-
-@dataclass
-class Baseline:
-    """The fast tests without a mutant: the time of each, and the tests that run each line.
-
-    Fast tests need no real run and take less than SLOW_S, with the processes that they start.
-    Lines run by a shared fixture count for every test of the file."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-    lines: dict[str, dict[int, list[str]]] = field(default_factory=dict)
-    left_out: list[str] = field(default_factory=list)
-
-    def reaching(self, m: Mutant, text: str) -> list[str]:
-        """Tests that run the changed statement, quickest file first; where it runs at import, all
-        of the files that run anything of its file or speak of its module."""
-        start, end = statement(text, m.first, m.last)
-        here = self.lines.get(m.path, {})
-        found = {t for n in range(start, end + 1) for t in here.get(n, ())}
-        if start == 0:
-            name = re.compile(rf"\b{Path(m.path).stem}\b")
-            files = {t.split("::")[0] for tests in here.values() for t in tests}
-            files |= {
-                f
-                for f in {t.split("::")[0] for t in self.seconds}
-                if name.search((ROOT / f).read_text())
-            }
-            found = {t for t in self.seconds if t.split("::")[0] in files}
-        whole: Counter[str] = Counter()
-        for t in found:
-            whole[t.split("::")[0]] += self.seconds[t]  # type: ignore[assignment]
-        order = {t: i for i, t in enumerate(self.seconds)}
-        return sorted(found, key=lambda t: (whole[t.split("::")[0]], order[t]))
-
-    def cpu_s(self, tests: Sequence[str]) -> float:
-        """Return the CPU seconds that a mutant may use."""
-        return 20 + 5 * sum(self.seconds[t] for t in tests)
-
-
-def statement(text: str, first: int, last: int) -> tuple[int, int]:
-    """Return the lines of the statement that contains [first, last].
-
-    Of a compound statement that is its head, of a function's head its body.  (0, 0) means that it
-    runs at import."""
-    best: ast.stmt | None = None
-    inside = False
-
-    def visit(node: ast.AST, within: bool) -> None:
-        nonlocal best, inside
-        for child in ast.iter_child_nodes(node):
-            if (
-                isinstance(child, ast.stmt)
-                and child.lineno <= first
-                and (child.end_lineno or 0) >= last
-            ):
-                best = child
-                inside = within
-            if getattr(child, "lineno", 0) <= last:
-                visit(child, within or isinstance(child, ast.FunctionDef))
-
-    visit(ast.parse(text), False)
-    if best is None or (not inside and not isinstance(best, ast.FunctionDef)):
-        return 0, 0
-    if isinstance(best, ast.FunctionDef):
-        return best.body[0].lineno, best.end_lineno or best.lineno
-    body = getattr(best, "body", None)
-    return best.lineno, (
-        body[0].lineno - 1
-        if isinstance(body, list) and body[0].lineno > best.lineno
-        else best.end_lineno or best.lineno
-    )
-
-
-class Watch:
-    """A pytest plugin: coverage told apart by test, and what each takes."""
-
-    def __init__(self, cover: Any) -> None:
-        # type: ignore[var-annotated]
-        self.cover = cover
-        self.seconds = {}
-        self.failed = []
-        self.began = 0.0
-
-    def pytest_runtest_setup(self, item: Any) -> None:
-        self.cover.switch_context(item.nodeid.split("::")[0])
-
-    def pytest_runtest_call(self, item: Any) -> None:
-        self.cover.switch_context(item.nodeid)
-        self.began = cpu_seconds()  # a busy machine makes no test slower in this
-
-    def pytest_runtest_logreport(self, report: Any) -> None:
-        if report.failed:
-            self.failed.append(report.nodeid)
-        if report.when == "call" and report.passed:
-            self.seconds[report.nodeid] = cpu_seconds() - self.began
-
-    def pytest_collectreport(self, report: Any) -> None:
-        if report.failed:
-            self.failed.append(report.nodeid)
-
-
-def cpu_seconds() -> float:
-    """Of this process and of the children it has waited for."""
-    children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.process_time() + children.ru_utime + children.ru_stime
-
-
-def measure(session: CollectedSession, test_file: str, directory: Path) -> dict[str, Any]:
-    """In a fork: the fast tests of a file once, under coverage of all source files."""
-    import coverage
-
-    cover = coverage.Coverage(
-        data_file=None, source=[str(ROOT / p) for p in PROJECT], config_file=False
-    )
-    watch = Watch(cover)
-    cover.start()
-    session.run(session.of_file(test_file), directory / "t", [watch])
-    cover.stop()
-    fast = {t: s for t, s in watch.seconds.items() if s < SLOW_S}
-    lines: dict[str, dict[int, list[str]]] = {}
-    data = cover.get_data()
-    for full in data.measured_files():
-        path = str(Path(full).relative_to(ROOT))
-        for n, contexts in data.contexts_by_lineno(full).items():
-            named = {t for c in contexts if c for t in ([c] if c in fast else fast)}
-            if named:
-                lines.setdefault(path, {})[n] = sorted(named)
-    return {"seconds": fast, "lines": lines, "failed": watch.failed}
-
-
-def digest(path: str) -> str:
-    file = ROOT / path
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.exists() else ""
-
-
-def kept(test_file: str, paths: Collection[str], *, exact: bool = False) -> dict[str, Any] | None:
-    """Return the stored measurement of a test file, None if there is none or the file has changed.
-
-    For a source file that has changed since it is by function.  exact: neither tests/conftest.py
-    nor any of `paths` that it runs may have changed."""
-    file = KEPT / f"{Path(test_file).stem}.json"
-    if not file.exists():
-        return None
-    found: dict[str, Any] = json.loads(file.read_text())
-    changed = [path for path, old in found["digests"].items() if digest(path) != old]
-    shared = {"tests/conftest.py", *paths} if exact else set()
-    if {test_file, *shared} & set(changed) or "functions" not in found:
-        return None
-    for path in set(changed) & set(found["lines"]):
-        lines = found["lines"].pop(path)
-        if (ROOT / path).exists():
-            functions = functions_of((ROOT / path).read_text())
-            found["lines"][path] = lines_by_function(lines, found["functions"][path], functions)
-    return found
-
-
-def baseline(
-    session: CollectedSession,
-    tests: Sequence[str],
-    paths: Collection[str],
-    work: Path,
-    workers: int,
-    *,
-    exact: bool = False,
-) -> Baseline:
-    """Measured, or as it was kept.  A file with a test that fails without a mutant is left out, and
-    named.
-    """
-    KEPT.mkdir(parents=True, exist_ok=True)
-    base = Baseline()
-    found = {t: f for t in tests if (f := kept(t, paths, exact=exact)) is not None}
-    running: list[Child] = []
-
-    def collect() -> None:
-        child, answer = reap(running)
-        if answer is None or answer["failed"]:
-            failed = "no answer" if answer is None else ", ".join(answer["failed"])
-            base.left_out.append(child.what)
-            print(f"left out: {child.what}: {failed}", file=sys.stderr, flush=True)
-            return
-        of = [child.what, "tests/conftest.py", *answer["lines"]]
-        answer["digests"] = {p: digest(p) for p in of}
-        answer["functions"] = {p: functions_of((ROOT / p).read_text()) for p in answer["lines"]}
-        (KEPT / f"{Path(child.what).stem}.json").write_text(json.dumps(answer))
-        found[child.what] = answer
-        print(f"measured {len(found)} of {len(tests)} test files", file=sys.stderr, flush=True)
-
-    for t in tests:
-        if t in session.failed:
-            base.left_out.append(t)
-            print(f"left out: {t}: cannot be collected", file=sys.stderr, flush=True)
-        elif t not in found:
-            running.append(fork(t, work, 300, lambda d, t=t: measure(session, t, d)))
-            if len(running) >= workers:
-                collect()
-    while running:
-        collect()
-    for t in found:
-        base.seconds |= found[t]["seconds"]
-        for path, lines in found[t]["lines"].items():
-            for n, named in lines.items():
-                base.lines.setdefault(path, {}).setdefault(int(n), []).extend(named)
-    return base
 
 
 def write_table(paths: Sequence[str], work: Path, workers: int) -> None:
@@ -661,28 +430,28 @@ def collected(
         os._exit(0)
 
 
-Trial = Callable[[Mutant, Sequence[str], Path], dict[str, Any]]
-
-
 def all_of(
-    jobs: Iterator[tuple[Mutant, list[str], float]],
+    trials: Iterator[Trial],
     work: Path,
     workers: int,
-    trial: Trial = try_mutant,
-) -> Iterator[tuple[Mutant, dict[str, Any]]]:
-    """(mutant, what became of it), as they end."""
+    act: Callable[[Trial, Path], dict[str, Any]] = try_anew,
+) -> Iterator[tuple[Trial, dict[str, Any]]]:
+    """(trial, what became of its mutant), as they end."""
     running: list[Child] = []
-    for m, tests, cpu_s in jobs:
-        if not tests:
-            yield m, {"status": UNTESTED, "by": ""}
+
+    def ended() -> tuple[Trial, dict[str, Any]]:
+        child, answer, last = reap(running)
+        return child.what, answer or {"status": TIMEOUT, "by": last}
+
+    for trial in trials:
+        if not trial.tests:
+            yield trial, {"status": UNTESTED, "by": ""}
             continue
-        running.append(fork(m, work, cpu_s, lambda d, m=m, tests=tests: trial(m, tests, d)))
+        running.append(fork(trial, work, trial.cpu_s, lambda d, trial=trial: act(trial, d)))
         if len(running) >= workers:
-            child, answer = reap(running)
-            yield child.what, answer or {"status": TIMEOUT, "by": ""}
+            yield ended()
     while running:
-        child, answer = reap(running)
-        yield child.what, answer or {"status": TIMEOUT, "by": ""}
+        yield ended()
 
 
 def warm(work: Path) -> None:
@@ -724,9 +493,9 @@ def planted(work: Path, workers: int) -> list[dict[str, Any]]:
             )
         m = mutant(p.path, text, text.replace(p.old, p.new))
         names[m.path, m.code] = p
-        jobs.append((m, [p.test], 120.0))
+        jobs.append(Trial(m, [p.test], {p.test: NormalCost(20.0, 20.0)}))
     # without a mutant every one of these tests must pass
-    _, sound = reap(
+    _, sound, _ = reap(
         [
             fork(
                 None,
@@ -739,7 +508,8 @@ def planted(work: Path, workers: int) -> list[dict[str, Any]]:
     if sound is None or sound["code"]:
         sys.exit("mutants: a test of mutants_planted.py fails, or is none, without a mutant")
     out = []
-    for m, answer in all_of(iter(jobs), work, workers):
+    for trial, answer in all_of(iter(jobs), work, workers):
+        m = trial.mutant
         p = names[m.path, m.code]
         out.append({"name": p.name, "mutant": str(m), "status": answer["status"], "test": p.test})
     return sorted(out, key=lambda x: x["name"])
@@ -749,6 +519,11 @@ def share(counts: Mapping[str, int]) -> float:
     """Killed, of those of a file that a test can tell apart."""
     told_apart = sum(counts.values()) - counts.get("equivalent", 0)
     return (counts.get(KILLED, 0) + counts.get(TIMEOUT, 0)) / told_apart if told_apart else 1.0
+
+
+def has_enough(counts: Mapping[str, int]) -> bool:
+    """Return whether so many mutants of a file were tried that its share says something."""
+    return sum(counts.values()) - counts.get("equivalent", 0) >= ENOUGH
 
 
 def drawn(every: Sequence[Any], many: int, seed: int, least: int) -> list[Any]:
@@ -819,42 +594,52 @@ def tried(
     controls = set(
         random.Random(args.seed).sample(range(len(wanted)), min(args.controls, len(wanted)))
     )
+    end = BEGAN + 60 * args.minutes if args.minutes else math.inf
+    most_s = LIKELIEST_S if args.minutes else 0.0
 
     def first(session: CollectedSession) -> dict[str, Any]:
-        base = baseline(session, tests, paths, work, args.workers)
+        measured_by = BEGAN + MEASURING * 60 * args.minutes if args.minutes else math.inf
+        base = baseline(session, tests, paths, work, args.workers, end=measured_by)
         begin = time.monotonic()
 
-        def jobs() -> Iterator[tuple[Mutant, list[str], float]]:
+        def trials() -> Iterator[Trial]:
             for place, (_, make) in enumerate(wanted):
-                if args.minutes and time.monotonic() - begin > 60 * args.minutes:
+                if time.monotonic() > end:
                     return
                 m = make()
-                reaching = base.reaching(m, texts[m.path])
-                yield m, reaching, base.cpu_s(reaching)
+                trial = trial_of(base, m, texts[m.path], most_s)
+                yield trial
                 if place in controls:
-                    unchanged = replace(m, code=texts[m.path], plus=UNCHANGED)
-                    yield unchanged, reaching, base.cpu_s(reaching)
+                    yield replace(trial, mutant=replace(m, code=texts[m.path], plus=UNCHANGED))
 
-        def trial(m: Mutant, reaching: Sequence[str], directory: Path) -> dict[str, Any]:
-            return try_in_session(session, m, reaching, directory)
+        def act(trial: Trial, directory: Path) -> dict[str, Any]:
+            return try_in_session(session, trial, directory)
 
         answers = []
-        for m, answer in all_of(jobs(), work, args.workers, trial):
+        for trial, answer in all_of(trials(), work, args.workers, act):
+            m = trial.mutant
             if m.plus == UNCHANGED and answer["status"] not in (SURVIVED, UNTESTED):
-                return {"failed": f"{answer['by'] or 'a time limit'} fails without a mutant: {m}"}
-            if m.plus != UNCHANGED:
-                answers.append((asdict(m), answer))
-                if answer["status"] == SURVIVED and not known.reason(m):
-                    print(f"lives so far: {m}", file=sys.stderr, flush=True)
-                if len(answers) % 50 == 0:
-                    passed = f"{len(answers)} of {len(wanted)}, {time.monotonic() - begin:.0f} s"
-                    print(passed, file=sys.stderr, flush=True)
-        return {"answers": answers, "base": asdict(base), "seconds": time.monotonic() - begin}
+                by = f"{answer['by']}, {answer['status']}"
+                return {"failed": f"{by}, fails without a mutant: {m}"}
+            if m.plus == UNCHANGED:
+                continue
+            answers.append((asdict(m), answer))
+            if answer["status"] in (KILLED, TIMEOUT) and answer["by"] in base.seconds:
+                base.count_killer(m.path, texts[m.path], m.first, m.last, answer["by"])
+            if answer["status"] == SURVIVED and not known.reason(m):
+                print(f"lives so far: {m}", file=sys.stderr, flush=True)
+            if len(answers) % 50 == 0:
+                passed = f"{len(answers)} of {len(wanted)}, {time.monotonic() - begin:.0f} s"
+                print(passed, file=sys.stderr, flush=True)
+        base.keep_killers()
+        seconds = time.monotonic() - begin
+        return {"answers": answers, "base": vars(base) | {"killers": {}}, "seconds": seconds}
 
     found = collected(tests, work, first)
     if "failed" in found:
         sys.exit(f"mutants: {found['failed']}")
     base = Baseline(**found["base"])
+    base.load_killers()
     base.lines = {
         path: {int(n): names for n, names in lines.items()} for path, lines in base.lines.items()
     }
@@ -862,10 +647,17 @@ def tried(
     answers = []
     again = []
     for m, answer in ((Mutant(**m), answer) for m, answer in found["answers"]):
-        is_done = answer["status"] in (KILLED, UNTESTED) or known.reason(m)
+        is_done = answer["status"] in (KILLED, UNTESTED, TIMEOUT) or known.reason(m)
         (answers if is_done else again).append((m, answer))
-    jobs = ((m, t := base.reaching(m, texts[m.path]), base.cpu_s(t)) for m, _ in again)
-    answers += all_of(jobs, work, args.workers)
+    waiting = [m for m, _ in again]
+    anew = (trial_of(base, m, texts[m.path], most_s) for m in waiting if time.monotonic() <= end)
+    by_anew = {trial.mutant: answer for trial, answer in all_of(anew, work, args.workers)}
+    # what the time did not suffice for: of a mutant outside a function nothing is known
+    answers += [
+        (m, by_anew.get(m, answer))
+        for m, answer in again
+        if m in by_anew or answer["status"] != NOT_HERE
+    ]
     for m, answer in answers:
         if answer["status"] in (SURVIVED, UNTESTED) and not known.reason(m):
             print(f"{answer['status']}: {m}", file=sys.stderr, flush=True)
@@ -901,7 +693,7 @@ def summarize(
     killed = total[KILLED] + total[TIMEOUT]
     counted = sum(total.values()) - total["equivalent"]
     score = killed / max(counted, 1)
-    weakest = min(map(share, by_path.values()), default=1.0)
+    weakest = min(map(share, filter(has_enough, by_path.values())), default=1.0)
     tried_of = str(sum(total.values()))
     if sum(total.values()) < wanted:
         tried_of = f"the first {tried_of} of {wanted}"
@@ -914,7 +706,7 @@ def summarize(
                 "met": score >= goal,
             },
             {
-                "figure": "mutants killed, of the file with the fewest",
+                "figure": f"mutants killed, of the file with the fewest ({ENOUGH} or more tried)",
                 "value": round(weakest, 4),
                 "goal": f">= {GOAL_BY_FILE}",
                 "met": weakest >= GOAL_BY_FILE,
@@ -933,6 +725,7 @@ def summarize(
         "seconds": round(found["seconds"]),
         "tests": len(base.seconds),
         "tests_left_out": base.left_out,
+        "tests_unmeasured": base.unmeasured,
         "tests_seconds": round(sum(base.seconds.values()), 1),
         "by_file": {k: dict(v) for k, v in by_path.items()},
         "survivors": survivors,
