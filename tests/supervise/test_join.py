@@ -30,8 +30,6 @@ from asyncrl.transport.chunks import CHUNK_BYTES, ChunkClient, ChunkServer
 from asyncrl.transport.file_server import FileEntry, FileServer
 from asyncrl.transport.keys import make_keys
 
-pytestmark = pytest.mark.slow
-
 __all__ = ["said", "supervisor"]  # fixtures
 WAIT_S = 1800.0
 
@@ -419,6 +417,7 @@ def wait_for(what: Callable[[], bool], *processes: subprocess.Popen[str]) -> Non
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_machine_with_nothing_but_keys_joins_a_run_that_is_then_scaled(
     tmp_path: Path, small_model: Path
 ) -> None:

@@ -22,7 +22,7 @@ from pushed_kit import HERE, Commands, until
 from actors.gateway import service
 from actors.gateway.agents import agent_log, agent_pool
 from actors.gateway.agents.agent_pool import AgentPool
-from actors.gateway.agents.agent_programs import MODEL_VARIABLES, judge_exit
+from actors.gateway.agents.agent_programs import MODEL_VARIABLES
 from actors.gateway.agents.session_messages import SessionOrders, SessionResult
 from actors.gateway.session_api import SessionApi
 from asyncrl.config import load
@@ -34,44 +34,6 @@ from asyncrl.models.policy import build_model
 from asyncrl.transport import worker_pool
 
 pytestmark = pytest.mark.slow
-
-# ---- what a program said -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("code", "out", "err", "written", "expected"),
-    [
-        (0, "a\n0.5\n\n", "", None, SessionResult(7, "scored", 0.5)),
-        (0, "x", "", "3", SessionResult(7, "scored", 3.0)),
-        (
-            0,
-            '{"reward": 1, "a": 2}',
-            "",
-            None,
-            SessionResult(7, "scored", 1.0, {"reward": 1.0, "a": 2.0}),
-        ),
-        (0, "1", "", " \n", SessionResult(7, "scored", 1.0)),
-        (0, "null", "", None, SessionResult(7, "judge")),
-        (0, "\n", "oh", None, "gave no reward"),
-        (0, "well done", "", None, "gave an invalid reward, not a number or JSON: 'well done'"),
-        (0, "NaN", "", None, "reward is nan, not a finite number"),
-        (0, '"2"', "", None, "reward is a str, not a number"),
-        (0, "{}", "", None, "a dict without `reward`"),
-        (3, "1", "first\nlast\n\n", None, "ended with 3: last"),
-        (3, "1", "", "1", "ended with 3: 1"),
-        (-9, "1", "", None, "was ended by SIGKILL"),
-    ],
-)
-def test_a_programs_end_is_a_reward_or_says_why_not(
-    code: int, out: str, err: str, written: str | None, expected: SessionResult | str
-) -> None:
-    found = judge_exit(
-        7, code, out.encode(), err.encode(), None if written is None else written.encode()
-    )
-    if isinstance(expected, SessionResult):
-        assert found == expected
-    else:
-        assert found.kind == "failed" and expected in found.why and "\n" not in found.why
 
 
 def test_the_log_is_bounded_and_a_disk_that_fails_stops_nothing(

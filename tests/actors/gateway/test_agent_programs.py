@@ -1,0 +1,450 @@
+"""agent.command: programs of sessions, with the loop of their process run here."""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import json
+import os
+import re
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+
+from actors.gateway.agents import agent_programs
+from actors.gateway.agents.agent_programs import (
+    KEPT_BYTES,
+    MODEL_VARIABLES,
+    PR_SET_CHILD_SUBREAPER,
+    AgentPrograms,
+    inherited,
+    judge_exit,
+)
+from actors.gateway.agents.session_messages import (
+    AgentSetup,
+    SessionAccess,
+    SessionOrders,
+    SessionResult,
+)
+from asyncrl.contract.messages import Prompt
+from asyncrl.transport.worker_pool import frame, read_frame
+
+PATIENCE_S = 300.0
+STOPPED = "was stopped because its session was over"
+
+
+def children() -> set[int]:
+    return {process.pid for process in psutil.Process().children()}
+
+
+@pytest.fixture(autouse=True)
+def processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The children that this process has already are no strays; it adopts orphans, as agents' does.
+
+    Programs' folders lie in tmp_path / "folders", which is empty again in the end."""
+    before, end_strays = children(), agent_programs.end_strays
+    monkeypatch.setattr(agent_programs, "end_strays", lambda running: end_strays(running | before))
+    folders = tmp_path / "folders"
+    folders.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folders))
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+    yield
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 0)
+    assert children() <= before and list(folders.iterdir()) == []
+
+
+class Playing:
+    """Programs, and the gateway's end of their socket."""
+
+    def __init__(self, log: Path, *command: str, env_pass: tuple[str, ...] = ()) -> None:
+        self.wire, theirs = socket.socketpair()
+        self.setup = AgentSetup(list(command), "", str(log), list(env_pass))
+        self.programs = AgentPrograms(theirs, self.setup)
+        self.received = b""
+
+    def send(self, **orders: Any) -> None:
+        self.wire.sendall(frame(msgspec.msgpack.encode(SessionOrders(**orders))))
+
+    def results(self) -> list[SessionResult]:
+        """The results so far, in the order of their numbers."""
+        self.wire.setblocking(False)
+        try:
+            while data := self.wire.recv(1 << 16):
+                self.received += data
+        except BlockingIOError:
+            pass
+        self.wire.setblocking(True)
+        stream = io.BytesIO(self.received)
+        found = []
+        while (payload := read_frame(stream)) is not None:
+            found.append(msgspec.msgpack.decode(payload, type=SessionResult))
+        return sorted(found, key=lambda result: result.number)
+
+    def until(self, over: Callable[[], bool]) -> None:
+        end = time.monotonic() + PATIENCE_S
+        while not over():
+            assert time.monotonic() < end
+            assert self.programs.step()
+
+    def play(self, *seats: SessionAccess) -> list[SessionResult]:
+        before = len(self.results())
+        self.send(seats=list(seats))
+        self.until(lambda: len(self.results()) == before + len(seats))
+        return self.results()[before:]
+
+    def close(self) -> None:
+        self.wire.close()
+        self.programs.close()
+        self.programs.wire.close()
+
+
+@pytest.fixture
+def playing(tmp_path: Path) -> Iterator[Any]:
+    """playing("shell code"): programs that are `sh -c` of it."""
+    made: list[Playing] = []
+
+    def begin(code: str, **more: Any) -> Playing:
+        made.append(Playing(tmp_path / "agent.log", "sh", "-c", code, **more))
+        return made[-1]
+
+    yield begin
+    for one in made:
+        one.close()
+
+
+def seat(number: int, text: str = "1") -> SessionAccess:
+    prompt = Prompt(
+        number,
+        text,
+        answer="secret",
+        meta={"level": "3"},
+        messages=[{"role": "user"}],
+        split="eval",
+    )
+    url = f"http://127.0.0.1/s/{number}"
+    return SessionAccess(number, f"s{number}", url, "key", "m", prompt, 5, 2, False, 60.0)
+
+
+# ---- what a program gets -------------------------------------------------------------------------
+
+
+def test_a_program_reads_its_task_but_never_the_answer(playing: Any, tmp_path: Path) -> None:
+    found = playing(f'cp "$ASYNCRL_TASK" {tmp_path}/file; cat > {tmp_path}/stdin; echo 0.5')
+    assert found.play(seat(3, "ab")) == [SessionResult(3, "scored", 0.5)]
+    expected = {
+        "id": 3,
+        "text": "ab",
+        "messages": [{"role": "user"}],
+        "meta": {"level": "3"},
+        "split": "eval",
+        "images": [],
+        "session": "s3",
+        "seed": 5,
+        "attempt": 2,
+        "first": False,
+        "deadline_s": 60.0,
+        "model": "m",
+    }
+    for name in ("file", "stdin"):
+        assert json.loads((tmp_path / name).read_text()) == expected, name
+
+
+def test_the_variables_of_a_program(
+    playing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"SECRET_KEY": "a", "GIVEN_ONE": "b", "given_two": "c", "LC_ALL": "C", "LC": "d"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    found = playing(f"env -0 > {tmp_path}/env; echo 1", env_pass=("GIVEN_*",))
+    found.play(seat(3))
+    pairs = (tmp_path / "env").read_text().rstrip("\0").split("\0")
+    env = dict(pair.split("=", 1) for pair in pairs)
+    assert {name for name in given if name in env} == {"GIVEN_ONE", "LC_ALL"}
+    folder = Path(env["ASYNCRL_TASK"]).parent
+    assert folder.name.startswith("asyncrl-agent-") and folder.parent == tmp_path / "folders"
+    expected = {
+        "OPENAI_BASE_URL": "http://127.0.0.1/s/3/v1",
+        "OPENAI_API_KEY": "key",
+        "ANTHROPIC_BASE_URL": "http://127.0.0.1/s/3",
+        "ANTHROPIC_API_KEY": "key",
+        "ASYNCRL_URL": "http://127.0.0.1/s/3",
+        "ASYNCRL_SESSION": "s3",
+        "ASYNCRL_REWARD": str(folder / "reward"),
+        "PATH": os.environ["PATH"],
+        **dict.fromkeys(MODEL_VARIABLES, "m"),
+    }
+    assert {name: env.get(name) for name in expected} == expected
+    assert len(MODEL_VARIABLES) == 7 and "PATH" in inherited([]) and not inherited([]).get("LC")
+
+
+def test_a_program_leads_its_own_session_and_is_interrupted_as_usual(
+    playing: Any, tmp_path: Path
+) -> None:
+    code = f"cat /proc/self/status > {tmp_path}/status; ps -o sid= -p $$ > {tmp_path}/sid; echo $$"
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        (result,) = playing(code).play(seat(1))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert int((tmp_path / "sid").read_text()) == result.reward
+    ignored = re.search(r"SigIgn:\s*(\w+)", (tmp_path / "status").read_text())
+    assert ignored and not int(ignored[1], 16) >> (signal.SIGINT - 1) & 1
+
+
+# ---- what becomes of it --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "out", "err", "written", "expected"),
+    [
+        (0, "a\n0.5\n\n", "", None, SessionResult(7, "scored", 0.5)),
+        (0, "x", "", "3", SessionResult(7, "scored", 3.0)),
+        (
+            0,
+            '{"reward": 1, "a": 2}',
+            "",
+            None,
+            SessionResult(7, "scored", 1.0, {"reward": 1.0, "a": 2.0}),
+        ),
+        (0, "1", "", " \n", SessionResult(7, "scored", 1.0)),
+        (0, "null", "", None, SessionResult(7, "judge")),
+        (
+            0,
+            "\n",
+            "oh",
+            None,
+            "ended and gave no reward: print it as the last line, or write it to the file "
+            "$ASYNCRL_REWARD",
+        ),
+        (0, "well done", "", None, "gave an invalid reward, not a number or JSON: 'well done'"),
+        (0, "NaN", "", None, "gave an invalid reward: reward is nan, not a finite number"),
+        (0, '"2"', "", None, "gave an invalid reward: reward is a str, not a number"),
+        (
+            0,
+            "{}",
+            "",
+            None,
+            "gave an invalid reward: a dict without `reward`: []",
+        ),
+        (3, "1", "first\nlast\n\n", None, "ended with 3: last"),
+        (3, "1", "", "1", "ended with 3: 1"),
+        (3, "", "", None, "ended with 3"),
+        (-9, "1", "", None, "was ended by SIGKILL: 1"),
+    ],
+)
+def test_a_programs_end_is_a_reward_or_says_why_not(
+    code: int, out: str, err: str, written: str | None, expected: SessionResult | str
+) -> None:
+    given = None if written is None else written.encode()
+    found = judge_exit(7, code, out.encode(), err.encode(), given)
+    if isinstance(expected, str):
+        expected = SessionResult(7, "failed", why=expected)
+    assert found == expected
+
+
+def test_bytes_that_are_no_text_are_replaced() -> None:
+    assert judge_exit(1, 0, b"\xff\n2", b"", None).reward == 2.0
+    assert judge_exit(1, 2, b"", b"bad \xff", None).why == "ended with 2: bad \ufffd"
+    assert "'\ufffd'" in judge_exit(1, 0, b"", b"", b"\xff").why
+    assert len(judge_exit(1, 0, b"x" * 300, b"", None).why) < 160
+
+
+def test_results_are_logged_with_what_was_printed(playing: Any, tmp_path: Path) -> None:
+    found = playing('read task; case "$task" in *good*) echo 0.25;; *) echo oh >&2; exit 4;; esac')
+    assert found.play(seat(1, "good"), seat(2, "bad")) == [
+        SessionResult(1, "scored", 0.25),
+        SessionResult(2, "failed", why="ended with 4: oh"),
+    ]
+    log = re.sub(r"\d+\.\d s", "T s", (tmp_path / "agent.log").read_text())
+    lines = "--- session s1 T s: scored 0.25\n0.25\n", "--- session s2 T s: ended with 4: oh\noh\n"
+    assert log in (lines[0] + lines[1], lines[1] + lines[0])
+    assert found.programs.running == {} and found.programs.processes == set()
+    (third,) = playing('echo null > "$ASYNCRL_REWARD"').play(seat(3))
+    assert third.kind == "judge"
+    assert re.search(r"--- session s3 \d\.\d s: judge\n$", (tmp_path / "agent.log").read_text())
+
+
+def test_of_much_output_the_last_is_kept(playing: Any, tmp_path: Path) -> None:
+    code = "head -c 300000 /dev/zero | tr '\\0' x; head -c 300000 /dev/zero >&2; echo; echo 7"
+    (result,) = playing(code).play(seat(1))
+    assert result == SessionResult(1, "scored", 7.0)
+    logged = (tmp_path / "agent.log").read_bytes().partition(b"\n")[2]
+    out, err = b"x" * (KEPT_BYTES - 3) + b"\n7\n", b"\0" * KEPT_BYTES + b"\n"
+    assert logged == out + err
+
+
+def test_of_a_long_reward_file_the_beginning_is_read(playing: Any) -> None:
+    code = (
+        'echo 2 > "$ASYNCRL_REWARD"; head -c 200000 /dev/zero | tr "\\0" " " >> "$ASYNCRL_REWARD"'
+    )
+    (result,) = playing(code + '; echo 3 >> "$ASYNCRL_REWARD"').play(seat(1))
+    assert result == SessionResult(1, "scored", 2.0)
+
+
+def test_a_program_that_closes_its_output_goes_on(playing: Any, tmp_path: Path) -> None:
+    code = f"exec >&- 2>&-; while [ ! -e {tmp_path}/go ]; do sleep 0.02; done; "
+    found = playing(code + 'echo 6 > "$ASYNCRL_REWARD"')
+    found.send(seats=[seat(1)])
+    found.until(lambda: len(found.programs.running) == 1)
+    (program,) = found.programs.running.values()
+    waited = [stream.fileno() for stream in program.streams]
+    found.until(lambda: not set(waited) & set(found.programs.selector.get_map()))
+    assert found.results() == []
+    (tmp_path / "go").touch()
+    found.until(lambda: bool(found.results()))
+    assert found.results() == [SessionResult(1, "scored", 6.0)]
+
+
+def test_a_program_that_cannot_be_started_says_so(tmp_path: Path) -> None:
+    found = Playing(tmp_path / "agent.log", str(tmp_path / "none"))
+    assert found.play(seat(4)) == [
+        SessionResult(4, "failed", why="cannot be started: No such file or directory")
+    ]
+    assert not found.programs.running and list((tmp_path / "folders").iterdir()) == []
+    found.close()
+
+
+def test_what_a_program_leaves_behind_is_killed(playing: Any, tmp_path: Path) -> None:
+    left = f"setsid sh -c 'echo $$ > {tmp_path}/pid; exec sleep 3600 >&- 2>&-' & "
+    wait = f"while [ ! -s {tmp_path}/pid ]; do sleep 0.02; done; echo 1"
+    assert playing(left + wait).play(seat(1)) == [SessionResult(1, "scored", 1.0)]
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+
+
+def test_other_programs_go_on_when_one_ends(playing: Any, tmp_path: Path) -> None:
+    loop = f"while [ ! -e {tmp_path}/go ]; do sleep 0.02; done"
+    found = playing(f'read t; case "$t" in *wait*) {loop};; esac; echo 1')
+    found.send(seats=[seat(1, "wait"), seat(2)])
+    found.until(lambda: bool(found.results()))
+    assert [result.number for result in found.results()] == [2]
+    (tmp_path / "go").touch()
+    found.until(lambda: len(found.results()) == 2)
+    assert {result.kind for result in found.results()} == {"scored"}
+
+
+# ---- stopping ------------------------------------------------------------------------------------
+
+WAITS = 'trap "{}" TERM; echo begun > {}/begun; while true; do sleep 0.02; done'
+
+
+def begun(found: Playing, tmp_path: Path) -> None:
+    found.send(seats=[seat(1)])
+    found.until(lambda: bool(found.programs.running))
+    end = time.monotonic() + PATIENCE_S
+    while not (tmp_path / "begun").exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_program_is_asked_to_stop_once(
+    playing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert agent_programs.POLITE_S == 5.0
+    monkeypatch.setattr(agent_programs, "POLITE_S", 3600.0)
+    found = playing(WAITS.format(f"echo stop >> {tmp_path}/asked; sleep 0.2; exit 0", tmp_path))
+    begun(found, tmp_path)
+    before = time.monotonic() + 3600.0
+    found.send(stop=[1, 9])
+    found.until(lambda: found.programs.running[1].kill_at > 0)
+    (program,) = found.programs.running.values()
+    kill_at = program.kill_at
+    assert before <= kill_at <= time.monotonic() + 3600.0
+    found.programs.stop(1)
+    assert program.kill_at == kill_at
+    found.until(lambda: bool(found.results()))
+    assert found.results() == [SessionResult(1, "failed", why=STOPPED)]
+    assert (tmp_path / "asked").read_text() == "stop\n"
+
+
+def test_a_program_that_does_not_stop_is_killed(
+    playing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_programs, "POLITE_S", 0.05)
+    found = playing(WAITS.format("", tmp_path))
+    begun(found, tmp_path)
+    found.send(stop=[1])
+    found.until(lambda: bool(found.results()))
+    assert found.results() == [SessionResult(1, "failed", why=STOPPED)]
+    assert re.search(rf"s1 \d+\.\d s: {STOPPED}\n", (tmp_path / "agent.log").read_text())
+
+
+def test_all_programs_end_with_the_gateway(playing: Any, tmp_path: Path) -> None:
+    found = playing(WAITS.format("", tmp_path))
+    begun(found, tmp_path)
+    (pid,) = found.programs.processes
+    found.wire.close()
+    assert found.programs.step() is False
+    found.programs.close()
+    assert not psutil.pid_exists(pid) and found.programs.running == {}
+
+
+def test_orders_come_in_pieces(playing: Any) -> None:
+    found = playing("echo 1")
+    whole = frame(msgspec.msgpack.encode(SessionOrders([seat(1)])))
+    for piece in (whole[:3], whole[3:-1]):
+        found.wire.sendall(piece)
+        assert found.programs.step() and not found.programs.running
+    found.wire.sendall(whole[-1:])
+    found.until(lambda: bool(found.results()))
+    assert found.results() == [SessionResult(1, "scored", 1.0)]
+
+
+# ---- the process ---------------------------------------------------------------------------------
+
+
+def test_the_process_is_ready_plays_and_ends_with_its_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+
+    class Library:
+        def prctl(self, option: int, value: int) -> None:
+            asked.append((option, value))
+
+    ours, theirs = socket.socketpair()
+    setup = AgentSetup(["sleep", "3600"], "", str(tmp_path / "agent.log"))
+    frames = [msgspec.msgpack.encode(setup), msgspec.msgpack.encode(SessionOrders([seat(1)]))]
+    ours.sendall(b"".join(map(frame, frames)))  # orders that come with the setup
+    ours.shutdown(socket.SHUT_WR)
+    monkeypatch.setattr(agent_programs, "_prepare_child", lambda: None)
+    monkeypatch.setattr(agent_programs, "_libc", Library())
+    agent_programs.serve(theirs)
+    assert asked == [(agent_programs.PR_SET_PDEATHSIG, 0), (PR_SET_CHILD_SUBREAPER, 1)]
+    stream = ours.makefile("rb")
+    payload = read_frame(stream)
+    assert payload is not None
+    assert msgspec.msgpack.decode(payload, type=SessionResult) == SessionResult(-1, "ready")
+    stream.close()
+    ours.close()
+    theirs.close()
+
+
+def test_a_socket_that_closes_before_the_setup_ends_the_process() -> None:
+    ours, theirs = socket.socketpair()
+    ours.sendall(b"\0\0")
+    ours.close()
+    agent_programs.serve(theirs)
+    theirs.close()
+
+
+def test_a_new_process_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+
+    class Library:
+        def prctl(self, option: int, value: int) -> None:
+            asked.append((option, value))
+
+    monkeypatch.setattr(agent_programs, "_libc", Library())
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    agent_programs._prepare_child()
+    assert signal.signal(signal.SIGINT, before) is signal.SIG_DFL
+    assert asked == [(36, 1), (1, signal.SIGKILL)]
