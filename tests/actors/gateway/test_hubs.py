@@ -1,5 +1,5 @@
 """Environments of gymnasium and OpenEnv by name, with the real packages in the environment of the
-clients, and tools with a state.
+clients.
 """
 
 from __future__ import annotations
@@ -14,16 +14,9 @@ import pytest
 from clients_kit import python_of
 from hubs_kit import PATIENCE_S, Player
 
-from actors.gateway.environment_worker import (
-    EnvironmentEvent,
-    EnvironmentHost,
-    EnvironmentOperation,
-    EnvironmentSetup,
-)
 from actors.gateway.hubs.stepped import text_field
 from asyncrl.config import load, rules
 from asyncrl.contract.errors import ConfigError
-from asyncrl.contract.messages import Prompt
 
 pytestmark = pytest.mark.slow
 
@@ -122,76 +115,3 @@ def test_an_environment_of_a_hub_gives_the_prompts() -> None:
         ({"env": "textarena:A", "args": {"a": 1}}, "agent.args: textarena:A takes none"),
     ):
         assert any(each.startswith(said) for each in problems(**agent)), problems(**agent)
-
-
-# ---- tools with a state --------------------------------------------------------------------------
-
-GOAL = Prompt(0, "Save.", meta={"goal": "7", "tags": '["a"]'})
-
-
-def call(name: str, **arguments: Any) -> dict[str, Any]:
-    return {"content": "", "tool_calls": [{"function": {"name": name, "arguments": arguments}}]}
-
-
-def apply(host: EnvironmentHost, *op: Any, **more: Any) -> EnvironmentEvent:
-    event = host.apply(EnvironmentOperation(*op, **more))
-    assert event is not None and event.kind == "ok", event
-    return event
-
-
-def test_a_class_keeps_its_state_between_the_calls_and_pays() -> None:
-    host = EnvironmentHost(
-        EnvironmentSetup("", ["agent_envs:add", "agent_envs:Account"], args={"fee": 1})
-    )
-    first = apply(host, 1, "reset", prompt=GOAL)
-    assert first.pays and first.obs == [
-        {"role": "user", "content": "Save. (goal 7, tags ['a'])"}  # a number and a list again
-    ]
-    tools = {tool["function"]["name"]: tool["function"] for tool in first.tools}
-    assert list(tools) == ["add", "audit", "deposit"]
-    assert tools["deposit"]["description"] == "Deposit money."
-    assert tools["deposit"]["parameters"]["properties"] == {
-        "amount": {"type": "integer", "description": "How much, in whole dollars."}
-    }
-    untagged = Prompt(1, "x", messages=[{"role": "user", "content": "hi"}], meta={"goal": "3"})
-    other = apply(host, 2, "reset", prompt=untagged)
-    assert other.obs == [{"role": "user", "content": "hi"}]
-    for session, balance in ((1, 4), (2, 4), (1, 8)):
-        event = apply(host, session, "step", message=call("deposit", amount=5))
-        assert event.obs == [
-            {
-                "role": "tool",
-                "tool_call_id": "",
-                "content": f"balance {balance}",
-                "name": "deposit",
-            }
-        ]
-    event = apply(host, 1, "step", message=call("audit"))
-    assert isinstance(event.obs, list) and event.obs[0]["content"] == "audited 8"
-    event = apply(host, 1, "step", message={"content": "done"})
-    assert (event.ended, event.judge, event.reward, event.truncated) == (True, False, 0.08, False)
-    event = apply(host, 2, "score")  # a limit of the session
-    assert (event.ended, event.judge, event.reward, event.truncated) == (True, False, 0.04, True)
-
-
-def test_without_get_reward_the_configs_reward_judges() -> None:
-    host = EnvironmentHost(EnvironmentSetup("", ["agent_envs:Ledger"], judged=True))
-    assert not apply(host, 1, "reset", prompt=GOAL).pays
-    event = apply(host, 1, "step", message={"content": "done"})
-    assert event.ended and event.judge
-
-
-@pytest.mark.parametrize(
-    ("tools", "judged", "said"),
-    [
-        (["agent_envs:Account"], True, "pays by get_reward, and so does \\[reward\\]"),
-        (["agent_envs:Account", "agent_envs:Ledger"], False, "are classes: one keeps the state"),
-        (["agent_envs:Resetless"], False, "has no method reset"),
-        (["agent_envs:Wordless"], False, "has no public method that the model could call"),
-    ],
-)
-def test_a_class_that_is_no_set_of_tools_is_refused(
-    tools: list[str], judged: bool, said: str
-) -> None:
-    with pytest.raises(ConfigError, match=said):
-        EnvironmentHost(EnvironmentSetup("", tools, judged=judged))
