@@ -20,6 +20,7 @@ from actors.gateway.call_tree import rows_of
 from actors.gateway.chat import (
     ChatFormat,
     call_id,
+    common,
     hermes,
     normalised,
     parse_plain_text,
@@ -434,6 +435,39 @@ def test_what_lies_behind_a_stop_string_is_set_aside() -> None:
     long, short = (play.session.tree.nodes for play in plays)
     assert rows_of(long[:1]) == rows_of(short[:1])
     assert long[1].tail.tolist() == short[1].tail.tolist()
+
+
+def test_an_answer_s_turn_closes_behind_its_last_end_token() -> None:
+    play = Play(ZOO["chatml"])
+    messages = [{"role": "user", "content": "go"}, {"role": "assistant", "content": " low "}]
+    end = play.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    nodes = []
+    for ids in ([*play.characters("low"), end], play.characters("low")):
+        call = play.ask(messages[:1])
+        play.draw(call, ids, "stop")
+        nodes.append(call.node)
+    prompt = play.chat.write(messages[:1], [])
+    turn = f"{prompt}a<|im_end|>b<|im_end|>c"
+    assert [play.chat._closing(node, messages, turn) for node in nodes] == ["c", "<|im_end|>c"]
+    for text, closing in (
+        ("x low y", "y"),
+        ("x low", ""),
+        ("xlow.", "."),
+        ("low low.", "."),
+        ("x", ""),
+    ):
+        found = play.chat._closing(nodes[1], messages, prompt + text)
+        assert found == closing, (text, found)
+    # where the template writes the prompt otherwise: what both have in common is skipped
+    assert play.chat._closing(nodes[0], messages, prompt[:5] + "x<|im_end|>y") == "y"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "count"),
+    [("", "", 0), ("ab", "ab", 2), ("ab", "abc", 2), ("abd", "abc", 2), ("x", "y", 0)],
+)
+def test_the_common_beginning_of_two_texts(one: str, other: str, count: int) -> None:
+    assert common(one, other) == common(other, one) == count
 
 
 def test_a_template_that_fails_is_a_refusal_and_changes_nothing() -> None:

@@ -28,7 +28,7 @@ from openai import OpenAI
 from actors.gateway.endpoint import server as http_server
 from actors.gateway.endpoint import web
 from actors.gateway.endpoint.requests import REFUSED
-from actors.gateway.endpoint.server import ListenAddress
+from actors.gateway.endpoint.server import CoalescingTransport, ListenAddress
 from actors.gateway.endpoint.web import OpenedSession
 from actors.gateway.service import trajectory
 from actors.gateway.sessions import SessionLimits
@@ -80,6 +80,42 @@ def test_an_answer_leaves_in_one_write_and_nothing_waits_for_an_acknowledgement(
     else:
         (whole,) = written
         assert whole.startswith(b"HTTP/1.1 200") and whole.endswith(answer.content)
+
+
+def test_two_writes_are_one_and_what_is_held_leaves_at_the_end() -> None:
+    class Transport:
+        def __init__(self) -> None:
+            self.events: list[bytes | str] = []
+
+        def write(self, data: bytes) -> None:
+            self.events.append(data)
+
+        def close(self) -> None:
+            self.events.append("closed")
+
+        def get_extra_info(self, name: str) -> str:
+            return name
+
+    inner = Transport()
+    out = CoalescingTransport(inner)  # type: ignore[arg-type]
+    out.write(b"1")
+    out.hold()
+    out.write(b"head")
+    assert inner.events == [b"1"]
+    out.hold()  # the held one stays
+    out.write(b"body")
+    out.write(b"2")
+    assert inner.events == [b"1", b"headbody", b"2"] and out.get_extra_info("peer") == "peer"
+    out.hold()
+    out.write(b"late")
+    out.close()
+    out.close()
+    assert inner.events[3:] == [b"late", "closed", "closed"]
+    empty = Transport()
+    out = CoalescingTransport(empty)  # type: ignore[arg-type]
+    out.hold()
+    out.close()
+    assert empty.events == ["closed"]
 
 
 def test_a_head_is_asked_for_alone(served: Served) -> None:
@@ -516,6 +552,27 @@ def test_an_open_address_needs_tls_or_a_proxy(tmp_path: Any) -> None:
 
 
 # ---- limits --------------------------------------------------------------------------------------
+
+
+def test_a_request_of_more_entries_than_the_context_has_tokens_is_not_read() -> None:
+    served = Served(limits=SessionLimits(max_calls=9, context=4))
+    try:
+        _, opened = client(served)
+        for route, name in (
+            ("/v1/chat/completions", "messages"),
+            ("/v1/responses", "input"),
+            ("/v1/completions", "prompt"),
+            ("/inference/v1/generate", "token_ids"),
+        ):
+            for count in (4, 5):
+                said = post(served, opened, route, {name: [None] * count}).json()["error"]
+                long = f"but {name} has 5 entries of a token or more: shorten the history"
+                assert said["message"].endswith(long) == (count == 5), said
+                assert said["param"] == name
+                assert opened.session.shortened == (count == 5)
+            opened.session.shortened = False
+    finally:
+        served.close()
 
 
 def test_limits_and_ends_as_a_client_sees_them() -> None:

@@ -1,0 +1,319 @@
+"""Bodies of requests and replies as they are, without a server.
+
+tests/data/refused_requests.jsonl has a refused body in each line and its whole error, and
+tests/data/replies.jsonl what is sent for an answer, byte by byte.  After a change that means other
+texts: `python tests/actors/gateway/test_request_parsing.py`, and read what git says of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors.gateway.call_tree import CallNode, canonical_arguments
+from actors.gateway.endpoint import forms, replies
+from actors.gateway.endpoint.requests import ParsedRequest, RequestPolicy, parse_request
+from actors.gateway.sessions import CallRefused
+from asyncrl.contract.messages import SamplingSettings, VersionSpan
+from asyncrl.contract.versions import Label
+
+DATA = Path(__file__).resolve().parents[2] / "data"
+REFUSED = DATA / "refused_requests.jsonl"
+REPLIES = DATA / "replies.jsonl"
+RUN = SamplingSettings(max_new_tokens=9, temperature=1.0, top_p=0.5, top_k=7)
+GO = [{"role": "user", "content": "go"}]
+TOOL = {"type": "function", "function": {"name": "add"}}
+
+
+def refusal(kind: Any, body: dict[str, Any], policy: dict[str, Any]) -> dict[str, Any]:
+    """What a request is refused with."""
+    given = {**policy, "stops": frozenset(policy.get("stops", ()))}
+    with pytest.raises(CallRefused) as refused:
+        parse_request(kind, body, RequestPolicy(**given), RUN)
+    error = refused.value
+    parts = {"status": error.status, "code": error.code, "param": error.param}
+    return {**parts, "message": str(error)}
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def request_of(line: dict[str, Any]) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    return line["kind"], line["body"], line["policy"]
+
+
+@pytest.mark.parametrize("line", lines(REFUSED), ids=lambda line: f"{line['kind']}-{line['param']}")
+def test_a_refused_request_is_told_what_is_wrong(line: dict[str, Any]) -> None:
+    assert refusal(*request_of(line)) == {
+        key: line[key] for key in ("status", "code", "param", "message")
+    }
+
+
+def test_a_long_grammar_is_refused_by_the_key_that_it_came_by(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy = {"forced": "constrain"}
+    schema = {"type": "json_schema", "json_schema": {"schema": {"enum": ["x" * 900]}}}
+    bodies = {
+        "response_format": {"response_format": schema},
+        "structured_outputs": {"structured_outputs": {"choice": ["x" * 900]}},
+        "tools": {"tools": [{"function": {"name": "n" * 900}}], "tool_choice": "required"},
+    }
+    for key, body in bodies.items():
+        monkeypatch.setattr(forms, "MOST_GRAMMAR", 1 << 16)
+        request = {"messages": GO, **body}
+        grammar = parse_request("chat", request, RequestPolicy(**policy), RUN).grammar
+        monkeypatch.setattr(forms, "MOST_GRAMMAR", len(grammar))
+        assert parse_request("chat", request, RequestPolicy(**policy), RUN).grammar == grammar
+        monkeypatch.setattr(forms, "MOST_GRAMMAR", len(grammar) - 1)
+        found = refusal("chat", request, policy)
+        assert found["param"] == key and found["message"] == (
+            f"{key}: its grammar has {len(grammar)} characters, {len(grammar) - 1} at most: "
+            "shorten it"
+        )
+
+
+# ---- requests that are served --------------------------------------------------------------------
+
+
+def parsed(kind: Any, body: dict[str, Any], **policy: Any) -> dict[str, Any]:
+    """The fields of a parsed request that are not their defaults."""
+    found = asdict(parse_request(kind, body, RequestPolicy(**policy), RUN))
+    plain = asdict(ParsedRequest(kind, "policy"))
+    if found["ids"] is not None:
+        assert found["ids"].dtype == np.int32
+        found["ids"] = found["ids"].tolist()
+    return {key: value for key, value in found.items() if value != plain[key]}
+
+
+def test_a_plain_request_of_each_api() -> None:
+    assert parsed("chat", {"messages": GO}) == {"messages": GO}
+    assert parsed("text", {"prompt": "a"}) == {"text": "a"}
+    assert parsed("text", {"prompt": ["a"]}) == {"text": "a"}
+    assert parsed("text", {"prompt": [[1, 2]]}) == {"ids": [1, 2]}
+    assert parsed("text", {"prompt": [7]}) == {"ids": [7]}
+    assert parsed("ids", {"token_ids": [0, 8]}, vocabulary=9) == {"ids": [0, 8]}
+    assert parsed("ids", {"token_ids": [(1 << 31) - 1]}) == {"ids": [(1 << 31) - 1]}
+    assert parsed("messages", {"messages": GO}) == {"messages": GO}
+    assert parsed("responses", {"input": "go"}) == {"messages": GO}
+
+
+def test_the_options_of_a_chat_that_are_followed() -> None:
+    body = {
+        "messages": [{"role": "developer", "content": [{"type": "text", "text": "a"}, "b"]}, *GO],
+        "model": "other",
+        "tools": [TOOL],
+        "max_tokens": 5,
+        "max_completion_tokens": 4,
+        "stop": ["a" * 256] * 16,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "logprobs": True,
+        "return_token_ids": True,
+    }
+    assert parsed("chat", body) == {
+        "model": "other",
+        "messages": [{"role": "system", "content": "ab"}, *GO],
+        "tools": [TOOL],
+        "max_new_tokens": 4,
+        "stop": ("a" * 256,) * 16,
+        "aside": True,
+        "stream": True,
+        "usage": True,
+        "logprobs": True,
+        "token_ids": True,
+    }
+    assert "aside" not in parsed("chat", body, other_models="train")
+    assert parsed("chat", {"messages": GO, "max_tokens": 5, "stop": "x"}) == {
+        **{"messages": GO, "max_new_tokens": 5, "stop": ("x",)}
+    }
+    assert parsed("chat", {"messages": GO, "tools": [TOOL], "tool_choice": "none"}) == {
+        "messages": GO
+    }
+    aside = {"messages": GO, "metadata": {"asyncrl": "aside", "other": 1}}
+    assert parsed("chat", aside) == {"messages": GO, "aside": True}
+    assert parsed("chat", {"messages": GO, "metadata": {}}) == {"messages": GO}
+
+
+def test_what_is_ignored_is_named_in_its_order() -> None:
+    body = {
+        "messages": GO,
+        "top_p": 0.5,
+        "temperature": 0.3,
+        "seed": 0,
+        "top_k": None,
+        "response_format": {"type": "json_object"},
+        "tool_choice": "required",
+        "guided_json": {},
+        "guided_regex": "a",
+        "nonsense": 1,
+        "stop_token_ids": [2],
+    }
+    expected = ("temperature", "seed", "response_format", "tool_choice", "guided_regex", "nonsense")
+    assert parsed("chat", body, stops=frozenset([2, 3]))["ignored"] == expected
+    same = {"messages": GO, "temperature": 1, "top_p": 0.5, "top_k": 7}
+    assert parsed("chat", same, sampling="refuse") == {"messages": GO}
+    inner = {"token_ids": [1], "sampling_params": {"max_tokens": 3, "logprobs": 0}, "max_tokens": 4}
+    assert parsed("ids", inner) == {"ids": [1], "max_new_tokens": 4, "logprobs": True}
+    assert parsed("text", {"prompt": "a", "logprobs": False}) == {"text": "a"}
+    free = {"parallel_tool_calls": False, "tools": [TOOL], "messages": GO}
+    assert parsed("chat", free)["ignored"] == ("parallel_tool_calls",)
+    assert "ignored" not in parsed("chat", {**free, "tool_choice": "required"}, forced="constrain")
+
+
+def test_grammars_of_forced_answers() -> None:
+    def grammar(**body: Any) -> str:
+        found = parsed("chat", {"messages": GO, **body}, forced="constrain")
+        return str(found.get("grammar", "")).removeprefix(forms.HEAD)
+
+    assert grammar(response_format={"type": "text"}) == "" == grammar(tool_choice="auto")
+    space = json.dumps(forms.WHITE_SPACE)
+    anything = f'start: answer\nanswer: %json {{"type": "object", "x-guidance": {space}}}'
+    assert grammar(response_format={"type": "json_object"}) == anything
+    schema = {"type": "json_schema", "schema": {"type": "object"}}
+    assert grammar(response_format=schema) == anything
+    assert grammar(structured_outputs={"json": '{"type": "object"}', "regex": None}) == anything
+    assert grammar(structured_outputs={"json": True}) == (
+        f'start: answer\nanswer: %json {{"x-guidance": {space}}}'
+    )
+    assert grammar(structured_outputs={"choice": ['a"', "b"]}) == (
+        'start: answer\nanswer: "a\\"" | "b"'
+    )
+    assert grammar(structured_outputs={"regex": "[ab]"}) == "start: answer\nanswer: /[ab]/"
+    other = {"type": "function", "function": {"name": "sub", "parameters": {"required": ["b"]}}}
+    begin = '"<tool_call>\\n{\\"name\\": \\"%s\\", \\"arguments\\": "'
+    end = forms.CALL_END
+    calls = [f"{begin % name} arguments_{n} {end}" for n, name in enumerate(("add", "sub"))]
+    both = [
+        'start: calls\ncalls: call ("\\n" call)*',
+        f"call: {' | '.join(calls)}",
+        f'arguments_0: %json {{"type": "object", "x-guidance": {space}}}',
+        f'arguments_1: %json {{"type": "object", "required": ["b"], "x-guidance": {space}}}',
+    ]
+    assert grammar(tools=[TOOL, other], tool_choice="required") == "\n".join(both)
+    one = grammar(
+        tools=[TOOL, other], tool_choice={"type": "function", "function": TOOL["function"]}
+    )
+    assert one.splitlines()[2] == f"call: {calls[0]}" and len(one.splitlines()) == 4
+    alone = grammar(tools=[TOOL], tool_choice="required", parallel_tool_calls=False)
+    assert alone.splitlines()[1] == "calls: call"
+    either = grammar(tools=[TOOL], response_format={"type": "json_object"})
+    assert either.splitlines()[0] == "start: calls | answer"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"b": 1, "a": [1, 2]}, '{"a":[1,2],"b":1}'),
+        ('{ "b": 1, "a": "x" }', '{"a":"x","b":1}'),
+        ("not JSON", "not JSON"),
+        (None, "null"),
+    ],
+)
+def test_arguments_of_calls_are_compared_in_one_spelling(given: Any, expected: str) -> None:
+    assert canonical_arguments(given) == expected
+
+
+# ---- replies -------------------------------------------------------------------------------------
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": "é"}}}
+ANSWERS: dict[str, tuple[dict[str, Any], Any]] = {
+    "text": ({"role": "assistant", "content": "so"}, "stop"),
+    "cut": ({"role": "assistant", "content": ""}, "length"),
+    "thought": ({"role": "assistant", "content": "so", "reasoning_content": "hm"}, "stop"),
+    "calls": (
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": "hm",
+            "tool_calls": [CALL, {**CALL, "id": "c2"}],
+        },
+        "stop",
+    ),
+}
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"logprobs": True, "token_ids": True},
+    {"stream": True},
+    {"stream": True, "usage": True, "logprobs": True, "token_ids": True},
+    {"stop": ("zz", "b")},
+]
+
+
+def reply(kind: Any, name: str, options: dict[str, Any]) -> str:
+    message, finish = ANSWERS[name]
+    first = CallNode(0, None, np.array([1, 2], np.int32), ids=np.array([3], np.int32))
+    node = CallNode(
+        1,
+        first,
+        np.array([4], np.int32),
+        ids=np.array([0, 1, 2], np.int32),
+        logprobs=np.array([-0.5, -1.0, -0.25], np.float32),
+        spans=[
+            VersionSpan(Label(1, 4), "d", 0, 2, Label(1, 3)),
+            VersionSpan(Label(1, 5), "e", 2, 3, Label(1, 3)),
+        ],
+        finish=finish,
+        answer=message,
+    )
+    given = {**options, "stop": tuple(options.get("stop", ()))}
+    wanted = ParsedRequest(kind, "policy", **given)
+    texts = ["a", "bc", "é"]
+    decoded = replies.answer(
+        wanted, node, "id_7", lambda ids: "".join(texts[i] for i in ids), 1_700_000_000
+    )
+    return decoded.decode()
+
+
+def every_reply() -> list[dict[str, Any]]:
+    return [
+        {"kind": kind, "answer": name, "options": options, "sent": reply(kind, name, options)}
+        for kind in ("chat", "text", "ids", "messages", "responses")
+        for name in ANSWERS
+        for options in OPTIONS
+        if not (kind == "ids" and options.get("stream"))
+        and not (kind in ("messages", "responses") and options.get("logprobs"))
+    ]
+
+
+@pytest.mark.parametrize(
+    "line", lines(REPLIES), ids=lambda line: f"{line['kind']}-{line['answer']}"
+)
+def test_a_reply_byte_by_byte(line: dict[str, Any]) -> None:
+    assert reply(line["kind"], line["answer"], line["options"]) == line["sent"]
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "headers"),
+    [
+        (400, "invalid_request_error", {"x-should-retry": "false"}),
+        (401, "authentication_error", {"x-should-retry": "false"}),
+        (404, "not_found_error", {"x-should-retry": "false"}),
+        (408, "invalid_request_error", {}),
+        (429, "rate_limit_error", {"retry-after": "1"}),
+        (499, "invalid_request_error", {"x-should-retry": "false"}),
+        (500, "server_error", {}),
+        (503, "server_error", {"retry-after": "1"}),
+    ],
+)
+def test_a_refusal_says_whether_to_ask_again(
+    status: int, kind: str, headers: dict[str, str]
+) -> None:
+    body = {"error": {"message": "why", "type": kind, "param": "p", "code": "c"}}
+    assert replies.error(CallRefused(status, "c", "why", "p")) == (body, headers)
+
+
+def write() -> None:
+    """Write the data files anew."""
+    refused = [line | refusal(*request_of(line)) for line in lines(REFUSED)]
+    for path, found in ((REFUSED, refused), (REPLIES, every_reply())):
+        path.write_text("".join(json.dumps(x, ensure_ascii=False) + "\n" for x in found))
+
+
+if __name__ == "__main__":
+    write()
