@@ -154,7 +154,7 @@ class AgentPool(WorkerPool[_AgentProcess, SessionResult]):
                 player.dead_at = now + STOP_S
                 worker.send(SessionOrders(stop=[number]))
         if any(now >= player.dead_at for player in worker.playing.values()):
-            self.replace(worker, "", hung=True)
+            self.replace(worker, "")
 
     def on_lost(self, worker: _AgentProcess, reason: str, *, hung: bool) -> None:
         """Fail the sessions of a lost process; without a reason they begin again."""

@@ -8,9 +8,10 @@ import re
 import time
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
-from actors.gateway import environment_worker
+from actors.gateway import environment_pool, environment_worker
 from actors.gateway.environment_pool import EnvironmentPool
 from actors.gateway.environment_worker import (
     EnvironmentEvent,
@@ -55,6 +56,36 @@ def poll(drive: EnvironmentPool, count: int) -> list[EnvironmentEvent]:
         out += drive.poll()
         time.sleep(0.002)
     return out
+
+
+def test_a_process_is_told_what_it_plays(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[EnvironmentSetup, str]] = []
+
+    def process(setup: bytes, python: str) -> str:
+        made.append((msgspec.msgpack.decode(setup, type=EnvironmentSetup), python))
+        return "process"
+
+    monkeypatch.setattr(environment_pool, "_EnvironmentProcess", process)
+    agent = AgentConfig(
+        env="m:E",
+        args={"a": 1},
+        opponent="self",
+        eval_opponent="m:other",
+        workers=2,
+        python="/opt/python",
+        step_s=7.0,
+    )
+    pool = EnvironmentPool(agent, judged=True)
+    opponents = sorted({agent.opponent_for("train"), agent.opponent_for("eval")})
+    assert len(opponents) == 2
+    setup = EnvironmentSetup("m:E", [], opponents, {"a": 1}, True)
+    assert made == [(setup, "/opt/python")] * 2 and pool.workers == ["process"] * 2
+    assert (pool.named, pool.call_s) == ("agent.env = m:E", 7.0)
+    pool = EnvironmentPool(AgentConfig(tools=["m:t"], opponent="self"), name="part a")
+    assert made[-1] == (EnvironmentSetup("", ["m:t"], ["self"], {}, False), "")
+    assert pool.named == "part a"
+    EnvironmentPool(AgentConfig(env="m:E"))
+    assert made[-1][0].opponents == []
 
 
 def test_sessions_share_a_process_and_nothing_else(drive: EnvironmentPool) -> None:

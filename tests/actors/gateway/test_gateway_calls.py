@@ -295,3 +295,84 @@ def test_a_cut_call_tells_what_is_lost(turn) -> None:  # type: ignore[no-untyped
     (told,) = turn.answered
     assert (told.id, told.tokens, told.lost) == (1, b"", 2)
     assert not turn.engine.active and not turn.schedule.held and not turn.calls
+
+
+# ---- the connection to the gateway ---------------------------------------------------------------
+
+
+class PlayedSocket:
+    """Messages that came, and those that were sent."""
+
+    def __init__(self, *received: m.FromGateway) -> None:
+        self.received = [*received]
+        self.sent: list[m.FromGenerator] = []
+        self.closed = False
+
+    def recv(self, timeout: float) -> m.FromGateway | None:
+        assert timeout == 0
+        return self.received.pop(0) if self.received else None
+
+    def send(self, message: m.FromGenerator) -> None:
+        self.sent.append(message)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def peer(turn, *received: m.FromGateway):  # type: ignore[no-untyped-def]
+    from actors.gateway.generator_calls import CallPeer
+
+    made = CallPeer.__new__(CallPeer)
+    made.turn, made.socket = turn, PlayedSocket(*received)
+    made.run, made.producer, made.session = "run", "generator-0", 7
+    made.heard, made.said = 0, -1.0
+    return made
+
+
+def assigned(session: int, sequence: int, *numbers: int, cut: tuple[int, ...] = ()):  # type: ignore[no-untyped-def]
+    source = m.WeightsSource(1, "host", "ring", "tcp://127.0.0.1:1")
+    news = m.PolicyAnnouncement(Label(1, sequence), "d", source)
+    return m.CallAssignments(session, sequence, [*map(call, numbers)], [*cut], news)
+
+
+def test_a_refusal_of_the_gateway_ends_the_generator(turn) -> None:  # type: ignore[no-untyped-def]
+    from asyncrl.contract.errors import AsyncrlError
+
+    refused = peer(turn, assigned(7, 1, 1), m.Refusal("another run", 5), assigned(7, 2, 2))
+    with pytest.raises(AsyncrlError) as error:
+        refused.read()
+    assert (str(error.value), error.value.exit_code) == ("another run", 5)
+    assert sorted(turn.calls) == [1] and len(refused.socket.received) == 1
+    refused.close()
+    assert refused.socket.closed
+
+
+def test_assignments_of_this_session_are_taken_and_reported(turn) -> None:  # type: ignore[no-untyped-def]
+    from actors.gateway.generator_calls import SAY_S
+
+    served = peer(turn, assigned(7, 3, 1, 2), assigned(6, 9, 5), assigned(7, 2, 3, cut=(1,)))
+    served.read()
+    assert sorted(turn.calls) == [2, 3] and served.heard == 3
+    assert turn.schedule.announced is not None and turn.schedule.announced.label == Label(1, 3)
+    (cut,) = turn.answered
+    served.send_report(100.0, 4)
+    report = m.ServingReport(m.PROTOCOL, "run", "generator-0", 7, 4, [2, 3], 3)
+    assert served.socket.sent == [cut, report] and turn.answered == []
+    served.send_report(100.0 + SAY_S / 2, 4)
+    assert len(served.socket.sent) == 2
+    served.send_report(100.0 + SAY_S, 5)
+    assert served.socket.sent[2:] == [msgspec.structs.replace(report, slots=5)]
+
+
+def test_what_a_generator_holds_is_the_calls_alone(turn) -> None:  # type: ignore[no-untyped-def]
+    turn.take_calls([call(1), call(2)])
+    turn.take_calls([call(1)])
+    assert turn.served == 2 and turn.progress() == []
+    turn.drop_call(2)
+    turn.drop_call(9)
+    held = (turn.calls, turn.keys, turn.images)
+    assert [sorted(part) for part in held] == [[1], [1], [1]] and turn.constraints == {}
+    turn.cancel_calls([9, 1])
+    assert [result.id for result in turn.answered] == [1]
+    assert turn.answered[0] == m.CallResult(1, b"", b"", [], "length", 0)
+    assert all(part == {} for part in held)

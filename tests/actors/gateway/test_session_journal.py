@@ -27,7 +27,7 @@ from actors.gateway.recovery.session_journal import (
     restore,
 )
 from actors.gateway.session_api import SessionApi, kept_port, write_endpoint_files
-from actors.gateway.sessions import CallRefused, Session, SessionLimits
+from actors.gateway.sessions import CallRefused, HarnessRequest, Session, SessionLimits
 from asyncrl.config.tree import Config
 from asyncrl.contract import messages as m
 from asyncrl.contract.routed_experts import RoutedExperts
@@ -140,6 +140,24 @@ def test_a_restored_session_is_the_one_that_was_kept(tmp_path: Path) -> None:
     assert after.request(b"a", retry=True).answer == b"bytes of a"
     assert after.request(b"a").answer is None
     assert after.request(b"b").answer == b"bytes of b"
+
+
+def test_an_answer_that_went_out_is_noted(tmp_path: Path) -> None:
+    recorded = Recorded(tmp_path)
+    recorded.answer(b"a", [USER], "one")
+    (answered,) = recorded.session.requests
+    assert answered.call is not None
+    for request in (
+        HarnessRequest(b"b", ""),
+        HarnessRequest(b"b", "", call=answered.call),
+        HarnessRequest(b"b", "", answer=b"x"),
+    ):
+        recorded.file.append_sent(request)
+    assert [record.sent for record in read_records(recorded.file.path)] == [None, None]
+    recorded.file.append_sent(answered)
+    assert [record.sent for record in read_records(recorded.file.path)] == [
+        *(None, None, answered.call.number)
+    ]
 
 
 def test_the_end_of_a_run_removes_what_was_kept_of_its_sessions(tmp_path: Path) -> None:
