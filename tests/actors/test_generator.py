@@ -51,6 +51,24 @@ def test_an_outdated_attempt_takes_nothing_from_the_next_one(
     assert set(rows) == {(0, 0, 2), (0, 1, 2)} and all(len(r.prompt) == 3 for r in rows.values())
 
 
+def test_the_time_of_swaps_is_summed(
+    make: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    g = make()
+    now = [100.0]
+
+    def load(*given: object) -> None:
+        now[0] += 2.5
+
+    monkeypatch.setattr("actors.generator.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(g.engine, "load", load)
+    for number in range(2):
+        g.schedule.announce(announcement(1, number))
+        g.swap()
+        assert g.loaded is not None and g.loaded.label == (1, number)
+    assert (g.spent.swap_s, g.spent.swaps) == (5.0, 2)
+
+
 def test_answers_that_wait_for_their_reward_keep_their_lease(
     make: Callable[..., Generator], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,6 +24,7 @@ from actors.scorers import deadline_pause
 from actors.scorers import judge as judges
 from actors.scorers.deadline_pause import JudgeBudgetSpent, waiting
 from actors.scorers.grading import GradingTemplate, mark
+from actors.scorers.judge import JudgeReward
 from actors.scorers.judge_budget import JudgeBudget, totals
 from actors.scorers.user_function import FailureLog
 from asyncrl.config import load
@@ -366,6 +367,26 @@ def test_a_function_may_ask_the_judge(
 
 
 # ---- what is asked, what is read -----------------------------------------------------------------
+
+
+def test_the_question_to_a_judge_and_its_grade(server: Server) -> None:
+    settings = config(server).reward.judge
+
+    class Client:
+        def __init__(self) -> None:
+            self.settings = settings
+            self.asked: list[Any] = []
+
+        async def ask(self, messages: Any, grade: Any) -> str:
+            self.asked.append((messages, grade))
+            return "SCORE: 5"
+
+    judge = Client()
+    reward = JudgeReward(judge)  # type: ignore[arg-type]
+    assert asyncio.run(reward(QUESTION, "2")) == 5.0
+    ((messages, grade),) = judge.asked
+    assert messages == [{"role": "user", "content": messages[0]["content"]}]
+    assert "1+1=" in messages[0]["content"] and grade == reward.template.grade
 
 
 def test_an_answer_cannot_pose_as_the_end_of_the_template() -> None:

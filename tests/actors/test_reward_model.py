@@ -128,6 +128,14 @@ def test_directories_that_cannot_judge(tmp_path: Path) -> None:
 
     assert "not a model directory" in why(tmp_path / "none")
     assert "is a BertForMaskedLM, not a sequence classifier" in why(saved(tmp_path / "w", "writer"))
+    both = saved(tmp_path / "both", "writer")
+    said = msgspec.json.decode((both / "config.json").read_bytes())
+    for kinds, name in ((["A", "B"], "A, B"), ([], "model of no kind"), (None, "model of no kind")):
+        (both / "config.json").write_bytes(msgspec.json.encode(said | {"architectures": kinds}))
+        assert why(both) == (
+            f"reward.model.path = {both}: is a {name}, not a sequence classifier "
+            "(...ForSequenceClassification); a generative judge goes to [reward.judge]"
+        )
     assert "has 2 labels" in why(saved(tmp_path / "two", num_labels=2))
     unpadded = saved(tmp_path / "unpadded")
     tokenizer(pad_token=None).save_pretrained(unpadded)

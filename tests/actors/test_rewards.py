@@ -10,8 +10,10 @@ import os
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -26,7 +28,7 @@ from actors.reward_worker import (
     check_value,
     split_results,
 )
-from actors.rewards import RewardResult, RewardRunner, next_pool_size
+from actors.rewards import RewardResult, RewardRunner, _RewardPool, next_pool_size
 from asyncrl.config import load
 from asyncrl.config.tree import TaskConfig as TaskConfig
 from asyncrl.contract import importing
@@ -474,6 +476,53 @@ def test_the_pool_grows_while_answers_wait_and_cores_are_idle(
     judge(busy, *["a"] * 50)
     assert len(busy.processes) == 1
     assert not runner(workers="auto").processes, "a task's own reward runs in place"
+
+
+def test_when_a_pool_measures_whether_it_should_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = _RewardPool.__new__(_RewardPool)
+    asked: list[tuple[Any, ...]] = []
+
+    def size(*given: Any) -> int:
+        asked.append(given)
+        return 3
+
+    clock = 1000.0
+    monkeypatch.setattr(rewards.time, "monotonic", lambda: clock)
+    monkeypatch.setattr(rewards, "next_pool_size", size)
+    begun = SimpleNamespace(ready=True, units=[1], window=1)
+    pool.workers = [begun, begun]  # type: ignore[list-item]
+    pool.make = lambda index: f"new {index}"  # type: ignore[assignment,return-value]
+    pool.queue, pool.suspects = deque([1]), deque()  # type: ignore[list-item]
+    pool.cores, pool.idle_cores, pool.rate_before = 8, lambda: 4.0, 0.5
+    grow_s, calls, most_s = rewards.GROW_S, rewards.GROW_CALLS, rewards.GROW_MOST_S
+
+    def measure(spent: float, done: int) -> bool:
+        """Whether it has measured, after so many seconds and calls."""
+        pool.looked, pool.done = clock - spent, done
+        del pool.workers[2:]
+        before = len(asked)
+        pool._measure()
+        return len(asked) > before
+
+    assert not measure(grow_s * 0.99, 2 * calls) and not measure(grow_s, 2 * calls - 1)
+    assert pool.done == 2 * calls - 1 and pool.looked == clock - grow_s
+    assert measure(grow_s, 2 * calls) and asked[-1] == (2, 8, 4.0, 2 * calls / grow_s, 0.5)
+    assert pool.workers[2:] == ["new 2"] and (pool.looked, pool.done) == (clock, 0)
+    assert pool.rate_before == 2 * calls / grow_s
+    assert not measure(most_s * 0.99, 1) and measure(most_s, 1)
+    pool.queue.clear()
+    assert not measure(most_s, 9) and (pool.looked, pool.done) == (clock, 0), "none waits"
+    pool.suspects.append(1)  # type: ignore[arg-type]
+    begun.ready = False
+    assert not measure(most_s, 9) and (pool.looked, pool.done) == (clock, 0)
+    pool.suspects.clear()
+    begun.units = [1, 2, 3]
+    assert pool.waiting() == 4
+
+
+def test_a_pool_s_thread_has_its_name(runner: Callable[..., RewardRunner]) -> None:
+    pool = runner("mine:reward", workers=1).pool
+    assert pool is not None and pool.thread.name == "rewards" and pool.thread.daemon
 
 
 def test_a_pool_grows_as_long_as_that_pays() -> None:

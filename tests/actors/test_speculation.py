@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -195,6 +196,30 @@ def test_drafts_come_from_the_groups_finished_answers() -> None:
     assert book.propose(second, [2, 7, 8], 4) == [9, 9] and book.count_known(second) == 3
     book.close(second)
     assert not (book.outstanding or book.groups or book.finished)
+
+
+def test_a_row_without_drafts_keeps_no_other_from_them(model: Any) -> None:
+    """A free row, one under a grammar and one at its last token come before one that drafts."""
+
+    class Grammar:
+        """Everything is allowed."""
+
+    e = drafting(model, slots=4)
+    e.add([request(t, 0, [3, 4] * 4, 20) for t in range(4)])
+    e.step(2)
+    assert e.drafts is not None and all(row is not None for row in e.rows)
+    policy = DraftPolicy(MOST, 64)
+    policy.pays = lambda live: True  # type: ignore[method-assign]
+    drafts = e._propose(policy)
+    counts = (drafts >= 0).sum(1).tolist()
+    assert counts[3] > 0, counts
+    first, second, third, _ = e.rows
+    assert first is not None and second is not None and third is not None
+    e.rows[0] = None
+    second.request = dataclasses.replace(second.request, constraint=Grammar())
+    third.request = dataclasses.replace(third.request, max_new_tokens=third.sampled + 1)
+    found = (e._propose(policy) >= 0).sum(1).tolist()
+    assert found == [0, 0, 0, counts[3]]
 
 
 # ---- when it drafts ------------------------------------------------------------------------------

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from generator_kit import ticket
+from generator_kit import ROOT, Engine, ticket
 
 from actors.engine import Completion
 from actors.rewards import RewardResult
-from actors.turn import PromptTooLong, ScoredResponse, failed_trajectory, trajectory
+from actors.turn import (
+    GeneratorTurn,
+    PromptTooLong,
+    ScoredResponse,
+    failed_trajectory,
+    trajectory,
+)
+from asyncrl.config import load
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import RewardFailure, SamplingSettings, VersionSpan
 from asyncrl.contract.versions import Label
@@ -65,3 +73,31 @@ def test_a_prompt_that_is_too_long_becomes_a_failed_sample_without_tokens() -> N
     assert made.spans == [VersionSpan(AT, "d", 0, 0, AT)]
     assert (made.reward, made.reward_parts) == (0.0, {})
     assert made.failed == RewardFailure("data", "too long")
+
+
+def test_all_free_rows_of_the_engine_are_filled(small_model: Path) -> None:
+    config = load.load(ROOT / "configs" / "demo.toml", [f"model.path={str(small_model)!r}"])
+    engine = Engine()
+    turn = GeneratorTurn(config, engine, lockstep=False)  # type: ignore[arg-type]
+    turn.context = 9
+    try:
+        turn.accept_tickets([ticket(0, 1, 1, samples=20)])
+        first, refused = turn.requests(Label(1, 0), 3)
+        engine.add(first)
+        assert [request.key for request in first] == [(0, n, 1) for n in range(3)]
+        more, _ = turn.requests(Label(1, 0))
+        assert [request.key for request in more] == [(0, n, 1) for n in range(3, 8)]
+        prompt = len(first[0].prompt)
+        assert {request.max_new_tokens for request in more} == {9 - prompt} and not refused
+        assert more[0].stop == turn.stops and more[0].group == 0 and more[0].seed == 0
+        turn.context = prompt
+        none, refused = turn.requests(Label(1, 0), 1)
+        why = f"the prompt has {prompt} tokens, generator.context is {prompt}"
+        assert none == [] and refused == [
+            PromptTooLong(ticket(0, 1, 1, samples=20), (0, 8, 1), RewardFailure("data", why))
+        ]
+        turn.context = prompt + 1
+        ((last,), refused) = turn.requests(Label(1, 0), 1)
+        assert last.max_new_tokens == 1 and not refused
+    finally:
+        turn.rewards.close()
