@@ -237,7 +237,6 @@ class Next:
         if self.error is not None:
             raise self.error
         self.write_records(self.tail)
-        self.tail = []
         os.replace(self.part, self.path)
         if self.sync:
             atomic_write.sync_path(self.path.parent)

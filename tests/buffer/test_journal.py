@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from journal_kit import evaluations, recorded, state
 from schedules import PROMPTS, World
-from store_kit import hello, judged, sample
+from store_kit import hello, judged, sample, train, write
 
 from asyncrl.contract.errors import AsyncrlError, DamagedDataError
 from asyncrl.contract.freshness.window import AdmissionWindow, BatchTiming
@@ -28,7 +28,7 @@ from asyncrl.contract.messages import (
 )
 from asyncrl.contract.versions import Label, PolicyTree
 from buffer import journal as j
-from buffer.durable_store import RecordedStore
+from buffer.durable_store import CheckpointRecord, RecordedStore
 from buffer.evaluation import Evaluations
 from buffer.groups import StoreSettings
 from buffer.ledger import Ledger
@@ -451,6 +451,22 @@ def test_every_attribute_of_a_store_comes_back_from_a_snapshot() -> None:
             judged(evaluated, ticket, 0.5)
     compare(evaluated)
     assert not never, f"never other than a new store's: {sorted(never)}"
+
+
+def test_a_checkpoint_is_recorded_once_and_only_if_it_frees_something(tmp_path: Path) -> None:
+    store = recorded(tmp_path, steps=3)
+    hello(store, 1, 0, k=9)
+    granted = [t for t in store.grant("g", 1, 9, 0.0) if t.kind == "train"]
+    for number in range(2):
+        write(store, granted[number])
+        train(store, number)
+    records: list[Any] = []
+    store._record = records.append  # type: ignore[method-assign,assignment]
+    store.checkpointed(0)
+    assert store.base == 0 and records == []
+    store.checkpointed(2)
+    store.checkpointed(2)
+    assert store.base == 2 and records == [CheckpointRecord(2)]
 
 
 def test_evaluations_out_and_queued_survive(tmp_path: Path) -> None:

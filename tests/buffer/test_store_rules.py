@@ -15,9 +15,9 @@ from asyncrl.contract.messages import LearnerHello, SamplingSettings, Ticket, We
 from asyncrl.contract.versions import Label
 from buffer import state as state_module
 from buffer import store as store_module
-from buffer.batches import BatchWait
+from buffer.batches import BatchWait, announced_limits
 from buffer.evaluation import EVAL_BASE, Evaluations
-from buffer.groups import Group, StoreSettings
+from buffer.groups import Grant, Group, StoredSample, StoreSettings
 from buffer.store import Store
 
 
@@ -728,3 +728,29 @@ def test_a_late_samples_tokens_that_were_set_aside_are_counted_once() -> None:
     assert store.deliver(late, 31.0) == "duplicate"
     line = store.ledger()["set_aside"]
     assert (line["samples"], line["tokens"]) == (1, 1)
+
+
+def test_each_span_has_the_largest_limit_of_a_grant_that_permits_it() -> None:
+    store = make(9, 1, 1, 9)
+    (t,) = store.grant("g", 1, 1, 0.0)
+    group = store.alive[t.ticket]
+    made = sample(t, 0, (Label(1, 0), 2), (Label(1, 2), 1), (Label(2, 0), 1))
+
+    def limits(most: float = 9.0, adopted: tuple[int, ...] = ()) -> list[float]:
+        store.max_lag = most
+        made.adopted = [(attempt, 1) for attempt in adopted]
+        return announced_limits(store, group, StoredSample(made, 0))
+
+    made.attempt = 5
+    group.grants = {4: Grant(Label(1, 0), False, 3.0)}
+    assert limits() == [9.0] * 3, "no grant of its own"
+    group.grants[5] = Grant(Label(1, 0), False, 4.0)
+    assert limits() == [4.0] * 3 and limits(2.0) == [2.0] * 3
+    # of two grants each permits its own versions
+    group.grants[4] = Grant(Label(1, 2), False, 6.0)
+    assert limits(adopted=(4,)) == [4.0, 6.0, 9.0] and limits(5.0, (4,)) == [4.0, 5.0, 5.0]
+    group.grants[4] = Grant(Label(1, 2), True, 6.0)
+    assert limits(adopted=(4,)) == [4.0, 6.0, 9.0]
+    assert limits(adopted=(3,)) == [4.0] * 3, "the other grant is forgotten: one limit for all"
+    group.grants.clear()
+    assert limits(adopted=(4,)) == [9.0] * 3

@@ -126,6 +126,40 @@ def test_another_models_checkpoint_is_refused(model_dir: Path, tmp_path: Path) -
     assert torch.equal(weights(mine), before)
 
 
+@pytest.mark.parametrize("written_by", ["deepspeed", "fsdp2"])
+def test_another_backends_optimizer_is_refused(
+    model_dir: Path, tmp_path: Path, written_by: str
+) -> None:
+    _, directory = claimed(tmp_path)
+    mine = core(model_dir)
+    checkpoint.save(directory, mine, EXTRA, 1)
+    path = directory / "number_0"
+    data = torch.load(path / "state.pt", weights_only=True)
+    torch.save(data | {"optimizer": {written_by: {}}}, path / "state.pt")
+    with pytest.raises(DamagedDataError) as error:
+        checkpoint.load_checkpoint(mine, path)
+    assert str(error.value) == (
+        f"checkpoint {path} holds the optimizer of learner.backend = {written_by}; resume it with "
+        "that backend"
+    )
+
+
+def test_a_checkpoint_without_a_value_head_is_named(model_dir: Path, tmp_path: Path) -> None:
+    _, directory = claimed(tmp_path)
+    checkpoint.save(directory, core(model_dir), EXTRA, 1)
+    raw = {
+        "model": {"path": str(model_dir), "device": "cpu"},
+        "task": {"name": "sort"},
+        "advantage": {"name": "gae"},
+        "value": {"trunk": "shared"},
+    }
+    path = directory / "number_0"
+    critic = LearnerCore(load.build(raw), model_dir)
+    assert critic.critic is not None
+    with pytest.raises(DamagedDataError, match=f"^checkpoint {path} has no value head with value"):
+        checkpoint.load_checkpoint(critic, path)
+
+
 def test_a_full_disk_leaves_the_checkpoints_before_it(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import rows_kit
 from schedules import PROMPTS
 from store_kit import sample
 
@@ -54,3 +55,42 @@ def test_all_samples_are_shown_of_every_batch_that_is_named() -> None:
     assert said[5] == [0, 1, 2] == tickets(numbers.batch_rows(batch(1, many)))
     assert tickets(numbers.batch_rows(batch(1, many), [2, 0])) == [2, 0]
     assert not list(numbers.sample_rows(batch(0, many), RecordConfig(samples_every=0)))
+
+
+def test_a_row_of_a_sample_has_these_fields() -> None:
+    one = batch(3, [answer(7)])
+    plain = {
+        **{"batch": 3, "ticket": 7, "sample": 0, "attempt": 1, "prompt": "", "text": ""},
+        **{"reward": 1.0, "parts": {}, "finish": "stop", "lag": 0},
+        "versions": [["1.0", 0, 3]],
+        "digests": [one.samples[0].spans[0].digest],
+        **{"prompt_tokens": [], "tokens": [7, 5, 6], "logprobs": [-0.5, -1.0, -2.0]},
+    }
+    (found,) = numbers.batch_rows(one)
+    plain |= {key: found[key] for key in ("prompt", "text", "prompt_tokens", "reward", "parts")}
+    assert found == plain and isinstance(found["prompt_tokens"], list)
+    one.tasks.append("calc")
+    one.samples[0].images = ["d1"]
+    assert numbers.batch_rows(one) == [plain | {"task": "calc", "images": ["d1"]}]
+
+
+def test_a_row_of_a_session_has_its_calls_and_sequences() -> None:
+    first = rows_kit.row([1, 2], [3, 4, 5], [-0.5, -1.0, -2.0], [1, 0, 1])
+    second = rows_kit.row([6], [7], [-0.25], [1])
+    session = rows_kit.sample(4, 1, [first, second], calls=3, aside=2)
+    (found,) = numbers.batch_rows(rows_kit.batch([session], [1]))
+    assert {key: found[key] for key in ("calls", "aside", "mask", "rows")} == {
+        "calls": 3,
+        "aside": 2,
+        "mask": [1, 0, 1],
+        "rows": [
+            {
+                "prompt_tokens": [6],
+                "tokens": [7],
+                "logprobs": [-0.25],
+                "mask": [1],
+                "versions": [["1.0", 0, 1]],
+            }
+        ],
+    }
+    assert found["versions"] == [["1.0", 0, 1], ["1.0", 2, 3]]
