@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ class EngineThread:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.work: deque[Callable[[], None]] = deque()
+        self.work: deque[tuple[Callable[[], None], Future[Any]]] = deque()
         self.open: dict[Key, Future[Completion]] = {}
         self.news = threading.Condition()
         self.closing = False
@@ -57,7 +57,7 @@ class EngineThread:
             self.engine.abort(keys)
             for key in keys:
                 if (future := self.open.pop(key, None)) is not None:
-                    future.cancel()
+                    future.set_exception(CancelledError())
 
         self._submit(abort, Future())
 
@@ -78,30 +78,31 @@ class EngineThread:
                 future.set_exception(error)
                 raise
 
+        # a closed connection cancels what it waits for: the thread's result must find it open
+        future.set_running_or_notify_cancel()
         with self.news:
             if self.error is not None or self.closing:
-                future.set_exception(
-                    AsyncrlError(f"the engine has ended: {self.error or 'closed'}")
-                )
+                future.set_exception(self._ended())
                 return
-            self.work.append(run)
+            self.work.append((run, future))
             self.news.notify()
+
+    def _ended(self) -> AsyncrlError:
+        return AsyncrlError(f"the engine has ended: {self.error or 'closed'}")
 
     def _run(self) -> None:
         try:
             while self._wait():
                 while self.work:
-                    self.work.popleft()()
+                    self.work.popleft()[0]()
                 for completion in self.engine.step(STEPS) if self.engine.active else []:
                     self.open.pop(completion.key).set_result(completion)
         except BaseException as error:
             self.error = error
         with self.news:
             self.closing = True
-            for future in self.open.values():
-                future.set_exception(
-                    AsyncrlError(f"the engine has ended: {self.error or 'closed'}")
-                )
+            for future in (*self.open.values(), *(future for _, future in self.work)):
+                future.set_exception(self._ended())
 
     def _wait(self) -> bool:
         """Wait for work; False when the thread should end."""

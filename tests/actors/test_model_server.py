@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
+import signal
 from collections.abc import Iterator
+from concurrent.futures import CancelledError, Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -14,11 +18,15 @@ import numpy as np
 import openai
 import pytest
 import torch
-from model_server_kit import KEY, ModelServer, served
+from model_server_kit import KEY, served, served_here
 
-from actors.model_server.model_server import MOST_CONTEXT, config_of
+from actors.gateway.endpoint.server import ListenAddress
+from actors.model_server import model_server
+from actors.model_server.completions_app import CompletionsApp
+from actors.model_server.engine_thread import EngineThread
+from actors.model_server.model_server import MOST_CONTEXT, build_app, config_of
 from asyncrl.cli import main
-from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.models import policy
 from asyncrl.models.tokenizer import load_tokenizer
 
@@ -37,14 +45,19 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
-    with served(directory, tmp_path_factory.mktemp("log")) as found:
+def app(directory: Path) -> Iterator[tuple[str, CompletionsApp]]:
+    with served_here(directory) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
-def client(server: ModelServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=server.url, api_key=KEY, max_retries=0)
+def url(app: tuple[str, CompletionsApp]) -> str:
+    return app[0]
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=url, api_key=KEY, max_retries=0)
 
 
 def logprobs_of(directory: Path, ids: list[int]) -> torch.Tensor:
@@ -190,29 +203,27 @@ def test_chats_go_through_the_template(client: openai.OpenAI) -> None:
     ],
 )
 def test_a_bad_request_gets_one_clear_line(
-    server: ModelServer, body: dict[str, Any], status: int, message: str
+    url: str, body: dict[str, Any], status: int, message: str
 ) -> None:
     route = "chat/completions" if "messages" in body else "completions"
-    found = httpx2.post(
-        f"{server.url}/{route}", json=body, headers={"authorization": f"Bearer {KEY}"}
-    )
+    found = httpx2.post(f"{url}/{route}", json=body, headers={"authorization": f"Bearer {KEY}"})
     assert found.status_code == status, found.text
     error = found.json()["error"]["message"]
     assert "\n" not in error
     assert re.search(message, error), error
 
 
-def test_the_key_is_needed_and_other_routes_are_named(server: ModelServer) -> None:
-    wrong = openai.OpenAI(base_url=server.url, api_key="other", max_retries=0)
+def test_the_key_is_needed_and_other_routes_are_named(url: str) -> None:
+    wrong = openai.OpenAI(base_url=url, api_key="other", max_retries=0)
     with pytest.raises(openai.AuthenticationError, match="the key that it printed"):
         wrong.completions.create(model="tiny", prompt="a")
     with pytest.raises(openai.AuthenticationError):
         wrong.models.list()
-    found = httpx2.get(f"{server.url}/tokenizer_info")
+    found = httpx2.get(f"{url}/tokenizer_info")
     assert found.status_code == 404 and "no_such_route" in found.text
-    assert httpx2.get(f"{server.url.removesuffix('/v1')}/health").status_code == 200
+    assert httpx2.get(f"{url.removesuffix('/v1')}/health").status_code == 200
     body = httpx2.post(
-        f"{server.url}/completions", content=b"[", headers={"authorization": f"Bearer {KEY}"}
+        f"{url}/completions", content=b"[", headers={"authorization": f"Bearer {KEY}"}
     )
     assert body.status_code == 400 and json.loads(body.text)["error"]["code"] == "invalid_json"
 
@@ -235,3 +246,233 @@ def test_a_bad_command_gets_one_clear_line(
     assert ended.value.code == 2
     last = capsys.readouterr().err.strip().split("\n")[-1]
     assert last.startswith("error: ") and message.replace("DIRECTORY", str(directory)) in last
+
+
+# ---- the process ---------------------------------------------------------------------------------
+
+
+def test_the_command_serves_until_it_is_ended(directory: Path, tmp_path: Path) -> None:
+    with served(directory, tmp_path) as server:
+        client = openai.OpenAI(base_url=server.url, api_key=KEY, max_retries=0)
+        made = client.completions.create(model="tiny", prompt="ab", max_tokens=1)
+        assert made.choices[0].finish_reason in ("stop", "length")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_server_and_its_engine(directory: Path, number: int) -> None:
+    keys = {"context": 9, "slots": 2, "dtype": "float32", "device": "cpu", "threads": 1}
+    config = config_of(str(directory), **keys)  # type: ignore[arg-type]
+    assert (config.generator.context, config.generator.slots, config.generator.threads) == (9, 2, 1)
+    app = build_app(config, "n", "")
+    found: list[str] = []
+
+    def announce(url: str) -> None:
+        found.append(url)
+        asyncio.get_running_loop().call_soon(os.kill, os.getpid(), number)
+
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        model_server.serve(app, ListenAddress(), announce)
+    finally:
+        for each, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
+            signal.signal(each, handler)
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+", found[0]) and len(found) == 1
+    assert app.engine.closing and not app.engine.thread.is_alive()
+
+
+@pytest.mark.parametrize("given", ["", "mine"])
+def test_what_the_command_says_and_serves(
+    directory: Path,
+    given: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    served: list[tuple[CompletionsApp, ListenAddress]] = []
+
+    def serve(app: CompletionsApp, bind: ListenAddress, announce: Any) -> None:
+        served.append((app, bind))
+        announce("http://127.0.0.1:7")
+        app.engine.close()
+
+    monkeypatch.setattr(model_server, "serve", serve)
+    monkeypatch.setenv("OPENAI_API_KEY", given)
+    main(["serve", str(directory), "--context", "9", "--port", "7"])
+    app, bind = served[0]
+    assert bind == ListenAddress("127.0.0.1", 7, "", "", port_name="--port")
+    assert (app.name, app.context, app.vocabulary) == (str(directory), 9, 13)
+    said = capsys.readouterr()
+    assert said.out == "http://127.0.0.1:7/v1\n"
+    assert f"serving {directory} with up to 9 tokens; stop with Ctrl-C" in said.err
+    assert app.key == (given or app.key) != "" and ("export" in said.err) == (given == "")
+    assert given or f"export OPENAI_API_KEY={app.key}" in said.err
+    main(["serve", str(directory), "--no-key", "--name", "n"])
+    assert (served[1][0].key, served[1][0].name) == ("", "n")
+    assert "export" not in capsys.readouterr().err
+
+
+# ---- the engine's thread -------------------------------------------------------------------------
+
+
+class BrokenEngine:
+    """An engine that ends at its first step."""
+
+    active = 0
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+        self.aborted: list[Any] = []
+
+    def add(self, requests: Any) -> None:
+        self.active += 1
+
+    def abort(self, keys: Any) -> None:
+        self.aborted += keys
+
+    def score(self, prompts: Any, most_likely: int) -> Any:
+        raise AsyncrlError("too long")
+
+    def step(self, steps: int) -> Any:
+        raise self.error
+
+
+def test_an_engine_that_breaks_fails_what_is_open_and_what_comes() -> None:
+    thread = EngineThread(BrokenEngine(KeyError("gone")))  # type: ignore[arg-type]
+    assert thread.thread.daemon and thread.thread.name == "engine"
+    with pytest.raises(AsyncrlError, match=r"^too long$"):
+        thread.score([], 1).result()
+    broken = thread.complete(SimpleNamespace(key=(1, 0, 1)))  # type: ignore[arg-type]
+    for future in (broken, thread.complete(SimpleNamespace(key=(2, 0, 1)))):  # type: ignore[arg-type]
+        with pytest.raises(AsyncrlError, match=r"^the engine has ended: 'gone'$"):
+            future.result()
+    thread.thread.join()
+    closed = EngineThread(BrokenEngine(KeyError()))  # type: ignore[arg-type]
+    closed.close()
+    with pytest.raises(AsyncrlError, match=r"^the engine has ended: closed$"):
+        closed.score([], 1).result()
+
+
+def test_given_up_completions_leave_the_engine() -> None:
+    engine = BrokenEngine(KeyError())
+    thread = EngineThread(engine)  # type: ignore[arg-type]
+    open_one: Any = Future()
+    thread.open[1, 0, 1] = open_one
+    thread.cancel([(1, 0, 1), (2, 0, 1)])
+    with pytest.raises(AsyncrlError):
+        thread.score([], 1).result()  # the one before it is done
+    assert engine.aborted == [(1, 0, 1), (2, 0, 1)] and not thread.open
+    assert isinstance(open_one.exception(), CancelledError)
+    thread.close()
+
+
+def test_a_connection_that_closes_while_its_completion_ends_harms_no_other() -> None:
+    """The waiting task cancels its future at any time, also just before the thread resolves it."""
+
+    class Engine(BrokenEngine):
+        def __init__(self) -> None:
+            super().__init__(KeyError())
+            self.cancelled: list[bool] = []
+
+        def step(self, steps: int) -> Any:
+            self.active = 0
+            self.cancelled.append(waiting.cancel())
+            return [SimpleNamespace(key=(1, 0, 1))]
+
+    engine = Engine()
+    thread = EngineThread(engine)  # type: ignore[arg-type]
+    with thread.news:  # it begins when the future is known here
+        waiting = thread.complete(SimpleNamespace(key=(1, 0, 1)))  # type: ignore[arg-type]
+    assert waiting.result().key == (1, 0, 1) and engine.cancelled == [False]
+    assert thread.error is None and not thread.closing
+    thread.close()
+
+
+def test_work_that_an_ending_engine_has_not_begun_fails() -> None:
+    class Engine(BrokenEngine):
+        def step(self, steps: int) -> Any:
+            late.append(thread.score([], 1))
+            raise self.error
+
+    late: list[Any] = []
+    thread = EngineThread(Engine(KeyError("gone")))  # type: ignore[arg-type]
+    thread.complete(SimpleNamespace(key=(1, 0, 1)))  # type: ignore[arg-type]
+    thread.thread.join()
+    with pytest.raises(AsyncrlError, match=r"^the engine has ended: 'gone'$"):
+        late[0].result(0)
+
+
+# ---- answers -------------------------------------------------------------------------------------
+
+
+def test_answers_have_every_field_of_the_api(url: str) -> None:
+    headers = {"authorization": f"Bearer {KEY}"}
+
+    def ask(route: str, **body: Any) -> dict[str, Any]:
+        found = httpx2.post(f"{url}/{route}", json={"model": "tiny", **body}, headers=headers)
+        assert found.status_code == 200, found.text
+        made = dict(found.json())
+        assert made.pop("created") > 1.7e9
+        kind = "chatcmpl" if route.startswith("chat") else "cmpl"
+        assert re.fullmatch(rf"{kind}-[0-9a-f]{{16}}", made.pop("id"))
+        return made
+
+    model = {"id": "tiny", "object": "model", "created": 0, "owned_by": "asyncrl"}
+    model |= {"max_model_len": 64}
+    listed = httpx2.get(f"{url}/models", headers=headers).json()
+    assert listed == {"object": "list", "data": [model]}
+    assert httpx2.get(f"{url}/models/tiny", headers=headers).json() == model
+    unknown = httpx2.get(f"{url}/models/other", headers=headers)
+    error = {"message": "unknown model 'other'", "type": "not_found_error", "param": "model"}
+    assert unknown.status_code == 404
+    assert unknown.json() == {"error": error | {"code": "model_not_found"}}
+
+    plain = ask("completions", prompt="ab", max_tokens=2, temperature=0, seed=1)
+    (choice,) = plain["choices"]
+    usage = {"prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4}
+    assert plain == {
+        "object": "text_completion",
+        "model": "tiny",
+        "choices": [
+            {"index": 0, "text": choice["text"], "logprobs": None, "finish_reason": "length"}
+        ],
+        "usage": usage,
+    }
+    echoed = ask("completions", prompt="ab", max_tokens=0, echo=True, logprobs=1)
+    (choice,) = echoed["choices"]
+    assert choice["text"] == "ab" and echoed["usage"] == usage | {
+        "completion_tokens": 0,
+        "total_tokens": 2,
+    }
+    found = choice["logprobs"]
+    assert found["tokens"] == ["a", "b"] and found["token_logprobs"][0] is None
+    assert found["text_offset"] == [0, 1] and found["top_logprobs"][0] is None
+    assert len(found["top_logprobs"][1]) == 1 and set(found) == {
+        *("tokens", "token_logprobs", "text_offset", "top_logprobs")
+    }
+    turns = [{"role": "user", "content": "abc"}]
+    chat = ask("chat/completions", messages=turns, max_tokens=1, temperature=0, logprobs=True)
+    (choice,) = chat["choices"]
+    text = choice["message"]["content"]
+    (row,) = choice["logprobs"]["content"]
+    assert chat == {
+        "object": "chat.completion",
+        "model": "tiny",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": text, "refusal": None},
+                "logprobs": {
+                    "content": [
+                        {
+                            "token": text,
+                            "logprob": row["logprob"],
+                            "bytes": list(text.encode()),
+                            "top_logprobs": [],
+                        }
+                    ],
+                    "refusal": None,
+                },
+                "finish_reason": "length",
+            }
+        ],
+        "usage": {"prompt_tokens": 4, "completion_tokens": 1, "total_tokens": 5},
+    }

@@ -1,15 +1,21 @@
-"""`asyncrl serve`, started as a user starts it, for the tests of its clients."""
+"""The model server for the tests of its clients: as a user starts it, and in this process."""
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from process_kit import ENV, ROOT
+
+from actors.gateway.endpoint.server import HttpServer, ListenAddress
+from actors.model_server.completions_app import CompletionsApp
+from actors.model_server.model_server import build_app, config_of
 
 KEY = "a-key-of-the-tests"
 
@@ -44,3 +50,23 @@ def served(model: Path, folder: Path, *options: str) -> Iterator[ModelServer]:
         finally:
             process.terminate()
             assert process.wait(60) == 0, log.read_text()
+
+
+@contextmanager
+def served_here(model: Path) -> Iterator[tuple[str, CompletionsApp]]:
+    """Serve a model directory from a thread: the URL up to /v1, and the application."""
+    keys = {"context": 0, "slots": 64, "dtype": "float32", "device": "cpu", "threads": 1}
+    app = build_app(config_of(str(model), **keys), "tiny", KEY)  # type: ignore[arg-type]
+    server = HttpServer(app.app, ListenAddress())
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        asyncio.run_coroutine_threadsafe(server.start(), loop).result()
+        yield f"{server.url}/v1", app
+        asyncio.run_coroutine_threadsafe(server.stop(), loop).result()
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+        app.engine.close()
