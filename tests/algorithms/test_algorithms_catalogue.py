@@ -141,6 +141,12 @@ def test_repair_b_looks_at_w_and_not_at_its_power() -> None:
     assert t.clipped.tolist() == [surrogates.HIGH, 0, 0, surrogates.LOW]
 
 
+def test_a_token_without_an_advantage_counts_as_clipped_in_no_direction() -> None:
+    w, adv = vec(0.1, 9, 1), vec(0, 0, 1)
+    t = surrogates.reshape(w.log(), adv, torch.full((3,), 0.5, dtype=D), repaired(clip=0.2))
+    assert t.clipped.tolist() == [0, 0, 0]
+
+
 def test_repair_d_slows_what_pushes_away_and_leaves_what_comes_back() -> None:
     x, adv = vec(0.3, -0.3, 0.3, -0.3), vec(1, 1, -1, -1)
     s = reshape.statistics(x, torch.ones(4, dtype=torch.bool))

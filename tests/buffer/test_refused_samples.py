@@ -210,6 +210,27 @@ def test_a_reward_function_is_checked_for_the_same(value: Any, why: str) -> None
     assert isinstance(found, str) and why in found and found.isprintable()
 
 
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"text": f"ab{HALF}"}, "the text of the completion has {}, half of a character"),
+        ({"prompt_text": HALF}, "the text of the prompt has {}, half of a character"),
+        ({"group_key": HALF}, "the key of the group has {}, half of a character"),
+    ],
+)
+def test_text_that_cannot_be_encoded_is_named(change: dict[str, Any], why: str) -> None:
+    from asyncrl.contract import outcomes
+
+    ticket = m.Ticket(
+        1, 1, "train", m.Prompt(1, "p"), [0], m.SamplingSettings(), Label(1, 0), None, 0
+    )
+    outcomes.check_sample(sample(ticket, 0))
+    with pytest.raises(ValueError) as error:
+        outcomes.check_sample(sample(ticket, 0, **change))
+    half = ascii(HALF)[1:-1]
+    assert str(error.value) == why.format(half) + ": UTF-8 cannot encode it"
+
+
 def test_bounds_of_outcomes_are_what_the_buffer_takes() -> None:
     """A reward that the door takes is one that the buffer takes."""
     from asyncrl.transport import arrays

@@ -266,6 +266,8 @@ def test_the_lags_of_each_run_have_a_plot_of_their_own(client: TestClient, run_d
     of_lags = [t for t in titles("page=staleness") if t.startswith(title)]
     assert of_lags == [f"{title}: first", f"{title}: second"], "the third has trained nothing"
     assert titles("page=staleness&runs=second").count(title) == 1
+    two = [t for t in titles("page=staleness&runs=first|second") if t.startswith(title)]
+    assert two == of_lags
     updates = [{"step": 0, "update": n, "optim/grad_norm": 1.0} for n in range(2)]
     append(second / "optimizer_steps.jsonl", *updates)
     norms = [t for t in titles("page=learner") if t.startswith("Each optimizer step")]

@@ -233,6 +233,33 @@ def test_a_layout_that_no_model_has_is_refused(rows: Any) -> None:
         chunks.layout(msgspec.msgpack.encode(rows))
 
 
+def test_the_bounds_of_a_layout() -> None:
+    """Sixteen dimensions, a byte at the end of what weights may take, a hole before it."""
+    most = message_checks.WEIGHTS_BYTES
+    message_checks.check_weight_layout([("a", "uint8", [1] * 16, 0, 1)])
+    message_checks.check_weight_layout([ROWS[0], ("b", "uint8", [1], most - 1, 1)])
+    message_checks.check_weight_layout([("a", "uint8", [most], 0, most)])
+    message_checks.check_weight_layout([("a", "uint8", [0, 2], 0, 0)])
+    for rows, why in (
+        ([("a", "uint8", [1] * 17, 0, 1)], "weights 'a'"),
+        ([("a", "uint8", [most + 1, 0], 0, 0)], "weights 'a'"),
+        (
+            [("a" * 90, "uint8", [1], most, 1)],
+            f"weights {'a' * 80!r}: bytes {most} to {most + 1}, behind 0",
+        ),
+        ([ROWS[0], ("b", "uint8", [1], 23, 1)], "weights 'b': bytes 23 to 24, behind 24"),
+        ([ROWS[0], ("a", "uint8", [1], 24, 1)], "a layout that names a tensor twice"),
+        ([("a", "int3", [1], 0, 1)], "weights 'a': dtype 'int3'; known are "),
+        ([("a", "uint8", [2], 0, 1)], "weights 'a': 1 bytes for shape [2] of uint8"),
+        ([], "a layout of 0 tensors"),
+    ):
+        with pytest.raises(BadMessage) as error:
+            message_checks.check_weight_layout(rows)
+        assert str(error.value).startswith(why) and (
+            str(error.value) == why or why.endswith("are ")
+        ), error.value
+
+
 class Server:
     """A server that says what it likes: `say` of the number of the message that came."""
 

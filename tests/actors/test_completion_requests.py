@@ -1,0 +1,215 @@
+"""Bodies of the model server's requests: what they ask for, and what each refusal says."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors.gateway.sessions import CallRefused
+from actors.model_server.completion_requests import CompletionOrder, parse_order
+from asyncrl.contract.messages import Prompt
+
+GO = [{"role": "user", "content": "go"}]
+
+
+def encode(prompt: Prompt) -> np.ndarray:
+    """A token for each character, and one more for each turn."""
+    text = prompt.text or "".join(turn["content"] + ":" for turn in prompt.messages)
+    return np.array([ord(letter) % 50 for letter in text], np.int32)
+
+
+def order(context: int = 64, *, chat: bool | None = None, **body: Any) -> CompletionOrder:
+    return parse_order(
+        json.dumps(body).encode(),
+        chat="messages" in body if chat is None else chat,
+        name="tiny",
+        context=context,
+        vocabulary=50,
+        encode=encode,
+    )
+
+
+def fields(found: CompletionOrder) -> dict[str, Any]:
+    """The fields that are not those of a plain completion."""
+    plain = CompletionOrder([], 16, 1.0, 1.0, 0, 1, None, (), False, None)
+    changed = {name: value for name, value in vars(found).items() if value != getattr(plain, name)}
+    return {**changed, "prompts": [prompt.tolist() for prompt in found.prompts]}
+
+
+def test_plain_requests_of_both_routes() -> None:
+    assert fields(order(prompt="ab")) == {"prompts": [[47, 48]]}
+    assert fields(order(prompt="ab", model="tiny", max_tokens=5)) == {
+        **{"prompts": [[47, 48]], "max_new_tokens": 5}
+    }
+    # a chat's answer may fill the context, a completion has its default or what is left
+    assert fields(order(messages=GO)) == {"prompts": [[3, 11, 8]], "max_new_tokens": 61}
+    assert order(prompt="a" * 50).max_new_tokens == 14
+    assert order(prompt=["a", "a" * 60]).max_new_tokens == 4
+    assert order(prompt=[[1, 2], [3]]).prompts[1].tolist() == [3]
+    assert order(prompt=[1, 2]).prompts[0].tolist() == [1, 2]
+    assert order(messages=[*GO, {"role": "assistant", "content": None}]).prompts[0].tolist() == [
+        *(3, 11, 8, 8)
+    ]
+
+
+def test_every_option_that_is_followed() -> None:
+    found = order(
+        prompt="ab",
+        max_completion_tokens=3,
+        max_tokens=9,
+        temperature=0,
+        top_p=0.5,
+        top_k=4,
+        n=2,
+        seed=7,
+        stop=["x", "yz"],
+        echo=True,
+        logprobs=2,
+        user="me",
+        best_of=1,
+        stream=False,
+        logit_bias={},
+        response_format={"type": "text"},
+        suffix=None,
+        presence_penalty=0,
+    )
+    assert fields(found) == {
+        "prompts": [[47, 48]],
+        "max_new_tokens": 3,
+        "temperature": 0,
+        "top_p": 0.5,
+        "top_k": 4,
+        "count": 2,
+        "seed": 7,
+        "stop": ("x", "yz"),
+        "echo": True,
+        "most_likely": 2,
+    }
+    assert order(prompt="ab", max_tokens=0, echo=True, logprobs=0).most_likely == 0
+    assert order(prompt="ab", logprobs=False).most_likely is None
+    assert order(prompt="ab", logprobs=True).most_likely == 1
+    assert order(messages=GO, logprobs=True).most_likely == 0
+    assert order(messages=GO, logprobs=True, top_logprobs=3).most_likely == 3
+    assert order(messages=GO, top_logprobs=3).most_likely is None
+    assert order(prompt=["a"] * 512, n=2, max_tokens=63).count == 2
+
+
+TURN = "messages: messages[1]: give `content` as text"
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"prompt": ""}, "prompt", "prompt: is empty; give at least one token"),
+        ({"prompt": ["a", ""]}, "prompt", "prompt: is empty; give at least one token"),
+        ({"prompt": None}, "prompt", "prompt: give text or a list of token ids"),
+        ({"prompt": ["a", 3]}, "prompt", "prompt: give text or a list of token ids"),
+        ({"prompt": [1, 50]}, "prompt", "prompt: give token ids in [0, 50)"),
+        (
+            {"prompt": "a", "max_tokens": 0, "echo": True},
+            "max_tokens",
+            "max_tokens: 0 needs echo = true and logprobs, to score the prompt",
+        ),
+        (
+            {"prompt": "a", "max_tokens": 0, "logprobs": 1},
+            "max_tokens",
+            "max_tokens: 0 needs echo = true and logprobs, to score the prompt",
+        ),
+        ({"prompt": "a", "max_tokens": -1}, "max_tokens", "max_tokens: Expected `int` >= 0"),
+        ({"prompt": "a", "logprobs": 21}, "logprobs", "logprobs: Expected `int` <= 20"),
+        (
+            {"prompt": "a", "top_logprobs": 1},
+            "top_logprobs",
+            "top_logprobs: belongs to /v1/chat/completions; give logprobs a number",
+        ),
+        ({"prompt": "a", "stop": 3}, "stop", "stop: give a text, or a list of texts"),
+        (
+            {"prompt": ["a"] * 513, "n": 2},
+            "n",
+            "n: asks for more than 1024 completions in one request",
+        ),
+        (
+            {"messages": GO, "logprobs": 3},
+            "logprobs",
+            "logprobs: give true or false, and top_logprobs a number",
+        ),
+        (
+            {"messages": [*GO, {"role": "user", "content": 3}]},
+            "messages",
+            "messages[1]: content is int; give text, or a list of text parts",
+        ),
+        (
+            {"messages": [*GO, {"role": "assistant", "tool_calls": [{"function": {}}]}]},
+            "messages",
+            TURN,
+        ),
+        ({"messages": []}, "messages", "messages: give a list of at least one message"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused(body: dict[str, Any], param: str, message: str) -> None:
+    with pytest.raises(CallRefused) as refused:
+        order(**body)
+    assert str(refused.value) == message
+    assert (refused.value.status, refused.value.param) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"prompt": "a", "logit_bias": {"1": 3}}, "logit_bias", "{'1': 3} is not served"),
+        ({"prompt": "a", "stream": True}, "stream", "True is not served"),
+        ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty", "0 is not served"),
+        ({"prompt": "a", "unknown": "x" * 99}, "unknown", f"'{'x' * 79} is not served"),
+    ],
+)
+def test_what_is_not_followed_is_refused_by_name(
+    body: dict[str, Any], param: str, message: str
+) -> None:
+    with pytest.raises(CallRefused) as refused:
+        order(**body)
+    error = refused.value
+    assert str(error) == f"{param}: {message}; leave it out"
+    assert (error.status, error.code, error.param) == (400, "unsupported_parameter", param)
+
+
+def test_keys_of_the_other_route_and_other_models_are_refused() -> None:
+    for body, param in (({"prompt": "a"}, "prompt"), ({"echo": True}, "echo")):
+        with pytest.raises(CallRefused) as refused:
+            order(messages=GO, **body)
+        assert str(refused.value) == f"{param}: belongs to /v1/completions"
+        assert (refused.value.code, refused.value.param) == ("unsupported_parameter", param)
+    with pytest.raises(CallRefused) as refused:
+        order(prompt="a", model="gpt")
+    assert str(refused.value) == "no model 'gpt': this server has 'tiny'"
+    found = refused.value
+    assert (found.status, found.code, found.param) == (404, "model_not_found", "model")
+
+
+def test_more_tokens_than_there_are_is_refused() -> None:
+    order(prompt="a" * 60, max_tokens=4)
+    with pytest.raises(CallRefused) as refused:
+        order(prompt=["a", "a" * 60], max_tokens=5)
+    assert str(refused.value) == (
+        "the prompt has 60 tokens and max_tokens is 5, and --context = 64 is for both: shorten the "
+        "prompt, or serve with a larger one"
+    )
+    found = refused.value
+    assert (found.status, found.code, found.param) == (400, "context_length_exceeded", "prompt")
+    few = {"chat": False, "name": "tiny", "context": 9, "vocabulary": 3, "encode": encode}
+    assert parse_order(b'{"prompt": [1], "logprobs": 3}', **few).most_likely == 3  # type: ignore[arg-type]
+    with pytest.raises(CallRefused) as refused:
+        parse_order(b'{"prompt": [1], "logprobs": 4}', **few)  # type: ignore[arg-type]
+    assert str(refused.value) == "logprobs: 4: the model has 3 tokens"
+
+
+@pytest.mark.parametrize("body", [b"[", b"[]", b"\xff", b'"x"', b"[" * 100_000])
+def test_bytes_that_are_no_object_are_refused(body: bytes) -> None:
+    with pytest.raises(CallRefused) as refused:
+        parse_order(body, chat=False, name="", context=9, vocabulary=9, encode=encode)
+    error = refused.value
+    assert (error.status, error.code, error.param) == (400, "invalid_json", None)
+    assert str(error).startswith(("the body is not JSON: ", "the body is not a JSON object"))
+    assert str(error).endswith("a JSON object") == (body in (b"[]", b'"x"'))

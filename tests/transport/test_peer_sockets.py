@@ -1,0 +1,197 @@
+"""Peers of the buffer, waiting at sockets, and the frames of worker processes."""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+from pathlib import Path
+
+import pytest
+import zmq
+from process_kit import ROOT
+
+from asyncrl.config import load
+from asyncrl.contract import messages as m
+from asyncrl.contract.errors import AsyncrlError, PeerUnreachable
+from asyncrl.records import rundir
+from asyncrl.transport import sockets
+from asyncrl.transport.chunks import reachable_address
+from asyncrl.transport.sockets import BufferPeer
+from asyncrl.transport.worker_pool import frame, read_frame, take_frames
+
+
+class Peer(BufferPeer):
+    """A peer that notes what it does about silence."""
+
+    def on_moved_buffer(self) -> None:
+        self.noted.append("moved")
+
+    def on_finished_run(self) -> None:
+        self.noted.append("finished")
+
+
+@pytest.fixture
+def peer(tmp_path: Path) -> Peer:
+    sets = ["wires.connect_s=100.0", "watchdog.floor_s=8.0", "learner.steps=5"]
+    config = load.load(ROOT / "configs" / "demo.toml", sets)
+    rundir.ensure(config, "", tmp_path / "run")
+    made = Peer(config, tmp_path / "run", "generator-0")
+    made.noted = []  # type: ignore[attr-defined]
+    made.socket.close()
+    return made
+
+
+def test_a_peer_looks_for_its_buffer_by_the_run_directory(peer: Peer) -> None:
+    assert peer.socket.find == peer.find_buffer_address
+    assert peer.find_buffer_address() == rundir.current_buffer_address(peer.config, peer.run_dir)
+    assert (peer.silent_since, peer.ever_heard) == (0.0, False)
+    assert peer.waiting_for == "the buffer's first reply" and peer.wait_log.first_s == 4.0
+    assert peer.run == rundir.run_id(peer.run_dir) and peer.name == "generator-0"
+
+
+class Replies:
+    """The socket of a peer: what came, what was sent, and how long was waited."""
+
+    address = "ipc:///nowhere"
+
+    def __init__(self, *replies: m.FromBuffer) -> None:
+        self.replies = [*replies]
+        self.waited: list[float] = []
+        self.sent: list[m.FromPeer] = []
+        self.moved = False
+
+    def recv(self, timeout: float) -> m.FromBuffer | None:
+        self.waited.append(timeout)
+        return self.replies.pop(0) if self.replies else None
+
+    def send(self, message: m.FromPeer) -> None:
+        self.sent.append(message)
+
+    def find_moved_buffer(self, silent: float) -> bool:
+        return self.moved
+
+
+def test_a_reply_ends_the_silence_and_a_refusal_the_peer(peer: Peer) -> None:
+    status = m.CommitReply(1, 3, [])
+    wire = peer.socket = Replies(status, status)  # type: ignore[assignment]
+    peer.request(m.StatusRequest())  # type: ignore[arg-type]
+    since = peer.silent_since
+    assert 0 < since <= time.monotonic() and wire.sent == [m.StatusRequest()]
+    peer.request(m.StatusRequest())  # type: ignore[arg-type]
+    assert peer.silent_since == since, "of the first that is not answered"
+    assert list(peer.receive(2.0)) == [status, status]
+    assert wire.waited == [2.0, 0.0, 0.0] and peer.ever_heard and peer.silent_since == 0.0
+    peer.socket = Replies(m.Refusal("another run", 5))  # type: ignore[assignment]
+    with pytest.raises(AsyncrlError, match=r"^another run$") as error:
+        list(peer.receive(0.0))
+    assert error.value.exit_code == 5
+
+
+def test_what_a_peer_does_about_silence(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(sockets.time, "monotonic", lambda: now)
+    wire = peer.socket = Replies()  # type: ignore[assignment]
+    noted = peer.noted  # type: ignore[attr-defined]
+    finished: list[tuple[Path, int]] = []
+
+    def is_finished(directory: Path, steps: int) -> bool:
+        finished.append((directory, steps))
+        return len(finished) > 1
+
+    monkeypatch.setattr(sockets, "is_finished", is_finished)
+    peer.judge_silence()
+    assert noted == [] == finished, "no reply is due"
+    peer.silent_since = now - 100.0
+    peer.judge_silence()
+    assert noted == [] and finished == [(peer.run_dir, 5)]
+    peer.judge_silence()
+    assert noted == ["finished"]
+    monkeypatch.setattr(sockets, "is_finished", lambda *_: False)
+    peer.silent_since = now - 100.6
+    with pytest.raises(PeerUnreachable) as error:
+        peer.judge_silence()
+    assert str(error.value) == (
+        "the buffer at ipc:///nowhere has not answered for 101 s (wires.connect_s); start it with "
+        "`asyncrl buffer`, or set wires.address"
+    )
+    wire.moved = True
+    peer.judge_silence()
+    assert noted == ["finished", "moved"] and peer.silent_since == 0.0
+    late = peer.error_after_end("generator 3")
+    assert str(late) == (
+        f"the run in {peer.run_dir} has ended, all its 5 steps are made: generator 3 came too late"
+    )
+
+
+def test_what_a_peer_waits_for_and_since_when(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(sockets.time, "monotonic", lambda: now)
+    peer.waits_for("weights")
+    now = 1001.0
+    peer.waits_for("weights")
+    assert (peer.waiting_for, peer.waiting_since) == ("weights", 1000.0)
+    peer.waits_for("")
+    assert (peer.waiting_for, peer.waiting_since) == ("", 1001.0)
+
+
+def test_waiting_ends_by_a_message_a_descriptor_or_the_time() -> None:
+    reading, writing = os.pipe()
+    context = zmq.Context()
+    try:
+        one, other = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+        other.connect(f"tcp://127.0.0.1:{one.bind_to_random_port('tcp://127.0.0.1')}")
+
+        class Watched:
+            socket = one
+
+        began = time.monotonic()
+        sockets.wait([Watched()], [reading], 0.2)  # type: ignore[list-item]
+        assert time.monotonic() - began > 0.15, "neither is readable"
+        os.write(writing, b"x")
+        sockets.wait([Watched()], [reading], 3600.0)  # type: ignore[list-item]
+        os.read(reading, 1)
+        other.send(b"x")
+        sockets.wait([Watched()], [reading], 3600.0)  # type: ignore[list-item]
+        sockets.wait([], [], -1.0)
+    finally:
+        context.destroy(linger=0)
+        os.close(reading)
+        os.close(writing)
+
+
+def test_frames_are_whole_or_none() -> None:
+    whole = frame(b"abc") + frame(b"")
+    stream = io.BytesIO(whole)
+    assert [read_frame(stream) for _ in range(3)] == [b"abc", b"", None]
+    for end in (0, 1, 3, 4, 6):
+        assert read_frame(io.BytesIO(frame(b"abc")[:end])) is None, end
+
+    class Headless(io.BytesIO):
+        """A stream that ends within a head."""
+
+        def read(self, size: int | None = -1) -> bytes:
+            assert size == 4, "nothing is read behind the end"
+            return b"\0\0"
+
+    assert read_frame(Headless()) is None
+    incoming = bytearray(whole + frame(b"xy")[:-1])
+    assert list(take_frames(incoming)) == [b"abc", b""]
+    assert bytes(incoming) == frame(b"xy")[:-1] and list(take_frames(incoming)) == []
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("tcp://0.0.0.0:5556", "tcp://10.0.0.1:5556"),
+        ("tcp://*:5556", "tcp://10.0.0.1:5556"),
+        ("tcp://[::]:5556", "tcp://10.0.0.1:5556"),
+        ("tcp://[::1]:5556", "tcp://[::1]:5556"),
+        ("tcp://10.0.0.2:5556", "tcp://10.0.0.2:5556"),
+    ],
+)
+def test_a_server_at_every_host_is_reached_at_the_buffers(address: str, expected: str) -> None:
+    assert reachable_address(address, "tcp://10.0.0.1:5555") == expected
+    assert reachable_address(address, "ipc:///run/buffer") == (
+        address if expected != address else expected
+    )
