@@ -125,7 +125,7 @@ def fork(what: Any, work: Path, cpu_s: float, act: Callable[[Path], dict[str, An
         return Child(pid, directory, what)
     code = 1
     try:
-        os.setsid()
+        os.setpgrp()  # for killpg; of the same session, whose share of the processor it has
         resource.setrlimit(resource.RLIMIT_CPU, (int(cpu_s) + 1, int(cpu_s) + 5))
         resource.setrlimit(resource.RLIMIT_AS, (64 << 30, 64 << 30))
         out = os.open(directory / "out", os.O_WRONLY | os.O_CREAT)

@@ -219,6 +219,9 @@ def test_status_says_who_waits_for_whom(begin: Any) -> None:
     while not (status := ask(viewer, m.StatusRequest(), m.RunStatus)).waits:
         pass
     assert status.waits[0][:3] == ("learner", "ticket 0: 2 samples at generator-0", "generator-0")
+    assert set(status.peers) == {"learner", "generator-0"} and min(status.peers.values()) >= 0
+    assert (status.run, status.committed, status.steps, status.epoch) == (run.id, 0, 2, 1)
+    assert (status.finished, status.error, status.held_up) == (False, "", None)
 
 
 def test_the_session_that_a_learner_waits_for_is_named(begin: Any) -> None:
