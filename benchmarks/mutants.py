@@ -58,7 +58,7 @@ from pathlib import Path
 from typing import Any
 
 from lib import results_file
-from lib.mutant_forks import Child, NormalCost, TimeLimits, fork, reap
+from lib.mutant_forks import Child, NormalCost, TimeLimits, end_with_parent, fork, reap
 from lib.mutant_session import CollectedSession, change_function
 from lib.mutant_tests import PROJECT, Baseline, baseline, kept
 
@@ -423,6 +423,7 @@ def collected(
         answer.write_text(json.dumps(act(session)))
 
     try:
+        end_with_parent()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         plugins = [Chosen(None), CollectedSession(inside)]
         pytest_main(tests, work / "collected", plugins, "--continue-on-collection-errors")

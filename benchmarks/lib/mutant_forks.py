@@ -5,6 +5,7 @@ Time in which a busy machine lets a fork wait for a processor counts for neither
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import resource
@@ -34,6 +35,11 @@ class NormalCost(NamedTuple):
     cpu_s: float
     asleep_s: float = 0.0
     setup_s: float = 0.0
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends, however that ends."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def cpu_seconds() -> float:
@@ -125,6 +131,7 @@ def fork(what: Any, work: Path, cpu_s: float, act: Callable[[Path], dict[str, An
         return Child(pid, directory, what)
     code = 1
     try:
+        end_with_parent()
         os.setpgrp()  # for killpg; of the same session, whose share of the processor it has
         resource.setrlimit(resource.RLIMIT_CPU, (int(cpu_s) + 1, int(cpu_s) + 5))
         resource.setrlimit(resource.RLIMIT_AS, (64 << 30, 64 << 30))
