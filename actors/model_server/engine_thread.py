@@ -82,12 +82,12 @@ class EngineThread:
         future.set_running_or_notify_cancel()
         with self.news:
             if self.error is not None or self.closing:
-                future.set_exception(self._ended())
+                future.set_exception(self._end_error())
                 return
             self.work.append((run, future))
             self.news.notify()
 
-    def _ended(self) -> AsyncrlError:
+    def _end_error(self) -> AsyncrlError:
         return AsyncrlError(f"the engine has ended: {self.error or 'closed'}")
 
     def _run(self) -> None:
@@ -102,7 +102,7 @@ class EngineThread:
         with self.news:
             self.closing = True
             for future in (*self.open.values(), *(future for _, future in self.work)):
-                future.set_exception(self._ended())
+                future.set_exception(self._end_error())
 
     def _wait(self) -> bool:
         """Wait for work; False when the thread should end."""
