@@ -250,7 +250,11 @@ def measure(session: CollectedSession, test_file: str, directory: Path) -> dict[
 
 def digest(path: str) -> str:
     file = ROOT / path
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.exists() else ""
+    return digest_of(file.read_bytes()) if file.exists() else ""
+
+
+def digest_of(text: bytes) -> str:
+    return hashlib.sha256(text).hexdigest()[:16]
 
 
 def kept_file(test_file: str) -> Path:
@@ -299,6 +303,9 @@ def baseline(
     A file with a test that fails without a mutant is left out, and named.  end: no measurement
     begins after this time of `time.monotonic`, 0: whenever."""
     KEPT.mkdir(parents=True, exist_ok=True)
+    # as they are imported: somebody may edit a file while its tests are measured
+    files = [file for part in (*PROJECT, "tests") for file in (ROOT / part).rglob("*.py")]
+    texts = {str(file.relative_to(ROOT)): file.read_bytes() for file in files}
     base = Baseline()
     base.load_killers()
     measured = {t: found for t in tests if (found := kept(t, paths, exact=exact)) is not None}
@@ -312,8 +319,8 @@ def baseline(
             print(f"left out: {child.what}: {failed}", file=sys.stderr, flush=True)
             return
         of = [child.what, "tests/conftest.py", *answer["lines"]]
-        answer["digests"] = {p: digest(p) for p in of}
-        answer["functions"] = {p: functions_of((ROOT / p).read_text()) for p in answer["lines"]}
+        answer["digests"] = {p: digest_of(texts[p]) for p in of}
+        answer["functions"] = {p: functions_of(texts[p].decode()) for p in answer["lines"]}
         kept_file(child.what).write_text(json.dumps(answer))
         measured[child.what] = answer
         print(f"measured {len(measured)} of {len(tests)} test files", file=sys.stderr, flush=True)
