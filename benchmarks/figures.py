@@ -4,6 +4,10 @@
     python benchmarks/figures.py --run RUN_DIR   first store a finished run of the demo as a result
     python benchmarks/figures.py --timeline RUN_DIR
                         first store the timeline of a demo run with evaluation.every = 0
+    python benchmarks/figures.py --ledger RUN_DIR
+                        first store the ledger of a run that loses tokens
+    python benchmarks/figures.py --arms DIRECTORY
+                        first store the accuracy over time of a comparison's runs, sync and async
 
 tests/project/test_docs.py draws them again and compares."""
 
@@ -19,7 +23,7 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
-from lib import results_file, timelines
+from lib import results_file, run_pictures, timelines
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -290,6 +294,27 @@ def keep_timeline(run_dir: Path) -> Path:
     return results_file.write("demo_timeline", result, commit_of(run_dir))
 
 
+def keep_ledger(run_dir: Path) -> Path:
+    """The tokens of a run by what became of them, under the commit that made it."""
+    result = {
+        "what": "the ledger of a run after each batch",
+        "command": (run_dir / "command").read_text().strip(),
+        **run_pictures.ledger_excerpt(run_dir),
+    }
+    return results_file.write("ledger_over_time", result, commit_of(run_dir))
+
+
+def keep_arms(directory: Path) -> Path:
+    """The accuracy of each run of a comparison over time, under the commit that made them."""
+    run_dir = next((directory / "runs").iterdir())
+    result = {
+        "what": "each run of a comparison: second of RL, held-out accuracy",
+        "command": (run_dir / "command").read_text().strip(),
+        "arms": run_pictures.accuracy_excerpt(directory),
+    }
+    return results_file.write("accuracy_over_time", result, commit_of(run_dir))
+
+
 def commit_of(run_dir: Path) -> str:
     """The short name of the commit that made a run."""
     return subprocess.run(
@@ -353,11 +378,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", type=Path, help="a finished run of configs/demo.toml")
     parser.add_argument("--timeline", type=Path, help="one evaluated at its start and end alone")
+    parser.add_argument("--ledger", type=Path, help="a finished run that loses tokens")
+    parser.add_argument("--arms", type=Path, help="a comparison with the arms sync and async")
     args = parser.parse_args()
     if args.run:
         print(keep(args.run), file=sys.stderr)
     if args.timeline:
         print(keep_timeline(args.timeline), file=sys.stderr)
+    if args.ledger:
+        print(keep_ledger(args.ledger), file=sys.stderr)
+    if args.arms:
+        print(keep_arms(args.arms), file=sys.stderr)
     IMAGES.mkdir(exist_ok=True)
     for name, text in drawn().items():
         (IMAGES / name).write_text(text)

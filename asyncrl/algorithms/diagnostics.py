@@ -295,10 +295,8 @@ def _of_sums(host: dict[str, list[float]]) -> dict[str, float]:
     computed |= {name: values[0] for name, values in host.items() if name.startswith("loss/")}
     if "reshape" in host:
         computed |= _of_reshape(host["reshape"])
-    if "sq/kl" in host:
-        computed["kl/gradient_share"] = math.sqrt(
-            host["sq/kl"][0] / max(host["sq/policy"][0], 1e-30)
-        )
+    if "sq/kl" in host and host["sq/policy"][0] > 0:
+        computed["kl/gradient_share"] = math.sqrt(host["sq/kl"][0] / host["sq/policy"][0])
     return computed
 
 

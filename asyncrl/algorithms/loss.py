@@ -581,7 +581,8 @@ def _terms(
     if b.reference is not None and k.coefficient > 0:
         sums["loss/kl"] = _kl_in_loss(prep, part, live, lp, factor, step_kl)
         total = total + k.coefficient * sums["loss/kl"]
-        if lp.requires_grad:
+        # the full KL's gradient goes to all logits, past the logprobs of the sampled tokens
+        if lp.requires_grad and step_kl is None:
             slope = torch.autograd.grad(sums["loss/kl"], lp, retain_graph=True)[0]
             sums |= {
                 "sq/kl": (k.coefficient * slope).square().sum(),

@@ -89,7 +89,8 @@ METRIC_NAMES: dict[str, tuple[str, str]] = {
     "kl/gradient_share": (
         "-",
         "KL penalty in the loss: norm of its gradient over that of the policy term, both "
-        "with respect to the logprobs",
+        "with respect to the logprobs; not with kl.loss.off_policy = prefix_full or without a "
+        "policy term",
     ),
     "kl/reward_gradient_share": (
         "-",

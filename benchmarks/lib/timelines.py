@@ -29,7 +29,8 @@ def excerpt(run_dir: Path, batch_size: int, evaluated: int) -> dict[str, Any]:
 
     A decode span has the version of the weights that the generator held.  `begun` gives, for each
     batch, the times at which its first and its last sample began: samples begin in the order of
-    their tickets, after the `evaluated` samples of the evaluation at the start.
+    their tickets, after the `evaluated` samples of the evaluation at the start.  `queue` gives, at
+    the start of each decode call, how many samples of the run had begun and ended.
 
     Raises SystemExit if samples began that were neither for training nor for the evaluations at
     the start and the end."""
@@ -55,15 +56,27 @@ def excerpt(run_dir: Path, batch_size: int, evaluated: int) -> dict[str, Any]:
     def begun(sample: int) -> float:
         return float(prefills[bisect_right(counts, evaluated + sample)][1])
 
+    def begun_by(at: float) -> int:
+        return counts[bisect_right(prefills, at, key=lambda span: float(span[1])) - 1] - evaluated
+
+    decodes = [
+        span for span in generator if span[0] == "decode" and start < span[2] and span[1] < end
+    ]
     return {
         "decode": [
             [
                 *shifted(*span[1:3]),
                 bisect_right(published, loaded[bisect_right(loaded, span[1]) - 1]),
             ]
-            for span in generator
-            if span[0] == "decode" and start < span[2] and span[1] < end
+            for span in decodes
         ],
+        "queue": {
+            "batch_size": batch_size,
+            "samples": [
+                [*shifted(span[1]), (count := begun_by(span[1])), count - int(span[3])]
+                for span in decodes
+            ],
+        },
         "train": {
             str(batch): shifted(*train[batch][1:3]) for batch in range(first - 3, batches.stop)
         },

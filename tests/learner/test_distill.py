@@ -114,6 +114,8 @@ def test_the_students_kl_to_its_teacher_falls_without_the_tasks_reward(
     assert before > 0.3 and after < 0.4 * before, (before, after)
     assert found[-1]["loss/kl"] < 0.5 * found[0]["loss/kl"]
     assert all(math.isfinite(value) for row in found for value in row.values())
+    # its gradient goes past the logprobs: a share of 0 would be reported as `kl_without_effect`
+    assert all("kl/gradient_share" not in row for row in found)
 
 
 def test_without_the_reward_its_value_changes_nothing_and_with_it_it_does(
