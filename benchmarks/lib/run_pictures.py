@@ -87,8 +87,11 @@ def draw_ledger(axes: Axes, part: dict[str, Any]) -> None:
         raise SystemExit(f"the picture has no color for {sorted(unknown)}")
     thousands = [np.array(part["lines"][line]) / 1000 for line in lines]
     names, colors = zip(*(LEDGER[line] for line in lines), strict=True)
-    ends = [f"{name} ({tokens[-1]:,.0f})" for name, tokens in zip(names, thousands, strict=True)]
-    axes.stackplot(part["seconds"], thousands, colors=colors, labels=ends, lw=0)
+    total = sum(tokens[-1] for tokens in thousands)
+    ends = [f"{n} ({y[-1] / total:.1%})" for n, y in zip(names, thousands, strict=True)]
+    seconds = [0.0, *part["seconds"]]
+    bands = [np.concatenate([[0.0], tokens]) for tokens in thousands]
+    axes.stackplot(seconds, bands, colors=colors, labels=ends, lw=0)
     axes.set(xlabel="seconds", ylabel="tokens, thousands", xmargin=0)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="upper left", frameon=False, fontsize=8, reverse=True)
@@ -125,7 +128,9 @@ def draw_accuracy(axes: Axes, curves: dict[str, dict[str, list[list[float]]]]) -
         axes.fill_between(
             seconds, np.min(each, axis=0), np.max(each, axis=0), color=color, alpha=0.2, lw=0
         )
-        axes.plot(seconds, np.mean(each, axis=0), color=color, lw=1.8, label=f"{name}, {len(seeds)} seeds")
+        axes.plot(
+            seconds, np.mean(each, axis=0), color=color, lw=1.8, label=f"{name}, {len(seeds)} seeds"
+        )
         for curve in seeds:
             axes.plot(*zip(*curve, strict=True), "o", color=color, ms=2.5, alpha=0.6)
     axes.set(xlabel="seconds of RL", ylabel="held-out accuracy", xmargin=0.02)
