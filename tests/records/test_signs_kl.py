@@ -481,12 +481,10 @@ def test_the_summary_keeps_them(tmp_path: Path) -> None:
     )
     left: Row = dict.fromkeys(
         (
-            "wall_s",
             "trajectories",
             "tokens",
             "heldout_end",
             "ood_end",
-            "ledger",
             "ledger_lines",
             "lag_histogram",
             "trained_ids",
@@ -495,6 +493,7 @@ def test_the_summary_keeps_them(tmp_path: Path) -> None:
         )
     )
     left |= {"steps": 50, "heldout_start": None, "ood_start": None, "lag": {}}
+    left |= {"wall_s": 10.0, "ledger": {"generated": 100}}
     (tmp_path / "buffer_summary.json").write_text(json.dumps(left))
     found = runner.summarise(load.load("configs/demo.toml", K1_LOSS), tmp_path)
     assert [s["name"] for s in found["signs"]] == ["kl_drift"] and found["signs"][0][
