@@ -93,7 +93,15 @@ $(COOKBOOK)/.env: requirements/cookbook.txt $(VENV)/.env
 	$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $(COOKBOOK)/lib/python3.*/site-packages)/environment.pth
 	touch $@
 
-env: $(VENV)/.env $(VENV)/clients/.env $(COOKBOOK)/.env
+# verifiers 0.4, and what it needs beyond $(VENV)/clients, where 0.1 is.
+VERIFIERS := $(VENV)/verifiers
+$(VERIFIERS)/.env: requirements/verifiers.txt $(VENV)/clients/.env
+	test -x $(VERIFIERS)/bin/python || python3 -m venv --without-pip $(VERIFIERS)
+	$(PY) -m pip --python $(VERIFIERS)/bin/python install --quiet --disable-pip-version-check --no-compile --no-deps -r requirements/verifiers.txt
+	$(VENV)/clients/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $(VERIFIERS)/lib/python3.*/site-packages)/environment.pth
+	touch $@
+
+env: $(VENV)/.env $(VENV)/clients/.env $(COOKBOOK)/.env $(VERIFIERS)/.env
 
 # The report's test opens it in a headless browser.
 browser:

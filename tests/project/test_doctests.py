@@ -14,7 +14,11 @@ import buffer
 import learner
 
 # imported in the Python of an environment alone (agent.python), where its package is
-FOREIGN = {"actors.gateway.hubs.verifiers_v0"}
+FOREIGN = {
+    "actors.gateway.hubs.verifiers_chat",
+    "actors.gateway.hubs.verifiers_v0",
+    "actors.gateway.hubs.verifiers_v1",
+}
 MODULES = sorted(
     m.name
     for package in (actors, asyncrl, buffer, learner)

@@ -5,6 +5,8 @@ package when they are asked for one of its environments, and else only asyncrl, 
 
     self_playing   chooses the adapter of an environment that calls the policy itself
     verifiers_v0   environments of verifiers 0.1: load_environment(NAME, **args)
+    verifiers_v1   environments of verifiers 0.4: a taskset and the agents that play it
+    verifiers_chat the harness of such an agent that only chats, in the process of the adapter
     examine        a program that makes an environment and writes its prompts to files
     prompt_files   starts that program before a run
     stepped        environments of gem, gymnasium and OpenEnv, with reset and step

@@ -14,11 +14,13 @@ from contextvars import ContextVar
 from typing import Any
 
 import msgspec
+import verifiers
 from openai import AsyncOpenAI
 from verifiers.clients import OpenAIChatCompletionsClient
 
 from actors.gateway.agents.session_messages import SessionAccess, SessionResult, parse_outcome
 from actors.gateway.hubs import Split
+from actors.gateway.hubs.self_playing import check_row, text_messages
 from actors.reward_worker import first_line
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
@@ -39,6 +41,13 @@ class RewardErrorHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if (errors := reward_errors.get(None)) is not None:
             errors.append(record.getMessage())
+
+
+def load(name: str, args: Mapping[str, Any]) -> VerifiersEnvironment:
+    """Load an environment by its name.
+
+    Raises ConfigError for one whose sessions cannot be scored, and all that its loading raises."""
+    return VerifiersEnvironment(verifiers.load_environment(name, **args))
 
 
 class VerifiersEnvironment:
@@ -79,11 +88,7 @@ class VerifiersEnvironment:
         Raises ValueError if it is another one than when the run began."""
         split: Split = "eval" if prompt.meta["dataset"] == "eval" else "train"
         row: dict[str, Any] = self.dataset(split)[prompt.id]
-        if text_messages(row["prompt"], f"row {prompt.id}") != prompt.messages:
-            raise ValueError(
-                f"row {prompt.id} of its data set differs from that of another process: give "
-                "load_environment a fixed seed ([agent.args])"
-            )
+        check_row(prompt, text_messages(row["prompt"], f"row {prompt.id}"), "load_environment")
         return row
 
     async def play(self, prompt: Prompt, session: SessionAccess) -> SessionResult:
@@ -120,14 +125,3 @@ def read_output(
     else:
         return scored
     return msgspec.structs.replace(scored, kind="failed", why=why, scored=True)
-
-
-def text_messages(prompt: Any, where: str) -> list[dict[str, str]]:
-    """Return a prompt's chat messages with only role and content.
-
-    Raises ConfigError for content that is not text."""
-    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    messages = [{"role": str(turn["role"]), "content": turn["content"]} for turn in turns]
-    if not all(isinstance(turn["content"], str) for turn in messages):
-        raise ConfigError(f"{where}: its prompt has content that is not text")
-    return messages

@@ -255,9 +255,21 @@ def test_a_package_of_that_name_that_is_another_one_is_named(
     with pytest.raises(ConfigError) as error:
         self_playing.load("verifiers:words", {})
     assert str(error.value) == (
-        "agent.env = verifiers:words: verifiers 9 has no load_environment(NAME); install verifiers "
-        "0.1"
+        "agent.env = verifiers:words: verifiers 9 has neither load_environment(NAME) nor the "
+        "module verifiers.v1; install verifiers 0.1 or 0.4"
     )
+
+
+def test_the_installed_version_chooses_the_adapter(tmp_path: Path) -> None:
+    package = ModuleType("verifiers")
+    assert self_playing.adapter_of(package) == ""
+    package.__path__ = [str(tmp_path)]
+    (tmp_path / "v1").mkdir()
+    assert self_playing.adapter_of(package) == ""
+    (tmp_path / "v1" / "__init__.py").touch()
+    assert self_playing.adapter_of(package) == "actors.gateway.hubs.verifiers_v1"
+    package.load_environment = print  # type: ignore[attr-defined]  # 0.1, which may have both
+    assert self_playing.adapter_of(package) == "actors.gateway.hubs.verifiers_v0"
 
 
 def test_the_first_cause_of_a_failed_load_is_told_with_what_to_do() -> None:
@@ -270,13 +282,16 @@ def test_the_first_cause_of_a_failed_load_is_told_with_what_to_do() -> None:
     assert self_playing.describe_cause(missing) == (
         "loading it raised ModuleNotFoundError: No module named 'words'"
     )
-    assert self_playing.hint(missing) == (
+    assert self_playing.hint(missing, "0.4") == (
         "; install its package into agent.python, or run where its module lies"
     )
     wrong = wrapped(TypeError("f() got an unexpected keyword argument 'x'"))
-    assert self_playing.hint(wrong) == "; see [agent.args]"
-    assert self_playing.hint(wrapped(TypeError("other"))) == ""
-    assert self_playing.hint(wrapped(KeyError("argument"))) == ""
+    assert self_playing.hint(wrong, "0.4") == "; see [agent.args]"
+    assert self_playing.hint(wrapped(TypeError("other")), "0.4") == ""
+    assert self_playing.hint(wrapped(KeyError("argument")), "0.4") == ""
+    assert self_playing.hint(AttributeError("module has no Rubric"), "0.4") == (
+        "; agent.python has verifiers 0.4: is it the environment's version?"
+    )
     assert self_playing.describe_cause(KeyError("x")) == "loading it raised KeyError: 'x'"
 
 

@@ -7,46 +7,32 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import verifiers_kit
 from clients_kit import MULTIPLY, python_of
-from gateway_kit import Served
-from process_kit import ENV
-from pushed_kit import Commands
+from verifiers_kit import COMPILED, KINDS, Bench
 
-from actors.gateway.agents.session_messages import SessionAccess, SessionOrders, SessionResult
-from actors.gateway.chat import hermes
-from actors.gateway.endpoint.web import OpenedSession
 from actors.gateway.hubs.prompt_files import FOLDER, with_prompt_files
-from actors.gateway.sessions import SessionCall, SessionLimits
 from asyncrl.config import rules
 from asyncrl.config.agents import AgentConfig, AgentSource
-from asyncrl.config.tree import Config, MixedTaskConfig, ModelConfig, TaskConfig
+from asyncrl.config.tree import Config, MixedTaskConfig, TaskConfig
 from asyncrl.contract import importing
 from asyncrl.contract.errors import ConfigError
-from asyncrl.contract.messages import Prompt
 from asyncrl.supervise import preflight
 from asyncrl.tasks import get_task
 
 pytestmark = pytest.mark.slow
 
 KIND = "verifiers:verifiers_kinds"
-COMPILED = ENV | {"PYTHONDONTWRITEBYTECODE": ""}  # see python_of
-KINDS = Path(__file__).parents[2] / "support"
 
 
-def config(runs: Path, python: str = "", **agent: Any) -> Config:
-    agent = {"env": KIND, "python": python or python_of("clients"), **agent}
-    return Config(
-        runs=str(runs),
-        model=ModelConfig(path="m"),
-        task=TaskConfig(name="env"),
-        agent=AgentConfig(**agent),
-    )
+def config(runs: Path, python: str = "", env: str = KIND, **agent: Any) -> Config:
+    return verifiers_kit.config(runs, env, python, **agent)
 
 
 # ---- before a run --------------------------------------------------------------------------------
@@ -152,49 +138,6 @@ def test_the_environment_and_its_task_go_together(tmp_path: Path) -> None:
 # ---- sessions ------------------------------------------------------------------------------------
 
 
-class Bench:
-    """The endpoint, a process with an environment, and its prompts."""
-
-    def __init__(self, path: Path, located: Config, context: int = 300) -> None:
-        self.task = get_task(located.task)
-        self.served = Served(parser=hermes, limits=SessionLimits(max_calls=3, context=context))
-        self.commands = Commands(path, located.agent)
-        self.number = 0
-
-    def prompt(self, text: str) -> Prompt:
-        prompts = [self.task.prompt("train", at, 0) for at in range(5)]
-        prompts.append(self.task.prompt("heldout", 0, 0))
-        return next(prompt for prompt in prompts if prompt.messages[-1]["content"] == text)
-
-    def play(
-        self, prompt: Prompt, *answers: str, open_: Callable[[], OpenedSession] | None = None
-    ) -> tuple[SessionResult, OpenedSession]:
-        """Play a session; answers: what the policy says, call by call."""
-        opened = self.served.do(open_ or self.served.service.open)
-        left = [*answers]
-
-        def say(call: SessionCall) -> str:
-            return left.pop(0)
-
-        self.served.service.say = say
-        self.number += 1
-        url = f"{self.served.url}/s/{opened.session.name}"
-        seat = SessionAccess(
-            self.number, opened.session.name, url, opened.key, "policy", prompt, 9, 1, True, 600.0
-        )
-        self.commands.worker.send(SessionOrders([seat]))
-        return self.commands.left(self.number), opened
-
-    def close(self) -> None:
-        self.commands.worker.kill()
-        self.served.close()
-
-    def texts(self, opened: OpenedSession) -> list[str]:
-        """The prompts of a session's calls."""
-        decode = opened.chat.decode_text
-        return [decode(node.prompt().tolist()) for node in opened.session.tree.nodes]
-
-
 @pytest.fixture(scope="module")
 def bench(located: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     made = Bench(tmp_path_factory.mktemp("agent"), located)
@@ -243,12 +186,7 @@ def test_a_limit_cuts_the_session_and_its_rubric_scores_it(bench: Bench) -> None
     assert (result.kind, result.truncated) == ("scored", True), result
     assert opened.session.shortened and opened.session.calls == 2
 
-    def with_limit() -> OpenedSession:
-        opened = bench.served.service.open()
-        opened.session.limits = SessionLimits(max_calls=1)
-        return opened
-
-    result, opened = bench.play(bench.prompt("guess"), "3", open_=with_limit)
+    result, opened = bench.play_limited(bench.prompt("guess"), "3")
     assert (result.kind, result.scored, result.reward) == ("failed", True, 0.0), result
     assert opened.session.limit == "max_calls" and "agent.max_calls" in result.why
 

@@ -1,4 +1,4 @@
-"""A run on the environment of docs/hubs.md: the page's module, in the Python of the clients."""
+"""Runs on the environments of docs/hubs.md, each in a Python with its version of verifiers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -21,25 +22,34 @@ PAGE = ROOT / "docs" / "hubs.md"
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
-def write_blocks(folder: Path) -> None:
-    """The page's environment and its config, as a reader would save them."""
-    (module,) = re.findall(r"(?ms)^```python\n(import verifiers.*?)^```", PAGE.read_text())
-    (config,) = re.findall(r'(?ms)^```toml\n(task.name = "env".*?)^```', PAGE.read_text())
-    (folder / "my_sums.py").write_text(module)
-    (folder / "sums.toml").write_text(config)
+def write_blocks(folder: Path, name: str) -> None:
+    """An environment of the page and its config, as a reader would save them."""
+    text = PAGE.read_text(encoding="utf-8")
+    start = {"my_tasks": "import verifiers.v1", "my_sums": "import verifiers as"}[name]
+    (module,) = re.findall(rf"(?ms)^```python\n({start}.*?)^```", text)
+    configs = re.findall(r'(?ms)^```toml\n(task.name = "env".*?)^```', text)
+    (config,) = (config for config in configs if f"verifiers:{name}" in config)
+    (folder / f"{name}.py").write_text(module, encoding="utf-8")
+    (folder / "sums.toml").write_text(config, encoding="utf-8")
 
 
-def test_an_environment_of_verifiers_is_trained_on_by_its_name(tmp_path: Path) -> None:
-    """One call a session; the rubric pays, and each of its functions is a part of the reward."""
+@pytest.mark.parametrize(
+    ("name", "python", "metrics"),
+    [("my_tasks", "verifiers", []), ("my_sums", "clients", ["num_turns"])],
+)
+def test_an_environment_of_verifiers_is_trained_on_by_its_name(
+    name: str, python: str, metrics: Sequence[str], tmp_path: Path
+) -> None:
+    """One call a session; the environment pays, and each of its rewards is a part."""
     build_model(tmp_path / "m", "0123456789+= ", hidden=32, layers=1)
     (tmp_path / "m" / "chat_template.jinja").write_text(TEMPLATE)
-    write_blocks(tmp_path)
+    write_blocks(tmp_path, name)
     sets = (
         *PATIENT,
         f"seed={RUN_SEED}",
         "name=sums",
         "model.path=m",
-        f"agent.python={python_of('clients')!r}",
+        f"agent.python={python_of(python)!r}",
         "agent.workers=1",  # each imports the package for itself
         "agent.step_s=3600.0",
         "agent.idle_s=3600.0",
@@ -67,9 +77,9 @@ def test_an_environment_of_verifiers_is_trained_on_by_its_name(tmp_path: Path) -
     assert len(samples) == 16
     for sample in samples:
         parts = sample["parts"]
-        assert {"exact", "brief", "num_turns"} <= parts.keys()
+        assert {"exact", "brief", *metrics} <= parts.keys()
         assert sample["reward"] == pytest.approx(parts["exact"] + 0.1 * parts["brief"])
-        # an empty answer is no turn to the environment, and is trained on all the same
-        assert sample["calls"] == 1 and parts["num_turns"] <= 1
+        # an empty answer is no turn to version 0.1, and is trained on all the same
+        assert sample["calls"] == 1 and all(parts[metric] <= 1 for metric in metrics)
     assert len({sample["prompt"] for sample in samples}) > 1
     assert summary["heldout_end"] is not None

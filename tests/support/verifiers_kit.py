@@ -1,0 +1,90 @@
+"""Sessions of a verifiers environment, in a Python of its own, against the endpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from clients_kit import python_of
+from gateway_kit import Served
+from process_kit import ENV
+from pushed_kit import Commands
+
+from actors.gateway.agents.session_messages import SessionAccess, SessionOrders, SessionResult
+from actors.gateway.chat import hermes
+from actors.gateway.endpoint.web import OpenedSession
+from actors.gateway.sessions import SessionCall, SessionLimits
+from asyncrl.config.agents import AgentConfig
+from asyncrl.config.tree import Config, ModelConfig, TaskConfig
+from asyncrl.contract.messages import Prompt
+from asyncrl.tasks import get_task
+
+COMPILED = ENV | {"PYTHONDONTWRITEBYTECODE": ""}  # see python_of
+KINDS = Path(__file__).parent  # the folder of the environments
+
+
+def config(runs: Path, env: str, python: str = "", **agent: Any) -> Config:
+    agent = {"env": env, "python": python or python_of("clients"), **agent}
+    return Config(
+        runs=str(runs),
+        model=ModelConfig(path="m"),
+        task=TaskConfig(name="env"),
+        agent=AgentConfig(**agent),
+    )
+
+
+class Bench:
+    """The endpoint, a process with an environment, and its prompts."""
+
+    def __init__(self, path: Path, located: Config, context: int = 300) -> None:
+        self.task = get_task(located.task)
+        self.rows = len(Path(located.task.prompts).read_text(encoding="utf-8").splitlines())
+        self.heldout = self.task.size("heldout") or 0
+        self.served = Served(parser=hermes, limits=SessionLimits(max_calls=3, context=context))
+        self.commands = Commands(path, located.agent)
+        self.number = 0
+
+    def prompt(self, text: str) -> Prompt:
+        """The prompt of the row whose last message is `text`."""
+        prompts = [self.task.prompt("train", at, 0) for at in range(self.rows)]
+        prompts += [self.task.prompt("heldout", at, 0) for at in range(self.heldout)]
+        return next(prompt for prompt in prompts if prompt.messages[-1]["content"] == text)
+
+    def play(
+        self, prompt: Prompt, *answers: str, open_: Callable[[], OpenedSession] | None = None
+    ) -> tuple[SessionResult, OpenedSession]:
+        """Play a session; answers: what the policy says, call by call."""
+        opened = self.served.do(open_ or self.served.service.open)
+        left = [*answers]
+
+        def say(call: SessionCall) -> str:
+            return left.pop(0)
+
+        self.served.service.say = say
+        self.number += 1
+        url = f"{self.served.url}/s/{opened.session.name}"
+        seat = SessionAccess(
+            self.number, opened.session.name, url, opened.key, "policy", prompt, 9, 1, True, 600.0
+        )
+        self.commands.worker.send(SessionOrders([seat]))
+        return self.commands.left(self.number), opened
+
+    def play_limited(self, prompt: Prompt, *answers: str) -> tuple[SessionResult, OpenedSession]:
+        """Play a session that may call the policy once."""
+
+        def with_limit() -> OpenedSession:
+            opened = self.served.service.open()
+            opened.session.limits = SessionLimits(max_calls=1)
+            return opened
+
+        return self.play(prompt, *answers, open_=with_limit)
+
+    def close(self) -> None:
+        self.commands.worker.kill()
+        self.served.close()
+
+    def texts(self, opened: OpenedSession) -> list[str]:
+        """The prompts of a session's calls."""
+        decode = opened.chat.decode_text
+        return [decode(node.prompt().tolist()) for node in opened.session.tree.nodes]
