@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 from contextlib import AsyncExitStack
+from functools import cache
 from typing import Any
 
-from openai import APIStatusError, AsyncOpenAI, omit
+from openai import APIStatusError, AsyncOpenAI, DefaultAsyncHttpxClient, omit
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harnesses.null import NullHarness, NullHarnessConfig
 from verifiers.v1.harnesses.utils.compaction import bound_tool_message
@@ -25,6 +26,12 @@ HARNESS_ID = "asyncrl_chat"
 def config_of(config: NullHarnessConfig) -> NullHarnessConfig:
     """The config of this harness, with the keys of one of `null`."""
     return config.model_copy(update={"id": HARNESS_ID})
+
+
+@cache
+def shared_http_client() -> DefaultAsyncHttpxClient:
+    """The HTTP client of all sessions of this process: making one takes longer than a call."""
+    return DefaultAsyncHttpxClient(timeout=None)
 
 
 class ChatHarness(NullHarness):  # type: ignore[misc]  # verifiers is not installed where mypy runs
@@ -58,10 +65,10 @@ class ChatHarness(NullHarness):  # type: ignore[misc]  # verifiers is not instal
             name: {"url": url, "timeout": self.config.tool_timeout}
             for name, url in mcp_urls.items()
         }
+        client = AsyncOpenAI(
+            base_url=endpoint, api_key=secret, timeout=None, http_client=shared_http_client()
+        )
         async with AsyncExitStack() as stack:
-            client = await stack.enter_async_context(
-                AsyncOpenAI(base_url=endpoint, api_key=secret, timeout=None)
-            )
             tools = ToolServers(*await connect_mcp({"mcpServers": servers}, stack))
             return await chat(client, ctx.model, messages, tools)
 
