@@ -53,7 +53,7 @@ class ChatHarness(NullHarness):  # type: ignore[misc]  # verifiers is not instal
     ) -> ProgramResult:
         if tool_interception_url:  # the task's hooks judge each tool call: the program asks them
             return await super().launch(
-                ctx, trace, runtime, endpoint, secret, mcp_urls, data, tool_interception_url
+                *(ctx, trace, runtime, endpoint, secret, mcp_urls, data), tool_interception_url
             )
         system, prompt = self.resolve_prompt(data)
         messages = [{"role": "system", "content": system}] if system else []

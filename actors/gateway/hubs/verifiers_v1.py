@@ -69,8 +69,8 @@ def describe_validation(error: ValidationError) -> str:
 def local_agents(config: Any) -> tuple[str, dict[str, Any]]:
     """Return the name of the policy's agent, and all agents as they run on this machine.
 
-    An agent whose runtime nobody chose runs here and not in Prime's sandboxes, as long as its
-    harness only chats. The harness `null` runs in this process instead of one for each session.
+    Without a runtime of its own, an agent whose harness only chats runs here and not in Prime's
+    sandboxes. The harness `null` runs in this process instead of one for each session.
 
     Raises ConfigError unless exactly one agent is the policy, and for a harness that would run the
     policy's commands here unasked."""
