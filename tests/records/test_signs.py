@@ -205,7 +205,8 @@ def test_prompts_without_answers(tmp_path: Path) -> None:
             json.dumps({"prompt": f"{i}="} | ({"answer": "1"} if i % 2 else {})) for i in range(20)
         )
     )
-    config = load("configs/demo.toml", ["task.name=file", f"task.prompts={str(path)!r}"])
+    sets = ["task.name=file", f"task.prompts={str(path)!r}"]
+    config = load("configs/demo.toml", sets)
     (sign,) = runner.task_signs(config)
     left = len(FileTask(str(path)).sets["train"])
     assert (
@@ -213,10 +214,9 @@ def test_prompts_without_answers(tmp_path: Path) -> None:
         and f"of {left} prompts have no `answer`" in sign.said
         and "reward.function" in sign.try_this
     )
-    with_function = load(
-        "configs/demo.toml",
-        ["task.name=file", f"task.prompts={str(path)!r}", "reward.function='a:b'"],
-    )
+    with_function = load("configs/demo.toml", [*sets, "reward.function='a:b'"])
+    with_env = load("configs/demo.toml", [*sets, "agent.env='file.py:Environment'"])
+    assert runner.task_signs(with_env) == []  # which pays
     assert runner.task_signs(with_function) == [] == runner.task_signs(load("configs/demo.toml"))
 
 
