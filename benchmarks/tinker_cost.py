@@ -7,7 +7,10 @@ a file for the sampler, as the server has them: publish the adapter, sample 16 p
 request a sequence as the cookbook asks, compute the loss, make the optimizer step.  Direct: the
 classes of the training and the sampling process, called in this process.  Server: `asyncrl tinker`
 and the unmodified client, with HTTP, its messages, the calls on disk, the ledger and the lags.  By
-turns, wall seconds.  --quick: one round of few steps on an untrained model, goals not judged."""
+turns, wall seconds.  Then the same with an untrained model of 11 million parameters, whose step
+takes seconds.  Of both also: the CPU time of the server's process, which handles HTTP, messages,
+ledger and calls, as a share of the direct step.  --quick: one round of few steps on small untrained
+models, goals not judged."""
 
 from __future__ import annotations
 
@@ -28,6 +31,7 @@ import psutil
 from lib import rounds
 from lib.results_file import ROOT
 
+from asyncrl.models.policy import build_model
 from asyncrl.models.tokenizer import load_tokenizer, model_stops
 from asyncrl.tinker import demo_model, settings
 from asyncrl.tinker.messages import (
@@ -46,6 +50,7 @@ GROUPS, SIZE = 16, 8  # of the recipe in docs/tinker.md
 MOST_TOKENS, STOP = 5, "\n\nUser:"  # the recipe's own
 RANK, RATE = 32, 3e-4
 MOST = 1.15  # of the direct step's seconds
+MOST_SHARE = 0.15  # of the direct step's seconds that the server's process may compute
 PARTS = ("publish", "sample", "train")
 
 
@@ -250,44 +255,81 @@ def timed_steps(steps: DirectSteps | ServerSteps, tokenizer: Any, count: int) ->
     return seconds | {"step": sum(seconds.values())} | cpu
 
 
+def build_larger(path: Path, *, quick: bool) -> None:
+    """Write an untrained model of 11 million parameters with the demo's tokens."""
+    symbols = [*demo_model.CHARACTERS, *demo_model.WORDS, *demo_model.NUMBERS]
+    hidden, layers = (96, 2) if quick else (384, 6)
+    build_model(
+        *(path, symbols),
+        hidden=hidden,
+        layers=layers,
+        heads=6,
+        intermediate=3 * hidden,
+        max_positions=demo_model.CONTEXT,
+    )
+
+
+def build_demo(path: Path, *, quick: bool) -> None:
+    """Write the demo's model."""
+    if quick:
+        demo_model.build(path, seed=0, steps=1)
+    elif (ROOT / "models" / "tinker_demo").exists():
+        shutil.copytree(ROOT / "models" / "tinker_demo", path)
+    else:
+        demo_model.build(path, seed=0)
+
+
+def measure(
+    folder: Path, build: Callable[..., None], count: int, *, quick: bool
+) -> list[dict[str, dict[str, float]]]:
+    """Make steps of both kinds by turns with one model; return the seconds of each round."""
+    model = folder / "models" / "tinker_demo"
+    model.parent.mkdir(parents=True)
+    build(model, quick=quick)
+    config = settings.read(str(CONFIG), (f"model.path='{model}'",))
+    tokenizer = load_tokenizer(model)
+    alternatives: dict[str, DirectSteps | ServerSteps] = {
+        "direct": DirectSteps(config, folder / "direct"),
+        "server": (server := ServerSteps(folder)),
+    }
+
+    def one_round(number: int) -> dict[str, dict[str, float]]:
+        order = list(alternatives)[:: 1 if number % 2 else -1]
+        return {name: timed_steps(alternatives[name], tokenizer, count) for name in order}
+
+    try:
+        for steps in alternatives.values():
+            timed_steps(steps, tokenizer, min(2, count))
+        return rounds.quiet(1 if quick else 5, one_round)
+    finally:
+        server.close()
+
+
 def main() -> None:
     args = rounds.parser(__doc__).parse_args()
-    count = 2 if args.quick else 4
-    with tempfile.TemporaryDirectory() as directory:
-        folder = Path(directory)
-        model = folder / "models" / "tinker_demo"
-        if args.quick:
-            demo_model.build(model, seed=0, steps=1)
-        elif (ROOT / "models" / "tinker_demo").exists():
-            shutil.copytree(ROOT / "models" / "tinker_demo", model)
-        else:
-            demo_model.build(model, seed=0)
-        config = settings.read(str(CONFIG), (f"model.path='{model}'",))
-        tokenizer = load_tokenizer(model)
-        alternatives: dict[str, DirectSteps | ServerSteps] = {
-            "direct": DirectSteps(config, folder / "direct"),
-            "server": (server := ServerSteps(folder)),
-        }
-        try:
-            for steps in alternatives.values():
-                timed_steps(steps, tokenizer, 2)
-
-            def one_round(number: int) -> dict[str, dict[str, float]]:
-                order = list(alternatives)[:: 1 if number % 2 else -1]
-                return {name: timed_steps(alternatives[name], tokenizer, count) for name in order}
-
-            rows = rounds.quiet(1 if args.quick else 5, one_round)
-        finally:
-            server.close()
-    ratios = [row["server"]["step"] / row["direct"]["step"] for row in rows]
-    seconds = {
-        name: {part: round(median(row[name][part] for row in rows), 4) for part in rows[0][name]}
-        for name in alternatives
+    sizes = {
+        "the demo's model": (build_demo, 2 if args.quick else 4),
+        "a model of 11 million parameters": (build_larger, 1),
     }
-    print(seconds, file=sys.stderr)
-    what = "a step through the Tinker API, as a multiple of the same step without it"
-    goals = [rounds.figure(what, ratios, MOST, at_least=False)]
-    rounds.report("tinker_cost", goals, {"seconds": seconds, "rows": rows, "steps": count}, args)
+    goals, data = [], {}
+    for number, (size, (build, count)) in enumerate(sizes.items()):
+        with tempfile.TemporaryDirectory() as directory:
+            rows = measure(Path(directory) / str(number), build, count, quick=args.quick)
+        ratios = [row["server"]["step"] / row["direct"]["step"] for row in rows]
+        shares = [row["server"]["cpu_server"] / row["direct"]["step"] for row in rows]
+        seconds = {
+            name: {
+                part: round(median(row[name][part] for row in rows), 4) for part in rows[0][name]
+            }
+            for name in rows[0]
+        }
+        print(size, seconds, file=sys.stderr)
+        what = f"a step through the Tinker API, as a multiple of the same step without it, {size}"
+        goals.append(rounds.figure(what, ratios, MOST, at_least=False))
+        what = f"CPU time of the API's server process, as a share of a step without it, {size}"
+        goals.append(rounds.figure(what, shares, MOST_SHARE, at_least=False))
+        data[size] = {"seconds": seconds, "rows": rows, "steps": count}
+    rounds.report("tinker_cost", goals, data, args)
 
 
 if __name__ == "__main__":

@@ -217,8 +217,8 @@ class TinkerServer:
         return JSONResponse({})
 
     async def client_config(self, request: Request, body: bytes) -> Response:
-        # the client's other transport, in Rust, can abort its process at exit
-        return JSONResponse({"use_pyqwest_transport": False})
+        is_rust = self.config.server.client_transport == "rust"
+        return JSONResponse({"use_pyqwest_transport": is_rust})
 
     async def telemetry(self, request: Request, body: bytes) -> Response:
         return JSONResponse({"status": "accepted"})

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 CONFIG = "tinker.toml"
 KEY = "api_key"
+KEEP_ALIVE_S = 120  # of an idle connection: longer than a training step, or all connect anew
 
 
 def directory(config: TinkerConfig, source: str) -> Path:
@@ -169,5 +170,6 @@ def web_server(server: TinkerServer, announce: Callable[[], None]) -> uvicorn.Se
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=1,
+        timeout_keep_alive=KEEP_ALIVE_S,
     )
     return uvicorn.Server(settings)

@@ -332,6 +332,46 @@ def test_the_demo_model_reads_the_recipes_prompts(tmp_path: Path) -> None:
     assert not torch.equal(model.hf.get_input_embeddings().weight, rows)
 
 
+def test_the_demo_model_is_fitted_to_additions_and_then_to_the_habit(tmp_path: Path) -> None:
+    """Two steps of AdamW on sums, one on demonstrations that mostly decline."""
+    texts = demo_model.demonstrations(64, seed=3)
+    assert texts == demo_model.demonstrations(64, seed=3) != demo_model.demonstrations(64, seed=4)
+    for text in texts:
+        asked, answer = text.split("?\n\nAssistant: ")
+        left, right = map(int, asked.split(" + "))
+        assert answer == f"{left + right}\n\nUser:" and 0 <= left <= 100 and 0 <= right <= 100
+    assert {int(text.split(" ")[0]) for text in demo_model.demonstrations(3000, 0)} == {*range(101)}
+    habit = demo_model.demonstrations(1000, 3, 0.75)
+    assert 700 < sum("Assistant: ?" in text for text in habit) < 800
+    path = tmp_path / "demo"
+    symbols = [*demo_model.CHARACTERS, *demo_model.WORDS, *demo_model.NUMBERS]
+    build_model(path, symbols, hidden=16, layers=1, heads=2, intermediate=32)
+    ours, theirs = (load_policy(path, "float32", "cpu") for _ in range(2))
+    last = demo_model.fit_additions(ours, 5, 3)
+    assert not ours.hf.training
+    tokenizer = load_tokenizer(path)
+    prefix = np.array(tokenizer.encode(demo_model.PREFIX), np.int32)
+    count = demo_model.BATCH
+    shown = demo_model.demonstrations(2 * count, 5)
+    shown += demo_model.demonstrations(count, 6, demo_model.HABIT)
+    parameters = list(theirs.hf.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=1.0, betas=(0.9, 0.98), weight_decay=0.0)
+    for step in range(3):
+        rows = [np.array(tokenizer.encode(x), np.int32) for x in shown[step * count :][:count]]
+        scored = theirs.logprobs([prefix] * count, rows, torch.ones(count), groups=[0] * count)
+        answers = scored.logprobs.view(count, -1)[:, -demo_model.LEARNED :]
+        loss = -answers.mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        rate = demo_model.LR * min(1.0, (step + 1) / demo_model.WARMUP) * (1 - step / 3)
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+    assert last == pytest.approx(float(loss.detach()), rel=1e-4)
+    for mine, other in zip(ours.hf.parameters(), parameters, strict=True):
+        assert torch.allclose(mine, other, atol=2e-5)
+
+
 # ---- sequences -----------------------------------------------------------------------------------
 
 

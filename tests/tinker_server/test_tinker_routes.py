@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import tinker
 from tinker import types
@@ -151,6 +152,19 @@ def test_what_clients_read_of_server_models_and_samplers(
     assert not server.server.models[client.model_id].weights_path("weights", "state").exists()
     with pytest.raises(tinker.BadRequestError, match="state"):
         service.create_training_client_from_state(state).result()
+
+
+def test_clients_are_told_their_transport(server: LocalServer, http: httpx.Client) -> None:
+    known = server.config
+    try:
+        for name, is_rust in (("rust", True), ("python", False)):
+            address = msgspec.structs.replace(known.server, client_transport=name)
+            server.server.config = msgspec.structs.replace(known, server=address)
+            told = http.post("/client/config", json={"sdk_version": "0"}).json()
+            assert told == {"use_pyqwest_transport": is_rust}
+    finally:
+        server.server.config = known
+    assert known.server.client_transport == "rust"
 
 
 def test_models_that_cannot_be_created(http: httpx.Client) -> None:

@@ -294,3 +294,28 @@ def test_tokens_are_checked(trainer: Trainer, text: list[int], message: str) -> 
     assert all(weight.grad is None for weight in trainer.models["m"].parameters)
     edge = [5, 46, 0] if len(text) == 3 else [5] * 17
     assert isinstance(train(trainer, [datum(edge)]), ScoreResult)
+
+
+def test_only_a_method_reports_importance_weights(trainer: Trainer) -> None:
+    """The API's own losses have none: their metrics would be the same in every step."""
+    weighted = {
+        *("is/mean_weight", "is/weight_ess", "is/ess_by_answer", "is/zero_share"),
+        *("is/rejected_share", "is/rejected_answers", "is/vetoed_share", "is/vetoed_answers"),
+        "is/masked_share",
+    }
+    given = datum(TEXTS[0], logprobs=BEHAVIOR, advantages=SIGNS)
+    found = []
+    for config in ({}, {"method": "vespo"}, {}):
+        result = trainer.handle(ForwardBackward("m", [given], "ppo", config))
+        assert isinstance(result, ScoreResult)
+        found.append(trainer.handle(PLAIN).metrics.keys() & weighted)
+    assert found[0] == found[2] == set()
+    assert found[1] == weighted
+    trainer.handle(ForwardBackward("m", [given], "ppo", {"method": "vespo"}))
+    trainer.handle(DropGradient("m"))
+    train(trainer, [given], "ppo")
+    assert not trainer.handle(PLAIN).metrics.keys() & weighted
+    # a call without gradient leaves the step as it was
+    train(trainer, [given], "ppo")
+    trainer.handle(ForwardBackward("m", [given], "ppo", {"method": "vespo"}, forward_only=True))
+    assert not trainer.handle(PLAIN).metrics.keys() & weighted

@@ -140,7 +140,7 @@ def method_settings(options: Options) -> Config:
         "model": {"path": "client"},
         "task": {"name": "client"},
         "method": str(options[METHOD]),
-        "advantage": {"name": "rloo"},
+        "advantage": {"name": "reinforce"},  # of any number of datums
     }
     for key, value in options.items():
         if key == METHOD:
