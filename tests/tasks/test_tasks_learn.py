@@ -99,7 +99,7 @@ def test_sessions_learn(tmp_path: Path) -> None:
     """`calc` by its own config: gateway, environment, generator, buffer and learner as processes.
 
     A run of all 60 steps went from 0.43 to 0.92 (docs/log)."""
-    sets = short(tmp_path, 30) + ["name='calc'", f"seed={RUN_SEED}"]
+    sets = short(tmp_path, 16) + ["name='calc'", f"seed={RUN_SEED}"]
     argv = [sys.executable, "-m", "asyncrl.cli", "run", "configs/calc.toml", "--json"]
     argv += [part for item in sets for part in ("--set", item)]
     done = subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=1800)
