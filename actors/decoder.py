@@ -526,7 +526,7 @@ def count_accepted(
 def query_blocks(lay: ModelLayout, b: int, n: int, past: int, device: str) -> list[QueryBlock]:
     """Split the queries of b rows of n tokens, behind `past` others, into blocks.
 
-    The scores of one block take SCORES numbers, so that memory grows with n instead of its square.
+    A block has SCORES attention scores, so that memory grows with n instead of its square.
     """
     return cut_queries(n, n, 0, device, max(1, SCORES // max(1, b * lay.heads * (past + n))))
 
@@ -578,16 +578,15 @@ def _run_layers(
     b, n = ids.shape
     lay = w.lay
     positions = torch.arange(n, device=ids.device).repeat(b)
-    known = None
-    past = 0
+    prefix = None
     if begun is not None:
         past = begun.k.shape[3]
         positions = (positions.view(b, n) + begun.known[:, None]).flatten()
         positions.clamp_(max=len(w.cos) - 1)  # padding
         columns = torch.arange(past, device=ids.device)
         known = torch.where(columns < begun.known[:, None, None, None], 0.0, MASKED)
-    blocks = query_blocks(lay, b, n, past, ids.device.type)
-    bias = causal_bias(blocks, ids.device)
+        blocks = query_blocks(lay, b, n, past, ids.device.type)
+        prefix = PrefixMask(known, blocks, causal_bias(blocks, ids.device))
     turns = w.rotations(positions)
     replay = _replay_by_layer(w, replayed)
     x = w.top["embed"].index_select(0, ids.flatten())
@@ -599,7 +598,7 @@ def _run_layers(
                 break
         if begun is not None:
             k, v = torch.cat([begun.k[i], k], 2), torch.cat([begun.v[i], v], 2)
-        a = _attend_blocks(q, k, v, blocks, bias, known)
+        a = _attend(q, k, v, prefix)
         x = w.finish(i, x, a.transpose(1, 2).reshape(b * n, -1), routed, replay[i])
     return x
 
@@ -612,40 +611,49 @@ def _replay_by_layer(
     return [next(ids, None) if "router" in layer else None for layer in w.per_layer]
 
 
-def _attend_blocks(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    blocks: Sequence[QueryBlock],
-    bias: torch.Tensor,
-    known: torch.Tensor | None,
+class PrefixMask(NamedTuple):
+    """The bias of queries behind a known prefix, by blocks."""
+
+    known: torch.Tensor  # bias [B, 1, 1, M] over the prefix's keys: its padding is masked
+    blocks: Sequence[QueryBlock]
+    bias: torch.Tensor  # `causal_bias` of the blocks
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefix: PrefixMask | None
 ) -> torch.Tensor:
-    """Compute attention [B, heads, L, d], one block of queries at a time.
+    """Compute causal attention [B, heads, L, d] by torch's fused kernel.
+
+    Behind a prefix it takes one block of queries at a time.
 
     Args:
-        q: [B, heads, L, d].
+        q: [B, heads, L, d], scaled.
         k, v: [B, kv heads, M + L, d]; a block attends up to its own last key.
-        bias: `causal_bias` of the blocks.
-        known: bias [B, 1, 1, M] over the first M keys; None: M = 0.
+        prefix: of M keys; None: M = 0.
     """
-    b, heads, n, d = q.shape
-    kv_heads = k.shape[1]
+    b, heads, n, _ = q.shape
     past = k.shape[2] - n
-    if len(blocks) > 1:
-        k, v = k.contiguous(), v.contiguous()
-    by_key = q.reshape(b, kv_heads, heads // kv_heads, n, d)
+    grouped = k.shape[1] < heads
+    if prefix is None:
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=1.0, enable_gqa=grouped
+        )
     outputs = []
-    for block in blocks:
+    for block in prefix.blocks:
         queries, end = block.end - block.first, past + block.end
-        selected = by_key[:, :, :, block.first : block.end].reshape(b, kv_heads, -1, d)
-        scores = torch.matmul(selected, k[:, :, :end].transpose(2, 3)).float()
-        scores = scores.view(b, heads, queries, end)
-        if known is not None:
-            scores[..., :past].add_(known)
-        scores[..., past + block.first :].add_(bias[:queries, :queries])
-        shares = torch.softmax(scores, -1).to(q.dtype)
-        attended = torch.matmul(shares.view(b, kv_heads, -1, end), v[:, :, :end])
-        outputs.append(attended.view(b, heads, queries, d))
+        mask = q.new_zeros(b, 1, queries, end)
+        mask[..., :past] = prefix.known
+        mask[..., past + block.first :] = prefix.bias[:queries, :queries]
+        outputs.append(
+            F.scaled_dot_product_attention(
+                q[:, :, block.first : block.end],
+                k[:, :, :end],
+                v[:, :, :end],
+                mask,
+                scale=1.0,
+                enable_gqa=grouped,
+            )
+        )
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 
 

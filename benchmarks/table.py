@@ -36,6 +36,7 @@ PROGRAMS = {
     "engine": Program("engine.py", ("engine",), 8),
     "learner": Program("learner.py", ("learner",), 4),
     "prefixes": Program("prefixes.py", ("prefixes",), 2),
+    "long_prompts": Program("long_prompts.py", ("long_prompts",), 5),
     "exact": Program("exact.py", ("exact",), 6),
     "buffer": Program("buffer.py", ("buffer",), 1),
     "scale": Program("scale.py", ("scale",), 8),

@@ -328,7 +328,10 @@ def test_a_long_prompt_is_encoded_in_blocks_of_queries(
     monkeypatch.setattr(decoder, "SCORES", 1 << 40)
     monkeypatch.setitem(packed_attention.UNCUT, "cpu", 1 << 20)
     whole_most, whole = encoded()
-    assert whole_most >= 2 * 4 * 1600 * (1600 + begun) > 10 * most
+    if fixed or begun:  # exact mode has all scores, a prefix a mask, which all heads share
+        assert whole_most >= 2 * (4 if fixed else 1) * 1600 * (1600 + begun) > 2 * most
+    else:
+        assert whole_most == most  # scores are never stored
     for cut, uncut in zip(in_blocks, whole, strict=True):
         assert torch.equal(cut, uncut) if fixed else torch.allclose(cut, uncut, atol=1e-5)
 
