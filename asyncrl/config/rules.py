@@ -799,8 +799,10 @@ def _part(config: Config, part: MixedTaskConfig) -> Iterator[str]:
     module, colon, name = part.reward.rpartition(":")
     if part.reward and not (module and colon and name.isidentifier()):
         yield f"reward = {part.reward}; write module:function or file.py:function"
-    if (part.reward or part.judge.url) and agent.env:
-        yield "rewards are the environment's (agent.env); remove reward and judge"
+    if part.has_own_reward and agent.env:
+        yield "rewards are the environment's (agent.env); remove reward, judge and reward_model"
+    if part.reward_model.path and (part.reward or part.judge.url):
+        yield "reward_model.path: the model is the only scorer; remove reward and judge"
     yield from _judge(part.judge)
     if config.model.warm_start and part.name.startswith(WITHOUT_ANSWERS):
         yield "model.warm_start: it has no answers to learn from; set model.path to your own model"

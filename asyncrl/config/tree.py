@@ -228,6 +228,13 @@ class MixedTaskConfig(TaskSource, frozen=True, forbid_unknown_fields=True, kw_on
             "[reward.judge]."
         ),
     ] = JudgeConfig()
+    reward_model: Annotated[
+        RewardModelConfig,
+        Meta(
+            description="Reward model of the part, a table [task.mixture.reward_model] with the "
+            "keys of [reward.model]."
+        ),
+    ] = RewardModelConfig()
     agent: Annotated[
         AgentSource,
         Meta(
@@ -236,6 +243,11 @@ class MixedTaskConfig(TaskSource, frozen=True, forbid_unknown_fields=True, kw_on
             "completions."
         ),
     ] = AgentSource()
+
+    @property
+    def has_own_reward(self) -> bool:
+        """True if something other than its task and the run's reward judges it."""
+        return bool(self.reward or self.judge.url or self.reward_model.path)
 
     @property
     def title(self) -> str:

@@ -156,8 +156,11 @@ def localize_config(
     parts = load.convert(raw, f"the config of the run at {address}").task.mixture
     sections = {f"mixture.{part.title}.": raw["task"]["mixture"][i] for i, part in enumerate(parts)}
     raw["model"]["path"] = str(folders["model"])
-    if "reward_model" in folders:
-        raw["reward"]["model"]["path"] = str(folders["reward_model"])
+    models = {"reward_model": raw["reward"].get("model")}
+    models |= {f"{x}reward_model": part.get("reward_model") for x, part in sections.items()}
+    for name, model in models.items():
+        if name in folders:
+            model["path"] = str(folders[name])
 
     def place(part: str, section: dict[str, Any], key: str) -> None:
         """Point a key to the fetched file of a part."""

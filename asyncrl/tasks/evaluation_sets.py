@@ -85,10 +85,12 @@ def configs_of_rewards(config: Config) -> dict[str, Config]:
     These are evaluation sets and parts of a mixture, whose names differ."""
     parts = {
         part.title: msgspec.structs.replace(
-            config, task=config_of_part(part), reward=_of_function(config, part.reward, part.judge)
+            config,
+            task=config_of_part(part),
+            reward=_of_function(config, part.reward, part.judge, part.reward_model),
         )
         for part in config.task.mixture
-        if part.reward or part.judge.url
+        if part.has_own_reward
     }
     own = (one for one in config.evaluation.sets if scored_by_itself(one))
     return parts | {one.name: config_of_set(config, one) for one in own}
@@ -111,10 +113,13 @@ def config_of_part_alone(config: Config, title: str) -> Config:
     )
 
 
-def _of_function(config: Config, function: str, judge: JudgeConfig = JudgeConfig()) -> RewardConfig:
-    return msgspec.structs.replace(
-        config.reward, function=function, judge=judge, model=RewardModelConfig()
-    )
+def _of_function(
+    config: Config,
+    function: str,
+    judge: JudgeConfig = JudgeConfig(),
+    model: RewardModelConfig = RewardModelConfig(),
+) -> RewardConfig:
+    return msgspec.structs.replace(config.reward, function=function, judge=judge, model=model)
 
 
 def scored_by_itself(one: EvaluationSetConfig) -> bool:

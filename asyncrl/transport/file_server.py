@@ -28,8 +28,8 @@ from asyncrl.records import private
 Part = Annotated[
     str,
     Meta(
-        pattern=r"^(model|reward_model"
-        r"|(mixture\.[a-z0-9-]+\.)?(prompts|heldout|ood|template|reward))\Z"
+        pattern=r"^(model|(mixture\.[a-z0-9-]+\.)?"
+        r"(reward_model|prompts|heldout|ood|template|reward))\Z"
     ),
 ]
 # files of a model directory, without code and weights in other formats
@@ -85,6 +85,10 @@ def files_to_serve(config: Config) -> list[tuple[Part, Path, bool]]:
     if config.uses_sessions:  # whose prompts and rewards are the gateway's
         return _model_files(directories)
     directories.append(("reward_model", config.reward.model.path))
+    directories += [
+        (f"mixture.{part.title}.reward_model", part.reward_model.path)
+        for part in config.task.mixture
+    ]
     files = _model_files(directories)
     prompts = [
         (f"{prefix}{key}", getattr(task, key))

@@ -26,7 +26,7 @@ from transformers import (
 
 from actors.rewards import judge_all
 from actors.scorers.reward_model import RewardModelScorer, group_by_length
-from asyncrl.config import load
+from asyncrl.config import load, rules
 from asyncrl.config.scorers import RewardModelConfig as Settings
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
@@ -110,6 +110,24 @@ def test_a_batch_gets_what_each_answer_gets_alone(tmp_path: Path) -> None:
     assert [x.reward for x in got[:-1]] == pytest.approx(alone(place, "qwen2"), abs=1e-5)
     assert not any(found.failed for found in got[:-1])
     assert "the reward model reads 64" in str(got[-1].failed), "too long: failed, and never cut"
+
+
+def test_a_part_of_a_mixture_has_its_own_model(tmp_path: Path) -> None:
+    """The other part keeps its own reward."""
+    place = saved(tmp_path / "rm", "qwen2")
+    liked = {"name": "sort", "label": "liked", "reward_model": {"path": str(place)}}
+    raw = {"model": {"path": "m"}, "reward": {"deadline_s": 3600.0}}
+    mixture = {"name": "mixture", "mixture": [liked, {"name": "dedup"}]}
+    config = load.build(raw | {"task": mixture})
+    assert not rules.check(config)
+    asked = [(Prompt(1, "1+1=", "2", task="liked"), text, [1]) for text in TEXTS]
+    asked.insert(1, (Prompt(7, "aab=", "ab", task="dedup"), "ab", [1]))
+    got = [found.reward for found in judge_all(config, get_task(config.task), asked)]
+    assert got.pop(1) == 1.0
+    assert got == pytest.approx(alone(place, "qwen2"), abs=1e-5)
+    twice = {"name": "mixture", "mixture": [liked | {"reward": "a.py:b"}]}
+    problems = rules.check(load.build(raw | {"task": twice}))
+    assert "task.mixture: liked: reward_model.path: the model is the only scorer" in problems[0]
 
 
 def test_an_encoder_reads_pairs(tmp_path: Path) -> None:

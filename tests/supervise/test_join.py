@@ -194,19 +194,22 @@ def test_a_mixture_brings_the_files_of_its_parts(
     (place / "more.jsonl").write_text("{}\n")
     (place / "own.py").write_text("def reward(prompt, text): return 0.0\n")
     (place / "grade.txt").write_text("{answer}")
+    (place / "scorer").mkdir()
+    (place / "scorer" / "config.json").write_text("{}")
     judge = "{url='http://10.0.0.9/v1', model='x', key_env='KEY', template='grade.txt'}"
     sets = [
         "model.path='model'",
         "task.name='mixture'",
         "task.mixture=[{name='file', label='a', prompts='prompts.jsonl', reward='own.py:reward'}, "
         "{name='file', label='b', prompts='prompts.jsonl', heldout='more.jsonl', "
-        f"judge={judge}}}]",
+        f"judge={judge}}}, {{name='sort', reward_model={{path='scorer'}}}}]",
         "reward.share=true",
         "task.prompts=''",
         "reward.function=''",
     ]
     client = served(*sets)
     assert [(e.part, e.name) for e in client.listing()[2:]] == [
+        ("mixture.sort.reward_model", "config.json"),
         ("mixture.a.prompts", "prompts.jsonl"),
         ("mixture.b.prompts", "prompts.jsonl"),
         ("mixture.b.heldout", "more.jsonl"),
@@ -220,11 +223,12 @@ def test_a_mixture_brings_the_files_of_its_parts(
     trust = join.Trust(("KEY",), code=True)
     folders, files = join.gather(client, told.config, cache, lines.append, trust)
     found = join.localize_config(told, "tcp://127.0.0.1:1", "", folders, files, trust)
-    first, second = found.task.mixture
+    first, second, third = found.task.mixture
     assert Path(first.prompts).read_text() == "{}\n" and Path(first.prompts).is_relative_to(cache)
     assert first.reward == f"{folders['mixture.a.reward'] / 'own.py'}:reward"
     assert Path(second.heldout).is_relative_to(cache) and second.reward == ""
     assert Path(second.judge.template).read_text() == "{answer}"
+    assert third.reward_model.path == str(folders["mixture.sort.reward_model"])
     assert "task.mixture.a.reward = own.py:reward: running the run's code" in lines[-1]
     with pytest.raises(ConfigError, match=r"'KEY' .*\(task\.mixture\.b\.judge\.key_env\)"):
         join.localize_config(told, "tcp://127.0.0.1:1", "", folders, files)
