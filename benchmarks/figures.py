@@ -4,10 +4,10 @@
     python benchmarks/figures.py --run RUN_DIR   first store a finished run of the demo as a result
     python benchmarks/figures.py --timeline RUN_DIR
                         first store the timeline of a demo run with evaluation.every = 0
+    python benchmarks/figures.py --queue RUN_DIR
+                        first store the same of one with staleness.wait = 0 as well
     python benchmarks/figures.py --ledger RUN_DIR
                         first store the ledger of a run that loses tokens
-    python benchmarks/figures.py --arms DIRECTORY
-                        first store the accuracy over time of a comparison's runs, sync and async
 
 tests/project/test_docs.py draws them again and compares."""
 
@@ -281,7 +281,7 @@ def keep(run_dir: Path) -> Path:
     return results_file.write("demo_run", result, commit_of(run_dir))
 
 
-def keep_timeline(run_dir: Path) -> Path:
+def keep_timeline(run_dir: Path, name: str) -> Path:
     """The spans around the middle of a run as a result file, under the commit that made it."""
     config = load.load(str(run_dir / "config.toml"), [])
     size = config.learner.groups * config.learner.group_size
@@ -289,30 +289,28 @@ def keep_timeline(run_dir: Path) -> Path:
     result = {
         "what": "the timeline of a run of configs/demo.toml with evaluation.every = 0",
         "limit": int(config.staleness.limit),
+        "wait": config.staleness.wait,
         **timelines.excerpt(run_dir, size, evaluated),
     }
-    return results_file.write("demo_timeline", result, commit_of(run_dir))
+    return results_file.write(name, result, commit_of(run_dir))
 
 
 def keep_ledger(run_dir: Path) -> Path:
     """The tokens of a run by what became of them, under the commit that made it."""
+    config = load.load(str(run_dir / "config.toml"), [])
+    late = config.staleness
     result = {
-        "what": "the ledger of a run after each batch",
-        "command": (run_dir / "command").read_text().strip(),
+        "what": "the ledger of a run of the demo after each batch; its generator was killed once",
+        "settings": {
+            "staleness.max_lag": late.max_lag,
+            "staleness.on_exceed": late.on_exceed,
+            "staleness.order": late.order,
+            "staleness.delay": late.delay,
+            "advantage.no_spread": config.advantage.no_spread,
+        },
         **run_pictures.ledger_excerpt(run_dir),
     }
     return results_file.write("ledger_over_time", result, commit_of(run_dir))
-
-
-def keep_arms(directory: Path) -> Path:
-    """The accuracy of each run of a comparison over time, under the commit that made them."""
-    run_dir = next((directory / "runs").iterdir())
-    result = {
-        "what": "each run of a comparison: second of RL, held-out accuracy",
-        "command": (run_dir / "command").read_text().strip(),
-        "arms": run_pictures.accuracy_excerpt(directory),
-    }
-    return results_file.write("accuracy_over_time", result, commit_of(run_dir))
 
 
 def commit_of(run_dir: Path) -> str:
@@ -337,20 +335,24 @@ def demo_result() -> dict[str, Any]:
 
 
 def draw_run(
-    title: str, height: float, part: dict[str, Any], add: Callable[[Axes, dict[str, Any]], None]
+    title: str,
+    height: float,
+    part: dict[str, Any],
+    add: Callable[[Axes, dict[str, Any]], None],
+    pad: float = 6,
 ) -> str:
-    """An SVG of a run's timeline, `height` inches high."""
+    """An SVG of a run over time, `height` inches high; pad: points below its title."""
     with rc_context({**SETTINGS, "font.size": 9}):
         figure = Figure(figsize=(7.6, height), layout="constrained")
         axes = figure.add_subplot()
         add(axes, part)
-        axes.set_title(title, loc="left", fontsize=10, fontweight="bold", pad=20)
+        axes.set_title(title, loc="left", fontsize=10, fontweight="bold", pad=pad)
         return as_svg(figure)
 
 
 def drawn() -> dict[str, str]:
     """Name of the image -> its SVG."""
-    timeline = newest("demo_timeline")
+    timeline, queue = newest("demo_timeline"), newest("demo_queue")
     grid, many, wrong = (json.loads((RESULTS / file).read_text()) for file in (GRID, HIGH, HACK))
     return {
         "demo.svg": demo(demo_result()),
@@ -360,12 +362,26 @@ def drawn() -> dict[str, str]:
             1.9,
             timeline,
             timelines.draw_timeline,
+            pad=20,
         ),
         "batches.svg": draw_run(
             f"The life of seven batches at staleness.max_lag = {timeline['limit']}",
             3.4,
             timeline,
             timelines.draw_batches,
+            pad=20,
+        ),
+        "queue.svg": draw_run(
+            f"Samples of a run at staleness.max_lag = {queue['limit']}, as a queue",
+            3.8,
+            queue,
+            run_pictures.draw_queue,
+        ),
+        "ledger.svg": draw_run(
+            "Generated tokens of a run, by what became of them",
+            3.2,
+            newest("ledger_over_time"),
+            run_pictures.draw_ledger,
         ),
         "lag.svg": lag(grid),
         "high_lag.svg": high(many),
@@ -378,17 +394,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", type=Path, help="a finished run of configs/demo.toml")
     parser.add_argument("--timeline", type=Path, help="one evaluated at its start and end alone")
+    parser.add_argument("--queue", type=Path, help="one that uses all of its room, too")
     parser.add_argument("--ledger", type=Path, help="a finished run that loses tokens")
-    parser.add_argument("--arms", type=Path, help="a comparison with the arms sync and async")
     args = parser.parse_args()
     if args.run:
         print(keep(args.run), file=sys.stderr)
     if args.timeline:
-        print(keep_timeline(args.timeline), file=sys.stderr)
+        print(keep_timeline(args.timeline, "demo_timeline"), file=sys.stderr)
+    if args.queue:
+        print(keep_timeline(args.queue, "demo_queue"), file=sys.stderr)
     if args.ledger:
         print(keep_ledger(args.ledger), file=sys.stderr)
-    if args.arms:
-        print(keep_arms(args.arms), file=sys.stderr)
     IMAGES.mkdir(exist_ok=True)
     for name, text in drawn().items():
         (IMAGES / name).write_text(text)

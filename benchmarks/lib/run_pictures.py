@@ -1,4 +1,4 @@
-"""Pictures of runs over time: their samples as a queue, their ledger, and accuracy by arm.
+"""Pictures of a run over time: its samples as a queue, and its ledger.
 
 A result file keeps an excerpt of a run's own records, and a picture is drawn from it alone."""
 
@@ -21,7 +21,6 @@ LEDGER = {
     "abandoned": ("abandoned with its group", "#9333ea"),
     "lost_with_process": ("lost with a killed generator", "#dc2626"),
 }
-ARMS = {"sync": ("synchronous", "#d97706"), "async": ("asynchronous", "#2563eb")}
 
 
 # ---- the queue of samples ------------------------------------------------------------------------
@@ -45,7 +44,7 @@ def draw_queue(axes: Axes, part: dict[str, Any]) -> None:
     taken = first + np.searchsorted(starts, seconds, side="right").astype(float)
     top = trained + limit + 1
     bands = (
-        ("room: tickets are granted", begun, top, "#e5e7eb"),
+        ("room for tickets", begun, top, "#e5e7eb"),
         ("being sampled", ended, begun, "#16a34a"),
         ("sampled, waits", taken, ended, "#fde68a"),
         ("in training", trained, taken, "#60a5fa"),
@@ -95,45 +94,3 @@ def draw_ledger(axes: Axes, part: dict[str, Any]) -> None:
     axes.set(xlabel="seconds", ylabel="tokens, thousands", xmargin=0)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="upper left", frameon=False, fontsize=8, reverse=True)
-
-
-# ---- accuracy against time -----------------------------------------------------------------------
-
-
-def accuracy_excerpt(directory: Path) -> dict[str, Any]:
-    """Return the curves of a comparison's real runs: arm -> seed -> [[second, accuracy], ...].
-
-    A point's second is that at which the batch that made the evaluated version was trained.
-    """
-    curves: dict[str, dict[str, list[list[float]]]] = {}
-    for run_dir in sorted((directory / "runs").iterdir()):
-        arm, _, seed = run_dir.name.rpartition("-seed")
-        rows = metrics.read(run_dir)
-        at = {row["step"]: row["t"] for row in rows if "reward/mean" in row}
-        curves.setdefault(arm, {})[seed] = [
-            [round(at[row["step"] - 1], 3) if row["step"] else 0.0, row["eval/heldout"]]
-            for row in rows
-            if "eval/heldout" in row
-        ]
-    return curves
-
-
-def draw_accuracy(axes: Axes, curves: dict[str, dict[str, list[list[float]]]]) -> None:
-    """Draw each arm's mean over its seeds, with a band from the lowest seed to the highest."""
-    for arm, (name, color) in ARMS.items():
-        seeds = list(curves[arm].values())
-        end = min(curve[-1][0] for curve in seeds)
-        seconds = np.linspace(0, end, 200)
-        each = [np.interp(seconds, *zip(*curve, strict=True)) for curve in seeds]
-        axes.fill_between(
-            seconds, np.min(each, axis=0), np.max(each, axis=0), color=color, alpha=0.2, lw=0
-        )
-        axes.plot(
-            seconds, np.mean(each, axis=0), color=color, lw=1.8, label=f"{name}, {len(seeds)} seeds"
-        )
-        for curve in seeds:
-            axes.plot(*zip(*curve, strict=True), "o", color=color, ms=2.5, alpha=0.6)
-    axes.set(xlabel="seconds of RL", ylabel="held-out accuracy", xmargin=0.02)
-    axes.grid(axis="y", alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="lower right", frameon=False)

@@ -75,21 +75,3 @@ def test_the_ledger_has_the_lines_with_tokens_after_each_batch(tmp_path: Path) -
         "seconds": [1.0, 2.5],
         "lines": {"trained": [10, 30], "dropped_stale": [0, 4], "left_over": [5, 0]},
     }
-
-
-def test_accuracy_is_at_the_second_of_its_version(tmp_path: Path) -> None:
-    """An evaluation ends later than the version that it measures begins."""
-    rows = [
-        {"step": 0, "t": 3.0, "eval/heldout": 0.25},
-        {"step": 0, "t": 4.0, "reward/mean": 0.2},
-        {"step": 1, "t": 6.0, "reward/mean": 0.3},
-        {"step": 1, "t": 9.0, "eval/heldout": 0.5},
-        {"step": 2, "t": 11.0, "eval/heldout": 0.75},
-    ]
-    for arm, seed in (("sync", 0), ("sync", 1), ("async", 0)):
-        write_lines(tmp_path / "runs" / f"{arm}-seed{seed}" / "metrics.jsonl", rows)
-    curve = [[0.0, 0.25], [4.0, 0.5], [6.0, 0.75]]
-    assert run_pictures.accuracy_excerpt(tmp_path) == {
-        "async": {"0": curve},
-        "sync": {"0": curve, "1": curve},
-    }
