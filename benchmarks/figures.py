@@ -60,6 +60,15 @@ HACK_ARMS = {
     "k1 in reward, 0.1": ("k1 in the reward", "#2563eb", "#bfdbfe", (36.0, 0.66)),
 }
 
+MIDDLE = "2026-11-26_b9e4f0a2_2core_middle_lag.json"
+MIDDLE_ARMS = {  # from the top
+    "gmpo": "GMPO",
+    "vespo": "VESPO",
+    "seq_tis": "weights of whole answers, cut",
+    "k3": "PPO, 0.1 of k3 in the loss",
+    "none": "no correction",
+}
+
 COLLAPSE = "2026-11-25_5a468ff_2core_reshape_collapse.json"
 # of each arm of the right panel: color, and where the name stands
 COLLAPSE_ARMS = {
@@ -218,26 +227,57 @@ def hack(result: dict[str, Any]) -> str:
     return draw(title, [*seeds, *means], "batch", "true held-out accuracy")
 
 
+def draw_differences(axes: Axes, rows: Sequence[tuple[str, dict[str, Any]]]) -> None:
+    """Draw differences with their intervals, a line a row: at the end and of the mean.
+
+    rows: name and measure -> {"difference", "interval"}, from the top.
+    """
+    for shift, measure, color, name in (
+        (0.15, "end", "#2563eb", "after the last batch"),
+        (-0.15, "area", "#d97706", "mean of the run"),
+    ):
+        found = [by_measure[measure] for _, by_measure in rows]
+        means = [x["difference"] for x in found]
+        reach = [
+            [mean - x["interval"][0] for mean, x in zip(means, found, strict=True)],
+            [x["interval"][1] - mean for mean, x in zip(means, found, strict=True)],
+        ]
+        heights = [shift - row for row in range(len(rows))]
+        axes.errorbar(means, heights, xerr=reach, fmt="o", ms=4, color=color, label=name)
+    axes.axvline(0, color="#6b7280", lw=1)
+    axes.set_yticks([-row for row in range(len(rows))], [name for name, _ in rows])
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.3)
+
+
+def middle(result: dict[str, Any]) -> str:
+    """Accuracy at lag 8 less that of PPO, each method at a rate of its own."""
+    found, seeds = result["against_ppo"], result["setting"]["seeds"]
+    rows = [
+        (name, {measure: found[measure][f"lag8 {arm}"] for measure in ("end", "area")})
+        for arm, name in MIDDLE_ARMS.items()
+    ]
+    with rc_context({**SETTINGS, "font.size": 9}):
+        figure = Figure(figsize=(7.0, 2.6), layout="constrained")
+        axes = figure.subplots()
+        draw_differences(axes, rows)
+        axes.set(xlabel="held-out accuracy at lag 8 less that of PPO on the behavior policy")
+        axes.set_title(
+            f"task rle, each method at its own rate, {seeds} seeds and their 95 % interval",
+            loc="left",
+            fontsize=9,
+        )
+        axes.legend(frameon=False, loc="upper left", fontsize=8)
+        return as_svg(figure)
+
+
 def collapse(result: dict[str, Any]) -> str:
     """IS-reshape and its repairs at 16 epochs: accuracy less that of clip, and KL by step."""
     arms = [arm for arm in result["arms"] if arm != "clip"]
     with rc_context({**SETTINGS, "font.size": 9}):
         figure = Figure(figsize=(7.0, 3.25), layout="constrained")
         left, right = figure.subplots(1, 2)
-        for shift, measure, color, name in (
-            (0.15, "end", "#2563eb", "after the last batch"),
-            (-0.15, "area", "#d97706", "mean of the run"),
-        ):
-            found = [result["arms"][arm]["against_base"][measure] for arm in arms]
-            means = [x["difference"] for x in found]
-            reach = [
-                [mean - x["interval"][0] for mean, x in zip(means, found, strict=True)],
-                [x["interval"][1] - mean for mean, x in zip(means, found, strict=True)],
-            ]
-            rows = [shift - row for row in range(len(arms))]
-            left.errorbar(means, rows, xerr=reach, fmt="o", ms=4, color=color, label=name)
-        left.axvline(0, color="#6b7280", lw=1)
-        left.set_yticks([-row for row in range(len(arms))], arms)
+        draw_differences(left, [(arm, result["arms"][arm]["against_base"]) for arm in arms])
         left.set(xlabel="held-out accuracy less that of clip")
         left.legend(frameon=False, loc="upper left", fontsize=8)
         left.set_ylim(0.5 - len(arms), 1.8)
@@ -258,12 +298,9 @@ def collapse(result: dict[str, Any]) -> str:
         right.set(yscale="log", ylim=(2e-3, 2), xlabel="optimizer step in its batch")
         right.set_xticks(range(2, 17, 2))
         right.set_title("KL(mu || theta), nats a token", loc="left", fontsize=9)
-        for axes in (left, right):
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.grid(alpha=0.3)
-        text = io.StringIO()
-        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-    return text.getvalue()
+        right.spines[["top", "right"]].set_visible(False)
+        right.grid(alpha=0.3)
+        return as_svg(figure)
 
 
 def keep(run_dir: Path) -> Path:
@@ -385,6 +422,7 @@ def drawn() -> dict[str, str]:
         ),
         "lag.svg": lag(grid),
         "high_lag.svg": high(many),
+        "middle_lag.svg": middle(json.loads((RESULTS / MIDDLE).read_text())),
         "reward_hacking.svg": hack(wrong),
         "reshape_collapse.svg": collapse(json.loads((RESULTS / COLLAPSE).read_text())),
     }

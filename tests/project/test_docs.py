@@ -413,12 +413,13 @@ def test_the_readme_s_figures_are_those_of_their_files() -> None:
     found = result(slow)["parts"]["slow"]["found"]
     assert f"limit 4: {faster(found, 'seconds_to_target')} times as fast" in bullet(slow)
 
-    grid = "2026-11-21_3ff3b71_4core_lag_grid.json"
-    cells = result(grid)["tasks"]["rle-5e-4"]["cells"]
-    final = {(c["correction"], c["limit"]): f"{c['final']:.2f}" for c in cells}
-    with_it, without, synchronous = final["ppo", "4"], final["none", "4"], final["ppo", "0"]
-    assert f"At lag 4: {with_it} with PPO" in bullet(grid)
-    assert f"{without} without ({synchronous} synchronous)" in bullet(grid)
+    middle = "2026-11-26_b9e4f0a2_2core_middle_lag.json"
+    found = result(middle)
+    final = {arm: f"{found['arms'][arm]['end']:.2f}" for arm in found["arms"]}
+    said = " ".join(bullet(middle).split())
+    assert f"At lag 8: {final['lag8 ppo']} with PPO" in said
+    assert f"{final['lag8 none']} without a correction, {final['lag0 ppo']} synchronous" in said
+    assert found["setting"]["seeds"] == 6 and "six seeds" in said
 
 
 def recipe(page: str, *files: str) -> tuple[str, list[dict[str, Any]]]:
