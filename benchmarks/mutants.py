@@ -11,10 +11,10 @@ mutants_tests.json maps source files to the fast test files that run them; `--ta
 again.  A first process imports the project and collects the tests once.  Every mutant is a fork of
 it that changes one function in memory and runs the tests that reach the changed statement, until
 one fails: first those that have killed other mutants of the function, then those of the files that
-speak of the module.  Mutants that this does not kill, and those outside a function, are tried once
-more in a process that imports the changed file anew.  What tests take and reach, and what they have
-killed, is kept in .pytest_cache/mutants: it is measured again when the test file changes.  After a
-change of the source file it counts by function, so that its mutants need not wait.
+speak of the module.  Mutants outside a function are tried in a process that imports the changed
+file anew.  What tests take and reach, and what they have killed, is kept in .pytest_cache/mutants:
+it is measured again when the test file changes.  After a change of the source file it counts by
+function, so that its mutants need not wait.
 
 A mutant is killed when a test fails, the import fails, or a test hangs: it takes more than four
 times the processor time that it takes without the mutant, or sleeps for longer than that, with a
@@ -645,20 +645,12 @@ def tried(
         path: {int(n): names for n, names in lines.items()} for path, lines in base.lines.items()
     }
     begin = time.monotonic()
-    answers = []
-    again = []
-    for m, answer in ((Mutant(**m), answer) for m, answer in found["answers"]):
-        is_done = answer["status"] in (KILLED, UNTESTED, TIMEOUT) or known.reason(m)
-        (answers if is_done else again).append((m, answer))
-    waiting = [m for m, _ in again]
+    every = [(Mutant(**m), answer) for m, answer in found["answers"]]
+    answers = [(m, answer) for m, answer in every if answer["status"] != NOT_HERE]
+    waiting = [m for m, answer in every if answer["status"] == NOT_HERE]
     anew = (trial_of(base, m, texts[m.path], most_s) for m in waiting if time.monotonic() <= end)
     by_anew = {trial.mutant: answer for trial, answer in all_of(anew, work, args.workers)}
-    # what the time did not suffice for: of a mutant outside a function nothing is known
-    answers += [
-        (m, by_anew.get(m, answer))
-        for m, answer in again
-        if m in by_anew or answer["status"] != NOT_HERE
-    ]
+    answers += [(m, by_anew[m]) for m in waiting if m in by_anew]
     for m, answer in answers:
         if answer["status"] in (SURVIVED, UNTESTED) and not known.reason(m):
             print(f"{answer['status']}: {m}", file=sys.stderr, flush=True)
