@@ -14,7 +14,7 @@ import pytest
 import torch
 from process_kit import ENV, ROOT
 
-from asyncrl.contract.errors import AsyncrlError
+from asyncrl.contract.errors import AsyncrlError, DamagedDataError
 from asyncrl.contract.versions import Label
 from asyncrl.transport import ring as weight_ring
 from asyncrl.transport.chunks import ChunkClient, ChunkServer
@@ -232,3 +232,107 @@ def test_a_ring_that_cannot_be_made_anew_says_so(tmp_path: Path) -> None:
     (tmp_path / "shm").write_text("something else")
     with pytest.raises(AsyncrlError, match="was removed and cannot be created again"):
         r.recreate()
+
+
+# ---- what is said, and the bounds ----------------------------------------------------------------
+
+
+def test_parts_of_a_version_end_with_it(tmp_path: Path) -> None:
+    r = ring(tmp_path)
+    probe = bytes(range(8))
+
+    def write(buffer: memoryview) -> None:
+        buffer[:] = bytes(n % 251 for n in range(SIZE))
+
+    digest = r.write(Label(1, 0), write, probe=probe)
+    whole = bytes(n % 251 for n in range(SIZE))
+    assert r.read_part(Label(1, 0), digest, 0, SIZE) == (digest, whole, probe)
+    assert r.read_part(Label(1, 0), "", 5, 3) == (digest, whole[5:8], probe)
+    assert r.read_part(Label(1, 0), digest, SIZE - 2, 9) == (digest, whole[-2:], probe)
+    gone = ("", b"", b"")
+    assert r.read_part(Label(1, 0), "other", 0, 9) == gone == r.read_part(Label(1, 1), "", 0, 9)
+    weight_ring._SLOT.pack_into(r.slots[0], 0, 3, 1, 0, 0)  # it is being written
+    assert r.read_part(Label(1, 0), "", 0, 9) == gone
+    reader = RingReader(r.directory, "a")
+    assert reader.labels() == {} and r.labels().keys() == {Label(1, 0)}
+    assert not reader.read(Label(1, 0), digest, memoryview(bytearray(SIZE)))
+    reader.close()
+    r.close()
+
+
+def test_live_readers_hold_their_slots_and_others_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    r = ring(tmp_path, 3)
+    now = time.monotonic()
+    for name, slot, beat in (("a", 0, now), ("b", 1, now - weight_ring.PIN_S - 1), ("c", -1, now)):
+        pin = weight_ring._PIN.pack(slot, beat)
+        (r.directory / f"pin_{name}").write_bytes(pin + bytes(16))
+    (r.directory / "pin_torn").write_bytes(b"x")
+    (r.directory / "pin_gone").symlink_to(tmp_path / "nothing")
+    assert r.pins() == {0: "a"}
+    r.close()
+
+
+def test_a_full_ring_says_who_holds_it_and_what_to_raise(tmp_path: Path) -> None:
+    r = ring(tmp_path, 2, most=2, wait_s=0.05)
+    for n in range(2):
+        r.write(Label(1, n), fill(n))
+    message = "no weight slot has been free for 0.05 s: held by {}; raise weights.slots (2)"
+    with pytest.raises(AsyncrlError) as error:
+        r.write(Label(1, 2), fill(2), keep=[Label(1, 0)])
+    assert str(error.value) == message.format("evaluation")
+    for slot, name in enumerate("ba"):
+        pin = weight_ring._PIN.pack(slot, time.monotonic() + 3600)
+        (r.directory / f"pin_{name}").write_bytes(pin + bytes(16))
+    with pytest.raises(AsyncrlError) as error:
+        r.write(Label(1, 2), fill(2))
+    assert str(error.value) == message.format("a, b")
+    assert len(r.slots) == 2
+    r.close(remove=False)
+    assert r.directory.exists() and r.slots == []
+
+
+def test_without_room_for_the_slots_it_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*given: object, **more: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(weight_ring, "_map", full)
+    with pytest.raises(AsyncrlError) as error:
+        ring(tmp_path, 3)
+    assert str(error.value) == (
+        f"no room for 3 weight slots of 1.0 MiB in {tmp_path / 'ring'}: [Errno 28] No space left "
+        "on device; lower weights.slots"
+    )
+
+
+def test_a_ring_that_cannot_be_made_again_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    r = ring(tmp_path)
+    assert r.recreate() is False
+    (r.directory / "manifest").unlink()
+
+    def full(*given: object, **more: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(weight_ring, "_map", full)
+    with pytest.raises(AsyncrlError) as error:
+        r.recreate()
+    assert str(error.value) == (
+        f"the weights' directory {r.directory} was removed and cannot be created again: [Errno 28] "
+        "No space left on device"
+    )
+    r.close()
+
+
+def test_a_damaged_manifest_is_named(tmp_path: Path) -> None:
+    r = ring(tmp_path)
+    (r.directory / "manifest").write_bytes(b"\xc1")
+    with pytest.raises(
+        DamagedDataError, match=rf"^{r.directory}/manifest is not a manifest of wei"
+    ):
+        RingReader(r.directory, "a")
+    r.close()
