@@ -16,7 +16,14 @@ import pytest
 
 from actors.gateway.call_tree import CallNode, canonical_arguments
 from actors.gateway.endpoint import forms, replies
-from actors.gateway.endpoint.requests import ParsedRequest, RequestPolicy, parse_request
+from actors.gateway.endpoint.requests import (
+    PREFIX,
+    ParsedRequest,
+    RequestPolicy,
+    decoded,
+    parse_request,
+)
+from actors.gateway.endpoint.requests import REFUSED as REFUSED_OPTIONS
 from actors.gateway.sessions import CallRefused
 from asyncrl.contract.messages import SamplingSettings, VersionSpan
 from asyncrl.contract.versions import Label
@@ -52,6 +59,138 @@ def test_a_refused_request_is_told_what_is_wrong(line: dict[str, Any]) -> None:
     assert refusal(*request_of(line)) == {
         key: line[key] for key in ("status", "code", "param", "message")
     }
+
+
+ONE = "a call has one answer: repeat the request, each one is sampled independently"
+OTHER = "the answers would come from another distribution than the one that is trained"
+TEXT = "only text is supported"
+KEPT = "only the sampled token's log-probability is kept"
+# every option that the policy cannot follow: values without an effect, others, and why not
+OPTIONS_REFUSED: dict[str, tuple[list[Any], list[Any], str]] = {
+    "n": ([1], [0, 2, True], ONE),
+    "best_of": ([0, 1], [2, False], ONE),
+    "use_beam_search": ([False], [True, 0], ONE),
+    "logit_bias": ([{}], [{"1": 2}], OTHER),
+    "frequency_penalty": ([0, 0.0], [1, False], OTHER),
+    "presence_penalty": ([0], [1], OTHER),
+    "repetition_penalty": ([1, 1.0], [0, True], OTHER),
+    "length_penalty": ([1], [0], OTHER),
+    "min_p": ([0], [0.5], OTHER),
+    "min_tokens": ([0], [1], OTHER),
+    "ignore_eos": ([False], [True], OTHER),
+    "bad_words": ([[]], [["x"]], OTHER),
+    "allowed_token_ids": ([[]], [[1]], OTHER),
+    "logits_processors": ([[]], [["x"]], OTHER),
+    "thinking_token_budget": ([0], [1], OTHER),
+    "functions": ([[]], [[1]], "give `tools`"),
+    "function_call": (["auto", "none"], ["f"], "give `tool_choice`"),
+    "echo": ([False], [True], "the prompt is not repeated"),
+    "suffix": ([""], ["x"], "text is only continued at its end"),
+    "top_logprobs": ([0], [1, False], KEPT),
+    "prompt_logprobs": ([0], [1], "a prompt is not scored"),
+    "logprob_token_ids": ([[]], [[1]], KEPT),
+    "include_stop_str_in_output": ([False], [True], "the text ends before the stop string"),
+    "truncate_prompt_tokens": ([0], [1], "shorten the history yourself"),
+    "continue_final_message": (
+        [False],
+        [True],
+        "an answer begins a turn; use /v1/completions to continue a text",
+    ),
+    "add_generation_prompt": ([True], [False, 1], "an answer begins a turn"),
+    "chat_template": ([""], ["x"], "the template is the run's"),
+    "chat_template_kwargs": ([{}], [{"a": 1}], "the template is the run's"),
+    "documents": ([[]], ["x"], "put them into a message"),
+    "audio": ([{}], [{"a": 1}], TEXT),
+    "content_parts": ([[]], ["x"], TEXT),
+    "features": ([[]], ["x"], TEXT),
+    "modalities": ([["text"]], [["audio"], []], TEXT),
+    "web_search_options": ([{}], [{"a": 1}], "give the search as a tool"),
+}
+
+
+def test_every_option_that_the_policy_cannot_follow_is_listed() -> None:
+    assert OPTIONS_REFUSED.keys() == REFUSED_OPTIONS.keys()
+
+
+@pytest.mark.parametrize("name", OPTIONS_REFUSED)
+def test_an_option_that_the_policy_cannot_follow_is_refused_unless_it_has_no_effect(
+    name: str,
+) -> None:
+    neutral, others, why = OPTIONS_REFUSED[name]
+    for value in (None, *neutral):
+        assert parsed("chat", {"messages": GO, name: value}) == {"messages": GO}, value
+    for value in others:
+        found = refusal("chat", {"messages": GO, name: value}, {})
+        assert found == {
+            "status": 400,
+            "code": "unsupported_parameter",
+            "param": name,
+            "message": f"{name}: {value!r} is not served: {why}",
+        }
+
+
+def test_forms_without_an_effect_are_served_in_silence() -> None:
+    text = {"type": "text"}
+    for name, values in {
+        "response_format": [text],
+        "structured_outputs": [{}],
+        "output_format": [{}],
+        "tool_choice": ["auto", "none"],
+        "guided_json": [{}],
+    }.items():
+        for value in values:
+            assert parsed("chat", {"messages": GO, name: value}, forced="refuse") == {
+                "messages": GO
+            }
+        other = {"type": "json"}
+        assert parsed("chat", {"messages": GO, name: other})["ignored"] == (name,)
+    assert parsed("responses", {"input": "go", "text": {"format": text}}) == {"messages": GO}
+    assert parsed("messages", {"messages": GO, "output_config": {"format": {}}}) == {"messages": GO}
+
+
+@pytest.mark.parametrize("body", [b"[", b"[]", b"\xff", b'"x"', b"[" * 100_000])
+def test_bytes_that_are_no_object_are_refused(body: bytes) -> None:
+    with pytest.raises(CallRefused) as refused:
+        decoded(body)
+    error = refused.value
+    assert (error.status, error.code, error.param) == (400, "invalid_json", None)
+    head, _, why = str(error).partition(": ")
+    if body in (b"[]", b'"x"'):
+        assert (head, why) == ("the body is not a JSON object", "")
+    else:
+        assert head == "the body is not JSON" and why
+    assert decoded(b'{"a": 1}') == {"a": 1}
+
+
+def test_ids_of_calls_and_defaults_of_requests() -> None:
+    prefix = {"chat": "chatcmpl-", "text": "cmpl-", "ids": "cmpl-"}
+    assert prefix | {"messages": "msg_", "responses": "resp_"} == PREFIX
+    assert vars(RequestPolicy()) == {
+        "model": "policy",
+        "other_models": "aside",
+        "sampling": "ignore",
+        "vocabulary": 0,
+        "forced": "ignore",
+        "parser": "hermes",
+        "stops": frozenset(),
+        "images": False,
+    }
+    assert asdict(ParsedRequest("chat", "m")) == {
+        "kind": "chat",
+        "model": "m",
+        "messages": [],
+        "tools": [],
+        "text": "",
+        "ids": None,
+        "max_new_tokens": 0,
+        "stop": (),
+        **dict.fromkeys(("aside", "stream", "usage", "logprobs", "token_ids"), False),
+        "grammar": "",
+        "ignored": (),
+        "images": {},
+    }
+    limited = refusal("text", {"prompt": [9]}, {"vocabulary": 9})
+    assert limited["message"] == "prompt: give token ids in [0, 9)"
 
 
 def test_a_long_grammar_is_refused_by_the_key_that_it_came_by(
