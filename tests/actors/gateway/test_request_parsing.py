@@ -305,6 +305,130 @@ def test_what_is_ignored_is_named_in_its_order() -> None:
     assert "ignored" not in parsed("chat", {**free, "tool_choice": "required"}, forced="constrain")
 
 
+def test_a_conversation_of_responses_becomes_a_chat() -> None:
+    function = {"name": "add", "arguments": "{}"}
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"text": "b"}]},
+        {"type": "reasoning", "id": "r", "summary": []},
+        {"type": "message", "role": "assistant", "content": "so"},
+        {"type": "function_call", "call_id": "c1", **function},
+        {"type": "function_call", "call_id": "c2", "name": "sub"},
+        {"type": "function_call_output", "call_id": "c1", "output": "4"},
+        {"type": "function_call", "call_id": "c3", **function},
+    ]
+    body = {
+        "input": items,
+        "instructions": "be brief",
+        "max_output_tokens": 7,
+        "tools": [
+            {"type": "function", "name": "add", "description": "d", "parameters": {"a": 1}},
+            {"type": "web_search"},
+            {"type": "function", "name": "sub"},
+        ],
+        "tool_choice": "auto",
+        "truncation": "disabled",
+        "previous_response_id": None,
+        "include": ["x"],
+        "temperature": 0.5,
+    }
+
+    def call(number: int, name: str = "add") -> dict[str, Any]:
+        made = {"name": name, "arguments": {}}
+        return {"id": f"c{number}", "type": "function", "function": made}
+
+    assert parsed("responses", body) == {
+        "messages": [
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": "ab"},
+            {"role": "assistant", "content": "so", "tool_calls": [call(1), call(2, "sub")]},
+            {"role": "tool", "tool_call_id": "c1", "content": "4"},
+            {"role": "assistant", "content": "", "tool_calls": [call(3)]},
+        ],
+        "max_new_tokens": 7,
+        "tools": [
+            {
+                "type": "function",
+                "function": {"name": "add", "description": "d", "parameters": {"a": 1}},
+            },
+            {"type": "function", "function": {"name": "sub"}},
+        ],
+        "ignored": ("temperature", "tools.web_search"),
+    }
+    assert "tools" not in parsed("responses", {**body, "tool_choice": "none"})
+
+
+def test_a_conversation_of_messages_becomes_a_chat() -> None:
+    blocks = [
+        {"type": "thinking", "thinking": "hm"},
+        {"type": "redacted_thinking", "data": "x"},
+        {"type": "text", "text": "so"},
+        {"type": "tool_use", "id": "t1", "name": "add", "input": {"a": 1}},
+        {"type": "tool_use", "id": "t2", "name": "sub"},
+    ]
+    results = [
+        {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "4"}]},
+        {"type": "tool_result", "tool_use_id": "t2"},
+        {"type": "text", "text": "go "},
+        {"type": "text", "text": "on"},
+    ]
+    body = {
+        "system": [{"type": "text", "text": "be "}, {"type": "text", "text": "brief"}],
+        "messages": [
+            *GO,
+            {"role": "assistant", "content": blocks},
+            {"role": "user", "content": results},
+            {"role": "assistant", "content": []},
+            {"role": "user", "content": results[:1]},
+        ],
+        "max_tokens": 7,
+        "stop_sequences": ["x"],
+        "thinking": {"type": "enabled"},
+        "metadata": {"asyncrl": "aside", "user_id": "me"},
+        "tools": [
+            {"name": "add", "description": "d", "input_schema": {"a": 1}},
+            {"type": "web_search_1", "name": "web"},
+            {"type": "custom", "name": "sub"},
+        ],
+        "tool_choice": {"type": "auto"},
+    }
+
+    def call(number: int, name: str, arguments: Any) -> dict[str, Any]:
+        made = {"name": name, "arguments": arguments}
+        return {"id": f"t{number}", "type": "function", "function": made}
+
+    calls = [call(1, "add", {"a": 1}), call(2, "sub", {})]
+    assert parsed("messages", body) == {
+        "messages": [
+            {"role": "system", "content": "be brief"},
+            *GO,
+            {"role": "assistant", "content": "so", "tool_calls": calls},
+            {"role": "tool", "tool_call_id": "t1", "content": "4"},
+            {"role": "tool", "tool_call_id": "t2", "content": ""},
+            {"role": "user", "content": "go on"},
+            {"role": "assistant", "content": ""},
+            {"role": "tool", "tool_call_id": "t1", "content": "4"},
+        ],
+        "max_new_tokens": 7,
+        "stop": ("x",),
+        "aside": True,
+        "tools": [
+            {
+                "type": "function",
+                "function": {"name": "add", "parameters": {"a": 1}, "description": "d"},
+            },
+            {"type": "function", "function": {"name": "sub", "parameters": {}}},
+        ],
+        "ignored": ("thinking", "tools.web_search_1"),
+    }
+    plain = {"messages": GO, "thinking": {"type": "disabled"}, "tool_choice": {"type": "none"}}
+    assert parsed("messages", plain) == {"messages": GO}
+    forced = {"messages": GO, "tool_choice": {"type": "any"}, "output_config": {"effort": "low"}}
+    assert parsed("messages", forced)["ignored"] == ("tool_choice", "output_config.effort")
+    assert parsed("messages", {"messages": GO, "system": "s"})["messages"][0] == {
+        **{"role": "system", "content": "s"}
+    }
+
+
 def test_grammars_of_forced_answers() -> None:
     def grammar(**body: Any) -> str:
         found = parsed("chat", {"messages": GO, **body}, forced="constrain")
@@ -341,6 +465,26 @@ def test_grammars_of_forced_answers() -> None:
     assert one.splitlines()[2] == f"call: {calls[0]}" and len(one.splitlines()) == 4
     alone = grammar(tools=[TOOL], tool_choice="required", parallel_tool_calls=False)
     assert alone.splitlines()[1] == "calls: call"
+    alone = grammar(tools=[TOOL], tool_choice={"type": "any", "disable_parallel_tool_use": True})
+    assert alone.splitlines()[1] == "calls: call"
+    assert forms.CALL_END == '"}\\n</tool_call>"'
+    assert forms.WHITE_SPACE == {"whitespace_pattern": r"[ \t\n]{0,8}"}
+    assert grammar(tools=[TOOL], tool_choice="none", parallel_tool_calls=False) == ""
+    for kind, body in (
+        ("chat", {"messages": GO, "output_format": schema}),
+        ("messages", {"messages": GO, "output_config": {"format": schema}}),
+        ("responses", {"input": "go", "text": {"format": schema}}),
+    ):
+        found = parsed(kind, body, forced="constrain")
+        assert found == {"messages": GO, "grammar": forms.HEAD + anything}, kind
+    listed = {"function": {"name": "add", "parameters": [1]}}
+    wrong = {"messages": GO, "tools": [TOOL, listed], "tool_choice": "required"}
+    refused = refusal("chat", wrong, {"forced": "constrain"})
+    assert refused["message"] == "tools[1]: its parameters are an object, not [1]"
+    assert refused["param"] == "tools"
+    listed["function"]["parameters"] = {"type": "nothing"}
+    refused = refusal("chat", wrong, {"forced": "constrain"})
+    assert refused["message"].startswith("tools[1]: ") and refused["param"] == "tools"
     either = grammar(tools=[TOOL], response_format={"type": "json_object"})
     assert either.splitlines()[0] == "start: calls | answer"
 
