@@ -36,7 +36,6 @@ Part = Annotated[
 MODEL_FILES = (".json", ".safetensors", ".model", ".txt", ".jinja")
 PROMPTS = ("prompts", "heldout", "ood")  # keys of a task that name files
 TRIES = 5  # connections per file
-READ_BYTES = 1 << 20
 
 
 class FileEntry(msgspec.Struct, frozen=True, array_like=True):

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from process_kit import ROOT
 
@@ -120,6 +121,20 @@ def test_the_file_of_a_function(place: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert file_server.code_file("own_single:f") == place / "own_single.py"
     for installed in ("own_package:f", "own_package.part:f", "no_such_module:f", "f"):
         assert file_server.code_file(installed) is None, installed
+
+
+def test_a_file_as_it_is_listed_on_the_wire() -> None:
+    one = entry(TEXT)
+    wire = ["model", "a.json", 10, sha(TEXT), True]
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(one)) == wire
+    decode = msgspec.msgpack.Decoder(FileEntry).decode
+    parts = ["model", "reward_model", "prompts", "heldout", "ood", "template", "reward"]
+    parts += [f"mixture.a-1.{part}" for part in parts[2:]]
+    for part in parts:
+        assert decode(msgspec.msgpack.encode([part, *wire[1:]])).part == part
+    for part in ("Model", "mixture.a.model", "mixture.A.reward", "model\n", "models", "a.prompts"):
+        with pytest.raises(msgspec.ValidationError):
+            decode(msgspec.msgpack.encode([part, *wire[1:]]))
 
 
 # ---- the cache -----------------------------------------------------------------------------------

@@ -186,6 +186,30 @@ def test_the_variables_of_a_program(
     assert len(MODEL_VARIABLES) == 7 and "PATH" in inherited([]) and not inherited([]).get("LC")
 
 
+def test_the_variables_that_every_program_inherits(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {
+        *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "TZ", "LANG", "LANGUAGE", "LC_A"),
+        *("TMPDIR", "TEMP", "TMP", "XDG_DATA_HOME", "XDG_RUNTIME_DIR", "LD_LIBRARY_PATH"),
+        *("PYTHONPATH", "PYTHONHOME", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"),
+        *("VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV", "NODE_PATH", "NVM_DIR"),
+        *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "NODE_EXTRA_CA_CERTS"),
+        *("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"),
+    }
+    given = dict.fromkeys([*names, "AWS_KEY", "path", "XDG_HOME", "HOMEPATH"], "x")
+    monkeypatch.setattr(agent_programs.os, "environ", given)
+    assert inherited([]) == dict.fromkeys(names, "x")
+    assert inherited(["AWS_*", "pa?h"]).keys() == names | {"AWS_KEY", "path"}
+    assert agent_programs.MODEL_VARIABLES == (
+        "ASYNCRL_MODEL",
+        "OPENAI_MODEL",
+        "ANTHROPIC_MODEL",
+        "ANTHROPIC_SMALL_FAST_MODEL",
+        "ANTHROPIC_DEFAULT_OPUS_MODEL",
+        "ANTHROPIC_DEFAULT_SONNET_MODEL",
+        "ANTHROPIC_DEFAULT_HAIKU_MODEL",
+    )
+
+
 def test_a_program_leads_its_own_session_and_is_interrupted_as_usual(
     playing: Any, tmp_path: Path
 ) -> None:
