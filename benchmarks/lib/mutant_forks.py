@@ -12,10 +12,10 @@ import resource
 import shutil
 import signal
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import monotonic, process_time, sleep  # tests may patch those of the module
 from typing import Any, NamedTuple
 
 import pytest
@@ -45,7 +45,7 @@ def end_with_parent() -> None:
 def cpu_seconds() -> float:
     """Of this process and of the children it has waited for."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.process_time() + children.ru_utime + children.ru_stime
+    return process_time() + children.ru_utime + children.ru_stime
 
 
 def awake_seconds(pid: int) -> float:
@@ -70,7 +70,7 @@ class TimeLimits:
         if (cost := self.costs.get(item.nodeid)) is not None:
             cpu_s = SPARE_CPU_S + TIMES * (cost.cpu_s + cost.setup_s)
             asleep_s = SPARE_ASLEEP_S + TIMES * (cost.asleep_s + cost.cpu_s)
-            running = [item.nodeid, time.monotonic(), awake_seconds(os.getpid()), asleep_s]
+            running = [item.nodeid, monotonic(), awake_seconds(os.getpid()), asleep_s]
             part = self.note.with_suffix(".part")
             part.write_text(json.dumps(running))
             part.replace(self.note)
@@ -87,7 +87,7 @@ class Child:
     pid: int
     directory: Path
     what: Any
-    began: float = field(default_factory=time.monotonic)
+    began: float = field(default_factory=monotonic)
     next_check: float = 0.0
 
     @property
@@ -108,7 +108,7 @@ class Child:
     @property
     def is_asleep(self) -> bool:
         """Whether its test has slept for too long."""
-        now = time.monotonic()
+        now = monotonic()
         if now < self.next_check:
             return False
         self.next_check = now + CHECK_S
@@ -161,4 +161,4 @@ def reap(children: list[Child]) -> tuple[Child, dict[str, Any] | None, str]:
                 last = child.running[0] if child.running else ""
                 shutil.rmtree(child.directory, ignore_errors=True)
                 return child, answer, last
-        time.sleep(0.02)
+        sleep(0.02)

@@ -12,11 +12,11 @@ import json
 import os
 import re
 import sys
-import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import monotonic  # tests may patch that of the module
 from typing import Any
 
 import pytest
@@ -202,10 +202,10 @@ class Watch:
     def pytest_runtest_call(self, item: Any) -> Iterator[None]:
         self.cover.switch_context(item.nodeid)
         # a busy machine makes no test slower in processor time
-        began = mutant_forks.cpu_seconds(), time.monotonic(), awake_now()
+        began = mutant_forks.cpu_seconds(), monotonic(), awake_now()
         yield
         self.seconds[item.nodeid] = mutant_forks.cpu_seconds() - began[0]
-        asleep = time.monotonic() - began[1] - (awake_now() - began[2])
+        asleep = monotonic() - began[1] - (awake_now() - began[2])
         self.asleep[item.nodeid] = max(0.0, asleep)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
@@ -329,7 +329,7 @@ def baseline(
         if t in session.failed:
             base.left_out.append(t)
             print(f"left out: {t}: cannot be collected", file=sys.stderr, flush=True)
-        elif end and time.monotonic() > end:
+        elif end and monotonic() > end:
             base.unmeasured.append(t)
         else:
             running.append(mutant_forks.fork(t, work, 300, lambda d, t=t: measure(session, t, d)))
