@@ -506,9 +506,12 @@ class CallReply:
         if answer is None:
             refused = self.web.errors[self.made]
             body, headers = replies.error(refused)
+            event = b""
+            if self.parsed.kind == "messages":  # Anthropic's clients expect both
+                body["type"], event = "error", b"event: error\n"
             answer, status = json.dumps(body).encode(), refused.status
             if stream:
-                answer = b"data: " + answer + b"\n\n"
+                answer = event + b"data: " + answer + b"\n\n"
         if stream:
             connection.hold()  # the last part goes out with the end of the stream
         else:

@@ -1,0 +1,287 @@
+"""What the endpoint says when it refuses: status, code, parameter and the whole text."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from typing import Any
+
+import httpx
+import pytest
+from gateway_kit import Served
+from gateway_web_kit import WAIT_S, client, post, served, shared  # noqa: F401
+
+from actors.gateway.endpoint import web
+from actors.gateway.sessions import CallRefused, SessionLimits
+
+GO = [{"role": "user", "content": "go"}]
+
+
+def error_of(reply: httpx.Response) -> tuple[int, str, str | None, str]:
+    """Status, code, parameter and message of a refusal."""
+    error = reply.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return reply.status_code, error["code"], error["param"], error["message"]
+
+
+def refused(function: Any, *given: Any, **more: Any) -> tuple[int, str, str | None, str]:
+    with pytest.raises(CallRefused) as error:
+        function(*given, **more)
+    found = error.value
+    return found.status, found.code, found.param, str(found)
+
+
+# ---- keys, routes, leases ------------------------------------------------------------------------
+
+
+def test_wrong_keys_and_unknown_routes(served: Served) -> None:
+    opened = served.do(served.service.open)
+    key = {"authorization": "Bearer other"}
+    for path in (f"/s/{opened.session.name}", "/s/9.9.9", f"/s/{opened.session.name}/v1/models"):
+        assert error_of(httpx.get(served.url + path, headers=key, timeout=WAIT_S)) == (
+            401,
+            "invalid_api_key",
+            None,
+            "this session's URL and key do not match: use OPENAI_BASE_URL and OPENAI_API_KEY of "
+            "the same lease",
+        )
+    lease = httpx.post(f"{served.url}/asyncrl/v1/sessions", json={}, headers=key, timeout=WAIT_S)
+    key_text = "the key is not the one in RUN/agent.key"
+    assert error_of(lease) == (401, "invalid_api_key", None, key_text)
+    for method, path in (("GET", "/nowhere"), ("DELETE", f"/s/{opened.session.name}")):
+        reply = httpx.request(method, served.url + path, timeout=WAIT_S)
+        text = f"there is no {method} {path}: see docs/http.md for the routes"
+        assert error_of(reply) == (404, "no_such_route", None, text)
+    long = f"/{'x' * 300}"
+    reply = httpx.get(served.url + long, timeout=WAIT_S)
+    assert error_of(reply)[3] == f"there is no GET {long[:200]}: see docs/http.md for the routes"
+    reply = post(served, opened, "/v1/models/other", {})
+    assert error_of(reply)[1] == "no_such_route"
+    head = {"authorization": f"Bearer {opened.key}"}
+    found = httpx.get(f"{served.url}/s/{opened.session.name}/v1/models/other", headers=head)
+    assert error_of(found) == (404, "model_not_found", "model", "there is no model 'other'")
+    model = {"id": "policy", "object": "model", "created": 0, "owned_by": "asyncrl"}
+    model["max_model_len"] = None  # type: ignore[assignment]
+    models = f"{served.url}/s/{opened.session.name}/v1/models"
+    assert httpx.get(f"{models}/policy", headers=head).json() == model
+    assert httpx.get(models, headers=head).json() == {"object": "list", "data": [model]}
+
+
+def lease(served: Served, body: Any) -> httpx.Response:
+    headers = {"authorization": f"Bearer {served.service.run_key}"}
+    url = f"{served.url}/asyncrl/v1/sessions"
+    content = body if isinstance(body, bytes) else json.dumps(body)
+    return httpx.post(url, content=content, headers=headers, timeout=WAIT_S)
+
+
+def test_leases_that_are_refused(served: Served) -> None:
+    text = (
+        "lease: give a text of 1 to 256 characters, a new one for each session; an equal one gets "
+        "the same session"
+    )
+    for body in ({}, {"lease": ""}, {"lease": 3}, {"lease": "x" * 257}):
+        assert error_of(lease(served, body)) == (400, "invalid_value", "lease", text)
+    for wait_s in ("long", True, None):
+        found = error_of(lease(served, {"lease": "x", "wait_s": wait_s}))
+        assert found == (422, "invalid_value", "wait_s", "wait_s: give a number")
+    found = error_of(lease(served, b'{"lease": "x", "wait_s": Infinity}'))
+    assert found == (422, "invalid_value", "wait_s", "wait_s: give a finite number")
+    found = error_of(lease(served, b"[]"))
+    assert found == (400, "invalid_json", None, "the body is not a JSON object")
+    served.service.is_ending = True
+    ending = lease(served, {"lease": "x"})
+    assert error_of(ending) == (503, "ending", None, "the gateway is ending: come again")
+    assert ending.headers["retry-after"] == "1"
+    served.service.is_over = True
+    assert error_of(lease(served, {"lease": "x"})) == (410, "run_over", None, "the run is over")
+
+
+def test_a_wait_for_a_lease_is_bounded(served: Served) -> None:
+    waits: list[float] = []
+
+    async def wait(name: str, wait_s: float) -> None:
+        waits.append(wait_s)
+
+    real = served.service.lease
+    served.service.lease = wait  # type: ignore[method-assign,assignment]
+    try:
+        for wait_s in (-1, 0, 2.5, 1e9):
+            assert lease(served, {"lease": "x", "wait_s": wait_s}).status_code == 204
+        assert lease(served, {"lease": "x"}).status_code == 204
+    finally:
+        served.service.lease = real  # type: ignore[method-assign]
+    assert waits == [0.0, 0.0, 2.5, web.LONGEST_WAIT_S, 0.0]
+
+
+# ---- rewards and ends ----------------------------------------------------------------------------
+
+
+def test_rewards_that_are_refused(served: Served) -> None:
+    talk, opened = client(served)
+    name = opened.session.name
+    talk.chat.completions.create(model="policy", messages=GO)  # type: ignore[call-overload]
+
+    def said(body: Any) -> tuple[int, str, str | None, str]:
+        found = error_of(post(served, opened, "/reward", body))
+        assert opened.session.state == "open"
+        return found
+
+    for body in ({}, {"reward": "1"}, {"reward": True}):
+        assert said(body) == (422, "invalid_value", "reward", "reward: give a number")
+    for value in (b"NaN", b"Infinity", b"1" + b"0" * 400):
+        status, code, param, _ = said(b'{"reward": ' + value + b"}")
+        assert (status, code, param) == (422, "invalid_reward", "reward")
+    for key in ("parts", "calls"):
+        found = said({"reward": 1, key: [1]})
+        assert found == (422, "invalid_value", key, f"{key}: give an object of numbers")
+        found = said({"reward": 1, key: {"a": "x"}})
+        assert found == (422, "invalid_value", key, f"{key}: give a number")
+    for call in ("x", "-1", "chatcmpl-9.9.9-0", f"chatcmpl-{name}-x", f"x{name}-0", "٣", "1" * 19):
+        found = said({"reward": 1, "calls": {call: 1}})
+        text = f"calls: no call has the id {call!r}"
+        assert found == (422, "no_such_call", "calls", text), call
+    found = said({"reward": 1, "calls": {"y" * 99: 1}})
+    assert found[3] == f"calls: no call has the id '{'y' * 79}"
+    twice = {"0": 1, f"msg_{name}-0": 1}
+    found = said({"reward": 1, "calls": twice})
+    assert found == (422, "invalid_value", "calls", "calls: 0 has two shares")
+    found = said({"reward": 1, "calls": {"7": 1}})
+    assert found == (422, "no_such_call", "calls", f"calls: {name} has no trained call 7")
+    assert post(served, opened, "/reward", {"reward": 0.5}).json()["state"] == "ended"
+    found = error_of(post(served, opened, "/reward", {"reward": 1}))
+    assert found == (422, "reward_differs", None, f"session {name} has the reward 0.5")
+    found = error_of(post(served, opened, "/end", {"failed": "no"}))
+    assert found == (422, "session_scored", None, f"session {name} has a reward")
+    _, failed = client(served)
+    assert post(served, failed, "/end", {"failed": "no"}).json()["state"] == "ended"
+    found = error_of(post(served, failed, "/reward", {"reward": 1}))
+    text = f"session {failed.session.name} has ended"
+    assert found == (410, "session_ended", None, text)
+    assert error_of(post(served, failed, "/end", {"score": True})) == found
+
+
+def test_ends_that_are_refused(served: Served) -> None:
+    _, opened = client(served)
+    for body in ({}, {"score": 1}, {"score": False}):
+        found = error_of(post(served, opened, "/end", body))
+        text = 'give {"score": true} or {"failed": "why"}'
+        assert found == (400, "invalid_value", None, text)
+    for failed in ("", 3, False):
+        found = error_of(post(served, opened, "/end", {"failed": failed}))
+        assert found == (400, "invalid_value", "failed", "failed: give the reason as text")
+    status, code, param, text = error_of(post(served, opened, "/end", {"failed": "x" * 70_000}))
+    assert (status, code, param) == (422, "invalid_value", "failed") and text[:8] == "failed: "
+    assert opened.session.state == "open"
+
+
+# ---- limits --------------------------------------------------------------------------------------
+
+
+def test_limits_of_a_session_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = SessionLimits(parallel=1, max_calls=1, context=64, grace_s=7.0)
+    made = Served(limits=limits)
+    try:
+        talk, opened = client(made, max_retries=0)
+        name = opened.session.name
+        opened.session.composing = 1
+        reply = post(made, opened, "/v1/chat/completions", {"messages": GO})
+        assert reply.headers["retry-after"] == "1" and error_of(reply) == (
+            429,
+            "parallel_calls",
+            None,
+            f"session {name} has 1 calls at once, agent.parallel = 1: wait for one of them",
+        )
+        opened.session.composing = 0
+        long = {"messages": [{"role": "user", "content": "x" * 60}]}
+        count = 60 + len("<|im_start|>user\n") - 11 + len("\nassistant\n")
+        status, code, param, text = error_of(post(made, opened, "/v1/chat/completions", long))
+        assert (status, code, param) == (400, "context_length_exceeded", "messages")
+        assert text.startswith(
+            "This model's maximum context length is 64 tokens, prompt and answer "
+            "(generator.context = 64), but the prompt has "
+        ) and text.endswith(": shorten the history")
+        assert 64 <= int(text.split()[-4].rstrip(":")) <= count + 20
+        empty = error_of(post(made, opened, "/v1/completions", {"prompt": ""}))
+        assert empty == (400, "empty_prompt", None, "the prompt has no token: send some text")
+        talk.chat.completions.create(model="policy", messages=GO)  # type: ignore[call-overload]
+        found = error_of(post(made, opened, "/v1/messages", {"messages": GO, "max_tokens": 1}))
+        text = f"session {name} has reached agent.max_calls: send its reward within 7 s"
+        assert found == (400, "session_limit", None, text)
+        assert opened.session.refusals.count == 4
+    finally:
+        made.close()
+
+
+# ---- bodies --------------------------------------------------------------------------------------
+
+
+def test_bodies_of_reports_are_objects_of_finite_numbers() -> None:
+    assert web._json(b"") == {} and web._json(b'{"a": NaN}')["a"] != web._json(b'{"a": 1}')["a"]
+    for body in (b"{", b"\xff", b'{"a": "\\ud800"}', b"[" * 100_000):
+        status, code, param, text = refused(web._json, body)
+        assert (status, code, param) == (400, "invalid_json", None)
+        assert text.startswith("the body is not JSON: ")
+    text = "the body is not a JSON object"
+    assert refused(web._json, b"[]") == (400, "invalid_json", None, text)
+    assert [web._parse_count(text) for text in ("0", "9" * 18, "1" * 19, "-1", "٣", "", "1.0")] == [
+        *(0, 10**18 - 1, None, None, None, None, None)
+    ]
+    assert web._parse_number(2, "a") == 2.0 and web._parse_number(-0.5, "a") == -0.5
+    assert web._parse_number(10**400, "a", finite=False) == math.inf
+    for value in (10**400, math.inf, math.nan):
+        text = "a: give a finite number"
+        assert refused(web._parse_number, value, "a") == (422, "invalid_value", "a", text)
+    assert web._numbers(None, "p") == {} and web._numbers({"x": 1}, "p") == {"x": 1.0}
+    assert math.isinf(web._numbers({"x": math.inf}, "p")["x"])
+    text = "the body has more than 9 bytes"
+    found = web._too_large(9)
+    assert (found.status, found.code, str(found)) == (413, "body_too_large", text)
+
+
+class Streamed:
+    """A request whose body comes in parts, or never."""
+
+    def __init__(self, *parts: bytes, length: str | None = None, ends: bool = True) -> None:
+        self.parts = parts
+        self.headers = {} if length is None else {"content-length": length}
+        self.ends = ends
+
+    async def stream(self) -> Any:
+        for part in self.parts:
+            yield part
+        if not self.ends:
+            await asyncio.Event().wait()
+
+
+def test_a_body_is_read_up_to_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(*parts: bytes, most: int = 4, **more: Any) -> bytes:
+        return asyncio.run(web.read_body(Streamed(*parts, **more), most))  # type: ignore[arg-type]
+
+    assert read(b"ab", b"cd") == b"abcd" == read(b"abcd", length="4")
+    large = (413, "body_too_large", None, "the body has more than 4 bytes")
+    assert refused(read, b"ab", b"cde") == large == refused(read, b"", length="5")
+    monkeypatch.setattr(web, "BODY_S", 0.01)
+    late = (408, "body_late", None, "the body took over 0.01 s")
+    assert refused(read, b"a", ends=False) == late
+
+
+def test_a_gateway_that_fails_says_how(served: Served) -> None:
+    _, opened = client(served)
+
+    def say(call: Any) -> str:
+        raise RuntimeError("no engine")
+
+    served.service.say = say
+    reply = post(served, opened, "/v1/chat/completions", {"messages": GO})
+    assert reply.status_code == 500 and reply.json()["error"]["code"] == "gateway"
+    assert "RuntimeError: no engine" in reply.json()["error"]["message"]
+    reply = post(served, opened, "/v1/messages", {"messages": GO, "max_tokens": 2})
+    assert reply.json()["type"] == "error" and reply.json()["error"]["type"] == "server_error"
+    body = {"messages": GO, "max_tokens": 2, "stream": True}
+    event, data = post(served, opened, "/v1/messages", body).text.splitlines()[-3:-1]
+    assert event == "event: error" and json.loads(data.removeprefix("data: "))["type"] == "error"
+    *_, data, _ = post(served, opened, "/v1/chat/completions", body).text.splitlines()
+    assert json.loads(data.removeprefix("data: ")).keys() == {"error"}
+    reply = post(served, opened, "/v1/messages/count_tokens", {"messages": GO, "max_tokens": 2})
+    assert set(reply.json()) == {"input_tokens"}
