@@ -84,7 +84,7 @@ class EnvironmentSource(SessionSource):
             if event.kind == "lost":
                 self.restart_episode(episode)
             elif event.kind == "failed":
-                episode.session.fail(event.why, time.monotonic())
+                episode.session.fail(event.why)
             else:
                 self.on_event(episode, event)
 
@@ -126,7 +126,7 @@ class EnvironmentSource(SessionSource):
             if error.code in ("session_limit", TOO_LONG):
                 self.end_at_limit(episode)
             else:
-                session.fail(str(error), now)
+                session.fail(str(error))
             return
         self.gateway.ask(episode, call)
 
@@ -135,7 +135,7 @@ class EnvironmentSource(SessionSource):
     ) -> None:
         session = episode.session
         if failed:
-            session.fail(f"a generator cannot sample its call: {failed}", time.monotonic())
+            session.fail(f"a generator cannot sample its call: {failed}")
         if session.state != "open":
             return
         if node is None or session.limit:
@@ -155,7 +155,7 @@ class EnvironmentSource(SessionSource):
         session = episode.session
         session.shortened = True
         if self.agent.at_limit == "fail":
-            session.fail(f"it reached agent.{session.limit or 'context'}", time.monotonic())
+            session.fail(f"it reached agent.{session.limit or 'context'}")
         elif self.states[episode.number].pays:
             self.states[episode.number].doing = "its get_reward"
             self.pool.step(EnvironmentOperation(episode.number, "score"))
@@ -175,7 +175,7 @@ class EnvironmentSource(SessionSource):
         try:
             session.reward(state.reward, state.parts, calls, now=now)
         except CallRefused as refused:
-            session.fail(f"its environment's rewards cannot be used: {refused}", now)
+            session.fail(f"its environment's rewards cannot be used: {refused}")
 
     def judge(self, episode: Episode) -> None:
         """Have the config's reward score the last answer, unless the session has ended."""

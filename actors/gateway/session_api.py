@@ -263,7 +263,7 @@ class SessionApi(SessionSource):
                 self.unacked[key] = opened
             else:
                 opened.file.remove()
-        session.fail("its ticket has expired: the learner was restarted", self.current_time())
+        session.fail("its ticket has expired: the learner was restarted")
         for call in session.open_calls.values():
             answer = self.answers.pop(call, None)
             if answer is not None and not answer.done():

@@ -641,9 +641,9 @@ class Session:
             self._cut_all()
         if self.limit:
             if now >= self._grace_over():
-                self.fail(f"agent.{self.limit} was reached and no reward came", now)
+                self.fail(f"agent.{self.limit} was reached and no reward came")
         elif now >= self._idle_over():
-            self.fail(f"no call and no beat for agent.idle_s = {self.limits.idle_s:g} s", now)
+            self.fail(f"no call and no beat for agent.idle_s = {self.limits.idle_s:g} s")
 
     def next_tick(self) -> float:
         """The next time at which `tick` acts."""
@@ -762,7 +762,7 @@ class Session:
         if self.state == "judging":
             self.state, self.outcome = "ended", outcome
 
-    def fail(self, why: str, now: float) -> None:
+    def fail(self, why: str) -> None:
         """End the session without a reward; `why` is the reason that is logged."""
         if self.state != "ended":
             self.state, self.outcome = "ended", SessionOutcome(0.0, {}, why)

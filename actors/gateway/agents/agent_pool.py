@@ -130,14 +130,14 @@ class AgentPool(WorkerPool[_AgentProcess, SessionResult]):
             if session.state != "open":
                 return
             if session.limit and self.agent.at_limit == "fail":
-                session.fail(f"it reached agent.{session.limit}", now)
+                session.fail(f"it reached agent.{session.limit}")
             elif result.kind == "scored" or (result.scored and session.limit):
                 session.shortened |= result.truncated
                 session.reward(result.reward, result.parts, now=now)
             elif result.kind == "judge" or session.limit:
                 session.judge(now)
             else:
-                session.fail(f"the agent {result.why}", now)
+                session.fail(f"the agent {result.why}")
         except CallRefused:  # its time ran out meanwhile
             pass
         finally:
@@ -163,7 +163,7 @@ class AgentPool(WorkerPool[_AgentProcess, SessionResult]):
             if session.state != "open":
                 continue
             if reason:
-                session.fail(f"the agent failed: {reason}", self.sessions.current_time())
+                session.fail(f"the agent failed: {reason}")
                 self.sessions.on_change(session)
             else:
                 self.sessions.requeue(player.opened)

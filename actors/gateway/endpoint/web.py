@@ -267,7 +267,7 @@ class WebApp:
                 raise CallRefused(422, "invalid_value", f"failed: {error}", "failed") from error
             if session.outcome is not None and not session.outcome.failed:
                 raise CallRefused(422, "session_scored", f"session {session.name} has a reward")
-            session.fail(failed, self.service.current_time())
+            session.fail(failed)
         elif given.get("score") is True:
             session.judge(self.service.current_time())
         else:

@@ -30,7 +30,7 @@ class SingleCompletions(SessionSource):
                 try:
                     call = session.place_ids(session.own_prompt, now=now)
                 except CallRefused as refused:  # a prompt that is empty or too long
-                    session.fail(str(refused), now)
+                    session.fail(str(refused))
                 else:
                     self.gateway.ask(episode, call)
 
@@ -39,9 +39,9 @@ class SingleCompletions(SessionSource):
     ) -> None:
         session, now = episode.session, time.monotonic()
         if failed:
-            session.fail(f"a generator cannot sample it: {failed}", now)
+            session.fail(f"a generator cannot sample it: {failed}")
         elif node is None:  # cut before its first token
-            session.fail(f"agent.{session.limit or 'deadline_s'} ended it", now)
+            session.fail(f"agent.{session.limit or 'deadline_s'} ended it")
         elif session.state == "open" and session.judge(now):
             self.gateway.submit(episode)
 

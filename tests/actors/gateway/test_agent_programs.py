@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from actors.gateway.agents import agent_programs
+from actors.gateway.agents.agent_log import AgentLog
 from actors.gateway.agents.agent_programs import (
     KEPT_BYTES,
     MODEL_VARIABLES,
@@ -353,6 +354,14 @@ def test_other_programs_go_on_when_one_ends(playing: Any, tmp_path: Path) -> Non
     (tmp_path / "go").touch()
     found.until(lambda: len(found.results()) == 2)
     assert {result.kind for result in found.results()} == {"scored"}
+
+
+def test_a_head_that_is_no_text_is_logged_with_a_mark(tmp_path: Path) -> None:
+    log = AgentLog(tmp_path / "agent.log")
+    log.write("half \udcff", b"a", b"", b"b\n")
+    log.write("next")
+    assert (tmp_path / "agent.log").read_bytes() == b"--- half ?\na\nb\n--- next\n"
+    assert (tmp_path / "agent.log").stat().st_mode & 0o777 == 0o600
 
 
 # ---- stopping ------------------------------------------------------------------------------------

@@ -6,7 +6,10 @@ from __future__ import annotations
 
 import re
 import time
+from collections import deque
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -86,6 +89,34 @@ def test_a_process_is_told_what_it_plays(monkeypatch: pytest.MonkeyPatch) -> Non
     assert pool.named == "part a"
     EnvironmentPool(AgentConfig(env="m:E"))
     assert made[-1][0].opponents == []
+
+
+def test_a_session_begins_in_the_process_with_the_fewest() -> None:
+    pool = EnvironmentPool.__new__(EnvironmentPool)
+    pool.places = {}
+
+    def process(*sessions: int) -> Any:
+        sent: list[Any] = []
+        return SimpleNamespace(
+            sessions={*sessions},
+            asked=deque([(9, "step")]),
+            ready=True,
+            sent=sent,
+            send=sent.append,
+        )
+
+    pool.workers = [process(1, 2), process(3), process(4, 5)]
+    for session, place in ((6, 1), (7, 0), (8, 1)):
+        pool.reset(reset(session))
+        assert (
+            pool.places[session] is pool.workers[place] and session in pool.places[session].sessions
+        )
+        assert pool.places[session].sent[-1] == [reset(session)]
+        assert pool.places[session].asked[-1] == (session, "reset")
+    pool.end(6)
+    pool.end(6)
+    assert 6 not in pool.workers[1].sessions and 6 not in pool.places
+    assert pool.workers[1].sent[2:] == [[EnvironmentOperation(6, "end")]]
 
 
 def test_sessions_share_a_process_and_nothing_else(drive: EnvironmentPool) -> None:

@@ -88,6 +88,12 @@ def test_a_sessions_calls_stay_with_the_generator_that_drew_the_last() -> None:
     before = len(b.last_generator)
     answered(50)
     assert len(b.last_generator) == before and (7, 1) in b.last_generator
+    while len(b.last_generator) >= REMEMBERED:
+        del b.last_generator[next(iter(b.last_generator))]
+    b.submit(of(51, ticket=8))
+    sent(b)
+    answered(51)
+    assert len(b.last_generator) == REMEMBERED
 
 
 def test_a_call_is_answered_once() -> None:
@@ -199,6 +205,7 @@ def turn(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-d
         "task": {"name": "sort"},
         "generator": {"slots": 4, "max_new_tokens": 4, "context": 32},
         "agent": {"env": "x:y"},
+        "reward": {"function": "of_another_machine:reward"},
     }
     config = load.build(raw)
     made = CallTurn(config, engine_for(config))
@@ -362,6 +369,10 @@ def test_assignments_of_this_session_are_taken_and_reported(turn) -> None:  # ty
     assert len(served.socket.sent) == 2
     served.send_report(100.0 + SAY_S, 5)
     assert served.socket.sent[2:] == [msgspec.structs.replace(report, slots=5)]
+
+
+def test_a_generator_of_calls_starts_no_reward_process(turn) -> None:  # type: ignore[no-untyped-def]
+    assert not turn.rewards.processes and turn.samples_to_request() == 0
 
 
 def test_what_a_generator_holds_is_the_calls_alone(turn) -> None:  # type: ignore[no-untyped-def]

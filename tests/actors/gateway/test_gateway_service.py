@@ -477,7 +477,7 @@ def test_an_environment_that_answers_as_its_time_runs_out_ends_no_gateway(
     w = world()
     w.take(w.ticket())
     (episode,) = w.gateway.episodes.values()
-    episode.session.fail("its time ran out", time.monotonic())
+    episode.session.fail("its time ran out")
     source = w.gateway.source
     assert isinstance(source, EnvironmentSource)
     source.score(episode)
@@ -644,6 +644,20 @@ def test_what_an_answer_asks_of_its_environment() -> None:
     assert describe_request({"tool_calls": calls}) == "its tool add, se\\x1barch"
     assert describe_request({"content": "x"}) == describe_request(None)
     assert describe_request(None) == "the step of its environment"
+
+
+def test_the_router_s_clock_is_the_gateway_s() -> None:
+    gateway = service.Gateway.__new__(service.Gateway)
+    ticks: list[float] = []
+    gateway.ticked, gateway.episodes = 100.0, {}
+    gateway.router = SimpleNamespace(tick=ticks.append)  # type: ignore[assignment]
+    for now in (100.0 + service.TICK_S, 101.0, 101.0 + service.TICK_S, 102.0):
+        gateway.tick(now)
+    assert ticks == [101.0, 102.0]
+
+
+def test_an_environment_that_pays_needs_no_reward_process(world: Callable[..., World]) -> None:
+    assert world().gateway.rewards is None
 
 
 def test_its_numbers_are_its_rewards_and_how_long_sessions_take(

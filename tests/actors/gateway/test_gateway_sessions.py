@@ -472,8 +472,8 @@ def test_judged_by_the_run_or_failed() -> None:
     made.on_judged(SessionOutcome(0.5, {}))
     assert made.complete and not made.judge(now=2.0)
     lost = session()
-    lost.fail("the agent exited with 1", now=0.0)
-    lost.fail("again", now=0.0)
+    lost.fail("the agent exited with 1")
+    lost.fail("again")
     assert lost.outcome == SessionOutcome(0.0, {}, "the agent exited with 1")
     for speak in (lost.judge, lambda now: lost.reward(1.0, now=now)):
         with pytest.raises(CallRefused) as caught:

@@ -403,7 +403,7 @@ def test_a_function_that_does_not_stop_loses_its_process_and_the_others_begin_ag
     before = world.begun(other)
     assert before.first
     process = world.pushing.workers[0].process.pid
-    hangs.session.fail("the learner was started again", world.door.current_time())
+    hangs.session.fail("the learner was started again")
     until(lambda: world.turn() or world.pushing.workers[0].process.pid != process)
     again = until(lambda: world.begun(other) is not before and world.begun(other))
     assert not again.first and again.key != before.key and before.session.outcome.failed
