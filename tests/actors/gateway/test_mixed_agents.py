@@ -35,8 +35,6 @@ from asyncrl.records.rundir import buffer_address
 from asyncrl.supervise import live
 from asyncrl.tasks.calc import CalcTask
 
-pytestmark = pytest.mark.slow
-
 WAIT_S = 1800.0
 PLAY = "asyncrl.tasks.calc:Calculator"
 PARTS = f"""task.mixture=[
@@ -176,6 +174,7 @@ def test_failures_are_counted_and_named_by_task(gateway: Any) -> None:
 # ---- a run ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_keeps_its_shares_when_its_gateway_is_killed(model: Path, tmp_path: Path) -> None:
     steps = 8
     sets = (

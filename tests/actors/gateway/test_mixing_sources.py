@@ -1,0 +1,355 @@
+"""Sources of sessions without processes: the sources of a mixture's parts, single completions, and
+the rows of an environment.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from actors.gateway.environment_sessions import EnvironmentSource
+from actors.gateway.hubs import prompt_files
+from actors.gateway.mixing import mixed_sources
+from actors.gateway.mixing.mixed_sources import MixedSource
+from actors.gateway.mixing.single_completions import SingleCompletions
+from actors.gateway.session_source import WaitCause
+from actors.gateway.sessions import CallRefused
+from asyncrl.config import load
+from asyncrl.config.agents import AgentConfig
+from asyncrl.config.tree import Config, TaskConfig
+from asyncrl.contract.errors import ConfigError
+
+
+class Recorder:
+    """A source that notes what it is asked."""
+
+    def __init__(self, gateway: Any, part: Any, wanted: int = 0) -> None:
+        self.gateway, self.part, self.wanted = gateway, part, wanted
+        self.asked: list[tuple[Any, ...]] = []
+        self.wires = [f"wire of {part}"]
+
+    def count_wanted(self) -> int:
+        return self.wanted
+
+    def __getattr__(self, name: str) -> Any:
+        def note(*given: Any) -> str:
+            self.asked.append((name, *given))
+            return f"{name} of {self.part}"
+
+        return note
+
+
+def grant(part: str, waiting: int) -> Any:
+    return SimpleNamespace(ticket=SimpleNamespace(part=part), waiting=[0] * waiting)
+
+
+@pytest.fixture
+def mixed(monkeypatch: pytest.MonkeyPatch) -> MixedSource:
+    """A part with an environment, one with single completions and two over HTTP."""
+    monkeypatch.setattr(mixed_sources, "EnvironmentSource", Recorder)
+    monkeypatch.setattr(mixed_sources, "SingleCompletions", Recorder)
+    agents = {
+        "play": SimpleNamespace(http=False, uses_sessions=True),
+        "": SimpleNamespace(http=False, uses_sessions=False),
+        "ask": SimpleNamespace(http=True, uses_sessions=True),
+        "serve": SimpleNamespace(http=True, uses_sessions=True),
+    }
+    gateway = SimpleNamespace(
+        agents=agents, held={}, free_sessions=5, part_of=lambda ticket: ticket.part
+    )
+    return MixedSource(gateway, lambda *given: Recorder(*given))  # type: ignore[arg-type]
+
+
+def test_every_part_has_its_source(mixed: MixedSource) -> None:
+    local, http = mixed.local, mixed.http
+    assert [(part, source.part) for part, source in local.items()] == [("play", "play"), ("", "")]
+    assert all(source.gateway is mixed.gateway for source in mixed.sources)
+    assert http is not None and http.part == ["ask", "serve"]
+    assert mixed.sources == [local["play"], local[""], http]
+    assert mixed.wires == ["wire of play", "wire of ", "wire of ['ask', 'serve']"]
+    alone = MixedSource(mixed.gateway, None)
+    assert alone.http is None and len(alone.sources) == 2
+
+
+def test_kinds_of_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[str, str]] = []
+    for kind in (EnvironmentSource, SingleCompletions):
+        name = kind.__name__
+
+        def make(gateway: Any, part: str, name: str = name) -> None:
+            made.append((name, part))
+
+        monkeypatch.setattr(mixed_sources, name, make)
+    agents = {
+        "a": SimpleNamespace(http=False, uses_sessions=True),
+        "b": SimpleNamespace(http=False, uses_sessions=False),
+    }
+    MixedSource(SimpleNamespace(agents=agents), None)  # type: ignore[arg-type]
+    assert made == [("EnvironmentSource", "a"), ("SingleCompletions", "b")]
+
+
+def test_as_many_samples_are_wanted_as_have_room_or_wait(mixed: MixedSource) -> None:
+    gateway: Any = mixed.gateway
+    http: Any = mixed.http
+    assert mixed.count_wanted() == 5
+    http.wanted = 4
+    assert mixed.count_wanted() == 9
+    # samples that wait have their room already: of a part here, of one over HTTP
+    gateway.held = {1: grant("play", 2), 2: grant("ask", 3), 3: grant("", 1)}
+    assert mixed.count_wanted() == 6 + (5 - 3) + (4 - 3)
+    gateway.held = {1: grant("play", 7), 2: grant("serve", 6)}
+    assert mixed.count_wanted() == 13, "none has room beyond"
+    mixed.http = None
+    gateway.held = {}
+    assert mixed.count_wanted() == 5
+    mixed.local.clear()
+    assert mixed.count_wanted() == 0
+
+
+def test_each_question_goes_to_the_source_of_its_part(mixed: MixedSource) -> None:
+    local: Any = mixed.local
+    http: Any = mixed.http
+    session = SimpleNamespace(ticket=SimpleNamespace(part="play"))
+    episode: Any = SimpleNamespace(session=session)
+    mixed.on_answer(episode, "call", "node", "")  # type: ignore[arg-type]
+    mixed.on_drop(episode)
+    mixed.on_resume(session)  # type: ignore[arg-type]
+    mixed.on_deliver(session)  # type: ignore[arg-type]
+    assert mixed.explain_wait(episode, "limit", 1.0, 2.0) == "explain_wait of play"
+    assert local["play"].asked == [
+        ("on_answer", episode, "call", "node", ""),
+        ("on_drop", episode),
+        ("on_resume", session),
+        ("on_deliver", session),
+        ("explain_wait", episode, "limit", 1.0, 2.0),
+    ]
+    assert mixed.explain_queue("serve") == "explain_queue of ['ask', 'serve']"
+    assert http.asked == [("explain_queue", "serve")] and local[""].asked == []
+    for name in ("open_sessions", "poll", "on_report", "close"):
+        getattr(mixed, name)()
+        assert all(source.asked[-1] == (name,) for source in (local["play"], local[""], http))
+
+
+# ---- single completions --------------------------------------------------------------------------
+
+
+class Session:
+    own_prompt = "ids"
+
+    def __init__(self) -> None:
+        self.state, self.limit = "open", ""
+        self.events: list[tuple[Any, ...]] = []
+        self.refused: CallRefused | None = None
+        self.judged = True
+
+    def place_ids(self, ids: Any, *, now: float) -> str:
+        assert now > 0
+        if self.refused is not None:
+            raise self.refused
+        return f"call of {ids}"
+
+    def fail(self, why: str) -> None:
+        self.events.append(("failed", why))
+
+    def judge(self, now: float) -> bool:
+        assert now > 0
+        self.events.append(("judged",))
+        return self.judged
+
+
+class Gateway:
+    def __init__(self) -> None:
+        self.config = SimpleNamespace(agent=SimpleNamespace(sessions=3))
+        self.free_sessions = 3
+        self.grants = [SimpleNamespace(waiting=[0, 1]), SimpleNamespace(waiting=[4, 5])]
+        self.begun: list[tuple[int, bool]] = []
+        self.asked: list[tuple[Any, str]] = []
+        self.submitted: list[Any] = []
+        self.refused: dict[int, CallRefused] = {}
+
+    def waiting_tickets(self, parts: set[str]) -> Any:
+        assert parts == {"sort"}
+        return self.grants
+
+    def begin_episode(self, grant: Any, sample: int, *, first: bool) -> Any:
+        self.free_sessions -= 1
+        self.begun.append((sample, first))
+        session = Session()
+        session.refused = self.refused.get(sample)
+        return SimpleNamespace(session=session, sample=sample)
+
+    def ask(self, episode: Any, call: str) -> None:
+        self.asked.append((episode.sample, call))
+
+    def submit(self, episode: Any) -> None:
+        self.submitted.append(episode)
+
+
+def test_single_completions_are_calls_of_their_own() -> None:
+    gateway = Gateway()
+    gateway.refused[1] = CallRefused(400, "empty_prompt", "the prompt has no token")
+    source = SingleCompletions(gateway, "sort")  # type: ignore[arg-type]
+    assert source.count_wanted() == 3
+    source.open_sessions()
+    assert gateway.begun == [(0, True), (1, True), (4, True)]
+    assert gateway.asked == [(0, "call of ids"), (4, "call of ids")]
+    assert [grant.waiting for grant in gateway.grants] == [[], [5]] and source.count_wanted() == 0
+    assert source.explain_queue("sort") == WaitCause("place", "a place: agent.sessions = 3")
+
+
+@pytest.mark.parametrize(
+    ("node", "failed", "state", "limit", "judged", "events", "submits"),
+    [
+        (
+            "node",
+            "no",
+            "open",
+            "",
+            True,
+            [("failed", "a generator cannot sample it: no")],
+            False,
+        ),
+        (None, "", "open", "", True, [("failed", "agent.deadline_s ended it")], False),
+        (None, "", "open", "max_tokens", True, [("failed", "agent.max_tokens ended it")], False),
+        ("node", "", "open", "", True, [("judged",)], True),
+        ("node", "", "open", "", False, [("judged",)], False),
+        ("node", "", "ended", "", True, [], False),
+    ],
+)
+def test_what_becomes_of_a_single_completion(
+    node: Any, failed: str, state: str, limit: str, judged: bool, events: Any, submits: bool
+) -> None:
+    gateway = Gateway()
+    source = SingleCompletions(gateway, "sort")  # type: ignore[arg-type]
+    session = Session()
+    session.state, session.limit, session.judged = state, limit, judged
+    episode: Any = SimpleNamespace(session=session)
+    source.on_answer(episode, "call", node, failed)  # type: ignore[arg-type]
+    assert session.events == events and gateway.submitted == [episode] * submits
+    source.on_drop(episode)
+    wait = source.explain_wait(episode, "agent.deadline_s", 2.0, 1.0)
+    assert wait == WaitCause("reward", "the reward of its answer", "agent.deadline_s", 2.0)
+
+
+# ---- the rows of an environment ------------------------------------------------------------------
+
+ENV = AgentConfig(env="verifiers:words", args={"seed": 4}, python="/opt/python")
+
+
+@pytest.fixture
+def examined(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the program `examine` is started with, and what it answers."""
+    state: dict[str, Any] = {"counts": {"train": 2, "eval": 0}, "err": "", "argv": []}
+
+    def run(argv: list[str], **how: Any) -> Any:
+        if isinstance(state["counts"], OSError):
+            raise state["counts"]
+        state["argv"].append(argv)
+        assert how == {
+            **{"capture_output": True, "text": True, "check": False},
+            "stdin": subprocess.DEVNULL,
+        }
+        folder = Path(argv[-1])
+        for split, count in (state["counts"] or {}).items():
+            if split != "error":
+                (folder / f"{split}.jsonl").write_text(f"{split}\n" * count)
+        out = "" if state["counts"] is None else json.dumps(state["counts"])
+        return SimpleNamespace(stdout=out, stderr=state["err"], returncode=3)
+
+    monkeypatch.setattr(prompt_files.subprocess, "run", run)
+    return state
+
+
+def test_an_environments_rows_become_the_tasks_files(
+    examined: dict[str, Any], tmp_path: Path
+) -> None:
+    task = prompt_files.with_rows(TaskConfig(name="env"), ENV, tmp_path)
+    assert Path(task.prompts).read_text() == "train\n" * 2 and task.heldout == ""
+    assert Path(task.prompts).is_relative_to(tmp_path)
+    (argv,) = examined["argv"]
+    assert argv[0] == "/opt/python" and argv[-4:-1] == [
+        *("actors.gateway.hubs.examine", "verifiers:words", '{"seed": 4}')
+    ]
+    assert not Path(argv[-1]).exists(), "the temporary folder is removed"
+    examined["counts"] = {"train": 1, "eval": 3}
+    task = prompt_files.with_rows(TaskConfig(name="env"), ENV, tmp_path)
+    assert Path(task.heldout).read_text() == "eval\n" * 3
+    kept = prompt_files.with_rows(TaskConfig(name="env", heldout="mine"), ENV, tmp_path)
+    assert kept.heldout == "mine" and kept.prompts == task.prompts
+    examined["counts"] = {"train": 0, "eval": 3}
+    with pytest.raises(ConfigError) as error:
+        prompt_files.with_rows(TaskConfig(name="env"), ENV, tmp_path)
+    assert str(error.value) == "agent.env = verifiers:words: it has no training data set"
+
+
+def test_an_environment_that_cannot_be_examined_says_why(
+    examined: dict[str, Any], tmp_path: Path
+) -> None:
+    def why() -> str:
+        with pytest.raises(ConfigError) as error:
+            prompt_files.examine(ENV, tmp_path)
+        return str(error.value)
+
+    examined["counts"] = {"error": "no such environment"}
+    assert why() == "no such environment"
+    examined["counts"], examined["err"] = None, "first\n\nlast\x1b\n  \n"
+    assert why() == "agent.env = verifiers:words: its process ended: last\\x1b"
+    examined["err"] = ""
+    assert why() == "agent.env = verifiers:words: its process ended: exit code 3"
+    examined["counts"] = FileNotFoundError(2, "No such file or directory")
+    assert why() == (
+        "agent.python: /opt/python cannot be started: No such file or directory; give the path of "
+        "a Python of 3.11 or newer"
+    )
+    examined["counts"] = {"train": 5}
+    assert prompt_files.examine(ENV, tmp_path) == {"train": 5}
+    here = AgentConfig(env="verifiers:words")
+    assert prompt_files.examine(here, tmp_path) == {"train": 5}
+    assert examined["argv"][-1][0] == sys.executable
+
+
+def loaded(**task: Any) -> Config:
+    plain = load.build({"model": {"path": "m"}, "task": {"name": "sort"}})
+    changed = msgspec.structs.replace(plain.task, **task)
+    return msgspec.structs.replace(plain, task=changed, agent=ENV)
+
+
+def test_a_config_gets_the_files_of_its_environments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def rows(task: Any, agent: AgentConfig, folder: Path) -> Any:
+        asked.append((agent, folder))
+        return msgspec.structs.replace(task, prompts="rows")
+
+    monkeypatch.setattr(prompt_files, "with_rows", rows)
+    for config in (loaded(), loaded(name="env", prompts="mine")):
+        assert prompt_files.with_prompt_files(config) is config
+    config = loaded(name="env")
+    found = prompt_files.with_prompt_files(config)
+    assert found.task.prompts == "rows" and found.agent is ENV
+    folder = Path(config.runs) / prompt_files.FOLDER
+    assert asked == [(ENV, folder)]
+    parts = [
+        {"name": "env", "label": "a", "agent": {"env": "verifiers:words"}},
+        {"name": "env", "label": "b"},
+        {"name": "env", "label": "c", "prompts": "mine"},
+        {"name": "sort"},
+    ]
+    task = msgspec.convert({"name": "mixture", "mixture": parts}, type(config.task))
+    mixture = msgspec.structs.replace(config, task=task)
+    found = prompt_files.with_prompt_files(mixture)
+    assert [part.prompts for part in found.task.mixture] == ["rows", "rows", "mine", ""]
+    assert [agent.env for agent, _ in asked[1:]] == ["verifiers:words"] * 2
+    assert asked[1][0].args == {} and asked[2] == (ENV, folder) and found.task.name == "mixture"
+    few = msgspec.structs.replace(task, mixture=task.mixture[2:])
+    mixture = msgspec.structs.replace(config, task=few)
+    assert prompt_files.with_prompt_files(mixture) is mixture
