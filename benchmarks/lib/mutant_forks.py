@@ -87,6 +87,7 @@ class Child:
     pid: int
     directory: Path
     what: Any
+    asleep_s: float = START_S
     began: float = field(default_factory=monotonic)
     next_check: float = 0.0
 
@@ -112,7 +113,7 @@ class Child:
         if now < self.next_check:
             return False
         self.next_check = now + CHECK_S
-        _, began, awake_before, limit = self.running or ("", self.began, 0.0, START_S)
+        _, began, awake_before, limit = self.running or ("", self.began, 0.0, self.asleep_s)
         try:
             asleep = now - began - (awake_seconds(self.pid) - awake_before)
         except OSError:
@@ -121,14 +122,20 @@ class Child:
         return asleep > limit * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
-def fork(what: Any, work: Path, cpu_s: float, act: Callable[[Path], dict[str, Any]]) -> Child:
+def fork(
+    what: Any,
+    work: Path,
+    cpu_s: float,
+    act: Callable[[Path], dict[str, Any]],
+    asleep_s: float = START_S,
+) -> Child:
     """Run `act(directory)` in a fork, with processor time of `cpu_s` seconds at most.
 
-    What it returns is written down for `reap`."""
+    What it returns is written down for `reap`.  asleep_s: where no test has limits of its own."""
     directory = Path(tempfile.mkdtemp(dir=work))
     pid = os.fork()
     if pid:
-        return Child(pid, directory, what)
+        return Child(pid, directory, what, asleep_s)
     code = 1
     try:
         end_with_parent()

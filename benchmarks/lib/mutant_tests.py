@@ -31,6 +31,7 @@ KEPT = ROOT / ".pytest_cache" / "mutants"
 KILLERS = "killers.json"  # in KEPT: path -> function -> test -> mutants that it has killed
 PROJECT = ("asyncrl", "actors", "buffer", "learner")
 SLOW_S = 3.0  # a test that takes longer has no place in a fork per mutant
+MEASURE_S = 300.0  # of a test file, at most: processor time, or asleep beside its own processes
 FIRST = 8  # tests that have killed mutants of the function, or of the file, and come first
 
 
@@ -332,7 +333,8 @@ def baseline(
         elif end and monotonic() > end:
             base.unmeasured.append(t)
         else:
-            running.append(mutant_forks.fork(t, work, 300, lambda d, t=t: measure(session, t, d)))
+            act = functools.partial(measure, session, t)
+            running.append(mutant_forks.fork(t, work, MEASURE_S, act, MEASURE_S))
             if len(running) >= workers:
                 collect()
     while running:

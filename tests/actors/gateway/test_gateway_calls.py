@@ -10,6 +10,7 @@ import pytest
 from gateway_calls_kit import AT, call
 
 from actors.engine import CompletionRequest, uniforms
+from actors.gateway import call_router
 from actors.gateway.call_router import REMEMBERED, CallRouter
 from asyncrl.contract import messages as m
 from asyncrl.contract.sampled_support import SampledSupport
@@ -156,6 +157,19 @@ def test_a_cut_call_is_told_to_its_generator_and_one_that_waits_is_over() -> Non
     one.submit(call(2))
     assert one.cancel(2)
     assert sent(one) == {}  # it is in no queue any more
+
+
+def test_more_generators_than_a_gateway_serves_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(call_router, "MOST_GENERATORS", 2)
+    two = board("a", "b")
+    assert two.on_report(b"c", said("c", 1, []), 1.0) == m.Refusal(
+        "c is refused: this gateway has 2 generators", 2
+    )
+    assert two.on_report(b"a", said("a", 1, []), 1.0) is None, "a known one goes on"
+    assert two.on_report(b"a", said("a", 2, []), 1.0) is None, "also when it was started anew"
+    assert sorted(two.generators) == ["a", "b"] and two.generators["a"].session == 2
 
 
 def test_another_runs_generator_is_refused() -> None:

@@ -22,6 +22,7 @@ from gateway_service_kit import AT, Wire
 
 from actors.gateway import http_gateway, service
 from actors.gateway.session_api import SessionApi
+from actors.gateway.session_source import WaitCause
 from actors.gateway.sessions import CallRefused
 from asyncrl.config.agents import AgentConfig
 from asyncrl.config.tree import Config
@@ -50,6 +51,29 @@ def test_the_config_says_what_clients_may_ask_for(config: Config, tmp_path: Path
         assert getattr(policy, key) == getattr(agent, key) != getattr(AgentConfig(), key)
     assert policy.stops == {*gateway.stops} and policy.stops
     assert policy.vocabulary == gateway.vocabulary > 0  # ids of the token route lie below it
+
+
+def test_what_sessions_over_http_wait_for(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "run_id").write_text("run")
+    gateway = service.Gateway(config, tmp_path, source=SessionApi)
+    door = sessions_of(gateway)
+    try:
+        harness = "a harness to lease it (RUN/agent.url, RUN/agent.key)"
+        assert door.explain_queue("") == WaitCause("agent", harness)
+        agents = {
+            "its harness: the next call, or its reward": AgentConfig(serve=True),
+            "its program (agent.command): the next call, or its end": AgentConfig(command=["x"]),
+            "its function (agent.function): the next call, or its end": AgentConfig(function="a:b"),
+            "its environment (agent.env): the next call, or its end": AgentConfig(env="a:b"),
+        }
+        for what, agent in agents.items():
+            gateway.agent_of = lambda session, agent=agent: agent  # type: ignore[method-assign,misc]
+            episode: Any = SimpleNamespace(session=None)
+            assert door.explain_wait(episode, "limit", 2.0, 1.0) == WaitCause(
+                "agent", what, "limit", 2.0
+            )
+    finally:
+        gateway.close()
 
 
 def test_leases_calls_and_a_new_life_of_the_learner(config: Config, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from gateway_door_kit import config  # noqa: F401
 import asyncrl
 from actors.gateway import process, service
 from actors.gateway.environment_sessions import EnvironmentSource
+from actors.gateway.mixing.mixed_sources import MixedSource
 from actors.gateway.session_api import SessionApi
 from asyncrl.config.agents import AgentConfig
 from asyncrl.config.tree import Config
@@ -84,6 +85,20 @@ def test_a_signal_ends_the_process_after_its_turn(
     assert kind.closed and kind.warm and kind.turns == 3
     assert kind.by is (SessionApi if either.agent.http else EnvironmentSource)
     assert signal.getsignal(signal.SIGINT) is signal.getsignal(signal.SIGTERM)
+
+
+def test_a_mixture_of_agents_has_a_source_for_each(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = made(monkeypatch, tmp_path, signal.SIGTERM)
+    parts = [
+        {"name": "sort", "label": "a", "agent": {"env": "agent_envs:Talks"}},
+        {"name": "sort", "label": "b"},
+    ]
+    task = msgspec.convert({"name": "mixture", "mixture": parts}, type(config.task))
+    mixture = msgspec.structs.replace(config, task=task, agent=AgentConfig())
+    assert process.main(mixture, tmp_path, 0) is False
+    assert kind.by is MixedSource and kind.closed
 
 
 def test_the_run_s_end_ends_the_process(

@@ -24,6 +24,7 @@ from process_kit import ENV, PATIENT, ROOT, RUN_SEED
 from actors.gateway.mixing.mixed_sources import MixedSource
 from actors.gateway.service import HOPELESS, Gateway
 from actors.gateway.session_api import SessionApi
+from actors.gateway.session_source import WaitCause
 from asyncrl.cli import main
 from asyncrl.config import load
 from asyncrl.contract import messages as m
@@ -150,7 +151,11 @@ def test_each_source_begins_the_sessions_of_its_part(gateway: Any) -> None:
     assert "agent.at_once = 4" in gateway.source.explain_queue("ask").what
     gateway.source.http.starting.add("ask")
     starting = "a process that imports task.mixture: ask: agent.function = mixed_agent:ask to be"
-    assert gateway.source.explain_queue("ask").what.startswith(starting)
+    assert gateway.source.explain_queue("ask") == WaitCause("place", f"{starting} ready")
+    pool = gateway.source.local["play"].pool
+    assert pool.named == gateway.source_name("play") == f"task.mixture: play: agent.env = {PLAY}"
+    room = f"a place: agent.sessions = {gateway.config.agent.sessions}"
+    assert gateway.source.explain_queue("play") == WaitCause("place", room)
     waits = {one.task.split("'")[0]: one for one in gateway.oldest_sessions(time.monotonic())}
     assert waits
 
