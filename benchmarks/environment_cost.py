@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 import sys
 import tempfile
@@ -63,7 +64,7 @@ class Adapter:
                 self.received += 1
             if self.worker.closed:
                 raise RuntimeError("the environment's process has ended")
-            time.sleep(0.001)
+            select.select([self.worker.wire], [], [], 1.0)  # as the gateway waits
         self.received -= count
 
     def order(self) -> None:

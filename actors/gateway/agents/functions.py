@@ -1,9 +1,9 @@
 """Call agent.function, or an environment: `python -m actors.gateway.agents.functions FD PARENT`.
 
-Each session runs in its own thread, since it mostly waits for the model.  Coroutines share one
-event loop, so that a client made in the agent's module serves all sessions.  To stop a session, its
-coroutine is cancelled; a plain function cannot be stopped, and the gateway kills this process if it
-goes on."""
+Coroutines share one event loop, so that a client made in the agent's module serves all sessions.  A
+plain function runs in a thread for each session, since it mostly waits for the model.  To stop a
+session, its coroutine is cancelled; a plain function cannot be stopped, and the gateway kills this
+process if it goes on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,8 @@ from asyncrl.transport.worker_pool import read_frame
 
 MOST_THREADS = 1024  # for blocking calls of coroutines (asyncio.to_thread)
 
+Outcome = tuple[Any, BaseException | None]  # of a function: its value, or what it raised
+
 
 class SharedLoop:
     """The event loop of all coroutines of this process, in its own thread."""
@@ -55,13 +57,13 @@ class SharedLoop:
             with contextlib.suppress(SystemExit, KeyboardInterrupt):
                 self.loop.run_forever()
 
-    def result(self, number: int, awaitable: Awaitable[Any]) -> Any:
-        """Run a session's awaitable in the loop and wait for its result, in another thread.
+    def begin(self, number: int, awaitable: Awaitable[Any]) -> Future[Outcome]:
+        """Begin a session's awaitable in the loop, from another thread.
 
-        Raises what it raises, SystemExit too, and CancelledError after `stop`.
+        The outcome is its value, or what it raised: SystemExit too, CancelledError after `stop`.
         """
 
-        async def catch() -> tuple[Any, BaseException | None]:
+        async def catch() -> Outcome:
             task = asyncio.current_task()
             assert task is not None
             self.tasks[number] = task
@@ -72,10 +74,7 @@ class SharedLoop:
             finally:
                 del self.tasks[number]
 
-        value, error = asyncio.run_coroutine_threadsafe(catch(), self.loop).result()
-        if error is not None:
-            raise error
-        return value
+        return asyncio.run_coroutine_threadsafe(catch(), self.loop)
 
     def stop(self, number: int) -> None:
         """Cancel a session that is a coroutine."""
@@ -109,21 +108,58 @@ def load_player(setup: AgentSetup) -> Callable[..., Any]:
         ) from error
 
 
-def run_session(
-    function: Callable[..., Any], seat: SessionAccess, log: AgentLog, loop: SharedLoop
-) -> SessionResult:
-    """Run one session; any exception of the function fails only this session."""
-    began = time.monotonic()
-    try:
-        value = function(seat.prompt, seat)
-        if inspect.isawaitable(value):
-            value = loop.result(seat.number, value)
-        return value if isinstance(value, SessionResult) else parse_outcome(seat.number, value)
-    except BaseException as error:
-        why = describe_exception(error)
-        head = f"session {seat.name} {why} after {time.monotonic() - began:.1f} s"
-        log.write(head, traceback.format_exc().encode("utf-8", "replace"))
-        return SessionResult(seat.number, "failed", why=why)
+class SessionRunner:
+    """Runs the sessions of this process and reports how each of them ended."""
+
+    def __init__(self, function: Callable[..., Any], log: AgentLog, wire: socket.socket) -> None:
+        self.function = function
+        self.log = log
+        self.wire = wire
+        self.loop = SharedLoop()
+        self.writing = threading.Lock()
+
+    def begin(self, seat: SessionAccess) -> None:
+        """Begin a session; any exception of the function fails only this session."""
+        began = time.monotonic()
+        if inspect.iscoroutinefunction(self.function):
+            future = self.loop.begin(seat.number, self.play(seat))
+            future.add_done_callback(lambda ended: self.report(seat, began, *ended.result()))
+            return
+        arguments = (seat, began)
+        threading.Thread(target=self.call, args=arguments, name=seat.name, daemon=True).start()
+
+    async def play(self, seat: SessionAccess) -> Any:
+        """Await a coroutine function, whose call itself may raise a TypeError."""
+        return await self.function(seat.prompt, seat)
+
+    def call(self, seat: SessionAccess, began: float) -> None:
+        """Call a plain function, which may return an awaitable, in the session's thread."""
+        outcome: Outcome
+        try:
+            value = self.function(seat.prompt, seat)
+            outcome = value, None
+            if inspect.isawaitable(value):
+                outcome = self.loop.begin(seat.number, value).result()
+        except BaseException as error:
+            outcome = None, error
+        self.report(seat, began, *outcome)
+
+    def report(
+        self, seat: SessionAccess, began: float, value: Any, error: BaseException | None
+    ) -> None:
+        """Send a session's result: what the function returned, or why it failed."""
+        if error is not None:
+            why = describe_exception(error)
+            head = f"session {seat.name} {why} after {time.monotonic() - began:.1f} s"
+            trace = "".join(traceback.format_exception(error))
+            self.log.write(head, trace.encode("utf-8", "replace"))
+            result = SessionResult(seat.number, "failed", why=why)
+        elif isinstance(value, SessionResult):
+            result = value
+        else:
+            result = parse_outcome(seat.number, value)
+        with self.writing:
+            send(self.wire, result)
 
 
 def serve(wire: socket.socket) -> None:
@@ -136,24 +172,14 @@ def serve(wire: socket.socket) -> None:
         send(wire, SessionResult(-1, "broken", why=str(error)))
         return
     send(wire, SessionResult(-1, "ready"))
-    log = AgentLog(Path(setup.log))
-    loop = SharedLoop()
-    writing = threading.Lock()
-
-    def run_and_reply(seat: SessionAccess) -> None:
-        result = run_session(function, seat, log, loop)
-        with writing:
-            send(wire, result)
-
+    runner = SessionRunner(function, AgentLog(Path(setup.log)), wire)
     decode = msgspec.msgpack.Decoder(SessionOrders).decode
     while (payload := read_frame(stream)) is not None:
         orders = decode(payload)
         for seat in orders.seats:
-            threading.Thread(
-                target=run_and_reply, args=(seat,), name=seat.name, daemon=True
-            ).start()
+            runner.begin(seat)
         for number in orders.stop:
-            loop.stop(number)
+            runner.loop.stop(number)
 
 
 if __name__ == "__main__":

@@ -74,6 +74,15 @@ async def leaves_in_a_task(prompt, session):
         raise SystemExit(4)
     await asyncio.create_task(leave())
 
+async def threads(prompt, session):
+    return float(sum(thread.name == session.name for thread in threading.enumerate()))
+
+def plain_threads(prompt, session):
+    return threads(prompt, session)
+
+async def short(prompt):
+    return 1.0
+
 CONSTANT = 3
 """
 
@@ -196,6 +205,17 @@ def test_coroutines_share_one_loop_and_a_stop_cancels_one(agent: Any) -> None:
     assert served.play(seat(4))[0].reward == 1.0, "the loop goes on"
     (found,) = agent("thread").play(seat(5))
     assert found.reward == 1.0
+
+
+def test_a_coroutine_function_takes_no_thread_a_plain_one_a_thread_a_session(agent: Any) -> None:
+    assert agent("threads").play(seat(1))[0].reward == 0.0
+    assert agent("plain_threads").play(seat(1))[0].reward == 1.0, (
+        "also one that returns a coroutine"
+    )
+    served = agent("short")
+    for number in (1, 2):
+        (found,) = served.play(seat(number))
+        assert found.kind == "failed" and "TypeError" in found.why, "the loop goes on"
 
 
 def test_an_exit_in_a_task_ends_its_session_and_not_the_loop(agent: Any) -> None:
