@@ -6,11 +6,11 @@ Both make synchronous steps of the recipe of docs/tinker.md on the demo's model,
 a file for the sampler, as the server has them: publish the adapter, sample 16 prompts 8 times, one
 request a sequence as the cookbook asks, compute the loss, make the optimizer step.  Direct: the
 classes of the training and the sampling process, called in this process.  Server: `asyncrl tinker`
-and the unmodified client, with HTTP, its messages, the calls on disk, the ledger and the lags.  By
-turns, wall seconds.  Then the same with an untrained model of 11 million parameters, whose step
-takes seconds.  Of both also: the CPU time of the server's process, which handles HTTP, messages,
-ledger and calls, as a share of the direct step.  --quick: one round of few steps on small untrained
-models, goals not judged."""
+and the unmodified client, with HTTP, its messages, the calls on disk, the ledger and the lags, with
+each of the client's two HTTP transports.  By turns, wall seconds.  Then the same with an untrained
+model of 11 million parameters, whose step takes seconds.  Of both also: the CPU time of the
+server's process, which handles HTTP, messages, ledger and calls, as a share of the direct step.
+--quick: one round of few steps on small untrained models, goals not judged."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ MOST_TOKENS, STOP = 5, "\n\nUser:"  # the recipe's own
 RANK, RATE = 32, 3e-4
 MOST = 1.15  # of the direct step's seconds
 MOST_SHARE = 0.15  # of the direct step's seconds that the server's process may compute
+TRANSPORTS = ("python", "rust")  # server.client_transport
 PARTS = ("publish", "sample", "train")
 
 
@@ -96,6 +97,9 @@ class DirectSteps:
     def cpu(self) -> dict[str, float]:
         """CPU seconds of each process so far."""
         return {"direct": time.process_time()}
+
+    def close(self) -> None:
+        """Nothing runs on."""
 
     def publish(self) -> None:
         self.version += 1
@@ -154,13 +158,15 @@ class DirectSteps:
 class ServerSteps:
     """`asyncrl tinker` and the unmodified client."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, transport: str) -> None:
         import tinker
 
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "asyncrl.cli", "tinker", str(CONFIG)),
-                *("--set", "server.port=0", "--set", f"model.path='{folder}/models/tinker_demo'"),
+                *("--set", "server.port=0", "--set", f"name={transport}"),
+                *("--set", f"server.client_transport={transport}"),
+                *("--set", f"model.path='{folder}/models/tinker_demo'"),
             ],
             cwd=folder,
             env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -290,8 +296,7 @@ def measure(
     tokenizer = load_tokenizer(model)
     alternatives: dict[str, DirectSteps | ServerSteps] = {
         "direct": DirectSteps(config, folder / "direct"),
-        "server": (server := ServerSteps(folder)),
-    }
+    } | {name: ServerSteps(folder, name) for name in TRANSPORTS}
 
     def one_round(number: int) -> dict[str, dict[str, float]]:
         order = list(alternatives)[:: 1 if number % 2 else -1]
@@ -302,7 +307,8 @@ def measure(
             timed_steps(steps, tokenizer, min(2, count))
         return rounds.quiet(1 if quick else 5, one_round)
     finally:
-        server.close()
+        for steps in alternatives.values():
+            steps.close()
 
 
 def main() -> None:
@@ -315,8 +321,6 @@ def main() -> None:
     for number, (size, (build, count)) in enumerate(sizes.items()):
         with tempfile.TemporaryDirectory() as directory:
             rows = measure(Path(directory) / str(number), build, count, quick=args.quick)
-        ratios = [row["server"]["step"] / row["direct"]["step"] for row in rows]
-        shares = [row["server"]["cpu_server"] / row["direct"]["step"] for row in rows]
         seconds = {
             name: {
                 part: round(median(row[name][part] for row in rows), 4) for part in rows[0][name]
@@ -324,9 +328,13 @@ def main() -> None:
             for name in rows[0]
         }
         print(size, seconds, file=sys.stderr)
-        what = f"a step through the Tinker API, as a multiple of the same step without it, {size}"
-        goals.append(rounds.figure(what, ratios, MOST, at_least=False))
-        what = f"CPU time of the API's server process, as a share of a step without it, {size}"
+        for name in TRANSPORTS:
+            ratios = [row[name]["step"] / row["direct"]["step"] for row in rows]
+            what = f"a step through the Tinker API ({name} transport), as a multiple of the same "
+            what += f"step without it: {size}"
+            goals.append(rounds.figure(what, ratios, MOST, at_least=False))
+        shares = [row["python"]["cpu_server"] / row["direct"]["step"] for row in rows]
+        what = f"CPU time of the API's server process, as a share of a step without it: {size}"
         goals.append(rounds.figure(what, shares, MOST_SHARE, at_least=False))
         data[size] = {"seconds": seconds, "rows": rows, "steps": count}
     rounds.report("tinker_cost", goals, data, args)

@@ -164,7 +164,7 @@ def test_clients_are_told_their_transport(server: LocalServer, http: httpx.Clien
             assert told == {"use_pyqwest_transport": is_rust}
     finally:
         server.server.config = known
-    assert known.server.client_transport == "rust"
+    assert known.server.client_transport == "python"
 
 
 def test_models_that_cannot_be_created(http: httpx.Client) -> None:
