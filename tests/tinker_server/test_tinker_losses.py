@@ -402,7 +402,8 @@ def test_a_sequence_is_found_by_the_bits_of_its_logprobs(
     ledger: SequenceLedger, trainer: Trainer, tmp_path: Path
 ) -> None:
     first, second, third = datums(trainer)
-    record(ledger, first, 3)
+    known = record(ledger, first, 3)
+    assert ledger.sequences[known].uncertain is None, "no log-probability is 0"
     record(ledger, second, 1)
     assert lags_of(ledger, first) == ([-2, -2, -2, 1, 1, 1, 1], "")
     assert lags_of(ledger, third)[0] == [-2, -2, -2] + [-1] * 6
