@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,26 @@ def test_gradients_equal_the_learners(
     assert assert_equal(ours, theirs)
 
 
+@pytest.mark.parametrize(
+    ("log_ratio", "adv", "clipped"),
+    [(3.5e-4, 1.0, False), (4.5e-4, 1.0, True), (-2.5e-4, -1.0, False), (-3.5e-4, -1.0, True)],
+)
+def test_gspo_clips_near_one_by_default(log_ratio: float, adv: float, clipped: bool) -> None:
+    """At 0.9997 and 1.0004, the ratio of a sequence."""
+    behavior = torch.tensor([-1.0, -2.0], dtype=torch.float64)
+    tokens = losses.LossTokens(
+        behavior + torch.tensor([2 * log_ratio, 0.0]),
+        behavior,
+        torch.full((2,), adv, dtype=torch.float64),
+        torch.ones(2, dtype=torch.bool),
+        torch.zeros(2, dtype=torch.int64),
+        1,
+    )
+    term = losses.POLICY_LOSSES["gspo"].term(tokens, {})
+    assert (term.clipped != 0).tolist() == [clipped] * 2
+    assert (term.coefficient == 0).tolist() == [clipped] * 2
+
+
 def losses_of_one_call() -> list[str]:
     """The methods that `loss_fn_config` may name."""
     served = []
@@ -309,6 +330,9 @@ def test_the_demo_model_reads_the_recipes_prompts(tmp_path: Path) -> None:
     assert config.model.warm_start and config.staleness.max_lag == 2
     path = tmp_path / "models" / "demo"
     demo_model.build(path, seed=0, steps=1)
+    note = json.loads((path / "warm_start.json").read_text())
+    assert (note["task"], note["seed"], note["steps"]) == ("additions of the cookbook", 0, 1)
+    assert note["loss"] > 1
     tokenizer = load_tokenizer(path)
     asked, answer = ["User:", " What is 37 + 58?\n\n", "Assistant:"], " 95\n\nUser:"
     pieces = [tokenizer.encode(text) for text in (*asked, answer)]  # as the cookbook encodes them
@@ -436,6 +460,18 @@ def test_tokens_without_doubt_are_found_without_an_advantage(
     unknown = msgspec.structs.replace(sure, lags=np.full(9, -2, "<i4").tobytes())
     inside = PackedDatums([unknown, with_lags(sure, np.array(expected, "<i4"), 9.0)[0]], CPU).inside
     assert inside.view(2, -1).sum(1).tolist() == [3, 6]
+
+
+def test_a_mask_says_what_was_sampled(ledger: SequenceLedger, trainer: Trainer) -> None:
+    """Some clients give the prompt's tokens log-probabilities, too."""
+    whole = datums(trainer)[0]
+    record(ledger, whole, 3)
+    logprobs = whole.field("logprobs").copy()
+    logprobs[: len(PROMPT) - 1] = -1.0
+    filled = replace_fields(whole, logprobs=logprobs)
+    assert lags_of(ledger, filled)[0] == [-1] * 7, "another sequence, by its log-probabilities"
+    masked = replace_fields(whole, logprobs=logprobs, mask=mask_of(whole))
+    assert lags_of(ledger, masked)[0] == [-2, -2, -2, 1, 1, 1, 1]
 
 
 def test_spans_name_sequences_and_are_checked(ledger: SequenceLedger, trainer: Trainer) -> None:

@@ -203,9 +203,8 @@ def test_adapters_share_the_base(trainer: Trainer) -> None:
     train(trainer, DATA)
     trainer.handle(PLAIN)
     assert all(torch.equal(before[name], row) for name, row in base.items())
-    assert isinstance(
-        trainer.handle(SampleCall("", 0, b"", 1, 1, 1.0, 1.0, 0, 0, 0, [], [])), CallFailure
-    )
+    wrong = trainer.handle(SampleCall("", 0, b"", 1, 1, 1.0, 1.0, 0, 0, 0, [], []))
+    assert wrong == CallFailure("SampleCall is not a training call", "server")
 
 
 BEHAVIOR = [0.0, -1.0, -2.0, -0.5]
