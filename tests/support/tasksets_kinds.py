@@ -77,7 +77,9 @@ class KindTaskset(vf.Taskset[KindTask, KindConfig]):
 
 
 class KindEnvConfig(vf.EnvConfig):
-    agent: vf.AgentConfig = vf.AgentConfig(harness={"id": "null"}, max_turns=3)
+    agent: vf.AgentConfig = vf.AgentConfig(
+        harness={"id": "null"}, max_turns=3, retries={"max_retries": 1}
+    )
     other: vf.AgentConfig = vf.AgentConfig(
         harness={"id": "null"}, model="fixed", client={"type": "eval", "base_url": "http://[::1]:9"}
     )

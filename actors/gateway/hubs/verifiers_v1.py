@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
@@ -110,8 +109,6 @@ class TasksetEnvironment:
     policy: the name of the agent that the policy plays"""
 
     def __init__(self, environment: Any, tasks: list[Any], policy: str) -> None:
-        # an interrupt of the run is the gateway's to handle
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
         self.environment = environment
         self.tasks = tasks
         self.policy = policy

@@ -87,8 +87,9 @@ def test_what_raises_fails_the_session(bench: Bench) -> None:
         ("an error, please", ["7"], "the environment is broken"),
         ("two answers, please", ["7", "7"], "ran the agent agent 2 times, not once"),
     ):
-        result, _ = bench.play(bench.prompt(text), *answers)
+        result, opened = bench.play(bench.prompt(text), *answers)
         assert result.kind == "failed" and why in result.why and not result.scored, result
+        assert opened.session.calls == len(answers), "nothing is tried again"
     result, _ = bench.play(bench.prompt("a number, please"), "4")
     assert (result.kind, result.reward) == ("scored", 0.125)
 
