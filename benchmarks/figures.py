@@ -69,6 +69,7 @@ MIDDLE_ARMS = {  # from the top
     "none": "no correction",
 }
 
+DIRECTION = "2026-11-26_b40b33da_2core_kl_direction.json"
 COLLAPSE = "2026-11-25_5a468ff_2core_reshape_collapse.json"
 # of each arm of the right panel: color, and where the name stands
 COLLAPSE_ARMS = {
@@ -227,15 +228,21 @@ def hack(result: dict[str, Any]) -> str:
     return draw(title, [*seeds, *means], "batch", "true held-out accuracy")
 
 
-def draw_differences(axes: Axes, rows: Sequence[tuple[str, dict[str, Any]]]) -> None:
-    """Draw differences with their intervals, a line a row: at the end and of the mean.
+ENDS = (("end", "#2563eb", "after the last batch"), ("area", "#d97706", "mean of the run"))
 
-    rows: name and measure -> {"difference", "interval"}, from the top.
+
+def draw_differences(
+    axes: Axes,
+    rows: Sequence[tuple[str, dict[str, Any]]],
+    measures: Sequence[tuple[str, str, str]] = ENDS,
+) -> None:
+    """Draw differences with their intervals, a line a row.
+
+    rows: name and measure -> {"difference", "interval"}, from the top. measures: name, color and
+    label of each.
     """
-    for shift, measure, color, name in (
-        (0.15, "end", "#2563eb", "after the last batch"),
-        (-0.15, "area", "#d97706", "mean of the run"),
-    ):
+    for number, (measure, color, name) in enumerate(measures):
+        shift = 0.15 * (len(measures) - 1 - 2 * number)
         found = [by_measure[measure] for _, by_measure in rows]
         means = [x["difference"] for x in found]
         reach = [
@@ -264,6 +271,33 @@ def middle(result: dict[str, Any]) -> str:
         axes.set(xlabel="held-out accuracy at lag 8 less that of PPO on the behavior policy")
         axes.set_title(
             f"task rle, each method at its own rate, {seeds} seeds and their 95 % interval",
+            loc="left",
+            fontsize=9,
+        )
+        axes.legend(frameon=False, loc="upper left", fontsize=8)
+        return as_svg(figure)
+
+
+def direction(result: dict[str, Any]) -> str:
+    """Forward less reverse KL, by coefficient and reference."""
+    rows = []
+    for beta in result["setting"]["betas"].split(","):
+        for reference, name in (("own", "its warm start"), ("other", "another one")):
+            pairs = result["arms"][f"forward, {beta}, {reference}"]["pairs"]
+            rows.append((f"{beta}, {name}", pairs[f"reverse, {beta}, {reference}"]))
+    measures = (
+        ("end", "#2563eb", "accuracy"),
+        ("pass_at_16", "#d97706", "pass@16"),
+        ("entropy_end", "#16a34a", "entropy, nats a token"),
+    )
+    with rc_context({**SETTINGS, "font.size": 9}):
+        figure = Figure(figsize=(7.0, 2.8), layout="constrained")
+        axes = figure.subplots()
+        draw_differences(axes, rows, measures)
+        axes.set(xlabel="forward less reverse KL", ylabel="coefficient, reference")
+        seeds = result["setting"]["seeds"]
+        axes.set_title(
+            f"task rlehack, synchronous, {seeds} seeds and their 95 % interval",
             loc="left",
             fontsize=9,
         )
@@ -423,6 +457,7 @@ def drawn() -> dict[str, str]:
         "lag.svg": lag(grid),
         "high_lag.svg": high(many),
         "middle_lag.svg": middle(json.loads((RESULTS / MIDDLE).read_text())),
+        "kl_direction.svg": direction(json.loads((RESULTS / DIRECTION).read_text())),
         "reward_hacking.svg": hack(wrong),
         "reshape_collapse.svg": collapse(json.loads((RESULTS / COLLAPSE).read_text())),
     }

@@ -52,6 +52,7 @@ PAGES = [
     "docs/sessions.md",
     "docs/staleness.md",
     "docs/staleness-study.md",
+    "docs/findings.md",
     "docs/simulate.md",
     "docs/replay.md",
     "docs/compare-and-sweep.md",
