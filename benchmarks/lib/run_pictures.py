@@ -1,4 +1,4 @@
-"""Pictures of a run over time: its samples as a queue, and its ledger.
+"""Pictures of runs over time: samples as a queue, the ledger, accuracy.
 
 A result file keeps an excerpt of a run's own records, and a picture is drawn from it alone."""
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from scipy import stats
 
 from asyncrl.records import metrics
 
@@ -21,6 +22,9 @@ LEDGER = {
     "abandoned": ("abandoned with its group", "#9333ea"),
     "lost_with_process": ("lost with a killed generator", "#dc2626"),
 }
+
+# rows of `demo_seeds` -> their name and color
+ACCURACY = {"seeds": ("asynchronous", "#2563eb"), "synchronous": ("synchronous", "#d97706")}
 
 
 # ---- the queue of samples ------------------------------------------------------------------------
@@ -94,3 +98,36 @@ def draw_ledger(axes: Axes, part: dict[str, Any]) -> None:
     axes.set(xlabel="seconds", ylabel="tokens, thousands", xmargin=0)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="upper left", frameon=False, fontsize=8, reverse=True)
+
+
+# ---- accuracy against time -----------------------------------------------------------------------
+
+
+def accuracy_curve(run_dir: Path) -> list[list[float]]:
+    """Return the second and the held-out accuracy of each evaluation of a run.
+
+    The second is that at which the batch that made the evaluated version was trained.
+    """
+    rows = metrics.read(run_dir)
+    at = {row["step"]: row["t"] for row in rows if "reward/mean" in row}
+    return [
+        [round(at[row["step"] - 1], 3) if row["step"] else 0.0, row["eval/heldout"]]
+        for row in rows
+        if "eval/heldout" in row
+    ]
+
+
+def draw_accuracy(axes: Axes, result: dict[str, Any]) -> None:
+    """Draw both arms of `demo_seeds`: the mean over the seeds, and its interval of 95 %."""
+    for key, (name, color) in ACCURACY.items():
+        curves = [row["curve"] for row in result[key]]
+        seconds = np.linspace(0, min(curve[-1][0] for curve in curves), 200)
+        each = [np.interp(seconds, *zip(*curve, strict=True)) for curve in curves]
+        mean = np.mean(each, axis=0)
+        half = stats.t.ppf(0.975, len(each) - 1) * stats.sem(each, axis=0)
+        axes.fill_between(seconds, mean - half, mean + half, color=color, alpha=0.2, lw=0)
+        axes.plot(seconds, mean, color=color, lw=1.8, label=f"{name}, {len(each)} seeds")
+    axes.set(xlabel="seconds of RL", ylabel="held-out accuracy", xmargin=0.02)
+    axes.grid(axis="y", alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="lower right", frameon=False)
