@@ -236,7 +236,7 @@ class ServerSteps:
         assert metrics is not None and metrics["lag_max"] == metrics["lag_unknown_share"] == 0
 
     def close(self) -> None:
-        self.service.close()
+        self.service.close("success").result()
         self.process.send_signal(signal.SIGINT)
         self.process.wait(60)
 
