@@ -174,3 +174,22 @@ def test_a_wait_is_told_in_a_line_of_bounded_length() -> None:
     (line,) = WaitLog().lines([ProcessWait("learner", "x" * 10_000 + "\n", "buffer", 11.0)])
     assert line.startswith("learner has waited for buffer for 11 s: xxx")
     assert len(line) == LONGEST_LINE + len("...") and "\n" not in line
+
+
+def test_a_wait_is_logged_at_its_first_age_and_whenever_that_doubles() -> None:
+    log = WaitLog(first_s=10)
+
+    def said(*seconds: float) -> list[str]:
+        return log.lines([ProcessWait(f"p{n}", "what\x1b", "on", s) for n, s in enumerate(seconds)])
+
+    assert said(9.9) == [] and said(10.0) == ["p0 has waited for on for 10 s: what\\x1b"]
+    assert said(19.9) == [] and len(said(20.0)) == 1 and said(39.9) == []
+    assert said() == [] and len(said(10.0)) == 1, "another wait begins anew"
+    assert len(said(15.0, 10.0)) == 1
+
+
+def test_an_open_session_on_the_wire_is_a_list_of_its_fields() -> None:
+    session = OpenSession(1, 2, "1.2.3", "p", 3, "engine", "w", 4.0, 5.0)
+    wire = [1, 2, "1.2.3", "p", 3, "engine", "w", 4.0, 5.0, "", 0.0]
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(session)) == wire
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(wire), type=OpenSession) == session

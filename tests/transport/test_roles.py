@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import shutil
 import stat
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -180,3 +181,161 @@ def test_further_generators_get_keys_and_the_others_keep_theirs(tmp_path: Path) 
     assert (tmp_path / "keys" / "generator-2" / "server.key").read_bytes() == (
         tmp_path / "keys" / "server.key"
     ).read_bytes()
+
+
+# ---- what is said about keys ---------------------------------------------------------------------
+
+
+def test_keys_are_not_made_twice(tmp_path: Path) -> None:
+    directory = tmp_path / "keys"
+    keys.make_keys(directory, 1)
+    server = (directory / "server.key").read_bytes()
+    with pytest.raises(ConfigError) as error:
+        keys.make_keys(directory, 1)
+    assert str(error.value) == (
+        f"{directory} holds keys already, of 1 generators: add some by --generators, choose "
+        "another directory, or remove it first"
+    )
+    # all clients are there and the server's key is not: it is made, and nobody else's
+    (directory / "server.key").unlink()
+    client = (directory / "learner" / "client.key_secret").read_bytes()
+    keys.make_keys(directory, 1)
+    assert (directory / "server.key").read_bytes() != server
+    assert (directory / "learner" / "client.key_secret").read_bytes() == client
+
+
+def test_a_key_file_says_what_is_wrong_with_it(key_dir: Path, tmp_path: Path) -> None:
+    def why(path: Path, *, secret: bool = True) -> str:
+        with pytest.raises(ConfigError) as error:
+            keys.certificate(path, "DIR", secret=secret)
+        return str(error.value)
+
+    assert why(tmp_path / "none") == (
+        f"wires.curve_dir: {tmp_path / 'none'} is missing; `asyncrl keys DIR` makes keys "
+        "(--generators: for how many)"
+    )
+    (tmp_path / "torn").write_text("nothing")
+    (tmp_path / "torn").chmod(0o600)
+    assert why(tmp_path / "torn").startswith(f"wires.curve_dir: {tmp_path / 'torn'} holds no key: ")
+    public = tmp_path / "public"
+    public.write_bytes((key_dir / "server.key").read_bytes())
+    public.chmod(0o600)
+    assert why(public) == f"wires.curve_dir: {public} holds no secret key"
+    pair = keys.certificate(public, "DIR", secret=False)
+    assert len(pair[0]) == 40 and pair[1] is None
+
+
+class Socket:
+    """The options that are set on a socket."""
+
+    context = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "curve_serverkey" and len(value) != 40:
+            raise ValueError("not 40 characters")
+        super().__setattr__(name, value)
+
+
+def test_a_client_locks_its_socket_with_its_own_key(key_dir: Path) -> None:
+    open_socket = Socket()
+    keys.lock(open_socket, "", "generator-0")
+    assert vars(open_socket) == {}
+    server, _ = keys.certificate(key_dir / "server.key", "", secret=False)
+    own = key_dir / "generator-0"
+    pair = keys.certificate(own / "client.key_secret", "", secret=True)
+    for directory in (key_dir, own):  # in the run's directory, or a copy of its own folder
+        locked = Socket()
+        keys.lock(locked, str(directory), "generator-0")
+        assert vars(locked) == {
+            "curve_publickey": pair[0],
+            "curve_secretkey": pair[1],
+            "curve_serverkey": server,
+        }
+    relay = "x" * 40
+    locked = Socket()
+    keys.lock(locked, str(key_dir), "generator-0", relay)
+    assert vars(locked)["curve_serverkey"] == relay.encode()
+    with pytest.raises(ConfigError) as error:
+        keys.lock(Socket(), str(key_dir), "generator-0", "y" * 90)
+    assert str(error.value) == f"{'y' * 80!r} is not a public key: not 40 characters"
+    assert keys.guard(Socket(), "") is None
+
+
+class Authenticator:
+    """What zmq's thread of authentication is told."""
+
+    def __init__(self, context: Any) -> None:
+        self.events: list[Any] = [("made", context)]
+
+    def start(self) -> None:
+        self.events.append("started")
+
+    def stop(self) -> None:
+        self.events.append("stopped")
+
+    def configure_curve(self, **how: Any) -> None:
+        self.events.append(how)
+
+    def configure_curve_callback(self, **how: Any) -> None:
+        self.events.append(how)
+
+
+def test_servers_admit_the_keys_of_their_directory(
+    key_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zmq.auth.thread.ThreadAuthenticator", Authenticator)
+    socket = Socket()
+    guard = keys.guard(socket, str(key_dir))
+    assert guard is not None
+    pair = keys.certificate(key_dir / "server.key_secret", "", secret=True)
+    assert vars(socket) == {
+        **{"curve_publickey": pair[0], "curve_secretkey": pair[1], "curve_server": True}
+    }
+    names = sorted(path.stem for path in (key_dir / "clients").glob("*.key"))
+    assert sorted(guard.names.values()) == names and len(guard.names) == len(names)
+    clients = {"domain": "*", "location": str(key_dir / "clients")}
+    assert guard.authenticator.events == [("made", None), "started", clients]
+    key = next(key for key, name in guard.names.items() if name == "learner")
+    assert guard.name({"User-Id": key}) == "learner" and guard.name({"User-Id": "x"}) == ""  # type: ignore[arg-type]
+    assert guard.name({}) == ""  # type: ignore[arg-type]
+    guard.stop()
+    assert guard.authenticator.events[-1] == "stopped"
+
+
+def test_a_relay_admits_whom_the_learner_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zmq.auth.thread.ThreadAuthenticator", Authenticator)
+    monkeypatch.setattr(keys, "TOLD_S", 3600.0)
+    socket = Socket()
+    relay = keys.RelayAuthenticator(socket)
+    assert vars(socket)["curve_publickey"].decode() == relay.key and relay.names == {}
+    assert vars(socket)["curve_server"] is True and len(vars(socket)["curve_secretkey"]) == 40
+    provider = {"domain": "*", "credentials_provider": relay}
+    assert relay.authenticator.events == [("made", None), "started", provider]
+    answers: list[bool] = []
+    waiting = threading.Thread(target=lambda: answers.append(relay.callback("*", b"k")))
+    waiting.start()
+    assert answers == []
+    relay.allow_peers({"k": "generator-1"})
+    waiting.join()
+    assert answers == [True] and relay.callback("*", b"other") is False
+    ended = keys.RelayAuthenticator(Socket())
+    ended.stop()  # whoever waits is refused at once
+    assert ended.callback("*", b"k") is False and ended.authenticator.events[-1] == "stopped"
+
+
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [
+        ("generator-12", True),
+        ("generator-", False),
+        ("xgenerator-1", False),
+        ("generator-1x", False),
+    ],
+)
+def test_who_may_serve_calls(name: str, role: bool) -> None:
+    result = m.CallResult(1, b"", b"", [], "stop")
+    assert keys.is_allowed(name, result) is role
+    report = m.ServingReport(m.PROTOCOL, "run", name, 1, 1, [], 0)
+    assert keys.is_allowed(name, report) is role
+    assert not keys.is_allowed("generator-3", report) and not keys.is_allowed("learner", report)
+    assert keys.is_allowed(name, m.StatusRequest())
