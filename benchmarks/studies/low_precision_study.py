@@ -17,7 +17,10 @@ generator, as a difference paired by seed with Holm's correction. A correction h
 if the interval of its difference from the same arm in fp32 lies above -0.05. Shared rounding makes
 corrections unnecessary if the same is true of `fp8 shared, none` against the best corrected fp8
 arm. Out-of-distribution accuracy, k3 at equal weights and collapsed runs are reported beside it.
-95 runs a lag."""
+95 runs a lag.
+
+Added after the others: `fp8, mis drop` against `fp8, mis`.  Both give rejected tokens no gradient;
+`mis` still counts them in the loss's mean, `mis drop` does not (correction.denominator)."""
 
 from __future__ import annotations
 
@@ -50,6 +53,8 @@ def plan(args: Any) -> studies.Study:
                 if correction in ALONE or "shared" not in engine
             }
         )
+    drop = [*mismatch.ARMS["mis"], "correction.denominator=after"]
+    study.block({"fp8, mis drop": [*ENGINES["fp8"], *drop]})
     return study
 
 
@@ -58,7 +63,9 @@ def pairs(study: studies.Study) -> list[tuple[str, str]]:
     found = []
     for arm in study.arms:
         engine, _, correction = arm.partition(", ")
-        if engine != "fp32":
+        if correction == "mis drop":
+            found.append((arm, "fp8, mis"))
+        elif engine != "fp32":
             found.append((arm, f"fp32, {correction}"))
         if engine.endswith("shared"):
             alone = engine.removesuffix(" shared")

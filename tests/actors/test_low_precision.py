@@ -263,10 +263,14 @@ def test_the_study_compares_each_format_with_fp32_and_with_shared_rounding(
     known = {"out": tmp_path, "quick": False, "steps": 40, "groups": 16, "seeds": 5, "lr": "5e-4"}
     for lag in (0, 4):
         made = study.plan(argparse.Namespace(**known, lag=lag, table=False))
-        assert len(made.arms) == 3 * 5 + 2 * 2 and len(made.cells.configs) == 5 * len(made.arms)
+        assert len(made.arms) == 3 * 5 + 2 * 2 + 1 and len(made.cells.configs) == 5 * len(made.arms)
         for name, config in made.cells.configs.items():
             assert config.staleness.limit == lag and config.staleness.inject == (lag or None)
             assert config.learner.shared_rounding == ("shared" in name)
         both = study.pairs(made)
+        dropped = made.cells.configs[made.arms["fp8, mis drop"][0]].correction
+        counted = made.cells.configs[made.arms["fp8, mis"][0]].correction
+        assert (dropped.denominator, counted.denominator) == ("after", "before")
+        assert [other for arm, other in both if arm == "fp8, mis drop"] == ["fp8, mis"]
         assert ("fp8, mis", "fp32, mis") in both and ("fp8 shared, none", "fp8, mis") in both
         assert all(arm in made.arms and other in made.arms for arm, other in both)
