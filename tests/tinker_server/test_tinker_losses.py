@@ -504,6 +504,9 @@ def test_versions_of_other_models_count_only_before_the_fork(
     assert lags_of(ledger, second)[0][3] == -1
     assert lags_of(ledger, third)[0][3] == 4
     assert "no earlier version of m" in lags_of(ledger, second, unknown="refuse")[1]
+    alone = ModelAncestry("m")  # created from the base model
+    known = [alone.version_of(sequence) for sequence in ledger.sequences.values()]
+    assert known == [None, None, 0]
 
 
 def test_equal_sequences_of_other_models_are_not_taken_for_ones_own(
