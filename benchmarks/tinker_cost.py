@@ -315,7 +315,7 @@ def measure(
 def main() -> None:
     args = rounds.parser(__doc__).parse_args()
     sizes = {
-        "the demo's model": (build_demo, 2 if args.quick else 4),
+        "the demo's model": (build_demo, 2),
         "a model of 11 million parameters": (build_larger, 1),
     }
     goals, data = [], {}
