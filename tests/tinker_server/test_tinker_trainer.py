@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,13 @@ from asyncrl.tinker.messages import (
     ScoreResult,
     StepResult,
 )
-from asyncrl.tinker.settings import TinkerConfig, TinkerModel, TinkerSampling, TinkerTraining
+from asyncrl.tinker.settings import (
+    TinkerConfig,
+    TinkerLora,
+    TinkerModel,
+    TinkerSampling,
+    TinkerTraining,
+)
 from asyncrl.tinker.workers import trainer as module
 from asyncrl.tinker.workers.trainer import Trainer
 
@@ -205,6 +212,17 @@ def test_adapters_share_the_base(trainer: Trainer) -> None:
     assert all(torch.equal(before[name], row) for name, row in base.items())
     wrong = trainer.handle(SampleCall("", 0, b"", 1, 1, 1.0, 1.0, 0, 0, 0, [], []))
     assert wrong == CallFailure("SampleCall is not a training call", "server")
+
+
+def test_an_adapter_has_the_servers_scale_and_the_clients_rank(
+    config: TinkerConfig, tmp_path: Path
+) -> None:
+    lora = TinkerLora(alpha=6.0, target_modules=["q_proj"])
+    trainer = Trainer(msgspec.structs.replace(config, lora=lora))
+    trainer.handle(LoadModel("m", rank=4, seed=1))
+    trainer.handle(SaveWeights("m", str(tmp_path / "saved")))
+    saved = json.loads((tmp_path / "saved" / "adapter_config.json").read_text())
+    assert (saved["r"], saved["lora_alpha"], saved["target_modules"]) == (4, 6.0, ["q_proj"])
 
 
 BEHAVIOR = [0.0, -1.0, -2.0, -0.5]
