@@ -222,13 +222,16 @@ def complete_setting(
 
 
 def emit(value: dict[str, Any], as_json: bool) -> None:
-    """Print a result to stdout, as one JSON object or as readable lines."""
+    """Print a result to stdout, as one JSON object or as readable lines.
+
+    The lines leave out what was not measured and long tables, and round numbers.
+    """
     if as_json:
         result.print_result(value)
         return
     for key, shown in value.items():
-        if not isinstance(shown, dict) or len(shown) < 12:
-            print(f"{key:16} {shown}")
+        if shown is not None and (not isinstance(shown, dict) or len(shown) < 12):
+            print(f"{key:16} {shown:.5g}" if isinstance(shown, float) else f"{key:16} {shown}")
 
 
 def print_progress(text: str) -> None:

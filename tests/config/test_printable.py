@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -112,3 +113,15 @@ def test_a_reason_from_an_agent_is_one_line_of_the_log(
     with pytest.raises(ConfigError) as caught:
         service.Gateway.count(gateway, session, m.RewardFailure("data", EVIL))
     assert str(caught.value).isprintable()
+
+
+def test_a_result_is_shown_without_what_was_not_measured(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = {"steps": 20, "loss_end": 0.022974684834480286, "heldout_end": None, "equal": False}
+    long_table = {"rows": dict.fromkeys(map(str, range(12)), 0)}
+    base.emit(found | long_table, as_json=False)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines == [["steps", "20"], ["loss_end", "0.022975"], ["equal", "False"]]
+    base.emit(found, as_json=True)
+    assert json.loads(capsys.readouterr().out) == found
