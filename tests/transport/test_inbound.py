@@ -24,6 +24,7 @@ from asyncrl.contract import messages as m
 from asyncrl.contract.errors import BadMessage, PeerUnreachable
 from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.versions import Label
+from asyncrl.contract.waits import BlockingSession, OpenSession
 from asyncrl.supervise import live
 from asyncrl.transport import chunks, message_checks, sockets
 from asyncrl.transport.chunks import ChunkClient
@@ -205,9 +206,30 @@ def test_an_answer_to_a_call_fits_it(more: dict[str, Any], said: str) -> None:
 def test_a_generators_word_of_itself() -> None:
     good = m.ServingReport(m.PROTOCOL, "run", "generator-0", 1, 8, [1], 3)
     message_checks.serving(good)
+    most = message_checks.LIST
+    for more in ({"slots": 0}, {"slots": most}, {"heard": message_checks.COUNT - 1}):
+        message_checks.serving(replace(good, **more))  # type: ignore[arg-type]
+    for more in ({"slots": most + 1}, {"heard": message_checks.COUNT}, {"held": [1] * (most + 1)}):
+        with pytest.raises(BadMessage, match=r"^generator-0 has \d+ slots and holds \d+ calls$"):
+            message_checks.serving(replace(good, **more))  # type: ignore[arg-type]
     for more in ({"producer": ""}, {"producer": "\x1b[2J"}, {"slots": -1}, {"heard": -1}):
         with pytest.raises(BadMessage):
             message_checks.serving(replace(good, **more))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("field", ["name", "task", "what", "limit", "producer"])
+def test_words_of_a_session_are_bounded(field: str) -> None:
+    long = "x" * message_checks.TEXT
+    session = OpenSession(1, 0, "1.0.1", "p", 0, "engine", "w", 1.0, 1.0)
+    for text in (long, long + "x"):
+        producer = text if field == "producer" else "gateway-0"
+        own = session if field == "producer" else replace(session, **{field: text})  # type: ignore[arg-type]
+        told = replace(STATUS, held_up=BlockingSession(own, producer))
+        if text == long:
+            message_checks.check(told)
+            continue
+        with pytest.raises(BadMessage, match=f"^words of session {own.name[:40]!r}$"):
+            message_checks.check(told)
 
 
 ROWS = [("a", "float32", [2, 3], 0, 24), ("b", "bfloat16", [4], 64, 8)]
