@@ -266,6 +266,17 @@ def test_a_body_is_read_up_to_its_limit(monkeypatch: pytest.MonkeyPatch) -> None
     assert refused(read, b"a", ends=False) == late
 
 
+def test_a_retry_of_another_body_is_a_call_of_its_own(served: Served) -> None:
+    _, opened = client(served)
+    again = {"x-stainless-retry-count": "1"}
+    texts = []
+    for word in ("one", "two"):
+        body = {"messages": [{"role": "user", "content": word}]}
+        reply = post(served, opened, "/v1/chat/completions", body, **again)
+        texts.append(reply.json()["choices"][0]["message"]["content"])
+    assert texts == ["answer 0", "answer 1"] and opened.session.calls == 2
+
+
 def test_a_gateway_that_fails_says_how(served: Served) -> None:
     _, opened = client(served)
 

@@ -1,5 +1,5 @@
-"""Sources of sessions without processes: the sources of a mixture's parts, single completions, and
-the rows of an environment.
+"""Sources of sessions without processes: environments' events, agents' places, the sources of a
+mixture's parts, single completions, and the rows of an environment.
 """
 
 from __future__ import annotations
@@ -14,17 +14,22 @@ from typing import Any
 import msgspec
 import pytest
 
-from actors.gateway.environment_sessions import EnvironmentSource
+from actors.gateway.agents.agent_pool import AgentPool
+from actors.gateway.environment_sessions import EnvironmentSource, EnvironmentState
+from actors.gateway.environment_worker import EnvironmentEvent
 from actors.gateway.hubs import prompt_files
 from actors.gateway.mixing import mixed_sources
 from actors.gateway.mixing.mixed_sources import MixedSource
 from actors.gateway.mixing.single_completions import SingleCompletions
+from actors.gateway.session_api import describe_task
 from actors.gateway.session_source import WaitCause
 from actors.gateway.sessions import CallRefused
 from asyncrl.config import load
 from asyncrl.config.agents import AgentConfig
 from asyncrl.config.tree import Config, TaskConfig
+from asyncrl.contract import messages as m
 from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.versions import Label
 
 
 class Recorder:
@@ -353,3 +358,113 @@ def test_a_config_gets_the_files_of_its_environments(
     few = msgspec.structs.replace(task, mixture=task.mixture[2:])
     mixture = msgspec.structs.replace(config, task=few)
     assert prompt_files.with_prompt_files(mixture) is mixture
+
+
+# ---- the events of an environment ----------------------------------------------------------------
+
+
+def environment_source() -> tuple[Any, Any, list[Any]]:
+    """A source with one episode, and what the events lead to."""
+    source = EnvironmentSource.__new__(EnvironmentSource)
+    turns: list[Any] = []
+    players = SimpleNamespace(set_turn=lambda asked: turns.append(("turn", asked)))
+    session = SimpleNamespace(shortened=False)
+    last = SimpleNamespace(number=4)
+    episode: Any = SimpleNamespace(number=1, session=session, last=last)
+    source.states = {1: EnvironmentState(players, "the reset")}  # type: ignore[arg-type]
+    for name in ("place_call", "judge", "score"):
+        setattr(source, name, lambda *given, name=name: turns.append((name, *given)))
+    return source, episode, turns
+
+
+def test_rewards_and_parts_of_an_environment_are_summed() -> None:
+    source, episode, turns = environment_source()
+    state = source.states[1]
+    tools = [{"name": "add"}]
+    for event in (
+        EnvironmentEvent(1, "ok", "a", tools=tools, pays=True),
+        EnvironmentEvent(1, "ok", "b", reward=0.5, parts={"x": 1.0}, asked=2),
+        EnvironmentEvent(1, "ok", "c", reward=0.25, parts={"x": 2.0, "y": 1.0}),
+    ):
+        source.on_event(episode, event)
+    assert (state.tools, state.pays, state.reward) == (tools, True, 0.75)
+    assert state.parts == {"x": 3.0, "y": 1.0} and state.shares == {4: 0.75}
+    assert turns[:4] == [
+        ("turn", 0),
+        ("place_call", episode, "a"),
+        ("turn", 2),
+        (
+            "place_call",
+            episode,
+            "b",
+        ),
+    ]
+    episode.last = None
+    source.on_event(episode, EnvironmentEvent(1, "ok", "d", reward=9.0))
+    assert state.reward == 0.75, "of no call"
+
+
+@pytest.mark.parametrize(
+    ("truncated", "before", "judge"),
+    [(True, False, False), (False, False, True), (False, True, False)],
+)
+def test_the_end_of_an_environment(truncated: bool, before: bool, judge: bool) -> None:
+    source, episode, turns = environment_source()
+    episode.session.shortened = before
+    end = EnvironmentEvent(1, "ok", ended=True, truncated=truncated, judge=judge)
+    source.on_event(episode, end)
+    assert episode.session.shortened == (truncated or before)
+    assert turns == [("turn", 0), ("judge" if judge else "score", episode)]
+
+
+# ---- agents' places ------------------------------------------------------------------------------
+
+
+def test_sessions_begin_where_agents_have_room() -> None:
+    pool = AgentPool.__new__(AgentPool)
+    leases: list[tuple[str, set[str]]] = []
+    left = [SimpleNamespace(name=f"opened {n}") for n in range(3)]
+
+    def lease(name: str, parts: set[str]) -> Any:
+        leases.append((name, parts))
+        return left.pop(0) if left else None
+
+    def worker(*numbers: int, ready: bool = True) -> Any:
+        sent: list[Any] = []
+        playing = dict.fromkeys(numbers)
+        return SimpleNamespace(ready=ready, playing=playing, sent=sent, send=sent.append)
+
+    sessions = SimpleNamespace(starting=set(), asks=0, lease_session=lease)
+    pool.sessions, pool.part = sessions, "ask"  # type: ignore[assignment]
+    pool.agent = SimpleNamespace(at_once=6)  # type: ignore[assignment]
+    pool.each, pool.numbers, pool.asked = 3, 7, 0
+    pool._seat = lambda opened: opened.name  # type: ignore[method-assign,assignment,return-value]
+    pool.workers = [worker(1, 2), worker(3), worker(ready=False)]
+    pool._start_sessions()
+    assert (
+        leases
+        == [(f"played here ask {n}", {"ask"}) for n in (8, 9, 10)]
+        + [("played here ask 11", {"ask"})][: len(leases) - 3]
+    )
+    first, second, starting = pool.workers
+    assert [orders.seats for orders in second.sent] == [["opened 0"], ["opened 2"]]
+    assert [orders.seats for orders in first.sent] == [["opened 1"]] and starting.sent == []
+    assert pool.numbers == 10 and sessions.asks == pool.asked == 0 and sessions.starting == set()
+    for each in pool.workers:
+        each.ready = False
+    pool._start_sessions()
+    assert sessions.starting == {"ask"} and sessions.asks == 0 and len(leases) == 3
+
+
+def test_a_sample_is_described_without_its_answer() -> None:
+    turns = [{"role": "user", "content": "2+2?"}]
+    prompt = m.Prompt(3, "2+2=", "4", messages=turns, meta={"level": "1"}, split="eval")
+    ticket = m.Ticket(9, 1, "eval", prompt, [0], m.SamplingSettings(), Label(1, 0), None, 0)
+    assert describe_task(ticket) == {
+        "id": 3,
+        "text": "2+2=",
+        "messages": turns,
+        "meta": {"level": "1"},
+        "split": "eval",
+        "images": [],
+    }
