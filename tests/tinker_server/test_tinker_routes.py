@@ -167,6 +167,20 @@ def test_clients_are_told_their_transport(server: LocalServer, http: httpx.Clien
     assert known.server.client_transport == "python"
 
 
+def test_the_likeliest_tokens_of_a_prompt(service: tinker.ServiceClient) -> None:
+    sampler = service.create_sampling_client(base_model="tiny").result()
+    params = types.SamplingParams(max_tokens=1)
+    reply = sampler.sample(
+        prompt(), 1, params, include_prompt_logprobs=True, topk_prompt_logprobs=3
+    ).result()
+    rows, own = reply.topk_prompt_logprobs, reply.prompt_logprobs
+    assert rows is not None and own is not None and (rows[0], own[0]) == (None, None)
+    for row, logprob in zip(rows[1:], own[1:], strict=True):
+        values = [value for _, value in row]
+        assert len({token for token, _ in row}) == 3 and values == sorted(values, reverse=True)
+        assert logprob <= values[0] + 1e-5
+
+
 def test_models_that_cannot_be_created(http: httpx.Client) -> None:
     new = {"tags": [], "user_metadata": {}, "sdk_version": "0"}
     session = http.post("/create_session", json=new).json()["session_id"]
