@@ -95,16 +95,8 @@ def main() -> None:
         from learner.distributed import ranks
 
         loop.follow(core)
-        print(
-            json.dumps(
-                {
-                    "rank": core.backend.rank,
-                    "held": held(core),
-                    "parameters": parameters(core),
-                }
-            ),
-            file=sys.stderr,
-        )
+        told = {"rank": core.backend.rank, "held": held(core), "parameters": parameters(core)}
+        os.write(2, f"{json.dumps(told)}\n".encode())  # at once: other ranks write, too
         ranks.exit_rank()
     if job.get("held"):
         first = bytearray(flat_bytes(core.layout))

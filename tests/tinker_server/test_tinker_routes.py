@@ -66,12 +66,13 @@ def test_a_result_is_waited_for_in_one_request(
         return wait(future)
 
     monkeypatch.setattr(app, "_wait", noted)
+    monkeypatch.setattr(app, "POLL_S", 600.0)
     with ThreadPoolExecutor(1) as pool:
         asked = {"request_id": early["request_id"]}
-        result = pool.submit(http.post, "/retrieve_future", json=asked, timeout=60)
-        assert waiting.wait(60) and not result.done()
+        result = pool.submit(http.post, "/retrieve_future", json=asked, timeout=600)
+        assert waiting.wait(600) and not result.done()
         step_call(http, client.model_id, 1)
-        reply = result.result(60)
+        reply = result.result(600)
     assert (reply.status_code, reply.json()["type"]) == (200, "optim_step")
 
 
