@@ -257,6 +257,24 @@ def draw_differences(
     axes.grid(alpha=0.3)
 
 
+def differences_figure(
+    rows: Sequence[tuple[str, dict[str, Any]]],
+    title: str,
+    height: float,
+    measures: Sequence[tuple[str, str, str]] = ENDS,
+    **labels: str,
+) -> str:
+    """Draw `draw_differences` alone, `height` inches high; labels: of the axes."""
+    with rc_context({**SETTINGS, "font.size": 9}):
+        figure = Figure(figsize=(7.0, height), layout="constrained")
+        axes = figure.subplots()
+        draw_differences(axes, rows, measures)
+        axes.set(**labels)
+        axes.set_title(title, loc="left", fontsize=9)
+        axes.legend(frameon=False, loc="upper left", fontsize=8)
+        return as_svg(figure)
+
+
 def middle(result: dict[str, Any]) -> str:
     """Accuracy at lag 8 less that of PPO, each method at a rate of its own."""
     found, seeds = result["against_ppo"], result["setting"]["seeds"]
@@ -264,18 +282,12 @@ def middle(result: dict[str, Any]) -> str:
         (name, {measure: found[measure][f"lag8 {arm}"] for measure in ("end", "area")})
         for arm, name in MIDDLE_ARMS.items()
     ]
-    with rc_context({**SETTINGS, "font.size": 9}):
-        figure = Figure(figsize=(7.0, 2.6), layout="constrained")
-        axes = figure.subplots()
-        draw_differences(axes, rows)
-        axes.set(xlabel="held-out accuracy at lag 8 less that of PPO on the behavior policy")
-        axes.set_title(
-            f"task rle, each method at its own rate, {seeds} seeds and their 95 % interval",
-            loc="left",
-            fontsize=9,
-        )
-        axes.legend(frameon=False, loc="upper left", fontsize=8)
-        return as_svg(figure)
+    return differences_figure(
+        rows,
+        f"task rle, each method at its own rate, {seeds} seeds and their 95 % interval",
+        2.6,
+        xlabel="held-out accuracy at lag 8 less that of PPO on the behavior policy",
+    )
 
 
 def direction(result: dict[str, Any]) -> str:
@@ -290,19 +302,14 @@ def direction(result: dict[str, Any]) -> str:
         ("pass_at_16", "#d97706", "pass@16"),
         ("entropy_end", "#16a34a", "entropy, nats a token"),
     )
-    with rc_context({**SETTINGS, "font.size": 9}):
-        figure = Figure(figsize=(7.0, 2.8), layout="constrained")
-        axes = figure.subplots()
-        draw_differences(axes, rows, measures)
-        axes.set(xlabel="forward less reverse KL", ylabel="coefficient, reference")
-        seeds = result["setting"]["seeds"]
-        axes.set_title(
-            f"task rlehack, synchronous, {seeds} seeds and their 95 % interval",
-            loc="left",
-            fontsize=9,
-        )
-        axes.legend(frameon=False, loc="upper left", fontsize=8)
-        return as_svg(figure)
+    return differences_figure(
+        rows,
+        f"task rlehack, synchronous, {result['setting']['seeds']} seeds and their 95 % interval",
+        2.8,
+        measures,
+        xlabel="forward less reverse KL",
+        ylabel="coefficient, reference",
+    )
 
 
 def collapse(result: dict[str, Any]) -> str:
