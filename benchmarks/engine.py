@@ -255,14 +255,14 @@ def main() -> None:
     goals = []
     details = {}
     with tempfile.TemporaryDirectory() as work:
-        for name in args.sample_tokens[:1] if args.quick else args.sample_tokens:
+        for name in args.sizes[:1] if args.quick else args.sizes:
             for spread in (3, 1):
                 found, details[f"{name} spread {spread}"] = measure(
                     name, spread, 2 if args.quick else args.rounds, work, quick=args.quick
                 )
                 goals += found
     rounds.report(
-        "_".join(["engine", *(args.sample_tokens if len(args.sample_tokens) < len(SIZES) else [])]),
+        "_".join(["engine", *(args.sizes if len(args.sizes) < len(SIZES) else [])]),
         goals,
         {"what": "engine against generate, one core, wall time by turns", "runs": details},
         args,

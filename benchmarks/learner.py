@@ -172,7 +172,7 @@ def main() -> None:
     details = {}
     b = batch()
     tokens = sum(s.length for s in b.samples)
-    for name in args.sample_tokens[: 1 if args.quick else None]:
+    for name in args.sizes[: 1 if args.quick else None]:
         shape = SIZES[name]
         with tempfile.TemporaryDirectory() as work:
             path = Path(work) / "m"

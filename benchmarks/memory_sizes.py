@@ -191,7 +191,7 @@ def main() -> None:
         if who == "generator":
             return writes(Path(path), dtype, Path(work), json.loads(more[0]))
         return {"learner": learns, "publisher": publishes}[who](Path(path), dtype, Path(work))
-    sizes = args.sample_tokens[:1] if args.quick else args.sample_tokens
+    sizes = args.sizes[:1] if args.quick else args.sizes
     if "135M" in sizes and not args.model:
         p.error("name the model's directory, or leave 135M out of --sizes")
     goals = []
@@ -205,7 +205,7 @@ def main() -> None:
             for dtype in args.dtypes[:1] if args.quick else args.dtypes:
                 found, result[f"{name}, {dtype}"] = measure(name, path, dtype)
                 goals += found
-    extra = args.sample_tokens if len(args.sample_tokens) < len(SIZES) else []
+    extra = args.sizes if len(args.sizes) < len(SIZES) else []
     extra = extra + (args.dtypes if len(args.dtypes) < len(DTYPES) else [])
     rounds.report("_".join(["memory_sizes", *extra]), goals, result, args)
 

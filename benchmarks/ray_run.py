@@ -151,7 +151,7 @@ def main() -> None:
     args = parser.parse_args()
     steps = QUICK if args.quick else load.load(CONFIG).learner.steps
     with tempfile.TemporaryDirectory() as work:
-        found = measure(Path(work), steps, args.crash or steps // 3, args.seed)
+        found = measure(Path(work), steps, args.lose or steps // 3, args.seed)
     goals = [rounds.goal("what does not hold", len(found["wrong"]), 0, at_least=False)]
     if not args.quick:
         goals.append(

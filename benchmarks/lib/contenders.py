@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from asyncrl.models import memory
 from lib import rounds  # first: it puts the repository before benchmarks/
@@ -152,17 +153,22 @@ def strong(
 
 # name -> settings of TRL's GRPO; which is the fastest is found before the rounds
 TRL = {
-    f"{rows} rows, {attention}, {threads} thread{'s' * (threads > 1)}": (
-        rows,
-        attention,
-        threads,
-    )
-    for rows, attention, threads in (
-        (256, "sdpa", 2),
-        (256, "sdpa", 1),
-        (64, "sdpa", 2),
-        (256, "eager", 2),
-        (64, "eager", 2),
+    f"{rows} rows, {attention}, {cache} cache, {threads} thread{'s' * (threads > 1)}": {
+        "rows": rows,
+        "attention": attention,
+        "cache": cache,
+        "threads": threads,
+    }
+    for rows, attention, cache, threads in (
+        (256, "sdpa", "dynamic", 2),
+        (256, "sdpa", "dynamic", 1),
+        (256, "sdpa", "static", 2),
+        (64, "sdpa", "dynamic", 2),
+        (32, "sdpa", "dynamic", 2),
+        (256, "eager", "dynamic", 2),
+        (256, "eager", "static", 2),
+        (64, "eager", "dynamic", 2),
+        (32, "eager", "dynamic", 2),
     )
 }
 
@@ -177,9 +183,9 @@ def trl(
     policy: str = "PASSIVE",
 ) -> dict[str, float]:
     """benchmarks/lib/trl_loop.py, as TRL has `name`; python: one that has the extra `bench`."""
-    rows, attention, threads = TRL[name]
+    threads: Any = TRL[name]["threads"]
     argv = [python, str(HERE / "trl_loop.py"), str(model), f"--steps={steps}", f"--seed={seed}"]
-    argv += [f"--rows={rows}", f"--attention={attention}", f"--threads={threads}"]
+    argv += [f"--{option}={value}" for option, value in TRL[name].items()]
     said = output(argv, cores[:threads], threads, policy)
     return summary(json.loads(next(x for x in said.splitlines() if x.startswith('{"step_seconds'))))
 

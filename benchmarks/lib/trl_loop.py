@@ -53,6 +53,7 @@ def main() -> None:
     p.add_argument("--lr", type=float, default=0.0)
     p.add_argument("--rows", type=int, default=256, help="answers a micro-batch")
     p.add_argument("--attention", default="sdpa", choices=["sdpa", "eager"])
+    p.add_argument("--cache", default="dynamic", choices=["dynamic", "static"])
     p.add_argument("--threads", type=int, default=1)
     args = p.parse_args()
     torch.set_num_threads(args.threads)
@@ -61,7 +62,7 @@ def main() -> None:
     by_text = {prompt.text: prompt for prompt in asked}
     tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(
-        args.model, dtype=torch.float32, attn_implementation=args.attend_packed
+        args.model, dtype=torch.float32, attn_implementation=args.attention
     )
     tokens: list[int] = []
 
@@ -91,6 +92,7 @@ def main() -> None:
             max_completion_length=MOST,
             temperature=1.0,
             top_k=0,
+            cache_implementation=args.cache,
             beta=0.0,
             scale_rewards="none",
             loss_type="dapo",  # the mean over the batch's tokens

@@ -5,10 +5,12 @@ They run for minutes to hours, so no test runs them all; the type checker reads 
 
 from __future__ import annotations
 
+import ast
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Set
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,3 +97,44 @@ def test_every_program_calls_what_is_there(tmp_path: Path) -> None:
         "11 arg-type",
         "12 attr-defined",
     ]
+
+
+# options whose names come from a list of the program, with no string to read
+FROM_A_LIST = {
+    "chaos.py": {"kinds", "points", "actions"},
+    "gpu_check.py": {"part", "device", "work", "receive"},
+}
+
+
+def unknown_options(source: str, shared: Set[str] = frozenset()) -> set[str]:
+    """The attributes of `args` that neither an `add_argument` nor an assignment gives it."""
+    tree = ast.parse(source)
+    given, read = options(tree), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "args":
+            (read if isinstance(node.ctx, ast.Load) else given).add(node.attr)
+    return read - given - shared if options(tree) else set()
+
+
+def options(tree: ast.AST) -> set[str]:
+    """The names that the calls of `add_argument` in a program give."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
+            names = [n.value for n in node.args if isinstance(n, ast.Constant)]
+            found |= {name.lstrip("-").replace("-", "_") for name in names}
+            found |= {k.value.value for k in node.keywords if k.arg == "dest"}
+    return found
+
+
+def test_every_program_reads_options_that_it_has() -> None:
+    """argparse's namespace has no types: an option of another name is an error at its first use."""
+    programs = [p for p in (ROOT / "benchmarks").rglob("*.py") if "results" not in p.parts]
+    assert len(programs) > 100
+    of_lib = [p for p in programs if "lib" in p.parts]
+    shared = set().union(*(options(ast.parse(p.read_text())) for p in of_lib))
+    for program in programs:
+        own = FROM_A_LIST.get(program.name, set())
+        assert not unknown_options(program.read_text(), shared | own), program
+    rotten = 'p.add_argument("--attention-kind", "-a")\nargs.b = 1\nprint(args.b, args.attend)'
+    assert unknown_options(rotten) == {"attend"}

@@ -44,13 +44,22 @@ def test_ratios_are_taken_within_a_round() -> None:
     found = figures(rows)
     values = {name: goal["value"] for name, goal in found.items()}
     assert values == {
-        "step, asynchronous / strong loop": 0.4,
+        "step, asynchronous / strong loop": 0.5,
         "step, file task and own reward / built in": 1.04,
-        "step, synchronous / strong loop": 1.2,
+        "step, synchronous / strong loop": 1.5,
         "speed-up over synchronous, share of S_max": 0.8,
     }
     assert [goal["met"] for goal in found.values()] == [True, True, False, False]
-    assert found["step, asynchronous / strong loop"]["over_two_ranks"] == 0.5
+    strongest = found["step, asynchronous / strong loop"]
+    assert (strongest["rival"], strongest["over_the_other"]) == ("two ranks", 0.4)
+
+
+def test_the_rival_is_the_fastest_of_the_strong_loops() -> None:
+    found = figures([a_round(**{"two ranks": 400})])
+    strongest = found["step, asynchronous / strong loop"]
+    assert (strongest["value"], strongest["rival"]) == (0.4, "two threads")
+    assert (strongest["rival_ms"], strongest["over_the_other"]) == (250, 0.25)
+    assert found["step, synchronous / strong loop"]["value"] == 1.2
 
 
 def test_trl_is_a_figure_where_it_took_part() -> None:
