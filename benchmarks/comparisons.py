@@ -23,6 +23,8 @@ from typing import Any
 from lib import rounds
 from lib.kept_pages import keep
 
+from asyncrl.supervise import preflight
+
 ROOT = rounds.results_file.ROOT
 MINUTES = 10.0
 SLOW = (
@@ -53,11 +55,14 @@ QUICK = (
 
 def run(part: str, out: Path, cores: set[int], quick: bool) -> dict[str, Any]:
     """One comparison from nothing in OUT/PART: {"seconds", "cpu_seconds", "found"}."""
+    model = out / "model"
+    model.mkdir(parents=True, exist_ok=True)
+    (model / preflight.MARKER).touch()  # a warm start may build a model there
     words = [
         *PARTS[part],
         *(
             x
-            for s in (f"model.path={str(out / 'model')!r}", *(QUICK if quick else ()))
+            for s in (f"model.path={str(model)!r}", *(QUICK if quick else ()))
             for x in ("--set", s)
         ),
     ]
