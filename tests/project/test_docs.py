@@ -8,8 +8,9 @@ import re
 import subprocess
 import sys
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ import table  # noqa: E402
 
 from asyncrl.config import load  # noqa: E402
 
-LOOP = "2026-11-24_43508fc_2core_loop_speed.json"
+LOOP = "2026-11-26_b892fe85_2core_loop_speed.json"
 LOG = sorted((ROOT / "docs" / "log").glob("[!i]*.md"))
 PAGES = [
     ROOT / "README.md",
@@ -311,10 +312,28 @@ def result(file: str) -> dict[str, Any]:
     return dict(json.loads((ROOT / "benchmarks" / "results" / file).read_text()))
 
 
-def bullet(file: str) -> str:
+def rows_of(file: str, arm: str, key: str) -> list[float]:
+    return [row[key] for row in result(file)[arm]]
+
+
+def mean_accuracy(curve: list[list[float]]) -> float:
+    """Of a curve whose evaluations are equally many batches apart."""
+    values = [accuracy for _, accuracy in curve]
+    return sum(map(fmean, pairwise(values))) / (len(values) - 1)
+
+
+def difference(ours: list[float], theirs: list[float]) -> tuple[float, float, float]:
+    """The mean difference over seeds and its 95 % interval."""
+    each = [a - b for a, b in zip(ours, theirs, strict=True)]
+    half = figures.half_interval(each)
+    return fmean(each), fmean(each) - half, fmean(each) + half
+
+
+def bullet(file: str, title: str = "") -> str:
     """The README's line that names the result file, on one line."""
     text = (ROOT / "README.md").read_text().split("## Measured")[1].split("\n## ")[0]
-    (line,) = [" ".join(b.split()) for b in text.split("\n- ") if file in b]
+    bullets = text.split("\n- ")
+    (line,) = [" ".join(b.split()) for b in bullets if file in b and f"**{title}" in b]
     return line
 
 
@@ -327,7 +346,7 @@ def test_the_goal_of_the_step_stands_beside_the_fastest_rival() -> None:
     """The two ranks are the faster loop in every file, and the page's figures are of its rounds."""
     page = " ".join((ROOT / "docs" / "performance.md").read_text().split())
     files = sorted((ROOT / "benchmarks" / "results").glob("*_loop_speed*.json"))
-    pooled: dict[str, list[float]] = {}
+    ratios: dict[str, list[float]] = {}
     for path in files:
         rounds = json.loads(path.read_text())["speed"]["rounds"]
         over = {
@@ -335,50 +354,57 @@ def test_the_goal_of_the_step_stands_beside_the_fastest_rival() -> None:
             for rival in ("two ranks", "strong")
         }
         least, most = (median(over[rival]) for rival in ("strong", "two ranks"))
-        assert most > 0.65 and least < most, path
-        pooled.setdefault(path.name[:18], []).extend(over["two ranks"])
-    assert len(files) == 5 and "0.69 to 0.79 in five of five" in page
-    old = pooled["2026-11-22_239afbe"]
-    latest = json.loads((ROOT / "benchmarks/results" / LOOP).read_text())["speed"]["rounds"]
-    now = [r["async"]["step"] / r["two ranks"]["step"] for r in latest]
+        assert most > 0.6 and least < most, path
+        ratios[path.name] = over["two ranks"]
+    medians = [median(each) for each in ratios.values()]
+    assert len(files) == 6
+    assert f"{min(medians):.2f} to {max(medians):.2f} in six of six" in page
+    now, old = ratios[LOOP], ratios["2026-11-24_43508fc_2core_loop_speed.json"]
     said = [f"{median(x):.2f} ({min(x):.2f} to {max(x):.2f})" for x in (now, old)]
     fastest = "as two ranks, the fastest rival |"
     cells = page.partition(fastest)[2].split(" | ")
-    assert cells[0].strip().startswith(said[0]) and cells[1] == said[1]
-    assert cells[2:4] == ["0.65", "not met"]
+    assert cells[0].strip().startswith(said[0]) and cells[1].startswith(said[1])
+    assert cells[2:4] == ["0.60", "not met"]
+    rounds = result(LOOP)["speed"]["rounds"]
+    tokens = [256 * r["async"]["answer/length"] / r["two ranks"]["step"] for r in rounds]
+    share = median(r["bare"]["Tl"] * t for r, t in zip(rounds, tokens, strict=True))
+    assert f"the learner alone takes {share:.2f} of the rival's step" in page
+    assert f"takes {share:.2f} of that rival's step" in bullet(LOOP)
     assert f"takes {median(now):.2f} of the time of the strongest rival" in bullet(LOOP)
 
 
 @pytest.mark.parametrize(
     ("file", "figure", "words"),
     [
-        (LOOP, "step, asynchronous / TRL's GRPO", "{value:.2f} of TRL's GRPO (goal 0.33, {met})"),
+        (LOOP, "step, asynchronous / TRL's GRPO", "{value:.2f} of TRL's GRPO (goal 0.30, {met})"),
         (
             "2026-11-23_49defbe_2core_real_model_run.json",
             "synchronous / asynchronous step, by the token",
             "{value:.2f} times as fast as synchronous training (goal 1.3, {met})",
         ),
         (
-            "2026-11-24_65278ca_2core_comparisons_slow.json",
+            "2026-11-26_6dfbc087_2core_comparisons_slow.json",
             "slow rewards: speed, async / sync",
-            "{value:.2f} times the speed (goal 1.5, {met})",
+            "{value:.2f} times the speed over the same batches (goal 1.5, {met})",
         ),
     ],
 )
 def test_the_readme_prints_goals_met_or_not(file: str, figure: str, words: str) -> None:
     (goal,) = [g for g in result(file)["goals"] if g["figure"] == figure]
-    assert goal["goal"].split()[-1] in words
+    assert float(goal["goal"].split()[-1]) == float(words.split("(goal ")[1].split(",")[0])
     met = "met" if goal["met"] else "not met"
     assert words.format(value=goal["value"], met=met) in bullet(file)
 
 
 def test_the_readme_s_figures_are_those_of_their_files() -> None:
-    seeds = "2026-11-24_59b14a2_2core_demo_seeds.json"
+    seeds = "2026-11-26_b892fe85_2core_demo_seeds.json"
     rows = result(seeds)["seeds"]
     low, start = min(r["heldout_end"] for r in rows), min(r["heldout_start"] for r in rows)
     slowest = max(r["wall_s"] for r in rows)
-    assert f"five seeds: {start:.2f} to {low:.2f} and more in {slowest:.0f} s" in bullet(seeds)
-    assert len(rows) == 5
+    assert f"ten seeds: {start:.2f} to {low:.2f} and more in {slowest:.0f} s" in bullet(
+        seeds, "Learning"
+    )
+    assert len(rows) == 10
 
     real = "2026-11-22_239afbe_2core_smollm2_sort.json"
     found = result(real)
@@ -389,28 +415,46 @@ def test_the_readme_s_figures_are_those_of_their_files() -> None:
     assert f"{first} to {last} in twelve minutes, {strange} to {known} on names" in bullet(real)
     assert round(found["seconds"] / 60) == 12
 
-    compared = "2026-11-21_80ca5c9_4core_comparisons_default.json"
-    found = result(compared)["parts"]["default"]["found"]
-    verdicts = {(v["arm"], v["metric"]): v["verdict"] for v in found["verdicts"]}
-    assert f"{faster(found, 'seconds_to_target')}, {faster(found)} times the speed" in bullet(
-        compared
+    equal, low, high = result(seeds)["equal_accuracy"]["ratio"]
+    ended = [rows_of(seeds, arm, "heldout_end") for arm in ("seeds", "synchronous")]
+    end, least, most = difference(*ended)
+    said = bullet(seeds, "Time to equal accuracy")
+    assert f"{equal:.2f} times as fast as synchronous training, 95 % interval {low:.2f} to" in said
+    assert (
+        f"to {high:.2f} (goal 1.5, met). They end {-end:.3f} lower, interval {least:.3f} to" in said
     )
-    assert verdicts["async", "heldout_end"] == "no difference visible"
-    assert "no difference in final accuracy visible" in bullet(compared)
+    assert f"to {most:+.3f}." in said
 
-    compared = "2026-11-24_59b14a2_2core_comparisons_default.json"
+    compared = "2026-11-26_6dfbc087_2core_comparisons_default.json"
     found = result(compared)["parts"]["default"]["found"]
-    difference = next(
-        v["difference"] for v in found["verdicts"] if (v["arm"], v["metric"]) == ("async", "area")
+    worse = next(
+        v for v in found["verdicts"] if (v["arm"], v["metric"]) == ("async", "heldout_end")
     )
     assert (
-        f"same accuracy {faster(found, 'seconds_to_target')} times as fast" in bullet(compared)
-        and f"1 / {faster(found)} of the time" in bullet(compared)
-        and f"is {-difference:.2f} lower" in bullet(compared)
+        f"it was {faster(found, 'seconds_to_target')} times as fast and ended "
+        f"{-worse['difference']:.3f} lower (p {worse['p']:.3f})" in bullet(compared)
     )
-    slow = "2026-11-24_65278ca_2core_comparisons_slow.json"
+    study = (ROOT / "docs" / "staleness-study.md").read_text()
+    areas = [map(mean_accuracy, rows_of(seeds, arm, "curve")) for arm in ("seeds", "synchronous")]
+    walls = [sum(rows_of(seeds, arm, "wall_s")) for arm in ("synchronous", "seeds")]
+    cells = [
+        f"{equal:.2f} [{low:.2f}, {high:.2f}]",
+        f"{walls[0] / walls[1]:.2f}",
+        f"{end:+.3f} [{least:+.3f}, {most:+.3f}]",
+        "{:+.3f} [{:+.3f}, {:+.3f}]".format(*difference(*map(list, areas))),
+    ]
+    assert f"| plain, ten seeds, a warm start each | 2 | {' | '.join(cells)} |" in study
+    area = next(v for v in found["verdicts"] if (v["arm"], v["metric"]) == ("async", "area"))
+    cells = [f"{faster(found, 'seconds_to_target')}", faster(found)]
+    cells += [
+        "{:+.3f} [{:+.3f}, {:+.3f}]".format(v["difference"], *v["interval"]) for v in (worse, area)
+    ]
+    assert f"| plain, three seeds, one warm start | 2 | {' | '.join(cells)} |" in study
+
+    slow = "2026-11-26_6dfbc087_2core_comparisons_slow.json"
     found = result(slow)["parts"]["slow"]["found"]
     assert f"limit 4: {faster(found, 'seconds_to_target')} times as fast" in bullet(slow)
+    assert float(faster(found, "seconds_to_target")) < 2.5 and "(goal 2.5, not met)" in bullet(slow)
 
     middle = "2026-11-26_b9e4f0a2_2core_middle_lag.json"
     found = result(middle)
@@ -436,7 +480,7 @@ def shares(accuracy: dict[str, Any], when: str) -> list[str]:
 
 
 def test_the_tables_of_the_recipes_are_those_of_their_files() -> None:
-    page, (found,) = recipe("demo-sort.md", "2026-11-24_59b14a2_2core_demo_seeds.json")
+    page, (found,) = recipe("demo-sort.md", "2026-11-26_b892fe85_2core_demo_seeds.json")
     for words, key, digits in (
         ("held-out accuracy, start", "heldout_start", 2),
         ("held-out accuracy, end", "heldout_end", 2),
@@ -444,7 +488,9 @@ def test_the_tables_of_the_recipes_are_those_of_their_files() -> None:
         ("seconds of RL", "wall_s", 0),
         ("seconds with warm start", "whole_s", 0),
     ):
-        values = [row[key] for row in found["seeds"]]
+        # the first run of a seed builds its model
+        first = slice(0, None, 2 if key == "whole_s" else 1)
+        values = [row[key] for row in found["seeds"][first]]
         assert f"| {words} | {min(values):.{digits}f} | {max(values):.{digits}f} |" in page
     lags = [row["lag"]["mean"] for row in found["seeds"]]
     assert f"(limit 2) | {min(lags):.2f} | {max(lags):.2f} |" in page
