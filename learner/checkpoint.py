@@ -148,8 +148,8 @@ def save(
     except Exception as error:
         # torch and safetensors have their own error classes for a full disk
         raise AsyncrlError(
-            f"checkpoint {final} could not be written: {error}; the ones before it are whole: free "
-            "some space and resume"
+            f"checkpoint {final} could not be written (is the disk full?): {error}; the ones "
+            "before it are whole: free some space and resume"
         ) from error
     kept = numbers(directory)
     for older_number in kept[:-keep]:

@@ -164,8 +164,8 @@ class SftRun:
                 checkpoint.seal(part)
         except Exception as error:  # torch and safetensors have their own error classes
             raise AsyncrlError(
-                f"checkpoint {final} could not be written: {error}; the ones before it are whole: "
-                "free some space and resume"
+                f"checkpoint {final} could not be written (is the disk full?): {error}; the ones "
+                "before it are whole: free some space and resume"
             ) from error
         for number in checkpoint.numbers(self.checkpoints)[
             : -self.config.training.keep_checkpoints

@@ -17,6 +17,8 @@ from asyncrl.contract.messages import Prompt
 LOG = "reward.log"  # in the run directory
 LOG_BYTES = 1 << 20  # further entries are dropped
 SHOWN = 80  # characters of a prompt, or of a response, in an error
+LOGS_OF_TRL = ("log_extra", "log_metric")
+ONLY_IN_TRL = ("trainer_state", "environments")  # keywords of its trainer
 OURS = ("reward_worker.py", "user_function.py")
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 
@@ -43,6 +45,12 @@ def in_our_form(function: Callable[..., Any], path: str, given: Sequence[str]) -
         return function
     names = list(signature.parameters)
     if "completions" in names:
+        for name in set(names) & {*ONLY_IN_TRL}:
+            if signature.parameters[name].default is inspect.Parameter.empty:
+                raise ConfigError(
+                    f"reward.function = {path}: takes {name}, which only TRL's trainer has; give "
+                    f"it a default, as in {name}=None, and do without"
+                )
         return from_trl(function, signature)
     keywords = [name for name in ("tokens", *given) if name in names]
     hint = "parameters do not fit"
@@ -62,11 +70,16 @@ def in_our_form(function: Callable[..., Any], path: str, given: Sequence[str]) -
     )
 
 
+def log_nothing(*_: Any, **__: Any) -> None:
+    """Stand in for TRL's `log_extra(column, values)` and `log_metric(name, value)`."""
+
+
 def from_trl(function: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
     """Wrap a function in TRL's form as one that takes lists.
 
     It is called by keyword: `prompts` and `completions` (texts, or lists of messages where the
-    prompt has `messages`), `completion_ids`, and each column of the prompts as a list.
+    prompt has `messages`), `completion_ids`, each column of the prompts as a list, and, where it
+    has them, `log_extra` and `log_metric`, which do nothing here.
     """
     parameters = signature.parameters.values()
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
@@ -93,6 +106,7 @@ def from_trl(function: Callable[..., Any], signature: inspect.Signature) -> Call
             ],
             "completion_ids": tokens,
         }
+        values |= {name: log_nothing for name in LOGS_OF_TRL if name in signature.parameters}
         if missing := sorted(needed - set(values)):
             raise TypeError(
                 f"it takes {', '.join(missing)}, but the prompts have no such column: they have "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import io
 import os
@@ -56,6 +57,19 @@ class ExampleCommand(click.Command):
 
 class ExampleGroup(ExampleCommand, click.Group):
     """A group of commands whose `--help` ends with examples."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click's, and name the nearest command where there is none of that name."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            near = difflib.get_close_matches(args[0], self.list_commands(ctx), 1, 0.5)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise click.UsageError(
+                f"{error.message}{hint} --help lists all commands.", ctx
+            ) from None
 
 
 def command(*examples: str, name: str | None = None) -> Callable[[Any], click.Command]:

@@ -372,6 +372,9 @@ def _unknown_key(key: str, root: Any, fields: typing.Collection[str]) -> str:
         return f"unknown key; did you mean {section}{close[0]}?"
     if elsewhere:
         return f"unknown key; did you mean {elsewhere[0]}?"
+    if not known:  # nothing before the last dot is a section
+        sections = sorted({other.partition(".")[0] for other in layers.keys(root) if "." in other})
+        return f"unknown key; there is no section {prefix}; sections: {', '.join(sections)}"
     return f"unknown key; keys of this section: {', '.join(known)}"
 
 

@@ -220,6 +220,25 @@ def lock(file: IO[str], how: int, patience_s: float) -> None:
         time.sleep(_POLL_S)
 
 
+def in_use_error(run_dir: Path, process: str) -> ConfigError:
+    return ConfigError(
+        f"{run_dir} is in use by process {process.strip() or '?'}: stop that run first, or choose "
+        "another name"
+    )
+
+
+def refuse_if_in_use(run_dir: Path) -> None:
+    """Raise ConfigError if a supervisor of this machine holds the run.  Writes nothing."""
+    try:
+        with (run_dir / ".run.lock").open("r", encoding="utf-8") as file:
+            process = file.read()
+            lock(file, fcntl.LOCK_SH, LOOK_S)
+    except FileNotFoundError:
+        return
+    except BlockingIOError as error:
+        raise in_use_error(run_dir, process) from error
+
+
 class RunLock:
     """Lock that admits one supervisor, or one set of processes, to a run directory.
 
@@ -231,10 +250,7 @@ class RunLock:
             lock(self.file, fcntl.LOCK_EX, LOOK_S)
         except BlockingIOError as error:
             self.file.seek(0)
-            raise ConfigError(
-                f"{run_dir} is in use by process {self.file.read().strip() or '?'}: stop that run "
-                "first, or choose another name"
-            ) from error
+            raise in_use_error(run_dir, self.file.read()) from error
         self.file.truncate(0)
         self.file.write(str(os.getpid()))
         self.file.flush()

@@ -311,9 +311,10 @@ class Supervisor:
                 **({"held_up": True} if child.held_up else {}),
             )
         died = describe_exit(code) + self.cause(child, code)
-        self.say(f"{child.name} died: {died}; its log: {child.log}")
         if refused is not None:  # a restart would fail in the same way
+            self.say(f"{child.name} ended the run ({died}); its log: {child.log}")
             raise refused
+        self.say(f"{child.name} died: {died}; its log: {child.log}")
         for line in last:
             self.say(f"    {line}")
         if not child.restartable or child.restarts >= self.config.watchdog.restarts:

@@ -404,7 +404,8 @@ def prompts_fit(subject: Subject) -> str:
             raise ConfigError(
                 f"generator.context: {prompt.split} prompt {prompt.id} has {length} tokens; "
                 f"context {config.generator.context} less max_new_tokens "
-                f"{config.generator.max_new_tokens} leaves {room}"
+                f"{config.generator.max_new_tokens} leaves {room}; set generator.context to at "
+                f"least {length + config.generator.max_new_tokens}, or leave the prompt out"
             )
     return f"the longest of the checked prompts has {longest} tokens; there is room for {room}"
 

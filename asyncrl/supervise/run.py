@@ -92,6 +92,7 @@ def resolve_resume(run_dir: Path, sets: Sequence[str]) -> Config:
     Raises ConfigError for keys that may not change, NothingToDo when the run is finished."""
     if not (run_dir / "config.toml").is_file():
         raise ConfigError(f"--resume {run_dir}: no run directory (it has no config.toml)")
+    rundir.refuse_if_in_use(run_dir)  # before anything of that run is written
     before = load.load(run_dir / "config.toml")
     config = load.load(run_dir / "config.toml", sets)
     for item in sets:

@@ -82,6 +82,10 @@ def _prompt(
             (name for name in PROMPT_COLUMNS if isinstance(row, dict) and name in row), ""
         )
         hint = f'; is it `{likely}`? task.columns = {{ prompt = "{likely}" }}' if likely else ""
+        if not isinstance(row, dict):
+            hint = f"; it is of type {type(row).__name__}: write one object a line (JSONL)"
+        elif row.get("prompt") is not None and not isinstance(row["prompt"], str):
+            hint = f"; its `prompt` is of type {type(row['prompt']).__name__}"
         raise ConfigError(
             f"{where}: needs `prompt` (text) or `messages` (a list of {{role, content}}){hint}"
         )

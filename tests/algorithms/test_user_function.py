@@ -190,6 +190,24 @@ def test_trls_form_is_called_by_names(config: Callable[..., Config]) -> None:
     )
 
 
+def test_what_trls_trainer_passes_besides_is_given_or_refused_by_name() -> None:
+    def logs(completions: list[str], log_extra: Any, log_metric: Any, **_: Any) -> list[float]:
+        log_extra("length", [len(text) for text in completions])
+        log_metric("mean_length", 1.0)
+        return [1.0 for _ in completions]
+
+    def asks(completions: list[str], trainer_state: Any) -> list[float]:
+        return []
+
+    def may_ask(completions: list[str], trainer_state: Any = None) -> list[float]:
+        return [float(trainer_state is None) for _ in completions]
+
+    assert in_our_form(logs, "m:f", ())([SUM], ["abc"], tokens=[[1]]) == [1.0]
+    assert in_our_form(may_ask, "m:f", ())([SUM], ["abc"], tokens=[[1]]) == [1.0]
+    with pytest.raises(ConfigError, match="m:f: takes trainer_state, which only TRL's trainer has"):
+        in_our_form(asks, "m:f", ())
+
+
 def test_an_async_function_of_trls_form_stays_one() -> None:
     async def reward(completions: list[str], **_: Any) -> list[float]:
         return [len(text) for text in completions]

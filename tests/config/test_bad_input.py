@@ -23,6 +23,7 @@ from run_kit import finish, start, steps_done, wait_until
 
 from asyncrl.cli import main
 from asyncrl.config import load
+from asyncrl.records import process_log
 from asyncrl.supervise.run import steps_made
 from learner import checkpoint
 
@@ -76,6 +77,7 @@ def test_a_model_directory_that_cannot_work(
 def test_a_prompt_longer_than_the_context(asyncrl: Call, tmp_path: Path) -> None:
     done = asyncrl("run", "generator.max_new_tokens=44", "generator.context=48", "name='bad'")
     refused(done, 2, "generator.context", "tokens; context 48 less max_new_tokens 44 leaves 4")
+    assert "set generator.context to at least" in done.err
     assert not (tmp_path / "runs").exists()
 
 
@@ -85,6 +87,8 @@ def test_a_prompt_longer_than_the_context(asyncrl: Call, tmp_path: Path) -> None
         (['{"prompt": "1="}', '{"promt": "2="}'], ":2: "),
         (['{"prompt": "1="}', "", "{nonsense"], ":3: "),
         ([], "no prompts in it"),
+        (['[{"prompt": "1="}, {"prompt": "2="}]'], "it is of type list: write one object a line"),
+        (['{"prompt": 12}'], "its `prompt` is of type int"),
         (['{"prompt": "1="}', '{"prompt": "1="}'], "cannot be both trained on and held out"),
     ],
 )
@@ -230,9 +234,12 @@ def test_a_run_directory_in_use_or_taken(asyncrl: Call, tmp_path: Path, sort_mod
     process = start(tmp_path, sort_model, "learner.steps=400", "name='taken'")
     run_dir = tmp_path / "runs" / "taken"
     wait_until(lambda: steps_done(run_dir) >= 1, process)
-    refused(
-        asyncrl("run", "--resume", str(run_dir)), 2, f"{run_dir} is in use by process {process.pid}"
-    )
+    config = (run_dir / "config.toml").read_text()
+    done = asyncrl("run", "--resume", str(run_dir), "learner.steps=500")
+    refused(done, 2, f"{run_dir} is in use by process {process.pid}")
+    assert "report" not in done.err and (run_dir / "config.toml").read_text() == config
+    ends = [row for row in process_log.read_events(run_dir) if row["event"] == "ended"]
+    assert not ends, "the run goes on"
     refused(asyncrl("run", "name='taken'"), 2, str(run_dir), "holds a run already")
     os.kill(process.pid, signal.SIGINT)
     assert process.wait(timeout=600) == 130
@@ -331,7 +338,9 @@ def test_an_export_of_an_untrained_model_is_noted(
     [
         (["run"], 2, "give either a CONFIG or --resume"),
         (["run", "nowhere.toml"], 2, "no such config file"),
-        (["runn"], 2, "runn"),
+        (["runn"], 2, "No such command 'runn'. Did you mean run? --help lists"),
+        (["config", "shw"], 2, "Did you mean show?"),
+        (["config", "explain", "foo.bar"], 2, "there is no section foo; sections: advantage, "),
         (["doctor", "nowhere"], 2, "no run directory"),
         (["report", "nowhere"], 2, "no run directory"),
         (["export", "nowhere", "x"], 2, "no model"),

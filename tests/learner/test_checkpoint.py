@@ -174,7 +174,7 @@ def test_a_full_disk_leaves_the_checkpoints_before_it(
     c.state.number = 1
     with pytest.raises(
         AsyncrlError,
-        match=r"number_1 could not be written: .*"
+        match=r"number_1 could not be written .is the disk full.*"
         r"No space left on device.*free some space and resume",
     ):
         checkpoint.save(directory, c, EXTRA, 2)
