@@ -113,7 +113,7 @@ class WatchedRun:
             "path": str(self.path),
             "state": "unreadable" if problem else state,
             "problem": problem,
-            "step": int(self.series.axes["step"].values[-1]) if rows else 0,
+            "step": self._steps_made(),
             "steps": wanted,
             "seconds": float(self.series.axes["time"].values[-1]) if rows else 0.0,
             "accuracy": self.series.latest("eval/heldout"),
@@ -124,6 +124,13 @@ class WatchedRun:
             "summed_up": bool(self._summary),
             "damaged": self.series.damaged + self.samples.damaged,
         }
+
+    def _steps_made(self) -> int:
+        """Count trained batches, whose rows are numbered from 0."""
+        trained = self.series.columns.get("reward/mean")
+        if trained is None or not trained.count:
+            return 0
+        return int(self.series.axes["step"].values[trained.rows[-1]]) + 1
 
     def overview(self) -> dict[str, Any]:
         """Return state, advice, health checks and the figures that a reader looks at first."""

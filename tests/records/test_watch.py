@@ -289,7 +289,7 @@ ANSWERS = ("overview", "plots?page=staleness", "processes", "ledger", "config", 
 
 def test_every_answer_is_json(client: TestClient) -> None:
     (run,) = client.get("/api/runs").json()
-    assert (run["id"], run["state"], run["step"], run["samples"]) == ("first", "stopped", 29, 4)
+    assert (run["id"], run["state"], run["step"], run["samples"]) == ("first", "stopped", 30, 4)
     for name in (*ANSWERS, "samples", "sample?number=0", "plots?page=learner&axis=time"):
         reply = client.get(f"/api/{name}")
         assert reply.status_code == 200, (name, reply.text)

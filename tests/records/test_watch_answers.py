@@ -72,7 +72,7 @@ def test_the_row_of_a_run_has_its_newest_numbers(client: TestClient, run_dir: Pa
         "path": str(run_dir),
         "state": "stopped",
         "problem": "",
-        "step": 30,
+        "step": 31,
         "steps": load.load(run_dir / "config.toml").learner.steps,
         "seconds": 15.0,
         "accuracy": 0.75,
@@ -83,6 +83,13 @@ def test_the_row_of_a_run_has_its_newest_numbers(client: TestClient, run_dir: Pa
         "summed_up": False,
         "damaged": 2,
     }
+
+
+def test_an_evaluation_at_the_end_is_not_a_step(client: TestClient, run_dir: Path) -> None:
+    """Its row has the version, which is the number of batches before it."""
+    append(run_dir / "metrics.jsonl", {"step": 30, "t": 15.5, "eval/heldout": 0.75})
+    (row,) = answer(client, "runs")
+    assert row["step"] == 30 and row["accuracy"] == 0.75
 
 
 def test_a_run_without_a_step_has_none(client: TestClient, run_dir: Path) -> None:
