@@ -20,12 +20,13 @@ A mutant is killed when a test fails, the import fails, or a test hangs: it take
 times the processor time that it takes without the mutant, or sleeps for longer than that, with a
 few seconds to spare.  Time in which a busy machine lets a fork wait for a processor does not count.
 Survivors listed in mutants_equivalent.toml, with the reason why no test can notice them, are not
-counted.  Some of the sample also run unchanged: a failure then is not caused by a mutant, and the
-program ends.  --module PART: only mutants of the files whose path contains PART; no result is
-written.  --minutes: end after so many, everything counted, the drawn being in a random order.
-Measuring the tests takes half of it at most, the rest of them waiting for the next run, and each
-mutant meets its likeliest tests of 20 seconds alone.  --planted: the mutants of mutants_planted.py,
-each against the one test that must notice it."""
+counted.  Some of the sample also run unchanged: a test that fails then is left out from there on,
+with the mutants that it has killed, and after more than three such tests the program ends.
+--module PART: only mutants of the files whose path contains PART; no result is written.  --minutes:
+end after so many, everything counted, the drawn being in a random order.  Measuring the tests takes
+half of it at most, the rest of them waiting for the next run, and each mutant meets its likeliest
+tests of 20 seconds alone.  --planted: the mutants of mutants_planted.py, each against the one test
+that must notice it."""
 
 from __future__ import annotations
 
@@ -83,6 +84,7 @@ SURVIVED = "survived"
 KILLED = "killed"
 TIMEOUT = "timeout"
 UNTESTED = "untested"
+MOST_UNSTEADY = 3  # tests that may fail without a mutant before the program ends
 UNCHANGED = "(unchanged)"
 NOT_HERE = "outside a function"  # the collected session cannot change it
 # mutmut leaves functions with a decorator alone; these may be comments while it looks
@@ -616,15 +618,21 @@ def tried(
         def act(trial: Trial, directory: Path) -> dict[str, Any]:
             return try_in_session(session, trial, directory)
 
-        answers = []
+        answers: list[tuple[Mutant, dict[str, Any]]] = []
+        unsteady: set[str] = set()
         for trial, answer in all_of(trials(), work, args.workers, act):
             m = trial.mutant
             if m.plus == UNCHANGED and answer["status"] not in (SURVIVED, UNTESTED):
-                by = f"{answer['by']}, {answer['status']}"
-                return {"failed": f"{by}, fails without a mutant: {m}"}
-            if m.plus == UNCHANGED:
+                said = f"{answer['by']}, {answer['status']}, fails without a mutant: {m}"
+                if answer["by"] not in base.seconds or len(unsteady) == MOST_UNSTEADY:
+                    return {"failed": said}
+                print(f"left out: {said}", file=sys.stderr, flush=True)
+                unsteady.add(answer["by"])
+                base.leave_out(answer["by"])
+                answers = [(m, a) for m, a in answers if a["by"] not in unsteady]
+            if m.plus == UNCHANGED or answer["by"] in unsteady:
                 continue
-            answers.append((asdict(m), answer))
+            answers.append((m, answer))
             if answer["status"] in (KILLED, TIMEOUT) and answer["by"] in base.seconds:
                 base.count_killer(m.path, texts[m.path], m.first, m.last, answer["by"])
             if answer["status"] == SURVIVED and not known.reason(m):
@@ -634,7 +642,8 @@ def tried(
                 print(passed, file=sys.stderr, flush=True)
         base.keep_killers()
         seconds = time.monotonic() - begin
-        return {"answers": answers, "base": vars(base) | {"killers": {}}, "seconds": seconds}
+        told = [(asdict(m), answer) for m, answer in answers]
+        return {"answers": told, "base": vars(base) | {"killers": {}}, "seconds": seconds}
 
     found = collected(tests, work, first)
     if "failed" in found:

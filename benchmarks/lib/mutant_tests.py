@@ -42,7 +42,7 @@ class Baseline:
     Fast tests need no real run and take less than SLOW_S, with the processes that they start.
     Lines run by a shared fixture count for every test of the file.
 
-    left_out: test files with a test that fails without a mutant
+    left_out: test files with a test that fails without a mutant, and such tests
     unmeasured: test files for which there was no time"""
 
     seconds: dict[str, float] = field(default_factory=dict)
@@ -61,6 +61,14 @@ class Baseline:
         for path, lines in measured["lines"].items():
             for n, named in lines.items():
                 self.lines.setdefault(path, {}).setdefault(int(n), []).extend(named)
+
+    def leave_out(self, test: str) -> None:
+        """Use a test no more that has failed without a mutant."""
+        self.left_out.append(test)
+        del self.seconds[test]
+        for lines in self.lines.values():
+            for names in lines.values():
+                names[:] = [name for name in names if name != test]
 
     def costs(self, tests: Sequence[str]) -> dict[str, NormalCost]:
         """Return what each test takes without a mutant."""

@@ -116,3 +116,19 @@ def test_killers_come_first_then_files_that_speak_of_the_module(
     assert base.reaching("x.py", TEXT, 6, 6)[:3] == ["test_a.py::2", "test_c.py::2", "test_b.py::1"]
     assert base.reaching("x.py", TEXT, 10, 10) == []
     assert base.costs(["test_b.py::1"]) == {"test_b.py::1": NormalCost(2.0, 2.0, 0.5)}
+
+
+def test_a_test_that_fails_without_a_mutant_is_used_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    base = Baseline(
+        seconds={"a::x": 1.0, "a::y": 2.0},
+        asleep={"a::x": 0.0, "a::y": 0.0},
+        setup={"a": 0.0},
+        lines={"p.py": {1: ["a::x", "a::y"], 2: ["a::x"]}},
+    )
+    monkeypatch.setattr(mutant_tests, "mentions", lambda file, path: False)
+    base.leave_out("a::x")
+    assert base.left_out == ["a::x"] and base.lines == {"p.py": {1: ["a::y"], 2: []}}
+    assert list(base.seconds) == ["a::y"]
+    assert base.reaching("p.py", "x = 1\ny = 2\n", 1, 1) == ["a::y"]
