@@ -28,9 +28,6 @@ from typing import Any, NamedTuple
 
 from lib import results_file
 
-# first: benchmarks/learner.py and buffer.py must not hide the packages of their names
-sys.path.insert(0, str(results_file.ROOT))
-
 TOTAL_S = 450.0  # for all parts
 DEVICE_S = 25.0  # to find the GPU
 ENDING_S = 5.0  # for a part that was stopped

@@ -22,9 +22,6 @@ import psutil
 
 from lib import results_file
 
-# first: benchmarks/learner.py and buffer.py must not hide the packages of their names
-sys.path.insert(0, str(results_file.ROOT))
-
 Times = dict[str, list[tuple[float, float]]]  # alternative -> (wall, CPU) seconds of each round
 
 FOREIGN = 0.1  # cores of other work from which on a round does not count

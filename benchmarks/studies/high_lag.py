@@ -43,8 +43,6 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # for lib
 
 from lib import results_file, studies
 
-sys.path.insert(0, str(results_file.ROOT))
-
 from asyncrl.config import load, methods
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import AsyncrlError, ConfigError

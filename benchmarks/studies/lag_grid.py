@@ -33,8 +33,6 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # for lib
 
 from lib import results_file
 
-sys.path.insert(0, str(results_file.ROOT))
-
 from asyncrl.cli.compare import swept_corrections
 from asyncrl.experiments.compare import sweep, sweep_analysis, sweep_page
 from asyncrl.experiments.compare.page import clean

@@ -33,9 +33,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # for lib
 
-from lib import results_file, studies
-
-sys.path.insert(0, str(results_file.ROOT))
+from lib import studies
 
 from asyncrl.experiments.compare import sweep, verdict
 

@@ -6,6 +6,7 @@ They run for minutes to hours, so no test runs them all; the type checker reads 
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shutil
 import subprocess
@@ -97,6 +98,33 @@ def test_every_program_calls_what_is_there(tmp_path: Path) -> None:
         "11 arg-type",
         "12 attr-defined",
     ]
+
+
+def hidden_imports(source: str) -> list[str]:
+    """The packages of the product that a program imports before asyncrl or lib finds them.
+
+    Python has no path to them: `python benchmarks/NAME.py` fails where it imports them first."""
+    hidden = []
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = getattr(node, "module", None) or node.names[0].name
+            if module.partition(".")[0] in ("asyncrl", "lib"):
+                break
+            hidden += [module] if module.partition(".")[0] in ("actors", *PACKAGES) else []
+    return hidden
+
+
+def test_every_program_finds_the_packages() -> None:
+    """Without an entry for the checkout on PYTHONPATH."""
+    for folder in ("", "studies"):
+        for program in (ROOT / "benchmarks" / folder).glob("*.py"):
+            assert not hidden_imports(program.read_text()), program
+    assert hidden_imports("import numpy\nfrom actors import rewards\nimport asyncrl") == ["actors"]
+    code = "import lib, actors, buffer.store, learner.step; print(actors.__path__[0])"
+    environ = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    argv, into = [sys.executable, "-c", code], ROOT / "benchmarks"
+    ended = subprocess.run(argv, cwd=into, env=environ, capture_output=True, text=True)
+    assert ended.stdout.strip() == str(ROOT / "actors"), ended.stderr
 
 
 # options whose names come from a list of the program, with no string to read
