@@ -243,6 +243,8 @@ def test_a_slow_engine_makes_fewer_steps_in_a_call(
         one_pass(g)
         clock, made, slow = [0.0], [], [4.0, 4.0, 4.0, 4.0, 0.1, 0.1, 0.1]
         g.steps = 8
+        g.idle_since = g.spent.busy_s = 0.0
+        total = sum(slow)
 
         def step(
             n: int, clock: list[float] = clock, made: list[int] = made, slow: list[float] = slow
@@ -257,6 +259,7 @@ def test_a_slow_engine_makes_fewer_steps_in_a_call(
             g.decode()
         monkeypatch.undo()
         assert made == expected
+        assert g.spent.busy_s == pytest.approx(total)
         g.tracer.close()
         calls = trace.read_sized_spans(g.run_dir)[g.producer][-len(made) :]
         assert {(call.name, call.size) for call in calls} == {("decode", 2)}

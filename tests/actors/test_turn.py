@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -101,3 +102,21 @@ def test_all_free_rows_of_the_engine_are_filled(small_model: Path) -> None:
         assert last.max_new_tokens == 1 and not refused
     finally:
         turn.rewards.close()
+
+
+def test_the_text_of_a_completion_ends_before_its_stop_token(tmp_path: Path) -> None:
+    decoded: list[list[int]] = []
+
+    class Tokens:
+        def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+            decoded.append(ids)
+            return "text"
+
+    turn = GeneratorTurn.__new__(GeneratorTurn)
+    held = SimpleNamespace(
+        held={(4, 9): SimpleNamespace(ticket="t")}, finish_sample=lambda *_: None
+    )
+    turn.schedule, turn.judged = held, {}  # type: ignore[assignment]
+    turn.tokenizer, turn.stops = Tokens(), frozenset({1})  # type: ignore[assignment]
+    response = turn.finished(written([0.0, 0.0, 0.0]).answer)
+    assert response is not None and decoded == [[7, 8]] and response.text == "text"

@@ -5,6 +5,7 @@ Repairs, masks and draws that did nothing.  float64.
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ from algorithms_kit import D, batch, config, gradient, theta
 
 from asyncrl.algorithms import correction, kl, ratios, reshape, surrogates
 from asyncrl.algorithms import loss as sl
-from asyncrl.algorithms.batch import LossBatch
+from asyncrl.algorithms.batch import LossBatch, _whole_ratios
 from asyncrl.algorithms.settings import Reshape
 from asyncrl.algorithms.trust import sequence_surrogates, token_surrogates
 
@@ -312,3 +313,19 @@ def test_a_token_at_its_bound_or_without_an_advantage_is_not_cut() -> None:
     assert surrogates.ppo(beyond, adv, low=0.5, high=1.0).clipped.tolist() == [1, 2]
     assert token_surrogates.bapo(beyond, adv, lo, hi).clipped.tolist() == [1, 2]
     assert token_surrogates.bapo(beyond, -adv, lo, hi).clipped.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("level", ["geometric", "sequence"])
+def test_a_surrogates_whole_ratio_is_clamped_on_both_sides(level: str) -> None:
+    raw = vec(-30, -30, 70)
+    tokens = SimpleNamespace(raw=raw, log_r=raw, mask=EVERY, seq=SEQ, n=2)
+    got = surrogates._ratio(tokens, SimpleNamespace(ratio=level))  # type: ignore[arg-type]
+    assert got.tolist() == [-20, -20, 20]
+
+
+def test_masked_tokens_are_no_part_of_the_baselines_weights() -> None:
+    b = batch(6)
+    b.start = b.behavior + torch.where(b.mask, 0.25, 9.0).to(D)
+    counts = torch.zeros(len(b.rewards), dtype=D).index_add_(0, b.seq, b.mask.to(D))
+    assert not bool(b.mask.all())
+    torch.testing.assert_close(_whole_ratios(b), (0.25 * counts).exp())

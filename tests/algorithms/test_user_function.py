@@ -269,3 +269,12 @@ def test_a_conversational_prompt_of_trl_is_a_chat(tmp_path: Path) -> None:
     path = rows(tmp_path / "q.jsonl", {"chat": turns})
     (prompt,) = read_prompts(path, "train", {"messages": "chat"})
     assert prompt.messages == turns and prompt.meta == {}
+
+
+def test_trls_form_gets_the_texts_of_chats_as_messages() -> None:
+    def reward(prompts: list[Any], completions: list[Any], **_: Any) -> list[Any]:
+        return [prompts, completions]
+
+    texts, chats = in_our_form(reward, "m:f", ())([SUM, CHAT], ["a", "b"], tokens=[[1], [2]])
+    assert texts == ["1+1=", [{"role": "user", "content": "3?"}]]
+    assert chats == ["a", [{"role": "assistant", "content": "b"}]]

@@ -17,6 +17,7 @@ from tinker_kit import draw, prompt, tuned_datum
 from tinker_local_kit import KEY, LocalServer
 
 from asyncrl.tinker import app
+from asyncrl.tinker.model_records import folder_name
 
 ADAM = types.AdamParams(learning_rate=1e-2)
 TUNED = [tuned_datum([5, 6, 7, 8, 1])]
@@ -87,6 +88,8 @@ def test_every_route_wants_the_key(server: LocalServer, http: httpx.Client) -> N
             reply = httpx.request(method, f"{server.url}/api/v1/{path}", headers=headers)
             assert "TINKER_API_KEY" in error(reply, 401)
     assert http.get("/healthz").json() == {"status": "ok"}
+    reply = http.post("/session_heartbeat", json={"session_id": "s-1"})
+    assert reply.json() == {"type": "session_heartbeat"}
 
 
 def test_bodies_are_checked(http: httpx.Client) -> None:
@@ -104,6 +107,8 @@ def test_bodies_are_checked(http: httpx.Client) -> None:
         assert "no ForwardBackwardRequest" in error(reply, 400)
     reply = http.post("/forward", content=b"", headers=protobuf)
     assert "no such model" in error(reply, 400)
+    for content in (b'{"a": "\\ud800"}', b"[1]", b'{"a": 1e999}', b'{"a": 99999999999999999999}'):
+        assert "the body" in error(http.post("/optim_step", content=content, headers=plain), 400)
     assert http.post("/nowhere", content=b"").status_code == 404
     assert http.get("/asample").status_code == 405
 
@@ -121,6 +126,8 @@ def test_what_clients_read_of_server_models_and_samplers(
     client = service.create_lora_training_client("tiny", rank=3, user_metadata={"a": "b"}).result()
     info = client.get_info()
     assert (info.model_id, info.is_lora, info.lora_rank) == (client.model_id, True, 3)
+    one = service.create_lora_training_client("tiny", rank=1).result().model_id
+    assert service.create_rest_client().get_training_run(one).result().is_lora
     assert info.model_data.tokenizer_id == str(server.server.path)
     sampler = client.save_weights_for_sampler("kept").result().path
     state = client.save_state("state").result().path
@@ -182,10 +189,12 @@ def test_the_likeliest_tokens_of_a_prompt(service: tinker.ServiceClient) -> None
         assert logprob <= values[0] + 1e-5
 
 
-def test_models_that_cannot_be_created(http: httpx.Client) -> None:
+def test_models_that_cannot_be_created(server: LocalServer, http: httpx.Client) -> None:
     new = {"tags": [], "user_metadata": {}, "sdk_version": "0"}
     session = http.post("/create_session", json=new).json()["session_id"]
     good = {"session_id": session, "model_seq_id": 0, "base_model": "tiny"}
+    # the folder of a model whose server was killed before it was described
+    (server.folder / folder_name(f"{session}:train:0")).mkdir()
     full = {"train_mlp": True, "train_attn": True, "train_unembed": True}
     for more, message in (
         ({"session_id": "s-0"}, "session_id = s-0: this server has no such session"),

@@ -85,15 +85,18 @@ def test_leases_calls_and_a_new_life_of_the_learner(config: Config, tmp_path: Pa
     async def play() -> None:
         door = sessions_of(gateway)
         assert await door.lease("a", 0.0) is None
-        waiting = asyncio.create_task(door.lease("a", 3600.0))
-        await asyncio.sleep(0)
-        gateway.want()
-        assert [x.samples for x in wire.sent if isinstance(x, m.TicketRequest)] == [
-            1
-        ]  # as many as asked
-        gateway.accept_tickets([ticket(1), ticket(2, "eval", 1)])
-        door.after_turn()
-        first = await waiting
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(door, "current_time", lambda: 5.0)  # so that 1 s is always left
+            waiting = asyncio.create_task(door.lease("a", 1.0))
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            gateway.want()
+            assert [x.samples for x in wire.sent if isinstance(x, m.TicketRequest)] == [
+                1
+            ]  # as many as asked
+            gateway.accept_tickets([ticket(1), ticket(2, "eval", 1)])
+            door.after_turn()
+            first = await waiting
         assert first is not None and first.session.ticket.kind == "eval"  # evaluation goes first
         assert await door.lease("a", 0.0) is first
         assert "secret" not in str(first.task) and first.first

@@ -9,6 +9,7 @@ import json
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -910,3 +911,21 @@ def test_ends_without_a_score(served: Served) -> None:
     _, scored = client(served)
     post(served, scored, "/reward", {"reward": 1})
     assert post(served, scored, "/end", {"failed": "late"}).status_code == 422
+
+
+@pytest.mark.parametrize(
+    ("host", "family"), [("::1", socket.AF_INET6), ("127.0.0.1", socket.AF_INET)]
+)
+def test_the_family_of_an_address(
+    host: str, family: socket.AddressFamily, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    def make(*args: Any) -> socket.socket:
+        seen.append(args)
+        raise ConfigError("asked")
+
+    monkeypatch.setattr(http_server, "socket", SimpleNamespace(**{**vars(socket), "socket": make}))
+    with pytest.raises(ConfigError, match="asked"):
+        http_server.HttpServer(None, ListenAddress(host))  # type: ignore[arg-type]
+    assert seen == [(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)]

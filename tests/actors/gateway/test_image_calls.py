@@ -176,6 +176,7 @@ def test_what_is_no_image_is_refused_and_nothing_is_fetched(
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["code"] == "invalid_image", answer.text
     assert said in error["message"] and "\n" not in error["message"]
+    assert error["param"] == "messages"
     assert not opened.session.tree.nodes and not opened.session.images
 
 

@@ -4,6 +4,7 @@ return and what becomes of those that fail, hang or die.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -407,6 +408,9 @@ def test_a_function_that_does_not_stop_loses_its_process_and_the_others_begin_ag
     until(lambda: world.turn() or world.pushing.workers[0].process.pid != process)
     again = until(lambda: world.begun(other) is not before and world.begun(other))
     assert not again.first and again.key != before.key and before.session.outcome.failed
+    world.turn()
+    (player,) = [p for worker in world.pushing.workers for p in worker.playing.values()]
+    assert player.opened is again and player.stop_at == math.inf  # its session is open
     gate.touch()
     assert until(lambda: world.turn() or again.session.outcome).reward == 0.5
 
