@@ -345,6 +345,7 @@ def methods(as_json: bool) -> None:
         return
     for name, method in METHODS.items():
         print(f"{name}: {method.summary}")
-        print(f"    source: {method.source}; measured: {method.evidence}")
+        measured = f"measured: {method.evidence}" if method.evidence else "not measured here"
+        print(f"    source: {method.source}; {measured}")
         print(f"    {', '.join(f'{key} = {value}' for key, value in method.keys.items())}")
     print('A config chooses one with method = "NAME"; keys that it also gives win.')

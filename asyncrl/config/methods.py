@@ -19,10 +19,11 @@ KL_STOP = 0.05  # nats a token that a batch's updates may move: repair A of the 
 LAG_GRID = "docs/staleness-study.md#what-lag-costs"
 HIGH_LAG = "docs/staleness.md#at-this-lag-take-this"
 RESHAPE = "docs/reshape.md"
+UNMEASURED = ""
 
 
 class Method(NamedTuple):
-    """A published method: its summary, source, measurements and keys."""
+    """A published method: its summary, source, page of measurements (UNMEASURED: none) and keys."""
 
     summary: str
     source: str
@@ -96,7 +97,7 @@ FOR_OLD_SAMPLES: dict[str, Method] = {
     "ipo": Method(
         "IPO (prime-rl): tokens whose probability has moved little, pulled towards mu",
         "prime-rl (in a port)",
-        HIGH_LAG,
+        UNMEASURED,
         {
             **BEHAVIOR,
             "loss.surrogate": "ipo",
@@ -107,7 +108,7 @@ FOR_OLD_SAMPLES: dict[str, Method] = {
     "dppo-kl": Method(
         "DPPO by its binary KL from mu",
         "arXiv 2602.04879 (in two ports)",
-        HIGH_LAG,
+        UNMEASURED,
         {
             **BEHAVIOR,
             "loss.surrogate": "dppo",
@@ -167,7 +168,7 @@ FOR_OLD_SAMPLES: dict[str, Method] = {
     "kpop": Method(
         "KPop: token ratios, without tokens whose binary KL has left a bound",
         "AReaL (code)",
-        HIGH_LAG,
+        UNMEASURED,
         {
             **RECOMPUTE,
             "correction.level": "token",
@@ -181,7 +182,7 @@ FOR_OLD_SAMPLES: dict[str, Method] = {
     "flash-reinforce": Method(
         "FlashREINFORCE: batch baseline, rejection of completions by mean binary KL, plain ratios",
         "a reference port (in notes)",
-        HIGH_LAG,
+        UNMEASURED,
         {
             **BEHAVIOR,
             **_ANSWERS,

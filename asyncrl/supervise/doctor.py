@@ -215,7 +215,8 @@ def lines(config: Config, run_dir: Path, seen: dict[str, Any]) -> list[str]:
         text[-1] += f"  (the last one {seen['silent_s']:.0f} s ago)"
     for process in seen["processes"]:
         text.append(process["said"])
-        if process["last_line"] and not seen["ended"]:
+        error = process["last_line"].removeprefix("error: ")
+        if error and not seen["ended"] and not any(error in line for line in text):
             text.append(f"    {process['log']}: {process['last_line']}")
     if seen["checkpoint"] is not None and not seen["ended"]:
         text.append(

@@ -194,6 +194,17 @@ def test_before_anything_has_started_it_says_what_to_start(run_dir: Path) -> Non
     assert "no process of it is running" in text
 
 
+def test_an_error_that_ended_several_processes_is_shown_once(run_dir: Path) -> None:
+    (run_dir / "logs" / "attempt_1").mkdir(parents=True)
+    for number, name in enumerate(("buffer", "learner", "generator-0")):
+        log = run_dir / "logs" / "attempt_1" / f"{name}.log"
+        log.write_text("error: 26 samples failed\n" if number else "its own last line\n")
+        why = "" if number else "26 samples failed"
+        process_log.append_event(run_dir, name, number + 1, "ended", code=1, why=why)
+    text = said(run_dir)
+    assert text.count("26 samples failed") == 1 and "its own last line" in text
+
+
 def test_with_some_there_it_says_what_is_missing(run_dir: Path) -> None:
     p = holder(run_dir, "generator-1")
     try:
