@@ -130,7 +130,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as work:
         base = Path(work)
         steps = f"learner.steps={6 if args.quick else args.steps}"
-        model = args.model or base / "sort"
+        model = args.model or base / "models" / "sort"
         for lag, limit in list(LAGS.items())[: 1 if args.quick else None]:
             first: Path | None = None
             for case, (generators, victims) in list(CASES.items())[: 2 if args.quick else None]:
