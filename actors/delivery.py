@@ -8,7 +8,13 @@ from typing import NamedTuple
 
 from asyncrl.config.tree import WiresConfig
 from asyncrl.contract import outcomes
-from asyncrl.contract.messages import EVAL_BASE, Delivery, DeliveryAcks, Trajectory
+from asyncrl.contract.messages import (
+    EVAL_BASE,
+    Delivery,
+    DeliveryAcks,
+    TrainingSequence,
+    Trajectory,
+)
 
 Key = tuple[int, int, int]  # (ticket, sample, attempt)
 LINGER_S = 0.02  # how long a small frame waits for further samples
@@ -18,26 +24,22 @@ REMEMBERED = 20_000  # attempts whose counts may still grow
 
 def size(sample: Trajectory) -> int:
     """Estimate the bytes of one sample on the wire, to a few per cent."""
-    return (
-        160
-        + len(sample.prompt_tokens)
-        + 3 * len(sample.tokens)
-        + len(sample.text)
-        + len(sample.token_rewards)
-        + len(sample.support)
-        + len(sample.routed)
-        + 40 * len(sample.images)
-        + sum(
-            160
-            + len(sequence.prompt_tokens)
-            + 3 * len(sequence.tokens)
-            + len(sequence.token_rewards)
-            + len(sequence.support)
-            + len(sequence.routed)
-            + 40 * len(sequence.images)
-            for sequence in sample.rows
-        )
+    return 160 + len(sample.text) + arrays_size(sample) + sum(map(arrays_size, sample.rows))
+
+
+def arrays_size(sequence: Trajectory | TrainingSequence) -> int:
+    """Estimate the bytes of one training sequence."""
+    arrays = (
+        sequence.prompt_tokens,
+        sequence.tokens,
+        sequence.behavior_logprobs,
+        sequence.mask,
+        sequence.token_rewards,
+        sequence.support,
+        sequence.routed,
     )
+    listed = 40 * len(sequence.spans) + 34 * len(sequence.images)
+    return 40 + listed + sum(map(len, arrays))
 
 
 class TokenReport:

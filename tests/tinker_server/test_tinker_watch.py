@@ -78,6 +78,7 @@ def test_the_pages_of_a_served_model(server: LocalServer, monkeypatch: pytest.Mo
         cards = dict(seen["cards"])
         assert (cards["version"], cards["lag limit"], cards["largest lag"]) == (3, "2", 1)
         assert (cards["sequences sampled"], cards["never trained"]) == (7, 1)
+        assert cards["server"] == "running"
         assert seen["waits"] and seen["waits"][0].startswith("sampling (process 1) ended with SIGK")
         titles = {
             page: {plot["title"] for plot in ask(watch, "plots", page=page, run=name)}

@@ -116,6 +116,8 @@ REFUSED: list[tuple[Any, str]] = [
     (tickets(sampling=sampled(top_p=0.0)), "top_p=0"),
     (tickets(sampling=sampled(top_k=-1)), "top_k=-1"),
     (tickets(sampling=sampled(max_new_tokens=0)), "max_new_tokens=0"),
+    (tickets(sampling=sampled(max_new_tokens=1 << 31)), "max_new_tokens=2147483648"),
+    (tickets(sampling=sampled(top_k=1 << 31)), "top_k=2147483648"),
     (tickets(min_version=Label(1, -1)), "versions: 1.-1"),
     (tickets(exact_version=Label(2, 0)), "exactly 2.0"),
     (m.DeliveryAcks(1, [], -1, None), "a credit of -1"),

@@ -122,12 +122,16 @@ class Bound:
             raise connection_guard.zmq.ZMQError(98)
 
 
-def test_an_address_that_stays_taken_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_that_stays_taken_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     opened: Callable[[], Any] = iter([0, 10**6, 0, 0, 0]).__next__
     monkeypatch.setattr(connection_guard, "next_descriptor", opened)
     bound = Bound(2)
     watched = connection_guard.ConnectionGuard(bound)
     assert watched.close_excess("tcp://127.0.0.1:1") and bound.said == ["unbind", *["bind"] * 3]
+    line = "too many connections at tcp://127.0.0.1:1: closed all; real peers reconnect\n"
+    assert capsys.readouterr() == ("", line)
     monkeypatch.setattr(connection_guard, "next_descriptor", iter([10**6, *[0] * 10**5]).__next__)
     monkeypatch.setattr(connection_guard, "LOOKS", 5)
     bound.said.clear()
