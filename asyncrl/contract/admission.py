@@ -82,15 +82,15 @@ def limit_evidence(metrics: Mapping[str, float], floor: float) -> LimitEvidence 
     ess = metrics.get("is/ess", math.nan)
     if not math.isfinite(ess):
         return None
-    held = math.inf
+    safe_lag = math.inf
     reached = 0.0
     for bucket, edge in EDGES.items():
-        here = metrics.get(f"by_lag/ess_{bucket}")
-        if here is not None and here < floor:
-            held = reached
+        bucket_ess = metrics.get(f"by_lag/ess_{bucket}")
+        if bucket_ess is not None and bucket_ess < floor:
+            safe_lag = reached
             break
         reached = edge
-    return LimitEvidence(ess, held, metrics.get("time/learner_idle_share", 0.0))
+    return LimitEvidence(ess, safe_lag, metrics.get("time/learner_idle_share", 0.0))
 
 
 def next_limit(

@@ -71,7 +71,7 @@ class BatchMeter:
         grants = sorted(self.granted[ticket] for ticket in tickets if ticket in self.granted)
         ends = [self.completed[ticket] for ticket in tickets if ticket in self.completed]
         known = len(grants) == len(ends) == len(tickets) and self.lost.isdisjoint(tickets)
-        before, self.last_commit = self.last_commit, now
+        previous_commit, self.last_commit = self.last_commit, now
         busy = 1.0 - self.free_seconds / self.capacity_seconds if self.capacity_seconds else 0.0
         queue = 0.0
         if self.reward_load:
@@ -82,16 +82,16 @@ class BatchMeter:
                 queue = sum(load[1] for load in loads) / len(loads)
         self.free_seconds = self.capacity_seconds = 0.0
         self._forget(max(tickets))
-        if math.isnan(before) or now <= before:
+        if math.isnan(previous_commit) or now <= previous_commit:
             return None
-        step = now - before
+        step = now - previous_commit
         latency = handover = math.nan
         wait = waited_share * step
         if known:
             # most of the batch: single groups come early where others were filtered
             latency = max(0.0, max(ends) - grants[len(grants) // 4] - queue)
-            if max(ends) > before:
-                handover = max(0.0, before + wait - max(ends))
+            if max(ends) > previous_commit:
+                handover = max(0.0, previous_commit + wait - max(ends))
             else:
                 wait = 0.0  # it was there: what the learner did was not waiting for samples
         return BatchTiming(step, wait, latency, handover, busy)
