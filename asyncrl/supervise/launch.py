@@ -331,11 +331,11 @@ class Supervisor:
         """In brackets: whether a SIGKILL came from the out-of-memory killer; "" for other exits."""
         if code not in (-signal.SIGKILL, process_log.RANK_LOST) or child.held_up:
             return ""
-        before, now = child.memory_kills, process_log.memory_kills()
-        if before and before == now:
+        kills_before, kills_now = child.memory_kills, process_log.memory_kills()
+        if kills_before and kills_before == kills_now:
             return ""
         cause = "out of memory"
-        if not before or not now:
+        if not kills_before or not kills_now:
             cause = "perhaps out of memory; this machine does not report it"
         if tokens := rundir.longest_prompt(self.run_dir, child.name):
             cause += (

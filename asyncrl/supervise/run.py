@@ -93,7 +93,7 @@ def resolve_resume(run_dir: Path, sets: Sequence[str]) -> Config:
     if not (run_dir / "config.toml").is_file():
         raise ConfigError(f"--resume {run_dir}: no run directory (it has no config.toml)")
     rundir.refuse_if_in_use(run_dir)  # before anything of that run is written
-    before = load.load(run_dir / "config.toml")
+    stored = load.load(run_dir / "config.toml")
     config = load.load(run_dir / "config.toml", sets)
     for item in sets:
         key = item.partition("=")[0].strip()
@@ -115,9 +115,9 @@ def resolve_resume(run_dir: Path, sets: Sequence[str]) -> Config:
             f"{run_dir} has made all its {config.learner.steps} steps; to train on, give --set "
             "learner.steps=N with a larger N"
         )
-    if config.staleness.limit != before.staleness.limit:
-        rundir.note_limit(run_dir, before.staleness.limit)
-    if config != before:
+    if config.staleness.limit != stored.staleness.limit:
+        rundir.note_limit(run_dir, stored.staleness.limit)
+    if config != stored:
         atomic_write.write(run_dir / "config.toml", load.dump(config), sync=True)
     return config
 

@@ -150,8 +150,8 @@ def findings(model: Path) -> list[health_checks.HealthFinding]:
     Only those that compare sampler and training apply: rewards are the client's."""
     rows = metrics.read(model)
     about = health_checks.RunFacts(load.load(model / "config.toml"))
-    found = [rule(rows, about) for rule in RULES]
-    return [finding for finding in found if finding is not None]
+    results = [rule(rows, about) for rule in RULES]
+    return [finding for finding in results if finding is not None]
 
 
 def lines(seen: dict[str, Any]) -> list[str]:

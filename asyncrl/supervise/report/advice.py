@@ -297,10 +297,10 @@ def fired_checks(run_dir: Path, signs: Sequence[Mapping[str, Any]]) -> list[Advi
 def _read_json(path: Path) -> dict[str, Any]:
     """Return a JSON object; {} where there is none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def first_lines(

@@ -75,10 +75,10 @@ def hub_name(path: str) -> str:
     >>> hub_name("/home/x/hub/models--org--name/snapshots/0123abcd"), hub_name("models/sort")
     ('org/name@0123abcd', 'sort')
     """
-    found = SNAPSHOT.search(path)
-    if found is None:
+    match = SNAPSHOT.search(path)
+    if match is None:
         return Path(path).name
-    owner, name, revision, inside = found.groups()
+    owner, name, revision, inside = match.groups()
     return f"{owner}/{name}@{revision[:12]}" + (f"/{inside}" if inside else "")
 
 

@@ -240,7 +240,7 @@ def set_plot(names: Iterable[str]) -> MetricPlot:
 
 def task_plots(names: Iterable[str]) -> tuple[MetricPlot, ...]:
     """The plots of the tasks of a mixture, one line a task; () without one."""
-    found = [name for name in dict.fromkeys(names) if name.startswith("task/")]
+    task_metrics = [name for name in dict.fromkeys(names) if name.startswith("task/")]
     shown = (
         ("Tasks: share of the batch", "samples", "_share"),
         ("Tasks: reward", "mean reward", "_reward"),
@@ -253,7 +253,7 @@ def task_plots(names: Iterable[str]) -> tuple[MetricPlot, ...]:
             unit,
             tuple(
                 (name, name.removeprefix("task/").removesuffix(ending))
-                for name in found
+                for name in task_metrics
                 if name.endswith(ending)
             ),
         )

@@ -312,7 +312,7 @@ def write(run_dir: Path) -> Path:
     steps = Series(run_dir / metrics.OPTIMIZER_STEPS)
     series.refresh()
     steps.refresh()
-    said = first_lines(
+    lines = first_lines(
         config,
         run_dir,
         ended=rundir.is_finished(run_dir, config.learner.steps),
@@ -322,9 +322,9 @@ def write(run_dir: Path) -> Path:
     length_head, *by_length = ledger_by_length(summary)
     blocks = [
         ListBlock(unfinished_notes(config, run_dir, summary), id="unfinished", style="warn"),
-        ListBlock([_item(line) for line in said if line.about != "health"], id="advice"),
+        ListBlock([_item(line) for line in lines if line.about != "health"], id="advice"),
         ListBlock(
-            [_item(line) for line in said if line.about == "health"], id="signs", style="warn"
+            [_item(line) for line in lines if line.about == "health"], id="signs", style="warn"
         ),
         CardBlock(_cards(summary, rows)),
         PlotBlock(run_plots(series, steps, summary)),

@@ -135,19 +135,19 @@ class Series:
         if not rows:
             return
         first = self.rows
-        found = _columns(rows)
+        columns = _columns(rows)
         rate, took = (
-            _dense(found.get(name), len(rows))
+            _dense(columns.get(name), len(rows))
             for name in ("throughput/learner_tokens_per_s", "time/step")
         )
         numbers = np.arange(first, first + len(rows))
         tokens = self.axes["tokens"]
-        before = float(tokens.values[-1]) if first else 0.0
-        tokens.extend(numbers, before + np.cumsum(rate * took))
-        self.axes["time"].extend(numbers, _dense(found.pop("t", None), len(rows)))
-        self.axes["step"].extend(numbers, _dense(found.pop("step", None), len(rows)))
-        for written in sorted(found):
-            places, values = found[written]
+        tokens_before = float(tokens.values[-1]) if first else 0.0
+        tokens.extend(numbers, tokens_before + np.cumsum(rate * took))
+        self.axes["time"].extend(numbers, _dense(columns.pop("t", None), len(rows)))
+        self.axes["step"].extend(numbers, _dense(columns.pop("step", None), len(rows)))
+        for written in sorted(columns):
+            places, values = columns[written]
             name = metrics.OLD_NAMES.get(written, written)
             self.columns.setdefault(name, Column()).extend(first + places, values)
 
@@ -198,12 +198,12 @@ def _columns(rows: list[dict[str, Any]]) -> dict[str, tuple[np.ndarray, np.ndarr
             known = np.isfinite(values)
             if known.any():
                 parts.setdefault(name, []).append((places[known], values[known]))
-    found = {}
+    merged = {}
     for name, pieces in parts.items():
         places, values = (np.concatenate(column) for column in zip(*pieces, strict=True))
         order = np.argsort(places, kind="stable") if len(pieces) > 1 else slice(None)
-        found[name] = places[order], values[order]
-    return found
+        merged[name] = places[order], values[order]
+    return merged
 
 
 def _matrix(names: tuple[str, ...], rows: list[dict[str, Any]]) -> np.ndarray:

@@ -142,13 +142,13 @@ class SampleStore:
             if status.st_ino != self._inode or status.st_size < self._end:
                 self._forget(status.st_ino)
             file.seek(self._end)
-            before = self._end
+            previous_end = self._end
             for line in file:
                 if not line.endswith(b"\n"):
                     break
                 self._add(line)
                 self._end += len(line)
-        return self._end > before
+        return self._end > previous_end
 
     def _forget(self, inode: int) -> None:
         self.offsets.clear()
@@ -181,7 +181,7 @@ class SampleStore:
         except re.error as error:
             raise ConfigError(f"--text {wanted.text}: no regular expression: {error}") from None
         plain = SampleFilter(**{**vars(wanted), "text": ""})
-        found = [
+        matches = [
             i
             for i, head in enumerate(self.heads)
             if plain.matches(head) and (pattern is None or pattern.search(head["text"]))
@@ -198,8 +198,8 @@ class SampleStore:
             raise ConfigError(f"--rule {wanted.rule}: choose one of {', '.join(RULES)}")
         if wanted.sort not in keys:
             raise ConfigError(f"--sort {wanted.sort}: choose one of {', '.join(ORDERS)}")
-        found.sort(key=keys[wanted.sort], reverse=True)
-        return found[: wanted.limit]
+        matches.sort(key=keys[wanted.sort], reverse=True)
+        return matches[: wanted.limit]
 
     def head(self, number: int) -> dict[str, Any]:
         """Return a row without its tokens."""
@@ -296,10 +296,10 @@ def _colored(pieces: Sequence[str], values: Sequence[Any], color: bool) -> str:
     numbers = [v for v in values if isinstance(v, int | float)]
     largest = max((abs(v) for v in numbers), default=0.0) or 1.0
     labels = sorted({v for v in values if isinstance(v, str)})
-    out = []
+    colored = []
     for piece, value in zip(shown, values, strict=True):
         if value is None:
-            out.append(piece)
+            colored.append(piece)
             continue
         if isinstance(value, str):
             red, green, blue = PALETTE[labels.index(value) % len(PALETTE)]
@@ -307,5 +307,5 @@ def _colored(pieces: Sequence[str], values: Sequence[Any], color: bool) -> str:
             end = RED if value > 0 else BLUE
             share = min(abs(value) / largest, 1.0)
             red, green, blue = (round(w + (e - w) * share) for w, e in zip(WHITE, end, strict=True))
-        out.append(f"\x1b[38;2;{red};{green};{blue}m{piece}\x1b[0m")
-    return "".join(out)
+        colored.append(f"\x1b[38;2;{red};{green};{blue}m{piece}\x1b[0m")
+    return "".join(colored)
