@@ -185,10 +185,10 @@ def _added(rewards: torch.Tensor, k: int) -> torch.Tensor:
         device=rewards.device,
     )
     # sum over j < i of share_j (r_i - r_j)
-    before = share.cumsum(0) - share
+    share_below = share.cumsum(0) - share
     lower = (share * ranked).cumsum(0) - share * ranked
     added = torch.empty_like(rewards)
-    added[order] = (before * ranked - lower).to(rewards.dtype)
+    added[order] = (share_below * ranked - lower).to(rewards.dtype)
     return added
 
 
@@ -560,9 +560,9 @@ def sum_by_step(x: torch.Tensor, step: torch.Tensor, seq: torch.Tensor) -> torch
     n = len(seq)
     # the next end, at or after each token
     ends = torch.where(step, place, n).flip(0).cummin(0).values.flip(0)
-    before = torch.where(step, place, -1).cummax(0).values  # the previous end, at or before it
+    previous_end = torch.where(step, place, -1).cummax(0).values
     inside = torch.cat([seq, seq.new_full((1,), -1)])[ends] == seq
-    return _scatter_within_response(x, torch.where(inside, ends, before), seq)
+    return _scatter_within_response(x, torch.where(inside, ends, previous_end), seq)
 
 
 def whiten(x: torch.Tensor, eps: float = 1e-8, over: torch.Tensor | None = None) -> torch.Tensor:

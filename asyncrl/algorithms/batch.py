@@ -158,8 +158,8 @@ def shape_rewards(batch: LossBatch, valid: torch.Tensor, config: Settings) -> Sh
     """Apply `advantage.truncated` and `advantage.rewards` to the rewards and greedy baselines."""
     a = config.advantage
     n = len(batch.rewards)
-    given = batch.token_rewards if a.name in advantages.BY_TOKEN else None
-    earned = batch.rewards if given is None else ratios.seq_sum(given, batch.seq, n)
+    token_rewards = batch.token_rewards if a.name in advantages.BY_TOKEN else None
+    earned = batch.rewards if token_rewards is None else ratios.seq_sum(token_rewards, batch.seq, n)
     lengths = ratios.seq_sum(batch.mask.long(), batch.seq, n)
     rewards = _shape_truncated(earned, batch.truncated, lengths, config)
     greedy = None
@@ -171,14 +171,14 @@ def shape_rewards(batch: LossBatch, valid: torch.Tensor, config: Settings) -> Sh
     over = rewards if greedy is None else torch.cat([rewards, greedy])
     scale = ratios.choose_function("advantage.rewards", SCALES, a.rewards)
     shaped = ShapedRewards(scale(rewards, over), None if greedy is None else scale(greedy, over))
-    if given is not None:
+    if token_rewards is not None:
         ends = torch.tensor([1.0, 0.0], dtype=rewards.dtype, device=rewards.device)
         one, zero = scale(ends, over)
         factor = (one - zero).expand(n)
         if a.truncated in ("zero", "fixed"):  # replaces all token rewards of a truncated sample
             factor = torch.where(batch.truncated, 0.0, factor)
         shaped.tokens = advantages.credit_trained_tokens(
-            factor[batch.seq] * given, valid, batch.seq
+            factor[batch.seq] * token_rewards, valid, batch.seq
         )
         shaped.totals = factor * earned
     return shaped

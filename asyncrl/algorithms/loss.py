@@ -196,9 +196,9 @@ def prepare(
     stop = config.stop
     budget = stopping.KLBudget(stop.kl_max) if stop.action == "slow" and stop.kl_max > 0 else None
     metrics = {name: x[0] for name, x in diagnostics.copy_to_host(numbers).items()}
-    given = batch.start is not None
+    has_start = batch.start is not None
     start = batch.start.clone() if batch.start is not None else torch.zeros_like(batch.behavior)
-    known = torch.full_like(batch.mask, given)
+    known = torch.full_like(batch.mask, has_start)
     return PreparedBatch(
         batch=batch,
         config=config,

@@ -81,8 +81,8 @@ def prefix_minimum(log_w: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor) -
     least = running_min(torch.where(mask, log_w, FAR), seq)
     new = torch.ones_like(mask)
     new[1:] = seq[1:] != seq[:-1]
-    before = torch.where(new, FAR, least.roll(1))
-    return log_w + torch.where(before >= FAR, 0.0, before)
+    previous_min = torch.where(new, FAR, least.roll(1))
+    return log_w + torch.where(previous_min >= FAR, 0.0, previous_min)
 
 
 def minpro(
