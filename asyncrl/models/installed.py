@@ -84,11 +84,11 @@ def untested_versions() -> str:
     """Name the packages of TESTED that have another version here; "" for none.
 
     Quick: nothing is imported."""
-    found = {name: version(name).partition("+")[0] for name in TESTED}
+    installed = {name: version(name).partition("+")[0] for name in TESTED}
     other = [
-        f"{name} {found[name] or 'is not installed'} (tested: {tested})"
+        f"{name} {installed[name] or 'is not installed'} (tested: {tested})"
         for name, tested in TESTED.items()
-        if found[name] != tested
+        if installed[name] != tested
     ]
     return ", ".join(other)
 
@@ -138,18 +138,18 @@ def check_installed() -> list[dict[str, Any]]:
             )
     rows = []
     for name, (setting, names, _) in KNOWN.items():
-        why = f"not installed: {install(name)}"
+        problem = f"not installed: {install(name)}"
         if name in trials:
-            why = trial_result(name, trials[name])
-        if name in ENGINES and not why:
-            why = missing(name)
+            problem = trial_result(name, trials[name])
+        if name in ENGINES and not problem:
+            problem = missing(name)
         rows.append(
             {
                 "name": name,
                 "setting": setting,
                 "version": version(*names).partition("+")[0],
-                "works": not why,
-                "why": why,
+                "works": not problem,
+                "why": problem,
             }
         )
     return rows

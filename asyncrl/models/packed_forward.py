@@ -137,11 +137,11 @@ class _Rotate(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         half = x.shape[-1] // 2
         ctx.save_for_backward(cos, sin)
-        out = x * cos
+        product = x * cos
         s = sin[..., half:]
-        out[..., :half].addcmul_(x[..., half:], s, value=-1)
-        out[..., half:].addcmul_(x[..., :half], s)
-        return out
+        product[..., :half].addcmul_(x[..., half:], s, value=-1)
+        product[..., half:].addcmul_(x[..., :half], s)
+        return product
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -177,13 +177,13 @@ def kept_tokens(logs: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) ->
     """
     ordered, index = logs.sort(-1, descending=True)
     rank = torch.arange(logs.shape[1], device=logs.device)
-    out = (top_k[:, None] > 0) & (rank >= top_k[:, None])
-    share = ordered.masked_fill(out, -torch.inf).softmax(-1)
-    out |= (share.cumsum(-1) - share) >= top_p[:, None]
-    out[:, 0] = False
+    excluded = (top_k[:, None] > 0) & (rank >= top_k[:, None])
+    share = ordered.masked_fill(excluded, -torch.inf).softmax(-1)
+    excluded |= (share.cumsum(-1) - share) >= top_p[:, None]
+    excluded[:, 0] = False
     # rounding of the sum must not truncate where nothing is to be truncated
-    out &= ((top_p < 1) | (top_k > 0))[:, None]
-    return torch.zeros_like(out).scatter_(1, index, ~out)
+    excluded &= ((top_p < 1) | (top_k > 0))[:, None]
+    return torch.zeros_like(excluded).scatter_(1, index, ~excluded)
 
 
 def renormalize(logs: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:

@@ -256,8 +256,8 @@ def encode_prompt(tokenizer: Any, prompt: Prompt) -> np.ndarray:
     if prompt.messages:
         ids = encode_chat_prompt(tokenizer, prompt)
     else:
-        before = "" if MARKER in prompt.text else MARKER * len(prompt.images)
-        ids = tokenizer.encode(before + prompt.text, add_special_tokens=False)
+        image_markers = "" if MARKER in prompt.text else MARKER * len(prompt.images)
+        ids = tokenizer.encode(image_markers + prompt.text, add_special_tokens=False)
     if shape is None:
         return np.asarray(ids, dtype=np.int32)
     markers = image_tokens.count(ids, shape)

@@ -54,11 +54,11 @@ def routers(hf: Any) -> list[Any]:
 
 def routing_of(hf: Any) -> RoutingShape | None:
     """Return the shape of a model's routing; None: a dense model."""
-    found = routers(hf)
-    if not found:
+    modules = routers(hf)
+    if not modules:
         return None
-    first = found[0]
-    return RoutingShape(len(found), int(first.num_experts), int(first.top_k))
+    first = modules[0]
+    return RoutingShape(len(modules), int(first.num_experts), int(first.top_k))
 
 
 @torch.no_grad()
@@ -85,15 +85,15 @@ def routing(
 
     replayed: int64 [layers, n, k], see `TopKChoice`
     recorded: the ids used in each layer [n, k] are appended to it"""
-    found = routers(hf) if replayed is not None or recorded is not None else []
-    before = [router.__dict__.get("forward") for router in found]
-    for layer, router in enumerate(found):
+    modules = routers(hf) if replayed is not None or recorded is not None else []
+    own_forwards = [router.__dict__.get("forward") for router in modules]
+    for layer, router in enumerate(modules):
         ids = None if replayed is None else replayed[layer]
         router.forward = partial(_forward, router.forward, ids, recorded)
     try:
         yield
     finally:
-        for router, forward in zip(found, before, strict=True):
+        for router, forward in zip(modules, own_forwards, strict=True):
             if forward is None:
                 del router.forward  # the class's own again
             else:

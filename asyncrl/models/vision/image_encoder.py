@@ -59,8 +59,8 @@ class ImageEncoder:
     def pixel_values(self, name: str, blob: bytes) -> torch.Tensor:
         """Return the pixels of the image with digest `name` as the model reads them, [3, H, W]."""
         if name not in self.pixels:
-            made = self.processor(pictures.as_pil(blob), return_tensors="pt")
-            self.pixels[name] = made["pixel_values"][0]
+            processed = self.processor(pictures.as_pil(blob), return_tensors="pt")
+            self.pixels[name] = processed["pixel_values"][0]
             if len(self.pixels) > KEPT_IMAGES:
                 self.pixels.popitem(last=False)
         self.pixels.move_to_end(name)
@@ -94,9 +94,11 @@ class ImageEncoder:
     @staticmethod
     def inputs(names: Iterable[str], features: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Return the arguments of a forward pass whose image tokens are `names`, in row order."""
-        found = [features[name] for name in names]
+        encoded = [features[name] for name in names]
         return (
-            {"mm_encoder_outputs": {"image": SimpleNamespace(pooler_output=found)}} if found else {}
+            {"mm_encoder_outputs": {"image": SimpleNamespace(pooler_output=encoded)}}
+            if encoded
+            else {}
         )
 
     def without_image_token(self, logits: torch.Tensor) -> torch.Tensor:
