@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import load
+from asyncrl.config.tree import Config
 from asyncrl.experiments.compare import verdict
 from asyncrl.experiments.compare.page import clean
 from asyncrl.experiments.compare.warm_pool import CellStore
-from asyncrl.supervise.preflight import preflight, say
+from asyncrl.supervise.preflight import MARKER, preflight, say
 from lib import results_file, rounds
 
 Arms = Mapping[str, Sequence[str]]  # name -> --set items
@@ -78,6 +79,14 @@ def parser(
     )
     p.add_argument("--made-at", default="", help="commit of the runs, where it is not this one")
     return p
+
+
+def prepare(config: Config) -> None:
+    """Make the model of a study's cell if it is not there, in the folder that the study names."""
+    path = Path(config.model.path)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / MARKER).touch()  # a warm start may build a model there
+    preflight(config)
 
 
 class Study:

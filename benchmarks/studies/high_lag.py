@@ -49,7 +49,7 @@ from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.experiments.compare import sweep, sweep_analysis, verdict
 from asyncrl.experiments.compare.page import clean
 from asyncrl.experiments.compare.warm_pool import CellStore
-from asyncrl.supervise.preflight import preflight, say
+from asyncrl.supervise.preflight import say
 
 BASE = "ppo"
 TASKS = {"rle-5e-4": ("rle", 5e-4), "rle-1e-3": ("rle", 1e-3), "sort-2e-4": ("demo", 2e-4)}
@@ -148,7 +148,7 @@ class Plan:
         for name in self.cells.todo():
             if not self.in_time():
                 return
-            preflight(self.cells.configs[name])
+            studies.prepare(self.cells.configs[name])
         self.cells.run(self.args.workers, self.tell, may_start=self.in_time)
 
     def tell(self, name: str, event: dict[str, object]) -> None:

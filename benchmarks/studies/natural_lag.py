@@ -44,7 +44,7 @@ from asyncrl.contract.errors import AsyncrlError
 from asyncrl.experiments.compare import sweep, sweep_analysis, verdict
 from asyncrl.experiments.compare.page import clean
 from asyncrl.experiments.compare.warm_pool import CellStore
-from asyncrl.supervise.preflight import preflight, say
+from asyncrl.supervise.preflight import say
 
 TASKS = {"rle-5e-4": ("rle", 5e-4), "sort-3e-4": ("demo", 3e-4), "cancel-3e-4": ("cancel", 3e-4)}
 # at the rate that benchmarks/studies/high_lag.py names for a method, of this one
@@ -144,7 +144,7 @@ class Plan:
         if self.args.table:
             return
         for name in self.cells.todo():
-            preflight(self.cells.configs[name])  # the warm start, once a task
+            studies.prepare(self.cells.configs[name])  # the warm start, once a task
         self.cells.run(self.args.workers, self.tell)
 
     def tell(self, name: str, event: dict[str, object]) -> None:

@@ -15,6 +15,7 @@ import pytest
 from asyncrl.algorithms import settings
 from asyncrl.config import load
 from asyncrl.experiments.compare import warm_pool
+from asyncrl.supervise import preflight
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -65,6 +66,21 @@ def put(
     curve = [] if moved is None else [{"step": 1, "kl/moved": moved}]
     record = {"accuracy": [every, accuracy], "curve": curve, "abandoned": "", "lag_histogram": {}}
     path.write_text(json.dumps(record))
+
+
+def test_a_study_may_build_its_model_in_its_own_folder(
+    program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A warm start is refused outside a project's folder, and a study's folder is outside."""
+    allowed = []
+    monkeypatch.setattr(
+        program.studies, "preflight", lambda c: allowed.append(preflight.is_own_models_folder(c))
+    )
+    plan = program.Plan(options(program, tmp_path))
+    monkeypatch.setattr(plan.cells, "run", lambda *_, **__: None)
+    plan.add([program.Cell("rle-5e-4", "ppo", 1, 16, 1.0)], 0)
+    plan.run()
+    assert allowed == [True]
 
 
 def test_every_method_is_a_config_at_every_lag_with_one_update_and_with_four(

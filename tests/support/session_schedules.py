@@ -90,7 +90,7 @@ class Drive:
         self.wires: list[Any] = []
         self.open: dict[int, EnvironmentOperation] = {}  # session -> what it is at
         self.places: set[int] = set()
-        self.apply: list[EnvironmentEvent] = []
+        self.happened: list[EnvironmentEvent] = []
         self.replaced = ""
 
     def locate(self, session: int, _: float) -> EnvironmentPlace:
@@ -109,8 +109,8 @@ class Drive:
         self.open.pop(session, None)
 
     def poll(self) -> list[EnvironmentEvent]:
-        out = [x for x in self.apply if x.session in self.places]
-        self.apply = []
+        out = [x for x in self.happened if x.session in self.places]
+        self.happened = []
         return out
 
     def close(self) -> None:
@@ -363,14 +363,14 @@ class SessionWorld(World):
         if self.r.random() < self.fail_share:
             what = self.r.choice(("failed", "lost"))
             drive.places.discard(number)
-            drive.apply.append(EnvironmentEvent(number, what, why="it was to"))
+            drive.happened.append(EnvironmentEvent(number, what, why="it was to"))
             return True
         session = self.gateway.episodes[number].session
         ends = op.kind == "step" and self.r.random() < self.end_share
         same = session.ticket.ticket % 3 == 1  # every third group has no reward spread
         reward = 0.0 if same or not ends else float(session.sample)
         obs = self.r.choice(("", "3=", "ab")) if op.kind == "step" else "ab="
-        drive.apply.append(EnvironmentEvent(number, "ok", obs=obs, reward=reward, ended=ends))
+        drive.happened.append(EnvironmentEvent(number, "ok", obs=obs, reward=reward, ended=ends))
         return True
 
     # ---- engines ---------------------------------------------------------------------------------
