@@ -179,7 +179,7 @@ class Run:
         )
         self.pid = 0
         self.over = False
-        self.load_resumed = 0
+        self.resumed = 0
         self.disk_full = False  # it has been, for one of its processes
         self.flip_next = False
         self.flipped: tuple[Path, int, bytes] | None = None
@@ -246,8 +246,8 @@ class Run:
             self.flip_next = False
             segments = sorted((self.dir / "journal").glob("*.log"))
             if segments:
-                self.flipped = b.flip(segments[-1], random.Random(self.load_resumed))
-        self.load_resumed += 1
+                self.flipped = b.flip(segments[-1], random.Random(self.resumed))
+        self.resumed += 1
         self.spawn()
 
     def all_gone(self) -> None:
@@ -407,7 +407,7 @@ def chaos(
             name: sum(run.board.number(role, offset) for role in b.ROLES)
             for name, offset in (("lost", b.LOST), ("doubled", b.DOUBLED), ("held", b.HELD))
         },
-        "resumed": run.load_resumed,
+        "resumed": run.resumed,
         "flips_refused": run.noticed,
         "flips_without_consequence": run.unnoticed,
         "seconds": round(time.perf_counter() - began, 1),
