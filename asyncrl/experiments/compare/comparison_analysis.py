@@ -93,11 +93,13 @@ def reference_kl(rows: Sequence[Mapping[str, Any]]) -> float:
 
     The mean is over the last KL_BATCHES batches. Without a KL term the metric exists only every
     record.reference_kl_every batches. If none of them is among the last, use the newest value; nan
-    without any. rows: one a batch.
+    without any. The first batch does not count: it measures the model before any update.
+    rows: one a batch.
     """
     name = "kl/target_ref_k3"
-    every = [float(row[name]) for row in rows if name in row]
-    last = [float(row[name]) for row in rows[-KL_BATCHES:] if name in row]
+    updated = rows[1:]
+    every = [float(row[name]) for row in updated if name in row]
+    last = [float(row[name]) for row in updated[-KL_BATCHES:] if name in row]
     return mean(last or every[-1:])
 
 

@@ -245,9 +245,10 @@ def page_blocks(
             "for other seeds; the JSON has the interval for other prompts alone. Warm runs take "
             "turns in one process: they train what a real run trains, but their seconds differ and "
             "stand in brackets. OOD: accuracy on out-of-distribution prompts. KL to ref: "
-            f"KL(target || reference), k3, nats a token, mean over the last {KL_BATCHES} batches. "
-            "The target is nine tenths of the first arm's accuracy at the end; its time is the "
-            "mean over the runs that reach it. A run counts as unstable by these rules: "
+            f"KL(target || reference), k3, nats a token, mean over the last {KL_BATCHES} batches, "
+            "without the first of a run, which precedes any update. The target is nine tenths of "
+            "the first arm's accuracy at the end; its time is the mean over the runs that reach "
+            "it. A run counts as unstable by these rules: "
             f"{verdict.StabilityBounds()}. Arms on the same data: {samples(result)}.",
             heading="How to read this",
         ),

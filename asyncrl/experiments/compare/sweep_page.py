@@ -315,7 +315,8 @@ def page_blocks(result: dict[str, Any], corrections: Sequence[tuple[str, str, st
             "OOD end: accuracy on out-of-distribution prompts after the last batch, over the runs "
             f"that got there (the synchronous run: {format_number(sync['ood_end'], '.3f')}). KL to "
             "ref: KL(target || reference), k3, nats a token, mean over a run's last "
-            f"{KL_BATCHES} batches (the synchronous run: {format_number(sync['kl_ref'], '.3g')}). "
+            f"{KL_BATCHES} batches, without its first, which precedes any update (the synchronous "
+            f"run: {format_number(sync['kl_ref'], '.3g')}). "
             "KL max: behavior to target. Unstable by these rules: "
             f"{verdict.StabilityBounds()}. Collapsed runs are given up at that point. p: paired t "
             "over seeds, Holm's correction over all cells.",
