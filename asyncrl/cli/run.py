@@ -235,7 +235,7 @@ def export(run_dir: Path, path: Path, push_to_hub: str, private: bool, as_json: 
 def ls(directory: Path, as_json: bool) -> None:
     """List the runs in DIR (default: runs), oldest first.
 
-    Shows state, steps, held-out accuracy and mean lag.
+    Shows state, steps, newest mean reward on held-out prompts and mean lag.
     """
     from asyncrl.supervise import run_list
 
@@ -244,11 +244,11 @@ def ls(directory: Path, as_json: bool) -> None:
         result.print_result({"runs": runs})
         return
     width = max(len("run"), *(len(run["run"]) for run in runs))
-    print(f"{'run':{width}}  {'state':10}  {'steps':>11}  {'accuracy':>8}  {'lag':>6}")
+    print(f"{'run':{width}}  {'state':10}  {'steps':>11}  {'held-out':>8}  {'lag':>6}")
     for run in runs:
         steps = f"{_show(run['steps'], 'd')}/{_show(run['of'], 'd')}"
-        accuracy, lag = _show(run["accuracy"], ".3f"), _show(run["lag"], ".2f")
-        print(f"{run['run']:{width}}  {run['state']:10}  {steps:>11}  {accuracy:>8}  {lag:>6}")
+        reward, lag = _show(run["accuracy"], ".3f"), _show(run["lag"], ".2f")
+        print(f"{run['run']:{width}}  {run['state']:10}  {steps:>11}  {reward:>8}  {lag:>6}")
 
 
 def _show(value: Any, how: str) -> str:

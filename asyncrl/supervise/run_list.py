@@ -40,10 +40,11 @@ def _started(config: Path) -> tuple[float, str]:
 
 
 def describe_run(run_dir: Path) -> dict[str, Any]:
-    """Read a run's state, steps, newest held-out accuracy and mean lag.
+    """Read a run's state, steps, newest mean reward on held-out prompts and mean lag.
 
-    state: `running`, `finished`, `stopped` or `unreadable`.  A value that does not exist yet is
-    None."""
+    accuracy: that reward, an accuracy where rewards are 0 or 1.
+    state: `running`, `finished`, `stopped` or `unreadable`.
+    A value that does not exist yet is None."""
     row: dict[str, Any] = {"run": escape_line(run_dir.name), "state": "unreadable"}
     row |= dict.fromkeys(("steps", "of", "accuracy", "lag"))
     try:

@@ -188,4 +188,7 @@ def test_a_run_that_cannot_be_read_hides_no_other(
     assert runs["torn"] == {"state": "unreadable", "steps": None, "of": None, **nothing}
     assert runs["new"] == {"state": "stopped", "steps": 0, "of": 9, **nothing}
     main.main(["ls", str(tmp_path)], standalone_mode=False)
-    assert "torn  unreadable          -/-         -       -" in capfd.readouterr().out
+    table = capfd.readouterr().out
+    assert "torn  unreadable          -/-         -       -" in table
+    # a judge's grade is not an accuracy
+    assert table.splitlines()[0].split() == ["run", "state", "steps", "held-out", "lag"]
