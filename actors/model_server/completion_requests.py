@@ -189,7 +189,9 @@ def _turns(messages: Any) -> list[dict[str, str]]:
     turns = normalised(messages)
     for number, turn in enumerate(turns):
         if not isinstance(turn.get("content"), str) or turn.get("tool_calls"):
-            raise bad("messages", f"messages[{number}]: give `content` as text")
+            raise CallRefused(
+                400, "invalid_value", f"messages[{number}]: give `content` as text", "messages"
+            )
     return [{"role": turn["role"], "content": turn["content"]} for turn in turns]
 
 

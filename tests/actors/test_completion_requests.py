@@ -97,7 +97,7 @@ def test_every_option_that_is_followed() -> None:
     assert order(prompt=["a"] * 512, n=2, max_tokens=63).count == 2
 
 
-TURN = "messages: messages[1]: give `content` as text"
+TURN = "messages[1]: give `content` as text"
 
 
 @pytest.mark.parametrize(
