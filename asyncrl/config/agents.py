@@ -35,8 +35,9 @@ class AgentSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     args: Annotated[
         dict[str, Any],
         Meta(
-            description="Keyword arguments with which `env`, or a class in `tools`, is made, as a "
-            "section [agent.args]."
+            description="Settings of `env` or of a class in `tools`, as a section [agent.args]: "
+            "keyword arguments of the class or of the loader that makes it. With verifiers 0.4 "
+            "they are an [env] block, and `select` chooses the tasks."
         ),
     ] = {}
     python: Annotated[

@@ -222,3 +222,8 @@ def test_completion_scripts_of_three_shells(shell: str) -> None:
         text=True,
     )
     assert f"_ASYNCRL_COMPLETE={shell}_complete" in done.stdout, done.stderr
+
+
+def test_arguments_of_an_environment_name_the_block_of_verifiers() -> None:
+    (shown,) = explain.explain("agent.args")
+    assert "keyword arguments" in str(shown) and "[env] block" in str(shown)
