@@ -85,6 +85,8 @@ PROGRAMS = {
     "real_equal": Program("real_equal.py models/smollm2", ("real_equal",), 15),
     "memory_sizes": Program("memory_sizes.py models/smollm2", ("memory_sizes",), 5),
     "mutants": Program("mutants.py", ("mutants",), 20),
+    "low_precision": Program("low_precision.py models/sort", ("low_precision",), 10),
+    "speculation": Program("speculation.py models/sort", ("speculation",), 10),
     "watch": Program("watch.py", ("watch",), 3),
     "environment_cost": Program("environment_cost.py", ("environment_cost",), 3),
     "tinker_cost": Program("tinker_cost.py", ("tinker_cost",), 5),
