@@ -87,9 +87,6 @@ UNTESTED = "untested"
 MOST_UNSTEADY = 3  # tests that may fail without a mutant before the program ends
 UNCHANGED = "(unchanged)"
 NOT_HERE = "outside a function"  # the collected session cannot change it
-# mutmut leaves functions with a decorator alone; these may be comments while it looks
-DECORATORS = re.compile(r"^( *)@(?=(?:torch\.no_grad\(\)|contextmanager)$)", re.MULTILINE)
-HIDDEN = "# hidden @"
 
 
 # ---- mutants -------------------------------------------------------------------------------------
@@ -135,24 +132,14 @@ def mutant(path: str, old: str, new: str) -> Mutant:
     )
 
 
-def catalogue(
-    paths: Sequence[str], only: Mapping[str, Sequence[str]] | None = None
-) -> list[tuple[str, Callable[[], Mutant]]]:
-    """(path, what makes the mutant) for every mutant of the files, in their order; only: of each
-    file the functions and methods of these names.  Ends the program for a name with no mutant."""
+def catalogue(paths: Sequence[str]) -> list[tuple[str, Callable[[], Mutant]]]:
+    """Return (path, what makes the mutant) for every mutant of the files, in their order."""
     from mutmut.mutation.file_mutation import create_mutations
 
     out: list[tuple[str, Callable[[], Mutant]]] = []
     for path in paths:
         text = (ROOT / path).read_text()
-        shown = text if only is None else DECORATORS.sub(rf"\1{HIDDEN}", text)
-        module, mutations, _, _ = create_mutations(path, shown)
-        if only is not None:
-            wanted = set(only[path])
-            named = {id(m): within(m.contained_by_top_level_function) for m in mutations}
-            if missing := wanted - set(named.values()):
-                sys.exit(f"mutants: mutants_sets.toml: {path} has no mutant of {sorted(missing)}")
-            mutations = [m for m in mutations if named[id(m)] in wanted]
+        module, mutations, _, _ = create_mutations(path, text)
         for m in mutations:
             # mutmut has no public name for one mutant's source; a node of the tree, replaced, is
             # what its own files hold
@@ -160,28 +147,11 @@ def catalogue(
                 (
                     path,
                     lambda m=m, module=module, path=path, text=text: mutant(
-                        path,
-                        text,
-                        module.deep_replace(m.original_node, m.mutated_node).code.replace(
-                            HIDDEN, "@"
-                        ),
+                        path, text, module.deep_replace(m.original_node, m.mutated_node).code
                     ),
                 )
             )
     return out
-
-
-def within(node: Any) -> str:
-    """The name of the function or method that holds a mutant; "": of none."""
-    return getattr(getattr(node, "name", None), "value", "")
-
-
-def listed(name: str) -> dict[str, Any]:
-    """A set of mutants_sets.toml: tests, goal, what, files (path -> names of functions)."""
-    every = tomllib.loads((ROOT / "benchmarks" / "mutants_sets.toml").read_text())
-    if name not in every:
-        sys.exit(f"mutants: --set {name}: mutants_sets.toml has {', '.join(every)}")
-    return dict(every[name])
 
 
 def sources() -> list[str]:
@@ -566,7 +536,6 @@ def main() -> None:
     )
     p.add_argument("--minutes", type=float, default=0.0, help="end after so many; 0: never")
     p.add_argument("--table", action="store_true", help="write mutants_tests.json anew")
-    p.add_argument("--set", default="", help="the functions that mutants_sets.toml has under this")
     p.add_argument("--planted", action="store_true")
     p.add_argument("--quick", action="store_true", help="a sample of 20; writes no result")
     p.add_argument("--workers", type=int, default=2)
@@ -671,11 +640,9 @@ def summarize(
     found: dict[str, Any],
     known: Equivalents,
     args: argparse.Namespace,
-    chosen: dict[str, Any],
     wanted: int,
 ) -> dict[str, Any]:
     """Return the result of the tried mutants, of which `wanted` were drawn."""
-    goal = chosen.get("goal", GOAL)
     base = Baseline(**found["base"])
     by_path: dict[str, Counter[str]] = {}
     survivors = []
@@ -704,8 +671,8 @@ def summarize(
             {
                 "figure": f"mutants killed by the fast tests, {tried_of} drawn by seed {args.seed}",
                 "value": round(score, 4),
-                "goal": f">= {goal}",
-                "met": score >= goal,
+                "goal": f">= {GOAL}",
+                "met": score >= GOAL,
             },
             {
                 "figure": f"mutants killed, of the file with the fewest ({ENOUGH} or more tried)",
@@ -714,8 +681,8 @@ def summarize(
                 "met": weakest >= GOAL_BY_FILE,
             },
         ],
-        "met": score >= goal and weakest >= GOAL_BY_FILE,
-        "what": chosen.get("what", WHAT),
+        "met": score >= GOAL and weakest >= GOAL_BY_FILE,
+        "what": WHAT,
         "seed": args.seed,
         "mutants": sum(total.values()),
         "controls": min(args.controls, wanted),
@@ -751,22 +718,19 @@ def _main(args: argparse.Namespace, work: Path) -> None:
     if args.table:
         write_table(paths, work, args.workers)
         return
-    chosen = listed(args.set) if args.set else {}
-    if chosen:
-        paths = list(chosen["files"])
     paths = [p for p in paths if args.module in p]
-    every = catalogue(paths, chosen.get("files"))
+    every = catalogue(paths)
     if args.list:
         counts = Counter(path for path, _ in every)
         print("\n".join(f"{n:6} {path}" for path, n in counts.items()), f"{len(every):6}", sep="\n")
         return
     many = 20 if args.quick else args.sample or len(every)
-    wanted = drawn(every, many, args.seed, 0 if chosen or args.quick else LEAST)
+    wanted = drawn(every, many, args.seed, 0 if args.quick else LEAST)
     known = Equivalents(ROOT / "benchmarks" / "mutants_equivalent.toml")
     paths = list(dict.fromkeys(path for path, _ in wanted))
-    tests = args.tests.split(",") if args.tests else chosen.get("tests") or reaching_files(paths)
+    tests = args.tests.split(",") if args.tests else reaching_files(paths)
     found = tried(args, wanted, tests, paths, known, work)
-    result = summarize(found, known, args, chosen, len(wanted)) | {"of": len(every)}
+    result = summarize(found, known, args, len(wanted)) | {"of": len(every)}
     by_path = result["by_file"]
     for path, counts in sorted(by_path.items(), key=lambda x: share(x[1])):
         if share(counts) < GOAL_BY_FILE:
@@ -777,8 +741,7 @@ def _main(args: argparse.Namespace, work: Path) -> None:
         file=sys.stderr,
     )
     if not (args.quick or args.module):
-        name = f"mutants_{args.set}" if args.set else "mutants"
-        print(results_file.write(name, result), file=sys.stderr)
+        print(results_file.write("mutants", result), file=sys.stderr)
     if args.json:
         print(json.dumps(result))
 
