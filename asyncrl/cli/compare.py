@@ -140,7 +140,7 @@ def print_comparison(found: dict[str, Any], title: str, settings: Sequence[Setti
 
     start = next(iter(found["arms"].values()))["heldout_start"]
     rows = page.arm_rows(found)
-    print_table(page.HEAD, rows, COMPARED, f"{title}, held-out accuracy from {start:.3f}")
+    print_table(page.HEAD, rows, COMPARED, f"{title}, held-out reward from {start:.3f}")
     print_beside(page.HEAD, rows, ("arm",), ("OOD start", "OOD end", "KL to ref"))
     first, *others = settings
     print(f"{first.arm}: {first.title}")

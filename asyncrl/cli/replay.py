@@ -30,7 +30,7 @@ from asyncrl.cli.base import PATH, command, json_option, out_option, set_option
     "evaluate",
     default=True,
     show_default=True,
-    help="measure held-out accuracy at the versions where the run did",
+    help="measure held-out reward at the versions where the run did",
 )
 @json_option
 def replay(

@@ -197,7 +197,7 @@ def interval(mean_value: float, count: float, lo: float, hi: float) -> float:
 
 
 def accuracy_unchanged(rows: Rows) -> HealthFinding | None:
-    """Held-out accuracy at the end is within chance of that at the start."""
+    """Held-out reward at the end is within chance of that at the start."""
     evals = sorted((r for r in rows if r.get("eval/heldout_n")), key=lambda r: r["step"])
     batches = recent_rows(rows, least=1, window=len(rows))
     if len(evals) < 2 or not batches or evals[0]["step"] == evals[-1]["step"]:
@@ -215,7 +215,7 @@ def accuracy_unchanged(rows: Rows) -> HealthFinding | None:
         return None
     counts = " and ".join(f"{x:g}" for x in dict.fromkeys(sizes))
     said = (
-        f"held-out accuracy went from {before:.3f} to {after:.3f} in {len(batches)} batches, which "
+        f"held-out reward went from {before:.3f} to {after:.3f} in {len(batches)} batches, which "
         f"is within chance (+-{half:.3f} at n = {counts})"
     )
     return HealthFinding(
@@ -237,7 +237,7 @@ def answers_missing(path: str, without: int, of: int) -> HealthFinding:
 
 
 def generalization_falls(rows: Rows) -> HealthFinding | None:
-    """Training improves one accuracy and lowers another, both by more than chance."""
+    """Training improves one reward and lowers another, both by more than chance."""
     far = sorted((r for r in rows if r.get("eval/ood_n")), key=lambda r: r["step"])
     near = sorted((r for r in rows if r.get("eval/heldout_n")), key=lambda r: r["step"])
     batches = recent_rows(rows, window=len(rows))
@@ -257,7 +257,7 @@ def generalization_falls(rows: Rows) -> HealthFinding | None:
     far_before, far_after, chance = change(far[0], far[-1], "ood")
     if not far_after < far_before - chance:
         return None
-    what = "held-out accuracy"
+    what = "held-out reward"
     near_before, near_after, margin = change(near[0], near[-1], "heldout")
     if not near_after > near_before + margin:  # as with a checker that can be fooled
         width = max(1, len(batches) // 5)
@@ -269,7 +269,7 @@ def generalization_falls(rows: Rows) -> HealthFinding | None:
             return None
     said = (
         f"{what} rose from {near_before:.3f} to {near_after:.3f} while out-of-distribution "
-        f"accuracy fell from {far_before:.3f} to {far_after:.3f}, "
+        f"reward fell from {far_before:.3f} to {far_after:.3f}, "
         f"more than chance (+-{chance:.3f})"
     )
     return HealthFinding(
@@ -657,7 +657,7 @@ def length_jump(rows: Rows) -> HealthFinding | None:
 
 
 def oscillating_accuracy(rows: Rows) -> HealthFinding | None:
-    """Held-out accuracy goes up and down repeatedly, by more than chance."""
+    """Held-out reward goes up and down repeatedly, by more than chance."""
     evals = sorted((r for r in rows if r.get("eval/heldout_n")), key=lambda r: r["step"])
     points = [(float(r["eval/heldout"]), float(r["eval/heldout_n"])) for r in evals]
     if len(points) < SWINGS + 2:
@@ -682,7 +682,7 @@ def oscillating_accuracy(rows: Rows) -> HealthFinding | None:
     told = ", ".join(f"{x:.2f}" for x in turns[-4:])
     return HealthFinding(
         "oscillating_accuracy",
-        f"held-out accuracy has turned {len(turns)} times, by more than chance each time: {told}",
+        f"held-out reward has turned {len(turns)} times, by more than chance each time: {told}",
         "lower learner.lr or use larger batches (learner.groups); lower staleness.max_lag if "
         "is/ess is below 0.9",
     )
@@ -704,7 +704,7 @@ def kl_collapse(rows: Rows, about: RunFacts) -> HealthFinding | None:
     accuracy = series(sorted(rows, key=lambda r: r.get("step", 0)), "eval/heldout")
     found = drift(rows, about)
     if len(accuracy) > 1 and accuracy[-1] < max(accuracy) / 2:
-        what = f"held-out accuracy fell to {accuracy[-1]:.3f} from {max(accuracy):.3f}"
+        what = f"held-out reward fell to {accuracy[-1]:.3f} from {max(accuracy):.3f}"
     elif found is not None:
         what = (
             f"KL to the reference rises from {found[0]:.2f} to {found[1]:.2f} nats a token "

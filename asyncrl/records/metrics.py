@@ -320,7 +320,7 @@ def is_known_metric(name: str) -> bool:
 # section of docs/metrics.md -> families in it, each the part of a name before its slash
 SECTIONS = {
     "Rewards and completions": "reward reward_part advantage answer judge",
-    "Accuracy": "eval",
+    "Evaluation": "eval",
     "Tasks of a mixture": "task",
     "Lag": "lag limit window",
     "Importance ratios": "is clip",
@@ -351,7 +351,7 @@ def first_look() -> dict[str, tuple[str, str]]:
     mismatch = health_checks.RunFacts._field_defaults["mismatch"]
     return {
         "eval/heldout": ("rises by more than chance", "the policy does not learn the task"),
-        "reward/mean": ("rises", "if held-out accuracy falls meanwhile: the reward can be fooled"),
+        "reward/mean": ("rises", "if held-out reward falls meanwhile: the reward can be fooled"),
         "reward/no_spread_share": (f"below {nearly_all}", "no group gives a learning signal"),
         "answer/truncated_share": (f"below {nearly_all}", "completions are too long or never end"),
         "is/ess": ("0.5 and above", "the staleness limit is too high for this learning rate"),

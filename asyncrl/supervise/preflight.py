@@ -471,18 +471,29 @@ def reward_called(subject: Subject) -> str:
 
 
 def disk_free(subject: Subject) -> str:
-    """Check the disk space for checkpoints (weights, two moments), the model and a recording."""
+    """Check the disk space for checkpoints (weights, two moments), model, logs and recording."""
     config = subject.config
     runs = Path(config.runs).absolute()
     folder = next(path for path in (runs, *runs.parents) if path.exists())
     weights = subject.parameters * WIDTHS[config.model.dtype]
     needed = weights * (3 * config.learner.keep_checkpoints + 1)
-    needed += (config.record.stream_mib << 20) if config.record.stream else 0
+    needed += _largest_logs_mib(config) << 20
     free = shutil.disk_usage(folder).free
-    space = f"{_gib(needed)} for checkpoints, model and recording; {_gib(free)} free in {folder}"
+    space = f"{_gib(needed)} for checkpoints, model, logs and recording; {_gib(free)} free in {folder}"
     if needed > free:
         raise ConfigError(f"runs: {space}")
     return space
+
+
+def _largest_logs_mib(config: Config) -> int:
+    """Return the MiB that the bounded logs of a run and its recording may take."""
+    record = config.record
+    logs_tokens = record.samples_every and record.token_samples
+    return (
+        record.optimizer_steps_mib
+        + (record.token_samples_mib if logs_tokens else 0)
+        + (record.stream_mib if record.stream else 0)
+    )
 
 
 def memory_needed(subject: Subject) -> str:

@@ -193,7 +193,7 @@ def supervise(config: Config, run_dir: Path, watcher: HealthWatcher, maker: Proc
 
 
 def accuracy_interval(summary: Mapping[str, Any]) -> str:
-    """Half the 95 % interval of the last held-out accuracy, over prompts; "" without one."""
+    """Half the 95 % interval of the last held-out reward, over prompts; "" without one."""
     certainty = summary.get("certainty", {}).get("heldout")
     return f" +-{certainty['half']:.3f} (n = {certainty['n']:,})" if certainty else ""
 

@@ -237,6 +237,40 @@ def test_memory_and_disk_are_compared_with_what_is_free(
     assert checks["disk"][0] == "failed" and "0 MiB free in" in checks["disk"][1]
 
 
+@pytest.mark.parametrize(
+    ("settings", "logs_mib"),
+    [
+        ((), 128),
+        (("record.samples_every=0",), 64),
+        (("record.token_samples=[]",), 64),
+        (("record.token_samples_mib=200", "record.optimizer_steps_mib=100"), 300),
+        (("record.stream=true", "record.stream_mib=300"), 428),
+    ],
+)
+def test_the_disk_must_hold_the_logs_and_the_recording_of_a_run(
+    settings: tuple[str, ...],
+    logs_mib: int,
+    project: Path,
+    small_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import shutil
+
+    sets = ("task.name='sort'", "reward.function=''", "model.device='cpu'", "runs='runs'")
+    subject = preflight.Subject(at(project, small_model, *sets, *settings))
+    copies = 3 * subject.config.learner.keep_checkpoints + 1
+    needed = subject.parameters * 4 * copies + (logs_mib << 20)
+
+    class Disk:
+        free = needed
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Disk)
+    assert "for checkpoints, model, logs and recording;" in preflight.disk_free(subject)
+    Disk.free = needed - 1
+    with pytest.raises(ConfigError, match="^runs: "):
+        preflight.disk_free(subject)
+
+
 def test_the_command_says_a_line_each_and_exits_by_them(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -458,7 +458,7 @@ def test_signs_of_warm_runs(tmp_path: Path) -> None:
     first, second = signs_told("late", found, 3)
     assert (
         first.startswith(
-            "late: out_of_distribution in 2 of 3 runs: held-out accuracy rose from 0.400 to 0.900"
+            "late: out_of_distribution in 2 of 3 runs: held-out reward rose from 0.400 to 0.900"
         )
         and "kl_drift" in second
     )

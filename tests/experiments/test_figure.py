@@ -114,7 +114,7 @@ def test_an_svg_has_caption_names_axes_and_colors(compared: Path, tmp_path: Path
     main.main(argv, standalone_mode=False)
     svg = (tmp_path / "f.svg").read_text()
     lines = make_lines(figure_points.read_points([compared], "eval/heldout", STEP))
-    for text in (figure_points.caption(lines, STEP), "held-out accuracy", "step (versions)", "a"):
+    for text in (figure_points.caption(lines, STEP), "held-out reward", "step (versions)", "a"):
         assert f">{text}</text>" in svg, text
     for color in figure_drawing.OKABE_ITO[:2]:
         assert color.lower() in svg

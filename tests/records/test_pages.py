@@ -81,12 +81,12 @@ def labels(rows: list[dict[str, Any]], path: Path) -> dict[str, list[str]]:
 
 
 def test_the_curve_of_accuracy_has_the_intervals_as_a_band(tmp_path: Path) -> None:
-    accuracy = plotted(ROWS, tmp_path)["Accuracy"]
+    accuracy = plotted(ROWS, tmp_path)["Held-out reward"]
     (held_out,) = [line for line in accuracy.lines if line.label == "held-out"]
     halves = [high - y for high, y in zip(held_out.high, held_out.ys, strict=True)]
     assert [round(half, 4) for half in halves] == [0.096, 0.0294] and accuracy.top == 1.02
     beyond = {"step": 1, "reward/mean": 3.0, "reward/min": -5.0, "reward/max": 5.0}
-    wide = plotted([*ROWS, beyond], tmp_path)["Accuracy"]
+    wide = plotted([*ROWS, beyond], tmp_path)["Held-out reward"]
     assert wide.top == 0, "rewards beyond 1 are not cut off"
 
 
@@ -116,7 +116,7 @@ def test_a_kind_of_work_has_one_colour() -> None:
 def test_what_a_run_does_not_measure_has_no_empty_plot(tmp_path: Path) -> None:
     rows = [{"step": 1, "t": 1.0, "reward/mean": 0.5, "split/update_k3": 0.1}]
     assert [*plotted(rows, tmp_path)] == [
-        "Accuracy",
+        "Held-out reward",
         "Reward",
         "Lag of trained tokens",
         "Log ratio to the behavior policy, in three parts",

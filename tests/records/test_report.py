@@ -33,7 +33,7 @@ def test_the_browser_shows_the_run(gain: Ended, tmp_path: Path) -> None:
     assert text_of(html, "steps") == "40"
     assert html.count('class="canvas"') >= 11, "every plot was drawn by the browser"
     for title in (
-        "Accuracy",
+        "Held-out reward",
         "Lag of trained tokens",
         "Effective sample size",
         "Entropy",

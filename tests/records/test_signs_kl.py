@@ -287,7 +287,7 @@ def test_collapse_under_k3_in_the_reward() -> None:
     (sign,) = health_checks.signs(gone, config(*K3_REWARD))
     assert (
         sign.name == "kl_collapse"
-        and "held-out accuracy fell to 0.020 from 0.400" in sign.said
+        and "held-out reward fell to 0.020 from 0.400" in sign.said
         and "k3 in the reward" in sign.said
     )
     assert "k1" in sign.try_this and "checkpoint" in sign.try_this
@@ -325,10 +325,10 @@ def test_good_in_distribution_and_poor_out_of_distribution() -> None:
     (sign,) = health_checks.signs([*near, *far, *rows()])
     assert (
         sign.name == "out_of_distribution"
-        and "held-out accuracy rose from 0.380 to 0.880" in sign.said
+        and "held-out reward rose from 0.380 to 0.880" in sign.said
     )
     assert (
-        f"out-of-distribution accuracy fell from 0.350 to 0.070, more than chance (+-{half:.3f})"
+        f"out-of-distribution reward fell from 0.350 to 0.070, more than chance (+-{half:.3f})"
         in sign.said
         and "kl.reward.coefficient" in sign.try_this
     )
@@ -364,7 +364,7 @@ def test_a_checker_that_is_fooled_shows_out_of_distribution() -> None:
         [*ends, *rows(reward__mean=[0.5 + 0.33 * min(i, 40) / 40 for i in range(50)])]
     )
     assert (
-        "the training reward rose from 0.537 to 0.830 while out-of-distribution accuracy fell from "
+        "the training reward rose from 0.537 to 0.830 while out-of-distribution reward fell from "
         "0.140 to 0.010" in sign.said
     )
     assert health_checks.signs([*ends, *rows(reward__mean=[0.5] * 50)]) == []

@@ -157,7 +157,7 @@ def test_evaluations_have_a_band_and_metrics_their_meaning(tmp_path: Path) -> No
     series.refresh()
     accuracy = plots.figures("overview", {"a": series})[0]
     (held,) = [line for line in accuracy.lines if line.metric == "eval/heldout"]
-    assert accuracy.title == "Accuracy" and 0.05 < held.high[0] - held.ys[0] < 0.2
+    assert accuracy.title == "Held-out reward" and 0.05 < held.high[0] - held.ys[0] < 0.2
     assert "held-out" in accuracy.metrics["eval/heldout"]
     assert plots.figures("learner", {"a": series}) == [], "no empty plots"
 

@@ -118,7 +118,7 @@ def test_every_page_opens_without_an_error_and_runs_no_foreign_script(
 
 def test_a_plot_shows_values_zooms_and_hides_a_line(address: str, page: Page) -> None:
     page.goto(f"{address}/?token=secret")
-    figure = page.locator("figure", has_text="Accuracy").first
+    figure = page.locator("figure", has_text="Held-out reward").first
     canvas = figure.locator("svg.canvas")
     canvas.wait_for()
     page.keyboard.press("p")  # no update draws it again meanwhile

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx2
 import pytest
 import uvicorn
+from click.testing import CliRunner
 from watch_kit import run_dir  # noqa: F401
 
+from asyncrl.cli import main
 from asyncrl.contract import importing
 from asyncrl.contract.errors import ConfigError
 from asyncrl.viewer import server
@@ -155,6 +157,33 @@ def test_a_run_s_page_is_announced_and_ends_with_the_run(run_dir: Path) -> None:
     with pytest.raises(httpx2.ConnectError):
         httpx2.get(url)
     assert said[1:] == [f"its page has ended too; open it again with: asyncrl watch {run_dir}"]
+
+
+@pytest.mark.parametrize(
+    ("host", "forwarding"),
+    [
+        ("127.0.0.1", "; from another machine: ssh -L 7861:localhost:7861 trainer"),
+        ("0.0.0.0", ""),
+    ],
+)
+def test_the_command_names_port_and_machine_of_an_address_that_needs_forwarding(
+    host: str, forwarding: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def serve(
+        places: list[Path],
+        host: str,
+        port: int | None,
+        announce: Callable[[str, int], None],
+        token: bool,
+    ) -> None:
+        assert places == [run_dir] and port is None and token
+        announce(f"http://{host}:7861/?token=x", 1)
+
+    monkeypatch.setattr(server, "serve", serve)
+    monkeypatch.setattr(socket, "gethostname", lambda: "trainer")
+    result = CliRunner().invoke(main, ["watch", str(run_dir), "--host", host])
+    assert result.exit_code == 0 and result.stdout == f"http://{host}:7861/?token=x\n"
+    assert result.stderr == f"watching 1 run:\nstop with Ctrl-C{forwarding}\n"
 
 
 def test_a_run_goes_on_where_its_page_cannot_start(

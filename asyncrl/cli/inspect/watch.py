@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import click
 
@@ -31,7 +33,15 @@ def watch(places: tuple[Path, ...], host: str, port: int | None, no_token: bool)
     def announce(url: str, runs: int) -> None:
         print_progress(f"watching {runs} run{'s' if runs != 1 else ''}:")
         print(url, flush=True)
-        print_progress("stop with Ctrl-C; from another machine: ssh -L PORT:localhost:PORT")
+        port = urlsplit(url).port
+        print_progress(
+            "stop with Ctrl-C"
+            + (
+                f"; from another machine: ssh -L {port}:localhost:{port} {socket.gethostname()}"
+                if server.is_loopback(host)
+                else ""
+            )
+        )
 
     server.serve(list(places), host, port, announce, token=not no_token)
 

@@ -54,7 +54,7 @@ def draw(lines: Sequence[FigureLine], metric: str, across: str, path: Path) -> N
             elif max(line.counts) > 1:
                 axes.vlines(line.positions, line.low, line.high, color=color, lw=1.5)
         axes.set_xlabel(LABELS[across])
-        axes.set_ylabel("held-out accuracy" if metric == HELDOUT else metric)
+        axes.set_ylabel("held-out reward" if metric == HELDOUT else metric)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         columns = min(3, len(lines))

@@ -266,7 +266,7 @@ class Replay:
         number: int,
         write: Callable[[int, dict[str, float]], None],
     ) -> None:
-        """Measure held-out accuracy at the versions where the run did."""
+        """Measure held-out reward at the versions where the run did."""
         if evaluator is not None and (
             values := evaluator.evaluate(core.model, number, last=number == self.end)
         ):
@@ -401,7 +401,7 @@ def judge(source: Replay, result: ReplayResult) -> dict[str, Any]:
 def summarize_ends(rows: dict[int, dict[str, float]]) -> dict[str, Any]:
     """Summarize final values.
 
-    Means of the last tenth of the steps, first and last held-out accuracy, and broken stability
+    Means of the last tenth of the steps, first and last held-out reward, and broken stability
     rules.
     """
     train = [rows[n] for n in sorted(rows) if "loss/policy" in rows[n]]

@@ -221,7 +221,7 @@ def mismatch_dominates(facts: Facts) -> Advice | None:
 
 
 def learning(facts: Facts) -> Advice | None:
-    """Held-out accuracy from the first to the last evaluation."""
+    """Held-out reward from the first to the last evaluation."""
     values = facts.series.values("eval/heldout")
     if len(values) < 2:
         return None
@@ -229,7 +229,7 @@ def learning(facts: Facts) -> Advice | None:
     fell = values[best] - values[-1]
     count = facts.series.latest("eval/heldout_n") or 1.0
     noise = 2 * float(np.sqrt(max(values[best] * (1 - values[best]), 0.01) / count))
-    words = f"held-out accuracy {values[0]:.3f} at the start, {values[-1]:.3f} now"
+    words = f"held-out reward {values[0]:.3f} at the start, {values[-1]:.3f} now"
     if best < len(values) - 1 and fell > max(noise, 0.02):
         return Advice(
             "accuracy_fell",

@@ -28,7 +28,7 @@ class MetricPlot(NamedTuple):
 
 
 ACCURACY = MetricPlot(
-    "Accuracy",
+    "Held-out reward",
     "mean reward",
     (
         ("eval/heldout", "held-out"),
