@@ -479,7 +479,9 @@ def disk_free(subject: Subject) -> str:
     needed = weights * (3 * config.learner.keep_checkpoints + 1)
     needed += _largest_logs_mib(config) << 20
     free = shutil.disk_usage(folder).free
-    space = f"{_gib(needed)} for checkpoints, model, logs and recording; {_gib(free)} free in {folder}"
+    space = (
+        f"{_gib(needed)} for checkpoints, model, logs and recording; {_gib(free)} free in {folder}"
+    )
     if needed > free:
         raise ConfigError(f"runs: {space}")
     return space

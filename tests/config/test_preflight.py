@@ -267,7 +267,7 @@ def test_the_disk_must_hold_the_logs_and_the_recording_of_a_run(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Disk)
     assert "for checkpoints, model, logs and recording;" in preflight.disk_free(subject)
     Disk.free = needed - 1
-    with pytest.raises(ConfigError, match="^runs: "):
+    with pytest.raises(ConfigError, match=r"^runs: "):
         preflight.disk_free(subject)
 
 

@@ -107,8 +107,7 @@ def test_a_sweep_from_start_to_suggestion_and_again(model: Path, tmp_path: Path)
     page = (out / "report.html").read_text()
     assert all(set(c["signs"]) == {"unmoved_accuracy"} for c in cells.values()), "it is never right"
     assert (
-        page.count("unmoved_accuracy in 2 of 2 runs: held-out reward went from 0.000 to 0.000")
-        == 4
+        page.count("unmoved_accuracy in 2 of 2 runs: held-out reward went from 0.000 to 0.000") == 4
     )
     assert "Frontier" in page and found["suggestion"]["set"] in page and len(page) < 500_000
     assert json.loads((out / "result.json").read_text()) == found

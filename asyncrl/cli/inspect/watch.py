@@ -33,15 +33,12 @@ def watch(places: tuple[Path, ...], host: str, port: int | None, no_token: bool)
     def announce(url: str, runs: int) -> None:
         print_progress(f"watching {runs} run{'s' if runs != 1 else ''}:")
         print(url, flush=True)
-        port = urlsplit(url).port
-        print_progress(
-            "stop with Ctrl-C"
-            + (
-                f"; from another machine: ssh -L {port}:localhost:{port} {socket.gethostname()}"
-                if server.is_loopback(host)
-                else ""
-            )
-        )
+        forwarding = ""
+        if server.is_loopback(host):
+            number = urlsplit(url).port
+            ssh = f"ssh -L {number}:localhost:{number} {socket.gethostname()}"
+            forwarding = f"; from another machine: {ssh}"
+        print_progress(f"stop with Ctrl-C{forwarding}")
 
     server.serve(list(places), host, port, announce, token=not no_token)
 
