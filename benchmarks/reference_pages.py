@@ -17,17 +17,19 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from asyncrl.config import load, methods  # noqa: E402
+from asyncrl.config import explain, load, methods  # noqa: E402
 from asyncrl.contract.errors import EXIT_CODES  # noqa: E402
 
 DOCS = ROOT / "docs"
 FOLDER = DOCS / "coming-from"
 COLUMNS = 100
 SOURCE = "Generated from `docs/coming-from/keys.toml` by `python benchmarks/reference_pages.py`."
+NO_DEFAULT = ("", "-", "not set", "none: it must be given", '""', "{}", "[]")
 READING = """A cell of the column "here" names keys of the [configuration](../configuration.md).
 Keys that are joined by commas belong together. "or" separates alternatives. A dash means that
-asyncrl has no such setting, and the remark says what it does instead. A name without dots in the
-column "there" has the prefix of the name before it.
+asyncrl has no such setting, and the remark says what it does instead. The column before it holds
+the defaults of its keys in their order. There a dash or "unset" means that nothing is set, or that
+the method decides. A name without dots in the column "there" has the prefix of the name before it.
 
 Lag counts versions here. The learner publishes one version after every batch, however many
 optimizer steps the batch takes.
@@ -63,6 +65,16 @@ def format_settings(ours: str) -> str:
     )
 
 
+def format_defaults(ours: str) -> str:
+    """Format the default of each key of a row in the order of the keys; empty: none has one."""
+    keys = {
+        setting.partition(" = ")[0]: None for option in alternatives(ours) for setting in option
+    }
+    defaults = [explain.explain(key)[0].default for key in keys]
+    shown = ["" if default in NO_DEFAULT else default for default in defaults]
+    return ", ".join(f"`{value}`" if value else "unset" for value in shown) if any(shown) else ""
+
+
 def _row(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", r"\|") or "-" for cell in cells) + " |\n"
 
@@ -77,11 +89,15 @@ def system_page(system: dict[str, Any]) -> str:
     parts += ["\n## Concepts\n\n", _row("there", "here"), "|---|---|\n"]
     parts += [_row(*row) for row in system["concepts"]]
     parts += ["\n## Settings\n\n", READING, "\n"]
-    parts += [_row("there", "default there", "here", "remark"), "|---|---|---|---|\n"]
+    parts += [
+        _row("there", "default there", "default here", "here", "remark"),
+        "|---|---|---|---|---|\n",
+    ]
     for theirs, default, ours, remark in system["keys"]:
         here = format_settings(ours)
         names = ", ".join(f"`{name}`" for name in theirs.split(", "))
-        parts.append(_row(names, f"`{default}`" if default else "", here, remark))
+        there = f"`{default}`" if default else ""
+        parts.append(_row(names, there, format_defaults(ours), here, remark))
     return (
         "".join(parts) + "\n" + _wrap(f"Looked up in {system['seen']}. Other versions may differ.")
     )

@@ -45,12 +45,30 @@ def test_every_page_is_what_its_table_says(path: Path) -> None:
 
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_every_row_of_a_table_has_its_cells(name: str) -> None:
-    widths = {"there | here |": 2, "there | default there | here | remark |": 4}
+    widths = {"there | here |": 2, "there | default there | default here | here | remark |": 5}
     width = 0
     for line in reference_pages.system_page(SYSTEMS[name]).splitlines():
         if line.startswith("| "):
             width = widths.get(line.removeprefix("| "), width)
             assert len(re.findall(r"(?<!\\)\|", line)) == width + 1, line
+
+
+@pytest.mark.parametrize(
+    ("ours", "defaults"),
+    [
+        (
+            "staleness.max_lag = 8 + staleness.on_exceed = drop or staleness.max_lag",
+            '`2.0`, `"pace"`',
+        ),
+        ("learner.beta1 + learner.beta2", "`0.9`, `0.99`"),
+        ("advantage.name = gdpo + advantage.part_weights", '`"rloo"`, unset'),
+        ("loss.eps_low", ""),
+        ("method = gmpo", ""),
+        ("", ""),
+    ],
+)
+def test_a_row_shows_the_default_of_each_of_its_keys(ours: str, defaults: str) -> None:
+    assert reference_pages.format_defaults(ours) == defaults
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
