@@ -15,7 +15,15 @@ from engine_kit import engine, request, run
 from gateway_kit import CHATML, SPECIAL
 from gateway_kit import tokenizer as chat_tokenizer
 
-from actors.decoding.constraints import GrammarCompiler
+from actors.decoding import constraints
+from actors.decoding.constraints import (
+    GrammarCompiler,
+    TokenBytes,
+    TokenConstraint,
+    advance,
+    allowed_tokens,
+    convert_tokenizer,
+)
 from actors.decoding.drafts import DraftPolicy
 from actors.engine import CompletionRequest
 from actors.engine_generic import GenericEngine
@@ -193,5 +201,114 @@ def test_tokens_of_several_characters_or_of_parts_of_one_are_constrained(
 
 
 def test_a_grammar_that_does_not_compile_is_refused(compiler: GrammarCompiler) -> None:
-    with pytest.raises(ValueError, match="Unimplemented keys"):
+    with pytest.raises(ValueError, match="Unimplemented keys") as error:
         compiler.begin('%llguidance {}\nstart: %json {"not": {}}')
+    assert str(error.value) == " ".join(str(error.value).split())
+    endless = GrammarCompiler(compiler.tokenizer, "", ())
+    with pytest.raises(ValueError) as error:
+        endless.begin(JSON)
+    assert str(error.value) == ("the model has no token that ends a completion (generator.stop)")
+
+
+def test_a_grammar_is_compiled_once_until_256_others_are(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def grammar(text: str) -> str:
+        return form(structured_outputs={"choice": [text]})
+
+    monkeypatch.setattr(constraints, "REMEMBERED", 2)
+    own = GrammarCompiler(compiler.tokenizer, "", (1,))
+    assert (own.size, own.stops, own.compiled) == (len(compiler.tokenizer.get_vocab()), [1], {})
+    first, again = own.begin(grammar("a")), own.begin(grammar("a"))
+    tokens, compiled = own.tokens, own.compiled[grammar("a")]
+    (a,) = own.tokenizer.encode("a")
+    first.advance(a)
+    assert np.flatnonzero(first.allowed(own.size)).tolist() == [1]
+    assert np.flatnonzero(again.allowed(own.size)).tolist() == [a], "each has its own state"
+    own.begin(grammar("b"))
+    own.begin(grammar("a"))
+    assert list(own.compiled) == [grammar("b"), grammar("a")], "the one used last comes last"
+    own.begin(grammar("c"))
+    assert list(own.compiled) == [grammar("a"), grammar("c")]
+    assert own.compiled[grammar("a")] is compiled and own.tokens is tokens
+
+
+@pytest.mark.parametrize("kind", ["plain", "byte level", "other"])
+def test_a_tokenizer_keeps_its_size_and_its_ends(model: policy.PolicyModel, kind: str) -> None:
+    """Where the library reads the definition, it takes the model's size, which is larger."""
+    import transformers
+
+    tokenizer = {
+        "plain": lambda: load_tokenizer(model.tokenizer_dir),
+        "byte level": lambda: transformers.PreTrainedTokenizerFast(
+            tokenizer_object=byte_level(), eos_token="</s>"
+        ),
+        "other": lambda: chat_tokenizer(CHATML),
+    }[kind]()
+    size = len(tokenizer.get_vocab()) + 3
+    made = convert_tokenizer(tokenizer, size, (2, 0))
+    assert made.eos_tokens == [2, 0]
+    if kind == "byte level":
+        assert made.vocab_size == size
+    ids = tokenizer.encode("size", add_special_tokens=False)
+    assert made.decode_str(ids) == "size" and made.tokenize_str("size") == ids
+
+
+class Words:
+    """A tokenizer without a definition in Rust."""
+
+    unk_token_id = 7
+
+    def get_vocab(self) -> dict[str, int]:
+        return {"<end>": 0, "a": 1, "bc": 2, "<gap>": 5}
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        assert skip_special_tokens
+        return "".join({1: "a", 2: "bc"}.get(token, "") for token in ids)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        assert not add_special_tokens
+        return tuple(1 if symbol == "a" else 7 for symbol in text)
+
+
+def test_any_other_tokenizer_is_the_bytes_of_its_tokens() -> None:
+    made = TokenBytes(Words(), (5, 0))
+    assert made.tokens == [b"<end>", b"a", b"bc", b"<unused 3>", b"<unused 4>", b"<gap>"]
+    assert made.special_token_ids == [0, 3, 4, 5]
+    assert (made.eos_token_id, made.bos_token_id) == (5, None)
+    assert made("aa") == made(b"aa") == [1, 1] and made("ab") == [], "no part of an unknown text"
+
+
+def test_each_row_has_its_own_tokens(compiler: GrammarCompiler) -> None:
+    size = compiler.size
+    begun = [compiler.begin(form(structured_outputs={"choice": [text]})) for text in ("ab", "b")]
+    rows: list[TokenConstraint | None] = [begun[0], None, begun[1]]
+    cpu = torch.device("cpu")
+    assert allowed_tokens([None, None], size, cpu) is None
+    a, b = compiler.tokenizer.encode("ab")
+    wanted = torch.ones(3, size, dtype=torch.bool)
+    wanted[0] = wanted[2] = False
+    wanted[0, a] = wanted[2, b] = True
+    found = allowed_tokens(rows, size, cpu)
+    assert found is not None and found.dtype == torch.bool and torch.equal(found, wanted)
+    advance(rows, torch.tensor([a, b, b]))
+    wanted[0, a], wanted[0, b], wanted[2, b], wanted[2, 1] = False, True, False, True
+    found = allowed_tokens(rows, size, cpu)
+    assert found is not None and torch.equal(found, wanted)
+    advance([begun[1]], torch.tensor([1]))
+    assert np.flatnonzero(begun[1].allowed(size)).tolist() == [1], "an end is not consumed"
+    with pytest.raises(ValueError, match="zip"):
+        advance(rows, torch.tensor([a, b]))
+
+
+def test_a_broken_grammar_leaves_the_ends_alone(
+    compiler: GrammarCompiler, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A token that was not allowed breaks it, and the library writes nothing about that."""
+    begun = compiler.begin(form(structured_outputs={"regex": "a*"}))
+    (b,) = compiler.tokenizer.encode("b")
+    assert begun.allowed(compiler.size).dtype == bool
+    begun.matcher.consume_token(b)
+    assert begun.matcher.is_error()
+    assert np.flatnonzero(begun.allowed(compiler.size)).tolist() == [1]
+    assert capfd.readouterr() == ("", "")

@@ -5,8 +5,10 @@ by themselves, with a clock of our own.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import selectors
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx2
 import pytest
 
 from actors import reward_worker, rewards
@@ -22,10 +25,10 @@ from actors.reward_worker import RewardCall, RewardUnit, judge_later
 from actors.rewards import RewardRunner, runner_of
 from actors.scorers import deadline_pause
 from actors.scorers import judge as judges
-from actors.scorers.deadline_pause import JudgeBudgetSpent, waiting
+from actors.scorers.deadline_pause import DeadlinePause, JudgeBudgetSpent, waiting
 from actors.scorers.grading import GradingTemplate, mark
 from actors.scorers.judge import JudgeReward
-from actors.scorers.judge_budget import JudgeBudget, totals
+from actors.scorers.judge_budget import SUMS, JudgeBudget, totals
 from actors.scorers.user_function import FailureLog
 from asyncrl.config import load
 from asyncrl.config.rules import check
@@ -437,6 +440,75 @@ def test_a_grade_is_one_number_in_the_last_line(tmp_path: Path) -> None:
         GradingTemplate(JudgeConfig(template=str(tmp_path)))
 
 
+def test_the_whole_prompt_to_a_judge(tmp_path: Path) -> None:
+    """Of a template of the user's own; each text between marks that are made of all of them."""
+    own = tmp_path / "own.txt"
+    own.write_text("{low} bis {high} für {mark}\n{question}\n{reference}\n{answer}\n{answer}")
+    template = GradingTemplate(JudgeConfig(template=str(own), low=-0.5, high=2.0))
+    turns = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
+    texts = ("[system]\nS\n\n[user]\nU", "right", "\ud800 {low}")
+    digest = hashlib.sha256()
+    for text in texts:
+        raw = text.encode("utf-8", "surrogatepass")
+        digest.update(len(raw).to_bytes(8, "big") + raw)
+    own_mark = digest.hexdigest()[:16]
+    question, reference, answer = (
+        f"<<{own_mark} {name}\n{text}\n{own_mark} {name}>>"
+        for name, text in zip(("question", "reference", "answer"), texts, strict=True)
+    )
+    assert template.fill(Prompt(1, "hi", "right", turns), texts[2]) == (
+        f"-0.5 bis 2 für {own_mark}\n{question}\n{reference}\n{answer}\n{answer}"
+    )
+    digest = hashlib.sha256((1).to_bytes(8, "big") + b"x" + b"again")
+
+    class Text(str):
+        def __contains__(self, found: object) -> bool:
+            return found == mark("x")
+
+    assert mark(Text("x")) == digest.hexdigest()[:16]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (
+            "{zeal} {answer} {mood}",
+            "{mood} is not a placeholder; there are {question}, {reference}, {answer}, {mark}, "
+            "{low}, {high}",
+        ),
+        ("{question}", "has no {answer}, so every answer would be graded alike"),
+    ],
+)
+def test_templates_that_cannot_grade(tmp_path: Path, text: str, why: str) -> None:
+    own = tmp_path / "own.txt"
+    own.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        GradingTemplate(JudgeConfig(template=str(own)))
+    assert str(error.value) == f"reward.judge.template = {own}: {why}"
+
+
+@pytest.mark.parametrize(
+    ("reply", "why"),
+    [
+        ("", "the judge's last line is not `SCORE: number`: ''"),
+        ("a\n" + "b" * 99, f"the judge's last line is not `SCORE: number`: '{'b' * 80}'"),
+        (" SCORE: 9\n\nSCORE:\t3 ", "the judge wrote several lines `SCORE:`"),
+        ("SCORE: -0.75", "the judge's grade -0.75 is not in -0.5 to 2"),
+        ("SCORE: 2.25", "the judge's grade 2.25 is not in -0.5 to 2"),
+    ],
+)
+def test_replies_without_a_grade(reply: str, why: str) -> None:
+    template = GradingTemplate(JudgeConfig(low=-0.5, high=2.0))
+    assert [template.grade(x) for x in ("SCORE: 2", "SCORE:  -0.5", "no SCORE:\nSCORE: 1")] == [
+        2.0,
+        -0.5,
+        1.0,
+    ]
+    with pytest.raises(ValueError) as error:
+        template.grade(reply)
+    assert str(error.value) == why
+
+
 @pytest.mark.parametrize(
     ("body", "why"),
     [
@@ -450,6 +522,220 @@ def test_a_grade_is_one_number_in_the_last_line(tmp_path: Path) -> None:
 def test_what_is_no_reply(body: bytes, why: str) -> None:
     with pytest.raises(judges.JudgeFailed, match=why):
         judges.read_reply(body)
+
+
+# ---- a client in the process of the test, with a clock of its own --------------------------------
+
+Network = list[httpx2.Response | Exception | float]
+
+
+class Talk:
+    """A client, its requests, and what they met, in order: a response, an error, or seconds."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, path: Path | None, *network: Any, **more: Any
+    ) -> None:
+        self.network: Network = list(network)
+        self.requests: list[httpx2.Request] = []
+        self.ranges: list[tuple[float, float]] = []  # of the random numbers, the upper end each
+        self.pause = DeadlinePause()
+        self.settings = JudgeConfig(url="http://judge.test/v1/", model="grader", **more)
+        self.account = JudgeBudget(path, self.settings)
+        self.client = judges.JudgeClient(self.settings, self.account)
+        self.monkeypatch = monkeypatch
+
+    async def meet(self, request: httpx2.Request) -> httpx2.Response:
+        self.requests.append(request)
+        met = self.network.pop(0)
+        while isinstance(met, float):
+            await asyncio.sleep(met)
+            met = self.network.pop(0)
+        if isinstance(met, Exception):
+            raise met
+        return met
+
+    def uniform(self, low: float, high: float) -> float:
+        self.ranges.append((low, high))
+        return high
+
+    def run(self, *texts: str, accept: Any = None) -> list[str | Exception]:
+        """The replies to these texts, which are asked at once; after them, `self.now`."""
+
+        async def ask() -> list[str | Exception]:
+            deadline_pause.of_this_call.set(self.pause)
+            calls = [self.client.ask(messages(text), accept) for text in texts]
+            found = await asyncio.gather(*calls, return_exceptions=True)
+            self.now = asyncio.get_running_loop().time()
+            return found  # type: ignore[return-value]
+
+        with asyncio.Runner(loop_factory=Jumping) as runner, self.monkeypatch.context() as patch:
+            clock = SimpleNamespace(monotonic=runner.get_loop().time, time=time.time)
+            patch.setattr(judges, "time", clock)
+            patch.setattr(deadline_pause, "time", clock)
+            patch.setattr(judges, "random", SimpleNamespace(uniform=self.uniform))
+            self.client.client = httpx2.AsyncClient(
+                headers=self.client.client.headers,
+                transport=httpx2.MockTransport(self.meet),
+                timeout=self.client.client.timeout,
+            )
+            return runner.run(ask())
+
+    def sums(self) -> dict[str, float]:
+        names = (*SUMS, "until")
+        return {name: found for name in names if (found := self.account.sum(name))}
+
+
+def messages(text: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": text}]
+
+
+def reply(text: str = "SCORE: 5", status: int = 200, **headers: str) -> httpx2.Response:
+    value = {"choices": [{"message": {"content": text}}], "usage": {"total_tokens": 50}}
+    return httpx2.Response(status, json=value, headers=headers)
+
+
+def error(status: int, text: str, **headers: str) -> httpx2.Response:
+    return httpx2.Response(status, text=text, headers=headers)
+
+
+def test_every_attempt_waits_longer_and_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for patience, all wait; a request that may have been read costs its estimate."""
+    monkeypatch.setenv("JUDGE_KEY", "s3cret")
+    talk = Talk(
+        monkeypatch, None,
+        error(503, "busy"), httpx2.ConnectError("no route"), httpx2.ReadError("cut"),
+        error(429, "slow down", **{"retry-after": "6"}), 40.0, reply(),
+        max_tokens=100, temperature=0.5, key_env="JUDGE_KEY",
+    )  # fmt: skip
+    assert talk.run("Grade this.") == ["SCORE: 5"]
+    bodies = {request.content for request in talk.requests}
+    (body,) = bodies
+    wanted = {"model": "grader", "messages": messages("Grade this."), "max_tokens": 100}
+    wanted |= {"temperature": 0.5}
+    assert body == json.dumps(wanted, sort_keys=True, separators=(",", ":")).encode()
+    url = b"http://judge.test/v1/chat/completions"
+    assert talk.account.reply(hashlib.sha256(url + b"\0" + body).digest()) == "SCORE: 5"
+    (sent, *_) = talk.requests
+    assert (sent.method, str(sent.url)) == ("POST", "http://judge.test/v1/chat/completions")
+    headers = (sent.headers["authorization"], sent.headers["content-type"])
+    assert headers == ("Bearer s3cret", "application/json")
+    assert sent.extensions["timeout"] == dict.fromkeys(("connect", "read", "write", "pool"))
+    estimate = len(body) // 3 + 100
+    # attempts at 0, 0.5, 1.5, 3.5; not at 7.5 but at 9.55, for 30 s; the last at 47.55
+    assert talk.sums() == pytest.approx(
+        {
+            "requests": 6.0,
+            "tokens": 2.0 * estimate + 50,
+            "replies": 1.0,
+            "retries": 5.0,
+            "throttled": 1.0,
+            "seconds": 30.0,
+            "until": 9.5,
+        }
+    )
+    assert talk.ranges == [(0.5, 1.0)] * 4 + [(0.0, 0.05), (0.5, 1.0)]
+    assert talk.now == pytest.approx(47.55)
+    assert talk.pause.total == pytest.approx(2.05), "the back-off counts as the judge's time"
+
+
+@pytest.mark.parametrize(
+    ("network", "said"),
+    [
+        ([error(500, "x  y\n" * 90)] * 8, "8 requests, the last: status 500: " + "x y " * 40),
+        ([httpx2.ReadError("cut")] * 8, "8 requests, the last: ReadError cut"),
+        ([error(400, "no")], "1 requests, the last: status 400: no"),
+        (
+            [error(503, "", **{"retry-after": "60"}), error(503, "no", **{"retry-after": "61"})],
+            "2 requests, the last: status 503: no (it asks for a retry in 61 s)",
+        ),
+    ],
+)
+def test_a_judge_that_gives_no_grade(
+    monkeypatch: pytest.MonkeyPatch, network: list[Any], said: str
+) -> None:
+    talk = Talk(monkeypatch, None, *network, attempts=8)
+    (found,) = talk.run("a")
+    assert isinstance(found, judges.JudgeFailed)
+    assert str(found) == f"http://judge.test/v1/chat/completions: {said.strip()}"
+    if len(network) == 8:
+        assert talk.now == pytest.approx(0.5 + 1 + 2 + 4 + 8 + 16 + 20), "at most 20 s between two"
+    assert len(talk.requests) == len(network) and not talk.network
+
+
+def test_calls_take_turns_and_share_a_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed request gives its turn on; nothing is kept of it."""
+    network = [5.0, error(400, "no"), 5.0, reply("SCORE: 1"), 5.0, reply("SCORE: 2")]
+    talk = Talk(monkeypatch, None, *network, concurrency=1)
+    failed, first, second = talk.run("a", "b", "a")
+    assert isinstance(failed, judges.JudgeFailed) and (first, second) == ("SCORE: 1", "SCORE: 2")
+    assert (talk.now, talk.pause.total) == (15.0, 10.0), "overlapping waits count once"
+    assert talk.run("a", "b", "b") == ["SCORE: 2", "SCORE: 1", "SCORE: 1"]
+    assert talk.sums() == {
+        "requests": 3.0,
+        "tokens": 100.0,
+        "replies": 2.0,
+        "cached": 3.0,
+        "seconds": 15.0,
+    }
+
+
+def test_a_reply_that_is_not_accepted_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    talk = Talk(monkeypatch, None, reply("SCORE: 11"), reply("SCORE: 7"))
+    template = GradingTemplate(talk.settings)
+    (found,) = talk.run("a", accept=template.grade)
+    assert isinstance(found, ValueError) and "SCORE" not in str(found)
+    assert talk.run("a", "a", accept=template.grade) == ["SCORE: 7"] * 2
+    assert len(talk.requests) == 2
+
+
+def test_the_tokens_of_a_reply_without_usage_are_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
+    choices = [{"message": {"content": "ok"}, "finish_reason": "stop"}]
+    talk = Talk(monkeypatch, None, httpx2.Response(200, json={"choices": choices}))
+    assert talk.run("a") == ["ok"]
+    assert talk.sums()["tokens"] == len(talk.requests[0].content) // 3 + 512
+
+
+def test_a_client_keeps_its_account_in_the_run(tmp_path: Path) -> None:
+    settings = JudgeConfig(url="http://x/v1", model="m", timeout_s=7.0, attempts=3)
+    made = judges.client(settings, str(tmp_path))
+    made.account.store_reply(b"d", "SCORE: 1")
+    assert JudgeBudget(tmp_path / "judge.sqlite", settings).reply(b"d") == "SCORE: 1"
+    assert made.settings is settings and made.account.settings is settings
+    assert "authorization" not in made.client.headers
+    judges.client(settings, "").account.store_reply(b"e", "SCORE: 2")
+    assert [path.name.partition("-")[0] for path in tmp_path.iterdir()] == ["judge.sqlite"] * 3
+    assert judges.longest_s(settings) == 3 * (7.0 + 20.0)
+
+
+def test_a_retry_is_after_seconds_or_at_a_date(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judges, "time", SimpleNamespace(time=lambda: 1_000_000_000.0))
+    headers = ("Sun, 09 Sep 2001 01:46:50 GMT", "Sun, 09 Sep 2001 01:46:30 GMT", "nan", "2", "0")
+    assert [judges.retry_after_s(header) for header in headers] == [10.0, 0.0, None, 2.0, 0.0]
+
+
+def test_overlapping_waits_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 10.0
+    monkeypatch.setattr(deadline_pause, "time", SimpleNamespace(monotonic=lambda: now))
+    pause = DeadlinePause()
+    with waiting():
+        now = 20.0  # of no call
+    token = deadline_pause.of_this_call.set(pause)
+    try:
+        assert pause.seconds(now) == 0.0
+        with waiting():
+            now = 22.0
+            with waiting():
+                now = 25.0
+                assert pause.seconds(26.0) == 6.0
+            assert (pause.depth, pause.total) == (1, 0.0)
+        now = 30.0
+        with pytest.raises(KeyError), waiting():
+            now = 31.0
+            raise KeyError
+    finally:
+        deadline_pause.of_this_call.reset(token)
+    assert vars(pause) == {"total": 6.0, "depth": 0, "began": 30.0}
+    assert pause.seconds(99.0) == 6.0
 
 
 # ---- limits --------------------------------------------------------------------------------------
@@ -486,6 +772,48 @@ def test_budgets_and_replies_outlive_a_process(tmp_path: Path) -> None:
     one.close()
     assert other.reply(b"d") == "SCORE: 1" and other.reply(b"e") is None
     assert JudgeBudget(path, settings).sum("tokens") == 95
+
+
+def test_a_refused_pause_is_one_of_an_earlier_boot() -> None:
+    account = JudgeBudget(None, JudgeConfig())
+    account.hold(1120.0)
+    assert account.reserve(1000.0, 1) == (0, 120.0) and account.sum("until") == 1120.0
+    account.hold(1120.5)
+    assert account.reserve(1000.0, 1)[0], "longer than a server may ask for"
+
+
+def test_an_account_is_all_or_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "judge.sqlite"
+    account = JudgeBudget(path, JudgeConfig(budget_requests=2, budget_tokens=100))
+    assert totals(tmp_path / "none", account.settings) == {}
+    account.count(replies=3, seconds=1.5)
+    account.count(replies=1, throttled=2)
+    with pytest.raises(sqlite3.Error):
+        account.count(replies=1, cached=object())  # type: ignore[arg-type]
+    assert account.reserve(1.0, 60) == (1, 0.0)
+    with pytest.raises(JudgeBudgetSpent) as error:
+        account.reserve(1.0, 41)
+    assert str(error.value) == (
+        "reward.judge.budget_tokens: 100 for the whole run, 60 are spent and the next request "
+        "takes 41; resume with a higher one"
+    )
+    assert account.reserve(1.0, 40) == (2, 0.0), "all of it may be spent"
+    with pytest.raises(JudgeBudgetSpent, match=r"budget_requests: 2 .* 2 are spent .* takes 1;"):
+        account.reserve(1.0, 0)
+    account.record_cost(2, 40, 50)
+    wanted = dict.fromkeys(("retries", "cached"), 0.0)
+    wanted |= {"requests": 2.0, "tokens": 110.0, "replies": 4.0, "throttled": 2.0, "seconds": 1.5}
+    wanted |= {"requests_left": 0.0, "tokens_left": 0.0}
+    found = totals(path, account.settings)
+    assert found == {f"judge/{name}": value for name, value in wanted.items()}
+    assert totals(path, JudgeConfig(budget_tokens=130))["judge/tokens_left"] == 20.0
+
+
+def test_processes_share_an_account_without_waiting_for_the_disk(tmp_path: Path) -> None:
+    wire = JudgeBudget(tmp_path / "judge.sqlite", JudgeConfig()).wire
+    settings = ("journal_mode", "synchronous", "busy_timeout")
+    found = [wire.execute(f"PRAGMA {name}").fetchone()[0] for name in settings]
+    assert found == ["wal", 1, 60_000] and wire.isolation_level is None
 
 
 @pytest.mark.parametrize(

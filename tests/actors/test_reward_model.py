@@ -4,6 +4,7 @@ time; and directories that cannot judge.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,11 @@ from transformers import (
 )
 
 from actors.rewards import judge_all
-from actors.scorers.reward_model import RewardModelScorer, group_by_length
+from actors.scorers.reward_model import (
+    RewardModelScorer,
+    group_by_length,
+    read_classifier_config,
+)
 from asyncrl.config import load, rules
 from asyncrl.config.scorers import RewardModelConfig as Settings
 from asyncrl.contract.errors import ConfigError
@@ -140,32 +145,63 @@ def test_directories_that_cannot_judge(tmp_path: Path) -> None:
     def why(place: Path) -> str:
         with pytest.raises(ConfigError) as error:
             RewardModelScorer(Settings(path=str(place)))
-        assert str(error.value).startswith(f"reward.model.path = {place}: ")
-        assert "\n" not in str(error.value)
-        return str(error.value)
+        start, reason = str(error.value).split(": ", 1)
+        assert start == f"reward.model.path = {place}" and "\n" not in reason
+        return reason
 
-    assert "not a model directory" in why(tmp_path / "none")
+    none = tmp_path / "none"
+    assert why(none) == (
+        "not a model directory: its config.json: [Errno 2] No such file or directory: "
+        f"'{none}/config.json'"
+    )
     assert "is a BertForMaskedLM, not a sequence classifier" in why(saved(tmp_path / "w", "writer"))
     both = saved(tmp_path / "both", "writer")
     said = msgspec.json.decode((both / "config.json").read_bytes())
     for kinds, name in ((["A", "B"], "A, B"), ([], "model of no kind"), (None, "model of no kind")):
         (both / "config.json").write_bytes(msgspec.json.encode(said | {"architectures": kinds}))
         assert why(both) == (
-            f"reward.model.path = {both}: is a {name}, not a sequence classifier "
+            f"is a {name}, not a sequence classifier "
             "(...ForSequenceClassification); a generative judge goes to [reward.judge]"
         )
-    assert "has 2 labels" in why(saved(tmp_path / "two", num_labels=2))
+    one = "; a reward is one number, so one label"
+    assert why(saved(tmp_path / "two", num_labels=2)) == f"has 2 labels{one}"
     unpadded = saved(tmp_path / "unpadded")
     tokenizer(pad_token=None).save_pretrained(unpadded)
-    assert "no padding token" in why(unpadded)
-    assert "pads with token 0, its config.json says 1" in why(saved(tmp_path / "o", pad_token_id=1))
+    assert why(unpadded) == ("its tokenizer has no padding token; set one (pad_token) and save it")
+    assert why(saved(tmp_path / "o", pad_token_id=1)) == (
+        "its tokenizer pads with token 0, its config.json says 1; make them one"
+    )
     headless = saved(tmp_path / "headless", "writer")
     said = msgspec.json.decode((headless / "config.json").read_bytes())
     said |= {"architectures": ["BertForSequenceClassification"], "id2label": {"0": "L"}}
     (headless / "config.json").write_bytes(msgspec.json.encode(said))
-    assert "more weights, which would be random" in why(headless)
+    assert why(headless) == (
+        "lacks bert.pooler.dense.bias and 3 more weights, which would be random; was it saved as a "
+        "classifier?"
+    )
     (saved(tmp_path / "torn") / "model.safetensors").write_bytes(b"x")
-    assert "cannot be loaded" in why(tmp_path / "torn")
+    assert re.fullmatch(r"cannot be loaded: SafetensorError: .+", why(tmp_path / "torn"))
+
+
+@pytest.mark.parametrize(
+    ("said", "labels"),
+    [
+        ({"num_labels": 1, "id2label": {"0": "a", "1": "b"}}, 1),
+        ({"id2label": {"0": "a"}}, 1),
+        ({"id2label": {str(n): "a" for n in range(5)}}, 5),
+        ({"num_labels": None, "id2label": None}, 2),
+    ],
+)
+def test_the_labels_of_a_classifier(tmp_path: Path, said: dict[str, Any], labels: int) -> None:
+    config = {"architectures": ["A", "BForSequenceClassification"]} | said
+    text = msgspec.json.encode(config | {"name": "größer"})
+    (tmp_path / "config.json").write_bytes(text)
+    settings = Settings(path=str(tmp_path))
+    if labels == 1:
+        assert read_classifier_config(settings) == config | {"name": "größer"}
+    else:
+        with pytest.raises(ConfigError, match=f": has {labels} labels; a reward"):
+            read_classifier_config(settings)
 
 
 def test_a_config_that_says_no_padding_takes_the_tokenizers(tmp_path: Path) -> None:
@@ -174,8 +210,29 @@ def test_a_config_that_says_no_padding_takes_the_tokenizers(tmp_path: Path) -> N
     prompt = Prompt(1, "1+1=", "2")
     both = scorer([prompt, prompt], ["2", "0" * 9])
     assert both[0] == pytest.approx(scorer([prompt], ["2"])[0], abs=1e-6)
-    with pytest.raises(ValueError, match="have 21 tokens, the reward model reads 20"):
+    assert scorer.context == 20 and scorer.model.config.pad_token_id == 0
+    assert (scorer.tokenizer.padding_side, scorer.model.training) == ("right", False)
+    with pytest.raises(ValueError) as error:
         scorer([prompt], ["0" * 15])
+    assert str(error.value) == (
+        "prompt and response have 21 tokens, the reward model reads 20 (reward.model.context)"
+    )
+    assert scorer([prompt], ["0" * 14]), "as many as it reads"
+    with pytest.raises(ValueError, match="zip"):
+        scorer([prompt, prompt], ["2"])
+
+
+def test_a_chat_keeps_its_turns(tmp_path: Path) -> None:
+    """By the template, or as a pair whose first text has a line for each turn."""
+    turns = [{"role": "user", "content": "1+"}, {"role": "assistant", "content": "2="}]
+    chat, plain = Prompt(1, "no", "", turns), Prompt(1, "1+\n2=", "")
+    scorer = RewardModelScorer(Settings(path=str(saved(tmp_path / "d", "qwen2")), dtype="bfloat16"))
+    assert scorer.tokenizer.decode(scorer.encode_pair(chat, "3")["input_ids"]) == "<u>1+<a>2=<a>3"
+    assert next(scorer.model.parameters()).dtype == torch.bfloat16 and len(turns) == 2
+    pairs = RewardModelScorer(Settings(path=str(saved(tmp_path / "e"))))
+    assert pairs.encode_pair(chat, "3") == pairs.encode_pair(plain, "3")
+    ids = pairs.encode_pair(plain, "3")["input_ids"]
+    assert pairs.context == 64 and ids == pairs.tokenizer("1+\n2=", "3")["input_ids"]
 
 
 def test_a_model_without_a_limit_of_positions_reads_long_texts(tmp_path: Path) -> None:
@@ -190,6 +247,7 @@ def test_a_model_without_a_limit_of_positions_reads_long_texts(tmp_path: Path) -
 
 
 def test_groups_hold_what_fits_with_their_padding() -> None:
+    assert group_by_length([2048] * 5) == [[0, 1, 2, 3], [4]], "8192 tokens and no more"
     assert group_by_length([]) == [] and group_by_length([4000, 4000, 10, 5000]) == [
         [2, 0],
         [1],

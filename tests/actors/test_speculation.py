@@ -15,7 +15,7 @@ from any_model_kit import directory
 from bench_rivals_kit import program
 from engine_kit import CUTS, engine, request, run
 
-from actors.decoding.drafts import DraftBook, DraftPolicy
+from actors.decoding.drafts import DraftBook, DraftPolicy, GroupDrafts
 from actors.engine import Completion, CompletionRequest
 from actors.engine_embedded import EmbeddedEngine, make_engine
 from asyncrl.config import load
@@ -198,6 +198,48 @@ def test_drafts_come_from_the_groups_finished_answers() -> None:
     assert not (book.outstanding or book.groups or book.finished)
 
 
+def test_a_draft_is_what_followed_the_longest_ngram_last() -> None:
+    group = GroupDrafts()
+    keys = [(0, sample, 1) for sample in range(4)]
+    group.extend(keys[0], [1, 2])
+    assert group.propose(keys[0], 4) == [], "nothing has followed it"
+    group.extend(keys[1], [1, 2, 3, 4, 5, 6])
+    assert group.propose(keys[0], 4) == [3, 4, 5, 6] and group.propose(keys[0], 2) == [3, 4]
+    group.extend(keys[2], iter([9, 3, 4, 8, 1, 2, 7]))
+    assert group.propose(keys[0], 9) == [7], "the sequence that had it last"
+    group.extend(keys[3], [2, 3, 4])
+    assert group.propose(keys[3], 2) == [5, 6], "three tokens say more than two"
+    group.extend(keys[3], [0])
+    assert group.propose(keys[3], 2) == [] and group.sequences[keys[3]] == [2, 3, 4, 0]
+    lengths = {len(ngram) for ngram in group.continuations}
+    first = group.sequences[keys[1]]
+    assert lengths == {2, 3, 4} and group.continuations[1, 2, 3, 4] == (first, 4)
+
+
+def test_the_book_counts_the_requests_of_each_group() -> None:
+    book = DraftBook()
+    first, second, third = (request(0, s, [3, 4, 5], 20) for s in range(3))
+    other = request(1, 0, [8], 20)
+    for entering in (first, second, third, other):
+        book.open(entering)
+    assert book.outstanding == {0: 3, 1: 1}
+    assert book.propose(first, [6, 7], 4) == [] and book.count_known(first) == 2
+    assert book.count_known(second) == 0, "another of its group is indexed alone"
+    book.close(first, np.array([6, 7, 8, 9], np.int32))
+    ((key, tokens),) = book.finished[0]
+    assert key == first.key and tokens.tolist() == [3, 4, 5, 6, 7, 8, 9]
+    book.close(third)
+    assert len(book.finished[0]) == 1, "an aborted request leaves no completion"
+    assert book.propose(second, [6, 7], 4) == [8, 9]
+    sequences = book.groups[0].sequences
+    assert sequences == {first.key: [3, 4, 5, 6, 7, 8, 9], second.key: [3, 4, 5, 6, 7]}
+    assert not book.finished and book.count_known(other) == 0
+    book.close(other, np.array([1], np.int32))
+    assert book.outstanding == {0: 1} and list(book.groups) == [0] and not book.finished
+    book.close(second, np.array([1], np.int32))
+    assert not (book.outstanding or book.groups or book.finished)
+
+
 def test_a_row_without_drafts_keeps_no_other_from_them(model: Any) -> None:
     """A free row, one under a grammar and one at its last token come before one that drafts."""
 
@@ -223,6 +265,36 @@ def test_a_row_without_drafts_keeps_no_other_from_them(model: Any) -> None:
 
 
 # ---- when it drafts ------------------------------------------------------------------------------
+
+
+def test_drafts_pay_while_the_gain_is_above_their_cost() -> None:
+    policy = DraftPolicy(6, None)
+    assert vars(policy) == {
+        "most": 6,
+        "rows": None,
+        "seconds": {},
+        "lookup_s": 0.0,
+        "looked_up": 0,
+        "drafted": 64.0,
+        "yielded": 64.0 * 4,
+    }
+    assert not policy.pays(1), "nothing is measured"
+    policy.seconds = {2: (2.0, 6.0), 8: (1.0, 3.75)}
+    assert policy.pays(2) and policy.pays(3) and not policy.pays(9)
+    policy.count_lookup(10, 0.25)
+    policy.count_lookup(10, 1.0)
+    assert (policy.looked_up, policy.lookup_s) == (20, 1.25)
+    assert policy.pays(3) and not policy.pays(4), "at four rows the look-up takes all of the gain"
+    policy.count(64, 128)
+    policy.count(128, 512)
+    assert (policy.drafted, policy.yielded) == (256.0, 896.0)
+    assert policy.pays(2) and not policy.pays(3), "3.5 tokens a row"
+    policy.begin_version()
+    assert (policy.drafted, policy.yielded) == (64.0, 256.0)
+    assert [DraftPolicy(6, 3).pays(rows) for rows in (3, 4)] == [True, False]
+    policy.looked_up, policy.lookup_s = 1, 0.25
+    policy.seconds = {1: (1.0, 3.8)}
+    assert not policy.pays(1), "the whole time of the only row"
 
 
 def test_no_drafts_above_the_given_number_of_rows(model: Any) -> None:
@@ -265,6 +337,14 @@ def test_the_measurement_leaves_nothing_behind(model: Any, exact: bool) -> None:
     assert all(plain > 0 < verified for plain, verified in e.drafts.seconds.values())
     plain = run(engine(model, slots=2, fixed=exact), requests(2, 2))
     assert_same(run(e, requests(2, 2)), plain, bitwise=exact)
+
+
+@pytest.mark.parametrize(("draft_rows", "rows"), [("auto", None), (2, 2)])
+def test_the_policy_of_a_config(draft_rows: int | str, rows: int | None) -> None:
+    own = {"speculate": 3, "draft_rows": draft_rows}
+    config = load.build({"model": {"path": "m"}, "task": {"name": "sort"}, "generator": own})
+    made = DraftPolicy.from_config(config.generator)
+    assert (made.most, made.rows) == (3, rows)
 
 
 def test_a_config_switches_it_on(sort_model: Path, tmp_path: Path) -> None:

@@ -5,16 +5,23 @@ of a call that failed.
 from __future__ import annotations
 
 import asyncio
+import datetime
 import inspect
 import json
+import os
+import re
+import shlex
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from process_kit import ENV, ROOT, SMALL, Ended, demo_command
 
+from actors import reward_worker
+from actors.reward_worker import RewardCall, RewardUnit
 from actors.rewards import RewardRunner, check, judge_all
 from actors.scorers import user_function
 from actors.scorers.user_function import in_our_form
@@ -232,6 +239,173 @@ def test_a_failed_reward_is_said_once(
     assert done.json["error"].count(said) == 1 and "reward.error_budget" in done.json["error"]
     log = tmp_path / "runs" / "r" / "reward.log"
     assert f"reward.log: {log}" in done.err and "in helper" in log.read_text()
+
+
+# ---- in the process of the test ------------------------------------------------------------------
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> dict[str, Any]:
+    """The functions by their names."""
+    file = tmp_path / "own_reward.py"
+    file.write_text(FUNCTIONS)
+    made: dict[str, Any] = {}
+    exec(compile(FUNCTIONS, str(file), "exec"), made)
+    return made
+
+
+def test_the_log_has_a_failed_call_from_the_function_on(
+    own: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    day = datetime.datetime(2026, 1, 2, 3, 4, 5)
+    monkeypatch.setattr(user_function, "time", SimpleNamespace(strftime=day.strftime))
+    log = user_function.FailureLog(str(tmp_path))
+    umask = os.umask(0o002)
+    try:
+        unit = RewardUnit(3, [RewardCall(SUM, "\ud800", [5])])
+        reply = reward_worker.judge(own["fails"], unit, log)
+    finally:
+        os.umask(umask)
+    lines = [line_of(text) for text in ("return helper", "return {}")]
+    assert reply.why == f"raised KeyError: 'no such key' at own_reward.py:{lines[1]} in helper"
+    log.note(CHAT, "é\ud800", "reward is a word")
+    assert (tmp_path / "reward.log").read_text(encoding="utf-8") == (
+        f"2026-01-02 03:04:05 prompt 0: {reply.why}\n"
+        "prompt:   '1+1='\n"
+        "response: '\\ud800'\n"
+        "Traceback (most recent call last):\n"
+        f'  File "{tmp_path}/own_reward.py", line {lines[0]}, in fails\n'
+        "    return helper(text)\n"
+        "           ^^^^^^^^^^^^\n"
+        f'  File "{tmp_path}/own_reward.py", line {lines[1]}, in helper\n'
+        '    return {}["no such key"] + json.loads(text)\n'
+        "           ~~^^^^^^^^^^^^^^^\n"
+        "KeyError: 'no such key'\n"
+        "\n"
+        "2026-01-02 03:04:05 prompt 1: reward is a word\n"
+        "prompt:   '3?'\n"
+        "response: 'é\\ud800'\n"
+        "\n"
+    )
+    assert (tmp_path / "reward.log").stat().st_mode & 0o777 == 0o664
+
+
+def test_a_full_log_takes_no_more(tmp_path: Path) -> None:
+    log = user_function.FailureLog(str(tmp_path))
+    path = tmp_path / "reward.log"
+    path.write_bytes(b"x" * (user_function.LOG_BYTES - 1))
+    log.note(SUM, "y" * user_function.LOG_BYTES, "why")
+    assert path.stat().st_size == 2 * user_function.LOG_BYTES - 1, "an entry may be as long"
+    path.write_bytes(b"x" * user_function.LOG_BYTES)
+    log.note(SUM, "y", "why")
+    assert path.stat().st_size == user_function.LOG_BYTES == 1 << 20
+
+
+def test_the_place_of_an_error_is_outside_libraries(own: dict[str, Any]) -> None:
+    def why(function: Any, text: str = "no JSON") -> str:
+        unit = RewardUnit(3, [RewardCall(SUM, text, [5])])
+        return reward_worker.judge(function, unit, user_function.FailureLog("")).why
+
+    line = line_of('json.loads(text)["score"]')
+    assert why(own["parses"]) == (
+        "raised JSONDecodeError: Expecting value: line 1 column 1 (char 0) "
+        f"at own_reward.py:{line} in parses"
+    )
+    assert re.search(r" at shlex\.py:\d+ in \w+$", why(shlex.split)), "a library alone"
+    assert re.search(r"and 'str'$", why(divmod)), "a builtin has no place"
+
+
+def test_a_quoted_text_is_short() -> None:
+    quoted = [user_function.format_text("'" * length) for length in (80, 81)]
+    assert quoted == ['"' + "'" * 80 + '"', '"' + "'" * 80 + '"...']
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("three", "takes (prompt, text, reference) (missing a required argument: 'reference')"),
+        ("swapped", "takes (completion, prompt) (the prompt comes first)"),
+        (
+            "lists",
+            "takes (prompts, answers) (mark one that takes lists by lists.batched = True)",
+        ),
+    ],
+)
+def test_the_whole_refusal_names_both_forms(own: dict[str, Any], name: str, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        in_our_form(own[name], f"a:b.py:{name}", ())
+    assert str(error.value) == (
+        f"reward.function = a:b.py:{name}: {said}; write reward(prompt, text), or "
+        "reward(prompts, completions, **columns) as TRL calls one"
+    )
+    own["lists"].batched = True
+    assert in_our_form(own["lists"], "m:lists", ()) is own["lists"]
+
+
+def test_trls_form_gets_all_columns_by_name() -> None:
+    """A column that a prompt does not have is None there."""
+    got: list[dict[str, Any]] = []
+
+    def every(*, completions: Any, log_extra: Any, log_metric: Any, **rest: Any) -> list[float]:
+        assert log_extra("a", [1]) is log_metric("b", 2) is None
+        got.append({"completions": completions} | rest)
+        return [1.0, 2.0]
+
+    def few(completions: Any, size: Any, *more: Any, answer: Any = "") -> list[float]:
+        got.append({"completions": completions, "size": size, "answer": answer, "more": more})
+        return [3.0, 4.0]
+
+    large = Prompt(1, "3?", "3", [{"role": "user", "content": "3?"}], {"size": 3})
+    asked = ([SUM, large], ["a", "b"], [[1], [2, 3]])
+    assert in_our_form(every, "m:f", ())(*asked) == [1.0, 2.0]
+    made = in_our_form(few, "m:f", ())
+    assert made(*asked) == [3.0, 4.0] and made.batched is True
+    completions = ["a", [{"role": "assistant", "content": "b"}]]
+    assert got == [
+        {
+            "completions": completions,
+            "prompts": ["1+1=", [{"role": "user", "content": "3?"}]],
+            "completion_ids": [[1], [2, 3]],
+            "answer": ["2", "3"],
+            "size": [None, 3],
+            "unit": ["m", None],
+        },
+        {"completions": completions, "size": [None, 3], "answer": ["2", "3"], "more": ()},
+    ]
+    with pytest.raises(ValueError, match="zip"):
+        made([SUM, large], ["a"], [[1]])
+
+
+def test_what_trls_form_lacks_is_named() -> None:
+    def asks(completions: Any, truth: Any, best: Any, **_: Any) -> list[float]:
+        return []
+
+    with pytest.raises(TypeError) as error:
+        in_our_form(asks, "m:f", ())([SUM, CHAT], ["a", "b"], [[1], [2]])
+    assert str(error.value) == (
+        "it takes best, truth, but the prompts have no such column: they have unit, answer "
+        "(task.columns renames)"
+    )
+
+    def trains(completions: Any, trainer_state: Any) -> list[float]:
+        return []
+
+    with pytest.raises(ConfigError) as refused:
+        in_our_form(trains, "m:f", ())
+    assert str(refused.value) == (
+        "reward.function = m:f: takes trainer_state, which only TRL's trainer has; give it a "
+        "default, as in trainer_state=None, and do without"
+    )
+
+
+def test_an_object_may_be_async_too() -> None:
+    class Reward:
+        async def __call__(self, completions: list[str]) -> list[float]:
+            return [len(text) for text in completions]
+
+    assert user_function.is_async(Reward()) and not user_function.is_async(print)
+    made = in_our_form(Reward(), "m:f", ())
+    assert asyncio.run(made([SUM], ["abc"], [[1]])) == [3] and made.batched is True
 
 
 # ---- the columns of a file -----------------------------------------------------------------------
