@@ -695,7 +695,10 @@ def test_the_tokens_of_a_reply_without_usage_are_estimated(monkeypatch: pytest.M
     assert talk.sums()["tokens"] == len(talk.requests[0].content) // 3 + 512
 
 
-def test_a_client_keeps_its_account_in_the_run(tmp_path: Path) -> None:
+def test_a_client_keeps_its_account_in_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     settings = JudgeConfig(url="http://x/v1", model="m", timeout_s=7.0, attempts=3)
     made = judges.client(settings, str(tmp_path))
     made.account.store_reply(b"d", "SCORE: 1")
@@ -832,5 +835,9 @@ def test_rules(more: dict[str, Any], why: str) -> None:
 
 def test_a_key_that_is_not_there(server: Server) -> None:
     settings = config(server, key_env="NO_SUCH_KEY_AT_ALL").reward.judge
-    with pytest.raises(ConfigError, match="NO_SUCH_KEY_AT_ALL"):
+    with pytest.raises(ConfigError) as error:
         judges.client(settings, "")
+    assert str(error.value) == (
+        "reward.judge.key_env: the environment has no NO_SUCH_KEY_AT_ALL; set it where the run is "
+        "started"
+    )

@@ -39,9 +39,7 @@ from asyncrl.tasks import get_task
 
 SYMBOLS = "abcdefghij0123456789+= \n"
 SPECIAL = ["<pad>", "<sep>", "<u>", "<a>"]
-TEMPLATE = (
-    "{% for m in messages %}{{ '<u>' if m.role == 'user' else '<a>' }}{{ m.content }}{% endfor %}"
-)
+TEMPLATE = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}"
 
 
 def tokenizer(**more: Any) -> PreTrainedTokenizerFast:
@@ -229,7 +227,7 @@ def test_a_chat_keeps_its_turns(tmp_path: Path) -> None:
     scorer = RewardModelScorer(Settings(path=str(saved(tmp_path / "d", "qwen2")), dtype="bfloat16"))
     assert scorer.tokenizer.decode(scorer.encode_pair(chat, "3")["input_ids"]) == "<u>1+<a>2=<a>3"
     assert next(scorer.model.parameters()).dtype == torch.bfloat16 and len(turns) == 2
-    pairs = RewardModelScorer(Settings(path=str(saved(tmp_path / "e"))))
+    pairs = RewardModelScorer(Settings(path=str(saved(tmp_path / "e")), device="auto"))
     assert pairs.encode_pair(chat, "3") == pairs.encode_pair(plain, "3")
     ids = pairs.encode_pair(plain, "3")["input_ids"]
     assert pairs.context == 64 and ids == pairs.tokenizer("1+\n2=", "3")["input_ids"]
@@ -244,6 +242,7 @@ def test_a_model_without_a_limit_of_positions_reads_long_texts(tmp_path: Path) -
     tokenizer(chat_template=TEMPLATE).save_pretrained(tmp_path)
     scorer = RewardModelScorer(Settings(path=str(tmp_path)))
     assert len(scorer([Prompt(1, "1+1=", "2")], ["0" * 300])) == 1
+    assert scorer.context == 1 << 20
 
 
 def test_groups_hold_what_fits_with_their_padding() -> None:

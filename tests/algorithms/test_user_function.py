@@ -268,7 +268,7 @@ def test_the_log_has_a_failed_call_from_the_function_on(
         os.umask(umask)
     lines = [line_of(text) for text in ("return helper", "return {}")]
     assert reply.why == f"raised KeyError: 'no such key' at own_reward.py:{lines[1]} in helper"
-    log.note(CHAT, "é\ud800", "reward is a word")
+    log.note(CHAT, "é\ud800", "reward is \ud800")
     assert (tmp_path / "reward.log").read_text(encoding="utf-8") == (
         f"2026-01-02 03:04:05 prompt 0: {reply.why}\n"
         "prompt:   '1+1='\n"
@@ -282,7 +282,7 @@ def test_the_log_has_a_failed_call_from_the_function_on(
         "           ~~^^^^^^^^^^^^^^^\n"
         "KeyError: 'no such key'\n"
         "\n"
-        "2026-01-02 03:04:05 prompt 1: reward is a word\n"
+        "2026-01-02 03:04:05 prompt 1: reward is \\ud800\n"
         "prompt:   '3?'\n"
         "response: 'é\\ud800'\n"
         "\n"
@@ -387,15 +387,23 @@ def test_what_trls_form_lacks_is_named() -> None:
         "(task.columns renames)"
     )
 
+    unit = RewardUnit(3, [RewardCall(SUM, "a", [5])])
+    reply = reward_worker.judge(in_our_form(asks, "m:f", ()), unit, user_function.FailureLog(""))
+    assert reply.why.endswith(" unit, answer (task.columns renames)"), "no place in the user's code"
+
     def trains(completions: Any, trainer_state: Any) -> list[float]:
         return []
 
-    with pytest.raises(ConfigError) as refused:
-        in_our_form(trains, "m:f", ())
-    assert str(refused.value) == (
-        "reward.function = m:f: takes trainer_state, which only TRL's trainer has; give it a "
-        "default, as in trainer_state=None, and do without"
-    )
+    def plays(completions: Any, environments: Any) -> list[float]:
+        return []
+
+    for function, name in ((trains, "trainer_state"), (plays, "environments")):
+        with pytest.raises(ConfigError) as refused:
+            in_our_form(function, "m:f", ())
+        assert str(refused.value) == (
+            f"reward.function = m:f: takes {name}, which only TRL's trainer has; give it a "
+            f"default, as in {name}=None, and do without"
+        )
 
 
 def test_an_object_may_be_async_too() -> None:
