@@ -17,7 +17,7 @@ DESCRIPTION = (
 )
 KL_STOP = 0.05  # nats a token that a batch's updates may move: repair A of the IS-reshape report
 LAG_GRID = "docs/staleness-study.md#what-lag-costs"
-HIGH_LAG = "docs/staleness.md#at-this-lag-take-this"
+HIGH_LAG = "docs/staleness.md#which-method-at-which-lag"
 RESHAPE = "docs/reshape.md"
 UNMEASURED = ""
 
